@@ -69,6 +69,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, Union, overload
 
 from pgmesh._util import missing_attributes, offsets as strided
+from pgmesh._util.call_sites import corrected_call
 from pgmesh._util.formatting import (
     Text,
     format_call,
@@ -565,10 +566,8 @@ class Layout:
         elif isinstance(axis, (tuple, slice)) or not isinstance(axis, Hashable):
             known = {*map(repr, self._axes)}
             given = axis if isinstance(axis, (list, tuple, set)) and {*map(repr, axis)} <= known else self._axes[-2:]
-            raise AxisError(
-                f"axes are separate arguments, not a {kind.__name__} {axis!r}.\n\n"
-                f"  mesh.group({', '.join(map(repr, given))})"
-            )
+            problem = f"axes are separate arguments, not a {kind.__name__} {axis!r}."
+            raise AxisError(f"{problem}\n\n  {corrected_call(axis, tuple(given))}")
         else:
             raise AxisError(f"there is no axis {axis!r} in {self._brief()}.")
         fixed = dict(self._all_axes).get(axis)

@@ -862,8 +862,12 @@ def _not_a_device_mesh(mesh: ProcessGroupMesh) -> str:
     """The message for a mesh in the place of a DeviceMesh."""
     ways = [(_call_for_torch(mesh, "device_mesh", mesh.axes), "")]
     if len(mesh.axes) > 1:
-        one = _call_for_torch(mesh, "device_mesh", sorted(mesh.axes, key=lambda axis: "dp" not in str(axis))[:1])
+        likely = sorted(mesh.axes, key=lambda axis: ("dp" not in str(axis), "cp" not in str(axis)))[:2]
+        one = _call_for_torch(mesh, "device_mesh", likely[:1])
         ways = [(one, "along one axis: name the one that you mean"), (ways[0][0], "a dimension for each axis")]
+        if len(mesh.axes) > 2:
+            merged = _call_for_torch(mesh, "device_mesh", ()).replace("()", f"(fsdp={(*likely,)})")
+            ways = [ways[0], (merged, "along several"), (ways[1][0], f"{ways[1][1]}; fully_shard takes one or two")]
     return f"torch takes a DeviceMesh here, not {mesh!r}.\n\n{format_calls(ways)}"
 
 

@@ -60,6 +60,7 @@ SEAM: dict[str, str] = {
     "nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": "excludes parameters",
     "_C._VariableFunctions._foreach_norm": "norms of all gradients in one kernel, in a given dtype",
     "_C._VariableFunctions._foreach_mul_": "scales all gradients in one kernel",
+    "Tensor._backward_hooks": "torch loses these hooks when it shards a parameter",
     "Tensor._post_accumulate_grad_hooks": "some pipeline schedules would skip these hooks",
     "ProcessGroup._set_default_backend": "sets the backend of a group that is built directly",
     "ProcessGroup._register_backend": "the same for each device",
@@ -218,6 +219,16 @@ def foreach_multiply(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
 def has_gradient_hooks(weight: torch.Tensor) -> bool:
     """True if hooks are registered for the gradient of a weight."""
     return bool(weight._post_accumulate_grad_hooks)
+
+
+def has_hooks(weight: torch.Tensor) -> bool:
+    """True if any hooks are registered on a weight."""
+    return bool(weight._backward_hooks) or has_gradient_hooks(weight)
+
+
+def has_forward_hooks(module: torch.nn.Module) -> bool:
+    """True if hooks are registered that run before or after the forward pass of a module."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def stages_are_supported(stage: type) -> bool:

@@ -63,11 +63,24 @@ ProcessGroupMesh(dp=2, tp=2) holds 4 ranks, but the world has 8.
 @pytest.mark.parametrize("verb", ["group", "along", "index", "size", "ranks", "partition", "neighbor", "device_mesh"])
 @pytest.mark.parametrize("several", [["dp", "tp"], ("dp", "tp")], ids=["list", "tuple"])
 def test_axes_that_are_one_argument(mesh, verb, several):
-    kind = type(several).__name__
-    with raises_message(
-        pgmesh.AxisError, f"axes are separate arguments, not a {kind} {several!r}.\n\n  mesh.group('dp', 'tp')"
-    ):
+    kind, call = type(several).__name__, f"mesh.{verb}('dp', 'tp')" if verb != "neighbor" else "mesh.neighbor('dp', 1)"
+    with raises_message(pgmesh.AxisError, f"axes are separate arguments, not a {kind} {several!r}.\n\n  {call}"):
         getattr(mesh, verb)(several)
+    eval(call, {"mesh": mesh})
+
+
+@pytest.mark.parametrize(
+    ("call", "meant"),
+    [
+        (lambda mesh: mesh.layout.index_of(3, ("dp", "tp")), "layout.index_of(3, 'dp', 'tp')"),
+        (lambda mesh: mesh.group(("dp", "tp"), timeout=9), "mesh.group('dp', 'tp', timeout=9)"),
+        (lambda mesh: mesh.device_mesh(fsdp=(("dp", "tp"),)), "mesh.group('dp', 'tp')"),
+    ],
+)
+def test_axes_that_are_one_argument_keep_other_arguments(mesh, call, meant):
+    with raises_message(pgmesh.AxisError, f"axes are separate arguments, not a tuple ('dp', 'tp').\n\n  {meant}"):
+        call(mesh)
+    eval(meant, {"mesh": mesh, "layout": mesh.layout})
 
 
 @pytest.mark.parametrize(
@@ -518,11 +531,13 @@ def test_torch_given_a_mesh_shows_device_meshes(mesh):
         fully_shard(torch.nn.Linear(8, 8), mesh=mesh)
     assert str(info.value) == (
         "torch takes a DeviceMesh here, not ProcessGroupMesh(pp=2, dp=2, tp=2).\n\n"
-        "  mesh.device_mesh('dp')               # along one axis: name the one that you mean\n"
-        "  mesh.device_mesh('pp', 'dp', 'tp')   # a dimension for each axis"
+        "  mesh.device_mesh('dp')                # along one axis: name the one that you mean\n"
+        "  mesh.device_mesh(fsdp=('dp', 'pp'))   # along several\n"
+        "  mesh.device_mesh('pp', 'dp', 'tp')    # a dimension for each axis; fully_shard takes one or two"
     )
-    along_one, whole = (eval(call, {"mesh": mesh}) for call in suggested(info.value))
+    along_one, merged, whole = (eval(call, {"mesh": mesh}) for call in suggested(info.value))
     fully_shard(torch.nn.Linear(8, 8), mesh=along_one)
+    fully_shard(torch.nn.Linear(8, 8), mesh=merged)
     distribute_tensor(torch.ones(4), whole, [Shard(0), Replicate(), Replicate()])
     numbered = ProcessGroupMesh(8, name="numbered")
     with pytest.raises(AttributeError) as info:

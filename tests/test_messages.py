@@ -284,7 +284,7 @@ def test_a_view_that_would_cut():
         (lambda: BOX.size(None), "there is no axis None in mesh (pp=2, dp=2, tp=2)."),
         (
             lambda: BOX.size(["a", "b"]),  # none of its axes
-            "axes are separate arguments, not a list ['a', 'b'].\n\n  mesh.group('dp', 'tp')",
+            "axes are separate arguments, not a list ['a', 'b'].\n\n  layout.size('dp', 'tp')",
         ),
     ],
 )

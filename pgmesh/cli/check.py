@@ -173,9 +173,11 @@ class _Check:
 
     def _fill_sizes(self) -> None:
         """Replace a size of -1 so that the sizes hold the world."""
-        size, fixed = self.barrier.size, known_product(self.sizes)
+        size, fixed, args = self.barrier.size, known_product(self.sizes), self.args
         other = [f"{torchrun_command(fixed)} -m {spell(self.args)}"] * (size == 1)  # only one rank was started
-        self.sizes = arguments.fill(self.args, self.sizes, size, f"the world has {size:,}", *other)
+        if self.topology and self.topology[0].capacity != size:  # these hosts do not hold this world
+            args = argparse.Namespace(**{**vars(args), "nodes": None, "domains": None})
+        self.sizes = arguments.fill(args, self.sizes, size, f"the world has {size:,}", *other)
 
     def _check_hosts(self) -> list[str]:
         """The host name of each rank. Rank 0 compares the hosts with the plan."""

@@ -20,8 +20,12 @@ def corrected_sizes(words: Sequence[str], example: int, named: bool = False) -> 
     ['tp=8', 'dp=2', 'pp=2']
     >>> corrected_sizes(["2x4"], 2), corrected_sizes(["dp2,", "tp", "=", "0"], 2)
     (['2', '4'], ['dp=2', 'tp=2'])
+    >>> corrected_sizes(["pp=x", "dp=1.5", "tp=1e3"], 2)
+    ['pp=2', 'dp=2', 'tp=1000']
     """
-    text = re.sub("(?<=[0-9])[x*](?=[0-9])", " ", " ".join(words))
+    text = re.sub(r"(?<=[=:])[^\W\d]\w*\b(?!\s*[=:])", "", " ".join(words))  # a word is no size
+    text = re.sub(r"(?<![\w.])\d+(\.\d*|e\d\b)", lambda number: f"{float(number[0]):.0f}", text)
+    text = re.sub("(?<=[0-9])[x*](?=[0-9])", " ", text)
     found = re.findall(r"([^\W\d]\w*)[=:\s]+(-?\d+)\w*|([^\W\d]+)(-?\d*)|(-?\d+)", text)
     pairs = [(name or short, size or close or alone) for name, size, short, close, alone in found] or [("dp", "")]
     numbers = [size if re.fullmatch(SIZE, size) else str(example) for _, size in pairs]

@@ -207,10 +207,10 @@ class Agreement:
         new = [rank for rank in self.members if rank in arrivals and rank not in calls]
         lost |= {rank: f"rank {rank} stands by, as a new process does" for rank in new}
         ready = [rank for rank in request.spares if rank in arrivals and (rank not in members or rank not in calls)]
+        while not waiting and (ended := self._lost(ready[: len(lost)], all_ended=True)):  # since they arrived
+            gone, ready = gone | ended, [rank for rank in ready if rank not in ended]
         # Without an axis there is no mesh without spares, so new processes in the places of ended ones are waited for.
-        coming = [
-            rank for rank in request.spares if rank not in arrivals and (rank not in gone or request.axis is None)
-        ]
+        coming = [rank for rank in request.spares if (request.axis is None if rank in gone else rank not in arrivals)]
         if not waiting and (len(ready) >= len(lost) or late or not coming):
             return self._success(request, arrivals, lost, ready, gone)
         what = f"{name_ranks(waiting)} did not call {request}" if waiting else f"no spare came of {name_ranks(coming)}"

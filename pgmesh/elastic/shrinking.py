@@ -34,7 +34,8 @@ class Shrunk:
         new_ranks: ranks of the mesh after it.
         lost: the ranks that were lost, each with how that is known.
         replaced_by: for each lost rank that a spare replaces, that spare.
-        seconds: time of the call of ``shrink`` or, on a spare, ``stand_by``.
+        seconds: time of the call of ``shrink`` or, on a rank that stood by, of ``stand_by``.
+        stood_by: True on a rank that stood by.
 
     >>> print(Shrunk("mesh 'train'", (0, 1, 2, 3), (0, 1), {3: "rank 3 has ended"}, {}, 0.2))
     mesh 'train': 4 ranks, and now 2, in 0.20 s
@@ -48,6 +49,7 @@ class Shrunk:
     lost: dict[int, str]
     replaced_by: dict[int, int]
     seconds: float
+    stood_by: bool = False
 
     @property
     def dropped(self) -> tuple[int, ...]:
@@ -56,7 +58,8 @@ class Shrunk:
         return tuple(rank for rank in self.old_ranks if rank not in kept)
 
     def __str__(self) -> str:
-        lines = [f"{self.label}: {len(self.old_ranks)} ranks, and now {len(self.new_ranks)}, in {self.seconds:.2f} s"]
+        took = f"{'after standing by for' if self.stood_by else 'in'} {self.seconds:.2f} s"
+        lines = [f"{self.label}: {len(self.old_ranks)} ranks, and now {len(self.new_ranks)}, {took}"]
         lines += [f"  lost: {why}" for why in self.lost.values()] or ["  lost: none"]
         if self.dropped:
             lines.append(f"  dropped: {name_ranks(self.dropped)}")
@@ -143,7 +146,8 @@ def _agree_and_replace(cache: GroupCache, request: Request | None, client: CallC
     cache.end_aborted(f"{cache.label} was replaced by shrink.")  # on a rank that stood by
     after = GroupCache(cache.name, layout, identity=identity)
     after.configure_all(outcome.options)
-    after.shrunk = Shrunk(cache.label, before.ranks(), layout.ranks(), outcome.lost, outcome.replaced, client.now())
+    ranks, stood_by = (before.ranks(), layout.ranks()), request is None
+    after.shrunk = Shrunk(cache.label, *ranks, outcome.lost, outcome.replaced, client.now(), stood_by)
     if cache.aborts_when_lost:
         abort_when_lost(after, cache.abort_after)
     return after

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from pgmesh._util.formatting import format_calls
 from pgmesh.errors import LaunchError
 from pgmesh.launch.detect import (
+    LOCALHOST,
     OPEN_MPI,
     SLURM,
     TORCHRUN,
@@ -94,7 +95,10 @@ def join(
     if dist.is_initialized() or (replica is None and replicas is None):
         return _initialize(lambda: with_address(detect_launcher(os.environ), host, port), backend, timeout)
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # torch's default group would wait for all other ranks
-    detected = detect_launcher(os.environ)
+    environ = {name: value for name, value in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
+    if any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):  # those name a rank only with a store
+        environ |= {"MASTER_ADDR": LOCALHOST, "MASTER_PORT": "1"}
+    detected = detect_launcher(environ)
     return _initialize(lambda: with_replica(detected, replica, replicas, host, port), backend, timeout)
 
 
@@ -170,7 +174,8 @@ def _initialize(detect: Callable[[], LauncherInfo], backend: str | None, timeout
         dist.init_process_group(backend, rank=info.rank, world_size=info.size, timeout=limit, **where)
     except dist.DistError as error:
         problem = f"rank {info.rank} of {info.size} could not join at {host}:{port}"
-        raise LaunchError(f"{problem}: {error}") from error
+        started = f"all {info.size} ranks have" if info.replica is None else "the store has"
+        raise LaunchError(f"{problem}: {error}\n\nCheck that {started} started, with this host and port.") from error
     return World(own=True)
 
 

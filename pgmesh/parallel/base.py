@@ -126,13 +126,13 @@ class Method:
         self.mesh = mesh
         self._groups: dict[tuple[Axis, ...], ProcessGroup] = {}
         self.owns = self.average_axes = mesh.along(*axes).axes  # the names and the order of the mesh
-        self.configure(options, self.owns)
+        self.options, self._configured = options, set[tuple[Axis, ...]]()
+        self.configure(self.owns)
 
-    def configure(self, options: Mapping[str, Any] | None, *families: tuple[Axis, ...]) -> None:
-        """Set the method's options for groups that are not created yet. Without options, do nothing.
+    def configure(self, *families: tuple[Axis, ...]) -> None:
+        """Set the method's options for groups that are not created yet, for each once. Without options, do nothing.
 
         Args:
-            options: as in ``mesh.configure``.
             families: the axes of each group.
 
         Raises:
@@ -140,12 +140,12 @@ class Method:
 
         >>> from datetime import timedelta
         >>> from pgmesh.parallel import DataParallel
-        >>> DataParallel(mesh, "dp").configure({"timeout": timedelta(minutes=10)}, ("pp", "dp"))
+        >>> DataParallel(mesh, "dp", options={"timeout": timedelta(minutes=10)}).configure(("pp", "dp"))
         """
-        if options:
-            for axes in families:
-                if axes:
-                    self.mesh.configure(*axes, **options)
+        for axes in families:
+            if self.options and axes and axes not in self._configured:
+                self.mesh.configure(*axes, **self.options)
+                self._configured.add(axes)
 
     def apply(self, module: nn.Module) -> nn.Module:
         """Return the module to train: the given one, changed in place, or a wrapper of it.
@@ -212,6 +212,7 @@ class Method:
         if self.averages_gradients:
             ranks = connected_ranks(self.mesh.rank, readers)
             self.average_axes = spanning_axes(self.mesh, ranks, f"{self} averages gradients of")
+            self.configure(self.average_axes)
 
     def _group(self, *axes: Axis) -> ProcessGroup:
         """The group along axes, for forward passes that may be compiled.

@@ -47,19 +47,3 @@ def spanning_axes(mesh: ProcessGroupMesh, ranks: Iterable[int], what: str) -> tu
             "  Put all methods that split rows or positions on one mesh, or on one view of it."
         )
     return axes
-
-
-def shared_pair(layout: Layout, axis: Axis, other: Layout, other_axis: Axis) -> tuple[int, int] | None:
-    """Two ranks that are in one block along ``axis`` and in one block along ``other_axis`` of another layout."""
-    if layout == other:
-        block = layout.block_of(layout.ranks()[0], axis)
-        return (block[0], block[1]) if axis == other_axis and len(block) > 1 else None
-    for block in other.partition(other_axis) if layout.size(axis) > 1 and other.size(other_axis) > 1 else ():
-        seen: dict[tuple[int, ...], int] = {}  # ranks by their coord without ``axis``: equal coords share a block
-        for rank in block:
-            if rank in layout:
-                coord = tuple(i for name, i in zip(layout.axes, layout.coord_of(rank)) if name != axis)
-                if coord in seen:
-                    return seen[coord], rank
-                seen[coord] = rank
-    return None

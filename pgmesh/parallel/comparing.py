@@ -95,7 +95,7 @@ def compare_weights(
     dist.all_gather_object(described, described[0], group=exchange_group(mesh, ranks))
     for name in dict.fromkeys(name for each in described for name in each):
         holders: dict[str, list[int]] = {}
-        first_value = next(each[name][1] for each in described if name in each and each[name][1])
+        first_value = next((each[name][1] for each in described if name in each and each[name][1]), 0)
         for rank, each in zip(ranks, described):
             kind, value = each.get(name, ("is missing", first_value))
             holders.setdefault(f"{kind}{', other values' * (value not in (0, first_value))}", []).append(rank)
@@ -158,7 +158,7 @@ def comparisons(methods: Iterable[Method], equal_parts: bool) -> Iterator[Compar
         if method.differs == "rows" and equal_parts:
             yield Comparison(method, method.average_axes, ("rows",))
         elif method.differs == "experts" and equal_parts:
-            yield Comparison(method, method.average_axes, ("tokens",))
+            yield Comparison(method, method.mesh.along(*{*method.average_axes, *method.owns}).axes, ("tokens",))
         elif method.differs in ("positions", "weights"):
             yield Comparison(method, method.owns, ("rows", "positions")[: 1 if method.level is Level.PIPELINE else 2])
 

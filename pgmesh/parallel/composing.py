@@ -27,11 +27,12 @@ from pgmesh.errors import AxisError, MethodError, ShapeError
 from pgmesh.layout import Axis, Layout
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Level, Method, format_axes, split_rows
-from pgmesh.parallel.blocks import Blocks, connected_ranks, shared_pair
+from pgmesh.parallel.blocks import Blocks, connected_ranks
 from pgmesh.parallel.comparing import compare_inputs, compare_weights, comparisons, tensors_in
 from pgmesh.parallel.divisibility import format_sizes
 from pgmesh.parallel.exchange import on_served_device
 from pgmesh.parallel.gradients import local_shard, norm_of_pieces, scale_gradients
+from pgmesh.parallel.owners import check_owners, owns_axis
 from pgmesh.parallel.ownership import expert_parameters, names_of_experts
 
 
@@ -103,10 +104,12 @@ class Composition:
                 are in this rank's block along the method's axes and had no group before.
         """
         self._settle()  # the methods may have been composed otherwise since
+        groups_before = held_groups(self.mesh)
         self._check_averages(module)
         self._compare_weights(module)
+        was_on_meta = any(each.is_meta for each in module.parameters())
         sharded: dict[tuple[int, str], int] = {}
-        applied = self._apply(self.methods, [], sharded, module)
+        applied = self._apply(self.methods, [], sharded, groups_before, module)
         pipelines = [each for each in self.methods if each.level is Level.PIPELINE]
         experts = [each for each in self.methods if each.differs == "experts"]
         expert_names = expert_parameters(applied)
@@ -117,7 +120,7 @@ class Composition:
                 pieces[full] = sharded.get((id(owner), name), 1)
                 for method in (*pipelines, *(experts if full in expert_names else ())):
                     pieces[full] *= method.mesh.size(*method.owns)
-        self._compare_first_inputs(applied)
+        self._compare_first_inputs(applied, was_on_meta)
         return applied
 
     def _check_averages(self, module: nn.Module) -> None:
@@ -126,13 +129,14 @@ class Composition:
         experts = names_of_experts(module)
         trainable = [name for name, each in module.named_parameters() if each.requires_grad and name not in experts]
         if trainable:
-            cutting = [each for each in self.methods if (each.mesh.layout, each.owns) in self._readers]
-            mesh, axes = cutting[0].mesh, [axis for each in cutting for axis in each.owns]
+            cutting = next(each for each in self.methods if (each.mesh.layout, each.owns) in self._readers)
+            mesh = cutting.mesh
             sizes = ", ".join(f"{axis}={mesh.size(axis)}" for axis in mesh.axes)
+            rows = "mesh" if "dp" in mesh.axes else f"mesh.view(dp=1, {sizes})"
             raise AxisError(
-                f"ranks along {format_axes(axes)} read different tokens, but no method averages gradients of "
-                f"{count_of(len(trainable), 'trainable parameter')}, for example {trainable[0]}.\n\n"
-                f"  compose(mesh, ..., DataParallel(mesh, 'dp'))   # with an axis of rows: mesh.view(dp=1, {sizes})"
+                f"ranks along {format_sizes(mesh, cutting.owns)} read different tokens, but no method averages the "
+                f"gradients of {count_of(len(trainable), 'trainable parameter')}, for example {trainable[0]}.\n\n"
+                f"  compose(mesh, ..., DataParallel({rows}, 'dp'))   # averages along the axes of positions too"
             )
 
     def _compare_weights(self, module: nn.Module) -> None:
@@ -144,6 +148,13 @@ class Composition:
             broadcast = tensors.keys() - names_of_experts(module)
             receives = data.mesh.index(*data.average_axes) > 0
         compare_weights(self.mesh, self._ranks, tensors, broadcast, receives)
+
+    def _compare_whole_weights(self, module: nn.Module) -> None:
+        """Compare the weights that were on the meta device in ``apply``, where ranks have them whole."""
+        stages = [(each.mesh.layout, each.owns) for each in self.methods if each.level is not Level.PIPELINE]
+        pieces, per_stage = self._pieces[module], min(self._pieces[module].values(), default=1)
+        whole = {name: each for name, each in module.named_parameters() if pieces[name] == per_stage}
+        compare_weights(self.mesh, connected_ranks(self.mesh.rank, stages), whole)
 
     def broadcast(self, module: nn.Module) -> None:
         """Give all ranks the parameters and buffers of the first one, before ``apply``: an equal start.
@@ -174,6 +185,7 @@ class Composition:
         methods: tuple[Method, ...],
         reported: list[BaseException],
         sharded: dict[tuple[int, str], int],
+        groups_before: set[tuple[int, ...]],
         module: nn.Module,
     ) -> nn.Module:
         """Apply the last of the methods, which applies the others through ``inner``.
@@ -183,6 +195,7 @@ class Composition:
             reported: errors that name their method already. They pass through the methods of higher levels unchanged.
             sharded: by module and name of a parameter that is a shard as a plain tensor: the number of shards. Methods
                 that shard parameters add theirs.
+            groups_before: ranks of each group that existed before the call.
             module: the module.
         """
         if not methods:
@@ -191,12 +204,11 @@ class Composition:
         parameters, shapes = dict[str, nn.Parameter](), dict[tuple[int, str], torch.Size]()
 
         def inner(part: nn.Module) -> nn.Module:
-            part = self._apply(tuple(inner_methods), reported, sharded, part)
+            part = self._apply(tuple(inner_methods), reported, sharded, groups_before, part)
             parameters.update(part.named_parameters())
             shapes.update(shapes_of(part))
             return part
 
-        groups_before = held_groups(self.mesh)
         try:
             applied = method.around(module, inner)
             if not isinstance(applied, nn.Module):
@@ -330,14 +342,20 @@ class Composition:
         compared = [*comparisons(self.methods, self.equal_parts)]
         compare_inputs(self.mesh, self._ranks, compared, batch)
 
-    def _compare_first_inputs(self, module: nn.Module) -> None:
-        """Let the first training step of a module compare the inputs of ranks."""
+    def _compare_first_inputs(self, module: nn.Module, was_on_meta: bool) -> None:
+        """Let the first training step of a module compare the inputs of ranks, and weights that had no values."""
         if len(self._ranks) == 1:
             return
+
+        def compare(inputs: Any) -> None:
+            self.check_inputs(inputs)
+            if was_on_meta:
+                self._compare_whole_weights(module)
+
         if hasattr(module, "before_step"):  # a pipeline
 
             def before_step(batch: Any) -> None:
-                self.check_inputs(batch)
+                compare(batch)
                 vars(module)["before_step"] = None
 
             vars(module)["before_step"] = before_step
@@ -345,7 +363,7 @@ class Composition:
 
         def before_forward(_: nn.Module, args: Any, keywords: Any) -> None:
             if module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                self.check_inputs((args, keywords))
+                compare((args, keywords))
                 hook.remove()
 
         # prepend: before the hook of fully_shard, which gathers parameters
@@ -508,54 +526,6 @@ def compose(
             f"  compose(mesh, ..., unowned={missing})   # if this is intended"
         )
     return Composition(mesh, tuple(sorted(methods, key=lambda method: method.level)), equal_parts)
-
-
-def check_owners(one: Method, other: Method) -> None:
-    """Check that two methods own different axes, and that only one of them averages gradients.
-
-    Two methods on different views own the same axis if two ranks are in one block of both. Names do not matter.
-
-    Raises:
-        AxisError: an axis has two owners, or two methods average gradients.
-    """
-    experts = [each for each in (one, other) if each.differs == "experts"]
-    alone = Level.PIPELINE in (one.level, other.level) or one.averages_later or other.averages_later
-    if len(experts) == 1 and not alone:
-        return  # experts are other weights than those of the other method, on the same ranks
-    same_layout = one.mesh.layout == other.mesh.layout
-    for axis, other_axis in itertools.product(one.owns, other.owns):
-        if same_layout and axis == other_axis:
-            raise AxisError(
-                f"axis {axis} has two owners: {one}, and {other}. An axis has one owner.\n\n"
-                f"  {type(other).__name__}(mesh, ...)   # another axis"
-            )
-        pair = None if same_layout else shared_pair(one.mesh.layout, axis, other.mesh.layout, other_axis)
-        if pair:
-            raise AxisError(
-                f"ranks {pair[0]} and {pair[1]} have two owners: {one} owns both along {axis}, and {other} owns both "
-                f"along {other_axis} of another view or slice. An axis has one owner, under any name. Only experts may "
-                "lie on the ranks of other methods.\n\n"
-                f"  mesh.view(...)   # with an axis {other_axis} that does not overlap {axis}"
-            )
-    if one.averages_gradients and other.averages_gradients:
-        raise AxisError(
-            f"{one} and {other} both average gradients. One method does it, for all axes.\n\n"
-            f"  {type(one).__name__}(mesh, {', '.join(map(repr, (*one.owns, *other.owns)))})   # in place of both"
-        )
-
-
-def owns_axis(method: Method, mesh: ProcessGroupMesh, axis: Axis) -> bool:
-    """Return True if a method owns an axis of the mesh, directly or as part of an axis of a view or slice.
-
-    Experts on another layout never count as an owner: other methods own their ranks.
-    """
-    layout = method.mesh.layout
-    if layout == mesh.layout:
-        return axis in method.owns
-    if method.differs == "experts":
-        return False
-    blocks = [block for block in mesh.layout.partition(axis) if any(rank in layout for rank in block)]
-    return all(block[0] in layout and {*block} <= {*layout.block_of(block[0], *method.owns)} for block in blocks)
 
 
 def check_parameters_kept(

@@ -19,7 +19,6 @@ from pgmesh.errors import MethodError, OptionsError, ShapeError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Method, format_axes
-from pgmesh.parallel.blocks import Blocks
 from pgmesh.parallel.divisibility import format_sizes
 from pgmesh.parallel.exchange import on_served_device
 from pgmesh.parallel.ownership import expert_parameters
@@ -56,12 +55,7 @@ class DataParallel(Method):
     ) -> None:
         super().__init__(mesh, *axes, options=options)
         check_keywords(self, DistributedDataParallel, keywords, given=("module", "process_group", "device_mesh"))
-        self.keywords, self._options = keywords, options
-
-    def settle(self, readers: Blocks) -> None:
-        """Average gradients over all ranks that read different tokens."""
-        super().settle(readers)
-        self.configure(self._options, self.average_axes)
+        self.keywords = keywords
 
     @property
     def broadcasts(self) -> bool:

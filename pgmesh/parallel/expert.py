@@ -74,7 +74,6 @@ class ExpertParallel(Method):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(mesh, *axes, options=options)
-        self._options = options
         self._expert_axes, self._tensor_axes = self.owns, () if tensor is None else mesh.along(tensor).axes
         self._column_patterns, self._row_patterns = tuple(columns), tuple(rows)
         if bool(self._tensor_axes) != bool(self._column_patterns and self._row_patterns):
@@ -83,13 +82,13 @@ class ExpertParallel(Method):
                 f"  ExpertParallel(mesh, {self._expert_axes[0]!r}, tensor='etp', columns=['up'], rows=['down'])"
             )
         self.owns = mesh.along(*self._expert_axes, *self._tensor_axes).axes
-        self.configure(options, self._tensor_axes)
+        self.configure(self._tensor_axes)
 
     def settle(self, readers: Blocks) -> None:
         """Derive which ranks send tokens to the same experts, and which of them hold the same experts."""
         senders = connected_ranks(self.mesh.rank, [*readers, (self.mesh.layout, self._expert_axes)])
         self.average_axes = spanning_axes(self.mesh, senders, f"{self} gets tokens of")
-        self.configure(self._options, self._replica_axes)
+        self.configure(self.average_axes, self._replica_axes)
 
     @property
     def _gathers_tokens(self) -> bool:
@@ -100,11 +99,6 @@ class ExpertParallel(Method):
     def _replica_axes(self) -> tuple[Axis, ...]:
         """Axes along which ranks send different tokens to copies of the same experts."""
         return tuple(axis for axis in self.average_axes if axis not in self.owns)
-
-    @property
-    def compared_axes(self) -> tuple[Axis, ...]:
-        """Axes along which ranks need the same number of tokens."""
-        return self.mesh.along(*{*self.average_axes, *self._tensor_axes}).axes
 
     # -- the module -----------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from pgmesh import torch_private
 from pgmesh.errors import ShapeError
 
 grouped_mm: Any = getattr(nn.functional, "grouped_mm", None)
@@ -178,13 +179,9 @@ def alike(experts: nn.ModuleList | nn.ModuleDict) -> bool:
     only_linear = all(id(weight) in linear_layers for _, weight in weights) and not any(True for _ in experts.buffers())
     untied = len(weights) == len({id(weight) for _, weight in weights})
     plain = not any(type(each) is nn.Linear for each in experts.children()) and not any(
-        map(_has_hooks, experts.modules())
+        map(torch_private.has_forward_hooks, experts.modules())
     )
     return plain and only_linear and untied and all(one == other for one, other in pairwise(descriptions))
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _describe(module: nn.Module) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ since torch replaces no reference that was kept before. Only the cut of the buff
 
     from torch.distributed.tensor.experimental import context_parallel
 
-    together = compose(mesh, DataParallel(mesh, "dp", over=("dp", "cp")), unowned=["cp"])
+    together = compose(mesh, DataParallel(mesh, "dp"), ContextParallel(mesh, "cp", attention=None))
     model, buffers = together.apply(model), [inputs, labels, positions]
     with context_parallel(mesh.device_mesh("cp"), buffers=buffers, buffer_seq_dims=[1, 1, 1]):
         loss_of(model(inputs, positions), labels).backward()

@@ -69,8 +69,8 @@ class ShardedDataParallel(Method):
         check_keywords(self, fully_shard, keywords, given=("module", "mesh"))
         replicated = (replicate,) if isinstance(replicate, (str, int)) else tuple(replicate)
         self.replicates = mesh.along(*replicated).axes if replicated else ()
-        self.layers, self.keywords, self._options = layers or default_layers, keywords, options
-        self.configure(options, self.replicates, self.shards)
+        self.layers, self.keywords = layers or default_layers, keywords
+        self.configure(self.replicates, self.shards)
 
     @property
     def shards(self) -> tuple[Axis, ...]:
@@ -91,7 +91,7 @@ class ShardedDataParallel(Method):
                 f"{format_axes(self.replicates)}, and has to be part of these axes.\n\n"
                 f"  {type(self).__name__}(mesh, {', '.join(map(repr, both))}, replicate={self.replicates!r})"
             )
-        self.configure(self._options, self.average_axes, self.replicates, self.shards)
+        self.configure(self.replicates, self.shards)
 
     def device_mesh(self) -> DeviceMesh:
         """torch's DeviceMesh for fully_shard: (shard,), or (replicate, shard) with ``replicate=``."""

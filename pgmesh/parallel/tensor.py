@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import Placement
 
+from pgmesh import torch_private
 from pgmesh._util.suggestions import closest_name, did_you_mean
 from pgmesh.errors import MethodError, OptionsError
 from pgmesh.parallel.base import Level, Method, format_axes, single_axis
@@ -231,7 +232,7 @@ class TensorParallel(Method):
 
     def _keep_properties(self, name: str, old: nn.Parameter, new: nn.Parameter) -> None:
         """Give a parameter what torch loses when it replaces one: attributes, and whether it is frozen."""
-        if old._backward_hooks or old._post_accumulate_grad_hooks:
+        if torch_private.has_hooks(old):
             raise MethodError(
                 f"{name} has hooks, which torch loses when it shards parameters: register them after apply."
             )

@@ -400,10 +400,10 @@ class Participant:
         self._read_arrivals(changed)
         self.client.set_pending(self._pending())
         self._read_statuses()
-        with_lost = [attempt for attempt in self._undecided() if self.statuses.lost(attempt.missing)]
+        with_lost = [attempt for attempt in self._undecided() if self.statuses.lost(self._watched(attempt))]
         self._read_arrivals(with_lost)  # a rank that died between its arrival and the count has arrived
         for attempt in with_lost:
-            if attempt.decision is None and self.statuses.lost(attempt.missing):
+            if attempt.decision is None and self.statuses.lost(self._watched(attempt)):
                 self._decide(attempt, Decision("missing", self._describe_missing(attempt)))
 
     def _pending(self) -> tuple[PendingConnect, ...]:
@@ -419,10 +419,19 @@ class Participant:
             for attempt in self._undecided()
         )
 
+    def _watched(self, attempt: ConnectAttempt) -> list[int]:
+        """The next member after this rank that has arrived, which may have been lost since, and the missing ones.
+
+        Each member that waits watches one other, so the first of several lost ones in a row is noticed.
+        """
+        place, missing = attempt.ranks.index(self.rank), {*attempt.missing}
+        others = (*attempt.ranks[place + 1 :], *attempt.ranks[:place])
+        return [*[rank for rank in others if missing and rank not in missing][:1], *attempt.missing]
+
     def _read_statuses(self, others: Iterable[int] = ()) -> None:
-        """Read the statuses of the missing ranks, or of others."""
-        missing = dict.fromkeys(rank for attempt in self._undecided() for rank in attempt.missing)
-        ranks = [rank for rank in others or missing if rank != self.rank][: timing.LIMITS.statuses]
+        """Read the statuses of the ranks that this one watches, or of others."""
+        watched = dict.fromkeys(rank for attempt in self._undecided() for rank in self._watched(attempt))
+        ranks = [rank for rank in others or watched if rank != self.rank][: timing.LIMITS.statuses]
         self.statuses.read(self.client.run, ranks)
 
     def _warn(self, now: float) -> None:
@@ -466,6 +475,8 @@ class Participant:
 
     def _describe_missing(self, attempt: ConnectAttempt, when: str = "") -> str:
         """Message about the missing ranks and the last status of each."""
-        lines = [f"\n  {self.statuses.describe(rank)}" for rank in attempt.missing[:8]]
-        missing = f"{attempt.label}: {name_ranks(attempt.missing)} did not arrive{when}."
+        lost = self.statuses.lost(self._watched(attempt))
+        lines = [f"\n  {self.statuses.describe(rank)}" for rank in [*dict.fromkeys((*lost, *attempt.missing))][:8]]
+        arrived = [f", and rank {rank} was lost after it had arrived" for rank in lost if rank not in attempt.missing]
+        missing = f"{attempt.label}: {name_ranks(attempt.missing)} did not arrive{when}{''.join(arrived)}."
         return f"{missing}{''.join(lines)}\n\nRank {self.rank} waited at {self.call_site}."

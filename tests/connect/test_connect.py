@@ -31,12 +31,14 @@ from pgmesh import (
     launch,
 )
 from pgmesh.connect import connecting
+from pgmesh.connect.first_collective import FirstCollective
 from pgmesh.groups import building
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Raw
 from pgmesh.rendezvous.protocol import Participant
 from pgmesh.rendezvous.store_thread import StoreThread
 from tests.support.fake_world import fake_rank
+from tests.support.faults import attempt, beat_fast, set_flag, wait_for_flag
 from tests.support.worlds import check_sums, fresh_world, world
 
 
@@ -183,6 +185,35 @@ def test_who_is_interrupted_as_it_learns_of_the_decision_tells_the_others():
         assert first.startswith("KeyboardInterrupt" if rank == 1 else "MissingRanksError"), first
         assert rank == 1 or "rank 1 stopped connecting at test_connect.py" in first
         assert took < 10
+
+
+def begins_late(folder):
+    """Rank 1 comes and lives, but it does not begin the first collective before rank 0 has given up."""
+    beat_fast()
+    mesh, begin = ProcessGroupMesh(dp=2, name="actor"), FirstCollective.start
+
+    def begin_late(collective):
+        wait_for_flag(folder, "given up by 0")
+        begin(collective)
+
+    dist.barrier()
+    with mock.patch.object(FirstCollective, "start", begin_late) if mesh.rank == 1 else contextlib.nullcontext():
+        failed = attempt(lambda: mesh.connect(timeout=seconds(2)))
+    set_flag(folder, f"given up by {mesh.rank}")
+    dist.barrier()
+    mesh.connect()
+    check_sums({"dp": (mesh.group(), range(2))})
+    return failed
+
+
+def test_a_living_member_that_comes_and_begins_no_first_collective_is_an_error_at_the_deadline(tmp_path):
+    with fresh_world(2) as own:
+        for failed in own.run(begins_late, tmp_path):
+            assert failed.kind == "MissingRanksError"
+            assert failed.text == (
+                "group dp of mesh 'actor': its first collective did not finish in time: the deadline was 2 s. "
+                "Its members are ranks 0, 1."
+            )
 
 
 def one_by_one_and_at_once():

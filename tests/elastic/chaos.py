@@ -317,7 +317,7 @@ class Driver(threading.Thread):
         world = dist.PrefixStore(f"pgmesh.{(self.folder / 'world').read_text()}", client)
         status = RankStatus.unpack(rank, perform(world, Read(status_key(rank))))
         assert status is not None
-        return time.monotonic() - status.age
+        return time.monotonic() - (time.time() - status.sent)
 
     def living(self) -> list[int]:
         return [rank for rank in range(RANKS) if rank not in self.dead | self.stopped]

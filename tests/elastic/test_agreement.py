@@ -480,6 +480,12 @@ def test_a_new_process_takes_the_place_of_its_own_rank():
     assert (outcome.replaced, outcome.processes) == ({1: 1}, ("another",))
 
 
+def test_a_new_process_takes_no_other_place_too():
+    lines = arrivals(arrival(1, None, "another"), arrival(4, None))
+    one = Rank(request=spares(1, 4), size=3, values={**status(2), "m/shrink/0/arrivals": lines}, ended={2})
+    assert one.agree().replaced == {1: 1, 2: 4}
+
+
 def test_a_new_process_that_is_no_spare_is_lost():
     one = Rank(values={"m/shrink/0/arrivals": arrivals(arrival(1, None))})
     outcome = one.agree()
@@ -488,9 +494,34 @@ def test_a_new_process_that_is_no_spare_is_lost():
 
 def test_without_an_axis_a_new_process_of_a_lost_rank_is_waited_for_if_it_is_a_spare():
     one = Rank(request=spares(1, axis=None), values=status(1), ended={1})
-    come(one.client, 2.0, arrival(1, None))
+    arrive = come(one.client, 2.0, arrival(1, None))
+
+    def between() -> None:
+        arrive()
+        if one.client.clock >= 2.0:  # its status, with another listener, is there before it arrives
+            one.ended.clear()
+
+    one.client.between = between
     assert one.agree().replaced == {1: 1}
     assert 2.0 <= one.client.clock < 2.3
+
+
+@pytest.mark.parametrize("axis", ["dp", None])
+def test_spare_that_ended_while_it_stood_by_is_passed_over(axis: str | None):
+    there = arrivals(arrival(5, None), arrival(4, None), arrival(6, None), arrival(2, spares(4, 5, 6, axis=axis)))
+    values = {**status(1), **status(4), **status(5), **status(6), "m/shrink/0/arrivals": there}
+    one = Rank(request=spares(4, 5, 6, axis=axis), size=3, values=values, ended={1, 4, 5})
+    outcome = one.agree()
+    assert (outcome.replaced, [*outcome.lost]) == ({1: 6}, [1])
+    assert one.client.clock < 0.1
+
+
+def test_ended_spares_leave_no_place_to_fill():
+    before = {**status(1), **status(4), "m/shrink/0/arrivals": arrivals(arrival(4, None))}
+    one = Rank(request=spares(4), values={**before}, ended={1, 4})
+    assert (one.agree().replaced, one.client.clock < 0.1) == ({}, True)
+    forever = Rank(request=spares(4, axis=None), values=before, ended={1, 4}, deadline=3.0)
+    assert "rank 4 has ended: its listener" in forever.agree().failed
 
 
 def test_an_ended_spare_is_not_waited_for_if_an_axis_can_be_dropped():

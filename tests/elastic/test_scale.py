@@ -149,5 +149,5 @@ def test_an_agreement_among_1000_ranks(monkeypatch: pytest.MonkeyPatch, dead: se
     assert counts["bytes of arrivals"] < 80e6
     assert counts["reads of statuses"] < 60_000
     assert counts["reads of decision"] < 20_000
-    assert counts["connections"] < 500 + 64 * len(dead)
+    assert counts["connections"] < 500 + 128 * len(dead)
     assert [*seen.values.keys() - {status_key(rank) for rank in range(1064)}] == ["m/shrink/0/decision"]

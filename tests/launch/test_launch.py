@@ -6,6 +6,7 @@ import builtins
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -424,3 +425,14 @@ def test_join_takes_the_device_of_its_local_rank(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(LaunchError, match="LOCAL_RANK is 1, but this process sees 1 CUDA devices"):
         join("nccl")
+
+
+def test_join_without_other_ranks_asks_for_them(monkeypatch):
+    """Rank 0 hosts the store. No other rank comes."""
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, f"{value}")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        monkeypatch.setenv("MASTER_PORT", f"{free.getsockname()[1]}")
+    with pytest.raises(LaunchError, match=r"^rank 0 of 2 could not join at ") as info:
+        join("gloo", timeout=1)
+    assert str(info.value).endswith("\n\nCheck that all 2 ranks have started, with this host and port.")

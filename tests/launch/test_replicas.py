@@ -179,3 +179,14 @@ def test_a_store_that_does_not_answer():
         port = store.port
     with pytest.raises(LaunchError, match=f"rank 0 of 2 could not join at 127.0.0.1:{port}"):
         join("gloo", timeout=0.5, replica=0, replicas=2, host="127.0.0.1", port=port)
+
+
+@pytest.mark.parametrize("set_by_hand", [["MASTER_PORT"], ["MASTER_ADDR"], ["RANK", "WORLD_SIZE", "LOCAL_RANK"]])
+def test_variables_of_another_store_are_not_used(monkeypatch, set_by_hand):
+    """The world has the store of the arguments, and this launch has one rank."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name in set_by_hand:
+        monkeypatch.setenv(name, str(int(name == "WORLD_SIZE")))
+    with StoreProcess() as store, join("gloo", replica=0, replicas=1, host="127.0.0.1", port=store.port) as world:
+        assert (world.rank, world.size) == (0, 1)

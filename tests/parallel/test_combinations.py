@@ -111,13 +111,13 @@ def tensor(mesh: ProcessGroupMesh, plan: Any = VOCABULARY_PLAN) -> TensorParalle
     return TensorParallel(mesh, "tp", plan=plan)
 
 
-def experts(mesh: ProcessGroupMesh, over: str, tensor: bool = False, **view: int) -> ExpertParallel:
+def experts(mesh: ProcessGroupMesh, tensor: bool = False, **view: int) -> ExpertParallel:
     cut: dict[str, Any] = {"tensor": "etp", "columns": ["up"], "rows": ["down"]} if tensor else {}
-    return ExpertParallel(mesh.view(**view), "ep", over=over.split(), **cut)
+    return ExpertParallel(mesh.view(**view), "ep", **cut)
 
 
 def along_context(mesh: ProcessGroupMesh, attention: Any = "ring", kind: Any = ShardedDataParallel) -> list[Method]:
-    return [kind(mesh, "dp", over=("dp", "cp")), ContextParallel(mesh, "cp", attention=attention)]
+    return [kind(mesh, "dp"), ContextParallel(mesh, "cp", attention=attention)]
 
 
 # ---- the compositions ----
@@ -193,18 +193,18 @@ ROWS = [
     ),
     Row("context `ring`, data", {"dp": 2, "cp": 4}, lambda m: along_context(m, "ring", DataParallel)),
     Row("context `ulysses`, data", {"dp": 1, "cp": 8}, lambda m: along_context(m, "ulysses", DataParallel)),
-    Row("experts, data", {"dp": 8}, lambda m: [data(m), experts(m, "edp ep", edp=2, ep=4)], expert_model),
-    Row("experts, sharded", {"dp": 8}, lambda m: [sharded(m), experts(m, "edp ep", edp=2, ep=4)], expert_model),
+    Row("experts, data", {"dp": 8}, lambda m: [data(m), experts(m, edp=2, ep=4)], expert_model),
+    Row("experts, sharded", {"dp": 8}, lambda m: [sharded(m), experts(m, edp=2, ep=4)], expert_model),
     Row(
         "experts with `tensor=`, data",
         {"dp": 8},
-        lambda m: [data(m), experts(m, "edp ep etp", True, edp=2, ep=2, etp=2)],
+        lambda m: [data(m), experts(m, True, edp=2, ep=2, etp=2)],
         expert_model,
     ),
     Row(
         "experts with `tensor=` on equal tokens, data",
         {"dp": 4, "tp": 2},
-        lambda m: [data(m), experts(m, "ep", True, ep=4, etp=2)],
+        lambda m: [data(m), experts(m, True, ep=4, etp=2)],
         expert_model,
         unowned=("tp",),
     ),
@@ -225,7 +225,7 @@ ROWS = [
     Row(
         "pipeline, data, experts",
         {"pp": 2, "dp": 4},
-        lambda m: [stages(m), data(m), experts(m, "edp ep", pp=2, edp=2, ep=2)],
+        lambda m: [stages(m), data(m), experts(m, pp=2, edp=2, ep=2)],
         expert_model,
     ),
     Row(
@@ -237,14 +237,14 @@ ROWS = [
     Row(
         "pipeline, sharded, experts; permuted ranks",
         {"pp": 2, "dp": 4},
-        lambda m: [stages(m), sharded(m), experts(m, "edp ep", pp=2, edp=2, ep=2)],
+        lambda m: [stages(m), sharded(m), experts(m, pp=2, edp=2, ep=2)],
         expert_model,
         PERMUTED,
     ),
     Row(
         "pipeline, data, experts with `tensor=`; permuted ranks",
         {"pp": 2, "dp": 4},
-        lambda m: [stages(m), data(m), experts(m, "ep etp", True, pp=2, ep=2, etp=2)],
+        lambda m: [stages(m), data(m), experts(m, True, pp=2, ep=2, etp=2)],
         expert_model,
         PERMUTED,
     ),
@@ -270,7 +270,7 @@ ROWS = [
     Row(
         "activation checkpointing, data, experts",
         {"dp": 8},
-        lambda m: [data(m), experts(m, "edp ep", edp=2, ep=4)],
+        lambda m: [data(m), experts(m, edp=2, ep=4)],
         lambda: gpt(block=ExpertBlockAgain),
     ),
     Row(
@@ -306,13 +306,13 @@ ROWS = [
     Row(
         "compiled blocks, data, experts",
         {"dp": 4},
-        lambda m: [data(m), experts(m, "edp ep", edp=2, ep=2)],
+        lambda m: [data(m), experts(m, edp=2, ep=2)],
         lambda: compiled(expert_model),
     ),
     Row(
         "compiled blocks, data, experts with `tensor=`",
         {"dp": 4},
-        lambda m: [data(m), experts(m, "ep etp", True, ep=2, etp=2)],
+        lambda m: [data(m), experts(m, True, ep=2, etp=2)],
         lambda: compiled(expert_model),
     ),
 ]
@@ -336,7 +336,7 @@ def train(number: int) -> float:
         if TensorParallel in by_type:
             how["around"] = by_type[TensorParallel].loss
         if row.accumulate:
-            how["accumulate"] = methods[0].accumulate
+            how["accumulate"] = together.accumulate
         applied = together.apply(model)
         how |= {"context": by_type.get(ContextParallel), "steps": row.steps, "tolerance": row.tolerance}
         furthest = train_and_compare(together, applied, expected, **how)

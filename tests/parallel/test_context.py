@@ -91,7 +91,7 @@ def test_torchs_context_parallel_takes_the_groups_of_a_mesh():
 def train_along_cp(sizes, ranks, how):
     with ProcessGroupMesh(**sizes, ranks=ranks) as mesh:
         context = ContextParallel(mesh, "cp", **how)
-        together = compose(mesh, DataParallel(mesh, "dp", over=("dp", "cp")), context)
+        together = compose(mesh, DataParallel(mesh, "dp"), context)
         model = {"layers": 2, "heads": 8}
         train_and_check(together, TinyGPT(**model), train_alone(TinyGPT(**model)), context=context)
         check_sums({"cp": (mesh.group("cp"), mesh.ranks("cp"))})
@@ -277,7 +277,7 @@ def test_what_attention_cannot_do_is_refused(mesh):
     assert_raises(
         OptionsError,
         lambda: ContextParallel(mesh, "cp", attention="rings"),
-        "ContextParallel: attention is 'ring' or 'ulysses', not 'rings'.",
+        "ContextParallel: attention is 'ring', 'ulysses' or None, not 'rings'.",
     )
     assert_raises(
         MethodError,

@@ -17,7 +17,7 @@ from torch import nn
 
 from pgmesh import MethodError, ProcessGroupMesh
 from pgmesh.parallel import Level, Method, PipelineParallel, ShardedDataParallel, TensorParallel, compose
-from pgmesh.parallel.ownership import mark_owned
+from pgmesh.parallel.ownership import LocalExperts
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
 from tests.support.pipelines import needs_pipelines
@@ -136,6 +136,8 @@ def test_the_tensor_parallelism_of_the_example_composed_with_other_methods():
 class Replaces(Method):
     """Replaces all parameters by copies, without the level for it."""
 
+    differs = "rows"
+
     def apply(self, module: nn.Module) -> nn.Module:
         for each in module.modules():
             for name, weight in list(each.named_parameters(recurse=False)):
@@ -149,6 +151,9 @@ class Shards(Replaces):
 
 class Keeps(Method):
     """Keeps references to the parameters."""
+
+    differs = "rows"
+    averages_later = True
 
     def apply(self, module: nn.Module) -> nn.Module:
         self.kept = [*module.parameters()]
@@ -212,5 +217,5 @@ def test_a_schedule_that_would_skip_hooks_on_weights_refuses_them():
 def test_a_method_sums_over_no_frozen_weight_and_no_expert(mesh: ProcessGroupMesh):
     module = nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(3)])
     module[0].requires_grad_(False)
-    mark_owned(module[1])
-    assert [*Method(mesh, "dp").weights(module)] == [module[2].weight]
+    module[1] = LocalExperts({"0": module[1]})
+    assert [*Keeps(mesh, "dp").weights(module)] == [module[2].weight]

@@ -23,7 +23,6 @@ from pgmesh.parallel import (
     mix,
     mixture,
 )
-from pgmesh.parallel.expert import ALIKE_MARK
 from pgmesh.parallel.ownership import AbsentLayer
 from tests.support.expert_models import (
     EXPERTS,
@@ -74,8 +73,8 @@ def travel(sizes, over, tensor, counts):
 
     with ProcessGroupMesh(**sizes) as mesh:
         cut = {"tensor": tensor, "columns": ["up"], "rows": ["down"]} if tensor else {}
-        method = ExpertParallel(mesh, "ep", over=over, check="never", **cut)
-        method.apply(layer)
+        methods = [DataParallel(mesh, *over), ExpertParallel(mesh, "ep", **cut)]
+        compose(mesh, *methods, equal_parts=False).apply(layer)
         at = mesh.index(*over)
         mine = [each.split(counts)[at].clone().requires_grad_() for each in (tokens, weights)]
         out = layer.mix(*mine, chosen.split(counts)[at], layer.experts)
@@ -112,7 +111,7 @@ def cost_of_a_layer(sizes, over, tensor):
     with ProcessGroupMesh(**sizes) as mesh:
         layer, tokens = expert_layer(EXPERTS), torch.randn(8, WIDTH, requires_grad=True)
         cut = {"tensor": tensor, "columns": ["up"], "rows": ["down"]} if tensor else {}
-        ExpertParallel(mesh, "ep", over=over, check="never", **cut).apply(layer)
+        compose(mesh, DataParallel(mesh, *over), ExpertParallel(mesh, "ep", **cut)).apply(layer)
         for weight in (each.up.bias for each in layer.experts.values()):
             weight.data = weight.data.double()  # two dtypes
         for each in layer.experts.values():
@@ -174,10 +173,9 @@ def in_half_precision(grouped):
         layer, tokens = expert_layer(EXPERTS).bfloat16(), torch.randn(9, WIDTH).bfloat16().requires_grad_()
         weights = torch.rand(9, TOP_K).bfloat16()
         chosen = torch.stack([torch.randperm(EXPERTS - 2)[:TOP_K] for _ in range(9)])
-        ExpertParallel(mesh, "ep", over=("edp", "ep")).apply(layer)
-        if not grouped:
-            next(iter(layer.experts.values())).scale = 2.0  # not alike
-            setattr(layer.experts, ALIKE_MARK, mixture.alike(layer.experts))
+        for first in (layer.experts[0], layer.experts[EXPERTS // 2]) if not grouped else ():
+            first.scale = 2.0  # not alike
+        compose(mesh, DataParallel(mesh, "edp", "ep"), ExpertParallel(mesh, "ep")).apply(layer)
         products, grouped_mm = [], mixture.grouped_mm
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(mixture, "grouped_mm", lambda *args, **k: (products.append(1), grouped_mm(*args, **k))[1])
@@ -241,11 +239,11 @@ def test_only_experts_that_differ_in_nothing_but_their_linear_layers_are_grouped
 # ---- training ----
 
 
-def trained(sizes, view, over, tensor):
+def trained(sizes, view, tensor):
     with ProcessGroupMesh(**sizes) as mesh:
         moe = mesh.view(**view)
         cut = {"tensor": tensor, "columns": ["up"], "rows": ["down"]} if tensor else {}
-        methods = [DataParallel(mesh, "dp"), ExpertParallel(moe, "ep", over=over, **cut)]
+        methods = [DataParallel(mesh, "dp"), ExpertParallel(moe, "ep", **cut)]
         together = compose(mesh, *methods, unowned=[axis for axis in mesh.axes if axis != "dp"])
         model = expert_model()
         expected = train_alone_in_parts()
@@ -261,15 +259,15 @@ def trained(sizes, view, over, tensor):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "view", "over", "tensor"),
+    ("sizes", "view", "tensor"),
     [
-        ({"dp": 8}, {"ep": 8}, ["ep"], None),
-        ({"dp": 8}, {"ep": 4, "etp": 2}, ["ep", "etp"], "etp"),  # no expert has a replica
+        ({"dp": 8}, {"ep": 8}, None),
+        ({"dp": 8}, {"ep": 4, "etp": 2}, "etp"),  # no expert has a replica
     ],
     ids=str,
 )
-def test_training_with_experts_shared_out_is_that_of_one_process(sizes, view, over, tensor):
-    world(8).run(trained, sizes, view, over, tensor)
+def test_training_with_experts_shared_out_is_that_of_one_process(sizes, view, tensor):
+    world(8).run(trained, sizes, view, tensor)
 
 
 # ---- what needs no other rank ----
@@ -284,7 +282,7 @@ def mesh() -> Iterator[ProcessGroupMesh]:
 def test_a_rank_keeps_its_experts_under_their_names(mesh):
     layer = expert_layer(8)
     whole = {name: weight.clone() for name, weight in layer.state_dict().items()}
-    method = ExpertParallel(mesh, "ep", over=("edp", "ep"))
+    method = ExpertParallel(mesh, "ep")
     assert method.apply(layer) is layer
     assert layer.mix == method.mix
     assert list(layer.experts) == ["0", "1", "2", "3"]  # rank 5 is edp1-ep0-etp1
@@ -296,7 +294,7 @@ def test_each_expert_is_cut_along_the_tensor_axis(mesh):
     layer = expert_layer()
     up, down = layer.experts[1].up.weight.clone(), layer.experts[1].down.weight.clone()
     method = ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"])
-    assert (method.owns, method.reduces) == (("ep", "etp"), ("ep",))
+    assert (method.owns, method.average_axes) == (("ep", "etp"), ("ep",))
     method.apply(layer)
     mine = layer.experts["1"]
     assert mine.up.weight.equal(up[WIDTH:])
@@ -371,7 +369,7 @@ def saved_and_loaded(folder) -> None:
     expected = train_alone_in_parts()
     for name, view, steps in [("saving", {"edp": 2, "ep": 2}, [0, 1]), ("loading", {"ep": 4}, [2])]:
         with ProcessGroupMesh(dp=4, name=name) as mesh:
-            experts = ExpertParallel(mesh.view(**view), "ep", over=[*view])
+            experts = ExpertParallel(mesh.view(**view), "ep")
             together = compose(mesh, DataParallel(mesh, "dp"), experts)
             model = together.apply(expert_model())
             optimizer = optimizer_of(model.parameters())
@@ -400,7 +398,7 @@ def test_a_checkpoint_rejects_sharded_experts(mesh, tmp_path):
     assert_raises(
         MethodError,
         lambda: checkpoint.save(tmp_path, mesh, layer),
-        "experts.0.up.weight is sharded along etp=2 as a plain tensor: a checkpoint would have only one "
+        "experts is sharded along etp=2 as plain tensors: a checkpoint would have only one "
         "of the shards. Checkpoints need whole experts.",
     )
 

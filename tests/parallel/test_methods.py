@@ -19,18 +19,17 @@ from pgmesh import AxisError, MethodError, OptionsError, PlaceError, ProcessGrou
 from pgmesh.parallel import (
     Composition,
     DataParallel,
+    ExpertParallel,
     Method,
     PipelineParallel,
     ShardedDataParallel,
     TensorParallel,
     checkpoint,
     compose,
-    weights,
 )
-from pgmesh.parallel.ownership import mark_owned
 from pgmesh.parallel.schedules import SCHEDULES
 from pgmesh.parallel.stage_cutting import partition_layers
-from pgmesh.parallel.weights import Held
+from tests.support.expert_models import expert_layer, expert_model
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
 from tests.support.parallel_models import (
@@ -96,8 +95,8 @@ def held(module: nn.Module) -> int:
 
 def replicated() -> None:
     mesh = ProcessGroupMesh(dp=4, cp=2)
-    data = DataParallel(mesh, "dp", over=("dp", "cp"), bucket_cap_mb=1)
-    module = train_and_check(compose(mesh, data, unowned=["cp"]))
+    data = DataParallel(mesh, "dp", "cp", bucket_cap_mb=1)
+    module = train_and_check(compose(mesh, data))
     assert module.process_group is mesh.group("dp", "cp")
     assert held(module) == held(TinyGPT())
 
@@ -207,8 +206,8 @@ def sharded() -> None:
         assert module.blocks[0].up.weight.device_mesh.get_group("a_c") is mesh.group("a", "c")
         dist.barrier()
     with ProcessGroupMesh(dp=2, mid=1, cp=2, tp=2, name="combined") as mesh:
-        method = ShardedDataParallel(mesh, "dp", over=("dp", "cp"))
-        module = train_and_check(compose(mesh, method, split(mesh), unowned=["cp"]))
+        method = ShardedDataParallel(mesh, "dp", "cp")
+        module = train_and_check(compose(mesh, method, split(mesh)))
         weight = module.blocks[0].up.weight
         assert weight.device_mesh.mesh_dim_names == ("dp_cp", "tp")
         assert weight.to_local().numel() == weight.numel() / 8
@@ -269,8 +268,8 @@ def test_axes_that_cannot_be_sharded_along_raise():
     with fake_rank(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2) as mesh:
         assert_raises(
             AxisError,
-            lambda: ShardedDataParallel(mesh, "dp", replicate="tp"),
-            "ShardedDataParallel reduces along dp, but replicate= has tp, and has to be part of these axes.\n\n"
+            lambda: compose(mesh, ShardedDataParallel(mesh, "dp", replicate="tp"), unowned=["pp", "tp"]),
+            "ShardedDataParallel averages along dp, but replicate= has tp, and has to be part of these axes.\n\n"
             "  ShardedDataParallel(mesh, 'dp', 'tp', replicate=('tp',))",
         )
         assert_raises(
@@ -574,12 +573,11 @@ def clipped() -> None:
                 methods.append(stages(mesh, schedule="interleaved", stages_per_rank=2 if name == "virtual" else 1))
             composition = compose(mesh, *methods)
             module = composition.apply(TinyGPT(tied=True))
-            mine = Held(module, mesh, *(["pp"] if "pp" in shape else []))
             norms: list[float] = []
             found = train_parallel(
                 module,
                 composition.share,
-                clip=lambda mine=mine, norms=norms: norms.append(weights.clip(CLIP, mine).item()),
+                clip=lambda clip=composition.clip_grad_norm_, norms=norms: norms.append(clip(CLIP).item()),
             )
             assert_same_run(found, right)
             whole = TinyGPT(tied=True)
@@ -596,21 +594,19 @@ def test_gradients_are_clipped_by_their_norm_over_all_axes():
 
 def of_other_orders() -> None:
     mesh = ProcessGroupMesh(pp=2, ep=2, tp=2)
-    plain, expert = nn.Linear(3, 1, bias=False), nn.Linear(2, 1, bias=False)
-    plain.weight.grad = torch.full((1, 3), 1.0 + mesh.index("pp"))
-    expert.weight.grad = torch.full((1, 2), 10.0 + mesh.index("pp", "ep"))
-    view = mesh.view(stage=2, pair=4)
-    held_ = Held(plain, mesh, "pp"), Held(expert, mesh, "pp", "ep")
-    numbers = [1.0] * 3 + [2.0] * 3 + [10.0, 10, 11, 11, 12, 12, 13, 13]
+    composition = compose(mesh, stages(mesh), ExpertParallel(mesh, "ep"), unowned=["tp"])
+    module = composition.apply(expert_model())
+    numbers: list[torch.Tensor] = []
+    for name, weight in module.named_parameters():
+        is_expert = ".experts." in name
+        weight.grad = torch.full_like(weight, 10.0 + mesh.index("pp", "ep") if is_expert else 1.0 + mesh.index("pp"))
+        if mesh.index("tp") == 0 and (is_expert or mesh.index("ep") == 0):
+            numbers.append(weight.grad.flatten())
+    everyone: list[Any] = [None] * 8
+    dist.all_gather_object(everyone, torch.cat([torch.zeros(0, dtype=torch.float64), *numbers]), group=mesh.group())
     for order in (1.0, 2.0, 3.0, math.inf):
-        right = torch.linalg.vector_norm(torch.tensor(numbers, dtype=torch.float64), order)
-        torch.testing.assert_close(weights.norm(*held_, order=order), right)
-    torch.testing.assert_close(weights.norm(Held([plain.weight], view, "stage")).item(), math.sqrt(15))
-    assert_raises(
-        AxisError,
-        lambda: weights.norm(Held(plain, mesh), Held(expert, mesh.at(pp=[mesh.index("pp")]))),
-        "norm and clip take parameters on one mesh and its views, such as Held(model, mesh, 'pp').",
-    )
+        right = torch.linalg.vector_norm(torch.cat(everyone), order)
+        torch.testing.assert_close(composition.grad_norm(norm_type=order), right)
     check_sums(groups_of(mesh))
 
 
@@ -625,24 +621,26 @@ def one_start() -> None:
     nn.init.normal_(layer.weight)
     layer.running_mean.fill_(mesh.rank)
     mine = layer.weight.detach().clone()
-    weights.broadcast(layer, mesh, "dp", "tp")
+    compose(mesh, DataParallel(mesh, "dp", "tp"), unowned=["pp"]).broadcast(layer)
     assert layer.running_mean.tolist() == [mesh.ranks("dp", "tp")[0]] * 4
     torch.manual_seed(mesh.ranks("dp", "tp")[0])
     assert layer.weight.equal(torch.randn(4))
     assert layer.weight.equal(mine) == (mesh.index("dp", "tp") == 0)
-    cut = split(mesh).apply(TinyGPT(seed=mesh.index("pp", "dp")))
-    weights.broadcast(cut, mesh, "pp", "dp")
+    together = compose(mesh, stages(mesh), ShardedDataParallel(mesh, "dp"), split(mesh))
+    whole = TinyGPT(seed=mesh.rank)
+    together.broadcast(whole)
+    cut = together.apply(whole)
     assert_same("broadcast", weights_of(cut), weights_of(TinyGPT(seed=0)))
+    sharded = split(mesh).apply(TinyGPT())
     assert_raises(
         MethodError,
-        lambda: weights.broadcast(cut, mesh, "tp"),
-        "blocks.0.qkv.weight is sharded along tp, so ranks hold different shards of it: broadcast it "
-        "along other axes, or before it is sharded.",
+        lambda: together.broadcast(sharded),
+        "blocks.0.qkv.weight is sharded already: call broadcast(module) before apply(module).",
     )
     check_sums(groups_of(mesh))
 
 
-def test_initial_weights_are_broadcast_along_any_axes():
+def test_initial_weights_are_those_of_the_first_rank():
     world(8).run(one_start)
 
 
@@ -714,19 +712,13 @@ def test_the_one_process_is_one_that_others_could_differ_from():
     assert VOCABULARY > CONTEXT
 
 
-def test_weights_that_are_kept_apart_are_neither_overwritten_nor_counted_as_whole():
+def test_local_experts_are_not_overwritten_by_a_broadcast():
     with fake_rank(5, 8):
-        mesh, experts = ProcessGroupMesh(pp=2, dp=2, tp=2), nn.Linear(2, 2)
-        mark_owned(experts)
+        mesh, layer = ProcessGroupMesh(pp=2, dp=2, tp=2), expert_layer()
+        together = compose(mesh, ExpertParallel(mesh, "dp"), unowned=["pp", "tp"])
+        ExpertParallel(mesh, "dp").apply(layer)
         assert_raises(
             MethodError,
-            lambda: weights.broadcast(experts, mesh, "dp"),
-            "ranks hold different experts, weight, bias: broadcast before ExpertParallel is applied.",
+            lambda: together.broadcast(layer),
+            "experts.0.up.weight is sharded already: call broadcast(module) before apply(module).",
         )
-        assert_raises(
-            AxisError,
-            lambda: Held(experts, mesh),
-            "there are experts among these parameters, so ranks hold different ones, but no axis was given.\n\n"
-            "  Held(weights, mesh, 'ep')   # the experts alone, on the mesh or view of ExpertParallel",
-        )
-        assert Held(experts, mesh, "dp").axes == ("dp",)

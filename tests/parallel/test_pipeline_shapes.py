@@ -278,7 +278,7 @@ def experts() -> None:
     """Ranks along etp hold the same tokens, so their routers have to choose the same experts; two shapes."""
     with ProcessGroupMesh(pp=2, dp=2, tp=2) as mesh, garbage():
         moe = mesh.view(pp=2, ep=2, etp=2)
-        split = ExpertParallel(moe, "ep", over=["ep"], tensor="etp", columns=["up"], rows=["down"])
+        split = ExpertParallel(moe, "ep", tensor="etp", columns=["up"], rows=["down"])
         names = {"layers": "blocks", "first": FIRST, "last": LAST}
         pipeline = PipelineParallel(mesh, "pp", **names, loss=loss_of, microbatches=2)
         together = compose(mesh, pipeline, DataParallel(mesh, "dp"), split, unowned=["tp"])

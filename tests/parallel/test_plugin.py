@@ -99,7 +99,7 @@ def plain_loop(outer: str, frozen: tuple[str, ...] = ()) -> tuple[list[list[floa
 def partners(mesh: ProcessGroupMesh, kind: str) -> list[Method]:
     """The other methods, by the axes of the mesh."""
     pipeline = partial(PipelineParallel, mesh, "pp", layers="blocks", first="012", loss=loss_of, microbatches=2)
-    more: dict[str, Any] = {"schedule": "interleaved", "virtual": 2} if "two stages" in kind else {}
+    more: dict[str, Any] = {"schedule": "interleaved", "stages_per_rank": 2} if "two stages" in kind else {}
     return [
         {
             "pp": lambda: pipeline(**more),
@@ -198,6 +198,7 @@ def test_a_method_of_another_package_is_found_once_pip_has_installed_it(site):
 class Notes(Method):
     """Notes which method an optimizer was attached to."""
 
+    differs = "rows"
     noted: list[str]
 
     def apply(self, module: nn.Module) -> nn.Module:

@@ -20,7 +20,7 @@ from pgmesh.parallel import (
     mix,
     mixture,
 )
-from pgmesh.parallel.input_checks import INPUT_CHECK, count_inputs
+from pgmesh.parallel.comparing import count_inputs
 from pgmesh.parallel.ring import ring_attention
 from tests.support.fake_world import fake_rank
 from tests.support.pipelines import needs_pipelines
@@ -140,19 +140,9 @@ def test_experts_that_use_a_weight_themselves_are_not_grouped(expert: type[Scale
     experts = nn.ModuleList([expert() for _ in range(2)])
     assert mixture.alike(experts)
     rows, counts = torch.randn(8, 16, dtype=torch.bfloat16), torch.tensor([5, 3])
+    template, names, weights = mixture.grouped_template(experts), ["0", "1"], dict(experts.named_parameters())
     with pytest.raises(mixture.WeightUsedDirectly):
-        mixture.run_experts_grouped(rows, counts, experts, dict(experts.named_parameters()))
-
-
-def test_with_sharding_the_passes_of_an_accumulated_step_are_one_step_of_the_input_check():
-    with fake_rank(0, 2):
-        method = ShardedDataParallel(ProcessGroupMesh(dp=2), "dp")
-        model = method.apply(nn.Sequential(nn.Linear(8, 8)))
-        check = getattr(model, INPUT_CHECK)
-        for last in (False, True):
-            with method.accumulate(model, last=last):
-                model(torch.randn(2, 8)).sum().backward()
-        assert check.step == 1
+        mixture.run_experts_grouped(rows, counts, template, names, weights)
 
 
 def test_jagged_inputs_are_not_counted():

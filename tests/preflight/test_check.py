@@ -374,6 +374,10 @@ def test_sizes_that_do_not_hold_the_world_are_a_usage_error_on_every_rank():
     )
     text = output_of_rank_0(world(4).run(run_check, "dp=-1 tp=3"), 2)
     assert "dp=-1 tp=3 cannot be filled: the world has 4, and 4 is not divisible by 3." in text
+    text = output_of_rank_0(world(4).run(run_check, "dp=2 tp=4 --nodes 1x8"), 2)
+    lines = re.findall(r"^  pgmesh check (.*?)(?:   +#.*)?$", text, flags=re.MULTILINE)
+    assert lines == ["dp=1 tp=4"]  # without the hosts, which hold another number of ranks
+    output_of_rank_0(world(4).run(run_check, f"{lines[0]} {QUICK}"), 0)
     text = output_of_rank_0(world(4).run(run_check, "dp=2 tp=2 --family ddp"), 2)
     assert text.startswith("pgmesh check: there is no axis 'ddp': the axes are dp, tp.")
 

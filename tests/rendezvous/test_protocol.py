@@ -155,6 +155,36 @@ def test_the_deadline_error_states_the_missing_ranks_their_statuses_and_the_call
     assert 3.0 <= client.clock < 3.3
 
 
+@pytest.mark.parametrize("late", [range(2, 4), range(2, 60)])
+def test_member_that_dies_after_it_arrived_is_named(late: range):
+    """A rank that has not begun is waited for. The one that died is named before the many that are late."""
+    values = {
+        "group/0/arrivals": arrival(1),
+        status_key(1): RankStatus(1, activity="waiting").pack().encode(),
+        status_key(late[-1]): RankStatus(late[-1], exited="its process has exited").pack().encode(),
+    }
+    if len(late) == 2:
+        del values[status_key(late[-1])]
+    client, attempt = MemoryClient(values=values), attempt_of(ranks=(0, 1, *late))
+    participant_of(client, attempt, deadline=30.0).connect()
+    assert attempt.decision is not None
+    assert isinstance(attempt.decision.error(), MissingRanksError)
+    assert client.clock < 5.3
+    first, lost, *_ = attempt.decision.text.splitlines()
+    assert first.endswith("did not arrive, and rank 1 was lost after it had arrived."), first
+    assert lost == "  rank 1 has sent no heartbeat for at least 5 s; its last status: waiting"
+
+
+def test_member_that_waits_is_not_taken_for_lost():
+    def beat() -> None:
+        client.values[status_key(1)] = RankStatus(1, int(client.clock)).pack().encode()
+
+    client, attempt = MemoryClient(values={"group/0/arrivals": arrival(1)}, between=beat), attempt_of(ranks=(0, 1, 2))
+    participant_of(client, attempt, deadline=20.0).connect()
+    assert attempt.decision is not None
+    assert "rank 2 did not arrive in 20 s.\n" in attempt.decision.text
+
+
 def test_the_keys_of_an_attempt_live_until_its_last_member_leaves():
     client, run = MemoryClient(), dist.HashStore()
 

@@ -88,7 +88,7 @@ def wait_for_flag(folder: Path, name: str) -> None:
 
 def beat_fast() -> None:
     """Shorten the interval of heartbeats and the timeout of the final status message."""
-    timing.TIMING = dataclasses.replace(timing.TIMING, heartbeat=BEAT, late_answer=0.5)
+    timing.TIMING = dataclasses.replace(timing.TIMING, heartbeat=BEAT, late_answer=5.0 if STARVED else 0.5)
     logging.getLogger("pgmesh").addHandler(logging.NullHandler())  # keeps warnings off stderr
 
 

@@ -183,8 +183,11 @@ MUTANTS = [
         PAIR,
         NO_FAULTS,
         (
-            ("self._undecided() if self.statuses.lost(attempt.missing)]", "self._undecided()]"),
-            ("if attempt.decision is None and self.statuses.lost(attempt.missing):", "if attempt.decision is None:"),
+            ("self._undecided() if self.statuses.lost(self._watched(attempt))]", "self._undecided()]"),
+            (
+                "if attempt.decision is None and self.statuses.lost(self._watched(attempt)):",
+                "if attempt.decision is None:",
+            ),
         ),
     ),
     Mutant(
@@ -192,7 +195,7 @@ MUTANTS = [
         LOSS_FOUND,
         PAIR,
         CRASH,
-        (("self._undecided() if self.statuses.lost(attempt.missing)]", "self._undecided() if False]"),),
+        (("self._undecided() if self.statuses.lost(self._watched(attempt))]", "self._undecided() if False]"),),
     ),
     Mutant(
         "an interrupted rank publishes no decision",

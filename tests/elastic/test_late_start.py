@@ -1,0 +1,91 @@
+"""Ranks are lost while others wait: in ``connect`` for a rank that never starts, or standing by as spares."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from pgmesh import ProcessGroupMesh, launch
+from tests.support.faults import BEAT, LONG_TIMEOUT, SLACK, WAIT_TIMEOUT, H, attempt, beat_fast, set_flag, wait_for_flag
+from tests.support.rank_processes import RankProcesses
+from tests.support.worlds import check_sums, groups_of
+
+NEVER, DIES = 1, 2
+
+
+def start(rank: int, port: int, replicas: int) -> None:
+    signal.alarm(int(4 * WAIT_TIMEOUT))  # it does not outlive the test
+    beat_fast()
+    launch.join("gloo", timeout=WAIT_TIMEOUT, replica=rank, replicas=replicas, host="127.0.0.1", port=port)
+
+
+def wait_in_connect(rank: int, port: int, folder: Path, watches: int) -> None:
+    """One of the ranks 0, 2 and 3. Each shares a group with rank 1, and only rank 1 comes before rank 2."""
+    start(rank, port, 4)
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="train")
+    if watches:
+        mesh.abort_when_lost()
+    set_flag(folder, f"connects {rank}")
+    failed = attempt(lambda: mesh.connect(*(mesh.axes if watches else ()), mesh.axes, timeout=LONG_TIMEOUT))
+    (folder / f"part {rank}").write_text(f"{time.monotonic()} {failed.text}")
+    (folder / f"part {rank}").rename(folder / f"told {rank}")
+
+
+@pytest.mark.parametrize("watches", [0, 1], ids=["connect", "abort_when_lost"])
+def test_dead_rank_is_named_while_another_never_starts(tmp_path: Path, watches: int):
+    with RankProcesses(wait_in_connect, tmp_path) as ranks:
+        for rank in (0, DIES, 3):
+            ranks.start(rank, watches)
+        for rank in (0, DIES, 3):
+            wait_for_flag(tmp_path, f"connects {rank}")
+        time.sleep(3 * BEAT)  # so that each rank has arrived, and has been heard of
+        ranks.newest[DIES].kill()
+        killed = time.monotonic()
+        for rank in (0, 3):
+            wait_for_flag(tmp_path, f"told {rank}")
+            told, text = (tmp_path / f"told {rank}").read_text().split(maxsplit=1)
+            print(f"{float(told) - killed:.2f} s: {text}")
+            assert f"rank {DIES} has sent no heartbeat for at least" in text
+            assert float(told) - killed < H + 2 * BEAT + SLACK
+
+
+def train_with_spares(rank: int, port: int, folder: Path, _: int) -> None:
+    """Ranks 0 and 1 train, and ranks 2 and 3 stand by."""
+    start(rank, port, 4)
+    mesh = ProcessGroupMesh(dp=2, ranks=range(2), name="train")
+    if rank < 2:
+        mesh.connect(timeout=LONG_TIMEOUT)
+        set_flag(folder, f"ready {rank}")
+        wait_for_flag(folder, "shrink")
+        mesh = mesh.shrink(spares=[2, 3], timeout=LONG_TIMEOUT)
+    else:
+        set_flag(folder, f"ready {rank}")
+        mesh = mesh.stand_by(timeout=LONG_TIMEOUT)
+    (folder / f"part {rank}").write_text(f"{mesh.shrunk}")
+    (folder / f"part {rank}").rename(folder / f"shrunk {rank}")
+    mesh.connect(timeout=LONG_TIMEOUT)
+    check_sums(groups_of(mesh))
+    set_flag(folder, f"connected {rank}")
+
+
+def test_spare_that_was_killed_is_passed_over(tmp_path: Path):
+    with RankProcesses(train_with_spares, tmp_path) as ranks:
+        for rank in range(4):
+            ranks.start(rank, 0)
+        for rank in range(4):
+            wait_for_flag(tmp_path, f"ready {rank}")
+        time.sleep(3 * BEAT)  # so that the spares have arrived
+        for rank in (2, 1):
+            ranks.newest[rank].kill()
+            ranks.newest[rank].join()
+        set_flag(tmp_path, "shrink")
+        for rank in (0, 3):
+            wait_for_flag(tmp_path, f"connected {rank}")
+            text = (tmp_path / f"shrunk {rank}").read_text()
+            print(text)
+            assert "rank 3 came in the place of rank 1" in text
+            how = "in" if rank == 0 else "after standing by for"
+            assert text.startswith(f"mesh 'train': 2 ranks, and now 2, {how} ")
