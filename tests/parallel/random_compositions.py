@@ -157,61 +157,42 @@ class Drawn:
         return [str(name) for name in names if name]
 
 
+class Numbers(random.Random):
+    """Random numbers of a seed."""
+
+    def chance(self, percent: float) -> bool:
+        return self.random() * 100 < percent
+
+
 def draw(seed: int) -> Drawn:
     """The composition of a seed. Most can be trained."""
-    numbers = random.Random(seed)
-    chance = lambda percent: numbers.random() * 100 < percent  # noqa: E731
+    numbers = Numbers(seed)
     n = numbers.choice([1, 2, 2, 3, 4, 4, 4, 4, 6, 8, 8, 8])
-    has_experts = chance(30)
-    sizes = draw_sizes(numbers, n)
-    ranks = list(range(n))
-    if chance(30):
+    has_experts = numbers.chance(30)
+    sizes, ranks = draw_sizes(numbers, n), list(range(n))
+    if numbers.chance(30):
         numbers.shuffle(ranks)
-    if not has_experts and chance(30):
-        items = list(sizes.items())
-        numbers.shuffle(items)
-        sizes = dict(items)
-    size = lambda axis: sizes.get(axis, 1)  # noqa: E731
-    drawn = Drawn(seed, sizes, tuple(ranks), tied=chance(25), clip=chance(50), masked=chance(25), rows=1 + chance(30))
-    drawn = replace(drawn, passes=1 + chance(25), checkpointing=chance(15), compiled=chance(3))
-    drawn = replace(drawn, largest=chance(15), evaluation=chance(15))
-    if {"dp", "cp"} & sizes.keys():
-        kinds = ["data", "sharded", "sharded", "hybrid"] if size("tp") == 1 or chance(6) else ["sharded", "hybrid"]
-        drawn = replace(drawn, data=numbers.choice(kinds), viewed=size("dp") == 4 and chance(50))
-    if size("cp") > 1:
-        drawn = replace(drawn, context=numbers.choice(["ring", "ring", "unbalanced ring", "ulysses"]))
-    if size("tp") > 1:
-        plans = ["blocks"] if has_experts else [*PLANS][: 5 if "cp" not in sizes else 3]
-        drawn = replace(drawn, tensor=numbers.choice(plans))
-    if has_experts:
-        n_places = size("dp") * size("cp") * size("tp")
-        ways = [w for w in itertools.product((1, 2, 4, 8), repeat=3) if math.prod(w) == n_places and w[2] <= 2]
-        drawn = replace(drawn, experts=numbers.choice(ways) if ways else None)
-    if "pp" in sizes:
-        drawn = draw_schedule(numbers, drawn)
-    if chance(20):
-        frozen = ["half", "norms"] + ["adapters"] * (drawn.experts is None)
-        drawn = replace(drawn, frozen=numbers.choice(frozen))
-    if drawn.data in ("sharded", "hybrid") and chance(12):
+    if not has_experts and numbers.chance(30):  # experts take the ranks of the last axes
+        axes = list(sizes.items())
+        numbers.shuffle(axes)
+        sizes = dict(axes)
+    drawn = draw_training(numbers, Drawn(seed, sizes, tuple(ranks)))
+    drawn = draw_methods(numbers, drawn, has_experts)
+    if numbers.chance(20):
+        drawn = replace(drawn, frozen=numbers.choice(["half", "norms"] + ["adapters"] * (drawn.experts is None)))
+    if drawn.data in ("sharded", "hybrid") and numbers.chance(12):
         drawn = replace(drawn, half=True)
-    if size("dp") > 1 and not drawn.schedule and not drawn.experts and chance(15):
+    if drawn.size("dp") > 1 and not drawn.schedule and not drawn.experts and numbers.chance(15):
         drawn = replace(drawn, ragged=True, masked=True)
-    if chance(12):
-        omissions = ["seed, broadcast", "seed"] if {*sizes} - {"run", "idle"} else []
-        omissions += ["owner"] if any(size(axis) > 1 for axis in ("late", "pp", "dp", "cp", "tp")) else []
-        omissions += ["average"] if size("dp") * size("cp") > 1 else []
-        omissions += ["rows"] if size("dp") > 1 and not drawn.ragged else []
-        omissions += ["replica"] if drawn.experts and "late" in sizes else []
-        drawn = replace(drawn, omission=numbers.choice(omissions or [""]))
-    return drawn
+    return replace(drawn, omission=draw_omission(numbers, drawn)) if numbers.chance(12) else drawn
 
 
-def draw_sizes(numbers: random.Random, n: int) -> dict[str, int]:
+def draw_sizes(numbers: Numbers, n: int) -> dict[str, int]:
     """Axes whose sizes have the product n."""
     order = ("run", "late", "pp", "idle", "dp", "cp", "tp")
     sizes = dict.fromkeys(order, 1)
-    factors = {1: [], 2: [2], 3: [3], 4: [2, 2], 6: [3, 2], 8: [2, 2, 2]}[n]
-    for factor in factors:
+    factors: dict[int, list[int]] = {1: [], 2: [2], 3: [3], 4: [2, 2], 6: [3, 2], 8: [2, 2, 2]}
+    for factor in factors[n]:
         likely = [1, 1, 3, 0.5, 4, 2.5, 3] if factor == 2 else [0.3, 0.5, 0, 0, 3, 0, 0]
         limits = {"run": 2, "late": 3, "pp": 4, "idle": 2, "dp": 8, "cp": 4, "tp": 4}
         weights = [w * (sizes[axis] * factor <= limits[axis]) for axis, w in zip(order, likely)]
@@ -222,7 +203,45 @@ def draw_sizes(numbers: random.Random, n: int) -> dict[str, int]:
     return {axis: size for axis, size in sizes.items() if axis in kept}
 
 
-def draw_schedule(numbers: random.Random, drawn: Drawn) -> Drawn:
+def draw_training(numbers: Numbers, drawn: Drawn) -> Drawn:
+    """Add the ways of training that every composition can have."""
+    chance = numbers.chance
+    drawn = replace(drawn, tied=chance(25), clip=chance(50), masked=chance(25), rows=1 + chance(30))
+    drawn = replace(drawn, passes=1 + chance(25), checkpointing=chance(15), compiled=chance(3))
+    return replace(drawn, largest=chance(15), evaluation=chance(15))
+
+
+def draw_methods(numbers: Numbers, drawn: Drawn, has_experts: bool) -> Drawn:
+    """Add a method for each axis, and experts."""
+    if {"dp", "cp"} & drawn.sizes.keys():
+        with_ddp = drawn.size("tp") == 1 or numbers.chance(6)  # DDP does not take DTensors
+        kinds = ["data", "sharded", "sharded", "hybrid"] if with_ddp else ["sharded", "hybrid"]
+        drawn = replace(drawn, data=numbers.choice(kinds), viewed=drawn.size("dp") == 4 and numbers.chance(50))
+    if drawn.size("cp") > 1:
+        kinds = ["ring", "ring", "unbalanced ring"]
+        kinds += ["ulysses"] if not has_experts or drawn.size("cp") * drawn.size("tp") <= 4 else []  # 4 heads
+        drawn = replace(drawn, context=numbers.choice(kinds))
+    if drawn.size("tp") > 1:  # plans that shard sequences do not take positions
+        plans = ["blocks"] if has_experts else [*PLANS][: 5 if "cp" not in drawn.sizes else 3]
+        drawn = replace(drawn, tensor=numbers.choice(plans))
+    if has_experts:
+        places = drawn.size("dp") * drawn.size("cp") * drawn.size("tp")
+        ways = [w for w in itertools.product((1, 2, 4, 8), repeat=3) if math.prod(w) == places and w[2] <= 2]
+        drawn = replace(drawn, experts=numbers.choice(ways) if ways else None)
+    return draw_schedule(numbers, drawn) if "pp" in drawn.sizes else drawn
+
+
+def draw_omission(numbers: Numbers, drawn: Drawn) -> str:
+    """What the program leaves out."""
+    omissions = ["seed, broadcast", "seed"] if {*drawn.sizes} - {"run", "idle"} else []
+    omissions += ["owner"] if any(drawn.size(axis) > 1 for axis in ("late", "pp", "dp", "cp", "tp")) else []
+    omissions += ["average"] if drawn.size("dp") * drawn.size("cp") > 1 else []
+    omissions += ["rows"] if drawn.size("dp") > 1 and not drawn.ragged else []
+    omissions += ["replica"] if drawn.experts and "late" in drawn.sizes else []
+    return numbers.choice(omissions or [""])
+
+
+def draw_schedule(numbers: Numbers, drawn: Drawn) -> Drawn:
     """Add a pipeline to a composition."""
     size = drawn.sizes["pp"]
     names = ["gpipe", "1f1b", "interleaved"]
@@ -522,7 +541,7 @@ def first_seed(drawn: Drawn, mesh: ProcessGroupMesh) -> int:
     if not drawn.omission.startswith("seed"):
         return 0
     ranks = mesh.ranks(*(axis for axis in mesh.axes if axis != "idle"))
-    return (sorted(ranks) if "broadcast" in drawn.omission else [*ranks]).index(mesh.rank)
+    return ranks.index(mesh.rank)
 
 
 def replicas_of(together: Composition, mesh: ProcessGroupMesh, drawn: Drawn) -> tuple[list[list[int]], int]:
