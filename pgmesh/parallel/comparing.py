@@ -37,7 +37,7 @@ def exchange_group(mesh: ProcessGroupMesh, ranks: Sequence[int]) -> ProcessGroup
 
 
 def gather_numbers(mesh: ProcessGroupMesh, ranks: Sequence[int], numbers: Iterable[int]) -> dict[int, list[int]]:
-    """All-gather of integers over some ranks of a mesh, each of which calls it with equally many."""
+    """All-gather of integers over some ranks, in mesh order, each of which calls it with equally many."""
     own = torch.tensor([*numbers], dtype=torch.int64, device="cpu")
     gathered = [own.clone() for _ in ranks]
     if len(ranks) > 1:
@@ -75,7 +75,7 @@ def compare_weights(
 
     Args:
         mesh: the mesh.
-        ranks: the ranks that compare, with this one, in the same order on each.
+        ranks: the ranks that compare, with this one, in mesh order.
         tensors: the parameters and buffers by name.
         broadcast: names of those that some ranks get from others, so that their values may differ on these.
         receives: True if this rank gets them.
@@ -170,7 +170,7 @@ def compare_inputs(
 
     Args:
         mesh: the mesh.
-        ranks: the ranks that compare, with this one, in the same order on each.
+        ranks: the ranks that compare, with this one, in mesh order.
         compared: what has to be equal.
         inputs: the batch, a nest of mappings, lists and tuples.
 

@@ -83,8 +83,9 @@ class Composition:
 
     @cached_property
     def _ranks(self) -> list[int]:
-        """All ranks that train together."""
-        return connected_ranks(self.mesh.rank, [(each.mesh.layout, each.owns) for each in self.methods])
+        """All ranks that train together, in the order of their group, which is mesh order."""
+        ranks = connected_ranks(self.mesh.rank, [(each.mesh.layout, each.owns) for each in self.methods])
+        return sorted(ranks, key=self.mesh.coord_of)
 
     # -- the module -------------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
@@ -115,6 +116,10 @@ class Drawn:
     passes: int = 1
     rows: int = 1
     clip: bool = False
+    largest: bool = False
+    """The norm is that of the largest gradient."""
+    evaluation: bool = False
+    """Each step starts with a forward pass without gradients."""
     masked: bool = False
     ragged: bool = False
     """Parts of the rows have different sizes."""
@@ -130,6 +135,10 @@ class Drawn:
         return self.size("late") * self.size("dp")
 
     @property
+    def norm_type(self) -> float:
+        return math.inf if self.largest else 2.0
+
+    @property
     def rows_of_parts(self) -> list[int]:
         """Number of rows of each part in a pass."""
         return [self.microbatches * self.rows * (2 if self.ragged and part % 2 else 1) for part in range(self.parts)]
@@ -139,7 +148,7 @@ class Drawn:
         """What the table of pairs counts."""
         experts = self.experts and ("experts" if self.experts[2] == 1 else "experts, tensor=")
         names = [self.data, self.tensor and f"tensor {self.tensor}", self.context, experts, self.schedule]
-        kinds = ("tied", "checkpointing", "compiled", "clip", "masked", "ragged", "viewed")
+        kinds = ("tied", "largest", "evaluation", "checkpointing", "compiled", "clip", "masked", "ragged", "viewed")
         names += [name for name in kinds if getattr(self, name)]
         names += [self.frozen and f"frozen {self.frozen}", self.passes > 1 and "accumulation", self.half and "bfloat16"]
         names += ["late" in self.sizes and "averages later", "run" in self.sizes and "slices"]
@@ -148,60 +157,42 @@ class Drawn:
         return [str(name) for name in names if name]
 
 
+class Numbers(random.Random):
+    """Random numbers of a seed."""
+
+    def chance(self, percent: float) -> bool:
+        return self.random() * 100 < percent
+
+
 def draw(seed: int) -> Drawn:
     """The composition of a seed. Most can be trained."""
-    numbers = random.Random(seed)
-    chance = lambda percent: numbers.random() * 100 < percent  # noqa: E731
+    numbers = Numbers(seed)
     n = numbers.choice([1, 2, 2, 3, 4, 4, 4, 4, 6, 8, 8, 8])
-    has_experts = chance(30)
-    sizes = draw_sizes(numbers, n)
-    ranks = list(range(n))
-    if chance(30):
+    has_experts = numbers.chance(30)
+    sizes, ranks = draw_sizes(numbers, n), list(range(n))
+    if numbers.chance(30):
         numbers.shuffle(ranks)
-    if not has_experts and chance(30):
-        items = list(sizes.items())
-        numbers.shuffle(items)
-        sizes = dict(items)
-    size = lambda axis: sizes.get(axis, 1)  # noqa: E731
-    drawn = Drawn(seed, sizes, tuple(ranks), tied=chance(25), clip=chance(50), masked=chance(25), rows=1 + chance(30))
-    drawn = replace(drawn, passes=1 + chance(25), checkpointing=chance(15), compiled=chance(3))
-    if {"dp", "cp"} & sizes.keys():
-        kinds = ["data", "sharded", "sharded", "hybrid"] if size("tp") == 1 or chance(6) else ["sharded", "hybrid"]
-        drawn = replace(drawn, data=numbers.choice(kinds), viewed=size("dp") == 4 and chance(50))
-    if size("cp") > 1:
-        drawn = replace(drawn, context=numbers.choice(["ring", "ring", "unbalanced ring", "ulysses"]))
-    if size("tp") > 1:
-        plans = ["blocks"] if has_experts else [*PLANS][: 5 if "cp" not in sizes else 3]
-        drawn = replace(drawn, tensor=numbers.choice(plans))
-    if has_experts:
-        n_places = size("dp") * size("cp") * size("tp")
-        ways = [w for w in itertools.product((1, 2, 4, 8), repeat=3) if math.prod(w) == n_places and w[2] <= 2]
-        drawn = replace(drawn, experts=numbers.choice(ways) if ways else None)
-    if "pp" in sizes:
-        drawn = draw_schedule(numbers, drawn)
-    if chance(20):
-        frozen = ["half", "norms"] + ["adapters"] * (drawn.experts is None and not drawn.tensor)
-        drawn = replace(drawn, frozen=numbers.choice(frozen))
-    if drawn.data in ("sharded", "hybrid") and chance(12):
+    if not has_experts and numbers.chance(30):  # experts take the ranks of the last axes
+        axes = list(sizes.items())
+        numbers.shuffle(axes)
+        sizes = dict(axes)
+    drawn = draw_training(numbers, Drawn(seed, sizes, tuple(ranks)))
+    drawn = draw_methods(numbers, drawn, has_experts)
+    if numbers.chance(20):
+        drawn = replace(drawn, frozen=numbers.choice(["half", "norms"] + ["adapters"] * (drawn.experts is None)))
+    if drawn.data in ("sharded", "hybrid") and numbers.chance(12):
         drawn = replace(drawn, half=True)
-    if size("dp") > 1 and not drawn.schedule and not drawn.experts and chance(15):
+    if drawn.size("dp") > 1 and not drawn.schedule and not drawn.experts and numbers.chance(15):
         drawn = replace(drawn, ragged=True, masked=True)
-    if chance(12):
-        omissions = ["seed, broadcast", "seed"] if {*sizes} - {"run", "idle"} else []
-        omissions += ["owner"] if any(size(axis) > 1 for axis in ("late", "pp", "dp", "cp", "tp")) else []
-        omissions += ["average"] if size("dp") * size("cp") > 1 else []
-        omissions += ["rows"] if size("dp") > 1 and not drawn.ragged else []
-        omissions += ["replica"] if drawn.experts and "late" in sizes else []
-        drawn = replace(drawn, omission=numbers.choice(omissions or [""]))
-    return drawn
+    return replace(drawn, omission=draw_omission(numbers, drawn)) if numbers.chance(12) else drawn
 
 
-def draw_sizes(numbers: random.Random, n: int) -> dict[str, int]:
+def draw_sizes(numbers: Numbers, n: int) -> dict[str, int]:
     """Axes whose sizes have the product n."""
     order = ("run", "late", "pp", "idle", "dp", "cp", "tp")
     sizes = dict.fromkeys(order, 1)
-    factors = {1: [], 2: [2], 3: [3], 4: [2, 2], 6: [3, 2], 8: [2, 2, 2]}[n]
-    for factor in factors:
+    factors: dict[int, list[int]] = {1: [], 2: [2], 3: [3], 4: [2, 2], 6: [3, 2], 8: [2, 2, 2]}
+    for factor in factors[n]:
         likely = [1, 1, 3, 0.5, 4, 2.5, 3] if factor == 2 else [0.3, 0.5, 0, 0, 3, 0, 0]
         limits = {"run": 2, "late": 3, "pp": 4, "idle": 2, "dp": 8, "cp": 4, "tp": 4}
         weights = [w * (sizes[axis] * factor <= limits[axis]) for axis, w in zip(order, likely)]
@@ -212,7 +203,45 @@ def draw_sizes(numbers: random.Random, n: int) -> dict[str, int]:
     return {axis: size for axis, size in sizes.items() if axis in kept}
 
 
-def draw_schedule(numbers: random.Random, drawn: Drawn) -> Drawn:
+def draw_training(numbers: Numbers, drawn: Drawn) -> Drawn:
+    """Add the ways of training that every composition can have."""
+    chance = numbers.chance
+    drawn = replace(drawn, tied=chance(25), clip=chance(50), masked=chance(25), rows=1 + chance(30))
+    drawn = replace(drawn, passes=1 + chance(25), checkpointing=chance(15), compiled=chance(3))
+    return replace(drawn, largest=chance(15), evaluation=chance(15))
+
+
+def draw_methods(numbers: Numbers, drawn: Drawn, has_experts: bool) -> Drawn:
+    """Add a method for each axis, and experts."""
+    if {"dp", "cp"} & drawn.sizes.keys():
+        with_ddp = drawn.size("tp") == 1 or numbers.chance(6)  # DDP does not take DTensors
+        kinds = ["data", "sharded", "sharded", "hybrid"] if with_ddp else ["sharded", "hybrid"]
+        drawn = replace(drawn, data=numbers.choice(kinds), viewed=drawn.size("dp") == 4 and numbers.chance(50))
+    if drawn.size("cp") > 1:
+        kinds = ["ring", "ring", "unbalanced ring"]
+        kinds += ["ulysses"] if not has_experts or drawn.size("cp") * drawn.size("tp") <= 4 else []  # 4 heads
+        drawn = replace(drawn, context=numbers.choice(kinds))
+    if drawn.size("tp") > 1:  # plans that shard sequences do not take positions
+        plans = ["blocks"] if has_experts else [*PLANS][: 5 if "cp" not in drawn.sizes else 3]
+        drawn = replace(drawn, tensor=numbers.choice(plans))
+    if has_experts:
+        places = drawn.size("dp") * drawn.size("cp") * drawn.size("tp")
+        ways = [w for w in itertools.product((1, 2, 4, 8), repeat=3) if math.prod(w) == places and w[2] <= 2]
+        drawn = replace(drawn, experts=numbers.choice(ways) if ways else None)
+    return draw_schedule(numbers, drawn) if "pp" in drawn.sizes else drawn
+
+
+def draw_omission(numbers: Numbers, drawn: Drawn) -> str:
+    """What the program leaves out."""
+    omissions = ["seed, broadcast", "seed"] if {*drawn.sizes} - {"run", "idle"} else []
+    omissions += ["owner"] if any(drawn.size(axis) > 1 for axis in ("late", "pp", "dp", "cp", "tp")) else []
+    omissions += ["average"] if drawn.size("dp") * drawn.size("cp") > 1 else []
+    omissions += ["rows"] if drawn.size("dp") > 1 and not drawn.ragged else []
+    omissions += ["replica"] if drawn.experts and "late" in drawn.sizes else []
+    return numbers.choice(omissions or [""])
+
+
+def draw_schedule(numbers: Numbers, drawn: Drawn) -> Drawn:
     """Add a pipeline to a composition."""
     size = drawn.sizes["pp"]
     names = ["gpipe", "1f1b", "interleaved"]
@@ -355,26 +384,44 @@ def data_methods(mesh: ProcessGroupMesh, drawn: Drawn) -> Iterator[Method]:
     yield ShardedDataParallel(mesh, *axes, **how)
 
 
+def plan_of(drawn: Drawn) -> dict[str, ParallelStyle]:
+    """The plan of tensor parallelism. The matrices of an adapter between sharded and whole features are whole."""
+    plan = dict(ATTENTION_PLAN if drawn.experts else PLANS[drawn.tensor])
+    if drawn.frozen == "adapters":
+        up, down = plan.pop("blocks.*.up"), plan.pop("blocks.*.down")
+        plan |= {f"blocks.*.{name}": up for name in ("up.base", "up.b")}
+        plan |= {f"blocks.*.{name}": down for name in ("down.base", "down.a")}
+        if drawn.tensor in ("sequence", "embedded"):
+            plan["blocks.*.up.a"] = SequenceParallel()
+            plan["blocks.*.down.b"] = SequenceParallel(use_local_output=True)
+    return plan
+
+
+def experts_method(mesh: ProcessGroupMesh, experts: tuple[int, int, int], drawn: Drawn) -> ExpertParallel:
+    """Experts on a view, or on the axis of the ranks that read different rows."""
+    if experts == (1, drawn.size("dp"), 1) and drawn.size("dp") > 1 and drawn.seed % 2 and not drawn.omission:
+        return ExpertParallel(mesh, "dp")
+    outer = {str(axis): mesh.size(axis) for axis in mesh.axes if axis not in ("dp", "cp", "tp")}
+    sizes = dict(zip(("edp", "ep", "etp"), experts))
+    if drawn.omission == "replica":  # the experts lie on replicas that average later
+        sizes["ep"] *= outer.pop("late")
+    cut: dict[str, Any] = {"tensor": "etp", "columns": ["up"], "rows": ["down"]} if experts[2] > 1 else {}
+    return ExpertParallel(mesh.view(outer | sizes), "ep", **cut)
+
+
 def methods_of(mesh: ProcessGroupMesh, drawn: Drawn, loss: Losses) -> Iterator[Method]:
     """The methods of a composition on its mesh or slice."""
     yield from data_methods(mesh, drawn)
     if drawn.tensor:
-        plan = PLANS[drawn.tensor] if not drawn.experts else ATTENTION_PLAN
         where, axis = mesh, "tp"
         if drawn.seed % 4 == 0:  # under another name on a view
             where, axis = mesh.view({("shards" if a == "tp" else str(a)): mesh.size(a) for a in mesh.axes}), "shards"
-        yield TensorParallel(where, axis, plan=plan)
+        yield TensorParallel(where, axis, plan=plan_of(drawn))
     if drawn.context:
         attention: Any = drawn.context.split()[-1]
         yield ContextParallel(mesh, "cp", attention=attention, balanced=drawn.context == "ring")
     if drawn.experts:
-        outer = {str(axis): mesh.size(axis) for axis in mesh.axes if axis not in ("dp", "cp", "tp")}
-        sizes = dict(zip(("edp", "ep", "etp"), drawn.experts))
-        if drawn.omission == "replica":  # the experts lie on replicas that average later
-            sizes["ep"] *= outer.pop("late")
-        view = mesh.view(outer | sizes)
-        cut: dict[str, Any] = {"tensor": "etp", "columns": ["up"], "rows": ["down"]} if drawn.experts[2] > 1 else {}
-        yield ExpertParallel(view, "ep", **cut)
+        yield experts_method(mesh, drawn.experts, drawn)
     if drawn.schedule:
         yield PipelineParallel(
             mesh,
@@ -422,7 +469,7 @@ def train_alone(drawn: Drawn, run: int, replicas: list[list[int]]) -> list[Run]:
         for model, optimizer, parts, found in zip(models, optimizers, replicas, runs):
             optimizer.zero_grad()
             found.losses.append(backward_alone(drawn, model, codes, target, parts))
-            norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM if drawn.clip else math.inf)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM if drawn.clip else math.inf, drawn.norm_type)
             found.norms.append(norm.item())
             found.gradients.append(gradients_of(model))
             optimizer.step()
@@ -494,7 +541,7 @@ def first_seed(drawn: Drawn, mesh: ProcessGroupMesh) -> int:
     if not drawn.omission.startswith("seed"):
         return 0
     ranks = mesh.ranks(*(axis for axis in mesh.axes if axis != "idle"))
-    return (sorted(ranks) if "broadcast" in drawn.omission else [*ranks]).index(mesh.rank)
+    return ranks.index(mesh.rank)
 
 
 def replicas_of(together: Composition, mesh: ProcessGroupMesh, drawn: Drawn) -> tuple[list[list[int]], int]:
@@ -518,7 +565,8 @@ def train_and_compare(
     for step in range(STEPS):
         optimizer.zero_grad()
         value = backward(drawn, together, model, loss, step, run)
-        norm = together.clip_grad_norm_(MAX_NORM) if drawn.clip else together.grad_norm()
+        kind = {"norm_type": drawn.norm_type}
+        norm = together.clip_grad_norm_(MAX_NORM, **kind) if drawn.clip else together.grad_norm(**kind)
         if value is not None:
             compare.number(f"loss of step {step}", value, expected.losses[step])
         if not drawn.half or step == 0:
@@ -537,6 +585,9 @@ def backward(drawn: Drawn, together: Composition, model: nn.Module, loss: Losses
     passes = [part_of(drawn, together, *each) for each in zip(codes.chunk(drawn.passes), target.chunk(drawn.passes))]
     loss.tokens = sum(int((each["labels"] != IGNORED).sum()) for each in passes) / drawn.microbatches
     tensor = next((each for each in together.methods if isinstance(each, TensorParallel)), None)
+    if drawn.evaluation and drawn.schedule != "zero-bubble-v":  # torch cannot run it without a backward pass
+        with torch.no_grad():
+            model(passes[0]["inputs"], **{name: passes[0][name] for name in passes[0].keys() - {"inputs", "labels"}})
     values = list[torch.Tensor]()
     for i, given in enumerate(passes):
         inputs, labels = given.pop("inputs"), given.pop("labels")

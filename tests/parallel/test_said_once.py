@@ -38,10 +38,10 @@ pytestmark = pytest.mark.long
 torch.set_num_threads(1)  # ranks import this too, and share the cores
 
 
-def four(**what: Any) -> Drawn:
+def four(*ranks: int, **what: Any) -> Drawn:
     """A composition on four ranks; the axes are among ``what``."""
     sizes = {axis: what.pop(axis) for axis in ("late", "pp", "dp", "cp", "tp") if axis in what}
-    return Drawn(0, sizes, (0, 1, 2, 3), **what)
+    return Drawn(0, sizes, ranks or (0, 1, 2, 3), **what)
 
 
 PIPELINE: dict[str, Any] = {"pp": 2, "schedule": "1f1b", "microbatches": 2}
@@ -60,6 +60,7 @@ PROGRAMS = {
     "experts of each replica": four(late=2, dp=2, data="data", experts=(1, 2, 1), clip=True),
     "masked labels, data": four(dp=4, data="data", masked=True),
     "masked labels, context": four(dp=2, cp=2, data="sharded", context="ring", masked=True),
+    "parts of unequal sizes": four(0, 2, 1, 3, dp=2, cp=2, data="data", context="ring", ragged=True, masked=True),
     "masked labels, tensor": four(dp=2, tp=2, data="sharded", tensor="vocabulary", masked=True),
     "masked labels, accumulation": four(dp=4, data="data", masked=True, passes=2),
     "masked labels, experts": four(dp=4, data="data", masked=True, experts=(2, 2, 1)),
