@@ -84,6 +84,10 @@ class ShardedDataParallel(Method):
             AxisError: ``replicate`` has an axis along which ranks read the same tokens.
         """
         super().settle(readers)
+        self._check_replicates()
+        self.configure(self.replicates, self.shards)
+
+    def _check_replicates(self) -> None:
         if not set(self.replicates) <= set(self.average_axes):
             both = self.mesh.along(*self.owns, *self.replicates).axes
             raise AxisError(
@@ -91,10 +95,10 @@ class ShardedDataParallel(Method):
                 f"{format_axes(self.replicates)}, and has to be part of these axes.\n\n"
                 f"  {type(self).__name__}(mesh, {', '.join(map(repr, both))}, replicate={self.replicates!r})"
             )
-        self.configure(self.replicates, self.shards)
 
     def device_mesh(self) -> DeviceMesh:
         """torch's DeviceMesh for fully_shard: (shard,), or (replicate, shard) with ``replicate=``."""
+        self._check_replicates()
         mesh, parts = self.mesh, [_nontrivial(self.mesh, axes) for axes in (self.replicates, self.shards) if axes]
         if not self.shards:  # fully_shard needs an axis to shard along: one of size 1
             mesh = mesh.view({**{str(axis): mesh.size(axis) for axis in mesh.axes}, "_one": 1})
