@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -12,14 +12,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset, DistributedSampler
 
 from pgmesh._util.suggestions import closest_name, did_you_mean
-from pgmesh.errors import MethodError, OptionsError, ShapeError
+from pgmesh.errors import MethodError, OptionsError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Method, format_axes
-from pgmesh.parallel.divisibility import format_sizes
 from pgmesh.parallel.exchange import on_served_device
 from pgmesh.parallel.ownership import expert_parameters
 from pgmesh.torch_private import exclude_from_ddp
@@ -104,23 +102,6 @@ class DataParallel(Method):
                         dist.broadcast(served, self.mesh.ranks(*axes)[0], group=group)
         return module
 
-    def sampler(self, dataset: Dataset[Any], **keywords: Any) -> DistributedSampler[Any]:
-        """torch's DistributedSampler with this rank's part of a data set. Ranks with the same index get the same rows.
-
-        Args:
-            dataset: a data set with a length.
-            keywords: arguments of DistributedSampler. ``drop_last=True`` drops the rows that remain after an even
-                split, and ``drop_last=False`` repeats the first rows.
-
-        Raises:
-            ShapeError: the rows cannot be split evenly, and ``drop_last`` is not given.
-
-        >>> from pgmesh.parallel import DataParallel
-        >>> list(DataParallel(mesh, "dp").sampler(range(6), shuffle=False))
-        [0, 2, 4]
-        """
-        return distributed_sampler(self, dataset, **keywords)
-
     def accumulate(self, module: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:
         """Context manager for gradient accumulation: ranks average gradients only in the last backward pass.
 
@@ -165,17 +146,3 @@ def check_keywords(
         if name not in names:
             hint = did_you_mean(closest_name(name, names)) or f" It has {', '.join(names)}."
             raise OptionsError(f"{type(method).__name__}: torch's {function.__name__} has no argument {name!r}.{hint}")
-
-
-def distributed_sampler(method: Method, dataset: Any, **keywords: Any) -> DistributedSampler[Any]:
-    """torch's DistributedSampler with this rank's part of a batch. See ``DataParallel.sampler``."""
-    count = len(dataset) if isinstance(dataset, Sized) else 0
-    if count % method.batch_parts and "drop_last" not in keywords:
-        low = count // method.batch_parts
-        raise ShapeError(
-            f"a data set of {count} rows cannot be split evenly along {format_sizes(method.mesh, method.owns)}: "
-            f"{count} is not divisible by {method.batch_parts}.\n\n"
-            f"  sampler(dataset, drop_last=True)   # {low} rows for each, {count % method.batch_parts} dropped\n"
-            f"  sampler(dataset, drop_last=False)   # {low + 1} rows for each, the first ones repeated"
-        )
-    return DistributedSampler(dataset, num_replicas=method.batch_parts, rank=method.batch_part, **keywords)

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.utils.data import Dataset, DistributedSampler
 
 from pgmesh.errors import AxisError, MethodError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Level, Method, format_axes
 from pgmesh.parallel.blocks import Blocks
-from pgmesh.parallel.data import check_keywords, distributed_sampler
+from pgmesh.parallel.data import check_keywords
 from pgmesh.parallel.ownership import expert_parameters
 
 if TYPE_CHECKING:
@@ -113,10 +112,6 @@ class ShardedDataParallel(Method):
             fully_shard(layer, mesh=device_mesh, **keywords)
         fully_shard(module, mesh=device_mesh, **keywords)
         return module
-
-    def sampler(self, dataset: Dataset[Any], **keywords: Any) -> DistributedSampler[Any]:
-        """torch's DistributedSampler with this rank's part of a data set, as ``DataParallel.sampler``."""
-        return distributed_sampler(self, dataset, **keywords)
 
     @contextlib.contextmanager
     def accumulate(self, module: nn.Module, *, last: bool) -> Iterator[None]:

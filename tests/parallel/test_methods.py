@@ -171,21 +171,6 @@ def test_a_module_that_outlives_its_mesh_ends():
     world(2).run(ended_at_once)
 
 
-def test_a_sampler_shares_out_a_data_set_and_says_when_it_cannot():
-    with fake_rank(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2) as mesh:
-        for method in (DataParallel(mesh, "pp", "tp"), ShardedDataParallel(mesh, "pp", "tp")):
-            assert list(method.sampler(range(8), shuffle=False)) == [3, 7]
-            assert list(method.sampler(range(10), shuffle=False, drop_last=True)) == [3, 7]
-            assert list(method.sampler(range(10), shuffle=False, drop_last=False)) == [3, 7, 1]
-            assert_raises(
-                ShapeError,
-                lambda method=method: method.sampler(range(10)),
-                "a data set of 10 rows cannot be split evenly along pp=2 x tp=2: 10 is not divisible by 4.\n\n"
-                "  sampler(dataset, drop_last=True)   # 2 rows for each, 2 dropped\n"
-                "  sampler(dataset, drop_last=False)   # 3 rows for each, the first ones repeated",
-            )
-
-
 # ---- sharded ----
 
 
