@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -34,6 +34,9 @@ from pgmesh.parallel.exchange import on_served_device
 from pgmesh.parallel.gradients import local_shard, norm_of_pieces, scale_gradients
 from pgmesh.parallel.owners import check_owners, owns_axis
 from pgmesh.parallel.ownership import expert_parameters, names_of_experts
+
+Shards = dict[tuple[nn.Module, str], int]
+"""The number of shards of a parameter that is one as a plain tensor, by its module and its name there."""
 
 
 class Composition:
@@ -56,7 +59,15 @@ class Composition:
 
     def _settle(self) -> None:
         for method in self.methods:
+            axes = method.average_axes
             method.settle(self._readers)
+            if method.is_applied and method.average_axes != axes:
+                found, method.average_axes = method.average_axes, axes
+                raise MethodError(
+                    f"{method} was applied in another composition, in which it averages along {format_axes(axes)}, and "
+                    f"here it would average along {format_axes(found) or 'no axes'}.\n\n"
+                    f"  {type(method).__name__}(mesh, ...)   # another one for each composition"
+                )
 
     @property
     def _readers(self) -> Blocks:
@@ -69,23 +80,24 @@ class Composition:
         """The method that averages gradients."""
         return next((each for each in self.methods if each.averages_gradients), None)
 
+    def _ranks_along(self, blocks: Blocks) -> list[int]:
+        """The ranks that are connected with this one by blocks, in the order of their group, which is mesh order."""
+        return sorted(connected_ranks(self.mesh.rank, blocks), key=self.mesh.coord_of)
+
     @cached_property
     def _token_ranks(self) -> list[int]:
         """The ranks that read different tokens, with this one: those over whose losses the gradient is a mean."""
-        return connected_ranks(self.mesh.rank, self._readers)
+        return self._ranks_along(self._readers)
 
     @cached_property
     def _replica_ranks(self) -> list[int]:
         """The ranks that train one replica: all, but for methods that average later."""
-        return connected_ranks(
-            self.mesh.rank, [(each.mesh.layout, each.owns) for each in self.methods if not each.averages_later]
-        )
+        return self._ranks_along([(each.mesh.layout, each.owns) for each in self.methods if not each.averages_later])
 
     @cached_property
     def _ranks(self) -> list[int]:
-        """All ranks that train together, in the order of their group, which is mesh order."""
-        ranks = connected_ranks(self.mesh.rank, [(each.mesh.layout, each.owns) for each in self.methods])
-        return sorted(ranks, key=self.mesh.coord_of)
+        """All ranks that train together."""
+        return self._ranks_along([(each.mesh.layout, each.owns) for each in self.methods])
 
     # -- the module -------------------------------------------------------------------------------------------------
 
@@ -101,26 +113,30 @@ class Composition:
         Raises:
             AxisError: ranks read different tokens, but no method averages gradients.
             MethodError: ranks start with different weights, or a method failed. The message has the method and its
-                axes; ``__cause__`` is the method's error. Groups created during the call are released if their ranks
-                are in this rank's block along the method's axes and had no group before.
+                axes; ``__cause__`` is the method's error.
         """
         self._settle()  # the methods may have been composed otherwise since
-        groups_before = held_groups(self.mesh)
         self._check_averages(module)
         self._compare_weights(module)
         was_on_meta = any(each.is_meta for each in module.parameters())
-        sharded: dict[tuple[int, str], int] = {}
-        applied = self._apply(self.methods, [], sharded, groups_before, module)
+        sharded, running = Shards(), list[Method]()
+        try:
+            applied = self._apply(self.methods, sharded, running, module)
+        except Exception as error:
+            raise MethodError(
+                f"{running[-1]} failed in apply: {type(error).__name__}: {error}\n\n"
+                "The module may be partly changed: build it again."
+            ) from error
+        for method in self.methods:
+            method.is_applied = True
         pipelines = [each for each in self.methods if each.level is Level.PIPELINE]
         experts = [each for each in self.methods if each.differs == "experts"]
         expert_names = expert_parameters(applied)
         self._pieces[applied] = pieces = {}
-        for owner_name, owner in applied.named_modules():
-            for name, _ in owner.named_parameters(recurse=False):
-                full = f"{owner_name}.{name}".lstrip(".")
-                pieces[full] = sharded.get((id(owner), name), 1)
-                for method in (*pipelines, *(experts if full in expert_names else ())):
-                    pieces[full] *= method.mesh.size(*method.owns)
+        for name, place, _ in places_of(applied):
+            pieces[name] = sharded.get(place, 1)
+            for method in (*pipelines, *(experts if name in expert_names else ())):
+                pieces[name] *= method.mesh.size(*method.owns)
         self._compare_first_inputs(applied, was_on_meta)
         return applied
 
@@ -131,13 +147,11 @@ class Composition:
         trainable = [name for name, each in module.named_parameters() if each.requires_grad and name not in experts]
         if trainable:
             cutting = next(each for each in self.methods if (each.mesh.layout, each.owns) in self._readers)
-            mesh = cutting.mesh
-            sizes = ", ".join(f"{axis}={mesh.size(axis)}" for axis in mesh.axes)
-            rows = "mesh" if "dp" in mesh.axes else f"mesh.view(dp=1, {sizes})"
+            sizes = ", ".join(f"{axis}={cutting.mesh.size(axis)}" for axis in cutting.mesh.axes)
             raise AxisError(
-                f"ranks along {format_sizes(mesh, cutting.owns)} read different tokens, but no method averages the "
-                f"gradients of {count_of(len(trainable), 'trainable parameter')}, for example {trainable[0]}.\n\n"
-                f"  compose(mesh, ..., DataParallel({rows}, 'dp'))   # averages along the axes of positions too"
+                f"ranks along {format_sizes(cutting.mesh, cutting.owns)} read different tokens, but no method averages "
+                f"the gradients of {count_of(len(trainable), 'trainable parameter')}, for example {trainable[0]}.\n\n"
+                f"  DataParallel(mesh.view(data=1, {sizes}), 'data')   # averages along the axes of positions too"
             )
 
     def _compare_weights(self, module: nn.Module) -> None:
@@ -152,10 +166,12 @@ class Composition:
 
     def _compare_whole_weights(self, module: nn.Module) -> None:
         """Compare the weights that were on the meta device in ``apply``, where ranks have them whole."""
-        stages = [(each.mesh.layout, each.owns) for each in self.methods if each.level is not Level.PIPELINE]
+        ranks = self._ranks_along(
+            [(each.mesh.layout, each.owns) for each in self.methods if each.level is not Level.PIPELINE]
+        )
         pieces, per_stage = self._pieces[module], min(self._pieces[module].values(), default=1)
         whole = {name: each for name, each in module.named_parameters() if pieces[name] == per_stage}
-        compare_weights(self.mesh, connected_ranks(self.mesh.rank, stages), whole)
+        compare_weights(self.mesh, ranks, whole)
 
     def broadcast(self, module: nn.Module) -> None:
         """Give all ranks the parameters and buffers of the first one, before ``apply``: an equal start.
@@ -182,53 +198,36 @@ class Composition:
                     dist.broadcast(sent, group=group, group_src=0)
 
     def _apply(
-        self,
-        methods: tuple[Method, ...],
-        reported: list[BaseException],
-        sharded: dict[tuple[int, str], int],
-        groups_before: set[tuple[int, ...]],
-        module: nn.Module,
+        self, methods: tuple[Method, ...], sharded: Shards, running: list[Method], module: nn.Module
     ) -> nn.Module:
         """Apply the last of the methods, which applies the others through ``inner``.
 
         Args:
             methods: lowest level first.
-            reported: errors that name their method already. They pass through the methods of higher levels unchanged.
-            sharded: by module and name of a parameter that is a shard as a plain tensor: the number of shards. Methods
-                that shard parameters add theirs.
-            groups_before: ranks of each group that existed before the call.
+            sharded: the number of shards of each parameter that is one. Methods that shard parameters add theirs.
+            running: the methods whose ``around`` is running. After an error, the last one has raised it.
             module: the module.
         """
         if not methods:
             return module
-        *inner_methods, method = methods
-        parameters, shapes = dict[str, nn.Parameter](), dict[tuple[int, str], torch.Size]()
+        *lower_methods, method = methods
+        before: dict[str, tuple[torch.Size, int]] = {}
 
         def inner(part: nn.Module) -> nn.Module:
-            part = self._apply(tuple(inner_methods), reported, sharded, groups_before, part)
-            parameters.update(part.named_parameters())
-            shapes.update(shapes_of(part))
+            part = self._apply(tuple(lower_methods), sharded, running, part)
+            before.update((name, (shape, sharded.get(place, 1))) for name, place, shape in places_of(part))
             return part
 
-        try:
-            applied = method.around(module, inner)
-            if not isinstance(applied, nn.Module):
-                raise TypeError(f"apply returned {applied!r}, not the module to train")
-            check_parameters_kept(method, inner_methods, parameters, applied)
-        except BaseException as error:
-            release_new_groups(groups_before, method)
-            if error in reported or not isinstance(error, Exception):
-                raise
-            failed = MethodError(
-                f"{method} failed in apply: {type(error).__name__}: {error}\n\n"
-                "New groups along its axes were released. The module may be partly changed: build it again."
-            )
-            reported.append(failed)
-            raise failed from error
-        if method.differs == "weights" and method.level is not Level.PIPELINE:
-            for place, shape in shapes_of(applied).items():
-                if shape != shapes.get(place, shape):
-                    sharded[place] = sharded.get(place, 1) * method.mesh.size(*method.owns)
+        running.append(method)
+        applied = method.around(module, inner)
+        if not isinstance(applied, nn.Module):
+            raise TypeError(f"apply returned {applied!r}, not the module to train")
+        running.pop()
+        shards = 1 if method.differs != "weights" or method.level is Level.PIPELINE else method.mesh.size(*method.owns)
+        for name, place, shape in places_of(applied):
+            if name in before:  # also if the method has replaced the module that has the parameter
+                old_shape, count = before[name]
+                sharded[place] = count * (1 if shape == old_shape else shards)
         return applied
 
     def attach(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -301,8 +300,8 @@ class Composition:
 
         Args:
             batch: the batch, the same on every rank: a tensor, or a tuple, list or mapping of tensors, such as inputs,
-                labels and position ids. Rows are the first dimension of each and positions the second. Shift labels
-                before: the next token of a position may be on another rank.
+                labels and position ids. Rows are the first dimension of each and positions the second; a tensor without
+                dimensions stays whole. Shift labels before: the next token of a position may be on another rank.
 
         Raises:
             ShapeError: the rows or positions cannot be split evenly, or tensors have different numbers of positions.
@@ -322,7 +321,7 @@ class Composition:
         axes = " x ".join(format_sizes(each.mesh, each.owns) for each in self._row_methods)
 
         def part(tensor: Tensor) -> Tensor:
-            tensor = split_rows(tensor, *self._part_of_rows, axes)
+            tensor = split_rows(tensor, *self._part_of_rows, axes) if tensor.ndim else tensor
             for method in cutting if tensor.ndim > 1 else ():
                 tensor = method.cut(tensor)
             return tensor
@@ -332,7 +331,8 @@ class Composition:
     def check_inputs(self, batch: Any) -> None:
         """Compare the rows, positions and tokens of this rank's part of a batch with those of other ranks.
 
-        ``apply`` lets the first training step do it. Every rank of the composition calls it.
+        ``apply`` lets the first training step do it, unless the whole module is compiled. Every rank of the composition
+        calls it.
 
         Args:
             batch: what ``share`` returned: the first tensor in it counts.
@@ -345,25 +345,21 @@ class Composition:
 
     def _compare_first_inputs(self, module: nn.Module, was_on_meta: bool) -> None:
         """Let the first training step of a module compare the inputs of ranks, and weights that had no values."""
-        if len(self._ranks) == 1:
-            return
+        waiting = [module] if len(self._ranks) > 1 else []  # a copy of the module has the same list
 
         def compare(inputs: Any) -> None:
-            self.check_inputs(inputs)
-            if was_on_meta:
-                self._compare_whole_weights(module)
+            if waiting:
+                self.check_inputs(inputs)
+                if was_on_meta:
+                    self._compare_whole_weights(module)
+                waiting.clear()
 
         if hasattr(module, "before_step"):  # a pipeline
-
-            def before_step(batch: Any) -> None:
-                compare(batch)
-                vars(module)["before_step"] = None
-
-            vars(module)["before_step"] = before_step
+            vars(module)["before_step"] = compare
             return
 
-        def before_forward(_: nn.Module, args: Any, keywords: Any) -> None:
-            if module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        def before_forward(trained: nn.Module, args: Any, keywords: Any) -> None:
+            if trained.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 compare((args, keywords))
                 hook.remove()
 
@@ -388,6 +384,7 @@ class Composition:
         tensor(1.5000)
         """
         loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        loss = loss.to(torch.promote_types(loss.dtype, torch.float32))  # a 16-bit float cannot count tokens
         counted = torch.as_tensor(1 if tokens is None else tokens).to(loss)
         sums, n = torch.stack([loss.detach(), counted]), len(self._token_ranks)
         if n > 1:
@@ -443,14 +440,12 @@ class Composition:
 
     def _applied(self, module: nn.Module | None) -> nn.Module:
         """The module that ``apply`` returned."""
-        known = [*self._pieces]
-        if module is not None and module in self._pieces:
-            return module
-        if module is not None or len(known) != 1:
+        known = [*self._pieces] if module is None else [each for each in self._pieces if each is module]
+        if len(known) != 1:
             raise MethodError(
-                f"apply of this composition was called for {count_of(len(known), 'module')}"
-                + (f", and did not return this {type(module).__name__}." if module is not None else ".")
-                + "\n\n  together.clip_grad_norm_(1.0, module=model)   # model = together.apply(...)"
+                f"apply of this composition returned {count_of(len(self._pieces), 'module')}, and none or several of "
+                "these are meant here.\n\n"
+                "  together.clip_grad_norm_(1.0, module=model)   # model = together.apply(...)"
             )
         return known[0]
 
@@ -529,48 +524,9 @@ def compose(
     return Composition(mesh, tuple(sorted(methods, key=lambda method: method.level)), equal_parts)
 
 
-def check_parameters_kept(
-    method: Method, inner_methods: Sequence[Method], parameters: Mapping[str, nn.Parameter], applied: nn.Module
-) -> None:
-    """Check that a data method did not replace the parameters that an earlier data method was given.
-
-    The earlier one may keep references, in hooks for instance. Replaced parameters would never get a gradient. Methods
-    of lower levels must not keep references, since sharding replaces parameters after them.
-
-    Raises:
-        MethodError: parameters were replaced.
-    """
-    earlier = next((each for each in inner_methods if each.level is Level.DATA), None)
-    if earlier is None or method.level is not Level.DATA:
-        return
-    kept = {id(weight) for weight in applied.parameters()}
-    if replaced := [name for name, weight in parameters.items() if id(weight) not in kept]:
-        raise MethodError(
-            f"{method} replaced {count_of(len(replaced), 'parameter')}, for example {replaced[0]}, but {earlier} was "
-            f"applied before and may keep references to the old ones.\n\n"
-            f"  {type(method).__name__}.level = Level.SHARD   # then compose applies it before {type(earlier).__name__}"
-        )
-
-
-def shapes_of(module: nn.Module) -> dict[tuple[int, str], torch.Size]:
-    """The shape of each parameter of a module that is a plain tensor, by the module that has it and its name there."""
-    return {
-        (id(owner), name): weight.shape
-        for owner in module.modules()
-        for name, weight in owner.named_parameters(recurse=False)
-        if not isinstance(weight, DTensor)
-    }
-
-
-def held_groups(mesh: ProcessGroupMesh) -> set[tuple[int, ...]]:
-    """Ranks of each group of the mesh that this rank has created."""
-    return {group.ranks for group in mesh.held()}
-
-
-def release_new_groups(before: set[tuple[int, ...]], method: Method) -> None:
-    """Release the groups along a method's axes that are not in ``before``."""
-    mesh = method.mesh
-    block = set(mesh.ranks(*{*method.owns, *method.average_axes}))
-    for ranks in held_groups(mesh) - before:
-        if block.issuperset(ranks):
-            mesh.release(ranks=ranks)
+def places_of(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str], torch.Size]]:
+    """Of each parameter: its name, the module that has it with its name there, and its shape, of all shards together
+    if it is a DTensor."""
+    for owner_name, owner in module.named_modules():
+        for name, weight in owner.named_parameters(recurse=False):
+            yield f"{owner_name}.{name}".lstrip("."), (owner, name), weight.shape
