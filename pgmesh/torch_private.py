@@ -226,11 +226,6 @@ def has_hooks(weight: torch.Tensor) -> bool:
     return bool(weight._backward_hooks) or has_gradient_hooks(weight)
 
 
-def has_forward_hooks(module: torch.nn.Module) -> bool:
-    """True if hooks are registered that run before or after the forward pass of a module."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
-
-
 def stages_are_supported(stage: type) -> bool:
     """True if torch's pipeline stages are those of torch 2.13 or later.
 

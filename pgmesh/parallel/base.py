@@ -82,8 +82,8 @@ class Method:
     differs: ClassVar[Difference]
     """What differs between the ranks along the owned axes."""
 
-    level: ClassVar[Level]
-    """Position in the order in which methods are applied. It follows from ``differs`` unless given."""
+    level: Level
+    """Position in the order in which methods are applied. It follows from ``differs`` unless the class has one."""
 
     averages_later: ClassVar[bool] = False
     """True if the method averages weights at some optimizer steps, and not gradients in each. Until then ranks along
@@ -100,22 +100,13 @@ class Method:
     """The axes of ``mesh`` along which the method averages: its own. For the method that averages gradients ``compose``
     widens them to all ranks that read different tokens, such as those along the axis of context parallelism."""
 
-    def __init_subclass__(cls, **keywords: Any) -> None:
-        super().__init_subclass__(**keywords)
-        if (differs := vars(cls).get("differs")) is None:
-            return
-        if differs not in LEVELS:
-            raise MethodError(f"{cls.__name__}.differs is {format_choices(LEVELS)}, not {differs!r}.")
-        if "level" not in vars(cls):
-            cls.level = LEVELS[differs]
-
     def __init__(self, mesh: ProcessGroupMesh, *axes: Axis, options: Mapping[str, Any] | None = None) -> None:
         name = type(self).__name__
-        if not hasattr(type(self), "differs"):
+        if getattr(self, "differs", None) not in LEVELS:
             raise MethodError(
                 f"{name} does not say what differs between the ranks along its axes.\n\n"
                 f"  class {name}(Method):\n"
-                f'      differs = "rows"   # or {format_choices([*LEVELS][1:])}'
+                f"      differs = 'rows'   # or one of {', '.join(map(repr, [*LEVELS][1:]))}"
             )
         if not isinstance(mesh, ProcessGroupMesh):
             raise AxisError(f"{name} takes a mesh and then its axes, such as {name}(mesh, 'dp'), not {mesh!r}.")
@@ -128,6 +119,7 @@ class Method:
                 f"  {name}(mesh, {axis!r})   # the axes that it owns"
             )
         self.mesh = mesh
+        self.level = getattr(type(self), "level", LEVELS[self.differs])
         self._groups: dict[tuple[Axis, ...], ProcessGroup] = {}
         self.owns = self.average_axes = mesh.along(*axes).axes  # the names and the order of the mesh
         self.options, self._configured = options, set[tuple[Axis, ...]]()
@@ -271,12 +263,6 @@ def single_axis(method: Method) -> Axis:
             f"  {name}(mesh.view(..., {axis}={size}), {axis!r}, ...)"
         )
     return method.owns[0]
-
-
-def format_choices(names: Iterable[str]) -> str:
-    """Quoted names as a choice: "'rows', 'positions' or 'weights'"."""
-    *most, last = map(repr, names)
-    return f"{', '.join(most)} or {last}"
 
 
 def format_axes(axes: Iterable[Axis]) -> str:

@@ -6,8 +6,8 @@ Ranks exchange a few integers. A difference is an error on every rank of the exc
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +24,9 @@ from pgmesh.parallel.base import Level, Method
 from pgmesh.parallel.divisibility import format_sizes
 
 SAMPLES = 64
-"""Number of values of a tensor that are compared, evenly spaced."""
+"""Number of values of a tensor that are compared at most, evenly spaced."""
+UNITS = ("rows", "positions", "tokens")
+"""What ``count_inputs`` counts."""
 
 
 def exchange_group(mesh: ProcessGroupMesh, ranks: Sequence[int]) -> ProcessGroup:
@@ -46,7 +48,7 @@ def gather_numbers(mesh: ProcessGroupMesh, ranks: Sequence[int], numbers: Iterab
 
 
 def digest(value: object) -> int:
-    """Positive integer of 63 bits that differs for values with different texts."""
+    """Positive integer of 62 bits that differs for values with different texts."""
     return 1 + (int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "little") >> 2)
 
 
@@ -57,7 +59,7 @@ def sample(tensor: Tensor) -> list[Any]:
     if tensor.is_meta:
         return []
     flat = tensor.detach().reshape(-1)
-    values: list[Any] = flat[:: max(1, flat.numel() // SAMPLES)].tolist()
+    values: list[Any] = flat[:: max(1, -(-flat.numel() // SAMPLES))].tolist()
     return values
 
 
@@ -77,7 +79,7 @@ def compare_weights(
         mesh: the mesh.
         ranks: the ranks that compare, with this one, in mesh order.
         tensors: the parameters and buffers by name.
-        broadcast: names of those that some ranks get from others, so that their values may differ on these.
+        broadcast: names of the tensors that DDP overwrites where ``receives`` is True.
         receives: True if this rank gets them.
 
     Raises:
@@ -98,7 +100,8 @@ def compare_weights(
         first_value = next((each[name][1] for each in described if name in each and each[name][1]), 0)
         for rank, each in zip(ranks, described):
             kind, value = each.get(name, ("is missing", first_value))
-            holders.setdefault(f"{kind}{', other values' * (value not in (0, first_value))}", []).append(rank)
+            kind += ", other values" if value not in (0, first_value) else ""
+            holders.setdefault(kind, []).append(rank)
         if len(holders) > 1:
             found = "; ".join(f"{kind} on {name_ranks(these)}" for kind, these in [*holders.items()][:4])
             raise MethodError(
@@ -111,40 +114,9 @@ def compare_weights(
 # ---- inputs ----
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Numbers that have to be the same on all ranks along some axes of a method's mesh."""
-
-    method: Method
-    axes: tuple[Axis, ...]
-    units: tuple[str, ...]
-    """The compared numbers, by their plural noun: "rows", "positions", "tokens"."""
-
-    def raise_if_unequal(self, per_rank: Mapping[int, Mapping[str, int]]) -> None:
-        """Compare numbers in each block along the axes, also in blocks without this rank.
-
-        Args:
-            per_rank: the numbers of each rank, by unit.
-
-        Raises:
-            ShapeError: some differ in a block.
-        """
-        mesh = self.method.mesh
-        for block in mesh.partition(*self.axes):
-            for unit in self.units if block[0] in per_rank else ():
-                ranks: dict[int, list[int]] = {}
-                for rank in block:
-                    ranks.setdefault(per_rank[rank][unit], []).append(rank)
-                if len(ranks) > 1:
-                    counts = [f"{n} on {name_ranks(holders)}" for n, holders in ranks.items()]
-                    raise ShapeError(
-                        f"{type(self.method).__name__} needs the same number of {unit} on each rank along "
-                        f"{format_sizes(mesh, self.axes)}, but there are {'; '.join(counts[:4])}"
-                        f"{'; ...' * (len(counts) > 4)}.\n\n"
-                        "  together.share(batch)   # equal parts; together = compose(...)"
-                        + "\n  compose(..., equal_parts=False)   # with the loss of together.mean(loss_sum, tokens)"
-                        * (self.method.differs in ("rows", "experts"))
-                    )
+Comparison = tuple[Method, tuple[Axis, ...], tuple[str, ...]]
+"""A method, axes of its mesh, and the units of which all ranks along these need the same number: "rows", "positions" or
+"tokens"."""
 
 
 def comparisons(methods: Iterable[Method], equal_parts: bool) -> Iterator[Comparison]:
@@ -156,17 +128,19 @@ def comparisons(methods: Iterable[Method], equal_parts: bool) -> Iterator[Compar
     """
     for method in methods:
         if method.differs == "rows" and equal_parts:
-            yield Comparison(method, method.average_axes, ("rows",))
+            yield method, method.average_axes, ("rows",)
         elif method.differs == "experts" and equal_parts:
-            yield Comparison(method, method.mesh.along(*{*method.average_axes, *method.owns}).axes, ("tokens",))
+            yield method, method.mesh.along(*{*method.average_axes, *method.owns}).axes, ("tokens",)
+        elif method.level is Level.PIPELINE:
+            yield method, method.owns, ("rows",)
         elif method.differs in ("positions", "weights"):
-            yield Comparison(method, method.owns, ("rows", "positions")[: 1 if method.level is Level.PIPELINE else 2])
+            yield method, method.owns, ("rows", "positions")
 
 
 def compare_inputs(
     mesh: ProcessGroupMesh, ranks: Sequence[int], compared: Iterable[Comparison], inputs: object
 ) -> None:
-    """Compare the numbers of rows, positions and tokens of a batch.
+    """Compare the numbers of rows, positions and tokens of a batch, in all blocks, also in those without this rank.
 
     Args:
         mesh: the mesh.
@@ -177,10 +151,23 @@ def compare_inputs(
     Raises:
         ShapeError: some differ; the same on every rank.
     """
-    units = ("rows", "positions", "tokens")
     per_rank = gather_numbers(mesh, ranks, count_inputs(inputs))
-    for each in compared:
-        each.raise_if_unequal({rank: dict(zip(units, numbers)) for rank, numbers in per_rank.items()})
+    for method, axes, units in compared:
+        blocks = [block for block in method.mesh.partition(*axes) if block[0] in per_rank]
+        for unit, block in itertools.product(units, blocks):
+            holders: dict[int, list[int]] = {}
+            for rank in block:
+                holders.setdefault(per_rank[rank][UNITS.index(unit)], []).append(rank)
+            if len(holders) > 1:
+                counts = [f"{n} on {name_ranks(these)}" for n, these in holders.items()]
+                weighted = "\n  compose(..., equal_parts=False)   # with the loss of together.mean(loss_sum, tokens)"
+                raise ShapeError(
+                    f"{type(method).__name__} needs the same number of {unit} on each rank along "
+                    f"{format_sizes(method.mesh, axes)}, but there are "
+                    f"{'; '.join([*counts[:4], *(['...'] if counts[4:] else [])])}.\n\n"
+                    "  together.share(batch)   # equal parts; together = compose(...)"
+                    + (weighted if method.differs in ("rows", "experts") else "")
+                )
 
 
 def count_inputs(inputs: object) -> tuple[int, int, int]:

@@ -113,19 +113,24 @@ class Composition:
         Raises:
             AxisError: ranks read different tokens, but no method averages gradients.
             MethodError: ranks start with different weights, or a method failed. The message has the method and its
-                axes; ``__cause__`` is the method's error.
+                axes; ``__cause__`` is the method's error. Groups along its axes that the call created are released.
         """
         self._settle()  # the methods may have been composed otherwise since
+        groups_before = {group.ranks for group in self.mesh.held()}
         self._check_averages(module)
         self._compare_weights(module)
         was_on_meta = any(each.is_meta for each in module.parameters())
         sharded, running = Shards(), list[Method]()
         try:
             applied = self._apply(self.methods, sharded, running, module)
-        except Exception as error:
+        except BaseException as error:
+            for method in running:
+                release_new_groups(groups_before, method)
+            if not isinstance(error, Exception):
+                raise
             raise MethodError(
                 f"{running[-1]} failed in apply: {type(error).__name__}: {error}\n\n"
-                "The module may be partly changed: build it again."
+                "New groups along its axes were released. The module may be partly changed: build it again."
             ) from error
         for method in self.methods:
             method.is_applied = True
@@ -147,11 +152,14 @@ class Composition:
         trainable = [name for name, each in module.named_parameters() if each.requires_grad and name not in experts]
         if trainable:
             cutting = next(each for each in self.methods if (each.mesh.layout, each.owns) in self._readers)
-            sizes = ", ".join(f"{axis}={cutting.mesh.size(axis)}" for axis in cutting.mesh.axes)
+            sizes = {
+                axis if isinstance(axis, str) else f"axis{axis}": cutting.mesh.size(axis) for axis in cutting.mesh.axes
+            }
+            view = ", ".join(f"{name}={size}" for name, size in sizes.items())
             raise AxisError(
                 f"ranks along {format_sizes(cutting.mesh, cutting.owns)} read different tokens, but no method averages "
                 f"the gradients of {count_of(len(trainable), 'trainable parameter')}, for example {trainable[0]}.\n\n"
-                f"  DataParallel(mesh.view(data=1, {sizes}), 'data')   # averages along the axes of positions too"
+                f"  DataParallel(mesh.view(data=1, {view}), 'data')   # averages along the axes of positions too"
             )
 
     def _compare_weights(self, module: nn.Module) -> None:
@@ -530,3 +538,12 @@ def places_of(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str], t
     for owner_name, owner in module.named_modules():
         for name, weight in owner.named_parameters(recurse=False):
             yield f"{owner_name}.{name}".lstrip("."), (owner, name), weight.shape
+
+
+def release_new_groups(before: set[tuple[int, ...]], method: Method) -> None:
+    """Release the groups inside a method's block whose ranks are not in ``before``."""
+    mesh = method.mesh
+    block = {*mesh.ranks(*{*method.owns, *method.average_axes})}
+    for ranks in {group.ranks for group in mesh.held()} - before:
+        if block.issuperset(ranks):
+            mesh.release(ranks=ranks)

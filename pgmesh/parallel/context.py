@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from pgmesh.errors import MethodError, OptionsError, ShapeError
 from pgmesh.parallel.base import Method
-from pgmesh.parallel.divisibility import divide_along_axes, format_sizes, nearest_multiples
+from pgmesh.parallel.divisibility import divide_along_axes, divide_evenly, format_sizes
 from pgmesh.parallel.exchange import all_gather_stacked
 from pgmesh.parallel.ownership import is_stage
 from pgmesh.parallel.ring import ring_attention, ulysses_attention
@@ -139,13 +139,9 @@ class ContextParallel(Method):
         """
         if not self.cuts:
             return whole
-        chunks, length = self._ranks * (1 + self._balanced), whole.size(along)
-        if length % chunks:
-            raise ShapeError(
-                f"a sequence of {length} positions cannot be split evenly along {self._axis_sizes}: {length} is not "
-                f"divisible by {chunks}{f', two chunks for each of {self._ranks} ranks' * self._balanced}.\n\n"
-                f"  {nearest_multiples(length, chunks)} positions would do"
-            )
+        chunks, length = self._ranks * (2 if self._balanced else 1), whole.size(along)
+        two = f"{self._axis_sizes}, two chunks for each rank" if self._balanced else self._axis_sizes
+        divide_evenly(length, f"a sequence of {length} positions", "positions", chunks, two)
         parts, index = whole.chunk(chunks, along), self.mesh.index(*self.owns)
         return torch.cat([parts[i] for i in self._chunk_indices(index)], along)
 

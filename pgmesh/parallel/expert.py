@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatch
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,10 +40,8 @@ class ExpertParallel(Method):
     ``ShardedDataParallel`` average all other gradients. Without ``compose``, the ranks along the axes are all that send
     tokens.
 
-    The host waits for the device once in each layer, for the numbers of tokens. Experts run in the dtype of the tokens.
-    Experts in bfloat16 that differ only in the parameters of their linear layers run as torch's ``grouped_mm``: the
-    ``forward`` of the first runs once, on the rows of all, so it has to treat each row alone. All other experts run one
-    after another. Untested on GPUs.
+    The host waits for the device once in each layer, for the numbers of tokens. Experts run in the dtype of the tokens,
+    one after another unless they are ``grouped``. Untested on GPUs.
 
     Args:
         mesh: a view of the mesh, such as ``mesh.view(pp=2, edp=2, ep=2)``, or the mesh.
@@ -51,6 +50,9 @@ class ExpertParallel(Method):
             all-gathered; otherwise they hold the same tokens, as in tensor parallelism.
         columns: name patterns of an expert's linear layers whose outputs are sharded along ``tensor``.
         rows: name patterns of those whose inputs are sharded. They may not have a bias.
+        grouped: run the linear layers of all experts of a layer as torch's ``grouped_mm``, for tokens in bfloat16 and
+            sizes that are multiples of 8. The ``forward`` of the first expert runs once, on the rows of all: it has to
+            treat each row alone, and to call its linear layers. Hooks on experts do not run.
         options: options of its groups, as in ``mesh.configure``.
 
     Raises:
@@ -71,11 +73,12 @@ class ExpertParallel(Method):
         tensor: Axis | None = None,
         columns: Iterable[str] = (),
         rows: Iterable[str] = (),
+        grouped: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(mesh, *axes, options=options)
         self._expert_axes, self._tensor_axes = self.owns, () if tensor is None else mesh.along(tensor).axes
-        self._column_patterns, self._row_patterns = tuple(columns), tuple(rows)
+        self._column_patterns, self._row_patterns, self._grouped = tuple(columns), tuple(rows), grouped
         if bool(self._tensor_axes) != bool(self._column_patterns and self._row_patterns):
             raise AxisError(
                 "ExpertParallel: an expert is sharded with tensor=, columns= and rows=, all three or none of them.\n\n"
@@ -140,7 +143,7 @@ class ExpertParallel(Method):
         kept = dict(list(experts.named_children())[first : first + each])
         for number, expert in kept.items() if self._tensor_axes else ():
             self._shard_expert(f"{name}.{number}", expert)
-        layer.experts = LocalExperts(kept, format_sizes(self.mesh, self._tensor_axes))
+        layer.experts = LocalExperts(kept, format_sizes(self.mesh, self._tensor_axes), self._grouped)
 
     def _shard_expert(self, name: str, expert: nn.Module) -> None:
         """Replace the layers of an expert that match a pattern by this rank's shards."""
@@ -248,16 +251,13 @@ class ExpertParallel(Method):
         parts = exchange.all_to_all_rows(compute(rows), counts, [n_rows] * n, group)
         return parts.view(n, n_rows, *parts.shape[1:]).sum(0)
 
-    def balance_loss(
-        self, probabilities: Tensor, chosen: Tensor, count: Callable[[Tensor], Tensor] | None = None
-    ) -> Tensor:
-        """Load-balance loss with choices counted over all ranks. The mean over ranks is the exact loss.
-
-        Arguments as in ``pgmesh.parallel.balance_loss``; ``count`` is ignored.
+    @property
+    def balance_loss(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """``pgmesh.parallel.balance_loss`` with choices counted over all ranks. The mean over ranks is the exact loss.
 
         Every rank along ``average_axes`` calls it, with the same number of tokens.
         """
-        return mixture.balance_loss(probabilities, chosen, self._sum_over_ranks)
+        return partial(mixture.balance_loss, count=self._sum_over_ranks)
 
     def _sum_over_ranks(self, counts: Tensor) -> Tensor:
         """Sum a tensor over all ranks that hold tokens, in place."""
@@ -288,13 +288,9 @@ def _run_sorted(
     expert_of_row = each.repeat_interleave(counts.flatten(), output_size=rows.size(0))
     order = expert_of_row.argsort(stable=True)
     sorted_rows = rows.index_select(0, order)
-    outputs = None
     if experts.template is not None and mixture.can_group(sorted_rows, parameters.values()):
-        try:
-            outputs = mixture.run_experts_grouped(sorted_rows, counts.sum(0), experts.template, [*experts], parameters)
-        except mixture.WeightUsedDirectly:
-            experts.template = None
-    if outputs is None:
+        outputs = mixture.run_experts_grouped(sorted_rows, counts.sum(0), experts.template, [*experts], parameters)
+    else:
         outputs = mixture.run_experts(sorted_rows, by_expert, experts, parameters)
     return outputs.index_select(0, order.argsort())
 

@@ -43,8 +43,8 @@ def norm_of_pieces(pieces: Iterable[tuple[Tensor, int]], norm_type: float, group
     """Norm of a vector that lies in pieces on the ranks of a group. Every rank of the group calls it.
 
     Args:
-        pieces: this rank's pieces, and the number of different pieces that the ranks hold in the place of each. Each of
-            these is on equally many ranks.
+        pieces: pairs of a piece on this rank and a number n: the group holds n different pieces of this weight, each on
+            1/n of its ranks.
         norm_type: order of the norm.
         group: the group.
     """
@@ -67,8 +67,8 @@ def norm_of_pieces(pieces: Iterable[tuple[Tensor, int]], norm_type: float, group
 
 def scale_gradients(gradients: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply gradients in place."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    by_device: dict[torch.device, list[Tensor]] = {}
     for gradient in map(local, gradients):
-        by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for tensors in by_kind.values():
-        torch_private.foreach_multiply(tensors, factor.to(tensors[0]))
+        by_device.setdefault(gradient.device, []).append(gradient)
+    for device, tensors in by_device.items():
+        torch_private.foreach_multiply(tensors, factor.to(device))

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pgmesh import torch_private
-from pgmesh.errors import ShapeError
+from pgmesh.errors import MethodError, ShapeError
 
 grouped_mm: Any = getattr(nn.functional, "grouped_mm", None)
 """torch's grouped matrix multiplication; None on a torch without it."""
@@ -105,12 +103,13 @@ def run_experts(
     )
 
 
-class WeightUsedDirectly(Exception):
-    """The ``forward`` of an expert uses a weight other than by calling its linear layer: it cannot be grouped."""
-
-
 class GroupedLinear(nn.Module):
     """The linear layers of one name of all experts, as one grouped matrix multiplication."""
+
+    weights: Tensor
+    biases: Tensor
+    counts: Tensor
+    ends: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,16 +124,21 @@ class GroupedLinear(nn.Module):
         biases: Tensor = self.biases.repeat_interleave(self.counts, 0, output_size=rows.size(0))
         return outputs + biases
 
-    def __getattr__(self, name: str) -> Any:
-        if name in ("weight", "bias"):
-            raise WeightUsedDirectly(name)
-        found: Any = super().__getattr__(name)
-        return found
 
+def grouped_template(experts: nn.ModuleDict) -> nn.Module:
+    """Copy of the first expert, whose linear layers are those of all experts.
 
-def grouped_template(experts: nn.ModuleList | nn.ModuleDict) -> nn.Module:
-    """Copy of the first expert, whose linear layers are those of all experts. The experts have to be ``alike``."""
+    Raises:
+        MethodError: the experts have different modules, or parameters or buffers outside of linear layers.
+    """
     first = next(iter(experts.children()))
+    tensors = {id(each) for each in (*experts.parameters(), *experts.buffers())}
+    linear = {id(each) for layer in experts.modules() if type(layer) is nn.Linear for each in layer.parameters()}
+    if type(first) is nn.Linear or tensors != linear or len({repr(each) for each in experts.children()}) > 1:
+        raise MethodError(
+            "grouped=True needs experts of the same modules, with parameters in torch.nn.Linear layers alone.\n\n"
+            "  ExpertParallel(..., grouped=False)   # one expert after another"
+        )
     memo: dict[int, Any] = {id(each): each for each in first.modules() if not any(True for _ in each.parameters())}
     memo |= {id(each): GroupedLinear() for each in first.modules() if type(each) is nn.Linear}
     return copy.deepcopy(first, memo)
@@ -143,7 +147,7 @@ def grouped_template(experts: nn.ModuleList | nn.ModuleDict) -> nn.Module:
 def run_experts_grouped(
     rows: Tensor, counts: Tensor, template: nn.Module, experts: Iterable[str], parameters: Mapping[str, Tensor]
 ) -> Tensor:
-    """Outputs of experts that are ``alike``. Each of their linear layers is one grouped matrix multiplication.
+    """Outputs of the experts of a ``grouped_template``. Each linear layer is one grouped matrix multiplication.
 
     Only the template's ``forward`` is called, with the rows of all experts and with stacked weights.
 
@@ -153,9 +157,6 @@ def run_experts_grouped(
         template: the ``grouped_template`` of the experts.
         experts: the names of the experts.
         parameters: their parameters, by their names in ``experts``.
-
-    Raises:
-        WeightUsedDirectly: ``forward`` uses a weight other than by calling its linear layer.
     """
     names, ends, tensors = [*experts], counts.cumsum(0).to(torch.int32), dict[str, Tensor]()
     for layer, each in template.named_modules():
@@ -166,34 +167,6 @@ def run_experts_grouped(
                     tensors[f"{layer}.{several}"] = torch.stack([parameters[f"{name}.{layer}.{one}"] for name in names])
     outputs: Tensor = functional_call(template, tensors, (rows,), tie_weights=False)
     return outputs
-
-
-def alike(experts: nn.ModuleList | nn.ModuleDict) -> bool:
-    """Return True if experts differ only in the parameters of their linear layers, and have no other parameters.
-
-    An expert that is itself a linear layer, or has hooks, is not like any other.
-    """
-    descriptions = [[(name, _describe(each)) for name, each in expert.named_modules()] for expert in experts.children()]
-    linear_layers = {id(w) for each in experts.modules() if type(each) is nn.Linear for w in each.parameters()}
-    weights = [*experts.named_parameters(remove_duplicate=False)]
-    only_linear = all(id(weight) in linear_layers for _, weight in weights) and not any(True for _ in experts.buffers())
-    untied = len(weights) == len({id(weight) for _, weight in weights})
-    plain = not any(type(each) is nn.Linear for each in experts.children()) and not any(
-        map(torch_private.has_forward_hooks, experts.modules())
-    )
-    return plain and only_linear and untied and all(one == other for one, other in pairwise(descriptions))
-
-
-def _describe(module: nn.Module) -> tuple[Any, ...]:
-    """Type, settings, and shapes of the parameters of a module."""
-    simple = (str, int, float, type(None))  # of other values, such as functions, all have to hold the same object
-    settings = {
-        name: value if isinstance(value, simple) else id(value)
-        for name, value in vars(module).items()
-        if not name.startswith("_")
-    }
-    shapes = [(name, weight.shape, weight.requires_grad) for name, weight in module.named_parameters(recurse=False)]
-    return type(module), settings, shapes
 
 
 def can_group(rows: Tensor, parameters: Iterable[Tensor]) -> bool:

@@ -20,23 +20,16 @@ def check_owners(one: Method, other: Method) -> None:
             the other.
     """
     experts = [each for each in (one, other) if each.differs == "experts"]
-    alone = Level.PIPELINE in (one.level, other.level) or one.averages_later or other.averages_later
-    if len(experts) == 1 and not alone:
+    experts_conflict = Level.PIPELINE in (one.level, other.level) or one.averages_later or other.averages_later
+    if len(experts) == 1 and not experts_conflict:
         return  # experts are other weights than those of the other method, on the same ranks
-    same_layout = one.mesh.layout == other.mesh.layout
     for axis, other_axis in itertools.product(one.owns, other.owns):
-        if same_layout and axis == other_axis:
-            raise AxisError(
-                f"axis {axis} has two owners: {one}, and {other}. An axis has one owner.\n\n"
-                f"  {type(other).__name__}(mesh, ...)   # another axis"
-            )
-        pair = None if same_layout else shared_pair(one.mesh.layout, axis, other.mesh.layout, other_axis)
-        if pair:
+        if pair := shared_pair(one.mesh.layout, axis, other.mesh.layout, other_axis):
             raise AxisError(
                 f"ranks {pair[0]} and {pair[1]} have two owners: {one} owns both along {axis}, and {other} owns both "
-                f"along {other_axis} of another view or slice. An axis has one owner, under any name. Only experts may "
+                f"along {other_axis}. An axis has one owner, under any name and in any view or slice. Only experts may "
                 "lie on the ranks of other methods.\n\n"
-                f"  mesh.view(...)   # with an axis {other_axis} that does not overlap {axis}"
+                f"  {type(other).__name__}(mesh, ...)   # along an axis that does not overlap {axis}"
             )
     if one.averages_gradients and other.averages_gradients:
         raise AxisError(
@@ -44,7 +37,7 @@ def check_owners(one: Method, other: Method) -> None:
             f"  {type(one).__name__}(mesh, {', '.join(map(repr, (*one.owns, *other.owns)))})   # in place of both"
         )
     for sharding, method in ((one, other), (other, one)):
-        if sharding.differs == "weights" and not same_layout:
+        if sharding.differs == "weights" and sharding.mesh.layout != method.mesh.layout:
             check_same_weights(sharding, method)
 
 
@@ -82,15 +75,12 @@ def owns_axis(method: Method, mesh: ProcessGroupMesh, axis: Axis) -> bool:
 
 def shared_pair(layout: Layout, axis: Axis, other: Layout, other_axis: Axis) -> tuple[int, int] | None:
     """Two ranks that are in one block along ``axis`` and in one block along ``other_axis`` of another layout."""
-    if layout == other:
-        block = layout.block_of(layout.ranks()[0], axis)
-        return (block[0], block[1]) if axis == other_axis and len(block) > 1 else None
-    for block in other.partition(other_axis) if layout.size(axis) > 1 and other.size(other_axis) > 1 else ():
-        seen: dict[tuple[int, ...], int] = {}  # ranks by their coord without ``axis``: equal coords share a block
+    block_of = {rank: number for number, block in enumerate(layout.partition(axis)) for rank in block}
+    for block in other.partition(other_axis):
+        seen: dict[int, int] = {}
         for rank in block:
-            if rank in layout:
-                coord = tuple(i for name, i in zip(layout.axes, layout.coord_of(rank)) if name != axis)
-                if coord in seen:
-                    return seen[coord], rank
-                seen[coord] = rank
+            if rank in block_of and block_of[rank] in seen:
+                return seen[block_of[rank]], rank
+            if rank in block_of:
+                seen[block_of[rank]] = rank
     return None

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from pgmesh._util.marks import SHARD_MARK
-from pgmesh.parallel.mixture import alike, expert_layers, grouped_template
+from pgmesh.parallel.mixture import expert_layers, grouped_template
 
 ABSENT_MARK = "pgmesh_absent"
 """Attribute of a stage: the names of the modules that it lacks."""
@@ -29,18 +29,22 @@ class LocalExperts(nn.ModuleDict):
         experts: the experts by name.
         sharded_along: axes along which ranks hold shards of each expert as plain tensors, with sizes; empty for whole
             experts.
+        grouped: run all experts as one, by the ``grouped_template``.
+
+    Raises:
+        MethodError: the experts cannot be grouped.
     """
 
-    def __init__(self, experts: Mapping[str, nn.Module], sharded_along: str = "") -> None:
+    def __init__(self, experts: Mapping[str, nn.Module], sharded_along: str = "", grouped: bool = False) -> None:
         super().__init__(experts)
         self.sharded_along = sharded_along
         for expert in self.values() if sharded_along else ():
             expert.register_state_dict_post_hook(partial(_mark_shards, sharded_along))  # type: ignore[no-untyped-call]
         # not a submodule: it has no parameters of its own
-        vars(self)["template"] = grouped_template(self) if alike(self) else None
+        vars(self)["template"] = grouped_template(self) if grouped else None
 
     template: nn.Module | None
-    """Runs all experts as one if they are alike; None otherwise."""
+    """Runs all experts as one; None if each runs alone."""
 
     def train(self, mode: bool = True) -> LocalExperts:
         """Set the mode of the experts, as torch's modules do."""
@@ -58,7 +62,8 @@ def _mark_shards(axes: str, expert: nn.Module, state: dict[str, Any], prefix: st
 
 def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of experts in a module, by name. ``ExpertParallel`` averages their gradients."""
-    prefixes = [f"{name}." for name, each in module.named_modules() if isinstance(each, LocalExperts)]
+    found = [name for name, each in module.named_modules() if isinstance(each, LocalExperts)]
+    prefixes = [f"{name}." if name else "" for name in found]
     return {name: each for name, each in module.named_parameters() if name.startswith(tuple(prefixes))}
 
 

@@ -247,10 +247,7 @@ def grouped_experts(mesh: ProcessGroupMesh) -> None:
         layer = expert_layer(8).to(DEVICE, torch.bfloat16)
         tokens = torch.randn(32, WIDTH, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
         weights, chosen = torch.rand_like(tokens[:, :2]), torch.rand(32, 6, device=DEVICE).argsort(1)[:, :2]
-        with_data(mesh, ExpertParallel(mesh.view(edp=-1, ep=min(4, mesh.size())), "ep")).apply(layer)
-        assert layer.experts.template is not None
-        if not grouped:
-            layer.experts.template = None
+        with_data(mesh, ExpertParallel(mesh.view(edp=-1, ep=min(4, mesh.size())), "ep", grouped=grouped)).apply(layer)
         out = layer.mix(tokens, weights, chosen, layer.experts)
         out.float().square().sum().backward()
         found.append([out.detach(), tokens.grad, *(weight.grad for weight in layer.experts.parameters())])

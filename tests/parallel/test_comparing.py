@@ -24,10 +24,10 @@ from pgmesh.parallel import (
     PipelineParallel,
     ShardedDataParallel,
     TensorParallel,
+    comparing,
     compose,
     mix,
 )
-from pgmesh.parallel.comparing import Comparison
 from tests.support.expert_models import ExpertBlock, expert_layer
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
@@ -231,16 +231,25 @@ class Rows(Method):
         return module
 
 
-def test_long_lists_of_numbers_are_shortened():
+def test_long_lists_of_numbers_are_shortened(monkeypatch: pytest.MonkeyPatch):
     with fake_rank(0, 8), ProcessGroupMesh(dp=8) as mesh:
-        comparison = Comparison(Rows(mesh, "dp"), ("dp",), ("rows",))
-        found = "1 on ranks 0, 1, 2, 3; 2 on rank 4; 3 on rank 5; 4 on rank 6; ..."
+        together = compose(mesh, Rows(mesh, "dp"))
+        monkeypatch.setattr(comparing, "gather_numbers", lambda *_: {i: [n, 0, 0] for i, n in enumerate(rows)})
+        rows = [1, 1, 1, 1, 2, 3, 4, 5]
         assert_raises(
             ShapeError,
-            lambda: comparison.raise_if_unequal(dict(enumerate({"rows": n} for n in (1, 1, 1, 1, 2, 3, 4, 5)))),
-            needs("Rows", "rows", "dp=8", found, SHARE, UNEQUAL),
+            lambda: together.check_inputs(()),
+            needs(
+                "Rows",
+                "rows",
+                "dp=8",
+                "1 on ranks 0, 1, 2, 3; 2 on rank 4; 3 on rank 5; 4 on rank 6; ...",
+                SHARE,
+                UNEQUAL,
+            ),
         )
-        comparison.raise_if_unequal(dict(enumerate([{"rows": 1}] * 8)))
+        rows = [1] * 8
+        together.check_inputs(())
 
 
 # ---- rows ----

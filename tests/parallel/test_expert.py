@@ -23,7 +23,7 @@ from pgmesh.parallel import (
     mix,
     mixture,
 )
-from pgmesh.parallel.ownership import AbsentLayer
+from pgmesh.parallel.ownership import AbsentLayer, LocalExperts
 from tests.support.expert_models import (
     EXPERTS,
     TOP_K,
@@ -173,9 +173,7 @@ def in_half_precision(grouped):
         layer, tokens = expert_layer(EXPERTS).bfloat16(), torch.randn(9, WIDTH).bfloat16().requires_grad_()
         weights = torch.rand(9, TOP_K).bfloat16()
         chosen = torch.stack([torch.randperm(EXPERTS - 2)[:TOP_K] for _ in range(9)])
-        for first in (layer.experts[0], layer.experts[EXPERTS // 2]) if not grouped else ():
-            first.scale = 2.0  # not alike
-        compose(mesh, DataParallel(mesh, "edp", "ep"), ExpertParallel(mesh, "ep")).apply(layer)
+        compose(mesh, DataParallel(mesh, "edp", "ep"), ExpertParallel(mesh, "ep", grouped=grouped)).apply(layer)
         products, grouped_mm = [], mixture.grouped_mm
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(mixture, "grouped_mm", lambda *args, **k: (products.append(1), grouped_mm(*args, **k))[1])
@@ -207,26 +205,26 @@ class Counted(Expert):
         self.register_buffer("count", torch.zeros(()))
 
 
-def test_only_experts_that_differ_in_nothing_but_their_linear_layers_are_grouped(monkeypatch):
-    def experts(kind: type[nn.Module] = Expert) -> nn.ModuleDict:
-        return nn.ModuleDict({str(i): kind() for i in range(3)})
+def experts_of(kind: type[nn.Module] = Expert) -> nn.ModuleDict:
+    return nn.ModuleDict({str(i): kind() for i in range(3)})
 
-    assert mixture.alike(experts())
-    assert not mixture.alike(experts(Doubled))
-    assert not mixture.alike(experts(Counted))
-    for change in (
-        lambda last: setattr(last, "up", nn.Linear(WIDTH, 4 * WIDTH)),
-        lambda last: setattr(last, "act", torch.tanh),
-        lambda last: last.eval(),
-        lambda last: last.requires_grad_(False),
-    ):
-        unlike = experts()
-        change(unlike["2"])
-        assert not mixture.alike(unlike)
-    tied = experts()
-    tied["2"].up.weight = tied["1"].up.weight
-    assert not mixture.alike(tied)
-    rows, parameters = torch.zeros(4, WIDTH).bfloat16(), dict(experts().bfloat16().named_parameters())
+
+def test_grouped_experts_have_equal_modules_and_linear_layers_alone():
+    assert mixture.grouped_template(experts_of())
+    bad = [experts_of(Doubled), experts_of(Counted), experts_of(), experts_of(lambda: nn.Linear(WIDTH, WIDTH))]
+    bad[2]["2"].up = nn.Linear(WIDTH, 4 * WIDTH)
+    for experts in bad:
+        assert_raises(
+            MethodError,
+            lambda experts=experts: LocalExperts(experts, grouped=True),
+            "grouped=True needs experts of the same modules, with parameters in torch.nn.Linear layers alone.\n\n"
+            "  ExpertParallel(..., grouped=False)   # one expert after another",
+        )
+        LocalExperts(experts)  # as it says
+
+
+def test_experts_that_cannot_be_grouped_run_one_after_another(monkeypatch):
+    rows, parameters = torch.zeros(4, WIDTH).bfloat16(), dict(experts_of().bfloat16().named_parameters())
     monkeypatch.setattr(mixture, "grouped_mm", lambda *args, **keywords: None)  # torch 2.9 has none
     assert mixture.can_group(rows, parameters.values())
     assert not mixture.can_group(rows.double(), parameters.values())
