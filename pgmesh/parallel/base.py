@@ -126,11 +126,11 @@ class Method:
         self.is_applied = False
         self.configure(self.owns)
 
-    def configure(self, *families: tuple[Axis, ...]) -> None:
-        """Set the method's options for groups that are not created yet, for each once. Without options, do nothing.
+    def configure(self, *groups: tuple[Axis, ...]) -> None:
+        """Apply ``options`` to the group along each of these axes, before it exists. Repeating is harmless.
 
         Args:
-            families: the axes of each group.
+            groups: the axes of each group.
 
         Raises:
             OptionsError: there is no such option, or one of the groups exists already.
@@ -139,7 +139,7 @@ class Method:
         >>> from pgmesh.parallel import DataParallel
         >>> DataParallel(mesh, "dp", options={"timeout": timedelta(minutes=10)}).configure(("pp", "dp"))
         """
-        for axes in families:
+        for axes in groups:
             if self.options and axes and axes not in self._configured:
                 self.mesh.configure(*axes, **self.options)
                 self._configured.add(axes)
@@ -156,8 +156,8 @@ class Method:
     def weights(self, module: nn.Module) -> Iterator[nn.Parameter]:
         """Trainable parameters which this method may average along its axes, or their gradients.
 
-        Two kinds are left out. Frozen parameters have no gradient. ``ExpertParallel`` averages gradients of experts,
-        but only inside a replica: a method that averages later gets experts too.
+        Two kinds are left out. Frozen parameters have no gradient. ``ExpertParallel`` averages gradients of experts
+        itself. A method with ``averages_later`` gets experts too, since they are averaged within a replica only.
 
         Args:
             module: the module that ``apply`` was given.

@@ -51,8 +51,7 @@ class Composition:
     def __init__(self, mesh: ProcessGroupMesh, methods: tuple[Method, ...], equal_parts: bool = True) -> None:
         self.mesh, self.methods, self.equal_parts = mesh, methods, equal_parts
         self._pieces: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
-        """By module that ``apply`` returned: by name of a parameter, the number of different pieces along the axes of
-        methods. A DTensor has its own number of shards."""
+        """For each applied module and parameter name: how many different pieces ranks hold, beyond DTensor shards."""
         self._settle()
 
     # -- what follows from the methods ------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -53,7 +53,7 @@ class ShardedDataParallel(Method):
     """
 
     differs = "rows"
-    level: ClassVar[Level] = Level.SHARD
+    level = Level.SHARD
 
     def __init__(
         self,

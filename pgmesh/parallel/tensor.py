@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -129,7 +129,7 @@ class TensorParallel(Method):
     """
 
     differs = "weights"
-    level: ClassVar[Level] = Level.TENSOR
+    level = Level.TENSOR
 
     def __init__(
         self,
