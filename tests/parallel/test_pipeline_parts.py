@@ -146,9 +146,9 @@ def test_stages_learn_anew_what_they_are_handed_in_another_precision():
 def two_data_parallels() -> None:
     mesh = ProcessGroupMesh(a=2, b=2, name="actor")
     methods = DataParallel(mesh, "a"), DataParallel(mesh, "b")
-    with pytest.raises(MethodError, match=r"(?s)DDP is in the module already.*  DataParallel\(mesh, 'a', 'b'\)"):
+    with pytest.raises(MethodError, match=r"(?s)DDP is in the module already.*  DataParallel\(mesh, \.\.\., 'b'\)"):
         methods[1].apply(methods[0].apply(nn.Linear(2, 2)))
-    with pytest.raises(MethodError, match=r"ShardedDataParallel\(mesh, \.\.\., 'b', replicate=\['b'\]\)"):
+    with pytest.raises(MethodError, match=r"ShardedDataParallel\(mesh, 'b', replicate=\['b'\]\)"):
         methods[1].apply(ShardedDataParallel(mesh, "a").apply(nn.Linear(2, 2)))
     for first in (methods[0], ShardedDataParallel(mesh, "a")):
         with pytest.raises(AxisError, match=rf"(?s)both average gradients.*  {type(first).__name__}\(mesh, 'a', 'b'\)"):
