@@ -68,12 +68,11 @@ class DataParallel(Method):
             MethodError: a parameter is a DTensor, which DDP does not support, or the module contains DDP already.
         """
         experts, axes = expert_parameters(module), self.average_axes
-        for each in module.modules():
-            if isinstance(each, DistributedDataParallel):
-                raise MethodError(
-                    "torch's DDP is in the module already, and a second one would compute wrong gradients.\n\n"
-                    f"  DataParallel(mesh, ..., {', '.join(map(repr, self.owns))})   # one method for all axes"
-                )
+        if any(isinstance(each, DistributedDataParallel) for each in module.modules()):
+            raise MethodError(
+                "torch's DDP is in the module already, and a second one would compute wrong gradients.\n\n"
+                f"  DataParallel(mesh, ..., {', '.join(map(repr, self.owns))})   # one method for all axes"
+            )
         for name, weight in module.named_parameters():
             if isinstance(weight, DTensor) and name not in experts:
                 raise MethodError(

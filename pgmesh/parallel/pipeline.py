@@ -228,13 +228,13 @@ class PipelineParallel(Method):
                 raise MethodError(f"{self} cannot find the module {name!r}: {error}.") from error
         for name, _ in module.named_parameters():
             if not self._location(name):
-                owner = name.rpartition(".")[0]
-                hint = f"PipelineParallel(..., last={[*self.last, owner]!r})   # or first="
+                hint = f"put {name} into a module, and name that in first= or last="
+                if owner := name.rpartition(".")[0]:
+                    hint = f"PipelineParallel(..., last={[*self.last, owner]!r})   # or first="
                 raise MethodError(
                     f"no stage has {name} of {type(module).__name__}: parameters have to be in {self.layers}, or in a "
                     f"module of first= ({', '.join(self.first) or 'none'}) or last= "
-                    f"({', '.join(self.last) or 'none'}).\n\n"
-                    f"  {hint if owner else f'put {name} into a module, and name that in first= or last='}"
+                    f"({', '.join(self.last) or 'none'}).\n\n  {hint}"
                 )
 
 
