@@ -9,15 +9,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from pgmesh._util.suggestions import closest_name, did_you_mean
 from pgmesh.errors import MethodError, OptionsError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.base import Method, format_axes
+from pgmesh.parallel.base import Method
 from pgmesh.parallel.exchange import on_served_device
 from pgmesh.parallel.ownership import expert_parameters
 from pgmesh.torch_private import exclude_from_ddp
@@ -70,30 +68,25 @@ class DataParallel(Method):
             MethodError: a parameter is a DTensor, which DDP does not support, or the module contains DDP already.
         """
         experts, axes = expert_parameters(module), self.average_axes
-        for each in module.modules():
-            if isinstance(each, DistributedDataParallel):  # nested DDP averages wrongly
-                raise MethodError(
-                    f"torch's DDP is in the module already: a second one along {format_axes(axes)} would "
-                    "compute wrong gradients. Use one method for all axes.\n\n"
-                    f"  DataParallel(mesh, {', '.join(map(repr, (*vars(each).get('pgmesh_axes', ()), *self.owns)))})"
-                )
+        if any(isinstance(each, DistributedDataParallel) for each in module.modules()):
+            raise MethodError(
+                "torch's DDP is in the module already, and a second one would compute wrong gradients.\n\n"
+                f"  DataParallel(mesh, ..., {', '.join(map(repr, self.owns))})   # one method for all axes"
+            )
         for name, weight in module.named_parameters():
             if isinstance(weight, DTensor) and name not in experts:
-                sharded = any(isinstance(each, FSDPModule) for each in module.modules())
                 raise MethodError(
-                    f"{name} is a DTensor, which torch's DDP does not support. fully_shard does, also with parameters "
-                    f"that are replicated along {format_axes(axes)}.\n\n"
-                    f"  ShardedDataParallel(mesh, {'..., ' * sharded}{', '.join(map(repr, self.owns))}, "
-                    f"replicate={[*axes]!r}){'   # instead of both' * sharded}"
+                    f"{name} is a DTensor, which torch's DDP does not support. fully_shard does.\n\n"
+                    f"  ShardedDataParallel(mesh, {', '.join(map(repr, self.owns))}, replicate={[*axes]!r})"
                 )
         if experts:
             exclude_from_ddp(module, [*experts])
         group = self.mesh.group(*axes)
-        if self._has_trainable(module):
+        if next(self.weights(module), None) is not None:
             wrapped = DistributedDataParallel(module, process_group=group, **self.keywords)
-            # Set after DDP's reducer, so that it is freed after it. A reducer that frees a Gloo group joins the group's
-            # threads while it holds the GIL. A thread that needs the GIL then deadlocks with it.
-            vars(wrapped)["pgmesh_group"], vars(wrapped)["pgmesh_axes"] = group, axes
+            # The group must outlive DDP's reducer. A reducer that frees a Gloo group joins the group's threads while it
+            # holds the GIL. A thread that needs the GIL then deadlocks with it.
+            vars(wrapped)["pgmesh_group"] = group
             return wrapped
         if self.broadcasts:
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -110,21 +103,10 @@ class DataParallel(Method):
         Args:
             module: the module that ``apply`` returned.
             last: True in the last pass.
-
-        Raises:
-            MethodError: ``apply`` did not return this module.
         """
-        if isinstance(module, DistributedDataParallel):
-            return contextlib.nullcontext() if last else module.no_sync()
-        if self._has_trainable(module):
-            raise MethodError(
-                f"{self} accumulates gradients in the module that apply() returned, not in a {type(module).__name__}."
-            )
+        if isinstance(module, DistributedDataParallel) and not last:
+            return module.no_sync()
         return contextlib.nullcontext()
-
-    def _has_trainable(self, module: nn.Module) -> bool:
-        """Return True if a module has gradients to average."""
-        return next(self.weights(module), None) is not None
 
 
 def check_keywords(
@@ -141,8 +123,7 @@ def check_keywords(
     Raises:
         OptionsError: the function has no such parameter.
     """
-    names = [name for name in inspect.signature(function).parameters if name not in given]
-    for name in keywords:
-        if name not in names:
-            hint = did_you_mean(closest_name(name, names)) or f" It has {', '.join(names)}."
-            raise OptionsError(f"{type(method).__name__}: torch's {function.__name__} has no argument {name!r}.{hint}")
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(given), **keywords)
+    except TypeError as error:
+        raise OptionsError(f"{type(method).__name__}: torch's {function.__name__} {error}.") from error

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
+import cachetools
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,18 +20,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pgmesh import torch_private
 from pgmesh._util.formatting import count_of
-from pgmesh._util.suggestions import divisors
 from pgmesh.errors import MethodError, OptionsError, PlaceError, ShapeError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Level, Method, single_axis
+from pgmesh.parallel.comparing import tensors_in
 from pgmesh.parallel.divisibility import format_sizes, nearest_multiples
 from pgmesh.parallel.exchange import on_served_device
 from pgmesh.parallel.gradients import local
 from pgmesh.parallel.ownership import tied_names
 from pgmesh.parallel.schedules import SCHEDULES, check_microbatches, check_stages
 from pgmesh.parallel.stage_cutting import copy_stage, partition_layers
-from pgmesh.parallel.stage_shapes import Stage, device_of_stage, resharded_at_exit
+from pgmesh.parallel.stage_shapes import Stage, device_of_stage, gradients_aside
 
 MAX_SCHEDULES = 8
 """Number of schedules that a pipeline keeps. Each has buffers for all activations between stages of a batch."""
@@ -42,8 +42,8 @@ class PipelineParallel(Method):
 
     Layers are split evenly; if they are not divisible, the first stages have one more. A layer of another stage is
     replaced by a placeholder that returns its input. Modules in ``first`` and ``last`` are None on all other stages;
-    ``forward`` has to skip them. Modules in neither stay on every stage, and may have no parameters. A stage keeps the
-    names of the whole module. Methods of lower levels are applied to each stage.
+    ``forward`` has to skip them. All other modules stay on every stage. They must not have parameters. A stage keeps
+    the names of the whole module. Methods of lower levels are applied to each stage.
 
     ``apply`` returns a ``Pipeline``, whose ``step`` runs forward and backward. Clip gradients by the composition,
     ``together.clip_grad_norm_(1.0)``: see ``Pipeline``.
@@ -65,7 +65,7 @@ class PipelineParallel(Method):
 
     Raises:
         AxisError: more than one axis.
-        OptionsError: there is no such schedule, or it needs another number of stages or microbatches, or a loss.
+        OptionsError: there is no such schedule, or it needs another number of stages or microbatches.
 
     Source: https://docs.pytorch.org/docs/2.13/distributed.pipelining.html
 
@@ -99,7 +99,7 @@ class PipelineParallel(Method):
         self.layers, self.first, self.last = layers, tuple(first), tuple(last)
         self.loss, self.microbatches, self.schedule = loss, microbatches, schedule
         self.stages_per_rank = stages_per_rank
-        check_stages(schedule, stages_per_rank, has_loss=loss is not None)
+        check_stages(schedule, stages_per_rank)
         check_microbatches(schedule, microbatches, mesh.size(self.axis), self.stages, format_sizes(mesh, self.owns))
         if options:
             self._end_stages.configure(self.axis, **options)
@@ -174,20 +174,18 @@ class PipelineParallel(Method):
         have a tied parameter, the modules of ``last`` are copied.
 
         Raises:
-            MethodError: the module has no such submodule, ``layers`` has no elements, or a parameter has no stage.
+            MethodError: the module has no such submodule, or a parameter has no stage.
             ShapeError: there are fewer layers than stages.
         """
         self._check_names(module)
-        layers = list(module.get_submodule(self.layers).children())
+        modules = module.get_submodule(self.layers).named_modules(remove_duplicate=False)
+        layers = [f"{self.layers}.{name}" for name, _ in modules if name and "." not in name]
         partition = partition_layers(len(layers), self.stages)
         if not all(partition):
-            possible = ", ".join(str(n) for n in divisors(self.stages) if n <= len(layers))
-            would = f"{possible} stage{'s' * (len(layers) > 1)} would do"
             raise ShapeError(
                 f"{self.layers} has {count_of(len(layers), 'layer')}, too few for {self.stages} stages "
-                f"({format_sizes(self.mesh, self.owns)}, {self.stages_per_rank} on each rank): a stage needs at least "
-                "one.\n\n"
-                f"  {would}, or at least {self.stages} layers"
+                f"({format_sizes(self.mesh, self.owns)}, {self.stages_per_rank} on each rank).\n\n"
+                f"  at least {count_of(self.stages, 'layer')}, or fewer stages, would do"
             )
         parts = []
         for index in range(self.stages_per_rank):
@@ -196,7 +194,7 @@ class PipelineParallel(Method):
             dropped = [*(() if stage == 0 else self.first), *(() if stage == self.stages - 1 else self.last)]
             both = index > 0 and stage == self.stages - 1 and self.holder(0) == self.mesh.rank
             copied = self.last if both and self.tied(module) else ()
-            parts.append(copy_stage(module, self.layers, absent, dropped, copied))
+            parts.append(copy_stage(module, absent, dropped, copied))
         return parts
 
     def tied(self, module: nn.Module) -> list[tuple[str, str]]:
@@ -223,28 +221,21 @@ class PipelineParallel(Method):
 
     def _check_names(self, module: nn.Module) -> None:
         """Raise a MethodError if a name is not in the module, or no name has one of its parameters."""
-        submodules = dict(module.named_modules(remove_duplicate=False))
-        for what, names in (("layers", [self.layers]), ("first", self.first), ("last", self.last)):
-            for name in names:
-                if name not in submodules:
-                    children = ", ".join(child for child, _ in module.named_children())
-                    raise MethodError(
-                        f"{what}= has {name!r}, which is not in {type(module).__name__}; it has {children}."
-                    )
-        container = submodules[self.layers]
-        if not [*container.children()]:
-            raise MethodError(
-                f"layers= has {self.layers!r}, a {type(container).__name__} without layers: it has to be a ModuleList, "
-                "ModuleDict or Sequential with layers."
-            )
-        left = [name for name, _ in module.named_parameters() if not self._location(name)]
-        if left:
-            raise MethodError(
-                f"no stage has {', '.join(left[:3])}{', ...' if len(left) > 3 else ''} of {type(module).__name__}: "
-                f"parameters have to be in {self.layers}, in first= ({', '.join(self.first) or 'none'}) or in last= "
-                f"({', '.join(self.last) or 'none'}).\n\n"
-                f"  PipelineParallel(..., last={[*self.last, left[0].split('.')[0]]!r})   # or first="
-            )
+        for name in (self.layers, *self.first, *self.last):
+            try:
+                module.get_submodule(name)
+            except AttributeError as error:
+                raise MethodError(f"{self} cannot find the module {name!r}: {error}.") from error
+        for name, _ in module.named_parameters():
+            if not self._location(name):
+                hint = f"put {name} into a module, and name that in first= or last="
+                if owner := name.rpartition(".")[0]:
+                    hint = f"PipelineParallel(..., last={[*self.last, owner]!r})   # or first="
+                raise MethodError(
+                    f"no stage has {name} of {type(module).__name__}: parameters have to be in {self.layers}, or in a "
+                    f"module of first= ({', '.join(self.first) or 'none'}) or last= "
+                    f"({', '.join(self.last) or 'none'}).\n\n  {hint}"
+                )
 
 
 class Pipeline(nn.Module):
@@ -281,9 +272,9 @@ class Pipeline(nn.Module):
         self.tied, self.canonical_names = tied, names
         if not torch_private.stages_are_supported(PipelineStage):
             raise MethodError(
-                f"a pipeline needs the stages of torch 2.13. This is torch {torch.__version__}, with whose stages some "
-                "gradients were wrong.\n\n"
-                "  pip install 'torch>=2.13'"
+                f"a pipeline needs the stages of torch 2.12 or later. This is torch {torch.__version__}, with whose "
+                "stages some gradients were wrong.\n\n"
+                "  pip install 'torch>=2.12'"
             )
         hooked = any(map(torch_private.has_gradient_hooks, self.parameters()))
         data = hooked or any(isinstance(part, (DistributedDataParallel, FSDPModule)) for part in parts)
@@ -298,8 +289,8 @@ class Pipeline(nn.Module):
         self.before_step: Callable[[Any], None] | None = None
         """Called at the start of each training step, with the inputs, the target and the keywords. The composition
         compares them with those of other ranks."""
-        self.schedules: dict[Hashable, Any] = {}
-        """The schedule for each shape of batches, the oldest first."""
+        self.schedules: cachetools.LRUCache[Hashable, Any] = cachetools.LRUCache(MAX_SCHEDULES)
+        """The schedule for each shape of batches."""
         method.mesh.group(method.axis)
 
     def step(self, *inputs: torch.Tensor, target: torch.Tensor, **keywords: Any) -> list[torch.Tensor]:
@@ -308,10 +299,11 @@ class Pipeline(nn.Module):
         Under ``torch.no_grad()`` only the forward pass runs, for the losses of validation data.
 
         Args:
-            inputs: this rank's rows; used only by the first stage.
-            target: second argument of the loss; used only by the last stage.
+            inputs: this rank's rows. Pass them on every rank; only the first stage uses the values.
+            target: second argument of the loss. Pass it on every rank; only the last stage uses the values.
             keywords: keyword arguments of every stage, such as masks and position ids. Pass them on every rank. Torch
-                splits tensors by rows into microbatches, as the inputs; other values are the same in each.
+                splits tensors by rows into microbatches, as the inputs, also those in tuples, lists and dicts. Other
+                values are the same in each.
 
         Returns:
             The loss of each microbatch on the rank of the last stage; an empty list on others.
@@ -324,11 +316,8 @@ class Pipeline(nn.Module):
         """
         if self.method.loss is None:
             raise OptionsError(
-                f"{self.method} has no loss, so a step has no backward pass: it starts from the loss of each "
-                "microbatch on the last stage.\n\n"
-                "  PipelineParallel(..., loss=cross_entropy)   # the mean loss of rows, from output and target\n"
-                "  PipelineParallel(..., loss=lambda output, target: output)   # if the module returns a loss\n"
-                "  model(inputs)   # only outputs, on the last stage, without gradients"
+                f"{self.method} has no loss, so a step has no backward pass.\n\n"
+                "  PipelineParallel(..., loss=cross_entropy)   # or model(inputs), which runs only the forward pass"
             )
         training = torch.is_grad_enabled()
         if training and self.before_step is not None:
@@ -336,7 +325,7 @@ class Pipeline(nn.Module):
         schedule, losses = self._schedule_for(inputs, keywords, target, training=training), list[torch.Tensor]()
         stage_inputs = inputs if self._has_stage(0) else ()
         last = {"target": target, "losses": losses} if self._has_stage(self.method.stages - 1) else {}
-        with _set_gradients_aside(self.parameters()), resharded_at_exit(self.parts):
+        with gradients_aside(self.parts):
             if training:
                 schedule.step(*stage_inputs, **last, **keywords, return_outputs=False)
                 self._all_reduce_tied()
@@ -348,8 +337,8 @@ class Pipeline(nn.Module):
         """Run only the forward pass, without gradients. For training, call ``step``. No loss is needed.
 
         Args:
-            inputs: this rank's rows; used only by the first stage.
-            keywords: keyword arguments of every stage, as in ``step``.
+            inputs: as in ``step``.
+            keywords: as in ``step``.
 
         Returns:
             The outputs on the rank of the last stage; None on others.
@@ -360,7 +349,7 @@ class Pipeline(nn.Module):
             ShapeError: as in ``step``.
         """
         schedule = self._schedule_for(inputs, keywords)
-        with _set_gradients_aside(self.parameters()), resharded_at_exit(self.parts), torch.no_grad():
+        with gradients_aside(self.parts), torch.no_grad():
             return schedule.step(*(inputs if self._has_stage(0) else ()), **keywords)
 
     def _schedule_for(
@@ -376,16 +365,15 @@ class Pipeline(nn.Module):
                 f"schedule {self.method.schedule!r} always runs forward and backward in torch 2.13.\n\n"
                 "  PipelineParallel(..., schedule='zero-bubble', stages_per_rank=2)   # can run only forward"
             )
-        tensors = {name: each for name, each in keywords.items() if isinstance(each, torch.Tensor)}
-        self._check_rows([*inputs, *tensors.values(), *([] if target is None else [target])])
-        shapes = tuple((each.shape, each.dtype) for each in (*inputs, *tensors.values()))
+        named = [("inputs", inputs), *keywords.items()]
+        tensors = [(name, each) for name, value in named for each in tensors_in(value)]
+        self._check_rows([*tensors, *([] if target is None else [("target", target)])])
+        shapes = tuple((name, each.shape, each.dtype) for name, each in tensors)
         kind = device_of_stage(self, self.method.mesh.group(self.method.axis)).type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         dtypes = autocast, frozenset(weight.dtype for weight in self.parameters())
-        signature = shapes, tuple(tensors), dtypes, target is not None, training
+        signature = shapes, dtypes, target is not None, training
         if signature not in self.schedules:
-            if len(self.schedules) == MAX_SCHEDULES:
-                del self.schedules[next(iter(self.schedules))]
             self.schedules[signature] = self._build_schedule(inputs, loss=target is not None)
         return self.schedules[signature]
 
@@ -398,17 +386,16 @@ class Pipeline(nn.Module):
         argument = stages[0] if info.stages_per_rank == 1 else stages
         return info.torch_class(argument, method.microbatches, method.loss if loss else None)
 
-    def _check_rows(self, tensors: Iterable[torch.Tensor]) -> None:
+    def _check_rows(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Raise a ShapeError if the tensors of a batch cannot be split into equal microbatches."""
-        method, rows = self.method, {each.size(0) if each.ndim else 0 for each in tensors}
-        most = max(rows, default=0)
-        if len(rows) != 1 or not most or most % method.microbatches:
-            found = " and ".join(map(str, sorted(rows))) or "no"
+        rows = [each.size(0) if each.ndim else 0 for _, each in tensors]
+        most, microbatches = max(rows, default=0), self.method.microbatches
+        if len({*rows}) != 1 or not most or most % microbatches:
+            found = ", ".join(f"{count_of(n, 'row')} of {name}" for (name, _), n in zip(tensors, rows))
             raise ShapeError(
-                f"{found} rows cannot be split into {method.microbatches} equal microbatches along "
-                f"{format_sizes(method.mesh, method.owns)}: inputs and target need the same number of rows, divisible "
-                f"by {method.microbatches}.\n\n"
-                f"  {nearest_multiples(most, method.microbatches)} rows would do"
+                f"{found or 'no rows'} cannot be split into {microbatches} equal microbatches along "
+                f"{format_sizes(self.method.mesh, self.method.owns)}.\n\n"
+                f"  {nearest_multiples(most, microbatches)} rows of each would do"
             )
 
     def _has_stage(self, stage: int) -> bool:
@@ -458,22 +445,6 @@ class Pipeline(nn.Module):
                 )
             return [weights[_without_wrappers(name)]]
         return []
-
-
-@contextlib.contextmanager
-def _set_gradients_aside(weights: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Hide present gradients, and add them back at exit: torch divides all of ``grad`` by the microbatches.
-
-    They are copied, since others may own their memory: DDP writes the next gradients into the same buckets.
-    """
-    before = [(weight, weight.grad.clone()) for weight in weights if weight.grad is not None]
-    for weight, _ in before:
-        weight.grad = None
-    try:
-        yield
-    finally:
-        for weight, gradient in before:
-            weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
 
 
 def _without_wrappers(name: str) -> str:

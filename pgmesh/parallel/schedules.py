@@ -45,11 +45,11 @@ SCHEDULES = {
 """Orders of forward and backward passes, by the name that ``schedule=`` takes."""
 
 
-def check_stages(schedule: str, stages_per_rank: int, has_loss: bool) -> None:
+def check_stages(schedule: str, stages_per_rank: int) -> None:
     """Check the arguments of a pipeline.
 
     Raises:
-        OptionsError: there is no such schedule, or it needs another number of stages on each rank, or a loss.
+        OptionsError: there is no such schedule, or it needs another number of stages on each rank.
     """
     if schedule not in SCHEDULES:
         raise OptionsError(f"there is no schedule {schedule!r}; available: {', '.join(SCHEDULES)}.")
@@ -60,11 +60,6 @@ def check_stages(schedule: str, stages_per_rank: int, has_loss: bool) -> None:
             f"schedule {schedule!r} has {count_of(needed, 'stage')} on each rank, not {stages_per_rank}.\n\n"
             f"  PipelineParallel(..., schedule={schedule!r}, stages_per_rank={needed})"
             "   # 'interleaved' runs any number"
-        )
-    if info.v_shape and not has_loss:
-        raise OptionsError(
-            f"schedule {schedule!r} always runs forward and backward in torch 2.13, so it needs a loss.\n\n"
-            f"  PipelineParallel(..., schedule={schedule!r}, loss=cross_entropy)   # or 'zero-bubble' without a loss"
         )
 
 
@@ -82,16 +77,10 @@ def check_microbatches(schedule: str, microbatches: int, ranks: int, stages: int
         OptionsError: the schedule cannot run this number of microbatches.
     """
     info = SCHEDULES[schedule]
-    if microbatches < (stages if info.microbatch_for_each_stage else 1):
+    rounds = max(1, microbatches // ranks) if info.in_rounds else 1
+    possible = max(stages if info.microbatch_for_each_stage else 1, microbatches - microbatches % rounds)
+    if microbatches != possible:
         raise OptionsError(
-            f"{microbatches} microbatches are too few for schedule {schedule!r} along {along}.\n\n"
-            f"  PipelineParallel(..., microbatches={stages})   # at least one for each stage"
-        )
-    rounds = max(1, microbatches // ranks)
-    if info.in_rounds and microbatches % rounds:
-        low, high = microbatches - microbatches % rounds, microbatches + -microbatches % rounds
-        raise OptionsError(
-            f"schedule {schedule!r} runs in {rounds} rounds along {along}, and "
-            f"{microbatches} microbatches are not divisible by {rounds}.\n\n"
-            f"  PipelineParallel(..., microbatches={low})   # or {high}"
+            f"schedule {schedule!r} cannot run microbatches={microbatches} along {along}.\n\n"
+            f"  PipelineParallel(..., microbatches={possible})"
         )

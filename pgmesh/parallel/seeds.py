@@ -46,6 +46,7 @@ def seed_of(mesh: ProcessGroupMesh, *axes: Axis, seed: int, tag: str = "") -> in
     if not isinstance(seed, int):
         raise OptionsError(f"a seed is an integer, such as seed=0, not {seed!r}.")
     mesh.index(*axes)  # raises the AxisError and the MembershipError
+    axes = mesh.along(*axes).axes if axes else ()  # by name, also if numbers were given
     indices = [f"{axis}={mesh.index(axis)}" for axis in sorted(axes, key=str)]
     return _hash64("/".join([str(seed), tag, *indices]))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from pgmesh.errors import AxisError, MethodError
+from pgmesh.errors import AxisError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Level, Method, format_axes
@@ -122,14 +122,8 @@ class ShardedDataParallel(Method):
         Args:
             module: the module that ``apply`` returned.
             last: True in the last pass.
-
-        Raises:
-            MethodError: ``apply`` did not return this module.
         """
-        if not isinstance(module, FSDPModule):
-            raise MethodError(
-                f"{self} accumulates gradients in the module that apply() returned, not in a {type(module).__name__}."
-            )
+        assert isinstance(module, FSDPModule)
         module.set_requires_gradient_sync(last)
         try:
             yield
@@ -138,14 +132,21 @@ class ShardedDataParallel(Method):
 
 
 def default_layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Elements of the outermost ModuleLists, ModuleDicts and Sequentials that have parameters."""
+    """Elements of the outermost ModuleLists, ModuleDicts and Sequentials that have parameters.
+
+    A ModuleList or ModuleDict in another has no forward pass: its elements are layers too.
+    """
+    has_layers = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
     for child in module.children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            yield from (layer for layer in child.children() if next(layer.parameters(), None) is not None)
-        else:
+        if not has_layers or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from default_layers(child)
+        elif next(child.parameters(), None) is not None:
+            yield child
 
 
 def _nontrivial(mesh: ProcessGroupMesh, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-    """The axes of more than one rank; the first axis if there are none."""
+    """The axes of more than one rank; the first axis if there are none.
+
+    An axis of one rank needs no merge. With tensor parallelism, torch before 2.13 cannot merge axes.
+    """
     return tuple(axis for axis in axes if mesh.size(axis) > 1) or axes[:1]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class Stage(PipelineStage):
     def __init__(
         self, part: nn.Module, index: int, stages: int, rows: Sequence[torch.Tensor], group: dist.ProcessGroup
     ) -> None:
-        unknown = (torch.empty(0),)  # with any example, torch does not run the stage to infer shapes
+        unknown = (torch.empty(0),)  # A dummy example: given one, torch skips its own shape inference.
         inputs = tuple(rows) if index == 0 else unknown
         super().__init__(part, index, stages, device_of_stage(part, group), inputs, unknown, group=group)
         self.inputs_are_known = index == 0
@@ -80,40 +80,46 @@ class Stage(PipelineStage):
         """Run a microbatch.
 
         Raises:
-            MethodError: the outputs of a stage that is not the last are not plain tensors, or not those of the first
-                microbatch in shape and dtype.
+            MethodError: the outputs of a stage that is not the last are not plain tensors, or differ from those of the
+                first microbatch in shape or dtype.
         """
         returned = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         found = _describe(_as_tuple(returned))
         if not self.is_last and found != self.outputs:
-            first = f" as in its first microbatch, {', '.join(self.outputs)}" if self.outputs else ""
+            wanted = f"the first returned {', '.join(self.outputs)}" if self.outputs else "has to return plain tensors"
+            hint = "\n\n  return x.to_local()   # of a DTensor x, if the next stage takes this rank's shard"
             raise MethodError(
-                f"stage {self.stage_index} of a pipeline returns {', '.join(found)}, but the next stage takes a tensor "
-                f"or a tuple of tensors, without DTensors{first}.\n\n"
-                "  return x.to_local()   # of a DTensor x, if the next stage takes this rank's shard"
+                f"microbatch {fwd_chunk_id} of stage {self.stage_index} returned {', '.join(found)}, but {wanted}."
+                f"{hint if 'DTensor' in found else ''}"
             )
         return returned
 
 
 def device_of_stage(part: nn.Module, group: dist.ProcessGroup) -> torch.device:
-    """Device of the activations of a stage: of its weights, or of the group where it has none or offloads them."""
+    """Device of its weights if the group serves it; otherwise the group's device."""
     tensors = itertools.chain(part.parameters(), part.buffers())
     return collective_device(group, next((tensor.device for tensor in tensors), torch.device("cpu")))
 
 
 @contextlib.contextmanager
-def resharded_at_exit(parts: Iterable[nn.Module]) -> Iterator[None]:
-    """Shard the parameters of FSDP again at exit.
+def gradients_aside(parts: nn.Module) -> Iterator[None]:
+    """Hide present gradients, and add them back at exit: torch divides all of ``grad`` by the microbatches.
 
-    After a pass that failed or had no backward pass, torch leaves some unsharded. ``zero_grad`` and the next step would
-    then see parameters without gradients.
+    They are copied, since others may own their memory: DDP writes the next gradients into the same buckets. The exit
+    also shards the parameters of FSDP again: after a pass that failed or had no backward pass, torch leaves some
+    unsharded, without gradients.
     """
+    before = [(weight, weight.grad.clone()) for weight in parts.parameters() if weight.grad is not None]
+    for weight, _ in before:
+        weight.grad = None
     try:
         yield
     finally:
-        for module in itertools.chain.from_iterable(part.modules() for part in parts):
+        for module in parts.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+        for weight, gradient in before:
+            weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
 
 
 def _as_tuple(returned: Any) -> tuple[Any, ...]:

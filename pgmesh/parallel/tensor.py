@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,7 +17,6 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInputOutput,
     PrepareModuleOutput,
     RowwiseParallel,
-    loss_parallel,
     parallelize_module,
 )
 from torch.distributed.tensor.placement_types import Placement
@@ -27,23 +25,12 @@ from pgmesh import torch_private
 from pgmesh._util.suggestions import closest_name, did_you_mean
 from pgmesh.errors import MethodError, OptionsError
 from pgmesh.parallel.base import Level, Method, format_axes, single_axis
-from pgmesh.parallel.divisibility import divide_along_axes, format_sizes
+from pgmesh.parallel.divisibility import divide_along_axes
 from pgmesh.parallel.ownership import match_modules, on_other_stage, tied_names
 
 if TYPE_CHECKING:
     from pgmesh.layout import Axis
     from pgmesh.mesh import ProcessGroupMesh
-
-OLD_WORDS = {
-    "columns": "ColwiseParallel()",
-    "rows": "RowwiseParallel()",
-    "vocabulary": "RowwiseParallel(input_layouts=Replicate())\nColwiseParallel(use_local_output=False)",
-    "gathered": "ColwiseParallel(output_layouts=Replicate())",
-    "sequence": "SequenceParallel(use_local_output=True)",
-    "enter": "PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True)",
-    "whole": "PrepareModuleInput()",
-}
-"""The styles that replace the words of earlier versions; "vocabulary" had two, for embeddings and for logits."""
 
 PREPARE = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
 """The styles that leave parameters alone."""
@@ -115,8 +102,8 @@ class TensorParallel(Method):
 
     Raises:
         AxisError: more than one axis.
-        OptionsError: there is no plan, or it has something else than styles, or no style that shards whole sequences
-            where others take shards of them.
+        OptionsError: there is no plan, or it has something else than styles, or styles take sharded sequences, but none
+            shards them.
         ShapeError: the heads are not divisible by the ranks.
 
     Source: https://docs.pytorch.org/docs/2.13/distributed.tensor.parallel.html
@@ -141,24 +128,22 @@ class TensorParallel(Method):
     ) -> None:
         super().__init__(mesh, *axis, options=options)
         single_axis(self)
-        if not isinstance(plan, Mapping) or not plan:
-            self._refuse(f"plan= maps module names to ParallelStyles of torch, and is not {plan!r}", "blocks.*.up")
-        for name, style in plan.items():
-            if not isinstance(style, ParallelStyle):
-                calls = OLD_WORDS.get(str(style), f"{getattr(style, '__name__', 'ColwiseParallel')}()")
-                self._refuse(f"the plan has {style!r} for {name!r}, not a ParallelStyle of torch", name, calls)
-        self.plan, self._shards_sequences = dict(plan), any(map(_sequence_dims, plan.values()))
+        self.plan = dict(plan)
+        wrong = {name: style for name, style in plan.items() if not isinstance(style, ParallelStyle)}
+        if wrong or not plan:
+            raise OptionsError(
+                f"TensorParallel: plan= maps module names to ParallelStyles of torch, and has {wrong}.\n\n"
+                f"  TensorParallel(mesh, {self.owns[0]!r}, plan={{'blocks.*.up': ColwiseParallel()}})"
+            )
+        self._shards_sequences = any(map(_sequence_dims, plan.values()))
         if self._shards_sequences and all(_entry_dim(style) is None for style in plan.values()):
-            message = "the plan takes sequences that are sharded by positions, and no style of it shards whole ones"
-            self._refuse(message, "blocks.0", OLD_WORDS["enter"])
+            raise OptionsError(
+                "TensorParallel: styles of the plan take sharded sequences, but none shards them.\n\n"
+                "  plan={**plan, 'blocks.0': PrepareModuleInput(input_layouts=Replicate(), "
+                "desired_input_layouts=Shard(1), use_local_output=True)}"
+            )
         for count in [heads] if isinstance(heads, int) else heads:
             divide_along_axes(count, f"{count} heads", "heads", mesh, self.owns)
-
-    def _refuse(self, message: str, name: str, styles: str = OLD_WORDS["columns"]) -> NoReturn:
-        """Raise an error that shows the plan with another style for a name."""
-        start = f"  TensorParallel(mesh, {self.owns[0]!r}, plan={{**plan, {name!r}: "
-        calls = "\n".join(f"{start}{style}}})" for style in styles.splitlines())
-        raise OptionsError(f"TensorParallel: {message}.\n\n{calls}")
 
     def apply(self, module: nn.Module) -> nn.Module:
         """Shard the layers of the module in place, and return it.
@@ -181,39 +166,26 @@ class TensorParallel(Method):
         self._retie(module, tied)
         return module
 
-    def loss(self) -> AbstractContextManager[None]:
-        """torch's ``loss_parallel``: a context manager for cross_entropy of sharded logits, and for its backward.
-
-        No rank has all logits. Outside the context, torch raises an error for cross_entropy of such logits.
-        """
-        context: AbstractContextManager[None] = loss_parallel()
-        return context
-
     def _matching_modules(self, module: nn.Module, pattern: str) -> list[str]:
         """Names of modules that match a pattern, without modules of other pipeline stages."""
         found = match_modules(module, pattern)
         if not found and not on_other_stage(module, pattern):
-            names = [name for name, _ in module.named_modules() if name]
-            # The modules of a Sequential have numbers for names; those of a list of layers are one pattern.
-            patterns = {name if name.isdigit() else re.sub(r"\b\d+\b", "*", name) for name in names}
-            nearest = closest_name(pattern, sorted(patterns | set(names)))
-            raise MethodError(
-                f"the plan names {pattern!r}, which {type(module).__name__} does not have."
-                + (did_you_mean(nearest) or f" It has {format_axes(sorted(patterns)) or 'no modules'}.")
-            )
+            known = sorted({re.sub(r"\.\d+\b", ".*", name) for name, _ in module.named_modules() if name})
+            hint = did_you_mean(closest_name(pattern, known)) or f" It has {format_axes(known) or 'no modules'}."
+            raise MethodError(f"the plan names {pattern!r}, which {type(module).__name__} does not have.{hint}")
         return found
 
     def _check_sequences(self, module: nn.Module, styles: Mapping[nn.Module, ParallelStyle]) -> None:
         """Check that the plan says of each module with parameters whether it gets whole sequences or shards."""
-        clear = {inner for layer, style in styles.items() if _keeps_whole(style) for inner in layer.modules()}
-        clear |= {layer for layer, style in styles.items() if _is_explicit(style, layer)}
+        covered = {inner for layer, style in styles.items() if _keeps_whole(style) for inner in layer.modules()}
+        covered |= {layer for layer, style in styles.items() if _is_explicit(style, layer)}
         for name, layer in module.named_modules():
-            if layer not in clear and next(layer.parameters(recurse=False), None) is not None:
+            if layer not in covered and next(layer.parameters(recurse=False), None) is not None:
                 raise MethodError(
                     "the plan shards sequences by positions, so it has to say of every module with parameters whether "
                     f"it gets shards or whole sequences. It does not of {name or type(module).__name__}.\n\n"
-                    f"  plan={{**plan, {name!r}: {OLD_WORDS['sequence']}}}   # shards\n"
-                    f"  plan={{**plan, {name!r}: {OLD_WORDS['whole']}}}   # whole"
+                    f"  plan={{**plan, {name!r}: SequenceParallel(use_local_output=True)}}   # shards\n"
+                    f"  plan={{**plan, {name!r}: PrepareModuleInput()}}   # whole"
                 )
 
     def _apply_style(self, name: str, layer: nn.Module, style: ParallelStyle, device_mesh: DeviceMesh) -> None:
@@ -249,7 +221,7 @@ class TensorParallel(Method):
     def _check_length(self, dim: int, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Forward hook: check that positions are divisible. torch assumes that all shards have the same size."""
         for x in [each for each in (*args, *keywords.values()) if isinstance(each, Tensor)][:1]:
-            count = x.size(dim % (x.dim() + isinstance(layer, nn.Embedding)))  # codes have one dimension less
+            count = x.size(dim % (x.dim() + isinstance(layer, nn.Embedding)))  # token ids have no feature dimension
             divide_along_axes(count, f"a sequence of {count} positions", "positions", self.mesh, self.owns)
 
     def _retie(self, module: nn.Module, tied: list[list[str]]) -> None:
@@ -262,13 +234,20 @@ class TensorParallel(Method):
             weights = [module.get_parameter(name) for name in names]
             if len({getattr(weight, "placements", None) for weight in weights}) > 1:
                 raise MethodError(
-                    f"{' and '.join(names)} are one tied parameter, which the plan shards in different ways along "
-                    f"{format_sizes(self.mesh, self.owns)}: RowwiseParallel of an embedding and ColwiseParallel of a "
-                    "Linear shard it in the same way."
+                    f"{' and '.join(names)} are one tied parameter, which the plan shards in different ways. It needs "
+                    "RowwiseParallel for an embedding and ColwiseParallel for a Linear."
                 )
             for name in names[1:]:
                 owner, _, attribute = name.rpartition(".")
                 setattr(module.get_submodule(owner), attribute, weights[0])
+
+
+# Attributes of styles (those of keyword arguments have ``kwarg`` in their names):
+#   input_layouts            inputs that the module is given
+#   desired_input_layouts    inputs that its forward computes with
+#   output_layouts           outputs that it returns; of PrepareModuleOutput: those of its forward
+#   desired_output_layouts   outputs that PrepareModuleOutput returns
+#   sequence_sharding        inputs and outputs of SequenceParallel
 
 
 def _layouts(style: ParallelStyle, *names: str) -> list[Placement]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 
 from pgmesh import ProcessGroupMesh
 from pgmesh.parallel import (
@@ -170,13 +171,13 @@ def hybrid(mesh: ProcessGroupMesh) -> None:
 
 def tensor(mesh: ProcessGroupMesh) -> None:
     method = TensorParallel(mesh, "tp", plan=VOCABULARY_PLAN, heads=4)
-    train(compose(mesh, method, unowned=["dp"]), model_of(), alone(model_of()), around=method.loss)
+    train(compose(mesh, method, unowned=["dp"]), model_of(), alone(model_of()), around=loss_parallel)
 
 
 def sequence(mesh: ProcessGroupMesh) -> None:
     method = TensorParallel(mesh, "tp", plan=SEQUENCE_PLAN)
     together = compose(mesh, ShardedDataParallel(mesh, "dp"), method)
-    train(together, model_of(), alone(model_of()), around=method.loss)
+    train(together, model_of(), alone(model_of()), around=loss_parallel)
 
 
 def context(mesh: ProcessGroupMesh, kind: str) -> None:
@@ -296,7 +297,7 @@ def together(mesh: ProcessGroupMesh) -> None:
     """Tensor, context and sharded data parallelism."""
     tensor, context = TensorParallel(mesh, "tp", plan=VOCABULARY_PLAN), ContextParallel(mesh, "cp", attention="ulysses")
     both = compose(mesh, ShardedDataParallel(mesh, "dp"), context, tensor)
-    train(both, model_of(), alone(model_of()), context=context, around=tensor.loss)
+    train(both, model_of(), alone(model_of()), context=context, around=loss_parallel)
 
 
 def all_of_them(mesh: ProcessGroupMesh) -> None:
@@ -304,7 +305,7 @@ def all_of_them(mesh: ProcessGroupMesh) -> None:
     tensor, context = TensorParallel(mesh, "tp", plan=VOCABULARY_PLAN), ContextParallel(mesh, "cp")
     sharded = ShardedDataParallel(mesh, "dp")
     every = compose(mesh, stages(mesh, whole_loss), sharded, context, tensor)
-    train(every, model_of(), alone(model_of()), context=context, around=tensor.loss)
+    train(every, model_of(), alone(model_of()), context=context, around=loss_parallel)
 
 
 # ---- norms, streams, checkpoints, meshes ----
@@ -376,7 +377,7 @@ def saved_and_loaded(mesh: ProcessGroupMesh, other: ProcessGroupMesh, folder: st
         loss_of(right(batch_of(step)[0]), batch_of(step)[1]).backward()
         one.step()
     reader.zero_grad()
-    with tensor.loss():
+    with loss_parallel():
         loss_of(loaded(cut.share(batch_of(1)[0])), cut.share(batch_of(1)[1])).backward()
     reader.step()
     assert_same("weights after a load and a step", weights_of(loaded), weights_of(right), TOLERANCE)

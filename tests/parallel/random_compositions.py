@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
+from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel, loss_parallel
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
@@ -584,7 +584,6 @@ def backward(drawn: Drawn, together: Composition, model: nn.Module, loss: Losses
     codes, target = batch_of(drawn, step, run)
     passes = [part_of(drawn, together, *each) for each in zip(codes.chunk(drawn.passes), target.chunk(drawn.passes))]
     loss.tokens = sum(int((each["labels"] != IGNORED).sum()) for each in passes) / drawn.microbatches
-    tensor = next((each for each in together.methods if isinstance(each, TensorParallel)), None)
     if drawn.evaluation and drawn.schedule != "zero-bubble-v":  # torch cannot run it without a backward pass
         with torch.no_grad():
             model(passes[0]["inputs"], **{name: passes[0][name] for name in passes[0].keys() - {"inputs", "labels"}})
@@ -592,8 +591,8 @@ def backward(drawn: Drawn, together: Composition, model: nn.Module, loss: Losses
     for i, given in enumerate(passes):
         inputs, labels = given.pop("inputs"), given.pop("labels")
         with contextlib.ExitStack() as stack:
-            if tensor is not None:
-                stack.enter_context(tensor.loss())
+            if any(isinstance(each, TensorParallel) for each in together.methods):
+                stack.enter_context(loss_parallel())
             stack.enter_context(together.accumulate(model, last=i == drawn.passes - 1))
             if drawn.schedule:
                 pieces = model.step(inputs, target=labels, **given)

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
 
 from pgmesh import ProcessGroupMesh
@@ -334,7 +335,7 @@ def train(number: int) -> float:
         else:
             expected = train_alone(row.model())
         if TensorParallel in by_type:
-            how["around"] = by_type[TensorParallel].loss
+            how["around"] = loss_parallel
         if row.accumulate:
             how["accumulate"] = together.accumulate
         applied = together.apply(model)

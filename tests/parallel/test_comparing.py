@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -407,9 +408,8 @@ def rows_of_pipelines() -> None:
         assert_raises(
             ShapeError,
             lambda: learn(3),
-            "3 rows cannot be split into 2 equal microbatches along pp=2: inputs and target need the same "
-            "number of rows, divisible by 2.\n\n"
-            "  2 or 4 rows would do",
+            "3 rows of inputs, 3 rows of target cannot be split into 2 equal microbatches along pp=2.\n\n"
+            "  2 or 4 rows of each would do",
         )
         learn(4)
         learn(4 + 4 * mesh.index("dp"))  # only the first step is compared
@@ -635,7 +635,7 @@ def compiled(kind: str) -> None:
             method = TensorParallel(mesh, "dp", plan=plan)
             model = composed(method).apply(model)
             run = torch.compile(model, fullgraph=True, backend="aot_eager")
-            context = context if kind == "blocks" else method.loss
+            context = context if kind == "blocks" else loss_parallel
         for _ in range(3):
             model.zero_grad()
             with context():

@@ -112,7 +112,8 @@ def unequal() -> list[str]:
         pipeline = PipelineParallel(mesh, "pp", layers="blocks", first=["into"], loss=loss_of, microbatches=2)
         model, messages = pipeline.apply(Masked()), []
         x, target, keywords = batch(0, 8, 5)
-        for mask in (keywords["mask"][:1], torch.tensor(1.0)):  # of one row, or of none, which torch cannot split
+        row, nested = torch.ones(1, 5), (torch.ones(8), {"sin": torch.ones(16)})
+        for mask in (row, torch.tensor(1.0), nested):  # torch splits the tensors inside tuples and dicts too
             with pytest.raises(ShapeError) as caught:
                 model.step(x, target=target, **{**keywords, "mask": mask})
             messages.append(str(caught.value).splitlines()[0])
@@ -121,5 +122,6 @@ def unequal() -> list[str]:
 
 def test_a_mask_without_a_row_for_each_input_is_an_error():
     for messages in world(2).run(unequal):
-        assert messages[0].startswith("1 and 8 rows cannot be split into 2 equal microbatches along pp=2")
-        assert messages[1].startswith("0 and 8 rows cannot be split into 2 equal microbatches along pp=2")
+        for message, rows in zip(messages, ["1 row of mask", "0 rows of mask", "8 rows of mask, 16 rows of mask"]):
+            batch = f"8 rows of inputs, {rows}, 8 rows of positions, 8 rows of target"
+            assert message == f"{batch} cannot be split into 2 equal microbatches along pp=2."

@@ -208,18 +208,16 @@ def test_a_stage_that_returns_no_plain_tensors_raises():
         def loss(out: DTensor, target: torch.Tensor) -> torch.Tensor:
             return mse_loss(out.to_local(), target)
 
-        message = """
-        stage 0 of a pipeline returns {}, but the next stage takes a tensor or a tuple of tensors, without DTensors.
-
-          return x.to_local()   # of a DTensor x, if the next stage takes this rank's shard
-        """
+        message = "microbatch 0 of stage 0 returned {}, but has to return plain tensors.{}"
+        hint = "\n\n  return x.to_local()   # of a DTensor x, if the next stage takes this rank's shard"
         tensor = functools.partial(DTensor.from_local, device_mesh=mesh.device_mesh("tp"), placements=[Replicate()])
         for wrap, name in (
             (lambda x: {"x": x}, "dict"),
             (tensor, "DTensor"),
             (lambda x: (x, None), "torch.float32 [2, 2], NoneType"),
         ):
-            assert_raises(MethodError, lambda wrap=wrap: model(Wrapping(wrap))(torch.ones(4, 2)), message.format(name))
+            text = message.format(name, hint if name == "DTensor" else "")
+            assert_raises(MethodError, lambda wrap=wrap: model(Wrapping(wrap))(torch.ones(4, 2)), text)
         assert len(model(Wrapping(tensor, last=True)).step(torch.ones(4, 2), target=torch.ones(4, 2))) == 2
 
 

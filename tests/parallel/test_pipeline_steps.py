@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from typing import Any
 
 import pytest
@@ -166,7 +168,7 @@ def other_lengths() -> None:
         model, batch = pipeline_on(mesh, schedule="interleaved", stages_per_rank=2).apply(Net()), rows_of(4, 4)
         model.step(batch, target=batch)
         model.parts[0].length = 2
-        with pytest.raises(MethodError, match=r"stage 0 .*float64 \[2, 2, 4\].* first .* \[2, 4, 4\]"):
+        with pytest.raises(MethodError, match=r"^microbatch 0 of stage 0 .*\[2, 2, 4\], .* first .*\[2, 4, 4\]\.$"):
             model.step(batch, target=batch)
 
 
@@ -183,7 +185,7 @@ def test_before_step_is_called_first_in_training_alone():
             model.step(batch, target=batch)
         model(batch)
         assert calls == [((batch,), batch, {})]
-        with pytest.raises(ValueError, match="3 and 4 rows cannot be split"):
+        with pytest.raises(ValueError, match="3 rows of inputs, 4 rows of target cannot be split"):
             model.step(batch[:3], target=batch)
         assert len(calls) == 2
 
@@ -198,6 +200,17 @@ def torch_accepts(mesh: ProcessGroupMesh, schedule: str, count: int, microbatche
     except ValueError:
         return False
     return True
+
+
+def test_suggested_number_of_microbatches_is_accepted():
+    for size in (1, 2, 4):
+        with fake_rank(0, size), ProcessGroupMesh(pp=size) as mesh:
+            for schedule, microbatches in itertools.product(("1f1b", "interleaved"), range(13)):
+                try:
+                    pipeline_on(mesh, schedule=schedule, microbatches=microbatches)
+                except OptionsError as error:
+                    (possible,) = re.findall(r"\(\.\.\., microbatches=(\d+)\)$", str(error))
+                    pipeline_on(mesh, schedule=schedule, microbatches=int(possible))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

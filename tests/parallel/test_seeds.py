@@ -53,6 +53,10 @@ def test_a_seed_is_what_its_docstring_says(mesh: ProcessGroupMesh):
     assert seed_of(mesh, "tp", seed=7) == 596940737009989440  # for ever: a run that is repeated draws the same
 
 
+def test_axis_by_number_has_the_seed_of_its_name(mesh: ProcessGroupMesh):
+    assert seed_of(mesh, 0, 2, seed=7) == seed_of(mesh, "pp", "tp", seed=7)
+
+
 def test_seed_and_tag_make_other_streams(mesh: ProcessGroupMesh):
     seeds = {seed_of(mesh, "tp", seed=seed, tag=tag) for seed in (0, 1) for tag in ("", "init", "dropout")}
     assert len(seeds) == 6
