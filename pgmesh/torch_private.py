@@ -227,7 +227,7 @@ def has_hooks(weight: torch.Tensor) -> bool:
 
 
 def stages_are_supported(stage: type) -> bool:
-    """True if torch's pipeline stages are those of torch 2.13 or later.
+    """True if torch's pipeline stages are those of torch 2.12 or later.
 
     On Gloo, the warm-up of those of torch 2.9 ends the process. Next to a frozen stage and under ``fully_shard`` some
     of their gradients were wrong.

@@ -92,8 +92,6 @@ class Method:
     mesh: ProcessGroupMesh
     options: Mapping[str, Any] | None
     """The options of its groups."""
-    is_applied: bool
-    """True once a composition has applied it. Then no other may change what it derived from its methods."""
     owns: tuple[Axis, ...]
     """The owned axes. No other method of a composition may own them."""
     average_axes: tuple[Axis, ...]
@@ -123,7 +121,6 @@ class Method:
         self._groups: dict[tuple[Axis, ...], ProcessGroup] = {}
         self.owns = self.average_axes = mesh.along(*axes).axes  # the names and the order of the mesh
         self.options, self._configured = options, set[tuple[Axis, ...]]()
-        self.is_applied = False
         self.configure(self.owns)
 
     def configure(self, *groups: tuple[Axis, ...]) -> None:

@@ -39,6 +39,10 @@ Shards = dict[tuple[nn.Module, str], int]
 """The number of shards of a parameter that is one as a plain tensor, by its module and its name there."""
 
 
+_applied = weakref.WeakSet[Method]()
+"""Methods that were applied: no other composition may change what they derived."""
+
+
 class Composition:
     """Parallel methods on one mesh, in the order in which they are applied. ``compose`` returns it.
 
@@ -60,7 +64,7 @@ class Composition:
         for method in self.methods:
             axes = method.average_axes
             method.settle(self._readers)
-            if method.is_applied and method.average_axes != axes:
+            if method in _applied and method.average_axes != axes:
                 found, method.average_axes = method.average_axes, axes
                 raise MethodError(
                     f"{method} was applied in another composition, in which it averages along {format_axes(axes)}, and "
@@ -131,8 +135,7 @@ class Composition:
                 f"{running[-1]} failed in apply: {type(error).__name__}: {error}\n\n"
                 "New groups along its axes were released. The module may be partly changed: build it again."
             ) from error
-        for method in self.methods:
-            method.is_applied = True
+        _applied.update(self.methods)
         pipelines = [each for each in self.methods if each.level is Level.PIPELINE]
         experts = [each for each in self.methods if each.differs == "experts"]
         expert_names = expert_parameters(applied)

@@ -67,8 +67,8 @@ def norm_of_pieces(pieces: Iterable[tuple[Tensor, int]], norm_type: float, group
 
 def scale_gradients(gradients: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply gradients in place."""
-    by_device: dict[torch.device, list[Tensor]] = {}
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in map(local, gradients):
-        by_device.setdefault(gradient.device, []).append(gradient)
-    for device, tensors in by_device.items():
-        torch_private.foreach_multiply(tensors, factor.to(device))
+        by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, dtype), tensors in by_kind.items():  # 16-bit floats would round the factor
+        torch_private.foreach_multiply(tensors, factor.to(device, torch.promote_types(dtype, torch.float32)))

@@ -216,8 +216,8 @@ class PipelineParallel(Method):
         for place, modules in (("first", self.first), ("last", self.last)):
             if any(name.startswith(f"{module}.") for module in modules):
                 return place
-        in_layers = re.match(rf"{re.escape(self.layers)}\.[^.]+", name)
-        return in_layers[0] if in_layers else ""
+        in_layers = re.match(rf"({re.escape(self.layers)}\.[^.]+)\.", name)
+        return in_layers[1] if in_layers else ""
 
     def _check_names(self, module: nn.Module) -> None:
         """Raise a MethodError if a name is not in the module, or no name has one of its parameters."""
@@ -229,7 +229,7 @@ class PipelineParallel(Method):
         for name, _ in module.named_parameters():
             if not self._location(name):
                 hint = f"put {name} into a module, and name that in first= or last="
-                if owner := name.rpartition(".")[0]:
+                if (owner := name.rpartition(".")[0]) not in ("", self.layers):
                     hint = f"PipelineParallel(..., last={[*self.last, owner]!r})   # or first="
                 raise MethodError(
                     f"no stage has {name} of {type(module).__name__}: parameters have to be in {self.layers}, or in a "

@@ -40,7 +40,7 @@ from tests.support.worlds import check_sums, groups_of, world
 
 pytestmark = pytest.mark.long
 
-PAGE = Path(__file__).parents[2] / "docs" / "parallel.md"
+PAGE = Path(__file__).parents[2] / "docs" / "contributing.md"
 PERMUTED = [5, 2, 7, 0, 3, 6, 1, 4]
 
 
