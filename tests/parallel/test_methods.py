@@ -447,6 +447,12 @@ def test_invalid_pipelines_raise():
             "gpt.places) or last= (gpt.norm, gpt.head).\n\n"
             "  put scale into a module, and name that in first= or last=",
         )
+        del outer.scale
+        outer.gpt.blocks.scale = nn.Parameter(torch.ones(2))  # in no layer
+        with pytest.raises(
+            MethodError, match=r"^no stage has gpt\.blocks\.scale(?s:.*)put gpt\.blocks\.scale into a module"
+        ):
+            stages_(**names, last=["gpt.norm", "gpt.head"]).cut(outer)
         shared = TinyGPT()
         shared.blocks[2].up = shared.blocks[0].up
         assert_raises(
