@@ -133,7 +133,7 @@ def with_pgmesh(case: str, mesh: ProcessGroupMesh) -> Program:
     methods = list[Method]()
     context = ContextParallel(mesh, "cp") if "cp" in case else None
     if context is not None:
-        methods += [context, DataParallel(mesh, "dp", over=("dp", "cp"))]
+        methods += [context, DataParallel(mesh, "dp")]
     elif case == "fsdp4" or "tp" in case:
         methods.append(ShardedDataParallel(mesh, "dp"))
     else:
@@ -150,8 +150,6 @@ def with_pgmesh(case: str, mesh: ProcessGroupMesh) -> Program:
     together = compose(mesh, *methods)
     model = together.apply(Model(None if context is None else context.positions(CONTEXT)))
     codes, target = map(together.share, batch())
-    if context is not None:
-        codes, target = context.cut(codes), context.cut(target)
     if "pp" in case:
         return train(model, lambda: model.step(codes, target=target))
     return train_on(model, codes, target)

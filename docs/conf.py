@@ -52,6 +52,7 @@ docs/coming_from/device_mesh
 docs/launchers
 docs/see
 docs/parallel
+docs/own_methods
 docs/recipes
 docs/resharding
 docs/neighbours

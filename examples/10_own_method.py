@@ -6,13 +6,13 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from pgmesh import ProcessGroupMesh, launch
-from pgmesh.parallel import Level, Method, compose, local
+from pgmesh.parallel import Method, compose, local
 
 
 class Average(Method):
     """Minimal data parallelism: each gradient is averaged as soon as it is accumulated."""
 
-    splits_batch = True  # ranks along its axes read different rows
+    differs = "rows"  # ranks along its axes read different rows
 
     def apply(self, module: nn.Module) -> nn.Module:
         for weight in self.weights(module):  # without frozen parameters and experts
@@ -21,14 +21,14 @@ class Average(Method):
 
     def average(self, weight: nn.Parameter) -> None:
         gradient = local(weight.grad)  # this rank's shard, if another method shards the weight
-        dist.all_reduce(gradient, group=self.mesh.group(*self.reduces))
-        gradient /= self.mesh.size(*self.reduces)
+        dist.all_reduce(gradient, group=self.mesh.group(*self.average_axes))
+        gradient /= self.mesh.size(*self.average_axes)
 
 
 class Split(Method):
     """Tensor parallelism for two layers, by torch's parallelize_module."""
 
-    level = Level.TENSOR  # applied before Average, in any order of the arguments
+    differs = "weights"  # so it is applied before Average, in any order of the arguments
 
     def apply(self, module: nn.Module) -> nn.Module:
         plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}

@@ -89,7 +89,7 @@ def main() -> tuple[str, list[float], torch.Tensor, dict[str, torch.Tensor]]:
     torch.set_num_threads(1)  # the other ranks share the cores
     mesh = ProcessGroupMesh(dp=4)
     moe = mesh.view(edp=2, ep=2)  # the same ranks with other axes
-    together = compose(mesh, DataParallel(mesh, "dp"), ExpertParallel(moe, "ep", over=("edp", "ep")))
+    together = compose(mesh, DataParallel(mesh, "dp"), ExpertParallel(moe, "ep"))
     model = together.apply(Reader())
     losses, loads = train(model, together.share)
     return f"{mesh}\n\n{moe}", losses, loads, {k.removeprefix("module."): v for k, v in model.state_dict().items()}

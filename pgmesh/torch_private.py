@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import c10d_logger as _c10d_logger, distributed_c10d as _c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pgmesh._util.torch_versions import TRIED_ON, is_newer
 from pgmesh.errors import LifetimeError, OptionsError, SeamError
@@ -61,7 +60,7 @@ SEAM: dict[str, str] = {
     "nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": "excludes parameters",
     "_C._VariableFunctions._foreach_norm": "norms of all gradients in one kernel, in a given dtype",
     "_C._VariableFunctions._foreach_mul_": "scales all gradients in one kernel",
-    "nn.Module._buffers": "a pipeline's first pass with a shape runs on copies of the buffers",
+    "Tensor._backward_hooks": "torch loses these hooks when it shards a parameter",
     "Tensor._post_accumulate_grad_hooks": "some pipeline schedules would skip these hooks",
     "ProcessGroup._set_default_backend": "sets the backend of a group that is built directly",
     "ProcessGroup._register_backend": "the same for each device",
@@ -76,10 +75,9 @@ SEAM: dict[str, str] = {
     "_C._distributed_c10d.FakeProcessGroup": "fake worlds",
 }
 """The private names that every supported torch has, each with its reason. ``_groups_of`` also reads attributes of
-DeviceMesh objects (``_dim_group_names``, ``_thread_id``), which no class has. ``torch.utils._python_dispatch`` is
-imported for ``TorchDispatchMode``, which torch documents but does not export. Names that some versions lack are looked
+DeviceMesh objects (``_dim_group_names``, ``_thread_id``), which no class has. Names that some versions lack are looked
 up where they are used: ``_dump_fr_trace_json``, ``_use_torchcomms_enabled``, ``FakeProcessGroup._create_internal``,
-``Backend._ensure_backend_registered``, ``PipelineStage._forward_metadata_inference``, ``_mesh_layout``,
+``Backend._ensure_backend_registered``, the shapes of a ``PipelineStage``, ``_mesh_layout``,
 ``DeviceMesh._pg_registry``, ``ProcessGroupNCCL._group_start`` and ``_group_end``."""
 
 
@@ -218,23 +216,60 @@ def foreach_multiply(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
-def buffer_table(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    """The buffers of a module by name, None included: a table that may be changed and restored."""
-    return module._buffers
-
-
 def has_gradient_hooks(weight: torch.Tensor) -> bool:
     """True if hooks are registered for the gradient of a weight."""
     return bool(weight._post_accumulate_grad_hooks)
 
 
+def has_hooks(weight: torch.Tensor) -> bool:
+    """True if any hooks are registered on a weight."""
+    return bool(weight._backward_hooks) or has_gradient_hooks(weight)
+
+
 def stages_are_supported(stage: type) -> bool:
-    """True if torch's pipeline stages are those of torch 2.13 or later.
+    """True if torch's pipeline stages are those of torch 2.12 or later.
 
     On Gloo, the warm-up of those of torch 2.9 ends the process. Next to a frozen stage and under ``fully_shard`` some
     of their gradients were wrong.
     """
-    return hasattr(stage, "_forward_metadata_inference")
+    needed = ("forward_recv_info", "forward_send_info", "backward_recv_info")
+    return all(hasattr(stage, name) for name in ("_send_meta", "_recv_meta", *(f"_setup_{each}" for each in needed)))
+
+
+def receive_stage_inputs(stage: Any) -> None:
+    """Receive the shapes of a pipeline stage's inputs, which ``set_stage_outputs`` of the previous stage sends."""
+    _allocate_stage_inputs(stage, stage._recv_meta(stage.stage_index - 1))
+
+
+def set_stage_inputs(stage: Any, tensors: tuple[torch.Tensor, ...]) -> None:
+    """Prepare a pipeline stage for inputs like these, of a previous stage on the same rank."""
+    _allocate_stage_inputs(stage, _stage_utils().extract_tensor_metas(tensors))
+
+
+def _allocate_stage_inputs(stage: Any, shapes: tuple[Any, ...]) -> None:
+    stage._stage_meta.inputs, stage._stage_meta.input_grads = shapes, _stage_utils()._derive_grad_metas(shapes)
+    stage._setup_forward_recv_info(len(stage.args_recv_info), stage.has_backward)
+
+
+def set_stage_outputs(stage: Any, tensors: tuple[torch.Tensor, ...]) -> None:
+    """Prepare a pipeline stage for outputs like these and for their gradients, and send their shapes to the next stage.
+
+    It waits until the next stage receives the shapes, unless that is on the same rank.
+    """
+    shapes = _stage_utils().extract_tensor_metas(tensors)
+    stage._stage_meta.outputs = shapes
+    stage._stage_meta.output_grads = _stage_utils()._derive_grad_metas(shapes)
+    stage._setup_forward_send_info()
+    if stage.has_backward:
+        stage._setup_backward_recv_info(stage.chunks)
+    if not stage.is_last and not stage._is_same_rank(stage.stage_index + 1):
+        stage._send_meta(shapes, stage.stage_index + 1)
+
+
+def _stage_utils() -> Any:
+    from torch.distributed.pipelining import _utils  # here, so that only pipelines load it
+
+    return _utils
 
 
 # -- the world ----------------------------------------------------------------------------------------------------
@@ -474,39 +509,6 @@ def gloo_greeting(place: int) -> bytes:
 def fake_backend(rank: int, size: int) -> Any:
     """A backend that moves nothing."""
     return _new_fake(rank, size, _FakeBackend.Options())
-
-
-@contextlib.contextmanager
-def local_collectives() -> Iterator[None]:
-    """Run collectives of this thread without other ranks: each rank receives its own data in the place of others'.
-
-    Sends and receives, and torch's functional collectives (of DTensors), still reach other ranks.
-    """
-    mode: Any = _LocalCollectives
-    with mode():
-        yield
-
-
-class _LocalCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func.namespace == "c10d" and not func.overloadpacket.__name__.startswith(("send", "recv")):
-            names = [each.name for each in func._schema.arguments]
-            args = tuple(_fake_like(each) if name == "process_group" else each for name, each in zip(names, args))
-        return func(*args, **(kwargs or {}))
-
-
-def _fake_like(boxed: Any) -> Any:
-    """A group of the same rank and size, on the backend that moves nothing."""
-    new_group: Any = dist.ProcessGroup
-    group = new_group.unbox(boxed)
-    fake = new_group(group.rank(), group.size())
-    for device in group._device_types:
-        backend = fake_backend(group.rank(), group.size())
-        fake._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, backend)
-    fake._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-    return fake.boxed()
 
 
 class _RaisingStore(dist.Store):

@@ -43,7 +43,6 @@ MODULES: dict[str, tuple[str, ...]] = {
     "pgmesh.resharding": (),
     "pgmesh.parallel": (),
     "pgmesh.parallel.checkpoint": ("load", "save"),
-    "pgmesh.parallel.weights": ("Held", "broadcast", "clip", "norm"),
     "pgmesh.svg": ("beside",),
 }
 """The modules that the documentation imports from, and their documented names. Without names: those of ``__all__``."""

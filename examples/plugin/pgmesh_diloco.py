@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -31,12 +31,13 @@ class DiLoCo(Method):
         axes: axes along which ranks read different rows.
         every: number of optimizer steps between two outer steps.
         outer: makes the outer optimizer from parameters.
-        keywords: ``over``, ``options`` and ``check`` of ``Method``.
+        options: as in ``Method``.
 
     Source: https://arxiv.org/abs/2311.08105
     """
 
-    splits_batch = True  # its level is Level.DATA, the default: sharding before it has replaced the parameters
+    differs = "rows"  # so its level is Level.DATA: sharding before it has replaced the parameters
+    averages_later = True  # parameters, in the outer steps, in place of gradients in each step
 
     def __init__(
         self,
@@ -44,18 +45,17 @@ class DiLoCo(Method):
         *axes: str,
         every: int,
         outer: Callable[[Iterable[torch.Tensor]], Optimizer] = NESTEROV,
-        **keywords: Any,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(mesh, *axes, **keywords)
+        super().__init__(mesh, *axes, options=options)
         self.every, self.outer, self.steps, self.is_attached = every, outer, 0, False
         self.parameters: list[nn.Parameter] = []
         self.agreed: list[torch.Tensor] = []  # this rank's part of each parameter, as of the last outer step
 
     def apply(self, module: nn.Module) -> nn.Module:
-        """Average the initial parameters over ranks, and return the module."""
+        """Keep the initial parameters, which are the same on all ranks, and return the module."""
         for weight in self.weights(module):  # without frozen parameters and experts
             part = local(weight).detach()  # this rank's shard, if another method shards the weight
-            self._mean(part)
             self.parameters.append(weight)  # apply is called once for each pipeline stage of the rank
             self.agreed.append(part.clone())
         return module
@@ -86,5 +86,5 @@ class DiLoCo(Method):
                 agreed.grad = None
 
     def _mean(self, tensor: torch.Tensor) -> None:
-        dist.all_reduce(tensor, group=self.mesh.group(*self.reduces))
-        tensor /= self.mesh.size(*self.reduces)
+        dist.all_reduce(tensor, group=self.mesh.group(*self.owns))
+        tensor /= self.mesh.size(*self.owns)

@@ -1,5 +1,4 @@
-"""Attributes that parallel methods set on parameters, and that layers below them read."""
+"""Attributes that parallel methods set on tensors, and that layers below them read."""
 
-OWNED_MARK = "pgmesh_owned"
-"""Attribute of a parameter that a method owns: the axes along which ranks hold shards of it as plain tensors, as text.
-Empty for a whole parameter and for a DTensor."""
+SHARD_MARK = "pgmesh_shard"
+"""Attribute of a tensor in a state dict, if it is a shard as a plain tensor: the axes of the shards, as text."""

@@ -19,9 +19,8 @@ _MODULE_OF = {
     "ContextParallel": "context",
     "ExpertParallel": "expert",
     **dict.fromkeys(["Router", "Routes", "balance_loss", "mix", "with_loss"], "mixture"),
-    "Seeds": "seeds",
-    "seed_of": "seeds",
-    "local": "weights",
+    **dict.fromkeys(["seed_of", "seeded_rng"], "seeds"),
+    "local": "gradients",
 }
 
 __all__, __getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from pgmesh.parallel.data import DataParallel as DataParallel
     from pgmesh.parallel.expert import ExpertParallel as ExpertParallel
     from pgmesh.parallel.finding import find as find
+    from pgmesh.parallel.gradients import local as local
     from pgmesh.parallel.mixture import (
         Router as Router,
         Routes as Routes,
@@ -42,11 +42,10 @@ if TYPE_CHECKING:
         with_loss as with_loss,
     )
     from pgmesh.parallel.pipeline import PipelineParallel as PipelineParallel
-    from pgmesh.parallel.seeds import Seeds as Seeds, seed_of as seed_of
+    from pgmesh.parallel.seeds import seed_of as seed_of, seeded_rng as seeded_rng
     from pgmesh.parallel.sharded import ShardedDataParallel as ShardedDataParallel
     from pgmesh.parallel.tensor import (
         TensorParallel as TensorParallel,
         attention_plan as attention_plan,
         mlp_plan as mlp_plan,
     )
-    from pgmesh.parallel.weights import local as local

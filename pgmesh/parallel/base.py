@@ -8,20 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import IntEnum
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from pgmesh._util.marks import OWNED_MARK
-from pgmesh.errors import AxisError, OptionsError
+from pgmesh.errors import AxisError, MethodError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
+from pgmesh.parallel.blocks import Blocks, connected_ranks, spanning_axes
 from pgmesh.parallel.divisibility import divide_evenly, format_sizes
+from pgmesh.parallel.ownership import expert_parameters
 
-Check = Literal["first", "always", "never"]
-"""Training steps in which the inputs of ranks are compared: the first two, all or none."""
+Difference = Literal["rows", "positions", "weights", "experts"]
+"""What differs between ranks along a method's axes: rows of a batch (data), positions of a sequence (context), weights
+(shards of layers, or stages), or experts alone."""
 
 
 class Level(IntEnum):
@@ -39,58 +41,71 @@ class Level(IntEnum):
     """Runs different layers on different ranks."""
 
 
-class Method:
-    """A parallel method: a mesh, the axes it owns, and ``apply``. A subclass has to write ``apply`` only.
+LEVELS: dict[str, Level] = {
+    "rows": Level.DATA,
+    "positions": Level.TOKEN,
+    "weights": Level.TENSOR,
+    "experts": Level.TOKEN,
+}
+"""The level of a method, unless it has another, by what differs between ranks."""
 
-    The axes are kept in the order of the mesh. A method creates no process group: it calls ``mesh.group``.
+
+class Method:
+    """A parallel method: a mesh, the axes it owns, and ``apply``. A subclass has to write ``differs`` and ``apply``.
+
+    The axes are kept in the order of the mesh. A method creates no process group: it calls ``mesh.group``. Without
+    ``compose`` a method knows its own axes only: it averages gradients along no others, and compares neither initial
+    weights nor inputs of ranks.
 
     Args:
         mesh: the mesh, or a view or slice of it.
         axes: the axes that the method owns. No other method may split work along them.
-        over: the axes along which it reduces, if these are more than it owns. For example, data parallelism also
-            averages gradients along the axis of context parallelism. Default: the axes that it owns.
-        options: options of the group along ``over``, as in ``mesh.configure``. A method with further groups calls
+        options: options of the group along the axes, as in ``mesh.configure``. A method with further groups calls
             ``configure`` for them.
-        check: when to compare the shapes of the inputs of ranks: in the "first" two training steps, "always" or
-            "never". From the third step on, "always" does not wait in the forward pass: a difference is logged at
-            once, and raised before the optimizer's step.
 
     Raises:
-        AxisError: no axes were given, the mesh has no such axis, or ``over`` lacks an owned axis.
+        AxisError: no axes were given, or the mesh has no such axis.
         MembershipError: this rank is not in the mesh.
-        OptionsError: there is no such option or check, or the group exists already.
+        MethodError: the class does not say what differs between ranks.
+        OptionsError: there is no such option, or the group exists already.
 
     >>> from pgmesh.parallel import Method
     >>> class Average(Method):                              # a minimal method
-    ...     splits_batch = True
+    ...     differs = "rows"
     ...     def apply(self, module):
     ...         return module
-    >>> average = Average(mesh, "dp", over=("dp", "tp"))
-    >>> average.owns, average.reduces, average.size, average.index
-    (('dp',), ('dp', 'tp'), 2, 0)
+    >>> average = Average(mesh, "dp")
+    >>> average.owns, average.batch_parts, average.batch_part
+    (('dp',), 2, 0)
     """
 
-    level: ClassVar[Level] = Level.DATA
-    """Position of the method in the order in which ``Composition.apply`` applies methods."""
+    differs: ClassVar[Difference]
+    """What differs between the ranks along the owned axes."""
 
-    splits_batch: bool = False
-    """True if ranks along the owned axes read different rows. Tensor, context and pipeline ranks read the same rows."""
+    level: Level
+    """Position in the order in which methods are applied. It follows from ``differs`` unless the class has one."""
+
+    averages_later: ClassVar[bool] = False
+    """True if the method averages weights at some optimizer steps, and not gradients in each. Until then ranks along
+    its axes have different weights, as replicas that train on their own."""
 
     mesh: ProcessGroupMesh
+    options: Mapping[str, Any] | None
+    """The options of its groups."""
     owns: tuple[Axis, ...]
     """The owned axes. No other method of a composition may own them."""
-    reduces: tuple[Axis, ...]
-    """The axes along which the method reduces: ``mesh.group(*method.reduces)``."""
+    average_axes: tuple[Axis, ...]
+    """The axes of ``mesh`` along which the method averages: its own. For the method that averages gradients ``compose``
+    widens them to all ranks that read different tokens, such as those along the axis of context parallelism."""
 
-    def __init__(
-        self,
-        mesh: ProcessGroupMesh,
-        *axes: Axis,
-        over: Iterable[Axis] | None = None,
-        options: Mapping[str, Any] | None = None,
-        check: Check = "first",
-    ) -> None:
+    def __init__(self, mesh: ProcessGroupMesh, *axes: Axis, options: Mapping[str, Any] | None = None) -> None:
         name = type(self).__name__
+        if getattr(self, "differs", None) not in LEVELS:
+            raise MethodError(
+                f"{name} does not say what differs between the ranks along its axes.\n\n"
+                f"  class {name}(Method):\n"
+                f"      differs = 'rows'   # or one of {', '.join(map(repr, [*LEVELS][1:]))}"
+            )
         if not isinstance(mesh, ProcessGroupMesh):
             raise AxisError(f"{name} takes a mesh and then its axes, such as {name}(mesh, 'dp'), not {mesh!r}.")
         if not axes:
@@ -101,42 +116,30 @@ class Method:
                 f"{name} needs at least one axis; the mesh has {format_axes(mesh.axes)}.\n\n"
                 f"  {name}(mesh, {axis!r})   # the axes that it owns"
             )
-        if isinstance(over, str):
-            over = (over,)
-        if check not in get_args(Check):
-            raise OptionsError(f"{name}: check is 'first', 'always' or 'never', not {check!r}.")
-        self.mesh, self.check = mesh, check
+        self.mesh = mesh
+        self.level = getattr(type(self), "level", LEVELS[self.differs])
         self._groups: dict[tuple[Axis, ...], ProcessGroup] = {}
-        self.owns = mesh.along(*axes).axes  # the names and the order of the mesh
-        self.reduces = mesh.along(*over).axes if over else self.owns
-        missing = [axis for axis in self.owns if axis not in self.reduces]
-        if missing:
-            all_axes = mesh.along(*{*self.owns, *self.reduces}).axes
-            raise AxisError(
-                f"{name} owns {format_axes(self.owns)}, so it also reduces along {format_axes(missing)}, but over= has "
-                f"only {format_axes(self.reduces)}.\n\n"
-                f"  {name}(mesh, {', '.join(map(repr, self.owns))}, over={all_axes!r})"
-            )
-        self.configure(options, self.reduces)
+        self.owns = self.average_axes = mesh.along(*axes).axes  # the names and the order of the mesh
+        self.options, self._configured = options, set[tuple[Axis, ...]]()
+        self.configure(self.owns)
 
-    def configure(self, options: Mapping[str, Any] | None, *families: tuple[Axis, ...]) -> None:
-        """Set the method's options for groups that are not created yet. Without options, do nothing.
+    def configure(self, *groups: tuple[Axis, ...]) -> None:
+        """Apply ``options`` to the group along each of these axes, before it exists. Repeating is harmless.
 
         Args:
-            options: as in ``mesh.configure``.
-            families: the axes of each group.
+            groups: the axes of each group.
 
         Raises:
             OptionsError: there is no such option, or one of the groups exists already.
 
         >>> from datetime import timedelta
-        >>> from pgmesh.parallel import Method
-        >>> Method(mesh, "dp").configure({"timeout": timedelta(minutes=10)}, ("pp", "dp"))
+        >>> from pgmesh.parallel import DataParallel
+        >>> DataParallel(mesh, "dp", options={"timeout": timedelta(minutes=10)}).configure(("pp", "dp"))
         """
-        if options:
-            for axes in families:
-                if axes:
-                    self.mesh.configure(*axes, **options)
+        for axes in groups:
+            if self.options and axes and axes not in self._configured:
+                self.mesh.configure(*axes, **self.options)
+                self._configured.add(axes)
 
     def apply(self, module: nn.Module) -> nn.Module:
         """Return the module to train: the given one, changed in place, or a wrapper of it.
@@ -148,21 +151,22 @@ class Method:
         )
 
     def weights(self, module: nn.Module) -> Iterator[nn.Parameter]:
-        """Trainable parameters whose gradients this method may reduce along its axes.
+        """Trainable parameters which this method may average along its axes, or their gradients.
 
-        Two kinds are left out. Frozen parameters have no gradient. Experts differ between ranks, and
-        ``ExpertParallel`` reduces their gradients.
+        Two kinds are left out. Frozen parameters have no gradient. ``ExpertParallel`` averages gradients of experts
+        itself. A method with ``averages_later`` gets experts too, since they are averaged within a replica only.
 
         Args:
             module: the module that ``apply`` was given.
 
-        >>> from pgmesh.parallel import Method
+        >>> from pgmesh.parallel import DataParallel
         >>> layer = torch.nn.Linear(2, 2)
         >>> layer.bias.requires_grad = False
-        >>> [tuple(weight.shape) for weight in Method(mesh, "dp").weights(layer)]
+        >>> [tuple(weight.shape) for weight in DataParallel(mesh, "dp").weights(layer)]
         [(2, 2)]
         """
-        return (weight for weight in module.parameters() if weight.requires_grad and not hasattr(weight, OWNED_MARK))
+        experts = set() if self.averages_later else set(expert_parameters(module).values())
+        return (weight for weight in module.parameters() if weight.requires_grad and weight not in experts)
 
     def around(self, module: nn.Module, inner: Callable[[nn.Module], nn.Module]) -> nn.Module:
         """Apply all methods of lower levels with ``inner``, then this method. ``Composition.apply`` calls it.
@@ -184,13 +188,25 @@ class Method:
             optimizer: the optimizer, made after ``apply``.
         """
 
-    def shares(self, axis: Axis, other: Method) -> bool:
-        """Return True if ``other`` may own an axis that has ranks in common with ``axis``, on another view.
+    @property
+    def averages_gradients(self) -> bool:
+        """True if the method averages gradients after each backward pass. A composition has one such method at most."""
+        return self.differs == "rows" and self.level in (Level.SHARD, Level.DATA) and not self.averages_later
 
-        By default it may not. Expert parallelism returns True: it reads the data-parallel ranks of the mesh with the
-        axes of a view. ``compose`` calls this for methods on different views or slices of a mesh.
+    def settle(self, readers: Blocks) -> None:
+        """Derive what the method has to know of the others of a composition. ``compose`` calls it.
+
+        Args:
+            readers: the layouts and axes along which ranks read different tokens, without replicas that are averaged
+                later.
+
+        Raises:
+            AxisError: those ranks are no block of the method's mesh.
         """
-        return False
+        if self.averages_gradients:
+            ranks = connected_ranks(self.mesh.rank, readers)
+            self.average_axes = spanning_axes(self.mesh, ranks, f"{self} averages gradients of")
+            self.configure(self.average_axes)
 
     def _group(self, *axes: Axis) -> ProcessGroup:
         """The group along axes, for forward passes that may be compiled.
@@ -203,14 +219,14 @@ class Method:
         return self._groups[axes]
 
     @property
-    def size(self) -> int:
+    def batch_parts(self) -> int:
         """Number of parts of a batch along the owned axes; 1 if all ranks read the same rows."""
-        return self.mesh.size(*self.owns) if self.splits_batch else 1
+        return self.mesh.size(*self.owns) if self.differs == "rows" else 1
 
     @property
-    def index(self) -> int:
+    def batch_part(self) -> int:
         """Index of this rank's part of a batch; 0 if all ranks read the same rows."""
-        return self.mesh.index(*self.owns) if self.splits_batch else 0
+        return self.mesh.index(*self.owns) if self.differs == "rows" else 0
 
     def share(self, rows: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of a batch; all rows if the method does not split the batch.
@@ -221,7 +237,11 @@ class Method:
         Raises:
             ShapeError: the rows cannot be split evenly.
         """
-        return split_rows(rows, self.size, self.index, format_sizes(self.mesh, self.owns))
+        return split_rows(rows, self.batch_parts, self.batch_part, format_sizes(self.mesh, self.owns))
+
+    def __deepcopy__(self, memo: object) -> Method:
+        """The method itself: a copy of a module, whose layers call the method, uses the same groups."""
+        return self
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} along {format_axes(self.owns)}"

@@ -5,9 +5,7 @@ They are torch.distributed.checkpoint folders. Entries have the names of the who
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +20,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from pgmesh._util.marks import OWNED_MARK
 from pgmesh.errors import MethodError
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.ownership import owned_parameters
+from pgmesh.parallel.ownership import LocalExperts
 from pgmesh.parallel.pipeline import Pipeline
 
 # one entry for each parameter, by name: a stage cannot number parameters as the whole model does
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-SECTIONS = {"model": ("",), "optimizer": ("state.", "param_groups.")}
-"""The prefixes before parameter names in each section of a checkpoint."""
 
 
 def save(
@@ -106,30 +101,29 @@ def _unreadable(folder: str | Path) -> str:
 
 def _entries(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, str, Any]]:
     """Entries of a checkpoint: name in the whole model, name on this rank, and value."""
-    for name, weight in owned_parameters(module).items():
-        if getattr(weight, OWNED_MARK):
+    for name, each in module.named_modules():
+        if isinstance(each, LocalExperts) and each.sharded_along:
             raise MethodError(
-                f"{name} is sharded along {getattr(weight, OWNED_MARK)} as a plain tensor: a checkpoint would have "
+                f"{name} is sharded along {each.sharded_along} as plain tensors: a checkpoint would have "
                 "only one of the shards. Checkpoints need whole experts."
             )
     states: dict[str, dict[str, Any]] = {"model": get_model_state_dict(module)}
     if optimizer is not None:
         states["optimizer"] = get_optimizer_state_dict(module, optimizer, options=FLAT)
-    pipelines = {f"{name}.".lstrip("."): each for name, each in module.named_modules() if isinstance(each, Pipeline)}
     return [
-        (f"{kind}/{_global_name(local_name, SECTIONS[kind], pipelines)}", local_name, value)
+        (f"{kind}/{_global_name(local_name, module)}", local_name, value)
         for kind, state in states.items()
         for local_name, value in state.items()
     ]
 
 
-def _global_name(local_name: str, sections: Iterable[str], pipelines: Mapping[str, Pipeline]) -> str:
+def _global_name(local_name: str, module: nn.Module) -> str:
     """Name of an entry in the whole model. Optimizer entries have the first name of a tied parameter."""
-    for (prefix, pipeline), section in itertools.product(pipelines.items(), sections):
-        if found := re.match(re.escape(section + prefix) + r"parts\.\d+\.(.*)", local_name):
-            name = found[1]
-            for other, first in pipeline.canonical_names.items() if section else ():
-                if name.startswith(f"{other}."):
-                    name = first + name.removeprefix(other)
-            return section + prefix + name
-    return local_name
+    found = re.match(r"(state\.|param_groups\.)?parts\.\d+\.(.*)", local_name)
+    if not found or not isinstance(module, Pipeline):
+        return local_name
+    section, name = found[1] or "", found[2]
+    for other, first in module.canonical_names.items() if section else ():
+        if name.startswith(f"{other}."):
+            name = first + name.removeprefix(other)
+    return section + name

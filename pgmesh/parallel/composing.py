@@ -1,30 +1,46 @@
 """Composition of several parallel methods on one mesh.
 
-``compose`` checks, in this order:
+``compose`` checks that all methods are on the mesh, or on views and slices of it, that an axis has one owner, and that
+at most one method averages gradients. From what differs along each method's axes it derives all the rest: the ranks
+that read different tokens, the rows and positions of this rank, the averages of gradients, norms and losses.
 
-1. All methods are on the mesh, or on views and slices of it.
-2. Each axis has at most one owner, also when methods use different views (``check_owners``).
-3. No method reduces over the stages of a pipeline (``check_owners``).
-4. Each axis of more than one rank has an owner, or is listed in ``unowned``.
-
-``Composition.apply`` then applies them by ``Level``. A pipeline is outermost: it splits the module into stages. The
+``Composition.apply`` applies the methods by ``Level``. A pipeline is outermost: it splits the module into stages. The
 other methods are applied to each stage in the order tensor, token, shard, data.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from pgmesh._util.formatting import count_of
-from pgmesh.errors import AxisError, MethodError
+from pgmesh._util.formatting import count_of, name_ranks
+from pgmesh.errors import AxisError, MethodError, ShapeError
 from pgmesh.layout import Axis, Layout
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Level, Method, format_axes, split_rows
+from pgmesh.parallel.blocks import Blocks, connected_ranks
+from pgmesh.parallel.comparing import compare_inputs, compare_weights, comparisons, tensors_in
 from pgmesh.parallel.divisibility import format_sizes
+from pgmesh.parallel.exchange import on_served_device
+from pgmesh.parallel.gradients import local_shard, norm_of_pieces, scale_gradients
+from pgmesh.parallel.owners import check_owners, owns_axis
+from pgmesh.parallel.ownership import expert_parameters, names_of_experts
+
+Shards = dict[tuple[nn.Module, str], int]
+"""The number of shards of a parameter that is one as a plain tensor, by its module and its name there."""
+
+
+_applied = weakref.WeakSet[Method]()
+"""Methods that were applied: no other composition may change what they derived."""
 
 
 class Composition:
@@ -33,57 +49,195 @@ class Composition:
     Args:
         mesh: the mesh.
         methods: the methods, lowest level first.
+        equal_parts: as in ``compose``.
     """
 
-    def __init__(self, mesh: ProcessGroupMesh, methods: tuple[Method, ...]) -> None:
-        self.mesh, self.methods = mesh, methods
+    def __init__(self, mesh: ProcessGroupMesh, methods: tuple[Method, ...], equal_parts: bool = True) -> None:
+        self.mesh, self.methods, self.equal_parts = mesh, methods, equal_parts
+        self._pieces: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
+        """For each applied module and parameter name: how many different pieces ranks hold, beyond DTensor shards."""
+        self._settle()
+
+    # -- what follows from the methods ------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        for method in self.methods:
+            axes = method.average_axes
+            method.settle(self._readers)
+            if method in _applied and method.average_axes != axes:
+                found, method.average_axes = method.average_axes, axes
+                raise MethodError(
+                    f"{method} was applied in another composition, in which it averages along {format_axes(axes)}, and "
+                    f"here it would average along {format_axes(found) or 'no axes'}.\n\n"
+                    f"  {type(method).__name__}(mesh, ...)   # another one for each composition"
+                )
+
+    @property
+    def _readers(self) -> Blocks:
+        """Layouts and axes along which ranks read different tokens, without replicas that are averaged later."""
+        differs = [each for each in self.methods if each.differs in ("rows", "positions") and not each.averages_later]
+        return [(each.mesh.layout, each.owns) for each in differs]
+
+    @property
+    def _averaging(self) -> Method | None:
+        """The method that averages gradients."""
+        return next((each for each in self.methods if each.averages_gradients), None)
+
+    def _ranks_along(self, blocks: Blocks) -> list[int]:
+        """The ranks that are connected with this one by blocks, in the order of their group, which is mesh order."""
+        return sorted(connected_ranks(self.mesh.rank, blocks), key=self.mesh.coord_of)
+
+    @cached_property
+    def _token_ranks(self) -> list[int]:
+        """The ranks that read different tokens, with this one: those over whose losses the gradient is a mean."""
+        return self._ranks_along(self._readers)
+
+    @cached_property
+    def _replica_ranks(self) -> list[int]:
+        """The ranks that train one replica: all, but for methods that average later."""
+        return self._ranks_along([(each.mesh.layout, each.owns) for each in self.methods if not each.averages_later])
+
+    @cached_property
+    def _ranks(self) -> list[int]:
+        """All ranks that train together."""
+        return self._ranks_along([(each.mesh.layout, each.owns) for each in self.methods])
+
+    # -- the module -------------------------------------------------------------------------------------------------
 
     def apply(self, module: nn.Module) -> nn.Module:
         """Apply all methods, lowest level first, and return the module to train.
 
-        Methods may change the module in place. After an error, build the module again before the next attempt.
+        The initial weights of ranks are compared before, and their inputs in the first training step. Methods may
+        change the module in place. After an error, build the module again before the next attempt.
+
+        On a pipeline call this composition's ``clip_grad_norm_``: torch's would clip each stage by its own norm.
+        torch's GradScaler does not work there either: one stage would step and another skip. Use bfloat16.
 
         Raises:
-            MethodError: a method failed. The message has the method and its axes; ``__cause__`` is the method's error.
-                Groups created during the call are released if their ranks are in this rank's block along the
-                method's axes and had no group before.
+            AxisError: ranks read different tokens, but no method averages gradients.
+            MethodError: ranks start with different weights, or a method failed. The message has the method and its
+                axes; ``__cause__`` is the method's error. Groups along its axes that the call created are released.
         """
-        return self._apply(self.methods, [], module)
+        self._settle()  # the methods may have been composed otherwise since
+        groups_before = {group.ranks for group in self.mesh.held()}
+        self._check_averages(module)
+        self._compare_weights(module)
+        was_on_meta = any(each.is_meta for each in module.parameters())
+        sharded, running = Shards(), list[Method]()
+        try:
+            applied = self._apply(self.methods, sharded, running, module)
+        except BaseException as error:
+            for method in running:
+                release_new_groups(groups_before, method)
+            if not isinstance(error, Exception):
+                raise
+            raise MethodError(
+                f"{running[-1]} failed in apply: {type(error).__name__}: {error}\n\n"
+                "New groups along its axes were released. The module may be partly changed: build it again."
+            ) from error
+        _applied.update(self.methods)
+        pipelines = [each for each in self.methods if each.level is Level.PIPELINE]
+        experts = [each for each in self.methods if each.differs == "experts"]
+        expert_names = expert_parameters(applied)
+        self._pieces[applied] = pieces = {}
+        for name, place, _ in places_of(applied):
+            pieces[name] = sharded.get(place, 1)
+            for method in (*pipelines, *(experts if name in expert_names else ())):
+                pieces[name] *= method.mesh.size(*method.owns)
+        self._compare_first_inputs(applied, was_on_meta)
+        return applied
 
-    def _apply(self, methods: tuple[Method, ...], reported: list[BaseException], module: nn.Module) -> nn.Module:
+    def _check_averages(self, module: nn.Module) -> None:
+        if self._averaging is not None or len(self._token_ranks) == 1:
+            return
+        experts = names_of_experts(module)
+        trainable = [name for name, each in module.named_parameters() if each.requires_grad and name not in experts]
+        if trainable:
+            cutting = next(each for each in self.methods if (each.mesh.layout, each.owns) in self._readers)
+            sizes = {
+                axis if isinstance(axis, str) else f"axis{axis}": cutting.mesh.size(axis) for axis in cutting.mesh.axes
+            }
+            view = ", ".join(f"{name}={size}" for name, size in sizes.items())
+            raise AxisError(
+                f"ranks along {format_sizes(cutting.mesh, cutting.owns)} read different tokens, but no method averages "
+                f"the gradients of {count_of(len(trainable), 'trainable parameter')}, for example {trainable[0]}.\n\n"
+                f"  DataParallel(mesh.view(data=1, {view}), 'data')   # averages along the axes of positions too"
+            )
+
+    def _compare_weights(self, module: nn.Module) -> None:
+        """Compare the initial weights of ranks. DDP broadcasts those that are not experts to all but the first."""
+        data = next((each for each in self.methods if getattr(each, "broadcasts", False)), None)
+        tensors = dict((*module.named_parameters(), *module.named_buffers()))
+        broadcast, receives = set[str](), False
+        if data is not None:
+            broadcast = tensors.keys() - names_of_experts(module)
+            receives = data.mesh.index(*data.average_axes) > 0
+        compare_weights(self.mesh, self._ranks, tensors, broadcast, receives)
+
+    def _compare_whole_weights(self, module: nn.Module) -> None:
+        """Compare the weights that were on the meta device in ``apply``, where ranks have them whole."""
+        ranks = self._ranks_along(
+            [(each.mesh.layout, each.owns) for each in self.methods if each.level is not Level.PIPELINE]
+        )
+        pieces, per_stage = self._pieces[module], min(self._pieces[module].values(), default=1)
+        whole = {name: each for name, each in module.named_parameters() if pieces[name] == per_stage}
+        compare_weights(self.mesh, ranks, whole)
+
+    def broadcast(self, module: nn.Module) -> None:
+        """Give all ranks the parameters and buffers of the first one, before ``apply``: an equal start.
+
+        Every rank of the composition calls it.
+
+        Args:
+            module: a module with the same shapes on every rank.
+
+        Raises:
+            MethodError: a parameter is sharded already.
+
+        >>> from pgmesh.parallel import compose
+        >>> compose(mesh, unowned=mesh.axes).broadcast(torch.nn.Linear(2, 2))
+        """
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        experts = expert_parameters(module)
+        if sharded := [name for name, each in tensors if isinstance(each, DTensor) or name in experts]:
+            raise MethodError(f"{sharded[0]} is sharded already: call broadcast(module) before apply(module).")
+        if len(self._ranks) > 1:
+            group = self.mesh.group_of(self._ranks)
+            for _, tensor in tensors:
+                with on_served_device(tensor.detach(), group) as sent:
+                    dist.broadcast(sent, group=group, group_src=0)
+
+    def _apply(
+        self, methods: tuple[Method, ...], sharded: Shards, running: list[Method], module: nn.Module
+    ) -> nn.Module:
         """Apply the last of the methods, which applies the others through ``inner``.
 
         Args:
             methods: lowest level first.
-            reported: errors that name their method already. They pass through the methods of higher levels unchanged.
+            sharded: the number of shards of each parameter that is one. Methods that shard parameters add theirs.
+            running: the methods whose ``around`` is running. After an error, the last one has raised it.
             module: the module.
         """
         if not methods:
             return module
-        *inner_methods, method = methods
-        parameters = dict[str, nn.Parameter]()
+        *lower_methods, method = methods
+        before: dict[str, tuple[torch.Size, int]] = {}
 
         def inner(part: nn.Module) -> nn.Module:
-            part = self._apply(tuple(inner_methods), reported, part)
-            parameters.update(part.named_parameters())
+            part = self._apply(tuple(lower_methods), sharded, running, part)
+            before.update((name, (shape, sharded.get(place, 1))) for name, place, shape in places_of(part))
             return part
 
-        groups_before = held_groups(self.mesh)
-        try:
-            applied = method.around(module, inner)
-            if not isinstance(applied, nn.Module):
-                raise TypeError(f"apply returned {applied!r}, not the module to train")
-            check_parameters_kept(method, inner_methods, parameters, applied)
-        except BaseException as error:
-            release_new_groups(groups_before, method)
-            if error in reported or not isinstance(error, Exception):
-                raise
-            failed = MethodError(
-                f"{method} failed in apply: {type(error).__name__}: {error}\n\n"
-                "New groups along its axes were released. The module may be partly changed: build it again."
-            )
-            reported.append(failed)
-            raise failed from error
+        running.append(method)
+        applied = method.around(module, inner)
+        if not isinstance(applied, nn.Module):
+            raise TypeError(f"apply returned {applied!r}, not the module to train")
+        running.pop()
+        shards = 1 if method.differs != "weights" or method.level is Level.PIPELINE else method.mesh.size(*method.owns)
+        for name, place, shape in places_of(applied):
+            if name in before:  # also if the method has replaced the module that has the parameter
+                old_shape, count = before[name]
+                sharded[place] = count * (1 if shape == old_shape else shards)
         return applied
 
     def attach(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -103,25 +257,43 @@ class Composition:
             method.attach(optimizer)
         return optimizer
 
+    def accumulate(self, module: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Context manager for gradient accumulation: ranks average gradients only in the last backward pass.
+
+        Divide each loss by the number of passes, so that the sum of the gradients is a mean. A pipeline, and a method
+        without ``accumulate``, averages in every pass, which gives the same sums.
+
+        Args:
+            module: the module that ``apply`` returned.
+            last: True in the last pass.
+        """
+        accumulate = getattr(self._averaging, "accumulate", None)
+        if accumulate is None or any(each.level is Level.PIPELINE for each in self.methods):
+            return contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[None] = accumulate(module, last=last)
+        return context
+
+    # -- the batch --------------------------------------------------------------------------------------------------
+
     @property
-    def size(self) -> int:
-        """Number of ranks that read different rows: ``num_replicas`` of a DistributedSampler.
+    def num_replicas(self) -> int:
+        """Number of parts of the rows of a batch: ``num_replicas`` of a DistributedSampler.
 
         >>> from pgmesh.parallel import compose
-        >>> compose(mesh, unowned=mesh.axes).size
+        >>> compose(mesh, unowned=mesh.axes).num_replicas
         1
         """
-        return self._size_and_index[0]
+        return self._part_of_rows[0]
 
     @property
-    def index(self) -> int:
-        """Index of this rank's part of a batch: ``rank`` of a DistributedSampler."""
-        return self._size_and_index[1]
+    def rank(self) -> int:
+        """Index of this rank's part: ``rank`` of a DistributedSampler."""
+        return self._part_of_rows[1]
 
     @property
-    def _size_and_index(self) -> tuple[int, int]:
+    def _part_of_rows(self) -> tuple[int, int]:
         blocks: dict[Layout, tuple[ProcessGroupMesh, list[Axis]]] = {}  # one block for all methods on one layout
-        for method in self._batch_methods:
+        for method in self._row_methods:
             blocks.setdefault(method.mesh.layout, (method.mesh, []))[1].extend(method.owns)
         size, index = 1, 0
         for mesh, axes in blocks.values():
@@ -130,25 +302,182 @@ class Composition:
         return size, index
 
     @property
-    def _batch_methods(self) -> tuple[Method, ...]:
-        """The methods that split the batch."""
-        return tuple(method for method in self.methods if method.splits_batch)
+    def _row_methods(self) -> list[Method]:
+        return [each for each in self.methods if each.differs == "rows"]
 
-    def share(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of a batch. The batch is the same on every rank; rows are its first dimension.
+    def share(self, batch: Any) -> Any:
+        """This rank's part of a batch: its rows, and with context parallelism its positions.
+
+        Args:
+            batch: the batch, the same on every rank: a tensor, or a tuple, list or mapping of tensors, such as inputs,
+                labels and position ids. Rows are the first dimension of each and positions the second; a tensor without
+                dimensions stays whole. Shift labels before: the next token of a position may be on another rank.
 
         Raises:
-            ShapeError: the rows cannot be split evenly.
+            ShapeError: the rows or positions cannot be split evenly, or tensors have different numbers of positions.
+
+        >>> from pgmesh.parallel import DataParallel, compose
+        >>> compose(mesh, DataParallel(mesh, "dp"), unowned=["pp", "tp"]).share({"x": torch.arange(6)})
+        {'x': tensor([0, 1, 2])}
         """
-        size, index = self._size_and_index
-        axes = " x ".join(format_sizes(method.mesh, method.owns) for method in self._batch_methods)
-        return split_rows(rows, size, index, axes)
+        cutting = [each for each in self.methods if each.differs == "positions" and hasattr(each, "cut")]
+        lengths = sorted({each.size(1) for each in tensors_in(batch) if each.ndim > 1}) if cutting else []
+        if len(lengths) > 1:
+            raise ShapeError(
+                f"{', '.join(map(str, cutting))} cuts positions, the second dimension, but the tensors of this batch "
+                f"have {' and '.join(map(str, lengths))} of them.\n\n"
+                "  {name: together.share(tensor) for ...}   # each alone, without those that have no positions"
+            )
+        axes = " x ".join(format_sizes(each.mesh, each.owns) for each in self._row_methods)
+
+        def part(tensor: Tensor) -> Tensor:
+            tensor = split_rows(tensor, *self._part_of_rows, axes) if tensor.ndim else tensor
+            for method in cutting if tensor.ndim > 1 else ():
+                tensor = method.cut(tensor)
+            return tensor
+
+        return _map_tensors(part, batch)
+
+    def check_inputs(self, batch: Any) -> None:
+        """Compare the rows, positions and tokens of this rank's part of a batch with those of other ranks.
+
+        ``apply`` lets the first training step do it, unless the whole module is compiled. Every rank of the composition
+        calls it.
+
+        Args:
+            batch: what ``share`` returned: the first tensor in it counts.
+
+        Raises:
+            ShapeError: ranks have different numbers; the same on every rank.
+        """
+        compared = [*comparisons(self.methods, self.equal_parts)]
+        compare_inputs(self.mesh, self._ranks, compared, batch)
+
+    def _compare_first_inputs(self, module: nn.Module, was_on_meta: bool) -> None:
+        """Let the first training step of a module compare the inputs of ranks, and weights that had no values."""
+        waiting = [module] if len(self._ranks) > 1 else []  # a copy of the module has the same list
+
+        def compare(inputs: Any) -> None:
+            if waiting:
+                self.check_inputs(inputs)
+                if was_on_meta:
+                    self._compare_whole_weights(module)
+                waiting.clear()
+
+        if hasattr(module, "before_step"):  # a pipeline
+            vars(module)["before_step"] = compare
+            return
+
+        def before_forward(trained: nn.Module, args: Any, keywords: Any) -> None:
+            if trained.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                compare((args, keywords))
+                hook.remove()
+
+        # prepend: before the hook of fully_shard, which gathers parameters
+        hook = module.register_forward_pre_hook(before_forward, with_kwargs=True, prepend=True)
+
+    # -- losses and gradients ---------------------------------------------------------------------------------------
+
+    def mean(self, loss: Tensor, tokens: Tensor | int | None = None) -> Tensor:
+        """The mean loss of one process, from the losses of ranks that read different tokens.
+
+        Its gradient is right after the average over ranks. All these ranks call it. Under a method that averages later,
+        it is the mean of this rank's replica.
+
+        Args:
+            loss: the mean loss of this rank's tokens, if all ranks have equally many; otherwise the sum of the losses.
+            tokens: with a sum, the number of this rank's tokens that count: in all passes of an accumulation; in a
+                pipeline, those of the batch divided by the number of microbatches.
+
+        >>> from pgmesh.parallel import compose
+        >>> compose(mesh, unowned=mesh.axes).mean(torch.tensor(6.0), tokens=4)
+        tensor(1.5000)
+        """
+        loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        loss = loss.to(torch.promote_types(loss.dtype, torch.float32))  # a 16-bit float cannot count tokens
+        counted = torch.as_tensor(1 if tokens is None else tokens).to(loss)
+        sums, n = torch.stack([loss.detach(), counted]), len(self._token_ranks)
+        if n > 1:
+            group = self.mesh.group_of(self._token_ranks)
+            with on_served_device(sums, group) as summed:
+                dist.all_reduce(summed, group=group)
+        own = loss * (n / sums[1])
+        return own + (sums[0] / sums[1] - own).detach()
+
+    def grad_norm(self, *, module: nn.Module | None = None, norm_type: float = 2.0) -> Tensor:
+        """Norm of all gradients over all ranks, each weight counted once. Every rank of the composition calls it.
+
+        Under a method that averages later, it is the norm of this rank's replica.
+
+        Args:
+            module: the module that ``apply`` returned; needed if it was called for several.
+            norm_type: order of the norm, such as 2.0, 1.0 or ``math.inf``.
+
+        Raises:
+            MethodError: there is no such module.
+
+        >>> from pgmesh.parallel import compose
+        >>> together = compose(mesh, unowned=mesh.axes)
+        >>> layer = together.apply(torch.nn.Linear(3, 1, bias=False))
+        >>> layer(torch.ones(1, 3)).sum().backward()
+        >>> together.grad_norm()
+        tensor(1.7321, dtype=torch.float64)
+        """
+        applied = self._applied(module)
+        copies = {id(weight) for weight in getattr(applied, "copies", list)()}  # a pipeline's tied duplicates
+        pieces = []
+        for name, weight in applied.named_parameters():
+            if weight.grad is not None and id(weight) not in copies:
+                shard, shards = local_shard(weight.grad)
+                pieces.append((shard, shards * self._pieces[applied].get(name, 1)))
+        return norm_of_pieces(pieces, norm_type, self.mesh.group_of(self._replica_ranks))
+
+    def clip_grad_norm_(self, max_norm: float, *, module: nn.Module | None = None, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm is at most ``max_norm``, as torch's function does on one process.
+
+        Args:
+            max_norm: the greatest norm.
+            module: as in ``grad_norm``, as is ``norm_type``.
+            norm_type: order of the norm.
+
+        Returns:
+            The norm before, the same on every rank.
+        """
+        norm = self.grad_norm(module=module, norm_type=norm_type)
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        scale_gradients([w.grad for w in self._applied(module).parameters() if w.grad is not None], scale)
+        return norm
+
+    def _applied(self, module: nn.Module | None) -> nn.Module:
+        """The module that ``apply`` returned."""
+        known = [*self._pieces] if module is None else [each for each in self._pieces if each is module]
+        if len(known) != 1:
+            raise MethodError(
+                f"apply of this composition returned {count_of(len(self._pieces), 'module')}, and none or several of "
+                "these are meant here.\n\n"
+                "  together.clip_grad_norm_(1.0, module=model)   # model = together.apply(...)"
+            )
+        return known[0]
 
     def __repr__(self) -> str:
         return f"Composition({'; '.join(map(str, self.methods))})"
 
 
-def compose(mesh: ProcessGroupMesh, *methods: Method, unowned: Iterable[Axis] = ()) -> Composition:
+def _map_tensors(function: Any, value: Any) -> Any:
+    """Apply a function to each tensor in a nest of mappings, lists and tuples."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: _map_tensors(function, each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        parts = [_map_tensors(function, each) for each in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
+def compose(
+    mesh: ProcessGroupMesh, *methods: Method, unowned: Iterable[Axis] = (), equal_parts: bool = True
+) -> Composition:
     """Check that parallel methods can be applied to one module together, and sort them by level.
 
     Tensor methods are applied first, then context and expert methods, then sharding, then data methods. A pipeline is
@@ -158,18 +487,20 @@ def compose(mesh: ProcessGroupMesh, *methods: Method, unowned: Iterable[Axis] = 
         mesh: the mesh.
         methods: the methods, in any order, each on this mesh or on a view or slice of it.
         unowned: axes of more than one rank that have no owner on purpose.
+        equal_parts: ranks that read different rows need the same number of them, since their losses are averaged.
+            False: parts may have different sizes, and the program computes its loss by ``mean(loss_sum, tokens)``.
 
     Raises:
         AxisError: an axis has two owners, or an axis of more than one rank has none.
-        AxisError: methods on different views or slices own the same ranks, and neither ``shares`` them.
-        AxisError: a method reduces over the stages of a pipeline.
+        AxisError: methods on different views or slices own the same ranks. Experts may lie on those of other methods.
+        AxisError: two methods average gradients, or one works across the shards or pipeline stages of another.
         MethodError: an argument is not a method, or is on another mesh.
 
-    >>> from pgmesh.parallel import Level, Method, compose
+    >>> from pgmesh.parallel import Method, compose
     >>> class Rows(Method):
-    ...     splits_batch = True
+    ...     differs = "rows"
     >>> class Weights(Method):
-    ...     level = Level.TENSOR
+    ...     differs = "weights"
     >>> compose(mesh, Rows(mesh, "dp"), Weights(mesh, "tp"), unowned=["pp"])
     Composition(Weights along tp; Rows along dp)
     """
@@ -183,6 +514,11 @@ def compose(mesh: ProcessGroupMesh, *methods: Method, unowned: Iterable[Axis] = 
                 f"{method} is on {method.mesh!r}, but is composed on {mesh!r}. "
                 f"All methods of a composition are on one mesh, its views and its slices."
             )
+        if not {*method.mesh.ranks(*method.owns)} <= {*mesh}:
+            raise MethodError(
+                f"{method} works on ranks {name_ranks(method.mesh.ranks(*method.owns))[6:]}, of which some are not in "
+                f"{mesh!r}, the mesh or slice of the composition."
+            )
     for one, other in itertools.combinations(methods, 2):
         check_owners(one, other)
     allowed = mesh.along(*unowned).axes if (unowned := tuple(unowned)) else ()
@@ -195,106 +531,21 @@ def compose(mesh: ProcessGroupMesh, *methods: Method, unowned: Iterable[Axis] = 
             f"work without synchronization. Owned axes: {owned or 'none'}.\n\n"
             f"  compose(mesh, ..., unowned={missing})   # if this is intended"
         )
-    return Composition(mesh, tuple(sorted(methods, key=lambda method: method.level)))
+    return Composition(mesh, tuple(sorted(methods, key=lambda method: method.level)), equal_parts)
 
 
-def check_owners(one: Method, other: Method) -> None:
-    """Check that two methods own different axes, and that neither reduces over the other's pipeline stages.
-
-    Two methods on different views own the same axis if two ranks are in one block of both. Names do not matter.
-
-    Raises:
-        AxisError: an axis has two owners, or a method reduces over pipeline stages.
-    """
-    same_layout = one.mesh.layout == other.mesh.layout
-    for axis, other_axis in itertools.product(one.owns, other.owns):
-        if same_layout and axis == other_axis:
-            raise AxisError(
-                f"axis {axis} has two owners: {one}, and {other}. An axis has one owner; a method that only reduces "
-                "along it has it in over=.\n\n"
-                f"  {type(other).__name__}(mesh, ..., over=...)   # the axes along which it reduces, with {axis}"
-            )
-        allowed = same_layout or one.shares(axis, other) or other.shares(other_axis, one)
-        if pair := None if allowed else shared_pair(one.mesh.layout, axis, other.mesh.layout, other_axis):
-            raise AxisError(
-                f"ranks {pair[0]} and {pair[1]} have two owners: {one} owns both along {axis}, and {other} owns both "
-                f"along {other_axis} of another view or slice. An axis has one owner, under any name. Only experts, "
-                "and methods that define shares(), may overlap the ranks of other methods.\n\n"
-                f"  mesh.view(...)   # with an axis {other_axis} that does not overlap {axis}"
-            )
-    pipeline, method = (one, other) if one.level is Level.PIPELINE else (other, one)
-    if pipeline.level is Level.PIPELINE and method.level is not Level.PIPELINE:
-        for axis, other_axis in itertools.product(pipeline.owns, method.reduces):
-            if pair := shared_pair(pipeline.mesh.layout, axis, method.mesh.layout, other_axis):
-                raise AxisError(
-                    f"{method} reduces along {other_axis}, and so over ranks {pair[0]} and {pair[1]}, which are "
-                    f"different stages of {pipeline} and have different parameters.\n\n"
-                    f"  {type(method).__name__}(..., over=...)   # axes that do not cross stages"
-                )
-
-
-def shared_pair(layout: Layout, axis: Axis, other: Layout, other_axis: Axis) -> tuple[int, int] | None:
-    """Two ranks that are in one block along ``axis`` and in one block along ``other_axis`` of another layout."""
-    if layout == other:
-        block = layout.block_of(layout.ranks()[0], axis)
-        return (block[0], block[1]) if axis == other_axis and len(block) > 1 else None
-    for block in other.partition(other_axis) if layout.size(axis) > 1 and other.size(other_axis) > 1 else ():
-        seen: dict[tuple[int, ...], int] = {}  # ranks by their coord without ``axis``: equal coords share a block
-        for rank in block:
-            if rank in layout:
-                coord = tuple(i for name, i in zip(layout.axes, layout.coord_of(rank)) if name != axis)
-                if coord in seen:
-                    return seen[coord], rank
-                seen[coord] = rank
-    return None
-
-
-def owns_axis(method: Method, mesh: ProcessGroupMesh, axis: Axis) -> bool:
-    """Return True if a method owns an axis of the mesh, directly or as part of an axis of a view or slice.
-
-    A method on another layout that overrides ``shares`` never counts as an owner: other methods own its ranks.
-    """
-    layout = method.mesh.layout
-    if layout == mesh.layout:
-        return axis in method.owns
-    if type(method).shares is not Method.shares:
-        return False  # it overlaps ranks that other methods own
-    blocks = [block for block in mesh.layout.partition(axis) if any(rank in layout for rank in block)]
-    return all(block[0] in layout and {*block} <= {*layout.block_of(block[0], *method.owns)} for block in blocks)
-
-
-def check_parameters_kept(
-    method: Method, inner_methods: Sequence[Method], parameters: Mapping[str, nn.Parameter], applied: nn.Module
-) -> None:
-    """Check that a data method did not replace the parameters that an earlier data method was given.
-
-    The earlier one may keep references, in hooks for instance. Replaced parameters would never get a gradient. Methods
-    of lower levels must not keep references, since sharding replaces parameters after them.
-
-    Raises:
-        MethodError: parameters were replaced.
-    """
-    earlier = next((each for each in inner_methods if each.level is Level.DATA), None)
-    if earlier is None or method.level is not Level.DATA:
-        return
-    kept = {id(weight) for weight in applied.parameters()}
-    if replaced := [name for name, weight in parameters.items() if id(weight) not in kept]:
-        raise MethodError(
-            f"{method} replaced {count_of(len(replaced), 'parameter')}, for example {replaced[0]}, but {earlier} was "
-            f"applied before and may keep references to the old ones.\n\n"
-            f"  {type(method).__name__}.level = Level.SHARD   # then compose applies it before {type(earlier).__name__}"
-        )
-
-
-def held_groups(mesh: ProcessGroupMesh) -> set[tuple[int, ...]]:
-    """Ranks of each group of the mesh that this rank has created."""
-    return {group.ranks for group in mesh.held()}
+def places_of(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str], torch.Size]]:
+    """Of each parameter: its name, the module that has it with its name there, and its shape, of all shards together
+    if it is a DTensor."""
+    for owner_name, owner in module.named_modules():
+        for name, weight in owner.named_parameters(recurse=False):
+            yield f"{owner_name}.{name}".lstrip("."), (owner, name), weight.shape
 
 
 def release_new_groups(before: set[tuple[int, ...]], method: Method) -> None:
-    """Release the groups along a method's axes that are not in ``before``."""
+    """Release the groups inside a method's block whose ranks are not in ``before``."""
     mesh = method.mesh
-    block = set(mesh.ranks(*{*method.owns, *method.reduces}))
-    for ranks in held_groups(mesh) - before:
+    block = {*mesh.ranks(*{*method.owns, *method.average_axes})}
+    for ranks in {group.ranks for group in mesh.held()} - before:
         if block.issuperset(ranks):
             mesh.release(ranks=ranks)

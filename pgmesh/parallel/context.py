@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from pgmesh.errors import MethodError, OptionsError, ShapeError
-from pgmesh.parallel.base import Check, Level, Method
-from pgmesh.parallel.divisibility import divide_along_axes, format_sizes, nearest_multiples
+from pgmesh.parallel.base import Method
+from pgmesh.parallel.divisibility import divide_along_axes, divide_evenly, format_sizes
 from pgmesh.parallel.exchange import all_gather_stacked
-from pgmesh.parallel.input_checks import Comparison, Exchange, add_comparison
 from pgmesh.parallel.ownership import is_stage
 from pgmesh.parallel.ring import ring_attention, ulysses_attention
 
@@ -21,9 +20,6 @@ if TYPE_CHECKING:
 
     from pgmesh.layout import Axis
     from pgmesh.mesh import ProcessGroupMesh
-
-CUT = "method.cut(whole)   # parts of the same length on all ranks"
-"""The right call, for the message of unequal parts."""
 
 
 class ContextParallel(Method):
@@ -34,18 +30,18 @@ class ContextParallel(Method):
     positions independently and stay as they are. Shard the inputs with ``cut``; ``positions`` has the positions of this
     rank.
 
-    Each rank's loss is the mean over its positions. So average gradients along these axes too:
-    ``DataParallel(mesh, "dp", over=("dp", "cp"))``. Untested on GPUs.
+    Each rank's loss is the mean over its positions, so gradients are averaged along these axes too: ``compose`` widens
+    the method that averages gradients. Untested on GPUs.
 
     Args:
         mesh: the mesh, or a view or slice of it.
         axes: axes along which sequences are sharded.
         attention: "ring" sends keys and values from rank to rank while scores are computed, with any number of heads.
-            "ulysses" exchanges heads for positions by all-to-all; the heads have to be divisible by the ranks.
+            "ulysses" exchanges heads for positions by all-to-all; the heads have to be divisible by the ranks. None:
+            the program replaces attention and shards positions itself, for example by torch's ``context_parallel``.
         balanced: for the ring: rank i of n holds chunks i and 2n-1-i of 2n, so that all ranks have the same work under
             a causal mask. Otherwise rank i holds part i of n.
         options: as in ``Method``.
-        check: as in ``Method``, of rows and positions.
 
     Raises:
         OptionsError: there is no such attention.
@@ -55,24 +51,22 @@ class ContextParallel(Method):
     [0, 1, 6, 7]
     """
 
-    level: ClassVar[Level] = Level.TOKEN
+    differs = "positions"
 
     def __init__(
         self,
         mesh: ProcessGroupMesh,
         *axes: Axis,
-        attention: Literal["ring", "ulysses"] = "ring",
+        attention: Literal["ring", "ulysses"] | None = "ring",
         balanced: bool = True,
         options: Mapping[str, Any] | None = None,
-        check: Check = "first",
     ) -> None:
-        super().__init__(mesh, *axes, options=options, check=check)
-        if attention not in ("ring", "ulysses"):
-            raise OptionsError(f"ContextParallel: attention is 'ring' or 'ulysses', not {attention!r}.")
-        self._ring = attention == "ring"
+        super().__init__(mesh, *axes, options=options)
+        if attention not in ("ring", "ulysses", None):
+            raise OptionsError(f"ContextParallel: attention is 'ring', 'ulysses' or None, not {attention!r}.")
+        self.cuts, self._ring = attention is not None, attention == "ring"
         self._balanced = self._ring and balanced
         self._ranks = mesh.size(*self.owns)
-        self._joins = {True: 0, False: 0}  # calls of ``join``, by presence of gradients
 
     def apply(self, module: nn.Module) -> nn.Module:
         """Replace torch's scaled_dot_product_attention by ``method.attention`` in all attributes of submodules.
@@ -80,8 +74,8 @@ class ContextParallel(Method):
         Raises:
             MethodError: no submodule has it in an attribute. Single stages of a pipeline may have none.
         """
-        found = False
-        for each in module.modules():
+        found = not self.cuts
+        for each in module.modules() if self.cuts else ():
             for name, value in list(vars(each).items()):
                 if value is scaled_dot_product_attention:
                     setattr(each, name, self.attention)
@@ -94,7 +88,6 @@ class ContextParallel(Method):
                 "  out = self.attention(q, k, v, is_causal=True)       # in its forward"
             )
         self._group(*self.owns)
-        add_comparison(module, Comparison(self, self.owns, ("rows", "positions"), CUT))
         return module
 
     def attention(
@@ -135,7 +128,7 @@ class ContextParallel(Method):
         return ulysses_attention(query, key, value, group, **settings)
 
     def cut(self, whole: Tensor, along: int = 1) -> Tensor:
-        """Return this rank's part of a sequence, such as inputs or labels.
+        """Return this rank's part of a sequence, such as inputs or labels; all of it with ``attention=None``.
 
         Args:
             whole: the whole sequence, the same on every rank.
@@ -144,13 +137,11 @@ class ContextParallel(Method):
         Raises:
             ShapeError: the length is not divisible.
         """
-        chunks, length = self._ranks * (1 + self._balanced), whole.size(along)
-        if length % chunks:
-            raise ShapeError(
-                f"a sequence of {length} positions cannot be split evenly along {self._axis_sizes}: {length} is not "
-                f"divisible by {chunks}{f', two chunks for each of {self._ranks} ranks' * self._balanced}.\n\n"
-                f"  {nearest_multiples(length, chunks)} positions would do"
-            )
+        if not self.cuts:
+            return whole
+        chunks, length = self._ranks * (2 if self._balanced else 1), whole.size(along)
+        two = f"{self._axis_sizes}, two chunks for each rank" if self._balanced else self._axis_sizes
+        divide_evenly(length, f"a sequence of {length} positions", "positions", chunks, two)
         parts, index = whole.chunk(chunks, along), self.mesh.index(*self.owns)
         return torch.cat([parts[i] for i in self._chunk_indices(index)], along)
 
@@ -165,15 +156,8 @@ class ContextParallel(Method):
             along: the dimension of positions.
 
         Raises:
-            ShapeError: the parts have unequal lengths, or a balanced part has an odd length. ``check="first"`` compares
-                the first two calls with gradients enabled, and the first two without.
+            ShapeError: a balanced part has an odd length. Parts of unequal lengths are not compared here.
         """
-        comparison = Comparison(self, self.owns, ("positions", "numbers at a position"), CUT)
-        training = torch.is_grad_enabled()  # calls are counted apart, so that an evaluation uses up none of training
-        if comparison.is_due(self._joins[training]):
-            numbers = part.size(along), part.numel() // max(1, part.size(along))
-            Exchange(dict(zip(comparison.units, numbers)), [comparison]).raise_if_unequal()
-        self._joins[training] += 1
         self._check_balanced(part.size(along))
         chunks: dict[int, Tensor] = {}
         for index, each in enumerate(all_gather_stacked(part, self.mesh.group(*self.owns))):

@@ -11,7 +11,8 @@ from pgmesh.mesh import ProcessGroupMesh
 
 def format_sizes(mesh: ProcessGroupMesh, axes: Iterable[Axis]) -> str:
     """Axes with their sizes, for a message: "dp=2 x cp=2"."""
-    return " x ".join(f"{'axis ' * isinstance(axis, int)}{axis}={mesh.size(axis)}" for axis in axes)
+    names = {axis: f"axis {axis}" if isinstance(axis, int) else axis for axis in axes}
+    return " x ".join(f"{name}={mesh.size(axis)}" for axis, name in names.items())
 
 
 def nearest_multiples(count: int, unit: int) -> str:

@@ -1,4 +1,4 @@
-"""Collectives with gradients, and point-to-point transfers, used by the parallel methods.
+"""Collectives with gradients, used by the parallel methods.
 
 Each docstring has the operation of the forward pass and that of the backward pass.
 """
@@ -6,9 +6,8 @@ Each docstring has the operation of the forward pass and that of the backward pa
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -191,30 +190,3 @@ def ring_shift(tensor: Tensor, group: ProcessGroup, tag: int = 0) -> tuple[Tenso
         ]
     )
     return received, works
-
-
-def send_tensors(tensors: Sequence[Tensor], rank: int, group: ProcessGroup, device: torch.device) -> None:
-    """Send tensors of any shapes and dtypes to a rank of the world, which calls ``receive_tensors``. No gradient.
-
-    Each message is a batch, as in torch's pipelines, so that NCCL connects the whole group with the first one.
-    """
-    file = io.BytesIO()
-    torch.save([tensor.detach().clone() for tensor in tensors], file)  # clone: of a view, save writes the whole storage
-    content = torch.frombuffer(file.getbuffer(), dtype=torch.uint8).to(device)
-    _send_or_receive(dist.isend, torch.tensor([content.numel()], device=device), rank, group)
-    _send_or_receive(dist.isend, content, rank, group)
-
-
-def receive_tensors(rank: int, group: ProcessGroup, device: torch.device) -> tuple[Tensor, ...]:
-    """Receive the tensors that a rank of the world sends with ``send_tensors``, on this device."""
-    size = _send_or_receive(dist.irecv, torch.empty(1, dtype=torch.int64, device=device), rank, group)
-    content = _send_or_receive(dist.irecv, torch.empty(int(size), dtype=torch.uint8, device=device), rank, group)
-    file = bytearray(len(content))
-    torch.frombuffer(file, dtype=torch.uint8).copy_(content)
-    return tuple(torch.load(io.BytesIO(file), map_location=device, weights_only=True))
-
-
-def _send_or_receive(operation: Callable[..., Any], tensor: Tensor, rank: int, group: ProcessGroup) -> Tensor:
-    for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, rank, group)]):
-        work.wait()
-    return tensor

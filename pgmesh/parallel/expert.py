@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,19 +13,16 @@ from torch import nn
 
 from pgmesh.errors import AxisError, MethodError
 from pgmesh.parallel import exchange, mixture
-from pgmesh.parallel.base import Check, Level, Method, format_axes
+from pgmesh.parallel.base import Method, format_axes
+from pgmesh.parallel.blocks import Blocks, connected_ranks, spanning_axes
 from pgmesh.parallel.divisibility import divide_along_axes, format_sizes
-from pgmesh.parallel.input_checks import Comparison, add_comparison
-from pgmesh.parallel.ownership import is_stage, mark_owned
+from pgmesh.parallel.ownership import LocalExperts, is_stage
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from pgmesh.layout import Axis
     from pgmesh.mesh import ProcessGroupMesh
-
-ALIKE_MARK = "pgmesh_alike"
-"""Attribute of a layer's experts: True if they differ only in the parameters of their linear layers."""
 
 
 class ExpertParallel(Method):
@@ -34,74 +32,76 @@ class ExpertParallel(Method):
     attribute ``experts``, a ModuleList or ModuleDict. ``apply`` replaces the experts by a ModuleDict of this rank's
     experts, under their old names. Every rank has to build the module with the same parameters before.
 
-    Ranks along the axes hold different tokens. Each rank's loss is the mean over its tokens, and the loss of the model
-    is the mean over ranks. So all ranks need the same number of tokens, which is checked in training.
+    Ranks along the axes may read the same tokens or different ones: ``compose`` derives it from the other methods. Each
+    rank's loss is the mean over its tokens, and the loss of the model is the mean over ranks.
 
     Gradients of experts are all-reduced in the backward pass over the ranks that hold the same experts, those of a
-    layer as one tensor. They are divided by the number of ranks along ``over``. ``DataParallel`` and
-    ``ShardedDataParallel`` reduce all other gradients.
+    layer as one tensor. They are divided by the number of all ranks that send tokens to them. ``DataParallel`` and
+    ``ShardedDataParallel`` average all other gradients. Without ``compose``, the ranks along the axes are all that send
+    tokens.
 
-    The host waits for the device once in each layer, for the numbers of tokens. Experts in bfloat16 that differ only in
-    the parameters of their linear layers run as torch's ``grouped_mm``: the ``forward`` of the first runs once, on the
-    rows of all, so it has to treat each row alone. All other experts run one after another. Untested on GPUs.
+    The host waits for the device once in each layer, for the numbers of tokens. Experts run in the dtype of the tokens,
+    one after another unless they are ``grouped``. Untested on GPUs.
 
     Args:
         mesh: a view of the mesh, such as ``mesh.view(pp=2, edp=2, ep=2)``, or the mesh.
         axes: axes over which experts are distributed.
-        over: all axes along which ranks hold different tokens, ``axes`` among them: ``("edp", "ep")``.
-        tensor: an axis along which each expert is also sharded. If it is in ``over``, its ranks hold different tokens,
-            which are all-gathered. Otherwise they hold the same tokens, as in tensor parallelism.
+        tensor: an axis along which each expert is also sharded. If its ranks read different tokens, these are
+            all-gathered; otherwise they hold the same tokens, as in tensor parallelism.
         columns: name patterns of an expert's linear layers whose outputs are sharded along ``tensor``.
         rows: name patterns of those whose inputs are sharded. They may not have a bias.
+        grouped: run the linear layers of all experts of a layer as torch's ``grouped_mm``, for tokens in bfloat16 and
+            sizes that are multiples of 8. The ``forward`` of the first expert runs once, on the rows of all: it has to
+            treat each row alone, and to call its linear layers. Hooks on experts do not run.
         options: options of its groups, as in ``mesh.configure``.
-        check: as in ``Method``, of tokens. With "never", ranks along ``over`` may have unequal numbers of tokens; the
-            program then has to weight its losses.
 
     Raises:
         AxisError: ``tensor`` without ``columns`` and ``rows``, or these without ``tensor``.
 
     >>> from pgmesh.parallel import ExpertParallel
     >>> moe = mesh.view(edp=2, ep=2, etp=2)
-    >>> ExpertParallel(moe, "ep", over=("edp", "ep"), tensor="etp", columns=["up"], rows=["down"])
+    >>> ExpertParallel(moe, "ep", tensor="etp", columns=["up"], rows=["down"])
     ExpertParallel along ep, etp
     """
 
-    level: ClassVar[Level] = Level.TOKEN
+    differs = "experts"
 
     def __init__(
         self,
         mesh: ProcessGroupMesh,
         *axes: Axis,
-        over: Iterable[Axis] | None = None,
         tensor: Axis | None = None,
         columns: Iterable[str] = (),
         rows: Iterable[str] = (),
+        grouped: bool = False,
         options: Mapping[str, Any] | None = None,
-        check: Check = "first",
     ) -> None:
-        super().__init__(mesh, *axes, over=over, options=options, check=check)
+        super().__init__(mesh, *axes, options=options)
         self._expert_axes, self._tensor_axes = self.owns, () if tensor is None else mesh.along(tensor).axes
-        self._column_patterns, self._row_patterns = tuple(columns), tuple(rows)
+        self._column_patterns, self._row_patterns, self._grouped = tuple(columns), tuple(rows), grouped
         if bool(self._tensor_axes) != bool(self._column_patterns and self._row_patterns):
             raise AxisError(
                 "ExpertParallel: an expert is sharded with tensor=, columns= and rows=, all three or none of them.\n\n"
                 f"  ExpertParallel(mesh, {self._expert_axes[0]!r}, tensor='etp', columns=['up'], rows=['down'])"
             )
         self.owns = mesh.along(*self._expert_axes, *self._tensor_axes).axes
-        self._gathers_tokens = bool(self._tensor_axes) and self._tensor_axes[0] in self.reduces
-        self._replica_axes = tuple(axis for axis in self.reduces if axis not in self.owns)
-        self.configure(options, self._expert_axes, self._replica_axes, self._tensor_axes)
-        replicated = () if self._gathers_tokens else self._tensor_axes  # axes whose ranks hold the same tokens
-        self._token_axes = mesh.along(*{*self.reduces, *replicated}).axes
+        self.configure(self._tensor_axes)
 
-    def shares(self, axis: Axis, other: Method) -> bool:
-        """Return True if ``other`` may have ranks in common with ``axis``: experts lie on ranks of other methods.
+    def settle(self, readers: Blocks) -> None:
+        """Derive which ranks send tokens to the same experts, and which of them hold the same experts."""
+        senders = connected_ranks(self.mesh.rank, [*readers, (self.mesh.layout, self._expert_axes)])
+        self.average_axes = spanning_axes(self.mesh, senders, f"{self} gets tokens of")
+        self.configure(self.average_axes, self._replica_axes)
 
-        Every method but a pipeline may. Along an axis of ``tensor`` whose ranks hold the same tokens, only tensor
-        parallelism may.
-        """
-        replicated = axis in self._tensor_axes and not self._gathers_tokens
-        return other.level is Level.TENSOR if replicated else other.level is not Level.PIPELINE
+    @property
+    def _gathers_tokens(self) -> bool:
+        """True if ranks along ``tensor`` read different tokens."""
+        return bool(self._tensor_axes) and self._tensor_axes[0] in self.average_axes
+
+    @property
+    def _replica_axes(self) -> tuple[Axis, ...]:
+        """Axes along which ranks send different tokens to copies of the same experts."""
+        return tuple(axis for axis in self.average_axes if axis not in self.owns)
 
     # -- the module -----------------------------------------------------------------------------------------------
 
@@ -113,15 +113,13 @@ class ExpertParallel(Method):
             MethodError: an expert has no layer for a pattern, or parameters in layers without a pattern.
             ShapeError: the experts, or the features of their layers, are not divisible by the ranks.
         """
-        layers = 0
-        for name, each in module.named_modules():
-            for attribute, value in list(vars(each).items()):
-                if value is mixture.mix:
-                    self._keep_local_experts(f"{name or type(each).__name__}.experts", each)
-                    setattr(each, attribute, self.mix)
-                    layers += 1
-                elif value is mixture.balance_loss:
-                    setattr(each, attribute, self.balance_loss)
+        layers = list(mixture.expert_layers(module))
+        for name, layer, attribute in layers:
+            self._keep_local_experts(f"{name or type(layer).__name__}.experts", layer)
+            setattr(layer, attribute, self.mix)
+        for each in module.modules():
+            for attribute in [name for name, value in vars(each).items() if value is mixture.balance_loss]:
+                setattr(each, attribute, self.balance_loss)
         if not layers and not is_stage(module):
             raise MethodError(
                 f"no submodule of {type(module).__name__} has pgmesh.parallel.mix in an attribute, so there are no "
@@ -129,11 +127,9 @@ class ExpertParallel(Method):
                 "  self.mix, self.experts = mix, nn.ModuleList(...)            # in __init__ of the layer\n"
                 "  out = self.mix(tokens, weights, chosen, self.experts)       # in its forward"
             )
-        for axes in (self._expert_axes, self._replica_axes, self._tensor_axes, self.reduces):
+        for axes in (self._expert_axes, self._replica_axes, self._tensor_axes, self.average_axes):
             if axes:
                 self._group(*axes)
-        fix = "ExpertParallel(..., check='never')   # if the program weights its losses itself"
-        add_comparison(module, Comparison(self, self._token_axes, ("tokens",), fix))
         return module
 
     def _keep_local_experts(self, name: str, layer: nn.Module) -> None:
@@ -144,13 +140,10 @@ class ExpertParallel(Method):
         count = f"{name}: {len(experts)} experts"
         each = divide_along_axes(len(experts), count, "experts", self.mesh, self._expert_axes)
         first = self.mesh.index(*self._expert_axes) * each
-        local_experts = nn.ModuleDict(dict(list(experts.named_children())[first : first + each]))
-        for number, expert in local_experts.items():
-            if self._tensor_axes:
-                self._shard_expert(f"{name}.{number}", expert)
-            mark_owned(expert, format_sizes(self.mesh, self._tensor_axes))
-        layer.experts = local_experts
-        setattr(local_experts, ALIKE_MARK, mixture.alike(local_experts))
+        kept = dict(list(experts.named_children())[first : first + each])
+        for number, expert in kept.items() if self._tensor_axes else ():
+            self._shard_expert(f"{name}.{number}", expert)
+        layer.experts = LocalExperts(kept, format_sizes(self.mesh, self._tensor_axes), self._grouped)
 
     def _shard_expert(self, name: str, expert: nn.Module) -> None:
         """Replace the layers of an expert that match a pattern by this rank's shards."""
@@ -190,27 +183,33 @@ class ExpertParallel(Method):
     def _tensor_ranks(self) -> str:
         return f"{self.mesh.size(*self._tensor_axes)} ranks along {format_sizes(self.mesh, self._tensor_axes)}"
 
-    def _reduced_parameters(self, experts: nn.ModuleList | nn.ModuleDict) -> dict[str, Tensor]:
-        """The experts' parameters. The backward pass reduces their gradients to those of the mean loss over ranks."""
+    def _averaged_parameters(self, experts: LocalExperts, tokens: Tensor) -> dict[str, Tensor]:
+        """The experts' parameters in the dtype of the tokens. The backward pass averages their gradients.
+
+        The averages are the gradients of the mean loss over all ranks that send tokens.
+        """
         replicas = self._group(*self._replica_axes) if self._replica_axes else None
-        parameters = dict(experts.named_parameters(remove_duplicate=False))
+        parameters: dict[str, Tensor] = dict(experts.named_parameters(remove_duplicate=False))
         trainable = {name: each for name, each in parameters.items() if each.requires_grad}
-        divisor = self._group(*self.reduces).size()
-        reduced = exchange.all_reduce_gradients([*trainable.values()], replicas, divisor) if trainable else ()
-        return {**parameters, **dict(zip(trainable, reduced))}
+        divisor = self._group(*self.average_axes).size()
+        averaged = exchange.all_reduce_gradients([*trainable.values()], replicas, divisor) if trainable else ()
+        parameters |= zip(trainable, averaged)
+        if torch.is_autocast_enabled(tokens.device.type):  # autocast casts them in each layer
+            return parameters
+        return {name: each.to(tokens.dtype) for name, each in parameters.items()}
 
     # -- the tokens ------------------------------------------------------------------------------------------------
 
-    def mix(self, tokens: Tensor, weights: Tensor, chosen: Tensor, experts: nn.ModuleList | nn.ModuleDict) -> Tensor:
+    def mix(self, tokens: Tensor, weights: Tensor, chosen: Tensor, experts: LocalExperts) -> Tensor:
         """Weighted sum of the outputs of each token's experts, on any rank.
 
         As ``pgmesh.parallel.mix``: ``experts`` are this rank's, ``chosen`` has experts of any rank.
 
-        Every rank along the axes calls it, forward and backward. Numbers of tokens may differ between ranks along
-        ``over``, and may be 0, if the program weights its losses.
+        Every rank along the axes calls it, forward and backward. Numbers of tokens may differ between ranks that read
+        different ones, and may be 0, if the program weights its losses.
         """
         group = self._group(*self._expert_axes)
-        n, parameters = group.size(), self._reduced_parameters(experts)
+        n, parameters = group.size(), self._averaged_parameters(experts, tokens)
 
         def route(rows: Tensor, counts: Tensor) -> Tensor:
             send_matrix = counts.view(n, -1)  # (rank, expert of the rank)
@@ -252,20 +251,17 @@ class ExpertParallel(Method):
         parts = exchange.all_to_all_rows(compute(rows), counts, [n_rows] * n, group)
         return parts.view(n, n_rows, *parts.shape[1:]).sum(0)
 
-    def balance_loss(
-        self, probabilities: Tensor, chosen: Tensor, count: Callable[[Tensor], Tensor] | None = None
-    ) -> Tensor:
-        """Load-balance loss with choices counted over all ranks. The mean over ranks is the exact loss.
+    @property
+    def balance_loss(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """``pgmesh.parallel.balance_loss`` with choices counted over all ranks. The mean over ranks is the exact loss.
 
-        Arguments as in ``pgmesh.parallel.balance_loss``; ``count`` is ignored.
-
-        Every rank along ``reduces`` calls it, with the same number of tokens.
+        Every rank along ``average_axes`` calls it, with the same number of tokens.
         """
-        return mixture.balance_loss(probabilities, chosen, self._sum_over_ranks)
+        return partial(mixture.balance_loss, count=self._sum_over_ranks)
 
     def _sum_over_ranks(self, counts: Tensor) -> Tensor:
         """Sum a tensor over all ranks that hold tokens, in place."""
-        group = self._group(*self.reduces)
+        group = self._group(*self.average_axes)
         if group.size() > 1:
             dist.all_reduce(counts, group=group)
         return counts
@@ -275,7 +271,7 @@ def _run_sorted(
     rows: Tensor,
     counts: Tensor,
     by_expert: list[int],
-    experts: nn.ModuleList | nn.ModuleDict,
+    experts: LocalExperts,
     parameters: Mapping[str, Tensor],
 ) -> Tensor:
     """Outputs of experts for rows sorted by source rank and then by expert, in the same order.
@@ -292,13 +288,9 @@ def _run_sorted(
     expert_of_row = each.repeat_interleave(counts.flatten(), output_size=rows.size(0))
     order = expert_of_row.argsort(stable=True)
     sorted_rows = rows.index_select(0, order)
-    outputs = None
-    if getattr(experts, ALIKE_MARK, False) and mixture.can_group(sorted_rows, parameters.values()):
-        try:
-            outputs = mixture.run_experts_grouped(sorted_rows, counts.sum(0), experts, parameters)
-        except mixture.WeightUsedDirectly:
-            setattr(experts, ALIKE_MARK, False)
-    if outputs is None:
+    if experts.template is not None and mixture.can_group(sorted_rows, parameters.values()):
+        outputs = mixture.run_experts_grouped(sorted_rows, counts.sum(0), experts.template, [*experts], parameters)
+    else:
         outputs = mixture.run_experts(sorted_rows, by_expert, experts, parameters)
     return outputs.index_select(0, order.argsort())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 
 from pgmesh.errors import MethodError
 from pgmesh.parallel.base import Method
@@ -30,35 +30,20 @@ def find(name: str) -> type[Method]:
     """
     installed = entry_points(group=ENTRY_POINT_GROUP)
     # keyed by value: sys.path may list the same package twice
-    candidates = {point.value: point for point in installed if point.name == name}
-    if not candidates:
-        points = sorted(installed, key=lambda each: each.name)
-        names = ", ".join(f"{point.name} ({package_name(point)})" for point in points)
+    found = {point.value: point for point in installed if point.name == name}
+    if len(found) != 1:
+        provided = ", ".join(sorted(f"{each.name} ({each.value})" for each in installed))
         raise MethodError(
-            f"no installed package provides a parallel method {name!r}; available: {names or 'none'}.\n\n"
+            f"{f'{len(found)} installed packages provide' if found else 'no installed package provides'} a parallel "
+            f"method {name!r}; available: {provided or 'none'}.\n\n"
             f'  [project.entry-points."{ENTRY_POINT_GROUP}"]   # in the pyproject.toml of the package\n'
             f'  {name} = "its_module:ItsMethod"'
         )
-    if len(candidates) > 1:
-        providers = " and ".join(f"{package_name(each)} ({each.value})" for each in sorted(candidates.values()))
-        raise MethodError(
-            f"more than one package provides a parallel method {name!r}: {providers}. Import one by its module."
-        )
-    (point,) = candidates.values()
+    (point,) = found.values()
     try:
-        method = point.load()
+        method: type[Method] = point.load()
     except Exception as error:
         raise MethodError(
-            f"parallel method {name!r} of {package_name(point)} cannot be imported from {point.value}: "
-            f"{type(error).__name__}: {error}"
+            f"parallel method {name!r} cannot be imported from {point.value}: {type(error).__name__}: {error}"
         ) from error
-    if not (isinstance(method, type) and issubclass(method, Method)):
-        raise MethodError(
-            f"{point.value}, which {package_name(point)} provides as {name!r}, is not a pgmesh.parallel.Method."
-        )
     return method
-
-
-def package_name(point: EntryPoint) -> str:
-    """Name of the package that an entry point belongs to."""
-    return point.dist.name if point.dist is not None else "a package without a name"

@@ -5,17 +5,15 @@ It needs no mesh. ``ExpertParallel`` replaces ``mix`` and ``balance_loss`` by it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from itertools import pairwise
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.functional import linear
-from torch.overrides import TorchFunctionMode
 
-from pgmesh.errors import ShapeError
+from pgmesh.errors import MethodError, ShapeError
 
 grouped_mm: Any = getattr(nn.functional, "grouped_mm", None)
 """torch's grouped matrix multiplication; None on a torch without it."""
@@ -46,6 +44,12 @@ def mix(tokens: Tensor, weights: Tensor, chosen: Tensor, experts: nn.ModuleList 
     return mix_with(
         tokens, weights, chosen, len(experts), lambda rows, counts: run_experts(rows, counts.tolist(), experts)
     )
+
+
+def expert_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """The modules that have ``mix`` in an attribute: the name of each, the module, and the name of the attribute."""
+    for name, each in module.named_modules():
+        yield from ((name, each, attribute) for attribute, value in vars(each).items() if value is mix)
 
 
 def mix_with(
@@ -99,77 +103,70 @@ def run_experts(
     )
 
 
-def run_experts_grouped(
-    rows: Tensor, counts: Tensor, experts: nn.ModuleList | nn.ModuleDict, parameters: Mapping[str, Tensor]
-) -> Tensor:
-    """Outputs of experts that are ``alike``. Each of their linear layers is one grouped matrix multiplication.
+class GroupedLinear(nn.Module):
+    """The linear layers of one name of all experts, as one grouped matrix multiplication."""
 
-    Only the first expert's ``forward`` is called, with the rows of all experts and with stacked weights.
+    weights: Tensor
+    biases: Tensor
+    counts: Tensor
+    ends: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        # placeholders: ``run_experts_grouped`` passes the tensors of each call
+        for name in ("weights", "biases", "counts", "ends"):
+            self.register_buffer(name, torch.empty(0))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        outputs: Tensor = grouped_mm(rows, self.weights.mT, offs=self.ends)
+        if not self.biases.numel():
+            return outputs
+        biases: Tensor = self.biases.repeat_interleave(self.counts, 0, output_size=rows.size(0))
+        return outputs + biases
+
+
+def grouped_template(experts: nn.ModuleDict) -> nn.Module:
+    """Copy of the first expert, whose linear layers are those of all experts.
+
+    Raises:
+        MethodError: the experts have different modules, or parameters or buffers outside of linear layers.
+    """
+    first = next(iter(experts.children()))
+    tensors = {id(each) for each in (*experts.parameters(), *experts.buffers())}
+    linear = {id(each) for layer in experts.modules() if type(layer) is nn.Linear for each in layer.parameters()}
+    if type(first) is nn.Linear or tensors != linear or len({repr(each) for each in experts.children()}) > 1:
+        raise MethodError(
+            "grouped=True needs experts of the same modules, with parameters in torch.nn.Linear layers alone.\n\n"
+            "  ExpertParallel(..., grouped=False)   # one expert after another"
+        )
+    memo: dict[int, Any] = {id(each): each for each in first.modules() if not any(True for _ in each.parameters())}
+    memo |= {id(each): GroupedLinear() for each in first.modules() if type(each) is nn.Linear}
+    return copy.deepcopy(first, memo)
+
+
+def run_experts_grouped(
+    rows: Tensor, counts: Tensor, template: nn.Module, experts: Iterable[str], parameters: Mapping[str, Tensor]
+) -> Tensor:
+    """Outputs of the experts of a ``grouped_template``. Each linear layer is one grouped matrix multiplication.
+
+    Only the template's ``forward`` is called, with the rows of all experts and with stacked weights.
 
     Args:
         rows: the rows, sorted by expert.
         counts: number of rows of each expert, as a tensor.
-        experts: the experts.
-        parameters: tensors to use in the place of the experts' parameters, by their names in ``experts``.
-
-    Raises:
-        WeightUsedDirectly: ``forward`` uses a weight other than in ``linear``.
+        template: the ``grouped_template`` of the experts.
+        experts: the names of the experts.
+        parameters: their parameters, by their names in ``experts``.
     """
-    first, *_ = children = [*experts.named_children()]
-    names = [name for name, _ in first[1].named_parameters()]
-    stacked = {name: torch.stack([parameters[f"{expert}.{name}"] for expert, _ in children]) for name in names}
-    with _GroupedLinear(counts, stacked.values()):
-        outputs: Tensor = functional_call(first[1], stacked, (rows,), tie_weights=False)
+    names, ends, tensors = [*experts], counts.cumsum(0).to(torch.int32), dict[str, Tensor]()
+    for layer, each in template.named_modules():
+        if isinstance(each, GroupedLinear):
+            tensors |= {f"{layer}.counts": counts, f"{layer}.ends": ends}
+            for one, several in (("weight", "weights"), ("bias", "biases")):
+                if f"{names[0]}.{layer}.{one}" in parameters:
+                    tensors[f"{layer}.{several}"] = torch.stack([parameters[f"{name}.{layer}.{one}"] for name in names])
+    outputs: Tensor = functional_call(template, tensors, (rows,), tie_weights=False)
     return outputs
-
-
-class WeightUsedDirectly(Exception):
-    """The ``forward`` of an expert uses a weight other than in ``linear``, so experts cannot be grouped."""
-
-
-class _GroupedLinear(TorchFunctionMode):
-    """Runs ``linear`` with the weights of all experts, (experts, outputs, inputs), as torch's grouped_mm."""
-
-    def __init__(self, counts: Tensor, stacked: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.counts, self.ends = counts, counts.cumsum(0).to(torch.int32)
-        self.stacked = {id(each) for each in stacked}
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        arguments = dict(zip(("input", "weight", "bias"), args)) | dict(kwargs or {})
-        if func is not linear or id(arguments["weight"]) not in self.stacked or id(arguments["input"]) in self.stacked:
-            if any(id(each) in self.stacked for each in (*args, *(kwargs or {}).values())):
-                raise WeightUsedDirectly
-            return func(*args, **(kwargs or {}))
-        rows, weights, biases = arguments["input"], arguments["weight"], arguments.get("bias")
-        outputs = grouped_mm(rows, weights.mT, offs=self.ends)
-        if biases is None:
-            return outputs
-        return outputs + biases.repeat_interleave(self.counts, 0, output_size=rows.size(0))
-
-
-def alike(experts: nn.ModuleList | nn.ModuleDict) -> bool:
-    """Return True if experts differ only in the parameters of their linear layers, and have no other parameters."""
-    descriptions = [[(name, _describe(each)) for name, each in expert.named_modules()] for expert in experts.children()]
-    linear_layers = {id(w) for each in experts.modules() if type(each) is nn.Linear for w in each.parameters()}
-    weights = [*experts.named_parameters(remove_duplicate=False)]
-    only_linear = all(id(weight) in linear_layers for _, weight in weights) and not any(True for _ in experts.buffers())
-    untied = len(weights) == len({id(weight) for _, weight in weights})
-    return only_linear and untied and all(one == other for one, other in pairwise(descriptions))
-
-
-def _describe(module: nn.Module) -> tuple[Any, ...]:
-    """Type, settings, and shapes of the parameters of a module."""
-    simple = (str, int, float, type(None))  # of other values, such as functions, all have to hold the same object
-    settings = {
-        name: value if isinstance(value, simple) else id(value)
-        for name, value in vars(module).items()
-        if not name.startswith("_")
-    }
-    shapes = [(name, weight.shape, weight.requires_grad) for name, weight in module.named_parameters(recurse=False)]
-    return type(module), settings, shapes
 
 
 def can_group(rows: Tensor, parameters: Iterable[Tensor]) -> bool:

@@ -1,47 +1,77 @@
-"""Attributes that parallel methods set on parameters and modules, and the functions that read them.
+"""Modules of which this rank holds a part, and the functions that find them.
 
-Owned parameters: another method reduces their gradients, so data parallelism leaves them alone. Absent modules: another
+Local experts: other ranks hold the others, and ``ExpertParallel`` averages their gradients. Absent modules: another
 pipeline stage has them.
 """
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Mapping
 from fnmatch import fnmatch
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from pgmesh._util.marks import OWNED_MARK
+from pgmesh._util.marks import SHARD_MARK
+from pgmesh.parallel.mixture import expert_layers, grouped_template
 
 ABSENT_MARK = "pgmesh_absent"
 """Attribute of a stage: the names of the modules that it lacks."""
 
 
-def mark_owned(module: nn.Module, sharded_along: str = "") -> None:
-    """Exclude a module's parameters from data and sharded data parallelism. The caller reduces their gradients itself.
+class LocalExperts(nn.ModuleDict):
+    """This rank's experts of a layer, under their names in the layer. Other ranks hold other experts.
+
+    Methods know experts by this module, so also after a copy, ``to_empty`` and ``load_state_dict(assign=True)``.
 
     Args:
-        module: the module.
-        sharded_along: axes along which ranks hold shards of the parameters as plain tensors. Tensors of its state dict
-            are marked too. Empty for whole parameters and for DTensors.
+        experts: the experts by name.
+        sharded_along: axes along which ranks hold shards of each expert as plain tensors, with sizes; empty for whole
+            experts.
+        grouped: run all experts as one, by the ``grouped_template``.
+
+    Raises:
+        MethodError: the experts cannot be grouped.
     """
-    for parameter in module.parameters():
-        setattr(parameter, OWNED_MARK, sharded_along)
-    if sharded_along:
-        module.register_state_dict_post_hook(functools.partial(_mark_state_dict, sharded_along))  # type: ignore[no-untyped-call]
+
+    def __init__(self, experts: Mapping[str, nn.Module], sharded_along: str = "", grouped: bool = False) -> None:
+        super().__init__(experts)
+        self.sharded_along = sharded_along
+        for expert in self.values() if sharded_along else ():
+            expert.register_state_dict_post_hook(partial(_mark_shards, sharded_along))  # type: ignore[no-untyped-call]
+        # not a submodule: it has no parameters of its own
+        vars(self)["template"] = grouped_template(self) if grouped else None
+
+    template: nn.Module | None
+    """Runs all experts as one; None if each runs alone."""
+
+    def train(self, mode: bool = True) -> LocalExperts:
+        """Set the mode of the experts, as torch's modules do."""
+        if self.template is not None:
+            self.template.train(mode)
+        return super().train(mode)
 
 
-def _mark_state_dict(sharded_along: str, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Mark the tensors of a state dict, also of a copy of the module: neither has the attributes of parameters."""
-    for name, _parameter in module.named_parameters(remove_duplicate=False):
+def _mark_shards(axes: str, expert: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Mark the tensors of a state dict as shards: a state dict has no modules. Resharding reads the mark."""
+    for name, _parameter in expert.named_parameters(remove_duplicate=False):
         if f"{prefix}{name}" in state:  # another hook may have removed it
-            setattr(state[f"{prefix}{name}"], OWNED_MARK, sharded_along)
+            setattr(state[f"{prefix}{name}"], SHARD_MARK, axes)
 
 
-def owned_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The owned parameters of a module, by name."""
-    return {name: parameter for name, parameter in module.named_parameters() if hasattr(parameter, OWNED_MARK)}
+def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of experts in a module, by name. ``ExpertParallel`` averages their gradients."""
+    found = [name for name, each in module.named_modules() if isinstance(each, LocalExperts)]
+    prefixes = [f"{name}." if name else "" for name in found]
+    return {name: each for name, each in module.named_parameters() if name.startswith(tuple(prefixes))}
+
+
+def names_of_experts(module: nn.Module) -> set[str]:
+    """Names of the parameters and buffers of experts in a whole module, before ``ExpertParallel`` is applied."""
+    prefixes = tuple(f"{name}.experts.".lstrip(".") for name, *_ in expert_layers(module))
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return {name for name, _ in tensors if prefixes and name.startswith(prefixes)}
 
 
 def tied_names(module: nn.Module) -> list[list[str]]:

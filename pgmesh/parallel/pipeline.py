@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
+import cachetools
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -19,28 +20,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pgmesh import torch_private
 from pgmesh._util.formatting import count_of
-from pgmesh._util.suggestions import divisors
 from pgmesh.errors import MethodError, OptionsError, PlaceError, ShapeError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.options import Timeout
-from pgmesh.parallel.base import Check, Level, Method, single_axis
+from pgmesh.parallel.base import Level, Method, single_axis
+from pgmesh.parallel.comparing import tensors_in
 from pgmesh.parallel.divisibility import format_sizes, nearest_multiples
 from pgmesh.parallel.exchange import on_served_device
-from pgmesh.parallel.input_checks import (
-    FIRST_STEPS,
-    ROWS_IN_STEP,
-    Comparison,
-    Counts,
-    Exchange,
-    count_inputs,
-    detach_comparisons,
-)
+from pgmesh.parallel.gradients import local
 from pgmesh.parallel.ownership import tied_names
-from pgmesh.parallel.schedules import SCHEDULES
+from pgmesh.parallel.schedules import SCHEDULES, check_microbatches, check_stages
 from pgmesh.parallel.stage_cutting import copy_stage, partition_layers
-from pgmesh.parallel.stage_shapes import Place, device_of_stage, find_shapes, forward_alone
-from pgmesh.parallel.weights import local
+from pgmesh.parallel.stage_shapes import Stage, device_of_stage, gradients_aside
+
+MAX_SCHEDULES = 8
+"""Number of schedules that a pipeline keeps. Each has buffers for all activations between stages of a batch."""
 
 
 class PipelineParallel(Method):
@@ -48,8 +42,11 @@ class PipelineParallel(Method):
 
     Layers are split evenly; if they are not divisible, the first stages have one more. A layer of another stage is
     replaced by a placeholder that returns its input. Modules in ``first`` and ``last`` are None on all other stages;
-    ``forward`` has to skip them. Modules in neither stay on every stage, and may have no parameters. A stage keeps the
-    names of the whole module. Methods of lower levels are applied to each stage.
+    ``forward`` has to skip them. All other modules stay on every stage. They must not have parameters. A stage keeps
+    the names of the whole module. Methods of lower levels are applied to each stage.
+
+    ``apply`` returns a ``Pipeline``, whose ``step`` runs forward and backward. Clip gradients by the composition,
+    ``together.clip_grad_norm_(1.0)``: see ``Pipeline``.
 
     Args:
         mesh: the mesh.
@@ -62,12 +59,9 @@ class PipelineParallel(Method):
         microbatches: number of equal microbatches of a batch.
         schedule: "gpipe", "1f1b", "interleaved", "zero-bubble" or "zero-bubble-v". The two with
             "zero-bubble" do not support data parallelism.
-        virtual: number of stages on each rank.
+        stages_per_rank: number of stages on each rank.
         options: options of its groups, as in ``mesh.configure``: the group of all stages, and that of the first and
-            the last. The timeout is also used when numbers of rows are compared.
-        check: as in ``Method``, for rows along this axis and the axes of data parallelism. "always" also compares
-            forward passes, and waits in each. After the first two steps with "first", new shapes of inputs have to come
-            in the same step on all ranks along the axis. Other ranks need not have them.
+            the last.
 
     Raises:
         AxisError: more than one axis.
@@ -76,8 +70,8 @@ class PipelineParallel(Method):
     Source: https://docs.pytorch.org/docs/2.13/distributed.pipelining.html
 
     >>> from pgmesh.parallel import PipelineParallel
-    >>> pipeline = PipelineParallel(mesh, "pp", layers="blocks", loss=None, microbatches=4, virtual=2,
-    ...                             schedule="interleaved")
+    >>> pipeline = PipelineParallel(mesh, "pp", layers="blocks", loss=None, microbatches=4,
+    ...                             schedule="interleaved", stages_per_rank=2)
     >>> pipeline.stages, pipeline.stage(0), pipeline.stage(1)
     (4, 1, 3)
     >>> pipeline.is_last(0), pipeline.is_last(1), pipeline.next(0), pipeline.previous(0), pipeline.next(1)
@@ -85,6 +79,7 @@ class PipelineParallel(Method):
     """
 
     level = Level.PIPELINE
+    differs = "weights"
 
     def __init__(
         self,
@@ -96,42 +91,16 @@ class PipelineParallel(Method):
         loss: Callable[..., torch.Tensor] | None,
         microbatches: int,
         schedule: str = "1f1b",
-        virtual: int = 1,
+        stages_per_rank: int = 1,
         options: Mapping[str, Any] | None = None,
-        check: Check = "first",
     ) -> None:
-        super().__init__(mesh, *axis, options=options, check=check)
+        super().__init__(mesh, *axis, options=options)
         self.axis = single_axis(self)
         self.layers, self.first, self.last = layers, tuple(first), tuple(last)
-        self.loss, self.microbatches, self.schedule, self.virtual = loss, microbatches, schedule, virtual
-        self.timeout: Timeout | None = (options or {}).get("timeout")
-        if schedule not in SCHEDULES:
-            raise OptionsError(f"there is no schedule {schedule!r}; available: {', '.join(SCHEDULES)}.")
-        if virtual < 1:
-            raise OptionsError(
-                f"virtual= is at least 1 stage on each rank, not {virtual}.\n\n"
-                "  PipelineParallel(..., virtual=1)   # or more"
-            )
-        stages_per_rank = SCHEDULES[schedule].stages_per_rank or virtual
-        if virtual != stages_per_rank:
-            raise OptionsError(
-                f"schedule {schedule!r} has {count_of(stages_per_rank, 'stage')} on each rank, not {virtual}.\n\n"
-                f"  PipelineParallel(..., schedule={schedule!r}, virtual={stages_per_rank})   # or 'interleaved'"
-            )
-        rounds = max(1, microbatches // mesh.size(self.axis))
-        if microbatches < 1 or (schedule == "1f1b" and microbatches < self.stages):
-            raise OptionsError(
-                f"{microbatches} microbatches are too few for schedule {schedule!r} along "
-                f"{format_sizes(mesh, self.owns)}.\n\n"
-                f"  PipelineParallel(..., microbatches={self.stages})   # at least one for each stage"
-            )
-        if schedule in ("interleaved", "zero-bubble") and microbatches % rounds:
-            low, high = microbatches - microbatches % rounds, microbatches + -microbatches % rounds
-            raise OptionsError(
-                f"schedule {schedule!r} runs in {rounds} rounds along {format_sizes(mesh, self.owns)}, and "
-                f"{microbatches} microbatches are not divisible by {rounds}.\n\n"
-                f"  PipelineParallel(..., microbatches={low})   # or {high}"
-            )
+        self.loss, self.microbatches, self.schedule = loss, microbatches, schedule
+        self.stages_per_rank = stages_per_rank
+        check_stages(schedule, stages_per_rank)
+        check_microbatches(schedule, microbatches, mesh.size(self.axis), self.stages, format_sizes(mesh, self.owns))
         if options:
             self._end_stages.configure(self.axis, **options)
 
@@ -145,22 +114,21 @@ class PipelineParallel(Method):
     @property
     def stages(self) -> int:
         """Number of stages over all ranks."""
-        return self.mesh.size(self.axis) * self.virtual
+        return self.mesh.size(self.axis) * self.stages_per_rank
 
-    def stage(self, virtual: int = 0) -> int:
-        """Index of a stage of this rank, in the order of the layers.
+    def stage(self, index: int = 0) -> int:
+        """Number of a stage of this rank, in the order of the layers.
 
         Args:
-            virtual: index among the stages of this rank.
+            index: index among the stages of this rank.
 
         Raises:
             PlaceError: this rank has no such stage.
         """
-        if not 0 <= virtual < self.virtual:
-            raise PlaceError(
-                f"a rank has {count_of(self.virtual, 'virtual stage')}, counted from 0; there is no stage {virtual}."
-            )
-        return [stage for stage, rank in enumerate(self._holders) if rank == self.mesh.rank][virtual]
+        if not 0 <= index < self.stages_per_rank:
+            count = count_of(self.stages_per_rank, "stage")
+            raise PlaceError(f"a rank has {count}, counted from 0; there is no stage {index}.")
+        return [stage for stage, rank in enumerate(self._holders) if rank == self.mesh.rank][index]
 
     def holder(self, stage: int) -> int | None:
         """Rank of a stage, in this rank's block along the axis; None if there is no such stage."""
@@ -170,28 +138,28 @@ class PipelineParallel(Method):
     def _holders(self) -> list[int]:
         """Rank of each stage, in this rank's block along the axis. In a V shape, every second round is reversed."""
         ranks, v_shape = self.mesh.ranks(self.axis), SCHEDULES[self.schedule].v_shape
-        return [rank for i in range(self.virtual) for rank in (ranks[::-1] if v_shape and i % 2 else ranks)]
+        return [rank for i in range(self.stages_per_rank) for rank in (ranks[::-1] if v_shape and i % 2 else ranks)]
 
-    def is_first(self, virtual: int = 0) -> bool:
+    def is_first(self, index: int = 0) -> bool:
         """True for the first stage, which gets the inputs of the batch."""
-        return self.stage(virtual) == 0
+        return self.stage(index) == 0
 
-    def is_last(self, virtual: int = 0) -> bool:
+    def is_last(self, index: int = 0) -> bool:
         """True for the last stage, which computes the loss."""
-        return self.stage(virtual) == self.stages - 1
+        return self.stage(index) == self.stages - 1
 
-    def next(self, virtual: int = 0) -> int | None:
+    def next(self, index: int = 0) -> int | None:
         """Rank of the next stage; None for the last stage."""
-        return self.holder(self.stage(virtual) + 1)
+        return self.holder(self.stage(index) + 1)
 
-    def previous(self, virtual: int = 0) -> int | None:
+    def previous(self, index: int = 0) -> int | None:
         """Rank of the previous stage; None for the first stage."""
-        return self.holder(self.stage(virtual) - 1)
+        return self.holder(self.stage(index) - 1)
 
     # -- splitting ----------------------------------------------------------------------------------------------
 
     def apply(self, module: nn.Module) -> Pipeline:
-        """Split a module and return this rank's stages, ready to run."""
+        """Split a module and return this rank's stages, ready to run. ``Pipeline`` says how to clip gradients."""
         return self.around(module, lambda part: part)
 
     def around(self, module: nn.Module, inner: Callable[[nn.Module], nn.Module]) -> Pipeline:
@@ -206,37 +174,27 @@ class PipelineParallel(Method):
         have a tied parameter, the modules of ``last`` are copied.
 
         Raises:
-            MethodError: the module has no such submodule, ``layers`` has no elements, or a parameter has no stage.
+            MethodError: the module has no such submodule, or a parameter has no stage.
             ShapeError: there are fewer layers than stages.
         """
-        container = self._submodule(module, self.layers, "layers")
-        layers = list(container.children())
-        if not layers:
-            raise MethodError(
-                f"layers= has {self.layers!r}, a {type(container).__name__} without layers: it has to be a ModuleList, "
-                "ModuleDict or Sequential with layers."
-            )
+        self._check_names(module)
+        modules = module.get_submodule(self.layers).named_modules(remove_duplicate=False)
+        layers = [f"{self.layers}.{name}" for name, _ in modules if name and "." not in name]
         partition = partition_layers(len(layers), self.stages)
         if not all(partition):
-            possible = ", ".join(str(n) for n in divisors(self.stages) if n <= len(layers))
-            would = f"{possible} stage{'s' * (len(layers) > 1)} would do"
             raise ShapeError(
                 f"{self.layers} has {count_of(len(layers), 'layer')}, too few for {self.stages} stages "
-                f"({format_sizes(self.mesh, self.owns)}, {self.virtual} on each rank): a stage needs at least one.\n\n"
-                f"  {would}, or at least {self.stages} layers"
+                f"({format_sizes(self.mesh, self.owns)}, {self.stages_per_rank} on each rank).\n\n"
+                f"  at least {count_of(self.stages, 'layer')}, or fewer stages, would do"
             )
-        for names, what in ((self.first, "first"), (self.last, "last")):
-            for name in names:
-                self._submodule(module, name, what)
-        self._check_all_assigned(module)
         parts = []
-        for virtual in range(self.virtual):
-            stage = self.stage(virtual)
+        for index in range(self.stages_per_rank):
+            stage = self.stage(index)
             absent = [layer for i, layer in enumerate(layers) if i not in partition[stage]]
             dropped = [*(() if stage == 0 else self.first), *(() if stage == self.stages - 1 else self.last)]
-            both = virtual > 0 and stage == self.stages - 1 and self.holder(0) == self.mesh.rank
+            both = index > 0 and stage == self.stages - 1 and self.holder(0) == self.mesh.rank
             copied = self.last if both and self.tied(module) else ()
-            parts.append(copy_stage(module, self.layers, absent, dropped, copied))
+            parts.append(copy_stage(module, absent, dropped, copied))
         return parts
 
     def tied(self, module: nn.Module) -> list[tuple[str, str]]:
@@ -258,30 +216,51 @@ class PipelineParallel(Method):
         for place, modules in (("first", self.first), ("last", self.last)):
             if any(name.startswith(f"{module}.") for module in modules):
                 return place
-        if name.startswith(f"{self.layers}."):
-            return f"{self.layers}.{name.removeprefix(f'{self.layers}.').split('.')[0]}"
-        return ""
+        in_layers = re.match(rf"({re.escape(self.layers)}\.[^.]+)\.", name)
+        return in_layers[1] if in_layers else ""
 
-    def _submodule(self, module: nn.Module, name: str, what: str) -> nn.Module:
-        submodules: dict[str, nn.Module] = dict(module.named_modules(remove_duplicate=False))
-        if name not in submodules:
-            children = ", ".join(child for child, _ in module.named_children())
-            raise MethodError(f"{what}= has {name!r}, which is not in {type(module).__name__}; it has {children}.")
-        return submodules[name]
-
-    def _check_all_assigned(self, module: nn.Module) -> None:
-        left = [name for name, _ in module.named_parameters() if not self._location(name)]
-        if left:
-            raise MethodError(
-                f"no stage has {', '.join(left[:3])}{', ...' * (len(left) > 3)} of {type(module).__name__}: parameters "
-                f"have to be in {self.layers}, in first= ({', '.join(self.first) or 'none'}) or in last= "
-                f"({', '.join(self.last) or 'none'}).\n\n"
-                f"  PipelineParallel(..., last={[*self.last, left[0].split('.')[0]]!r})   # or first="
-            )
+    def _check_names(self, module: nn.Module) -> None:
+        """Raise a MethodError if a name is not in the module, or no name has one of its parameters."""
+        for name in (self.layers, *self.first, *self.last):
+            try:
+                module.get_submodule(name)
+            except AttributeError as error:
+                raise MethodError(f"{self} cannot find the module {name!r}: {error}.") from error
+        for name, _ in module.named_parameters():
+            if not self._location(name):
+                hint = f"put {name} into a module, and name that in first= or last="
+                if (owner := name.rpartition(".")[0]) not in ("", self.layers):
+                    hint = f"PipelineParallel(..., last={[*self.last, owner]!r})   # or first="
+                raise MethodError(
+                    f"no stage has {name} of {type(module).__name__}: parameters have to be in {self.layers}, or in a "
+                    f"module of first= ({', '.join(self.first) or 'none'}) or last= "
+                    f"({', '.join(self.last) or 'none'}).\n\n  {hint}"
+                )
 
 
 class Pipeline(nn.Module):
-    """This rank's stages of a module and the schedules that run them. ``PipelineParallel.apply`` returns it."""
+    """This rank's stages of a module and the schedules that run them. ``PipelineParallel.apply`` returns it.
+
+    A step, with the composition's own call for clipping::
+
+        losses = model.step(inputs, target=targets)
+        together.clip_grad_norm_(1.0)   # together = compose(mesh, PipelineParallel(mesh, "pp", ...), ...)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    Each rank has the parameters of its own stages only. So two functions of torch are wrong on a pipeline, and it
+    cannot notice their calls:
+
+    - ``torch.nn.utils.clip_grad_norm_`` computes the norm of this rank's stages, and scales each rank differently.
+    - ``torch.amp.GradScaler`` looks for infinite gradients in this rank's stages: one stage steps while another skips
+      the step. Train in bfloat16, which needs no scaler.
+
+    The first microbatch of a batch of new shape also carries the shapes between stages, so ranks of one pipeline have
+    to be given batches of the same shapes in the same step. Ranks of other pipelines need not. The composition
+    compares the shapes in its first training step, and ``together.check_inputs(batch)`` in any other. If they differ
+    in another step, messages between stages do not fit: Gloo ends the process, and other backends may hang. Buffers
+    for the latest 8 shapes are kept.
+    """
 
     def __init__(
         self, method: PipelineParallel, parts: list[nn.Module], tied: list[tuple[str, str]], names: dict[str, str]
@@ -293,9 +272,9 @@ class Pipeline(nn.Module):
         self.tied, self.canonical_names = tied, names
         if not torch_private.stages_are_supported(PipelineStage):
             raise MethodError(
-                f"a pipeline needs the stages of torch 2.13. This is torch {torch.__version__}, with whose stages some "
-                "gradients were wrong.\n\n"
-                "  pip install 'torch>=2.13'"
+                f"a pipeline needs the stages of torch 2.12 or later. This is torch {torch.__version__}, with whose "
+                "stages some gradients were wrong.\n\n"
+                "  pip install 'torch>=2.12'"
             )
         hooked = any(map(torch_private.has_gradient_hooks, self.parameters()))
         data = hooked or any(isinstance(part, (DistributedDataParallel, FSDPModule)) for part in parts)
@@ -305,68 +284,61 @@ class Pipeline(nn.Module):
                 "fully_shard then computes wrong ones, DDP is untested, and post-accumulate-grad hooks do not run.\n\n"
                 f"  PipelineParallel(..., schedule='interleaved')   # with data parallelism"
             )
-        for stage, name in ((stage, name) for pair in tied for stage, name in zip((0, method.stages - 1), pair)):
-            if self._has_stage(stage) and not self._stage_parameters(stage, name):
-                raise MethodError(
-                    f"{name}, which is tied to a parameter of another stage, is not found in stage {stage} after other "
-                    f"methods: it has {', '.join([n for n, _ in self.parts.named_parameters()][:4])}, ... A method has "
-                    "to keep the names of parameters; it may only prefix them by 'module.'."
-                )
-        self.comparisons, self.steps = self._comparisons(detach_comparisons(parts, method.mesh)), 0
-        self.schedules: dict[bool, tuple[list[Any], Any]] = {}
-        """By presence of a loss: the input shapes that the schedule was built for, and the schedule."""
+        for first, last in tied:
+            self._tied_parameters(first, last)  # raises if another method has renamed one
+        self.before_step: Callable[[Any], None] | None = None
+        """Called at the start of each training step, with the inputs, the target and the keywords. The composition
+        compares them with those of other ranks."""
+        self.schedules: cachetools.LRUCache[Hashable, Any] = cachetools.LRUCache(MAX_SCHEDULES)
+        """The schedule for each shape of batches."""
         method.mesh.group(method.axis)
 
     def step(self, *inputs: torch.Tensor, target: torch.Tensor, **keywords: Any) -> list[torch.Tensor]:
         """Run forward and backward through all stages. Gradients of the batch's mean loss are added to ``grad``.
 
-        Under ``torch.no_grad()`` only the forward pass runs, for the losses of validation data. Before the first step
-        with new shapes, the first microbatch runs forward once more without gradients, to find the shapes between
-        stages. Buffers and random states are restored after it.
+        Under ``torch.no_grad()`` only the forward pass runs, for the losses of validation data.
 
         Args:
-            inputs: this rank's rows; used only by the first stage.
-            target: second argument of the loss; used only by the last stage.
+            inputs: this rank's rows. Pass them on every rank; only the first stage uses the values.
+            target: second argument of the loss. Pass it on every rank; only the last stage uses the values.
             keywords: keyword arguments of every stage, such as masks and position ids. Pass them on every rank. Torch
-                splits tensors by rows into microbatches, as the inputs; other values are the same in each.
+                splits tensors by rows into microbatches, as the inputs, also those in tuples, lists and dicts. Other
+                values are the same in each.
 
         Returns:
             The loss of each microbatch on the rank of the last stage; an empty list on others.
 
         Raises:
             OptionsError: the method has no loss.
-            ShapeError: the rows cannot be split into equal microbatches, or ranks have different numbers of rows, along
-                the axis or along the axes of data parallelism.
-            MethodError: a stage other than the last returns something other than plain tensors; or the schedule is
-                "zero-bubble-v" and gradients are disabled.
+            ShapeError: the rows of this rank cannot be split into equal microbatches.
+            MethodError: a stage other than the last returns something other than plain tensors, or microbatches of
+                different shapes; or the schedule is "zero-bubble-v" and gradients are disabled.
         """
         if self.method.loss is None:
             raise OptionsError(
-                f"{self.method} has no loss, so a step has no backward pass: it starts from the loss of each "
-                "microbatch on the last stage.\n\n"
-                "  PipelineParallel(..., loss=cross_entropy)   # the mean loss of rows, from output and target\n"
-                "  PipelineParallel(..., loss=lambda output, target: output)   # if the module returns a loss\n"
-                "  model(inputs)   # only outputs, on the last stage, without gradients"
+                f"{self.method} has no loss, so a step has no backward pass.\n\n"
+                "  PipelineParallel(..., loss=cross_entropy)   # or model(inputs), which runs only the forward pass"
             )
-        weights, losses, training = [*self.parameters()], list[torch.Tensor](), torch.is_grad_enabled()
-        schedule = self._schedule_for(weights, inputs, keywords, target, training=training)
+        training = torch.is_grad_enabled()
+        if training and self.before_step is not None:
+            self.before_step((inputs, target, keywords))
+        schedule, losses = self._schedule_for(inputs, keywords, target, training=training), list[torch.Tensor]()
         stage_inputs = inputs if self._has_stage(0) else ()
         last = {"target": target, "losses": losses} if self._has_stage(self.method.stages - 1) else {}
-        with _set_gradients_aside(weights):
+        with gradients_aside(self.parts):
             if training:
                 schedule.step(*stage_inputs, **last, **keywords, return_outputs=False)
                 self._all_reduce_tied()
             else:
-                with forward_alone(self.parts):
-                    schedule.eval(*stage_inputs, **last, **keywords, return_outputs=False)
+                schedule.eval(*stage_inputs, **last, **keywords, return_outputs=False)
         return losses
 
     def forward(self, *inputs: torch.Tensor, **keywords: Any) -> Any:
         """Run only the forward pass, without gradients. For training, call ``step``. No loss is needed.
 
         Args:
-            inputs: this rank's rows; used only by the first stage.
-            keywords: keyword arguments of every stage, as in ``step``.
+            inputs: as in ``step``.
+            keywords: as in ``step``.
 
         Returns:
             The outputs on the rank of the last stage; None on others.
@@ -376,108 +348,55 @@ class Pipeline(nn.Module):
                 other than plain tensors.
             ShapeError: as in ``step``.
         """
-        weights = [*self.parameters()]
-        schedule = self._schedule_for(weights, inputs, keywords)
-        with _set_gradients_aside(weights), forward_alone(self.parts):
+        schedule = self._schedule_for(inputs, keywords)
+        with gradients_aside(self.parts), torch.no_grad():
             return schedule.step(*(inputs if self._has_stage(0) else ()), **keywords)
 
     def _schedule_for(
         self,
-        weights: Sequence[torch.Tensor],
         inputs: tuple[torch.Tensor, ...],
         keywords: Mapping[str, Any],
-        *target: torch.Tensor,
+        target: torch.Tensor | None = None,
         training: bool = False,
     ) -> Any:
-        """Compare a batch with those of other ranks if it is due, and return the schedule for its shapes."""
-        method, loss = self.method, bool(target)
-        if SCHEDULES[method.schedule].v_shape and not training:
+        """torch's schedule for batches of these shapes, with a loss if there is a target."""
+        if SCHEDULES[self.method.schedule].v_shape and not training:
             raise MethodError(
-                f"schedule {method.schedule!r} always runs forward and backward in torch 2.13.\n\n"
-                f"  PipelineParallel(..., schedule='zero-bubble', virtual=2)   # can run only forward"
+                f"schedule {self.method.schedule!r} always runs forward and backward in torch 2.13.\n\n"
+                "  PipelineParallel(..., schedule='zero-bubble', stages_per_rank=2)   # can run only forward"
             )
-        by_name = {name: each for name, each in keywords.items() if isinstance(each, torch.Tensor)}
-        shapes = [(each.shape, each.dtype) for each in (*inputs, *by_name.values())]
-        signature = [*shapes, *by_name, self._autocast_dtype(), {weight.dtype for weight in weights}]
-        cached_signature, schedule = self.schedules.get(loss, (None, None))
-        rows = {each.size(0) if each.ndim else 0 for each in (*inputs, *target, *by_name.values())}
-        if self._compare(rows, count_inputs((inputs, target)), signature != cached_signature, training):
-            schedule = self._build_schedule(inputs, keywords, loss)
-            self.schedules[loss] = signature, schedule
-        return schedule
+        named = [("inputs", inputs), *keywords.items()]
+        tensors = [(name, each) for name, value in named for each in tensors_in(value)]
+        self._check_rows([*tensors, *([] if target is None else [("target", target)])])
+        shapes = tuple((name, each.shape, each.dtype) for name, each in tensors)
+        kind = device_of_stage(self, self.method.mesh.group(self.method.axis)).type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        dtypes = autocast, frozenset(weight.dtype for weight in self.parameters())
+        signature = shapes, dtypes, target is not None, training
+        if signature not in self.schedules:
+            self.schedules[signature] = self._build_schedule(inputs, loss=target is not None)
+        return self.schedules[signature]
 
-    def _compare(self, rows: set[int], counts: Counts, is_new: bool, training: bool) -> bool:
-        """Compare the numbers of a batch with those of other ranks, in the steps in which they are compared.
-
-        Args:
-            rows: the numbers of rows of all tensors of the batch.
-            counts: the numbers of the first tensor.
-            is_new: the shapes are not those of the last schedule.
-            training: a backward pass follows. Forward passes alone are compared only by "always".
-
-        Returns:
-            True if this rank has to build a new schedule: ranks that were compared build theirs together.
-
-        Raises:
-            ShapeError: the rows of some rank cannot be split into microbatches, or ranks have different numbers.
-        """
-        method, step = self.method, self.steps if training else FIRST_STEPS
-        self.steps += training
-        least, most = min(rows, default=0), max(rows, default=0)
-        indivisible = not most or least != most or most % method.microbatches > 0
-        due = [each for each in self.comparisons[training] if each.is_due(step)]
-        numbers = {**counts._asdict(), "rows": least, ROWS_IN_STEP: most, "indivisible": indivisible, "new": is_new}
-        exchange = Exchange(numbers, due, method.timeout) if due else None
-        per_rank = [numbers] if exchange is None else [*exchange.wait().values()]
-        if indivisible:
-            found = " and ".join(map(str, sorted(rows))) or "no"
-            raise ShapeError(
-                f"{found} rows cannot be split into {method.microbatches} equal microbatches along "
-                f"{format_sizes(method.mesh, method.owns)}: inputs and target need the same number of rows, divisible "
-                f"by {method.microbatches}.\n\n"
-                f"  {nearest_multiples(most, method.microbatches)} rows would do"
-            )
-        if exchange is not None:
-            exchange.raise_if_unequal()
-        if any(each["indivisible"] for each in per_rank):
-            raise ShapeError(f"rows of other ranks cannot be split into {method.microbatches} equal microbatches.")
-        return any(each["new"] for each in per_rank)
-
-    def _build_schedule(self, inputs: tuple[torch.Tensor, ...], keywords: Mapping[str, Any], loss: bool) -> Any:
+    def _build_schedule(self, inputs: tuple[torch.Tensor, ...], loss: bool) -> Any:
         """torch's schedule for batches of these shapes, with or without a loss."""
-        method, info = self.method, SCHEDULES[self.method.schedule]
-        group = method.mesh.group(method.axis)
-        places = [Place(method.stage(i), method.previous(i), method.next(i)) for i in range(method.virtual)]
-        shapes = find_shapes([*self.parts], places, inputs, keywords, method.microbatches, group)
-        stages = [
-            PipelineStage(part, place.stage, method.stages, device_of_stage(part, group), *examples, group=group)
-            for part, place, examples in zip(self.parts, places, shapes, strict=True)
-        ]
+        method, group = self.method, self.method.mesh.group(self.method.axis)
+        info = SCHEDULES[method.schedule]
+        rows = [each[: len(each) // method.microbatches] for each in inputs]
+        stages = [Stage(part, method.stage(i), method.stages, rows, group) for i, part in enumerate(self.parts)]
         argument = stages[0] if info.stages_per_rank == 1 else stages
         return info.torch_class(argument, method.microbatches, method.loss if loss else None)
 
-    def _comparisons(self, found: Sequence[Comparison]) -> dict[bool, list[Comparison]]:
-        """Comparisons of a batch, without and with a backward pass. Only with one, rows are compared along data axes.
-
-        Args:
-            found: the comparisons of the methods that were applied to the stages.
-        """
-        method, comparisons = self.method, dict[bool, list[Comparison]]()
-        for training, others in ((False, ()), (True, found)):
-            axes = method.owns
-            fix = f"together.share(rows)   # together = compose(...): the same rows on each rank along {method.axis}"
-            for each in others:
-                if each.per_step and each.method.mesh.layout == method.mesh.layout:
-                    axes, fix = method.mesh.along(*axes, *each.axes).axes, f"{fix}\n  {each.fix}"
-            # the least and the most rows of a batch's tensors: see _compare
-            rows = [Comparison(method, axes, ("rows",), fix, per_step) for per_step in (False, True)]
-            comparisons[training] = [*rows, *others]
-        return comparisons
-
-    def _autocast_dtype(self) -> torch.dtype | None:
-        """dtype of autocast, if it is enabled. Like the weights, it determines the dtypes of activations."""
-        kind = device_of_stage(self, self.method.mesh.group(self.method.axis)).type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    def _check_rows(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Raise a ShapeError if the tensors of a batch cannot be split into equal microbatches."""
+        rows = [each.size(0) if each.ndim else 0 for _, each in tensors]
+        most, microbatches = max(rows, default=0), self.method.microbatches
+        if len({*rows}) != 1 or not most or most % microbatches:
+            found = ", ".join(f"{count_of(n, 'row')} of {name}" for (name, _), n in zip(tensors, rows))
+            raise ShapeError(
+                f"{found or 'no rows'} cannot be split into {microbatches} equal microbatches along "
+                f"{format_sizes(self.method.mesh, self.method.owns)}.\n\n"
+                f"  {nearest_multiples(most, microbatches)} rows of each would do"
+            )
 
     def _has_stage(self, stage: int) -> bool:
         """Return True if this rank has a stage."""
@@ -489,49 +408,43 @@ class Pipeline(nn.Module):
 
     def _all_reduce_tied(self) -> None:
         """Sum the gradients of tied parameters over the first and the last stage."""
-        if not self.tied:
-            return
-        ends = self.method._end_stages
-        on_two_ranks = self.method.holder(0) != self.method.holder(self.method.stages - 1)
-        for first, last in self.tied if self.method.mesh.rank in ends else ():
-            here = [*self._stage_parameters(0, first), *self._stage_parameters(self.method.stages - 1, last)]
+        method = self.method
+        for first, last in self.tied:
+            here = [weight for weight in self._tied_parameters(first, last) if weight.requires_grad]
             for weight in here:
-                if weight.requires_grad and weight.grad is None:  # the other end may have a gradient
+                if weight.grad is None:  # the other end may have a gradient
                     weight.grad = torch.zeros_like(weight)
             gradients = [local(weight.grad) for weight in here if weight.grad is not None]
             if not gradients:
                 continue
-            for other in gradients[1:]:
-                gradients[0].add_(other)
-            if on_two_ranks:
-                group = ends.group(self.method.axis)
-                with on_served_device(gradients[0], group) as summed:
+            total = sum(gradients[1:], gradients[0])
+            if method.holder(0) != method.holder(method.stages - 1):
+                group = method._end_stages.group(method.axis)
+                with on_served_device(total, group) as summed:
                     dist.all_reduce(summed, group=group)
-            for other in gradients[1:]:
-                other.copy_(gradients[0])
+            for gradient in gradients:
+                gradient.copy_(total)
+
+    def _tied_parameters(self, first: str, last: str) -> list[nn.Parameter]:
+        """A parameter tied between the first and the last stage, by its names there: none, one or both of this rank."""
+        return [*self._stage_parameters(0, first), *self._stage_parameters(self.method.stages - 1, last)]
 
     def _stage_parameters(self, stage: int, name: str) -> list[nn.Parameter]:
-        """Parameter of this name in a stage of this rank; an empty list if this rank does not have the stage."""
-        return [
-            weight
-            for i, part in enumerate(self.parts)
-            if self.method.stage(i) == stage
-            for found, weight in part.named_parameters(remove_duplicate=False)
-            if _without_wrappers(found) == _without_wrappers(name)
-        ]
+        """Parameter of this name in a stage of this rank; an empty list if this rank does not have the stage.
 
-
-@contextlib.contextmanager
-def _set_gradients_aside(weights: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Hide present gradients, and add them back at exit: torch divides all of ``grad`` by the microbatches."""
-    before = [(weight, weight.grad) for weight in weights if weight.grad is not None]
-    for weight, _ in before:
-        weight.grad = None
-    try:
-        yield
-    finally:
-        for weight, gradient in before:
-            weight.grad = gradient if weight.grad is None else weight.grad + gradient
+        Raises:
+            MethodError: the stage has no such parameter.
+        """
+        for part in (part for i, part in enumerate(self.parts) if self.method.stage(i) == stage):
+            weights = {_without_wrappers(n): weight for n, weight in part.named_parameters(remove_duplicate=False)}
+            if _without_wrappers(name) not in weights:
+                raise MethodError(
+                    f"{name}, which is tied to a parameter of another stage, is not found in stage {stage} after other "
+                    f"methods: it has {', '.join([*weights][:4])}, ... A method has to keep the names of parameters; "
+                    "it may only prefix them by 'module.'."
+                )
+            return [weights[_without_wrappers(name)]]
+        return []
 
 
 def _without_wrappers(name: str) -> str:

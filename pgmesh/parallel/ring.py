@@ -11,7 +11,7 @@ since torch replaces no reference that was kept before. Only the cut of the buff
 
     from torch.distributed.tensor.experimental import context_parallel
 
-    together = compose(mesh, DataParallel(mesh, "dp", over=("dp", "cp")), unowned=["cp"])
+    together = compose(mesh, DataParallel(mesh, "dp"), ContextParallel(mesh, "cp", attention=None))
     model, buffers = together.apply(model), [inputs, labels, positions]
     with context_parallel(mesh.device_mesh("cp"), buffers=buffers, buffer_seq_dims=[1, 1, 1]):
         loss_of(model(inputs, positions), labels).backward()
@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from pgmesh import torch_private
@@ -32,7 +32,6 @@ from pgmesh.parallel.exchange import all_to_all_stacked, ring_shift
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from torch import Tensor
     from torch.distributed import ProcessGroup, Work
 
 QUERY_BLOCK = 1024
@@ -79,19 +78,20 @@ def ring_attention(
     scale = q.size(-1) ** -0.5 if scale is None else scale
     if enable_gqa:  # (..., heads of k, heads of q per head of k, positions, width); 1 in the second place of k and v
         q, k, v = torch.unflatten(q, -3, (k.size(-3), -1)), k.unsqueeze(-3), v.unsqueeze(-3)
-    out: Tensor
-    if torch.compiler.is_compiling():
-        out, _ = _forward_op(q, k, v, group.group_name, is_causal, scale, balanced)
-    else:
-        out = _RingAttention.apply(q, k, v, group, is_causal, scale, balanced)  # type: ignore[no-untyped-call]
+    out: Tensor = _forward(q, k, v, group.group_name, is_causal, scale, balanced)[0]
     return (out.flatten(-4, -3) if enable_gqa else out).to(q.dtype)
 
 
-def _ring_forward(
-    q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, causal: bool, scale: float, balanced: bool
+# Forward and backward are operators of torch, since torch.compile cannot trace sends and receives.
+
+
+@torch.library.custom_op("pgmesh::ring_forward", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, group_name: str, causal: bool, scale: float, balanced: bool
 ) -> tuple[Tensor, Tensor]:
     """Attention, and the logarithm of the sum of the exponentials of each query's scores, both of ``_acc_dtype``."""
-    rank, widths, acc_dtype = group.rank(), [k.size(-1), v.size(-1)], _acc_dtype(q)
+    group, acc_dtype = torch_private.group_named(group_name), _acc_dtype(q)
+    rank, widths = group.rank(), [k.size(-1), v.size(-1)]
     out = q.new_zeros((*q.shape[:-1], v.size(-1)), dtype=acc_dtype)
     log_sum = q.new_full((*q.shape[:-1], 1), -torch.inf, dtype=acc_dtype)
     with torch.autocast(q.device.type, enabled=False):
@@ -107,21 +107,29 @@ def _ring_forward(
     return out, log_sum
 
 
-def _ring_backward(
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    sizes, dtype = q.shape[:-1], _acc_dtype(q)
+    return q.new_empty((*sizes, v.size(-1)), dtype=dtype), q.new_empty((*sizes, 1), dtype=dtype)
+
+
+@torch.library.custom_op("pgmesh::ring_backward", mutates_args=())
+def _backward(
     gradient: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     out: Tensor,
     log_sum: Tensor,
-    group: ProcessGroup,
+    group_name: str,
     causal: bool,
     scale: float,
     balanced: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values."""
-    rank, widths, acc_dtype = group.rank(), [k.size(-1), v.size(-1)], out.dtype
-    grad_q = torch.zeros_like(q, dtype=acc_dtype)
+    group, acc_dtype = torch_private.group_named(group_name), out.dtype
+    rank, widths = group.rank(), [k.size(-1), v.size(-1)]
+    grad_q = q.new_zeros(q.shape, dtype=acc_dtype)
     own_keys_values = torch.cat([k, v], -1)
     grad_keys_values, grad_works = torch.zeros_like(own_keys_values, dtype=acc_dtype), list[Any]()
     with torch.autocast(q.device.type, enabled=False):
@@ -140,55 +148,13 @@ def _ring_backward(
             grad_keys_values, grad_works = ring_shift(grad_keys_values + grad_block, group, tag=1)
         _wait(grad_works)  # the last shift returns the sums to the rank of the keys and values
     grad_k, grad_v = torch.split(grad_keys_values, widths, -1)
-    return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
+    # copies, since outputs of an operator may not share memory
+    return grad_q.to(q.dtype), grad_k.to(k.dtype, copy=True), grad_v.to(v.dtype, copy=True)
 
 
-class _RingAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
-        out, log_sum = _ring_forward(q, k, v, *settings)
-        ctx.save_for_backward(q, k, v, out, log_sum)
-        ctx.settings = settings
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_ring_backward(gradient, *ctx.saved_tensors, *ctx.settings), None, None, None, None)
-
-
-# ---- the same as operators of torch, for compiled code: torch.compile cannot trace sends and receives ----
-
-_SETTINGS = "str group, bool causal, float scale, bool balanced"
-_FORWARD = f"(Tensor q, Tensor k, Tensor v, {_SETTINGS}) -> (Tensor, Tensor)"
-_BACKWARD = (
-    f"(Tensor gradient, Tensor q, Tensor k, Tensor v, Tensor out, Tensor log_sum, {_SETTINGS})"
-    " -> (Tensor, Tensor, Tensor)"
-)
-
-
-@torch.library.custom_op("pgmesh::ring_forward", mutates_args=(), schema=_FORWARD)
-def _forward_op(q: Tensor, k: Tensor, v: Tensor, group: str, *settings: Any) -> tuple[Tensor, Tensor]:
-    return _ring_forward(q, k, v, torch_private.group_named(group), *settings)
-
-
-@torch.library.custom_op("pgmesh::ring_backward", mutates_args=(), schema=_BACKWARD)
-def _backward_op(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, group: str, *settings: Any
-) -> tuple[Tensor, ...]:
-    gradients = _ring_backward(gradient, q, k, v, out, log_sum, torch_private.group_named(group), *settings)
-    return tuple(each.clone() for each in gradients)  # outputs of an operator may not share memory
-
-
-@_forward_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-    sizes, dtype = q.shape[:-1], _acc_dtype(q)
-    return q.new_empty((*sizes, v.size(-1)), dtype=dtype), q.new_empty((*sizes, 1), dtype=dtype)
-
-
-@_backward_op.register_fake
+@_backward.register_fake
 def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, ...]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -197,13 +163,10 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _gradients(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return (*_backward_op(gradient, *ctx.saved_tensors, *ctx.settings), None, None, None, None)
+    return (*_backward(gradient, *ctx.saved_tensors, *ctx.settings), None, None, None, None)
 
 
-_forward_op.register_autograd(_gradients, setup_context=_save_for_backward)
-
-
-# ---- the parts of both ----
+_forward.register_autograd(_gradients, setup_context=_save_for_backward)
 
 
 def _acc_dtype(q: Tensor) -> torch.dtype:

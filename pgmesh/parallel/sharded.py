@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.utils.data import Dataset, DistributedSampler
 
-from pgmesh.errors import AxisError, MethodError
+from pgmesh.errors import AxisError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.base import Check, Level, Method, format_axes
-from pgmesh.parallel.data import compare_rows, distributed_sampler, reject_uneven
-from pgmesh.parallel.input_checks import add_comparison
-from pgmesh.parallel.ownership import owned_parameters
+from pgmesh.parallel.base import Level, Method, format_axes
+from pgmesh.parallel.blocks import Blocks
+from pgmesh.parallel.data import check_keywords
+from pgmesh.parallel.ownership import expert_parameters
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,16 +31,17 @@ class ShardedDataParallel(Method):
     Args:
         mesh: the mesh.
         axes: axes along which ranks read different rows.
-        over: axes along which gradients are averaged: ``over=("dp", "cp")`` with context parallelism along cp.
-            Parameters are sharded along those that are not in ``replicate``.
-        replicate: the axes of ``over`` along which parameters are replicated.
+        replicate: the axes along which parameters are replicated. With ``compose``, parameters are sharded along the
+            axes of context parallelism too, unless they are named here.
         layers: function from the module to the submodules that are all-gathered one at a time. Default: the elements of
             ModuleLists, ModuleDicts and Sequentials. All other parameters are gathered with the whole module.
-        check: as in ``DataParallel``.
         options: options of its groups, as in ``mesh.configure``.
         keywords: arguments of torch's fully_shard, such as
             ``mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)``, ``reshard_after_forward=False`` or
             ``offload_policy=``.
+
+    Raises:
+        OptionsError: fully_shard has no such argument.
 
     Source: https://docs.pytorch.org/docs/2.13/distributed.fsdp.fully_shard.html
 
@@ -50,41 +50,54 @@ class ShardedDataParallel(Method):
     ('dp',)
     >>> ShardedDataParallel(mesh, "pp", "dp", replicate="pp").device_mesh().mesh_dim_names
     ('pp', 'dp')
-    >>> ShardedDataParallel(mesh, "dp", over=("dp", "tp")).device_mesh().mesh_dim_names
-    ('dp_tp',)
     """
 
-    level: ClassVar[Level] = Level.SHARD
-    splits_batch = True
+    differs = "rows"
+    level = Level.SHARD
 
     def __init__(
         self,
         mesh: ProcessGroupMesh,
         *axes: Axis,
-        over: Iterable[Axis] | None = None,
         replicate: Axis | Iterable[Axis] = (),
         layers: Callable[[nn.Module], Iterable[nn.Module]] | None = None,
-        check: Check = "first",
         options: Mapping[str, Any] | None = None,
         **keywords: Any,
     ) -> None:
-        super().__init__(mesh, *axes, over=over, options=options, check=check)
-        reject_uneven(self, keywords)
+        super().__init__(mesh, *axes, options=options)
+        check_keywords(self, fully_shard, keywords, given=("module", "mesh"))
         replicated = (replicate,) if isinstance(replicate, (str, int)) else tuple(replicate)
         self.replicates = mesh.along(*replicated).axes if replicated else ()
-        self.shards = tuple(axis for axis in self.reduces if axis not in self.replicates)
-        if not set(self.replicates) <= set(self.reduces):
-            both = mesh.along(*self.owns, *self.replicates).axes
-            raise AxisError(
-                f"ShardedDataParallel reduces along {format_axes(self.reduces)}, but replicate= has "
-                f"{format_axes(self.replicates)}, and has to be part of these axes.\n\n"
-                f"  {type(self).__name__}(mesh, {', '.join(map(repr, both))}, replicate={replicated!r})"
-            )
-        self.configure(options, self.replicates, self.shards)
         self.layers, self.keywords = layers or default_layers, keywords
+        self.configure(self.replicates, self.shards)
+
+    @property
+    def shards(self) -> tuple[Axis, ...]:
+        """The axes along which parameters are sharded."""
+        return tuple(axis for axis in self.average_axes if axis not in self.replicates)
+
+    def settle(self, readers: Blocks) -> None:
+        """Average gradients over all ranks that read different tokens, and shard parameters over them.
+
+        Raises:
+            AxisError: ``replicate`` has an axis along which ranks read the same tokens.
+        """
+        super().settle(readers)
+        self._check_replicates()
+        self.configure(self.replicates, self.shards)
+
+    def _check_replicates(self) -> None:
+        if not set(self.replicates) <= set(self.average_axes):
+            both = self.mesh.along(*self.owns, *self.replicates).axes
+            raise AxisError(
+                f"ShardedDataParallel averages along {format_axes(self.average_axes)}, but replicate= has "
+                f"{format_axes(self.replicates)}, and has to be part of these axes.\n\n"
+                f"  {type(self).__name__}(mesh, {', '.join(map(repr, both))}, replicate={self.replicates!r})"
+            )
 
     def device_mesh(self) -> DeviceMesh:
         """torch's DeviceMesh for fully_shard: (shard,), or (replicate, shard) with ``replicate=``."""
+        self._check_replicates()
         mesh, parts = self.mesh, [_nontrivial(self.mesh, axes) for axes in (self.replicates, self.shards) if axes]
         if not self.shards:  # fully_shard needs an axis to shard along: one of size 1
             mesh = mesh.view({**{str(axis): mesh.size(axis) for axis in mesh.axes}, "_one": 1})
@@ -93,17 +106,12 @@ class ShardedDataParallel(Method):
 
     def apply(self, module: nn.Module) -> nn.Module:
         """Shard the module in place, its layers first, and return it."""
-        device_mesh, owned = self.device_mesh(), {*owned_parameters(module).values()}
-        keywords = {**self.keywords, "ignored_params": {*self.keywords.get("ignored_params", ()), *owned}}
+        device_mesh, experts = self.device_mesh(), expert_parameters(module).values()
+        keywords = {**self.keywords, "ignored_params": {*self.keywords.get("ignored_params", ()), *experts}}
         for layer in self.layers(module):
             fully_shard(layer, mesh=device_mesh, **keywords)
         fully_shard(module, mesh=device_mesh, **keywords)
-        add_comparison(module, compare_rows(self))
         return module
-
-    def sampler(self, dataset: Dataset[Any], **keywords: Any) -> DistributedSampler[Any]:
-        """torch's DistributedSampler with this rank's part of a data set, as ``DataParallel.sampler``."""
-        return distributed_sampler(self, dataset, **keywords)
 
     @contextlib.contextmanager
     def accumulate(self, module: nn.Module, *, last: bool) -> Iterator[None]:
@@ -114,32 +122,31 @@ class ShardedDataParallel(Method):
         Args:
             module: the module that ``apply`` returned.
             last: True in the last pass.
-
-        Raises:
-            MethodError: ``apply`` did not return this module.
         """
-        if not isinstance(module, FSDPModule):
-            raise MethodError(
-                f"{self} accumulates gradients in the module that apply() returned, not in a {type(module).__name__}."
-            )
+        assert isinstance(module, FSDPModule)
         module.set_requires_gradient_sync(last)
-        vars(module)["require_backward_grad_sync"] = last  # as DDP has it: the input check reads it
         try:
             yield
         finally:
             module.set_requires_gradient_sync(True)
-            vars(module)["require_backward_grad_sync"] = True
 
 
 def default_layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Elements of the outermost ModuleLists, ModuleDicts and Sequentials that have parameters."""
+    """Elements of the outermost ModuleLists, ModuleDicts and Sequentials that have parameters.
+
+    A ModuleList or ModuleDict in another has no forward pass: its elements are layers too.
+    """
+    has_layers = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
     for child in module.children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            yield from (layer for layer in child.children() if next(layer.parameters(), None) is not None)
-        else:
+        if not has_layers or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from default_layers(child)
+        elif next(child.parameters(), None) is not None:
+            yield child
 
 
 def _nontrivial(mesh: ProcessGroupMesh, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-    """The axes of more than one rank; the first axis if there are none."""
+    """The axes of more than one rank; the first axis if there are none.
+
+    An axis of one rank needs no merge. With tensor parallelism, torch before 2.13 cannot merge axes.
+    """
     return tuple(axis for axis in axes if mesh.size(axis) > 1) or axes[:1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -23,37 +23,35 @@ def partition_layers(layers: int, stages: int) -> list[range]:
     return [range(a, b) for a, b in itertools.pairwise(starts)]
 
 
-def copy_stage(
-    module: nn.Module, layers: str, absent: Iterable[nn.Module], dropped: Sequence[str], copied: Iterable[str]
-) -> nn.Module:
+def copy_stage(module: nn.Module, absent: Sequence[str], dropped: Sequence[str], copied: Sequence[str]) -> nn.Module:
     """Copy of a module without some of its layers and submodules. It shares its parameters with the module.
 
-    It is a deepcopy whose memo has all but the ancestors of the removed modules, so that only these are copied.
+    deepcopy keeps what is in its memo. So only modules on the path to a removed module are copied.
 
     Args:
         module: the whole module.
-        layers: name of the container of layers.
-        absent: the layers to replace by ``AbsentLayer``.
+        absent: names of the layers to replace by ``AbsentLayer``.
         dropped: names of the submodules to set to None.
         copied: names of submodules to copy with their parameters, since another stage of this rank has them too.
     """
-    changed = (layers, *dropped, *copied)
+    changed = (*absent, *dropped, *copied)
     ancestors = [
         sub
         for name, sub in module.named_modules(remove_duplicate=False)
-        if name == layers or any(each.startswith(f"{name}." if name else "") for each in changed)
+        if not name or any(each.startswith(f"{name}.") for each in changed)
     ]
-    memo: dict[int, Any] = {id(each): each for each in (*module.modules(), *module.parameters(), *module.buffers())}
-    for sub in ancestors:  # copied, except for attributes such as groups and Seeds
+    own = vars(nn.Module())
+    attributes = [value for sub in ancestors for name, value in vars(sub).items() if name not in own]  # such as groups
+    kept = (*module.modules(), *module.parameters(), *module.buffers(), *attributes)
+    memo: dict[int, Any] = {id(each): each for each in kept}
+    for sub in ancestors:
         memo.pop(id(sub), None)
-        memo.update((id(what), what) for name, what in vars(sub).items() if not name.startswith("_"))
-    for sub in (sub for name in copied for sub in module.get_submodule(name).modules()):
-        for each in (sub, *sub.parameters(recurse=False), *sub.buffers(recurse=False)):
+    for sub in (module.get_submodule(name) for name in copied):
+        for each in (*sub.modules(), *sub.parameters(), *sub.buffers()):
             memo.pop(id(each), None)
-    memo.update((id(layer), AbsentLayer()) for layer in absent)
     part = copy.deepcopy(module, memo)
-    for name in dropped:
+    for name in (*absent, *dropped):  # by name, since one module may have several
         parent, _, child = name.rpartition(".")
-        setattr(part.get_submodule(parent), child, None)
+        setattr(part.get_submodule(parent), child, AbsentLayer() if name in absent else None)
     setattr(part, ABSENT_MARK, tuple(dropped))
     return part

@@ -1,166 +1,142 @@
-"""Shapes of the tensors between pipeline stages, from a forward pass of the first microbatch.
+"""Pipeline stages that learn the shapes of their inputs from the stage before them.
 
-torch's stages need example inputs and outputs. Without them, they infer shapes by running on uninitialized memory. The
-pass here sends real activations from stage to stage, has no gradients, and leaves no trace: buffers, random states and
-sharded parameters are restored. It exchanges nothing along other axes, so ranks of other pipelines need not run it in
-the same step.
+torch's stages need example inputs and outputs. Without them, torch 2.13 runs each stage once more, forward and
+backward. BatchNorm counts this pass, later stages run on uninitialized memory, gradients of ``fully_shard`` are
+cleared, and collectives along other axes wait for ranks that know the shapes already. Here a stage sends the shapes of
+its first outputs before these outputs, and nothing runs twice.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from pgmesh import torch_private
 from pgmesh.errors import MethodError
-from pgmesh.parallel.exchange import collective_device, receive_tensors, send_tensors
-from pgmesh.parallel.seeds import restore_streams
+from pgmesh.parallel.exchange import collective_device
 
 Tensors = tuple[torch.Tensor, ...]
 
 
-class Place(NamedTuple):
-    """Index of a stage, and the ranks of the stages before and after it; None at the ends."""
+class Stage(PipelineStage):
+    """A stage for batches of one shape. The schedule of torch calls its methods.
 
-    stage: int
-    previous: int | None
-    next: int | None
-
-
-def find_shapes(
-    parts: Sequence[nn.Module],
-    places: Sequence[Place],
-    inputs: Tensors,
-    keywords: Mapping[str, Any],
-    microbatches: int,
-    group: dist.ProcessGroup,
-) -> list[tuple[Tensors, Tensors]]:
-    """Example inputs and outputs of each stage of this rank. Every rank of the group calls it.
+    The stages of all ranks of a pipeline are created in the same step. Each learns its shapes in the first microbatch
+    of this step; the outputs of all later microbatches have to have the same.
 
     Args:
-        parts: the stages of this rank.
-        places: their places in the pipeline.
-        inputs: this rank's rows; used only by the first stage.
-        keywords: keyword arguments of every stage.
-        microbatches: number of microbatches of the rows.
+        part: the module of the stage.
+        index: index of the stage in the pipeline.
+        stages: number of stages of the pipeline.
+        rows: the inputs of one microbatch; used only by the first stage.
         group: the group of all stages.
-
-    Raises:
-        MethodError: a stage that is not the last returns something other than plain tensors.
     """
-    this_rank, found, outputs = dist.get_rank(), list[tuple[Tensors, Tensors]](), Tensors()
-    _, (first_keywords, *_) = split_args_kwargs_into_chunks((), dict(keywords), microbatches)
-    devices = [device_of_stage(part, group) for part in parts]
-    with (
-        forward_alone(parts),
-        _without_other_ranks(parts),
-        torch.compiler.set_stance("force_eager"),
-        _preserve_state(parts, devices),
-    ):
-        for part, place, device in zip(parts, places, devices, strict=True):
-            if place.previous is None:
-                first_rows = [each[: len(each) // microbatches] for each in inputs]
-                stage_inputs = tuple(each.to(device, copy=True) for each in first_rows)
-            elif place.previous == this_rank:
-                stage_inputs = outputs
-            else:
-                stage_inputs = receive_tensors(place.previous, group, device)
-            # not through DDP: it would synchronize buffers and count the pass
-            module = part.module if isinstance(part, DistributedDataParallel) else part
-            returned = module(*stage_inputs, **first_keywords)
-            outputs = tuple(returned) if type(returned) in (tuple, list) else (returned,)
-            if place.next is None:  # torch uses only the number of the last outputs
-                outputs = tuple(torch.empty(0) for _ in outputs)
-            else:
-                _check_outputs(outputs, place.stage)
-                if place.next != this_rank:
-                    send_tensors(outputs, place.next, group, device)
-            found.append((_differentiable(stage_inputs), _differentiable(outputs)))
-    return found
+
+    def __init__(
+        self, part: nn.Module, index: int, stages: int, rows: Sequence[torch.Tensor], group: dist.ProcessGroup
+    ) -> None:
+        unknown = (torch.empty(0),)  # A dummy example: given one, torch skips its own shape inference.
+        inputs = tuple(rows) if index == 0 else unknown
+        super().__init__(part, index, stages, device_of_stage(part, group), inputs, unknown, group=group)
+        self.inputs_are_known = index == 0
+        self.outputs: list[str] | None = None
+        """Dtypes and shapes of the outputs; None before the first microbatch."""
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Before the first inputs, receive their shapes from the rank of the previous stage."""
+        if not self.inputs_are_known:
+            torch_private.receive_stage_inputs(self)
+            self.inputs_are_known = True
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """Take inputs from the previous stage, which is on this rank."""
+        if not self.inputs_are_known:
+            torch_private.set_stage_inputs(self, _differentiable(_as_tuple(prev_stage_outputs)))
+            self.inputs_are_known = True
+        super().set_local_fwd_input(prev_stage_outputs, mb_index)
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on a microbatch. After the first, send the shapes of its outputs to the next stage."""
+        returned = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
+        outputs = _as_tuple(returned)
+        if self.is_last:  # torch uses only the number of its outputs
+            outputs = tuple(torch.empty(0) for _ in outputs)
+        if self.outputs is None and all(map(_is_plain, outputs)):
+            self.outputs = _describe(outputs)
+            torch_private.set_stage_outputs(self, _differentiable(outputs))
+        return returned
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run a microbatch.
+
+        Raises:
+            MethodError: the outputs of a stage that is not the last are not plain tensors, or differ from those of the
+                first microbatch in shape or dtype.
+        """
+        returned = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        found = _describe(_as_tuple(returned))
+        if not self.is_last and found != self.outputs:
+            wanted = f"the first returned {', '.join(self.outputs)}" if self.outputs else "has to return plain tensors"
+            hint = "\n\n  return x.to_local()   # of a DTensor x, if the next stage takes this rank's shard"
+            raise MethodError(
+                f"microbatch {fwd_chunk_id} of stage {self.stage_index} returned {', '.join(found)}, but {wanted}."
+                f"{hint if 'DTensor' in found else ''}"
+            )
+        return returned
 
 
 def device_of_stage(part: nn.Module, group: dist.ProcessGroup) -> torch.device:
-    """Device of the activations of a stage: of its weights, or of the group where it has none or offloads them."""
+    """Device of its weights if the group serves it; otherwise the group's device."""
     tensors = itertools.chain(part.parameters(), part.buffers())
     return collective_device(group, next((tensor.device for tensor in tensors), torch.device("cpu")))
 
 
 @contextlib.contextmanager
-def forward_alone(parts: Iterable[nn.Module]) -> Iterator[None]:
-    """Compute no gradients, and shard the parameters of FSDP again at exit.
+def gradients_aside(parts: nn.Module) -> Iterator[None]:
+    """Hide present gradients, and add them back at exit: torch divides all of ``grad`` by the microbatches.
 
-    After a forward pass without a backward pass, torch leaves those of its root unsharded. ``zero_grad`` and the next
-    step would then see parameters without gradients.
+    They are copied, since others may own their memory: DDP writes the next gradients into the same buckets. The exit
+    also shards the parameters of FSDP again: after a pass that failed or had no backward pass, torch leaves some
+    unsharded, without gradients.
     """
+    before = [(weight, weight.grad.clone()) for weight in parts.parameters() if weight.grad is not None]
+    for weight, _ in before:
+        weight.grad = None
     try:
-        with torch.no_grad():
-            yield
+        yield
     finally:
-        for module in _fsdp_modules(parts):
-            module.reshard()
+        for module in parts.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        for weight, gradient in before:
+            weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
 
 
-def _fsdp_modules(parts: Iterable[nn.Module]) -> list[FSDPModule]:
-    return [module for part in parts for module in part.modules() if isinstance(module, FSDPModule)]
+def _as_tuple(returned: Any) -> tuple[Any, ...]:
+    """What a stage returned, as the tuple that torch sends to the next stage."""
+    return tuple(returned) if type(returned) in (tuple, list) else (returned,)
 
 
-@contextlib.contextmanager
-def _without_other_ranks(parts: Iterable[nn.Module]) -> Iterator[None]:
-    """Let collectives return this rank's own data. ``forward_alone`` is around it, so that FSDP forgets these data."""
-    with torch_private.local_collectives():
-        try:
-            yield
-        except BaseException:
-            for module in _fsdp_modules(parts):
-                module.unshard()  # completes prefetched all-gathers: reshard() drops no others
-            raise
+def _is_plain(output: Any) -> bool:
+    """Return True for a tensor that is not a DTensor."""
+    return isinstance(output, torch.Tensor) and not isinstance(output, DTensor)
 
 
-@contextlib.contextmanager
-def _preserve_state(parts: Sequence[nn.Module], on: Iterable[torch.device]) -> Iterator[None]:
-    """Run modules on copies of their buffers. Restore buffers, torch's random states and ``Seeds`` at exit.
-
-    Args:
-        parts: the modules.
-        on: their devices.
-    """
-    tables = [torch_private.buffer_table(module) for part in parts for module in part.modules()]
-    kept = [(table, dict(table)) for table in tables]
-    copies = {id(buffer): buffer.clone() for part in parts for buffer in part.buffers()}
-    devices = {device for device in on if device.type != "cpu"}
-    kind = next((device.type for device in devices), None)
-    with torch.random.fork_rng(devices, device_type=kind), restore_streams():
-        try:
-            for buffers, before in kept:
-                buffers.update({name: each if each is None else copies[id(each)] for name, each in before.items()})
-            yield
-        finally:
-            for buffers, before in kept:
-                buffers.clear()
-                buffers.update(before)
+def _describe(outputs: tuple[Any, ...]) -> list[str]:
+    """dtype and shape of each tensor, and the type of what is no plain tensor."""
+    return [f"{each.dtype} {list(each.shape)}" if _is_plain(each) else type(each).__name__ for each in outputs]
 
 
-def _check_outputs(outputs: tuple[Any, ...], stage: int) -> None:
-    """Raise a MethodError if the outputs of a stage that is not the last are not plain tensors."""
-    for each in outputs:
-        if not isinstance(each, torch.Tensor) or isinstance(each, DTensor):
-            raise MethodError(
-                f"stage {stage} of a pipeline returns a {type(each).__name__}, but the next stage takes a tensor or a "
-                "tuple of tensors, without DTensors.\n\n"
-                "  return x.to_local()   # of a DTensor x, if the next stage takes this rank's shard"
-            )
-
-
-def _differentiable(tensors: Iterable[torch.Tensor]) -> Tensors:
+def _differentiable(tensors: Tensors) -> Tensors:
     """The tensors, detached; those that can have a gradient require it, so that torch's stages exchange gradients."""
     return tuple(each.detach().requires_grad_(each.is_floating_point() or each.is_complex()) for each in tensors)

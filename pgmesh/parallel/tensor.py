@@ -1,51 +1,44 @@
-"""Tensor parallelism by torch's parallelize_module. A plan gives each module a sharding style."""
+"""Tensor parallelism by torch's parallelize_module. A plan gives each module one of torch's styles."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
     RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import Placement
 
+from pgmesh import torch_private
 from pgmesh._util.suggestions import closest_name, did_you_mean
 from pgmesh.errors import MethodError, OptionsError
-from pgmesh.parallel.base import Check, Level, Method, format_axes, single_axis
-from pgmesh.parallel.divisibility import divide_along_axes, format_sizes
-from pgmesh.parallel.input_checks import Comparison, add_comparison
+from pgmesh.parallel.base import Level, Method, format_axes, single_axis
+from pgmesh.parallel.divisibility import divide_along_axes
 from pgmesh.parallel.ownership import match_modules, on_other_stage, tied_names
 
 if TYPE_CHECKING:
     from pgmesh.layout import Axis
     from pgmesh.mesh import ProcessGroupMesh
 
-PLAN_WORDS: dict[str, tuple[tuple[type[nn.Module], ...], int, str]] = {
-    "columns": ((nn.Linear,), 0, "outputs"),
-    "rows": ((nn.Linear,), 1, "inputs"),
-    "vocabulary": ((nn.Embedding, nn.Linear), 0, "words"),
-    "gathered": ((nn.Linear,), 0, "words"),
-    "sequence": ((nn.Module,), 0, ""),
-    "enter": ((nn.Module,), 0, ""),
-    "whole": ((nn.Module,), 0, ""),
-}
-"""Words of a plan: the types of layer that each can be used for; the sharded dimension of the weight, and its unit."""
+PREPARE = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
+"""The styles that leave parameters alone."""
 
 
 def attention_plan(
-    where: str, into: Iterable[str] = ("q_proj", "k_proj", "v_proj"), out: str = "o_proj"
-) -> dict[str, str]:
+    where: str, into: Iterable[str] = ("q_proj", "k_proj", "v_proj"), out: str = "o_proj", *, sequence: bool = False
+) -> dict[str, ParallelStyle]:
     """Plan for attention: input projections are column-sharded by heads; the output is row-sharded and all-reduced.
 
     The rows of a fused projection to queries, keys and values have to be sorted by head. The module has to compute the
@@ -55,215 +48,181 @@ def attention_plan(
         where: the modules, such as "blocks.*".
         into: their input projections.
         out: their output projection.
+        sequence: the input and the output are sharded by positions, the second dimension.
 
-    >>> attention_plan("blocks.*", ["qkv"], "out")
-    {'blocks.*.qkv': 'columns', 'blocks.*.out': 'rows'}
+    >>> from pgmesh.parallel import attention_plan
+    >>> list(attention_plan("blocks.*", ["qkv"], "out"))
+    ['blocks.*.qkv', 'blocks.*.out']
     """
-    return {**{f"{where}.{name}": "columns" for name in into}, f"{where}.{out}": "rows"}
+    between = Shard(1) if sequence else Replicate()
+    plan: dict[str, ParallelStyle] = {f"{where}.{name}": ColwiseParallel(input_layouts=between) for name in into}
+    return {**plan, f"{where}.{out}": RowwiseParallel(output_layouts=between)}
 
 
-def mlp_plan(where: str, into: Iterable[str] = ("gate_proj", "up_proj"), out: str = "down_proj") -> dict[str, str]:
+def mlp_plan(
+    where: str, into: Iterable[str] = ("gate_proj", "up_proj"), out: str = "down_proj", *, sequence: bool = False
+) -> dict[str, ParallelStyle]:
     """Plan for an MLP: up projections are column-sharded; the down projection is row-sharded and all-reduced.
 
     Args:
         where: the modules, such as "blocks.*".
         into: their up projections.
         out: their down projection.
+        sequence: the input and the output are sharded by positions, the second dimension.
 
-    >>> mlp_plan("blocks.*", ["up"], "down")
-    {'blocks.*.up': 'columns', 'blocks.*.down': 'rows'}
+    >>> from pgmesh.parallel import mlp_plan
+    >>> list(mlp_plan("blocks.*", ["up"], "down"))
+    ['blocks.*.up', 'blocks.*.down']
     """
-    return attention_plan(where, into, out)
+    return attention_plan(where, into, out, sequence=sequence)
 
 
 class TensorParallel(Method):
-    """Shards layers along an axis. The plan maps module names, with * as wildcard, to one of these words.
+    """Shards layers along an axis. The plan maps module names, with * as wildcard, to torch's styles.
 
-    - "columns": a linear layer sharded by outputs. Each rank has a part of the outputs.
-    - "rows": a linear layer sharded by inputs, after one of "columns". Its outputs are all-reduced.
-    - "vocabulary": an embedding, or the linear layer to the logits, sharded by tokens of the vocabulary. The logits are
-      a DTensor; cross_entropy accepts it inside ``with method.loss():``.
-    - "gathered": the linear layer to the logits, which are all-gathered on every rank.
-    - a ParallelStyle of torch.
+    Of several entries for one module the last counts. Frozen parameters stay frozen, and all keep their Python
+    attributes. Tied parameters stay tied if both are sharded in the same way. Gradients have the placements of their
+    parameters. torch replaces parameters: make the optimizer, and register hooks on parameters, after ``apply``. If a
+    program replaces them again (``to_empty``, ``deepcopy``, ``load_state_dict(assign=True)``), gradients are right, but
+    have torch's placements.
 
-    With ``sequence=True`` (sequence parallelism) activations between these layers are sharded by positions, and there
-    are three more words. The plan then has to name every module with parameters: a norm without a word would get
-    gradients of only its rank's positions.
+    With ``Shard(1)`` in their layouts, styles shard activations by positions (sequence parallelism). Such a plan has to
+    name every module with parameters: a norm without an entry would get gradients of only its rank's positions. The
+    entry ``PrepareModuleInput()`` is for a module that gets whole sequences.
 
-    - "sequence": a norm, applied to the positions of its rank.
-    - "enter": a module, such as the first block, whose first input is replicated and has to be sharded by positions.
-    - "whole": a module that gets whole sequences and is not sharded.
-
-    Tied parameters stay tied if both are sharded in the same way. Gradients have the placements of their parameters.
-    Parameters of the sharded layers are distributed from the first rank along the axis. Parameters of other modules are
-    not broadcast: they have to be equal already. Untested on GPUs.
+    Parameters that are sharded are distributed from the first rank along the axis. All others have to be equal already.
+    Untested on GPUs.
 
     Args:
         mesh: the mesh, or a view or slice of it.
         axis: the axis along which layers are sharded.
-        plan: a word or a ParallelStyle for each module name.
-        sequence: shard activations between the layers by positions, the second dimension.
+        plan: a ParallelStyle of torch for each module name.
         heads: number of attention heads, or numbers of query heads and of key heads. They have to be divisible.
         options: as in ``Method``.
-        check: as in ``Method``, of rows and positions.
 
     Raises:
         AxisError: more than one axis.
-        OptionsError: there is no plan, or it has an unknown word.
+        OptionsError: there is no plan, or it has something else than styles, or styles take sharded sequences, but none
+            shards them.
         ShapeError: the heads are not divisible by the ranks.
 
     Source: https://docs.pytorch.org/docs/2.13/distributed.tensor.parallel.html
 
+    >>> from torch.distributed.tensor.parallel import ColwiseParallel
     >>> from pgmesh.parallel import TensorParallel, attention_plan, mlp_plan
     >>> plan = {**attention_plan("blocks.*", ["qkv"], "out"), **mlp_plan("blocks.*", ["up"], "down")}
-    >>> TensorParallel(mesh, "tp", plan={**plan, "tokens": "vocabulary", "head": "vocabulary"}, heads=8)
+    >>> TensorParallel(mesh, "tp", plan={**plan, "head": ColwiseParallel(use_local_output=False)}, heads=8)
     TensorParallel along tp
     """
 
-    level: ClassVar[Level] = Level.TENSOR
+    differs = "weights"
+    level = Level.TENSOR
 
     def __init__(
         self,
         mesh: ProcessGroupMesh,
         *axis: Axis,
-        plan: Mapping[str, str | ParallelStyle],
-        sequence: bool = False,
+        plan: Mapping[str, ParallelStyle],
         heads: int | Iterable[int] = (),
         options: Mapping[str, Any] | None = None,
-        check: Check = "first",
     ) -> None:
-        super().__init__(mesh, *axis, options=options, check=check)
+        super().__init__(mesh, *axis, options=options)
         single_axis(self)
-        if not isinstance(plan, Mapping) or not plan:
+        self.plan = dict(plan)
+        wrong = {name: style for name, style in plan.items() if not isinstance(style, ParallelStyle)}
+        if wrong or not plan:
             raise OptionsError(
-                f"TensorParallel: plan= maps module names to words, and is not {plan!r}.\n\n"
-                f"  TensorParallel(mesh, {self.owns[0]!r}, plan={{'blocks.*.up': 'columns', 'blocks.*.down': 'rows'}})"
+                f"TensorParallel: plan= maps module names to ParallelStyles of torch, and has {wrong}.\n\n"
+                f"  TensorParallel(mesh, {self.owns[0]!r}, plan={{'blocks.*.up': ColwiseParallel()}})"
             )
-        words = [word for word in PLAN_WORDS if sequence or word not in ("sequence", "enter", "whole")]
-        for name, style in plan.items():
-            if not isinstance(style, ParallelStyle) and style not in words:
-                hint = "" if style not in PLAN_WORDS else ", with sequence=True also sequence, enter, whole"
-                raise OptionsError(
-                    f"TensorParallel: the plan has {style!r} for {name!r}; it takes {format_axes(words)}{hint}, or a "
-                    "ParallelStyle of torch."
-                )
+        self._shards_sequences = any(map(_sequence_dims, plan.values()))
+        if self._shards_sequences and all(_entry_dim(style) is None for style in plan.values()):
+            raise OptionsError(
+                "TensorParallel: styles of the plan take sharded sequences, but none shards them.\n\n"
+                "  plan={**plan, 'blocks.0': PrepareModuleInput(input_layouts=Replicate(), "
+                "desired_input_layouts=Shard(1), use_local_output=True)}"
+            )
         for count in [heads] if isinstance(heads, int) else heads:
             divide_along_axes(count, f"{count} heads", "heads", mesh, self.owns)
-        self.plan, self.sequence = dict(plan), sequence
 
     def apply(self, module: nn.Module) -> nn.Module:
         """Shard the layers of the module in place, and return it.
 
         Raises:
-            MethodError: the module lacks a layer of the plan, or the layer has the wrong type for its word.
-            MethodError: with ``sequence=True``, the plan does not name a module with parameters.
+            MethodError: the module lacks a layer of the plan, or torch cannot use the style for it.
+            MethodError: sequences are sharded, and the plan does not say of a module with parameters whether it gets
+                shards or whole ones.
+            MethodError: a parameter that torch replaces has hooks.
             ShapeError: a layer is not divisible by the ranks.
         """
-        plan = self.plan.items()
-        styles = {name: style for pattern, style in plan for name in self._matching_modules(module, pattern)}
-        if self.sequence:
-            self._check_all_named(module, styles)
-        for name, style in styles.items():
-            self._check_layer(name, module.get_submodule(name), style)
+        layers: dict[nn.Module, tuple[str, ParallelStyle]] = {}  # a module under two names has one style
+        for pattern, style in self.plan.items():
+            layers |= {module.get_submodule(name): (name, style) for name in self._matching_modules(module, pattern)}
+        if self._shards_sequences:
+            self._check_sequences(module, {layer: style for layer, (_, style) in layers.items()})
         tied, device_mesh = tied_names(module), self.mesh.device_mesh(*self.owns)
-        for layer, style in {module.get_submodule(name): style for name, style in styles.items()}.items():
-            if self._shards_sequence(layer, style):
-                layer.register_forward_pre_hook(self._check_length)
-            if torch_style := self._torch_style(layer, style):
-                parallelize_module(layer, device_mesh, torch_style)
-        fix = "together.share(rows)   # together = compose(...): the same rows on each rank along the axis"
-        add_comparison(module, Comparison(self, self.owns, ("rows", "positions"), fix))
+        for layer, (name, style) in layers.items():
+            self._apply_style(name, layer, style, device_mesh)
         self._retie(module, tied)
-        for weight in module.parameters():
-            if isinstance(weight, DTensor) and weight.requires_grad:
-                weight.register_hook(partial(_match_placements, like=weight.placements))  # type: ignore[no-untyped-call]
         return module
-
-    def loss(self) -> AbstractContextManager[None]:
-        """torch's ``loss_parallel``: a context manager for cross_entropy of sharded logits, and for its backward.
-
-        No rank has all logits. Outside the context, torch raises an error for cross_entropy of such logits.
-        """
-        context: AbstractContextManager[None] = loss_parallel()
-        return context
 
     def _matching_modules(self, module: nn.Module, pattern: str) -> list[str]:
         """Names of modules that match a pattern, without modules of other pipeline stages."""
         found = match_modules(module, pattern)
         if not found and not on_other_stage(module, pattern):
-            names = [name for name, _ in module.named_modules() if name]
-            # The modules of a Sequential have numbers for names; those of a list of layers are one pattern.
-            patterns = {name if name.isdigit() else re.sub(r"\b\d+\b", "*", name) for name in names}
-            nearest = closest_name(pattern, sorted(patterns | set(names)))
-            raise MethodError(
-                f"the plan names {pattern!r}, which {type(module).__name__} does not have."
-                + (did_you_mean(nearest) or f" It has {format_axes(sorted(patterns)) or 'no modules'}.")
-            )
+            known = sorted({re.sub(r"\.\d+\b", ".*", name) for name, _ in module.named_modules() if name})
+            hint = did_you_mean(closest_name(pattern, known)) or f" It has {format_axes(known) or 'no modules'}."
+            raise MethodError(f"the plan names {pattern!r}, which {type(module).__name__} does not have.{hint}")
         return found
 
-    def _check_all_named(self, module: nn.Module, found: Mapping[str, object]) -> None:
-        """Check that the plan names each module that has parameters, or a "whole" module that contains it."""
-        unsharded = [name for name, style in found.items() if style == "whole"]
-        unnamed = [
-            name or type(module).__name__
-            for name, each in module.named_modules()
-            if next(each.parameters(recurse=False), None) is not None
-            and (name not in found or found[name] == "enter")
-            and not any(name.startswith(f"{above}.") for above in unsharded)
-        ]
-        if unnamed:
+    def _check_sequences(self, module: nn.Module, styles: Mapping[nn.Module, ParallelStyle]) -> None:
+        """Check that the plan says of each module with parameters whether it gets whole sequences or shards."""
+        covered = {inner for layer, style in styles.items() if _keeps_whole(style) for inner in layer.modules()}
+        covered |= {layer for layer, style in styles.items() if _is_explicit(style, layer)}
+        for name, layer in module.named_modules():
+            if layer not in covered and next(layer.parameters(recurse=False), None) is not None:
+                raise MethodError(
+                    "the plan shards sequences by positions, so it has to say of every module with parameters whether "
+                    f"it gets shards or whole sequences. It does not of {name or type(module).__name__}.\n\n"
+                    f"  plan={{**plan, {name!r}: SequenceParallel(use_local_output=True)}}   # shards\n"
+                    f"  plan={{**plan, {name!r}: PrepareModuleInput()}}   # whole"
+                )
+
+    def _apply_style(self, name: str, layer: nn.Module, style: ParallelStyle, device_mesh: DeviceMesh) -> None:
+        before = dict(layer.named_parameters())
+        if (dim := _entry_dim(style)) is not None:
+            layer.register_forward_pre_hook(partial(self._check_length, dim), with_kwargs=True)
+        try:
+            parallelize_module(layer, device_mesh, style)
+        except (NotImplementedError, KeyError) as error:
+            kind = f"{type(style).__name__} for {name!r}, which is {type(layer).__name__}"
+            raise MethodError(f"the plan has {kind}: {error}") from error
+        for key, old in before.items():
+            new = layer.get_parameter(key)
+            if new is not old:
+                self._keep_properties(f"{name or type(layer).__name__}.{key}", old, new)
+
+    def _keep_properties(self, name: str, old: nn.Parameter, new: nn.Parameter) -> None:
+        """Give a parameter what torch loses when it replaces one: attributes, and whether it is frozen."""
+        if torch_private.has_hooks(old):
             raise MethodError(
-                "with sequence=True the plan has to name every module with parameters; it lacks "
-                f"{format_axes(unnamed[:4])}{', ...' * (len(unnamed) > 4)}.\n\n"
-                f"  plan={{..., {unnamed[0]!r}: 'sequence'}}   # if it gets the positions of its rank\n"
-                f"  plan={{..., {unnamed[0]!r}: 'whole'}}   # if it gets whole sequences"
+                f"{name} has hooks, which torch loses when it shards parameters: register them after apply."
             )
+        placements = getattr(new, "placements", ())
+        for dim in [each.dim for each in placements if each.is_shard()]:
+            size, unit = new.size(dim), "columns" if dim else "rows"
+            divide_along_axes(size, f"{name}: {size} {unit}", unit, self.mesh, self.owns)
+        vars(new).update(vars(old))
+        if new.is_floating_point():
+            match = partial(_match_placements, like=placements)
+            new.requires_grad_(True).register_hook(match)  # type: ignore[no-untyped-call]
+        new.requires_grad_(old.requires_grad)  # a frozen one has the hook too: it may be trained later
 
-    def _check_layer(self, name: str, layer: nn.Module, style: str | ParallelStyle) -> None:
-        if isinstance(style, ParallelStyle):
-            return
-        kinds, dimension, unit = PLAN_WORDS[style]
-        if not isinstance(layer, kinds):
-            names = " or ".join(kind.__name__ for kind in kinds)
-            raise MethodError(f"the plan has {style!r} for {name}, which is not {names} but {type(layer).__name__}.")
-        if unit:
-            weight: Any = layer.weight
-            size = weight.size(dimension)
-            divide_along_axes(size, f"{name or type(layer).__name__}: {size} {unit}", unit, self.mesh, self.owns)
-
-    def _torch_style(self, layer: nn.Module, style: str | ParallelStyle) -> ParallelStyle | None:
-        """torch's ParallelStyle of a word; None for "whole"."""
-        if isinstance(style, ParallelStyle):
-            return style
-        between = Shard(1) if self.sequence else Replicate()
-        if style == "vocabulary" and isinstance(layer, nn.Embedding):
-            out = Shard(1) if self._shards_sequence(layer, style) else Replicate()
-            return RowwiseParallel(input_layouts=Replicate(), output_layouts=out)
-        return {
-            "columns": ColwiseParallel(input_layouts=between),
-            "rows": RowwiseParallel(output_layouts=between),
-            "vocabulary": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False),
-            "gathered": ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
-            "sequence": SequenceParallel(sequence_dim=1, use_local_output=True),
-            "enter": PrepareModuleInput(
-                input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True
-            ),
-            "whole": None,
-        }[style]
-
-    def _check_length(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
+    def _check_length(self, dim: int, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Forward hook: check that positions are divisible. torch assumes that all shards have the same size."""
-        if args:
-            count = args[0].size(1)
+        for x in [each for each in (*args, *keywords.values()) if isinstance(each, Tensor)][:1]:
+            count = x.size(dim % (x.dim() + isinstance(layer, nn.Embedding)))  # token ids have no feature dimension
             divide_along_axes(count, f"a sequence of {count} positions", "positions", self.mesh, self.owns)
-
-    def _shards_sequence(self, layer: nn.Module, style: str | ParallelStyle) -> bool:
-        """Return True if a layer gets whole sequences and returns sequences sharded by positions.
-
-        It is a module of "enter". Without one, it is the embedding.
-        """
-        is_embedding = style == "vocabulary" and isinstance(layer, nn.Embedding)
-        return self.sequence and (style == "enter" or (is_embedding and "enter" not in self.plan.values()))
 
     def _retie(self, module: nn.Module, tied: list[list[str]]) -> None:
         """Tie parameters again: parallelize_module gives each module a separate parameter.
@@ -275,12 +234,58 @@ class TensorParallel(Method):
             weights = [module.get_parameter(name) for name in names]
             if len({getattr(weight, "placements", None) for weight in weights}) > 1:
                 raise MethodError(
-                    f"{' and '.join(names)} are one tied parameter, which the plan shards in different ways along "
-                    f"{format_sizes(self.mesh, self.owns)}: use the same word for both, such as 'vocabulary'."
+                    f"{' and '.join(names)} are one tied parameter, which the plan shards in different ways. It needs "
+                    "RowwiseParallel for an embedding and ColwiseParallel for a Linear."
                 )
             for name in names[1:]:
                 owner, _, attribute = name.rpartition(".")
                 setattr(module.get_submodule(owner), attribute, weights[0])
+
+
+# Attributes of styles (those of keyword arguments have ``kwarg`` in their names):
+#   input_layouts            inputs that the module is given
+#   desired_input_layouts    inputs that its forward computes with
+#   output_layouts           outputs that it returns; of PrepareModuleOutput: those of its forward
+#   desired_output_layouts   outputs that PrepareModuleOutput returns
+#   sequence_sharding        inputs and outputs of SequenceParallel
+
+
+def _layouts(style: ParallelStyle, *names: str) -> list[Placement]:
+    """The layouts of activations in attributes of a style, by default in all."""
+    found = list[Any]()
+    for name, value in vars(style).items():
+        if isinstance(value, ParallelStyle):  # PrepareModuleInputOutput has two others
+            found += _layouts(value, *names)
+        elif isinstance(value, (tuple, dict)) and (name in names or not names):
+            found += value.values() if isinstance(value, dict) else value
+    return [each for each in found if isinstance(each, Placement)]
+
+
+def _sequence_dims(style: ParallelStyle, *names: str) -> list[int]:
+    """Dimensions of positions, or of rows, along which attributes of a style shard activations."""
+    return [each.dim for each in _layouts(style, *names) if isinstance(each, Shard) and each.dim in (-3, -2, 0, 1)]
+
+
+def _entry_dim(style: ParallelStyle) -> int | None:
+    """Dimension along which a style shards whole sequences; None for other styles."""
+    comes_in = _layouts(style, "input_layouts", "input_kwarg_layouts", "sequence_sharding")
+    comes_in = comes_in or _layouts(style, "output_layouts")  # of PrepareModuleOutput
+    dims = _sequence_dims(style)
+    return dims[0] if dims and all(each.is_replicate() for each in comes_in) else None
+
+
+def _keeps_whole(style: ParallelStyle) -> bool:
+    """Return True if a style leaves parameters alone, and its module computes with whole sequences."""
+    inside = ("desired_input_layouts", "desired_input_kwarg_layouts", "output_layouts")
+    return isinstance(style, PREPARE) and not _sequence_dims(style, *inside)
+
+
+def _is_explicit(style: ParallelStyle, layer: nn.Module) -> bool:
+    """Return True if a style replaces parameters, and says whether the module gets whole sequences or shards.
+
+    ColwiseParallel() does not: torch takes the input for whole, and computes wrong results if it is a shard.
+    """
+    return not isinstance(style, PREPARE) and (not isinstance(layer, nn.Linear) or bool(_sequence_dims(style)))
 
 
 def _match_placements(gradient: Tensor, like: tuple[Any, ...]) -> Tensor:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from pgmesh._util.formatting import name_ranks
-from pgmesh._util.marks import OWNED_MARK
+from pgmesh._util.marks import SHARD_MARK
 from pgmesh.errors import MethodError, MismatchError
 from pgmesh.groups.registry import store_thread
 from pgmesh.layout import Layout
@@ -93,7 +93,7 @@ def describe(tensor: torch.Tensor, name: str = "the tensor") -> Entry:
         MethodError: it is a shard of an expert as a plain tensor.
         ShapeError: it is ``Partial``.
     """
-    if not isinstance(tensor, DTensor) and (axes := getattr(tensor, OWNED_MARK, "")):
+    if not isinstance(tensor, DTensor) and (axes := getattr(tensor, SHARD_MARK, "")):
         raise MethodError(
             f"{name} is sharded along {axes} as a plain tensor: it would be moved as if this shard were the whole "
             "tensor. Move whole experts (ExpertParallel without tensor=), or leave it out.\n\n"

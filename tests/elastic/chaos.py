@@ -552,6 +552,7 @@ def run_kills(kills: int, chance: random.Random) -> bool:
         for problem in problems:
             print(f"world with seed {seed}: {problem}", flush=True)
         broken += bool(problems)
+        print(f"{worlds} worlds, {done.total()} signals and pauses, {broken} worlds with a broken promise", flush=True)
     times.sort()
     print(f"{worlds} worlds, {done.total()} signals: {', '.join(f'{name} {n}' for name, n in done.items())}")
     if times:

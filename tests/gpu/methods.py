@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 
 from pgmesh import ProcessGroupMesh
 from pgmesh.parallel import (
@@ -19,14 +20,13 @@ from pgmesh.parallel import (
     DataParallel,
     ExpertParallel,
     PipelineParallel,
-    Seeds,
     ShardedDataParallel,
     TensorParallel,
     checkpoint,
     compose,
-    weights,
+    seed_of,
+    seeded_rng,
 )
-from pgmesh.parallel.expert import ALIKE_MARK
 from tests.gpu.device import DEVICE, placed
 from tests.support.expert_models import ExpertBlock as Mixture, cut_like, expert_layer
 from tests.support.parallel_models import (
@@ -124,7 +124,6 @@ def train(
         codes, target = (together.share(each) for each in batch_of(step))
         inputs = {}
         if context is not None:
-            codes, target = context.cut(codes), context.cut(target)
             inputs["positions"] = context.positions(CONTEXT, DEVICE)
         optimizer.zero_grad()
         with around(), no_host_sync(syncs or step == 0):
@@ -172,18 +171,18 @@ def hybrid(mesh: ProcessGroupMesh) -> None:
 
 def tensor(mesh: ProcessGroupMesh) -> None:
     method = TensorParallel(mesh, "tp", plan=VOCABULARY_PLAN, heads=4)
-    train(compose(mesh, method, unowned=["dp"]), model_of(), alone(model_of()), around=method.loss)
+    train(compose(mesh, method, unowned=["dp"]), model_of(), alone(model_of()), around=loss_parallel)
 
 
 def sequence(mesh: ProcessGroupMesh) -> None:
-    method = TensorParallel(mesh, "tp", plan=SEQUENCE_PLAN, sequence=True)
+    method = TensorParallel(mesh, "tp", plan=SEQUENCE_PLAN)
     together = compose(mesh, ShardedDataParallel(mesh, "dp"), method)
-    train(together, model_of(), alone(model_of()), around=method.loss)
+    train(together, model_of(), alone(model_of()), around=loss_parallel)
 
 
 def context(mesh: ProcessGroupMesh, kind: str) -> None:
     method = ContextParallel(mesh, "cp", attention=kind)
-    together = compose(mesh, DataParallel(mesh, "dp", over=("dp", "cp")), method)
+    together = compose(mesh, DataParallel(mesh, "dp"), method)
     train(together, model_of(), alone(model_of()), context=method)
 
 
@@ -197,11 +196,10 @@ def ring(mesh: ProcessGroupMesh) -> None:
 
 def with_experts(mesh: ProcessGroupMesh, moe: ProcessGroupMesh, tensor: str | None, *others: Any) -> None:
     cut = {"tensor": tensor, "columns": ["up"], "rows": ["down"]} if tensor else {}
-    over = [axis for axis in moe.axes if axis != "pp"]
     parts: Rows = (lambda rows: in_microbatches(rows, mesh.size("dp"))) if others else (lambda rows: [rows])
     model = model_of(Mixture)
     train(
-        compose(mesh, *others, DataParallel(mesh, "dp"), ExpertParallel(moe, "ep", over=over, **cut)),
+        compose(mesh, *others, DataParallel(mesh, "dp"), ExpertParallel(moe, "ep", **cut)),
         model,
         alone(model_of(Mixture), parts),
         cut=lambda whole: {**whole, **cut_like(dict(model.named_parameters()), whole, moe, tensor)},
@@ -218,10 +216,14 @@ def experts_cut(mesh: ProcessGroupMesh) -> None:
     with_experts(mesh, mesh.view(edp=-1, ep=n, etp=n), "etp")
 
 
+def with_data(mesh: ProcessGroupMesh, experts: ExpertParallel) -> Composition:
+    return compose(mesh, DataParallel(mesh, "dp"), experts)
+
+
 def one_host_sync(mesh: ProcessGroupMesh) -> None:
     """A layer of experts waits for the device once, forward and backward, as torch counts it."""
     layer, tokens = expert_layer(8).to(DEVICE), torch.randn(8, WIDTH, device=DEVICE, requires_grad=True)
-    ExpertParallel(mesh.view(edp=-1, ep=min(4, mesh.size())), "ep", over=("edp", "ep")).apply(layer)
+    with_data(mesh, ExpertParallel(mesh.view(edp=-1, ep=min(4, mesh.size())), "ep")).apply(layer)
     weights, chosen = torch.rand(8, 2, device=DEVICE), torch.rand(8, 8, device=DEVICE).argsort(1)[:, :2]
     layer.mix(tokens, weights, chosen, layer.experts).sum().backward()  # connects the groups
     on_cuda = DEVICE.type == "cuda"
@@ -246,9 +248,7 @@ def grouped_experts(mesh: ProcessGroupMesh) -> None:
         layer = expert_layer(8).to(DEVICE, torch.bfloat16)
         tokens = torch.randn(32, WIDTH, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
         weights, chosen = torch.rand_like(tokens[:, :2]), torch.rand(32, 6, device=DEVICE).argsort(1)[:, :2]
-        ExpertParallel(mesh.view(edp=-1, ep=min(4, mesh.size())), "ep", over=("edp", "ep")).apply(layer)
-        assert getattr(layer.experts, ALIKE_MARK)
-        setattr(layer.experts, ALIKE_MARK, grouped)
+        with_data(mesh, ExpertParallel(mesh.view(edp=-1, ep=min(4, mesh.size())), "ep", grouped=grouped)).apply(layer)
         out = layer.mix(tokens, weights, chosen, layer.experts)
         out.float().square().sum().backward()
         found.append([out.detach(), tokens.grad, *(weight.grad for weight in layer.experts.parameters())])
@@ -256,17 +256,28 @@ def grouped_experts(mesh: ProcessGroupMesh) -> None:
         torch.testing.assert_close(one, other, rtol=0.05, atol=0.05 * other.abs().max().item())
 
 
+class Ends(nn.Module):
+    """A weight of the first stage, and a layer without weights on the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.layers = nn.Linear(3, 1, bias=False), nn.ModuleList([nn.Identity(), nn.Identity()])
+
+
 def norm_without_weights(mesh: ProcessGroupMesh) -> None:
     """Norm where the second stage has no weights, and where gradients are on the CPU."""
     for device in (DEVICE, torch.device("cpu")):
-        weight = nn.Parameter(torch.ones(3, device=device))
-        weight.grad = torch.ones(3, device=device)
-        held = weights.Held([weight] if mesh.index("pp") == 0 else [], mesh, "pp")
-        assert abs(weights.norm(held).item() - 3**0.5) < 1e-6
-        weights.clip(1.0, held)
-        torch.testing.assert_close(
-            weight.grad.norm().item(), 1.0 if mesh.index("pp") == 0 else 3**0.5, rtol=1e-4, atol=0
-        )
+        pipeline = PipelineParallel(mesh, "pp", layers="layers", first=["start"], loss=loss_of, microbatches=2)
+        both = compose(mesh, pipeline, unowned=["dp"])
+        torch.manual_seed(0)
+        model = both.apply(Ends().to(device))
+        for weight in model.parameters():
+            weight.grad = torch.ones_like(weight)
+        assert abs(both.grad_norm().item() - 3**0.5) < 1e-6
+        both.clip_grad_norm_(1.0)
+        assert len([*model.parameters()]) == (mesh.index("pp") == 0)
+        for weight in model.parameters():
+            torch.testing.assert_close(weight.grad.norm().item(), 1.0, rtol=1e-4, atol=0)
 
 
 def stages(mesh: ProcessGroupMesh, loss: Callable[..., torch.Tensor] = loss_of) -> PipelineParallel:
@@ -285,16 +296,16 @@ def pipeline_experts(mesh: ProcessGroupMesh) -> None:
 def together(mesh: ProcessGroupMesh) -> None:
     """Tensor, context and sharded data parallelism."""
     tensor, context = TensorParallel(mesh, "tp", plan=VOCABULARY_PLAN), ContextParallel(mesh, "cp", attention="ulysses")
-    both = compose(mesh, ShardedDataParallel(mesh, "dp", over=("dp", "cp")), context, tensor)
-    train(both, model_of(), alone(model_of()), context=context, around=tensor.loss)
+    both = compose(mesh, ShardedDataParallel(mesh, "dp"), context, tensor)
+    train(both, model_of(), alone(model_of()), context=context, around=loss_parallel)
 
 
 def all_of_them(mesh: ProcessGroupMesh) -> None:
     """Tensor, context and sharded data parallelism in a pipeline."""
     tensor, context = TensorParallel(mesh, "tp", plan=VOCABULARY_PLAN), ContextParallel(mesh, "cp")
-    sharded = ShardedDataParallel(mesh, "dp", over=("dp", "cp"))
+    sharded = ShardedDataParallel(mesh, "dp")
     every = compose(mesh, stages(mesh, whole_loss), sharded, context, tensor)
-    train(every, model_of(), alone(model_of()), context=context, around=tensor.loss)
+    train(every, model_of(), alone(model_of()), context=context, around=loss_parallel)
 
 
 # ---- norms, streams, checkpoints, meshes ----
@@ -308,7 +319,7 @@ def norm_and_clip(mesh: ProcessGroupMesh) -> None:
     both = compose(mesh, ShardedDataParallel(mesh, "dp"))
     model = both.apply(model_of())
     loss_of(model(both.share(batch_of(0)[0])), both.share(batch_of(0)[1])).backward()
-    found = weights.clip(0.1, weights.Held(model, mesh))
+    found = both.clip_grad_norm_(0.1)
     placed("the norm", [found])
     torch.testing.assert_close(found.double(), expected.double(), rtol=1e-6, atol=0.0)
     assert_same("clipped gradients", gradients_of(model), gradients_of(right), 1e-6)
@@ -319,7 +330,7 @@ def broadcast(mesh: ProcessGroupMesh) -> None:
     layer = nn.BatchNorm1d(4, device=DEVICE)
     nn.init.normal_(layer.weight)
     layer.running_mean.fill_(mesh.rank)
-    weights.broadcast(layer, mesh, "dp")
+    compose(mesh, DataParallel(mesh, "dp"), unowned=["tp"]).broadcast(layer)
     torch.manual_seed(mesh.ranks("dp")[0])
     right = nn.init.normal_(torch.empty(4, device=DEVICE))
     placed("weights and buffers", [layer.weight, layer.running_mean])
@@ -328,27 +339,20 @@ def broadcast(mesh: ProcessGroupMesh) -> None:
 
 
 def seeds(mesh: ProcessGroupMesh) -> None:
-    """Streams differ along tp and agree along dp, on the device, and do not change random numbers outside."""
+    """Ranks draw different numbers along tp and the same along dp, on the device, and restore its generator."""
     torch.manual_seed(1)
+    torch.randint(1 << 62, ())  # as an entry draws from the CPU's generator
     right = torch.rand(8, device=DEVICE)
     torch.manual_seed(1)
-    stream = Seeds(mesh, "tp", seed=7)
-    with stream:
+    with seeded_rng(seed_of(mesh, "tp", seed=7)):
         mine = torch.rand(8, device=DEVICE)
-    assert torch.equal(torch.rand(8, device=DEVICE), right), "the stream changed the random numbers outside"
+    assert torch.equal(torch.rand(8, device=DEVICE), right), "the entry changed the random numbers outside"
     everyone = [torch.empty_like(mine) for _ in mesh.ranks()]
     torch.distributed.all_gather(everyone, mine, group=mesh.group())
     drawn = {rank: tuple(each.tolist()) for rank, each in zip(mesh.ranks(), everyone)}
     for rank, other in ((a, b) for a in drawn for b in drawn):
         alike = mesh.layout.index_of(rank, "tp") == mesh.layout.index_of(other, "tp")
         assert (drawn[rank] == drawn[other]) is alike, f"rank {rank} and rank {other} drew {'other' * alike} numbers"
-    state = stream.state_dict()
-    with stream:
-        later = torch.rand(8, device=DEVICE)
-    again = Seeds(mesh, "tp", seed=7)
-    again.load_state_dict(state)
-    with again:
-        assert torch.equal(torch.rand(8, device=DEVICE), later), "a loaded stream draws other numbers"
 
 
 def saved_and_loaded(mesh: ProcessGroupMesh, other: ProcessGroupMesh, folder: str | Path) -> None:
@@ -373,7 +377,7 @@ def saved_and_loaded(mesh: ProcessGroupMesh, other: ProcessGroupMesh, folder: st
         loss_of(right(batch_of(step)[0]), batch_of(step)[1]).backward()
         one.step()
     reader.zero_grad()
-    with tensor.loss():
+    with loss_parallel():
         loss_of(loaded(cut.share(batch_of(1)[0])), cut.share(batch_of(1)[1])).backward()
     reader.step()
     assert_same("weights after a load and a step", weights_of(loaded), weights_of(right), TOLERANCE)

@@ -39,7 +39,7 @@ from tests.support.parallel_models import (
     weights_of,
 )
 from tests.support.pipelines import needs_pipelines
-from tests.support.tensor_plans import VOCABULARY_PLAN
+from tests.support.tensor_plans import GATHERED_PLAN
 from tests.support.worlds import world
 
 torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
@@ -49,13 +49,16 @@ def methods_of(mesh: ProcessGroupMesh, kind: str) -> list[Method]:
     pipeline = functools.partial(
         PipelineParallel, mesh, "pp", layers="blocks", first=FIRST, last=LAST, loss=loss_of, microbatches=4
     )
-    tensor = functools.partial(TensorParallel, mesh, "tp", plan={**VOCABULARY_PLAN, "head": "gathered"})
+    tensor = functools.partial(TensorParallel, mesh, "tp", plan=GATHERED_PLAN)
     return {
         "data": lambda: [DataParallel(mesh, "dp")],
         "sharded x tensor": lambda: [ShardedDataParallel(mesh, "dp"), tensor()],
         "pipeline x data": lambda: [pipeline(), DataParallel(mesh, "dp")],
-        "pipeline x sharded": lambda: [pipeline(schedule="interleaved", virtual=2), ShardedDataParallel(mesh, "dp")],
-        "both ends on a rank": lambda: [pipeline(schedule="zero-bubble-v", virtual=2), tensor()],
+        "pipeline x sharded": lambda: [
+            pipeline(schedule="interleaved", stages_per_rank=2),
+            ShardedDataParallel(mesh, "dp"),
+        ],
+        "both ends on a rank": lambda: [pipeline(schedule="zero-bubble-v", stages_per_rank=2), tensor()],
     }[kind]()
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
 
 from pgmesh import ProcessGroupMesh
@@ -39,7 +40,7 @@ from tests.support.worlds import check_sums, groups_of, world
 
 pytestmark = pytest.mark.long
 
-PAGE = Path(__file__).parents[2] / "docs" / "parallel.md"
+PAGE = Path(__file__).parents[2] / "docs" / "contributing.md"
 PERMUTED = [5, 2, 7, 0, 3, 6, 1, 4]
 
 
@@ -94,8 +95,8 @@ class ExpertBlockAgain(ExpertBlock):
 Methods = Callable[[ProcessGroupMesh], list[Method]]
 
 
-def stages(mesh: ProcessGroupMesh, schedule: str = "1f1b", virtual: int = 1, loss: Any = loss_of) -> PipelineParallel:
-    how: dict[str, Any] = {"first": FIRST, "last": LAST, "loss": loss, "schedule": schedule, "virtual": virtual}
+def stages(mesh: ProcessGroupMesh, schedule: str = "1f1b", count: int = 1, loss: Any = loss_of) -> PipelineParallel:
+    how: dict[str, Any] = {"first": FIRST, "last": LAST, "loss": loss, "schedule": schedule, "stages_per_rank": count}
     return PipelineParallel(mesh, "pp", layers="blocks", microbatches=2, **how)
 
 
@@ -108,16 +109,16 @@ def sharded(mesh: ProcessGroupMesh, **how: Any) -> ShardedDataParallel:
 
 
 def tensor(mesh: ProcessGroupMesh, plan: Any = VOCABULARY_PLAN) -> TensorParallel:
-    return TensorParallel(mesh, "tp", plan=plan, sequence=plan is SEQUENCE_PLAN)
+    return TensorParallel(mesh, "tp", plan=plan)
 
 
-def experts(mesh: ProcessGroupMesh, over: str, tensor: bool = False, **view: int) -> ExpertParallel:
+def experts(mesh: ProcessGroupMesh, tensor: bool = False, **view: int) -> ExpertParallel:
     cut: dict[str, Any] = {"tensor": "etp", "columns": ["up"], "rows": ["down"]} if tensor else {}
-    return ExpertParallel(mesh.view(**view), "ep", over=over.split(), **cut)
+    return ExpertParallel(mesh.view(**view), "ep", **cut)
 
 
 def along_context(mesh: ProcessGroupMesh, attention: Any = "ring", kind: Any = ShardedDataParallel) -> list[Method]:
-    return [kind(mesh, "dp", over=("dp", "cp")), ContextParallel(mesh, "cp", attention=attention)]
+    return [kind(mesh, "dp"), ContextParallel(mesh, "cp", attention=attention)]
 
 
 # ---- the compositions ----
@@ -193,18 +194,18 @@ ROWS = [
     ),
     Row("context `ring`, data", {"dp": 2, "cp": 4}, lambda m: along_context(m, "ring", DataParallel)),
     Row("context `ulysses`, data", {"dp": 1, "cp": 8}, lambda m: along_context(m, "ulysses", DataParallel)),
-    Row("experts, data", {"dp": 8}, lambda m: [data(m), experts(m, "edp ep", edp=2, ep=4)], expert_model),
-    Row("experts, sharded", {"dp": 8}, lambda m: [sharded(m), experts(m, "edp ep", edp=2, ep=4)], expert_model),
+    Row("experts, data", {"dp": 8}, lambda m: [data(m), experts(m, edp=2, ep=4)], expert_model),
+    Row("experts, sharded", {"dp": 8}, lambda m: [sharded(m), experts(m, edp=2, ep=4)], expert_model),
     Row(
         "experts with `tensor=`, data",
         {"dp": 8},
-        lambda m: [data(m), experts(m, "edp ep etp", True, edp=2, ep=2, etp=2)],
+        lambda m: [data(m), experts(m, True, edp=2, ep=2, etp=2)],
         expert_model,
     ),
     Row(
         "experts with `tensor=` on equal tokens, data",
         {"dp": 4, "tp": 2},
-        lambda m: [data(m), experts(m, "ep", True, ep=4, etp=2)],
+        lambda m: [data(m), experts(m, True, ep=4, etp=2)],
         expert_model,
         unowned=("tp",),
     ),
@@ -225,7 +226,7 @@ ROWS = [
     Row(
         "pipeline, data, experts",
         {"pp": 2, "dp": 4},
-        lambda m: [stages(m), data(m), experts(m, "edp ep", pp=2, edp=2, ep=2)],
+        lambda m: [stages(m), data(m), experts(m, pp=2, edp=2, ep=2)],
         expert_model,
     ),
     Row(
@@ -237,14 +238,14 @@ ROWS = [
     Row(
         "pipeline, sharded, experts; permuted ranks",
         {"pp": 2, "dp": 4},
-        lambda m: [stages(m), sharded(m), experts(m, "edp ep", pp=2, edp=2, ep=2)],
+        lambda m: [stages(m), sharded(m), experts(m, pp=2, edp=2, ep=2)],
         expert_model,
         PERMUTED,
     ),
     Row(
         "pipeline, data, experts with `tensor=`; permuted ranks",
         {"pp": 2, "dp": 4},
-        lambda m: [stages(m), data(m), experts(m, "ep etp", True, pp=2, ep=2, etp=2)],
+        lambda m: [stages(m), data(m), experts(m, True, pp=2, ep=2, etp=2)],
         expert_model,
         PERMUTED,
     ),
@@ -270,7 +271,7 @@ ROWS = [
     Row(
         "activation checkpointing, data, experts",
         {"dp": 8},
-        lambda m: [data(m), experts(m, "edp ep", edp=2, ep=4)],
+        lambda m: [data(m), experts(m, edp=2, ep=4)],
         lambda: gpt(block=ExpertBlockAgain),
     ),
     Row(
@@ -306,13 +307,13 @@ ROWS = [
     Row(
         "compiled blocks, data, experts",
         {"dp": 4},
-        lambda m: [data(m), experts(m, "edp ep", edp=2, ep=2)],
+        lambda m: [data(m), experts(m, edp=2, ep=2)],
         lambda: compiled(expert_model),
     ),
     Row(
         "compiled blocks, data, experts with `tensor=`",
         {"dp": 4},
-        lambda m: [data(m), experts(m, "ep etp", True, ep=2, etp=2)],
+        lambda m: [data(m), experts(m, True, ep=2, etp=2)],
         lambda: compiled(expert_model),
     ),
 ]
@@ -334,9 +335,9 @@ def train(number: int) -> float:
         else:
             expected = train_alone(row.model())
         if TensorParallel in by_type:
-            how["around"] = by_type[TensorParallel].loss
+            how["around"] = loss_parallel
         if row.accumulate:
-            how["accumulate"] = methods[0].accumulate
+            how["accumulate"] = together.accumulate
         applied = together.apply(model)
         how |= {"context": by_type.get(ContextParallel), "steps": row.steps, "tolerance": row.tolerance}
         furthest = train_and_compare(together, applied, expected, **how)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from pgmesh import MethodError, OptionsError, ProcessGroupMesh, ShapeError
 from pgmesh.parallel import ContextParallel, DataParallel, compose, ring
@@ -90,7 +91,7 @@ def test_torchs_context_parallel_takes_the_groups_of_a_mesh():
 def train_along_cp(sizes, ranks, how):
     with ProcessGroupMesh(**sizes, ranks=ranks) as mesh:
         context = ContextParallel(mesh, "cp", **how)
-        together = compose(mesh, DataParallel(mesh, "dp", over=("dp", "cp")), context)
+        together = compose(mesh, DataParallel(mesh, "dp"), context)
         model = {"layers": 2, "heads": 8}
         train_and_check(together, TinyGPT(**model), train_alone(TinyGPT(**model)), context=context)
         check_sums({"cp": (mesh.group("cp"), mesh.ranks("cp"))})
@@ -150,6 +151,68 @@ def test_16_bits_are_summed_in_32(mesh):
     right = scaled_dot_product_attention(*(each.bfloat16().float() for each in (q, k, v)), is_causal=True)
     assert half.dtype is torch.bfloat16
     torch.testing.assert_close(half, right.bfloat16(), rtol=0, atol=0)
+
+
+def transposed(*, heads=(4, 2, 2), width=(8, 8, 6), dtype=torch.float64) -> list[torch.Tensor]:
+    """Queries, keys and values that a linear layer made: positions come before heads in memory."""
+    shapes = [(2, 8, count, size) for count, size in zip(heads, width, strict=True)]
+    numbers = torch.Generator().manual_seed(3)
+    made = [torch.randn(shape, dtype=torch.float64, generator=numbers).to(dtype) for shape in shapes]
+    return [each.transpose(1, 2).detach().requires_grad_() for each in made]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_ring_operators_pass_opcheck(mesh, dtype):
+    group_name = mesh.view(pp=8, cp=1).group("cp").group_name
+    inputs = transposed(heads=(2, 2, 2), dtype=dtype)
+    settings = group_name, True, 0.3, True
+    torch.library.opcheck(ring._forward, (*inputs, *settings))
+    tensors = [each.detach() for each in inputs]
+    out, log_sum = ring._forward(*tensors, *settings)
+    torch.library.opcheck(ring._backward, (torch.randn_like(out), *tensors, out, log_sum, *settings))
+
+
+def gradients_of(out: torch.Tensor, given: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Gradients of the inputs, by ``backward``: a reentrant checkpoint knows no ``torch.autograd.grad``."""
+    for each in inputs:
+        each.grad = None
+    out.backward(given)
+    return [each.grad for each in inputs]
+
+
+@pytest.mark.parametrize("run", ["compiled", "autocast", "checkpoint", "reentrant checkpoint", "no_grad"])
+def test_ring_on_one_rank_is_torchs_attention(mesh, run):
+    alone = mesh.view(pp=8, cp=1).group("cp")
+
+    def attend(*qkv: torch.Tensor) -> torch.Tensor:
+        return ring.ring_attention(*qkv, alone, is_causal=True, enable_gqa=True)
+
+    inputs = transposed(dtype=torch.float32 if run == "autocast" else torch.float64)
+    right = scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+    given = torch.randn_like(right)
+    if run == "no_grad":
+        with torch.no_grad():
+            torch.testing.assert_close(attend(*inputs), right, **TOLERANCE)
+        return
+    if run == "compiled":
+        torch.compiler.reset()
+        out = torch.compile(attend, backend="aot_eager", fullgraph=True)(*inputs)
+    elif run == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            out = attend(*inputs)
+    else:
+        out = checkpoint(attend, *inputs, use_reentrant=run == "reentrant checkpoint")
+    found, wanted = (gradients_of(each, given, inputs) for each in (out, right))
+    tolerance = {} if run == "autocast" else TOLERANCE
+    torch.testing.assert_close([out, *found], [right, *wanted], **tolerance)
+
+
+def test_ring_refuses_a_second_derivative(mesh):
+    q, k, v = transposed(heads=(2, 2, 2))
+    out = ring.ring_attention(q, k, v, mesh.view(pp=8, cp=1).group("cp"), is_causal=True)
+    (gradient,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"ring_backward\.default but no autograd formula was registered"):
+        gradient.sum().backward()
 
 
 def test_attention_is_replaced_where_it_is_kept(mesh):
@@ -214,7 +277,7 @@ def test_what_attention_cannot_do_is_refused(mesh):
     assert_raises(
         OptionsError,
         lambda: ContextParallel(mesh, "cp", attention="rings"),
-        "ContextParallel: attention is 'ring' or 'ulysses', not 'rings'.",
+        "ContextParallel: attention is 'ring', 'ulysses' or None, not 'rings'.",
     )
     assert_raises(
         MethodError,

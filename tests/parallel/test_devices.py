@@ -16,9 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pgmesh import LifetimeError, ProcessGroupMesh, torch_private
 from pgmesh.groups import world
-from pgmesh.parallel import PipelineParallel, Seeds, seeds, weights
+from pgmesh.parallel import Composition, Method, PipelineParallel, compose, seed_of, seeded_rng
 from pgmesh.parallel.stage_shapes import device_of_stage
-from pgmesh.parallel.weights import Held
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
 from tests.support.pipelines import needs_pipelines
@@ -56,6 +55,21 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+class Sharded(Method):
+    """Ranks have different weights."""
+
+    differs = "weights"
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        return module
+
+
+def composed(mesh: ProcessGroupMesh) -> tuple[Composition, nn.Module]:
+    """A composition over all ranks, and the module that it was applied to, without parameters yet."""
+    together = compose(mesh, Sharded(mesh, *mesh.axes))
+    return together, together.apply(nn.Module())
+
+
 def parameter(device: str) -> nn.Parameter:
     weight = nn.Parameter(torch.empty(3, device=device))
     weight.grad = torch.empty(3, device=device)
@@ -65,10 +79,12 @@ def parameter(device: str) -> nn.Parameter:
 @pytest.mark.parametrize("device", ["cuda", "cpu", None])
 def test_a_norm_is_summed_on_a_device_that_all_ranks_can_agree_on(mesh, backend, sent, device):
     """On a rank with weights on the GPU, with weights that are offloaded to the CPU, and on one without weights."""
+    together, module = composed(mesh)
     with FakeTensorMode():
-        held = Held([parameter(device)] if device else [], mesh)
-        found = [weights.norm(held, order=order).device.type for order in (2.0, float("inf"))]
-        clipped = weights.clip(1.0, held).device.type
+        if device:
+            module.register_parameter("weight", parameter(device))
+        found = [together.grad_norm(norm_type=order).device.type for order in (2.0, float("inf"))]
+        clipped = together.clip_grad_norm_(1.0).device.type
     expected = (device or "cpu") if backend == "gloo" else "cuda"  # Gloo takes tensors of both from different ranks
     assert found == [expected] * 2
     assert clipped == expected
@@ -82,13 +98,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from pgmesh import ProcessGroupMesh
 from pgmesh.interop import from_device_mesh
-from pgmesh.parallel.weights import Held, norm
+from pgmesh.parallel import compose
 
 dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-weight, own = torch.nn.Parameter(torch.ones(4)), init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-weight.grad = torch.ones(4)
+layer, own = torch.nn.Linear(4, 1, bias=False), init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+layer.weight.grad = torch.ones(1, 4)
 for mesh in (ProcessGroupMesh(dp=1), from_device_mesh(own, name="torch's")):
-    print(norm(Held([weight], mesh)).item())
+    together = compose(mesh)
+    together.apply(layer)
+    print(together.grad_norm().item())
 """
 
 
@@ -103,7 +121,7 @@ def test_weights_are_broadcast_on_a_device_of_the_group_and_stay_where_they_are(
         module = nn.Module()
         module.register_parameter("weight", parameter(device))
         module.register_buffer("mean", torch.empty(2, device="cpu"))
-        weights.broadcast(module, mesh, "dp")
+        compose(mesh, Sharded(mesh, "dp"), unowned=["pp", "tp"]).broadcast(module)
         assert (module.weight.device.type, module.mean.device.type) == (device, "cpu")
     served = [(each if backend == "gloo" else "cuda") for each in (device, "cpu")]
     assert sent == served
@@ -121,12 +139,15 @@ def test_gradients_on_two_devices_are_scaled_where_they_are(mesh, sent, monkeypa
             multiply(tensors, factor),
         ),
     )
+    together, module = composed(mesh)
     with FakeTensorMode():
         held = [parameter("cuda"), parameter("cpu"), parameter("cuda"), parameter("cpu")]
         half = nn.Parameter(torch.empty(2, device="cpu", dtype=torch.bfloat16))
         half.grad = torch.empty_like(half)
-        weights.clip(1.0, Held([*held, half], mesh))
-    assert scaled == [(2, "cuda", torch.float32), (2, "cpu", torch.float32), (1, "cpu", torch.bfloat16)]
+        for number, weight in enumerate([*held, half]):
+            module.register_parameter(f"weight{number}", weight)
+        together.clip_grad_norm_(1.0)
+    assert scaled == [(2, "cuda", torch.float32), (2, "cpu", torch.float32), (1, "cpu", torch.float32)]
 
 
 @needs_pipelines
@@ -155,7 +176,7 @@ def test_a_stage_receives_on_the_device_of_its_weights_or_else_of_its_group(mesh
         assert device_of_stage(stage, mesh.group("pp")).type == "cuda"
 
 
-# ---- streams of random numbers ----
+# ---- random numbers ----
 
 
 class Cuda:
@@ -170,39 +191,38 @@ class Cuda:
         monkeypatch.setattr(torch.cuda, "default_generators", (self.generator,))
 
 
-def test_a_stream_never_initializes_cuda(mesh, monkeypatch):
+def test_seeded_rng_never_initializes_cuda(mesh, monkeypatch):
     cuda = Cuda(monkeypatch)
-    with Seeds(mesh, "tp", seed=7):
+    with seeded_rng(seed_of(mesh, "tp", seed=7)):
         torch.rand(2)
     assert not cuda.initialized
 
 
-def test_a_stream_seeds_cuda_where_the_program_uses_it(mesh, monkeypatch):
+def test_seeded_rng_seeds_cuda_where_the_program_uses_it(mesh, monkeypatch):
     cuda = Cuda(monkeypatch)
     torch.cuda.init()
     before = cuda.generator.get_state()
-    stream, drawn = Seeds(mesh, "tp", seed=7), []
+    seed, drawn = seed_of(mesh, "tp", seed=7), []
     for _ in range(2):
-        with stream:
+        with seeded_rng(seed):
             drawn.append((torch.rand(2), torch.rand(2, generator=cuda.generator)))
     assert drawn[0][0].equal(drawn[0][1])  # both have the seed of the entry
     assert not drawn[0][1].equal(drawn[1][1])
     assert cuda.generator.get_state().equal(before)
 
 
-def test_cuda_that_is_initialized_inside_a_stream_is_an_error(mesh, monkeypatch):
+def test_initializing_cuda_inside_seeded_rng_raises(mesh, monkeypatch):
     Cuda(monkeypatch)
 
     def enter() -> None:
-        with Seeds(mesh, "tp", seed=7):
+        with seeded_rng(seed_of(mesh, "tp", seed=7)):
             torch.cuda.init()
 
     assert_raises(
         LifetimeError,
         enter,
-        "CUDA was initialized inside this random stream, so its generator was not seeded at the entry.\n\n"
+        "CUDA was initialized inside seeded_rng, so its generator was not seeded at the entry.\n\n"
         "  torch.cuda.init()   # before the first entry",
     )
-    assert len(seeds._generators()) == 2
-    with Seeds(mesh, "tp", seed=7):
+    with seeded_rng(seed_of(mesh, "tp", seed=7)):
         torch.rand(2)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from pgmesh import MethodError, ProcessGroupMesh
+from pgmesh import AxisError, MethodError, ProcessGroupMesh
 from pgmesh.parallel import Level, Method, PipelineParallel, ShardedDataParallel, TensorParallel, compose
-from pgmesh.parallel.ownership import mark_owned
+from pgmesh.parallel.ownership import LocalExperts
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
 from tests.support.pipelines import needs_pipelines
@@ -29,6 +29,7 @@ from tests.support.small_model import (
     train,
     train_alone,
 )
+from tests.support.tensor_plans import TWO_LAYERS
 from tests.support.worlds import check_sums, groups_of, world
 
 ROOT = Path(__file__).parents[2]
@@ -61,20 +62,19 @@ def of_program(path: str, name: str) -> type[Method]:
 
 
 AVERAGES = {
-    "docs": functools.partial(of_markdown, "docs/parallel.md"),
+    "docs": functools.partial(of_markdown, "docs/own_methods.md"),
     "example": functools.partial(of_program, "examples/10_own_method.py", "Average"),
 }
 
 
 def partners(mesh: ProcessGroupMesh, kind: str, axis: str = "x") -> list[Method]:
     """Another method along an axis, to compose with."""
-    plan = {"0": "columns", "2": "rows"}
     pipeline = functools.partial(PipelineParallel, mesh, axis, layers="blocks", first="012", loss=loss_of)
     return {
         "sharding": lambda: [ShardedDataParallel(mesh, axis)],
-        "tensor": lambda: [TensorParallel(mesh, axis, plan=plan)],
+        "tensor": lambda: [TensorParallel(mesh, axis, plan=TWO_LAYERS)],
         "pipeline": lambda: [pipeline(microbatches=4)],
-        "two stages": lambda: [pipeline(microbatches=4, schedule="interleaved", virtual=2)],
+        "two stages": lambda: [pipeline(microbatches=4, schedule="interleaved", stages_per_rank=2)],
     }[kind]()
 
 
@@ -86,7 +86,7 @@ KINDS = ("sharding", "tensor", "pipeline", "two stages")
 
 def compose_average(page: str) -> None:
     averages = AVERAGES[page]()
-    for kind, frozen in (*((kind, ()) for kind in KINDS), ("pipeline", FIRST_STAGE)):
+    for kind, frozen in (*((kind, ()) for kind in KINDS if kind != "sharding"), ("pipeline", FIRST_STAGE)):
         with ProcessGroupMesh(dp=2, x=2, name=f"{page}, {kind}, {len(frozen)} frozen") as mesh:
             together = compose(mesh, averages(mesh, "dp"), *partners(mesh, kind))
             assert_same_training(train(together.apply(SmallModel(frozen)), together.share), train_alone(frozen))
@@ -101,16 +101,27 @@ def test_an_average_of_a_page_composed_with_other_methods(page: str):
 
 def compose_average_with_two() -> None:
     average = AVERAGES["docs"]()
-    for kind in ("sharding", "tensor"):
-        with ProcessGroupMesh(pp=2, dp=2, x=2, name=f"two stages, {kind}") as mesh:
-            together = compose(mesh, average(mesh, "dp"), *partners(mesh, "two stages", "pp"), *partners(mesh, kind))
-            assert_same_training(train(together.apply(SmallModel()), together.share), train_alone())
-            check_sums(groups_of(mesh))
+    with ProcessGroupMesh(pp=2, dp=2, x=2, name="two stages, tensor") as mesh:
+        together = compose(mesh, average(mesh, "dp"), *partners(mesh, "two stages", "pp"), *partners(mesh, "tensor"))
+        assert_same_training(train(together.apply(SmallModel()), together.share), train_alone())
+        check_sums(groups_of(mesh))
 
 
 @pytest.mark.long
 def test_an_average_composed_with_two_other_methods():
     world(8).run(compose_average_with_two)
+
+
+@pytest.mark.parametrize("page", AVERAGES)
+def test_an_average_and_sharding_both_average_gradients(mesh: ProcessGroupMesh, page: str):
+    average = AVERAGES[page]()(mesh, "dp")
+    assert_raises(
+        AxisError,
+        lambda: compose(mesh, average, ShardedDataParallel(mesh, "tp"), unowned=["pp"]),
+        "Average along dp and ShardedDataParallel along tp both average gradients. "
+        "One method does it, for all axes.\n\n"
+        "  Average(mesh, 'dp', 'tp')   # in place of both",
+    )
 
 
 # ---- the example's own tensor parallelism ----
@@ -133,8 +144,11 @@ def test_the_tensor_parallelism_of_the_example_composed_with_other_methods():
 # ---- in which order ----
 
 
-class Replaces(Method):
-    """Replaces all parameters by copies, without the level for it."""
+class Shards(Method):
+    """Replaces all parameters by copies."""
+
+    differs = "rows"
+    level = Level.SHARD
 
     def apply(self, module: nn.Module) -> nn.Module:
         for each in module.modules():
@@ -143,12 +157,11 @@ class Replaces(Method):
         return module
 
 
-class Shards(Replaces):
-    level = Level.SHARD
-
-
 class Keeps(Method):
     """Keeps references to the parameters."""
+
+    differs = "rows"
+    averages_later = True
 
     def apply(self, module: nn.Module) -> nn.Module:
         self.kept = [*module.parameters()]
@@ -170,27 +183,12 @@ def test_sharding_is_applied_before_a_method_that_keeps_weights(mesh: ProcessGro
     assert repr(order) == "Composition(ShardedDataParallel along tp; Keeps along dp)"
 
 
-def test_weights_are_not_replaced_after_a_method_that_may_keep_them(mesh: ProcessGroupMesh):
-    assert_raises(
-        MethodError,
-        lambda: compose(mesh, Keeps(mesh, "dp"), Replaces(mesh, "tp"), unowned=["pp"]).apply(nn.Linear(2, 2)),
-        "Replaces along tp failed in apply: MethodError: Replaces along tp replaced 2 parameters, for "
-        "example weight, but Keeps along dp was applied before and may keep references to the old ones.\n\n"
-        "  Replaces.level = Level.SHARD   # then compose applies it before Keeps\n\n"
-        "New groups along its axes were released. The module may be partly changed: build it "
-        "again.",
-    )
-    assert compose(mesh, Keeps(mesh, "dp"), Shards(mesh, "tp"), unowned=["pp"]).apply(nn.Linear(2, 2))  # as it says
-    compose(mesh, Replaces(mesh, "tp"), Keeps(mesh, "dp"), unowned=["pp"]).apply(nn.Linear(2, 2))
-    compose(mesh, Keeps(mesh, "dp"), Keeps(mesh, "tp"), unowned=["pp"]).apply(nn.Linear(2, 2))
-
-
 def average_in_a_split_backward() -> str:
     with ProcessGroupMesh(dp=2, x=2, name="split backward") as mesh:
         pipeline = PipelineParallel(
             mesh, "x", layers="blocks", first="012", loss=loss_of, microbatches=4, schedule="zero-bubble"
         )
-        together = compose(mesh, of_markdown("docs/parallel.md")(mesh, "dp"), pipeline)
+        together = compose(mesh, of_markdown("docs/own_methods.md")(mesh, "dp"), pipeline)
         with pytest.raises(MethodError) as caught:
             assert_same_training(train(together.apply(SmallModel()), together.share), train_alone())
         return str(caught.value)
@@ -212,5 +210,7 @@ def test_a_schedule_that_would_skip_hooks_on_weights_refuses_them():
 def test_a_method_sums_over_no_frozen_weight_and_no_expert(mesh: ProcessGroupMesh):
     module = nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(3)])
     module[0].requires_grad_(False)
-    mark_owned(module[1])
-    assert [*Method(mesh, "dp").weights(module)] == [module[2].weight]
+    module[1] = LocalExperts({"0": module[1]})
+    assert [*map(id, Shards(mesh, "dp").weights(module))] == [id(module[2].weight)]
+    later = [*map(id, Keeps(mesh, "dp").weights(module))]
+    assert later == [id(module[1]["0"].weight), id(module[2].weight)]  # replicas have experts of their own

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from pgmesh import AxisError, MethodError, ProcessGroupMesh, ShapeError
 from pgmesh.parallel import (
@@ -22,8 +23,7 @@ from pgmesh.parallel import (
     mix,
     mixture,
 )
-from pgmesh.parallel.expert import ALIKE_MARK
-from pgmesh.parallel.ownership import AbsentLayer
+from pgmesh.parallel.ownership import AbsentLayer, LocalExperts
 from tests.support.expert_models import (
     EXPERTS,
     TOP_K,
@@ -73,8 +73,8 @@ def travel(sizes, over, tensor, counts):
 
     with ProcessGroupMesh(**sizes) as mesh:
         cut = {"tensor": tensor, "columns": ["up"], "rows": ["down"]} if tensor else {}
-        method = ExpertParallel(mesh, "ep", over=over, check="never", **cut)
-        method.apply(layer)
+        methods = [DataParallel(mesh, *over), ExpertParallel(mesh, "ep", **cut)]
+        compose(mesh, *methods, equal_parts=False).apply(layer)
         at = mesh.index(*over)
         mine = [each.split(counts)[at].clone().requires_grad_() for each in (tokens, weights)]
         out = layer.mix(*mine, chosen.split(counts)[at], layer.experts)
@@ -111,7 +111,7 @@ def cost_of_a_layer(sizes, over, tensor):
     with ProcessGroupMesh(**sizes) as mesh:
         layer, tokens = expert_layer(EXPERTS), torch.randn(8, WIDTH, requires_grad=True)
         cut = {"tensor": tensor, "columns": ["up"], "rows": ["down"]} if tensor else {}
-        ExpertParallel(mesh, "ep", over=over, check="never", **cut).apply(layer)
+        compose(mesh, DataParallel(mesh, *over), ExpertParallel(mesh, "ep", **cut)).apply(layer)
         for weight in (each.up.bias for each in layer.experts.values()):
             weight.data = weight.data.double()  # two dtypes
         for each in layer.experts.values():
@@ -173,10 +173,7 @@ def in_half_precision(grouped):
         layer, tokens = expert_layer(EXPERTS).bfloat16(), torch.randn(9, WIDTH).bfloat16().requires_grad_()
         weights = torch.rand(9, TOP_K).bfloat16()
         chosen = torch.stack([torch.randperm(EXPERTS - 2)[:TOP_K] for _ in range(9)])
-        ExpertParallel(mesh, "ep", over=("edp", "ep")).apply(layer)
-        if not grouped:
-            next(iter(layer.experts.values())).scale = 2.0  # not alike
-            setattr(layer.experts, ALIKE_MARK, mixture.alike(layer.experts))
+        compose(mesh, DataParallel(mesh, "edp", "ep"), ExpertParallel(mesh, "ep", grouped=grouped)).apply(layer)
         products, grouped_mm = [], mixture.grouped_mm
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(mixture, "grouped_mm", lambda *args, **k: (products.append(1), grouped_mm(*args, **k))[1])
@@ -208,26 +205,26 @@ class Counted(Expert):
         self.register_buffer("count", torch.zeros(()))
 
 
-def test_only_experts_that_differ_in_nothing_but_their_linear_layers_are_grouped(monkeypatch):
-    def experts(kind: type[nn.Module] = Expert) -> nn.ModuleDict:
-        return nn.ModuleDict({str(i): kind() for i in range(3)})
+def experts_of(kind: type[nn.Module] = Expert) -> nn.ModuleDict:
+    return nn.ModuleDict({str(i): kind() for i in range(3)})
 
-    assert mixture.alike(experts())
-    assert not mixture.alike(experts(Doubled))
-    assert not mixture.alike(experts(Counted))
-    for change in (
-        lambda last: setattr(last, "up", nn.Linear(WIDTH, 4 * WIDTH)),
-        lambda last: setattr(last, "act", torch.tanh),
-        lambda last: last.eval(),
-        lambda last: last.requires_grad_(False),
-    ):
-        unlike = experts()
-        change(unlike["2"])
-        assert not mixture.alike(unlike)
-    tied = experts()
-    tied["2"].up.weight = tied["1"].up.weight
-    assert not mixture.alike(tied)
-    rows, parameters = torch.zeros(4, WIDTH).bfloat16(), dict(experts().bfloat16().named_parameters())
+
+def test_grouped_experts_have_equal_modules_and_linear_layers_alone():
+    assert mixture.grouped_template(experts_of())
+    bad = [experts_of(Doubled), experts_of(Counted), experts_of(), experts_of(lambda: nn.Linear(WIDTH, WIDTH))]
+    bad[2]["2"].up = nn.Linear(WIDTH, 4 * WIDTH)
+    for experts in bad:
+        assert_raises(
+            MethodError,
+            lambda experts=experts: LocalExperts(experts, grouped=True),
+            "grouped=True needs experts of the same modules, with parameters in torch.nn.Linear layers alone.\n\n"
+            "  ExpertParallel(..., grouped=False)   # one expert after another",
+        )
+        LocalExperts(experts)  # as it says
+
+
+def test_experts_that_cannot_be_grouped_run_one_after_another(monkeypatch):
+    rows, parameters = torch.zeros(4, WIDTH).bfloat16(), dict(experts_of().bfloat16().named_parameters())
     monkeypatch.setattr(mixture, "grouped_mm", lambda *args, **keywords: None)  # torch 2.9 has none
     assert mixture.can_group(rows, parameters.values())
     assert not mixture.can_group(rows.double(), parameters.values())
@@ -240,11 +237,11 @@ def test_only_experts_that_differ_in_nothing_but_their_linear_layers_are_grouped
 # ---- training ----
 
 
-def trained(sizes, view, over, tensor):
+def trained(sizes, view, tensor):
     with ProcessGroupMesh(**sizes) as mesh:
         moe = mesh.view(**view)
         cut = {"tensor": tensor, "columns": ["up"], "rows": ["down"]} if tensor else {}
-        methods = [DataParallel(mesh, "dp"), ExpertParallel(moe, "ep", over=over, **cut)]
+        methods = [DataParallel(mesh, "dp"), ExpertParallel(moe, "ep", **cut)]
         together = compose(mesh, *methods, unowned=[axis for axis in mesh.axes if axis != "dp"])
         model = expert_model()
         expected = train_alone_in_parts()
@@ -260,15 +257,15 @@ def trained(sizes, view, over, tensor):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "view", "over", "tensor"),
+    ("sizes", "view", "tensor"),
     [
-        ({"dp": 8}, {"ep": 8}, ["ep"], None),
-        ({"dp": 8}, {"ep": 4, "etp": 2}, ["ep", "etp"], "etp"),  # no expert has a replica
+        ({"dp": 8}, {"ep": 8}, None),
+        ({"dp": 8}, {"ep": 4, "etp": 2}, "etp"),  # no expert has a replica
     ],
     ids=str,
 )
-def test_training_with_experts_shared_out_is_that_of_one_process(sizes, view, over, tensor):
-    world(8).run(trained, sizes, view, over, tensor)
+def test_training_with_experts_shared_out_is_that_of_one_process(sizes, view, tensor):
+    world(8).run(trained, sizes, view, tensor)
 
 
 # ---- what needs no other rank ----
@@ -283,7 +280,7 @@ def mesh() -> Iterator[ProcessGroupMesh]:
 def test_a_rank_keeps_its_experts_under_their_names(mesh):
     layer = expert_layer(8)
     whole = {name: weight.clone() for name, weight in layer.state_dict().items()}
-    method = ExpertParallel(mesh, "ep", over=("edp", "ep"))
+    method = ExpertParallel(mesh, "ep")
     assert method.apply(layer) is layer
     assert layer.mix == method.mix
     assert list(layer.experts) == ["0", "1", "2", "3"]  # rank 5 is edp1-ep0-etp1
@@ -295,7 +292,7 @@ def test_each_expert_is_cut_along_the_tensor_axis(mesh):
     layer = expert_layer()
     up, down = layer.experts[1].up.weight.clone(), layer.experts[1].down.weight.clone()
     method = ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"])
-    assert (method.owns, method.reduces) == (("ep", "etp"), ("ep",))
+    assert (method.owns, method.average_axes) == (("ep", "etp"), ("ep",))
     method.apply(layer)
     mine = layer.experts["1"]
     assert mine.up.weight.equal(up[WIDTH:])
@@ -370,7 +367,7 @@ def saved_and_loaded(folder) -> None:
     expected = train_alone_in_parts()
     for name, view, steps in [("saving", {"edp": 2, "ep": 2}, [0, 1]), ("loading", {"ep": 4}, [2])]:
         with ProcessGroupMesh(dp=4, name=name) as mesh:
-            experts = ExpertParallel(mesh.view(**view), "ep", over=[*view])
+            experts = ExpertParallel(mesh.view(**view), "ep")
             together = compose(mesh, DataParallel(mesh, "dp"), experts)
             model = together.apply(expert_model())
             optimizer = optimizer_of(model.parameters())
@@ -399,7 +396,7 @@ def test_a_checkpoint_rejects_sharded_experts(mesh, tmp_path):
     assert_raises(
         MethodError,
         lambda: checkpoint.save(tmp_path, mesh, layer),
-        "experts.0.up.weight is sharded along etp=2 as a plain tensor: a checkpoint would have only one "
+        "experts is sharded along etp=2 as plain tensors: a checkpoint would have only one "
         "of the shards. Checkpoints need whole experts.",
     )
 
@@ -408,7 +405,7 @@ def test_a_stage_of_a_pipeline_may_have_no_experts_and_no_attention(mesh):
     stage = nn.Sequential(nn.Linear(2, 2), AbsentLayer())
     assert ExpertParallel(mesh, "ep").apply(stage) is stage
     assert ContextParallel(mesh, "ep").apply(stage) is stage
-    assert TensorParallel(mesh, "ep", plan={"1": "columns", "1.up": "rows"}).apply(stage) is stage
+    assert TensorParallel(mesh, "ep", plan={"1": ColwiseParallel(), "1.up": RowwiseParallel()}).apply(stage) is stage
 
 
 def test_a_module_without_what_is_named_is_refused(mesh):

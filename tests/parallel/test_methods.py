@@ -19,18 +19,18 @@ from pgmesh import AxisError, MethodError, OptionsError, PlaceError, ProcessGrou
 from pgmesh.parallel import (
     Composition,
     DataParallel,
+    ExpertParallel,
     Method,
     PipelineParallel,
     ShardedDataParallel,
     TensorParallel,
     checkpoint,
     compose,
-    weights,
 )
-from pgmesh.parallel.ownership import mark_owned
 from pgmesh.parallel.schedules import SCHEDULES
+from pgmesh.parallel.sharded import default_layers
 from pgmesh.parallel.stage_cutting import partition_layers
-from pgmesh.parallel.weights import Held
+from tests.support.expert_models import expert_layer, expert_model
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
 from tests.support.parallel_models import (
@@ -96,8 +96,8 @@ def held(module: nn.Module) -> int:
 
 def replicated() -> None:
     mesh = ProcessGroupMesh(dp=4, cp=2)
-    data = DataParallel(mesh, "dp", over=("dp", "cp"), bucket_cap_mb=1)
-    module = train_and_check(compose(mesh, data, unowned=["cp"]))
+    data = DataParallel(mesh, "dp", "cp", bucket_cap_mb=1)
+    module = train_and_check(compose(mesh, data))
     assert module.process_group is mesh.group("dp", "cp")
     assert held(module) == held(TinyGPT())
 
@@ -126,9 +126,6 @@ def accumulated(kind: type[DataParallel] | type[ShardedDataParallel]) -> None:
     codes, target = batch(0, 2 * ROWS)
     loss_of(right(codes), target).backward()
     assert_same("accumulated", gradients_of(module), gradients_of(right))
-    message = rf"^{kind.__name__} along dp accumulates gradients in the module that apply\(\) returned, not in a Tiny"
-    with pytest.raises(MethodError, match=message), data.accumulate(right, last=True):
-        pass
 
 
 @pytest.mark.parametrize("kind", [DataParallel, ShardedDataParallel])
@@ -172,21 +169,6 @@ def test_a_module_that_outlives_its_mesh_ends():
     world(2).run(ended_at_once)
 
 
-def test_a_sampler_shares_out_a_data_set_and_says_when_it_cannot():
-    with fake_rank(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2) as mesh:
-        for method in (DataParallel(mesh, "pp", "tp"), ShardedDataParallel(mesh, "pp", "tp")):
-            assert list(method.sampler(range(8), shuffle=False)) == [3, 7]
-            assert list(method.sampler(range(10), shuffle=False, drop_last=True)) == [3, 7]
-            assert list(method.sampler(range(10), shuffle=False, drop_last=False)) == [3, 7, 1]
-            assert_raises(
-                ShapeError,
-                lambda method=method: method.sampler(range(10)),
-                "a data set of 10 rows cannot be split evenly along pp=2 x tp=2: 10 is not divisible by 4.\n\n"
-                "  sampler(dataset, drop_last=True)   # 2 rows for each, 2 dropped\n"
-                "  sampler(dataset, drop_last=False)   # 3 rows for each, the first ones repeated",
-            )
-
-
 # ---- sharded ----
 
 
@@ -207,8 +189,8 @@ def sharded() -> None:
         assert module.blocks[0].up.weight.device_mesh.get_group("a_c") is mesh.group("a", "c")
         dist.barrier()
     with ProcessGroupMesh(dp=2, mid=1, cp=2, tp=2, name="combined") as mesh:
-        method = ShardedDataParallel(mesh, "dp", over=("dp", "cp"))
-        module = train_and_check(compose(mesh, method, split(mesh), unowned=["cp"]))
+        method = ShardedDataParallel(mesh, "dp", "cp")
+        module = train_and_check(compose(mesh, method, split(mesh)))
         weight = module.blocks[0].up.weight
         assert weight.device_mesh.mesh_dim_names == ("dp_cp", "tp")
         assert weight.to_local().numel() == weight.numel() / 8
@@ -265,19 +247,28 @@ def test_resharding_and_offloading_are_passed_through():
     world(2).run(kept_and_offloaded)
 
 
+def test_default_layers_are_elements_of_lists_at_any_depth():
+    one, two, three = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)
+    assert [*default_layers(nn.Sequential(one, nn.Tanh(), two))] == [one, two]
+    assert [*default_layers(nn.ModuleList([nn.ModuleList([one, two]), nn.ModuleDict({"a": three})]))] == [
+        one,
+        two,
+        three,
+    ]
+
+
 def test_axes_that_cannot_be_sharded_along_raise():
     with fake_rank(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2) as mesh:
         assert_raises(
             AxisError,
-            lambda: ShardedDataParallel(mesh, "dp", replicate="tp"),
-            "ShardedDataParallel reduces along dp, but replicate= has tp, and has to be part of these axes.\n\n"
+            lambda: compose(mesh, ShardedDataParallel(mesh, "dp", replicate="tp"), unowned=["pp", "tp"]),
+            "ShardedDataParallel averages along dp, but replicate= has tp, and has to be part of these axes.\n\n"
             "  ShardedDataParallel(mesh, 'dp', 'tp', replicate=('tp',))",
         )
         assert_raises(
             MethodError,
             lambda: DataParallel(mesh, "dp").apply(split(mesh).apply(TinyGPT())),
-            "blocks.0.qkv.weight is a DTensor, which torch's DDP does not support. fully_shard does, also "
-            "with parameters that are replicated along dp.\n\n"
+            "blocks.0.qkv.weight is a DTensor, which torch's DDP does not support. fully_shard does.\n\n"
             "  ShardedDataParallel(mesh, 'dp', replicate=['dp'])",
         )
 
@@ -311,8 +302,8 @@ def test_the_gradients_of_pipelined_steps_add_up():
 def in_no_time() -> None:
     """Zero-bubble schedules with tensor parallelism, one model after the other."""
     mesh = ProcessGroupMesh(pp=2, tp=4)
-    for schedule, virtual, tied in [("zero-bubble", 1, True), ("zero-bubble", 2, False), ("zero-bubble-v", 2, True)]:
-        pipeline = stages(mesh, schedule=schedule, virtual=virtual, microbatches=4)
+    for schedule, count, tied in [("zero-bubble", 1, True), ("zero-bubble", 2, False), ("zero-bubble-v", 2, True)]:
+        pipeline = stages(mesh, schedule=schedule, stages_per_rank=count, microbatches=4)
         train_and_check(compose(mesh, pipeline, split(mesh)), tied=tied)
 
 
@@ -346,20 +337,20 @@ def test_layers_are_shared_out_evenly_one_more_on_the_first():
 
 
 def test_stages_follow_one_another_whatever_the_schedule():
-    for schedule, virtual in [("1f1b", 1), ("interleaved", 1), ("interleaved", 3), ("zero-bubble-v", 2)]:
+    for schedule, count in [("1f1b", 1), ("interleaved", 1), ("interleaved", 3), ("zero-bubble-v", 2)]:
         place: dict[int, tuple[int, int]] = {}
         around: dict[int, tuple[int | None, int | None]] = {}
         for rank in range(8):
             with fake_rank(rank, 8), ProcessGroupMesh(4, 2, ranks=[7, 6, 5, 4, 3, 2, 1, 0]) as mesh:
-                pipeline = stages(mesh, 0, schedule=schedule, virtual=virtual, microbatches=4)
+                pipeline = stages(mesh, 0, schedule=schedule, stages_per_rank=count, microbatches=4)
                 if mesh.index(1) == 0:
-                    for i in range(virtual):
+                    for i in range(count):
                         place[pipeline.stage(i)] = rank, i
                         around[pipeline.stage(i)] = pipeline.previous(i), pipeline.next(i)
                         assert pipeline.is_first(i) == (pipeline.stage(i) == 0)
-                        assert pipeline.is_last(i) == (pipeline.stage(i) == 4 * virtual - 1)
+                        assert pipeline.is_last(i) == (pipeline.stage(i) == 4 * count - 1)
                         assert pipeline.holder(pipeline.stage(i)) == rank
-        assert sorted(place) == list(range(4 * virtual))
+        assert sorted(place) == list(range(4 * count))
         for stage, (before, after) in around.items():
             assert before == (place[stage - 1][0] if stage else None)
             assert after == (place[stage + 1][0] if stage + 1 in place else None)
@@ -380,72 +371,88 @@ def test_invalid_pipelines_raise():
         )
         assert_raises(
             OptionsError,
-            lambda: stages(mesh, schedule="interleaved", virtual=0),
-            "virtual= is at least 1 stage on each rank, not 0.\n\n  PipelineParallel(..., virtual=1)   # or more",
+            lambda: stages(mesh, schedule="interleaved", stages_per_rank=0),
+            "schedule 'interleaved' has 1 stage on each rank, not 0.\n\n"
+            "  PipelineParallel(..., schedule='interleaved', stages_per_rank=1)   # or more",
         )
         assert_raises(
             OptionsError,
-            lambda: stages(mesh, virtual=2),
+            lambda: stages(mesh, stages_per_rank=2),
             "schedule '1f1b' has 1 stage on each rank, not 2.\n\n"
-            "  PipelineParallel(..., schedule='1f1b', virtual=1)   # or 'interleaved'",
+            "  PipelineParallel(..., schedule='1f1b', stages_per_rank=1)   # or 'interleaved'",
         )
         assert_raises(
             OptionsError,
             lambda: stages(mesh, schedule="zero-bubble-v"),
             "schedule 'zero-bubble-v' has 2 stages on each rank, not 1.\n\n"
-            "  PipelineParallel(..., schedule='zero-bubble-v', virtual=2)   # or 'interleaved'",
+            "  PipelineParallel(..., schedule='zero-bubble-v', stages_per_rank=2)   # or 'interleaved'",
         )
         assert_raises(
             OptionsError,
             lambda: stages(mesh),
-            "2 microbatches are too few for schedule '1f1b' along pp=4.\n\n"
-            "  PipelineParallel(..., microbatches=4)   # at least one for each stage",
+            "schedule '1f1b' cannot run microbatches=2 along pp=4.\n\n  PipelineParallel(..., microbatches=4)",
         )
         assert_raises(
             OptionsError,
             lambda: stages(mesh, schedule="interleaved", microbatches=9),
-            "schedule 'interleaved' runs in 2 rounds along pp=4, and 9 microbatches are not divisible by 2.\n\n"
-            "  PipelineParallel(..., microbatches=8)   # or 10",
+            "schedule 'interleaved' cannot run microbatches=9 along pp=4.\n\n  PipelineParallel(..., microbatches=8)",
         )
         stages_ = functools.partial(stages, mesh, microbatches=4)
         assert_raises(
-            PlaceError, lambda: stages_().stage(1), "a rank has 1 virtual stage, counted from 0; there is no stage 1."
+            PlaceError, lambda: stages_().stage(1), "a rank has 1 stage, counted from 0; there is no stage 1."
         )
         assert_raises(
             ShapeError,
             lambda: stages_().cut(TinyGPT(layers=3)),
-            "blocks has 3 layers, too few for 4 stages (pp=4, 1 on each rank): a stage needs at least one.\n\n"
-            "  1, 2 stages would do, or at least 4 layers",
+            "blocks has 3 layers, too few for 4 stages (pp=4, 1 on each rank).\n\n"
+            "  at least 4 layers, or fewer stages, would do",
         )
         assert_raises(
             ShapeError,
-            lambda: stages_().cut(TinyGPT(layers=1)),
-            "blocks has 1 layer, too few for 4 stages (pp=4, 1 on each rank): a stage needs at least one.\n\n"
-            "  1 stage would do, or at least 4 layers",
-        )
-        assert_raises(
-            MethodError,
-            lambda: stages_(layers="norm").cut(TinyGPT()),
-            "layers= has 'norm', a LayerNorm without layers: it has to be a ModuleList, ModuleDict or "
-            "Sequential with layers.",
+            lambda: stages_(layers="norm", last=["norm", "head", "blocks"]).cut(TinyGPT()),
+            "norm has 0 layers, too few for 4 stages (pp=4, 1 on each rank).\n\n"
+            "  at least 4 layers, or fewer stages, would do",
         )
         assert_raises(
             MethodError,
             lambda: stages_(layers="bloks").cut(TinyGPT()),
-            "layers= has 'bloks', which is not in TinyGPT; it has tokens, places, blocks, norm, head.",
+            "PipelineParallel along pp cannot find the module 'bloks': TinyGPT has no attribute `bloks`.",
         )
         assert_raises(
             MethodError,
             lambda: stages_(last=["norm", "heads"]).cut(TinyGPT()),
-            "last= has 'heads', which is not in TinyGPT; it has tokens, places, blocks, norm, head.",
+            "PipelineParallel along pp cannot find the module 'heads': TinyGPT has no attribute `heads`.",
         )
         assert_raises(
             MethodError,
             lambda: stages_(last=["head"]).cut(TinyGPT()),
-            "no stage has norm.weight, norm.bias of TinyGPT: parameters have to be in blocks, in first= "
-            "(tokens, places) or in last= (head).\n\n"
+            "no stage has norm.weight of TinyGPT: parameters have to be in blocks, or in a module of first= (tokens, "
+            "places) or last= (head).\n\n"
             "  PipelineParallel(..., last=['head', 'norm'])   # or first=",
         )
+        outer, names = nn.Module(), {"layers": "gpt.blocks", "first": ["gpt.tokens", "gpt.places"]}
+        outer.gpt = TinyGPT()
+        assert_raises(
+            MethodError,
+            lambda: stages_(**names, last=["gpt.head"]).cut(outer),
+            "no stage has gpt.norm.weight of Module: parameters have to be in gpt.blocks, or in a module of first= "
+            "(gpt.tokens, gpt.places) or last= (gpt.head).\n\n"
+            "  PipelineParallel(..., last=['gpt.head', 'gpt.norm'])   # or first=",
+        )
+        outer.scale = nn.Parameter(torch.ones(2))
+        assert_raises(
+            MethodError,
+            lambda: stages_(**names, last=["gpt.norm", "gpt.head"]).cut(outer),
+            "no stage has scale of Module: parameters have to be in gpt.blocks, or in a module of first= (gpt.tokens, "
+            "gpt.places) or last= (gpt.norm, gpt.head).\n\n"
+            "  put scale into a module, and name that in first= or last=",
+        )
+        del outer.scale
+        outer.gpt.blocks.scale = nn.Parameter(torch.ones(2))  # in no layer
+        with pytest.raises(
+            MethodError, match=r"^no stage has gpt\.blocks\.scale(?s:.*)put gpt\.blocks\.scale into a module"
+        ):
+            stages_(**names, last=["gpt.norm", "gpt.head"]).cut(outer)
         shared = TinyGPT()
         shared.blocks[2].up = shared.blocks[0].up
         assert_raises(
@@ -455,7 +462,7 @@ def test_invalid_pipelines_raise():
             "last stage of a pipeline can share.",
         )
         for schedule, data in [("zero-bubble", DataParallel), ("zero-bubble-v", ShardedDataParallel)]:
-            pipeline = stages_(schedule=schedule, virtual=2 if schedule.endswith("v") else 1)
+            pipeline = stages_(schedule=schedule, stages_per_rank=2 if schedule.endswith("v") else 1)
             composition = compose(mesh, pipeline, data(mesh, "dp"))
             with pytest.raises(
                 MethodError, match="torch's fully_shard then computes wrong ones, DDP is untested"
@@ -467,16 +474,14 @@ def test_invalid_pipelines_raise():
         assert_raises(
             ShapeError,
             lambda: module.step(codes, target=target),
-            "6 rows cannot be split into 4 equal microbatches along pp=4: inputs and target need the same "
-            "number of rows, "
-            "divisible by 4.\n\n  4 or 8 rows would do",
+            "6 rows of inputs, 6 rows of target cannot be split into 4 equal microbatches along pp=4.\n\n"
+            "  4 or 8 rows of each would do",
         )
         assert_raises(
             ShapeError,
             lambda: module.step(codes[:4], target=target),
-            "4 and 6 rows cannot be split into 4 equal microbatches along pp=4: inputs and target need the "
-            "same number of rows, "
-            "divisible by 4.\n\n  4 or 8 rows would do",
+            "4 rows of inputs, 6 rows of target cannot be split into 4 equal microbatches along pp=4.\n\n"
+            "  4 or 8 rows of each would do",
         )
 
 
@@ -493,7 +498,7 @@ def test_the_parts_share_the_weights_of_the_whole_and_leave_it_as_it_is():
         outer = nn.Module()
         outer.gpt = whole
         changes = {"layers": "gpt.blocks", "first": ["gpt.tokens", "gpt.places"], "last": ["gpt.norm", "gpt.head"]}
-        pipeline = stages(mesh, schedule="zero-bubble-v", virtual=2, **changes)
+        pipeline = stages(mesh, schedule="zero-bubble-v", stages_per_rank=2, **changes)
         first, last = pipeline.cut(outer)
         assert first.gpt.tokens is whole.tokens
         assert first.gpt.blocks[0] is whole.blocks[0]
@@ -570,15 +575,14 @@ def clipped() -> None:
             if "tp" in shape:
                 methods.append(split(mesh))
             if "pp" in shape:
-                methods.append(stages(mesh, schedule="interleaved", virtual=2 if name == "virtual" else 1))
+                methods.append(stages(mesh, schedule="interleaved", stages_per_rank=2 if name == "virtual" else 1))
             composition = compose(mesh, *methods)
             module = composition.apply(TinyGPT(tied=True))
-            mine = Held(module, mesh, *(["pp"] if "pp" in shape else []))
             norms: list[float] = []
             found = train_parallel(
                 module,
                 composition.share,
-                clip=lambda mine=mine, norms=norms: norms.append(weights.clip(CLIP, mine).item()),
+                clip=lambda clip=composition.clip_grad_norm_, norms=norms: norms.append(clip(CLIP).item()),
             )
             assert_same_run(found, right)
             whole = TinyGPT(tied=True)
@@ -595,21 +599,19 @@ def test_gradients_are_clipped_by_their_norm_over_all_axes():
 
 def of_other_orders() -> None:
     mesh = ProcessGroupMesh(pp=2, ep=2, tp=2)
-    plain, expert = nn.Linear(3, 1, bias=False), nn.Linear(2, 1, bias=False)
-    plain.weight.grad = torch.full((1, 3), 1.0 + mesh.index("pp"))
-    expert.weight.grad = torch.full((1, 2), 10.0 + mesh.index("pp", "ep"))
-    view = mesh.view(stage=2, pair=4)
-    held_ = Held(plain, mesh, "pp"), Held(expert, mesh, "pp", "ep")
-    numbers = [1.0] * 3 + [2.0] * 3 + [10.0, 10, 11, 11, 12, 12, 13, 13]
+    composition = compose(mesh, stages(mesh), ExpertParallel(mesh, "ep"), unowned=["tp"])
+    module = composition.apply(expert_model())
+    numbers: list[torch.Tensor] = []
+    for name, weight in module.named_parameters():
+        is_expert = ".experts." in name
+        weight.grad = torch.full_like(weight, 10.0 + mesh.index("pp", "ep") if is_expert else 1.0 + mesh.index("pp"))
+        if mesh.index("tp") == 0 and (is_expert or mesh.index("ep") == 0):
+            numbers.append(weight.grad.flatten())
+    everyone: list[Any] = [None] * 8
+    dist.all_gather_object(everyone, torch.cat([torch.zeros(0, dtype=torch.float64), *numbers]), group=mesh.group())
     for order in (1.0, 2.0, 3.0, math.inf):
-        right = torch.linalg.vector_norm(torch.tensor(numbers, dtype=torch.float64), order)
-        torch.testing.assert_close(weights.norm(*held_, order=order), right)
-    torch.testing.assert_close(weights.norm(Held([plain.weight], view, "stage")).item(), math.sqrt(15))
-    assert_raises(
-        AxisError,
-        lambda: weights.norm(Held(plain, mesh), Held(expert, mesh.at(pp=[mesh.index("pp")]))),
-        "norm and clip take parameters on one mesh and its views, such as Held(model, mesh, 'pp').",
-    )
+        right = torch.linalg.vector_norm(torch.cat(everyone), order)
+        torch.testing.assert_close(composition.grad_norm(norm_type=order), right)
     check_sums(groups_of(mesh))
 
 
@@ -624,24 +626,26 @@ def one_start() -> None:
     nn.init.normal_(layer.weight)
     layer.running_mean.fill_(mesh.rank)
     mine = layer.weight.detach().clone()
-    weights.broadcast(layer, mesh, "dp", "tp")
+    compose(mesh, DataParallel(mesh, "dp", "tp"), unowned=["pp"]).broadcast(layer)
     assert layer.running_mean.tolist() == [mesh.ranks("dp", "tp")[0]] * 4
     torch.manual_seed(mesh.ranks("dp", "tp")[0])
     assert layer.weight.equal(torch.randn(4))
     assert layer.weight.equal(mine) == (mesh.index("dp", "tp") == 0)
-    cut = split(mesh).apply(TinyGPT(seed=mesh.index("pp", "dp")))
-    weights.broadcast(cut, mesh, "pp", "dp")
+    together = compose(mesh, stages(mesh), ShardedDataParallel(mesh, "dp"), split(mesh))
+    whole = TinyGPT(seed=mesh.rank)
+    together.broadcast(whole)
+    cut = together.apply(whole)
     assert_same("broadcast", weights_of(cut), weights_of(TinyGPT(seed=0)))
+    sharded = split(mesh).apply(TinyGPT())
     assert_raises(
         MethodError,
-        lambda: weights.broadcast(cut, mesh, "tp"),
-        "blocks.0.qkv.weight is sharded along tp, so ranks hold different shards of it: broadcast it "
-        "along other axes, or before it is sharded.",
+        lambda: together.broadcast(sharded),
+        "blocks.0.qkv.weight is sharded already: call broadcast(module) before apply(module).",
     )
     check_sums(groups_of(mesh))
 
 
-def test_initial_weights_are_broadcast_along_any_axes():
+def test_initial_weights_are_those_of_the_first_rank():
     world(8).run(one_start)
 
 
@@ -651,7 +655,7 @@ def methods_of(mesh: ProcessGroupMesh) -> list[Method]:
     if "tp" in mesh.axes:
         methods.append(split(mesh))
     if "pp" in mesh.axes:
-        methods.append(stages(mesh, schedule="interleaved", virtual=2))
+        methods.append(stages(mesh, schedule="interleaved", stages_per_rank=2))
     return methods
 
 
@@ -713,19 +717,13 @@ def test_the_one_process_is_one_that_others_could_differ_from():
     assert VOCABULARY > CONTEXT
 
 
-def test_weights_that_are_kept_apart_are_neither_overwritten_nor_counted_as_whole():
+def test_local_experts_are_not_overwritten_by_a_broadcast():
     with fake_rank(5, 8):
-        mesh, experts = ProcessGroupMesh(pp=2, dp=2, tp=2), nn.Linear(2, 2)
-        mark_owned(experts)
+        mesh, layer = ProcessGroupMesh(pp=2, dp=2, tp=2), expert_layer()
+        together = compose(mesh, ExpertParallel(mesh, "dp"), unowned=["pp", "tp"])
+        ExpertParallel(mesh, "dp").apply(layer)
         assert_raises(
             MethodError,
-            lambda: weights.broadcast(experts, mesh, "dp"),
-            "ranks hold different experts, weight, bias: broadcast before ExpertParallel is applied.",
+            lambda: together.broadcast(layer),
+            "experts.0.up.weight is sharded already: call broadcast(module) before apply(module).",
         )
-        assert_raises(
-            AxisError,
-            lambda: Held(experts, mesh),
-            "there are experts among these parameters, so ranks hold different ones, but no axis was given.\n\n"
-            "  Held(weights, mesh, 'ep')   # the experts alone, on the mesh or view of ExpertParallel",
-        )
-        assert Held(experts, mesh, "dp").axes == ("dp",)

@@ -1,4 +1,4 @@
-"""The tables of docs/parallel.md name every method, everything that a method has, and every level and schedule."""
+"""The tables of two pages name every method, everything that a method has, and every level and schedule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pgmesh import parallel
 from pgmesh.parallel import Level, Method
 from pgmesh.parallel.schedules import SCHEDULES
 
-PAGE = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text(encoding="utf-8")
+PAGE = "".join(
+    (Path(__file__).parents[2] / "docs" / page).read_text("utf-8") for page in ("parallel.md", "own_methods.md")
+)
 
 
 def rows(heading: str) -> list[list[str]]:
@@ -26,7 +28,7 @@ def code(cell: str) -> list[str]:
 def test_each_method_has_a_row_that_says_what_it_is_and_where_it_was_tried():
     public = [getattr(parallel, name) for name in parallel.__all__]
     methods = {each.__name__ for each in public if inspect.isclass(each) and issubclass(each, Method)} - {"Method"}
-    table = {code(row[0])[0].partition("(")[0]: row for row in rows("method | what it does")}
+    table = {code(row[0])[0].partition("(")[0]: row for row in rows("method | what differs along its axes")}
     assert table.keys() == methods
     for row in table.values():
         assert row[2].startswith(("thin over torch's", "our reference"))

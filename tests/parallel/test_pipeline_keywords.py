@@ -60,7 +60,7 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square().mean()
 
 
-def trained(schedule: str, virtual: int, kind: Any) -> None:
+def trained(schedule: str, count: int, kind: Any) -> None:
     with ProcessGroupMesh(pp=2, dp=2) as mesh:
         pipeline = PipelineParallel(
             mesh,
@@ -70,7 +70,7 @@ def trained(schedule: str, virtual: int, kind: Any) -> None:
             loss=loss_of,
             microbatches=2,
             schedule=schedule,
-            virtual=virtual,
+            stages_per_rank=count,
         )
         methods = [pipeline] if kind is None else [pipeline, kind(mesh, "dp")]
         together = compose(mesh, *methods, unowned=["dp"] if kind is None else [])
@@ -83,7 +83,7 @@ def trained(schedule: str, virtual: int, kind: Any) -> None:
                 losses = model.step(together.share(x), target=together.share(target), **mine)
                 expected = together.share(right(x, **keywords))
                 loss = loss_of(expected, together.share(target))
-            if pipeline.is_last(virtual - 1):
+            if pipeline.is_last(count - 1):
                 torch.testing.assert_close(outputs, expected, rtol=0, atol=1e-12)
                 torch.testing.assert_close(torch.stack(losses).mean(), loss, rtol=0, atol=1e-12)
             model.zero_grad()
@@ -95,7 +95,7 @@ def trained(schedule: str, virtual: int, kind: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "virtual", "kind"),
+    ("schedule", "count", "kind"),
     [
         ("gpipe", 1, DataParallel),
         ("1f1b", 1, ShardedDataParallel),
@@ -103,8 +103,8 @@ def trained(schedule: str, virtual: int, kind: Any) -> None:
         ("zero-bubble", 2, None),
     ],
 )
-def test_every_stage_gets_its_microbatch_of_the_keywords(schedule, virtual, kind):
-    world(4).run(trained, schedule, virtual, kind)
+def test_every_stage_gets_its_microbatch_of_the_keywords(schedule, count, kind):
+    world(4).run(trained, schedule, count, kind)
 
 
 def unequal() -> list[str]:
@@ -112,7 +112,8 @@ def unequal() -> list[str]:
         pipeline = PipelineParallel(mesh, "pp", layers="blocks", first=["into"], loss=loss_of, microbatches=2)
         model, messages = pipeline.apply(Masked()), []
         x, target, keywords = batch(0, 8, 5)
-        for mask in (keywords["mask"][:1], torch.tensor(1.0)):  # of one row, or of none, which torch cannot split
+        row, nested = torch.ones(1, 5), (torch.ones(8), {"sin": torch.ones(16)})
+        for mask in (row, torch.tensor(1.0), nested):  # torch splits the tensors inside tuples and dicts too
             with pytest.raises(ShapeError) as caught:
                 model.step(x, target=target, **{**keywords, "mask": mask})
             messages.append(str(caught.value).splitlines()[0])
@@ -121,5 +122,6 @@ def unequal() -> list[str]:
 
 def test_a_mask_without_a_row_for_each_input_is_an_error():
     for messages in world(2).run(unequal):
-        assert messages[0].startswith("1 and 8 rows cannot be split into 2 equal microbatches along pp=2")
-        assert messages[1].startswith("0 and 8 rows cannot be split into 2 equal microbatches along pp=2")
+        for message, rows in zip(messages, ["1 row of mask", "0 rows of mask", "8 rows of mask, 16 rows of mask"]):
+            batch = f"8 rows of inputs, {rows}, 8 rows of positions, 8 rows of target"
+            assert message == f"{batch} cannot be split into 2 equal microbatches along pp=2."

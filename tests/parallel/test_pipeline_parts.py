@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from pgmesh import MethodError, ProcessGroupMesh, torch_private
-from pgmesh.parallel import DataParallel, Method, PipelineParallel, Seeds, ShardedDataParallel, compose
+from pgmesh import AxisError, MethodError, ProcessGroupMesh, torch_private
+from pgmesh.parallel import DataParallel, Method, PipelineParallel, ShardedDataParallel, compose
+from pgmesh.parallel.ownership import AbsentLayer
 from tests.support.fake_world import fake_rank
 from tests.support.pipelines import needs_pipelines
 from tests.support.worlds import world
@@ -21,7 +22,7 @@ DOUBLE = torch.float64
 
 
 class Net(nn.Module):
-    """Layers between tied embeddings; the module also has a random stream and a group as attributes."""
+    """Layers between tied embeddings; the module also has a generator and a group as attributes."""
 
     def __init__(self, mesh: ProcessGroupMesh, dtype: torch.dtype = DOUBLE) -> None:
         super().__init__()
@@ -30,9 +31,9 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=dtype), nn.Tanh()) for _ in range(4))
         self.head = nn.Linear(WIDTH, WORDS, bias=False, dtype=dtype)
         self.head.weight = self.tokens.weight
-        self.seeds, self.group = Seeds(mesh, seed=1), mesh.group("pp")
+        self.generator, self._generator, self._group = torch.Generator(), torch.Generator(), mesh.group("pp")
         for layer in self.layers:
-            layer.seeds = self.seeds
+            layer.generator = self.generator
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x if self.tokens is None else self.tokens(x)
@@ -57,6 +58,8 @@ def pipeline(mesh: ProcessGroupMesh) -> PipelineParallel:
 
 class Wrapped(Method):
     """Wraps the module by torch.compile, or by a module that renames parameters."""
+
+    differs = "rows"
 
     def __init__(self, mesh: ProcessGroupMesh, axis: str, compiled: bool) -> None:
         super().__init__(mesh, axis)
@@ -89,15 +92,27 @@ def shared_attributes() -> None:
     mesh = ProcessGroupMesh(pp=2, name="actor")
     module = Net(mesh)
     part = pipeline(mesh).apply(module).parts[0]
-    assert part.group is module.group
-    assert {id(each.seeds) for each in (part, *part.layers) if hasattr(each, "seeds")} == {id(module.seeds)}
-    assert copy.deepcopy(module.layers[0].seeds) is not module.seeds  # that is the user's own copy
+    assert part._group is module._group
+    assert part._generator is module._generator
+    generators = {id(each.generator) for each in (part, *part.layers) if hasattr(each, "generator")}
+    assert generators == {id(module.generator)}
+    assert copy.deepcopy(module.layers[0].generator) is not module.generator  # that is the user's own copy
 
 
 @needs_pipelines
 def test_what_else_a_module_holds_is_the_same_in_its_parts():
     """A copied stream would draw the same numbers again, and a group cannot be copied."""
     world(2).run(shared_attributes)
+
+
+def test_layer_under_two_names_is_kept_under_each():
+    for rank, kept in enumerate(([0, 1], [2, 3])):
+        with fake_rank(rank, 2), ProcessGroupMesh(pp=2) as mesh:
+            act, module = nn.Tanh(), nn.Module()
+            module.layers = nn.Sequential(nn.Linear(2, 2), act, nn.Linear(2, 2), act)
+            (part,) = PipelineParallel(mesh, "pp", layers="layers", loss=None, microbatches=2).cut(module)
+            assert [i for i, layer in enumerate(part.layers) if not isinstance(layer, AbsentLayer)] == kept
+            assert module.layers[1] is module.layers[3] is act
 
 
 def lengths_new_to_some() -> None:
@@ -143,10 +158,13 @@ def test_stages_learn_anew_what_they_are_handed_in_another_precision():
 def two_data_parallels() -> None:
     mesh = ProcessGroupMesh(a=2, b=2, name="actor")
     methods = DataParallel(mesh, "a"), DataParallel(mesh, "b")
-    with pytest.raises(MethodError, match=r"(?s)DDP is in the module already.*  DataParallel\(mesh, 'a', 'b'\)"):
-        compose(mesh, *methods).apply(nn.Linear(2, 2))
-    with pytest.raises(MethodError, match=r"ShardedDataParallel\(mesh, \.\.\., 'b', replicate=\['b'\]\)"):
-        compose(mesh, ShardedDataParallel(mesh, "a"), methods[1]).apply(nn.Linear(2, 2))
+    with pytest.raises(MethodError, match=r"(?s)DDP is in the module already.*  DataParallel\(mesh, \.\.\., 'b'\)"):
+        methods[1].apply(methods[0].apply(nn.Linear(2, 2)))
+    with pytest.raises(MethodError, match=r"ShardedDataParallel\(mesh, 'b', replicate=\['b'\]\)"):
+        methods[1].apply(ShardedDataParallel(mesh, "a").apply(nn.Linear(2, 2)))
+    for first in (methods[0], ShardedDataParallel(mesh, "a")):
+        with pytest.raises(AxisError, match=rf"(?s)both average gradients.*  {type(first).__name__}\(mesh, 'a', 'b'\)"):
+            compose(mesh, first, methods[1])
 
 
 def test_a_second_ddp_around_a_first_is_refused():
@@ -161,5 +179,7 @@ def test_a_pipeline_is_refused_on_a_torch_with_older_stages():
         mock.patch.object(torch_private, "stages_are_supported", return_value=False),
     ):
         method = PipelineParallel(mesh, "pp", layers="0", loss=None, microbatches=1)
-        with pytest.raises(MethodError, match=r"^a pipeline needs the stages of torch 2\.13\. This is torch 2\."):
+        with pytest.raises(
+            MethodError, match=r"^a pipeline needs the stages of torch 2\.12 or later\. This is torch 2\."
+        ):
             method.apply(nn.Sequential(nn.Sequential(nn.Tanh())))

@@ -24,6 +24,7 @@ from pgmesh.parallel import Method, PipelineParallel, ShardedDataParallel, Tenso
 from tests.support.installed_package import pip_install
 from tests.support.parallel_models import full_tensor, named_weights
 from tests.support.small_model import FIRST_STAGE, SmallModel, batch, loss_of, optimizer_of
+from tests.support.tensor_plans import TWO_LAYERS
 from tests.support.worlds import check_sums, groups_of, world
 
 pytestmark = pytest.mark.long
@@ -54,7 +55,7 @@ def on_the_path(site: Path) -> Iterator[None]:
 
 
 def model_of(replica: int, frozen: tuple[str, ...]) -> SmallModel:
-    """The model, with other initial weights on each replica."""
+    """The model, with other weights on each replica until they are broadcast."""
     model = SmallModel(frozen)
     with torch.no_grad():
         for weight in (weight for weight in model.parameters() if weight.requires_grad):
@@ -69,7 +70,7 @@ def plain_loop(outer: str, frozen: tuple[str, ...] = ()) -> tuple[list[list[floa
     trainable = [[weight for weight in each.parameters() if weight.requires_grad] for each in replicas]
     losses: list[list[float]] = [[] for _ in replicas]
     with torch.no_grad():
-        theta = [torch.stack([*weights]).mean(0) for weights in zip(*trainable)]
+        theta = [weight.detach().clone() for weight in trainable[0]]
         velocity = [torch.zeros_like(each) for each in theta]
         for weights in trainable:
             torch._foreach_copy_(weights, theta)
@@ -98,11 +99,11 @@ def plain_loop(outer: str, frozen: tuple[str, ...] = ()) -> tuple[list[list[floa
 def partners(mesh: ProcessGroupMesh, kind: str) -> list[Method]:
     """The other methods, by the axes of the mesh."""
     pipeline = partial(PipelineParallel, mesh, "pp", layers="blocks", first="012", loss=loss_of, microbatches=2)
-    more: dict[str, Any] = {"schedule": "interleaved", "virtual": 2} if "two stages" in kind else {}
+    more: dict[str, Any] = {"schedule": "interleaved", "stages_per_rank": 2} if "two stages" in kind else {}
     return [
         {
             "pp": lambda: pipeline(**more),
-            "tp": lambda: TensorParallel(mesh, "tp", plan={"0": "columns", "2": "rows"}),
+            "tp": lambda: TensorParallel(mesh, "tp", plan=TWO_LAYERS),
             "fsdp": lambda: ShardedDataParallel(mesh, "fsdp"),
         }[axis]()
         for axis in mesh.axes
@@ -117,7 +118,9 @@ def trained(site: Path, sizes: dict[str, int], kind: str, outer: str, frozen: tu
         diloco = find("diloco")(mesh, "dp", every=EVERY, **OUTER[outer])
         assert Path(sys.modules["pgmesh_diloco"].__file__).parent == site
         together, mine = compose(mesh, diloco, *partners(mesh, kind)), mesh.index("dp")
-        model = together.apply(model_of(mine, frozen))
+        model = model_of(mine, frozen)
+        together.broadcast(model)
+        model = together.apply(model)
         optimizer = together.attach(optimizer_of(model))
         furthest = 0.0
         for step in range(STEPS):
@@ -197,6 +200,7 @@ def test_a_method_of_another_package_is_found_once_pip_has_installed_it(site):
 class Notes(Method):
     """Notes which method an optimizer was attached to."""
 
+    differs = "rows"
     noted: list[str]
 
     def apply(self, module: nn.Module) -> nn.Module:

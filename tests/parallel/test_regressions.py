@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import linear
 
 from pgmesh import ProcessGroupMesh
 from pgmesh.parallel import (
@@ -18,9 +17,8 @@ from pgmesh.parallel import (
     ShardedDataParallel,
     compose,
     mix,
-    mixture,
 )
-from pgmesh.parallel.input_checks import INPUT_CHECK, count_inputs
+from pgmesh.parallel.comparing import count_inputs
 from pgmesh.parallel.ring import ring_attention
 from tests.support.fake_world import fake_rank
 from tests.support.pipelines import needs_pipelines
@@ -114,45 +112,6 @@ def test_the_gradients_of_ring_attention_are_not_rounded_in_a_backward_pass_unde
             gradients.append([q.grad, k.grad, v.grad])
         for one, other in zip(*gradients):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
-
-
-class Scaled(nn.Module):
-    """Uses its weight outside of ``linear`` too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(16, 16, bias=False, dtype=torch.bfloat16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.up.weight) * self.up.weight.norm()
-
-
-class Transposed(Scaled):
-    """Multiplies by its weight itself."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.up.weight.mT
-
-
-@pytest.mark.skipif(mixture.grouped_mm is None, reason="this torch has no grouped_mm")
-@pytest.mark.parametrize("expert", [Scaled, Transposed])
-def test_experts_that_use_a_weight_themselves_are_not_grouped(expert: type[Scaled]):
-    experts = nn.ModuleList([expert() for _ in range(2)])
-    assert mixture.alike(experts)
-    rows, counts = torch.randn(8, 16, dtype=torch.bfloat16), torch.tensor([5, 3])
-    with pytest.raises(mixture.WeightUsedDirectly):
-        mixture.run_experts_grouped(rows, counts, experts, dict(experts.named_parameters()))
-
-
-def test_with_sharding_the_passes_of_an_accumulated_step_are_one_step_of_the_input_check():
-    with fake_rank(0, 2):
-        method = ShardedDataParallel(ProcessGroupMesh(dp=2), "dp")
-        model = method.apply(nn.Sequential(nn.Linear(8, 8)))
-        check = getattr(model, INPUT_CHECK)
-        for last in (False, True):
-            with method.accumulate(model, last=last):
-                model(torch.randn(2, 8)).sum().backward()
-        assert check.step == 1
 
 
 def test_jagged_inputs_are_not_counted():

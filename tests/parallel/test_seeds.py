@@ -1,25 +1,19 @@
-"""Seeds per axis: which ranks draw the same numbers, the definition of a seed, and state of streams."""
+"""Seeds per axis: which ranks draw the same numbers, the definition of a seed, and activation checkpointing."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import Unsupported
 from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint
 
-from pgmesh import (
-    AxisError,
-    LifetimeError,
-    MembershipError,
-    OptionsError,
-    ProcessGroupMesh,
-    SeamError,
-)
-from pgmesh.parallel import Seeds, seed_of, seeds as module
+from pgmesh import AxisError, MembershipError, OptionsError, ProcessGroupMesh
+from pgmesh.parallel import seed_of, seeded_rng
 from tests.support.fake_world import fake_rank
 from tests.support.worlds import world
 
@@ -59,6 +53,10 @@ def test_a_seed_is_what_its_docstring_says(mesh: ProcessGroupMesh):
     assert seed_of(mesh, "tp", seed=7) == 596940737009989440  # for ever: a run that is repeated draws the same
 
 
+def test_axis_by_number_has_the_seed_of_its_name(mesh: ProcessGroupMesh):
+    assert seed_of(mesh, 0, 2, seed=7) == seed_of(mesh, "pp", "tp", seed=7)
+
+
 def test_seed_and_tag_make_other_streams(mesh: ProcessGroupMesh):
     seeds = {seed_of(mesh, "tp", seed=seed, tag=tag) for seed in (0, 1) for tag in ("", "init", "dropout")}
     assert len(seeds) == 6
@@ -69,62 +67,45 @@ def test_the_generator_of_the_cpu_reads_the_lowest_32_bits():
     assert drawn[0].equal(drawn[1])
 
 
-def test_a_stream_goes_on_where_it_stopped_and_the_outside_never_sees_it(mesh: ProcessGroupMesh):
+def test_each_entry_draws_new_numbers_of_its_own_seed(mesh: ProcessGroupMesh):
+    seed = seed_of(mesh, "tp", seed=7)
     torch.manual_seed(1)
+    numbers = [int(torch.randint(1 << 62, ())) for _ in range(2)]
     untouched = torch.rand(4)
     torch.manual_seed(1)
-    seeds = Seeds(mesh, "tp", seed=7)
-    inside, outside = [], []
-    for _ in range(2):
-        with seeds:
-            inside.append(torch.rand(3))
-        outside.append(torch.rand(2))
-    assert torch.cat(outside).equal(untouched)
-    for entry, drawn in enumerate(inside):  # a stream of its own for each entry, for ever
-        digest = hashlib.sha256(f"{seeds.seed}/{entry}".encode()).digest()
-        seed = int.from_bytes(digest[:8], "little")
-        assert drawn.equal(torch.rand(3, generator=torch.Generator().manual_seed(seed)))
+    for number in numbers:
+        with seeded_rng(seed):
+            inside = torch.rand(3)
+        digest = hashlib.sha256(f"{seed}/{number}".encode()).digest()
+        entry_seed = int.from_bytes(digest[:8], "little")
+        assert inside.equal(torch.rand(3, generator=torch.Generator().manual_seed(entry_seed)))
+    assert torch.rand(4).equal(untouched)  # the generator outside advanced by one number for each entry
 
 
-def test_an_error_inside_leaves_the_outside_as_it_was(mesh: ProcessGroupMesh):
-    before, seeds = torch.get_rng_state(), Seeds(mesh, "tp", seed=7)
-    with pytest.raises(ZeroDivisionError), seeds:
+def test_an_error_inside_restores_the_generator(mesh: ProcessGroupMesh):
+    torch.manual_seed(1)
+    torch.randint(1 << 62, ())
+    after = torch.get_rng_state()
+    torch.manual_seed(1)
+    with pytest.raises(ZeroDivisionError), seeded_rng(seed_of(mesh, "tp", seed=7)):
         fail()
-    assert torch.get_rng_state().equal(before)
-    with seeds, Seeds(mesh, "dp", seed=7):  # streams nest, but none in itself
-        pass
-    with seeds, pytest.raises(LifetimeError) as caught, seeds:
-        pass
-    assert str(caught.value) == ("this random stream is already entered; exit it before the next entry.")
+    assert torch.get_rng_state().equal(after)
 
 
-def test_a_stream_is_saved_and_goes_on(mesh: ProcessGroupMesh):
-    seeds, again = Seeds(mesh, "tp", seed=7), Seeds(mesh, "tp", seed=7)
-    with seeds:
-        torch.rand(3)
-    again.load_state_dict(seeds.state_dict())
-    with seeds:
-        right = torch.rand(3)
-    with again:
-        assert torch.rand(3).equal(right)
-    other = Seeds(mesh, "dp", seed=7)
-    with pytest.raises(OptionsError) as caught:
-        other.load_state_dict(seeds.state_dict())
-    assert str(caught.value) == (
-        f"the state is of a stream with seed {seeds.seed}, but this stream has seed {other.seed}: the state belongs to "
-        "another program, or to another index along the axes of the stream."
-    )
+def test_default_device_does_not_matter():
+    with torch.device("meta"), seeded_rng(7):
+        assert torch.rand(2, device="cpu").device.type == "cpu"
 
 
-def test_what_it_is_given_has_to_be_right(mesh: ProcessGroupMesh):
+def test_wrong_axes_and_seeds_raise(mesh: ProcessGroupMesh):
     with pytest.raises(AxisError, match=r"^there is no axis 'tpp' in mesh"):
-        Seeds(mesh, "tpp", seed=7)
+        seed_of(mesh, "tpp", seed=7)
     with pytest.raises(AxisError, match=r"^axis tp is named twice\.$"):
-        Seeds(mesh, "tp", "tp", seed=7)
+        seed_of(mesh, "tp", "tp", seed=7)
     with pytest.raises(MembershipError, match=r"^rank 5 is not in"):
-        Seeds(mesh.at(pp=0), seed=7)
+        seed_of(mesh.at(pp=0), seed=7)
     with pytest.raises(OptionsError) as caught:
-        Seeds(mesh, "tp", seed="7")
+        seed_of(mesh, "tp", seed="7")
     assert str(caught.value) == "a seed is an integer, such as seed=0, not '7'."
 
 
@@ -137,7 +118,7 @@ def fail() -> None:
 
 
 class Dropping(nn.Module):
-    """Layers with two entries of a stream, an entry of another stream inside the second, and dropout outside."""
+    """Layers with two entries, an entry with another seed inside the second, and dropout outside."""
 
     def __init__(self, mesh: ProcessGroupMesh, axes: tuple[str, ...], kind: bool | None) -> None:
         super().__init__()
@@ -147,18 +128,18 @@ class Dropping(nn.Module):
         for number, layer in enumerate(self.layers):
             nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(number))
             nn.init.zeros_(layer.bias)
-        self.seeds, self.other = Seeds(mesh, *axes, seed=7), Seeds(mesh, "dp", seed=7)
+        self.seed, self.other = seed_of(mesh, *axes, seed=7), seed_of(mesh, "dp", seed=7)
         self.masks: list[torch.Tensor] = []
 
     def run(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        with self.seeds:
+        with seeded_rng(self.seed):
             mask = dropout(torch.ones_like(x))
         if torch.is_grad_enabled() != (self.kind is True):  # the first time, not the recomputation
             self.masks.append(mask)
         x = dropout(layer(x * mask), 0.2).tanh()
-        with self.seeds:
+        with seeded_rng(self.seed):
             x = dropout(x)
-            with self.other:
+            with seeded_rng(self.other):
                 return dropout(x, 0.2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -191,94 +172,63 @@ def test_a_checkpointed_function_draws_the_same_when_it_is_computed_again(mesh: 
     assert all(not a.equal(b) for i, a in enumerate(masks) for b in masks[:i])
 
 
-def checkpointed(kind: bool) -> tuple[tuple[int, ...], list[list[float]]]:
-    """Ranks with differently seeded generators that have drawn different amounts of numbers."""
+def checkpointed(kind: bool, own_seeds: bool) -> tuple[tuple[int, ...], list[list[float]]]:
+    """Masks of ranks whose generators have the same seed, or each its own."""
     with ProcessGroupMesh(dp=2, tp=2, name="checkpointed") as mesh:
         assert mesh.coord is not None
-        plain, again = (gradients(mesh, ("tp",), each, mesh.rank) for each in (None, kind))
+        plain, again = (gradients(mesh, ("tp",), each, mesh.rank if own_seeds else 3) for each in (None, kind))
         assert all(one.equal(other) for one, other in zip(plain, again, strict=True))
         return mesh.coord, [mask.flatten().tolist() for mask in again[-6:]]
 
 
 @pytest.mark.parametrize("kind", [True, False], ids=["reentrant", "not reentrant"])
-def test_checkpointed_masks_agree_and_differ_on_real_ranks_that_are_seeded_differently(kind: bool):
-    found = dict(world(4).run(checkpointed, kind))
+def test_checkpointed_masks_differ_along_tp_and_agree_along_dp(kind: bool):
+    found = dict(world(4).run(checkpointed, kind, False))
     assert found[0, 0] == found[1, 0]
     assert found[0, 1] == found[1, 1]
     assert all(one != other for one, other in zip(found[0, 0], found[0, 1], strict=True))
 
 
-def test_a_stream_repeats_where_torchs_cpu_generator_is_put_back_and_then_goes_on(mesh: ProcessGroupMesh):
-    seeds, plain, drawn = Seeds(mesh, "tp", seed=7), Seeds(mesh, "tp", seed=7), []
-    with plain:
-        right = [torch.rand(3)]
-    with plain:
-        right.append(torch.rand(3))
-    for _ in range(2):
-        with torch.random.fork_rng(devices=[]), seeds:
-            drawn.append(torch.rand(3))
-    with seeds:
-        drawn.append(torch.rand(3))
-    with seeds:
-        drawn.append(torch.rand(3))
-    assert all(drawn[i].equal(right[0]) for i in range(3))
-    assert drawn[3].equal(right[1])
+def test_masks_of_differently_seeded_ranks_differ_on_all_axes():
+    found = [masks for _, masks in world(4).run(checkpointed, False, True)]
+    assert all(one != other for i, one in enumerate(found) for other in found[:i])
 
 
-def test_restore_streams_restores_the_entry_counts(mesh: ProcessGroupMesh):
-    seeds, other, plain = (Seeds(mesh, "tp", seed=7) for _ in range(3))
-    with plain:
-        right = torch.rand(3)
-    with module.restore_streams(), seeds, other:
-        torch.rand(3)
-    torch.rand(1)  # another order than in the rehearsal
-    for each in (other, seeds):
-        assert each.state_dict()["entries"] == 0
-        with each:
-            assert torch.rand(3).equal(right)
+# ---- torch.compile ----
 
 
-def test_what_is_remembered_of_a_stream_is_bounded(mesh: ProcessGroupMesh, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "MAX_KNOWN_ENTRIES", 4)
-    seeds, states = Seeds(mesh, "tp", seed=7), []
-    for entry in range(20):
-        states.append(torch.get_rng_state())
-        with seeds:
-            torch.rand(1)
-        assert len(seeds._recent) + len(seeds._previous) <= 8
-        for back in range(min(entry + 1, 4)):
-            torch.set_rng_state(states[entry - back])
-            with seeds:
-                assert torch.initial_seed() == module.hash64(f"{seeds.seed}/{entry - back}")
-        torch.set_rng_state(states[entry])
-        with seeds:
-            pass
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch hides it
+@pytest.mark.parametrize("kind", [None, True, False], ids=["no checkpoint", "reentrant", "not reentrant"])
+def test_compiled_code_draws_what_eager_code_draws(kind: bool | None):
+    def masked(x: torch.Tensor) -> torch.Tensor:
+        with seeded_rng(7):
+            return dropout(x) * 2
 
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        x = x * 1
+        return (masked(x) if kind is None else checkpoint(masked, x, use_reentrant=kind)) + 1
 
-def test_no_number_depends_on_the_seed_that_torchs_generator_remembers():
-    torch.manual_seed(5)
-    torch.randn(3, dtype=torch.float64)
-    state = torch.get_rng_state()
-    right = torch.rand(2000), torch.randn(3), torch.randperm(5)
-    module.generator_header(state)[0] += 1
-    torch.set_rng_state(state)
-    assert torch.initial_seed() == 6
-    assert all(a.equal(b) for a, b in zip(right, (torch.rand(2000), torch.randn(3), torch.randperm(5)), strict=True))
+    def results(run: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        x = torch.ones(16, requires_grad=True)
+        outputs = [run(x) for _ in range(2)]
+        (outputs[0] + 2 * outputs[1]).sum().backward()
+        assert x.grad is not None
+        return [*outputs, x.grad, torch.rand(2)]
 
-
-def test_a_torch_with_another_generator_state_raises(mesh: ProcessGroupMesh, monkeypatch: pytest.MonkeyPatch):
-    seeds = Seeds(mesh, "tp", seed=7)
-    monkeypatch.setattr(torch, "initial_seed", lambda: 1 << 40)
-    with pytest.raises(SeamError, match="does not start with its seed"), seeds:
-        pass
-    monkeypatch.undo()
-    with seeds:
-        pass
+    torch.compiler.reset()
+    eager, compiled = results(layer), results(torch.compile(layer, backend="aot_eager"))
+    assert all(one.equal(other) for one, other in zip(eager, compiled, strict=True))
+    assert not eager[0].equal(eager[1])
+    torch.compiler.reset()
+    with pytest.raises(Unsupported):  # an entry is a graph break
+        results(torch.compile(layer, backend="aot_eager", fullgraph=True))
 
 
 def masks() -> tuple[tuple[int, ...], list[float]]:
     mesh = ProcessGroupMesh(dp=2, tp=2)
-    with Seeds(mesh, "tp", seed=3):
+    torch.manual_seed(1)
+    with seeded_rng(seed_of(mesh, "tp", seed=3)):
         mask = torch.nn.functional.dropout(torch.ones(32))
     assert mesh.coord is not None
     return mesh.coord, mask.tolist()

@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
+import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+)
+from torch.nn.functional import gelu, linear
 
 from pgmesh import AxisError, MethodError, OptionsError, ProcessGroupMesh, ShapeError
 from pgmesh.parallel import PipelineParallel, TensorParallel, attention_plan, compose, mlp_plan
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
-from tests.support.parallel_models import FIRST, LAST, TinyGPT, train_alone
-from tests.support.parallel_training import train_and_check
-from tests.support.tensor_plans import BLOCK_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
+from tests.support.parallel_models import FIRST, LAST, Block, TinyGPT, train_alone
+from tests.support.parallel_training import train_and_check, train_and_compare
+from tests.support.tensor_plans import BLOCK_PLAN, EMBEDDED_PLAN, GATHERED_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
 from tests.support.worlds import check_sums, groups_of, world
 
 pytestmark = pytest.mark.long
 
 CASES = {
     "blocks": {"plan": BLOCK_PLAN},
-    "words": {"plan": VOCABULARY_PLAN, "heads": 8},
-    "gathered": {"plan": {**BLOCK_PLAN, "head": "gathered"}},
-    "sequence": {"plan": SEQUENCE_PLAN, "sequence": True},
-    "torch's": {"plan": {**BLOCK_PLAN, "blocks.*.up": ColwiseParallel()}},
+    "vocabulary": {"plan": VOCABULARY_PLAN, "heads": 8},
+    "gathered": {"plan": GATHERED_PLAN},
+    "sequence": {"plan": SEQUENCE_PLAN},
+    "embedded": {"plan": EMBEDDED_PLAN},
     "tied": {"plan": VOCABULARY_PLAN},
 }
 
@@ -37,7 +48,7 @@ def trained(sizes, ranks, cases):
             method = TensorParallel(mesh, "tp", **CASES[case])
             together = compose(mesh, method, unowned=[axis for axis in mesh.axes if axis != "tp"])
             model = {"tied": tied, "layers": 2, "heads": 8}
-            model = train_and_check(together, TinyGPT(**model), train_alone(TinyGPT(**model)), around=method.loss)
+            model = train_and_check(together, TinyGPT(**model), train_alone(TinyGPT(**model)), around=loss_parallel)
             cut = model.blocks[0].up.weight
             assert cut.to_local().size(0) * mesh.size("tp") == cut.size(0)
             if tied:
@@ -52,7 +63,127 @@ def test_training_with_layers_cut_in_eight_is_that_of_one_process():
 
 
 def test_training_on_permuted_ranks_is_that_of_one_process():
-    world(8).run(trained, {"tp": 4, "dp": 2}, [5, 2, 7, 0, 3, 6, 1, 4], ["words", "sequence"])
+    world(8).run(trained, {"tp": 4, "dp": 2}, [5, 2, 7, 0, 3, 6, 1, 4], ["vocabulary", "sequence"])
+
+
+# ---- frozen parameters ----
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer, with a trained adapter of low rank next to it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a, self.b = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+class AdaptedLinear(nn.Linear):
+    """A frozen linear layer, with the two matrices of its adapter as parameters of its own, as in loralib."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__(base.in_features, base.out_features)
+        self.load_state_dict(base.state_dict())
+        self.requires_grad_(False)
+        self.a, self.b = nn.Parameter(torch.randn(4, base.in_features)), nn.Parameter(torch.randn(base.out_features, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + linear(linear(x, self.a), self.b)
+
+
+def frozen_norms() -> TinyGPT:
+    model = TinyGPT(layers=2)
+    for layer in model.modules():
+        layer.requires_grad_(not isinstance(layer, nn.LayerNorm))
+    return model
+
+
+def adapted(kind: Callable[[nn.Linear], nn.Module] = Adapted) -> TinyGPT:
+    """Only the adapters are trained."""
+    model = TinyGPT(layers=2).requires_grad_(False)
+    for block in model.blocks:
+        block.up, block.down = kind(block.up), kind(block.down)
+    return model.double()
+
+
+def adapter_plan(sequence: bool) -> dict[str, ParallelStyle]:
+    plan = dict(SEQUENCE_PLAN if sequence else VOCABULARY_PLAN)
+    up, down = plan.pop("blocks.*.up"), plan.pop("blocks.*.down")
+    whole = (
+        {"blocks.*.up.a": SequenceParallel(), "blocks.*.down.b": SequenceParallel(use_local_output=True)}
+        if sequence
+        else {}
+    )
+    sharded = {"blocks.*.up.base": up, "blocks.*.up.b": up, "blocks.*.down.base": down, "blocks.*.down.a": down}
+    return {**plan, **sharded, **whole}
+
+
+FROZEN: dict[str, tuple[Callable[[], TinyGPT], dict[str, ParallelStyle]]] = {
+    "norms": (frozen_norms, VOCABULARY_PLAN),
+    "norms between sequences": (frozen_norms, SEQUENCE_PLAN),
+    "adapters": (adapted, adapter_plan(sequence=False)),
+    "adapters between sequences": (adapted, adapter_plan(sequence=True)),
+    "adapters of linear layers": (partial(adapted, AdaptedLinear), VOCABULARY_PLAN),
+    "adapters of linear layers between sequences": (partial(adapted, AdaptedLinear), SEQUENCE_PLAN),
+}
+
+
+def trained_with_frozen() -> None:
+    with ProcessGroupMesh(tp=4) as mesh:
+        for make, plan in FROZEN.values():
+            method, model = TensorParallel(mesh, "tp", plan=plan), make()
+            frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
+            model = train_and_check(compose(mesh, method), model, train_alone(make()), around=loss_parallel)
+            assert frozen == {name for name, weight in model.named_parameters() if not weight.requires_grad}
+        check_sums(groups_of(mesh))
+
+
+def test_frozen_parameters_stay_frozen_under_every_style():
+    world(4).run(trained_with_frozen)
+
+
+def unfrozen() -> None:
+    """Norms are frozen when the method is applied, and trained afterwards."""
+    with ProcessGroupMesh(tp=2) as mesh:
+        method = TensorParallel(mesh, "tp", plan=SEQUENCE_PLAN)
+        together = compose(mesh, method)
+        model = together.apply(frozen_norms()).requires_grad_(True)
+        train_and_compare(together, model, train_alone(TinyGPT(layers=2)), around=loss_parallel)
+        assert model.norm.weight.grad.placements == model.norm.weight.placements
+
+
+def test_parameters_unfrozen_after_apply_are_trained():
+    world(2).run(unfrozen)
+
+
+class NormedHeads(Block):
+    """Queries and keys are normed, each head with the same weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_norm = nn.LayerNorm(self.head)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.head_norm(self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, self.head)))
+        q, k, v = heads.transpose(1, 2).unbind(3)
+        x = x + self.out(self.attend(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(gelu(self.up(self.norm2(x))))
+
+
+def trained_with_normed_heads() -> None:
+    head_norm = SequenceParallel(sequence_dim=2, use_local_output=True)
+    with ProcessGroupMesh(tp=2) as mesh:
+        for plan in (BLOCK_PLAN, SEQUENCE_PLAN):
+            method = TensorParallel(mesh, "tp", plan={**plan, "blocks.*.head_norm": head_norm})
+            expected = train_alone(TinyGPT(block=NormedHeads, layers=2))
+            train_and_check(compose(mesh, method), TinyGPT(block=NormedHeads, layers=2), expected, around=loss_parallel)
+
+
+def test_a_norm_of_each_head_may_have_an_entry():
+    world(2).run(trained_with_normed_heads)
 
 
 # ---- what needs no other rank ----
@@ -65,17 +196,22 @@ def mesh() -> Iterator[ProcessGroupMesh]:
 
 
 def test_ready_plans_name_layers_into_and_out_of():
-    assert attention_plan("layers.*.attn") == {
-        "layers.*.attn.q_proj": "columns",
-        "layers.*.attn.k_proj": "columns",
-        "layers.*.attn.v_proj": "columns",
-        "layers.*.attn.o_proj": "rows",
+    layers = {**attention_plan("layers.*.attn"), **mlp_plan("layers.*.mlp")}
+    assert {name: type(style) for name, style in layers.items()} == {
+        "layers.*.attn.q_proj": ColwiseParallel,
+        "layers.*.attn.k_proj": ColwiseParallel,
+        "layers.*.attn.v_proj": ColwiseParallel,
+        "layers.*.attn.o_proj": RowwiseParallel,
+        "layers.*.mlp.gate_proj": ColwiseParallel,
+        "layers.*.mlp.up_proj": ColwiseParallel,
+        "layers.*.mlp.down_proj": RowwiseParallel,
     }
-    assert mlp_plan("layers.*.mlp") == {
-        "layers.*.mlp.gate_proj": "columns",
-        "layers.*.mlp.up_proj": "columns",
-        "layers.*.mlp.down_proj": "rows",
-    }
+
+
+@pytest.mark.parametrize(("sequence", "between"), [(False, Replicate()), (True, Shard(1))])
+def test_ready_plans_shard_sequences_between_layers(sequence, between):
+    plan = mlp_plan("mlp", sequence=sequence)
+    assert plan["mlp.up_proj"].input_layouts == plan["mlp.down_proj"].output_layouts == (between,)
 
 
 def test_what_another_stage_has_is_left_to_it(mesh):
@@ -89,19 +225,49 @@ def test_what_another_stage_has_is_left_to_it(mesh):
 def test_what_a_pipeline_has_cut_off_may_be_named(mesh, pattern):
     pipeline = PipelineParallel(mesh, "dp", layers="blocks", first=FIRST, last=LAST, loss=None, microbatches=2)
     (part,) = pipeline.cut(TinyGPT())
-    TensorParallel(mesh, "tp", plan={pattern: "columns"}).apply(part)
+    TensorParallel(mesh, "tp", plan={pattern: ColwiseParallel()}).apply(part)
     cut = [name for name, weight in part.named_parameters() if isinstance(weight, DTensor) and "bias" not in name]
     assert cut == (["blocks.2.up.weight", "blocks.3.up.weight"] if pattern == "blocks.*.up" else [])
     with pytest.raises(MethodError, match=r"^the plan names 'tokenz', which TinyGPT does not have"):
-        TensorParallel(mesh, "tp", plan={"tokenz": "columns"}).apply(part)
+        TensorParallel(mesh, "tp", plan={"tokenz": ColwiseParallel()}).apply(part)
 
 
-def test_a_module_under_two_names_is_cut_once(mesh, monkeypatch):
-    cut, twice = [], nn.Module()
+def test_a_module_under_two_names_is_cut_once(mesh):
+    twice = nn.Module()
     twice.one = twice.other = nn.Linear(4, 8)
-    monkeypatch.setattr("pgmesh.parallel.tensor.parallelize_module", lambda module, *how: cut.append(module))
-    TensorParallel(mesh, "tp", plan={"one": "columns", "o*r": "columns"}).apply(twice)
-    assert cut == [twice.one]
+    TensorParallel(mesh, "tp", plan={"one": ColwiseParallel(), "o*r": ColwiseParallel()}).apply(twice)
+    assert twice.one is twice.other
+    assert twice.one.weight.to_local().shape == (2, 4)
+
+
+def test_parameters_keep_their_attributes(mesh):
+    model = TinyGPT()
+    for weight in model.parameters():
+        weight.decay = 0.1
+    TensorParallel(mesh, "tp", plan=SEQUENCE_PLAN).apply(model)
+    assert all(weight.decay == 0.1 for weight in model.parameters())
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_replaced_parameters_raise(mesh, register):
+    model = TinyGPT()
+    getattr(model.places.weight, register)(lambda weight: None)
+    TensorParallel(mesh, "tp", plan=BLOCK_PLAN).apply(model)
+    model = TinyGPT()
+    getattr(model.blocks[1].up.bias, register)(lambda weight: None)
+    assert_raises(
+        MethodError,
+        lambda: TensorParallel(mesh, "tp", plan=BLOCK_PLAN).apply(model),
+        "blocks.1.up.bias has hooks, which torch loses when it shards parameters: register them after apply.",
+    )
+
+
+def test_frozen_integers_are_sharded(mesh):
+    layer = nn.Linear(4, 8, bias=False)
+    layer.weight = nn.Parameter(torch.ones(8, 4, dtype=torch.int8), requires_grad=False)
+    TensorParallel(mesh, "tp", plan={"": ColwiseParallel()}).apply(layer)
+    assert layer.weight.to_local().dtype == torch.int8
+    assert not layer.weight.requires_grad
 
 
 def test_indivisible_sizes_raise_with_the_nearest_divisible_ones(mesh):
@@ -113,82 +279,142 @@ def test_indivisible_sizes_raise_with_the_nearest_divisible_ones(mesh):
     assert_raises(
         ShapeError,
         lambda: TensorParallel(mesh, "tp", plan=VOCABULARY_PLAN).apply(TinyGPT(vocabulary=97)),
-        "tokens: 97 words cannot be split evenly along tp=4: 97 is not divisible by 4.\n\n  96 or 100 words would do",
+        "tokens.weight: 97 rows cannot be split evenly along tp=4: 97 is not divisible by 4.\n\n"
+        "  96 or 100 rows would do",
     )
     assert_raises(
         ShapeError,
-        lambda: TensorParallel(mesh, "tp", plan={"": "rows"}).apply(nn.Linear(6, 4)),
-        "Linear: 6 inputs cannot be split evenly along tp=4: 6 is not divisible by 4.\n\n  4 or 8 inputs would do",
+        lambda: TensorParallel(mesh, "tp", plan={"": RowwiseParallel()}).apply(nn.Linear(6, 4)),
+        "Linear.weight: 6 columns cannot be split evenly along tp=4: 6 is not divisible by 4.\n\n"
+        "  4 or 8 columns would do",
     )
     assert_raises(
         ShapeError,
-        lambda: TensorParallel(mesh, "tp", plan={"0": "columns"}).apply(nn.Sequential(nn.Linear(4, 3))),
-        "0: 3 outputs cannot be split evenly along tp=4: 3 is not divisible by 4.\n\n  4 outputs would do",
+        lambda: TensorParallel(mesh, "tp", plan={"0": ColwiseParallel()}).apply(nn.Sequential(nn.Linear(4, 3))),
+        "0.weight: 3 rows cannot be split evenly along tp=4: 3 is not divisible by 4.\n\n  4 rows would do",
+    )
+
+
+@pytest.mark.parametrize(
+    ("entry", "dim"), [("embedding", 1), ("embedding", -2), ("block", 1), ("block", -2), ("keyword", 1)]
+)
+def test_indivisible_sequences_raise(mesh, entry, dim):
+    whole = {"desired_input_layouts": Shard(dim), "use_local_output": True}
+    plan = {
+        "embedding": {**EMBEDDED_PLAN, "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(dim))},
+        "block": {**SEQUENCE_PLAN, "blocks.0": PrepareModuleInput(input_layouts=Replicate(), **whole)},
+        "keyword": {
+            **SEQUENCE_PLAN,
+            "": PrepareModuleInput(
+                input_kwarg_layouts={"x": Replicate()}, desired_input_kwarg_layouts={"x": Shard(dim)}
+            ),
+        },
+    }[entry]
+    model, codes = TensorParallel(mesh, "tp", plan=plan).apply(TinyGPT()), torch.zeros(2, 7, dtype=torch.int64)
+    assert_raises(
+        ShapeError,
+        lambda: model(x=codes) if entry == "keyword" else model(codes),
+        "a sequence of 7 positions cannot be split evenly along tp=4: 7 is not divisible by 4.\n\n"
+        "  4 or 8 positions would do",
     )
 
 
 def test_a_plan_names_what_is_there(mesh):
     assert_raises(
         MethodError,
-        lambda: TensorParallel(mesh, "tp", plan={"blocks.*.qvk": "columns"}).apply(TinyGPT()),
+        lambda: TensorParallel(mesh, "tp", plan={"blocks.*.qvk": ColwiseParallel()}).apply(TinyGPT()),
         "the plan names 'blocks.*.qvk', which TinyGPT does not have. Did you mean 'blocks.*.qkv'?",
     )
     assert_raises(
         MethodError,
-        lambda: TensorParallel(mesh, "tp", plan={"encoder": "columns"}).apply(nn.Sequential(nn.ReLU())),
+        lambda: TensorParallel(mesh, "tp", plan={"encoder": ColwiseParallel()}).apply(nn.Sequential(nn.ReLU())),
         "the plan names 'encoder', which Sequential does not have. It has 0.",
     )
     assert_raises(
         MethodError,
-        lambda: TensorParallel(mesh, "tp", plan={"tokens": "columns"}).apply(TinyGPT()),
-        "the plan has 'columns' for tokens, which is not Linear but Embedding.",
+        lambda: TensorParallel(mesh, "tp", plan={"norm": ColwiseParallel()}).apply(TinyGPT()),
+        "the plan has ColwiseParallel for 'norm', which is LayerNorm: ColwiseParallel currently only support nn.Linear "
+        "and nn.Embedding!",
     )
 
 
-def test_a_plan_says_what_can_be_done(mesh):
+@pytest.mark.parametrize("plan", [{}, {"tokens": "columns"}, {"tokens": RowwiseParallel}], ids=str)
+def test_a_plan_without_styles_raises(mesh, plan):
     assert_raises(
         OptionsError,
-        lambda: TensorParallel(mesh, "tp", plan={"up": "colwise"}),
-        "TensorParallel: the plan has 'colwise' for 'up'; it takes columns, rows, vocabulary, gathered, "
-        "or a ParallelStyle of torch.",
+        lambda: TensorParallel(mesh, "tp", plan=plan),
+        f"TensorParallel: plan= maps module names to ParallelStyles of torch, and has {plan}.\n\n"
+        "  TensorParallel(mesh, 'tp', plan={'blocks.*.up': ColwiseParallel()})",
     )
-    assert_raises(
-        OptionsError,
-        lambda: TensorParallel(mesh, "tp", plan={"norm": "sequence"}),
-        "TensorParallel: the plan has 'sequence' for 'norm'; it takes columns, rows, vocabulary, "
-        "gathered, with sequence=True also sequence, enter, whole, or a ParallelStyle of torch.",
-    )
+
+
+def test_a_wrong_argument_raises_at_construction(mesh):
     assert_raises(
         AxisError,
         lambda: TensorParallel(mesh, "dp", "tp", plan=BLOCK_PLAN),
         "TensorParallel takes one axis, not dp, tp: merge them in a view.\n\n"
         "  TensorParallel(mesh.view(..., tp=8), 'tp', ...)",
     )
-    assert_raises(
-        OptionsError,
-        lambda: TensorParallel(mesh, "tp", plan={}),
-        "TensorParallel: plan= maps module names to words, and is not {}.\n\n"
-        "  TensorParallel(mesh, 'tp', plan={'blocks.*.up': 'columns', 'blocks.*.down': 'rows'})",
-    )
+    with pytest.raises(TypeError, match="sequence"):
+        TensorParallel(mesh, "tp", plan=BLOCK_PLAN, sequence=True)
+
+
+# ---- sequences ----
+
+UNCLEAR = (
+    "the plan shards sequences by positions, so it has to say of every module with parameters whether it gets shards "
+    "or whole sequences. It does not of {name}.\n\n"
+    "  plan={{**plan, {name!r}: SequenceParallel(use_local_output=True)}}   # shards\n"
+    "  plan={{**plan, {name!r}: PrepareModuleInput()}}   # whole"
+)
 
 
 def test_no_norm_is_forgotten_between_cut_sequences(mesh):
-    plan = {name: word for name, word in SEQUENCE_PLAN.items() if "norm" not in name}
+    plan = {name: style for name, style in SEQUENCE_PLAN.items() if "norm" not in name}
     assert_raises(
         MethodError,
-        lambda: TensorParallel(mesh, "tp", plan=plan, sequence=True).apply(TinyGPT(layers=2)),
-        "with sequence=True the plan has to name every module with parameters; it lacks blocks.0.norm1, "
-        "blocks.0.norm2, blocks.1.norm1, blocks.1.norm2, ....\n\n"
-        "  plan={..., 'blocks.0.norm1': 'sequence'}   # if it gets the positions of its rank\n"
-        "  plan={..., 'blocks.0.norm1': 'whole'}   # if it gets whole sequences",
+        lambda: TensorParallel(mesh, "tp", plan=plan).apply(TinyGPT(layers=2)),
+        UNCLEAR.format(name="blocks.0.norm1"),
     )
 
 
+def test_no_linear_layer_takes_shards_for_whole_sequences(mesh):
+    plan = {**SEQUENCE_PLAN, **mlp_plan("blocks.*", ["up"], "down")}
+    assert_raises(
+        MethodError,
+        lambda: TensorParallel(mesh, "tp", plan=plan).apply(TinyGPT(layers=1)),
+        UNCLEAR.format(name="blocks.0.up"),
+    )
+
+
+def test_sequences_nowhere_sharded_raise(mesh):
+    plan = {name: style for name, style in SEQUENCE_PLAN.items() if name != "blocks.0"}
+    enter = "PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True)"
+    assert_raises(
+        OptionsError,
+        lambda: TensorParallel(mesh, "tp", plan=plan),
+        "TensorParallel: styles of the plan take sharded sequences, but none shards them.\n\n"
+        f"  plan={{**plan, 'blocks.0': {enter}}}",
+    )
+
+
+def test_a_module_around_others_may_gather_sequences(mesh):
+    gathered = PrepareModuleInputOutput(
+        input_layouts=Shard(1),
+        desired_input_layouts=Replicate(),
+        use_local_input=True,
+        output_layouts=Replicate(),
+        desired_output_layouts=Shard(1),
+    )
+    plan = {**EMBEDDED_PLAN, "blocks.1": gathered, "blocks.1.*p": ColwiseParallel(), "blocks.1.down": RowwiseParallel()}
+    TensorParallel(mesh, "tp", plan=plan).apply(TinyGPT(layers=2))
+
+
 def test_tied_weights_are_sharded_in_the_same_way(mesh):
-    plan = {"tokens": "vocabulary"}
+    plan = {"tokens": RowwiseParallel(input_layouts=Replicate())}
     assert_raises(
         MethodError,
         lambda: TensorParallel(mesh, "tp", plan=plan).apply(TinyGPT(tied=True)),
-        "tokens.weight and head.weight are one tied parameter, which the plan shards in different ways "
-        "along tp=4: use the same word for both, such as 'vocabulary'.",
+        "tokens.weight and head.weight are one tied parameter, which the plan shards in different ways. It needs "
+        "RowwiseParallel for an embedding and ColwiseParallel for a Linear.",
     )

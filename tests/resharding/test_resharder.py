@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from pgmesh import Layout, MismatchError, PgmeshError, ProcessGroupMesh, Resharder
 from pgmesh.errors import MethodError
-from pgmesh.parallel.ownership import mark_owned
+from pgmesh.parallel.ownership import LocalExperts
 from pgmesh.resharding import link, transfer
 from tests.support.transfer_oracle import random_layout, random_placements, shard_of
 from tests.support.worlds import fresh_world, world
@@ -407,21 +407,18 @@ def test_a_permutation_in_place_is_refused():
 
 
 def shards_of_experts() -> list[str]:
-    expert, whole = nn.Linear(2, 3), nn.Linear(2, 3)
-    mark_owned(expert, "etp=2")
-    mark_owned(whole)  # as ExpertParallel marks whole experts
-    Resharder(Layout(1), Layout(1), source=whole, target=nn.Linear(2, 3))()
-    copy = nn.ModuleDict({"experts": expert})
-    copy = pickle.loads(pickle.dumps(deepcopy(copy)))
-    state = {"weight": copy.state_dict()["experts.weight"]}
+    sharded, whole = (LocalExperts({"0": nn.Linear(2, 3)}, axes) for axes in ("etp=2", ""))
+    Resharder(Layout(1), Layout(1), source=whole, target=nn.ModuleDict({"0": nn.Linear(2, 3)}))()
+    copy = pickle.loads(pickle.dumps(deepcopy(nn.ModuleDict({"experts": sharded}))))
+    state = {"weight": copy.state_dict()["experts.0.weight"]}
     zeros = {"weight": torch.zeros(3, 2)}
     sides = (
-        (expert, whole),
-        (whole, expert),
-        ({"weight": expert.weight}, zeros),
+        (sharded, whole),
+        (whole, sharded),
+        (sharded["0"], whole["0"]),
         (state, zeros),
-        (zeros, copy.experts),
-        ({}, {"net": expert}),
+        (nn.ModuleDict({"0": nn.Linear(2, 3)}), copy.experts),
+        ({}, {"net": sharded["0"]}),
     )
     return [refused(MethodError, *side) for side in sides]
 

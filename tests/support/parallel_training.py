@@ -57,10 +57,10 @@ def train_and_compare(
 
     Args:
         model: the module that ``apply`` returned.
-        context: the method that cuts the sequences.
+        context: the method that cuts the sequences: it has this rank's positions.
         around: a context manager entered around each loss and its backward pass.
         parts: returns this rank's parts of the tensors of one process, for parameters that are not DTensors.
-        accumulate: the method's ``accumulate``: each step has two backward passes, each of half of the rows.
+        accumulate: the composition's ``accumulate``: each step has two backward passes, each of half of the rows.
         steps: number of steps.
         tolerance: a greater difference fails.
     """
@@ -69,7 +69,6 @@ def train_and_compare(
         codes, target = (together.share(each) for each in batch(step))
         inputs = {}
         if context is not None:
-            codes, target = context.cut(codes), context.cut(target)
             inputs["positions"] = context.positions(CONTEXT)
         optimizer.zero_grad()
         passes = 1 if accumulate is None else 2

@@ -1,0 +1,86 @@
+"""Checks of ``compose``: an axis has one owner, also if methods are on different views and slices of a mesh."""
+
+from __future__ import annotations
+
+import itertools
+
+from pgmesh.errors import AxisError
+from pgmesh.layout import Axis, Layout
+from pgmesh.mesh import ProcessGroupMesh
+from pgmesh.parallel.base import Level, Method
+
+
+def check_owners(one: Method, other: Method) -> None:
+    """Check that two methods own different axes, and that only one of them averages gradients.
+
+    Two methods on different views own the same axis if two ranks are in one block of both. Names do not matter.
+
+    Raises:
+        AxisError: an axis has two owners, two methods average gradients, or one works across the shards or stages of
+            the other.
+    """
+    experts = [each for each in (one, other) if each.differs == "experts"]
+    experts_conflict = Level.PIPELINE in (one.level, other.level) or one.averages_later or other.averages_later
+    if len(experts) == 1 and not experts_conflict:
+        return  # experts are other weights than those of the other method, on the same ranks
+    for axis, other_axis in itertools.product(one.owns, other.owns):
+        if pair := shared_pair(one.mesh.layout, axis, other.mesh.layout, other_axis):
+            raise AxisError(
+                f"ranks {pair[0]} and {pair[1]} have two owners: {one} owns both along {axis}, and {other} owns both "
+                f"along {other_axis}. An axis has one owner, under any name and in any view or slice. Only experts may "
+                "lie on the ranks of other methods.\n\n"
+                f"  {type(other).__name__}(mesh, ...)   # along an axis that does not overlap {axis}"
+            )
+    if one.averages_gradients and other.averages_gradients:
+        raise AxisError(
+            f"{one} and {other} both average gradients. One method does it, for all axes.\n\n"
+            f"  {type(one).__name__}(mesh, {', '.join(map(repr, (*one.owns, *other.owns)))})   # in place of both"
+        )
+    for sharding, method in ((one, other), (other, one)):
+        if sharding.differs == "weights" and sharding.mesh.layout != method.mesh.layout:
+            check_same_weights(sharding, method)
+
+
+def check_same_weights(sharding: Method, method: Method) -> None:
+    """Check that the ranks of a method hold the same shard or stage of a method on another view or slice.
+
+    Raises:
+        AxisError: ranks in one block along the axes of ``method`` hold different ones.
+    """
+    blocks = sharding.mesh.layout.partition(*sharding.owns)
+    index_of = {rank: index for block in blocks for index, rank in enumerate(block)}
+    for block in method.mesh.layout.partition(*method.owns):
+        holders = {index_of[rank]: rank for rank in block if rank in index_of}
+        if len(holders) > 1:
+            first, second, *_ = holders.values()
+            raise AxisError(
+                f"ranks {first} and {second} are in one block of {method}, but hold different weights of {sharding}."
+                f"\n\n  mesh.view(...)   # with axes that do not cross {', '.join(map(str, sharding.owns))}"
+            )
+
+
+def owns_axis(method: Method, mesh: ProcessGroupMesh, axis: Axis) -> bool:
+    """Return True if a method owns an axis of the mesh, directly or as part of an axis of a view or slice.
+
+    Experts on another layout never count as an owner: other methods own their ranks.
+    """
+    layout = method.mesh.layout
+    if layout == mesh.layout:
+        return axis in method.owns
+    if method.differs == "experts":
+        return False
+    blocks = [block for block in mesh.layout.partition(axis) if any(rank in layout for rank in block)]
+    return all(block[0] in layout and {*block} <= {*layout.block_of(block[0], *method.owns)} for block in blocks)
+
+
+def shared_pair(layout: Layout, axis: Axis, other: Layout, other_axis: Axis) -> tuple[int, int] | None:
+    """Two ranks that are in one block along ``axis`` and in one block along ``other_axis`` of another layout."""
+    block_of = {rank: number for number, block in enumerate(layout.partition(axis)) for rank in block}
+    for block in other.partition(other_axis):
+        seen: dict[int, int] = {}
+        for rank in block:
+            if rank in block_of and block_of[rank] in seen:
+                return seen[block_of[rank]], rank
+            if rank in block_of:
+                seen[block_of[rank]] = rank
+    return None

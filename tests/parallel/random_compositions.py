@@ -1,0 +1,774 @@
+"""Compositions drawn at random, each trained three steps and compared with one process in 64-bit floats.
+
+    python -m tests.parallel.random_compositions --count 500 --seed 0
+    python -m tests.parallel.random_compositions --only 17,203
+
+Each seed is one composition: a mesh, methods on it, a model and a way of training. Its result is one of three: it
+trains (losses, gradients, norms and weights are those of one process), it is refused (by an error that says why), or it
+is wrong (another difference, a hang, or a crash). At the end a table has the pairs of features that occurred. The exit
+status is 1 if one was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import math
+import random
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel, loss_parallel
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from pgmesh import PgmeshError, ProcessGroupMesh
+from pgmesh.launch.spawning import Outcome, pack_call
+from pgmesh.parallel import (
+    Composition,
+    ContextParallel,
+    DataParallel,
+    ExpertParallel,
+    Method,
+    PipelineParallel,
+    ShardedDataParallel,
+    TensorParallel,
+    attention_plan,
+    compose,
+    local,
+)
+from pgmesh.parallel.schedules import SCHEDULES
+from tests.support.expert_models import ExpertBlock, cut_like
+from tests.support.parallel_models import (
+    CONTEXT,
+    FIRST,
+    LAST,
+    STEPS,
+    TOLERANCE,
+    Block,
+    TinyGPT,
+    assert_same,
+    batch,
+    gradients_of,
+    local_part,
+    named_weights,
+    optimizer_of,
+    weights_of,
+)
+from tests.support.tensor_plans import BLOCK_PLAN, EMBEDDED_PLAN, GATHERED_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
+from tests.support.worlds import World, _checked, world
+
+torch.set_num_threads(1)  # ranks import this too, and share the cores
+
+DEADLINE, GRACE = 90.0, 10.0
+"""Seconds for a composition, and for the other ranks after the first error."""
+
+MAX_NORM, IGNORED, EVERY = 0.5, -100, 2
+HALF_BOUND = 0.1
+"""Largest difference in bfloat16 of a gradient's norm and of a loss, relative to one process in 64-bit floats."""
+
+ATTENTION_PLAN = attention_plan("blocks.*", ["qkv"], "out")
+PLANS = {
+    "blocks": BLOCK_PLAN,
+    "vocabulary": VOCABULARY_PLAN,
+    "gathered": GATHERED_PLAN,
+    "sequence": SEQUENCE_PLAN,
+    "embedded": EMBEDDED_PLAN,
+}
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float64)
+
+# ---- what is drawn ----
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A composition: the mesh, what each method is, the model, and how it is trained. An empty text means none."""
+
+    seed: int
+    sizes: dict[str, int]
+    """Axes: "run" (each slice is a program), "late", "pp", "idle" (no method, on purpose), "dp", "cp", "tp"."""
+    ranks: tuple[int, ...]
+    data: str = ""
+    viewed: bool = False
+    tensor: str = ""
+    context: str = ""
+    experts: tuple[int, int, int] | None = None
+    """Sizes of edp, ep and etp, if the model has experts."""
+    schedule: str = ""
+    stages_per_rank: int = 1
+    microbatches: int = 1
+    layers: int = 2
+    tied: bool = False
+    frozen: str = ""
+    checkpointing: bool = False
+    compiled: bool = False
+    passes: int = 1
+    rows: int = 1
+    clip: bool = False
+    largest: bool = False
+    """The norm is that of the largest gradient."""
+    evaluation: bool = False
+    """Each step starts with a forward pass without gradients."""
+    masked: bool = False
+    ragged: bool = False
+    """Parts of the rows have different sizes."""
+    half: bool = False
+    omission: str = ""
+
+    def size(self, axis: str) -> int:
+        return self.sizes.get(axis, 1)
+
+    @property
+    def parts(self) -> int:
+        """Number of parts of the rows of a batch."""
+        return self.size("late") * self.size("dp")
+
+    @property
+    def norm_type(self) -> float:
+        return math.inf if self.largest else 2.0
+
+    @property
+    def rows_of_parts(self) -> list[int]:
+        """Number of rows of each part in a pass."""
+        return [self.microbatches * self.rows * (2 if self.ragged and part % 2 else 1) for part in range(self.parts)]
+
+    @property
+    def features(self) -> list[str]:
+        """What the table of pairs counts."""
+        experts = self.experts and ("experts" if self.experts[2] == 1 else "experts, tensor=")
+        names = [self.data, self.tensor and f"tensor {self.tensor}", self.context, experts, self.schedule]
+        kinds = ("tied", "largest", "evaluation", "checkpointing", "compiled", "clip", "masked", "ragged", "viewed")
+        names += [name for name in kinds if getattr(self, name)]
+        names += [self.frozen and f"frozen {self.frozen}", self.passes > 1 and "accumulation", self.half and "bfloat16"]
+        names += ["late" in self.sizes and "averages later", "run" in self.sizes and "slices"]
+        names += ["idle" in self.sizes and "unowned", list(self.ranks) != sorted(self.ranks) and "permuted"]
+        names += [self.omission and f"omits {self.omission}"]
+        return [str(name) for name in names if name]
+
+
+class Numbers(random.Random):
+    """Random numbers of a seed."""
+
+    def chance(self, percent: float) -> bool:
+        return self.random() * 100 < percent
+
+
+def draw(seed: int) -> Drawn:
+    """The composition of a seed. Most can be trained."""
+    numbers = Numbers(seed)
+    n = numbers.choice([1, 2, 2, 3, 4, 4, 4, 4, 6, 8, 8, 8])
+    has_experts = numbers.chance(30)
+    sizes, ranks = draw_sizes(numbers, n), list(range(n))
+    if numbers.chance(30):
+        numbers.shuffle(ranks)
+    if not has_experts and numbers.chance(30):  # experts take the ranks of the last axes
+        axes = list(sizes.items())
+        numbers.shuffle(axes)
+        sizes = dict(axes)
+    drawn = draw_training(numbers, Drawn(seed, sizes, tuple(ranks)))
+    drawn = draw_methods(numbers, drawn, has_experts)
+    if numbers.chance(20):
+        drawn = replace(drawn, frozen=numbers.choice(["half", "norms"] + ["adapters"] * (drawn.experts is None)))
+    if drawn.data in ("sharded", "hybrid") and numbers.chance(12):
+        drawn = replace(drawn, half=True)
+    if drawn.size("dp") > 1 and not drawn.schedule and not drawn.experts and numbers.chance(15):
+        drawn = replace(drawn, ragged=True, masked=True)
+    return replace(drawn, omission=draw_omission(numbers, drawn)) if numbers.chance(12) else drawn
+
+
+def draw_sizes(numbers: Numbers, n: int) -> dict[str, int]:
+    """Axes whose sizes have the product n."""
+    order = ("run", "late", "pp", "idle", "dp", "cp", "tp")
+    sizes = dict.fromkeys(order, 1)
+    factors: dict[int, list[int]] = {1: [], 2: [2], 3: [3], 4: [2, 2], 6: [3, 2], 8: [2, 2, 2]}
+    for factor in factors[n]:
+        likely = [1, 1, 3, 0.5, 4, 2.5, 3] if factor == 2 else [0.3, 0.5, 0, 0, 3, 0, 0]
+        limits = {"run": 2, "late": 3, "pp": 4, "idle": 2, "dp": 8, "cp": 4, "tp": 4}
+        weights = [w * (sizes[axis] * factor <= limits[axis]) for axis, w in zip(order, likely)]
+        sizes[numbers.choices(order, weights)[0]] *= factor
+    kept = {axis for axis in order if sizes[axis] > 1}
+    if "cp" in kept or not kept or numbers.random() < 0.1:  # context parallelism needs a method that averages
+        kept.add("dp")
+    return {axis: size for axis, size in sizes.items() if axis in kept}
+
+
+def draw_training(numbers: Numbers, drawn: Drawn) -> Drawn:
+    """Add the ways of training that every composition can have."""
+    chance = numbers.chance
+    drawn = replace(drawn, tied=chance(25), clip=chance(50), masked=chance(25), rows=1 + chance(30))
+    drawn = replace(drawn, passes=1 + chance(25), checkpointing=chance(15), compiled=chance(3))
+    return replace(drawn, largest=chance(15), evaluation=chance(15))
+
+
+def draw_methods(numbers: Numbers, drawn: Drawn, has_experts: bool) -> Drawn:
+    """Add a method for each axis, and experts."""
+    if {"dp", "cp"} & drawn.sizes.keys():
+        with_ddp = drawn.size("tp") == 1 or numbers.chance(6)  # DDP does not take DTensors
+        kinds = ["data", "sharded", "sharded", "hybrid"] if with_ddp else ["sharded", "hybrid"]
+        drawn = replace(drawn, data=numbers.choice(kinds), viewed=drawn.size("dp") == 4 and numbers.chance(50))
+    if drawn.size("cp") > 1:
+        kinds = ["ring", "ring", "unbalanced ring"]
+        kinds += ["ulysses"] if not has_experts or drawn.size("cp") * drawn.size("tp") <= 4 else []  # 4 heads
+        drawn = replace(drawn, context=numbers.choice(kinds))
+    if drawn.size("tp") > 1:  # plans that shard sequences do not take positions
+        plans = ["blocks"] if has_experts else [*PLANS][: 5 if "cp" not in drawn.sizes else 3]
+        drawn = replace(drawn, tensor=numbers.choice(plans))
+    if has_experts:
+        places = drawn.size("dp") * drawn.size("cp") * drawn.size("tp")
+        ways = [w for w in itertools.product((1, 2, 4, 8), repeat=3) if math.prod(w) == places and w[2] <= 2]
+        drawn = replace(drawn, experts=numbers.choice(ways) if ways else None)
+    return draw_schedule(numbers, drawn) if "pp" in drawn.sizes else drawn
+
+
+def draw_omission(numbers: Numbers, drawn: Drawn) -> str:
+    """What the program leaves out."""
+    omissions = ["seed, broadcast", "seed"] if {*drawn.sizes} - {"run", "idle"} else []
+    omissions += ["owner"] if any(drawn.size(axis) > 1 for axis in ("late", "pp", "dp", "cp", "tp")) else []
+    omissions += ["average"] if drawn.size("dp") * drawn.size("cp") > 1 else []
+    omissions += ["rows"] if drawn.size("dp") > 1 and not drawn.ragged else []
+    omissions += ["replica"] if drawn.experts and "late" in drawn.sizes else []
+    return numbers.choice(omissions or [""])
+
+
+def draw_schedule(numbers: Numbers, drawn: Drawn) -> Drawn:
+    """Add a pipeline to a composition."""
+    size = drawn.sizes["pp"]
+    names = ["gpipe", "1f1b", "interleaved"]
+    if not drawn.data or numbers.random() < 0.05:
+        names += ["zero-bubble", "zero-bubble-v"]
+    schedule = numbers.choice(names)
+    info = SCHEDULES[schedule]
+    on_rank = info.stages_per_rank or 2
+    microbatches = numbers.choice([size, 2 * size]) if size == 2 else size
+    if schedule == "zero-bubble-v":
+        microbatches = 2 * size
+    return replace(
+        drawn,
+        schedule=schedule,
+        stages_per_rank=on_rank,
+        microbatches=microbatches,
+        layers=max(2, size * on_rank) * (2 if size * on_rank == 2 and numbers.random() < 0.5 else 1),
+        viewed=False,
+        compiled=False,
+    )
+
+
+# ---- the model and the methods ----
+
+
+class BlockAgain(Block):
+    """Activations are computed again in the backward pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class ExpertBlockAgain(ExpertBlock):
+    """Tokens are sent again in the backward pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer, with a trained adapter of low rank next to it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a, self.b = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+def model_of(drawn: Drawn, seed: int = 0) -> TinyGPT:
+    """The model, the same on every rank."""
+    if drawn.experts:
+        kind = ExpertBlockAgain if drawn.checkpointing else ExpertBlock
+        model = TinyGPT(layers=drawn.layers, tied=drawn.tied, block=kind, seed=seed)
+    else:
+        kind = BlockAgain if drawn.checkpointing else Block
+        heads = 8 if drawn.size("tp") * drawn.size("cp") > 4 else 4
+        model = TinyGPT(layers=drawn.layers, tied=drawn.tied, block=lambda: kind(heads=heads), seed=seed)
+    if drawn.frozen == "half":
+        for part in (model.tokens, model.places, *model.blocks[: drawn.layers // 2]):
+            part.requires_grad_(False)
+    if drawn.frozen == "norms":
+        for layer in model.modules():
+            if isinstance(layer, nn.LayerNorm):
+                layer.requires_grad_(False)
+    if drawn.frozen == "adapters":
+        model.requires_grad_(False)
+        for block in model.blocks:
+            block.up, block.down = Adapted(block.up), Adapted(block.down)
+        model.double()
+    if drawn.compiled:
+        torch.compiler.reset()
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+    return model
+
+
+class AverageLater(Method):
+    """Averages the weights of ranks after every second optimizer step."""
+
+    differs = "rows"
+    averages_later = True
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        self.kept = [*getattr(self, "kept", ()), *self.weights(module)]
+        return module
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        self.steps = 0
+        optimizer.register_step_post_hook(self._after_step)
+
+    @torch.no_grad()
+    def _after_step(self, *_: object) -> None:
+        self.steps += 1
+        for weight in self.kept if self.steps % EVERY == 0 else ():
+            dist.all_reduce(local(weight), group=self.mesh.group(*self.owns))
+            local(weight).div_(self.mesh.size(*self.owns))
+
+
+class Losses:
+    """The loss of a program, also of a pipeline: its function gets outputs and targets alone."""
+
+    def __init__(self, drawn: Drawn) -> None:
+        self.drawn, self.tokens = drawn, 0.0
+        self.together: Composition | None = None
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if self.drawn.masked:
+            assert self.together is not None
+            return self.together.mean(token_loss(output, target, "sum"), self.tokens)
+        loss = token_loss(output, target) / self.drawn.passes
+        return loss.full_tensor() if isinstance(loss, DTensor) else loss
+
+
+def token_loss(output: torch.Tensor, target: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+    return cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=IGNORED, reduction=reduction)
+
+
+def data_methods(mesh: ProcessGroupMesh, drawn: Drawn) -> Iterator[Method]:
+    """The methods that split rows."""
+    if "late" in drawn.sizes:
+        yield AverageLater(mesh, "late")
+    if not drawn.data or drawn.omission == "average":
+        return
+    axes: tuple[str, ...] = ("dp",)
+    if drawn.viewed:
+        view = [("dpa", 2), ("dpb", 2)]
+        split = [each for axis in mesh.axes for each in (view if axis == "dp" else [(str(axis), mesh.size(axis))])]
+        mesh, axes = mesh.view(dict(split)), ("dpa", "dpb")
+    if drawn.data == "data":
+        yield DataParallel(mesh, *axes, gradient_as_bucket_view=drawn.seed % 2 == 0)
+        return
+    how: dict[str, Any] = {"mp_policy": HALF} if drawn.half else {}
+    if drawn.data == "hybrid":
+        how["replicate"] = "cp" if drawn.context and drawn.seed % 2 else axes[0]
+    if drawn.seed % 3 == 0:
+        how["reshard_after_forward"] = False
+    yield ShardedDataParallel(mesh, *axes, **how)
+
+
+def plan_of(drawn: Drawn) -> dict[str, ParallelStyle]:
+    """The plan of tensor parallelism. The matrices of an adapter between sharded and whole features are whole."""
+    plan = dict(ATTENTION_PLAN if drawn.experts else PLANS[drawn.tensor])
+    if drawn.frozen == "adapters":
+        up, down = plan.pop("blocks.*.up"), plan.pop("blocks.*.down")
+        plan |= {f"blocks.*.{name}": up for name in ("up.base", "up.b")}
+        plan |= {f"blocks.*.{name}": down for name in ("down.base", "down.a")}
+        if drawn.tensor in ("sequence", "embedded"):
+            plan["blocks.*.up.a"] = SequenceParallel()
+            plan["blocks.*.down.b"] = SequenceParallel(use_local_output=True)
+    return plan
+
+
+def experts_method(mesh: ProcessGroupMesh, experts: tuple[int, int, int], drawn: Drawn) -> ExpertParallel:
+    """Experts on a view, or on the axis of the ranks that read different rows."""
+    if experts == (1, drawn.size("dp"), 1) and drawn.size("dp") > 1 and drawn.seed % 2 and not drawn.omission:
+        return ExpertParallel(mesh, "dp")
+    outer = {str(axis): mesh.size(axis) for axis in mesh.axes if axis not in ("dp", "cp", "tp")}
+    sizes = dict(zip(("edp", "ep", "etp"), experts))
+    if drawn.omission == "replica":  # the experts lie on replicas that average later
+        sizes["ep"] *= outer.pop("late")
+    cut: dict[str, Any] = {"tensor": "etp", "columns": ["up"], "rows": ["down"]} if experts[2] > 1 else {}
+    return ExpertParallel(mesh.view(outer | sizes), "ep", **cut)
+
+
+def methods_of(mesh: ProcessGroupMesh, drawn: Drawn, loss: Losses) -> Iterator[Method]:
+    """The methods of a composition on its mesh or slice."""
+    yield from data_methods(mesh, drawn)
+    if drawn.tensor:
+        where, axis = mesh, "tp"
+        if drawn.seed % 4 == 0:  # under another name on a view
+            where, axis = mesh.view({("shards" if a == "tp" else str(a)): mesh.size(a) for a in mesh.axes}), "shards"
+        yield TensorParallel(where, axis, plan=plan_of(drawn))
+    if drawn.context:
+        attention: Any = drawn.context.split()[-1]
+        yield ContextParallel(mesh, "cp", attention=attention, balanced=drawn.context == "ring")
+    if drawn.experts:
+        yield experts_method(mesh, drawn.experts, drawn)
+    if drawn.schedule:
+        yield PipelineParallel(
+            mesh,
+            "pp",
+            layers="blocks",
+            first=FIRST,
+            last=LAST,
+            loss=loss,
+            microbatches=drawn.microbatches,
+            schedule=drawn.schedule,
+            stages_per_rank=drawn.stages_per_rank,
+        )
+
+
+def batch_of(drawn: Drawn, step: int, run: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole batch of a step of one slice."""
+    rows = drawn.passes * sum(drawn.rows_of_parts)
+    codes, target = batch(1000 * drawn.seed + 10 * step + run, rows)
+    if drawn.masked:
+        numbers = torch.Generator().manual_seed(drawn.seed + step)
+        target = target.masked_fill(torch.rand(target.shape, generator=numbers) < 0.4, IGNORED)
+        target[:, 0] = codes[:, 1]  # no microbatch without a token in the sums of one process
+    return codes, target
+
+
+# ---- training ----
+
+
+@dataclass
+class Run:
+    """Losses, norms and gradients of each step, and the weights after the last."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def train_alone(drawn: Drawn, run: int, replicas: list[list[int]]) -> list[Run]:
+    """Train in one process, each replica with its parts of the rows. Replicas average weights later."""
+    models = [model_of(replace(drawn, compiled=False)) for _ in replicas]
+    optimizers, runs = [optimizer_of(model.parameters()) for model in models], [Run() for _ in replicas]
+    for step in range(STEPS):
+        codes, target = batch_of(drawn, step, run)
+        for model, optimizer, parts, found in zip(models, optimizers, replicas, runs):
+            optimizer.zero_grad()
+            found.losses.append(backward_alone(drawn, model, codes, target, parts))
+            norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM if drawn.clip else math.inf, drawn.norm_type)
+            found.norms.append(norm.item())
+            found.gradients.append(gradients_of(model))
+            optimizer.step()
+        if len(models) > 1 and (step + 1) % EVERY == 0:
+            average_models(models)
+    for model, found in zip(models, runs):
+        found.weights = weights_of(model)
+    return runs
+
+
+@torch.no_grad()
+def average_models(models: list[TinyGPT]) -> None:
+    for weights in zip(*(model.parameters() for model in models), strict=True):
+        mean = torch.stack(weights).mean(0)
+        for weight in weights:
+            weight.copy_(mean)
+
+
+def backward_alone(drawn: Drawn, model: TinyGPT, codes: torch.Tensor, target: torch.Tensor, parts: list[int]) -> float:
+    """The loss of a replica, and its gradients. Experts balance the tokens of each pass and microbatch."""
+
+    def share(rows: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Rows of the replica by pass and microbatch."""
+        passes = [each.split(drawn.rows_of_parts) for each in rows.chunk(drawn.passes)]
+        chunks = [[each[part].chunk(drawn.microbatches) for part in parts] for each in passes]
+        return [[torch.cat(rows) for rows in zip(*each, strict=True)] for each in chunks]
+
+    inputs, labels, total = share(codes), share(target), 0.0
+    tokens = sum(int((each != IGNORED).sum()) for per_pass in labels for each in per_pass)
+    for rows, label in zip(itertools.chain(*inputs), itertools.chain(*labels), strict=True):
+        loss = token_loss(model(rows), label, "sum")
+        loss = loss * drawn.microbatches / tokens
+        loss.backward()
+        total += loss.item() / drawn.microbatches
+    for weight in model.parameters():
+        if weight.grad is not None:
+            weight.grad /= drawn.microbatches
+    return total
+
+
+def train(drawn: Drawn) -> tuple[set[str], set[str], float]:
+    """Train on this rank, and compare with one process.
+
+    Returns:
+        Names of this rank's weights, names of all, and the greatest difference.
+    """
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # stages return views, which nothing changes
+    with ProcessGroupMesh(**drawn.sizes, ranks=list(drawn.ranks), name=f"drawn{drawn.seed}") as whole:
+        run = whole.index("run") if "run" in drawn.sizes else 0
+        mesh = whole.at(run=run) if "run" in drawn.sizes and len(drawn.sizes) > 1 else whole
+        loss = Losses(drawn)
+        methods = [*methods_of(mesh, drawn, loss)]
+        unowned = [axis for axis in ("idle", "run") if axis in mesh.axes]
+        if drawn.omission == "owner":
+            methods.remove(next(m for m in methods if m.differs != "experts" and m.mesh.size(*m.owns) > 1))
+        random.Random(drawn.seed).shuffle(methods)
+        together = loss.together = compose(mesh, *methods, unowned=unowned, equal_parts=not drawn.ragged)
+        model = model_of(drawn, first_seed(drawn, mesh))
+        if drawn.omission == "seed, broadcast":
+            together.broadcast(model)
+        replicas, own = replicas_of(together, mesh, drawn)
+        expected = train_alone(drawn, run, replicas)[own]
+        applied = together.apply(model)
+        return train_and_compare(drawn, together, applied, loss, expected, run)
+
+
+def first_seed(drawn: Drawn, mesh: ProcessGroupMesh) -> int:
+    """The seed of a rank's model: 0 on the rank whose weights others get."""
+    if not drawn.omission.startswith("seed"):
+        return 0
+    ranks = mesh.ranks(*(axis for axis in mesh.axes if axis != "idle"))
+    return ranks.index(mesh.rank)
+
+
+def replicas_of(together: Composition, mesh: ProcessGroupMesh, drawn: Drawn) -> tuple[list[list[int]], int]:
+    """The parts of rows of each replica that is averaged later, and the index of this rank's replica."""
+    own = mesh.index("late") if "late" in drawn.sizes else 0
+    pairs: list[Any] = [None] * len(mesh)
+    dist.all_gather_object(pairs, (own, together.rank), group=mesh.group(*mesh.axes))
+    replicas = [sorted({part for replica, part in pairs if replica == i}) for i in range(drawn.size("late"))]
+    if together.num_replicas == drawn.parts:
+        assert sorted(itertools.chain(*replicas)) == list(range(drawn.parts)), (
+            f"parts of rows are read twice: {replicas}"
+        )
+    return replicas, own
+
+
+def train_and_compare(
+    drawn: Drawn, together: Composition, model: nn.Module, loss: Losses, expected: Run, run: int
+) -> tuple[set[str], set[str], float]:
+    optimizer = together.attach(optimizer_of(model.parameters()))
+    compare = Comparison(drawn, together, model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        value = backward(drawn, together, model, loss, step, run)
+        kind = {"norm_type": drawn.norm_type}
+        norm = together.clip_grad_norm_(MAX_NORM, **kind) if drawn.clip else together.grad_norm(**kind)
+        if value is not None:
+            compare.number(f"loss of step {step}", value, expected.losses[step])
+        if not drawn.half or step == 0:
+            compare.number(f"norm of step {step}", norm.item(), expected.norms[step])
+            compare.gradients(step, expected.gradients[step])
+        optimizer.step()
+    if not drawn.half:
+        compare.tensors("weights", weights_of(model), expected.weights)
+    names = {name for name, _ in named_weights(model)}
+    return names, {*expected.weights}, compare.greatest
+
+
+def backward(drawn: Drawn, together: Composition, model: nn.Module, loss: Losses, step: int, run: int) -> float | None:
+    """Backward passes of a step on this rank. Returns the loss, if this rank has it."""
+    codes, target = batch_of(drawn, step, run)
+    passes = [part_of(drawn, together, *each) for each in zip(codes.chunk(drawn.passes), target.chunk(drawn.passes))]
+    loss.tokens = sum(int((each["labels"] != IGNORED).sum()) for each in passes) / drawn.microbatches
+    if drawn.evaluation and drawn.schedule != "zero-bubble-v":  # torch cannot run it without a backward pass
+        with torch.no_grad():
+            model(passes[0]["inputs"], **{name: passes[0][name] for name in passes[0].keys() - {"inputs", "labels"}})
+    values = list[torch.Tensor]()
+    for i, given in enumerate(passes):
+        inputs, labels = given.pop("inputs"), given.pop("labels")
+        with contextlib.ExitStack() as stack:
+            if any(isinstance(each, TensorParallel) for each in together.methods):
+                stack.enter_context(loss_parallel())
+            stack.enter_context(together.accumulate(model, last=i == drawn.passes - 1))
+            if drawn.schedule:
+                pieces = model.step(inputs, target=labels, **given)
+                values += [torch.stack(pieces).mean()] if pieces else []
+            else:
+                values.append(loss(model(inputs, **given), labels))
+                values[-1].backward()
+    if not values:
+        return None
+    found = torch.stack([each.detach() for each in values]).sum()
+    return (found if drawn.masked else together.mean(found)).item()
+
+
+def part_of(drawn: Drawn, together: Composition, codes: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+    """This rank's part of a batch."""
+    given = {"inputs": codes, "labels": target}
+    if drawn.context:
+        given["positions"] = torch.arange(CONTEXT).expand(len(codes), -1)
+    if drawn.ragged:  # the program splits the rows itself
+        context = [each for each in together.methods if isinstance(each, ContextParallel)]
+        given = {name: each.split(drawn.rows_of_parts)[together.rank] for name, each in given.items()}
+        return {name: context[0].cut(each) if context else each for name, each in given.items()}
+    given = together.share(given)
+    if drawn.omission == "rows" and together.rank == 0:  # this rank drops its last row
+        given = {name: each[:-1] for name, each in given.items()}
+    return given
+
+
+@dataclass
+class Comparison:
+    """Compares what a rank has with one process."""
+
+    drawn: Drawn
+    together: Composition
+    model: nn.Module
+    greatest: float = 0.0
+
+    def number(self, what: str, found: float, expected: float) -> None:
+        """Compare a loss or a norm."""
+        bound = HALF_BOUND * abs(expected) if self.drawn.half else TOLERANCE * max(1.0, abs(expected))
+        if self.drawn.half and self.drawn.experts and "norm" in what:
+            bound *= 3  # the router may select other experts
+        assert abs(found - expected) <= bound, f"{what} is {found:.6g}, not {expected:.6g}"
+        self._note(abs(found - expected))
+
+    def gradients(self, step: int, expected: dict[str, torch.Tensor]) -> None:
+        """Compare gradients, and which weights have one."""
+        found = gradients_of(self.model)
+        trained = {name for name, weight in named_weights(self.model) if weight.requires_grad and weight.numel()}
+        missing = sorted((trained & expected.keys()) - found.keys())
+        assert not missing, f"gradients of step {step}: none of {missing[:3]}"
+        self.tensors(f"gradients of step {step}", found, expected)
+
+    def tensors(self, what: str, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+        """Compare this rank's parts of tensors."""
+        experts = next((each for each in self.together.methods if isinstance(each, ExpertParallel)), None)
+        if experts is not None and set(found) <= set(expected):
+            expected = {**expected, **cut_like(found, expected, experts.mesh, "etp")}
+        if self.drawn.half:
+            self._roughly(what, found, expected)
+        elif found:  # a frozen stage has no gradients
+            self._note(assert_same(what, found, expected))
+
+    def _roughly(self, what: str, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+        for name, tensor in found.items() if not self.drawn.experts else ():
+            right = local_part(expected[name], tensor) if isinstance(tensor, DTensor) else expected[name]
+            far, size = (local(tensor) - right).norm().item(), expected[name].norm().item()
+            assert far <= HALF_BOUND * size + 1e-3, f"{what}: {name} differs by {far:.1e} of {size:.1e}"
+
+    def _note(self, difference: float) -> None:
+        self.greatest = max(self.greatest, 0.0 if self.drawn.half else difference)
+
+
+# ---- results ----
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a composition: "trains", "refused" or "WRONG"."""
+
+    drawn: Drawn
+    kind: str
+    text: str
+    seconds: float = 0.0
+
+
+CLEAR = {
+    "NotImplementedError": "",  # torch names what it does not support
+}
+"""Refusals of torch that are clear enough: the start of the message by the name of the error."""
+
+
+def run_one(seed: int) -> Result:
+    """Train the composition of a seed, in the world of its size."""
+    drawn, start = draw(seed), time.monotonic()
+    ranks = world(math.prod(drawn.sizes.values()))
+    call = pack_call(_checked, (train, drawn))
+    outcomes = ranks.gather([call] * len(ranks.ranks), DEADLINE, grace=GRACE)
+    if any(each.error for each in outcomes):
+        keep_or_close(ranks, outcomes)
+        kind, text = judge(outcomes)
+    else:
+        kind, text = judge_trained(outcomes)
+    if kind == "trains" and drawn.omission in ("average", "owner", "rows", "replica"):
+        kind, text = "WRONG", f"trains, but omits {drawn.omission}"
+    return Result(drawn, kind, text, time.monotonic() - start)
+
+
+def keep_or_close(ranks: World, outcomes: list[Outcome]) -> None:
+    """End a world, unless all ranks raised an error of pgmesh."""
+    if not all(isinstance(each.exception, PgmeshError) for each in outcomes):
+        ranks.close()
+
+
+def judge(outcomes: list[Outcome]) -> tuple[str, str]:
+    """Whether errors of ranks are a refusal."""
+    failed = sorted((each for each in outcomes if each.error and not each.timed_out), key=lambda each: each.failed_at)
+    if not failed:
+        return "WRONG", f"hangs:\n{outcomes[0].details}"
+    first = failed[0]
+    waiting = sum(each.timed_out for each in outcomes)
+    where = f" (rank {first.rank} alone; {waiting} others wait)" if waiting else ""
+    name = first.error.removeprefix("raised ").partition(":")[0]
+    if isinstance(first.exception, PgmeshError) or (name in CLEAR and CLEAR[name] in first.error):
+        return "refused", first.error.removeprefix("raised ") + where
+    return "WRONG", f"{first.error}{where}\n{first.details}"
+
+
+def judge_trained(outcomes: list[Outcome]) -> tuple[str, str]:
+    """Whether all weights of one process were compared on some rank."""
+    found = set[str]().union(*(each.result[0] for each in outcomes))
+    if missing := sorted(outcomes[0].result[1] - found):
+        return "WRONG", f"no rank has {missing[:3]}"
+    return "trains", f"{max(each.result[2] for each in outcomes):.0e}"
+
+
+def run_all(seeds: list[int], report: Callable[[str], object] = print) -> list[Result]:
+    """Train the compositions of some seeds, and report each that is refused or wrong."""
+    results = []
+    for seed in seeds:
+        results.append(result := run_one(seed))
+        line = f"{seed:5} {result.kind:8} {result.seconds:5.1f} s  {', '.join(result.drawn.features)}"
+        report(f"{line}  {result.drawn.sizes}  {result.text}")
+    return results
+
+
+def table(results: list[Result]) -> str:
+    """Pairs of features: how many compositions with both train, and how many are refused."""
+    counts = Counter[tuple[str, str, str]]()
+    for result in results:
+        for one, other in itertools.combinations(sorted(result.drawn.features), 2):
+            counts[one, other, result.kind] += 1
+    lines = ["| one | other | trains | refused |", "|---|---|---|---|"]
+    for one, other in sorted({key[:2] for key in counts}):
+        lines.append(f"| {one} | {other} | {counts[one, other, 'trains']} | {counts[one, other, 'refused']} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=500, help="number of compositions")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first; the others follow")
+    parser.add_argument("--only", default="", help="seeds, separated by commas")
+    parsed = parser.parse_args()
+    seeds = [int(each) for each in parsed.only.split(",") if each]
+    results = run_all(seeds or [*range(parsed.seed, parsed.seed + parsed.count)], lambda line: print(line, flush=True))
+    kinds = Counter(result.kind for result in results)
+    print(table(results))
+    print(f"{kinds['trains']} train, {kinds['refused']} are refused, {kinds['WRONG']} are wrong")
+    for result in results:
+        if result.kind == "WRONG":
+            print(f"wrong: --only {result.drawn.seed}")
+    return int(kinds["WRONG"] > 0)
+
+
+if __name__ == "__main__":
+    from tests.parallel import random_compositions  # ranks import its functions by this name
+
+    sys.exit(random_compositions.main())

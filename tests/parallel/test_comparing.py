@@ -1,0 +1,651 @@
+"""Comparisons of ranks: initial weights when methods are applied, and inputs in the first training step."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from pgmesh import MethodError, ProcessGroupMesh, ShapeError
+from pgmesh.parallel import (
+    Composition,
+    ContextParallel,
+    DataParallel,
+    ExpertParallel,
+    Method,
+    PipelineParallel,
+    ShardedDataParallel,
+    TensorParallel,
+    comparing,
+    compose,
+    mix,
+)
+from tests.support.expert_models import ExpertBlock, expert_layer
+from tests.support.fake_world import fake_rank
+from tests.support.message_assertions import assert_raises
+from tests.support.parallel_models import (
+    FIRST,
+    LAST,
+    TinyGPT,
+    assert_same,
+    batch,
+    full_tensor,
+    gradients_of,
+    loss_of,
+    weights_of,
+)
+from tests.support.tensor_plans import BLOCK_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
+from tests.support.worlds import check_sums, groups_of, world
+
+long = pytest.mark.long
+
+torch.set_num_threads(1)  # also on ranks, which import this: others share their cores
+
+SHARE = "together.share(batch)   # equal parts; together = compose(...)"
+UNEQUAL = "compose(..., equal_parts=False)   # with the loss of together.mean(loss_sum, tokens)"
+
+
+def needs(who: str, unit: str, axes: str, there_are: str, *calls: str) -> str:
+    lines = "\n  ".join(calls)
+    return f"{who} needs the same number of {unit} on each rank along {axes}, but there are {there_are}.\n\n  {lines}"
+
+
+def methods_of(kind: str, mesh: ProcessGroupMesh) -> list[Method]:
+    """Methods on a mesh with axes ``other`` and ``dp`` of two ranks each."""
+    words = kind.split(", ")
+    sharded = "fsdp" in words
+    both = not {"tp", "cp", "pp"} & {*words}
+    data = (ShardedDataParallel if sharded else DataParallel)(mesh, *(["other", "dp"] if both else ["dp"]))
+    parts = {"layers": "blocks", "first": FIRST, "last": LAST, "loss": loss_of, "microbatches": 2}
+    others = {
+        "tp": lambda: TensorParallel(mesh, "other", plan=BLOCK_PLAN),
+        "cp": lambda: ContextParallel(mesh, "other"),
+        "pp": lambda: PipelineParallel(mesh, "other", **parts),
+        "ep": lambda: ExpertParallel(mesh.view(ep=4), "ep"),
+    }
+    return [data, *(others[word]() for word in words if word in others)]
+
+
+def model_of(kind: str, seed: int = 0) -> TinyGPT:
+    return TinyGPT(layers=2, seed=seed, block=ExpertBlock if "ep" in kind else None)
+
+
+# ---- weights ----
+
+TOKENS = "tokens.weight: (24, 16) torch.float64 True on rank{}; (24, 16) torch.float64 True, other values on rank{}."
+UP = TOKENS.replace("tokens.weight: (24, 16)", "blocks.0.experts.0.up.weight: (32, 16)").replace("(24, 16)", "(32, 16)")
+
+
+def seeded_by_rank(kind: str, found: str) -> None:
+    with ProcessGroupMesh(other=2, dp=2) as mesh:
+        together = compose(mesh, *methods_of(kind, mesh))
+        model = model_of(kind, mesh.rank)
+        with pytest.raises(MethodError) as caught:
+            together.apply(model)
+        assert str(caught.value) == (
+            f"ranks start with different weights, of which the first is {found}\n\n"
+            "  torch.manual_seed(0)   # on all ranks, before the module is built\n"
+            "  together.broadcast(module)   # before apply: the values of the first rank; together = compose(...)"
+        )
+        together.broadcast(model)
+        assert_same(kind, weights_of(together.apply(model)), weights_of(model_of(kind)), 0.0)
+        model = model_of(kind, mesh.rank)
+        check_sums(groups_of(mesh))
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        ("tp, fsdp", TOKENS.format(" 0", "s 1, 2, 3")),
+        ("fsdp", TOKENS.format(" 0", "s 1, 2, 3")),
+        ("pp, fsdp", TOKENS.format(" 0", "s 1, 2, 3")),
+        ("cp, fsdp", TOKENS.format(" 0", "s 1, 2, 3")),
+        ("ep, fsdp", TOKENS.format(" 0", "s 1, 2, 3")),
+        ("pp, dp", TOKENS.format("s 0, 1, 3", " 2")),  # DDP broadcasts along dp, to ranks 1 and 3
+        ("ep, dp", UP.format(" 0", "s 1, 2, 3")),  # DDP broadcasts all but the experts
+    ],
+)
+def test_weights_of_differently_seeded_ranks_raise_until_they_are_broadcast(kind: str, found: str):
+    world(4).run(seeded_by_rank, kind, found)
+
+
+def broadcast_by_ddp() -> None:
+    with ProcessGroupMesh(other=2, dp=2) as mesh:
+        for kind in ("dp", "cp, dp"):
+            model = compose(mesh, *methods_of(kind, mesh)).apply(model_of(kind, mesh.rank))
+            assert_same(kind, weights_of(model), weights_of(model_of(kind)), 0.0)
+        without = compose(mesh, DataParallel(mesh, "other", "dp", init_sync=False))
+        with pytest.raises(MethodError, match=re.escape(TOKENS.format(" 0", "s 1, 2, 3"))):
+            without.apply(model_of("dp", mesh.rank))
+        check_sums(groups_of(mesh))
+
+
+def test_weights_that_ddp_broadcasts_may_differ():
+    world(4).run(broadcast_by_ddp)
+
+
+def normed() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+
+def another(kind: str) -> nn.Sequential:
+    """The module of a rank that differs from the others."""
+    module = normed()
+    if kind == "shape":
+        module[1] = nn.BatchNorm1d(5)
+    elif kind == "name":
+        module.register_parameter("more", nn.Parameter(torch.ones(2)))
+    elif kind == "dtype":
+        module[0].bias.data = module[0].bias.data.double()
+    elif kind == "frozen":
+        module[0].bias.requires_grad = False
+    elif kind == "buffer":
+        module[1].running_var[2] = 2.0
+    elif kind == "one value":
+        module[0].weight.data[3, 2] += 1e-6
+    return module
+
+
+DIFFERENCES = {
+    "shape": "1.weight: (4,) torch.float32 True on ranks 0, 1, 2; (5,) torch.float32 True, other values on rank 3.",
+    "name": "more: is missing on ranks 0, 1, 2; (2,) torch.float32 True on rank 3.",
+    "dtype": "0.bias: (4,) torch.float32 True on ranks 0, 1, 2; (4,) torch.float64 True on rank 3.",
+    "frozen": "0.bias: (4,) torch.float32 True on ranks 0, 1, 2; (4,) torch.float32 False on rank 3.",
+    "buffer": "1.running_var: (4,) torch.float32 False on ranks 0, 1, 2; (4,) torch.float32 False, other values on "
+    "rank 3.",
+    "one value": "0.weight: (4, 4) torch.float32 True on ranks 0, 1, 2; (4, 4) torch.float32 True, other values on "
+    "rank 3.",
+}
+
+
+def different_modules() -> None:
+    with ProcessGroupMesh(dp=4) as mesh:
+        for method in (ShardedDataParallel(mesh, "dp"), DataParallel(mesh, "dp")):
+            together = compose(mesh, method)
+            for kind, found in DIFFERENCES.items():
+                module = another(kind) if mesh.rank == 3 else normed()
+                if kind in ("buffer", "one value") and isinstance(method, DataParallel):
+                    together.apply(module)
+                    continue
+                found = found.replace(", other values", "") if isinstance(method, DataParallel) else found
+                with pytest.raises(MethodError) as caught:
+                    together.apply(module)
+                assert f" the first is {found}\n\n" in str(caught.value)
+            together.apply(normed())
+        check_sums(groups_of(mesh))
+
+
+def test_names_shapes_dtypes_and_frozen_parameters_are_compared():
+    world(4).run(different_modules)
+
+
+def two_programs() -> None:
+    """Two slices train different models."""
+    with ProcessGroupMesh(task=2, dp=2) as mesh:
+        task = mesh.index("task")
+        part = mesh.at(task=task)
+        compose(part, ShardedDataParallel(part, "dp")).apply(TinyGPT(layers=1 + task, seed=task))
+        together = compose(mesh, ShardedDataParallel(mesh, "dp"), unowned=["task"])
+        together.apply(TinyGPT(layers=1 + task, seed=task))
+        dist.barrier()
+
+
+def test_ranks_that_do_not_train_together_are_not_compared():
+    world(4).run(two_programs)
+
+
+def sharded_before() -> None:
+    with ProcessGroupMesh(dp=2) as mesh:
+        together = compose(mesh, ShardedDataParallel(mesh, "dp"))
+        model = together.apply(TinyGPT(layers=1))
+        assert_raises(
+            MethodError,
+            lambda: together.broadcast(model),
+            "tokens.weight is sharded already: call broadcast(module) before apply(module).",
+        )
+        dist.barrier()
+
+
+def test_sharded_weights_are_not_broadcast():
+    world(2).run(sharded_before)
+
+
+# ---- the error ----
+
+
+class Rows(Method):
+    """Ranks read different rows, and nothing is averaged."""
+
+    differs = "rows"
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        return module
+
+
+def test_long_lists_of_numbers_are_shortened(monkeypatch: pytest.MonkeyPatch):
+    with fake_rank(0, 8), ProcessGroupMesh(dp=8) as mesh:
+        together = compose(mesh, Rows(mesh, "dp"))
+        monkeypatch.setattr(comparing, "gather_numbers", lambda *_: {i: [n, 0, 0] for i, n in enumerate(rows)})
+        rows = [1, 1, 1, 1, 2, 3, 4, 5]
+        assert_raises(
+            ShapeError,
+            lambda: together.check_inputs(()),
+            needs(
+                "Rows",
+                "rows",
+                "dp=8",
+                "1 on ranks 0, 1, 2, 3; 2 on rank 4; 3 on rank 5; 4 on rank 6; ...",
+                SHARE,
+                UNEQUAL,
+            ),
+        )
+        rows = [1] * 8
+        together.check_inputs(())
+
+
+# ---- rows ----
+
+
+def rows_of_data(kind: type[DataParallel | ShardedDataParallel]) -> None:
+    with ProcessGroupMesh(dp=2, cp=2) as mesh:
+        codes, target = batch(0)
+        expected = TinyGPT(layers=1)
+        loss_of(expected(codes), target).backward()
+        together = compose(mesh, kind(mesh, "dp", "cp"))
+        model = together.apply(TinyGPT(layers=1))
+
+        def learn(rows: slice) -> None:
+            loss_of(model(codes[rows]), target[rows]).backward()
+
+        with torch.no_grad():
+            model(codes[: 1 + mesh.rank])  # nothing is averaged
+        model.eval()
+        model(codes[: 1 + mesh.rank])
+        model.train()
+        found = "2 on ranks 0, 1, 2; 3 on rank 3"
+        message = needs(kind.__name__, "rows", "dp=2 x cp=2", found, SHARE, UNEQUAL)
+        assert_raises(ShapeError, lambda: learn(slice(2 + (mesh.rank == 3))), message)
+        learn(slice(mesh.rank * 2, mesh.rank * 2 + 2))  # after the error
+        assert_same("even", gradients_of(model), gradients_of(expected))
+        learn(slice(1 + mesh.rank))  # only the first step is compared
+        assert_raises(ShapeError, lambda: together.check_inputs(codes[: 2 + (mesh.rank == 3)]), message)
+        together.check_inputs((codes[:2], target[: 1 + mesh.rank]))  # the first tensor counts
+        check_sums(groups_of(mesh))
+
+
+@long
+@pytest.mark.parametrize("kind", [DataParallel, ShardedDataParallel])
+def test_unequal_numbers_of_rows_raise_in_the_first_training_step(kind):
+    world(4).run(rows_of_data, kind)
+
+
+def weighted_rows(kind: type[DataParallel | ShardedDataParallel]) -> None:
+    with ProcessGroupMesh(dp=2, cp=2) as mesh:
+        codes, target = batch(0)
+        expected = TinyGPT(layers=1)
+        whole = loss_of(expected(codes), target)
+        whole.backward()
+        together = compose(mesh, kind(mesh, "dp", "cp"), equal_parts=False)
+        model = together.apply(TinyGPT(layers=1))
+        counts = [1, 1, 2, 4]
+        rows = slice(sum(counts[: mesh.rank]), sum(counts[: mesh.rank + 1]))
+        loss_sum = cross_entropy(model(codes[rows]).flatten(0, 1), target[rows].flatten(), reduction="sum")
+        loss = together.mean(loss_sum, target[rows].numel())
+        loss.backward()
+        torch.testing.assert_close(loss.detach(), whole.detach(), rtol=0, atol=1e-12)
+        assert_same("weighted", gradients_of(model), gradients_of(expected))
+        together.check_inputs(codes[rows])
+        check_sums(groups_of(mesh))
+
+
+@long
+@pytest.mark.parametrize("kind", [DataParallel, ShardedDataParallel])
+def test_parts_that_are_not_equal_train_with_the_mean_of_the_composition(kind):
+    world(4).run(weighted_rows, kind)
+
+
+def rows_of_tensor() -> None:
+    with ProcessGroupMesh(dp=2, tp=2) as mesh:
+        first, second = mesh.ranks("tp")
+        together = compose(mesh, TensorParallel(mesh, "tp", plan=BLOCK_PLAN), unowned=["dp"])
+        model = together.apply(TinyGPT(layers=1))
+        codes, _ = batch(0)
+        message = needs("TensorParallel", "rows", "tp=2", f"1 on rank {first}; 2 on rank {second}", SHARE)
+        assert_raises(ShapeError, lambda: model(codes[: 1 + mesh.index("tp")]), message)
+        message = needs("TensorParallel", "positions", "tp=2", f"6 on rank {first}; 7 on rank {second}", SHARE)
+        assert_raises(ShapeError, lambda: model(x=codes[:, : 6 + mesh.index("tp")]), message)
+        torch.testing.assert_close(model(codes), TinyGPT(layers=1)(codes), rtol=0, atol=1e-12)
+        check_sums(groups_of(mesh))
+
+
+@long
+def test_different_rows_on_tensor_ranks_raise_before_the_all_reduce():
+    world(4).run(rows_of_tensor)
+
+
+# ---- sequences ----
+
+
+class Attention(nn.Module):
+    """Attention of rows of positions to themselves, with two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.scale = scaled_dot_product_attention, nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = (x * self.scale).unflatten(-1, (2, -1)).transpose(1, 2)
+        return self.attention(x, x, x, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def parts_of_a_sequence(kind: str, balanced: bool) -> None:
+    with ProcessGroupMesh(dp=2, cp=2) as mesh:
+        method = ContextParallel(mesh, "cp", attention=kind, balanced=balanced)
+        together = compose(mesh, DataParallel(mesh, "dp"), method)
+        model = together.apply(Attention())
+        for unit, *shapes in [
+            ("positions", (1, 4, 8), (1, 6, 8)),
+            ("positions", (1, 4, 8), (1, 5, 8)),  # an odd one is no balanced part: an error of its own, were it even
+            ("rows", (1, 4, 8), (3, 4, 8)),
+        ]:
+            mine = torch.ones(shapes[mesh.index("cp")], dtype=torch.float64)
+            one, two = ((shape[1] if unit == "positions" else shape[0]) for shape in shapes)
+            first, second = "rank 0", "rank 1"  # the first block that differs: the same error on all ranks
+            message = needs("ContextParallel", unit, "cp=2", f"{one} on {first}; {two} on {second}", SHARE)
+            assert_raises(ShapeError, lambda mine=mine: model(mine), message)
+        torch.manual_seed(0)
+        whole = torch.randn(2, 8, 8, dtype=torch.float64)
+        found = method.join(model(together.share(whole)))
+        expected = Attention()(whole)[mesh.index("dp") :][:1]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        check_sums(groups_of(mesh))
+
+
+@long
+@pytest.mark.parametrize(("kind", "balanced"), [("ring", True), ("ring", False), ("ulysses", False)])
+def test_unequal_parts_of_a_sequence_raise_before_any_is_sent(kind: str, balanced: bool):
+    world(4).run(parts_of_a_sequence, kind, balanced)
+
+
+# ---- pipelines ----
+
+
+def rows_of_pipelines() -> None:
+    with ProcessGroupMesh(pp=2, dp=2) as mesh:
+        codes, target = batch(0)
+        parts = {"layers": "blocks", "first": FIRST, "last": LAST, "loss": loss_of, "microbatches": 2}
+        together = compose(mesh, PipelineParallel(mesh, "pp", **parts), DataParallel(mesh, "dp"))
+        model = together.apply(TinyGPT(layers=2))
+
+        def learn(rows: int) -> None:
+            model.step(codes[:rows], target=target[:rows])
+
+        for rank in range(4):
+            along = ("DataParallel", "dp=2", [rank - rank % 2, rank - rank % 2 + 1], UNEQUAL)
+            who, axes, block, *more = along
+            counts = "; ".join(f"{2 if each == rank else 4} on rank {each}" for each in block)
+            message = needs(who, "rows", axes, counts, SHARE, *more)
+            assert_raises(ShapeError, lambda rank=rank: learn(2 if mesh.rank == rank else 4), message)
+        stage = 4 - 2 * mesh.index("pp")
+        message = needs("PipelineParallel", "rows", "pp=2", "4 on rank 0; 2 on rank 2", SHARE)
+        assert_raises(ShapeError, lambda: learn(stage), message)
+        with pytest.raises(ShapeError, match=r"^DataParallel .* rows .* dp=2, .* are 4 on rank 2; 2 on rank 3\."):
+            model.step(codes[: 2 if mesh.rank == 3 else 4], target=target[:4])  # other rows than targets
+        with torch.no_grad():
+            model.step(codes[:4], target=target[:4])
+        with pytest.raises(ShapeError, match=r"^DataParallel"):
+            learn(4 - 2 * (mesh.rank == 3))  # a step without gradients is not the first
+        assert_raises(
+            ShapeError,
+            lambda: learn(3),
+            "3 rows of inputs, 3 rows of target cannot be split into 2 equal microbatches along pp=2.\n\n"
+            "  2 or 4 rows of each would do",
+        )
+        learn(4)
+        learn(4 + 4 * mesh.index("dp"))  # only the first step is compared
+        with pytest.raises(ShapeError, match=r"^DataParallel"):
+            together.check_inputs(codes[: 4 + 4 * mesh.index("dp")])
+        check_sums(groups_of(mesh))
+
+
+@long
+def test_different_rows_in_a_pipeline_raise_on_all_ranks():
+    world(4).run(rows_of_pipelines)
+
+
+# ---- tokens ----
+
+
+class Mixture(nn.Module):
+    """Experts, all tokens to the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mix, self.experts = mix, expert_layer().experts
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        chosen = torch.zeros(len(tokens), 1, dtype=torch.int64)
+        return self.mix(tokens, torch.ones(chosen.shape), chosen, self.experts)
+
+
+def tokens_of_experts() -> None:
+    with ProcessGroupMesh(edp=2, ep=2) as mesh:
+        cut = {"tensor": "edp", "columns": ["up"], "rows": ["down"]}
+        for options, owned in [({}, ["edp", "ep"]), (cut, ["edp", "ep"]), (cut, ["ep"])]:
+            experts = ExpertParallel(mesh, "ep", **options)
+            together = compose(mesh, experts, DataParallel(mesh, *owned))
+            layer = together.apply(Mixture()).double()
+            tokens = torch.ones(2 + (mesh.rank == 3), 16, dtype=torch.float64)
+            found = "2 on ranks 0, 1, 2; 3 on rank 3"
+            message = needs("ExpertParallel", "tokens", "edp=2 x ep=2", found, SHARE, UNEQUAL)
+            assert_raises(ShapeError, lambda layer=layer, tokens=tokens: layer(tokens), message)
+            if not options:
+                with torch.no_grad():
+                    assert layer(tokens).shape == tokens.shape  # nothing is averaged
+        check_sums(groups_of(mesh))
+
+
+@long
+def test_unequal_numbers_of_tokens_raise_before_any_is_sent():
+    world(4).run(tokens_of_experts)
+
+
+# ---- how often ----
+
+
+class Checkpointed(nn.Module):
+    """Runs a module again in the backward pass."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return checkpoint(self.module, *inputs, use_reentrant=False)
+
+
+def exchanges_of_steps(kind: str) -> list[int]:
+    """Number of exchanges in an evaluation and in each of three steps. Blocks or whole modules are checkpointed."""
+    with ProcessGroupMesh(other=2, dp=2) as mesh:
+        model = model_of(kind)
+        together = compose(mesh, *methods_of(kind, mesh))
+        if kind in ("dp", "fsdp"):
+            model.blocks = nn.ModuleList(map(Checkpointed, model.blocks))
+        model, counts = together.apply(model), list[int]()
+        run = Checkpointed(model) if kind.startswith(("tp", "cp", "ep")) else model
+        codes, target = together.share(batch(0))
+
+        def learn() -> None:
+            if kind.startswith("pp"):
+                model.step(codes, target=target)
+            else:
+                loss_of(run(codes), target).backward()
+
+        for training in (False, True, True, True):
+            with (
+                torch.set_grad_enabled(training),
+                mock.patch("torch.distributed.all_gather", side_effect=dist.all_gather) as counter,
+            ):
+                learn() if training else model(codes)
+            counts.append(counter.call_count)
+        check_sums(groups_of(mesh))
+        return counts
+
+
+@long
+@pytest.mark.parametrize("kind", ["dp", "fsdp", "tp, fsdp", "cp, dp", "pp, dp", "pp, fsdp", "ep, dp"])
+def test_a_composition_makes_one_exchange_in_the_first_training_step(kind):
+    assert world(4).run(exchanges_of_steps, kind) == [[0, 1, 0, 0]] * 4
+
+
+def accumulated(kind: str) -> list[int]:
+    """Exchanges in the passes of an accumulated step."""
+    with ProcessGroupMesh(other=2, dp=2) as mesh:
+        together = compose(mesh, *methods_of(kind, mesh))
+        model, counts = together.apply(model_of(kind)), list[int]()
+        codes, target = together.share(batch(0))
+        for last in (False, True):
+            with (
+                together.accumulate(model, last=last),
+                mock.patch("torch.distributed.all_gather", side_effect=dist.all_gather) as counter,
+            ):
+                (loss_of(model(codes), target) / 2).backward()
+            counts.append(counter.call_count)
+        expected = model_of(kind)
+        codes, target = batch(0)
+        loss_of(expected(codes), target).backward()
+        assert_same(kind, gradients_of(model), gradients_of(expected))
+        return counts
+
+
+@long
+@pytest.mark.parametrize("kind", ["dp", "fsdp"])
+def test_the_passes_of_an_accumulated_step_make_one_exchange(kind):
+    assert world(4).run(accumulated, kind) == [[1, 0]] * 4
+
+
+def steps_after_the_first() -> None:
+    """DDP's join: ranks have different numbers of batches, and of rows."""
+    with ProcessGroupMesh(dp=2) as mesh:
+        model = compose(mesh, DataParallel(mesh, "dp")).apply(TinyGPT(layers=1))
+        codes, target = batch(0)
+        loss_of(model(codes[:2]), target[:2]).backward()
+        with model.join():
+            for _ in range(3 + 2 * mesh.rank):
+                loss_of(model(codes[: 1 + mesh.rank]), target[: 1 + mesh.rank]).backward()
+        check_sums(groups_of(mesh))
+
+
+@long
+def test_ranks_may_have_different_inputs_after_the_first_step():
+    world(2).run(steps_after_the_first)
+
+
+# ---- who raises, and over which group ----
+
+
+def one_block_differs() -> None:
+    """Along tp, only ranks 2 and 3 differ."""
+    with ProcessGroupMesh(dp=2, other=2) as mesh:
+        codes, _ = batch(0)
+        model = compose(mesh, *methods_of("tp, fsdp", mesh)).apply(TinyGPT(layers=1))
+        message = r"^TensorParallel needs .* rows on each rank along other=2, but there are 2 on rank 2; 3 on rank 3\."
+        with pytest.raises(ShapeError, match=message):
+            model(codes[: 2 + (mesh.rank == 3)])
+        check_sums(groups_of(mesh))
+
+
+@long
+def test_a_difference_in_one_block_raises_on_all_ranks_that_train_together():
+    world(4).run(one_block_differs)
+
+
+def moved_after_apply() -> None:
+    """A stand-in for a GPU: weights and inputs on the device meta, and a group of another backend by its name."""
+    with ProcessGroupMesh(dp=2) as mesh:
+        mesh.configure("dp", backend="cpu:gloo")
+        group, gather, used = mesh.group("dp"), dist.all_gather, list[Any]()
+
+        def all_gather(*arguments: Any, group: Any, **keywords: Any) -> Any:
+            used.append(group)
+            return gather(*arguments, group=group, **keywords)
+
+        with mock.patch("torch.distributed.all_gather", all_gather):
+            torch.manual_seed(0)
+            together = compose(mesh, Rows(mesh, "dp"))
+            model = together.apply(nn.Linear(4, 1))
+            model.to("meta")
+            model(torch.ones(2, 4, device="meta"))
+            with pytest.raises(ShapeError, match="2 on rank 0; 3 on rank 1"):
+                together.check_inputs(torch.ones(2 + mesh.rank, 4, device="meta"))
+        assert [dist.get_backend(each) for each in used] == ["gloo"] * 3
+        assert group not in used
+        check_sums(groups_of(mesh))
+
+
+def test_numbers_travel_over_gloo_wherever_the_model_was_moved():
+    world(2).run(moved_after_apply)
+
+
+def test_compositions_on_slices_exchange_apart():
+    with fake_rank(0, 4):
+        mesh, model = ProcessGroupMesh(pp=2, dp=2), nn.Linear(4, 1)
+        for part, axis in ((mesh.at(pp=0), "dp"), (mesh.at(dp=0), "pp")):
+            model = compose(part, Rows(part, axis)).apply(model)
+        with mock.patch("torch.distributed.all_gather", side_effect=dist.all_gather) as gather:
+            model(torch.ones(2, 4))
+        ranks = sorted(dist.get_process_group_ranks(call.kwargs["group"]) for call in gather.call_args_list)
+        assert ranks == [[0, 1], [0, 2]]
+
+
+# ---- torch.compile ----
+
+
+def compiled(kind: str) -> None:
+    with ProcessGroupMesh(dp=2) as mesh:
+        codes, target = batch(0)
+        expected, model = TinyGPT(layers=2), TinyGPT(layers=2)
+        loss_of(expected(codes), target).backward()
+        torch.compiler.reset()
+        context = contextlib.nullcontext
+
+        def composed(method: Method) -> Composition:
+            return compose(mesh, method)
+
+        if kind in ("dp", "fsdp"):
+            for block in model.blocks:
+                block.compile(fullgraph=True, backend="aot_eager")
+            data = {"dp": DataParallel, "fsdp": ShardedDataParallel}[kind](mesh, "dp")
+            together = composed(data)
+            run = model = together.apply(model)
+            codes, target = map(together.share, (codes, target))
+        else:
+            plan = {"blocks": BLOCK_PLAN, "vocabulary": VOCABULARY_PLAN, "sequence": SEQUENCE_PLAN}[kind]
+            method = TensorParallel(mesh, "dp", plan=plan)
+            model = composed(method).apply(model)
+            run = torch.compile(model, fullgraph=True, backend="aot_eager")
+            context = context if kind == "blocks" else loss_parallel
+        for _ in range(3):
+            model.zero_grad()
+            with context():
+                loss_of(run(codes), target).backward()
+        found = {name: full_tensor(each) for name, each in gradients_of(model).items()}
+        assert_same(kind, found, gradients_of(expected))
+        check_sums(groups_of(mesh))
+
+
+@long
+@pytest.mark.parametrize("kind", ["blocks", "vocabulary", "sequence", "dp", "fsdp"])
+def test_fullgraph_compiles_after_tensor_parallelism_and_blocks_before_data_parallelism(kind):
+    world(2).run(compiled, kind)

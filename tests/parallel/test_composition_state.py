@@ -1,0 +1,153 @@
+"""What a composition keeps between calls: settled axes, counts of shards, and whether inputs were compared."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pgmesh import MethodError, ProcessGroupMesh
+from pgmesh.parallel import DataParallel, ExpertParallel, Method, ShardedDataParallel, compose
+from pgmesh.parallel.composing import Composition
+from tests.support.expert_models import expert_model
+from tests.support.fake_world import fake_rank
+from tests.support.worlds import check_sums, groups_of, world
+
+
+@pytest.fixture
+def mesh() -> Iterator[ProcessGroupMesh]:
+    with fake_rank(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor") as mesh:
+        yield mesh
+
+
+# ---- what was derived stays ----
+
+
+def test_an_applied_method_refuses_another_average_in_another_composition(mesh: ProcessGroupMesh):
+    data = DataParallel(mesh, "dp", "tp")
+    experts = ExpertParallel(mesh.view(pp=2, edp=2, ep=2), "ep")
+    compose(mesh, experts, unowned=mesh.axes)  # not applied, so the next one may derive something else
+    together = compose(mesh, data, experts, unowned=["pp"])
+    together.apply(expert_model())
+    assert experts.average_axes == ("edp", "ep")
+    with pytest.raises(MethodError, match=r"ExpertParallel along ep was applied in another composition.*\n\n"):
+        compose(mesh, experts, unowned=mesh.axes)
+    assert experts.average_axes == ("edp", "ep")
+    compose(mesh, data, experts, unowned=["pp"]).apply(expert_model())  # the same again
+
+
+# ---- shards of methods of other packages ----
+
+
+class Half(nn.Module):
+    """Half of the outputs of a linear layer, as a layer of another package."""
+
+    def __init__(self, weight: torch.Tensor, index: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach().chunk(2)[index].clone())
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows @ self.weight.T
+
+
+class Replaces(Method):
+    """Replaces each linear layer by a layer of another class, which has a shard of its weight."""
+
+    differs = "weights"
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        for name, layer in [*module.named_children()]:
+            if isinstance(layer, nn.Linear):
+                setattr(module, name, Half(layer.weight, self.mesh.index(*self.owns)))
+        return module
+
+
+def norm_of_replaced_layers() -> None:
+    with ProcessGroupMesh(dp=2, tp=2) as mesh:
+        for data in (DataParallel, ShardedDataParallel):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.LayerNorm(3, bias=False))
+            together = compose(mesh, Replaces(mesh, "tp"), data(mesh, "dp"))
+            applied = together.apply(model)
+            for weight in applied.parameters():
+                weight.grad = torch.ones_like(weight)
+            torch.testing.assert_close(together.grad_norm().item(), (24 + 3) ** 0.5)
+        check_sums(groups_of(mesh))
+
+
+def test_the_norm_counts_shards_in_layers_of_another_class():
+    world(4).run(norm_of_replaced_layers)
+
+
+# ---- numbers of few bits ----
+
+
+def test_clipping_does_not_round_the_factor_to_the_dtype_of_gradients(mesh: ProcessGroupMesh):
+    together = compose(mesh, unowned=mesh.axes)
+    layer = together.apply(nn.Linear(4, 1, bias=False, dtype=torch.float16))
+    layer.weight.grad = torch.full_like(layer.weight, 1000.0)
+    assert together.clip_grad_norm_(2e-6) == 2000
+    assert layer.weight.grad.tolist() == [[pytest.approx(1e-6, rel=0.1)] * 4]
+
+
+def test_the_mean_counts_more_tokens_than_a_half_can(mesh: ProcessGroupMesh):
+    loss = torch.tensor(60_000.0, dtype=torch.float16, requires_grad=True)
+    mean = compose(mesh, unowned=mesh.axes).mean(loss, tokens=70_000)
+    assert mean.item() == pytest.approx(60_000 / 70_000, rel=1e-3)
+
+
+def test_a_tensor_without_dimensions_is_shared_whole(mesh: ProcessGroupMesh):
+    together = compose(mesh, DataParallel(mesh, "dp"), unowned=["pp", "tp"])
+    rows, scale = together.share((torch.arange(4), torch.tensor(3.0)))
+    assert (rows.tolist(), scale.item()) == ([0, 1], 3.0)
+
+
+# ---- inputs are compared once ----
+
+
+def compared_steps() -> int:
+    with ProcessGroupMesh(tp=2) as mesh:
+        together = compose(mesh, Replaces(mesh, "tp"))
+        applied, compared = together.apply(nn.Sequential(nn.Linear(2, 2, bias=False))), list[int]()
+        check = Composition.check_inputs
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Composition, "check_inputs", lambda *args: (compared.append(1), check(*args)))
+            applied(torch.ones(2, 2)).sum().backward()
+            duplicate = copy.deepcopy(applied)
+            for _ in range(3):
+                duplicate(torch.ones(2, 2)).sum().backward()
+        dist.barrier()
+        return len(compared)
+
+
+def test_a_copy_of_a_model_compares_no_inputs_again():
+    assert world(2).run(compared_steps) == [1, 1]
+
+
+# ---- ranks in the order of the mesh ----
+
+
+def different_weights_on_permuted_ranks() -> str:
+    with ProcessGroupMesh(dp=4, ranks=[3, 1, 0, 2]) as mesh:
+        together = compose(mesh, ShardedDataParallel(mesh, "dp"))
+        model = nn.Linear(2, 2, bias=False)
+        nn.init.constant_(model.weight, 1.0 if mesh.rank == 3 else 2.0)
+        together._pieces[model] = {"weight": 1}
+        with pytest.raises(MethodError) as caught:
+            together._compare_whole_weights(model)
+        return str(caught.value).splitlines()[0]
+
+
+def test_weights_that_differ_name_the_ranks_of_a_permuted_mesh():
+    found = {*world(4).run(different_weights_on_permuted_ranks)}
+    assert found == {
+        "ranks start with different weights, of which the first is weight: (2, 2) torch.float32 True on rank 3; "
+        "(2, 2) torch.float32 True, other values on ranks 0, 1, 2."
+    } or found == {
+        "ranks start with different weights, of which the first is weight: (2, 2) torch.float32 True on rank 3; "
+        "(2, 2) torch.float32 True, other values on ranks 1, 0, 2."
+    }

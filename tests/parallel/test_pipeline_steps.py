@@ -1,0 +1,229 @@
+"""Several steps of a pipeline: accumulated gradients, new shapes, and what torch's own stages do with them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.nn.functional import mse_loss
+
+from pgmesh import MethodError, OptionsError, ProcessGroupMesh
+from pgmesh.parallel import DataParallel, PipelineParallel, ShardedDataParallel, compose
+from pgmesh.parallel.pipeline import MAX_SCHEDULES
+from pgmesh.parallel.schedules import SCHEDULES
+from pgmesh.parallel.stage_shapes import Stage
+from tests.support.fake_world import fake_rank
+from tests.support.parallel_models import assert_same, full_tensor, gradients_of
+from tests.support.pipelines import needs_pipelines
+from tests.support.worlds import check_sums, groups_of, world
+
+pytestmark = needs_pipelines
+
+
+torch.set_num_threads(1)  # ranks import this too, and share the cores
+
+WIDTH, PARTS = 4, 2
+
+
+class Layer(nn.Module):
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH) if norm else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.norm(self.linear(x).flatten(0, 1)).view_as(x))
+
+
+class Net(nn.Module):
+    """Two layers. ``length`` cuts the output of the first one."""
+
+    length: int | None = None
+
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer(norm) for _ in range(2)).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)[:, : self.length]
+        return x
+
+
+def rows_of(rows: int, length: int) -> torch.Tensor:
+    numbers = torch.Generator().manual_seed(10 * rows + length)
+    return torch.randn(rows, length, WIDTH, dtype=torch.float64, generator=numbers)
+
+
+def pipeline_on(mesh: ProcessGroupMesh, **changes: Any) -> PipelineParallel:
+    return PipelineParallel(mesh, "pp", **{"layers": "layers", "loss": mse_loss, "microbatches": PARTS, **changes})
+
+
+# ---- accumulated gradients ----
+
+
+def accumulated(data: type[DataParallel] | type[ShardedDataParallel], options: dict[str, Any]) -> None:
+    """Three batches of three steps with known and new shapes, and an evaluation after each."""
+    with ProcessGroupMesh(pp=2, dp=2) as mesh:
+        together = compose(mesh, pipeline_on(mesh), data(mesh, "dp", **options))
+        model, plain = together.apply(Net()), Net()
+        for step, (rows, length) in enumerate([(8, 3), (8, 3), (16, 2)] * 2 + [(8, 3), (4, 3), (8, 2)]):
+            if step % 3 == 0:
+                model.zero_grad()
+                plain.zero_grad()
+            batch = rows_of(rows, length) + step
+            mine = together.share(batch)
+            model.step(mine, target=mine)
+            model(together.share(rows_of(8, 4)))
+            mse_loss(plain(batch), batch).backward()
+            found = {name: full_tensor(each) for name, each in gradients_of(model).items()}
+            assert_same(f"gradients after step {step}", found, gradients_of(plain))
+        check_sums(groups_of(mesh))
+
+
+@pytest.mark.parametrize(
+    ("data", "options"),
+    [(DataParallel, {}), (DataParallel, {"gradient_as_bucket_view": True}), (ShardedDataParallel, {})],
+)
+def test_steps_with_known_and_new_shapes_add_gradients(data, options):
+    world(4).run(accumulated, data, options)
+
+
+# ---- torch's own stages ----
+
+
+def torch_step(part: nn.Module, mesh: ProcessGroupMesh, batch: torch.Tensor) -> None:
+    """A step by torch's stages alone, which infer their shapes."""
+    stage = PipelineStage(part, mesh.index("pp"), 2, torch.device("cpu"), group=mesh.group("pp"))
+    last = {"target": batch} if stage.is_last else {}
+    ScheduleGPipe(stage, PARTS, mse_loss).step(*([batch] if stage.is_first else []), **last, return_outputs=False)
+
+
+def batch_norm_in_both() -> list[int]:
+    with ProcessGroupMesh(pp=2) as mesh:
+        batch, method = rows_of(8, 3), pipeline_on(mesh)
+        model = method.apply(Net(norm=True))
+        (part,) = method.cut(Net(norm=True))
+        model.step(batch, target=batch)
+        torch_step(part, mesh, batch)
+        return [int(part.layers[mesh.index("pp")].norm.num_batches_tracked) for part in (model.parts[0], part)]
+
+
+def test_only_torch_counts_batches_while_it_infers_shapes():
+    for ours, of_torch in world(2).run(batch_norm_in_both):
+        assert ours == PARTS
+        assert of_torch == PARTS + 1, "torch restores buffers now: is our Stage still needed?"
+
+
+def torch_accumulates() -> bool:
+    """Whether gradients of two steps with different shapes by torch alone are more than those of the second."""
+    with ProcessGroupMesh(pp=2, dp=2) as mesh:
+        (part,) = pipeline_on(mesh).cut(Net())
+        fully_shard(part, mesh=mesh.device_mesh("dp"))
+        found = []
+        for steps in ([(8, 3), (8, 2)], [(8, 2)]):
+            part.zero_grad()
+            for shape in steps:
+                torch_step(part, mesh, rows_of(*shape))
+            found.append({name: full_tensor(each) for name, each in gradients_of(part).items()})
+        return any(not each.equal(found[1][name]) for name, each in found[0].items())
+
+
+def test_only_torch_drops_sharded_gradients_where_a_shape_is_new():
+    """``test_steps_with_known_and_new_shapes_add_gradients`` shows that ours do not."""
+    assert not any(world(4).run(torch_accumulates)), "torch keeps them now: is our Stage still needed?"
+
+
+# ---- schedules ----
+
+
+def many_shapes() -> None:
+    with ProcessGroupMesh(pp=2) as mesh:
+        model, plain = pipeline_on(mesh).apply(Net()), Net()
+        lengths = [*range(1, MAX_SCHEDULES + 3), 1, MAX_SCHEDULES + 2]
+        for length in lengths:
+            batch = rows_of(4, length)
+            model.zero_grad()
+            plain.zero_grad()
+            kept = [*model.schedules.values()]
+            model.step(batch, target=batch)
+            mse_loss(plain(batch), batch).backward()
+            assert_same(f"gradients of length {length}", gradients_of(model), gradients_of(plain))
+            assert len(model.schedules) <= MAX_SCHEDULES
+        assert [*model.schedules.values()] == kept  # the last length was known
+
+
+def test_a_pipeline_keeps_schedules_of_the_latest_shapes():
+    world(2).run(many_shapes)
+
+
+def other_lengths() -> None:
+    with ProcessGroupMesh(pp=1) as mesh:
+        model, batch = pipeline_on(mesh, schedule="interleaved", stages_per_rank=2).apply(Net()), rows_of(4, 4)
+        model.step(batch, target=batch)
+        model.parts[0].length = 2
+        with pytest.raises(MethodError, match=r"^microbatch 0 of stage 0 .*\[2, 2, 4\], .* first .*\[2, 4, 4\]\.$"):
+            model.step(batch, target=batch)
+
+
+def test_outputs_of_another_shape_than_at_first_raise():
+    world(1).run(other_lengths)
+
+
+def test_before_step_is_called_first_in_training_alone():
+    with fake_rank(0, 1), ProcessGroupMesh(pp=1) as mesh:
+        model, batch, calls = pipeline_on(mesh).apply(Net()), rows_of(4, 2), []
+        model.before_step = calls.append
+        model.step(batch, target=batch)
+        with torch.no_grad():
+            model.step(batch, target=batch)
+        model(batch)
+        assert calls == [((batch,), batch, {})]
+        with pytest.raises(ValueError, match="3 rows of inputs, 4 rows of target cannot be split"):
+            model.step(batch[:3], target=batch)
+        assert len(calls) == 2
+
+
+def torch_accepts(mesh: ProcessGroupMesh, schedule: str, count: int, microbatches: int) -> bool:
+    info, size = SCHEDULES[schedule], mesh.size("pp")
+    stages = [Stage(nn.Identity(), i * size, size * count, [], mesh.group("pp")) for i in range(count)]
+    if info.stages_per_rank == 1 and count > 1:
+        return False
+    try:
+        info.torch_class(stages[0] if info.stages_per_rank == 1 else stages, microbatches, mse_loss)
+    except ValueError:
+        return False
+    return True
+
+
+def test_suggested_number_of_microbatches_is_accepted():
+    for size in (1, 2, 4):
+        with fake_rank(0, size), ProcessGroupMesh(pp=size) as mesh:
+            for schedule, microbatches in itertools.product(("1f1b", "interleaved"), range(13)):
+                try:
+                    pipeline_on(mesh, schedule=schedule, microbatches=microbatches)
+                except OptionsError as error:
+                    (possible,) = re.findall(r"\(\.\.\., microbatches=(\d+)\)$", str(error))
+                    pipeline_on(mesh, schedule=schedule, microbatches=int(possible))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_arguments_raise_at_construction_where_torch_would_raise_later(schedule):
+    for size in (1, 2, 4):
+        with fake_rank(0, size), ProcessGroupMesh(pp=size) as mesh:
+            for count in (1, 2, 3):
+                for microbatches in range(1, 13):
+                    try:
+                        pipeline_on(mesh, schedule=schedule, stages_per_rank=count, microbatches=microbatches)
+                    except OptionsError:
+                        accepted = False
+                    else:
+                        accepted = True
+                    what = f"{schedule} with {count} stages on each of {size} ranks, {microbatches} microbatches"
+                    assert accepted == torch_accepts(mesh, schedule, count, microbatches), what

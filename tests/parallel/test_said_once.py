@@ -1,0 +1,226 @@
+"""What a program does not say, the composition derives, or raises an error: four ranks against one process.
+
+Each program of the first table says only which axes a method owns. All losses, gradients, norms and weights of three
+steps have to be those of one process.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import gelu
+
+from pgmesh import AxisError, MethodError, ProcessGroupMesh
+from pgmesh.parallel import DataParallel, ExpertParallel, Method, ShardedDataParallel, TensorParallel, compose
+from tests.parallel.random_compositions import AverageLater, Drawn, train
+from tests.support.expert_models import expert_model
+from tests.support.parallel_models import (
+    WIDTH,
+    TinyGPT,
+    assert_same,
+    batch,
+    gradients_of,
+    local_part,
+    loss_of,
+    train_alone,
+    train_parallel,
+)
+from tests.support.tensor_plans import BLOCK_PLAN
+from tests.support.worlds import world
+
+pytestmark = pytest.mark.long
+
+torch.set_num_threads(1)  # ranks import this too, and share the cores
+
+
+def four(*ranks: int, **what: Any) -> Drawn:
+    """A composition on four ranks; the axes are among ``what``."""
+    sizes = {axis: what.pop(axis) for axis in ("late", "pp", "dp", "cp", "tp") if axis in what}
+    return Drawn(0, sizes, ranks or (0, 1, 2, 3), **what)
+
+
+PIPELINE: dict[str, Any] = {"pp": 2, "schedule": "1f1b", "microbatches": 2}
+
+PROGRAMS = {
+    "context and data": four(dp=2, cp=2, data="data", context="ring"),
+    "context and sharded data": four(dp=2, cp=2, data="sharded", context="ulysses"),
+    "context alone reads other tokens": four(dp=1, cp=4, data="data", context="ring"),
+    "experts on a view with replicas": four(dp=4, data="data", experts=(2, 2, 1)),
+    "experts on a view, sharded": four(dp=4, data="sharded", experts=(1, 2, 2)),
+    "norm of a pipeline": four(**PIPELINE, dp=2, data="data", clip=True),
+    "norm of experts in a pipeline": four(**PIPELINE, dp=2, data="data", experts=(1, 2, 1), clip=True),
+    "norm of tied embeddings in a pipeline": four(**PIPELINE, dp=2, data="sharded", tied=True, clip=True),
+    "norm of tied shards in a pipeline": four(**PIPELINE, tp=2, tensor="blocks", tied=True, clip=True),
+    "norm of each replica": four(late=2, dp=2, data="sharded", clip=True),
+    "experts of each replica": four(late=2, dp=2, data="data", experts=(1, 2, 1), clip=True),
+    "masked labels, data": four(dp=4, data="data", masked=True),
+    "masked labels, context": four(dp=2, cp=2, data="sharded", context="ring", masked=True),
+    "parts of unequal sizes": four(0, 2, 1, 3, dp=2, cp=2, data="data", context="ring", ragged=True, masked=True),
+    "masked labels, tensor": four(dp=2, tp=2, data="sharded", tensor="vocabulary", masked=True),
+    "masked labels, accumulation": four(dp=4, data="data", masked=True, passes=2),
+    "masked labels, experts": four(dp=4, data="data", masked=True, experts=(2, 2, 1)),
+    "masked labels, pipeline": four(**PIPELINE, dp=2, data="data", masked=True, passes=2),
+    "masked labels, pipeline and context": four(**PIPELINE, dp=1, cp=2, data="data", context="ring", masked=True),
+    "experts in bfloat16": four(dp=4, data="sharded", experts=(2, 2, 1), half=True),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_that_says_only_axes_is_one_process(name: str) -> None:
+    world(4).run(train, PROGRAMS[name])
+
+
+# ---- a method of the program ----
+
+
+class Halves(Method):
+    """Cuts sequences into consecutive parts. The model treats each position alone."""
+
+    differs = "positions"
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        return module
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.chunk(self.mesh.size(*self.owns), 1)[self.mesh.index(*self.owns)]
+
+
+class PositionBlock(nn.Module):
+    """A layer without attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(gelu(self.up(x)))
+
+
+def position_model() -> TinyGPT:
+    return TinyGPT(layers=2, block=PositionBlock)
+
+
+def cut_by_an_own_method(data: type[DataParallel] | type[ShardedDataParallel]) -> None:
+    with ProcessGroupMesh(dp=2, cp=2) as mesh:
+        together = compose(mesh, Halves(mesh, "cp"), data(mesh, "dp"))
+        model, alone = together.apply(position_model()), position_model()
+        for step in range(3):
+            codes, target = batch(step)
+            share = together.share({"x": codes, "target": target, "positions": torch.arange(8).expand(8, -1)})
+            model.zero_grad()
+            alone.zero_grad()
+            loss = loss_of(model(share["x"], share["positions"]), share["target"])
+            expected = loss_of(alone(codes), target)
+            loss.backward()
+            expected.backward()
+            assert_same("gradients", gradients_of(model), gradients_of(alone))
+            torch.testing.assert_close(together.mean(loss), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("data", [DataParallel, ShardedDataParallel])
+def test_an_own_method_that_cuts_sequences_widens_averages(data):
+    world(4).run(cut_by_an_own_method, data)
+
+
+def without_averages() -> None:
+    with ProcessGroupMesh(cp=4) as mesh, pytest.raises(AxisError, match=r"no method averages.*\n\n.*DataParallel"):
+        compose(mesh, Halves(mesh, "cp")).apply(position_model())
+
+
+def test_positions_without_averages_raise():
+    world(4).run(without_averages)
+
+
+def experts_across_replicas() -> None:
+    with ProcessGroupMesh(late=2, dp=2) as mesh, pytest.raises(AxisError, match="two owners"):
+        compose(mesh, AverageLater(mesh, "late"), DataParallel(mesh, "dp"), ExpertParallel(mesh.view(ep=4), "ep"))
+
+
+def test_experts_across_replicas_that_average_later_raise():
+    world(4).run(experts_across_replicas)
+
+
+# ---- experts that are copied, emptied or replaced ----
+
+
+def assign(model: nn.Module) -> nn.Module:
+    model.load_state_dict({name: each.clone() for name, each in model.state_dict().items()}, assign=True)
+    return model
+
+
+def empty(model: nn.Module) -> nn.Module:
+    state = {name: each.clone() for name, each in model.state_dict().items()}
+    model.to_empty(device="cpu").load_state_dict(state)
+    return model
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {"assign": assign, "copy": copy.deepcopy, "empty": empty}
+
+
+def changed_before(change: str) -> None:
+    """The experts of four ranks read four parts of the rows, and each is on two ranks."""
+    with ProcessGroupMesh(dp=4) as mesh:
+        together = compose(mesh, DataParallel(mesh, "dp"), ExpertParallel(mesh.view(edp=2, ep=2), "ep"))
+        model = together.apply(CHANGES[change](expert_model()))
+        compare_with_one_process(together, model, train_alone(expert_model(), clip=1.0))
+
+
+def changed_after(change: str) -> None:
+    """Experts lie on the four ranks, which read the same tokens."""
+    with ProcessGroupMesh(ep=4) as mesh:
+        together = compose(mesh, ExpertParallel(mesh, "ep"))
+        model = CHANGES[change](together.apply(expert_model()))
+        if change == "copy":
+            with pytest.raises(MethodError, match="returned 1 module, and none"):
+                together.grad_norm(module=model)
+            codes, target = batch(0)
+            loss_of(model(codes), target).backward()
+            expected = train_alone(expert_model(), steps=1)
+            assert_same("gradients", gradients_of(model), expected.gradients[0])
+        else:
+            compare_with_one_process(together, model, train_alone(expert_model(), clip=1.0))
+
+
+def compare_with_one_process(together: Any, model: nn.Module, expected: Any) -> None:
+    found = train_parallel(model, together.share, clip=lambda: together.clip_grad_norm_(1.0))
+    for mine, right in zip([*found.gradients, found.weights], [*expected.gradients, expected.weights], strict=True):
+        assert_same("gradients or weights", mine, right)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("when", [changed_before, changed_after])
+def test_experts_stay_experts_after_each_change(change: str, when: Callable[[str], None]) -> None:
+    world(4).run(when, change)
+
+
+# ---- ranks with seeds of their own ----
+
+
+def seeded(method: str) -> None:
+    with ProcessGroupMesh(n=4) as mesh:
+        kinds: dict[str, Callable[[], Method]] = {
+            "tensor": lambda: TensorParallel(mesh, "n", plan=BLOCK_PLAN),
+            "sharded": lambda: ShardedDataParallel(mesh, "n"),
+            "data": lambda: DataParallel(mesh, "n", init_sync=False),
+        }
+        together = compose(mesh, kinds[method]())
+        with pytest.raises(MethodError, match=r"different weights.* tokens\.weight(?s:.*)manual_seed(?s:.*)broadcast"):
+            together.apply(TinyGPT(layers=2, seed=mesh.rank))
+        model = TinyGPT(layers=2, seed=mesh.rank)
+        together.broadcast(model)
+        applied = together.apply(model)
+        expected = dict(TinyGPT(layers=2, seed=0).named_parameters())
+        for name, each in applied.named_parameters():
+            right = expected[name.removeprefix("module.")].detach()
+            part = local_part(right, each) if hasattr(each, "placements") else right
+            assert (each.to_local() if hasattr(each, "placements") else each).equal(part)
+
+
+@pytest.mark.parametrize("method", ["tensor", "sharded", "data"])
+def test_other_seeds_raise_unless_weights_are_broadcast(method: str) -> None:
+    world(4).run(seeded, method)
