@@ -37,6 +37,7 @@ LONGEST = (
     "test_overhead",
     "interop/test_megatron_core",
     "connect/test_connect",
+    "elastic/test_example",
 )
 """The slowest files, slowest first; files that wait alternate with files that compute."""
 

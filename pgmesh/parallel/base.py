@@ -19,7 +19,7 @@ from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.blocks import Blocks, connected_ranks, spanning_axes
 from pgmesh.parallel.divisibility import divide_evenly, format_sizes
-from pgmesh.parallel.ownership import expert_parameters
+from pgmesh.parallel.local_experts import expert_parameters
 
 Difference = Literal["rows", "positions", "weights", "experts"]
 """What differs between ranks along a method's axes: rows of a batch (data), positions of a sequence (context), weights

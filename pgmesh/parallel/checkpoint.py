@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from pgmesh.errors import MethodError
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.ownership import LocalExperts
+from pgmesh.parallel.local_experts import LocalExperts
 from pgmesh.parallel.pipeline import Pipeline
 
 # one entry for each parameter, by name: a stage cannot number parameters as the whole model does

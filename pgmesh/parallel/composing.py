@@ -32,8 +32,8 @@ from pgmesh.parallel.comparing import compare_inputs, compare_weights, compariso
 from pgmesh.parallel.divisibility import format_sizes
 from pgmesh.parallel.exchange import on_served_device
 from pgmesh.parallel.gradients import local_shard, norm_of_pieces, scale_gradients
+from pgmesh.parallel.local_experts import expert_parameters, names_of_experts
 from pgmesh.parallel.owners import check_owners, owns_axis
-from pgmesh.parallel.ownership import expert_parameters, names_of_experts
 
 Shards = dict[tuple[nn.Module, str], int]
 """The number of shards of a parameter that is one as a plain tensor, by its module and its name there."""

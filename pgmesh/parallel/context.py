@@ -12,8 +12,8 @@ from pgmesh.errors import MethodError, OptionsError, ShapeError
 from pgmesh.parallel.base import Method
 from pgmesh.parallel.divisibility import divide_along_axes, divide_evenly, format_sizes
 from pgmesh.parallel.exchange import all_gather_stacked
-from pgmesh.parallel.ownership import is_stage
 from pgmesh.parallel.ring import ring_attention, ulysses_attention
+from pgmesh.parallel.stage_cutting import is_stage
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

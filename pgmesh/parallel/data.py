@@ -17,7 +17,7 @@ from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Method
 from pgmesh.parallel.exchange import on_served_device
-from pgmesh.parallel.ownership import expert_parameters
+from pgmesh.parallel.local_experts import expert_parameters
 from pgmesh.torch_private import exclude_from_ddp
 
 

@@ -16,7 +16,8 @@ from pgmesh.parallel import exchange, mixture
 from pgmesh.parallel.base import Method, format_axes
 from pgmesh.parallel.blocks import Blocks, connected_ranks, spanning_axes
 from pgmesh.parallel.divisibility import divide_along_axes, format_sizes
-from pgmesh.parallel.ownership import LocalExperts, is_stage
+from pgmesh.parallel.local_experts import LocalExperts
+from pgmesh.parallel.stage_cutting import is_stage
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -28,9 +28,8 @@ from pgmesh.parallel.comparing import tensors_in
 from pgmesh.parallel.divisibility import format_sizes, nearest_multiples
 from pgmesh.parallel.exchange import on_served_device
 from pgmesh.parallel.gradients import local
-from pgmesh.parallel.ownership import tied_names
 from pgmesh.parallel.schedules import SCHEDULES, check_microbatches, check_stages
-from pgmesh.parallel.stage_cutting import copy_stage, partition_layers
+from pgmesh.parallel.stage_cutting import copy_stage, partition_layers, tied_names
 from pgmesh.parallel.stage_shapes import Stage, device_of_stage, gradients_aside
 
 MAX_SCHEDULES = 8

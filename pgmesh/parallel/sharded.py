@@ -15,7 +15,7 @@ from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Level, Method, format_axes
 from pgmesh.parallel.blocks import Blocks
 from pgmesh.parallel.data import check_keywords
-from pgmesh.parallel.ownership import expert_parameters
+from pgmesh.parallel.local_experts import expert_parameters
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -26,7 +26,7 @@ from pgmesh._util.suggestions import closest_name, did_you_mean
 from pgmesh.errors import MethodError, OptionsError
 from pgmesh.parallel.base import Level, Method, format_axes, single_axis
 from pgmesh.parallel.divisibility import divide_along_axes
-from pgmesh.parallel.ownership import match_modules, on_other_stage, tied_names
+from pgmesh.parallel.stage_cutting import match_modules, on_other_stage, tied_names
 
 if TYPE_CHECKING:
     from pgmesh.layout import Axis

@@ -297,7 +297,8 @@ def again_and_again(fault: Callable[[ProcessGroupMesh], None]) -> list[Count]:
             memory = resident_kib()  # which collects what is garbage first
             wait_until(lambda: teardown.free_finished() or not teardown._kept, "collectives that hang in Gloo end")
             dist.barrier()
-            seen.append(Count(count_resources() | {"keys": c10d._get_default_store().num_keys()}, memory))
+            held = count_resources() | settled_resources() | {"keys": c10d._get_default_store().num_keys()}
+            seen.append(Count(held, memory))
             dist.barrier()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     mesh.connect(ALL, timeout=LONG_TIMEOUT)

@@ -17,7 +17,7 @@ from torch import nn
 
 from pgmesh import AxisError, MethodError, ProcessGroupMesh
 from pgmesh.parallel import Level, Method, PipelineParallel, ShardedDataParallel, TensorParallel, compose
-from pgmesh.parallel.ownership import LocalExperts
+from pgmesh.parallel.local_experts import LocalExperts
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
 from tests.support.pipelines import needs_pipelines

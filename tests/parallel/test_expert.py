@@ -23,7 +23,8 @@ from pgmesh.parallel import (
     mix,
     mixture,
 )
-from pgmesh.parallel.ownership import AbsentLayer, LocalExperts
+from pgmesh.parallel.local_experts import LocalExperts
+from pgmesh.parallel.stage_cutting import AbsentLayer
 from tests.support.expert_models import (
     EXPERTS,
     TOP_K,

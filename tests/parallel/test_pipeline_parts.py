@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from pgmesh import AxisError, MethodError, ProcessGroupMesh, torch_private
 from pgmesh.parallel import DataParallel, Method, PipelineParallel, ShardedDataParallel, compose
-from pgmesh.parallel.ownership import AbsentLayer
+from pgmesh.parallel.stage_cutting import AbsentLayer
 from tests.support.fake_world import fake_rank
 from tests.support.pipelines import needs_pipelines
 from tests.support.worlds import world

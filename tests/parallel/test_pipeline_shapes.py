@@ -28,7 +28,7 @@ from pgmesh.parallel import (
     seed_of,
     seeded_rng,
 )
-from pgmesh.parallel.ownership import AbsentLayer
+from pgmesh.parallel.stage_cutting import AbsentLayer
 from tests.support.expert_models import cut_like, expert_model
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises

@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from pgmesh import Layout, MismatchError, PgmeshError, ProcessGroupMesh, Resharder
 from pgmesh.errors import MethodError
-from pgmesh.parallel.ownership import LocalExperts
+from pgmesh.parallel.local_experts import LocalExperts
 from pgmesh.resharding import link, transfer
 from tests.support.transfer_oracle import random_layout, random_placements, shard_of
 from tests.support.worlds import fresh_world, world
