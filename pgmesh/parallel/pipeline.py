@@ -383,7 +383,12 @@ class Pipeline(nn.Module):
         rows = [each[: len(each) // method.microbatches] for each in inputs]
         stages = [Stage(part, method.stage(i), method.stages, rows, group) for i, part in enumerate(self.parts)]
         argument = stages[0] if info.stages_per_rank == 1 else stages
-        return info.torch_class(argument, method.microbatches, method.loss if loss else None)
+        return info.torch_class(argument, method.microbatches, self._loss if loss else None)
+
+    def _loss(self, output: Any, target: torch.Tensor) -> torch.Tensor:
+        """The loss of a microbatch. torch detaches it in place, which fails for a view, such as that of a DTensor."""
+        assert self.method.loss is not None
+        return self.method.loss(output, target).clone()
 
     def _check_rows(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Raise a ShapeError if the tensors of a batch cannot be split into equal microbatches."""

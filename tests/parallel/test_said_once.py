@@ -66,6 +66,9 @@ PROGRAMS = {
     "masked labels, experts": four(dp=4, data="data", masked=True, experts=(2, 2, 1)),
     "masked labels, pipeline": four(**PIPELINE, dp=2, data="data", masked=True, passes=2),
     "masked labels, pipeline and context": four(**PIPELINE, dp=1, cp=2, data="data", context="ring", masked=True),
+    "sharded logits, split backward": four(
+        pp=2, tp=2, tensor="vocabulary", schedule="zero-bubble", stages_per_rank=2, microbatches=2, layers=4
+    ),
     "experts in bfloat16": four(dp=4, data="sharded", experts=(2, 2, 1), half=True),
 }
 
