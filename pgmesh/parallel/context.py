@@ -140,7 +140,7 @@ class ContextParallel(Method):
         if not self.cuts:
             return whole
         chunks, length = self._ranks * (2 if self._balanced else 1), whole.size(along)
-        two = f"{self._axis_sizes}, two chunks for each rank" if self._balanced else self._axis_sizes
+        two = f"{self._axis_sizes}, two chunks for each of {self._ranks} ranks" if self._balanced else self._axis_sizes
         divide_evenly(length, f"a sequence of {length} positions", "positions", chunks, two)
         parts, index = whole.chunk(chunks, along), self.mesh.index(*self.owns)
         return torch.cat([parts[i] for i in self._chunk_indices(index)], along)

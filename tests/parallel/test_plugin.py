@@ -183,7 +183,7 @@ print(parallel.find("diloco"))
 try:
     parallel.find("ring")
 except RuntimeError as error:
-    print("diloco (pgmesh-diloco)" in str(error), "data (pgmesh)" in str(error))
+    print("diloco (pgmesh_diloco:DiLoCo)" in str(error), "data (pgmesh.parallel.data:DataParallel)" in str(error))
 """
 
 
