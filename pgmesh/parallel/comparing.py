@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -114,9 +114,12 @@ def compare_weights(
 # ---- inputs ----
 
 
-Comparison = tuple[Method, tuple[Axis, ...], tuple[str, ...]]
-"""A method, axes of its mesh, and the units of which all ranks along these need the same number: "rows", "positions" or
-"tokens"."""
+class Comparison(NamedTuple):
+    """A method, axes of its mesh, and what all ranks along these need the same number of, as in ``UNITS``."""
+
+    method: Method
+    axes: tuple[Axis, ...]
+    units: tuple[str, ...]
 
 
 def comparisons(methods: Iterable[Method], equal_parts: bool) -> Iterator[Comparison]:
@@ -128,13 +131,14 @@ def comparisons(methods: Iterable[Method], equal_parts: bool) -> Iterator[Compar
     """
     for method in methods:
         if method.differs == "rows" and equal_parts:
-            yield method, method.average_axes, ("rows",)
+            yield Comparison(method, method.average_axes, ("rows",))
         elif method.differs == "experts" and equal_parts:
-            yield method, method.mesh.along(*{*method.average_axes, *method.owns}).axes, ("tokens",)
+            axes = method.mesh.along(*{*method.average_axes, *method.owns}).axes
+            yield Comparison(method, axes, ("tokens",))
         elif method.level is Level.PIPELINE:
-            yield method, method.owns, ("rows",)
+            yield Comparison(method, method.owns, ("rows",))
         elif method.differs in ("positions", "weights"):
-            yield method, method.owns, ("rows", "positions")
+            yield Comparison(method, method.owns, ("rows", "positions"))
 
 
 def compare_inputs(
