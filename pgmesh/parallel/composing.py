@@ -30,7 +30,7 @@ from pgmesh.parallel.base import Level, Method, format_axes, split_rows
 from pgmesh.parallel.blocks import Blocks, connected_ranks
 from pgmesh.parallel.comparing import compare_inputs, compare_weights, comparisons, tensors_in
 from pgmesh.parallel.divisibility import format_sizes
-from pgmesh.parallel.exchange import on_served_device
+from pgmesh.parallel.exchange import broadcast_from_first, on_served_device
 from pgmesh.parallel.gradients import local_shard, norm_of_pieces, scale_gradients
 from pgmesh.parallel.local_experts import expert_parameters, names_of_experts
 from pgmesh.parallel.owners import check_owners, owns_axis
@@ -63,7 +63,7 @@ class Composition:
     def _settle(self) -> None:
         for method in self.methods:
             axes = method.average_axes
-            method.settle(self._readers)
+            method.settle(blocks_of(self._reading))
             if method in _applied and method.average_axes != axes:
                 found, method.average_axes = method.average_axes, axes
                 raise MethodError(
@@ -73,34 +73,33 @@ class Composition:
                 )
 
     @property
-    def _readers(self) -> Blocks:
-        """Layouts and axes along which ranks read different tokens, without replicas that are averaged later."""
-        differs = [each for each in self.methods if each.differs in ("rows", "positions") and not each.averages_later]
-        return [(each.mesh.layout, each.owns) for each in differs]
+    def _reading(self) -> list[Method]:
+        """The methods along whose axes ranks read different tokens, but for replicas that are averaged later."""
+        return [each for each in self.methods if each.differs in ("rows", "positions") and not each.averages_later]
 
     @property
     def _averaging(self) -> Method | None:
         """The method that averages gradients."""
         return next((each for each in self.methods if each.averages_gradients), None)
 
-    def _ranks_along(self, blocks: Blocks) -> list[int]:
-        """The ranks that are connected with this one by blocks, in the order of their group, which is mesh order."""
-        return sorted(connected_ranks(self.mesh.rank, blocks), key=self.mesh.coord_of)
+    def _ranks_along(self, methods: Iterable[Method]) -> list[int]:
+        """The ranks that are connected with this one along the axes of methods, in the order of their group."""
+        return sorted(connected_ranks(self.mesh.rank, blocks_of(methods)), key=self.mesh.coord_of)
 
     @cached_property
     def _token_ranks(self) -> list[int]:
         """The ranks that read different tokens, with this one: those over whose losses the gradient is a mean."""
-        return self._ranks_along(self._readers)
+        return self._ranks_along(self._reading)
 
     @cached_property
     def _replica_ranks(self) -> list[int]:
         """The ranks that train one replica: all, but for methods that average later."""
-        return self._ranks_along([(each.mesh.layout, each.owns) for each in self.methods if not each.averages_later])
+        return self._ranks_along(each for each in self.methods if not each.averages_later)
 
     @cached_property
     def _ranks(self) -> list[int]:
         """All ranks that train together."""
-        return self._ranks_along([(each.mesh.layout, each.owns) for each in self.methods])
+        return self._ranks_along(self.methods)
 
     # -- the module -------------------------------------------------------------------------------------------------
 
@@ -153,7 +152,7 @@ class Composition:
         experts = names_of_experts(module)
         trainable = [name for name, each in module.named_parameters() if each.requires_grad and name not in experts]
         if trainable:
-            cutting = next(each for each in self.methods if (each.mesh.layout, each.owns) in self._readers)
+            cutting = self._reading[0]
             sizes = {
                 axis if isinstance(axis, str) else f"axis{axis}": cutting.mesh.size(axis) for axis in cutting.mesh.axes
             }
@@ -176,9 +175,7 @@ class Composition:
 
     def _compare_whole_weights(self, module: nn.Module) -> None:
         """Compare the weights that were on the meta device in ``apply``, where ranks have them whole."""
-        ranks = self._ranks_along(
-            [(each.mesh.layout, each.owns) for each in self.methods if each.level is not Level.PIPELINE]
-        )
+        ranks = self._ranks_along(each for each in self.methods if each.level is not Level.PIPELINE)
         pieces, per_stage = self._pieces[module], min(self._pieces[module].values(), default=1)
         whole = {name: each for name, each in module.named_parameters() if pieces[name] == per_stage}
         compare_weights(self.mesh, ranks, whole)
@@ -202,10 +199,7 @@ class Composition:
         if sharded := [name for name, each in tensors if isinstance(each, DTensor) or name in experts]:
             raise MethodError(f"{sharded[0]} is sharded already: call broadcast(module) before apply(module).")
         if len(self._ranks) > 1:
-            group = self.mesh.group_of(self._ranks)
-            for _, tensor in tensors:
-                with on_served_device(tensor.detach(), group) as sent:
-                    dist.broadcast(sent, group=group, group_src=0)
+            broadcast_from_first((each for _, each in tensors), self.mesh.group_of(self._ranks))
 
     def _apply(
         self, methods: tuple[Method, ...], sharded: Shards, running: list[Method], module: nn.Module
@@ -532,6 +526,11 @@ def compose(
             f"  compose(mesh, ..., unowned={missing})   # if this is intended"
         )
     return Composition(mesh, tuple(sorted(methods, key=lambda method: method.level)), equal_parts)
+
+
+def blocks_of(methods: Iterable[Method]) -> Blocks:
+    """The layouts of methods, and the axes that they own there."""
+    return [(each.mesh.layout, each.owns) for each in methods]
 
 
 def places_of(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str], torch.Size]]:

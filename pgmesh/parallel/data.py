@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -16,7 +15,7 @@ from pgmesh.errors import MethodError, OptionsError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Method
-from pgmesh.parallel.exchange import on_served_device
+from pgmesh.parallel.exchange import broadcast_from_first
 from pgmesh.parallel.local_experts import expert_parameters
 from pgmesh.torch_private import exclude_from_ddp
 
@@ -68,10 +67,13 @@ class DataParallel(Method):
             MethodError: a parameter is a DTensor, which DDP does not support, or the module contains DDP already.
         """
         experts, axes = expert_parameters(module), self.average_axes
-        if any(isinstance(each, DistributedDataParallel) for each in module.modules()):
+        wrapped = [name for name, each in module.named_modules() if isinstance(each, DistributedDataParallel)]
+        if wrapped:
+            found = f"module.get_submodule({wrapped[0]!r}).module"
             raise MethodError(
                 "torch's DDP is in the module already, and a second one would compute wrong gradients.\n\n"
-                f"  DataParallel(mesh, ..., {', '.join(map(repr, self.owns))})   # one method for all axes"
+                + (f"  module.set_submodule({wrapped[0]!r}, {found})" if wrapped[0] else "  module = module.module")
+                + "   # before apply: without DDP. One DataParallel has all axes"
             )
         for name, weight in module.named_parameters():
             if isinstance(weight, DTensor) and name not in experts:
@@ -89,10 +91,8 @@ class DataParallel(Method):
             vars(wrapped)["pgmesh_group"] = group
             return wrapped
         if self.broadcasts:
-            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-                if name not in experts:
-                    with on_served_device(tensor.detach(), group) as served:
-                        dist.broadcast(served, self.mesh.ranks(*axes)[0], group=group)
+            tensors = (*module.named_parameters(), *module.named_buffers())
+            broadcast_from_first((each for name, each in tensors if name not in experts), group)
         return module
 
     def accumulate(self, module: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +44,13 @@ def on_served_device(tensor: Tensor, group: ProcessGroup) -> Iterator[Tensor]:
     yield moved
     if moved is not tensor:
         tensor.copy_(moved)
+
+
+def broadcast_from_first(tensors: Iterable[Tensor], group: ProcessGroup) -> None:
+    """Broadcast the values of tensors from the first rank of a group. Every rank has as many, of the same shapes."""
+    for tensor in tensors:
+        with on_served_device(tensor.detach(), group) as served:
+            dist.broadcast(served, group=group, group_src=0)
 
 
 def all_to_all_rows(
