@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from unittest import mock
 
 import pytest
@@ -158,8 +159,14 @@ def test_stages_learn_anew_what_they_are_handed_in_another_precision():
 def two_data_parallels() -> None:
     mesh = ProcessGroupMesh(a=2, b=2, name="actor")
     methods = DataParallel(mesh, "a"), DataParallel(mesh, "b")
-    with pytest.raises(MethodError, match=r"(?s)DDP is in the module already.*  DataParallel\(mesh, \.\.\., 'b'\)"):
-        methods[1].apply(methods[0].apply(nn.Linear(2, 2)))
+    module = methods[0].apply(nn.Linear(2, 2))
+    nested = nn.Sequential(module)
+    for each, call in ((module, "module = module.module"), (nested, "module.set_submodule('0', ")):
+        with pytest.raises(MethodError, match=rf"(?s)DDP is in the module already.*  {re.escape(call)}") as raised:
+            methods[1].apply(each)
+        variables = {"module": each}
+        exec(str(raised.value).splitlines()[-1].strip(), variables)
+        DataParallel(mesh, "a", "b").apply(variables["module"])
     with pytest.raises(MethodError, match=r"ShardedDataParallel\(mesh, 'b', replicate=\['b'\]\)"):
         methods[1].apply(ShardedDataParallel(mesh, "a").apply(nn.Linear(2, 2)))
     for first in (methods[0], ShardedDataParallel(mesh, "a")):
