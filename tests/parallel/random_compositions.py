@@ -31,7 +31,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel, loss_parallel
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 
 from pgmesh import PgmeshError, ProcessGroupMesh
 from pgmesh.launch.spawning import Outcome, pack_call
@@ -49,14 +48,16 @@ from pgmesh.parallel import (
     local,
 )
 from pgmesh.parallel.schedules import SCHEDULES
-from tests.support.expert_models import ExpertBlock, cut_like
+from tests.support.expert_models import ExpertBlock, ExpertBlockAgain, cut_like
 from tests.support.parallel_models import (
     CONTEXT,
     FIRST,
     LAST,
     STEPS,
     TOLERANCE,
+    Adapted,
     Block,
+    BlockAgain,
     TinyGPT,
     assert_same,
     batch,
@@ -265,32 +266,6 @@ def draw_schedule(numbers: Numbers, drawn: Drawn) -> Drawn:
 
 
 # ---- the model and the methods ----
-
-
-class BlockAgain(Block):
-    """Activations are computed again in the backward pass."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
-class ExpertBlockAgain(ExpertBlock):
-    """Tokens are sent again in the backward pass."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
-class Adapted(nn.Module):
-    """A frozen linear layer, with a trained adapter of low rank next to it."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.a, self.b = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.b(self.a(x))
 
 
 def model_of(drawn: Drawn, seed: int = 0) -> TinyGPT:

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.utils.checkpoint import checkpoint
 
 from pgmesh import ProcessGroupMesh
 from pgmesh.parallel import (
@@ -32,8 +31,8 @@ from pgmesh.parallel import (
     TensorParallel,
     compose,
 )
-from tests.support.expert_models import ExpertBlock, cut_like, expert_model, train_alone_in_parts
-from tests.support.parallel_models import FIRST, LAST, STEPS, TOLERANCE, Block, TinyGPT, loss_of, train_alone
+from tests.support.expert_models import ExpertBlockAgain, cut_like, expert_model, train_alone_in_parts
+from tests.support.parallel_models import FIRST, LAST, STEPS, TOLERANCE, BlockAgain, TinyGPT, loss_of, train_alone
 from tests.support.parallel_training import in_microbatches, train_and_compare, whole_loss
 from tests.support.tensor_plans import BLOCK_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
 from tests.support.worlds import check_sums, groups_of, world
@@ -74,20 +73,6 @@ def compiled(make: Callable[[], TinyGPT] = gpt) -> TinyGPT:
     for block in model.blocks:
         block.compile(fullgraph=True, backend="aot_eager")
     return model
-
-
-class BlockAgain(Block):
-    """Activations are computed again in the backward pass."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
-class ExpertBlockAgain(ExpertBlock):
-    """Tokens travel again in the backward pass."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 # ---- methods ----

@@ -24,7 +24,7 @@ from pgmesh import AxisError, MethodError, OptionsError, ProcessGroupMesh, Shape
 from pgmesh.parallel import PipelineParallel, TensorParallel, attention_plan, compose, mlp_plan
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
-from tests.support.parallel_models import FIRST, LAST, Block, TinyGPT, train_alone
+from tests.support.parallel_models import FIRST, LAST, Adapted, Block, TinyGPT, train_alone
 from tests.support.parallel_training import train_and_check, train_and_compare
 from tests.support.tensor_plans import BLOCK_PLAN, EMBEDDED_PLAN, GATHERED_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
 from tests.support.worlds import check_sums, groups_of, world
@@ -67,18 +67,6 @@ def test_training_on_permuted_ranks_is_that_of_one_process():
 
 
 # ---- frozen parameters ----
-
-
-class Adapted(nn.Module):
-    """A frozen linear layer, with a trained adapter of low rank next to it."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.a, self.b = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.b(self.a(x))
 
 
 class AdaptedLinear(nn.Linear):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from pgmesh.parallel import Router, mix, with_loss
 from tests.support.parallel_models import (
@@ -51,6 +52,13 @@ class ExpertBlock(nn.Module):
         routes = self.router(tokens)
         mixed = self.mix(tokens, routes.weights, routes.chosen, self.experts)
         return x + with_loss(mixed.view_as(x), BALANCE_WEIGHT * routes.balance)
+
+
+class ExpertBlockAgain(ExpertBlock):
+    """Tokens are sent again in the backward pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 def expert_model(layers: int = 2) -> TinyGPT:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 LAYERS, WIDTH, HEADS, VOCABULARY, CONTEXT, ROWS, STEPS = 4, 16, 4, 24, 8, 8, 3
 TOLERANCE = 1e-12
@@ -43,6 +44,25 @@ class Block(nn.Module):
         q, k, v = heads.transpose(1, 2).unbind(3)  # each rows x heads x places x numbers
         x = x + self.out(self.attend(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.down(gelu(self.up(self.norm2(x))))
+
+
+class BlockAgain(Block):
+    """Activations are computed again in the backward pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer, with a trained adapter of low rank next to it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a, self.b = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.b(self.a(x))
 
 
 class TinyGPT(nn.Module):
