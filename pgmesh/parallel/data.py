@@ -67,12 +67,12 @@ class DataParallel(Method):
             MethodError: a parameter is a DTensor, which DDP does not support, or the module contains DDP already.
         """
         experts, axes = expert_parameters(module), self.average_axes
-        wrapped = [name for name, each in module.named_modules() if isinstance(each, DistributedDataParallel)]
-        if wrapped:
-            found = f"module.get_submodule({wrapped[0]!r}).module"
+        inside = [name for name, each in module.named_modules() if isinstance(each, DistributedDataParallel)]
+        if inside:
+            found = f"module.get_submodule({inside[0]!r}).module"
             raise MethodError(
                 "torch's DDP is in the module already, and a second one would compute wrong gradients.\n\n"
-                + (f"  module.set_submodule({wrapped[0]!r}, {found})" if wrapped[0] else "  module = module.module")
+                + (f"  module.set_submodule({inside[0]!r}, {found})" if inside[0] else "  module = module.module")
                 + "   # before apply: without DDP. One DataParallel has all axes"
             )
         for name, weight in module.named_parameters():
