@@ -28,9 +28,9 @@ Modules:
 - ``interop``: DeviceMesh, Megatron-Core and ColossalAI
 - ``drawing``, ``svg``, ``planning``, ``topology``, ``errors``, ``options``, ``layout``, ``mesh``
 
-Errors, each a ``PgmeshError``: ``ShapeError``, ``AxisError``, ``PlaceError``, ``OptionsError``, ``MembershipError``,
+Errors, each a ``PgmeshError``: ``ShapeError``, ``AxisError``, ``RankError``, ``OptionsError``, ``MembershipError``,
 ``WorldError``, ``NameTakenError``, ``LifetimeError``, ``MismatchError``, ``MissingRanksError``, ``CircleError``,
-``MethodError``, ``SeamError``, ``LaunchError``.
+``MethodError``, ``UnsupportedTorchError``, ``LaunchError``.
 
 Command line: ``pgmesh plan``, ``show``, ``check`` and ``doctor``.
 """
@@ -56,7 +56,7 @@ _HOME = {
             "PgmeshError",
             "ShapeError",
             "AxisError",
-            "PlaceError",
+            "RankError",
             "OptionsError",
             "MembershipError",
             "WorldError",
@@ -66,7 +66,7 @@ _HOME = {
             "MissingRanksError",
             "CircleError",
             "MethodError",
-            "SeamError",
+            "UnsupportedTorchError",
             "LaunchError",
         ),
         "errors",
@@ -118,9 +118,9 @@ if TYPE_CHECKING:
         NameTakenError as NameTakenError,
         OptionsError as OptionsError,
         PgmeshError as PgmeshError,
-        PlaceError as PlaceError,
-        SeamError as SeamError,
+        RankError as RankError,
         ShapeError as ShapeError,
+        UnsupportedTorchError as UnsupportedTorchError,
         WorldError as WorldError,
     )
     from pgmesh.interop import from_device_mesh as from_device_mesh

@@ -1,20 +1,20 @@
 """The exceptions of pgmesh. Each message has the problem, the numbers, and a corrected call where there is one.
 
 PgmeshError
-├── ShapeError         (ValueError)              sizes, ranks, names or hosts that are invalid or do not fit together
-├── AxisError          (ValueError, IndexError)  an axis the mesh does not have, or one named twice
-├── PlaceError         (ValueError, IndexError)  a rank, coord or index that is invalid or outside the mesh
-├── OptionsError       (ValueError)              an invalid option, tag or timeout
-├── MembershipError    (RuntimeError)            this rank is not a member of the group or mesh
-├── WorldError         (RuntimeError)            the world or its store is missing, lost or unsuitable
-├── NameTakenError     (RuntimeError)            an open mesh has this name already
-├── LifetimeError      (RuntimeError)            an operation after release, close or fork, or in the wrong state
-├── MismatchError      (RuntimeError)            ranks describe one mesh or group differently
-├── MissingRanksError  (TimeoutError)            members that did not arrive before the deadline
-├── CircleError        (RuntimeError)            ranks that wait for each other in a circle
-├── MethodError        (RuntimeError)            a parallel method that failed or was not found
-├── SeamError          (RuntimeError)            this torch lacks a private name that pgmesh needs
-└── LaunchError        (RuntimeError)            a launcher or a spawned rank failed
+├── ShapeError             (ValueError)              sizes, ranks, names or hosts that are invalid or do not fit
+├── AxisError              (ValueError, IndexError)  an axis the mesh does not have, or one named twice
+├── RankError              (ValueError, IndexError)  a rank, coord or index that is invalid or outside the mesh
+├── OptionsError           (ValueError)              an invalid option, tag or timeout
+├── MembershipError        (RuntimeError)            this rank is not a member of the group or mesh
+├── WorldError             (RuntimeError)            the world or its store is missing, lost or unsuitable
+├── NameTakenError         (RuntimeError)            an open mesh has this name already
+├── LifetimeError          (RuntimeError)            an operation after release, close or fork, or in the wrong state
+├── MismatchError          (RuntimeError)            ranks describe one mesh or group differently
+├── MissingRanksError      (TimeoutError)            members that did not arrive before the deadline
+├── CircleError            (RuntimeError)            ranks that wait for each other in a circle
+├── MethodError            (RuntimeError)            a parallel method that failed or was not found
+├── UnsupportedTorchError  (RuntimeError)            this torch lacks a private name that pgmesh needs
+└── LaunchError            (RuntimeError)            a launcher or a spawned rank failed
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class AxisError(PgmeshError, ValueError, IndexError):
     """An axis the mesh does not have, or one named twice."""
 
 
-class PlaceError(PgmeshError, ValueError, IndexError):
+class RankError(PgmeshError, ValueError, IndexError):
     """A rank, coord or index that is invalid or outside the mesh."""
 
 
@@ -72,7 +72,7 @@ class MethodError(PgmeshError, RuntimeError):
     """A parallel method that failed or was not found."""
 
 
-class SeamError(PgmeshError, RuntimeError):
+class UnsupportedTorchError(PgmeshError, RuntimeError):
     """This torch lacks a private name that pgmesh needs."""
 
 

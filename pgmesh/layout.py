@@ -90,7 +90,7 @@ from pgmesh._util.validation import (
 )
 from pgmesh.drawing import plain_text
 from pgmesh.drawing.drawable import Axis as Axis
-from pgmesh.errors import AxisError, MembershipError, PlaceError, ShapeError
+from pgmesh.errors import AxisError, MembershipError, RankError, ShapeError
 
 Keep = Union[int, slice, Iterable[int]]
 """An argument of ``at`` for one axis: an index, which fixes the axis, or the slice or the indices to keep."""
@@ -284,7 +284,7 @@ class Layout:
             coord: one index for each axis, outermost first. Negative indices count from the end.
 
         Raises:
-            PlaceError: there is no such coord.
+            RankError: there is no such coord.
 
         >>> layout.rank_of((1, 0, 1))
         5
@@ -292,23 +292,23 @@ class Layout:
         try:
             coord = tuple(coord)
         except TypeError:
-            raise PlaceError(f"a coord is a tuple of indices, one for each axis, not {coord!r}.") from None
+            raise RankError(f"a coord is a tuple of indices, one for each axis, not {coord!r}.") from None
         if len(coord) != len(self._axes):
-            raise PlaceError(f"a coord of {self._brief()} has {len(self._axes)} indices, but {coord} has {len(coord)}.")
+            raise RankError(f"a coord of {self._brief()} has {len(self._axes)} indices, but {coord} has {len(coord)}.")
         return self._rank_at(self._position_of(coord))
 
     def coord_of(self, rank: int) -> tuple[int, ...]:
         """The coord of a rank, its index on each axis; the inverse of ``rank_of``.
 
         Raises:
-            PlaceError: the rank is not in this layout.
+            RankError: the rank is not in this layout.
 
         >>> layout.coord_of(5)
         (1, 0, 1)
         """
         coord = self._lookup(rank)
         if coord is None:
-            raise PlaceError(f"rank {rank!r} is not in {self._brief()}, whose ranks are {self._listed()}.")
+            raise RankError(f"rank {rank!r} is not in {self._brief()}, whose ranks are {self._listed()}.")
         return coord
 
     def index_of(self, rank: int, *axes: Axis) -> int:
@@ -347,7 +347,7 @@ class Layout:
         try:
             coord[i] += whole_number(step)
         except TypeError:
-            raise PlaceError(f"a step along axis {axis} is a whole number, not {step!r}.") from None
+            raise RankError(f"a step along axis {axis} is a whole number, not {step!r}.") from None
         if wrap:
             coord[i] %= size
         return self._rank_at(self._position_of(coord)) if 0 <= coord[i] < size else None
@@ -378,7 +378,7 @@ class Layout:
         """This layout with the methods of a mesh on that rank, except those that need groups.
 
         Raises:
-            PlaceError: the rank is not in this layout.
+            RankError: the rank is not in this layout.
 
         >>> layout.seen_by(5).label(), layout.seen_by(5).index("dp", "tp"), layout.seen_by(5).ranks("pp")
         ('pp1-dp0-tp1', 1, (1, 5))
@@ -399,7 +399,7 @@ class Layout:
 
         Raises:
             AxisError: there is no such axis.
-            PlaceError: there is no such index.
+            RankError: there is no such index.
             ShapeError: no index of an axis is kept.
 
         >>> layout.at(pp=1, tp=0).ranks()
@@ -408,7 +408,7 @@ class Layout:
         (0, 1, 6, 7)
         """
         if fixed is not None and not isinstance(fixed, Mapping):
-            raise PlaceError(f"at takes indices by axis, such as at({{0: 1}}) or at(pp=1), not {fixed!r}.")
+            raise RankError(f"at takes indices by axis, such as at({{0: 1}}) or at(pp=1), not {fixed!r}.")
         offset, offsets, all_axes = self._offset, dict(enumerate(self._offsets)), dict(self._all_axes)
         given: set[int] = set()
         for axis, keep in [*(fixed or {}).items(), *indices.items()]:
@@ -582,25 +582,25 @@ class Layout:
         raise AxisError(f"there is no axis {axis!r} in {self._brief()}.{did_you_mean(close)}")
 
     def _checked_index(self, i: int, index: Any) -> int:
-        """An index of an axis, counted from the start; PlaceError if the axis does not have it."""
+        """An index of an axis, counted from the start; RankError if the axis does not have it."""
         size, axis = len(self._offsets[i]), self._axes[i]
         try:
             number: int = index if type(index) is int else whole_number(index)
         except TypeError:
-            raise PlaceError(f"an index of axis {axis} is a whole number, not {index!r}.") from None
+            raise RankError(f"an index of axis {axis} is a whole number, not {index!r}.") from None
         if not -size <= number < size:
-            raise PlaceError(f"axis {axis} has {_index_range(size)}; there is no {number}.")
+            raise RankError(f"axis {axis} has {_index_range(size)}; there is no {number}.")
         return number % size
 
     def _checked_indices(self, i: int, keep: Iterable[Any]) -> Iterable[Any]:
-        """Indices to keep of an axis; PlaceError if they are a boolean mask."""
+        """Indices to keep of an axis; RankError if they are a boolean mask."""
         kept = tuple(keep)
         if len(kept) != len(self._offsets[i]) or not all(map(is_boolean, kept)):
             return kept
         axis, indices = self._axes[i], [index for index, keeps in enumerate(kept) if keeps]
         if not indices:
-            raise PlaceError(f"axis {axis} is given a mask that keeps nothing; it takes indices.")
-        raise PlaceError(f"axis {axis} is given a mask; it takes indices.\n\n  {format_call('at', {axis: indices})}")
+            raise RankError(f"axis {axis} is given a mask that keeps nothing; it takes indices.")
+        raise RankError(f"axis {axis} is given a mask; it takes indices.\n\n  {format_call('at', {axis: indices})}")
 
     # -- positions and ranks ------------------------------------------------------------------------------------
 
@@ -689,9 +689,9 @@ class Partition(Sequence[tuple[int, ...]]):
             which = whole_number(which)
         except TypeError:
             last = len(self) - 1
-            raise PlaceError(f"a block is found by its number, 0 to {last}, not {which!r}.") from None
+            raise RankError(f"a block is found by its number, 0 to {last}, not {which!r}.") from None
         if not -len(self) <= which < len(self):
-            raise PlaceError(f"there are {len(self)} blocks; there is no number {which}.")
+            raise RankError(f"there are {len(self)} blocks; there is no number {which}.")
         start = strided.nth([self._layout._offsets[i] for i in self._other_axes], which % len(self))
         return self._layout._expand(self._layout._offset + start, self._block_axes)
 

@@ -18,7 +18,7 @@ from pgmesh._util.call_sites import call_site
 from pgmesh._util.formatting import Text, format_call, format_calls, format_ranks, other_arguments
 from pgmesh._util.validation import Sizes, fill_sizes, fill_sizes_for, parse_ranks, parse_sizes, whole_number
 from pgmesh.drawing import plain_text
-from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, PlaceError, ShapeError
+from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, RankError, ShapeError
 from pgmesh.groups.cache import GroupCache
 from pgmesh.groups.device_meshes import parse_dimensions
 from pgmesh.groups.registry import open_caches_by_name, store_thread
@@ -61,7 +61,7 @@ class ProcessGroupMesh(RankMethods):
     Raises:
         ShapeError: the sizes do not hold the ranks, or the name is invalid.
         OptionsError: a keyword is an option of groups, not an axis.
-        PlaceError: the world does not have one of the ranks.
+        RankError: the world does not have one of the ranks.
         NameTakenError: an open mesh has this name.
         WorldError: torch.distributed is not initialised.
 
@@ -91,9 +91,7 @@ class ProcessGroupMesh(RankMethods):
         ends = (order[0], order[-1]) if isinstance(order, range) else order
         foreign = [rank for rank in dict.fromkeys(ends) if rank >= world]
         if foreign:
-            raise PlaceError(
-                f"{who}: the world's ranks are 0 to {world - 1}; there is no rank {format_ranks(foreign)}."
-            )
+            raise RankError(f"{who}: the world's ranks are 0 to {world - 1}; there is no rank {format_ranks(foreign)}.")
         more = other_arguments(given, name=name)
         box = parse_sizes(who, shape, sizes, more, len(order))
         if given is None:
@@ -177,7 +175,7 @@ class ProcessGroupMesh(RankMethods):
         """The rank at a coord; the inverse of ``coord_of``.
 
         Raises:
-            PlaceError: there is no such coord.
+            RankError: there is no such coord.
 
         >>> mesh.rank_of((1, 0, 1))
         5
@@ -188,7 +186,7 @@ class ProcessGroupMesh(RankMethods):
         """The coord of a rank: its index on every axis. The inverse of ``rank_of``.
 
         Raises:
-            PlaceError: the rank is not in the mesh.
+            RankError: the rank is not in the mesh.
 
         >>> mesh.coord_of(6)
         (1, 1, 0)
@@ -242,7 +240,7 @@ class ProcessGroupMesh(RankMethods):
             options: as in ``GroupOptions``.
 
         Raises:
-            PlaceError: a rank is not in the mesh, or is given twice.
+            RankError: a rank is not in the mesh, or is given twice.
             MembershipError: this rank is not one of them.
 
         >>> import torch.distributed as dist
@@ -256,11 +254,11 @@ class ProcessGroupMesh(RankMethods):
         try:
             members = tuple(sorted(map(whole_number, ranks), key=self.layout.coord_of))
         except TypeError:
-            raise PlaceError(f"ranks are whole numbers, such as [0, 3], not {ranks!r}.") from None
+            raise RankError(f"ranks are whole numbers, such as [0, 3], not {ranks!r}.") from None
         if len(set(members)) != len(members):
-            raise PlaceError(f"each rank is given once, but {list(members)} has one twice.")
+            raise RankError(f"each rank is given once, but {list(members)} has one twice.")
         if not members:
-            raise PlaceError("a group needs at least one rank; ranks is empty.")
+            raise RankError("a group needs at least one rank; ranks is empty.")
         if self.rank not in members:
             raise MembershipError(
                 f"rank {self.rank} asked for the group of ranks {format_ranks(members)}, but is not one of them.\n\n"
@@ -328,11 +326,11 @@ class ProcessGroupMesh(RankMethods):
             LifetimeError: the axis has another group already.
             MembershipError: the mesh does not contain this rank.
             OptionsError: the axis was configured with options, which an adopted group cannot take.
-            PlaceError: the group has other ranks than this rank's block.
+            RankError: the group has other ranks than this rank's block.
         """
         self._check_member()
         if hasattr(axis, "group_name"):
-            raise PlaceError(f"adopt takes an axis and then a group.\n\n  mesh.adopt({group!r}, group)")
+            raise RankError(f"adopt takes an axis and then a group.\n\n  mesh.adopt({group!r}, group)")
         self._group_cache.adopt(self.layout, (axis,), group)
 
     def connect(self, *axes: Axis | tuple[Axis, ...], timeout: Timeout = CONNECT_TIMEOUT) -> Connected:
@@ -630,7 +628,7 @@ class ProcessGroupMesh(RankMethods):
 
         Raises:
             AxisError: there is no such axis.
-            PlaceError: there is no such index.
+            RankError: there is no such index.
             ShapeError: no rank is left.
 
         >>> mesh.at(pp=1)

@@ -30,14 +30,14 @@ from torch.distributed import c10d_logger as _c10d_logger, distributed_c10d as _
 from torch.distributed.device_mesh import DeviceMesh
 
 from pgmesh._util.torch_versions import TRIED_ON, is_newer
-from pgmesh.errors import LifetimeError, OptionsError, SeamError
+from pgmesh.errors import LifetimeError, OptionsError, UnsupportedTorchError
 
 log = logging.getLogger("pgmesh")
 c10d: Any = _c10d  # its tables are read and written here as torch itself does, whatever its stubs declare
 c10d_logger: Any = _c10d_logger
 
 if loaded := getattr(c10d, "_changed_by_pgmesh", None):
-    raise SeamError(
+    raise UnsupportedTorchError(
         f"pgmesh.torch_private is already loaded in this process, from {loaded}, and torch's tables refer to it. "
         f"It cannot be reloaded or used together with a second copy, here {__file__}. Start a new process with one "
         f"copy."
@@ -98,7 +98,7 @@ def missing_names(torch: Any = torch) -> dict[str, str]:
 
 
 if _gone := missing_names():
-    raise SeamError(
+    raise UnsupportedTorchError(
         f"torch {torch.__version__} lacks what pgmesh, tried on torch {', '.join(TRIED_ON)}, uses to create groups:"
         + "".join(f"\n  {name}: {reason}" for name, reason in _gone.items())
     )

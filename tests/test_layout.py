@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import pgmesh
-from pgmesh import AxisError, Layout, PgmeshError, PlaceError, ShapeError
+from pgmesh import AxisError, Layout, PgmeshError, RankError, ShapeError
 from pgmesh.layout import Partition
 from tests.support.layout_oracle import LayoutOracle
 
@@ -101,7 +101,7 @@ def test_a_truth_value_is_no_rank(truth, ranks):
     layout = Layout(pp=2, dp=2, tp=2, ranks=ranks)
     assert 1 in layout  # and is remembered, though True equals it
     assert truth not in layout
-    with pytest.raises(PlaceError, match="is not in mesh"):
+    with pytest.raises(RankError, match="is not in mesh"):
         layout.coord_of(truth)
     with pytest.raises(ShapeError, match="ranks are whole numbers"):
         Layout(dp=2, ranks=[0, truth])
@@ -110,9 +110,9 @@ def test_a_truth_value_is_no_rank(truth, ranks):
 @pytest.mark.parametrize("truth", TRUTHS, ids=lambda truth: type(truth).__module__)
 def test_a_truth_value_is_no_index_and_no_size(box, truth):
     for ask in (lambda: box.rank_of((truth, 0, 0)), lambda: box.at(pp=truth), lambda: box.at(pp=[0, truth, 1])):
-        with pytest.raises(PlaceError, match="an index of axis pp is a whole number, not"):
+        with pytest.raises(RankError, match="an index of axis pp is a whole number, not"):
             ask()
-    with pytest.raises(PlaceError, match="a step along axis pp is a whole number, not"):
+    with pytest.raises(RankError, match="a step along axis pp is a whole number, not"):
         box.neighbor_of(0, "pp", truth)
     for make in (lambda: Layout(dp=truth), lambda: Layout(truth), lambda: box.view(dp=truth, n=-1)):
         with pytest.raises(ShapeError, match="is a whole number, not"):
@@ -129,11 +129,11 @@ def test_a_truth_value_is_no_index_and_no_size(box, truth):
     ],
 )
 def test_a_mask_is_an_error_that_shows_the_indices(kind, mask, call):
-    with pytest.raises(PlaceError) as caught:
+    with pytest.raises(RankError) as caught:
         Layout(pp=4, tp=2).at(pp=kind(mask))
     text = "axis pp is given a mask; it takes indices.\n\n  "
     assert str(caught.value) == text + call
-    with pytest.raises(PlaceError) as caught:
+    with pytest.raises(RankError) as caught:
         Layout(2, 4).at({1: kind(mask)})
     assert str(caught.value) == text.replace("pp", "1") + call.replace("pp=", "{1: ").replace(")", "})")
 
@@ -141,9 +141,9 @@ def test_a_mask_is_an_error_that_shows_the_indices(kind, mask, call):
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
 def test_a_mask_of_another_length_or_of_nothing_is_an_error(kind):
     for mask in ([True], [True, False], [False] * 8):
-        with pytest.raises(PlaceError, match="an index of axis pp is a whole number, not"):
+        with pytest.raises(RankError, match="an index of axis pp is a whole number, not"):
             Layout(pp=4, tp=2).at(pp=kind(mask))
-    with pytest.raises(PlaceError, match=r"^axis pp is given a mask that keeps nothing; it takes indices\.$"):
+    with pytest.raises(RankError, match=r"^axis pp is given a mask that keeps nothing; it takes indices\.$"):
         Layout(pp=4, tp=2).at(pp=kind([False] * 4))
 
 
@@ -152,13 +152,13 @@ def test_a_mask_of_another_length_or_of_nothing_is_an_error(kind):
 def test_asking_for_what_is_no_rank_is_an_error_of_ours(stranger, ranks):
     layout = Layout(2, 2, 2, ranks=ranks)
     for ask in (layout.coord_of, layout.index_of, layout.block_of, layout.label_of, layout.along):
-        with pytest.raises(PlaceError):
+        with pytest.raises(RankError):
             ask(stranger)
 
 
 @pytest.mark.parametrize("coord", [(), (0, 0), (0, 0, 0, 0), (0, 0, 2), (0, 0, -3), (0, 0, "0"), (0, 0, 1.0), 5, None])
 def test_asking_for_what_is_no_coord_is_an_error_of_ours(box, coord):
-    with pytest.raises(PlaceError):
+    with pytest.raises(RankError):
         box.rank_of(coord)
 
 
@@ -290,7 +290,7 @@ def test_indices_are_counted_in_what_is_left():
 
 @pytest.mark.parametrize("keep", [4, -5, [0, 4], [[0]], "0", None, 1.0, [None]])
 def test_indices_that_are_not_there_are_errors(keep):
-    with pytest.raises(PlaceError):
+    with pytest.raises(RankError):
         Layout(pp=4, tp=2).at(pp=keep)
 
 
@@ -649,16 +649,16 @@ def test_blocks_by_number():
     assert partition[1] == partition[np.int64(1)] == partition[torch.tensor(1)] == partition[-1] == (2, 3)
     assert partition[np.int64(1) :] == ((2, 3),)
     for wrong in (True, "a", 1.0, None):
-        with pytest.raises(PlaceError) as caught:
+        with pytest.raises(RankError) as caught:
             _ = partition[wrong]
         assert str(caught.value) == f"a block is found by its number, 0 to 1, not {wrong!r}."
-    with pytest.raises(PlaceError, match=r"^there are 2 blocks; there is no number 2\.$"):
+    with pytest.raises(RankError, match=r"^there are 2 blocks; there is no number 2\.$"):
         _ = partition[2]
-    with pytest.raises(PlaceError, match=r"^slice\(True, None, None\) is no slice of 2 blocks: True is no number\.$"):
+    with pytest.raises(RankError, match=r"^slice\(True, None, None\) is no slice of 2 blocks: True is no number\.$"):
         _ = partition[True:]
 
 
 def test_a_truth_value_is_no_end_of_a_slice():
     says = r"^slice\(True, None, None\) is no slice of axis pp: True is no number\.$"
-    with pytest.raises(PlaceError, match=says):
+    with pytest.raises(RankError, match=says):
         Layout(pp=2, tp=2).at(pp=slice(True, None))

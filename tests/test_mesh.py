@@ -66,7 +66,7 @@ def test_a_truth_value_is_no_step_and_no_member(mesh):
     assert mesh.neighbor("tp", -1) == 4  # and is remembered
     assert mesh.neighbor("pp", 1) is None
     for ask in (lambda: mesh.neighbor("pp", True), lambda: mesh.group_of([5, True])):
-        with pytest.raises(pgmesh.PlaceError, match="whole number"):
+        with pytest.raises(pgmesh.RankError, match="whole number"):
             ask()
     assert True not in mesh
 
@@ -429,7 +429,7 @@ def test_a_mesh_does_not_fit_a_smaller_world():
         sent = pickle.dumps(ProcessGroupMesh(dp=8))
     with (
         fake_rank(0, 4),
-        pytest.raises(pgmesh.PlaceError, match="was unpickled with rank 7, but the world's ranks are 0 to 3"),
+        pytest.raises(pgmesh.RankError, match="was unpickled with rank 7, but the world's ranks are 0 to 3"),
     ):
         pickle.loads(sent)
 

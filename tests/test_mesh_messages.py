@@ -86,38 +86,38 @@ def test_axes_that_are_one_argument_keep_other_arguments(mesh, call, meant):
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda mesh: mesh.group_of(5), pgmesh.PlaceError, "ranks are whole numbers, such as [0, 3], not 5."),
-        (lambda mesh: mesh.group_of([5.0]), pgmesh.PlaceError, "ranks are whole numbers, such as [0, 3], not [5.0]."),
-        (lambda mesh: mesh.release(ranks=5), pgmesh.PlaceError, "ranks are whole numbers, such as [0, 3], not 5."),
+        (lambda mesh: mesh.group_of(5), pgmesh.RankError, "ranks are whole numbers, such as [0, 3], not 5."),
+        (lambda mesh: mesh.group_of([5.0]), pgmesh.RankError, "ranks are whole numbers, such as [0, 3], not [5.0]."),
+        (lambda mesh: mesh.release(ranks=5), pgmesh.RankError, "ranks are whole numbers, such as [0, 3], not 5."),
         (
             lambda mesh: mesh.group_of([]),
-            pgmesh.PlaceError,
+            pgmesh.RankError,
             "a group needs at least one rank; ranks is empty.",
         ),
         (
             lambda mesh: mesh.at(1),
-            pgmesh.PlaceError,
+            pgmesh.RankError,
             "at takes indices by axis, such as at({0: 1}) or at(pp=1), not 1.",
         ),
         (
             lambda mesh: mesh.at([0]),
-            pgmesh.PlaceError,
+            pgmesh.RankError,
             "at takes indices by axis, such as at({0: 1}) or at(pp=1), not [0].",
         ),
         (
             lambda mesh: mesh.adopt(mesh.group("dp", tag="other"), "dp"),
-            pgmesh.PlaceError,
+            pgmesh.RankError,
             "adopt takes an axis and then a group.\n\n  mesh.adopt('dp', group)",
         ),
         (
             lambda mesh: mesh.adopt("dp", [1, 3]),
-            pgmesh.PlaceError,
+            pgmesh.RankError,
             "group dp of ProcessGroupMesh(pp=2, dp=2, tp=2): only a process group that torch knows can be adopted, "
             "not [1, 3].",
         ),
         (
             lambda mesh: mesh.adopt("dp", 3),
-            pgmesh.PlaceError,
+            pgmesh.RankError,
             "group dp of ProcessGroupMesh(pp=2, dp=2, tp=2): only a process group that torch knows can be adopted, "
             "not 3.",
         ),
@@ -187,7 +187,7 @@ ProcessGroupMesh(dp=-1, tp=3) cannot be filled: the world has 8, and 8 is not di
 
 
 def test_ranks_that_the_world_does_not_have():
-    with raises_message(pgmesh.PlaceError, "ProcessGroupMesh: the world's ranks are 0 to 7; there is no rank 8."):
+    with raises_message(pgmesh.RankError, "ProcessGroupMesh: the world's ranks are 0 to 7; there is no rank 8."):
         ProcessGroupMesh(dp=2, ranks=[7, 8])
 
 
@@ -207,7 +207,7 @@ def test_a_name_that_is_too_long(name, size):
 
 
 def test_a_rank_is_missing_once():
-    with raises_message(pgmesh.PlaceError, "ProcessGroupMesh: the world's ranks are 0 to 7; there is no rank 9."):
+    with raises_message(pgmesh.RankError, "ProcessGroupMesh: the world's ranks are 0 to 7; there is no rank 9."):
         ProcessGroupMesh(dp=1, ranks=[9])
 
 
@@ -249,7 +249,7 @@ rank 5 asked for the group of ranks 0, 1, but is not one of them.
 
 
 def test_ranks_that_are_named_twice(mesh):
-    with raises_message(pgmesh.PlaceError, "each rank is given once, but [5, 5] has one twice."):
+    with raises_message(pgmesh.RankError, "each rank is given once, but [5, 5] has one twice."):
         mesh.group_of([5, 5])
 
 
@@ -438,7 +438,7 @@ def test_two_meshes_that_only_order_tells_apart():
 
 def test_adopting_the_wrong_group(mesh):
     with raises_message(
-        pgmesh.PlaceError,
+        pgmesh.RankError,
         "group dp of ProcessGroupMesh(pp=2, dp=2, tp=2) has ranks 5, 7; the group to adopt has 4, 5.",
     ):
         mesh.adopt("dp", mesh.group("tp"))
@@ -465,7 +465,7 @@ def test_errors_are_what_people_catch():
     caught = {
         pgmesh.ShapeError: ValueError,
         pgmesh.AxisError: (ValueError, IndexError),
-        pgmesh.PlaceError: (ValueError, IndexError),
+        pgmesh.RankError: (ValueError, IndexError),
         pgmesh.OptionsError: ValueError,
         pgmesh.MembershipError: RuntimeError,
         pgmesh.WorldError: RuntimeError,
@@ -474,7 +474,7 @@ def test_errors_are_what_people_catch():
         pgmesh.MismatchError: RuntimeError,
         pgmesh.MissingRanksError: TimeoutError,
         pgmesh.CircleError: RuntimeError,
-        pgmesh.SeamError: RuntimeError,
+        pgmesh.UnsupportedTorchError: RuntimeError,
         pgmesh.LaunchError: RuntimeError,
         pgmesh.MethodError: RuntimeError,
     }

@@ -9,7 +9,7 @@ import traceback
 import numpy as np
 import pytest
 
-from pgmesh import AxisError, Layout, PgmeshError, PlaceError, ShapeError, errors
+from pgmesh import AxisError, Layout, PgmeshError, RankError, ShapeError, errors
 from pgmesh._util.validation import fill_sizes
 from tests.support.message_assertions import assert_raises
 
@@ -322,7 +322,7 @@ def test_an_axis_that_was_fixed(call, text):
     assert_raises(AxisError, call, text)
 
 
-# ---- PlaceError ----
+# ---- RankError ----
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_an_axis_that_was_fixed(call, text):
     ],
 )
 def test_a_rank_that_is_not_there(call, text):
-    assert_raises(PlaceError, call, text)
+    assert_raises(RankError, call, text)
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_a_rank_that_is_not_there(call, text):
     ],
 )
 def test_a_place_that_is_not_there(call, text):
-    assert_raises(PlaceError, call, text)
+    assert_raises(RankError, call, text)
 
 
 # ---- the tree ----

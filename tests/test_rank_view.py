@@ -9,7 +9,7 @@ from itertools import combinations
 import pytest
 from hypothesis import given, strategies as st
 
-from pgmesh import Layout, MembershipError, PlaceError, ProcessGroupMesh
+from pgmesh import Layout, MembershipError, ProcessGroupMesh, RankError
 from pgmesh.layout import RankView
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
@@ -55,7 +55,7 @@ def test_it_answers_as_a_mesh_on_that_rank(rank, ranks):
 
 def test_a_rank_that_is_not_there():
     assert_raises(
-        PlaceError,
+        RankError,
         lambda: BOX.seen_by(8),
         "rank 8 is not in mesh (pp=2, dp=2, tp=2), whose ranks are 0, 1, 2, 3, 4, 5, 6, 7.",
     )

@@ -30,7 +30,7 @@ from typing import Union, overload
 
 from pgmesh._util.formatting import as_range
 from pgmesh._util.validation import whole_number
-from pgmesh.errors import PlaceError
+from pgmesh.errors import RankError
 
 Offsets = Union[range, tuple[int, ...]]
 """The offset of each index of an axis: a range if the axis has one stride, else a tuple. The first is always 0."""
@@ -117,7 +117,7 @@ def take_slice(values: Offsets, part: slice, name: str) -> Offsets:
     """A slice of the values, whose ends may be integers of numpy or torch.
 
     Raises:
-        PlaceError: an end is not an integer. The message calls the values ``name``.
+        RankError: an end is not an integer. The message calls the values ``name``.
 
     >>> take_slice(range(8), slice(2, None, 2), "axis tp")
     range(2, 8, 2)
@@ -126,7 +126,7 @@ def take_slice(values: Offsets, part: slice, name: str) -> Offsets:
         ends = (None if end is None else whole_number(end) for end in (part.start, part.stop, part.step))
         return values[slice(*ends)]
     except (TypeError, ValueError) as error:
-        raise PlaceError(f"{part} is no slice of {name}: {error}.") from None
+        raise RankError(f"{part} is no slice of {name}: {error}.") from None
 
 
 # -- several axes ---------------------------------------------------------------------------------------------------

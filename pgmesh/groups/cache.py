@@ -26,7 +26,7 @@ import torch.distributed as dist
 from pgmesh import torch_private
 from pgmesh._util.call_sites import call_site
 from pgmesh._util.formatting import format_ranks
-from pgmesh.errors import LifetimeError, OptionsError, PgmeshError, PlaceError
+from pgmesh.errors import LifetimeError, OptionsError, PgmeshError, RankError
 from pgmesh.groups import building, connections, naming, teardown
 from pgmesh.groups.attempts import Attempts
 from pgmesh.groups.backends import backends_of
@@ -365,12 +365,10 @@ class GroupCache:
         group_label = f"group {', '.join(map(str, axes))}"
         label = f"{group_label} of {self.label}"
         if not (isinstance(group, dist.ProcessGroup) and torch_private.is_known(group)):
-            raise PlaceError(f"{label}: only a process group that torch knows can be adopted, not {group!r}.")
+            raise RankError(f"{label}: only a process group that torch knows can be adopted, not {group!r}.")
         block, members = layout.block_of(self.rank, *axes), tuple(dist.get_process_group_ranks(group))
         if members != block:
-            raise PlaceError(
-                f"{label} has ranks {format_ranks(block)}; the group to adopt has {format_ranks(members)}."
-            )
+            raise RankError(f"{label} has ranks {format_ranks(block)}; the group to adopt has {format_ranks(members)}.")
         key, option_key = GroupKey(block, self.registry.options, ""), self._configured.key(layout, axes, "")
         with self.lock:
             if configured := self._configured.get(option_key):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from pgmesh.errors import PlaceError
+from pgmesh.errors import RankError
 from pgmesh.groups import registry
 from pgmesh.groups.cache import GroupCache
 from pgmesh.groups.registry import current_registry
@@ -23,7 +23,7 @@ def find_cache(name: str | None, number: int, layout: Layout, call: str, rank: i
     ranks = layout.ranks_in_order()
     highest = max(ranks[0], ranks[-1]) if isinstance(ranks, range) else max(ranks)
     if highest >= world:
-        raise PlaceError(f"{call} was unpickled with rank {highest}, but the world's ranks are 0 to {world - 1}.")
+        raise RankError(f"{call} was unpickled with rank {highest}, but the world's ranks are 0 to {world - 1}.")
     with registry.registering:
         for cache in current_registry().open_caches():
             identity = cache.identity

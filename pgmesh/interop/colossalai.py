@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 import torch.distributed as dist
 
-from pgmesh.errors import AxisError, MembershipError, PlaceError, ShapeError
+from pgmesh.errors import AxisError, MembershipError, RankError, ShapeError
 from pgmesh.layout import Layout
 from pgmesh.mesh import ProcessGroupMesh
 
@@ -116,7 +116,7 @@ class ColossalMesh:
         """The coord of a rank in a shape; the inverse of ``ravel``.
 
         Raises:
-            PlaceError: the shape holds no such rank.
+            RankError: the shape holds no such rank.
 
         >>> ColossalMesh.unravel(5, (2, 2, 2))
         (1, 0, 1)
@@ -133,13 +133,13 @@ class ColossalMesh:
             mode: treatment of an index outside its axis: "raise" an error, "wrap" around, or "clip" to the nearest.
 
         Raises:
-            PlaceError: an index is outside its axis, or the mode does not exist.
+            RankError: an index is outside its axis, or the mode does not exist.
 
         >>> ColossalMesh.ravel((1, 0, 1), (2, 2, 2)), ColossalMesh.ravel((2, 0, 1), (2, 2, 2), "wrap")
         (5, 1)
         """
         if mode not in ("raise", "wrap", "clip"):
-            raise PlaceError(f"mode is 'raise', 'wrap' or 'clip', not {mode!r}.")
+            raise RankError(f"mode is 'raise', 'wrap' or 'clip', not {mode!r}.")
         layout, coord = Layout(*shape), _to_ints("a coord", coord)
         if len(coord) == len(layout.shape):
             if mode == "wrap":
@@ -148,7 +148,7 @@ class ColossalMesh:
                 coord = tuple(min(max(index, 0), size - 1) for index, size in zip(coord, layout.shape))
             for axis, (index, size) in enumerate(zip(coord, layout.shape)):
                 if not 0 <= index < size:
-                    raise PlaceError(
+                    raise RankError(
                         f"axis {axis} of shape {layout.shape} has indices 0 to {size - 1}; there is no {index}.\n\n"
                         f"  ravel({coord}, {layout.shape}, 'wrap')   # wraps around; or 'clip'"
                     )
@@ -165,7 +165,7 @@ class ColossalMesh:
 
         Raises:
             AxisError: there is no such axis, or it is named twice.
-            PlaceError: the number of lists of indices is not the number of axes.
+            RankError: the number of lists of indices is not the number of axes.
 
         >>> ColossalMesh.get_coords_along_axis((1, 0, 1), [0, 2], [[0, 1], [0]])
         [(0, 0, 0), (1, 0, 0)]
@@ -173,7 +173,7 @@ class ColossalMesh:
         base = _to_ints("a coord", base_coord)
         axes, lists = _to_axes(axis, len(base)), list[Any](indices_at_axis if _is_sequence(axis) else [indices_at_axis])
         if len(lists) != len(axes):
-            raise PlaceError(f"axes {axes} need a list of indices each, but there are {len(lists)}: {lists!r}.")
+            raise RankError(f"axes {axes} need a list of indices each, but there are {len(lists)}: {lists!r}.")
         along = [_to_ints(f"the list of indices along axis {number}", each) for number, each in zip(axes, lists)]
         coords = []
         for indices in itertools.product(*along):
@@ -189,7 +189,7 @@ class ColossalMesh:
         On a rank that is not a member, it returns ``GroupMember.NON_GROUP_MEMBER``, as ``new_group`` of torch does.
 
         Raises:
-            PlaceError: a rank is not in the mesh, or is named twice.
+            RankError: a rank is not in the mesh, or is named twice.
 
         >>> ColossalMesh(mesh=mesh).get_group([4, 5]) is mesh.group("tp")
         True
@@ -237,7 +237,7 @@ class ColossalMesh:
 
         Raises:
             AxisError: the axis does not exist, or is named twice.
-            PlaceError: an index does not exist or is negative, or the number of lists is not the number of axes.
+            RankError: an index does not exist or is negative, or the number of lists is not the number of axes.
 
         >>> ColossalMesh(mesh=mesh).create_group_along_axis([1, 2]) is mesh.group("dp", "tp")
         True
@@ -255,7 +255,7 @@ class ColossalMesh:
         return self.get_group(ranks, backend=backend) if self.rank in ranks else None
 
     def _raise_for_negative_index(self, axis: Axes, indices: Indices) -> None:
-        """Raise PlaceError for the first negative index, and suggest the call with indices from 0."""
+        """Raise RankError for the first negative index, and suggest the call with indices from 0."""
         axes, lists = _to_axes(axis, len(self.shape)), list[Any](indices if _is_sequence(axis) else [indices])
         number, index = next((n, i) for n, each in zip(axes, lists) for i in _to_ints("a list", each) if i < 0)
         counted_from_0 = [
@@ -265,7 +265,7 @@ class ColossalMesh:
         fits = all(0 <= i < self.shape[n] for n, each in zip(axes, counted_from_0) for i in each)
         way = f"\n\n  create_group_along_axis({call})   # indices count from 0" if fits else ""
         last = self.shape[number] - 1
-        raise PlaceError(f"axis {number} of shape {self.shape} has indices 0 to {last}; there is no {index}.{way}")
+        raise RankError(f"axis {number} of shape {self.shape} has indices 0 to {last}; there is no {index}.{way}")
 
     get_group_along_axis = create_group_along_axis  # the group exists already, or its members create it
 
@@ -320,4 +320,4 @@ def _to_ints(what: str, numbers: Iterable[Any]) -> tuple[int, ...]:
     try:
         return tuple(map(operator.index, numbers))
     except TypeError:
-        raise PlaceError(f"{what} consists of whole numbers, not {numbers!r}.") from None
+        raise RankError(f"{what} consists of whole numbers, not {numbers!r}.") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from pgmesh.errors import PlaceError
+from pgmesh.errors import RankError
 from pgmesh.mesh import ProcessGroupMesh
 
 
@@ -20,7 +20,7 @@ def from_device_mesh(device_mesh: DeviceMesh, *, name: str | None = None) -> Pro
 
     Raises:
         NameTakenError: another open mesh has this name.
-        PlaceError: the ranks of a group of torch are in another order than in the DeviceMesh, since torch sorts them.
+        RankError: the ranks of a group of torch are in another order than in the DeviceMesh, since torch sorts them.
 
     >>> again = from_device_mesh(mesh.device_mesh(), name="again")
     >>> again, again.group("tp") is mesh.group("tp")
@@ -39,7 +39,7 @@ def from_device_mesh(device_mesh: DeviceMesh, *, name: str | None = None) -> Pro
                 if mesh.ranks(axis) not in seen:
                     mesh.adopt(axis, device_mesh.get_group(i))
                 seen.add(mesh.ranks(axis))
-        except PlaceError:
+        except RankError:
             mesh.close()
             raise
         if names == tuple(map(str, mesh.axes)):  # otherwise torch cannot slice it by these axes

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pgmesh._util.suggestions import closest_name, did_you_mean
-from pgmesh.errors import AxisError, SeamError, ShapeError, WorldError
+from pgmesh.errors import AxisError, ShapeError, UnsupportedTorchError, WorldError
 
 if TYPE_CHECKING:
     from pgmesh.recipes import Arrangement, Family
@@ -113,7 +113,8 @@ def published(
         virtual_pipeline: number of chunks of the model on each rank. The schedule sets the current chunk.
 
     Raises:
-        SeamError: this megatron-core lacks a global that must be filled, or has groups that pgmesh does not know.
+        UnsupportedTorchError: this megatron-core lacks a global that must be filled, or has groups that pgmesh does
+            not know.
         ShapeError: ``virtual_pipeline`` without a pipeline.
         WorldError: megatron-core is not installed.
 
@@ -127,7 +128,7 @@ def published(
     known = {*GROUPS, *GLOO_GROUPS, ALL_GATHER_GROUP, HYBRID_GROUPS}
     unknown = sorted(name for name in state if _is_state_variable(name) and "GROUP" in name and name not in known)
     if unknown:
-        raise SeamError(
+        raise UnsupportedTorchError(
             f"megatron-core {_version()} has groups in its parallel_state that pgmesh, which was tested with "
             f"{TRIED_ON}, does not know: {', '.join(unknown)}. Code that reads them would find None."
             f"\n\n  pip install megatron-core=={TRIED_ON}"
@@ -151,7 +152,7 @@ def published(
         values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = 0
     missing = sorted(values.keys() - state.keys())
     if missing:
-        raise SeamError(
+        raise UnsupportedTorchError(
             f"megatron-core {_version()} has no {', '.join(missing)} in its parallel_state; pgmesh was tested with "
             f"{TRIED_ON}.\n\n  pip install megatron-core=={TRIED_ON}"
         )

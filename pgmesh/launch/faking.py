@@ -6,7 +6,7 @@ import operator
 
 import torch.distributed as dist
 
-from pgmesh.errors import PlaceError, WorldError
+from pgmesh.errors import RankError, WorldError
 from pgmesh.launch.joining import World
 
 
@@ -22,7 +22,7 @@ def fake_world(rank: int, size: int, /) -> World:
         size: number of ranks of the world.
 
     Raises:
-        PlaceError: a world of this size does not have the rank.
+        RankError: a world of this size does not have the rank.
         WorldError: torch.distributed is already initialized.
 
     >>> dist.destroy_process_group()                           # leave the world of the running mesh
@@ -34,15 +34,15 @@ def fake_world(rank: int, size: int, /) -> World:
     try:
         rank, size = operator.index(rank), operator.index(size)
     except TypeError:
-        raise PlaceError(
+        raise RankError(
             f"fake_world takes two whole numbers, such as launch.fake_world(5, 64), not {rank!r} and {size!r}."
         ) from None
     call = f"fake_world({rank}, {size})"
     if size < 1:
-        raise PlaceError(f"{call}: a world has 1 rank or more.\n\n  launch.fake_world(0, 1)")
+        raise RankError(f"{call}: a world has 1 rank or more.\n\n  launch.fake_world(0, 1)")
     if not 0 <= rank < size:
         near = min(max(rank, 0), size - 1)
-        raise PlaceError(
+        raise RankError(
             f"{call}: the ranks of a world of {size} are 0 to {size - 1}.\n\n  launch.fake_world({near}, {size})"
         )
     if dist.is_initialized():

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pgmesh import torch_private
 from pgmesh._util.formatting import count_of
-from pgmesh.errors import MethodError, OptionsError, PlaceError, ShapeError
+from pgmesh.errors import MethodError, OptionsError, RankError, ShapeError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Level, Method, single_axis
@@ -122,11 +122,11 @@ class PipelineParallel(Method):
             index: index among the stages of this rank.
 
         Raises:
-            PlaceError: this rank has no such stage.
+            RankError: this rank has no such stage.
         """
         if not 0 <= index < self.stages_per_rank:
             count = count_of(self.stages_per_rank, "stage")
-            raise PlaceError(f"a rank has {count}, counted from 0; there is no stage {index}.")
+            raise RankError(f"a rank has {count}, counted from 0; there is no stage {index}.")
         return [stage for stage, rank in enumerate(self._holders) if rank == self.mesh.rank][index]
 
     def holder(self, stage: int) -> int | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pgmesh.errors import PlaceError
+from pgmesh.errors import RankError
 from pgmesh.layout import Axis, Layout
 from pgmesh.topology.hosts import Topology
 from pgmesh.topology.locality import Locality
@@ -61,7 +61,7 @@ class PlanData:
         for family in self.families:
             if family.name == name:
                 return family
-        raise PlaceError(f"there is no family {name!r}; there are {', '.join(f.name for f in self.families)}.")
+        raise RankError(f"there is no family {name!r}; there are {', '.join(f.name for f in self.families)}.")
 
     @property
     def order(self) -> str:

@@ -84,7 +84,7 @@ def rank_report_of(layout: Layout, rank: int, topology: Topology = ()) -> RankRe
         topology: the levels, innermost first; empty if the hosts are unknown.
 
     Raises:
-        PlaceError: the rank is not in this layout.
+        RankError: the rank is not in this layout.
     """
     coord = layout.coord_of(rank)
     units = tuple(

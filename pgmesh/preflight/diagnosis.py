@@ -19,7 +19,7 @@ from typing import Any
 
 from pgmesh._util.formatting import count_of, format_seconds
 from pgmesh._util.torch_versions import TRIED_ON
-from pgmesh.errors import LaunchError, SeamError
+from pgmesh.errors import LaunchError, UnsupportedTorchError
 from pgmesh.launch.detect import LAST_PORT, LAUNCHERS, LauncherInfo, detect_launcher
 
 BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
@@ -121,7 +121,7 @@ def torch_findings(load: Callable[[str], Any]) -> Iterator[Finding]:
         yield Finding("warn", "numpy", f"{text} checkpoints", "pip install numpy")
     try:
         private = load("pgmesh.torch_private")
-    except (SeamError, ImportError) as error:
+    except (UnsupportedTorchError, ImportError) as error:
         problem, *names = str(error).splitlines()
         yield Finding("bad", "seam", problem, "\n".join([*names, f"install torch {TRIED_ON[-1]}"]).strip())
         return

@@ -320,7 +320,7 @@ class Arrangement:
         """The same arrangement, seen from another rank. A plan has no rank before this call.
 
         Raises:
-            PlaceError: the rank is not in the arrangement.
+            RankError: the rank is not in the arrangement.
 
         >>> from pgmesh import Layout, recipes
         >>> recipes.megatron(8, tp=2, pp=2, of=Layout).seen_by(5)["pipeline"].ranks

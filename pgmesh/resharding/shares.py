@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pgmesh.errors import PlaceError
+from pgmesh.errors import RankError
 from pgmesh.resharding.sharding import Part, Region, Sharding, size_of
 
 
@@ -49,12 +49,10 @@ class HostMap:
         """The number of a rank's host.
 
         Raises:
-            PlaceError: no host has the rank.
+            RankError: no host has the rank.
         """
         if rank not in self._host_of:
-            raise PlaceError(
-                f"hosts= has no host for rank {rank}. Give the ranks of each host, as in [[0, 1], [2, 3]]."
-            )
+            raise RankError(f"hosts= has no host for rank {rank}. Give the ranks of each host, as in [[0, 1], [2, 3]].")
         return self._host_of[rank]
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pgmesh._util.formatting import format_ranks, name_ranks
-from pgmesh.errors import LaunchError, MissingRanksError, PlaceError
+from pgmesh.errors import LaunchError, MissingRanksError, RankError
 from pgmesh.groups.backends import backends_of
 from pgmesh.groups.registry import store_thread
 from pgmesh.groups.world import world_options, world_rank_and_size
@@ -82,20 +82,20 @@ class Placement:
         """The index of a rank's host in ``hosts``.
 
         Raises:
-            PlaceError: the host of this rank is not known.
+            RankError: the host of this rank is not known.
         """
         try:
             return self._host_of[rank]
         except KeyError:
             known = name_ranks(sorted(self.host_infos))
-            raise PlaceError(f"the host of rank {rank} is unknown; this placement has {known}.") from None
+            raise RankError(f"the host of rank {rank} is unknown; this placement has {known}.") from None
 
     def locality(self, layout: Layout, *axes: Axis) -> Locality:
         """The locality of the groups along some axes of a layout; without axes, of the whole layout.
 
         Raises:
             AxisError: there is no such axis, or it is named twice.
-            PlaceError: the host of a rank of the layout is not known.
+            RankError: the host of a rank of the layout is not known.
         """
         order = sorted(layout.ranks(), key=lambda rank: (self.host_of(rank), rank))
         sizes = [len(list(ranks)) for _, ranks in groupby(order, self.host_of)]

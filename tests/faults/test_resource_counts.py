@@ -149,7 +149,7 @@ def is_released_as_it_begins(mesh: ProcessGroupMesh) -> None:
 
 def is_refused(mesh: ProcessGroupMesh) -> None:
     fails("ShapeError", lambda: ProcessGroupMesh(dp=3, tp=2))
-    fails("PlaceError", lambda: mesh.group_of([0, 0]))
+    fails("RankError", lambda: mesh.group_of([0, 0]))
     fails("AxisError", lambda: mesh.connect("dp", "pp"))
     fails("OptionsError", lambda: mesh.group("tp", high_priority=True))
     fails("OptionsError", lambda: mesh.group("tp", backend="carrier pigeon"))

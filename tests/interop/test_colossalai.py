@@ -19,8 +19,8 @@ from pgmesh import (
     LifetimeError,
     MembershipError,
     NameTakenError,
-    PlaceError,
     ProcessGroupMesh,
+    RankError,
     ShapeError,
 )
 from pgmesh.interop.colossalai import ColossalMesh
@@ -57,7 +57,7 @@ def test_ravel_is_numpys_in_each_mode(shape: tuple[int, ...], data: st.DataObjec
     try:
         expected = np.ravel_multi_index(coord, shape, mode)
     except ValueError:
-        with pytest.raises(PlaceError):
+        with pytest.raises(RankError):
             ColossalMesh.ravel(coord, shape, mode)
     else:
         found = ColossalMesh.ravel(np.array(coord), shape, mode)
@@ -133,7 +133,7 @@ def test_a_negative_index_is_refused_wherever_a_rank_is_looked_up_and_a_negative
             lambda: mesh.create_group_along_axis([axis], [[index]]),
         ]
         for ask in asked:
-            with pytest.raises(PlaceError) as caught:
+            with pytest.raises(RankError) as caught:
                 ask()
             assert f"{index}" in str(caught.value)
         assert table_sizes() == before
@@ -274,31 +274,31 @@ def test_the_two_columns_are_the_same(theirs: str, ours: str):
     [
         (
             lambda mesh: mesh.ravel((0, 2, 0), (2, 2, 2)),
-            PlaceError,
+            RankError,
             "axis 1 of shape (2, 2, 2) has indices 0 to 1; there is no 2.\n\n"
             "  ravel((0, 2, 0), (2, 2, 2), 'wrap')   # wraps around; or 'clip'",
         ),
         (
             lambda mesh: mesh.ravel((0, 0, 0), (2, 2, 2), "warp"),
-            PlaceError,
+            RankError,
             "mode is 'raise', 'wrap' or 'clip', not 'warp'.",
         ),
         (
             lambda mesh: mesh.ravel((0, 0), (2, 2, 2), "wrap"),
-            PlaceError,
+            RankError,
             "a coord of mesh (2, 2, 2) has 3 indices, but (0, 0) has 2.",
         ),
-        (lambda mesh: mesh.ravel("abc", (2, 2, 2)), PlaceError, "a coord consists of whole numbers, not 'abc'."),
+        (lambda mesh: mesh.ravel("abc", (2, 2, 2)), RankError, "a coord consists of whole numbers, not 'abc'."),
         (
             lambda mesh: mesh.unravel(8, (2, 2, 2)),
-            PlaceError,
+            RankError,
             "rank 8 is not in mesh (2, 2, 2), whose ranks are 0, 1, 2, 3, 4, 5, 6, 7.",
         ),
         (lambda mesh: mesh.size(3), AxisError, "axes are numbers from 0 to 2; there is no axis 3."),
         (lambda mesh: mesh.coordinate("tp"), AxisError, "axes are numbers from 0 to 2; there is no axis 'tp'."),
         (
             lambda mesh: mesh.get_coords_along_axis((0, 0, 0), [0, 1], [[0]]),
-            PlaceError,
+            RankError,
             "axes [0, 1] need a list of indices each, but there are 1: [[0]].",
         ),
         (
@@ -308,35 +308,35 @@ def test_the_two_columns_are_the_same(theirs: str, ours: str):
         ),
         (
             lambda mesh: mesh.get_group_along_axis(0, [[0, 1]]),
-            PlaceError,
+            RankError,
             "the list of indices along axis 0 consists of whole numbers, not [[0, 1]].",
         ),
-        (lambda mesh: mesh.get_group_along_axis(0, [1, 2]), PlaceError, "axis 0 has 2 indices, 0 to 1; there is no 2."),
+        (lambda mesh: mesh.get_group_along_axis(0, [1, 2]), RankError, "axis 0 has 2 indices, 0 to 1; there is no 2."),
         (
             lambda mesh: mesh.get_group_along_axis(0, [0, -1]),
-            PlaceError,
+            RankError,
             "axis 0 of shape (2, 2, 2) has indices 0 to 1; there is no -1.\n\n"
             "  create_group_along_axis(0, [0, 1])   # indices count from 0",
         ),
         (
             lambda mesh: mesh.create_group_along_axis([2, -3], [[0, 1], (-2, -1)]),
-            PlaceError,
+            RankError,
             "axis 0 of shape (2, 2, 2) has indices 0 to 1; there is no -2.\n\n"
             "  create_group_along_axis([2, 0], [[0, 1], [0, 1]])   # indices count from 0",
         ),
         (
             lambda mesh: mesh.create_group_along_axis(0, [-1, -3]),
-            PlaceError,
+            RankError,
             "axis 0 of shape (2, 2, 2) has indices 0 to 1; there is no -1.",
         ),
         (
             lambda mesh: mesh.get_group([5, 5]),
-            PlaceError,
+            RankError,
             "each rank is given once, but [5, 5] has one twice.",
         ),
         (
             lambda mesh: mesh.get_group([0, 8]),
-            PlaceError,
+            RankError,
             "rank 8 is not in mesh (2, 2, 2), whose ranks are 0, 1, 2, 3, 4, 5, 6, 7.",
         ),
         (

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from pgmesh import LifetimeError, OptionsError, PlaceError, ProcessGroupMesh, from_device_mesh
+from pgmesh import LifetimeError, OptionsError, ProcessGroupMesh, RankError, from_device_mesh
 from tests.support.device_mesh_training import (
     TOLERANCES,
     assert_same,
@@ -396,7 +396,7 @@ def test_a_mesh_over_a_device_mesh_of_torch_hands_out_the_groups_of_torch(names:
 
 def adopt_the_wrong_one() -> None:
     mesh = ProcessGroupMesh(dp=2, tp=2)
-    with pytest.raises(PlaceError, match=r"group dp of .* has ranks .*; the group to adopt has .*"):
+    with pytest.raises(RankError, match=r"group dp of .* has ranks .*; the group to adopt has .*"):
         mesh.adopt("dp", mesh.group("tp"))
     check_sums(groups_of(mesh))
 
@@ -471,7 +471,7 @@ def test_axes_of_one_rank_share_the_group_that_is_adopted_first():
 def over_permuted() -> None:
     permuted = DeviceMesh("cpu", [[1, 0], [3, 2]], mesh_dim_names=("dp", "tp"))  # torch sorts the ranks of its groups
     for _ in range(2):
-        with pytest.raises(PlaceError, match="group tp of mesh 'same' has ranks"):
+        with pytest.raises(RankError, match="group tp of mesh 'same' has ranks"):
             from_device_mesh(permuted, name="same")
     straight = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     ours = from_device_mesh(straight, name="same")

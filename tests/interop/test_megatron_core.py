@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pgmesh import AxisError, SeamError, ShapeError, WorldError, recipes
+from pgmesh import AxisError, ShapeError, UnsupportedTorchError, WorldError, recipes
 from pgmesh.interop import megatron
 from tests.support import doc_tables
 from tests.support.fake_world import fake_rank
@@ -254,7 +254,7 @@ def test_a_field_that_does_not_exist(state: Any):
 def test_a_global_that_is_gone(state: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(state, "_CONTEXT_PARALLEL_GROUP")
     before = dict(vars(state))
-    with fake_rank(5, 8), pytest.raises(SeamError) as caught, megatron.published(recipes.megatron(8)):
+    with fake_rank(5, 8), pytest.raises(UnsupportedTorchError) as caught, megatron.published(recipes.megatron(8)):
         pytest.fail("the block was run")
     assert str(caught.value) == (
         "megatron-core 0.16.1 has no _CONTEXT_PARALLEL_GROUP in its "
@@ -276,7 +276,7 @@ def test_groups_that_we_do_not_know(state: Any, monkeypatch: pytest.MonkeyPatch)
     for name in MAINS:
         monkeypatch.setattr(state, name, None, raising=False)
     before = dict(vars(state))
-    with fake_rank(5, 8), pytest.raises(SeamError) as caught, megatron.published(recipes.megatron(8)):
+    with fake_rank(5, 8), pytest.raises(UnsupportedTorchError) as caught, megatron.published(recipes.megatron(8)):
         pytest.fail("the block was run")
     assert str(caught.value) == (
         "megatron-core 0.16.1 has groups in its parallel_state that pgmesh, which was tested with 0.16.1, "
@@ -292,7 +292,7 @@ def test_a_megatron_core_that_was_never_installed_has_a_version_too(state: Any, 
     gone = importlib.metadata.PackageNotFoundError("megatron-core")
     monkeypatch.setattr(importlib.metadata, "version", mock.Mock(side_effect=gone))
     monkeypatch.setattr(state, MAINS[0], None, raising=False)
-    with fake_rank(5, 8), pytest.raises(SeamError) as caught, megatron.published(recipes.megatron(8)):
+    with fake_rank(5, 8), pytest.raises(UnsupportedTorchError) as caught, megatron.published(recipes.megatron(8)):
         pytest.fail("the block was run")
     assert str(caught.value).startswith("megatron-core 0.16.1 has groups in its parallel_state that pgmesh")
     assert MAINS[0] in str(caught.value)

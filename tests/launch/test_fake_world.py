@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pgmesh import LifetimeError, PlaceError, ProcessGroupMesh, WorldError, launch
+from pgmesh import LifetimeError, ProcessGroupMesh, RankError, WorldError, launch
 from tests.support.message_assertions import assert_raises
 
 ROOT = Path(__file__).parents[2]
@@ -88,7 +88,7 @@ def test_an_existing_world_is_not_replaced():
     ],
 )
 def test_ranks_and_sizes_that_do_not_fit(given, text):
-    assert_raises(PlaceError, lambda: launch.fake_world(*given), text)
+    assert_raises(RankError, lambda: launch.fake_world(*given), text)
     assert not dist.is_initialized()
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from pgmesh import AxisError, MethodError, OptionsError, PlaceError, ProcessGroupMesh, ShapeError
+from pgmesh import AxisError, MethodError, OptionsError, ProcessGroupMesh, RankError, ShapeError
 from pgmesh.parallel import (
     Composition,
     DataParallel,
@@ -398,9 +398,7 @@ def test_invalid_pipelines_raise():
             "schedule 'interleaved' cannot run microbatches=9 along pp=4.\n\n  PipelineParallel(..., microbatches=8)",
         )
         stages_ = functools.partial(stages, mesh, microbatches=4)
-        assert_raises(
-            PlaceError, lambda: stages_().stage(1), "a rank has 1 stage, counted from 0; there is no stage 1."
-        )
+        assert_raises(RankError, lambda: stages_().stage(1), "a rank has 1 stage, counted from 0; there is no stage 1.")
         assert_raises(
             ShapeError,
             lambda: stages_().cut(TinyGPT(layers=3)),

@@ -8,7 +8,7 @@ import re
 import pytest
 
 import pgmesh
-from pgmesh import AxisError, Layout, PlaceError, ShapeError, plan
+from pgmesh import AxisError, Layout, RankError, ShapeError, plan
 from pgmesh.planning import axis_heuristics, costs
 from tests.support import golden_files as golden
 from tests.support.message_assertions import assert_raises
@@ -72,7 +72,7 @@ def test_a_family_is_found_by_its_name():
     assert planned["dp x cp"].strides == (4,)
     assert planned["moe: ep"].size == 8
     with pytest.raises(
-        PlaceError, match="no family 'ep'; there are pp, dp, cp, tp, dp x cp, moe: pp, moe: edp, moe: ep"
+        RankError, match="no family 'ep'; there are pp, dp, cp, tp, dp x cp, moe: pp, moe: edp, moe: ep"
     ):
         planned["ep"]
 

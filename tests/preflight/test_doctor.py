@@ -20,7 +20,7 @@ import pytest
 
 from pgmesh.__main__ import main
 from pgmesh._util.torch_versions import TRIED_ON
-from pgmesh.errors import SeamError
+from pgmesh.errors import UnsupportedTorchError
 from pgmesh.launch.detect import LAUNCHERS, LauncherInfo
 from pgmesh.preflight import diagnosis
 from pgmesh.preflight.diagnosis import Finding
@@ -166,7 +166,9 @@ def lacking(**instead):
 
 
 def test_a_torch_that_lacks_private_names():
-    error = SeamError("torch 9.9 lacks what pgmesh, tried on torch 2.13, makes groups with:\n  _C.x: dry runs")
+    error = UnsupportedTorchError(
+        "torch 9.9 lacks what pgmesh, tried on torch 2.13, makes groups with:\n  _C.x: dry runs"
+    )
     findings = list(diagnosis.torch_findings(lacking(**{"pgmesh.torch_private": error})))
     assert [(finding.mark, finding.what) for finding in findings] == [("ok", "torch"), ("bad", "seam")]
     assert f"_C.x: dry runs\ninstall torch {TRIED_ON[-1]}" in findings[1].fix

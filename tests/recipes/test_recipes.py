@@ -25,8 +25,8 @@ from pgmesh import (
     MissingRanksError,
     OptionsError,
     PgmeshError,
-    PlaceError,
     ProcessGroupMesh,
+    RankError,
     ShapeError,
     recipes,
 )
@@ -1415,11 +1415,11 @@ def test_one_process_alone_is_told_to_start_more():
             """,
         ),
         (
-            PlaceError,
+            RankError,
             lambda: plan(8).seen_by(8),
             "rank 8 is not in mesh (pp=1, dp=8, cp=1, tp=1), whose ranks are 0, 1, 2, 3, 4, 5, 6, 7.",
         ),
-        (PlaceError, lambda: plan(8, pp=2, embedding=[2]), "axis pp has 2 indices, 0 to 1; there is no 2."),
+        (RankError, lambda: plan(8, pp=2, embedding=[2]), "axis pp has 2 indices, 0 to 1; there is no 2."),
     ],
 )
 def test_names_and_ranks_that_are_not_there(error: type[Exception], call: Callable[[], object], text: str):

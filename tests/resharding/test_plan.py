@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.torch_version import TorchVersion
 
 import pgmesh.resharding
-from pgmesh import AxisError, Layout, PlaceError, ShapeError
+from pgmesh import AxisError, Layout, RankError, ShapeError
 from pgmesh.resharding import RankPlan, ReshardPlan, Transfer
 from pgmesh.resharding.plan import balance
 from pgmesh.resharding.sharding import Sharding, length
@@ -174,7 +174,7 @@ def test_wrong_arguments(arguments, error, text):
 
 
 def test_a_rank_without_a_host_is_an_error():
-    with pytest.raises(PlaceError, match="no host for rank 1"):
+    with pytest.raises(RankError, match="no host for rank 1"):
         ReshardPlan((4,), Layout(2), None, Layout(2, ranks=[2, 3]), None, hosts=[[0], [2, 3]]).of(2)
 
 

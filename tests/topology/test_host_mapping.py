@@ -16,8 +16,8 @@ from pgmesh import (
     Layout,
     MembershipError,
     MissingRanksError,
-    PlaceError,
     ProcessGroupMesh,
+    RankError,
     launch,
 )
 from pgmesh.topology import host_mapping
@@ -78,7 +78,7 @@ def test_a_machine_is_known_by_its_boot_and_else_by_its_name():
 
 def test_a_rank_that_was_not_placed():
     assert_raises(
-        PlaceError,
+        RankError,
         lambda: placement_on("a", "b").host_of(2),
         "the host of rank 2 is unknown; this placement has ranks 0, 1.",
     )
