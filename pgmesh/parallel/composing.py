@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
@@ -78,6 +79,10 @@ class Composition:
         return [each for each in self.methods if each.differs in ("rows", "positions") and not each.averages_later]
 
     @property
+    def _pipelines(self) -> list[Method]:
+        return [each for each in self.methods if each.level is Level.PIPELINE]
+
+    @property
     def _averaging(self) -> Method | None:
         """The method that averages gradients."""
         return next((each for each in self.methods if each.averages_gradients), None)
@@ -135,13 +140,12 @@ class Composition:
                 "New groups along its axes were released. The module may be partly changed: build it again."
             ) from error
         _applied.update(self.methods)
-        pipelines = [each for each in self.methods if each.level is Level.PIPELINE]
         experts = [each for each in self.methods if each.differs == "experts"]
         expert_names = expert_parameters(applied)
         self._pieces[applied] = pieces = {}
         for name, place, _ in places_of(applied):
             pieces[name] = sharded.get(place, 1)
-            for method in (*pipelines, *(experts if name in expert_names else ())):
+            for method in (*self._pipelines, *(experts if name in expert_names else ())):
                 pieces[name] *= method.mesh.size(*method.owns)
         self._compare_first_inputs(applied, was_on_meta)
         return applied
@@ -156,11 +160,13 @@ class Composition:
             sizes = {
                 axis if isinstance(axis, str) else f"axis{axis}": cutting.mesh.size(axis) for axis in cutting.mesh.axes
             }
-            view = ", ".join(f"{name}={size}" for name, size in sizes.items())
+            view, new = ", ".join(f"{name}={size}" for name, size in sizes.items()), "data"
+            while new in sizes:
+                new += "_"
             raise AxisError(
                 f"ranks along {format_sizes(cutting.mesh, cutting.owns)} read different tokens, but no method averages "
                 f"the gradients of {count_of(len(trainable), 'trainable parameter')}, for example {trainable[0]}.\n\n"
-                f"  DataParallel(mesh.view(data=1, {view}), 'data')   # averages along the axes of positions too"
+                f"  DataParallel(mesh.view({new}=1, {view}), {new!r})   # averages along the axes of positions too"
             )
 
     def _compare_weights(self, module: nn.Module) -> None:
@@ -176,9 +182,17 @@ class Composition:
     def _compare_whole_weights(self, module: nn.Module) -> None:
         """Compare the weights that were on the meta device in ``apply``, where ranks have them whole."""
         ranks = self._ranks_along(each for each in self.methods if each.level is not Level.PIPELINE)
-        pieces, per_stage = self._pieces[module], min(self._pieces[module].values(), default=1)
-        whole = {name: each for name, each in module.named_parameters() if pieces[name] == per_stage}
+        stages = math.prod(each.mesh.size(*each.owns) for each in self._pipelines)
+        whole = {name: each for name, each in module.named_parameters() if self._pieces_of(module, name) == stages}
         compare_weights(self.mesh, ranks, whole)
+
+    def _pieces_of(self, module: nn.Module, name: str) -> int:
+        """For a parameter of an applied module: how many different pieces ranks hold, beyond DTensor shards."""
+        if name not in self._pieces[module]:
+            raise MethodError(
+                f"{name} was added to the module after apply, so it is in no method: add it before apply."
+            )
+        return self._pieces[module][name]
 
     def broadcast(self, module: nn.Module) -> None:
         """Give all ranks the parameters and buffers of the first one, before ``apply``: an equal start.
@@ -209,13 +223,13 @@ class Composition:
         Args:
             methods: lowest level first.
             sharded: the number of shards of each parameter that is one. Methods that shard parameters add theirs.
-            running: the methods whose ``around`` is running. After an error, the last one has raised it.
+            running: the methods that are being applied, outermost first. After an error, the last one has raised it.
             module: the module.
         """
         if not methods:
             return module
         *lower_methods, method = methods
-        before: dict[str, tuple[torch.Size, int]] = {}
+        before: dict[str, tuple[torch.Size, int]] = {}  # filled by inner: once, or for each stage of a pipeline
 
         def inner(part: nn.Module) -> nn.Module:
             part = self._apply(tuple(lower_methods), sharded, running, part)
@@ -262,7 +276,7 @@ class Composition:
             last: True in the last pass.
         """
         accumulate = getattr(self._averaging, "accumulate", None)
-        if accumulate is None or any(each.level is Level.PIPELINE for each in self.methods):
+        if accumulate is None or self._pipelines:
             return contextlib.nullcontext()
         context: contextlib.AbstractContextManager[None] = accumulate(module, last=last)
         return context
@@ -281,7 +295,7 @@ class Composition:
 
     @property
     def rank(self) -> int:
-        """Index of this rank's part: ``rank`` of a DistributedSampler."""
+        """Not the global rank: index of this rank's part of the rows, ``rank`` of a DistributedSampler."""
         return self._part_of_rows[1]
 
     @property
@@ -349,14 +363,14 @@ class Composition:
 
     def _compare_first_inputs(self, module: nn.Module, was_on_meta: bool) -> None:
         """Let the first training step of a module compare the inputs of ranks, and weights that had no values."""
-        waiting = [module] if len(self._ranks) > 1 else []  # a copy of the module has the same list
+        pending = [module] if len(self._ranks) > 1 else []  # shared by copies of the module
 
         def compare(inputs: Any) -> None:
-            if waiting:
+            if pending:
                 self.check_inputs(inputs)
                 if was_on_meta:
                     self._compare_whole_weights(module)
-                waiting.clear()
+                pending.clear()
 
         if hasattr(module, "before_step"):  # a pipeline
             vars(module)["before_step"] = compare
@@ -423,7 +437,7 @@ class Composition:
         for name, weight in applied.named_parameters():
             if weight.grad is not None and id(weight) not in copies:
                 shard, shards = local_shard(weight.grad)
-                pieces.append((shard, shards * self._pieces[applied].get(name, 1)))
+                pieces.append((shard, shards * self._pieces_of(applied, name)))
         return norm_of_pieces(pieces, norm_type, self.mesh.group_of(self._replica_ranks))
 
     def clip_grad_norm_(self, max_norm: float, *, module: nn.Module | None = None, norm_type: float = 2.0) -> Tensor:
@@ -470,7 +484,7 @@ def _map_tensors(function: Any, value: Any) -> Any:
 
 
 def compose(
-    mesh: ProcessGroupMesh, *methods: Method, unowned: Iterable[Axis] = (), equal_parts: bool = True
+    mesh: ProcessGroupMesh, *methods: Method, unowned: Axis | Iterable[Axis] = (), equal_parts: bool = True
 ) -> Composition:
     """Check that parallel methods can be applied to one module together, and sort them by level.
 
@@ -510,12 +524,13 @@ def compose(
             )
         if not {*method.mesh.ranks(*method.owns)} <= {*mesh}:
             raise MethodError(
-                f"{method} works on ranks {name_ranks(method.mesh.ranks(*method.owns))[6:]}, of which some are not in "
-                f"{mesh!r}, the mesh or slice of the composition."
+                f"{method} works on {name_ranks(method.mesh.ranks(*method.owns))}: not all in {mesh!r}, the mesh or "
+                "slice of the composition."
             )
     for one, other in itertools.combinations(methods, 2):
         check_owners(one, other)
-    allowed = mesh.along(*unowned).axes if (unowned := tuple(unowned)) else ()
+    unowned = (unowned,) if isinstance(unowned, (str, int)) else tuple(unowned)
+    allowed = mesh.along(*unowned).axes if unowned else ()
     required = [axis for axis in mesh.axes if mesh.size(axis) > 1 and axis not in allowed]
     if missing := [axis for axis in required if not any(owns_axis(method, mesh, axis) for method in methods)]:
         owned = format_axes(axis for method in methods for axis in method.owns)
@@ -534,8 +549,10 @@ def blocks_of(methods: Iterable[Method]) -> Blocks:
 
 
 def places_of(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str], torch.Size]]:
-    """Of each parameter: its name, the module that has it with its name there, and its shape, of all shards together
-    if it is a DTensor."""
+    """The name, the place and the shape of each parameter; of a DTensor, the shape of the whole.
+
+    A place is the module that has the parameter, and its name there.
+    """
     for owner_name, owner in module.named_modules():
         for name, weight in owner.named_parameters(recurse=False):
             yield f"{owner_name}.{name}".lstrip("."), (owner, name), weight.shape

@@ -5,7 +5,7 @@ Other ranks hold the other experts, and ``ExpertParallel`` averages their gradie
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,9 @@ class LocalExperts(nn.ModuleDict):
         MethodError: the experts cannot be grouped.
     """
 
+    template: nn.Module | None
+    """Runs all experts as one; None if each runs alone."""
+
     def __init__(self, experts: Mapping[str, nn.Module], sharded_along: str = "", grouped: bool = False) -> None:
         super().__init__(experts)
         self.sharded_along = sharded_along
@@ -37,9 +40,6 @@ class LocalExperts(nn.ModuleDict):
             expert.register_state_dict_post_hook(partial(_mark_shards, sharded_along))  # type: ignore[no-untyped-call]
         # not a submodule: it has no parameters of its own
         vars(self)["template"] = grouped_template(self) if grouped else None
-
-    template: nn.Module | None
-    """Runs all experts as one; None if each runs alone."""
 
     def train(self, mode: bool = True) -> LocalExperts:
         """Set the mode of the experts, as torch's modules do."""
@@ -49,7 +49,7 @@ class LocalExperts(nn.ModuleDict):
 
 
 def _mark_shards(axes: str, expert: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Mark the tensors of a state dict as shards: a state dict has no modules. Resharding reads the mark."""
+    """Mark the tensors of a state dict as shards, since resharding sees only the state dict."""
     for name, _parameter in expert.named_parameters(remove_duplicate=False):
         if f"{prefix}{name}" in state:  # another hook may have removed it
             setattr(state[f"{prefix}{name}"], SHARD_MARK, axes)
@@ -57,13 +57,17 @@ def _mark_shards(axes: str, expert: nn.Module, state: dict[str, Any], prefix: st
 
 def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of experts in a module, by name. ``ExpertParallel`` averages their gradients."""
-    found = [name for name, each in module.named_modules() if isinstance(each, LocalExperts)]
-    prefixes = [f"{name}." if name else "" for name in found]
-    return {name: each for name, each in module.named_parameters() if name.startswith(tuple(prefixes))}
+    prefixes = _prefixes(name for name, each in module.named_modules() if isinstance(each, LocalExperts))
+    return {name: each for name, each in module.named_parameters() if name.startswith(prefixes)}
 
 
 def names_of_experts(module: nn.Module) -> set[str]:
     """Names of the parameters and buffers of experts in a whole module, before ``ExpertParallel`` is applied."""
-    prefixes = tuple(f"{name}.experts.".lstrip(".") for name, *_ in expert_layers(module))
+    prefixes = _prefixes(f"{name}.experts".lstrip(".") for name, *_ in expert_layers(module))
     tensors = (*module.named_parameters(), *module.named_buffers())
-    return {name for name, _ in tensors if prefixes and name.startswith(prefixes)}
+    return {name for name, _ in tensors if name.startswith(prefixes)}
+
+
+def _prefixes(modules: Iterable[str]) -> tuple[str, ...]:
+    """What the names of tensors of modules begin with; "" for the whole module."""
+    return tuple(f"{name}." if name else "" for name in modules)

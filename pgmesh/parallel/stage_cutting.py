@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-ABSENT_MARK = "pgmesh_absent"
-"""Attribute of a stage: the names of the modules that it lacks."""
+REMOVED_MARK = "pgmesh_removed"
+"""Attribute of a stage: the names of the modules of the whole module that it lacks."""
 
 
 class AbsentLayer(nn.Module):
@@ -35,7 +35,8 @@ def partition_layers(layers: int, stages: int) -> list[range]:
 def copy_stage(module: nn.Module, absent: Sequence[str], dropped: Sequence[str], copied: Sequence[str]) -> nn.Module:
     """Copy of a module without some of its layers and submodules. It shares its parameters with the module.
 
-    deepcopy keeps what is in its memo. So only modules on the path to a removed module are copied.
+    deepcopy keeps what is in its memo: all but the modules on the path to a removed one, and methods and hooks that
+    are bound to these. A closure or a ``partial`` over such a module still means the whole one.
 
     Args:
         module: the whole module.
@@ -44,31 +45,37 @@ def copy_stage(module: nn.Module, absent: Sequence[str], dropped: Sequence[str],
         copied: names of submodules to copy with their parameters, since another stage of this rank has them too.
     """
     changed = (*absent, *dropped, *copied)
-    ancestors = [
-        sub
-        for name, sub in module.named_modules(remove_duplicate=False)
-        if not name or any(each.startswith(f"{name}.") for each in changed)
-    ]
+    modules = dict(module.named_modules(remove_duplicate=False))
+    on_path = [sub for name, sub in modules.items() if not name or any(e.startswith(f"{name}.") for e in changed)]
+    kept = [*module.modules(), *module.parameters(), *module.buffers()]
     own = vars(nn.Module())
-    attributes = [value for sub in ancestors for name, value in vars(sub).items() if name not in own]  # such as groups
-    kept = (*module.modules(), *module.parameters(), *module.buffers(), *attributes)
+    for sub in on_path:
+        for name, value in vars(sub).items():  # such as groups; of torch's own attributes, the hooks in its dicts
+            values = [value] if name not in own else [*value.values()] if isinstance(value, dict) else []
+            kept += [each for each in values if not _is_bound(each, on_path)]
     memo: dict[int, Any] = {id(each): each for each in kept}
-    for sub in ancestors:
+    for sub in on_path:
         memo.pop(id(sub), None)
-    for sub in (module.get_submodule(name) for name in copied):
+    for sub in (modules[name] for name in copied):
         for each in (*sub.modules(), *sub.parameters(), *sub.buffers()):
             memo.pop(id(each), None)
     part = copy.deepcopy(module, memo)
     for name in (*absent, *dropped):  # by name, since one module may have several
         parent, _, child = name.rpartition(".")
         setattr(part.get_submodule(parent), child, AbsentLayer() if name in absent else None)
-    setattr(part, ABSENT_MARK, tuple(dropped))
+    gone = tuple(f"{name}." for name in (*absent, *dropped))
+    setattr(part, REMOVED_MARK, [name for name in modules if f"{name}.".startswith(gone)])
     return part
+
+
+def _is_bound(value: object, modules: Sequence[nn.Module]) -> bool:
+    """Return True for a method of one of the modules, and for what torch binds to a module, such as a hook."""
+    return hasattr(value, "with_module") or any(getattr(value, "__self__", None) is each for each in modules)
 
 
 def is_stage(module: nn.Module) -> bool:
     """Return True if a module is one pipeline stage of a larger module."""
-    return any(isinstance(each, AbsentLayer) or hasattr(each, ABSENT_MARK) for each in module.modules())
+    return any(isinstance(each, AbsentLayer) or hasattr(each, REMOVED_MARK) for each in module.modules())
 
 
 def match_modules(module: nn.Module, pattern: str) -> list[str]:
@@ -78,24 +85,23 @@ def match_modules(module: nn.Module, pattern: str) -> list[str]:
 
 
 def on_other_stage(module: nn.Module, pattern: str) -> bool:
-    """Return True if a pattern matches an absent module or one inside it: here it is None or a placeholder."""
-    absent = [name for name, each in module.named_modules() if isinstance(each, AbsentLayer)]
-    absent += getattr(module, ABSENT_MARK, ())
-    parts = pattern.split(".")
-    if any(matches(name, ".".join(parts[: name.count(".") + 1])) for name in absent):
+    """Return True if a pattern matches a module that the cut removed, or that a user who cuts by hand set to None."""
+    if any(matches(name, pattern) for name in getattr(module, REMOVED_MARK, ())):
         return True
     found: Any = module
-    for part in parts:  # a user who cuts stages by hand sets modules to None
-        found = getattr(found, part, module)
-        if found is None or found is module:
-            return found is None
+    for part in pattern.split("."):
+        if not hasattr(found, part):
+            return False
+        found = getattr(found, part)
+        if found is None:
+            return True
     return False
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return True if a dotted name matches a pattern, part by part."""
+    """Return True if a dotted name matches a pattern, part by part. Only "" matches "", the whole module."""
     parts, pattern_parts = name.split("."), pattern.split(".")
-    return len(parts) == len(pattern_parts) and all(map(fnmatch, parts, pattern_parts))
+    return len(parts) == len(pattern_parts) and all(map(fnmatch, parts, pattern_parts)) and bool(name) == bool(pattern)
 
 
 def tied_names(module: nn.Module) -> list[list[str]]:

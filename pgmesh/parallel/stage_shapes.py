@@ -44,11 +44,11 @@ class Stage(PipelineStage):
     def __init__(
         self, part: nn.Module, index: int, stages: int, rows: Sequence[torch.Tensor], group: dist.ProcessGroup
     ) -> None:
-        unknown = (torch.empty(0),)  # A dummy example: given one, torch skips its own shape inference.
-        inputs = tuple(rows) if index == 0 else unknown
-        super().__init__(part, index, stages, device_of_stage(part, group), inputs, unknown, group=group)
+        placeholder = (torch.empty(0),)  # given an example, torch skips its own shape inference
+        inputs = tuple(rows) if index == 0 else placeholder
+        super().__init__(part, index, stages, device_of_stage(part, group), inputs, placeholder, group=group)
         self.inputs_are_known = index == 0
-        self.outputs: list[str] | None = None
+        self.output_kinds: list[str] | None = None
         """Dtypes and shapes of the outputs; None before the first microbatch."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -69,10 +69,10 @@ class Stage(PipelineStage):
         """Run the module on a microbatch. After the first, send the shapes of its outputs to the next stage."""
         returned = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
         outputs = _as_tuple(returned)
-        if self.is_last:  # torch uses only the number of its outputs
+        if self.is_last:  # of which torch needs only how many outputs there are
             outputs = tuple(torch.empty(0) for _ in outputs)
-        if self.outputs is None and all(map(_is_plain, outputs)):
-            self.outputs = _describe(outputs)
+        if self.output_kinds is None and all(map(_is_plain, outputs)):
+            self.output_kinds = _describe(outputs)
             torch_private.set_stage_outputs(self, _differentiable(outputs))
         return returned
 
@@ -85,8 +85,12 @@ class Stage(PipelineStage):
         """
         returned = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         found = _describe(_as_tuple(returned))
-        if not self.is_last and found != self.outputs:
-            wanted = f"the first returned {', '.join(self.outputs)}" if self.outputs else "has to return plain tensors"
+        if not self.is_last and found != self.output_kinds:
+            wanted = (
+                f"the first returned {', '.join(self.output_kinds)}"
+                if self.output_kinds
+                else "has to return plain tensors"
+            )
             hint = "\n\n  return x.to_local()   # of a DTensor x, if the next stage takes this rank's shard"
             raise MethodError(
                 f"microbatch {fwd_chunk_id} of stage {self.stage_index} returned {', '.join(found)}, but {wanted}."

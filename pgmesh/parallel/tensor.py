@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 PREPARE = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
 """The styles that leave parameters alone."""
+SEQUENCE_DIMS = (-3, -2, 0, 1)
+"""Dimensions of activations that can be positions, or rows."""
 
 
 def attention_plan(
@@ -178,23 +180,29 @@ class TensorParallel(Method):
     def _check_sequences(self, module: nn.Module, styles: Mapping[nn.Module, ParallelStyle]) -> None:
         """Check that the plan says of each module with parameters whether it gets whole sequences or shards."""
         covered = {inner for layer, style in styles.items() if _keeps_whole(style) for inner in layer.modules()}
-        covered |= {layer for layer, style in styles.items() if _is_explicit(style, layer)}
+        covered |= {layer for layer, style in styles.items() if _states_input(style, layer)}
         for name, layer in module.named_modules():
             if layer not in covered and next(layer.parameters(recurse=False), None) is not None:
+                shards, whole = "SequenceParallel(use_local_output=True)", name
+                style = styles.get(layer)
+                if isinstance(style, (ColwiseParallel, RowwiseParallel)):  # which has to stay
+                    side = "input" if isinstance(style, ColwiseParallel) else "output"
+                    shards, whole = f"{type(style).__name__}({side}_layouts=Shard(1))", name.rpartition(".")[0]
                 raise MethodError(
                     "the plan shards sequences by positions, so it has to say of every module with parameters whether "
                     f"it gets shards or whole sequences. It does not of {name or type(module).__name__}.\n\n"
-                    f"  plan={{**plan, {name!r}: SequenceParallel(use_local_output=True)}}   # shards\n"
-                    f"  plan={{**plan, {name!r}: PrepareModuleInput()}}   # whole"
+                    f"  plan={{**plan, {name!r}: {shards}}}   # shards\n"
+                    f"  plan={{**plan, {whole!r}: PrepareModuleInput()}}   # whole"
                 )
 
     def _apply_style(self, name: str, layer: nn.Module, style: ParallelStyle, device_mesh: DeviceMesh) -> None:
         before = dict(layer.named_parameters())
         if (dim := _entry_dim(style)) is not None:
-            layer.register_forward_pre_hook(partial(self._check_length, dim), with_kwargs=True)
+            check = partial(self._check_length, _sharded_input(style), dim)
+            layer.register_forward_pre_hook(check, with_kwargs=True)
         try:
             parallelize_module(layer, device_mesh, style)
-        except (NotImplementedError, KeyError) as error:
+        except (NotImplementedError, KeyError) as error:  # KeyError: of a layer without the weights of the style
             kind = f"{type(style).__name__} for {name!r}, which is {type(layer).__name__}"
             raise MethodError(f"the plan has {kind}: {error}") from error
         for key, old in before.items():
@@ -214,13 +222,18 @@ class TensorParallel(Method):
             divide_along_axes(size, f"{name}: {size} {unit}", unit, self.mesh, self.owns)
         vars(new).update(vars(old))
         if new.is_floating_point():
+            # a frozen one too, since it may be trained later; a hook needs requires_grad
             match = partial(_match_placements, like=placements)
             new.requires_grad_(True).register_hook(match)  # type: ignore[no-untyped-call]
-        new.requires_grad_(old.requires_grad)  # a frozen one has the hook too: it may be trained later
+        new.requires_grad_(old.requires_grad)
 
-    def _check_length(self, dim: int, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def _check_length(
+        self, key: int | str, dim: int, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> None:
         """Forward hook: check that positions are divisible. torch assumes that all shards have the same size."""
-        for x in [each for each in (*args, *keywords.values()) if isinstance(each, Tensor)][:1]:
+        inputs: dict[int | str, Any] = dict(enumerate((*args, *keywords.values())))
+        inputs.update(keywords)
+        if isinstance(x := inputs.get(key), Tensor):
             count = x.size(dim % (x.dim() + isinstance(layer, nn.Embedding)))  # token ids have no feature dimension
             divide_along_axes(count, f"a sequence of {count} positions", "positions", self.mesh, self.owns)
 
@@ -263,15 +276,23 @@ def _layouts(style: ParallelStyle, *names: str) -> list[Placement]:
 
 def _sequence_dims(style: ParallelStyle, *names: str) -> list[int]:
     """Dimensions of positions, or of rows, along which attributes of a style shard activations."""
-    return [each.dim for each in _layouts(style, *names) if isinstance(each, Shard) and each.dim in (-3, -2, 0, 1)]
+    return [each.dim for each in _layouts(style, *names) if isinstance(each, Shard) and each.dim in SEQUENCE_DIMS]
 
 
 def _entry_dim(style: ParallelStyle) -> int | None:
-    """Dimension along which a style shards whole sequences; None for other styles."""
-    comes_in = _layouts(style, "input_layouts", "input_kwarg_layouts", "sequence_sharding")
-    comes_in = comes_in or _layouts(style, "output_layouts")  # of PrepareModuleOutput
+    """Dimension along which a style splits a sequence that arrives whole; None if it splits none."""
+    incoming = _layouts(style, "input_layouts", "input_kwarg_layouts", "sequence_sharding")
+    incoming = incoming or _layouts(style, "output_layouts")  # of PrepareModuleOutput
     dims = _sequence_dims(style)
-    return dims[0] if dims and all(each.is_replicate() for each in comes_in) else None
+    return dims[0] if dims and all(each.is_replicate() for each in incoming) else None
+
+
+def _sharded_input(style: ParallelStyle) -> int | str:
+    """The argument, by position or keyword, that a style splits by positions; 0 for styles of one argument."""
+    inputs = vars(getattr(style, "prepare_module_input", style))
+    layouts: dict[int | str, Any] = dict(enumerate(inputs.get("desired_input_layouts") or ()))
+    layouts.update(inputs.get("desired_input_kwarg_layouts") or {})
+    return next((key for key, each in layouts.items() if isinstance(each, Shard) and each.dim in SEQUENCE_DIMS), 0)
 
 
 def _keeps_whole(style: ParallelStyle) -> bool:
@@ -280,10 +301,11 @@ def _keeps_whole(style: ParallelStyle) -> bool:
     return isinstance(style, PREPARE) and not _sequence_dims(style, *inside)
 
 
-def _is_explicit(style: ParallelStyle, layer: nn.Module) -> bool:
-    """Return True if a style replaces parameters, and says whether the module gets whole sequences or shards.
+def _states_input(style: ParallelStyle, layer: nn.Module) -> bool:
+    """Return True if a style that replaces parameters says whether the module gets whole sequences or shards.
 
-    ColwiseParallel() does not: torch takes the input for whole, and computes wrong results if it is a shard.
+    Of a Linear it does so by its layouts. ColwiseParallel() does not: torch takes the input for whole, and computes
+    wrong results if it is a shard. Other layers, such as an embedding, take no features that could be a shard.
     """
     return not isinstance(style, PREPARE) and (not isinstance(layer, nn.Linear) or bool(_sequence_dims(style)))
 

@@ -462,7 +462,7 @@ def test_a_method_of_a_composition_on_a_slice_stays_inside(mesh: ProcessGroupMes
     assert_raises(
         MethodError,
         lambda: compose(part, Data(mesh, "pp"), Tensor(part, "tp"), unowned=["dp"]),
-        "Data along pp works on ranks 1, 5, of which some are not in ProcessGroupMesh(pp=2, dp=2, tp=2, "
+        "Data along pp works on ranks 1, 5: not all in ProcessGroupMesh(pp=2, dp=2, tp=2, "
         "name='actor').at(pp=1), the mesh or slice of the composition.",
     )
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pgmesh import MethodError, ProcessGroupMesh
-from pgmesh.parallel import DataParallel, ExpertParallel, Method, ShardedDataParallel, compose
+from pgmesh import AxisError, MethodError, ProcessGroupMesh
+from pgmesh.parallel import ContextParallel, DataParallel, ExpertParallel, Method, ShardedDataParallel, compose
 from pgmesh.parallel.composing import Composition
 from tests.support.expert_models import expert_model
 from tests.support.fake_world import fake_rank
@@ -151,3 +151,43 @@ def test_weights_that_differ_name_the_ranks_of_a_permuted_mesh():
         "ranks start with different weights, of which the first is weight: (2, 2) torch.float32 True on rank 3; "
         "(2, 2) torch.float32 True, other values on ranks 1, 0, 2."
     }
+
+
+# ---- parameters that apply has not seen ----
+
+
+def test_a_parameter_added_after_apply_raises_in_the_norm(mesh: ProcessGroupMesh):
+    together = compose(mesh, unowned=mesh.axes)
+    model = together.apply(nn.Linear(2, 2))
+    model.extra = nn.Parameter(torch.ones(2))
+    model.extra.grad = torch.ones(2)
+    with pytest.raises(MethodError, match="extra was added to the module after apply"):
+        together.grad_norm()
+
+
+def shards_on_meta() -> None:
+    """No parameter is whole, so none can be compared after apply."""
+    mesh = ProcessGroupMesh(tp=2, name="actor")
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 4, bias=False))
+    model = compose(mesh, Replaces(mesh, "tp")).apply(model)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        model[0].weight.fill_(mesh.rank)
+    model(torch.ones(1, 2)).sum().backward()
+
+
+def test_shards_that_were_on_meta_may_differ():
+    world(2).run(shards_on_meta)
+
+
+def test_one_unowned_axis_needs_no_list(mesh: ProcessGroupMesh):
+    compose(mesh, DataParallel(mesh, "dp"), unowned=["pp", "tp"])
+    compose(mesh.view(dp=4, tp=2), DataParallel(mesh.view(dp=4, tp=2), "dp"), unowned="tp")
+
+
+def test_the_proposed_view_has_a_new_axis():
+    with fake_rank(0, 4), ProcessGroupMesh(data=2, cp=2) as mesh:
+        together = compose(mesh, ContextParallel(mesh, "cp"), unowned="data")
+        with pytest.raises(AxisError, match=r"mesh\.view\(data_=1, data=2, cp=2\), 'data_'\)"):
+            together.apply(nn.Linear(2, 2))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import re
+import threading
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.nn.functional import cross_entropy
 
 from pgmesh import AxisError, MethodError, ProcessGroupMesh, torch_private
-from pgmesh.parallel import DataParallel, Method, PipelineParallel, ShardedDataParallel, compose
+from pgmesh.parallel import DataParallel, Method, PipelineParallel, ShardedDataParallel, TensorParallel, compose
 from pgmesh.parallel.stage_cutting import AbsentLayer
 from tests.support.fake_world import fake_rank
 from tests.support.pipelines import needs_pipelines
@@ -104,6 +106,62 @@ def shared_attributes() -> None:
 def test_what_else_a_module_holds_is_the_same_in_its_parts():
     """A copied stream would draw the same numbers again, and a group cannot be copied."""
     world(2).run(shared_attributes)
+
+
+class Rebound(nn.Module):
+    """Its forward pass is a bound method in an attribute, and hooks see each pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+        self.run = self._plain
+        self.passes = 0
+        self.register_forward_hook(self._count)
+
+    def _plain(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def _count(self, *_: object) -> None:
+        self.passes += 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(x)
+
+
+class Recorder:
+    """A hook with a lock, which cannot be copied."""
+
+    def __init__(self) -> None:
+        self.lock, self.calls = threading.Lock(), 0
+
+    def hook(self, *_: object) -> None:
+        with self.lock:
+            self.calls += 1
+
+
+def test_methods_are_of_the_stage_and_hooks_the_users():
+    with fake_rank(0, 2), ProcessGroupMesh(pp=2) as mesh:
+        module, recorder = Rebound(), Recorder()
+        module.register_forward_hook(recorder.hook)
+        (part,) = PipelineParallel(mesh, "pp", layers="layers", loss=None, microbatches=2).cut(module)
+        x = torch.ones(1, 2)
+        torch.testing.assert_close(part(x), module.layers[0](x))
+        assert (part.passes, module.passes, recorder.calls) == (1, 0, 1)
+
+
+def test_a_stage_knows_the_names_of_the_whole_module():
+    """A wildcard may not hide a name that no stage has."""
+    with fake_rank(0, 4), ProcessGroupMesh(pp=2, tp=2) as mesh:
+        module = nn.Module()
+        module.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
+        module.layers[1].extra = nn.Linear(4, 4)  # only the other stage has it
+        stages = PipelineParallel(mesh, "pp", layers="layers", loss=None, microbatches=2)
+        plan = {"layers.*.0": ColwiseParallel(), "layers.*.extra": ColwiseParallel()}
+        compose(mesh, stages, TensorParallel(mesh, "tp", plan=plan)).apply(module)
+        with pytest.raises(MethodError, match=r"the plan names 'layers\.\*\.1', which"):
+            compose(mesh, stages, TensorParallel(mesh, "tp", plan={"layers.*.1": ColwiseParallel()})).apply(module)
 
 
 def test_layer_under_two_names_is_kept_under_each():

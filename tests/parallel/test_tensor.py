@@ -371,8 +371,31 @@ def test_no_linear_layer_takes_shards_for_whole_sequences(mesh):
     assert_raises(
         MethodError,
         lambda: TensorParallel(mesh, "tp", plan=plan).apply(TinyGPT(layers=1)),
-        UNCLEAR.format(name="blocks.0.up"),
+        "the plan shards sequences by positions, so it has to say of every module with parameters whether it gets "
+        "shards or whole sequences. It does not of blocks.0.up.\n\n"
+        "  plan={**plan, 'blocks.0.up': ColwiseParallel(input_layouts=Shard(1))}   # shards\n"
+        "  plan={**plan, 'blocks.0': PrepareModuleInput()}   # whole",
     )
+    plan = {**plan, "blocks.0.up": ColwiseParallel(input_layouts=Shard(1))}
+    plan = {**plan, "blocks.0.down": RowwiseParallel(output_layouts=Shard(1))}
+    TensorParallel(mesh, "tp", plan=plan).apply(TinyGPT(layers=1))
+
+
+def test_the_length_of_the_split_argument_counts(mesh):
+    split = PrepareModuleInput(
+        input_layouts=(None, Replicate()), desired_input_layouts=(None, Shard(1)), use_local_output=True
+    )
+    module = nn.Identity()
+    module.forward = lambda one, other: other
+    TensorParallel(mesh, "tp", plan={"": split}).apply(module)
+    with pytest.raises(ShapeError, match="a sequence of 7 positions"):
+        module(torch.ones(2, 8, 3), torch.ones(2, 7, 4))
+    assert module(torch.ones(2, 3, 3), torch.ones(2, 8, 4)).shape == (2, 2, 4)  # a shard of two positions
+
+
+def test_a_star_matches_children_alone(mesh):
+    module = TensorParallel(mesh, "tp", plan={"*": ColwiseParallel()}).apply(nn.Sequential(nn.Linear(4, 8)))
+    assert module[0].weight.placements == (Shard(0),)
 
 
 def test_sequences_nowhere_sharded_raise(mesh):
