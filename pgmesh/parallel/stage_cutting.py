@@ -75,7 +75,7 @@ def _is_bound(value: object, modules: Sequence[nn.Module]) -> bool:
 
 def is_stage(module: nn.Module) -> bool:
     """Return True if a module is one pipeline stage of a larger module."""
-    return any(isinstance(each, AbsentLayer) or hasattr(each, REMOVED_MARK) for each in module.modules())
+    return any(hasattr(each, REMOVED_MARK) for each in module.modules())
 
 
 def match_modules(module: nn.Module, pattern: str) -> list[str]:

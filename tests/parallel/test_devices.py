@@ -64,10 +64,12 @@ class Sharded(Method):
         return module
 
 
-def composed(mesh: ProcessGroupMesh) -> tuple[Composition, nn.Module]:
-    """A composition over all ranks, and the module that it was applied to, without parameters yet."""
-    together = compose(mesh, Sharded(mesh, *mesh.axes))
-    return together, together.apply(nn.Module())
+def composed(mesh: ProcessGroupMesh, *names: str) -> tuple[Composition, nn.Module]:
+    """A composition over all ranks, and the module that it was applied to, with parameters of these names."""
+    together, module = compose(mesh, Sharded(mesh, *mesh.axes)), nn.Module()
+    for name in names:
+        module.register_parameter(name, nn.Parameter(torch.empty(0)))
+    return together, together.apply(module)
 
 
 def parameter(device: str) -> nn.Parameter:
@@ -79,7 +81,7 @@ def parameter(device: str) -> nn.Parameter:
 @pytest.mark.parametrize("device", ["cuda", "cpu", None])
 def test_a_norm_is_summed_on_a_device_that_all_ranks_can_agree_on(mesh, backend, sent, device):
     """On a rank with weights on the GPU, with weights that are offloaded to the CPU, and on one without weights."""
-    together, module = composed(mesh)
+    together, module = composed(mesh, *["weight"] * (device is not None))
     with FakeTensorMode():
         if device:
             module.register_parameter("weight", parameter(device))
@@ -139,7 +141,7 @@ def test_gradients_on_two_devices_are_scaled_where_they_are(mesh, sent, monkeypa
             multiply(tensors, factor),
         ),
     )
-    together, module = composed(mesh)
+    together, module = composed(mesh, *[f"weight{number}" for number in range(5)])
     with FakeTensorMode():
         held = [parameter("cuda"), parameter("cpu"), parameter("cuda"), parameter("cpu")]
         half = nn.Parameter(torch.empty(2, device="cpu", dtype=torch.bfloat16))

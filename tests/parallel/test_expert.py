@@ -24,7 +24,7 @@ from pgmesh.parallel import (
     mixture,
 )
 from pgmesh.parallel.local_experts import LocalExperts
-from pgmesh.parallel.stage_cutting import AbsentLayer
+from pgmesh.parallel.stage_cutting import copy_stage
 from tests.support.expert_models import (
     EXPERTS,
     TOP_K,
@@ -403,10 +403,11 @@ def test_a_checkpoint_rejects_sharded_experts(mesh, tmp_path):
 
 
 def test_a_stage_of_a_pipeline_may_have_no_experts_and_no_attention(mesh):
-    stage = nn.Sequential(nn.Linear(2, 2), AbsentLayer())
+    module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    stage = copy_stage(module, absent=["1"], dropped=[], copied=[])
     assert ExpertParallel(mesh, "ep").apply(stage) is stage
     assert ContextParallel(mesh, "ep").apply(stage) is stage
-    assert TensorParallel(mesh, "ep", plan={"1": ColwiseParallel(), "1.up": RowwiseParallel()}).apply(stage) is stage
+    assert TensorParallel(mesh, "ep", plan={"1": ColwiseParallel(), "1.0": RowwiseParallel()}).apply(stage) is stage
 
 
 def test_a_module_without_what_is_named_is_refused(mesh):
