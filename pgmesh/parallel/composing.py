@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -256,11 +256,20 @@ class Composition:
         Args:
             optimizer: an optimizer of the module that ``apply`` returned.
 
+        Raises:
+            MethodError: the optimizer has no parameter of such a module. Methods may replace parameters.
+
         >>> from pgmesh.parallel import compose
         >>> together = compose(mesh, unowned=mesh.axes)
         >>> model = together.apply(torch.nn.Linear(2, 2))
         >>> optimizer = together.attach(torch.optim.SGD(model.parameters(), lr=0.1))
         """
+        trained = {weight for module in self._pieces for weight in module.parameters()}
+        if trained and trained.isdisjoint(weight for group in optimizer.param_groups for weight in group["params"]):
+            raise MethodError(
+                "the optimizer has no parameter of the module that apply returned, so it would train nothing.\n\n"
+                "  optimizer = type(optimizer)(model.parameters())   # after model = together.apply(model)"
+            )
         for method in self.methods:
             method.attach(optimizer)
         return optimizer
@@ -386,7 +395,7 @@ class Composition:
 
     # -- losses and gradients ---------------------------------------------------------------------------------------
 
-    def mean(self, loss: Tensor, tokens: Tensor | int | None = None) -> Tensor:
+    def mean(self, loss: Tensor | Sequence[Tensor], tokens: Tensor | int | None = None) -> Tensor:
         """The mean loss of one process, from the losses of ranks that read different tokens.
 
         Its gradient is right after the average over ranks. All these ranks call it. Under a method that averages later,
@@ -394,13 +403,26 @@ class Composition:
 
         Args:
             loss: the mean loss of this rank's tokens, if all ranks have equally many; otherwise the sum of the losses.
+                Or the losses that ``step`` of a pipeline returned, on ranks that have some.
             tokens: with a sum, the number of this rank's tokens that count: in all passes of an accumulation; in a
                 pipeline, those of the batch divided by the number of microbatches.
+
+        Raises:
+            MethodError: there is no loss, or parts may be unequal and ``tokens`` is missing.
 
         >>> from pgmesh.parallel import compose
         >>> compose(mesh, unowned=mesh.axes).mean(torch.tensor(6.0), tokens=4)
         tensor(1.5000)
         """
+        if not isinstance(loss, Tensor):
+            if not loss:
+                raise MethodError("this rank has no losses.\n\n  if losses: print(together.mean(losses))")
+            loss = torch.stack([*loss]).mean()
+        if tokens is None and not self.equal_parts:
+            raise MethodError(
+                "parts may have different sizes, so a mean of means is not the loss of the batch.\n\n"
+                "  together.mean(loss_sum, tokens)   # the sum of the losses, and the number of tokens that count"
+            )
         loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
         loss = loss.to(torch.promote_types(loss.dtype, torch.float32))  # a 16-bit float cannot count tokens
         counted = torch.as_tensor(1 if tokens is None else tokens).to(loss)
@@ -519,8 +541,9 @@ def compose(
             raise MethodError(f"compose takes methods with their axes, such as {call}, not {method!r}.")
         if not method.mesh.shares_groups(mesh):
             raise MethodError(
-                f"{method} is on {method.mesh!r}, but is composed on {mesh!r}. "
-                f"All methods of a composition are on one mesh, its views and its slices."
+                f"{method} is on another mesh object, {method.mesh!r}, than the composition, {mesh!r}. All methods of "
+                "a composition are on one mesh, its views and its slices.\n\n"
+                f"  {type(method).__name__}(mesh, ...)   # the mesh of compose(mesh, ...)"
             )
         if not {*method.mesh.ranks(*method.owns)} <= {*mesh}:
             raise MethodError(

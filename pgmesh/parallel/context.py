@@ -189,5 +189,5 @@ class ContextParallel(Method):
             raise ShapeError(
                 f"a balanced part of a sequence along {self._axis_sizes} has two chunks of the same length, but here "
                 f"are {length} positions.\n\n"
-                "  method.cut(whole)   # splits a sequence as the attention needs it"
+                "  together.share(batch)   # cuts sequences; shift labels before. together = compose(...)"
             )

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pgmesh import torch_private
 from pgmesh._util.formatting import count_of
+from pgmesh._util.suggestions import closest_name, did_you_mean
 from pgmesh.errors import MethodError, OptionsError, RankError, ShapeError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
@@ -221,10 +222,9 @@ class PipelineParallel(Method):
     def _check_names(self, module: nn.Module) -> None:
         """Raise a MethodError if a name is not in the module, or no name has one of its parameters."""
         for name in (self.layers, *self.first, *self.last):
-            try:
-                module.get_submodule(name)
-            except AttributeError as error:
-                raise MethodError(f"{self} cannot find the module {name!r}: {error}.") from error
+            if name not in (known := dict(module.named_modules(remove_duplicate=False))):
+                hint = did_you_mean(closest_name(name, known))
+                raise MethodError(f"{self} cannot find the module {name!r} in {type(module).__name__}.{hint}")
         for name, _ in module.named_parameters():
             if not self._location(name):
                 hint = f"put {name} into a module, and name that in first= or last="

@@ -493,9 +493,10 @@ def test_a_method_may_be_on_a_view_of_the_mesh_and_not_on_another(mesh: ProcessG
         assert_raises(
             MethodError,
             lambda: compose(mesh, Data(critic, "dp"), unowned=mesh.axes),
-            "Data along dp is on ProcessGroupMesh(dp=8, name='critic'), but is composed on "
-            "ProcessGroupMesh(pp=2, dp=2, tp=2, name='actor'). All methods of a composition are on one mesh, "
-            "its views and its slices.",
+            "Data along dp is on another mesh object, ProcessGroupMesh(dp=8, name='critic'), than the composition, "
+            "ProcessGroupMesh(pp=2, dp=2, tp=2, name='actor'). All methods of a composition are on one mesh, its views "
+            "and its slices.\n\n"
+            "  Data(mesh, ...)   # the mesh of compose(mesh, ...)",
         )
 
 

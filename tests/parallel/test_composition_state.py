@@ -191,3 +191,31 @@ def test_the_proposed_view_has_a_new_axis():
         together = compose(mesh, ContextParallel(mesh, "cp"), unowned="data")
         with pytest.raises(AxisError, match=r"mesh\.view\(data_=1, data=2, cp=2\), 'data_'\)"):
             together.apply(nn.Linear(2, 2))
+
+
+# ---- calls that would be silently wrong ----
+
+
+def test_an_optimizer_from_before_apply_raises(mesh: ProcessGroupMesh):
+    model = nn.Sequential(nn.Linear(2, 2))
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    together = compose(mesh, ShardedDataParallel(mesh, "dp"), unowned=["pp", "tp"])
+    assert together.attach(early) is early  # nothing is applied yet
+    model = together.apply(model)
+    with pytest.raises(MethodError, match="has no parameter of the module that apply returned"):
+        together.attach(early)
+    together.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_unequal_parts_need_the_number_of_tokens(mesh: ProcessGroupMesh):
+    together = compose(mesh, unowned=mesh.axes, equal_parts=False)
+    with pytest.raises(MethodError, match=r"together\.mean\(loss_sum, tokens\)"):
+        together.mean(torch.tensor(2.0))
+    assert together.mean(torch.tensor(6.0), tokens=4) == 1.5
+
+
+def test_the_mean_takes_the_losses_of_a_step(mesh: ProcessGroupMesh):
+    together = compose(mesh, unowned=mesh.axes)
+    assert together.mean([torch.tensor(1.0), torch.tensor(2.0)]) == 1.5
+    with pytest.raises(MethodError, match=r"if losses: print\(together\.mean\(losses\)\)"):
+        together.mean([])

@@ -242,7 +242,7 @@ def test_indivisible_sequences_raise_with_the_numbers(mesh):
         lambda: balanced.attention(q, q, q),
         "a balanced part of a sequence along cp=4 has two chunks of the same length, but here are 3 "
         "positions.\n\n"
-        "  method.cut(whole)   # splits a sequence as the attention needs it",
+        "  together.share(batch)   # cuts sequences; shift labels before. together = compose(...)",
     )
     assert_raises(
         ShapeError,

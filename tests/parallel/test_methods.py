@@ -414,12 +414,12 @@ def test_invalid_pipelines_raise():
         assert_raises(
             MethodError,
             lambda: stages_(layers="bloks").cut(TinyGPT()),
-            "PipelineParallel along pp cannot find the module 'bloks': TinyGPT has no attribute `bloks`.",
+            "PipelineParallel along pp cannot find the module 'bloks' in TinyGPT. Did you mean 'blocks'?",
         )
         assert_raises(
             MethodError,
             lambda: stages_(last=["norm", "heads"]).cut(TinyGPT()),
-            "PipelineParallel along pp cannot find the module 'heads': TinyGPT has no attribute `heads`.",
+            "PipelineParallel along pp cannot find the module 'heads' in TinyGPT. Did you mean 'head'?",
         )
         assert_raises(
             MethodError,
