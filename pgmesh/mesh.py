@@ -21,11 +21,12 @@ from pgmesh.drawing import plain_text
 from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, RankError, ShapeError
 from pgmesh.groups.cache import GroupCache
 from pgmesh.groups.device_meshes import parse_dimensions
-from pgmesh.groups.registry import open_caches_by_name, store_thread
+from pgmesh.groups.registry import open_caches_by_name
 from pgmesh.groups.unpickling import find_cache
 from pgmesh.groups.world import world_rank_and_size
 from pgmesh.layout import Axis, Keep, Layout, RankMethods, taken
 from pgmesh.options import Timeout, named_timeout, to_timedelta
+from pgmesh.rendezvous.timing import heartbeat_period
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -523,7 +524,7 @@ class ProcessGroupMesh(RankMethods):
         self._group_cache.check()
         from pgmesh.elastic.watching import abort_when_lost
 
-        abort_when_lost(self._group_cache, _parse_lost_after(lost_after))
+        abort_when_lost(self._group_cache, _parse_lost_after(lost_after, self._group_cache.world_size))
 
     def shrink(
         self,
@@ -575,7 +576,7 @@ class ProcessGroupMesh(RankMethods):
         from pgmesh.elastic.shrinking import shrink
 
         cache = self._group_cache
-        request = Request(axis, tuple(places), _parse_lost_after(lost_after) or cache.abort_after)
+        request = Request(axis, tuple(places), _parse_lost_after(lost_after, cache.world_size) or cache.abort_after)
         return _of_cache(shrink(cache, request, to_timedelta(timeout).total_seconds()))
 
     def stand_by(self, timeout: Timeout = CONNECT_TIMEOUT, *, lost_after: Timeout | None = None) -> ProcessGroupMesh:
@@ -602,8 +603,8 @@ class ProcessGroupMesh(RankMethods):
         self._check_root()
         from pgmesh.elastic.shrinking import stand_by
 
-        seconds = to_timedelta(timeout).total_seconds()
-        return _of_cache(stand_by(self._group_cache, seconds, _parse_lost_after(lost_after)))
+        cache, seconds = self._group_cache, to_timedelta(timeout).total_seconds()
+        return _of_cache(stand_by(cache, seconds, _parse_lost_after(lost_after, cache.world_size)))
 
     @property
     def shrunk(self) -> Shrunk | None:
@@ -805,11 +806,11 @@ def _of_cache(cache: GroupCache) -> ProcessGroupMesh:
     return mesh
 
 
-def _parse_lost_after(lost_after: Timeout | None) -> float | None:
+def _parse_lost_after(lost_after: Timeout | None, world_size: int) -> float | None:
     """Seconds without a heartbeat after which a rank counts as lost; None for the default."""
     if lost_after is None:
         return None
-    seconds, least = to_timedelta(lost_after).total_seconds(), 3 * store_thread().period
+    seconds, least = to_timedelta(lost_after).total_seconds(), 3 * heartbeat_period(world_size)
     if seconds < least:
         raise OptionsError(f"lost_after={seconds:g} s is less than three heartbeats, which take {least:g} s here.")
     return seconds

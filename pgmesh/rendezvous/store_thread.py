@@ -148,8 +148,7 @@ class StoreThread:
         self._left_worlds = left_worlds if left is None else left
         self.on_heartbeat: Callable[[Callable[[Operation], Any]], tuple[RunningCollective, ...]] = lambda perform: ()
         """Called at each heartbeat, with a function that performs one operation. It returns the running collectives."""
-        self.pace = max(1.0, world_size / timing.LIMITS.full_rate_ranks)
-        self.period = timing.TIMING.heartbeat * self.pace
+        self.pace, self.period = timing.pace(world_size), timing.heartbeat_period(world_size)
         self._queue = _Queue()
         self._heartbeat_due = math.inf
         self._heartbeats = 0

@@ -80,3 +80,13 @@ class Limits:
 
 
 LIMITS = Limits()
+
+
+def pace(world_size: int) -> float:
+    """The factor by which heartbeats, pauses and inspections are slower in a large world; 1 in others."""
+    return max(1.0, world_size / LIMITS.full_rate_ranks)
+
+
+def heartbeat_period(world_size: int) -> float:
+    """Seconds between two heartbeats in a world of that size."""
+    return TIMING.heartbeat * pace(world_size)
