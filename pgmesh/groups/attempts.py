@@ -67,16 +67,16 @@ class Attempts:
                 stack.callback(lock.release)
             yield
 
-    def forget(self, path: str) -> None:
-        """Forget a path that no later group will have, and release the store keys of its attempts."""
+    def forget(self, path: str) -> list[ConnectAttempt]:
+        """Forget a path that no later group will have; return the attempt whose store keys are to be released."""
         state = self._states.pop(path, None)
-        if state is not None and state.attempt is not None and state.attempt.decision is not None:
-            self._registry.clean_store(state.attempt.leave)  # a running connect leaves an undecided one itself
+        if state is None or state.attempt is None or state.attempt.decision is None:
+            return []  # a running connect leaves an undecided one itself
+        return [state.attempt]
 
-    def forget_all(self) -> None:
+    def forget_all(self) -> list[ConnectAttempt]:
         """Forget all paths, also of groups that were never created."""
-        for path in list(self._states):
-            self.forget(path)
+        return [attempt for path in list(self._states) for attempt in self.forget(path)]
 
     def take_keys(self) -> list[str]:
         """Forget all paths; return the store keys of their attempts, which no other rank uses any more."""

@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -45,10 +46,19 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from pgmesh.layout import Axis, Layout
+    from pgmesh.rendezvous.protocol import ConnectAttempt
 
 
 _ABORT_SECONDS = 0.5
 """The longest wait of ``abort`` for the store. The store thread publishes the abort later if there is no answer."""
+
+
+@dataclass
+class _Left:
+    """What destroyed groups leave in the store: keys, and decided attempts to connect."""
+
+    keys: list[str] = field(default_factory=list)
+    attempts: list[ConnectAttempt] = field(default_factory=list)
 
 
 class GroupCache:
@@ -185,6 +195,10 @@ class GroupCache:
                         self.registry.stop_keeping(self)  # a cache without groups does not block its successor
                     raise
                 self.creation_seconds += time.monotonic() - start
+                if self.ended is not None:  # by another thread meanwhile, which did not wait for this one
+                    self._destroy(list(self._records), self.ended, abort=True)
+                    self.registry.stop_keeping(self)
+                    self.check()
             if record.created_by == "adopted" and not torch_private.is_known(record.group):
                 raise LifetimeError(
                     f"{record.label} was adopted at {record.call_site}, and torch has destroyed it since.\n\n"
@@ -398,13 +412,14 @@ class GroupCache:
         """Destroy the groups of these ranks. The next call creates new ones under new names."""
         self.check()
         with self.lock:
-            self._destroy(
+            left = self._destroy(
                 [key for key in self._records if key.ranks == ranks],
                 f"was released at {call_site()}; ask its mesh for it anew.",
             )
             self._generations.release(ranks)
             if len(ranks) == 1:
                 self._configured.forget_returned()
+        self._clean_store(left)
 
     def discard(self, record: building.GroupRecord, number: int, reason: str) -> None:
         """Destroy a group that can no longer be used. The next call creates it anew.
@@ -414,7 +429,8 @@ class GroupCache:
         """
         with self.lock:
             self.attempts.of(record.path).broken = number
-            self._destroy([key for key, each in self._records.items() if each is record], reason, abort=True)
+            left = self._destroy([key for key, each in self._records.items() if each is record], reason, abort=True)
+        self._clean_store(left)
 
     def close(self, reason: str | None = None, *, at_exit: bool = False) -> None:
         """Destroy all groups. The cache creates no more.
@@ -462,6 +478,7 @@ class GroupCache:
         reason = text.removeprefix(f"{self.label} ")
         if not self._end(reason, aborted=True) and self.ended is None:
             self.ended, self.aborted = reason, True
+            self._clear_caches()  # the thread with the lock destroys the groups when it finds that the mesh has ended
             records = [record for record, _, _ in self.records()]
             teardown.wake(records)
             connections.shut_down([record.endpoints() for record in records])
@@ -486,20 +503,29 @@ class GroupCache:
         """
         if not self.lock.acquire(timeout=lock_seconds):
             return False
+        left = _Left()
         try:
             if self.ended is None:
                 self.ended, self.aborted = reason, aborted
-                self._destroy(list(self._records), reason, abort=aborted, at_exit=at_exit)
+                left = self._destroy(list(self._records), reason, abort=aborted, at_exit=at_exit)
                 if not (aborted or at_exit):
-                    self.attempts.forget_all()
-                    self.registry.delete_keys(self.identity.store_keys())
+                    left.attempts += self.attempts.forget_all()
+                    left.keys += self.identity.store_keys()
                 self.registry.stop_keeping(self)
-            return True
         finally:
             self.lock.release()
+        self._clean_store(left)
+        return True
 
-    def _destroy(self, keys: Iterable[GroupKey], reason: str, *, abort: bool = False, at_exit: bool = False) -> None:
-        """Destroy some groups.
+    def _clean_store(self, left: _Left) -> None:
+        """Delete what groups have left in the store. The caller does not hold the lock: this waits for the store."""
+        for attempt in left.attempts:
+            self.registry.clean_store(attempt.leave)
+        if left.keys:  # none of a mesh outside any world
+            self.registry.delete_keys(left.keys)
+
+    def _destroy(self, keys: Iterable[GroupKey], reason: str, *, abort: bool = False, at_exit: bool = False) -> _Left:
+        """Destroy some groups, and return what they leave in the store.
 
         Args:
             abort: do not wait for collectives. The attempts are kept: the groups connect again, or ``shrink`` follows.
@@ -511,18 +537,20 @@ class GroupCache:
         written = [key for record in ours for key in record.cancel_waits(reason)]
         teardown.destroy(ours, reason, abort=abort, at_exit=at_exit)
         if at_exit:
-            return
+            return _Left()
+        left = _Left(written)
         for record in dropped:
             if abort:
                 self.attempts.of(record.path).connected = None
             else:
-                self.attempts.forget(record.path)
-        self.registry.delete_keys(written)
+                left.attempts += self.attempts.forget(record.path)
+        return left
 
     def forget(self, group: Any) -> None:
         """Drop a group that torch destroys. The next group gets another name."""
         if not any(record.group is group for record, _, _ in self.records()):
-            return  # without the lock: another thread may hold it while it waits for the store
+            return  # without the lock: another thread may hold it while it creates a group collectively
+        left = _Left()
         with self.lock:
             for key, record in list(self._records.items()):
                 if record.group is group:
@@ -530,12 +558,13 @@ class GroupCache:
                     if record.created_by == "adopted":  # the next call raises an error
                         continue
                     del self._records[key]
-                    self.attempts.forget(record.path)
+                    left.attempts += self.attempts.forget(record.path)
                     if record.path:  # torch names the groups of new_group
                         self._generations.destroy(record.path)
                     reason = "was destroyed; ask its mesh for it anew."
-                    self.registry.delete_keys(record.cancel_waits(reason))
+                    left.keys += record.cancel_waits(reason)
                     teardown.mark_destroyed(record, reason)
+        self._clean_store(left)
 
     def _clear_caches(self) -> None:
         self._device_meshes.clear()
