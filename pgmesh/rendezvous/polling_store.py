@@ -239,8 +239,9 @@ class PollingStore(dist.Store):
         """
         keys = self._refusal_keys() if self._prefix or self.values else ()
         for key, text in zip(keys, run(*map(Read, keys)) if keys else ()):
-            if text is not None:
-                self.refusal = self.refusal or Decision.unpack(key, text)
+            found = None if text is None else Decision.unpack(key, text)
+            if found is not None and (self.refusal is None or found.kind == "aborted"):  # the end of the mesh counts
+                self.refusal = found
         return self.refusal
 
     def ask_for_refusal(self, seconds: float) -> Decision | None:
