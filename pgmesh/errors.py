@@ -25,7 +25,7 @@ class PgmeshError(Exception):
 
 
 class ShapeError(PgmeshError, ValueError):
-    """Sizes, ranks, names or hosts that are invalid or do not fit together."""
+    """Sizes, ranks, names or hosts that are invalid or do not fit."""
 
 
 class AxisError(PgmeshError, ValueError, IndexError):
