@@ -98,10 +98,10 @@ def _check(
 ) -> CheckResults | None:
     """Run the check. Returns the results on rank 0, None on other ranks."""
     from pgmesh.mesh import ProcessGroupMesh
-    from pgmesh.preflight.preflight import Preflight, versions
+    from pgmesh.preflight import preflight
 
     names = ("nodes", "domains", "combinations", "bytes", "repeats", "backend")
-    shared = {**versions(), "sizes": format_sizes(sizes), **{name: getattr(args, name) for name in names}}
+    shared = {**preflight.versions(), "sizes": format_sizes(sizes), **{name: getattr(args, name) for name in names}}
     with barrier.stage("at the start", {**shared, "ranks": barrier.size}):
         pass
     world = f"the world has {barrier.size:,}" if barrier.size > 1 else "without a launcher the world has 1"
@@ -111,7 +111,7 @@ def _check(
     combinations = {frozenset(each): each for each in axes}.values()
     planned = topology[0] if topology else None
     with ProcessGroupMesh(sizes, name="check") as mesh:
-        return Preflight(barrier, mesh, [*combinations], planned, args.bytes, args.repeats, show).run()
+        return preflight.Preflight(barrier, mesh, [*combinations], planned, args.bytes, args.repeats, show).run()
 
 
 def _print(args: argparse.Namespace, results: CheckResults | None, failure: Exception | None) -> None:

@@ -230,7 +230,7 @@ def explain_store(environ: Mapping[str, str], launcher: LauncherInfo, seconds: f
         launcher: the detected launcher, with the address of the store.
         error: the error of torch's store.
     """
-    finding = _check_store(environ, launcher, seconds)
+    finding = _check_store(environ, launcher, min(seconds, 3.0))
     where = "{}:{}".format(*launcher.end_point())
     text, fix = finding.text, finding.fix
     if finding.mark == "ok":
@@ -278,14 +278,16 @@ def _check_hosting(address: str, port: int, infos: Sequence[tuple[Any, ...]]) ->
     Args:
         infos: the addresses that ``address`` resolves to, as ``socket.getaddrinfo`` returns them.
     """
-    if all(_bind_error(family, socket_address) for family, _, _, _, socket_address in infos):
+    if all(_listen_error(family, socket_address) for family, _, _, _, socket_address in infos):
         resolved = ", ".join(dict.fromkeys(str(socket_address[0]) for *_, socket_address in infos))
         text = f"no interface of this host has the address {address} ({resolved}), but this process, rank 0, hosts the"
         fix = f"{ADDRESS_FIX}; the name of this host is {socket.gethostname()}"
         return Finding("bad", "store", f"{text} store", fix)
     error = _port_error(port)
     if error is not None:
-        text = f"this process, rank 0, hosts the store, but cannot listen at port {port}: {_error_text(error)}"
+        text = (
+            f"this process, rank 0, hosts the store, but cannot listen at port {port}: {os.strerror(error.errno or 0)}"
+        )
         near = range(port + 1, min(port + 100, LAST_PORT))
         free = next((str(other) for other in near if _port_error(other) is None), "<a free port>")
         return Finding("bad", "store", text, f"export MASTER_PORT={free}   # the same on every rank")
@@ -295,17 +297,13 @@ def _check_hosting(address: str, port: int, infos: Sequence[tuple[Any, ...]]) ->
 
 def _port_error(port: int) -> OSError | None:
     """The error of listening at a port of all interfaces, as torch's store does; None if it is possible."""
-    return _bind_error(socket.AF_INET6, ("::", port)) and _bind_error(socket.AF_INET, ("0.0.0.0", port))
+    return _listen_error(socket.AF_INET6, ("::", port)) and _listen_error(socket.AF_INET, ("0.0.0.0", port))
 
 
-def _bind_error(family: int, socket_address: tuple[Any, ...]) -> OSError | None:
-    """The error of binding a socket; None if it is possible. The socket does not listen, so nothing can connect."""
+def _listen_error(family: int, address: tuple[Any, ...]) -> OSError | None:
+    """The error of listening at an address, for IPv4 too if it is of IPv6; None if it is possible."""
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as bound:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            bound.bind(socket_address)
+        socket.create_server(address, family=family, dualstack_ipv6=family == socket.AF_INET6).close()
     except OSError as error:
         return error
     return None

@@ -190,9 +190,8 @@ class Preflight:
                 actual = hosts_from_names(hosts)
                 fix = "The ranks of a host are not consecutive: configure the launcher to number them host by host."
                 fix = f"The actual hosts are --nodes {actual.spell()}." if actual else fix
-                more = [f"and {len(faults) - 8} more"] if len(faults) > 8 else []
-                lines = ["ranks are not on the planned hosts:", *faults[:8], *more]
-                raise MismatchError("\n  ".join(lines) + f"\n\n{fix}")
+                text = "\n  ".join(["ranks are not on the planned hosts:", *faults[:8]])
+                raise MismatchError(f"{text}\n\n{fix}")
         return hosts
 
     def _measure(self, axes: tuple[Axis, ...], benchmarks: Microbenchmarks, measured: RankMeasurements) -> None:

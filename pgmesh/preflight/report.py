@@ -56,7 +56,7 @@ def table(results: CheckResults, width: int = 80) -> list[Line]:
     groups = []
     for combination in results.combinations:
         for i, size in enumerate(results.bytes):
-            by_time = combination.by_time(i)
+            by_time = sorted(combination.groups, key=lambda group: group.seconds[i])
             median, slowest = by_time[(len(by_time) - 1) // 2], by_time[-1]
             ratio = slowest.seconds[i] / median.seconds[i]
             words = [str(len(slowest.ranks)), scaled(size, BYTES), scaled(median.seconds[i], SECONDS)]

@@ -74,10 +74,6 @@ class CombinationResult:
     axes: str
     groups: list[GroupResult]
 
-    def by_time(self, i: int) -> list[GroupResult]:
-        """The groups by their time for size number ``i``, slowest last."""
-        return sorted(self.groups, key=lambda group: group.seconds[i])
-
 
 @dataclass(frozen=True)
 class LinkResult:
