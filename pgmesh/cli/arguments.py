@@ -42,11 +42,11 @@ def add_list(parser: argparse.ArgumentParser, option: str, metavar: str, text: s
 
 def add_combinations(parser: argparse.ArgumentParser) -> None:
     """Declare the combinations of axes."""
-    add_list(parser, "--combinations", "AXES", "combinations of axes to include: dp,cp")
+    add_list(parser, "--combinations", "AXES", "combinations of axes to include: dp,cp pp,dp")
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments for the output: JSON, and a figure."""
+    """Declare the arguments for the output."""
     add_json(parser)
     parser.add_argument("--svg", metavar="FILE", help="write a figure; - is standard output")
     text = "the groups along these axes are coloured: dp or dp,cp"

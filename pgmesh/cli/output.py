@@ -15,7 +15,7 @@ from pgmesh.drawing.styled_text import Line
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise UsageError if more than one output goes to standard output."""
+    """Raise UsageError if both JSON and SVG go to standard output."""
     if args.json and args.svg == "-":
         raise UsageError("standard output takes one output; write the other to a file.")
 
@@ -23,12 +23,12 @@ def check(args: argparse.Namespace) -> None:
 def write(
     args: argparse.Namespace, data: Callable[[], Any], lines: Callable[[int], list[Line]], svg: Callable[[], str]
 ) -> None:
-    """Write the requested figure, then the report.
+    """Write the requested outputs.
 
     Args:
         data: returns the report as JSON data.
         lines: returns the report as lines of a given width.
-        svg: returns the figure.
+        svg: returns the picture.
     """
     if args.svg == "-":
         sys.stdout.write(svg())

@@ -80,8 +80,8 @@ def launcher_findings(environ: Mapping[str, str]) -> tuple[LauncherInfo | None, 
     except LaunchError as error:
         return None, [_finding_of("launcher", error)]
     read = dict(launcher.read)
-    marks = [mark for other in LAUNCHERS for mark in other.marks if mark in environ and mark not in read]
-    ignored = {mark: environ[mark] for mark in marks}
+    marks = [mark for other in LAUNCHERS if other.name != launcher.launcher for mark in other.marks]
+    ignored = {mark: environ[mark] for mark in marks if mark in environ and mark not in read}
     findings = [Finding("ok", "launcher", launcher.line)]
     for title, values in (("read", read), ("variables of other launchers, which are not used", ignored)):
         if values:
