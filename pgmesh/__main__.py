@@ -63,7 +63,6 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
             command = importlib.import_module(f"pgmesh.cli.{name}")
             command_parser.epilog = command.EXAMPLES
             command_parser.formatter_class = argparse.RawDescriptionHelpFormatter
-            command_parser.set_defaults(parser=command_parser)
             command.add(command_parser)
     return parser
 

@@ -7,9 +7,9 @@ import os
 from dataclasses import asdict
 
 from pgmesh.cli import arguments, output
-from pgmesh.cli.arguments import UsageError
 from pgmesh.drawing import styled_text
 from pgmesh.drawing.styled_text import Line
+from pgmesh.preflight.diagnosis import Finding, diagnose
 
 EXAMPLES = """\
 examples:
@@ -20,27 +20,22 @@ Nothing is sent to other ranks. Exit status 1 if a finding is bad."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    text = "timeout of each network operation (3)"
-    parser.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS", help=text)
+    arguments.add_timeout(parser, 3.0, "timeout of each network operation")
     arguments.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.timeout <= 0:
-        raise UsageError("--timeout has to be greater than 0.", ("pgmesh doctor", "waits 3 s"))
-    from pgmesh.preflight.diagnosis import diagnose
-
     findings = diagnose(os.environ, args.timeout)
-    bad = any(finding.mark == "bad" for finding in findings)
-    data = {"format": 1, "status": "bad" if bad else "ok", "findings": [asdict(finding) for finding in findings]}
+    is_bad = any(finding.mark == "bad" for finding in findings)
+    data = {"format": 1, "status": "bad" if is_bad else "ok", "findings": [asdict(finding) for finding in findings]}
+    output.report(args, lambda: data, lambda width: _lines(findings, width))
+    return int(is_bad)
 
-    def lines(width: int) -> list[Line]:
-        lines: list[Line] = []
-        for finding in findings:
-            lines += styled_text.marked(finding.mark, f"{finding.what}: {finding.text}", width)
-            for fix in finding.fix.splitlines():
-                lines += styled_text.wrapped(fix, width, "bold", " " * 8) if fix.strip() else [[]]
-        return lines
 
-    output.report(args, lambda: data, lines)
-    return int(bad)
+def _lines(findings: list[Finding], width: int) -> list[Line]:
+    lines: list[Line] = []
+    for finding in findings:
+        lines += styled_text.marked(finding.mark, f"{finding.what}: {finding.text}", width)
+        for fix in finding.fix.splitlines():
+            lines += styled_text.wrapped(fix, width, "bold", " " * 8) if fix.strip() else [[]]
+    return lines

@@ -29,7 +29,7 @@ is sent, and torch is not loaded."""
 
 def add(parser: argparse.ArgumentParser) -> None:
     arguments.add_mesh(parser)
-    arguments.add_family(parser)
+    arguments.add_combinations(parser)
     arguments.add_list(parser, "--view", "VIEW", 'other axes over the same ranks: "moe: edp=-1 ep=8"')
     arguments.add_list(parser, "--compare", "ORDER", "other orders of the axes, in one table")
     parser.add_argument("--suggest", action="store_true", help="order the axes by traffic; dp fills the hosts")
@@ -38,7 +38,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    arguments.sort_words(args)
     output.check(args)
     sizes, topology = arguments.parse_mesh(args, fit=not args.suggest)
     why: list[Line] = []
@@ -47,9 +46,9 @@ def run(args: argparse.Namespace) -> int:
         why = _reasons(args, sizes)
     layout = layout_of(sizes)
     views = arguments.parse_views(args, layout)
-    families = [arguments.parse_axes(args, text, layout) for text in args.family]
-    colour = arguments.parse_axes(args, args.colour, layout) if args.colour else ()
-    orders = [arguments.reorder(args, sizes, order) for order in args.compare]
+    families = [arguments.parse_axes(text, layout) for text in args.combinations]
+    colour = arguments.parse_axes(args.colour, layout) if args.colour else ()
+    orders = [arguments.reorder(sizes, order) for order in args.compare]
     plans = [
         plan(each, nodes=args.nodes, domains=args.domains, views=views, families=families)
         for each in dict.fromkeys([layout, *map(layout_of, orders)])
@@ -63,25 +62,25 @@ def run(args: argparse.Namespace) -> int:
         return svg.drawing(*(figure for each in plans for figure in html.figures(each, *colour))).svg()
 
     data = plans[0].data if len(plans) == 1 else lambda: _comparison_data(plans)
-    output.write(args, data, lines, svg=drawing, html=lambda: html.page(plans, *colour))
+    output.write(args, data, lines, svg=drawing)
     return 0
 
 
 def _order_by_traffic(args: argparse.Namespace, sizes: dict[Axis, int], topology: Topology) -> dict[Axis, int]:
     """The sizes that fill the hosts, ordered by traffic. The axis ``dp`` is added for the ranks that are left."""
-    arguments.require_names(args, sizes, "the traffic of an axis is known by its name")
+    arguments.require_names(sizes, "the traffic of an axis is known by its name")
     is_whole = "dp" in sizes or -1 in sizes.values() or not topology
     if not is_whole and topology[0].capacity != math.prod(sizes.values()):
         sizes["dp"] = -1
-    sizes = arguments.fill_hosts(args, sizes, topology)
+    sizes = arguments.fill_hosts(sizes, topology)
     return {axis: sizes[axis] for axis in axis_heuristics.order_by_traffic([*map(str, sizes)])}
 
 
 def _reasons(args: argparse.Namespace, sizes: dict[Axis, int]) -> list[Line]:
     """The suggested command line, and the traffic of each axis."""
-    hosts = argparse.Namespace(command="plan", parser=args.parser, nodes=args.nodes, domains=args.domains)
-    lines: list[Line] = [[(arguments.spell(hosts, sizes=text_report.format_sizes(sizes).split()), "bold")], []]
-    lines.append([("The axes by traffic, innermost first:", "")])
+    hosts = [f"--{name} {value}" for name, value in vars(args).items() if name in ("nodes", "domains") and value]
+    command = " ".join(["pgmesh plan", text_report.format_sizes(sizes), *hosts])
+    lines: list[Line] = [[(command, "bold")], [], [("The axes by traffic, innermost first:", "")]]
     rows = []
     for axis, size in reversed(sizes.items()):
         method = axis_heuristics.method_of(axis)

@@ -31,10 +31,9 @@ def run(args: argparse.Namespace) -> int:
     layout, rank = layout_of(sizes), args.rank
     if rank not in layout:
         last = len(layout) - 1
-        better = arguments.spell(args, {str(rank): str(min(max(rank, 0), last))})
-        raise UsageError(f"there is no rank {rank:,}: the ranks are 0 to {last:,}.", (better, ""))
+        raise UsageError(f"there is no rank {rank:,}: the ranks are 0 to {last:,}.")
     report = rank_report_of(layout, rank, topology)
-    axes = arguments.parse_axes(args, args.colour, layout) if args.colour else html.colour_axes(layout)
+    axes = arguments.parse_axes(args.colour, layout) if args.colour else html.colour_axes(layout)
     host = topology[0] if topology else None
     drawn = figures.make_figure(layout, *axes, host=host, mark=rank)
 
@@ -43,6 +42,5 @@ def run(args: argparse.Namespace) -> int:
         picture = terminal.lines(layout, *axes, host=host, mark=rank, width=width, coloured=coloured)
         return [*report.lines(width), [], *picture]
 
-    pages = {"svg": svg.drawing(drawn).svg, "html": lambda: html.rank_page(report, drawn)}
-    output.write(args, report.data, lines, **pages)
+    output.write(args, report.data, lines, svg.drawing(drawn).svg)
     return 0

@@ -6,21 +6,22 @@ torch; a torch that cannot be imported is a finding.
 
 from __future__ import annotations
 
-import errno
 import importlib
 import os
 import platform
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from pgmesh._util.formatting import count_of, format_seconds
 from pgmesh._util.torch_versions import TRIED_ON
 from pgmesh.errors import LaunchError, UnsupportedTorchError
 from pgmesh.launch.detect import LAST_PORT, LAUNCHERS, LauncherInfo, detect_launcher
+
+T = TypeVar("T")
 
 BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 
@@ -31,7 +32,7 @@ class Finding:
 
     Args:
         mark: "ok", "warn", "bad", or "--" for information.
-        what: the subject: launcher, python, torch, numpy, seam (private names of torch), host, interface or store.
+        what: the subject: launcher, python, torch, numpy, host, interface or store.
         text: the finding in one sentence.
         fix: the suggested action; empty if there is none.
     """
@@ -72,32 +73,38 @@ def launcher_findings(environ: Mapping[str, str]) -> tuple[LauncherInfo | None, 
     ...     print(finding.mark, finding.text)
     ok rank 1 of 2, local rank 1: MPICH, because PMI_RANK is set
     -- read: PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1
-    -- variables of Slurm, which are not used: SLURM_PROCID=0
+    -- variables of other launchers, which are not used: SLURM_PROCID=0
     """
     try:
         launcher = detect_launcher(environ)
     except LaunchError as error:
-        problem, _, rest = str(error).partition("\n\n")
-        return None, [Finding("bad", "launcher", problem.rstrip(":") + "." * (problem[-1] not in ".:"), rest)]
+        return None, [_finding_of("launcher", error)]
     read = dict(launcher.read)
-    variables = {"read": read}
-    for other in LAUNCHERS:
-        if other.name != launcher.launcher:
-            ignored = {name: environ[name] for name in other.marks if name in environ and name not in read}
-            variables[f"variables of {other.name}, which are not used"] = ignored
+    marks = [mark for other in LAUNCHERS if other.name != launcher.launcher for mark in other.marks]
+    ignored = {mark: environ[mark] for mark in marks if mark in environ and mark not in read}
     findings = [Finding("ok", "launcher", launcher.line)]
-    for title, values in variables.items():
+    for title, values in (("read", read), ("variables of other launchers, which are not used", ignored)):
         if values:
             text = " ".join(f"{name}={value}" for name, value in values.items())
             findings.append(Finding("--", "launcher", f"{title}: {text}"))
     return launcher, findings
 
 
+def _finding_of(what: str, error: LaunchError) -> Finding:
+    """A finding with the first paragraph of an error, and the rest as its fix."""
+    problem, _, rest = str(error).partition("\n\n")
+    return Finding("bad", what, problem.rstrip(":"), rest)
+
+
 # -- torch ------------------------------------------------------------------------------------------------------------
 
 
 def torch_findings(load: Callable[[str], Any]) -> Iterator[Finding]:
-    """Findings about torch: its version, its backends, a missing numpy, and the private names that pgmesh uses."""
+    """Findings about torch: its version, its backends, a missing numpy, and the private names that pgmesh uses.
+
+    Args:
+        load: imports a module.
+    """
     try:
         torch, dist = load("torch"), load("torch.distributed")
     except Exception as error:  # besides ImportError, an incompatible library can raise anything
@@ -120,15 +127,14 @@ def torch_findings(load: Callable[[str], Any]) -> Iterator[Finding]:
         text = f"torch cannot use numpy ({error}), so its object collectives fail, such as all_gather_object, and so do"
         yield Finding("warn", "numpy", f"{text} checkpoints", "pip install numpy")
     try:
-        private = load("pgmesh.torch_private")
-    except (UnsupportedTorchError, ImportError) as error:
-        problem, *names = str(error).splitlines()
-        yield Finding("bad", "seam", problem, "\n".join([*names, f"install torch {TRIED_ON[-1]}"]).strip())
+        load("pgmesh.torch_private")
+    except (UnsupportedTorchError, ImportError):
+        text = f"{version} lacks private names of torch that pgmesh uses to create groups"
+        yield Finding("bad", "torch", text, f"install torch {TRIED_ON[-1]}")
         return
     tried = any(version.startswith(f"torch {number}.") for number in TRIED_ON)
     fix = "" if tried else f"pgmesh was tested with torch {', '.join(TRIED_ON)}: run its tests with this version"
-    text = f"all {len(private.SEAM)} private names of torch that pgmesh uses exist"
-    yield Finding("warn" if fix else "ok", "seam", text, fix)
+    yield Finding("warn" if fix else "ok", "torch", "all private names of torch that pgmesh uses exist", fix)
 
 
 # -- the network ------------------------------------------------------------------------------------------------------
@@ -137,12 +143,13 @@ def torch_findings(load: Callable[[str], Any]) -> Iterator[Finding]:
 def host_findings(seconds: float, launcher: LauncherInfo | None) -> Iterator[Finding]:
     """Findings about the addresses of this host's name."""
     name = socket.gethostname()
-    answer = call_with_timeout(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), seconds)
-    if isinstance(answer, Exception):
-        text = f"the host name {name} does not resolve: {_error_text(answer)}"
+    try:
+        infos = call_with_timeout(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), seconds)
+    except OSError as error:
+        text = f"the host name {name} does not resolve: {_error_text(error)}"
         yield Finding("warn", "host", text, f"add {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME")
         return
-    addresses = list(dict.fromkeys(str(each[4][0]) for each in answer))
+    addresses = list(dict.fromkeys(str(info[4][0]) for info in infos))
     text = f"the host name {name} resolves to {', '.join(addresses)}"
     several = launcher is not None and launcher.local_size is not None and launcher.local_size < launcher.size
     local = all(address == "::1" or address.startswith("127.") for address in addresses)
@@ -159,26 +166,21 @@ def interface_findings(environ: Mapping[str, str], interfaces: Sequence[str]) ->
     >>> environ = {"GLOO_SOCKET_IFNAME": "eth0,ib0", "NCCL_SOCKET_IFNAME": "^lo"}
     >>> for finding in interface_findings(environ, ["lo", "eth0"]):
     ...     print(finding.mark, finding.text)
-    bad GLOO_SOCKET_IFNAME is eth0,ib0, but there is no interface ib0; there are lo, eth0
+    bad GLOO_SOCKET_IFNAME is eth0,ib0, but the interfaces are lo, eth0
     ok NCCL_SOCKET_IFNAME is ^lo: eth0
     """
-    there = ", ".join(interfaces)
-    gloo, nccl = environ.get("GLOO_SOCKET_IFNAME", ""), environ.get("NCCL_SOCKET_IFNAME", "")
-    missing = [name for name in gloo.split(",") if name and name not in interfaces]
-    if missing:
-        text = f"GLOO_SOCKET_IFNAME is {gloo}, but there is no interface {', '.join(missing)}; there are {there}"
-        yield Finding("bad", "interface", text, "set it to an interface of this host, or unset it")
-    elif gloo:
-        yield Finding("ok", "interface", f"GLOO_SOCKET_IFNAME is {gloo}")
-    selected = nccl_interfaces(nccl, interfaces)
-    if nccl and not selected:
-        text = f"NCCL_SOCKET_IFNAME is {nccl}, which matches no interface of {there}"
-        yield Finding("bad", "interface", text, "set it to the prefix of an interface, or unset it")
-    elif nccl:
-        yield Finding("ok", "interface", f"NCCL_SOCKET_IFNAME is {nccl}: {', '.join(selected)}")
-    if not gloo and not nccl:
-        text = f"interfaces: {there}; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are not set"
-        yield Finding("--", "interface", text)
+    there, gloo, nccl = ", ".join(interfaces), "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+    for name in (gloo, nccl):
+        setting = environ.get(name, "")
+        selected = nccl_interfaces(setting if name == nccl else f"={setting}", interfaces)
+        needed = 1 if name == nccl else setting.count(",") + 1  # Gloo needs each interface that is listed
+        if setting and len(selected) < needed:
+            fix = "set it to interfaces of this host, or unset it"
+            yield Finding("bad", "interface", f"{name} is {setting}, but the interfaces are {there}", fix)
+        elif setting:
+            yield Finding("ok", "interface", f"{name} is {setting}: {', '.join(selected)}")
+    if not environ.get(gloo) and not environ.get(nccl):
+        yield Finding("--", "interface", f"interfaces: {there}; {gloo} and {nccl} are not set")
 
 
 def nccl_interfaces(setting: str, interfaces: Sequence[str]) -> list[str]:
@@ -210,10 +212,9 @@ def store_findings(environ: Mapping[str, str], launcher: LauncherInfo | None, se
     try:
         launcher.end_point()
     except LaunchError as error:
-        problem, _, rest = str(error).partition("\n\n")
-        yield Finding("bad", "store", problem, rest)
+        yield _finding_of("store", error)
         return
-    yield _check_store(environ, launcher, seconds)[0]
+    yield _check_store(environ, launcher, seconds)
 
 
 def hosts_store(environ: Mapping[str, str], launcher: LauncherInfo) -> bool:
@@ -221,32 +222,27 @@ def hosts_store(environ: Mapping[str, str], launcher: LauncherInfo) -> bool:
     return launcher.rank == 0 and not _is_hosted(environ)
 
 
-def wait_for_store(environ: Mapping[str, str], launcher: LauncherInfo, seconds: float) -> Finding | None:
-    """Wait until this process can reach the store, or can host it.
+def explain_store(environ: Mapping[str, str], launcher: LauncherInfo, seconds: float, error: Exception) -> str:
+    """The reason why this process could not open the store in ``seconds``, with a fix.
 
     Args:
         environ: the environment variables, such as ``os.environ``.
         launcher: the detected launcher, with the address of the store.
-        seconds: timeout. A problem that waiting cannot solve is returned immediately.
-
-    Returns:
-        None on success; otherwise the problem, as in ``store_findings``.
+        error: the error of torch's store.
     """
-    end = time.monotonic() + seconds
-    while True:
-        finding, is_final = _check_store(environ, launcher, max(end - time.monotonic(), POLL_INTERVAL))
-        if is_final or time.monotonic() + POLL_INTERVAL > end:
-            break
-        time.sleep(POLL_INTERVAL)
-    if finding.mark != "ok":
-        return finding
+    finding = _check_store(environ, launcher, min(seconds, 3.0))
     where = "{}:{}".format(*launcher.end_point())
-    text = f"no process listened at {where} in {format_seconds(seconds)}: rank 0, which hosts the store, did not start"
-    return None if is_final else Finding("bad", "store", text, "start rank 0, and check its output for errors")
+    text, fix = finding.text, finding.fix
+    if finding.mark == "ok":
+        text = f"{where} does not answer like torch's store: {str(error).splitlines()[0]}"
+        fix = "export MASTER_PORT=<the port of rank 0's store>"
+    elif finding.mark == "--":
+        text = f"no process listened at {where} in {format_seconds(seconds)}: rank 0, which hosts the store, did not "
+        text, fix = f"{text}start", "start rank 0, and check its output for errors"
+    return f"{text}\n\n  {fix}"
 
 
-POLL_INTERVAL = 0.2
-"""Seconds between two attempts to reach the store."""
+ADDRESS_FIX = "set MASTER_ADDR to a name or an address of rank 0's host, the same on every rank"
 
 
 def _is_hosted(environ: Mapping[str, str]) -> bool:
@@ -254,84 +250,86 @@ def _is_hosted(environ: Mapping[str, str]) -> bool:
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _check_store(environ: Mapping[str, str], launcher: LauncherInfo, seconds: float) -> tuple[Finding, bool]:
-    """A finding about the store, and True if waiting cannot change it."""
+def _check_store(environ: Mapping[str, str], launcher: LauncherInfo, seconds: float) -> Finding:
+    """The finding about a store with a known address."""
     address, port = launcher.end_point()
-    answer = call_with_timeout(lambda: socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM), seconds)
-    if isinstance(answer, Exception):
-        text = f"the name {address} cannot be resolved: {_error_text(answer)}"
-        return Finding("bad", "store", text, ADDRESS_FIX), False
+    try:
+        infos = call_with_timeout(lambda: socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM), seconds)
+    except OSError as error:
+        text = f"the name {address} cannot be resolved: {_error_text(error)}"
+        return Finding("bad", "store", text, ADDRESS_FIX)
     if hosts_store(environ, launcher):
-        return _check_hosting(address, port, answer), True
+        return _check_hosting(address, port, infos)
     where = f"{address}:{port}"
-    answer = call_with_timeout(lambda: socket.create_connection((address, port), seconds).close(), seconds)
-    if not isinstance(answer, Exception):
-        return Finding("ok", "store", f"a process listens at {where}"), True
-    if isinstance(answer, ConnectionRefusedError) and not _is_hosted(environ):
-        text = f"the host of {where} can be reached; rank 0 has not joined yet, so no process listens there"
-        return Finding("ok", "store", text), False
-    fix = "check that MASTER_ADDR names rank 0's host, and that no firewall blocks the port"
-    return Finding("bad", "store", f"{where} cannot be reached: {_error_text(answer)}", fix), False
-
-
-ADDRESS_FIX = "set MASTER_ADDR to a name or an address of rank 0's host, the same on every rank"
+    try:
+        call_with_timeout(lambda: socket.create_connection((address, port), seconds).close(), seconds)
+    except OSError as error:
+        if isinstance(error, ConnectionRefusedError) and not _is_hosted(environ):
+            text = f"the host of {where} can be reached; rank 0 has not joined yet, so no process listens there"
+            return Finding("--", "store", text)
+        fix = "check that MASTER_ADDR names rank 0's host, and that no firewall blocks the port"
+        return Finding("bad", "store", f"{where} cannot be reached: {_error_text(error)}", fix)
+    return Finding("ok", "store", f"a process listens at {where}")
 
 
 def _check_hosting(address: str, port: int, infos: Sequence[tuple[Any, ...]]) -> Finding:
-    """A finding about rank 0: the port must be free, and an interface of this host must have the address."""
+    """The finding about rank 0: the port must be free, and an interface of this host must have the address.
+
+    Args:
+        infos: the addresses that ``address`` resolves to, as ``socket.getaddrinfo`` returns them.
+    """
+    if all(_listen_error(family, socket_address) for family, _, _, _, socket_address in infos):
+        resolved = ", ".join(dict.fromkeys(str(socket_address[0]) for *_, socket_address in infos))
+        text = f"no interface of this host has the address {address} ({resolved}), but this process, rank 0, hosts the"
+        fix = f"{ADDRESS_FIX}; the name of this host is {socket.gethostname()}"
+        return Finding("bad", "store", f"{text} store", fix)
     error = _port_error(port)
     if error is not None:
-        text = f"this process, rank 0, cannot listen at port {port}: {_error_text(error)}"
-        if error.errno == errno.EADDRINUSE:
-            text = f"port {port} is taken on this host, where this process, rank 0, must host the store"
-        first = max(port, 1023) + 1
-        free = next((near for near in range(first, min(first + 100, LAST_PORT)) if _port_error(near) is None), None)
-        call = "set MASTER_PORT to another" if free is None else f"export MASTER_PORT={free}   # is free here"
-        return Finding("bad", "store", text, f"{call}; the same on every rank")
-    if all(_bind_error(family, socket_address) for family, _, _, _, socket_address in infos):
-        resolved = ", ".join(dict.fromkeys(str(socket_address[0]) for *_, socket_address in infos))
-        named = address if resolved == address else f"{address} ({resolved})"
-        text = f"no interface of this host has the address {named}, but this process, rank 0, hosts the store"
-        fix = f"{ADDRESS_FIX}; the name of this host is {socket.gethostname()}"
-        return Finding("bad", "store", text, fix)
+        text = (
+            f"this process, rank 0, hosts the store, but cannot listen at port {port}: {os.strerror(error.errno or 0)}"
+        )
+        near = range(port + 1, min(port + 100, LAST_PORT))
+        free = next((str(other) for other in near if _port_error(other) is None), "<a free port>")
+        return Finding("bad", "store", text, f"export MASTER_PORT={free}   # the same on every rank")
     text = f"port {port} is free on this host, {address}; this process, rank 0, listens there after it joins"
     return Finding("ok", "store", text)
 
 
 def _port_error(port: int) -> OSError | None:
     """The error of listening at a port of all interfaces, as torch's store does; None if it is possible."""
-    return _bind_error(socket.AF_INET6, ("::", port)) and _bind_error(socket.AF_INET, ("0.0.0.0", port))
+    return _listen_error(socket.AF_INET6, ("::", port)) and _listen_error(socket.AF_INET, ("0.0.0.0", port))
 
 
-def _bind_error(family: int, socket_address: tuple[Any, ...]) -> OSError | None:
-    """The error of binding a socket; None if it is possible. The socket does not listen, so nothing can connect."""
+def _listen_error(family: int, address: tuple[Any, ...]) -> OSError | None:
+    """The error of listening at an address, for IPv4 too if it is of IPv6; None if it is possible."""
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as bound:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            bound.bind(socket_address)
+        socket.create_server(address, family=family, dualstack_ipv6=family == socket.AF_INET6).close()
     except OSError as error:
         return error
     return None
 
 
-def _error_text(error: Exception) -> str:
+def _error_text(error: OSError) -> str:
     """Text of an error, without its number."""
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return error.strerror or str(error) or type(error).__name__
 
 
-def call_with_timeout(function: Callable[[], Any], seconds: float) -> Any:
-    """The result of a function, or its exception, or a TimeoutError. Name resolution has no timeout of its own."""
-    answers: list[Any] = []
+def call_with_timeout(function: Callable[[], T], seconds: float) -> T:
+    """The result of a function in another thread. Name resolution and torch's store have no timeout of their own.
+
+    Raises:
+        TimeoutError: it did not return in time.
+    """
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            answers.append(function())
+            future.set_result(function())
         except Exception as error:
-            answers.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return answers[0] if answers else TimeoutError(f"no answer in {format_seconds(seconds)}")
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return future.result(seconds)
+    except FutureTimeoutError:
+        raise TimeoutError(f"no answer in {format_seconds(seconds)}") from None

@@ -1,18 +1,19 @@
 """Microbenchmarks of one rank: all-reduces of a group, links to neighbours, and local computation.
 
-Each repeat times a batch of calls and divides by their number, as NCCL-tests does. The first batch is a warm-up.
+Each repeat times a batch of calls and divides by their number, as NCCL-tests does. The first batch is a warm-up. The
+result is the median of the others.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pgmesh._util.formatting import format_ranks
 from pgmesh.errors import MismatchError, MissingRanksError
 
 SMALL_MESSAGE = 8  # bytes that neighbours exchange to measure latency
@@ -22,9 +23,6 @@ BATCH_BYTES = 8 << 20  # approximate bytes of a batch, if each call is long
 COMPUTE_CALLS = 20  # matrix products of a batch
 CPU_ROWS = 384  # rows of each matrix, so that a batch takes about 20 ms
 DEVICE_ROWS = 4096  # the same on an accelerator
-
-DISTINCT_VALUES = 12
-"""Powers of two that ranks contribute to a checked sum. Few enough for an exact sum in a 32-bit float."""
 
 
 def calls_per_batch(size: int) -> int:
@@ -46,16 +44,16 @@ class Microbenchmarks:
     """
 
     def __init__(self, device: torch.device, repeats: int, seconds: float) -> None:
-        self.device, self.repeats, self.seconds = device, repeats, seconds
+        self.device, self.repeats, self.seconds = device, max(repeats, 1), seconds
 
-    def all_reduce(self, group: Any, size: int) -> list[float]:
-        """Seconds of one all-reduce of ``size`` bytes, for each repeat."""
+    def all_reduce(self, group: Any, size: int) -> float:
+        """Seconds of one all-reduce of ``size`` bytes."""
         zeros = torch.zeros(element_count(size), device=self.device)
         calls = calls_per_batch(size)
-        return self._time_batches(lambda: self._wait(dist.all_reduce(zeros, group=group, async_op=True)), calls)
+        return self._time(lambda: self._wait(dist.all_reduce(zeros, group=group, async_op=True)), calls)
 
-    def exchange(self, group: Any, peer: int, size: int) -> list[float]:
-        """Seconds of one exchange of ``size`` bytes with another rank, in both directions at once, for each repeat.
+    def exchange(self, group: Any, peer: int, size: int) -> float:
+        """Seconds of one exchange of ``size`` bytes with another rank, in both directions at once.
 
         Args:
             group: a group of both ranks.
@@ -68,10 +66,10 @@ class Microbenchmarks:
             operations = [dist.P2POp(dist.isend, sent, peer, group), dist.P2POp(dist.irecv, received, peer, group)]
             self._wait(*dist.batch_isend_irecv(operations))
 
-        return self._time_batches(exchange_once, calls_per_batch(size))
+        return self._time(exchange_once, calls_per_batch(size))
 
-    def local_compute(self) -> list[float]:
-        """Seconds of a fixed computation without communication, for each repeat."""
+    def local_compute(self) -> float:
+        """Seconds of a fixed computation without communication."""
         rows = CPU_ROWS if self.device.type == "cpu" else DEVICE_ROWS
         left, right = (torch.ones(rows, rows, device=self.device) for _ in range(2))
         result = torch.empty_like(left)
@@ -80,58 +78,47 @@ class Microbenchmarks:
             torch.mm(left, right, out=result)
             torch.add(left, right, out=result)
 
-        return self._time_batches(compute, COMPUTE_CALLS)
+        return self._time(compute, COMPUTE_CALLS)
 
-    def check_members(self, group: Any, ranks: Sequence[int], rank: int, world_size: int, label: str) -> None:
-        """Check that an all-reduce of a group sums over exactly these ranks.
-
-        Raises:
-            MismatchError: it sums over other ranks, or over a rank twice.
-        """
-        mask = torch.zeros(world_size, dtype=torch.int32, device=self.device)
-        mask[rank] = 1
-        self._wait(dist.all_reduce(mask, group=group, async_op=True))
-        seen = mask.cpu()
-        members = seen.nonzero().flatten().tolist()
-        if members != sorted(ranks) or int(seen.max()) != 1:
-            times = ", ".join(f"{rank} ({seen[rank]} times)" if seen[rank] != 1 else f"{rank}" for rank in members[:8])
-            raise MismatchError(f"{label} sums over ranks {times or 'none'}, not over {format_ranks(tuple(ranks))}.")
-
-    def check_sum(self, group: Any, index: int, members: int, size: int, label: str) -> None:
+    def check_sum(self, group: Any, ranks: Sequence[int], rank: int, size: int, label: str) -> None:
         """Check every value of an all-reduce.
+
+        Each value has an owner, which is a rank of the world. It adds 1, and the others add 0.
 
         Args:
             group: the group.
-            index: index of this rank in the group.
-            members: number of ranks of the group.
+            ranks: its members.
+            rank: this rank.
             size: number of bytes of the tensor.
             label: name of the group, for the error.
 
         Raises:
-            MismatchError: a value is wrong.
+            MismatchError: a value is wrong, so the sum is not over exactly these ranks, or it was corrupted.
         """
-        values = torch.full((element_count(size),), float(2 ** (index % DISTINCT_VALUES)), device=self.device)
+        by_owner = torch.zeros(dist.get_world_size(), device=self.device)
+        by_owner[list(ranks)] = 1
+        owners = torch.arange(element_count(size), device=self.device) % len(by_owner)
+        values, expected = (owners == rank).float(), by_owner[owners]
         self._wait(dist.all_reduce(values, group=group, async_op=True))
-        expected = sum(2 ** (other % DISTINCT_VALUES) for other in range(members))
         wrong = (values != expected).nonzero().flatten()
         if len(wrong):
             first = int(wrong[0])
             raise MismatchError(
                 f"{label}: a sum of {size:,} bytes is wrong in {len(wrong):,} of {len(values):,} values; the first is "
-                f"value {first}, {values[first].item():g} in place of {expected}."
+                f"value {first}, {values[first].item():g} in place of {expected[first].item():g}."
             )
 
-    def _time_batches(self, call: Callable[[], None], calls: int) -> list[float]:
-        """Seconds of one call, for each repeat, after a warm-up batch."""
+    def _time(self, call: Callable[[], None], calls: int) -> float:
+        """Seconds of one call, the median of all repeats after a warm-up batch."""
         seconds = []
-        for i in range(1 + self.repeats):
+        for _ in range(1 + self.repeats):
             start = time.perf_counter()
             for _ in range(calls):
                 call()
-            self._synchronize()
-            if i:
-                seconds.append((time.perf_counter() - start) / calls)
-        return seconds
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize()
+            seconds.append((time.perf_counter() - start) / calls)
+        return median(seconds[1:])
 
     def _wait(self, *works: Any) -> None:
         """Wait for works. The timeout is the group's on the CPU, and ``seconds`` on a device."""
@@ -144,27 +131,18 @@ class Microbenchmarks:
             if time.monotonic() >= end:
                 raise MissingRanksError(f"a collective was not done in {self.seconds:g} s.")
 
-    def _synchronize(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
-
 
 def element_count(size: int) -> int:
     """Number of 4-byte elements in ``size`` bytes, at least 1."""
     return max(1, size // 4)
 
 
-def link_rounds(ranks: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-    """The links of a ring over these ranks, in rounds. In each round a rank uses at most one link.
+def ring_links(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """The links of a ring over these ranks: first every second one, which do not share a rank, then the others.
 
-    >>> list(link_rounds((0, 2, 4, 6)))
-    [[(0, 2), (4, 6)], [(2, 4), (6, 0)]]
-    >>> list(link_rounds((1, 5))), list(link_rounds((0, 1, 2)))
-    ([[(1, 5)]], [[(0, 1)], [(1, 2)], [(2, 0)]])
+    >>> ring_links((0, 2, 4, 6)), ring_links((1, 5))
+    ([(0, 2), (4, 6), (2, 4), (6, 0)], [(1, 5)])
     """
     size = len(ranks)
     links = [(ranks[i], ranks[(i + 1) % size]) for i in range(size if size > 2 else size - 1)]
-    odd = [links.pop()] if size > 2 and size % 2 else []
-    for links_of_round in (links[0::2], links[1::2], odd):
-        if links_of_round:
-            yield links_of_round
+    return links[0::2] + links[1::2]

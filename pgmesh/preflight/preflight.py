@@ -7,7 +7,6 @@ WorldError is different: the store is lost, and each rank raises its own.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import platform
@@ -16,23 +15,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from statistics import median
 
 import torch
 import torch.distributed as dist
 
 from pgmesh._util.formatting import format_ranks
-from pgmesh.errors import LaunchError, MissingRanksError, PgmeshError
-from pgmesh.groups.world import device_of
+from pgmesh.errors import LaunchError, MismatchError, MissingRanksError, PgmeshError
+from pgmesh.groups.world import device_of, world_options
 from pgmesh.launch import joining
-from pgmesh.launch.detect import detect_launcher
+from pgmesh.launch.detect import LauncherInfo, detect_launcher
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.preflight import results
-from pgmesh.preflight.diagnosis import call_with_timeout, hosts_store, wait_for_store
-from pgmesh.preflight.microbenchmarks import LARGE_MESSAGE, SMALL_MESSAGE, Microbenchmarks, link_rounds
-from pgmesh.preflight.results import RankMeasurements, Results, axes_name
+from pgmesh.preflight.diagnosis import call_with_timeout, explain_store, hosts_store
+from pgmesh.preflight.microbenchmarks import LARGE_MESSAGE, SMALL_MESSAGE, Microbenchmarks, ring_links
+from pgmesh.preflight.results import CheckResults, RankMeasurements
 from pgmesh.preflight.staged_barrier import StagedBarrier
+from pgmesh.topology import host_mapping
+from pgmesh.topology.hosts import HostLevel, hosts_from_names, placement_faults
 
 
 def versions() -> dict[str, str]:
@@ -44,8 +44,7 @@ def versions() -> dict[str, str]:
     }
 
 
-HOSTED_STORES: list[object] = []
-"""The store that this process hosts, if it does. It must live as long as the process, since threads use it."""
+# -- joining ----------------------------------------------------------------------------------------------------------
 
 
 def join(backend: str | None, seconds: float) -> None:
@@ -58,31 +57,39 @@ def join(backend: str | None, seconds: float) -> None:
     Raises:
         LaunchError: this process cannot join. The text is that of ``pgmesh doctor``.
     """
-    timeout = timedelta(seconds=seconds)
     launcher = None if dist.is_initialized() else detect_launcher(os.environ)
     if launcher is not None and (launcher.size > 1 or launcher.address is not None):
-        (host, port), problem = launcher.end_point(), f"rank {launcher.rank} of {launcher.size} cannot join"
-        finding = wait_for_store(os.environ, launcher, seconds)
-        if finding is not None:
-            raise LaunchError(f"{problem}: {finding.text}\n\n  {finding.fix}")
-        is_host = hosts_store(os.environ, launcher)
-        store = call_with_timeout(  # torch would wait for an answer without a timeout
-            lambda: dist.TCPStore(host, port, is_master=is_host, timeout=timeout, wait_for_workers=False), seconds
-        )
-        if isinstance(store, Exception):
-            text = f"something listens at {host}:{port}, but does not answer like torch's store: "
-            text += f"{str(store).splitlines()[0]}\n\n  export MASTER_PORT=<the port of rank 0's store>"
-            raise LaunchError(f"{problem}: {store if is_host else text}")
-        if is_host:
-            HOSTED_STORES.append(store)
-            # Otherwise torch would make rank 0 wait for all ranks. torch 2.15 looks at the address too.
-            os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+        _open_store(launcher, seconds)
     try:
-        joining.join(backend, timeout=timeout)
+        joining.join(backend, timeout=seconds)
     except PgmeshError:
         raise
     except RuntimeError as error:
         raise LaunchError(f"this rank cannot join: {str(error).splitlines()[0]}") from error
+
+
+def _open_store(launcher: LauncherInfo, seconds: float) -> None:
+    """Open the world's store as soon as rank 0 listens, and host it if this process has to."""
+    (host, port), is_host = launcher.end_point(), hosts_store(os.environ, launcher)
+    timeout = timedelta(seconds=seconds)
+    try:
+        store = call_with_timeout(  # torch would wait for the answer of another server without a timeout
+            lambda: dist.TCPStore(host, port, is_master=is_host, timeout=timeout, wait_for_workers=False), seconds
+        )
+    except (OSError, RuntimeError) as error:
+        reason = explain_store(os.environ, launcher, seconds, error)
+        raise LaunchError(f"rank {launcher.rank} of {launcher.size} cannot join: {reason}") from error
+    if is_host:
+        HOSTED_STORES.append(store)
+        # Otherwise torch would make rank 0 wait for all ranks. torch 2.15 looks at the address too.
+        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+
+
+HOSTED_STORES: list[object] = []
+"""The store that this process hosts, if it does. It must live as long as the process, since threads use it."""
+
+
+# -- the check --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -93,21 +100,21 @@ class Preflight:
         barrier: the staged barrier of all ranks.
         mesh: the mesh to check. It is closed if a backend fails.
         combinations: the combinations of axes whose groups are checked.
-        hosts: the host of each rank.
+        planned: the planned hosts, if they were given.
         sizes: sizes of the all-reduces in bytes.
         repeats: number of timed batches of each kind.
-        on_step: called with the name of each step when it begins, and with the number of steps if it is known.
+        on_step: called with the name of each step when it begins.
     """
 
     barrier: StagedBarrier
     mesh: ProcessGroupMesh
     combinations: Sequence[tuple[Axis, ...]]
-    hosts: Sequence[str]
+    planned: HostLevel | None
     sizes: Sequence[int]
     repeats: int
-    on_step: Callable[..., None]
+    on_step: Callable[[str], None]
 
-    def run(self) -> Results | None:
+    def run(self) -> CheckResults | None:
         """Connect and measure all groups. Returns the results of all ranks on rank 0, None on other ranks.
 
         Raises:
@@ -116,58 +123,89 @@ class Preflight:
         """
         barrier, mesh = self.barrier, self.mesh
         measured = RankMeasurements(mesh.rank)
+        hosts = self._compare_hosts()
         with self._stage("connecting"):
-            self.on_step("connecting", total=3 + len(self.combinations) * (len(self.sizes) + 1))
             start = time.monotonic()
             for axes in self.combinations:
                 mesh.configure(*axes, timeout=barrier.seconds)
             mesh.connect(*self.combinations, timeout=barrier.seconds)
             measured.connect_seconds = time.monotonic() - start
+        device = device_of(mesh.group(mesh.axes[0]))
         with self._stage("computing"):
-            self.on_step("computing")
-            device = device_of(mesh.group(*self.combinations[0]))
             benchmarks = Microbenchmarks(device, self.repeats, barrier.seconds)
-            measured.compute_seconds = median(benchmarks.local_compute())
+            measured.compute_seconds = benchmarks.local_compute()
         for axes in self.combinations:
-            with self._stage(f"measuring {axes_name(axes)}"):
+            with self._stage(f"measuring {results.label_of(axes)}"):
                 self._measure(axes, benchmarks, measured)
         with self._stage("collecting the results"):
             barrier.publish(f"measured/{mesh.rank}", json.dumps(vars(measured)))
-        if barrier.rank > 0:
-            return None
+        return self._collect(hosts, device) if barrier.rank == 0 else None
+
+    def _collect(self, hosts: list[str], device: torch.device) -> CheckResults:
+        """The results of all ranks."""
+        barrier, mesh = self.barrier, self.mesh
         texts = [barrier.read(f"measured/{rank}") for rank in range(barrier.size)]
         measurements = [RankMeasurements(**json.loads(text or "{}")) for text in texts]
-        groups = {axes_name(axes): mesh.partition(*axes) for axes in self.combinations}
-        return results.combine(measurements, self.sizes, groups, self.hosts)
+        links = results.link_results(measurements, hosts)
+        groups = {results.label_of(axes): mesh.partition(*axes) for axes in self.combinations}
+        return CheckResults(
+            axes=mesh.axes,
+            shape=mesh.shape,
+            backend=str(world_options().backend),
+            device=device.type,
+            hosts=hosts,
+            planned=self.planned.spell() if self.planned else None,
+            bytes=list(self.sizes),
+            connect_seconds=max(each.connect_seconds for each in measurements),
+            combinations=results.combination_results(measurements, self.sizes, groups),
+            links=links,
+            ranks=results.rank_results(measurements, links),
+        )
 
     @contextlib.contextmanager
     def _stage(self, activity: str) -> Iterator[None]:
         """Run one stage between two barriers. A failure of the backend on one rank fails on all."""
-        barrier = self.barrier
-        with barrier.stage(activity):
+        self.on_step(activity)
+        failure: RuntimeError | None = None
+        with self.barrier.stage(activity):  # if a rank has died, this names it
             try:
                 yield
             except PgmeshError:
                 raise
-            except RuntimeError as error:  # from a backend, possibly caused by the death of another rank
+            except RuntimeError as error:
                 self.mesh.close()  # so that ranks waiting for this one fail too
-                lost = barrier.find_cause(self.mesh.layout.ranks(), f"{barrier.subject}, {activity}")
-                raise lost or MissingRanksError(f"{activity} failed: {str(error).splitlines()[0]}") from error
+                failure = error
+        with self.barrier.stage(f"after {activity}"):
+            if failure is not None:
+                raise MissingRanksError(f"{activity} failed: {str(failure).splitlines()[0]}") from failure
+
+    def _compare_hosts(self) -> list[str]:
+        """The name of each rank's host. Hosts of the same name are numbered."""
+        with self._stage("comparing hosts"):
+            placement = host_mapping.map_hosts(timeout=self.barrier.seconds)
+            names = [placement.host_infos[ranks[0]].host for ranks in placement.hosts]
+            names = [f"{name} ({i})" if names.count(name) > 1 else name for i, name in enumerate(names)]
+            hosts = [names[placement.host_of(rank)] for rank in range(self.barrier.size)]
+            if faults := placement_faults(self.planned, hosts) if self.planned else []:
+                actual = hosts_from_names(hosts)
+                fix = "The ranks of a host are not consecutive: configure the launcher to number them host by host."
+                fix = f"The actual hosts are --nodes {actual.spell()}." if actual else fix
+                text = "\n  ".join(["ranks are not on the planned hosts:", *faults[:8]])
+                raise MismatchError(f"{text}\n\n{fix}")
+        return hosts
 
     def _measure(self, axes: tuple[Axis, ...], benchmarks: Microbenchmarks, measured: RankMeasurements) -> None:
         """Check and measure the group of this rank along some axes."""
-        mesh, name = self.mesh, axes_name(axes)
+        mesh, name = self.mesh, results.label_of(axes)
         group, ranks = mesh.group(*axes), mesh.ranks(*axes)
         label = f"group {name} (ranks {format_ranks(ranks)})"
-        benchmarks.check_members(group, ranks, mesh.rank, self.barrier.size, label)
-        times = measured.all_reduces[name] = []
+        measured.all_reduce_seconds[name] = []
         for size in self.sizes:
-            self.on_step(f"{name}: {results.format_bytes(size)}")
-            times.append(median(benchmarks.all_reduce(group, size)))
-            benchmarks.check_sum(group, mesh.index(*axes), len(ranks), size, label)
-        self.on_step(f"{name}: links")
-        for pair in itertools.chain.from_iterable(link_rounds(ranks)):
+            measured.all_reduce_seconds[name].append(benchmarks.all_reduce(group, size))
+            benchmarks.check_sum(group, ranks, mesh.rank, size, label)
+        measured.link_seconds[name] = {}
+        for pair in ring_links(ranks):
             if mesh.rank in pair:
                 (peer,) = {*pair} - {mesh.rank}
-                seconds = [median(benchmarks.exchange(group, peer, size)) for size in (SMALL_MESSAGE, LARGE_MESSAGE)]
-                measured.links.append((name, peer, seconds))
+                seconds = [benchmarks.exchange(group, peer, size) for size in (SMALL_MESSAGE, LARGE_MESSAGE)]
+                measured.link_seconds[name][str(peer)] = seconds

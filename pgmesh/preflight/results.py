@@ -11,8 +11,6 @@ measurements do:
 The reference for a link is the median of all links of the same combination of axes and the same kind: inside a host,
 or between hosts. For an even number of links it is the lower of the two middle values, so that the slower of two links
 is detected.
-
-The output calls a combination of axes a *family*, as the command line does: all groups along these axes.
 """
 
 from __future__ import annotations
@@ -20,18 +18,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
-from typing import Any
 
-from pgmesh.drawing.styled_text import Line, columns_with_ranks, wrapped
 from pgmesh.layout import Axis
-from pgmesh.planning.text_report import sample_of
 
 STRAGGLER_FACTOR = 2.0
 """Slowdown from which a rank is a straggler, and a link slow."""
 
-SOURCE = "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md"
-FORMULAS = {"algbw": "bytes / time", "busbw": "algbw x 2(n-1)/n"}
-"""Bandwidths of an all-reduce over n ranks, as NCCL-tests defines them."""
+
+# -- measurements of one rank -----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -42,211 +36,171 @@ class RankMeasurements:
         rank: the rank in the world.
         connect_seconds: time to connect all groups.
         compute_seconds: time of the fixed computation.
-        all_reduces: for each combination of axes, the time of one all-reduce of each size.
-        links: for each combination of axes and each neighbour, the times of one small and one large exchange: triples
-            of the name of the combination, the neighbour and the times.
+        all_reduce_seconds: for each combination, the time of one all-reduce of each size.
+        link_seconds: for each combination and each neighbour, the time of one small and one large exchange.
     """
 
     rank: int
     connect_seconds: float = 0.0
     compute_seconds: float = 0.0
-    all_reduces: dict[str, list[float]] = field(default_factory=dict)
-    links: list[tuple[str, int, list[float]]] = field(default_factory=list)
+    all_reduce_seconds: dict[str, list[float]] = field(default_factory=dict)
+    link_seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # JSON has no integers as keys
 
 
-def axes_name(axes: Sequence[Axis]) -> str:
-    """Name of a combination of axes.
+# -- results of all ranks ---------------------------------------------------------------------------------------------
 
-    >>> axes_name(("dp", "cp"))
+
+@dataclass(frozen=True)
+class GroupResult:
+    """The all-reduces of one group, for each size.
+
+    Args:
+        ranks: the members.
+        seconds: time of one all-reduce on the slowest member.
+        algbw: bytes / time, in bytes per second, as in NCCL-tests.
+        busbw: algbw x 2(n-1)/n for a group of n ranks.
+    """
+
+    ranks: tuple[int, ...]
+    seconds: list[float]
+    algbw: list[float]
+    busbw: list[float]
+
+
+@dataclass(frozen=True)
+class CombinationResult:
+    """All groups along some axes, such as ``dp x cp``."""
+
+    axes: str
+    groups: list[GroupResult]
+
+
+@dataclass(frozen=True)
+class LinkResult:
+    """A link of two ranks along some axes, and its time divided by the median of similar links."""
+
+    axes: str
+    ranks: tuple[int, int]
+    slowdown: float
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """A rank, its slowdowns, and whether one of them reaches ``STRAGGLER_FACTOR``.
+
+    Args:
+        rank: the rank in the world.
+        link_slowdown: that of its fastest link; 1 without links.
+        compute_slowdown: the time of its computation divided by the median of all ranks.
+    """
+
+    rank: int
+    link_slowdown: float
+    compute_slowdown: float
+    is_straggler: bool
+
+    @property
+    def slowdown(self) -> float:
+        return max(self.link_slowdown, self.compute_slowdown)
+
+
+@dataclass(frozen=True)
+class CheckResults:
+    """The result of a successful check.
+
+    Args:
+        axes: the axes of the mesh.
+        shape: their sizes.
+        backend: name of the backend.
+        device: type of the device.
+        hosts: the name of each rank's host.
+        planned: the planned hosts as on the command line; None if none were given.
+        bytes: sizes of the all-reduces.
+        connect_seconds: seconds until the last rank had connected its groups.
+        combinations: the groups along each combination of axes, with their times.
+        links: the slowdown of each link.
+        ranks: the slowdowns of each rank.
+    """
+
+    axes: tuple[Axis, ...]
+    shape: tuple[int, ...]
+    backend: str
+    device: str
+    hosts: list[str]
+    planned: str | None
+    bytes: list[int]
+    connect_seconds: float
+    combinations: list[CombinationResult]
+    links: list[LinkResult]
+    ranks: list[RankResult]
+
+    def neighbours(self, rank: int) -> set[int]:
+        """The ranks to which a rank has a link."""
+        return {end for link in self.links if rank in link.ranks for end in link.ranks} - {rank}
+
+
+def label_of(axes: Sequence[Axis]) -> str:
+    """The name of a combination of axes.
+
+    >>> label_of(("dp", "cp"))
     'dp x cp'
     """
     return " x ".join(map(str, axes))
 
 
-Results = dict[str, Any]
-"""Results of all ranks, as JSON data. Times are in seconds, bandwidths in bytes per second:
-
-- ``bytes``: sizes of the all-reduces;
-- ``connected_seconds``: seconds until the last rank had connected its groups;
-- ``families``: for each combination of axes its name, the size of its groups, its groups, and the ranks of the slowest
-  group for each size. A group has ``seconds``, ``algbw`` and ``busbw`` for each size, of its slowest member;
-- ``links``: for each link its two ranks and ``times``, its time divided by the median of similar links;
-- ``each_rank``: for each rank the slowdown of its fastest link, or 1, the slowdown of its computation, and whether one
-  of them reaches ``STRAGGLER_FACTOR``.
-"""
-
-
-def combine(
-    measurements: Sequence[RankMeasurements],
-    sizes: Sequence[int],
-    groups: Mapping[str, Sequence[tuple[int, ...]]],
-    hosts: Sequence[object],
-) -> Results:
-    """Results from the measurements of all ranks.
+def combination_results(
+    measurements: Sequence[RankMeasurements], sizes: Sequence[int], groups: Mapping[str, Sequence[tuple[int, ...]]]
+) -> list[CombinationResult]:
+    """The all-reduces of each group.
 
     Args:
         measurements: the measurements of each rank, in rank order.
         sizes: sizes of the all-reduces in bytes.
-        groups: the measured groups of each combination of axes, by its name.
-        hosts: a value for each rank that is equal for ranks of the same host.
+        groups: the groups of each combination.
 
-    >>> measurements = [RankMeasurements(rank, 0.1, 1.0, {"tp": [0.5]}) for rank in range(4)]
-    >>> results = combine(measurements, [1000], {"tp": [(0, 1, 2, 3)]}, "aaaa")
-    >>> results["families"][0]["groups"]
-    [{'ranks': [0, 1, 2, 3], 'seconds': [0.5], 'algbw': [2000.0], 'busbw': [3000.0]}]
+    >>> measurements = [RankMeasurements(rank, all_reduce_seconds={"tp": [0.5]}) for rank in range(4)]
+    >>> combination_results(measurements, [1000], {"tp": [(0, 1, 2, 3)]})[0].groups
+    [GroupResult(ranks=(0, 1, 2, 3), seconds=[0.5], algbw=[2000.0], busbw=[3000.0])]
     """
-    families = []
-    for name, partition in groups.items():
-        measured = []
-        for ranks in partition:
-            seconds = [max(times) for times in zip(*(measurements[rank].all_reduces[name] for rank in ranks))]
-            algbw = [size / time for size, time in zip(sizes, seconds)]
-            busbw = [rate * 2 * (len(ranks) - 1) / len(ranks) for rate in algbw]
-            measured.append({"ranks": list(ranks), "seconds": seconds, "algbw": algbw, "busbw": busbw})
-        slowest = [_by_time(measured, i)[-1]["ranks"] for i in range(len(sizes))]
-        families.append({"name": name, "size": len(partition[0]), "groups": measured, "slowest": slowest})
-    links = _link_results(measurements, hosts)
-    usual = median_low(each.compute_seconds for each in measurements) or 1.0
-    each_rank = []
-    for each in measurements:
-        fastest = min((link["times"] for link in links if each.rank in link["ranks"]), default=1.0)
-        own_work = each.compute_seconds / usual
-        is_straggler = max(fastest, own_work) >= STRAGGLER_FACTOR
-        each_rank.append({"rank": each.rank, "links": fastest, "own_work": own_work, "stands_out": is_straggler})
-    slowest_rank = max(each_rank, key=_worst)
-    return {
-        "bytes": list(sizes),
-        "formulas": {**FORMULAS, "source": SOURCE},
-        "connected_seconds": max(each.connect_seconds for each in measurements),
-        "families": families,
-        "links": links,
-        "each_rank": each_rank,
-        "slowest_rank": slowest_rank["rank"],
-        "slowest_rank_stands_out": slowest_rank["stands_out"],
-    }
+    results = {axes: CombinationResult(axes, []) for axes in groups}
+    for axes, ranks in ((axes, ranks) for axes, partition in groups.items() for ranks in partition):
+        seconds = [max(times) for times in zip(*(measurements[rank].all_reduce_seconds[axes] for rank in ranks))]
+        algbw = [size / time for size, time in zip(sizes, seconds)]
+        busbw = [rate * 2 * (len(ranks) - 1) / len(ranks) for rate in algbw]
+        results[axes].groups.append(GroupResult(ranks, seconds, algbw, busbw))
+    return [*results.values()]
 
 
-def _link_results(measurements: Sequence[RankMeasurements], hosts: Sequence[object]) -> list[dict[str, Any]]:
-    """The slowdown of each link, relative to the median of the links of its kind, for the worst size."""
+def link_results(measurements: Sequence[RankMeasurements], hosts: Sequence[object]) -> list[LinkResult]:
+    """The slowdown of each link for the worst size, by the slower of its two ends.
+
+    Args:
+        measurements: the measurements of each rank, in rank order.
+        hosts: a value for each rank that is equal for ranks of the same host.
+    """
     kinds: dict[tuple[str, bool], dict[tuple[int, int], list[float]]] = {}
     for each in measurements:
-        for name, peer, times in each.links:
-            low, high = sorted((each.rank, peer))
-            links = kinds.setdefault((name, hosts[low] == hosts[high]), {})
-            links[low, high] = [*map(max, zip(links.get((low, high), times), times))]
+        for axes, peers in each.link_seconds.items():
+            for word, seconds in peers.items():
+                low, high = sorted((each.rank, int(word)))
+                links = kinds.setdefault((axes, hosts[low] == hosts[high]), {})
+                links[low, high] = [*map(max, zip(links.get((low, high), seconds), seconds))]
     results = []
-    for (name, _), links in kinds.items():
+    for (axes, _), links in kinds.items():
         medians = [*map(median_low, zip(*links.values()))]
-        for ranks, times in links.items():
-            slowdown = max(time / usual for time, usual in zip(times, medians))
-            results.append({"family": name, "ranks": list(ranks), "times": slowdown})
+        for ranks, seconds in links.items():
+            slowdown = max(time / usual for time, usual in zip(seconds, medians))
+            results.append(LinkResult(axes, ranks, slowdown))
     return results
 
 
-def _by_time(groups: Sequence[dict[str, Any]], i: int) -> list[dict[str, Any]]:
-    """The groups by their time for size number ``i``, slowest last."""
-    return sorted(groups, key=lambda group: group["seconds"][i])
-
-
-def _worst(rank: dict[str, Any]) -> float:
-    """The larger slowdown of a rank: that of its links or that of its computation."""
-    return float(max(rank["links"], rank["own_work"]))
-
-
-# -- text -------------------------------------------------------------------------------------------------------------
-
-
-def table(results: Results, width: int = 80) -> list[Line]:
-    """A table with a row for each combination of axes and each size."""
-    head = ["family", "size", "bytes", "time", "algbw", "busbw", "slowest", "slow rank"]
-    rows = [[(word, "dim") for word in head]]
-    groups = []
-    for family in results["families"]:
-        for i, size in enumerate(results["bytes"]):
-            by_time = _by_time(family["groups"], i)
-            median, slowest = by_time[(len(by_time) - 1) // 2], by_time[-1]
-            slowdown = slowest["seconds"][i] / median["seconds"][i]
-            rank = max((results["each_rank"][rank] for rank in slowest["ranks"]), key=_worst)
-            rates = [format_rate(median[kind][i]) if size >= 1024 else "-" for kind in ("algbw", "busbw")]
-            words = [
-                "" if i else f"{family['size']:,}",
-                format_bytes(size),
-                format_seconds(median["seconds"][i]),
-                *rates,
-            ]
-            row = [("" if i else family["name"], "bold"), *((word, "") for word in words)]
-            row.append((f"{slowdown:.1f}x", "yellow" if slowdown >= STRAGGLER_FACTOR else ""))
-            row.append((f"{rank['rank']} {_worst(rank):.1f}x", "yellow" if rank["stands_out"] else ""))
-            rows.append(row)
-            groups.append((sample_of(slowest["ranks"]), len(slowest["ranks"])))
-    return columns_with_ranks(rows, [False, *[True] * 7], "group", groups, width)
-
-
-def summary(results: Results, width: int = 80) -> list[Line]:
-    """Explanation of the table, the slowest rank, and slow links that no straggler explains."""
-    lines = wrapped(
-        "time: median group. slowest: slowest group / median group. slow rank: slowest rank of the slowest group. "
-        f"algbw = {FORMULAS['algbw']}, busbw = {FORMULAS['busbw']}, as in NCCL-tests (doc/PERFORMANCE.md).",
-        width,
-        "dim",
-    )
-    slowest, style = results["each_rank"][results["slowest_rank"]], "yellow"
-    rank, links = slowest["rank"], results["links"]
-    ends = {end for link in links if rank in link["ranks"] for end in link["ranks"]}
-    numbers = (
-        f"its fastest link takes {slowest['links']:.1f}x the median time, its computation {slowest['own_work']:.1f}x."
-    )
-    if not slowest["stands_out"]:
-        text, style = f"No rank is a straggler. The slowest is rank {rank}: {numbers}", "green"
-    elif slowest["own_work"] >= STRAGGLER_FACTOR:
-        text = f"Rank {rank} computes slowly: {numbers}"
-    elif len(ends) == 2 and all({*link["ranks"]} == ends for link in links if ends & {*link["ranks"]}):
-        text = f"Ranks {min(ends)} and {max(ends)}: {numbers}"
-        text += " Which of the two is slow is unknown, since each has links only to the other."
-    else:
-        text = f"Rank {rank} communicates slowly: {numbers}"
-    lines += [[], *wrapped(text, width, style)]
-    stragglers = {each["rank"] for each in results["each_rank"] if each["stands_out"]}
-    slow_links = [link for link in links if link["times"] >= STRAGGLER_FACTOR and not stragglers & {*link["ranks"]}]
-    for link in sorted(slow_links, key=lambda link: -link["times"])[:4]:
-        low, high = link["ranks"]
-        text = f"The link between {low} and {high} ({link['family']}) takes {link['times']:.1f}x the median time."
-        lines += wrapped(text, width, "yellow")
-    return lines
-
-
-def format_bytes(size: int) -> str:
-    """A number of bytes with a binary unit, if it is a multiple of one.
-
-    >>> format_bytes(8), format_bytes(65536), format_bytes(1 << 24), format_bytes(1500)
-    ('8 B', '64 KiB', '16 MiB', '1,500 B')
-    """
-    for scale, word in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size >= scale and size % scale == 0:
-            return f"{size // scale:,} {word}"
-    return f"{size:,} B"
-
-
-def format_seconds(seconds: float) -> str:
-    """A time with its unit.
-
-    >>> format_seconds(0.0000123), format_seconds(0.123), format_seconds(12.3)
-    ('12.3 us', '123 ms', '12.3 s')
-    """
-    return _scaled(seconds, ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")))
-
-
-def format_rate(rate: float) -> str:
-    """A bandwidth with a decimal unit, as in NCCL-tests.
-
-    >>> format_rate(1.234e9), format_rate(56e6)
-    ('1.23 GB/s', '56.0 MB/s')
-    """
-    return _scaled(rate, ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")))
-
-
-def _scaled(value: float, scales: Sequence[tuple[float, str]]) -> str:
-    """A value in the largest unit that is not larger than it."""
-    scale, word = next((s for s in scales if value >= s[0]), scales[-1])
-    number = value / scale
-    return f"{number:,.{0 if number >= 100 else 1 if number >= 10 else 2}f} {word}"
+def rank_results(measurements: Sequence[RankMeasurements], links: Sequence[LinkResult]) -> list[RankResult]:
+    """The slowdowns of each rank."""
+    usual = median_low(each.compute_seconds for each in measurements) or 1.0
+    results = []
+    for each in measurements:
+        by_links = min((link.slowdown for link in links if each.rank in link.ranks), default=1.0)
+        by_computation = each.compute_seconds / usual
+        is_straggler = max(by_links, by_computation) >= STRAGGLER_FACTOR
+        results.append(RankResult(each.rank, by_links, by_computation, is_straggler))
+    return results

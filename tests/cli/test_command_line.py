@@ -34,12 +34,12 @@ def output(capsys: pytest.CaptureFixture[str], line: str, status: int = 0) -> st
 
 
 ANSWERS = {
-    "plan": f"plan {MESH} --view 'moe: ep=8 edp=-1' --family dp,cp",
+    "plan": f"plan {MESH} --view 'moe: ep=8 edp=-1' --combinations dp,cp",
     "plan-in-another-order": f"plan {MESH} --order tp,cp,dp,pp",
     "plan-with-picture": "plan pp=2 dp=2 tp=2 --nodes 2x4 --picture --view 'moe: pp=2 edp=1 ep=4'",
     "plan-uneven": "plan dp=5 tp=4 --nodes 8,6,6",
     "plan-domains": "plan pp=4 dp=-1 tp=8 --domains 4x18x4",
-    "plan-numbered": "plan 2 2 2 --nodes 2x4 --family 0,2 --picture",
+    "plan-numbered": "plan 2 2 2 --nodes 2x4 --combinations 0,2 --picture",
     "show-numbered": "show --rank 5 2 2 2",
     "plan-a-million": "plan pp=16 dp=-1 cp=8 tp=16 --nodes 131072x8",
     "compare": f"plan {MESH} --compare tp,cp,dp,pp dp,pp,tp,cp",
@@ -69,21 +69,15 @@ def test_json_equals_the_data_in_python(capsys):
 
 
 def test_files_are_written(capsys, tmp_path):
-    drawing, site = tmp_path / "plan.svg", tmp_path / "plan.html"
-    text = output(capsys, f"plan {MESH} --svg {drawing} --html {site}")
-    assert f"SVG written to {drawing}\nHTML written to {site}\n" in text
+    drawing = tmp_path / "plan.svg"
+    text = output(capsys, f"plan {MESH} --svg {drawing}")
+    assert text.endswith(f"\n\nSVG written to {drawing}\n")
     assert drawing.read_text().count('<rect class="cell"') == 64
-    ranks, shown = (re.findall("(?s)<title>(rank .*?)</title>", file.read_text()) for file in (drawing, site))
-    assert len(ranks) == 64
-    assert ranks == shown  # the page has the picture's title in its headline
-    two = [output(capsys, f"plan {MESH} --view 'moe: pp=2 edp=-1 ep=8' --{kind} -") for kind in ("svg", "html")]
-    assert two[0] in two[1]
+    assert len(re.findall("(?s)<title>(rank .*?)</title>", drawing.read_text())) == 64
     assert output(capsys, f"plan {MESH} --svg -") == drawing.read_text()
-    assert output(capsys, f"plan {MESH} --html -") == site.read_text()
     marked = output(capsys, f"show --rank 13 {MESH} --svg - --colour dp,cp")
     assert marked.count('stroke="#0f172a"') == 1
     assert "one colour: one dp x cp group" in marked
-    assert "<svg" in output(capsys, f"show --rank 13 {MESH} --html -")
 
 
 def test_the_outputs_in_the_docs(capsys):
@@ -119,89 +113,39 @@ def test_suggested_axes_are_ordered_by_traffic_and_fill_the_hosts(capsys, line, 
     assert output(capsys, f"plan --suggest {line}").startswith(f"pgmesh plan {suggested}\n")
 
 
-def test_a_size_behind_an_option_is_a_size(capsys):
-    first = output(capsys, f"plan {MESH} --compare tp,cp,dp,pp --family dp,cp")
-    assert first == output(capsys, "plan --compare tp,cp,dp,pp --family dp,cp pp=2 dp=4 cp=2 tp=4 --nodes 8x8")
-
-
 # ---- errors ----
 
 INVALID = [
     "plan pp=2 dp=4 cp=2 tp=4 --nodes 4x8",
-    "plan pp=2 dp=4 cp=2 tp=4 --nodes=4x8",
-    "plan pp=2 tp=3 --nodes 8x8",
     "plan pp=3 dp=-1 tp=5 --nodes 8x8",
     "plan dp=-1 tp=-1 --nodes 8x8",
-    "plan dp=16 tp=4 --nodes 8,8,4",
     "plan tp=4 dp=72 --domains 4x18x8",
     "plan dp=-1",
-    "plan",
-    "plan pp:2 dp=4",
-    "plan pp dp=4",
-    "plan 8 dp=2",
-    "plan 2 3 --nodes 2x4",
-    "plan 2 -1 3 --nodes 2x4",
     "plan -1 2",
+    "plan 2 3 --nodes 2x4",
     "plan 2 0",
-    "plan 2 4 --order 1,0",
-    "plan 2 2 2 --compare 2,1,0",
-    "plan 2 4 --suggest --nodes 2x4",
-    "show --rank 0 --order 1,0 -1 2 --nodes 1x8",
-    "plan 2 2 2 --family 0,3",
-    "show --rank 2 2 2 2 --nodes 2x2",
+    "plan 8 dp=2",
+    "plan pp:2 dp=4",
     "plan dp=0",
     "plan dp=2 dp=4",
-    "plan dp=1 --nodes 1x8",
-    "plan dp=8 --nodes 1x1",
-    "plan dp=-1 tp=2 --nodes 1x1",
-    "plan dp=1 --view 'moe: ep=2'",
-    "plan dp 2",
-    "plan dp = 2 tp = 4 --nodes 1x8",
-    "plan dp=2,tp=2",
-    "plan dp=2, tp=2",
-    "plan dp:2 tp=2",
-    "plan dp2 tp4",
-    "plan 2x2x2",
-    "plan dp=2 dp 4",
-    "plan dp=1.5",
-    "plan pp=2 dp=x",
-    "plan dp=1e3 tp=0.5",
-    "plan dp= --nodes 1x2 --order dp",
-    "plan dp=2 --nodes 2*1",
-    "plan dp=2 --nodes 2*2",
-    "plan dp=-1 tp=2 --nodes 2:4",
-    "plan dp=2 tp=2 --domains 1*2*2",
-    "plan dp=4 --nodes 8*8",
-    "plan dp=4 --domains 4x18",
+    "plan 2 4 --order 1,0",
+    "plan 2 4 --suggest --nodes 2x4",
     "plan pp=2 dp=4 --order pp,pd",
-    "plan pp=2 dp=4 --order dp",
-    "plan pp=2 dp=4 --order dp,pp,dp",
-    "plan pp=2 dp=4 --compare tp,dp",
-    "plan pp=2 dp=4 --family ddp",
-    "plan pp=2 dp=4 --family dp,dp",
+    "plan pp=2 dp=4 --compare dp",
+    "plan 2 2 2 --combinations 0,3",
+    "plan pp=2 dp=4 --combinations ddp",
+    "plan pp=2 dp=4 --combinations dp,dp",
     "plan pp=2 dp=4 --colour tp --svg -",
+    "plan dp=2 --nodes 2*1",
+    "plan dp=4 --domains 4x18",
     "plan dp=8 --view 'moe: ep=3 edp=2'",
     "plan dp=8 --view 'moe: ep=3 edp=-1'",
-    "plan dp=8 --view 'moe: ep=-1 edp=-1'",
-    "plan dp=8 --view 'ep=3 edp=2'",
-    "plan dp=8 --view moe:",
     "plan dp=8 --view 'moe: ep'",
-    "plan dp=8 --view moe: ep=3 edp=2",
-    "plan dp=8 --view 'moe: ep=4,edp=2'",
     "plan dp=8 --view 'moe: 4 2'",
-    "plan dp=2x --family dp ep=3 --nodes 2x3",
-    "plan dp=2 tp=4 --view ep=4",
-    "plan dp=2 tp=4 --view moe:ep=2 edp=2",
-    "plan dp=2 tp=4 --view 'edp=2 dp=2'",
-    "plan dp=8 --family dp=8",
-    "plan dp=2 tp=4 --compare dp=2",
-    "plan --nodes 2x4 --view moe: ep=2 edp=-1",
+    "plan dp=8 --view moe:",
     "plan dp=8 --view 'moe: ep=8' 'moe: ep=8'",
     "plan --suggest tp=3 --nodes 2x4",
-    "plan --suggest tp=3 cp=3 dp=2 --nodes 2x4",
     "show --rank 99 dp=8",
-    "show --rank=-1 dp=8",
-    "show --rank 3",
     "show --rank 3 dp=9 --nodes 1x8",
 ]
 
@@ -212,13 +156,11 @@ def test_errors_of_invalid_command_lines(capsys):
 
 
 @pytest.mark.parametrize("line", INVALID)
-def test_suggested_command_lines_are_valid(capsys, line):
+def test_suggested_sizes_are_valid(capsys, line):
     text = output(capsys, line, status=2)
-    suggested = re.findall(r"^  (pgmesh .*?)(?:   +#.*)?$", text, flags=re.MULTILINE)
-    assert suggested
-    for better in suggested:
-        assert main(shlex.split(better, comments=True)[1:]) == 0, better
-        capsys.readouterr()
+    found = re.search(r": (\S.*) (?:holds|has|cannot).* Did you mean ([^']+)\?$", text)
+    if found is not None and found[1] in line:
+        assert main(shlex.split(line.replace(found[1], found[2]))) == 0
 
 
 def test_files_that_cannot_be_written(capsys):
@@ -226,21 +168,22 @@ def test_files_that_cannot_be_written(capsys):
     assert text == "pgmesh plan: cannot write /nowhere/at/all.svg: No such file or directory.\n"
 
 
+@pytest.mark.parametrize("line", ["plan dp=8 --json --svg -", "show --rank 1 dp=8 --svg - --json"])
+def test_standard_output_takes_one_output(capsys, line):
+    message = "standard output takes one output; write the other to a file."
+    assert output(capsys, line, status=2) == f"pgmesh {line.split()[0]}: {message}\n"
+
+
 @pytest.mark.parametrize(
-    ("line", "better"),
+    "line",
     [
-        ("plan dp=8 --svg - --html -", "plan dp=8 --svg - --html plan.html"),
-        ("plan dp=8 --json --svg -", "plan dp=8 --json --svg plan.svg"),
-        ("show --rank 1 dp=8 --html - --svg - --json", "show dp=8 --rank 1 --json --svg show.svg --html show.html"),
+        "plans",
+        "plan",
+        "plan dp=8 --nodes 1x8 tp=2",
+        "plan dp=8 --knots 8x8",
+        "plan dp=8 --nodes 1x8 --domains 1x2x4",
+        "show dp=8",
     ],
-)
-def test_standard_output_takes_one_output(capsys, line, better):
-    command, message = line.split()[0], "standard output takes one output; write the others to files."
-    assert output(capsys, line, status=2) == f"pgmesh {command}: {message}\n\n  pgmesh {better}\n"
-
-
-@pytest.mark.parametrize(
-    "line", ["plans", "plan dp=8 --knots 8x8", "plan dp=8 --nodes 1x8 --domains 1x2x4", "show dp=8"]
 )
 def test_unknown_commands_and_options_are_usage_errors(capsys, line):
     with pytest.raises(SystemExit) as ended:
@@ -265,20 +208,10 @@ def test_the_version(capsys):
     assert capsys.readouterr().out == f"pgmesh {pgmesh.__version__}\n"
 
 
-def test_a_view_is_typed_with_quotes_or_without(capsys):
-    quoted = output(capsys, f"plan {MESH} --view 'moe: ep=8 edp=-1' 'b: x=64'")
-    assert output(capsys, f"plan {MESH} --view moe: ep=8 edp=-1 b: x=64") == quoted
-    assert output(capsys, "plan --view moe: ep=8 edp=-1 b: x=64 --nodes 8x8 pp=2 dp=4 cp=2 tp=4") == quoted
-    assert output(capsys, f"plan {MESH} --view 'moe: ep=8 edp=-1' --view b: x=64") == quoted
-    assert "a view is written 'moe: ep=8 edp=-1', not 'moe:'" in output(capsys, "plan dp=4 --view moe: --view x=2", 2)
-    unnamed = output(capsys, f"plan {MESH} --view 'ep=8 edp=-1'")
-    assert output(capsys, f"plan {MESH} --view ep=8 edp=-1") == unnamed
-
-
 def test_one_size_after_view_is_a_view(capsys):
     assert output(capsys, "plan dp=2 tp=4 --view ep=8").startswith("8 ranks: dp=2 tp=4\n")
-    refusal = "pgmesh plan: view 'view': ep=4 holds 4 ranks, but the mesh has 8.\n"
-    assert output(capsys, "plan dp=2 tp=4 --view ep=4", 2).startswith(refusal)
+    refusal = "pgmesh plan: ep=4 holds 4 ranks, but the mesh has 8. Did you mean ep=8?\n"
+    assert output(capsys, "plan dp=2 tp=4 --view ep=4", 2) == refusal
 
 
 @pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS)], ids=" ".join)
