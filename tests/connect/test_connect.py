@@ -63,7 +63,7 @@ def connect_in_any_order():
     return str(connected)
 
 
-def test_ranks_that_name_their_families_in_other_orders_connect():
+def test_connect_succeeds_with_axes_in_any_order():
     for text in world(8).run(connect_in_any_order):
         *lines, operations = text.splitlines()
         assert len(lines) == 4
@@ -103,7 +103,7 @@ def count_operations(folder):
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
-def test_a_group_costs_four_operations_and_a_fifth_on_the_rank_that_comes_last(ranks, tmp_path):
+def test_each_group_costs_four_or_five_store_operations(ranks, tmp_path):
     """The mesh costs two."""
     groups, all_groups, decided = 3, 2 + ranks // 2 + 1, 0
     for counts in world(ranks).run(count_operations, str(tmp_path)):
@@ -139,18 +139,18 @@ def talk_to_all(most=None, paired=False):
     return asked
 
 
-def test_connected_members_know_where_all_of_them_are_and_ask_the_store_no_more():
+def test_collective_after_connect_needs_no_store_operation():
     for asked in world(8).run(talk_to_all):
         assert asked == {("dp",): 0, ("tp",): 0, ("dp", "tp"): 0}
 
 
-def test_members_of_a_large_group_ask_the_store_for_those_that_they_talk_to():
+def test_backend_of_large_group_reads_addresses_from_store():
     for asked in world(8).run(talk_to_all, 4):
         assert asked.pop(("dp", "tp")) >= 1 + 7
         assert asked == {("dp",): 0, ("tp",): 0}
 
 
-def test_members_that_met_before_connect_with_the_others():
+def test_connect_succeeds_after_send_between_two_members():
     for rank, asked in enumerate(world(8).run(talk_to_all, None, True)):
         tp = asked.pop(("tp",))
         assert tp >= 2 if rank % 4 < 2 else tp == 0
@@ -180,7 +180,7 @@ def interrupted_as_it_learns():
     return first, took
 
 
-def test_who_is_interrupted_as_it_learns_of_the_decision_tells_the_others():
+def test_interrupt_after_decision_reaches_all_members():
     for rank, (first, took) in enumerate(world(4).run(interrupted_as_it_learns)):
         assert first.startswith("KeyboardInterrupt" if rank == 1 else "MissingRanksError"), first
         assert rank == 1 or "rank 1 stopped connecting at test_connect.py" in first
@@ -206,7 +206,7 @@ def begins_late(folder):
     return failed
 
 
-def test_a_living_member_that_comes_and_begins_no_first_collective_is_an_error_at_the_deadline(tmp_path):
+def test_unstarted_first_collective_fails_at_the_deadline(tmp_path):
     with fresh_world(2) as own:
         for failed in own.run(begins_late, tmp_path):
             assert failed.kind == "MissingRanksError"
@@ -226,7 +226,7 @@ def one_by_one_and_at_once():
     check_sums(all_groups(mesh))
 
 
-def test_one_rank_may_connect_at_once_what_others_connect_one_by_one():
+def test_one_call_connects_with_separate_calls_of_others():
     world(4).run(one_by_one_and_at_once)
 
 
@@ -244,7 +244,7 @@ def twice_and_anew():
     check_sums(all_groups(mesh))
 
 
-def test_what_is_connected_stays_so_and_can_be_connected_anew():
+def test_connect_keeps_connected_groups_and_recreates_released_ones():
     world(4).run(twice_and_anew)
 
 
@@ -264,7 +264,7 @@ def try_all_again():
     return bool(failure), heard.lines
 
 
-def test_a_retry_of_the_whole_call_waits_for_nobody_whose_call_went_well():
+def test_retry_skips_groups_that_are_connected():
     """Rank 3 came late. It logs at once that the others have failed, and connects with their retry."""
     outcomes = world(4).run(try_all_again)
     assert [failed for failed, _ in outcomes] == [False, True, True, False]
@@ -288,7 +288,7 @@ def leave_nothing():
     return store.num_keys() - before
 
 
-def test_a_closed_mesh_leaves_no_key_of_its_attempts():
+def test_close_deletes_the_keys_of_connect():
     world(4).run(leave_nothing)  # the first time, each rank's key of what it does is new
     assert set(world(4).run(leave_nothing)) == {0}
 
@@ -313,12 +313,12 @@ def one_world_after_another(folder):
 
 
 @pytest.mark.skipif(not hasattr(dist.TCPStore, "list_keys"), reason="this torch cannot list the keys of its own groups")
-def test_a_second_world_of_the_same_processes_finds_nothing_of_the_first(tmp_path):
+def test_second_world_on_the_same_store_connects(tmp_path):
     with fresh_world(2) as own:
         own.run(one_world_after_another, str(tmp_path))
 
 
-def test_a_dry_world_connects_with_nobody():
+def test_connect_in_fake_world_costs_no_operation():
     with fake_rank(3, 64):
         assert ProcessGroupMesh(dp=8, tp=8).connect().operations == 0
 
@@ -332,7 +332,7 @@ def unknown_axis():
     check_sums(all_groups(mesh))
 
 
-def test_an_axis_that_is_not_there_costs_an_error_and_nothing_else():
+def test_connect_succeeds_after_unknown_axis():
     world(4).run(unknown_axis)
 
 
@@ -382,7 +382,7 @@ def wait_for_word(heard):
         time.sleep(0.01)
 
 
-def test_a_first_collective_that_waits_long_says_for_whom(tmp_path):
+def test_long_first_collective_logs_the_missing_rank(tmp_path):
     lines, threads = world(4).run(wait_long, str(tmp_path))[0]
     assert re.match(r"this rank is in all_reduce \(collective 1\) of group tp of mesh 'watched' for \d+ s: ", lines[0])
     assert "rank 1 did not reach the first collective" in lines[0]
@@ -400,7 +400,7 @@ def mean_other_options():
     return took, str(caught.value)
 
 
-def test_who_came_first_learns_of_other_options_long_before_the_time_out():
+def test_first_collective_with_different_options_fails_early():
     for rank, (took, text) in enumerate(world(4).run(mean_other_options)):
         pair = (20.0, 21.0) if rank < 2 else (22.0, 23.0)
         assert all(f"{value} on rank" in text for value in pair)
@@ -421,7 +421,7 @@ def last_words(folder):
     return failure
 
 
-def test_a_time_out_says_what_the_missing_last_said(tmp_path):
+def test_timeout_error_shows_status_of_missing_rank(tmp_path):
     text = world(4).run(last_words, str(tmp_path))[0]
     assert re.search(r"The group's ranks are 0, 3\.\n  last status of rank 3: \w", text)
 
@@ -441,7 +441,7 @@ def what_is_reported():
     return report, stats
 
 
-def test_a_report_tells_of_this_ranks_groups_and_what_the_others_last_said():
+def test_report_shows_groups_and_statuses_of_others():
     with fresh_world(4) as four:  # communicators counts the whole process, and earlier tests may have left some
         results = four.run(what_is_reported)
     for rank, (report, stats) in enumerate(results):
@@ -488,7 +488,7 @@ def report_while_hanging(folder):
     return said.read_text()
 
 
-def test_a_signal_prints_the_report_of_a_rank_that_hangs(tmp_path):
+def test_signal_prints_report_during_a_collective(tmp_path):
     said = world(4).run(report_while_hanging, str(tmp_path))[0]
     assert said == "rank 0 of ProcessGroupMesh(dp=4, name='hangs') holds 1 group:\n"
 
@@ -509,12 +509,12 @@ def listen_beside_another():
     return heard, os.waitpid(child, 0)[1]
 
 
-def test_who_listened_for_signals_before_still_hears_them_and_a_child_speaks_into_no_ear():
+def test_report_on_forwards_signals_to_earlier_wakeup_descriptor():
     with fresh_world(2) as own:
         assert own.run(listen_beside_another) == [([signal.SIGUSR1], 0)] * 2
 
 
-def test_a_thread_cannot_take_signals():
+def test_report_on_raises_outside_the_main_thread():
     with fake_rank(0, 4):
         mesh = ProcessGroupMesh(4)
         errors = []
@@ -531,7 +531,7 @@ def test_a_thread_cannot_take_signals():
         assert errors == ["signal handlers can only be set in the main thread: call report_on there."]
 
 
-def test_a_closed_mesh_still_reports():
+def test_report_works_after_close():
     with fake_rank(0, 4):
         mesh = ProcessGroupMesh(4)
         mesh.close()

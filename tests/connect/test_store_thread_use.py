@@ -29,7 +29,7 @@ def participant_of(client: CallClient, members: int, **more: Any) -> Participant
     return Participant(0, [attempt], client, "train.py:7", "me", seconds, Statuses(LONG, client.now), **more)
 
 
-def test_ctrl_c_while_a_batch_is_queued_is_raised_and_published(store_thread: StoreThread):
+def test_interrupt_during_queued_batch_is_published(store_thread: StoreThread):
     put, once = _Queue.put, iter([True])
     participant = participant_of(CallClient(store_thread, LONG), 2)
 
@@ -46,7 +46,7 @@ def test_ctrl_c_while_a_batch_is_queued_is_raised_and_published(store_thread: St
     assert "rank 0 stopped connecting at train.py:7: KeyboardInterrupt" in decision.text
 
 
-def test_a_second_ctrl_c_while_the_first_is_published_is_raised_at_once(store_thread: StoreThread):
+def test_second_interrupt_is_raised_at_once(store_thread: StoreThread):
     client = CallClient(store_thread, LONG)
     start = time.monotonic()
     with mock.patch.object(store_thread, "run", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
@@ -55,7 +55,7 @@ def test_a_second_ctrl_c_while_the_first_is_published_is_raised_at_once(store_th
     assert time.monotonic() - start < LONG / 2
 
 
-def test_after_an_interrupt_the_store_has_a_short_time_to_take_the_decision(store_thread: StoreThread):
+def test_interrupt_waits_briefly_for_a_stopped_store(store_thread: StoreThread):
     client, stopped = CallClient(store_thread, LONG), threading.Event()
 
     def stopped_store(store: Any, operation: Operation) -> Any:
@@ -79,7 +79,7 @@ def test_after_an_interrupt_the_store_has_a_short_time_to_take_the_decision(stor
     assert client.timeout() == timing.TIMING.interrupted_answer
 
 
-def test_a_stopped_store_is_an_error_at_the_deadline_of_the_call(store_thread: StoreThread):
+def test_connect_fails_at_deadline_with_stopped_store(store_thread: StoreThread):
     stopped = threading.Event()
 
     def stopped_store(store: Any, operation: Operation) -> Any:
@@ -96,7 +96,7 @@ def test_a_stopped_store_is_an_error_at_the_deadline_of_the_call(store_thread: S
     assert time.monotonic() - start < LONG / 2
 
 
-def test_a_slow_store_answers_many_operations_before_it_counts_as_silent(store_thread: StoreThread):
+def test_slow_store_is_not_reported_as_silent(store_thread: StoreThread):
     """Forty ranks are missing, and each of their statuses takes 30 ms: longer than the time for one answer."""
     client = CallClient(store_thread, 1.0)
     participant = participant_of(client, 40)
@@ -113,14 +113,14 @@ def test_a_slow_store_answers_many_operations_before_it_counts_as_silent(store_t
     assert "ranks 1, 2, 3" in decision.text
 
 
-def test_operations_of_a_call_are_counted(store_thread: StoreThread):
+def test_call_client_counts_its_operations(store_thread: StoreThread):
     client = CallClient(store_thread, LONG)
     assert client.run(Add("count"), Read("count"), CompareSet("key", "value")) == [1, b"1", b"value"]
     assert client.operations == 3
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_process_that_is_forked_while_it_waits_for_a_batch_waits_for_no_answer(store_thread: StoreThread):
+def test_forked_child_stops_waiting_for_the_store(store_thread: StoreThread):
     children: list[int] = []
     parent = os.getpid()
     before = signal.signal(signal.SIGUSR1, lambda *_: children.append(os.fork()))
