@@ -65,7 +65,7 @@ def sums_right_in_the_order_of_the_mesh(mesh: ProcessGroupMesh) -> None:
 
 
 @in_every_box
-def test_every_group_sums_right_in_the_order_of_the_mesh(box: str):
+def test_group_ranks_are_in_mesh_order(box: str):
     on_every_rank(box, sums_right_in_the_order_of_the_mesh)
 
 
@@ -76,7 +76,7 @@ def index_is_the_rank_in_the_group(mesh: ProcessGroupMesh) -> None:
 
 
 @in_every_box
-def test_the_index_is_the_rank_in_the_group(box: str):
+def test_index_is_the_rank_in_the_group(box: str):
     on_every_rank(box, index_is_the_rank_in_the_group)
 
 
@@ -87,7 +87,7 @@ def combination_has_no_order(mesh: ProcessGroupMesh) -> None:
 
 
 @in_every_box
-def test_a_combination_has_no_order(box: str):
+def test_group_ignores_the_order_of_axes(box: str):
     on_every_rank(box, combination_has_no_order)
 
 
@@ -103,7 +103,7 @@ def group_along_size_1_is_real(mesh: ProcessGroupMesh) -> None:
 
 
 @pytest.mark.parametrize("box", ["4 with axes of size 1", "2 of 4"])
-def test_a_group_along_an_axis_of_size_1_is_a_real_group_of_one(box: str):
+def test_group_of_one_rank_runs_collectives(box: str):
     on_every_rank(box, group_along_size_1_is_real)
 
 
@@ -132,7 +132,7 @@ def ends_of_the_pipeline() -> None:
     check_sums(groups_of(mesh))
 
 
-def test_the_first_and_the_last_stage_share_a_group_of_their_own():
+def test_slice_of_end_stages_has_own_group():
     world(8).run(ends_of_the_pipeline)
 
 
@@ -148,7 +148,7 @@ def views_share() -> None:
     check_sums({**groups_of(mesh), **groups_of(moe)})
 
 
-def test_within_a_family_a_group_is_what_it_is_and_not_its_name():
+def test_view_shares_groups_of_equal_ranks():
     world(8).run(views_share)
 
 
@@ -215,7 +215,7 @@ MAKERS = {"new_group": new_group_of_all, "local synchronisation": new_group_of_m
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_any_rank_makes_any_groups_in_any_order(seed: int):
+def test_ranks_create_groups_in_any_order(seed: int):
     world(8).run(make_in_any_order, seed, "new_group")
 
 
@@ -224,7 +224,7 @@ def many_orders(seeds: Iterable[int]) -> None:
         make_in_any_order(seed, "local synchronisation")
 
 
-def test_groups_of_ours_leave_the_names_of_torch_alone():
+def test_names_of_torch_groups_ignore_our_groups():
     """torch names the groups of its local synchronisation by how many it has: these meet, however many we hold."""
     with fresh_world(8) as own:
         own.run(many_orders, range(100, 104))
@@ -249,7 +249,7 @@ def lists_of_ranks(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_any_ranks_of_a_mesh_make_a_group(seed: int):
+def test_group_of_takes_ranks_in_any_order(seed: int):
     world(8).run(lists_of_ranks, seed)
 
 
@@ -269,7 +269,7 @@ def one_group_for_what_is_the_same() -> None:
     check_sums({"dp": (group, mesh.ranks("dp")), "slower": (slower, mesh.ranks("dp"))})
 
 
-def test_what_a_group_is_made_with_is_part_of_what_it_is():
+def test_equal_options_give_the_same_group():
     world(4).run(one_group_for_what_is_the_same)
 
 
@@ -288,7 +288,7 @@ def two_communicators() -> None:
     check_sums({f"{number}": (group, range(4)) for number, group in groups.items()})
 
 
-def test_a_tag_makes_a_communicator_of_its_own():
+def test_tag_makes_a_separate_communicator():
     world(4).run(two_communicators)
 
 
@@ -308,7 +308,7 @@ def meshes_share_nothing() -> None:
     check_sums({name: group for name, group in groups.items() if "actor" not in name})
 
 
-def test_two_meshes_on_the_same_ranks_share_nothing():
+def test_meshes_on_same_ranks_share_no_group():
     world(4).run(meshes_share_nothing)
 
 
@@ -330,7 +330,7 @@ def words() -> None:
     check_sums({**groups, **groups_of(other)})
 
 
-def test_a_group_says_what_it_is():
+def test_description_of_group_names_mesh_and_coord():
     world(8).run(words)
 
 
@@ -356,7 +356,7 @@ def operations() -> None:
     check_sums({**groups_of(mesh), **groups})
 
 
-def test_making_a_group_costs_no_operation_of_the_store():
+def test_group_creation_costs_no_store_operation():
     world(4).run(operations)
 
 
@@ -372,7 +372,7 @@ def nothing_from_outside() -> None:
     assert bool(done) is (mesh.rank in mesh)
 
 
-def test_a_rank_outside_does_nothing():
+def test_rank_outside_mesh_does_nothing():
     world(4).run(nothing_from_outside)
 
 
@@ -423,7 +423,7 @@ def on_a_named_interface() -> None:
     check_sums({"on lo": (group, mesh.ranks())})
 
 
-def test_gloo_takes_the_interface_that_is_named():
+def test_gloo_uses_the_interface_from_the_environment():
     world(2).run(on_a_named_interface)
 
 
@@ -435,11 +435,11 @@ def tagged() -> None:
     check_sums({"tagged": (group, mesh.ranks("tp"))})
 
 
-def test_a_tagged_group_says_its_tag():
+def test_description_of_group_shows_its_tag():
     world(4).run(tagged)
 
 
-def test_an_unknown_backend_makes_its_groups_through_new_group_for_every_block():
+def test_unknown_backend_calls_new_group_for_every_block():
     with fresh_world(4) as own:
         own.run(made_with_all)
 
@@ -465,7 +465,7 @@ def not_with_some() -> None:
     check_sums(groups_of(mesh))
 
 
-def test_an_unknown_backend_says_that_it_needs_every_rank_of_the_world():
+def test_unknown_backend_is_refused_on_partial_meshes():
     with fresh_world(4) as own:
         own.run(not_with_some)
 
@@ -508,7 +508,7 @@ dist.destroy_process_group()  # otherwise torch itself aborts some processes at 
 """
 
 
-def test_a_second_load_is_refused_and_the_first_goes_on(tmp_path: Path):
+def test_second_import_is_refused_and_first_keeps_working(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, write_script(tmp_path, RELOADED)], env=clean_env(), capture_output=True, text=True, timeout=60
     )
@@ -543,5 +543,5 @@ def connect_long_words() -> None:
     dist.destroy_process_group(torchs)
 
 
-def test_no_word_is_too_long_for_the_store():
+def test_connect_accepts_names_of_maximal_length():
     world(4).run(connect_long_words)

@@ -41,7 +41,7 @@ class Process:
         return identity
 
 
-def test_the_example_in_the_docstring_of_the_module():
+def test_example_of_the_module_docstring_is_true():
     """Rank 0 of this pair stands for ranks 0 to 2 of the example, and rank 1 for rank 3."""
 
     def row(*meshes: MeshIdentity) -> list[str]:
@@ -65,7 +65,7 @@ def test_the_example_in_the_docstring_of_the_module():
             assert row(zero.create("train"), following) == ["2", "0", "2"]
 
 
-def test_the_third_process_of_a_rank_finds_the_numbers_of_the_first():
+def test_third_process_takes_numbers_of_the_first():
     """The second one has registered only one of the two meshes."""
     store = dist.HashStore()
     zero, first = Process(store, 0), Process(store, 1)
@@ -78,7 +78,7 @@ def test_the_third_process_of_a_rank_finds_the_numbers_of_the_first():
     assert third.register("critic") == zero.register("critic") == "pgmesh/critic.2"
 
 
-def test_the_names_registered_last_are_kept(monkeypatch: pytest.MonkeyPatch):
+def test_names_registered_last_are_kept(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "_PUBLISHED_NAMES", 2)
     store = dist.HashStore()
     first = Process(store, 1)

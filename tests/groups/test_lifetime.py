@@ -101,7 +101,7 @@ def name_the_missing() -> None:
     summed(mesh)
 
 
-def test_members_that_never_come_are_named_at_the_timeout_and_a_release_mends_it():
+def test_missing_members_are_named_at_the_timeout():
     """A member that made the group and never used it never came either."""
     world(4).run(name_the_missing)
 
@@ -117,7 +117,7 @@ def name_the_missing_of_others() -> None:
     summed(mesh)
 
 
-def test_the_missing_are_named_by_their_ranks_in_the_world():
+def test_missing_members_are_named_by_world_rank():
     world(4).run(name_the_missing_of_others)
 
 
@@ -141,7 +141,7 @@ def release_what_waits(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["release", "close"])
-def test_releasing_a_group_ends_what_waits_in_it(how: str):
+def test_release_or_close_ends_pending_collectives(how: str):
     world(4).run(release_what_waits, how)
 
 
@@ -187,7 +187,7 @@ def use_after(end: str, used: bool) -> None:
 
 @pytest.mark.parametrize("used", [True, False], ids=["used", "never used"])
 @pytest.mark.parametrize("end", ENDS)
-def test_a_group_that_is_gone_says_so_to_whoever_uses_it(end: str, used: bool):
+def test_collectives_raise_on_an_ended_group(end: str, used: bool):
     world(4).run(use_after, end, used)
 
 
@@ -220,7 +220,7 @@ def ask_after_close() -> None:
         summed(again)
 
 
-def test_a_closed_mesh_knows_every_place_and_holds_no_group():
+def test_closed_mesh_refuses_calls_that_need_groups():
     world(4).run(ask_after_close)
 
 
@@ -239,7 +239,7 @@ def raise_inside() -> None:
     summed(ProcessGroupMesh(tp=4, name="after"))
 
 
-def test_with_closes_a_mesh_however_it_ends():
+def test_with_closes_the_mesh_after_an_error():
     world(4).run(raise_inside)
 
 
@@ -257,7 +257,7 @@ def destroy_one() -> None:
     assert all(size == sizes[0] for size in sizes), sizes
 
 
-def test_a_group_that_torch_destroyed_is_made_anew_and_leaves_nothing():
+def test_group_destroyed_by_torch_is_created_again():
     world(4).run(destroy_one)
 
 
@@ -276,7 +276,7 @@ def close_after_the_world() -> tuple[Any, ...]:
     return mesh.coord, mesh.ranks("dp")
 
 
-def test_a_mesh_may_be_closed_after_its_world():
+def test_mesh_closes_after_its_world_ended():
     assert launch.spawn(close_after_the_world, 2) == [((0,), (0, 1)), ((1,), (0, 1))]
 
 
@@ -332,7 +332,7 @@ def described(shapes: Sequence[dict[str, Any]], differ: list[str]) -> None:
     ],
     ids=["shape", "axes", "both", "order", "ranks"],
 )
-def test_a_mesh_that_ranks_describe_differently_is_an_error_at_first_use(theirs: dict[str, Any], differ: list[str]):
+def test_different_meshes_fail_at_first_use(theirs: dict[str, Any], differ: list[str]):
     if differ is None:
         differ = ["ranks: (0, 1, 2, 3) on rank 0, (2, 3) on rank 3", "shape: [2, 2] on rank 0, [1, 2] on rank 3"]
     world(4).run(described, [{"dp": 2, "tp": 2}, theirs], differ)
@@ -357,7 +357,7 @@ def half_configured() -> None:
     summed(ProcessGroupMesh(dp=2, tp=2, name="good"))
 
 
-def test_options_that_one_rank_alone_configured_are_an_error_on_both_sides():
+def test_different_options_fail_on_both_ranks():
     world(4).run(half_configured)
 
 
@@ -379,7 +379,7 @@ def options_differ() -> None:
     summed(mesh)
 
 
-def test_a_group_that_ranks_configure_differently_is_an_error_and_can_be_mended():
+def test_group_works_after_different_options_are_corrected():
     world(4).run(options_differ)
 
 
@@ -422,7 +422,7 @@ def fail_and_retry(failure: str) -> None:
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_a_group_that_cannot_be_made_leaves_nothing_and_a_retry_works(failure: str):
+def test_failed_group_creation_leaves_nothing_behind(failure: str):
     world(4).run(fail_and_retry, failure)
 
 
@@ -444,7 +444,7 @@ def closing_leaves_nothing() -> None:
     assert len({*keys}) == 1, keys
 
 
-def test_closing_a_mesh_leaves_nothing_in_torch_or_the_store():
+def test_close_leaves_nothing_in_torch_or_store():
     world(4).run(closing_leaves_nothing)
 
 
@@ -466,7 +466,7 @@ def names_taken() -> None:
     summed(ProcessGroupMesh(a=2, b=2))
 
 
-def test_a_name_is_taken_while_its_mesh_lives_and_meshes_that_are_alike_need_names():
+def test_equal_names_are_refused_until_close():
     world(4).run(names_taken)
 
 
@@ -479,7 +479,7 @@ def unnamed_one_after_another() -> None:
     summed(ProcessGroupMesh(dp=2, tp=2))
 
 
-def test_unnamed_meshes_may_be_alike_one_after_another():
+def test_equal_unnamed_meshes_work_one_after_another():
     world(4).run(unnamed_one_after_another)
 
 
@@ -503,7 +503,7 @@ def configured() -> None:
     summed(mesh)
 
 
-def test_groups_inherit_the_timeout_of_the_world_unless_configured_before_they_are_made():
+def test_groups_inherit_the_world_timeout_unless_configured():
     world(4).run(configured)
 
 
@@ -552,7 +552,7 @@ def travel_at_home(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_mesh_that_travels_at_home_is_of_its_family(way: str):
+def test_copied_mesh_shares_groups_with_the_original(way: str):
     world(4).run(travel_at_home, way)
 
 
@@ -576,7 +576,7 @@ def unpack_elsewhere(data: bytes) -> None:
         assert stage.group("tp") is mesh.group("tp")
 
 
-def test_in_another_process_a_mesh_that_travelled_makes_its_groups_anew():
+def test_unpickled_mesh_creates_groups_in_another_process():
     data = world(4).run(packed_parts)
     world(8).run(unpack_elsewhere, data[1])
 
@@ -600,11 +600,11 @@ def unpacked_beside_the_original() -> None:
     dist.barrier()
 
 
-def test_a_mesh_that_was_unpickled_beside_the_original_meets_it_or_says_why_not():
+def test_error_names_the_number_of_unpickled_mesh():
     world(4).run(unpacked_beside_the_original)
 
 
-def test_outside_any_world_a_mesh_that_travelled_knows_its_places():
+def test_unpickled_mesh_outside_a_world_keeps_coords():
     data = world(4).run(packed_parts)
     mesh, stage, moe, block = pickle.loads(data[3])
     assert (mesh.shape, mesh.axes, mesh.rank, mesh.coord) == ((2, 2), ("pp", "tp"), 3, (1, 1))
@@ -752,7 +752,7 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tu
         "with_torch_destroyed_while_one_waits",
     ],
 )
-def test_a_process_may_end_without_close(endings, ending: str, rank: int):
+def test_process_without_close_exits_with_status_0(endings, ending: str, rank: int):
     code, out, err = endings(ending, rank)
     assert (code, err.strip()) == (0, "")
     if ending == "with_a_failed_collective" and rank == 0:
@@ -760,7 +760,7 @@ def test_a_process_may_end_without_close(endings, ending: str, rank: int):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_that_raises_ends_with_its_own_error(endings, rank: int):
+def test_process_that_raises_prints_only_its_error(endings, rank: int):
     code, _, err = endings("in_an_error", rank)
     assert code == 1, err
     _, error, after = err.rstrip().partition("ZeroDivisionError: by design")
@@ -770,7 +770,7 @@ def test_a_process_that_raises_ends_with_its_own_error(endings, rank: int):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_forked_child_has_no_groups_and_ends_by_itself(endings, rank: int):
+def test_forked_child_refuses_groups_and_exits(endings, rank: int):
     code, out, err = endings("in_a_fork", rank)
     assert (code, err.strip()) == (0, ""), out
     lines = out.splitlines()

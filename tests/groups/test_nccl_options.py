@@ -56,7 +56,7 @@ def test_every_setting_reaches_nccl(nccl: type[StandIn], setting: str):
     assert nccl.made[1].changed == (False, {})  # another family has none of it
 
 
-def test_sharp_is_for_one_family_and_keeps_what_else_it_was_told(nccl: type[StandIn]):
+def test_sharp_keeps_other_options_of_its_group(nccl: type[StandIn]):
     arrangement = recipes.megatron(8, tp=2, cp=2, optimizer_instances=2, name="sharp")
     arrangement.configure_nccl({"dp_cp": {"max_ctas": 8}})
     arrangement["data+context"].configure(sharp=True)
@@ -70,7 +70,7 @@ def test_sharp_is_for_one_family_and_keeps_what_else_it_was_told(nccl: type[Stan
     assert "context" not in found
 
 
-def test_a_setting_that_this_nccl_does_not_have_yet(nccl: type[StandIn]):
+def test_setting_missing_in_this_nccl_is_refused(nccl: type[StandIn]):
     nccl.settings = tuple(name for name in NCCL_SETTINGS if name != "nvls_ctas")
     mesh = ProcessGroupMesh(dp=4, tp=2, name="old")
     assert_raises(
@@ -81,7 +81,7 @@ def test_a_setting_that_this_nccl_does_not_have_yet(nccl: type[StandIn]):
     assert mesh.group("tp", backend="nccl", nccl={"max_ctas": 4}).size() == 2
 
 
-def test_a_torch_without_nccl_says_so():
+def test_torch_without_nccl_refuses_the_backend():
     if dist.is_nccl_available():
         pytest.skip("this torch has NCCL")
     with fake_rank(5, 8):
@@ -100,7 +100,7 @@ def test_a_torch_without_nccl_says_so():
         ("undefined", {"cuda": "nccl"}),  # init_process_group without a backend, on a host with a GPU
     ],
 )
-def test_a_group_has_the_backends_of_the_world(
+def test_group_has_the_backends_of_the_world(
     nccl: type[StandIn], monkeypatch: pytest.MonkeyPatch, world: str, backends: dict[str, str], bound: bool
 ):
     monkeypatch.setattr(torch_private, "backend_name", lambda group: world)
@@ -148,7 +148,7 @@ def test_each_nccl_backend_is_created_by_its_members(nccl: type[StandIn], backen
         ({"net_name": 5}, "NCCL's net_name is a name, such as 'IB', not 5."),
     ],
 )
-def test_a_value_of_the_wrong_kind(settings: dict[str, Any], wrong: str):
+def test_nccl_setting_of_wrong_type_is_refused(settings: dict[str, Any], wrong: str):
     plan = recipes.megatron(8, of=Layout)
     for call in (lambda: plan.configure_nccl({"dp": settings}), lambda: plan.configure("data", nccl=settings)):
         with pytest.raises(OptionsError, match=f"^{re.escape(wrong)}$"):

@@ -35,7 +35,7 @@ def release_and_ask_again() -> None:
     check_sums({what: (group, mesh.ranks("tp")) for what, group in after.items()})
 
 
-def test_release_ends_every_group_of_these_ranks_whatever_its_tag_and_options():
+def test_release_ends_groups_of_every_tag_and_option():
     world(4).run(release_and_ask_again)
 
 
@@ -51,7 +51,7 @@ def sum_on_unlike_meshes() -> tuple[str, float]:
     return str(caught.value), mine.item()
 
 
-def test_a_first_collective_of_unlike_meshes_is_an_error_on_every_rank_and_moves_nothing():
+def test_first_collective_of_different_meshes_sums_nothing():
     for text, mine in world(2).run(sum_on_unlike_meshes):
         assert text.startswith("mesh 'actor' is not the same on all ranks:")
         assert "shape: [2, 1] on rank 0, [1, 2] on rank 1" in text
@@ -75,7 +75,7 @@ def lose_the_first_collective_twice() -> list[str]:
     return names
 
 
-def test_a_group_that_broke_is_created_anew_under_another_name():
+def test_failed_group_is_created_under_another_name():
     """The number behind it is that of the attempt, so all members have the same one."""
     for first, second, third in world(2).run(lose_the_first_collective_twice):
         assert (second, third) == (f"{first}.0", f"{first}.1")
