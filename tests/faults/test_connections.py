@@ -73,7 +73,7 @@ def one_receive_fails() -> tuple[Attempt, float, list[Attempt]]:
     return failed, value.item(), later
 
 
-def test_a_receive_that_failed_explains_no_later_error_of_its_group():
+def test_failed_receive_explains_no_later_error():
     with fresh_world(3) as own:
         seen = results(own.outcomes(one_receive_fails))
     failed, value, later = seen[0]
@@ -110,7 +110,7 @@ def one_comes_late(folder: Path) -> tuple[str, Attempt]:
     return record.finding[1], mistake
 
 
-def test_the_reason_why_a_collective_took_long_explains_no_later_mistake(tmp_path: Path):
+def test_reason_of_slow_collective_explains_no_later_error(tmp_path: Path):
     with fresh_world(2) as own:
         seen = results(own.outcomes(one_comes_late, tmp_path))
     assert "rank 1 did not reach the first collective" in seen[0][0]
@@ -184,7 +184,7 @@ def one_lets_go(folder: Path, how: str) -> tuple[Attempt, float]:
 
 @pytest.mark.skipif(not CAN_COUNT, reason="reads /proc")
 @pytest.mark.parametrize("how", ["release", "close"])
-def test_a_group_that_is_let_go_ends_blocked_collectives_here_and_on_its_members(tmp_path: Path, how: str):
+def test_release_ends_blocked_collectives_on_all_members(tmp_path: Path, how: str):
     with fresh_world(3) as own:
         seen = results(own.outcomes(one_lets_go, tmp_path, how))
     (theirs, _), (mine, when), _ = seen
@@ -331,7 +331,7 @@ def settled_resources() -> dict[str, int]:
 
 @pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")
 @pytest.mark.parametrize("times", [110, pytest.param(1000, marks=pytest.mark.long)])
-def test_a_mesh_may_be_closed_as_soon_as_this_ranks_part_is_done(times: int):
+def test_close_after_own_part_loses_no_message(times: int):
     """What was sent still arrives on the members that are slower."""
     seed = 5
     print("seed", seed)
@@ -375,7 +375,7 @@ def one_dies_in_large_collectives(end: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("end", ["close", "destroy"])
-def test_a_group_whose_member_died_in_the_middle_of_a_message_can_be_destroyed(end: str):
+def test_group_with_half_a_message_is_destroyed(end: str):
     """Gloo's event loop gets an event for unread data again and again. A loop without a pause never ends."""
     with fresh_world(4) as own:
         for kind, seconds in results(own.outcomes(one_dies_in_large_collectives, end), 3):
@@ -410,7 +410,7 @@ def use_own_methods(axis: str) -> dict[str, Attempt]:
 
 
 @pytest.mark.parametrize("axis", ["one", "two"])
-def test_the_own_methods_of_a_released_group_raise(axis: str):
+def test_methods_of_a_released_group_raise(axis: str):
     for seen in world(2).run(use_own_methods, axis):
         for name, failed in seen.items():
             print(name, failed)
@@ -422,7 +422,7 @@ def test_the_own_methods_of_a_released_group_raise(axis: str):
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_the_own_methods_of_a_released_group_of_a_fake_world_raise(size: int):
+def test_methods_of_a_released_fake_group_raise(size: int):
     with fake_rank(0, size):
         mesh = ProcessGroupMesh(size, name="actor")
         group = mesh.group()
@@ -453,7 +453,7 @@ def report_in_a_child() -> str:
     return text
 
 
-def test_the_report_of_a_forked_child_lists_no_groups():
+def test_report_of_forked_child_lists_no_groups():
     for rank, text in enumerate(world(2).run(report_in_a_child)):
         print(text)
         assert f"rank {rank} of ProcessGroupMesh(2, name='actor') holds 0 groups" in text
@@ -534,7 +534,7 @@ def one_is_cut(folder: Path, port: int, away: bool) -> tuple[Attempt, Attempt]:
 
 @pytest.mark.skipif(not CAN_COUNT, reason="reads /proc")
 @pytest.mark.parametrize("away", [False, True], ids=["accepted again", "refused for a while"])
-def test_a_rank_whose_connections_to_the_store_are_cut_connects_again(tmp_path: Path, away: bool):
+def test_rank_reconnects_after_store_connections_are_cut(tmp_path: Path, away: bool):
     with StoreProcess() as store, contextlib.closing(Proxy(store.port)) as opened:
         proxy: Any = opened
 
@@ -565,7 +565,7 @@ def test_a_rank_whose_connections_to_the_store_are_cut_connects_again(tmp_path: 
         assert failed.took < 1.0 + SLACK
 
 
-def test_looking_at_a_socket_changes_nothing_of_it():
+def test_opened_socket_keeps_its_blocking_mode():
     """A default timeout of the program would make the socket itself non-blocking."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
         socket.setdefaulttimeout(5.0)

@@ -92,7 +92,7 @@ def start_rank(rank: int, host: str, folder: Path) -> subprocess.Popen[bytes]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("set_state", [set_interface, set_packets])
-def test_after_a_cut_the_store_answers_in_seconds(
+def test_store_answers_soon_after_a_cut(
     hosts: tuple[str, str], set_state: Callable[[tuple[str, str], str], None], tmp_path: Path
 ) -> None:
     serve = f"from pgmesh.launch import StoreProcess; store = StoreProcess({STORE_PORT}); input()"
@@ -144,7 +144,7 @@ def limits_of_silence(port: int) -> dict[Any, int]:
     return {here: each.getsockopt(*name) for each, here, there in connections() if there[1] == port}
 
 
-def test_a_paused_store_keeps_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paused_store_keeps_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_thread_module, "_SILENCE", 1.0)
     with local_store() as (store, thread), ThreadPoolExecutor() as pool:
         before = limits_of_silence(store.port)
@@ -180,7 +180,7 @@ def test_calls_wait_for_the_link_until_their_timeout(monkeypatch: pytest.MonkeyP
         assert reading.result() == [b"a value"]
 
 
-def test_a_store_thread_ends_during_a_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_thread_ends_during_a_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     with local_store() as (store, thread):
         cut_off(store.port, monkeypatch)
         with pytest.raises(WorldError, match="did not answer"):

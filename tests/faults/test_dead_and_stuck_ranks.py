@@ -76,7 +76,7 @@ def one_dies_after_its_first_connect(folder: Path) -> tuple[Attempt, Attempt, in
     return failed, again, status.heartbeat
 
 
-def test_a_rank_that_dies_after_one_heartbeat_is_named_as_silent(tmp_path: Path):
+def test_rank_killed_after_one_heartbeat_is_named(tmp_path: Path):
     with fresh_world(4) as own:
         seen = results(own.outcomes(one_dies_after_its_first_connect, tmp_path), 3)
     for failed, again, heartbeat in seen:
@@ -138,7 +138,7 @@ def report_and_signal(mesh: ProcessGroupMesh, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["connect", "collective"])
-def test_the_collective_that_a_rank_is_stuck_in_is_told_here_and_to_others(tmp_path: Path, how: str):
+def test_report_and_errors_show_the_stuck_collective(tmp_path: Path, how: str):
     """With "collective", no rank has called connect before: the heartbeats of the stuck ranks start by themselves."""
     with fresh_world(4) as own:
         seen = results(own.outcomes(two_are_stuck, tmp_path, how))
@@ -182,7 +182,7 @@ def one_dies_in_a_first_collective(folder: Path) -> tuple[Attempt, Attempt]:
     return failed, attempt(lambda: connect_and_check(ProcessGroupMesh(2, ranks=range(2), name="survivors")))
 
 
-def test_a_member_that_dies_in_a_first_collective_is_named_with_its_listener(tmp_path: Path):
+def test_first_collective_names_dead_member_by_its_listener(tmp_path: Path):
     with fresh_world(3) as own:
         seen = results(own.outcomes(one_dies_in_a_first_collective, tmp_path), 2)
     for failed, again in seen:
@@ -239,7 +239,7 @@ if __name__ == "__main__":
 """
 
 
-def test_after_an_asynchronous_collective_that_failed_the_log_names_the_dead_rank_at_exit(tmp_path: Path):
+def test_exit_logs_dead_rank_after_asynchronous_collective(tmp_path: Path):
     """torch raises the error of an asynchronous collective itself, so it cannot name the rank."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = [sys.executable, write_script(tmp_path, DIES_IN_AN_ASYNCHRONOUS_ONE), str(store.port), str(SHORT)]

@@ -101,7 +101,7 @@ def differ() -> dict[str, tuple[Attempt, Attempt]]:
     return seen
 
 
-def test_what_ranks_mean_differently_is_told_to_every_one_that_came():
+def test_mismatch_is_raised_on_all_arrived_ranks():
     """That it takes no more than 0.1 s where a machine has time is in test_detection_latency.py."""
     with fresh_world(4) as own:
         ranks = results(own.outcomes(differ))
@@ -145,7 +145,7 @@ def ask_wrongly() -> tuple[list[float], list[str]]:
     return took, done
 
 
-def test_what_this_rank_alone_can_tell_is_told_at_once_and_to_nobody_else():
+def test_local_errors_are_raised_without_store_operations():
     """The words of each error are in test_messages.py and test_mesh_messages.py."""
     with fresh_world(2) as own:
         for took, done in results(own.outcomes(ask_wrongly)):
@@ -162,7 +162,7 @@ def in_any_order(seed: int) -> None:
     connect_and_check(mesh, *random.Random(f"{seed} {mesh.rank}").sample(families, 3))
 
 
-def test_groups_connected_in_one_call_need_no_order():
+def test_one_call_connects_groups_in_any_order():
     with fresh_world(4) as own:
         for seed in range(3):
             print("seed", seed)
@@ -178,7 +178,7 @@ def in_a_circle() -> tuple[Attempt, Attempt]:
     return failed, attempt(lambda: connect_and_check(mesh, "tp", "dp"))
 
 
-def test_ranks_that_wait_in_a_circle_are_told_all_of_it():
+def test_circle_error_shows_every_rank_in_it():
     with fresh_world(4) as own:
         seen = results(own.outcomes(in_a_circle))
     last = max(failed.start for failed, _ in seen)
@@ -204,7 +204,7 @@ def mends_its_mesh_at_once(name: str) -> tuple[Attempt, Attempt]:
     return failed, attempt(lambda: connect_and_check(right, ("dp", "tp")))
 
 
-def test_who_means_another_mesh_may_mend_it_while_the_others_still_learn_of_it():
+def test_retry_succeeds_right_after_mismatch():
     with fresh_world(4) as own:
         for name in ("first", "second", "third"):
             for failed, again in results(own.outcomes(mends_its_mesh_at_once, name)):
@@ -219,7 +219,7 @@ def asks_with_another_option() -> Attempt:
         return attempt(lambda: dist.all_reduce(torch.ones(1), group=group))
 
 
-def test_who_waits_in_another_group_by_the_same_words_is_told_what_makes_it_another():
+def test_missing_rank_error_shows_differing_call_options():
     with fresh_world(2) as own:
         first, second = results(own.outcomes(asks_with_another_option))
     assert first.kind == second.kind == "MissingRanksError"
@@ -241,7 +241,7 @@ def one_mesh_more_on_one_rank() -> Attempt:
     return attempt(lambda: mesh.connect(("dp", "tp"), timeout=timedelta(seconds=D)))
 
 
-def test_ranks_that_count_their_meshes_differently_are_told_so():
+def test_error_explains_different_numbers_of_meshes():
     with fresh_world(4) as own:
         for failed in results(own.outcomes(one_mesh_more_on_one_rank)):
             assert failed.kind == "CircleError"
@@ -257,7 +257,7 @@ def adds_two() -> tuple[Attempt, Attempt]:
     return failed, attempt(lambda: connect_and_check(mesh, ("dp", "tp")))
 
 
-def test_a_first_sum_that_is_wrong_is_told_to_all_and_the_group_is_made_anew():
+def test_wrong_first_sum_fails_on_all_ranks():
     with fresh_world(4) as own:
         for failed, again in results(own.outcomes(adds_two)):
             assert failed.kind == "MismatchError", failed.text
@@ -287,7 +287,7 @@ def in_threads() -> None:
     check_sums(groups_of(mesh))
 
 
-def test_threads_may_connect_groups_at_once_in_any_order():
+def test_threads_connect_groups_in_any_order():
     with fresh_world(4) as own:
         results(own.outcomes(in_threads))
 
@@ -341,7 +341,7 @@ def one_never_comes(folder: Path) -> tuple[Attempt, list[tuple[float, str]], Att
     return failed, heard, attempt(lambda: connect_and_check(everyone, 0))
 
 
-def test_a_living_member_that_never_comes_is_named_with_what_it_does_instead(tmp_path: Path):
+def test_missing_rank_is_named_with_its_status(tmp_path: Path):
     with fresh_world(4) as own:
         seen = results(own.outcomes(one_never_comes, tmp_path))
     early, late = seen[:2], seen[2:]
@@ -386,7 +386,7 @@ def one_dies_before(folder: Path, heard_before: bool) -> tuple[Attempt, Attempt,
 
 
 @pytest.mark.parametrize("heard_before", [True, False], ids=["heard", "never heard"])
-def test_a_member_that_dies_before_it_comes_is_named(tmp_path: Path, heard_before: bool):
+def test_rank_killed_before_arrival_is_named(tmp_path: Path, heard_before: bool):
     with fresh_world(4) as own:
         seen = results(own.outcomes(one_dies_before, tmp_path, heard_before), 3)
     for failed, again, died in seen:
@@ -423,7 +423,7 @@ def one_dies_after(moment: str) -> tuple[Attempt, Attempt]:
 
 
 @pytest.mark.parametrize("moment", ["before", "in"])
-def test_a_member_that_is_lost_in_the_first_collective_is_named(moment: str):
+def test_rank_killed_in_first_collective_is_named(moment: str):
     """If it dies right after it began, the collective may have been done on some or on all."""
     with fresh_world(4) as own:
         seen = results(own.outcomes(one_dies_after, moment), 3)
@@ -462,7 +462,7 @@ def lost_on_one(folder: Path, release: bool) -> tuple[Attempt, Attempt]:
 
 
 @pytest.mark.parametrize("release", [True, False], ids=["released", "connected anew"])
-def test_members_of_a_group_that_failed_on_one_of_them_meet_again(tmp_path: Path, release: bool):
+def test_group_that_failed_on_one_rank_reconnects(tmp_path: Path, release: bool):
     with fresh_world(4) as own:
         seen = results(own.outcomes(lost_on_one, tmp_path, release))
     for rank, (failed, again) in enumerate(seen):
@@ -489,7 +489,7 @@ def at_the_deadline(seed: int, times: int) -> list[tuple[Attempt, Attempt]]:
     return seen
 
 
-def test_one_cannot_give_up_as_another_succeeds():
+def test_all_ranks_share_one_outcome_at_deadline():
     seed = 7
     print("seed", seed)
     with fresh_world(4) as own:
@@ -533,7 +533,7 @@ def wrong_world(rank: int, size: int) -> Attempt:
         return attempt(lambda: mesh.connect(timeout=timedelta(seconds=5)))
 
 
-def test_a_world_of_another_size_is_told():
+def test_different_world_sizes_raise_a_mismatch():
     with fresh_world(2) as own:
         seen = results(own.outcomes(wrong_world, 1, 3))
     for failed in seen:
@@ -543,7 +543,7 @@ def test_a_world_of_another_size_is_told():
         assert failed.end - seen[1].start < 0.1 + SLACK
 
 
-def test_two_processes_as_one_rank_are_told():
+def test_two_processes_of_a_rank_are_named():
     with fresh_world(2) as own:
         seen = results(own.outcomes(wrong_world, 0, 2))
     for failed in seen:
@@ -583,7 +583,7 @@ def without_a_store(folder: Path, waiting: bool) -> tuple[Attempt, Attempt, Atte
 
 @pytest.mark.parametrize("waiting", [True, False], ids=["while ranks wait", "before"])
 @pytest.mark.parametrize("how", GOES)
-def test_a_store_that_is_gone_is_named_and_groups_go_on(tmp_path: Path, how: str, waiting: bool):
+def test_lost_store_is_named_while_groups_work(tmp_path: Path, how: str, waiting: bool):
     gone = []
 
     def go(pid: int) -> None:
@@ -650,7 +650,7 @@ def ask_without_a_store(folder: Path) -> tuple[dict[str, Attempt], bool, Attempt
 
 
 @pytest.mark.parametrize("how", GOES)
-def test_without_a_store_every_call_of_a_rank_that_never_connected_ends_too(tmp_path: Path, how: str):
+def test_calls_of_unconnected_ranks_end_without_a_store(tmp_path: Path, how: str):
     def go(pid: int) -> None:
         for rank in range(4):
             wait_for_flag(tmp_path, f"ready {rank}")
@@ -699,7 +699,7 @@ def one_is_stopped(folder: Path) -> tuple[Attempt, Attempt, float]:
     return failed, attempt(lambda: connect_and_check(mesh, mesh.axes, "dp", "tp")), stopped if mesh.rank == 3 else 0.0
 
 
-def test_a_member_that_is_stopped_is_suspected_and_may_come_back(tmp_path: Path):
+def test_stopped_rank_is_named_and_may_return(tmp_path: Path):
     def stop(pid: int) -> None:
         wait_for_flag(tmp_path, "stop me")
         os.kill(pid, signal.SIGSTOP)
@@ -768,7 +768,7 @@ def one_is_signalled(folder: Path, how: str) -> tuple[Attempt, Attempt]:
 
 
 @pytest.mark.parametrize("how", SIGNALS)
-def test_a_signal_ends_the_wait_and_the_peers_are_told_why(tmp_path: Path, how: str):
+def test_signal_during_connect_is_named_on_peers(tmp_path: Path, how: str):
     sent = []
 
     def send(pid: int) -> None:
@@ -819,7 +819,7 @@ def one_is_interrupted(where: str) -> tuple[Attempt, Attempt]:
 
 
 @pytest.mark.parametrize("where", ["before", "after"])
-def test_who_is_interrupted_before_it_comes_or_after_all_have_tells_its_peers_too(where: str):
+def test_interrupt_before_or_after_arrival_reaches_peers(where: str):
     with fresh_world(4) as own:
         seen = results(own.outcomes(one_is_interrupted, where))
     for failed, again in seen:
@@ -847,7 +847,7 @@ def one_cannot_make() -> tuple[Attempt, Attempt]:
     return failed, attempt(lambda: connect_and_check(mesh, "dp", "tp"))
 
 
-def test_a_rank_that_cannot_make_a_group_leaves_nothing_and_may_try_again():
+def test_retry_succeeds_after_failed_group_creation():
     with fresh_world(4) as own:
         seen = results(own.outcomes(one_cannot_make))
         assert keys(own) <= KEYS_OF_FOUR_RANKS
@@ -873,7 +873,7 @@ def give_up_and_close() -> None:
         assert attempt(lambda: mesh.connect(mesh.axes, timeout=timedelta(seconds=0.1))).kind == "MissingRanksError"
 
 
-def test_a_mesh_that_never_connected_leaves_no_key_when_it_is_closed():
+def test_close_after_failed_connect_leaves_no_key():
     with fresh_world(4) as own:
         results(own.outcomes(give_up_and_close))
         assert keys(own) <= KEYS_OF_FOUR_RANKS
@@ -895,7 +895,7 @@ def try_without_a_store(pid: int, times: int) -> list[dict[str, int]]:
 
 
 @pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")
-def test_trying_without_a_store_again_and_again_leaves_nothing_behind():
+def test_retries_without_a_store_leave_nothing_behind():
     with StoreProcess() as store, fresh_world(2, store) as own:
         own.run(dist.get_rank)
         for _, early, *_, late in results(own.outcomes(try_without_a_store, store.process.pid, 6)):
@@ -912,7 +912,7 @@ def crash_points(ks: Sequence[int], batch: int = 4) -> Iterator[list[tuple[int, 
         yield points[i : i + batch]
 
 
-def test_a_rank_may_die_at_any_of_its_operations(tmp_path: Path):
+def test_rank_may_die_at_any_store_operation(tmp_path: Path):
     """A sample; `python -m tests.faults.chaos` tries them all."""
     points = [(1, "together"), (2, "first"), (3, "last"), (3, "first"), (4, "last"), (6, "together")]
     print([*zip(points, die_at_each(tmp_path, points))])
@@ -973,7 +973,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_process_that_ends_after_it_connected_ends_at_once_and_tells_so(tmp_path: Path):
+def test_process_exit_after_connect_is_named_at_once(tmp_path: Path):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = [sys.executable, write_script(tmp_path, ENDINGS), str(store.port)]
     done = subprocess.run(command, env=clean_env(), cwd=tmp_path, capture_output=True, text=True, timeout=60)
@@ -1025,7 +1025,7 @@ def use_what_is_gone() -> dict[str, float]:
     return took
 
 
-def test_a_mesh_that_is_gone_says_so_within_a_millisecond():
+def test_ended_mesh_raises_within_a_millisecond():
     for took in world(2).run(use_what_is_gone):
         print(took)
         assert max(took.values()) < (SLACK if STARVED else 0.001)

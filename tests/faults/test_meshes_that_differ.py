@@ -34,7 +34,7 @@ def use_another_name() -> tuple[Attempt, Attempt]:
     return failed, attempt(lambda: connect_and_check(ProcessGroupMesh(dp=2, tp=2, name="mended"), "dp", "tp"))
 
 
-def test_meshes_with_different_names_are_named_with_a_rank_of_each():
+def test_circle_error_shows_different_mesh_names():
     with fresh_world(4) as own:
         seen = results(own.outcomes(use_another_name))
     for rank, (failed, again) in enumerate(seen):
@@ -67,7 +67,7 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize("what", DIFFERENCES)
-def test_a_mismatch_that_several_groups_have_in_common_is_printed_once(what: str):
+def test_mismatch_of_several_groups_is_printed_once(what: str):
     """A range of ranks is printed like a tuple."""
     with fresh_world(4) as own:
         for failed in results(own.outcomes(differ_in_all, what)):
@@ -84,7 +84,7 @@ def give_ranks_in_another_form() -> None:
     connect_and_check(ProcessGroupMesh(dp=2, tp=2, ranks=forms[rank], name="actor"), "dp", "tp")
 
 
-def test_ranks_in_any_form_are_the_same_mesh():
+def test_ranks_argument_of_any_type_connects():
     with fresh_world(4) as own:
         results(own.outcomes(give_ranks_in_another_form))
 
@@ -116,7 +116,7 @@ def ask_for_timeouts() -> list[str]:
     return heard.lines
 
 
-def test_a_timeout_in_a_call_is_said_once_to_make_another_communicator():
+def test_timeout_in_a_call_is_logged_once():
     for lines in world(2).run(ask_for_timeouts):
         print(lines)
         (line,) = lines

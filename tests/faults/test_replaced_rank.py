@@ -87,7 +87,7 @@ def replace(port: int, folder: Path, order: str) -> None:
 
 
 @pytest.mark.parametrize("order", ["it comes first", "it comes after they closed", "it comes as they wait"])
-def test_a_new_process_in_the_place_of_a_lost_rank_meets_the_survivors(tmp_path: Path, order: str):
+def test_new_process_of_lost_rank_connects_with_survivors(tmp_path: Path, order: str):
     with StoreProcess() as store, fresh_world(3, store) as own:
         own.run(dist.get_rank)
         new = process_context().Process(target=replace, args=(store.port, tmp_path, order))

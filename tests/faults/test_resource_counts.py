@@ -268,7 +268,7 @@ def settled_resources() -> dict[str, int]:
     return {what: before[what] for what in ("descriptors", "threads")}
 
 
-def test_a_closed_mesh_frees_its_groups_without_the_garbage_collector():
+def test_close_frees_groups_without_the_garbage_collector():
     with fresh_world(4) as own:
         for seen in own.run(cycles_without_collection, 6):
             assert seen[-1] == seen[1], seen
@@ -321,7 +321,7 @@ def four() -> Iterator[World]:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_fault_that_is_survived_leaves_nothing_behind(four: World, fault: Callable[[ProcessGroupMesh], None]):
+def test_survived_fault_leaves_nothing_behind(four: World, fault: Callable[[ProcessGroupMesh], None]):
     for early, late in four.run(again_and_again, fault):
         print(late.memory - early.memory, "KiB", late.held)
         more = grown(early, late)
@@ -330,7 +330,7 @@ def test_a_fault_that_is_survived_leaves_nothing_behind(four: World, fault: Call
 
 
 @pytest.mark.parametrize("leak", LEAKS, ids=lambda leak: leak.__name__)
-def test_the_ledger_sees_what_stays(four: World, leak: Callable[[ProcessGroupMesh], None]):
+def test_resource_counts_show_each_leak(four: World, leak: Callable[[ProcessGroupMesh], None]):
     ranks = [grown(early, late) for early, late in four.run(again_and_again, leak)]
     print(ranks)
     assert {what for more in ranks for what in more} == LEAKS[leak]

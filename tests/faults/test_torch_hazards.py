@@ -60,7 +60,7 @@ def torch_members_make(odd: int) -> None:
     check_sums({"tp": (dist.new_group(block, timeout=LONG), block)})
 
 
-def test_members_alone_make_a_group():
+def test_members_alone_create_a_group():
     world(4).run(members_make_at_once)
 
 
@@ -87,7 +87,7 @@ def torch_uneven(odd: int) -> None:
     check_sums({"all": (dist.new_group(everyone, use_local_synchronization=True, timeout=LONG), everyone)})
 
 
-def test_ranks_that_hold_different_numbers_of_groups_meet():
+def test_ranks_with_different_numbers_of_groups_connect():
     world(4).run(uneven)
 
 
@@ -115,7 +115,7 @@ def torch_make_use_and_destroy(times: int) -> None:
         del group
 
 
-def test_a_group_may_be_made_used_and_released_again_and_again():
+def test_group_is_created_and_released_30_times():
     world(4).run(make_use_and_release, 30)
 
 
@@ -151,7 +151,7 @@ def never_split() -> None:
     check_sums(groups)
 
 
-def test_a_group_is_never_split_off_the_world():
+def test_group_is_never_split_off_the_world():
     world(4).run(never_split)
 
 
@@ -180,7 +180,7 @@ def torch_make_in_order(in_a_circle: bool) -> None:
     del groups
 
 
-def test_overlapping_groups_may_be_made_in_a_circle():
+def test_overlapping_groups_are_created_in_a_circle():
     world(3).run(make_in_a_circle)
 
 
@@ -226,7 +226,7 @@ def torch_go_on_while_one_waits(one_waits: bool) -> None:
         check_sums({"pair": (group, [0, 2])})
 
 
-def test_a_first_collective_that_waits_holds_up_no_other_group():
+def test_pending_first_collective_blocks_no_other_group():
     world(4).run(go_on_while_one_waits)
 
 
@@ -255,7 +255,7 @@ def in_threads() -> None:
     check_sums({f"{what}": groups[what] for what in wanted})
 
 
-def test_six_threads_make_and_use_six_groups_at_once():
+def test_six_threads_use_six_groups_at_once():
     world(4).run(in_threads)
 
 
@@ -283,7 +283,7 @@ def cycles(times: int) -> list[tuple[dict[str, int], int]]:
 
 
 @pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")
-def test_making_and_releasing_120_times_leaves_nothing():
+def test_releasing_120_times_leaves_nothing_behind():
     for (early, memory), (late, more) in world(4).run(cycles, 120):
         assert late == early
         assert more - memory < 4 * 1024, f"{more - memory} KiB more, after 200 groups that cost 175 KiB each"
@@ -332,7 +332,7 @@ def many_ask_for_one() -> None:
     check_sums(groups_of(mesh))
 
 
-def test_threads_that_ask_for_one_group_get_one_group():
+def test_threads_get_the_same_group():
     world(4).run(many_ask_for_one)
 
 
@@ -381,7 +381,7 @@ def torch_permuted() -> list[int]:
     return [rank.item() for rank in gathered]
 
 
-def test_ranks_stand_in_a_group_in_the_order_of_the_mesh():
+def test_permuted_ranks_keep_their_order_in_groups():
     assert world(4).run(permuted) == [[3, 1, 2, 0]] * 4
 
 

@@ -37,7 +37,7 @@ WORLDS = st.tuples(st.booleans(), st.sets(st.sampled_from(PROCESSES), min_size=1
 
 
 @given(st.lists(WORLDS, max_size=6), st.randoms())
-def test_the_name_of_a_world(worlds: list[tuple[bool, set[int], set[int]]], order: random.Random):
+def test_ranks_agree_on_the_name_of_a_world(worlds: list[tuple[bool, set[int], set[int]]], order: random.Random):
     """On a fresh store all members get one name, and so do those with one past; others can tell that they do not.
 
     Each world is on a fresh store or on the one before. It has some processes as members, and some of these are killed:
@@ -91,7 +91,7 @@ class Interrupted:
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_rank_enters_the_next_world_as_the_last_rank_leaves_the_first(number: int):
+def test_rank_enters_next_world_while_last_rank_leaves(number: int):
     """Before each look of the rank that enters, the last rank leaves."""
     store = dist.HashStore()
     first = enter_world(store, set())
@@ -105,7 +105,7 @@ def test_a_rank_enters_the_next_world_as_the_last_rank_leaves_the_first(number: 
 
 @pytest.mark.parametrize("operation", ["compare_set", "add"])
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_rank_that_enters_while_all_others_leave_is_in_the_world_of_those_that_come_later(
+def test_slow_entry_joins_the_world_of_later_ranks(
     operation: str, number: int
 ):
     """A rank is slow to enter. Meanwhile the other ranks, which are done, leave."""
@@ -115,7 +115,7 @@ def test_a_rank_that_enters_while_all_others_leave_is_in_the_world_of_those_that
     assert enter_world(store, set()) == second
 
 
-def test_a_world_goes_on_if_a_rank_enters_as_the_last_one_leaves():
+def test_entry_during_last_leave_keeps_world_name():
     store, names = dist.HashStore(), list[str]()
     first = enter_world(store, set())
     leaving = Interrupted(store, "compare_set", 3, lambda: store.add(f"{world_name.WORLD_KEY}.{first}.entered", 1))
@@ -124,7 +124,7 @@ def test_a_world_goes_on_if_a_rank_enters_as_the_last_one_leaves():
     assert names == [first, first]
 
 
-def test_no_rank_sets_a_name_that_the_last_rank_to_leave_would_delete():
+def test_world_name_set_during_deletion_is_kept():
     store, names = dist.HashStore(), list[str]()
     asked, first = threading.Event(), enter_world(store, set())
     late = threading.Thread(
@@ -140,14 +140,14 @@ def test_no_rank_sets_a_name_that_the_last_rank_to_leave_would_delete():
     assert names == [enter_world(store, {first})]
 
 
-def test_a_rank_that_died_as_it_deleted_the_name_of_its_world_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch):
+def test_ranks_enter_after_unfinished_deletion_of_world_name(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(timing, "TIMING", dataclasses.replace(timing.TIMING, world_end=0.02))
     store = dist.HashStore()
     store.set(world_name.WORLD_KEY, world_name.OVER)
     assert enter_world(store, set()) == enter_world(store, set())
 
 
-def test_a_rank_that_is_slow_to_leave_leaves_no_key():
+def test_slow_leave_leaves_no_store_key():
     """The last rank leaves, and deletes the keys, between two looks of one that left before it."""
     store = dist.HashStore()
     name = enter_world(store, set())
@@ -157,7 +157,7 @@ def test_a_rank_that_is_slow_to_leave_leaves_no_key():
     assert store.num_keys() == 0
 
 
-def test_ranks_that_leave_and_enter_at_once_stay_together():
+def test_fast_reentry_keeps_ranks_in_one_world():
     """Rank by rank, each enters the next world as soon as it has left one."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     together, names = threading.Barrier(2), [list[str](), list[str]()]
@@ -179,7 +179,7 @@ def test_ranks_that_leave_and_enter_at_once_stay_together():
     assert len({*names[0]}) == 300
 
 
-def test_the_last_rank_to_leave_a_world_deletes_its_keys():
+def test_last_rank_to_leave_deletes_store_keys():
     store = dist.HashStore()
     threads = [StoreThread(store, "here", rank, 3, set()) for rank in range(3)]
     for each in threads:
@@ -253,7 +253,7 @@ def meet_after_unequal_pasts(port: int, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["connect", "first collectives"])
-def test_ranks_with_unequal_pasts_meet_on_a_fresh_store(how: str):
+def test_ranks_with_different_pasts_use_fresh_store(how: str):
     with StoreProcess() as server, fresh_world(2) as own:
         own.run(meet_after_unequal_pasts, server.port, how)
 
@@ -268,7 +268,7 @@ def meet_again_and_again(port: int, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["connect", "first collectives"])
-def test_processes_that_left_the_same_worlds_meet_on_the_same_store(how: str):
+def test_processes_with_same_past_reuse_the_store(how: str):
     with StoreProcess() as server, fresh_world(2) as own:
         own.run(meet_again_and_again, server.port, how)
 
@@ -313,7 +313,7 @@ def store_thread_of(mesh: ProcessGroupMesh) -> StoreThread:
     return mesh._group_cache.registry.store_thread()
 
 
-def test_ranks_that_cannot_meet_on_a_used_store_are_told_why():
+def test_error_explains_store_of_an_earlier_world():
     with StoreProcess() as server, fresh_world(3) as own:
         one, _, other = own.run(meet_a_process_with_another_past, server.port)
     for error in (one, other):
@@ -374,7 +374,7 @@ def settled_descriptors() -> int:
 
 
 @pytest.mark.skipif(not CAN_COUNT, reason="needs /proc")
-def test_a_world_that_ends_leaves_nothing_whether_its_mesh_was_closed_or_not():
+def test_ended_world_leaves_nothing_behind():
     with StoreProcess() as server, fresh_world(2) as own:
         for counts in own.run(live_in, 20, server.port):
             assert {keys for *_, keys in counts} == {0}
