@@ -103,7 +103,7 @@ class Rank:
 # -- all arrive -------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_rank_that_finds_all_arrived_decides_after_one_short_wait():
+def test_rank_decides_at_once_after_all_arrived():
     one = Rank(values={"m/shrink/0/arrivals": arrivals(arrival(1))})
     outcome = one.agree()
     assert outcome == Outcome(axis="dp") == one.decision()
@@ -112,7 +112,7 @@ def test_the_first_rank_that_finds_all_arrived_decides_after_one_short_wait():
     assert not one.warnings
 
 
-def test_a_rank_waits_for_a_living_one_and_goes_on_once_it_arrives():
+def test_rank_waits_for_a_living_late_rank():
     one = Rank(values=status(1))
     come(one.client, 3.0, arrival(1))
     one.between = one.client.between
@@ -126,7 +126,7 @@ def test_a_rank_waits_for_a_living_one_and_goes_on_once_it_arrives():
     assert 3.0 <= one.client.clock < 3.3
 
 
-def test_the_decision_of_another_rank_is_taken():
+def test_decision_of_another_rank_is_taken():
     theirs = Outcome(lost={1: "rank 1 has ended"}, axis="dp")
     one = Rank(values=status(1))
     one.client.between = lambda: one.client.values.update({"m/shrink/0/decision": theirs.pack().encode()})
@@ -137,31 +137,31 @@ def test_the_decision_of_another_rank_is_taken():
 # -- lost ranks -------------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_whose_process_has_ended_is_lost_at_once():
+def test_rank_with_ended_process_is_lost_at_once():
     one = Rank(values=status(1), ended={1})
     assert one.agree().lost == {1: "rank 1 has ended: its listener at host:101 refuses connections"}
     assert one.client.clock < 0.05
 
 
-def test_a_rank_that_has_left_is_lost_at_once():
+def test_rank_that_left_is_lost_at_once():
     one = Rank(values=status(1, exited="it closed its mesh"))
     assert one.agree().lost == {1: "rank 1: it closed its mesh"}
 
 
-def test_a_silent_rank_is_lost_after_the_time_without_a_heartbeat():
+def test_silent_rank_is_lost_after_five_seconds():
     one = Rank(values=status(1))
     assert "has sent no heartbeat for at least 5 s" in one.agree().lost[1]
     assert 5.0 <= one.client.clock < 5.3
 
 
-def test_a_process_that_ends_during_the_wait_is_lost_soon():
+def test_process_ended_during_wait_is_lost_soon():
     one = Rank(values=status(1), deadline=4.0)
     one.client.between = lambda: one.ended.update({1} if one.client.clock > 1.0 else ())
     assert [*one.agree().lost] == [1]
     assert one.client.clock < 1.3
 
 
-def test_a_store_that_answers_late_makes_no_rank_silent():
+def test_slow_store_makes_no_rank_silent():
     one = Rank(values={**status(1), **status(2)}, size=3)
     come(one.client, 8.0, arrival(1), arrival(2))
     run = one.client.run
@@ -176,7 +176,7 @@ def test_a_store_that_answers_late_makes_no_rank_silent():
     assert one.agree() == Outcome(axis="dp")
 
 
-def test_arrivals_are_deleted_with_the_decision_known():
+def test_arrivals_are_deleted_after_the_decision():
     one = Rank(values=status(1), deadline=3.0)
     assert one.agree().failed
     assert [key for key in one.client.values if "/shrink/" in key] == ["m/shrink/0/decision"]
@@ -186,7 +186,7 @@ def test_arrivals_are_deleted_with_the_decision_known():
     assert {key for key in late.client.values if "/shrink/" in key} == {"m/shrink/0/decision", "m/shrink/1/decision"}
 
 
-def test_too_many_lost_ranks_fail_the_attempt_and_a_retry_is_the_next_one():
+def test_retry_works_after_too_many_lost_ranks():
     one = Rank(request=spares(7, axis=None), values=status(1), ended={1, 7})
     one.client.values |= status(7)
     outcome = one.agree()
@@ -198,7 +198,7 @@ def test_too_many_lost_ranks_fail_the_attempt_and_a_retry_is_the_next_one():
     assert again.agreement.number == 1
 
 
-def test_4096_lost_ranks_and_their_spares_fit_into_one_record():
+def test_4096_lost_ranks_fit_into_one_record():
     size = 4097
     names = range(size, 2 * size - 1)
     values = {k: v for rank in range(1, size) for k, v in status(rank, exited="gone " * 40).items()}
@@ -210,7 +210,7 @@ def test_4096_lost_ranks_and_their_spares_fit_into_one_record():
     assert outcome.processes == tuple(f"1234567/{rank:08x}" for rank in names)
 
 
-def test_more_lost_ranks_than_fit_into_one_record_fail_the_attempt():
+def test_oversized_decision_fails_the_attempt():
     size = 12_000
     one = Rank(size=size, values={k: v for r in range(1, size) for k, v in status(r, exited="gone " * 40).items()})
     problem = "a decision on 11999 lost ranks and 0 spares does not fit into one record"
@@ -219,7 +219,7 @@ def test_more_lost_ranks_than_fit_into_one_record_fail_the_attempt():
         assert problem in one.decision().failed
 
 
-def test_reasons_of_many_lost_ranks_fit_into_one_record():
+def test_reasons_of_many_losses_fit_one_record():
     size = 2000
     one = Rank(size=size, values={k: v for r in range(1, size) for k, v in status(r, exited="gone " * 40).items()})
     assert one.agree().failed == ""
@@ -253,7 +253,7 @@ FOREIGN_ARRIVALS = [
 
 
 @pytest.mark.parametrize("line", FOREIGN_ARRIVALS)
-def test_a_foreign_arrival_fails_the_attempt(line: bytes):
+def test_foreign_arrival_fails_the_attempt(line: bytes):
     one = Rank(values={"m/shrink/0/arrivals": line + b"\n"})
     outcome = one.agree()
     assert "the store's key m/shrink/0/arrivals holds" in outcome.failed
@@ -280,14 +280,14 @@ def foreign_decision(**more: Any) -> bytes:
         foreign_decision(processes=[4]),
     ],
 )
-def test_a_foreign_decision_fails_the_attempt(text: bytes):
+def test_foreign_decision_fails_the_attempt(text: bytes):
     one = Rank()
     one.client.between = lambda: one.client.values.update({"m/shrink/0/decision": text})
     with pytest.raises(MismatchError, match=r"key m/shrink/0/decision holds .* which pgmesh did not write"):
         one.agree().check()
 
 
-def test_a_foreign_status_is_no_proof_of_a_loss():
+def test_foreign_status_does_not_prove_a_loss():
     one = Rank(values={status_key(1): b"import os"}, deadline=7.0)
     assert "rank 1: the store's key" in one.agree().failed
 
@@ -295,7 +295,7 @@ def test_a_foreign_status_is_no_proof_of_a_loss():
 # -- deadlines, Ctrl-C and errors of the store ------------------------------------------------------------------------
 
 
-def test_a_deadline_fails_the_attempt_and_names_the_ranks_that_did_not_call():
+def test_deadline_error_names_the_missing_ranks():
     one = Rank(values=status(1), deadline=3.0)
     outcome = one.agree()
     assert outcome.failed.startswith("mesh 'm': rank 1 did not call shrink('dp') in 3 s.\n  rank 1: not in connect")
@@ -304,7 +304,7 @@ def test_a_deadline_fails_the_attempt_and_names_the_ranks_that_did_not_call():
         outcome.check()
 
 
-def test_a_late_rank_logs_the_failure_and_arrives_at_the_next_attempt():
+def test_late_rank_joins_the_next_attempt():
     failed = Outcome(failed="rank 0 did not call").pack().encode()
     one = Rank(values={"m/shrink/0/decision": failed, "m/shrink/1/arrivals": arrivals(arrival(1))})
     assert one.agree() == Outcome(axis="dp")
@@ -312,7 +312,7 @@ def test_a_late_rank_logs_the_failure_and_arrives_at_the_next_attempt():
     assert one.warnings == ["an earlier attempt failed before rank 0 arrived: rank 0 did not call"]
 
 
-def test_a_rank_that_was_taken_for_lost_learns_it():
+def test_rank_counted_as_lost_gets_the_decision():
     theirs = Outcome(lost={0: "silent"}, axis="dp")
     one = Rank(values={"m/shrink/0/decision": theirs.pack().encode()})
     assert one.agree() == theirs
@@ -320,7 +320,7 @@ def test_a_rank_that_was_taken_for_lost_learns_it():
     assert one.client.clock == 0.0
 
 
-def test_ctrl_c_ends_the_attempt_and_the_others_go_on_to_the_next():
+def test_interrupt_fails_attempt_and_others_retry():
     def interrupt() -> None:
         raise KeyboardInterrupt
 
@@ -339,12 +339,12 @@ def test_ctrl_c_ends_the_attempt_and_the_others_go_on_to_the_next():
     assert other.agreement.number == 1
 
 
-def test_an_interrupted_rank_that_retries_takes_the_success_of_the_others():
+def test_retry_after_interrupt_takes_the_success():
     one = Rank(values={"m/shrink/0/decision": Outcome(axis="dp").pack().encode()})
     assert one.agree() == Outcome(axis="dp")
 
 
-def test_an_error_of_the_store_is_raised_and_nothing_is_published():
+def test_store_error_publishes_no_decision():
     def fail() -> None:
         raise WorldError("the store is gone")
 
@@ -355,7 +355,7 @@ def test_an_error_of_the_store_is_raised_and_nothing_is_published():
     assert "m/shrink/0/decision" not in one.client.values
 
 
-def test_an_error_of_the_store_does_not_hide_ctrl_c():
+def test_store_error_does_not_hide_an_interrupt():
     one = Rank()
 
     def interrupt() -> None:
@@ -370,7 +370,7 @@ def test_an_error_of_the_store_does_not_hide_ctrl_c():
         one.agree()
 
 
-def test_a_rank_warns_once_of_the_ranks_that_it_waits_for():
+def test_rank_warns_once_about_missing_ranks():
     one = Rank(values=status(1), deadline=4.5)
     one.agree()
     assert one.warnings == ["mesh 'm': rank 1 did not call shrink('dp') so far.\n  rank 1: not in connect"]
@@ -385,7 +385,7 @@ def test_a_rank_warns_once_of_the_ranks_that_it_waits_for():
 # -- spares and new processes -----------------------------------------------------------------------------------------
 
 
-def test_spares_take_the_places_of_lost_ranks_in_their_order():
+def test_spares_replace_lost_ranks_in_order():
     there = arrivals(arrival(5, None), arrival(4, None), arrival(6, None))
     one = Rank(request=spares(6, 4, 5), size=3, values={**status(1), **status(2)}, ended={1, 2})
     one.client.values["m/shrink/0/arrivals"] = there
@@ -394,7 +394,7 @@ def test_spares_take_the_places_of_lost_ranks_in_their_order():
     assert outcome.processes == ("process 6", "process 4")
 
 
-def test_after_one_host_without_an_answer_no_other_is_asked():
+def test_slow_listener_check_ends_further_checks():
     rank = Rank(size=4, values=status(1) | status(2) | status(3))
     asked = []
 
@@ -408,7 +408,7 @@ def test_after_one_host_without_an_answer_no_other_is_asked():
     assert {*asked} == {1}
 
 
-def test_listeners_are_asked_up_to_the_first_rank_that_lives_and_all_at_the_deadline():
+def test_deadline_checks_listeners_of_all_ranks():
     rank = Rank(size=5, values=status(1) | status(2) | status(3) | status(4), ended={1, 4}, deadline=3.0)
     asked = []
 
@@ -424,7 +424,7 @@ def test_listeners_are_asked_up_to_the_first_rank_that_lives_and_all_at_the_dead
     assert asked[-4:] == [1, 2, 3, 4]
 
 
-def test_of_many_ranks_the_first_that_arrived_look_at_the_statuses():
+def test_first_arrived_ranks_read_statuses_earlier():
     """A rank that arrived later does so a little later, in case that those have ended."""
     size, first = 120, range(1, 1 + timing.LIMITS.statuses)
     values = {k: v for rank in range(1, size) for k, v in status(rank).items()}
@@ -442,7 +442,7 @@ def test_of_many_ranks_the_first_that_arrived_look_at_the_statuses():
     assert len(early) > len(later) > 1
 
 
-def test_a_spare_that_lives_is_waited_for_and_one_that_has_ended_is_not():
+def test_only_living_spares_are_awaited():
     values = {**status(1), **status(4), **status(5)}
     one = Rank(request=spares(4, 5), values=values, ended={1, 4})
     come(one.client, 1.0, arrival(5, None))
@@ -454,7 +454,7 @@ def test_a_spare_that_lives_is_waited_for_and_one_that_has_ended_is_not():
     assert none.client.clock < 0.1
 
 
-def test_without_a_spare_at_the_deadline_the_axis_is_dropped():
+def test_missing_spare_drops_axis_at_deadline():
     one = Rank(request=spares(4), values=status(1), ended={1}, deadline=3.0)
     outcome = one.agree()
     assert (outcome.failed, [*outcome.lost], outcome.replaced) == ("", [1], {})
@@ -466,13 +466,13 @@ def test_without_a_spare_at_the_deadline_the_axis_is_dropped():
     ]
 
 
-def test_no_spare_is_waited_for_while_no_rank_is_lost():
+def test_spares_are_not_awaited_without_a_loss():
     one = Rank(request=spares(4), values={**status(4), "m/shrink/0/arrivals": arrivals(arrival(1, spares(4)))})
     assert one.agree() == Outcome(axis="dp")
     assert one.client.clock < 0.05
 
 
-def test_a_new_process_takes_the_place_of_its_own_rank():
+def test_new_process_replaces_its_own_rank():
     lines = arrivals(arrival(1, spares(4, 1)), arrival(1, None, "another"), arrival(4, None))
     one = Rank(request=spares(4, 1), values={"m/shrink/0/arrivals": lines})
     outcome = one.agree()
@@ -480,19 +480,19 @@ def test_a_new_process_takes_the_place_of_its_own_rank():
     assert (outcome.replaced, outcome.processes) == ({1: 1}, ("another",))
 
 
-def test_a_new_process_takes_no_other_place_too():
+def test_new_process_takes_only_one_place():
     lines = arrivals(arrival(1, None, "another"), arrival(4, None))
     one = Rank(request=spares(1, 4), size=3, values={**status(2), "m/shrink/0/arrivals": lines}, ended={2})
     assert one.agree().replaced == {1: 1, 2: 4}
 
 
-def test_a_new_process_that_is_no_spare_is_lost():
+def test_rank_with_unlisted_new_process_is_lost():
     one = Rank(values={"m/shrink/0/arrivals": arrivals(arrival(1, None))})
     outcome = one.agree()
     assert ([*outcome.lost], outcome.replaced) == ([1], {})
 
 
-def test_without_an_axis_a_new_process_of_a_lost_rank_is_waited_for_if_it_is_a_spare():
+def test_new_process_is_awaited_without_an_axis():
     one = Rank(request=spares(1, axis=None), values=status(1), ended={1})
     arrive = come(one.client, 2.0, arrival(1, None))
 
@@ -507,7 +507,7 @@ def test_without_an_axis_a_new_process_of_a_lost_rank_is_waited_for_if_it_is_a_s
 
 
 @pytest.mark.parametrize("axis", ["dp", None])
-def test_spare_that_ended_while_it_stood_by_is_passed_over(axis: str | None):
+def test_spare_ended_while_waiting_is_passed_over(axis: str | None):
     there = arrivals(arrival(5, None), arrival(4, None), arrival(6, None), arrival(2, spares(4, 5, 6, axis=axis)))
     values = {**status(1), **status(4), **status(5), **status(6), "m/shrink/0/arrivals": there}
     one = Rank(request=spares(4, 5, 6, axis=axis), size=3, values=values, ended={1, 4, 5})
@@ -516,7 +516,7 @@ def test_spare_that_ended_while_it_stood_by_is_passed_over(axis: str | None):
     assert one.client.clock < 0.1
 
 
-def test_ended_spares_leave_no_place_to_fill():
+def test_ended_spares_replace_no_lost_rank():
     before = {**status(1), **status(4), "m/shrink/0/arrivals": arrivals(arrival(4, None))}
     one = Rank(request=spares(4), values={**before}, ended={1, 4})
     assert (one.agree().replaced, one.client.clock < 0.1) == ({}, True)
@@ -524,13 +524,13 @@ def test_ended_spares_leave_no_place_to_fill():
     assert "rank 4 has ended: its listener" in forever.agree().failed
 
 
-def test_an_ended_spare_is_not_waited_for_if_an_axis_can_be_dropped():
+def test_droppable_axis_awaits_no_ended_spare():
     one = Rank(request=spares(1), values=status(1), ended={1})
     assert ([*one.agree().lost], one.agree().replaced) == ([1], {})
     assert one.client.clock < 0.1
 
 
-def test_a_new_process_does_not_take_the_decision_that_counted_the_old_one():
+def test_new_process_ignores_decision_about_old_process():
     """The decision was made while the new process arrived."""
     new = Rank(rank=1, request=None, process="another")
     new.client.between = lambda: new.client.values.update({"m/shrink/0/decision": Outcome().pack().encode()})
@@ -543,13 +543,13 @@ def test_a_new_process_does_not_take_the_decision_that_counted_the_old_one():
     assert not spare.agreement.missed(outcome)
 
 
-def test_a_rank_that_stands_by_decides_nothing_before_a_member_calls():
+def test_spare_times_out_without_a_member_call():
     spare = Rank(rank=4, request=None, deadline=9.0)
     assert "no rank called shrink in 9 s" in spare.agree().failed
     assert spare.decision().error == "left"
 
 
-def test_the_deadline_of_a_rank_that_stands_by_is_not_that_of_the_members():
+def test_deadline_of_spare_fails_no_member():
     values = {"m/shrink/0/arrivals": arrivals(arrival(0)), **status(1)}
     spare = Rank(rank=4, request=None, values=values, deadline=3.0)
     spare.agree()
@@ -566,7 +566,7 @@ def test_the_deadline_of_a_rank_that_stands_by_is_not_that_of_the_members():
 # -- no member is left ------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_stands_by_learns_at_once_that_all_members_have_left():
+def test_spare_fails_after_all_members_left():
     values = status(0, exited="has left the world") | status(1, exited="its process has exited")
     spare = Rank(rank=4, request=None, values=values)
     with pytest.raises(MissingRanksError) as raised:
@@ -581,7 +581,7 @@ def test_a_rank_that_stands_by_learns_at_once_that_all_members_have_left():
 
 @pytest.mark.parametrize("members", [2, 100])
 @pytest.mark.parametrize("when", [0.0, 1.0])
-def test_a_rank_that_stands_by_asks_members_that_send_no_heartbeats(members: int, when: float):
+def test_spare_checks_members_without_heartbeats(members: int, when: float):
     ranks = range(members)
     values = {k: v for rank in ranks for k, v in status(rank).items()}
     spare = Rank(rank=members, request=None, size=members, values=values, ended={*ranks} if when == 0.0 else set())
@@ -593,7 +593,7 @@ def test_a_rank_that_stands_by_asks_members_that_send_no_heartbeats(members: int
     assert spare.client.clock < (0.3 if when == 0.0 else 5.5)
 
 
-def test_while_a_member_lives_a_rank_that_stands_by_waits():
+def test_spare_waits_while_a_member_lives():
     """It reads few statuses, asks no listener of a rank that sends heartbeats, and reads no arrivals."""
     ranks = range(100)
     values = {k: v for rank in ranks for k, v in status(rank).items()}
@@ -615,12 +615,12 @@ def test_while_a_member_lives_a_rank_that_stands_by_waits():
     assert not [key for key in reads if key.endswith("/arrivals")]
 
 
-def test_a_rank_that_has_published_no_status_may_come():
+def test_spare_awaits_ranks_without_a_status():
     spare = Rank(rank=4, request=None, values=status(0, exited="has left the world"), deadline=20.0)
     assert "no rank called shrink in 20 s" in spare.agree().failed
 
 
-def test_a_member_goes_on_if_a_rank_that_stands_by_took_all_for_lost():
+def test_member_ignores_spare_that_counted_all_lost():
     over = Outcome(failed="no member is left", error="over").pack().encode()
     member = Rank()
     come(member.client, 0.0, arrival(1), number=1)
@@ -642,7 +642,7 @@ def test_a_member_goes_on_if_a_rank_that_stands_by_took_all_for_lost():
 # -- attempts and records ---------------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_stands_by_goes_on_after_a_failed_attempt():
+def test_spare_joins_next_attempt_after_a_failure():
     spare = Rank(rank=4, request=None)
     failed = Outcome(failed="rank 1 did not call").pack().encode()
     made = Outcome(lost={1: "gone"}, replaced={1: 4}, processes=("process 4",))
@@ -657,7 +657,7 @@ def test_a_rank_that_stands_by_goes_on_after_a_failed_attempt():
     assert spare.agreement.number == 1
 
 
-def test_the_mesh_that_replaces_another_one_has_its_store_keys_at_once():
+def test_successor_mesh_has_its_own_store_keys():
     """A rank that missed it stands by under them."""
     identity = MeshIdentity("train", Layout(dp=2), None, 0, 2)
     identity.shared_number = 3
@@ -666,7 +666,7 @@ def test_the_mesh_that_replaces_another_one_has_its_store_keys_at_once():
     assert after.successor(Layout(dp=1)).key == f"{identity.key}~2"
 
 
-def test_records_survive_the_store():
+def test_packed_records_unpack_to_equal_ones():
     assert str(spares(*range(100, 200))) == "shrink('dp', spares=range(100, 200))"
     for line in (arrival(3), arrival(3, None), arrival(3, spares(1, 2, axis=None))):
         assert Arrival.unpack(line.pack().encode()) == line
@@ -676,7 +676,7 @@ def test_records_survive_the_store():
     assert CompareSet("key", outcome.pack()).value == outcome.pack()
 
 
-def test_a_rank_that_never_sent_a_heartbeat_is_lost_after_as_long():
+def test_rank_without_status_is_lost_in_time():
     one = Rank()
     assert one.agree().lost == {1: f"rank 1 has published no status in {one.client.clock:.0f} s"}
     assert one.agreement.statuses.lost_after <= one.client.clock < one.agreement.statuses.lost_after + 0.5

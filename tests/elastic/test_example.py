@@ -85,7 +85,7 @@ def lines(ranks: survive.Ranks, pattern: str) -> list[int]:
 
 
 @pytest.mark.parametrize("fsdp", [1, pytest.param(2, marks=long)])
-def test_a_killed_rank_changes_no_loss(tmp_path: Path, start: Callable[..., survive.Ranks], fsdp: int):
+def test_killed_rank_changes_no_loss(tmp_path: Path, start: Callable[..., survive.Ranks], fsdp: int):
     seed = random.randrange(10_000)
     chosen = random.Random(seed)
     victim, step, wait = chosen.randrange(6), chosen.randrange(1, STEPS - 1), 0.05 * chosen.random()
@@ -100,7 +100,7 @@ def test_a_killed_rank_changes_no_loss(tmp_path: Path, start: Callable[..., surv
     assert sorted(lines(ranks, NO_RANK_LEFT)) == [7]
 
 
-def test_a_stopped_rank_comes_back_as_a_spare(tmp_path: Path, start: Callable[..., survive.Ranks]):
+def test_stopped_rank_returns_as_a_spare(tmp_path: Path, start: Callable[..., survive.Ranks]):
     ranks = start(2)
     ranks.wait_for("step 5:")
     ranks.signal(signal.SIGSTOP, 2)
@@ -115,7 +115,7 @@ def test_a_stopped_rank_comes_back_as_a_spare(tmp_path: Path, start: Callable[..
 
 
 @pytest.mark.parametrize(("fast", "late"), [(True, 3 * H), pytest.param(False, 75.0, marks=long)])
-def test_the_others_wait_for_a_late_rank(tmp_path: Path, start: Callable[..., survive.Ranks], fast: bool, late: float):
+def test_example_waits_for_a_late_rank(tmp_path: Path, start: Callable[..., survive.Ranks], fast: bool, late: float):
     ranks = start(1, but=(4,), fast=fast)
     time.sleep(late)
     ranks.start(4)
@@ -125,7 +125,7 @@ def test_the_others_wait_for_a_late_rank(tmp_path: Path, start: Callable[..., su
 
 
 @long
-def test_a_late_rank_that_was_given_up_stands_by(tmp_path: Path, start: Callable[..., survive.Ranks]):
+def test_replaced_late_rank_stands_by(tmp_path: Path, start: Callable[..., survive.Ranks]):
     ranks = start(1, but=(4,))
     time.sleep(H)
     ranks.processes[1].kill()
@@ -152,14 +152,14 @@ def run_failing(times: int, folder: Path, fast: bool, rank: int, port: int, fsdp
 
 
 @long
-def test_a_step_that_fails_once_is_done_again(tmp_path: Path, start: Callable[..., survive.Ranks]):
+def test_step_that_fails_once_is_repeated(tmp_path: Path, start: Callable[..., survive.Ranks]):
     ranks = start(2, run=functools.partial(run_failing, 1))
     check_end(tmp_path, ranks)
     assert sorted(lines(ranks, GOES_ON)) == sorted([*range(6)] * 2)
 
 
 @long
-def test_a_step_that_fails_again_ends_the_program(tmp_path: Path, start: Callable[..., survive.Ranks]):
+def test_step_that_fails_twice_ends_the_program(tmp_path: Path, start: Callable[..., survive.Ranks]):
     ranks = start(2, run=functools.partial(run_failing, 2))
     statuses = ranks.end()
     assert statuses[3] == 1
@@ -168,7 +168,7 @@ def test_a_step_that_fails_again_ends_the_program(tmp_path: Path, start: Callabl
 
 @long
 @pytest.mark.parametrize("fsdp", [1, 2])
-def test_it_runs_as_it_stands(fsdp: int):
+def test_example_runs_unchanged(fsdp: int):
     command = [sys.executable, str(EXAMPLES / "elastic.py"), "--fsdp", str(fsdp)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -56,7 +56,7 @@ def use_after_abort(folder: Path) -> Attempt | None:
     return failed
 
 
-def test_a_rank_that_uses_an_aborted_mesh_for_the_first_time_learns_it_at_a_heartbeat(tmp_path: Path):
+def test_first_use_after_abort_fails_within_heartbeats(tmp_path: Path):
     with StoreProcess() as store, fresh_world(3, store) as own:
         for failed in results(own.outcomes(use_after_abort, tmp_path))[1:]:
             print(failed)
@@ -91,13 +91,13 @@ def abort_while_locked(folder: Path) -> str:
     return repr(after)
 
 
-def test_a_mesh_is_aborted_though_another_thread_holds_its_lock(tmp_path: Path):
+def test_abort_works_while_a_thread_holds_lock(tmp_path: Path):
     with StoreProcess() as store, fresh_world(2, store) as own:
         seen = results(own.outcomes(abort_while_locked, tmp_path))
     assert seen == ["ProcessGroupMesh(dp=2, name='train')"] * 2
 
 
-def test_a_store_that_fails_for_a_moment_loses_no_abort():
+def test_brief_store_failure_loses_no_abort():
     ended = threading.Event()
     identity = SimpleNamespace(registered=True, key="mesh", refusal_key="mesh/mismatch")
     cache = SimpleNamespace(identity=identity, end_aborted=lambda text: ended.set())

@@ -63,11 +63,11 @@ def test_members_agree(ranks: int):
 
 
 @pytest.mark.parametrize("crashes", [1, 2])
-def test_ranks_may_die_at_any_step(crashes: int):
+def test_members_agree_after_crash_at_any_step(crashes: int):
     explore(members(3), Faults(crashes=crashes))
 
 
-def test_a_rank_whose_host_does_not_answer_is_lost_by_its_silence():
+def test_members_agree_if_a_host_is_silent():
     explore(members(2), Faults(crashes=1, listeners=False, long_times=1))
     walk(members(3), Faults(crashes=1, listeners=False, long_times=1), 100)
 
@@ -77,18 +77,18 @@ def test_members_retry_after_deadlines(deadlines: int):
     explore(members(2, retries=True), Faults(deadlines=deadlines))
 
 
-def test_ctrl_c_before_and_after_any_step():
+def test_members_agree_after_interrupt_at_any_step():
     explore(members(2), Faults(interrupts=1, crashes=1))
     explore(members(2, retries=True), Faults(interrupts=1))
 
 
-def test_a_stopped_rank_comes_back_and_stands_by():
+def test_stopped_rank_returns_and_stands_by():
     explore(members(2, comes_back=True), Faults(silences=1, long_times=1))
     explore(members(2, comes_back=True, retries=True), Faults(silences=1, long_times=1, deadlines=1), 10_000)
     walk(members(3, comes_back=True), Faults(silences=1, long_times=1, crashes=1), 100)
 
 
-def test_different_arguments():
+def test_members_agree_with_different_arguments():
     explore((Program(0, (DROP,)), Program(1, (SPARE,)), Program(2, (None,))), layout=PAIR)
     explore((Program(0, (DROP,)), Program(1, (SPARE,)), Program(2, (DROP,))))
 
@@ -97,38 +97,38 @@ def test_different_arguments():
 
 
 @pytest.mark.parametrize("request_", [SPARE, SPARE_ONLY], ids=str)
-def test_a_spare_stands_by(request_: Request):
+def test_members_agree_with_a_spare(request_: Request):
     explore(with_spare(request_), layout=PAIR)
     explore(with_spare(request_), Faults(crashes=1), layout=PAIR)
 
 
-def test_a_spare_calls_shrink():
+def test_members_agree_when_a_spare_calls_shrink():
     explore((*members(2, SPARE), Program(2, (SPARE,))), Faults(crashes=1), layout=PAIR)
 
 
 @pytest.mark.parametrize("faults", [Faults(deadlines=1), Faults(interrupts=1), Faults(crashes=1, deadlines=1)], ids=str)
-def test_a_retry_with_a_spare(faults: Faults):
+def test_members_retry_with_a_spare(faults: Faults):
     explore(with_spare(retries=True), faults, 12_000, layout=PAIR)
     walk(with_spare(retries=True), faults, 60, layout=PAIR)
 
 
-def test_a_new_process_comes_in_the_place_of_a_lost_rank():
+def test_new_process_replaces_a_lost_rank():
     explore(with_new(), SECOND_DIES, layout=PAIR)
     explore(NEW_AND_AGAIN, SECOND_DIES, layout=PAIR)
     walk(with_new(retries=True), Faults(crashes=1, interrupts=1), 100, layout=PAIR)
 
 
-def test_a_new_process_comes_in_the_place_of_one_that_lives():
+def test_new_process_replaces_a_stopped_one():
     """The old one was stopped, and goes on."""
     explore(with_new(), Faults(silences=1, long_times=1), layout=PAIR)
 
 
-def test_a_rank_that_missed_a_mesh_stands_by_for_the_next_one():
+def test_rank_that_missed_a_mesh_stands_by():
     explore(CAME_BACK, SECOND_DIES, layout=Layout(dp=3), before=BEFORE)
 
 
 @pytest.mark.long
-def test_larger_spaces():
+def test_members_agree_in_larger_spaces():
     """All of them."""
     explore(members(3, retries=True), Faults(deadlines=1))
     explore(members(3, comes_back=True), Faults(silences=1, long_times=1))
@@ -137,7 +137,7 @@ def test_larger_spaces():
     explore(with_new(retries=True), Faults(crashes=1, interrupts=1, mortal=frozenset([1])), layout=PAIR)
 
 
-def test_random_programs():
+def test_random_programs_agree():
     chance = random.Random(11)
     for _ in range(12):
         programs, faults, more = random_programs(chance)
@@ -155,7 +155,7 @@ def test_mutants_are_caught(mutant: Mutant):
     explore(mutant.programs, mutant.faults, 1_000, **mutant.more)
 
 
-def test_orders_that_are_not_tried_change_nothing():
+def test_skipped_orders_reach_the_same_decisions():
     """Steps that commute with those of others are not tried in every order; tried so, they lead to the same."""
     for programs, faults in [(members(2, comes_back=True), STOPPED), (with_new(), SECOND_DIES)]:
         spaces = [Space(programs, faults, every_order=every, layout=PAIR) for every in (False, True)]
@@ -165,7 +165,7 @@ def test_orders_that_are_not_tried_change_nothing():
         assert decisions_of(spaces[0]) == decisions_of(spaces[1])
 
 
-def test_faults_really_happen():
+def test_faults_reach_every_kind_of_outcome():
     """The laws hold of outcomes that are reached: a lost rank, a spare in its place, and a failure."""
     space = Space(with_spare(SPARE_ONLY), Faults(crashes=1, deadlines=1), layout=PAIR)
     space.explore(20_000)

@@ -45,7 +45,7 @@ def run(rank: int, port: int, folder: Path, process: int) -> None:
 
 
 @pytest.mark.parametrize("order", ["it comes first", "the others call shrink first"])
-def test_a_new_process_takes_the_place_of_a_lost_rank_twice(tmp_path: Path, order: str):
+def test_new_process_replaces_lost_rank_twice(tmp_path: Path, order: str):
     def wait_for_sums(round_: int) -> None:
         for rank in range(RANKS):
             wait_for_flag(tmp_path, f"round {round_} rank {rank} process {round_ if rank == LOST else 0}")
@@ -68,7 +68,7 @@ def test_a_new_process_takes_the_place_of_a_lost_rank_twice(tmp_path: Path, orde
         processes.join(WAIT_TIMEOUT)
 
 
-def test_an_old_process_that_goes_on_leaves_the_mesh_of_its_successor_alone(tmp_path: Path):
+def test_continued_old_process_leaves_the_mesh_alone(tmp_path: Path):
     with RankProcesses(run, tmp_path) as processes:
         for rank in range(RANKS):
             processes.start(rank, 0)

@@ -105,7 +105,7 @@ def drop_along_dp(folder: Path) -> tuple[Attempt, str, str, float]:
     return failed, str(after.shrunk), checked(after), time.monotonic()
 
 
-def test_the_survivors_of_a_killed_rank_go_on_within_a_second(tmp_path: Path):
+def test_shrink_after_kill_takes_one_second(tmp_path: Path):
     killed = [0.0]
 
     def kill(own: World) -> None:
@@ -139,7 +139,7 @@ def replace_by_spares(folder: Path) -> list[str]:
     return meshes
 
 
-def test_spares_take_the_places_of_lost_ranks(tmp_path: Path):
+def test_spares_replace_two_killed_ranks(tmp_path: Path):
     def kill(own: World) -> None:
         own.kill(3, signal.SIGKILL)
         for rank in (0, 1, 2, 4, 5):
@@ -165,7 +165,7 @@ def too_few_are_left(folder: Path) -> tuple[Attempt, str]:
     return failed, checked(mesh.shrink("dp", spares=[4, 5], timeout=LONG_TIMEOUT))
 
 
-def test_if_too_few_are_left_all_survivors_say_so_and_a_retry_with_spares_works(tmp_path: Path):
+def test_retry_with_spares_succeeds_after_failed_shrink(tmp_path: Path):
     def kill(own: World) -> None:
         for rank in (0, 3):
             own.kill(rank, signal.SIGKILL)
@@ -202,7 +202,7 @@ def one_is_stopped(folder: Path) -> tuple[Attempt, str, float]:
     return failed, text, end
 
 
-def test_a_stopped_rank_is_replaced_and_told_when_it_goes_on(tmp_path: Path):
+def test_stopped_rank_is_replaced_and_refused_later(tmp_path: Path):
     stopped = [0.0]
 
     def stop(own: World) -> None:
@@ -240,7 +240,7 @@ def two_are_stopped(folder: Path) -> tuple[str, float]:
     return text, end
 
 
-def test_the_silence_of_two_stopped_ranks_is_counted_at_once(tmp_path: Path):
+def test_two_stopped_ranks_are_lost_together(tmp_path: Path):
     stopped = [0.0]
 
     def stop(own: World) -> None:
@@ -277,7 +277,7 @@ def comes_back(folder: Path) -> list[str]:
     return [*texts, checked(first.shrink(spares=[1], timeout=LONG_TIMEOUT))]
 
 
-def test_a_rank_that_was_taken_for_lost_comes_back_as_a_spare(tmp_path: Path):
+def test_replaced_rank_returns_as_a_spare(tmp_path: Path):
     def act(own: World) -> None:
         own.kill(1, signal.SIGSTOP)
         for rank in (0, 2):
@@ -304,7 +304,7 @@ def arguments_differ(folder: Path) -> tuple[Attempt, str]:
     return failed, checked(mesh.shrink("dp", timeout=LONG_TIMEOUT))
 
 
-def test_different_arguments_are_an_error_on_all_ranks_and_a_retry_works(tmp_path: Path):
+def test_retry_succeeds_after_different_arguments(tmp_path: Path):
     for failed, mesh in run(tmp_path, 4, arguments_differ, lambda own: None, []):
         assert failed.kind == "MismatchError"
         assert "mesh 'train': the ranks passed different arguments:" in failed.text
@@ -329,7 +329,7 @@ def one_does_not_come(folder: Path) -> tuple[Attempt, str]:
     return failed, checked(mesh.shrink("dp", timeout=LONG_TIMEOUT))
 
 
-def test_a_living_rank_that_does_not_call_is_named_and_not_taken_for_lost(tmp_path: Path):
+def test_living_missing_rank_is_named_but_kept(tmp_path: Path):
     for rank, (failed, mesh) in enumerate(run(tmp_path, 4, one_does_not_come, lambda own: None, [])):
         assert mesh == "ProcessGroupMesh(dp=2, tp=2, name='train')"
         if rank != 2:
@@ -377,7 +377,7 @@ def one_aborts(folder: Path) -> tuple[Attempt, float]:
 
 
 @pytest.mark.skipif(not CAN_COUNT, reason="reads /proc")
-def test_abort_wakes_everybody_and_says_who_and_why(tmp_path: Path):
+def test_abort_wakes_all_ranks_with_its_reason(tmp_path: Path):
     seen = run(tmp_path, 3, one_aborts, lambda own: None, [])
     when = seen[0][1]
     for rank, (failed, _) in enumerate(seen):
@@ -412,7 +412,7 @@ def abort_after_a_timeout(folder: Path) -> list[str]:
     return kinds
 
 
-def test_a_mesh_can_be_aborted_after_a_timeout(tmp_path: Path):
+def test_mesh_is_aborted_after_a_timeout(tmp_path: Path):
     with fresh_world(3) as own:
         for kinds in own.run(abort_after_a_timeout, tmp_path):
             assert len(kinds) == 4
@@ -443,7 +443,7 @@ def shrink_often(folder: Path, times: int) -> list[tuple[dict[str, int], int]]:
 
 
 @pytest.mark.skipif(not CAN_COUNT, reason="reads /proc")
-def test_ten_shrinks_in_a_row_leave_two_small_keys_each_and_nothing_else(tmp_path: Path):
+def test_ten_shrinks_leave_two_keys_each(tmp_path: Path):
     for counts in world(4).run(shrink_often, tmp_path, 10):
         resources, keys = zip(*counts)
         print(resources[2], resources[-1], keys)
@@ -455,7 +455,7 @@ def test_ten_shrinks_in_a_row_leave_two_small_keys_each_and_nothing_else(tmp_pat
 # ---- mistakes ----
 
 
-def test_mistakes_are_found_before_the_mesh_is_aborted():
+def test_wrong_arguments_raise_before_the_abort():
     with fake_rank(5, 8):
         mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="train")
         for act, kind, text in [

@@ -46,7 +46,7 @@ def run(rank: int, port: int, folder: Path, end: str) -> None:
 
 
 @pytest.mark.parametrize("end", [LEFT, KILLED], ids=["leave", "killed"])
-def test_a_rank_that_stands_by_is_told_that_no_rank_is_left(tmp_path: Path, end: str):
+def test_spare_gets_error_after_all_members_ended(tmp_path: Path, end: str):
     context = process_context()
     with StoreProcess() as store:
         ranks = [context.Process(target=run, args=(rank, store.port, tmp_path, end)) for rank in range(MEMBERS + 1)]
@@ -94,7 +94,7 @@ def stand_by_with_another(rank: int, port: int, folder: Path, _: int) -> None:
     (folder / f"part {rank}").rename(folder / f"told {rank}")
 
 
-def test_ranks_that_stand_by_await_each_other_no_longer(tmp_path: Path):
+def test_spares_do_not_await_each_other(tmp_path: Path):
     with RankProcesses(stand_by_with_another, tmp_path) as ranks:
         for rank in range(3):
             ranks.start(rank, 0)
