@@ -105,9 +105,7 @@ def test_rank_enters_next_world_while_last_rank_leaves(number: int):
 
 @pytest.mark.parametrize("operation", ["compare_set", "add"])
 @pytest.mark.parametrize("number", [1, 2])
-def test_slow_entry_joins_the_world_of_later_ranks(
-    operation: str, number: int
-):
+def test_slow_entry_joins_the_world_of_later_ranks(operation: str, number: int):
     """A rank is slow to enter. Meanwhile the other ranks, which are done, leave."""
     store = dist.HashStore()
     first = enter_world(store, set())

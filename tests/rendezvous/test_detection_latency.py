@@ -29,7 +29,7 @@ paces = st.sampled_from([1.0, 1.0, 8.0])
     st.sets(st.sampled_from(ALL), min_size=2),
     st.sampled_from(["group", "mesh", "process"]),
 )
-def test_a_mismatch_is_raised_within_a_tenth_of_a_second(arrivals, odd, arriving, what):
+def test_mismatch_is_raised_within_a_tenth_second(arrivals, odd, arriving, what):
     """On each rank that arrived, after the last two of those that differ, whichever others arrive."""
     assume(odd in arriving)
     callers = [Caller(rank, [ALL], arrivals[rank] if rank in arriving else math.inf, deadline=4.0) for rank in ALL]
@@ -57,7 +57,7 @@ def test_a_mismatch_is_raised_within_a_tenth_of_a_second(arrivals, odd, arriving
 
 @settings(max_examples=100)
 @given(st.tuples(moments, moments, moments), st.floats(0.0, 0.999), st.integers(1, 4), st.floats(0.001, 0.999), paces)
-def test_a_member_that_falls_silent_is_named_a_poll_after_h(arrivals, phase, heartbeats, after, pace):
+def test_silent_member_is_named_soon_after_h(arrivals, phase, heartbeats, after, pace):
     last = phase + heartbeats
     dies = last + after
     callers = [*(Caller(rank, [ALL], arrivals[rank] * pace, deadline=300.0) for rank in range(3))]
@@ -73,7 +73,7 @@ def test_a_member_that_falls_silent_is_named_a_poll_after_h(arrivals, phase, hea
 
 @settings(max_examples=60)
 @given(st.tuples(moments, moments, moments, moments), paces)
-def test_a_living_member_is_waited_for_and_no_longer_than_the_deadline(arrivals, pace):
+def test_living_member_is_awaited_until_the_deadline(arrivals, pace):
     deadline = 9.0
     callers = [Caller(rank, [ALL], arrivals[rank], deadline=deadline * pace) for rank in range(3)]
     callers.append(Caller(3, silent=arrivals[3] > 1.5))
@@ -92,7 +92,7 @@ def test_a_living_member_is_waited_for_and_no_longer_than_the_deadline(arrivals,
 
 @settings(max_examples=40)
 @given(st.integers(3, 9), st.data())
-def test_a_circle_is_in_a_warning_after_two_seconds_and_in_the_error_at_the_first_deadline(ranks, data):
+def test_circle_is_warned_about_and_then_raised(ranks, data):
     callers = []
     for rank in range(ranks):
         pair = tuple(sorted((rank, (rank + 1) % ranks)))
@@ -106,7 +106,7 @@ def test_a_circle_is_in_a_warning_after_two_seconds_and_in_the_error_at_the_firs
     assert "wait for each other" in last.warnings[0]
 
 
-def test_a_rank_that_waits_in_two_groups_is_in_no_circle_if_one_of_its_ranks_arrives_later():
+def test_late_arrival_in_two_groups_raises_no_circle():
     """Rank 0 waits for rank 1, which waits for rank 2. Rank 2 arrives later, and then rank 1 comes to rank 0."""
     callers = [Caller(0, [(0, 1)], 0.0), Caller(1, [(1, 2), (0, 1)], 0.0), Caller(2, [(1, 2)], 5.0)]
     Clock(*callers).run()
@@ -115,7 +115,7 @@ def test_a_rank_that_waits_in_two_groups_is_in_no_circle_if_one_of_its_ranks_arr
 
 
 @pytest.mark.parametrize("pace", [1.0, 8.0, 64.0])
-def test_ranks_of_a_larger_world_inspect_at_a_slower_pace(pace):
+def test_ranks_of_larger_worlds_inspect_less_often(pace):
     callers = [Caller(rank, [(0, 1)], float(rank), deadline=30.0 * pace) for rank in range(2)]
     callers[1].arrives = 3.0 * pace
     Clock(*callers, pace=pace).run()
@@ -127,6 +127,6 @@ def test_ranks_of_a_larger_world_inspect_at_a_slower_pace(pace):
     assert len(reads) < 250  # as many in three seconds as in three minutes
 
 
-def test_the_promised_times_follow_from_the_pauses():
+def test_promised_times_follow_from_the_pauses():
     assert TIMING.first_inspection + TIMING.longest_pause < 0.1
     assert TIMING.inspection + 2 * TIMING.longest_pause < POLL + 0.001

@@ -42,22 +42,22 @@ def walk(programs: Sequence[Program], faults: Faults, walks: int, chance: random
 
 
 @pytest.mark.parametrize("programs", [(at_once(AB),) * 2, (one_after_another(AB, AB),) * 2, (at_once(ABC),) * 3])
-def test_a_group_is_made(programs):
+def test_small_programs_create_their_groups(programs):
     assert not explore(programs).circles
 
 
-def test_groups_of_one_call_arrive_in_any_order():
+def test_calls_connect_groups_in_any_order():
     explore((at_once(AB, AC), at_once(BC, AB), one_after_another(AC, BC)))
 
 
 @pytest.mark.parametrize("ranks", [4, 5])
-def test_random_programs_of_more_ranks(ranks):
+def test_random_programs_of_more_ranks_keep_laws(ranks):
     chance = random.Random(11)
     for _ in range(8):
         walk(random_programs(chance, ranks), NO_FAULTS, 15, chance)
 
 
-def test_ranks_that_describe_a_group_differently_never_make_it():
+def test_different_groups_are_never_connected():
     explore((at_once(AB), at_once(AB, variant=1)), Faults(deadlines=1))
     explore((at_once(ABC), at_once(ABC, variant=1), at_once(ABC)))
 
@@ -65,12 +65,12 @@ def test_ranks_that_describe_a_group_differently_never_make_it():
 # -- circles ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_circle_is_stated_at_the_first_deadline_of_its_ranks():
+def test_circle_is_stated_at_the_first_deadline():
     assert explore(KNOT, Faults(deadlines=1), 100_000).circles
     assert explore(KNOT, Faults(warns=True)).circles
 
 
-def test_ranks_of_a_circle_connect_in_one_call_afterwards():
+def test_ranks_connect_in_one_call_after_a_circle():
     groups = [tuple(group for call in each.calls for group in call) for each in KNOT]
     programs = [Program(each.calls, otherwise=(mine,)) for each, mine in zip(KNOT, groups)]
     assert explore(programs).circles
@@ -92,7 +92,7 @@ def test_every_order_of_two_groups_on_three_ranks(deadlines):
 
 
 @pytest.mark.parametrize("ranks", [8, 16, 24])
-def test_a_long_circle_is_stated(ranks):
+def test_long_circle_is_stated(ranks):
     """Each rank connects to the next, and then to the one before: all wait for each other."""
     programs = []
     for rank in range(ranks):
@@ -105,7 +105,7 @@ def test_a_long_circle_is_stated(ranks):
 
 
 @pytest.mark.parametrize("long_times", [0, 2])
-def test_a_rank_may_die_at_any_step(long_times):
+def test_rank_may_die_at_any_step(long_times):
     explore((at_once(AB), at_once(AB)), Faults(crashes=1, long_times=long_times))
 
 
@@ -113,12 +113,12 @@ def test_one_of_three_may_die_at_any_step():
     explore((at_once(ABC),) * 3, Faults(crashes=1))
 
 
-def test_the_remaining_ranks_connect_without_the_lost_one():
+def test_remaining_ranks_connect_without_the_lost_one():
     programs = (at_once(ABC, otherwise=((AB,),)), at_once(ABC, otherwise=((AB,),)), at_once(ABC))
     explore(programs, Faults(crashes=1, mortal=frozenset([2])))
 
 
-def test_a_rank_without_a_status_is_waited_for_until_the_deadline():
+def test_rank_without_status_is_awaited_until_deadline():
     """It may have died, or not have begun."""
     explore((at_once(AB), at_once(AB)), Faults(crashes=1, deadlines=1, heard=False, warns=True))
 
@@ -139,16 +139,16 @@ def test_three_ranks_retry_the_groups_that_failed(programs, faults):
 
 
 @pytest.mark.parametrize("programs", [(at_once(AB),) * 2, (one_after_another(AB, AB),) * 2])
-def test_ctrl_c_before_and_after_any_step(programs):
+def test_interrupt_may_come_at_any_step(programs):
     explore(programs, Faults(interrupts=1))
 
 
 @pytest.mark.parametrize("deadlines", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_an_interrupted_rank_retries(deadlines):
+def test_interrupted_rank_retries(deadlines):
     explore((at_once(AB, after="retry"),) * 2, Faults(interrupts=1, deadlines=deadlines))
 
 
-def test_a_rank_that_is_stopped_and_goes_on():
+def test_stopped_rank_retries_after_it_continues():
     """It may count as lost. Then both ranks get this outcome, and a retry works."""
     explore((at_once(AB, after="retry"), at_once(AB, after="retry")), Faults(silences=1, long_times=2))
 
@@ -172,7 +172,7 @@ def test_mutants_are_caught(mutant: Mutant):
     explore(mutant.programs, mutant.faults, 30_000)
 
 
-def test_orders_that_are_not_tried_change_nothing():
+def test_skipped_orders_reach_the_same_outcomes():
     """Reads of values that never change are not tried in every order; tried so, they lead to the same."""
     for programs in [(at_once(AB),) * 2, (at_once(AB), at_once(AB, variant=1)), KNOT]:
         some = Space(programs).explore()

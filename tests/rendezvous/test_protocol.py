@@ -28,7 +28,7 @@ MISSING = Decision("missing", "rank 1 did not arrive").pack().encode()
 # -- attempts ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_last_member_to_arrive_decides_with_the_addresses():
+def test_last_member_to_arrive_decides_with_addresses():
     client = MemoryClient(values={"group/0/arrivals": arrival(1, address="B"), "group/0/count": b"1"})
     attempt, ready = attempt_of(), []
     attempt.address = "A"
@@ -40,7 +40,7 @@ def test_the_last_member_to_arrive_decides_with_the_addresses():
     assert client.pauses == []
 
 
-def test_an_attempt_that_was_decided_is_left_out_and_its_text_is_logged_at_once():
+def test_decided_attempts_are_logged_and_skipped():
     values = {
         "group/0/decision": MISSING,
         "group/1/decision": MISSING,
@@ -54,14 +54,14 @@ def test_an_attempt_that_was_decided_is_left_out_and_its_text_is_logged_at_once(
     assert client.clock == 0.0
 
 
-def test_a_successful_attempt_is_left_out_without_a_warning():
+def test_successful_attempt_is_skipped_without_a_warning():
     client, attempt, warnings = MemoryClient(values={"group/0/decision": MADE.pack().encode()}), attempt_of(), []
     participant_of(client, attempt, warn=warnings.append, deadline=0.1).connect()
     assert attempt.number == 1
     assert warnings == [text for text in warnings if "so far" in text]
 
 
-def test_a_mismatch_is_raised_on_a_rank_that_arrives_after_it():
+def test_late_rank_gets_the_mismatch():
     decision = Decision("mismatch", "group tp is not the same on all ranks")
     client, attempt = MemoryClient(values={"group/0/decision": decision.pack().encode()}), attempt_of()
     participant_of(client, attempt).connect()
@@ -69,7 +69,7 @@ def test_a_mismatch_is_raised_on_a_rank_that_arrives_after_it():
     assert isinstance(decision.error(), MismatchError)
 
 
-def test_two_processes_with_one_rank_may_try_again():
+def test_two_processes_of_a_rank_may_retry():
     values = {"group/0/arrivals": arrival(0, process="another"), "group/0/count": b"1"}
     client, attempt = MemoryClient(values=values), attempt_of()
     participant_of(client, attempt).connect()
@@ -80,13 +80,13 @@ def test_two_processes_with_one_rank_may_try_again():
     assert "both another and process 0 connect as rank 0" in attempt.decision.text
 
 
-def test_a_rank_that_does_not_skip_takes_the_earlier_decision():
+def test_earlier_decision_is_taken_without_skipping():
     client, attempt = MemoryClient(values={"group/0/decision": MISSING}), attempt_of()
     participant_of(client, attempt, skip_decided=False).connect()
     assert (attempt.decision, attempt.number) == (Decision("missing", "rank 1 did not arrive"), 0)
 
 
-def test_a_mismatch_of_the_mesh_ends_all_attempts():
+def test_mismatch_of_the_mesh_ends_all_attempts():
     text = "mesh 'actor' is not the same on all ranks"
     client = MemoryClient(
         between=lambda: client.values.update({"m/mismatch": Decision("mismatch", text).pack().encode()})
@@ -97,7 +97,7 @@ def test_a_mismatch_of_the_mesh_ends_all_attempts():
     assert [each.decision.kind for each in attempts if each.decision] == ["mismatch"] * 2
 
 
-def test_a_mismatch_that_the_store_of_a_backend_publishes_ends_the_attempt():
+def test_mismatch_published_by_a_backend_ends_attempt():
     decision = Decision("mismatch", "rank 2 has another timeout")
     client, attempt = MemoryClient(values={"group/mismatch": decision.pack().encode()}), attempt_of()
     participant_of(client, attempt).connect()
@@ -105,7 +105,7 @@ def test_a_mismatch_that_the_store_of_a_backend_publishes_ends_the_attempt():
     assert client.clock < 0.1
 
 
-def test_an_error_of_the_caller_is_published_with_its_reason():
+def test_interrupt_is_published_with_its_reason():
     def interrupt() -> None:
         raise KeyboardInterrupt
 
@@ -116,7 +116,7 @@ def test_an_error_of_the_caller_is_published_with_its_reason():
     assert "was cancelled because rank 0 stopped connecting at train.py:0: KeyboardInterrupt" in text
 
 
-def test_an_error_of_the_store_is_raised_and_nothing_is_published():
+def test_store_error_publishes_no_decision():
     def fail() -> None:
         raise WorldError("the store is gone")
 
@@ -127,7 +127,7 @@ def test_an_error_of_the_store_is_raised_and_nothing_is_published():
     assert "group/0/decision" not in client.values
 
 
-def test_a_rank_that_arrives_without_being_counted_and_falls_silent_has_arrived():
+def test_uncounted_arrival_of_silent_rank_counts():
     def between() -> None:
         if client.clock > 4.0:
             client.values["group/0/arrivals"] = arrival(0) + arrival(1)
@@ -138,7 +138,7 @@ def test_a_rank_that_arrives_without_being_counted_and_falls_silent_has_arrived(
     assert 5.0 <= client.clock < 5.3
 
 
-def test_the_deadline_error_states_the_missing_ranks_their_statuses_and_the_call_site():
+def test_deadline_error_states_missing_ranks_and_statuses():
     status = RankStatus(1, activity="saving a checkpoint").pack().encode()
     client, attempt, warnings = MemoryClient(values={status_key(1): status}), attempt_of(ranks=(0, 1, 2)), []
     participant_of(client, attempt, deadline=3.0, warn=warnings.append).connect()
@@ -185,7 +185,7 @@ def test_member_that_waits_is_not_taken_for_lost():
     assert "rank 2 did not arrive in 20 s.\n" in attempt.decision.text
 
 
-def test_the_keys_of_an_attempt_live_until_its_last_member_leaves():
+def test_last_member_deletes_keys_of_the_attempt():
     client, run = MemoryClient(), dist.HashStore()
 
     def leave(*operations: Operation) -> list[Any]:
@@ -206,7 +206,7 @@ def test_the_keys_of_an_attempt_live_until_its_last_member_leaves():
 @pytest.mark.parametrize(
     ("arrives_after", "first_pause", "inspects_after"), [(0.001, 0.002, 0.025), (0.1, 0.025, 0.1), (5.0, 0.05, 0.3)]
 )
-def test_on_a_slow_store_a_rank_reads_and_inspects_later(arrives_after, first_pause, inspects_after):
+def test_slow_store_delays_reads_and_inspections(arrives_after, first_pause, inspects_after):
     inspections = []
 
     def note() -> None:
@@ -220,7 +220,7 @@ def test_on_a_slow_store_a_rank_reads_and_inspects_later(arrives_after, first_pa
     assert inspects_after <= inspections[0] - arrives_after < inspects_after + 0.12
 
 
-def test_a_retry_takes_the_success_of_the_attempt_at_which_this_rank_had_arrived():
+def test_retry_takes_success_of_its_earlier_attempt():
     """The store failed after this rank had arrived. The others connected, so it must not arrive at a later attempt."""
     values = {"group/0/decision": MADE.pack().encode(), "group/0/arrivals": arrival(0) + arrival(1)}
     attempt = attempt_of()
@@ -229,7 +229,7 @@ def test_a_retry_takes_the_success_of_the_attempt_at_which_this_rank_had_arrived
     assert (attempt.number, attempt.decision) == (0, MADE)
 
 
-def test_an_arrival_that_the_store_did_not_answer_may_have_been_seen():
+def test_unanswered_arrival_is_recorded_as_sent():
     class Late(MemoryClient):
         """A store that performs a batch, and whose answer is lost."""
 
@@ -244,7 +244,7 @@ def test_an_arrival_that_the_store_did_not_answer_may_have_been_seen():
     assert attempt.arrived_at == []
 
 
-def test_a_rank_that_arrived_twice_at_an_attempt_leaves_it_twice():
+def test_double_arrival_leaves_the_attempt_twice():
     client = MemoryClient(values={"group/0/count": b"2"})
     attempt = attempt_of()
     attempt.arrived_at += [0, 0]
@@ -255,7 +255,7 @@ def test_a_rank_that_arrived_twice_at_an_attempt_leaves_it_twice():
     assert len(left) == 1
 
 
-def test_statuses_that_were_not_read_are_not_said_to_be_absent():
+def test_unread_status_is_not_called_absent():
     statuses = Statuses(5.0, lambda: 0.0)
     statuses.read(MemoryClient().run, [1])
     assert "rank 1: no status" in statuses.describe(1)
@@ -269,7 +269,7 @@ def waits(group: str, missing: int, mesh: str = "mesh 'm'", name: str = "") -> P
     return PendingConnect(name or f"{group}/0", f"group {group}", mesh, "0, 1", "train.py:7", (missing,))
 
 
-def test_a_circle_is_found_and_the_text_begins_at_its_lowest_rank():
+def test_circle_text_begins_at_the_lowest_rank():
     pending = {2: [waits("c", 5), waits("d", 0)], 0: [waits("a", 1)], 1: [waits("b", 2)], 5: []}
     circle = find_circle(2, pending)
     assert circle == [(2, waits("d", 0)), (0, waits("a", 1)), (1, waits("b", 2))]
@@ -282,11 +282,11 @@ def test_a_circle_is_found_and_the_text_begins_at_its_lowest_rank():
     )
 
 
-def test_a_rank_that_waits_for_a_circle_is_not_in_it():
+def test_rank_that_awaits_a_circle_is_outside():
     assert find_circle(3, {3: [waits("d", 0)], 0: [waits("a", 1)], 1: [waits("b", 0)]}) == []
 
 
-def test_a_circle_of_meshes_with_other_names_hints_at_the_names():
+def test_circle_text_shows_different_mesh_names():
     text = circle_text([(0, waits("tp", 1, "mesh 'a'", "a/0")), (1, waits("tp", 0, "mesh 'b'", "b/0"))])
     assert text.endswith(
         "These are different meshes: mesh 'a' on rank 0, mesh 'b' on rank 1. "
@@ -294,7 +294,7 @@ def test_a_circle_of_meshes_with_other_names_hints_at_the_names():
     )
 
 
-def test_a_circle_of_groups_with_one_label_hints_at_their_releases():
+def test_circle_text_explains_different_numbers_of_releases():
     text = circle_text([(0, waits("tp", 1, name="g/0")), (1, waits("tp", 0, name="g~1/0"))])
     assert text.endswith(
         "These are different groups with the same label: the ranks have created, closed or released them a different "
@@ -302,7 +302,7 @@ def test_a_circle_of_groups_with_one_label_hints_at_their_releases():
     )
 
 
-def test_a_circle_is_published_for_all_its_groups_in_its_order():
+def test_circle_is_published_for_all_its_groups():
     """The first rank of the error is told last, so that no rank meets an attempt that is about to fail."""
     status = RankStatus(1, pending=(waits("b", 2),)).pack().encode()
     other = RankStatus(2, pending=(waits("c", 0),)).pack().encode()
@@ -359,7 +359,7 @@ def polling(
     )
 
 
-def test_the_first_rank_publishes_its_fingerprint_and_later_ones_compare():
+def test_later_ranks_compare_with_first_fingerprint():
     store = dist.HashStore()
     for rank in range(2):
         *_, first = run(store, *register_mesh("key", fingerprint(rank)))
@@ -378,11 +378,11 @@ def test_the_first_rank_publishes_its_fingerprint_and_later_ones_compare():
 
 
 @pytest.mark.parametrize("foreign_value", [b"junk", b"3 [1, 2]", b"\xff\xfe {}", b"7 {", b'0 "text"'])
-def test_a_foreign_value_is_reported(foreign_value):
+def test_foreign_value_is_reported(foreign_value):
     assert "which pgmesh did not write" in (fingerprint().mismatch([foreign_value]) or "")
 
 
-def test_an_address_is_not_published_before_its_rank_waits():
+def test_address_is_published_once_its_rank_waits():
     store = dist.HashStore()
     one, two = polling(store, fingerprint(4)), polling(store, fingerprint(6))
     one.set("a/0", b"here")
@@ -394,7 +394,7 @@ def test_an_address_is_not_published_before_its_rank_waits():
     assert run(store, Read("group/a/0"))[0] == fingerprint(4).encoded + SEPARATOR + b"here"
 
 
-def test_a_reader_of_an_address_checks_its_fingerprint():
+def test_reader_of_an_address_checks_its_fingerprint():
     store = dist.HashStore()
     one, two = polling(store, fingerprint(4)), polling(store, fingerprint(6, timeout=31.0))
     one.set("a/0", b"here")
@@ -410,7 +410,7 @@ def test_a_reader_of_an_address_checks_its_fingerprint():
         one.wait(["a/1", "a/2"])
 
 
-def test_only_the_first_members_of_a_large_group_are_looked_for_and_only_once_this_rank_waits():
+def test_waiting_rank_looks_for_first_members_only():
     """The store thread asks, so the prefix of the keys, which it would ask itself for, must be known by then."""
     one = polling(dist.HashStore(), ranks=range(100))
     one.set("a/0", b"here")
@@ -421,7 +421,7 @@ def test_only_the_first_members_of_a_large_group_are_looked_for_and_only_once_th
     assert [*one.unseen_addresses()] == [*range(1, 32)]
 
 
-def test_a_changed_timeout_bounds_the_operations_on_the_store_too():
+def test_changed_timeout_bounds_store_operations():
     one = polling(dist.HashStore(), seconds=1800.0)
     one.new_timeout = timedelta(seconds=0.05)
     one.set("a/0", b"here")
@@ -430,7 +430,7 @@ def test_a_changed_timeout_bounds_the_operations_on_the_store_too():
     assert max(one._thread().timeouts) <= 0.05 + timing.TIMING.report_missing
 
 
-def test_all_addresses_of_a_rank_with_two_network_interfaces_are_known():
+def test_addresses_of_two_network_interfaces_are_known():
     one = polling(dist.HashStore())
     for device in "ab":
         one.set(f"{device}/0", f"own {device}".encode())
@@ -439,7 +439,7 @@ def test_all_addresses_of_a_rank_with_two_network_interfaces_are_known():
     assert one.member_addresses() == [(9, b"other a"), (9, b"other b")]
 
 
-def test_missing_members_are_named_by_their_ranks_in_the_world():
+def test_missing_members_are_named_by_world_rank():
     store = dist.HashStore()
     one = polling(store)
     one.set("a/0", b"here")
@@ -451,7 +451,7 @@ def test_missing_members_are_named_by_their_ranks_in_the_world():
     )
 
 
-def test_if_the_first_member_writes_for_all_it_is_named_as_missing():
+def test_missing_first_member_is_named_as_writer():
     member = polling(dist.HashStore(), addresses=False)
     with pytest.raises(MissingRanksError, match=r"rank 4 did not reach the first collective in 0\.1 s"):
         member.get("id/0")
@@ -459,14 +459,14 @@ def test_if_the_first_member_writes_for_all_it_is_named_as_missing():
         member.get("id/1:2")
 
 
-def test_a_first_member_writes_at_once():
+def test_first_member_writes_at_once():
     store = dist.HashStore()
     first, other = polling(store, addresses=False), polling(store, addresses=False)
     first.set("id/0", b"unique")
     assert other.get("id/0") == b"unique"
 
 
-def test_closing_ends_a_wait():
+def test_close_ends_a_wait():
     store = polling(dist.HashStore(), seconds=60)
     threading.Timer(0.05, store.close, ["was released on this rank while it waited"]).start()
     start = time.monotonic()
@@ -485,7 +485,7 @@ def test_written_keys_are_recorded_for_deletion():
     assert one.written == {"group/a/0"}
 
 
-def test_nothing_is_written_once_it_is_closed():
+def test_closed_store_writes_nothing():
     store = dist.HashStore()
     one = polling(store)
     one.set("a/0", b"here")
@@ -495,7 +495,7 @@ def test_nothing_is_written_once_it_is_closed():
     assert not store.check(["group/a/0"])
 
 
-def test_a_value_with_another_fingerprint_is_never_returned():
+def test_value_with_another_fingerprint_is_never_returned():
     store = dist.HashStore()
     store.set("group/a/1", (fingerprint(6, timeout=31.0).encoded + SEPARATOR + b"there").decode())
     one = polling(store)

@@ -115,7 +115,7 @@ foreign_value |= st.sampled_from(EDGES) | values.map(lambda value: json.dumps(va
 
 
 @given(foreign_value)
-def test_a_value_that_is_no_record_is_none(text):
+def test_foreign_value_unpacks_to_none(text):
     record = unpack(text, kind=str, heartbeat=int)
     assert record is None or (type(record["kind"]), type(record["heartbeat"])) == (str, int)
     record = unpack(text)
@@ -137,7 +137,7 @@ def test_every_reader_accepts_unusual_values(text):
 
 
 @given(foreign_value)
-def test_a_status_is_validated(text):
+def test_status_is_validated(text):
     for rank in (0, 1):
         found = RankStatus.unpack(rank, text)
         if found is not None:
@@ -149,7 +149,7 @@ def test_a_status_is_validated(text):
 
 
 @given(foreign_value)
-def test_a_decision_is_valid_or_names_the_key(text):
+def test_decision_is_valid_or_names_its_key(text):
     decision = Decision.unpack("group/decision", text)
     assert decision.kind in ERRORS
     record = unpack(text, kind=str, text=str, addresses=list)
@@ -166,7 +166,7 @@ def test_a_decision_is_valid_or_names_the_key(text):
 @example([b"1 [[1, 2]]"])
 @example([b"1 " + json.dumps({"shape": "\ud800"}).encode()])
 @example([b"0 {}"])
-def test_a_fingerprint_is_compared_with_any_value(seen):
+def test_fingerprint_is_compared_with_any_value(seen):
     mine = fingerprint()
     mismatch = mine.mismatch(seen)
     assert (mismatch is None) == all(encoded.partition(b" ")[2] == mine.encoded.partition(b" ")[2] for encoded in seen)
@@ -174,7 +174,7 @@ def test_a_fingerprint_is_compared_with_any_value(seen):
 
 
 @given(st.text(max_size=12), st.integers(0, 9), st.text(max_size=12), st.text(max_size=12))
-def test_a_record_that_is_written_is_read_again(activity, rank, name, line):
+def test_written_record_is_read_unchanged(activity, rank, name, line):
     pending = (PendingConnect(name, "group tp", "mesh 'actor'", "0, 1", line, (1, 2)),)
     status = RankStatus(rank, 7, activity, pending, (RunningCollective(name, line, "all_reduce", 3, 9),), "")
     assert RankStatus.unpack(rank, status.pack().encode()) == status
@@ -209,7 +209,7 @@ MINE, OTHER = (arrival(rank).rstrip(b"\n") for rank in (0, 1))
 @example([MINE, arrival(1, address="\u20ac")])
 @example([MINE, OTHER, OTHER])
 @example([MINE, OTHER, arrival(1, process="process 2")])
-def test_foreign_values_among_arrivals_are_a_mismatch_and_the_group_is_not_made(lines):
+def test_foreign_arrivals_are_a_mismatch(lines):
     attempt, client = judged(b"".join(line + b"\n" for line in lines))
     assert client.written <= {attempt.decision_key}
     all_lines = [line for each in lines for line in (each + b"\n").splitlines()]
@@ -227,7 +227,7 @@ def test_foreign_values_among_arrivals_are_a_mismatch_and_the_group_is_not_made(
 @pytest.mark.parametrize(
     ("mine", "theirs", "all_known"), [(100, 100, True), (100, 0, False), (1 << 14, 1 << 14, False)]
 )
-def test_addresses_are_in_the_decision_if_all_are_known_and_short_enough(mine, theirs, all_known):
+def test_decision_holds_addresses_if_known_and_short(mine, theirs, all_known):
     """Otherwise each member reads the addresses that it needs one by one."""
     lines = [arrival(rank, address="A" * size) for rank, size in ((0, mine), (1, theirs))]
     attempt, client = judged(b"".join(lines))
@@ -237,7 +237,7 @@ def test_addresses_are_in_the_decision_if_all_are_known_and_short_enough(mine, t
 
 
 @given(foreign_value)
-def test_a_foreign_decision_is_a_mismatch_that_names_the_key(text):
+def test_foreign_decision_is_a_mismatch_with_key(text):
     assert after_reading(text).decision == Decision.unpack("group/0/decision", text)
     attempt = attempt_of()
     participant_of(MemoryClient(0, {"group/mismatch": text}), attempt)._inspect()
@@ -269,7 +269,7 @@ def test_foreign_values_of_one_group_never_touch_another(arrivals, decision, sta
 # -- foreign values are named with their key ---------------------------------------------------------------------------
 
 
-def test_an_invalid_fingerprint_is_named_with_its_key():
+def test_invalid_fingerprint_is_named_with_its_key():
     attempt, _ = judged(arrival(0) + arrival(1, fingerprint="1 nonsense"))
     assert attempt.decision is not None
     assert attempt.decision.text == (
@@ -292,7 +292,7 @@ def test_an_invalid_fingerprint_is_named_with_its_key():
     assert client.operations == [CompareSet("group/mismatch", client.values["group/mismatch"].decode())]
 
 
-def test_a_member_with_an_invalid_status_is_not_reported_as_silent():
+def test_member_with_invalid_status_is_not_silent():
     client, attempt = MemoryClient(0, {status_key(1): b"nonsense"}), attempt_of()
     participant_of(client, attempt).connect()
     assert attempt.decision is not None
@@ -302,7 +302,7 @@ def test_a_member_with_an_invalid_status_is_not_reported_as_silent():
     )
 
 
-def test_a_report_reads_every_status_and_names_invalid_ones():
+def test_report_names_keys_of_invalid_statuses():
     values = {
         status_key(rank): RankStatus(rank, 3, "in a collective" if rank < 40 else "").pack().encode()
         for rank in range(100)

@@ -41,7 +41,7 @@ def wait_until(condition: Any) -> None:
 # -- batches ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_returns_the_answers_in_order(store_thread: StoreThread):
+def test_batch_returns_the_answers_in_order(store_thread: StoreThread):
     sets = Read("key"), CompareSet("key", "a"), CompareSet("key", "b")
     assert store_thread.run(*sets, seconds=LONG) == [None, b"a", b"a"]
     assert store_thread.run(Add("count"), Add("count"), Read("count"), seconds=LONG) == [1, 2, b"2"]
@@ -49,7 +49,7 @@ def test_a_batch_returns_the_answers_in_order(store_thread: StoreThread):
     assert store_thread.run(Delete(("key", "no key")), Read("key"), seconds=LONG) == [[True, False], None]
 
 
-def test_a_wait_that_is_over_before_it_begins_ends_at_once():
+def test_queue_wait_with_tiny_timeout_ends():
     """In Python's SimpleQueue, up to 3.12, one such wait in some thousands never ends."""
     queue, done = _Queue(), threading.Event()
 
@@ -65,7 +65,7 @@ def test_a_wait_that_is_over_before_it_begins_ends_at_once():
     assert done.wait(LONG)
 
 
-def test_stop_waits_for_a_thread_that_is_busy(store_thread: StoreThread):
+def test_stop_waits_for_a_busy_thread(store_thread: StoreThread):
     busy = threading.Event()
 
     def be_busy(perform: Any) -> Any:
@@ -80,7 +80,7 @@ def test_stop_waits_for_a_thread_that_is_busy(store_thread: StoreThread):
     assert not store_thread._thread.is_alive()
 
 
-def test_an_error_of_a_batch_is_raised_and_not_kept(store_thread: StoreThread):
+def test_error_of_a_batch_is_not_kept(store_thread: StoreThread):
     class Held:
         """An object that a frame of the failed operation refers to."""
 
@@ -99,7 +99,7 @@ def test_an_error_of_a_batch_is_raised_and_not_kept(store_thread: StoreThread):
     assert store_thread.run(Read("key"), seconds=LONG) == [None]
 
 
-def test_after_a_timeout_the_rest_of_the_batch_is_not_performed(store_thread: StoreThread):
+def test_timeout_skips_the_rest_of_a_batch(store_thread: StoreThread):
     answered = threading.Event()
 
     def slow(store: Any, operation: Any) -> Any:
@@ -114,7 +114,7 @@ def test_after_a_timeout_the_rest_of_the_batch_is_not_performed(store_thread: St
         assert store_thread.run(Read("slow"), Read("after"), seconds=LONG) == [b"1", None]
 
 
-def test_a_world_that_was_half_entered_is_entered_again():
+def test_half_entered_world_is_entered_again():
     """The store failed after it gave the world's name. The process's own key is missing, but the store is the same."""
     thread, failures = StoreThread(dist.HashStore(), "here", 0, 2, set()), [RuntimeError("the connection was reset")]
 
@@ -151,7 +151,7 @@ def test_thread_is_alive_is_not_used(store_thread: StoreThread):
 # -- heartbeats -------------------------------------------------------------------------------------------------------
 
 
-def test_a_long_batch_does_not_delay_a_heartbeat():
+def test_long_batch_does_not_delay_a_heartbeat():
     thread = StoreThread(dist.HashStore(), "here", 0, 2, set())
     thread.period = 0.05
     thread.start_heartbeat()
@@ -169,7 +169,7 @@ def test_a_long_batch_does_not_delay_a_heartbeat():
     assert 5 < len(set(heartbeats)) <= seconds / 0.05 + 2
 
 
-def test_groups_that_a_rank_waits_for_are_published_at_once_and_by_thread():
+def test_pending_groups_are_published_for_each_thread():
     store = dist.HashStore()
     module.enter_world(store, set())  # another rank, so that the keys are not deleted at the end
     thread = StoreThread(store, "here", 0, 2, set())
@@ -271,7 +271,7 @@ def store_behind_proxy() -> Iterator[tuple[launch.StoreProcess, Proxy, StoreThre
             proxy.close()
 
 
-def test_a_wait_inside_torch_delays_no_operation_after_the_first():
+def test_wait_inside_torch_delays_no_later_operation():
     with launch.StoreProcess() as store:
         client = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=LONG))
         thread = StoreThread(client, "the store", 0, 2, set())
@@ -290,7 +290,7 @@ def test_a_wait_inside_torch_delays_no_operation_after_the_first():
         thread.stop()
 
 
-def test_a_connection_that_was_cut_is_opened_again():
+def test_cut_connection_is_opened_again():
     with store_behind_proxy() as (_, proxy, thread):
         opened = proxy.opened
         proxy.cut()
@@ -298,7 +298,7 @@ def test_a_connection_that_was_cut_is_opened_again():
         assert proxy.opened > opened
 
 
-def test_an_operation_that_may_not_be_repeated_fails_once_and_the_next_one_succeeds():
+def test_unrepeatable_operation_fails_once_after_a_cut():
     with store_behind_proxy() as (_, proxy, thread):
         proxy.cut()
         with pytest.raises(WorldError, match="the store at the proxy failed"):
@@ -306,7 +306,7 @@ def test_an_operation_that_may_not_be_repeated_fails_once_and_the_next_one_succe
         assert thread.run(Read("key"), seconds=LONG) == [b"value"]
 
 
-def test_a_new_store_at_the_same_address_is_an_error_until_the_world_ends():
+def test_new_store_at_same_address_is_an_error():
     with store_behind_proxy() as (_, proxy, thread), launch.StoreProcess() as new:
         proxy.target = new.port
         proxy.cut()
@@ -315,7 +315,7 @@ def test_a_new_store_at_the_same_address_is_an_error_until_the_world_ends():
                 thread.run(Read("key"), seconds=LONG)
 
 
-def test_a_store_that_is_gone_is_an_error_at_once_and_may_come_back():
+def test_lost_store_fails_at_once_and_may_return():
     with store_behind_proxy() as (_, proxy, thread):
         proxy.close()
         start = time.monotonic()
@@ -326,7 +326,7 @@ def test_a_store_that_is_gone_is_an_error_at_once_and_may_come_back():
         assert thread.run(Read("key"), seconds=LONG) == [b"value"]
 
 
-def test_a_store_that_ends_as_a_connection_is_opened_is_an_error_at_once():
+def test_store_that_ends_during_connection_fails_at_once():
     with store_behind_proxy() as (_, proxy, thread):
         proxy.end()
         start = time.monotonic()
