@@ -48,7 +48,7 @@ def world():
 
 
 @pytest.mark.parametrize("kind", [dict, MappingProxyType])
-def test_a_mapping_is_as_good_as_keywords(world, kind):
+def test_mapping_of_sizes_equals_keywords(world, kind):
     sizes = kind({"pp": 2, "dp": -1, "tp": 2})
     assert Layout(sizes, ranks=range(8)) == Layout(pp=2, dp=2, tp=2)
     assert Layout(n=8).view(sizes) == Layout(pp=2, dp=2, tp=2)
@@ -68,7 +68,7 @@ def test_numbers_in_a_mapping_are_numbered_axes():
     assert Layout({0: 2, 1: 2}) == Layout(2, 2) == Layout({np.int64(0): 2, np.int64(1): 2})
 
 
-def test_a_member_of_an_enum_is_its_name():
+def test_enum_member_is_an_axis_name():
     layout = Layout({Role.PIPELINE: 2, Role.DATA: 4})
     assert repr(layout) == "Layout(pp=2, dp=4)"
     assert layout.size(Role.DATA) == layout.size("dp") == 4
@@ -142,7 +142,7 @@ def test_a_member_of_an_enum_is_its_name():
         ),
     ],
 )
-def test_mappings_that_are_no_sizes(call, text):
+def test_invalid_mappings_of_sizes_are_refused(call, text):
     assert_raises(ShapeError, call, text)
 
 
@@ -159,7 +159,7 @@ names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=6).filter(str
     data=st.data(),
 )
 @example(axes=["ﬁ"], data=None)
-def test_the_repr_of_any_layout_makes_it(axes, data):
+def test_repr_of_any_layout_recreates_it(axes, data):
     draw = (lambda strategy: data.draw(strategy)) if data else lambda strategy: 2
     layout = Layout({axis: draw(st.integers(1, 4)) for axis in axes})
     if data:
@@ -182,7 +182,7 @@ def test_the_repr_of_any_layout_makes_it(axes, data):
         ),
     ],
 )
-def test_the_repr_is_a_mapping_where_keywords_would_not_do(layout, call):
+def test_repr_uses_mapping_for_names_unlike_keywords(layout, call):
     assert repr(layout) == call
     assert eval(call) == layout
 
@@ -190,7 +190,7 @@ def test_the_repr_is_a_mapping_where_keywords_would_not_do(layout, call):
 # ---- axes of any name ----
 
 
-def test_axes_of_any_name_are_axes_everywhere(world):
+def test_axes_of_any_name_work_on_a_mesh(world):
     mesh = ProcessGroupMesh(ODD, name="odd")
     assert repr(mesh) == "ProcessGroupMesh({'data-parallel': 2, 'timeout': 2, 'class': 2}, name='odd')"
     assert mesh.label() == "data-parallel1-timeout0-class1"
@@ -213,7 +213,7 @@ def test_axes_of_any_name_are_axes_everywhere(world):
     mesh.close()
 
 
-def test_a_plan_and_a_place_have_axes_of_any_name():
+def test_axes_of_any_name_work_in_plans():
     found = plan(ODD, nodes="2x4", views={"tag": {"name": 8}}, families=[("timeout", "class")])
     assert found["timeout x class"].sample == (0, 1, 2, 3)
     assert "tag: name" in str(found)
@@ -223,7 +223,7 @@ def test_a_plan_and_a_place_have_axes_of_any_name():
     assert [each.axis for each in report.along] == [*ODD]
 
 
-def test_markup_in_the_name_of_an_axis_is_text():
+def test_markup_in_axis_names_is_escaped():
     layout = Layout({"<b>&": 2, "'\"": 2})
     assert "<b>" not in layout._repr_html_()
     assert "<b>" not in plan(layout).html()
@@ -233,7 +233,7 @@ def test_markup_in_the_name_of_an_axis_is_text():
 
 
 @pytest.mark.parametrize("word", list(Options.__dataclass_fields__))
-def test_every_option_of_groups_is_no_axis(world, word):
+def test_group_options_are_refused_as_axes(world, word):
     for make in (Layout, ProcessGroupMesh, ProcessGroupMesh(dp=8).view, Layout(8).view):
         with pytest.raises(OptionsError, match=f"{word} is no axis; it is an option of groups"):
             make(dp=8, **{word: 1})
@@ -244,14 +244,14 @@ TORCHS |= {"mesh_shape", "mesh_dim_names", "backend_override", "mesh", "group"}
 """Keywords of torch's init_process_group, init_device_mesh, DeviceMesh and DeviceMesh.from_group."""
 
 
-def test_the_keywords_of_torchs_calls_and_of_ours_are_no_axes():
+def test_keywords_of_torch_and_pgmesh_are_reserved():
     ours = {name for call in (ProcessGroupMesh, plan, Layout) for name in inspect.signature(call).parameters}
     hosts = {"nodes", "domains", "views", "families"}  # which a machine has, and an axis may well be called
     assert {*TORCHS, "tag", "options", "axes", *ours - hosts} <= {*RESERVED}
 
 
 @pytest.mark.parametrize("word", RESERVED)
-def test_no_keyword_that_means_something_else_is_an_axis(world, word):
+def test_reserved_keywords_are_refused_as_axes(world, word):
     asks = [Layout(8).view, ProcessGroupMesh(dp=8).view]
     asks += [Layout] if word != "ranks" else []
     asks += [ProcessGroupMesh] if word not in ("ranks", "name") else []
@@ -332,7 +332,7 @@ option of groups.
         ),
     ],
 )
-def test_options_of_groups_are_answered_with_configure(world, call, text):
+def test_group_options_as_axes_suggest_configure(world, call, text):
     assert_raises(OptionsError, call, text)
 
 
@@ -403,7 +403,7 @@ def test_options_of_groups_are_answered_with_configure(world, call, text):
         ),
     ],
 )
-def test_other_keywords_are_answered_with_the_call_that_they_mean(world, call, text):
+def test_reserved_keywords_suggest_the_right_call(world, call, text):
     assert_raises(ShapeError, call, text)
 
 
@@ -455,7 +455,7 @@ def test_other_keywords_are_answered_with_the_call_that_they_mean(world, call, t
         ),
     ],
 )
-def test_a_suggested_call_runs(world, call, text):
+def test_suggested_call_runs(world, call, text):
     with pytest.raises(OptionsError) as caught:
         call()
     assert_raises(OptionsError, call, text)
@@ -509,11 +509,11 @@ def test_a_suggested_call_runs(world, call, text):
         ),
     ],
 )
-def test_no_call_is_suggested_where_a_size_is_none(world, call, text):
+def test_invalid_sizes_get_no_suggested_call(world, call, text):
     with pytest.raises(ShapeError if "option" not in text else OptionsError) as caught:
         call()
     assert str(caught.value) == text
 
 
-def test_an_axis_that_two_numbers_name_is_refused():
+def test_axis_given_by_two_numbers_is_refused():
     assert_raises(ShapeError, lambda: Layout({np.int64(1): 2, torch.tensor(1): 3}), "Layout: axis 1 is given twice.")

@@ -49,12 +49,12 @@ def hint_of(of: object, name: str) -> str:
         ("neighbor_of", "mesh.layout.neighbor_of"),
     ],
 )
-def test_of_a_mesh(mesh, name, call):
+def test_missing_attribute_of_mesh_shows_call(mesh, name, call):
     assert hint_of(mesh, name) == call
     assert hint_of(mesh.at(pp=1), name) == call
 
 
-def test_a_call_with_axes_says_that_these_are_an_example(mesh):
+def test_hint_with_axes_calls_them_an_example(mesh):
     """Which axes were meant, an attribute cannot know."""
     for name, comment in (("get_group", "   # for example: name the axes that you mean"), ("get_rank", "")):
         with pytest.raises(AttributeError) as caught:
@@ -63,12 +63,12 @@ def test_a_call_with_axes_says_that_these_are_an_example(mesh):
 
 
 @pytest.mark.parametrize("name", missing_attributes.MESH)
-def test_each_call_of_a_mesh_runs(mesh, name):
+def test_each_hint_of_a_mesh_runs(mesh, name):
     eval(hint_of(mesh, name), {"mesh": mesh, "torch": __import__("torch")})
 
 
 @pytest.mark.parametrize("name", missing_attributes.LAYOUT)
-def test_each_call_of_a_layout_runs(mesh, name):
+def test_each_hint_of_a_layout_runs(mesh, name):
     call = hint_of(BOX, name)
     mesh.close()
     eval(call, {"layout": BOX, "ProcessGroupMesh": ProcessGroupMesh, "torch": __import__("torch")})
@@ -88,11 +88,11 @@ def test_each_call_of_a_layout_runs(mesh, name):
         ("mesh_dim_names", "layout.axes"),
     ],
 )
-def test_of_a_layout(name, call):
+def test_missing_attribute_of_layout_shows_call(name, call):
     assert hint_of(BOX, name) == call
 
 
-def test_numbered_axes_and_slices():
+def test_hints_fit_numbered_axes_and_slices():
     assert hint_of(Layout(2, 4), "group") == "ProcessGroupMesh(2, 4).group(1)"
     assert hint_of(BOX.at(pp=1), "coord") == "layout.coord_of(4)"
     assert hint_of(BOX.at(pp=1), "group") == "ProcessGroupMesh(dp=2, tp=2, ranks=range(4, 8)).group('tp')"
@@ -114,18 +114,18 @@ def test_numbered_axes_and_slices():
         ("group", "ProcessGroupMesh(pp=2, dp=2, tp=2).group('tp')"),
     ],
 )
-def test_of_a_layout_as_a_rank_sees_it(name, call):
+def test_missing_attribute_of_rank_view_shows_call(name, call):
     assert hint_of(BOX.seen_by(3), name) == call
 
 
 @pytest.mark.parametrize("name", missing_attributes.RANK_VIEW)
-def test_each_call_of_a_layout_as_a_rank_sees_it_runs(mesh, name):
+def test_each_hint_of_a_rank_view_runs(mesh, name):
     call = hint_of(BOX.seen_by(3), name)
     mesh.close()
     eval(call, {"seen": BOX.seen_by(3), "ProcessGroupMesh": ProcessGroupMesh, "torch": __import__("torch")})
 
 
-def test_a_hint_of_many_ranks_is_short():
+def test_hint_for_many_ranks_is_short():
     ranks = (*range(100_000, 200_000), *range(1, 100_000, 2), *range(0, 100_000, 2))
     scattered = tuple(sorted(ranks, key=lambda rank: rank * 77_773 % 200_000))
     for of in (Layout(dp=-1, ranks=scattered), Layout(dp=-1, ranks=scattered).seen_by(3)):
@@ -135,14 +135,14 @@ def test_a_hint_of_many_ranks_is_short():
         assert "ranks=layout.ranks()).group('dp')" in str(caught.value).replace("seen.", "layout.")
 
 
-def test_a_local_rank_is_not_said_to_be_an_index(mesh):
+def test_local_rank_has_no_hint(mesh):
     for of in (mesh, BOX, BOX.seen_by(0)):
         with pytest.raises(AttributeError) as caught:
             _ = of.local_rank
         assert str(caught.value) == f"{type(of).__name__!r} object has no attribute 'local_rank'"
 
 
-def test_other_names_are_as_python_says(mesh):
+def test_unknown_attribute_raises_the_usual_error(mesh):
     for of in (mesh, BOX, BOX.seen_by(0)):
         with pytest.raises(AttributeError) as caught:
             _ = of.nothing
@@ -204,19 +204,19 @@ def test_plan_takes_sizes_as_a_layout_does(planned, same):
         ),
     ],
 )
-def test_sizes_and_views_that_plan_does_not_take(call, text):
+def test_plan_refuses_invalid_sizes_and_views(call, text):
     with pytest.raises(ShapeError) as caught:
         call()
     assert str(caught.value) == text
 
 
-def test_hosts_in_an_array():
+def test_plan_accepts_hosts_in_an_array():
     assert plan(Layout(8), nodes=np.array([4, 4])) == plan(Layout(8), nodes="2x4")
     with pytest.raises(ShapeError, match=r"\n  plan\(Layout\(1, 4, 2\), nodes=\[4, 4\]\) "):
         plan(Layout(2, 4, 2), nodes=np.array([4, 4]))
 
 
-def test_other_arguments_that_plan_does_not_have_are_as_python_says():
+def test_plan_refuses_unknown_arguments_with_type_error():
     for call, argument in (
         (lambda: plan(BOX, node="2x4"), "keyword argument 'node'"),
         (lambda: plan(BOX, ranks=range(8)), "keyword argument 'ranks'"),

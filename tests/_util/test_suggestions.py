@@ -147,7 +147,7 @@ def test_suggested_views_keep_ranks(call, ranks):
     form=st.sampled_from(["mapping", "free", "layout", "permuted"]),
     views=st.booleans(),
 )
-def test_suggested_plans_keep_ranks_views_and_families(sizes, nodes, form, views):
+def test_suggested_plans_keep_ranks_and_views(sizes, nodes, form, views):
     box, count = dict(zip(["dp", "tp", "class"], sizes)), prod(sizes)
     order = [*range(1, count), 0] if form == "permuted" else range(count)
     layout = {**box, "cp": -1} if form == "free" else box if form == "mapping" else Layout(box, ranks=order)
@@ -162,7 +162,7 @@ def test_suggested_plans_keep_ranks_views_and_families(sizes, nodes, form, views
         check(error, {"Layout": Layout, "plan": plan}, is_right, 1)
 
 
-def test_a_suggested_plan_is_one_that_its_views_fit():
+def test_suggested_plan_fits_its_views():
     with pytest.raises(ShapeError) as info:
         plan(Layout(dp=6), nodes="2x4", views={"moe": {"ep": 3, "edp": 2}})
     (call, _), *others = suggested(info.value)
@@ -179,7 +179,7 @@ def test_a_suggested_plan_is_one_that_its_views_fit():
         ({"dp": 3.5, "tp": 3}, []),
     ],
 )
-def test_mesh_of_a_fraction_suggests_sizes_that_fit(sizes, calls):
+def test_fractional_size_suggests_sizes_that_fit(sizes, calls):
     with fake_rank(0, 8), pytest.raises(ShapeError) as info:
         ProcessGroupMesh(**sizes)
     assert "is a whole number, not" in str(info.value)
@@ -199,7 +199,7 @@ def test_ranks_too_long_to_print_are_named():
     assert call == "Layout(dp=-1, ranks=(*range(300), *range(400, 700)))"
 
 
-def test_a_mesh_of_some_ranks_is_suggested_with_these_ranks():
+def test_suggested_mesh_keeps_its_ranks():
     with fake_rank(0, 8), pytest.raises(ShapeError) as info:
         ProcessGroupMesh(dp=2, tp=2, ranks=[0, 1], name="n")
     assert [call for call, _ in suggested(info.value)] == ["ProcessGroupMesh(dp=-1, tp=2, ranks=range(2), name='n')"]
