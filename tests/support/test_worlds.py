@@ -83,7 +83,7 @@ def test_worlds_of_several_sizes_live_side_by_side():
     assert [len(world(n).run(pid)) for n in (2, 3, 2)] == [2, 3, 2]
 
 
-def test_a_failing_rank_is_named_and_ends_its_world():
+def test_failed_rank_is_named_and_ends_its_world():
     failed = world(2)
     with pytest.raises(LaunchError, match="rank 1 of 2 raised ZeroDivisionError: by design") as caught:
         failed.run(fail_on, 1)
@@ -94,7 +94,7 @@ def test_a_failing_rank_is_named_and_ends_its_world():
     assert world(2).run(echo) == [(0,), (1,)]
 
 
-def test_a_late_rank_tells_where_it_stands_and_ends_its_world():
+def test_late_rank_prints_its_stack_and_ends_world():
     late = world(2)
     with pytest.raises(LaunchError, match=r"rank 1 of 2 was not done in 0\.3 s") as caught:
         late.run(hang_on, 1, deadline=0.3)
@@ -104,12 +104,12 @@ def test_a_late_rank_tells_where_it_stands_and_ends_its_world():
     assert world(2).run(echo) == [(0,), (1,)]
 
 
-def test_nobody_may_take_the_shared_world_down():
+def test_destroying_the_shared_world_is_refused():
     with pytest.raises(LaunchError, match="leave_the_world destroyed the default group"):
         world(2).run(leave_the_world)
 
 
-def test_ranks_may_die_and_the_rest_go_on():
+def test_remaining_ranks_answer_after_a_kill():
     with fresh_world(3) as own:
         assert [o.error for o in own.outcomes(echo)] == ["", "", ""]
         own.kill(1, signal.SIGKILL)
@@ -120,7 +120,7 @@ def test_ranks_may_die_and_the_rest_go_on():
     assert not any(map(is_running, own.pids))
 
 
-def test_a_stopped_rank_gives_no_answer():
+def test_stopped_rank_gives_no_answer():
     with fresh_world(2) as own:
         own.run(pid)
         own.kill(0, signal.SIGSTOP)
@@ -143,7 +143,7 @@ def divide_by_rank_less_one() -> float:
     return 1 / (dist.get_rank() - 1)
 
 
-def test_the_oracle_knows_a_right_sum_from_a_wrong_one():
+def test_check_sums_raises_on_a_wrong_sum():
     world(3).run(check_whole_world, (0, 1, 2))
     with pytest.raises(LaunchError, match=r"sums to \[1, 1, 1\], not \[1, 1, 0\]"):
         world(3).run(check_whole_world, (0, 1))
