@@ -76,7 +76,7 @@ def message(call: Callable[[ProcessGroupMesh], object]) -> str:
     return f"{type(caught.value).__name__}: {text}"
 
 
-def test_a_dozen_messages_are_as_they_were_reviewed():
+def test_twelve_messages_equal_the_reviewed_ones():
     golden_files.check(
         "messages.txt", "\n\n".join(f"== {what}\n{message(call)}" for what, call in CALLS.items()) + "\n"
     )

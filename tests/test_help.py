@@ -12,7 +12,7 @@ import pgmesh
 HELP = pydoc.render_doc(pgmesh, renderer=pydoc.plaintext)
 
 
-def test_help_is_a_page_that_names_everything():
+def test_help_page_names_every_public_name():
     assert len(HELP.splitlines()) < 100
     for name in (*pgmesh.__all__, *pgmesh._MODULES):
         assert f"``{name}``" in HELP, name
@@ -29,7 +29,7 @@ def test_help_loads_no_torch():
     assert subprocess.run([sys.executable, "-c", program], timeout=60, env={**os.environ}).returncode == 0
 
 
-def test_dir_shows_public_names_alone():
+def test_dir_shows_only_public_names():
     import_all = [getattr(pgmesh, name) for name in dir(pgmesh)]
     assert len(import_all) == len(dir(pgmesh))
     shown = {name for name in dir(pgmesh) if not name.startswith("__")}

@@ -225,17 +225,17 @@ def test_imports_point_down_only(file):
         ),
     ],
 )
-def test_a_wrong_import_is_seen(path, source, complaint):
+def test_wrong_import_is_found(path, source, complaint):
     last_line = source.count("\n") + 1
     assert offences(path, source) == [f"{path}:{last_line} {complaint}"]
 
 
-def test_imports_inside_functions_are_seen():
+def test_imports_inside_functions_are_found():
     source = "def f():\n    if True:\n        from pgmesh.mesh import x"
     assert offences("drawing/svg.py", source) == ["drawing/svg.py:3 imports pgmesh.mesh.x, which is above it"]
 
 
-def test_imports_for_a_type_checker_are_seen():
+def test_imports_for_a_type_checker_are_found():
     source = "if TYPE_CHECKING:\n    from pgmesh.mesh import x\nelse:\n    import pgmesh.groups"
     assert offences("drawing/svg.py", source) == [
         "drawing/svg.py:2 imports pgmesh.mesh.x, which is above it",
@@ -270,7 +270,7 @@ def test_imports_form_no_circle():
     assert circle_in(sources) == []
 
 
-def test_a_circle_of_imports_is_seen():
+def test_circle_of_imports_is_found():
     sources = {
         "a.py": "from pgmesh.b.c import x",
         "b/c.py": "def f():\n    from pgmesh import d",
@@ -280,7 +280,7 @@ def test_a_circle_of_imports_is_seen():
     assert circle_in({**sources, "d.py": "import pgmesh.e"}) == []
 
 
-def test_a_new_file_has_to_be_given_a_floor():
+def test_new_file_needs_a_floor():
     assert offences("misc.py", "") == ["misc.py has no floor: give misc its place in FLOORS"]
     assert offences("extra/__init__.py", "") == ["extra/__init__.py has no floor: give extra its place in FLOORS"]
 
@@ -302,7 +302,7 @@ def test_a_new_file_has_to_be_given_a_floor():
         ("parallel/data.py", "a._mine = b\nc(d)._mine\nmesh._family\nmesh.stats()._replace(e=f)"),
     ],
 )
-def test_a_right_import_is_let_pass(path, source):
+def test_right_import_is_accepted(path, source):
     assert offences(path, source) == []
 
 
@@ -327,11 +327,11 @@ def slots_read(path: str, source: str, slots: set[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: str(file.relative_to(PACKAGE)))
-def test_no_layer_above_the_mesh_reads_its_private_attributes(file):
+def test_layers_above_mesh_read_no_private_attributes(file):
     assert slots_read(str(file.relative_to(PACKAGE)), file.read_text(), private_slots()) == []
 
 
-def test_a_private_attribute_of_a_mesh_is_seen():
+def test_use_of_private_attribute_is_found():
     assert "_group_cache" in private_slots()
     source = "def f(method):\n    return method.mesh._group_cache"
     assert slots_read("parallel/data.py", source, private_slots()) == [

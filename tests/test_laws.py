@@ -89,7 +89,7 @@ def everywhere(law):
 
 
 @everywhere
-def test_rank_of_coord_of_r_is_r(layout, plain):
+def test_rank_of_inverts_coord_of(layout, plain):
     assert layout.ranks() == plain.ranks()
     for coord, rank in plain.table.items():
         assert layout.coord_of(rank) == coord
@@ -100,7 +100,7 @@ def test_rank_of_coord_of_r_is_r(layout, plain):
 
 
 @everywhere
-def test_the_blocks_of_partition_tile_the_mesh_and_r_is_in_its_own_block(layout, plain):
+def test_partition_blocks_cover_each_rank_once(layout, plain):
     for axes in requests(layout.axes):
         blocks = plain.partition(*axes)
         assert layout.partition(*axes) == blocks
@@ -110,14 +110,14 @@ def test_the_blocks_of_partition_tile_the_mesh_and_r_is_in_its_own_block(layout,
 
 
 @everywhere
-def test_index_of_r_is_its_place_in_its_block(layout, plain):
+def test_index_of_is_the_position_in_block(layout, plain):
     for axes in requests(layout.axes):
         for block in plain.partition(*axes):
             assert [layout.index_of(rank, *axes) for rank in block] == [*range(len(block))]
 
 
 @everywhere
-def test_size_is_the_product_of_the_sizes_is_the_length_of_a_block(layout, plain):
+def test_size_is_the_product_of_axis_sizes(layout, plain):
     sizes = dict(zip(plain.axes, plain.shape))
     assert layout.shape == plain.shape
     for axes in requests(layout.axes):
@@ -126,7 +126,7 @@ def test_size_is_the_product_of_the_sizes_is_the_length_of_a_block(layout, plain
 
 
 @everywhere
-def test_at_never_cuts_a_block_of_an_axis_it_did_not_fix(layout, plain):
+def test_at_keeps_blocks_of_other_axes_whole(layout, plain):
     whole = {axes: {*layout.partition(*axes)} for axes in requests(layout.axes)}
     for axis, size in zip(plain.axes, plain.shape):
         for i in {0, size - 1}:
@@ -147,7 +147,7 @@ def test_along_is_the_block_as_a_layout(layout, plain):
 
 
 @everywhere
-def test_view_ranks_is_ranks(layout, plain):
+def test_view_keeps_the_ranks(layout, plain):
     n = len(layout)
     for shape in [s for axes in (1, 2, 3) for s in shapes(n, axes)] if n <= 24 else [plain.shape[::-1], (n,)]:
         view = layout.view(*shape)
@@ -157,7 +157,7 @@ def test_view_ranks_is_ranks(layout, plain):
 
 
 @everywhere
-def test_axes_that_do_not_touch_are_read_as_one(layout, plain):
+def test_view_merges_axes_that_are_not_adjacent(layout, plain):
     """The slice along two axes with others between them is one axis, and that is two again."""
     for outer, inner in [
         (a, b) for a, b in combinations(layout.axes, 2) if layout.axes.index(b) > layout.axes.index(a) + 1
@@ -177,7 +177,7 @@ def test_axes_that_do_not_touch_are_read_as_one(layout, plain):
 
 
 @everywhere
-def test_neighbor_forth_then_back_is_home(layout, plain):
+def test_neighbor_backward_inverts_neighbor_forward(layout, plain):
     for axis in layout.axes:
         for line in plain.partition(axis):
             for here, there in zip(line, [*line[1:], None]):
@@ -189,7 +189,7 @@ def test_neighbor_forth_then_back_is_home(layout, plain):
 
 
 @everywhere
-def test_the_repr_of_a_root_is_the_call_that_makes_it(layout, plain):
+def test_repr_of_a_root_recreates_it(layout, plain):
     again = eval(repr(layout))
     assert again == layout
     assert hash(again) == hash(layout)
@@ -197,7 +197,7 @@ def test_the_repr_of_a_root_is_the_call_that_makes_it(layout, plain):
 
 
 @everywhere
-def test_a_combination_has_no_order(layout, plain):
+def test_order_of_axes_changes_no_answer(layout, plain):
     rank = plain.ranks()[len(layout) // 2]
     for axes in (request for request in requests(layout.axes) if len(request) > 1):
         answer = answer_all(layout, rank, axes)
@@ -328,7 +328,7 @@ def has_steps(places: Sequence[int], sizes: Sequence[int]) -> bool:
 
 @settings(max_examples=200)
 @given(roots(), st.lists(st.sampled_from([Walk.at, Walk.view, Walk.along]), min_size=1, max_size=5), st.data())
-def test_the_laws_hold_for_whatever_at_along_and_view_make(root, steps, data):
+def test_laws_hold_after_at_along_and_view(root, steps, data):
     walk = Walk(*root)
     for step in steps:
         step(walk, data)
@@ -337,7 +337,7 @@ def test_the_laws_hold_for_whatever_at_along_and_view_make(root, steps, data):
 
 @settings(max_examples=200)
 @given(st.integers(3, 8), st.integers(1, 2), st.integers(2, 3), st.data())
-def test_layouts_of_equal_ranks_are_equal_by_whatever_road(a, b, cuts, data):
+def test_equal_slices_make_equal_layouts(a, b, cuts, data):
     layout, plain = pair((a, b), range(a * b))
     for _ in range(cuts):
         keep = data.draw(parts(layout.size("a")))

@@ -39,13 +39,13 @@ def box() -> Layout:
     ("sizes", "shape"),
     [({"dp": -1}, (12,)), ({"dp": -1, "tp": 3}, (4, 3)), ({"pp": 2, "dp": -1, "tp": 6}, (2, 1, 6))],
 )
-def test_what_is_left_is_inferred(sizes, shape):
+def test_minus_one_infers_the_size(sizes, shape):
     assert Layout(**sizes, ranks=range(12)).shape == shape
     assert Layout(*sizes.values(), ranks=range(12)).shape == shape
     assert Layout(n=12).view(**sizes).shape == shape
 
 
-def test_ranks_may_come_from_anything_that_counts():
+def test_ranks_argument_accepts_any_iterable():
     expected = Layout(dp=2, tp=2, ranks=(4, 5, 6, 7))
     assert Layout(dp=2, tp=2, ranks=range(4, 8)) == expected
     assert Layout(dp=2, tp=2, ranks=iter([4, 5, 6, 7])) == expected
@@ -53,11 +53,11 @@ def test_ranks_may_come_from_anything_that_counts():
     assert Layout(dp=np.int64(2), tp=2, ranks=[4, 5, 6, 7]) == expected
 
 
-def test_a_set_of_ranks_is_taken_in_any_order_it_has():
+def test_ranks_argument_accepts_a_set():
     assert sorted(Layout(4, ranks={7, 5, 6, 4})) == [4, 5, 6, 7]
 
 
-def test_a_layout_is_a_collection_of_its_ranks(box):
+def test_layout_is_a_collection_of_ranks(box):
     assert len(box) == 8
     assert [*box.at(pp=1)] == [4, 5, 6, 7]
     assert 5 in box
@@ -66,11 +66,11 @@ def test_a_layout_is_a_collection_of_its_ranks(box):
 
 @pytest.mark.parametrize("outsider", [-1, 8, 10**30, 1.0, 1.5, Fraction(3), "1", None, (1,), [], {}])
 @pytest.mark.parametrize("ranks", [range(8), (3, 1, 4, 5, 0, 2, 6, 7)], ids=["straight", "permuted"])
-def test_what_is_no_rank_of_it_is_not_in_it(outsider, ranks):
+def test_foreign_value_is_not_in_a_layout(outsider, ranks):
     assert outsider not in Layout(2, 2, 2, ranks=ranks)
 
 
-def test_numpy_integers_are_ranks_too(box):
+def test_numpy_integers_are_ranks(box):
     assert np.int64(5) in box
     assert box.coord_of(np.int64(5)) == (1, 0, 1)
     assert box.rank_of(np.array([1, 0, 1])) == 5
@@ -78,7 +78,7 @@ def test_numpy_integers_are_ranks_too(box):
 
 @pytest.mark.parametrize("number", [torch.tensor, np.array], ids=["torch", "numpy"])
 @pytest.mark.parametrize("ranks", [range(8), (3, 1, 4, 5, 0, 2, 6, 7)], ids=["straight", "permuted"])
-def test_a_rank_that_is_written_in_place_is_looked_up_anew(number, ranks):
+def test_mutated_rank_tensor_is_looked_up_again(number, ranks):
     asks: list[Callable[[Layout, object], object]] = [
         lambda layout, rank: rank in layout,
         Layout.coord_of,
@@ -97,7 +97,7 @@ def test_a_rank_that_is_written_in_place_is_looked_up_anew(number, ranks):
 
 @pytest.mark.parametrize("truth", TRUTHS, ids=lambda truth: type(truth).__module__)
 @pytest.mark.parametrize("ranks", [range(8), (3, 1, 4, 5, 0, 2, 6, 7)], ids=["straight", "permuted"])
-def test_a_truth_value_is_no_rank(truth, ranks):
+def test_bool_is_no_rank(truth, ranks):
     layout = Layout(pp=2, dp=2, tp=2, ranks=ranks)
     assert 1 in layout  # and is remembered, though True equals it
     assert truth not in layout
@@ -108,7 +108,7 @@ def test_a_truth_value_is_no_rank(truth, ranks):
 
 
 @pytest.mark.parametrize("truth", TRUTHS, ids=lambda truth: type(truth).__module__)
-def test_a_truth_value_is_no_index_and_no_size(box, truth):
+def test_bool_is_no_index_and_no_size(box, truth):
     for ask in (lambda: box.rank_of((truth, 0, 0)), lambda: box.at(pp=truth), lambda: box.at(pp=[0, truth, 1])):
         with pytest.raises(RankError, match="an index of axis pp is a whole number, not"):
             ask()
@@ -128,7 +128,7 @@ def test_a_truth_value_is_no_index_and_no_size(box, truth):
         ([True] * 4, "at(pp=[0, 1, 2, 3])"),
     ],
 )
-def test_a_mask_is_an_error_that_shows_the_indices(kind, mask, call):
+def test_mask_error_shows_the_indices(kind, mask, call):
     with pytest.raises(RankError) as caught:
         Layout(pp=4, tp=2).at(pp=kind(mask))
     text = "axis pp is given a mask; it takes indices.\n\n  "
@@ -139,7 +139,7 @@ def test_a_mask_is_an_error_that_shows_the_indices(kind, mask, call):
 
 
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
-def test_a_mask_of_another_length_or_of_nothing_is_an_error(kind):
+def test_wrong_or_empty_mask_is_refused(kind):
     for mask in ([True], [True, False], [False] * 8):
         with pytest.raises(RankError, match="an index of axis pp is a whole number, not"):
             Layout(pp=4, tp=2).at(pp=kind(mask))
@@ -149,7 +149,7 @@ def test_a_mask_of_another_length_or_of_nothing_is_an_error(kind):
 
 @pytest.mark.parametrize("stranger", ["1", None, 1.5, 1.0, (1,), [], {}])
 @pytest.mark.parametrize("ranks", [range(8), (3, 1, 4, 5, 0, 2, 6, 7)], ids=["straight", "permuted"])
-def test_asking_for_what_is_no_rank_is_an_error_of_ours(stranger, ranks):
+def test_foreign_rank_raises_rank_error(stranger, ranks):
     layout = Layout(2, 2, 2, ranks=ranks)
     for ask in (layout.coord_of, layout.index_of, layout.block_of, layout.label_of, layout.along):
         with pytest.raises(RankError):
@@ -157,12 +157,12 @@ def test_asking_for_what_is_no_rank_is_an_error_of_ours(stranger, ranks):
 
 
 @pytest.mark.parametrize("coord", [(), (0, 0), (0, 0, 0, 0), (0, 0, 2), (0, 0, -3), (0, 0, "0"), (0, 0, 1.0), 5, None])
-def test_asking_for_what_is_no_coord_is_an_error_of_ours(box, coord):
+def test_invalid_coord_raises_rank_error(box, coord):
     with pytest.raises(RankError):
         box.rank_of(coord)
 
 
-def test_negative_indices_of_a_coord_count_from_the_end(box):
+def test_negative_coord_indices_count_from_the_end(box):
     assert box.rank_of((-1, -2, -1)) == 5
 
 
@@ -176,7 +176,7 @@ def test_axes_without_names_are_numbered():
     assert layout.block_of(0, 0) == (0, 12)
 
 
-def test_numbered_axes_keep_their_numbers_when_others_are_fixed():
+def test_numbered_axes_keep_numbers_after_at():
     part = Layout(2, 3, 4).at({1: 0})
     assert part.axes == (0, 2)
     assert part.size(2) == 4
@@ -191,13 +191,13 @@ def test_negative_numbers_count_axes_from_the_end(box):
     assert Layout(2, 3, 4).at({1: 0}).size(-1) == 4
 
 
-def test_numbers_serve_for_named_axes_too(box):
+def test_numbers_work_for_named_axes(box):
     assert box.partition(0) == box.partition("pp")
     assert box.at({0: 1}) == box.at(pp=1)
 
 
 @pytest.mark.parametrize("axes", [("xp",), (3,), (-4,), ("tp", "tp"), ("tp", 2), ("tp", -1), (None,), (1.5,)])
-def test_axes_that_are_not_there_or_named_twice_are_errors_everywhere(box, axes):
+def test_unknown_or_repeated_axes_raise_axis_error(box, axes):
     for ask in (box.size, box.partition):
         with pytest.raises(AxisError):
             ask(*axes)
@@ -211,7 +211,7 @@ def test_axes_in_a_list_are_an_error_that_says_so(box):
         box.size(["dp", "tp"])
 
 
-def test_an_axis_that_was_fixed_is_gone(box):
+def test_fixed_axis_is_gone(box):
     part = box.at(pp=1)
     assert part.axes == ("dp", "tp")
     for ask in (part.size, part.partition, lambda axis: part.at({axis: 0})):
@@ -221,7 +221,7 @@ def test_an_axis_that_was_fixed_is_gone(box):
         Layout(2, 3, 4).at({1: 0}).size(1)
 
 
-def test_a_view_may_use_the_name_of_an_axis_that_was_fixed(box):
+def test_view_may_reuse_name_of_fixed_axis(box):
     again = box.at(pp=1).view(pp=2, tp=2)
     assert again.block_of(4, "pp") == (4, 6)
     assert again.describe(4, "pp") == "pp=*, tp=0"
@@ -249,7 +249,7 @@ def test_a_view_may_use_the_name_of_an_axis_that_was_fixed(box):
         (slice(-9, 1), (0, 1)),
     ],
 )
-def test_at_keeps_what_python_would(keep, ranks):
+def test_at_selects_indices_as_python_does(keep, ranks):
     part = Layout(pp=4, tp=2).at(pp=keep)
     assert part.ranks() == ranks
     assert part.axes == (("tp",) if isinstance(keep, int) else ("pp", "tp"))
@@ -257,7 +257,7 @@ def test_at_keeps_what_python_would(keep, ranks):
 
 
 @pytest.mark.parametrize("ranks", [range(16), Random(0).sample(range(99), 16)], ids=["straight", "permuted"])
-def test_at_keeps_any_indices_in_any_order(ranks):
+def test_at_accepts_indices_in_any_order(ranks):
     layout, plain = Layout(a=2, b=4, c=2, ranks=ranks), LayoutOracle("abc", (2, 4, 2), ranks)
     for kept in [order for n in range(1, 5) for order in permutations(range(4), n)]:
         part, expected = layout.at(b=kept), plain.at({"b": kept})
@@ -265,15 +265,15 @@ def test_at_keeps_any_indices_in_any_order(ranks):
         assert {rank for rank in range(-9, 120) if rank in part} == {*expected.ranks()}
 
 
-def test_first_and_last_stage_are_one_where_there_is_one():
+def test_at_first_and_last_keeps_single_stage():
     assert Layout(pp=1, tp=2).at(pp=[0, -1]).ranks() == (0, 1)
 
 
-def test_at_of_nothing_is_the_layout(box):
+def test_at_without_arguments_is_the_layout(box):
     assert box.at() == box.at({}) == box
 
 
-def test_at_of_every_axis_is_one_place(box):
+def test_at_every_axis_is_one_rank(box):
     place = box.at(pp=1, dp=0, tp=1)
     assert (place.axes, place.shape, place.ranks(), len(place)) == ((), (), (5,), 1)
     assert place.coord_of(5) == ()
@@ -281,7 +281,7 @@ def test_at_of_every_axis_is_one_place(box):
     assert place.partition() == ((5,),)
 
 
-def test_indices_are_counted_in_what_is_left():
+def test_indices_count_within_the_slice():
     tail = Layout(pp=8).at(pp=slice(4, None))
     assert tail.at(pp=0).ranks() == (4,)
     assert tail.at(pp=[-1, 0]).ranks() == (7, 4)
@@ -289,20 +289,20 @@ def test_indices_are_counted_in_what_is_left():
 
 
 @pytest.mark.parametrize("keep", [4, -5, [0, 4], [[0]], "0", None, 1.0, [None]])
-def test_indices_that_are_not_there_are_errors(keep):
+def test_unknown_index_raises_rank_error(keep):
     with pytest.raises(RankError):
         Layout(pp=4, tp=2).at(pp=keep)
 
 
 @pytest.mark.parametrize("keep", [[], (), slice(4, None), slice(2, 2), range(0)])
-def test_keeping_nothing_is_an_error(keep):
+def test_empty_slice_raises_shape_error(keep):
     with pytest.raises(ShapeError, match="keeps nothing of axis pp"):
         Layout(pp=4, tp=2).at(pp=keep)
 
 
 @pytest.mark.parametrize("first", [1, [1, 2], slice(1, 3)])
 @pytest.mark.parametrize("second", [1, [1], slice(1, 2)])
-def test_an_axis_is_given_to_at_once(first, second):
+def test_at_refuses_an_axis_given_twice(first, second):
     with pytest.raises(AxisError, match="given twice"):
         Layout(pp=4, tp=2).at({"pp": first}, pp=second)
     with pytest.raises(AxisError, match="given twice"):
@@ -312,23 +312,23 @@ def test_an_axis_is_given_to_at_once(first, second):
 # ---- view ----
 
 
-def test_a_view_splits_merges_and_reads_anew(box):
+def test_view_splits_and_merges_axes(box):
     assert box.view(pp=2, edp=1, ep=4).block_of(5, "ep") == (4, 5, 6, 7)
     assert box.view(n=8).axes == ("n",)
     assert box.view(4, 2).axes == (0, 1)
     assert box.view(a=4, b=1, c=2).shape == (4, 1, 2)
 
 
-def test_a_view_of_one_rank_is_any_number_of_ones(box):
+def test_view_of_one_rank_has_sizes_one(box):
     assert box.at(pp=1, dp=0, tp=1).view(a=1, b=1).ranks() == (5,)
 
 
-def test_a_view_of_an_even_slice_goes_on():
+def test_view_of_an_even_slice_works():
     assert Layout(dp=4, tp=4).at(tp=[0, 2]).view(n=8).ranks() == (0, 2, 4, 6, 8, 10, 12, 14)
     assert Layout(dp=4, tp=4).at(tp=slice(None, None, -1)).view(dp=4, a=2, b=2).block_of(0, "b") == (1, 0)
 
 
-def test_a_view_of_an_uneven_slice_may_not_cut_it():
+def test_view_may_not_split_uneven_slice():
     part = Layout(pp=4, tp=4).at(tp=[0, 1])
     assert part.view(pp=2, vp=2, tp=2).ranks() == part.ranks()
     assert part.view(n=8).ranks() == part.ranks()
@@ -339,7 +339,7 @@ def test_a_view_of_an_uneven_slice_may_not_cut_it():
         Layout(pp=8).at(pp=[0, 1, 3, 7]).view(2, 2)
 
 
-def test_indices_that_follow_one_another_may_be_cut_however_they_were_kept():
+def test_repeated_slices_equal_one_slice():
     part = Layout(a=8).at(a=[0, 1, 2, 4, 6]).at(a=slice(1, None)).at(a=[1, 2, 3])
     assert part == Layout(a=8).at(a=[2, 4, 6])
     assert Layout(a=4, b=2).at(a=[0, 1, 3]).at(a=slice(0, 2)).view(n=4).ranks() == (0, 1, 2, 3)
@@ -348,7 +348,7 @@ def test_indices_that_follow_one_another_may_be_cut_however_they_were_kept():
 # ---- neighbours, labels, descriptions ----
 
 
-def test_neighbors_end_at_the_edge_or_go_round():
+def test_neighbors_end_at_edge_or_wrap():
     ring = Layout(dp=2, cp=4)
     assert ring.neighbor_of(4, "cp", -1) is None
     assert ring.neighbor_of(4, "cp", -1, wrap=True) == 7
@@ -392,7 +392,7 @@ def test_labels_and_descriptions_name_every_axis(layout, label, whole, tp):
         (Layout(a=2, b=3).at(a=0, b=2), Layout(2, 3).at({0: 0, 1: 2})),
     ],
 )
-def test_equal_ranks_on_equal_axes_are_equal_by_whatever_road(one, other):
+def test_layouts_with_equal_axes_and_ranks_are_equal(one, other):
     assert one == other
     assert hash(one) == hash(other)
 
@@ -410,7 +410,7 @@ def test_equal_ranks_on_equal_axes_are_equal_by_whatever_road(one, other):
         None,
     ],
 )
-def test_other_ranks_or_axes_are_not_equal(other):
+def test_layouts_with_other_axes_or_ranks_differ(other):
     assert Layout(dp=2, tp=2) != other
 
 
@@ -429,7 +429,7 @@ def test_other_ranks_or_axes_are_not_equal(other):
     [copy.copy, copy.deepcopy, *(lambda x, p=p: pickle.loads(pickle.dumps(x, p)) for p in range(2, 6))],
     ids=["copy", "deepcopy", *(f"pickle {p}" for p in range(2, 6))],
 )
-def test_copies_are_equal_and_whole(layout, copied):
+def test_copies_are_equal(layout, copied):
     twin = copied(layout)
     assert twin == layout
     assert hash(twin) == hash(layout)
@@ -453,7 +453,7 @@ def test_copies_are_equal_and_whole(layout, copied):
         ),
     ],
 )
-def test_the_repr_is_a_call(layout, call):
+def test_repr_is_a_call(layout, call):
     assert repr(layout) == call
     assert eval(repr(layout)) == layout
 
@@ -461,7 +461,7 @@ def test_the_repr_is_a_call(layout, call):
 # ---- partitions ----
 
 
-def test_a_partition_is_a_sequence(box):
+def test_partition_is_a_sequence(box):
     blocks = box.partition("tp")
     assert isinstance(blocks, Partition)
     assert len(blocks) == 4
@@ -477,12 +477,12 @@ def test_a_partition_is_a_sequence(box):
 
 
 @pytest.mark.parametrize("which", [4, -5])
-def test_a_partition_ends_where_it_ends(box, which):
+def test_partition_raises_index_error_past_its_end(box, which):
     with pytest.raises(IndexError):
         box.partition("tp")[which]
 
 
-def test_a_partition_equals_any_sequence_of_its_blocks(box):
+def test_partition_equals_any_sequence_of_its_blocks(box):
     blocks = box.partition("tp")
     assert blocks == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert blocks == box.partition(2)
@@ -491,7 +491,7 @@ def test_a_partition_equals_any_sequence_of_its_blocks(box):
     assert blocks != {(0, 1), (2, 3), (4, 5), (6, 7)}
 
 
-def test_a_partition_shows_all_blocks_of_few_and_some_of_many(box):
+def test_repr_of_a_long_partition_is_short(box):
     assert repr(box.partition("pp")) == "((0, 4), (1, 5), (2, 6), (3, 7))"
     assert repr(box.partition()) == "((0, 1, 2, 3, 4, 5, 6, 7),)"
     many = "((0, 1), (2, 3), (4, 5), (6, 7), ..., (1998, 1999))"
@@ -518,7 +518,7 @@ def memory(call: Callable[[], object]) -> tuple[int, int]:
         tracemalloc.stop()
 
 
-def test_a_million_ranks_take_no_more_memory_than_eight():
+def test_layout_of_a_million_ranks_is_small():
     small, _ = memory(lambda: Layout(pp=2, dp=2, tp=2))
     held, peak = memory(lambda: Layout(**MILLION))
     assert held < small + KIB
@@ -557,7 +557,7 @@ def test_a_million_ranks_take_no_more_memory_than_eight():
         lambda layout: error_of(lambda: layout.at(tp=[0, 1, 2]).view(-1, 2)),
     ],
 )
-def test_a_question_about_a_million_ranks_takes_little_memory(ask):
+def test_calls_on_a_million_ranks_allocate_little(ask):
     layout = Layout(**MILLION)
     _, peak = memory(lambda: ask(layout))
     assert peak < 128 * KIB
@@ -569,7 +569,7 @@ def error_of(call: Callable[[], object]) -> PgmeshError:
     return caught.value
 
 
-def test_parts_of_a_permuted_layout_share_its_table():
+def test_slices_of_permuted_layout_share_its_table():
     layout = Layout(pp=64, dp=256, ranks=range(2**14)[::-1]).at(pp=[*range(1, 64), 0])
     permuted = Layout(pp=64, dp=256, ranks=layout.ranks())
     for ask in (lambda: permuted.at(pp=3), lambda: permuted.view(n=-1), lambda: permuted.along(9, "pp")):
@@ -590,7 +590,7 @@ def test_planning_imports_neither_torch_nor_numpy():
     assert not imported & {"torch", "numpy"}
 
 
-def test_every_public_name_is_there():
+def test_every_public_name_is_reachable():
     for name in pgmesh.__all__:
         assert name in dir(pgmesh)
         assert getattr(pgmesh, name).__name__ == name
@@ -599,7 +599,7 @@ def test_every_public_name_is_there():
 
 
 @pytest.mark.parametrize("ranks", [None, "offset", "shuffled"])
-def test_going_through_a_large_partition_gives_what_looking_up_each_block_gives(ranks: str | None):
+def test_iterated_partition_equals_its_indexed_blocks(ranks: str | None):
     count = 6 * 40 * 5 * 20
     order = {
         None: range(count),
@@ -614,7 +614,7 @@ def test_going_through_a_large_partition_gives_what_looking_up_each_block_gives(
                 assert list(partition) == [partition[i] for i in range(len(partition))], (part, axes)
 
 
-def test_what_a_huge_uneven_layout_says_of_itself_costs_nothing():
+def test_repr_of_huge_uneven_layout_allocates_little():
     whole = Layout(pp=1 << 10, tp=1 << 10)
     for part in (whole.at(pp=[0, 1, *range(3, 1 << 10)]), whole.at(tp=slice(0, -1))):
         tracemalloc.start()
@@ -629,7 +629,7 @@ def test_what_a_huge_uneven_layout_says_of_itself_costs_nothing():
         assert eval(call) == part
 
 
-def test_the_first_block_of_a_huge_partition_costs_nothing():
+def test_first_block_of_huge_partition_allocates_little():
     layout = Layout(dp=1 << 12, cp=1 << 4, tp=1 << 4)
     tracemalloc.start()
     try:
@@ -640,11 +640,11 @@ def test_the_first_block_of_a_huge_partition_costs_nothing():
 
 
 @pytest.mark.parametrize("number", [np.int64(-1), np.uint8(2)])
-def test_numbers_of_numpy_are_axes(number):
+def test_numpy_numbers_are_axes(number):
     assert Layout(2, 3, 5).size(number) == Layout(a=2, b=3, c=5).size(number) == 5
 
 
-def test_blocks_by_number():
+def test_partition_is_indexed_by_whole_numbers():
     partition = Layout(pp=2, tp=2).partition("tp")
     assert partition[1] == partition[np.int64(1)] == partition[torch.tensor(1)] == partition[-1] == (2, 3)
     assert partition[np.int64(1) :] == ((2, 3),)
@@ -658,7 +658,7 @@ def test_blocks_by_number():
         _ = partition[True:]
 
 
-def test_a_truth_value_is_no_end_of_a_slice():
+def test_bool_is_no_end_of_a_slice():
     says = r"^slice\(True, None, None\) is no slice of axis pp: True is no number\.$"
     with pytest.raises(RankError, match=says):
         Layout(pp=2, tp=2).at(pp=slice(True, None))

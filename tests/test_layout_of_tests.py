@@ -50,9 +50,9 @@ def test_no_file_imports_a_test_file():
         "def late():\n    from tests.groups.test_groups import BOXES",
     ],
 )
-def test_each_form_of_such_an_import_is_found(source: str):
+def test_each_form_of_test_import_is_found(source: str):
     assert imported_tests(Path("groups/test_lifetime.py"), source) == ["tests.groups.test_groups"]
 
 
-def test_each_of_the_longest_files_exists():
+def test_each_longest_file_exists():
     assert [name for name in LONGEST if not (TESTS / f"{name}.py").is_file()] == []

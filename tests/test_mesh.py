@@ -54,7 +54,7 @@ def mesh():
 
 
 @pytest.mark.parametrize("number", [torch.tensor, np.array], ids=["torch", "numpy"])
-def test_a_step_that_is_written_in_place_is_taken_anew(number):
+def test_mutated_step_tensor_is_read_again(number):
     with fake_rank(0, 8):
         mesh, step = ProcessGroupMesh(dp=8), number(0)
         for value in (1, 3, 2):
@@ -62,7 +62,7 @@ def test_a_step_that_is_written_in_place_is_taken_anew(number):
             assert mesh.neighbor("dp", step) == value
 
 
-def test_a_truth_value_is_no_step_and_no_member(mesh):
+def test_bool_is_no_step_and_no_member(mesh):
     assert mesh.neighbor("tp", -1) == 4  # and is remembered
     assert mesh.neighbor("pp", 1) is None
     for ask in (lambda: mesh.neighbor("pp", True), lambda: mesh.group_of([5, True])):
@@ -72,7 +72,7 @@ def test_a_truth_value_is_no_step_and_no_member(mesh):
 
 
 @pytest.mark.parametrize(("here", "device"), [(False, "cpu"), (True, "cuda")], ids=["no driver", "a driver"])
-def test_an_accelerator_that_torch_was_built_for_is_used_only_where_it_is_here(mesh, monkeypatch, here, device):
+def test_accelerator_is_used_only_if_present(mesh, monkeypatch, here, device):
     def current_accelerator(check_available: bool = False) -> torch.device | None:
         return torch.device("cuda") if here or not check_available else None
 
@@ -82,7 +82,7 @@ def test_an_accelerator_that_torch_was_built_for_is_used_only_where_it_is_here(m
 
 @pytest.mark.parametrize(("size", "sizes"), SHAPES.items(), ids=map(str, SHAPES))
 @pytest.mark.parametrize("permuted", [False, True], ids=["in order", "permuted"])
-def test_index_is_the_rank_in_the_group_on_every_rank(size, sizes, permuted):
+def test_index_is_group_rank_on_every_rank(size, sizes, permuted):
     order = random.Random(size).sample(range(size), size) if permuted else list(range(size))
     for rank in range(size):
         with fake_rank(rank, size):
@@ -94,19 +94,19 @@ def test_index_is_the_rank_in_the_group_on_every_rank(size, sizes, permuted):
                 assert group.size() == mesh.size(*combo) == len(mesh.ranks(*combo))
 
 
-def test_a_combination_has_no_order(mesh):
+def test_group_ignores_the_order_of_axes(mesh):
     for combo in combinations(mesh.axes):
         assert len({mesh.group(*order) for order in itertools.permutations(combo)}) == 1
 
 
-def test_group_along_axes_of_size_1_is_a_real_group_of_one():
+def test_group_along_size_1_has_one_rank():
     with fake_rank(3, 4):
         mesh = ProcessGroupMesh(dp=4, tp=1)
         assert order_of(mesh.group("tp")) == (3,)
         assert mesh.group("dp", "tp") is mesh.group("dp") is not dist.group.WORLD
 
 
-def test_along_shares_with_its_mesh(mesh):
+def test_along_shares_groups_with_its_mesh(mesh):
     for combo in combinations(mesh.axes)[1:]:
         along = mesh.along(*combo)
         assert along.group() is mesh.group(*combo)
@@ -114,13 +114,13 @@ def test_along_shares_with_its_mesh(mesh):
         assert along is mesh[combo] is mesh.along(*combo)
 
 
-def test_along_is_the_slice_in_the_order_of_the_mesh(mesh):
+def test_along_keeps_the_order_of_the_mesh(mesh):
     assert mesh["tp", "pp"].axes == ("pp", "tp")
     assert mesh["tp"].ranks() == (4, 5)
     assert mesh.along().ranks() == mesh.ranks()
 
 
-def test_views_and_slices_share_by_what_a_group_is(mesh):
+def test_views_and_slices_share_equal_groups(mesh):
     moe = mesh.view(pp=2, edp=1, ep=4)
     assert moe.group("ep") is mesh.group("dp", "tp") is mesh.at(pp=1).group()
     assert moe.group("edp").size() == 1
@@ -129,7 +129,7 @@ def test_views_and_slices_share_by_what_a_group_is(mesh):
 
 
 @pytest.mark.parametrize("count", [4, 40])
-def test_a_view_that_cannot_be_says_which_mesh_can(count):
+def test_impossible_view_suggests_a_mesh(count):
     with fake_rank(0, 6 * count):
         mesh = ProcessGroupMesh(pp=count, dp=2, tp=3).at(dp=0)
         with pytest.raises(pgmesh.ShapeError, match="are not evenly spaced") as caught:
@@ -145,7 +145,7 @@ def test_numbered_axes_keep_their_numbers():
         assert mesh.at({1: 0}).group(2) is mesh.group(2) is mesh.along(0, 2).group(2)
 
 
-def test_a_first_and_last_stage_group():
+def test_slice_of_end_stages_has_own_group():
     for rank, expected in [(0, (0, 6)), (7, (1, 7))]:
         with fake_rank(rank, 8):
             mesh = ProcessGroupMesh(pp=4, tp=2)
@@ -157,14 +157,14 @@ def test_a_first_and_last_stage_group():
         assert ends.coord is None
 
 
-def test_meshes_on_the_same_ranks_share_nothing():
+def test_meshes_on_same_ranks_share_no_group():
     with fake_rank(5, 8):
         actor, critic = ProcessGroupMesh(dp=4, tp=2, name="actor"), ProcessGroupMesh(dp=4, tp=2, name="critic")
         assert actor.group("tp") is not critic.group("tp")
         assert actor.group("tp").group_name != critic.group("tp").group_name
 
 
-def test_options_that_differ_make_another_group(mesh):
+def test_different_options_make_another_group(mesh):
     usual = mesh.group("dp")
     longer = mesh.group("dp", timeout=timedelta(hours=1))
     tagged = mesh.group("dp", tag="all-gather")
@@ -175,7 +175,7 @@ def test_options_that_differ_make_another_group(mesh):
     assert len({group.group_name for group in (usual, longer, tagged)}) == 3
 
 
-def test_names_follow_what_a_group_is_and_not_the_order_of_making():
+def test_group_names_ignore_the_order_of_creation():
     def names(seed: int) -> dict[object, str]:
         with fake_rank(5, 8):
             mesh = ProcessGroupMesh(pp=2, dp=2, tp=2)
@@ -186,7 +186,7 @@ def test_names_follow_what_a_group_is_and_not_the_order_of_making():
     assert all(names(seed) == names(0) for seed in range(1, 6))
 
 
-def test_a_name_is_never_used_again(mesh):
+def test_group_name_is_never_reused(mesh):
     names = set()
     for _ in range(10):
         names.add(mesh.group("dp").group_name)
@@ -194,7 +194,7 @@ def test_a_name_is_never_used_again(mesh):
     assert len(names) == 10
 
 
-def test_a_release_counts_also_where_the_group_was_never_made():
+def test_release_counts_without_a_created_group():
     names = []
     for makes_it_first in (True, False):
         with fake_rank(5, 8):
@@ -206,7 +206,7 @@ def test_a_release_counts_also_where_the_group_was_never_made():
     assert names[0] == names[1], "the two ranks would never meet"
 
 
-def test_ranks_of_group_of_stand_in_the_order_of_the_mesh():
+def test_group_of_keeps_the_order_of_mesh():
     with fake_rank(0, 4):
         mesh = ProcessGroupMesh(dp=4, ranks=[3, 1, 2, 0])
         assert order_of(mesh.group_of([0, 1, 3])) == (3, 1, 0)
@@ -225,14 +225,14 @@ def test_descriptions_name_the_group():
         assert ProcessGroupMesh(2, 4).group(1).group_desc == "mesh[0=0, 1=*]"
 
 
-def test_configure_sets_what_a_group_is_made_with(mesh):
+def test_configure_sets_options_of_the_group(mesh):
     mesh.configure("dp", timeout=timedelta(minutes=3))
     mesh.configure("dp", description="replicas")
     assert mesh.group("dp").group_desc == "replicas"
     assert mesh.group("dp", timeout=timedelta(minutes=3)) is mesh.group("dp")
 
 
-def test_a_rank_outside_knows_the_mesh_and_does_nothing():
+def test_rank_outside_knows_layout_and_creates_nothing():
     with fake_rank(6, 8):
         mesh = ProcessGroupMesh(dp=2, tp=2, ranks=range(4))
         assert mesh.rank not in mesh
@@ -247,7 +247,7 @@ def test_a_rank_outside_knows_the_mesh_and_does_nothing():
         assert len(c10d._world.pg_map) == 1, "nothing but the world"
 
 
-def test_a_root_is_made_by_its_repr():
+def test_repr_of_a_root_recreates_it():
     with fake_rank(5, 8):
         for mesh in (
             ProcessGroupMesh(2, 2, 2),
@@ -263,12 +263,12 @@ def test_a_root_is_made_by_its_repr():
             again.close()
 
 
-def test_the_picture_marks_this_rank(mesh):
+def test_str_marks_this_rank(mesh):
     assert "[5]" in str(mesh)
     assert "[" not in str(mesh.at(pp=0))
 
 
-def test_close_ends_everything_once(mesh):
+def test_close_ends_all_groups_once(mesh):
     groups_made = [mesh.group(*combo) for combo in combinations(mesh.axes)]
     mesh.close()
     mesh.close()
@@ -284,7 +284,7 @@ def test_close_ends_everything_once(mesh):
     assert mesh.index("dp", "tp") == 1
 
 
-def test_a_mesh_ends_with_its_world():
+def test_mesh_ends_with_its_world():
     with fake_rank(5, 8):
         mesh = ProcessGroupMesh(pp=2, dp=2, tp=2)
         mesh.group("tp")
@@ -295,7 +295,7 @@ def test_a_mesh_ends_with_its_world():
         mesh.group("tp")
 
 
-def test_torch_destroying_a_group_is_heard(mesh):
+def test_group_destroyed_by_torch_is_created_again(mesh):
     first = mesh.group("tp")
     dist.destroy_process_group(first)
     assert mesh.group("tp") is not first
@@ -303,7 +303,7 @@ def test_torch_destroying_a_group_is_heard(mesh):
     assert not [tag for tag, held in c10d._world.tags_to_pg.items() if not held]
 
 
-def test_torchs_own_names_do_not_depend_on_how_many_groups_are_held(mesh):
+def test_names_of_torch_groups_ignore_our_groups(mesh):
     before = c10d._hash_ranks_to_str([0, 1])
     for combo in combinations(mesh.axes):
         mesh.group(*combo)
@@ -312,7 +312,7 @@ def test_torchs_own_names_do_not_depend_on_how_many_groups_are_held(mesh):
     assert c10d._world.pg_config_info, "torch's own look at its tables still works"
 
 
-def test_many_threads_get_one_group(mesh):
+def test_threads_get_the_same_group(mesh):
     start, got = threading.Barrier(16), []
 
     def ask() -> None:
@@ -331,7 +331,7 @@ def test_many_threads_get_one_group(mesh):
 @pytest.mark.parametrize(
     "part", [lambda m: m, lambda m: m.at(pp=1), lambda m: m.view(4, 2)], ids=["root", "slice", "view"]
 )
-def test_copies_are_of_the_same_family(mesh, part):
+def test_copies_share_groups_with_the_original(mesh, part):
     here = part(mesh)
     for there in (copy.copy(here), copy.deepcopy(here), pickle.loads(pickle.dumps(here))):
         assert there.layout == here.layout
@@ -339,7 +339,7 @@ def test_copies_are_of_the_same_family(mesh, part):
     assert b"ProcessGroup" not in pickle.dumps(here).replace(b"ProcessGroupMesh", b"")
 
 
-def test_a_mesh_travels_to_another_world_and_outside_any():
+def test_pickled_mesh_works_in_another_world():
     with fake_rank(5, 8):
         mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor")
         mesh.group("tp")
@@ -355,7 +355,7 @@ def test_a_mesh_travels_to_another_world_and_outside_any():
         assert stage.group("tp") is arrived.group("tp"), "what left together arrives together"
 
 
-def test_a_mesh_that_is_only_loaded_uses_no_number_up():
+def test_unpickled_mesh_without_use_takes_no_number():
     """One rank loads a checkpoint with a mesh. The mesh that all ranks create then has the same names on each."""
     with fake_rank(5, 8):
         sent = pickle.dumps(ProcessGroupMesh(dp=8, name="train"))
@@ -366,7 +366,7 @@ def test_a_mesh_that_is_only_loaded_uses_no_number_up():
     assert loaded == first.replace("count", "train")
 
 
-def test_a_group_that_could_not_be_created_leaves_its_mesh_free_to_go():
+def test_failed_group_creation_frees_the_mesh():
     with fake_rank(5, 8):
         mesh = ProcessGroupMesh(dp=8)
         with mock.patch.object(building, "build", side_effect=RuntimeError("no device")), pytest.raises(RuntimeError):
@@ -376,7 +376,7 @@ def test_a_group_that_could_not_be_created_leaves_its_mesh_free_to_go():
         assert ProcessGroupMesh(dp=8).group("dp").size() == 8
 
 
-def test_unnamed_meshes_that_are_alike_need_names():
+def test_equal_unnamed_meshes_need_names():
     with fake_rank(5, 8):
         one, two = ProcessGroupMesh(dp=8), ProcessGroupMesh(dp=8)
         with pytest.raises(pgmesh.NameTakenError):
@@ -388,7 +388,7 @@ def test_unnamed_meshes_that_are_alike_need_names():
         assert other.group("tp") is not one.group("dp")
 
 
-def test_destroying_one_twin_does_not_rename_the_other(mesh):
+def test_destroyed_group_does_not_rename_tagged_one(mesh):
     before = mesh.group("dp", tag="twin").group_name
     mesh.close()
     again = ProcessGroupMesh(pp=2, dp=2, tp=2)
@@ -396,7 +396,7 @@ def test_destroying_one_twin_does_not_rename_the_other(mesh):
     assert again.group("dp", tag="twin").group_name.split("/")[-1] == before.split("/")[-1]
 
 
-def test_a_group_that_failed_and_is_then_configured_does_not_get_its_old_name_again(mesh):
+def test_configured_group_gets_new_name_after_failure(mesh):
     names = []
     for seconds in (10, 20, 30):
         mesh.configure("dp", timeout=timedelta(seconds=seconds))
@@ -405,7 +405,7 @@ def test_a_group_that_failed_and_is_then_configured_does_not_get_its_old_name_ag
     assert len({*names}) == 3, names
 
 
-def test_what_is_configured_is_no_part_of_a_name_but_compared(mesh):
+def test_configured_options_change_no_group_name(mesh):
     before = mesh.group("dp").group_name
     mesh.close()
     again = ProcessGroupMesh(pp=2, dp=2, tp=2)
@@ -413,18 +413,18 @@ def test_what_is_configured_is_no_part_of_a_name_but_compared(mesh):
     assert again.group("dp").group_name.split("/")[-1] == before.split("/")[-1]
 
 
-def test_no_tag_is_the_empty_tag(mesh):
+def test_tag_none_is_the_empty_tag(mesh):
     assert mesh.group("dp", tag=None) is mesh.group("dp", tag="") is mesh.group("dp")
     with pytest.raises(pgmesh.OptionsError, match="a tag is a string"):
         mesh.group("dp", tag=object())
 
 
-def test_a_dry_run_takes_the_options_of_the_real_one(mesh):
+def test_fake_world_accepts_options_of_nccl(mesh):
     mesh.configure("dp", high_priority=True, nccl={"max_ctas": 8})
     assert mesh.group("dp").size() == 2
 
 
-def test_a_mesh_does_not_fit_a_smaller_world():
+def test_unpickling_in_a_smaller_world_is_refused():
     with fake_rank(0, 8):
         sent = pickle.dumps(ProcessGroupMesh(dp=8))
     with (
@@ -434,7 +434,7 @@ def test_a_mesh_does_not_fit_a_smaller_world():
         pickle.loads(sent)
 
 
-def test_many_threads_make_meshes_that_are_told_apart(mesh):
+def test_threads_create_meshes_with_different_names(mesh):
     names, start = [], threading.Barrier(8)
 
     def make() -> None:
@@ -459,7 +459,7 @@ def test_many_threads_make_meshes_that_are_told_apart(mesh):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_forked_child_makes_no_groups_by_any_road(mesh):
+def test_forked_child_creates_no_groups(mesh):
     mesh.group("tp")
     roads = {
         "the mesh": lambda: mesh.group("tp"),
@@ -485,7 +485,7 @@ def test_a_forked_child_makes_no_groups_by_any_road(mesh):
     assert mesh.group("tp").size() == 2
 
 
-def test_a_name_is_free_again_after_close():
+def test_mesh_name_is_free_after_close():
     with fake_rank(5, 8):
         names = set()
         for _ in range(3):
@@ -509,7 +509,7 @@ def test_a_group_inherits_the_timeout_of_the_world():
         dist.destroy_process_group()
 
 
-def test_a_world_of_a_million_costs_no_more_than_its_groups():
+def test_mesh_works_in_world_of_a_million():
     with fake_rank(5, 1_048_576):
         mesh = ProcessGroupMesh(dp=-1, pp=4, cp=2, tp=8)
         assert mesh.shape == (16384, 4, 2, 8)
@@ -518,11 +518,11 @@ def test_a_world_of_a_million_costs_no_more_than_its_groups():
         assert mesh.along("tp").ranks() == tuple(range(8))
 
 
-def test_the_seam_is_whole():
+def test_torch_has_all_private_names():
     assert torch_private.missing_names() == {}, "this torch lacks private names that pgmesh needs: see groups.SEAM"
 
 
-def test_the_seam_says_what_is_gone():
+def test_missing_private_names_are_listed_with_reasons():
     class Torch:
         _C = None
 
@@ -545,13 +545,13 @@ ProcessGroupMesh(dp=4, tp=2).group("tp")
 """
 
 
-def test_a_torch_newer_than_the_newest_tried_is_warned_of_once():
+def test_untried_newer_torch_is_warned_about_once():
     done = subprocess.run([sys.executable, "-c", NEWER], capture_output=True, text=True, check=True)
     assert done.stderr.count("WARNING:pgmesh:") == 1, done.stderr
     assert f"torch 3.0.1+cu150 is newer than torch {TRIED_ON[-1]}, the newest that pgmesh was tested on" in done.stderr
 
 
-def test_a_torch_that_was_tried_is_not_warned_of():
+def test_tried_torch_gives_no_warning():
     done = subprocess.run([sys.executable, "-c", "import pgmesh.torch_private"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -576,7 +576,7 @@ def test_options_are_copied_and_hashable():
     assert options.nccl == {"max_ctas": 8}
 
 
-def test_what_at_was_asked_before_is_remembered_by_exactly_what_was_asked():
+def test_at_caches_exactly_equal_arguments():
     with fake_rank(5, 8):
         mesh = ProcessGroupMesh(at=2, pp=2, tp=2)
         asked = [0, 1, [0, 1], (0, 1), [1, 0], slice(0, 1), slice(0, 2), slice(None, None, 2), [0], -1, [-1]]

@@ -47,7 +47,7 @@ def raises_message(error: type[pgmesh.PgmeshError], text: str):
     return Says()
 
 
-def test_sizes_that_do_not_hold_the_world():
+def test_sizes_below_the_world_suggest_a_mesh():
     with raises_message(
         pgmesh.ShapeError,
         """
@@ -62,7 +62,7 @@ ProcessGroupMesh(dp=2, tp=2) holds 4 ranks, but the world has 8.
 
 @pytest.mark.parametrize("verb", ["group", "along", "index", "size", "ranks", "partition", "neighbor", "device_mesh"])
 @pytest.mark.parametrize("several", [["dp", "tp"], ("dp", "tp")], ids=["list", "tuple"])
-def test_axes_that_are_one_argument(mesh, verb, several):
+def test_axes_in_a_list_suggest_separate_arguments(mesh, verb, several):
     kind, call = type(several).__name__, f"mesh.{verb}('dp', 'tp')" if verb != "neighbor" else "mesh.neighbor('dp', 1)"
     with raises_message(pgmesh.AxisError, f"axes are separate arguments, not a {kind} {several!r}.\n\n  {call}"):
         getattr(mesh, verb)(several)
@@ -77,7 +77,7 @@ def test_axes_that_are_one_argument(mesh, verb, several):
         (lambda mesh: mesh.device_mesh(fsdp=(("dp", "tp"),)), "mesh.group('dp', 'tp')"),
     ],
 )
-def test_axes_that_are_one_argument_keep_other_arguments(mesh, call, meant):
+def test_suggested_call_keeps_other_arguments(mesh, call, meant):
     with raises_message(pgmesh.AxisError, f"axes are separate arguments, not a tuple ('dp', 'tp').\n\n  {meant}"):
         call(mesh)
     eval(meant, {"mesh": mesh, "layout": mesh.layout})
@@ -143,12 +143,12 @@ def test_axes_that_are_one_argument_keep_other_arguments(mesh, call, meant):
         ),
     ],
 )
-def test_values_of_the_wrong_kind(mesh, call, error, text):
+def test_arguments_of_wrong_type_are_refused(mesh, call, error, text):
     with raises_message(error, text):
         call(mesh)
 
 
-def test_closing_a_view_names_the_call_that_would_be_right():
+def test_close_of_a_view_suggests_release():
     mesh = ProcessGroupMesh(2, 4, name="m")
     with raises_message(
         pgmesh.LifetimeError,
@@ -161,7 +161,7 @@ ProcessGroupMesh(2, 4, name='m').view(8) is a view or a slice and shares the gro
         mesh.view(8).close()
 
 
-def test_a_family_that_is_a_list(mesh):
+def test_connect_refuses_a_list_of_axes(mesh):
     with raises_message(
         pgmesh.AxisError,
         """
@@ -174,7 +174,7 @@ connect takes axes and tuples of axes, not the list ['dp', 'tp'].
         mesh.connect("pp", ["dp", "tp"])
 
 
-def test_sizes_that_do_not_divide_the_world():
+def test_indivisible_sizes_suggest_a_divisor():
     with raises_message(
         pgmesh.ShapeError,
         """
@@ -186,19 +186,19 @@ ProcessGroupMesh(dp=-1, tp=3) cannot be filled: the world has 8, and 8 is not di
         ProcessGroupMesh(dp=-1, tp=3)
 
 
-def test_ranks_that_the_world_does_not_have():
+def test_rank_outside_the_world_is_refused():
     with raises_message(pgmesh.RankError, "ProcessGroupMesh: the world's ranks are 0 to 7; there is no rank 8."):
         ProcessGroupMesh(dp=2, ranks=[7, 8])
 
 
-def test_a_name_that_is_none():
+def test_name_with_a_slash_is_refused():
     text = "ProcessGroupMesh: a name is a printable string without '/', such as name='actor', not 'a/b'."
     with raises_message(pgmesh.ShapeError, text):
         ProcessGroupMesh(dp=8, name="a/b")
 
 
 @pytest.mark.parametrize(("name", "size"), [("x" * 1025, "1,025"), ("é" * 4500, "9,000")])
-def test_a_name_that_is_too_long(name, size):
+def test_name_above_1024_bytes_is_refused(name, size):
     with raises_message(
         pgmesh.ShapeError,
         f"ProcessGroupMesh: a name has at most 1,024 bytes in UTF-8, and {name[:16]!r}... has {size}.",
@@ -216,14 +216,14 @@ def test_an_unknown_axis(mesh):
         mesh.group("tpp")
 
 
-def test_an_axis_that_is_fixed(mesh):
+def test_group_along_fixed_axis_is_refused(mesh):
     with raises_message(
         pgmesh.AxisError, "axis pp is fixed at 1 in mesh (dp=2, tp=2); use the mesh before at() fixed it."
     ):
         mesh.at(pp=1).group("pp")
 
 
-def test_a_rank_outside():
+def test_group_on_rank_outside_is_refused():
     mesh = ProcessGroupMesh(dp=2, tp=2, ranks=range(4), name="half")
     with raises_message(
         pgmesh.MembershipError,
@@ -236,7 +236,7 @@ rank 5 is not in ProcessGroupMesh(dp=2, tp=2, ranks=range(4), name='half'), so i
         mesh.group("dp")
 
 
-def test_ranks_that_i_am_not_among(mesh):
+def test_group_of_other_ranks_is_refused(mesh):
     with raises_message(
         pgmesh.MembershipError,
         """
@@ -248,7 +248,7 @@ rank 5 asked for the group of ranks 0, 1, but is not one of them.
         mesh.group_of([0, 1])
 
 
-def test_ranks_that_are_named_twice(mesh):
+def test_repeated_rank_in_group_of_is_refused(mesh):
     with raises_message(pgmesh.RankError, "each rank is given once, but [5, 5] has one twice."):
         mesh.group_of([5, 5])
 
@@ -285,12 +285,12 @@ def test_ranks_that_are_named_twice(mesh):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_options_that_no_group_has(mesh, options, text):
+def test_invalid_group_options_are_refused(mesh, options, text):
     with raises_message(pgmesh.OptionsError, text):
         mesh.group("dp", **options)
 
 
-def test_a_backend_that_is_not_there(mesh):
+def test_unknown_backend_is_refused(mesh):
     with pytest.raises(pgmesh.OptionsError, match=r"knows no backend 'glo'; it knows .*gloo"):
         mesh.group("dp", backend="glo")
     if not dist.is_mpi_available():
@@ -298,7 +298,7 @@ def test_a_backend_that_is_not_there(mesh):
             mesh.group("dp", backend="mpi")
 
 
-def test_configuring_too_late(mesh):
+def test_configure_after_creation_suggests_calls(mesh):
     mesh.group("dp")
     with pytest.raises(pgmesh.OptionsError) as info:
         mesh.configure("dp", timeout=timedelta(hours=1))
@@ -319,7 +319,7 @@ def test_configuring_too_late(mesh):
     exec(call.strip(), {"mesh": mesh})
 
 
-def test_one_group_under_two_spellings_and_two_minds():
+def test_different_options_for_equal_ranks_are_refused():
     mesh = ProcessGroupMesh(dp=8, cp=1)
     mesh.configure("dp", timeout=timedelta(minutes=1))
     with pytest.raises(pgmesh.OptionsError) as info:
@@ -333,7 +333,7 @@ def test_one_group_under_two_spellings_and_two_minds():
     mesh.configure("dp", "cp", timeout=timedelta(minutes=2), tag="own")
 
 
-def test_closing_what_is_a_part(mesh):
+def test_close_of_a_slice_suggests_release(mesh):
     with raises_message(
         pgmesh.LifetimeError,
         """
@@ -345,7 +345,7 @@ ProcessGroupMesh(pp=2, dp=2, tp=2).at(pp=1) is a view or a slice and shares the 
         mesh.at(pp=1).close()
 
 
-def test_a_closed_mesh(mesh):
+def test_closed_mesh_is_named_in_errors(mesh):
     group = mesh.group("tp")
     mesh.close()
     with pytest.raises(pgmesh.LifetimeError) as info:
@@ -356,7 +356,7 @@ def test_a_closed_mesh(mesh):
         dist.barrier(group=group)
 
 
-def test_a_name_that_is_taken():
+def test_taken_name_suggests_existing_mesh():
     mesh = ProcessGroupMesh(dp=8, name="actor")
     with pytest.raises(pgmesh.NameTakenError) as info:
         ProcessGroupMesh(tp=8, name="actor")
@@ -374,7 +374,7 @@ def test_a_name_that_is_taken():
     assert ProcessGroupMesh(tp=8, name="actor").group().size() == 8
 
 
-def test_two_meshes_without_a_name_that_are_alike():
+def test_equal_unnamed_meshes_suggest_names():
     first, second = ProcessGroupMesh(dp=8), ProcessGroupMesh(dp=8)
     with pytest.raises(pgmesh.NameTakenError) as info:
         second.group("dp")
@@ -392,7 +392,7 @@ def test_two_meshes_without_a_name_that_are_alike():
         first.group("dp")
 
 
-def test_a_mesh_may_be_named_like_the_call_of_another():
+def test_mesh_named_like_another_repr_is_listed():
     plain = ProcessGroupMesh(8)
     named = ProcessGroupMesh(dp=8, name="ProcessGroupMesh(8)")
     assert {key: mesh.axes for key, mesh in pgmesh.meshes().items()} == {
@@ -401,7 +401,7 @@ def test_a_mesh_may_be_named_like_the_call_of_another():
     }
 
 
-def test_a_part_depends_on_how_it_was_asked_for_and_not_on_what_was_asked_before():
+def test_repr_of_view_ignores_earlier_slices():
     for early in (False, True):
         mesh = ProcessGroupMesh(dp=8, tp=1, name=f"actor{early}")
         if early:
@@ -411,14 +411,14 @@ def test_a_part_depends_on_how_it_was_asked_for_and_not_on_what_was_asked_before
         assert root_of(view.device_mesh()).mesh_dim_names == ("dp",)
 
 
-def test_a_closed_mesh_asks_for_no_hosts():
+def test_locality_of_closed_mesh_is_refused():
     mesh = ProcessGroupMesh(dp=8, name="actor")
     mesh.close()
     with pytest.raises(pgmesh.LifetimeError, match="mesh 'actor' was closed at"):
         mesh.locality("dp")
 
 
-def test_a_cell_of_a_notebook_may_be_run_again():
+def test_notebook_cell_finds_and_closes_its_mesh():
     """A mesh that no variable holds any more is found by its name, and closed."""
     ProcessGroupMesh(dp=8, name="actor").group("dp")
     ProcessGroupMesh(tp=8).group("tp")
@@ -436,7 +436,7 @@ def test_two_meshes_that_only_order_tells_apart():
         meshes[0].group("dp")
 
 
-def test_adopting_the_wrong_group(mesh):
+def test_adopt_refuses_group_of_other_ranks(mesh):
     with raises_message(
         pgmesh.RankError,
         "group dp of ProcessGroupMesh(pp=2, dp=2, tp=2) has ranks 5, 7; the group to adopt has 4, 5.",
@@ -444,7 +444,7 @@ def test_adopting_the_wrong_group(mesh):
         mesh.adopt("dp", mesh.group("tp"))
 
 
-def test_no_world():
+def test_mesh_without_a_world_is_refused():
     dist.destroy_process_group()
     try:
         with raises_message(
@@ -461,7 +461,7 @@ torch.distributed is not initialised, so there are no ranks to arrange.
         dist.init_process_group("fake", rank=0, world_size=1, store=dist.HashStore())
 
 
-def test_errors_are_what_people_catch():
+def test_errors_subclass_the_expected_builtins():
     caught = {
         pgmesh.ShapeError: ValueError,
         pgmesh.AxisError: (ValueError, IndexError),
@@ -485,7 +485,7 @@ def test_errors_are_what_people_catch():
         assert error.__module__ == "pgmesh"
 
 
-def test_a_group_of_a_part_without_axes_is_named_by_its_rank(mesh):
+def test_group_without_axes_is_named_by_rank(mesh):
     part = mesh.at(pp=1, dp=0, tp=1)
     part.group()
     assert "group of rank 5 of ProcessGroupMesh(pp=2, dp=2, tp=2): ranks 5; created, at" in str(part.report())
@@ -608,7 +608,7 @@ def test_device_type_and_sizes_show_the_mesh(call, right):
     )
 
 
-def test_device_type_and_sizes_that_do_not_fit():
+def test_device_type_with_invalid_sizes_suggests_nothing():
     for wrong in ((4, 4), ([[0, 1], [2, 3]],), ("x",)):
         with raises_message(
             pgmesh.ShapeError, "ProcessGroupMesh: device_type is no axis; it follows from the backend of a group."
@@ -638,7 +638,7 @@ def test_device_type_and_sizes_that_do_not_fit():
         (lambda mesh: mesh.device_mesh(both=None), "there is no axis None in mesh (pp=2, dp=2, tp=2)."),
     ],
 )
-def test_dimensions_of_a_device_mesh_without_axes(mesh, call, text):
+def test_device_mesh_refuses_dimensions_without_axes(mesh, call, text):
     with raises_message(pgmesh.AxisError, text):
         call(mesh)
     for right in suggested(pgmesh.AxisError(text)):

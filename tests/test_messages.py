@@ -68,7 +68,7 @@ def test_sizes_that_do_not_fit_the_world():
         ),
     ],
 )
-def test_a_script_that_nobody_started_several_times(box, text):
+def test_world_of_one_rank_suggests_torchrun(box, text):
     assert_raises(ShapeError, lambda: fill_sizes("ProcessGroupMesh", box, 1, "the world has 1"), text)
 
 
@@ -133,7 +133,7 @@ def test_a_script_that_nobody_started_several_times(box, text):
         ),
     ],
 )
-def test_sizes_that_do_not_fit_the_ranks(call, text):
+def test_wrong_number_of_ranks_suggests_sizes(call, text):
     assert_raises(ShapeError, call, text)
 
 
@@ -186,11 +186,11 @@ def test_sizes_that_do_not_fit_the_ranks(call, text):
         ),
     ],
 )
-def test_sizes_that_are_none(call, text):
+def test_invalid_sizes_are_refused(call, text):
     assert_raises(ShapeError, call, text)
 
 
-def test_no_axis_at_all():
+def test_layout_without_axes_is_refused():
     with pytest.raises(ShapeError, match=r"^Layout needs at least one axis, such as Layout\(.*\)\.$") as caught:
         Layout()
     call = re.search(r"such as (.*)\.", str(caught.value))[1]
@@ -210,7 +210,7 @@ def test_no_axis_at_all():
         ([0.0, 1.0], "Layout: ranks are whole numbers, such as ranks=range(4), not [0.0, 1.0]."),
     ],
 )
-def test_ranks_that_are_none(ranks, text):
+def test_invalid_ranks_are_refused(ranks, text):
     assert_raises(ShapeError, lambda: Layout(dp=-1, ranks=ranks), text)
 
 
@@ -227,11 +227,11 @@ def test_ranks_that_are_none(ranks, text):
         ),
     ],
 )
-def test_nothing_left(call, text):
+def test_empty_slice_names_the_axis(call, text):
     assert_raises(ShapeError, call, text)
 
 
-def test_a_view_that_would_cut():
+def test_view_of_uneven_ranks_suggests_mesh():
     assert_raises(
         ShapeError,
         lambda: Layout(pp=3, tp=4).at(tp=[0, 1]).view(a=2, b=3),
@@ -288,7 +288,7 @@ def test_a_view_that_would_cut():
         ),
     ],
 )
-def test_an_axis_that_is_not_there(call, text):
+def test_unknown_axis_is_named_with_suggestion(call, text):
     assert_raises(AxisError, call, text)
 
 
@@ -301,7 +301,7 @@ def test_an_axis_that_is_not_there(call, text):
         (lambda: NUMBERED.at({0: 0, -3: 1}), "axis 0 is given twice."),
     ],
 )
-def test_an_axis_named_twice(call, text):
+def test_axis_named_twice_is_refused(call, text):
     assert_raises(AxisError, call, text)
 
 
@@ -318,7 +318,7 @@ def test_an_axis_named_twice(call, text):
         ),
     ],
 )
-def test_an_axis_that_was_fixed(call, text):
+def test_fixed_axis_is_named_with_index(call, text):
     assert_raises(AxisError, call, text)
 
 
@@ -338,7 +338,7 @@ def test_an_axis_that_was_fixed(call, text):
         (lambda: Layout(dp=2).along("1"), "rank '1' is not in mesh (dp=2), whose ranks are 0, 1."),
     ],
 )
-def test_a_rank_that_is_not_there(call, text):
+def test_unknown_rank_is_named_with_mesh(call, text):
     assert_raises(RankError, call, text)
 
 
@@ -356,7 +356,7 @@ def test_a_rank_that_is_not_there(call, text):
         (lambda: BOX.partition("tp")[4], "there are 4 blocks; there is no number 4."),
     ],
 )
-def test_a_place_that_is_not_there(call, text):
+def test_unknown_index_is_named_with_range(call, text):
     assert_raises(RankError, call, text)
 
 
@@ -365,7 +365,7 @@ def test_a_place_that_is_not_there(call, text):
 ERRORS = PgmeshError.__subclasses__()
 
 
-def test_the_tree_is_drawn_as_it_is():
+def test_docstring_shows_the_tree_of_errors():
     drawn = re.findall(r"[├└]── (\w+) +\(([\w, ]+)\) +(.*)", errors.__doc__)
     bases = {error.__name__: ", ".join(base.__name__ for base in error.__bases__[1:]) for error in ERRORS}
     assert {name: builtin for name, builtin, _ in drawn} == bases
@@ -380,7 +380,7 @@ def test_each_error_is_one_that_people_would_catch(error):
     assert traceback.format_exception_only(error("so")) == [f"pgmesh.{error.__name__}: so\n"]
 
 
-def test_errors_do_not_show_what_led_to_them():
+def test_errors_suppress_their_context():
     with pytest.raises(ShapeError) as caught:
         Layout(dp=2.5)
     assert caught.value.__suppress_context__

@@ -69,7 +69,7 @@ def test_at_again_is_one_call_of_ours():
 
 
 @pytest.mark.parametrize("hit", [*HITS, "at(pp=1)"])
-def test_a_hit_keeps_nothing(hit):
+def test_cached_call_keeps_no_memory(hit):
     ask = HITS.get(hit, lambda mesh: mesh.at(pp=1))
     with fake_rank(5, 8):
         mesh = ProcessGroupMesh(pp=2, dp=2, tp=2)
@@ -88,7 +88,7 @@ def test_a_hit_keeps_nothing(hit):
         assert kept < 20, f"{kept} blocks of memory stay from 1000 hits"
 
 
-def test_a_hit_asks_no_store():
+def test_cached_call_needs_no_store_operation():
     with fake_rank(5, 8):
         mesh = ProcessGroupMesh(pp=2, dp=2, tp=2)
         with record_operations() as done:
@@ -119,7 +119,7 @@ def making(ranks: int) -> list[str]:
     return called
 
 
-def test_making_groups_does_as_much_in_a_world_of_a_million_as_in_one_of_two_thousand():
+def test_group_creation_costs_same_in_larger_worlds():
     making(2_048)  # what is done once is done
     assert len(making(1_048_576)) == len(making(2_048))
 
@@ -139,7 +139,7 @@ def held(make: Callable[[], Any]) -> int:
     return size
 
 
-def test_a_mesh_of_a_million_ranks_is_as_small_as_one_of_a_thousand():
+def test_mesh_of_a_million_ranks_is_small():
     sizes = {}
     for ranks in (1_024, 1_048_576):
         with fake_rank(1, ranks):
@@ -148,7 +148,7 @@ def test_a_mesh_of_a_million_ranks_is_as_small_as_one_of_a_thousand():
     assert sizes[1_048_576] < 16 << 10
 
 
-def test_a_layout_and_its_partitions_are_as_small():
+def test_partitions_of_a_million_ranks_are_small():
     def make(ranks: int) -> Any:
         layout = Layout(dp=ranks // 64, pp=4, cp=2, tp=8)
         return layout, layout.partition("dp", "cp"), layout.partition("tp")
@@ -156,7 +156,7 @@ def test_a_layout_and_its_partitions_are_as_small():
     assert held(lambda: make(1_048_576)) < held(lambda: make(1_024)) + 512
 
 
-def test_a_plan_of_a_million_ranks_holds_no_list_of_them():
+def test_plan_of_a_million_ranks_is_small():
     assert held(lambda: plan(Layout(dp=16_384, pp=4, cp=2, tp=8), nodes="131072x8")) < 1 << 20
 
 
@@ -182,13 +182,13 @@ def loaded(script: str) -> set[str]:
     return {*json.loads(ran.stdout)}
 
 
-def test_importing_pgmesh_loads_next_to_nothing():
+def test_import_of_pgmesh_loads_no_other_module():
     modules = loaded("import pgmesh")
     assert [name for name in modules if name.startswith("pgmesh")] == ["pgmesh"]
     assert not modules.intersection(NEVER_FIRST)
 
 
-def test_the_mesh_loads_none_of_what_stands_above_it():
+def test_import_of_mesh_loads_no_upper_layer():
     modules = loaded("import torch; from pgmesh import ProcessGroupMesh")
     assert not modules.intersection({f"pgmesh.{name}" for name in ON_DEMAND})
     assert "rich" not in modules

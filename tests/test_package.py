@@ -59,7 +59,7 @@ def wheel(built: Path) -> Path:
     return path
 
 
-def test_the_wheel_has_the_package_alone(wheel: Path):
+def test_wheel_holds_only_the_package(wheel: Path):
     assert wheel.name == f"pgmesh-{pgmesh.__version__}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -77,7 +77,7 @@ def test_the_wheel_has_the_package_alone(wheel: Path):
     assert wheel.stat().st_size < 500_000
 
 
-def test_the_source_archive_builds_the_same_wheel(built: Path, wheel: Path, tmp_path: Path):
+def test_source_archive_builds_the_same_wheel(built: Path, wheel: Path, tmp_path: Path):
     (source,) = built.glob("*.tar.gz")
     with tarfile.open(source) as archive:
         archive.extractall(tmp_path, filter="data")
@@ -90,13 +90,13 @@ def test_the_source_archive_builds_the_same_wheel(built: Path, wheel: Path, tmp_
         assert sorted(first.namelist()) == sorted(second.namelist())
 
 
-def test_the_index_would_accept_both(built: Path):
+def test_twine_accepts_both_archives(built: Path):
     pytest.importorskip("twine")
     said = run(sys.executable, "-m", "twine", "check", "--strict", *sorted(built.iterdir()), cwd=built)
     assert said.count("PASSED") == 2
 
 
-def test_the_wheel_runs_in_an_environment_of_its_own(wheel: Path, tmp_path: Path):
+def test_wheel_runs_in_a_separate_environment(wheel: Path, tmp_path: Path):
     """The environment has pip, the wheel, and what torch and cachetools bring, through a path file."""
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"
@@ -110,7 +110,7 @@ def test_the_wheel_runs_in_an_environment_of_its_own(wheel: Path, tmp_path: Path
     assert "tp=2" in run(command, "plan", "dp=2", "tp=2", cwd=tmp_path)
 
 
-def test_every_statement_of_the_version_is_the_same():
+def test_all_files_state_the_same_version():
     assert f'\nversion = "{pgmesh.__version__}"\n' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert f"\n## [{pgmesh.__version__}] - 20" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
@@ -118,7 +118,7 @@ def test_every_statement_of_the_version_is_the_same():
 # ---- pre-commit ----
 
 
-def test_the_hooks_before_a_commit_run_the_first_commands_of_make_test():
+def test_pre_commit_hooks_match_make_test():
     yaml = pytest.importorskip("yaml")
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
     entries = [hook["entry"] for repo in config["repos"] for hook in repo["hooks"]]

@@ -315,7 +315,7 @@ def in_sections(text: str) -> list[str]:
 
 
 @needs_pipelines
-def test_the_public_surface_is_as_it_was():
+def test_public_surface_equals_the_golden_listing():
     now = written(surface())
     if os.environ.get("GOLDEN") != "write":
         changed = changes((golden_files.FOLDER / NAME).read_text(encoding="utf-8"), now)

@@ -19,7 +19,7 @@ BOX = Layout(pp=2, dp=2, tp=2)
 
 @pytest.mark.parametrize("ranks", [range(8), [3, 1, 4, 7, 5, 0, 2, 6]], ids=["in order", "permuted"])
 @pytest.mark.parametrize("rank", range(8))
-def test_it_answers_as_a_mesh_on_that_rank(rank, ranks):
+def test_rank_view_answers_as_the_mesh(rank, ranks):
     with fake_rank(rank, 8):
         mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, ranks=ranks)
         roads = [
@@ -53,7 +53,7 @@ def test_it_answers_as_a_mesh_on_that_rank(rank, ranks):
                     assert seen.neighbor(axis, step, wrap=wrap) == here.neighbor(axis, step, wrap=wrap)
 
 
-def test_a_rank_that_is_not_there():
+def test_rank_view_refuses_foreign_ranks():
     assert_raises(
         RankError,
         lambda: BOX.seen_by(8),
@@ -79,7 +79,7 @@ def test_a_rank_that_is_not_there():
         )
 
 
-def test_it_is_a_value():
+def test_rank_view_is_compared_by_value():
     seen = BOX.seen_by(5)
     assert repr(seen) == "Layout(pp=2, dp=2, tp=2).seen_by(5)"
     assert eval(repr(seen)) == seen == pickle.loads(pickle.dumps(seen)) == copy.deepcopy(seen)
@@ -91,6 +91,6 @@ def test_it_is_a_value():
 
 
 @given(st.integers(0, 63))
-def test_numbered_axes(rank):
+def test_rank_view_accepts_numbered_axes(rank):
     seen = Layout(4, 4, 4).seen_by(rank)
     assert (seen.index(0), seen.index(-1), seen.label()) == (rank // 16, rank % 4, "-".join(map(str, seen.coord)))

@@ -55,7 +55,7 @@ def again(mesh: ProcessGroupMesh, root: ProcessGroupMesh) -> ProcessGroupMesh:
         (lambda mesh: mesh.along("dp", "tp").along("tp"), ".along('dp', 'tp').along('tp')"),
     ],
 )
-def test_a_part_says_which_it_is_of_which_mesh(mesh, take, says):
+def test_repr_of_slice_or_view_is_a_call(mesh, take, says):
     part = take(mesh)
     assert repr(part) == f"{ROOT}{says}"
     assert again(part, mesh).layout == part.layout
@@ -73,7 +73,7 @@ def test_numbered_axes_keep_their_numbers():
         assert again(mesh.at({0: 1}).along(2), mesh).axes == (2,)
 
 
-def test_it_is_never_absurdly_long():
+def test_repr_of_many_indices_is_short():
     with fake_rank(5, 200):
         mesh = ProcessGroupMesh(n=100, t=2)
         assert repr(mesh.at(n=slice(3, 90, 2))) == f"{WIDE}.at(n=slice(3, 90, 2))"
@@ -84,7 +84,7 @@ def test_it_is_never_absurdly_long():
         assert end == "99])"
 
 
-def test_on_another_rank_along_reads_as_the_slice_that_was_sent():
+def test_unpickled_along_prints_as_a_slice():
     with fake_rank(5, 8):
         mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="example")
         sent = pickle.dumps([mesh.along("dp", "tp"), mesh.along("dp", "tp").along("tp").view(t=2)])
@@ -98,7 +98,7 @@ def test_on_another_rank_along_reads_as_the_slice_that_was_sent():
 
 @settings(max_examples=40)
 @given(st.data())
-def test_it_gives_the_part_whatever_the_road(data):
+def test_repr_of_any_part_recreates_it(data):
     """The call in the repr, run, is the same ranks in the same order on the same axes."""
     with fake_rank(5, 8):
         root = mesh = ProcessGroupMesh(2, 2, 2, name="walk")

@@ -32,7 +32,7 @@ def refusal(timeout: object) -> str:
 @pytest.mark.parametrize(
     "timeout", [600, 600.0, timedelta(minutes=10), np.int64(600), np.float32(600), np.uint8(200) * np.int64(3)]
 )
-def test_options_keep_a_timedelta(timeout):
+def test_options_store_a_timedelta(timeout):
     options = GroupOptions(timeout=timeout)
     assert options.timeout == timedelta(seconds=600)
     assert isinstance(options.timeout, timedelta)
@@ -43,7 +43,7 @@ def test_options_keep_a_timedelta(timeout):
 
 
 @pytest.mark.parametrize("timeout", [1e10, timedelta.max, timedelta(days=36501)])
-def test_a_timeout_that_overflows_in_torch_is_refused(timeout):
+def test_timeout_that_overflows_in_torch_is_refused(timeout):
     with pytest.raises(OptionsError) as caught:
         GroupOptions(timeout=timeout)
     assert str(caught.value) == (
@@ -53,7 +53,7 @@ def test_a_timeout_that_overflows_in_torch_is_refused(timeout):
     assert GroupOptions(timeout=timedelta(days=36500)).timeout == timedelta(days=36500)
 
 
-def test_seconds_and_a_timedelta_mean_the_same_group(mesh):
+def test_seconds_and_timedelta_give_the_same_group(mesh):
     assert mesh.group("dp", timeout=0.5) is mesh.group("dp", timeout=timedelta(milliseconds=500))
     mesh.configure("tp", timeout=600)
     mesh.configure("tp", timeout=timedelta(minutes=10))  # says the same again
@@ -77,7 +77,7 @@ def timeouts_in_two_ways() -> list[timedelta]:
     return [*seen, timeout_of(mesh.group("dp")), timeout_of(asked)]
 
 
-def test_ranks_that_say_it_in_two_ways_meet():
+def test_ranks_with_seconds_and_timedelta_connect():
     seconds = [timedelta(seconds=n) for n in (600, 50, 40, 40)]
     assert world(2).run(timeouts_in_two_ways) == [seconds, seconds]
 
@@ -98,7 +98,7 @@ def test_ranks_that_say_it_in_two_ways_meet():
         lambda mesh, timeout: recipes.fairscale(8, name="f").set_timeout("tensor", timeout=timeout),
     ],
 )
-def test_what_is_no_timeout_is_refused_in_one_text(mesh, call, timeout):
+def test_invalid_timeout_is_refused_with_one_text(mesh, call, timeout):
     with pytest.raises(OptionsError) as caught:
         call(mesh, timeout)
     assert str(caught.value) == refusal(timeout)
@@ -113,14 +113,14 @@ def test_what_is_no_timeout_is_refused_in_one_text(mesh, call, timeout):
     ],
     ids=["spawn", "join"],
 )
-def test_launchers_refuse_it_as_their_own_error(call, timeout):
+def test_launchers_refuse_invalid_timeout_with_launch_error(call, timeout):
     with pytest.raises(LaunchError) as caught:
         call(timeout)
     assert str(caught.value) == refusal(timeout)
     assert not dist.is_initialized()
 
 
-def test_launchers_take_seconds():
+def test_launchers_accept_seconds():
     assert launch.spawn(dist.get_rank, 1, timeout=60) == [0]
     launch.join("gloo", timeout=7)
     try:
@@ -143,7 +143,7 @@ def test_launchers_take_seconds():
         ((), "timeout=30"),
     ],
 )
-def test_a_timeout_among_the_axes_is_answered_with_the_right_call(mesh, given, right):
+def test_set_timeout_by_position_suggests_keyword(mesh, given, right):
     for axes in (("tp",), ("dp", "tp"), mesh.axes[:1]):
         mesh.group(*axes)
     with pytest.raises(OptionsError) as caught:
@@ -155,7 +155,7 @@ def test_a_timeout_among_the_axes_is_answered_with_the_right_call(mesh, given, r
 
 
 @pytest.mark.parametrize("given", [(1,), (1, 30)])
-def test_a_number_that_is_an_axis_stays_one(mesh, given):
+def test_set_timeout_takes_axis_numbers_as_axes(mesh, given):
     """Axis 1 is dp, as in ``group(1)``."""
     mesh.group("dp")
     with pytest.raises(OptionsError, match=r"\n\n  mesh\.set_timeout\(1, timeout=30\)$") as caught:
@@ -163,7 +163,7 @@ def test_a_number_that_is_an_axis_stays_one(mesh, given):
     exec(str(caught.value).splitlines()[-1].strip(), {"mesh": mesh})
 
 
-def test_only_the_last_number_is_taken_as_the_timeout(mesh):
+def test_set_timeout_suggests_its_last_number(mesh):
     with pytest.raises(OptionsError, match=r"\n\n  mesh\.set_timeout\(timeout=6\)$"):
         mesh.set_timeout(5, 6)
 
@@ -176,7 +176,7 @@ def test_only_the_last_number_is_taken_as_the_timeout(mesh):
         (("data",), "'data', timeout=30"),
     ],
 )
-def test_so_it_is_of_an_arrangement(given, right):
+def test_set_timeout_of_arrangement_suggests_keyword(given, right):
     with fake_rank(5, 8):
         arrangement = recipes.fairscale(8, tp=2, name="f")
         for name in ("tensor", "data"):
@@ -189,7 +189,7 @@ def test_so_it_is_of_an_arrangement(given, right):
         exec(str(caught.value).splitlines()[-1].strip(), {"arrangement": arrangement})
 
 
-def test_there_is_no_timeout_to_change_before_a_group_is_made(mesh):
+def test_set_timeout_before_creation_suggests_configure(mesh):
     with pytest.raises(OptionsError) as caught:
         mesh.set_timeout("tp", timeout=7)
     says, nothing, call = str(caught.value).splitlines()
@@ -212,5 +212,5 @@ def slices_set_their_own() -> None:
     assert {timeout_of(group).total_seconds() for group in (tp, dp, whole)} == {70}
 
 
-def test_a_slice_sets_the_timeouts_of_the_groups_inside_it_alone():
+def test_set_timeout_on_slice_changes_its_groups():
     world(4).run(slices_set_their_own)
