@@ -347,9 +347,3 @@ def test_equal_slices_make_equal_layouts(a, b, cuts, data):
     assert hash(layout) == hash(direct)
     if is_one_run(plain.ranks()):
         assert layout.view(c=-1) == Layout(c=-1, ranks=plain.ranks())
-
-
-@given(roots())
-def test_the_repr_of_any_root_is_the_call_that_makes_it(root):
-    layout, _ = root
-    assert eval(repr(layout)) == layout

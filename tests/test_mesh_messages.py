@@ -206,16 +206,6 @@ def test_name_above_1024_bytes_is_refused(name, size):
         ProcessGroupMesh(dp=8, name=name)
 
 
-def test_a_rank_is_missing_once():
-    with raises_message(pgmesh.RankError, "ProcessGroupMesh: the world's ranks are 0 to 7; there is no rank 9."):
-        ProcessGroupMesh(dp=1, ranks=[9])
-
-
-def test_an_unknown_axis(mesh):
-    with raises_message(pgmesh.AxisError, "there is no axis 'tpp' in mesh (pp=2, dp=2, tp=2). Did you mean 'tp'?"):
-        mesh.group("tpp")
-
-
 def test_group_along_fixed_axis_is_refused(mesh):
     with raises_message(
         pgmesh.AxisError, "axis pp is fixed at 1 in mesh (dp=2, tp=2); use the mesh before at() fixed it."
@@ -430,12 +420,6 @@ def test_notebook_cell_finds_and_closes_its_mesh():
     assert ProcessGroupMesh(dp=8, name="actor").group("dp").size() == 8
 
 
-def test_two_meshes_that_only_order_tells_apart():
-    meshes = [ProcessGroupMesh(dp=8), ProcessGroupMesh(dp=8)]
-    with pytest.raises(pgmesh.NameTakenError, match="two unnamed meshes differ only in the order of creation"):
-        meshes[0].group("dp")
-
-
 def test_adopt_refuses_group_of_other_ranks(mesh):
     with raises_message(
         pgmesh.RankError,
@@ -543,11 +527,6 @@ def test_torch_given_a_mesh_shows_device_meshes(mesh):
     with pytest.raises(AttributeError) as info:
         distribute_tensor(torch.ones(8), numbered, [Shard(0)])
     assert suggested(info.value) == ["mesh.device_mesh(0)"]
-
-
-def test_own_code_reading_ndim_gets_number_of_axes(mesh):
-    with pytest.raises(AttributeError, match=r"no attribute 'ndim'\.\n\n  len\(mesh\.axes\)$"):
-        _ = mesh.ndim
 
 
 FOR_GROUPS = {

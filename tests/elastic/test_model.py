@@ -9,7 +9,6 @@ import pytest
 
 from pgmesh.elastic.records import Outcome, Request
 from pgmesh.layout import Layout
-from tests.elastic.model.__main__ import main
 from tests.elastic.model.mutants import MUTANTS, Mutant
 from tests.elastic.model.processes import Program
 from tests.elastic.model.programs import (
@@ -175,8 +174,3 @@ def test_faults_reach_every_kind_of_outcome():
         for outcome in [Outcome.unpack(key, value)]
     }
     assert {(False, (), ()), (False, (1,), ((1, 2),)), (False, (0,), ((0, 2),)), (True, (), ())} <= seen
-
-
-def test_the_program_prints_the_results(capsys: pytest.CaptureFixture[str]):
-    assert main(["--minutes", "0"]) == 0
-    assert f"mutants caught: {len(MUTANTS)} of {len(MUTANTS)}" in capsys.readouterr().out

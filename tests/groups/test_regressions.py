@@ -81,4 +81,3 @@ def test_failed_group_is_created_under_another_name():
         assert (second, third) == (f"{first}.0", f"{first}.1")
 
 
-# ---- an error that the user holds ----

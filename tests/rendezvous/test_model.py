@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.rendezvous.model.__main__ import main
 from tests.rendezvous.model.mutants import KNOT, MUTANTS, Mutant
 from tests.rendezvous.model.programs import (
     PAIRS_AND_TRIPLE,
@@ -179,8 +178,3 @@ def test_skipped_orders_reach_the_same_outcomes():
         every = Space(programs, every_order=True).explore()
         assert (some.broken, some.circles) == (every.broken, every.circles) == ([], int(programs == KNOT))
         assert some.states < every.states
-
-
-def test_the_program_prints_the_results(capsys):
-    main(["--minutes", "0"])
-    assert f"mutants caught: {len(MUTANTS)} of {len(MUTANTS)}" in capsys.readouterr().out
