@@ -24,7 +24,6 @@ LONGEST = (
     "drawing/test_figures",
     "groups/test_groups",
     "recipes/test_recipes",
-    "faults/test_torch_hazards",
     "groups/test_lifetime",
     "faults/test_resource_counts",
     "support/test_worlds",

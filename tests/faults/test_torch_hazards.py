@@ -1,17 +1,10 @@
-"""Hazards of torch's own groups, each as a test that pgmesh passes and torch alone fails.
-
-The hazards are those of facts.md. The tests called test_torch_alone_... show that a hazard is real: once one of them
-fails, torch has changed, and what pgmesh does about it may go.
-"""
+"""Hazards of torch's own groups that pgmesh avoids. tests/torch_facts.py shows them with torch alone."""
 
 from __future__ import annotations
 
 import random
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -23,23 +16,9 @@ from pgmesh import ProcessGroupMesh
 from tests.support import resource_counts
 from tests.support.resource_counts import CAN_COUNT, resident_kib
 from tests.support.torch_tables import c10d
-from tests.support.worlds import check_sums, fresh_world, groups_of, world
+from tests.support.worlds import check_sums, groups_of, world
 
-PATIENCE = 2.0  # seconds for torch alone, where a tenth of a second is enough when it works
-LONG = timedelta(seconds=20)
-
-
-NOBODY = -1
-
-
-def fails(n: int, fn: Callable[..., Any], *args: Any) -> bool:
-    """Whether not every rank is right in time: one hangs, raises, or has a wrong sum."""
-    with fresh_world(n) as own:
-        own.run(dist.get_rank)  # the world is there: what follows is no matter of starting
-        return any(outcome.error for outcome in own.outcomes(fn, *args, deadline=PATIENCE))
-
-
-# ---- 1: groups that their members alone make ----
+# ---- groups that their members alone make ----
 
 
 def members_make_at_once() -> None:
@@ -52,24 +31,11 @@ def members_make_at_once() -> None:
     check_sums(groups_of(mesh))
 
 
-def torch_members_make(odd: int) -> None:
-    """torch names a group by how often its process called new_group, and one rank has called it once more."""
-    if dist.get_rank() == odd:
-        dist.new_group([0])
-    block = [[0, 1], [2, 3]][dist.get_rank() // 2]
-    check_sums({"tp": (dist.new_group(block, timeout=LONG), block)})
-
-
 def test_members_alone_create_a_group():
     world(4).run(members_make_at_once)
 
 
-def test_torch_alone_needs_every_rank_of_the_world():
-    assert not fails(2, torch_members_make, NOBODY)
-    assert fails(4, torch_members_make, 0)
-
-
-# ---- 2: ranks that hold different numbers of groups ----
+# ---- ranks that hold different numbers of groups ----
 
 
 def uneven() -> None:
@@ -79,21 +45,8 @@ def uneven() -> None:
     check_sums(groups_of(mesh))
 
 
-def torch_uneven(odd: int) -> None:
-    """One rank alone has a group more: of itself, which needs nobody."""
-    if dist.get_rank() == odd:
-        dist.new_group([0], use_local_synchronization=True)
-    everyone = range(dist.get_world_size())
-    check_sums({"all": (dist.new_group(everyone, use_local_synchronization=True, timeout=LONG), everyone)})
-
-
 def test_ranks_with_different_numbers_of_groups_connect():
     world(4).run(uneven)
-
-
-def test_torch_alone_loses_ranks_that_hold_different_numbers_of_groups():
-    assert not fails(2, torch_uneven, NOBODY)
-    assert fails(2, torch_uneven, 0)
 
 
 def make_use_and_release(times: int) -> None:
@@ -104,31 +57,11 @@ def make_use_and_release(times: int) -> None:
     check_sums(groups_of(mesh))
 
 
-def torch_make_use_and_destroy(times: int) -> None:
-    everyone = range(dist.get_world_size())
-    for cycle in range(times):
-        if cycle and dist.get_rank() == cycle % 2:
-            time.sleep(0.05)  # one is slower: the other takes its old address, and by chance is the one to connect
-        group = dist.new_group(everyone, use_local_synchronization=True, timeout=LONG)
-        check_sums({"all": (group, everyone)})
-        dist.destroy_process_group(group)
-        del group
-
-
 def test_group_is_created_and_released_30_times():
     world(4).run(make_use_and_release, 30)
 
 
-def test_torch_alone_meets_its_own_past():
-    """A group of local synchronisation that was destroyed leaves its addresses under the name of the next.
-
-    torch 2.15 has cured it; where that began, between 2.13 and 2.15, is unknown.
-    """
-    assert not fails(2, torch_make_use_and_destroy, 1)
-    assert fails(2, torch_make_use_and_destroy, 20) is (torch.__version__ < "2.15")
-
-
-# ---- 3: a world that is bound to a device ----
+# ---- a world that is bound to a device ----
 
 
 def never_split() -> None:
@@ -155,7 +88,7 @@ def test_group_is_never_split_off_the_world():
     world(4).run(never_split)
 
 
-# ---- 4: overlapping groups, made in a circle ----
+# ---- overlapping groups, made in a circle ----
 
 
 def circle(n: int) -> list[tuple[int, int]]:
@@ -171,25 +104,11 @@ def make_in_a_circle() -> None:
     check_sums(dict(reversed(groups.items())))
 
 
-def torch_make_in_order(in_a_circle: bool) -> None:
-    """Names of their own, and gloo as torch makes it: each connects as it is made, and so waits for its members."""
-    me, store = dist.get_rank(), c10d._get_default_store()
-    pairs = map(sorted, circle(3) if in_a_circle else sorted(circle(3), key=sorted))
-    groups = [dist.ProcessGroupGloo(dist.PrefixStore(f"{pair}/", store), pair.index(me), 2, LONG) for pair in pairs]
-    dist.barrier()  # a group that goes while another still connects would end that with an error
-    del groups
-
-
 def test_overlapping_groups_are_created_in_a_circle():
     world(3).run(make_in_a_circle)
 
 
-def test_torch_alone_waits_in_a_circle():
-    assert not fails(3, torch_make_in_order, False)
-    assert fails(3, torch_make_in_order, True)
-
-
-# ---- 6: one group waits, the others go on ----
+# ---- one group waits, the others go on ----
 
 
 def go_on_while_one_waits() -> None:
@@ -214,25 +133,8 @@ def go_on_while_one_waits() -> None:
     check_sums(groups_of(mesh))
 
 
-def torch_go_on_while_one_waits(one_waits: bool) -> None:
-    """The same with threads: torch makes a group by waiting, in the client of the store that all groups share."""
-    me = dist.get_rank()
-    if me == 0 and one_waits:
-        absent = {"ranks": [0, 1], "use_local_synchronization": True, "timeout": LONG}
-        threading.Thread(target=dist.new_group, kwargs=absent, daemon=True).start()
-        time.sleep(0.5)  # until the thread waits, which nothing tells
-    if me in (0, 2):
-        group = dist.new_group([0, 2], use_local_synchronization=True, timeout=LONG)
-        check_sums({"pair": (group, [0, 2])})
-
-
 def test_pending_first_collective_blocks_no_other_group():
     world(4).run(go_on_while_one_waits)
-
-
-def test_torch_alone_holds_up_every_group_while_one_waits():
-    assert not fails(3, torch_go_on_while_one_waits, False)
-    assert fails(3, torch_go_on_while_one_waits, True)
 
 
 def in_threads() -> None:
@@ -259,7 +161,7 @@ def test_six_threads_use_six_groups_at_once():
     world(4).run(in_threads)
 
 
-# ---- 8: what a group leaves behind ----
+# ---- what a group leaves behind ----
 
 
 def held() -> dict[str, int]:
@@ -289,30 +191,7 @@ def test_releasing_120_times_leaves_nothing_behind():
         assert more - memory < 4 * 1024, f"{more - memory} KiB more, after 200 groups that cost 175 KiB each"
 
 
-def torch_cycles(times: int) -> list[dict[str, int]]:
-    """As a program would: use a group, destroy it, go on. The tensors' last references go with the calls."""
-    seen, kept = [], []
-    for cycle in range(times + 1):
-        if cycle in (5, times):
-            dist.barrier()
-            seen.append(held())
-            dist.barrier()
-        group = dist.new_group(timeout=LONG)
-        check_sums({"all": (group, range(dist.get_world_size()))})
-        dist.destroy_process_group(group)
-        kept.append(group)
-    return seen
-
-
-@pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")
-def test_torch_alone_leaves_threads_descriptors_and_keys_behind():
-    with fresh_world(2) as own:
-        for early, late in own.run(torch_cycles, 15):
-            grown = {what for what in early if late[what] >= early[what] + 10}
-            assert {"descriptors", "threads", "keys"} <= grown
-
-
-# ---- 9: threads ----
+# ---- threads ----
 
 
 def many_ask_for_one() -> None:
@@ -336,28 +215,7 @@ def test_threads_get_the_same_group():
     world(4).run(many_ask_for_one)
 
 
-def torch_in_threads(alike: bool) -> None:
-    """Two threads on both ranks make a group each, and on rank 1 the second thread happens to be the first."""
-    numbers = [1, 1000] if alike or dist.get_rank() == 0 else [1000, 1]
-    one_is_made = threading.Event()
-
-    def use(number: int) -> int:
-        assert number == numbers[0] or one_is_made.wait(10)
-        group, total = dist.new_group(timeout=LONG), torch.tensor([number])
-        one_is_made.set()
-        dist.all_reduce(total, group=group)
-        return int(total)
-
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(use, [1, 1000])) == [2, 2000]
-
-
-def test_torch_alone_crosses_groups_that_threads_make():
-    assert not fails(2, torch_in_threads, True)
-    assert fails(2, torch_in_threads, False)
-
-
-# ---- 12: ranks in an order of their own ----
+# ---- ranks in an order of their own ----
 
 
 def permuted() -> list[int]:
@@ -373,17 +231,5 @@ def permuted() -> list[int]:
     return [rank.item() for rank in gathered]
 
 
-def torch_permuted() -> list[int]:
-    group = dist.new_group([3, 1, 2, 0])
-    gathered = [torch.zeros(1, dtype=torch.long) for _ in range(4)]
-    dist.all_gather(gathered, torch.tensor([dist.get_rank()]), group=group)
-    dist.destroy_process_group(group)
-    return [rank.item() for rank in gathered]
-
-
 def test_permuted_ranks_keep_their_order_in_groups():
     assert world(4).run(permuted) == [[3, 1, 2, 0]] * 4
-
-
-def test_torch_alone_sorts_them():
-    assert world(4).run(torch_permuted) == [[0, 1, 2, 3]] * 4

@@ -79,5 +79,3 @@ def test_failed_group_is_created_under_another_name():
     """The number behind it is that of the attempt, so all members have the same one."""
     for first, second, third in world(2).run(lose_the_first_collective_twice):
         assert (second, third) == (f"{first}.0", f"{first}.1")
-
-
