@@ -47,6 +47,9 @@ def raises_message(error: type[pgmesh.PgmeshError], text: str):
     return Says()
 
 
+@pytest.mark.fault(
+    "sizes that do not fit, two -1, an empty mesh, an unknown axis, ranks that are repeated, negative or foreign"
+)
 def test_sizes_below_the_world_suggest_a_mesh():
     with raises_message(
         pgmesh.ShapeError,

@@ -182,6 +182,9 @@ def test_layout_without_axes_is_refused():
     assert eval(call).size() >= 1
 
 
+@pytest.mark.fault(
+    "sizes that do not fit, two -1, an empty mesh, an unknown axis, ranks that are repeated, negative or foreign"
+)
 @pytest.mark.parametrize(
     ("ranks", "text"),
     [
@@ -241,6 +244,9 @@ def test_view_of_uneven_ranks_suggests_mesh():
 # ---- AxisError ----
 
 
+@pytest.mark.fault(
+    "sizes that do not fit, two -1, an empty mesh, an unknown axis, ranks that are repeated, negative or foreign"
+)
 @pytest.mark.parametrize(
     ("call", "text"),
     [

@@ -312,6 +312,7 @@ def one_world_after_another(folder):
         launch.join("gloo")
 
 
+@pytest.mark.fault("a second world in the same processes, on the same store")
 @pytest.mark.skipif(not hasattr(dist.TCPStore, "list_keys"), reason="this torch cannot list the keys of its own groups")
 def test_second_world_on_the_same_store_connects(tmp_path):
     with fresh_world(2) as own:

@@ -81,6 +81,8 @@ def train(folder: Path) -> Attempt:
     return trained
 
 
+@pytest.mark.fault("the store pauses for 0.3 to 20 s and goes on")
+@pytest.mark.fault("all ranks of a job are suspended and continued")
 @pytest.mark.parametrize("what", ["store", "ranks", "both"])
 def test_pause_aborts_no_healthy_mesh(tmp_path: Path, what: str):
     """Longer than the silence after which a rank is lost."""
@@ -113,6 +115,7 @@ def connect_while_suspended(folder: Path) -> Attempt:
     return failed
 
 
+@pytest.mark.fault("all ranks of a job are suspended and continued")
 def test_connect_survives_suspended_machine(tmp_path: Path):
     def suspend(_: int, ranks: Sequence[int]) -> None:
         for rank in range(4):
@@ -143,6 +146,7 @@ def abort_in_pause(folder: Path) -> Attempt:
     return attempt(lambda: wait_until(lambda: mesh.group("dp") is None, "an error of the mesh"))
 
 
+@pytest.mark.fault("`abort()` during a pause of the store, or just before the process exits")
 @pytest.mark.parametrize("seconds", [0.3, 1.5])
 def test_abort_during_store_pause_reaches_all(tmp_path: Path, seconds: float):
     """The pause is counted from the abort on."""
@@ -183,6 +187,7 @@ def abort_and_exit(rank: int, port: int, folder: Path, number: int) -> None:
     (folder / f"part {rank}").rename(folder / f"failed {rank}")
 
 
+@pytest.mark.fault("`abort()` during a pause of the store, or just before the process exits")
 def test_abort_before_exit_reaches_others(tmp_path: Path):
     """The store pauses, and the process leaves the world at once."""
     with RankProcesses(abort_and_exit, tmp_path) as ranks:

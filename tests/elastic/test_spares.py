@@ -94,6 +94,7 @@ def stand_by_with_another(rank: int, port: int, folder: Path, _: int) -> None:
     (folder / f"part {rank}").rename(folder / f"told {rank}")
 
 
+@pytest.mark.fault("ranks stand by and no rank is left that can call `shrink`")
 def test_spares_do_not_await_each_other(tmp_path: Path):
     with RankProcesses(stand_by_with_another, tmp_path) as ranks:
         for rank in range(3):

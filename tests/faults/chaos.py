@@ -32,6 +32,7 @@ from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh, launch
@@ -423,6 +424,7 @@ def run_case(case: Case, seed: int, tally: Tally, *, beats_fast: bool = True, lo
 # ---- every crash point ----
 
 
+@pytest.mark.fault("a member dies at any of its operations on the store")
 def run_crashes(end: float, tally: Tally) -> None:
     """A rank dies at its first operation, its second, ... until it has done all it had to do."""
     left = dict.fromkeys(ORDERS, True)
@@ -468,6 +470,7 @@ def cycle(times: int) -> list[dict[str, int]]:
     return seen
 
 
+@pytest.mark.fault("connect, use, release, 500 times; any fault that a process survives, repeatedly")
 def run_ledger(times: int, tally: Tally) -> None:
     """Connect, use and release, again and again."""
     start = time.monotonic()
@@ -578,6 +581,7 @@ def be_a_worker(folder: Path) -> None:
     wait_for_flag(folder, "over")
 
 
+@pytest.mark.fault("one host of two is cut off")
 def run_hosts(tally: Tally) -> None:
     """Two hosts with two ranks each, and the link between them is cut and mended."""
     try:

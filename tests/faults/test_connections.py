@@ -374,6 +374,7 @@ def one_dies_in_large_collectives(end: str) -> tuple[str, float]:
     return failed.kind, time.monotonic() - start
 
 
+@pytest.mark.fault("a group is destroyed after a member died in the middle of a message")
 @pytest.mark.parametrize("end", ["close", "destroy"])
 def test_group_with_half_a_message_is_destroyed(end: str):
     """Gloo's event loop gets an event for unread data again and again. A loop without a pause never ends."""

@@ -275,6 +275,7 @@ def report_on_the_lost(folder: Path) -> tuple[str, str]:
     return others[2], others[3]
 
 
+@pytest.mark.fault("`report()` after a rank has ended or fallen silent")
 def test_report_names_ended_and_silent_ranks(tmp_path: Path):
     with fresh_world(4) as own:
 

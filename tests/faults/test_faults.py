@@ -10,7 +10,6 @@ heartbeats are as frequent as elsewhere, and reports may be late. Their text may
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import gc
@@ -101,6 +100,7 @@ def differ() -> dict[str, tuple[Attempt, Attempt]]:
     return seen
 
 
+@pytest.mark.fault("shape, axes, order of ranks or options differ")
 def test_mismatch_is_raised_on_all_arrived_ranks():
     """That it takes no more than 0.1 s where a machine has time is in test_detection_latency.py."""
     with fresh_world(4) as own:
@@ -145,6 +145,9 @@ def ask_wrongly() -> tuple[list[float], list[str]]:
     return took, done
 
 
+@pytest.mark.fault(
+    "sizes that do not fit, two -1, an empty mesh, an unknown axis, ranks that are repeated, negative or foreign"
+)
 def test_local_errors_are_raised_without_store_operations():
     """The words of each error are in test_messages.py and test_mesh_messages.py."""
     with fresh_world(2) as own:
@@ -162,6 +165,7 @@ def in_any_order(seed: int) -> None:
     connect_and_check(mesh, *random.Random(f"{seed} {mesh.rank}").sample(families, 3))
 
 
+@pytest.mark.fault("ranks ask for groups in different orders")
 def test_one_call_connects_groups_in_any_order():
     with fresh_world(4) as own:
         for seed in range(3):
@@ -178,6 +182,7 @@ def in_a_circle() -> tuple[Attempt, Attempt]:
     return failed, attempt(lambda: connect_and_check(mesh, "tp", "dp"))
 
 
+@pytest.mark.fault("ranks wait for each other in a circle")
 def test_circle_error_shows_every_rank_in_it():
     with fresh_world(4) as own:
         seen = results(own.outcomes(in_a_circle))
@@ -204,6 +209,7 @@ def mends_its_mesh_at_once(name: str) -> tuple[Attempt, Attempt]:
     return failed, attempt(lambda: connect_and_check(right, ("dp", "tp")))
 
 
+@pytest.mark.fault("shape, axes, order of ranks or options differ")
 def test_retry_succeeds_right_after_mismatch():
     with fresh_world(4) as own:
         for name in ("first", "second", "third"):
@@ -219,6 +225,7 @@ def asks_with_another_option() -> Attempt:
         return attempt(lambda: dist.all_reduce(torch.ones(1), group=group))
 
 
+@pytest.mark.fault("ranks ask for a group with different options in the call, which gives different groups")
 def test_missing_rank_error_shows_differing_call_options():
     with fresh_world(2) as own:
         first, second = results(own.outcomes(asks_with_another_option))
@@ -241,6 +248,7 @@ def one_mesh_more_on_one_rank() -> Attempt:
     return attempt(lambda: mesh.connect(("dp", "tp"), timeout=timedelta(seconds=D)))
 
 
+@pytest.mark.fault("ranks have created, closed or tried meshes of one name a different number of times")
 def test_error_explains_different_numbers_of_meshes():
     with fresh_world(4) as own:
         for failed in results(own.outcomes(one_mesh_more_on_one_rank)):
@@ -257,6 +265,7 @@ def adds_two() -> tuple[Attempt, Attempt]:
     return failed, attempt(lambda: connect_and_check(mesh, ("dp", "tp")))
 
 
+@pytest.mark.fault("the first sum of a group is wrong")
 def test_wrong_first_sum_fails_on_all_ranks():
     with fresh_world(4) as own:
         for failed, again in results(own.outcomes(adds_two)):
@@ -287,6 +296,7 @@ def in_threads() -> None:
     check_sums(groups_of(mesh))
 
 
+@pytest.mark.fault("threads connect groups at once")
 def test_threads_connect_groups_in_any_order():
     with fresh_world(4) as own:
         results(own.outcomes(in_threads))
@@ -341,6 +351,7 @@ def one_never_comes(folder: Path) -> tuple[Attempt, list[tuple[float, str]], Att
     return failed, heard, attempt(lambda: connect_and_check(everyone, 0))
 
 
+@pytest.mark.fault("a living member does not come")
 def test_missing_rank_is_named_with_its_status(tmp_path: Path):
     with fresh_world(4) as own:
         seen = results(own.outcomes(one_never_comes, tmp_path))
@@ -385,6 +396,7 @@ def one_dies_before(folder: Path, heard_before: bool) -> tuple[Attempt, Attempt,
     return failed, again, float((folder / "died").read_text())
 
 
+@pytest.mark.fault("a member dies before it arrives")
 @pytest.mark.parametrize("heard_before", [True, False], ids=["heard", "never heard"])
 def test_rank_killed_before_arrival_is_named(tmp_path: Path, heard_before: bool):
     with fresh_world(4) as own:
@@ -422,6 +434,7 @@ def one_dies_after(moment: str) -> tuple[Attempt, Attempt]:
     return failed, attempt(lambda: connect_and_check(ProcessGroupMesh(3, ranks=range(3), name="survivors"), 0))
 
 
+@pytest.mark.fault("a member dies in the first collective")
 @pytest.mark.parametrize("moment", ["before", "in"])
 def test_rank_killed_in_first_collective_is_named(moment: str):
     """If it dies right after it began, the collective may have been done on some or on all."""
@@ -461,6 +474,7 @@ def lost_on_one(folder: Path, release: bool) -> tuple[Attempt, Attempt]:
     return failed, attempt(lambda: connect_and_check(mesh, mesh.axes))
 
 
+@pytest.mark.fault("a first collective completes on one member and fails on another")
 @pytest.mark.parametrize("release", [True, False], ids=["released", "connected anew"])
 def test_group_that_failed_on_one_rank_reconnects(tmp_path: Path, release: bool):
     with fresh_world(4) as own:
@@ -489,6 +503,7 @@ def at_the_deadline(seed: int, times: int) -> list[tuple[Attempt, Attempt]]:
     return seen
 
 
+@pytest.mark.fault("a rank arrives while another gives up")
 def test_all_ranks_share_one_outcome_at_deadline():
     seed = 7
     print("seed", seed)
@@ -533,6 +548,7 @@ def wrong_world(rank: int, size: int) -> Attempt:
         return attempt(lambda: mesh.connect(timeout=timedelta(seconds=5)))
 
 
+@pytest.mark.fault("the sizes of the world differ")
 def test_different_world_sizes_raise_a_mismatch():
     with fresh_world(2) as own:
         seen = results(own.outcomes(wrong_world, 1, 3))
@@ -543,6 +559,7 @@ def test_different_world_sizes_raise_a_mismatch():
         assert failed.end - seen[1].start < 0.1 + SLACK
 
 
+@pytest.mark.fault("two processes have the same rank")
 def test_two_processes_of_a_rank_are_named():
     with fresh_world(2) as own:
         seen = results(own.outcomes(wrong_world, 0, 2))
@@ -581,6 +598,8 @@ def without_a_store(folder: Path, waiting: bool) -> tuple[Attempt, Attempt, Atte
     return failed, closing, again
 
 
+@pytest.mark.fault("the store dies")
+@pytest.mark.fault("the store hangs")
 @pytest.mark.parametrize("waiting", [True, False], ids=["while ranks wait", "before"])
 @pytest.mark.parametrize("how", GOES)
 def test_lost_store_is_named_while_groups_work(tmp_path: Path, how: str, waiting: bool):
@@ -649,6 +668,7 @@ def ask_without_a_store(folder: Path) -> tuple[dict[str, Attempt], bool, Attempt
     return seen, reported, attempt(lambda: connect_and_check(ProcessGroupMesh(dp=2, tp=2, name="again")))
 
 
+@pytest.mark.fault("the same, and no rank has connected anything")
 @pytest.mark.parametrize("how", GOES)
 def test_calls_of_unconnected_ranks_end_without_a_store(tmp_path: Path, how: str):
     def go(pid: int) -> None:
@@ -699,6 +719,7 @@ def one_is_stopped(folder: Path) -> tuple[Attempt, Attempt, float]:
     return failed, attempt(lambda: connect_and_check(mesh, mesh.axes, "dp", "tp")), stopped if mesh.rank == 3 else 0.0
 
 
+@pytest.mark.fault("a member is stopped (SIGSTOP) and continues")
 def test_stopped_rank_is_named_and_may_return(tmp_path: Path):
     def stop(pid: int) -> None:
         wait_for_flag(tmp_path, "stop me")
@@ -767,6 +788,7 @@ def one_is_signalled(folder: Path, how: str) -> tuple[Attempt, Attempt]:
     return failed, again
 
 
+@pytest.mark.fault("Ctrl-C or SIGTERM while connecting, or any exception")
 @pytest.mark.parametrize("how", SIGNALS)
 def test_signal_during_connect_is_named_on_peers(tmp_path: Path, how: str):
     sent = []
@@ -818,6 +840,7 @@ def one_is_interrupted(where: str) -> tuple[Attempt, Attempt]:
     return failed, attempt(lambda: connect_and_check(mesh, mesh.axes))
 
 
+@pytest.mark.fault("Ctrl-C or SIGTERM while connecting, or any exception")
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_interrupt_before_or_after_arrival_reaches_peers(where: str):
     with fresh_world(4) as own:
@@ -847,6 +870,7 @@ def one_cannot_make() -> tuple[Attempt, Attempt]:
     return failed, attempt(lambda: connect_and_check(mesh, "dp", "tp"))
 
 
+@pytest.mark.fault("creating a group raises an error")
 def test_retry_succeeds_after_failed_group_creation():
     with fresh_world(4) as own:
         seen = results(own.outcomes(one_cannot_make))
@@ -873,6 +897,7 @@ def give_up_and_close() -> None:
         assert attempt(lambda: mesh.connect(mesh.axes, timeout=timedelta(seconds=0.1))).kind == "MissingRanksError"
 
 
+@pytest.mark.fault("connect, use, release, 500 times; any fault that a process survives, repeatedly")
 def test_close_after_failed_connect_leaves_no_key():
     with fresh_world(4) as own:
         results(own.outcomes(give_up_and_close))
@@ -894,6 +919,7 @@ def try_without_a_store(pid: int, times: int) -> list[dict[str, int]]:
     return seen
 
 
+@pytest.mark.fault("connect, use, release, 500 times; any fault that a process survives, repeatedly")
 @pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")
 def test_retries_without_a_store_leave_nothing_behind():
     with StoreProcess() as store, fresh_world(2, store) as own:
@@ -912,6 +938,7 @@ def crash_points(ks: Sequence[int], batch: int = 4) -> Iterator[list[tuple[int, 
         yield points[i : i + batch]
 
 
+@pytest.mark.fault("a member dies at any of its operations on the store")
 def test_rank_may_die_at_any_store_operation(tmp_path: Path):
     """A sample; `python -m tests.faults.chaos` tries them all."""
     points = [(1, "together"), (2, "first"), (3, "last"), (3, "first"), (4, "last"), (6, "together")]
@@ -973,6 +1000,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.fault("a process ends without `close`")
 def test_process_exit_after_connect_is_named_at_once(tmp_path: Path):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = [sys.executable, write_script(tmp_path, ENDINGS), str(store.port)]
@@ -1025,59 +1053,9 @@ def use_what_is_gone() -> dict[str, float]:
     return took
 
 
+@pytest.mark.fault("a group is used after `release` or `close`")
+@pytest.mark.fault("a process forks")
 def test_ended_mesh_raises_within_a_millisecond():
     for took in world(2).run(use_what_is_gone):
         print(took)
         assert max(took.values()) < (SLACK if STARVED else 0.001)
-
-
-# ---- the page ----
-
-ROOT = Path(__file__).parents[2]
-
-
-def rows() -> list[list[str]]:
-    """The table of docs/contributing.md that has the tests of each fault in docs/faults.md."""
-    section = (ROOT / "docs" / "contributing.md").read_text().partition("\n## The test of each fault\n")[2]
-    lines = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("| ")]
-    head, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert head == ["fault", "tests"]
-    return rows
-
-
-def faults() -> list[str]:
-    """The first column of the tables of docs/faults.md."""
-    lines = (ROOT / "docs" / "faults.md").read_text().splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
-    assert all(len(row) == 4 for row in cells)
-    return [row[0] for row in cells if row[0] != "what happens"]
-
-
-def test_each_row_of_the_page_has_its_tests():
-    assert [row[0] for row in rows()] == faults()
-
-
-def functions(path: Path) -> set[str]:
-    return {each.name for each in ast.walk(ast.parse(path.read_text())) if isinstance(each, ast.FunctionDef)}
-
-
-@pytest.mark.parametrize("row", rows(), ids=lambda row: row[0])
-def test_each_row_of_the_page_has_a_test_that_is_there(row: list[str]):
-    assert len(row) == 2
-    links = re.findall(r"\[`([^`]+)`\]\(([^)]+)\)", row[-1])
-    assert links
-    assert row[-1].count("`") == 2 * len(links), "what is no link is not looked for"
-    for name, target in links:
-        path = (ROOT / "docs" / target).resolve()
-        part = re.fullmatch(r"chaos --(?:part )?(\w+)", name)
-        assert f"run_{part[1]}" in functions(path) if part else name in functions(path)
-
-
-def test_each_test_of_a_fault_stands_on_the_page():
-    told_of = {name for row in rows() for name in re.findall(r"`(test_\w+)`", row[-1])}
-    mine = {name for name in functions(Path(__file__)) if name.startswith("test_")}
-    assert mine - told_of == {
-        "test_each_row_of_the_page_has_its_tests",
-        "test_each_row_of_the_page_has_a_test_that_is_there",
-        "test_each_test_of_a_fault_stands_on_the_page",
-    }

@@ -320,6 +320,7 @@ def four() -> Iterator[World]:
         yield own
 
 
+@pytest.mark.fault("connect, use, release, 500 times; any fault that a process survives, repeatedly")
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_survived_fault_leaves_nothing_behind(four: World, fault: Callable[[ProcessGroupMesh], None]):
     for early, late in four.run(again_and_again, fault):

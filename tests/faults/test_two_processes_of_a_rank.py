@@ -36,6 +36,7 @@ def connect(rank: int, port: int, folder: Path, number: int) -> None:
     tell(folder, f"failed {rank} {number}", attempt(lambda: mesh.connect(("dp", "tp"), timeout=LONG_TIMEOUT)))
 
 
+@pytest.mark.fault("two processes have the same rank")
 def test_second_process_of_rank_is_named_everywhere(tmp_path: Path):
     processes = [(0, 0), (1, 0), (TWICE, 0), (TWICE, 1)]
     with RankProcesses(connect, tmp_path) as ranks:
@@ -79,6 +80,7 @@ def train(rank: int, port: int, folder: Path, number: int) -> None:
     tell(folder, f"aborted {rank}", attempt(lambda: wait_until(lambda: mesh.group() is None, "an error of the mesh")))
 
 
+@pytest.mark.fault("two processes have the same rank")
 @pytest.mark.long
 def test_late_second_process_ends_no_healthy_job(tmp_path: Path):
     with RankProcesses(train, tmp_path) as ranks:

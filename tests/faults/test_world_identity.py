@@ -250,6 +250,7 @@ def meet_after_unequal_pasts(port: int, how: str) -> None:
             used(mesh, how)
 
 
+@pytest.mark.fault("a fresh store; some processes were in other worlds before")
 @pytest.mark.parametrize("how", ["connect", "first collectives"])
 def test_ranks_with_different_pasts_use_fresh_store(how: str):
     with StoreProcess() as server, fresh_world(2) as own:
@@ -311,6 +312,7 @@ def store_thread_of(mesh: ProcessGroupMesh) -> StoreThread:
     return mesh._group_cache.registry.store_thread()
 
 
+@pytest.mark.fault("a used store; some processes were in its first world and others were not")
 def test_error_explains_store_of_an_earlier_world():
     with StoreProcess() as server, fresh_world(3) as own:
         one, _, other = own.run(meet_a_process_with_another_past, server.port)
@@ -371,6 +373,7 @@ def settled_descriptors() -> int:
     return count
 
 
+@pytest.mark.fault("the world is destroyed with meshes open, repeatedly")
 @pytest.mark.skipif(not CAN_COUNT, reason="needs /proc")
 def test_ended_world_leaves_nothing_behind():
     with StoreProcess() as server, fresh_world(2) as own:

@@ -185,6 +185,7 @@ def use_after(end: str, used: bool) -> None:
         summed(mesh)
 
 
+@pytest.mark.fault("a group is used after `release` or `close`")
 @pytest.mark.parametrize("used", [True, False], ids=["used", "never used"])
 @pytest.mark.parametrize("end", ENDS)
 def test_collectives_raise_on_an_ended_group(end: str, used: bool):
@@ -421,6 +422,7 @@ def fail_and_retry(failure: str) -> None:
     summed(mesh)
 
 
+@pytest.mark.fault("creating a group raises an error")
 @pytest.mark.parametrize("failure", FAILURES)
 def test_failed_group_creation_leaves_nothing_behind(failure: str):
     world(4).run(fail_and_retry, failure)
@@ -576,6 +578,7 @@ def unpack_elsewhere(data: bytes) -> None:
         assert stage.group("tp") is mesh.group("tp")
 
 
+@pytest.mark.fault("a mesh is pickled, copied or saved")
 def test_unpickled_mesh_creates_groups_in_another_process():
     data = world(4).run(packed_parts)
     world(8).run(unpack_elsewhere, data[1])
@@ -741,6 +744,7 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tu
     return of
 
 
+@pytest.mark.fault("a process ends without `close`")
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     "ending",
@@ -769,6 +773,7 @@ def test_process_that_raises_prints_only_its_error(endings, rank: int):
     assert not after or re.search(rf"rank {1 - rank} ended, or destroyed the group:\n  .* refuses connections$", after)
 
 
+@pytest.mark.fault("a process forks")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_forked_child_refuses_groups_and_exits(endings, rank: int):
     code, out, err = endings("in_a_fork", rank)

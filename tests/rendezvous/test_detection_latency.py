@@ -22,6 +22,8 @@ moments = st.floats(0.0, 3.0)
 paces = st.sampled_from([1.0, 1.0, 8.0])
 
 
+@pytest.mark.fault("shape, axes, order of ranks or options differ")
+@pytest.mark.fault("the sizes of the world differ")
 @settings(max_examples=120)
 @given(
     st.tuples(moments, moments, moments, moments),
@@ -55,6 +57,7 @@ def test_mismatch_is_raised_within_a_tenth_second(arrivals, odd, arriving, what)
         assert caller.finished_at - max(known, caller.arrives) < 0.1
 
 
+@pytest.mark.fault("a member dies before it arrives")
 @settings(max_examples=100)
 @given(st.tuples(moments, moments, moments), st.floats(0.0, 0.999), st.integers(1, 4), st.floats(0.001, 0.999), paces)
 def test_silent_member_is_named_soon_after_h(arrivals, phase, heartbeats, after, pace):
@@ -71,6 +74,7 @@ def test_silent_member_is_named_soon_after_h(arrivals, phase, heartbeats, after,
     assert min(caller.finished_at for caller in callers[:3]) >= max(last * pace, first) + H * pace  # and not before
 
 
+@pytest.mark.fault("a living member does not come")
 @settings(max_examples=60)
 @given(st.tuples(moments, moments, moments, moments), paces)
 def test_living_member_is_awaited_until_the_deadline(arrivals, pace):

@@ -155,6 +155,7 @@ def test_deadline_error_states_missing_ranks_and_statuses():
     assert 3.0 <= client.clock < 3.3
 
 
+@pytest.mark.fault("a member dies after it arrived, while another is late")
 @pytest.mark.parametrize("late", [range(2, 4), range(2, 60)])
 def test_member_that_dies_after_it_arrived_is_named(late: range):
     """A rank that has not begun is waited for. The one that died is named before the many that are late."""

@@ -245,6 +245,7 @@ def test_foreign_decision_is_a_mismatch_with_key(text):
     assert attempt.decision.kind == Decision.unpack("group/mismatch", text).kind
 
 
+@pytest.mark.fault("the store has a value that pgmesh did not write")
 @settings(max_examples=60)
 @given(foreign_value, foreign_value, foreign_value)
 @example(b"", b"", json.dumps({**RECORDS[3], "pending": [["\ud800", "", "", "", "", [0]]]}).encode())
@@ -269,6 +270,7 @@ def test_foreign_values_of_one_group_never_touch_another(arrivals, decision, sta
 # -- foreign values are named with their key ---------------------------------------------------------------------------
 
 
+@pytest.mark.fault("the store has a value that pgmesh did not write")
 def test_invalid_fingerprint_is_named_with_its_key():
     attempt, _ = judged(arrival(0) + arrival(1, fingerprint="1 nonsense"))
     assert attempt.decision is not None
@@ -336,6 +338,7 @@ class Trap:
         return Path.touch, (self.path,)
 
 
+@pytest.mark.fault("the store has a value that pgmesh did not write")
 def test_no_value_is_ever_executed(tmp_path, monkeypatch):
     path = tmp_path / "run"
 
