@@ -14,9 +14,9 @@ from pgmesh import Layout, MismatchError, PgmeshError, ProcessGroupMesh
 from pgmesh.parallel import DataParallel, compose
 from pgmesh.rendezvous.records import Fingerprint
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, status_key
-from tests.rendezvous.memory_client import MemoryClient, attempt_of, participant_of
 from tests.support import golden_files
 from tests.support.fake_world import fake_rank
+from tests.support.memory_client import MemoryClient, attempt_of, participant_of
 
 BOX = Layout(pp=2, dp=2, tp=2)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import logging
 import os
 import re
 import signal
@@ -14,7 +13,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -38,18 +36,9 @@ from pgmesh.rendezvous.operations import Raw
 from pgmesh.rendezvous.protocol import Participant
 from pgmesh.rendezvous.store_thread import StoreThread
 from tests.support.fake_world import fake_rank
-from tests.support.faults import attempt, beat_fast, set_flag, wait_for_flag
-from tests.support.worlds import check_sums, fresh_world, world
-
-
-def seconds(n: float) -> timedelta:
-    return timedelta(seconds=n)
-
-
-def all_groups(mesh):
-    combinations = [*((axis,) for axis in mesh.axes), mesh.axes]
-    return {str(axes): (mesh.group(*axes), mesh.ranks(*axes)) for axes in combinations}
-
+from tests.support.faults import attempt, beat_fast, set_flag, wait_for_flag, wait_until
+from tests.support.logs import logged_lines
+from tests.support.worlds import check_sums, fresh_world, groups_of, world
 
 # ---- it connects ----
 
@@ -59,7 +48,7 @@ def connect_in_any_order():
     families = ["pp", "dp", "tp", ("dp", "tp")]
     turn = mesh.rank % len(families)
     connected = mesh.connect(*families[turn:], *families[:turn])
-    check_sums(all_groups(mesh))
+    check_sums(groups_of(mesh))
     return str(connected)
 
 
@@ -83,12 +72,12 @@ def count_operations(folder):
         return run(thread, *operations, seconds=seconds)
 
     def wait_with_all(participant):
-        Path(folder, f"came {mesh.rank}").touch()  # this rank has arrived at all its attempts
-        wait_for(Path(folder, f"came {last}"))
+        set_flag(Path(folder), f"came {mesh.rank}")  # this rank has arrived at all its attempts
+        wait_for_flag(Path(folder), f"came {last}")
         wait(participant)
 
     for rank in range(last) if mesh.rank == last else ():
-        wait_for(Path(folder, f"came {rank}"))
+        wait_for_flag(Path(folder), f"came {rank}")
     counts = []
     with (
         mock.patch.object(StoreThread, "run", counted),
@@ -98,21 +87,21 @@ def count_operations(folder):
         connected = mesh.connect(*families)
     assert connected.operations >= counts[0]["Append"]
     assert set(connected.met) == set(families)
-    check_sums(all_groups(mesh))
+    check_sums(groups_of(mesh))
     return counts[0]
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_each_group_costs_four_or_five_store_operations(ranks, tmp_path):
     """The mesh costs two."""
-    groups, all_groups, decided = 3, 2 + ranks // 2 + 1, 0
+    groups, groups_of_all_ranks, decided = 3, 2 + ranks // 2 + 1, 0
     for counts in world(ranks).run(count_operations, str(tmp_path)):
         mine = counts["CompareSet"] - 1  # the groups that this rank was the last to come to
         undecided = groups - mine  # their decisions are read once, with a mismatch of the mesh
         reads = groups + mine + undecided + bool(undecided)
         assert counts == {"Append": 1 + groups, "Add": groups, "CompareSet": 1 + mine, "Read": reads}
         decided += mine
-    assert decided == all_groups
+    assert decided == groups_of_all_ranks
 
 
 def talk_to_all(most=None, paired=False):
@@ -135,7 +124,7 @@ def talk_to_all(most=None, paired=False):
         store = building.record_of(group).gloo
         assert store.used
         asked[axes] = store.operations
-    check_sums(all_groups(mesh))
+    check_sums(groups_of(mesh))
     return asked
 
 
@@ -169,7 +158,7 @@ def interrupted_as_it_learns():
     start = time.monotonic()
     with mock.patch.object(connecting._Call, "_ready", interrupted):
         try:
-            mesh.connect(timeout=seconds(20))
+            mesh.connect(timeout=20)
             first = ""
         except (KeyboardInterrupt, MissingRanksError) as error:
             first = f"{type(error).__name__} {error}"
@@ -198,7 +187,7 @@ def begins_late(folder):
 
     dist.barrier()
     with mock.patch.object(FirstCollective, "start", begin_late) if mesh.rank == 1 else contextlib.nullcontext():
-        failed = attempt(lambda: mesh.connect(timeout=seconds(2)))
+        failed = attempt(lambda: mesh.connect(timeout=2))
     set_flag(folder, f"given up by {mesh.rank}")
     dist.barrier()
     mesh.connect()
@@ -219,11 +208,11 @@ def test_unstarted_first_collective_fails_at_the_deadline(tmp_path):
 def one_by_one_and_at_once():
     mesh = ProcessGroupMesh(dp=2, tp=2)
     if mesh.rank == 0:
-        mesh.connect("dp", "tp", timeout=seconds(20))
+        mesh.connect("dp", "tp", timeout=20)
     else:
-        mesh.connect("dp", timeout=seconds(20))
-        mesh.connect("tp", timeout=seconds(20))
-    check_sums(all_groups(mesh))
+        mesh.connect("dp", timeout=20)
+        mesh.connect("tp", timeout=20)
+    check_sums(groups_of(mesh))
 
 
 def test_one_call_connects_with_separate_calls_of_others():
@@ -237,11 +226,11 @@ def twice_and_anew():
     if mesh.rank == 0:  # nobody is waited for
         assert mesh.connect("dp").warm == {}
     assert mesh.group("dp") is first
-    check_sums(all_groups(mesh))
+    check_sums(groups_of(mesh))
     mesh.release("dp")
     mesh.connect("dp")
     assert mesh.group("dp") is not first
-    check_sums(all_groups(mesh))
+    check_sums(groups_of(mesh))
 
 
 def test_connect_keeps_connected_groups_and_recreates_released_ones():
@@ -253,15 +242,15 @@ def try_all_again():
     failure = ""
     if mesh.rank != 3:
         try:
-            mesh.connect("dp", "tp", timeout=seconds(0.5))
+            mesh.connect("dp", "tp", timeout=0.5)
         except MissingRanksError as error:
             failure = str(error)
     dist.barrier()
-    heard = Heard()
-    if mesh.rank != 0:  # whose groups were made: it does not come again
-        mesh.connect("dp", "tp", timeout=seconds(20))
-    check_sums(all_groups(mesh))
-    return bool(failure), heard.lines
+    with logged_lines() as lines:
+        if mesh.rank != 0:  # its groups are connected: it does not call again
+            mesh.connect("dp", "tp", timeout=20)
+        check_sums(groups_of(mesh))
+    return bool(failure), [line.text for line in lines]
 
 
 def test_retry_skips_groups_that_are_connected():
@@ -283,7 +272,7 @@ def leave_nothing():
         with ProcessGroupMesh(dp=2, tp=2) as mesh:
             mesh.connect("dp", "tp", ("dp", "tp"))
             mesh.connect()
-            check_sums(all_groups(mesh))
+            check_sums(groups_of(mesh))
     dist.barrier()
     return store.num_keys() - before
 
@@ -298,17 +287,17 @@ def one_world_after_another(folder):
     for i in range(3):
         mesh = ProcessGroupMesh(dp=2, name="actor")
         if i < 2:
-            mesh.connect(timeout=seconds(20))
+            mesh.connect(timeout=20)
         assert "left the world" not in str(mesh.report())  # the other leaves only after the sums
         check_sums({"dp": (mesh.group(), mesh.ranks())})
         store = dist.distributed_c10d._get_default_store().underlying_store
         dist.destroy_process_group()
-        Path(folder, f"left {i} {mesh.rank}").touch()
+        set_flag(Path(folder), f"left {i} {mesh.rank}")
         if mesh.rank == 0:  # torch itself would find its old addresses, and hang
-            wait_for(Path(folder, f"left {i} 1"))
+            wait_for_flag(Path(folder), f"left {i} 1")
             assert all(store.delete_key(key) for key in store.list_keys() if "pgmesh" not in key)
-            Path(folder, f"swept {i}").touch()
-        wait_for(Path(folder, f"swept {i}"))
+            set_flag(Path(folder), f"swept {i}")
+        wait_for_flag(Path(folder), f"swept {i}")
         launch.join("gloo")
 
 
@@ -329,8 +318,8 @@ def unknown_axis():
     if mesh.rank == 1:
         with pytest.raises(AxisError, match="Did you mean 'tp'"):
             mesh.connect("dp", "pt")
-    mesh.connect("dp", "tp", timeout=seconds(20))
-    check_sums(all_groups(mesh))
+    mesh.connect("dp", "tp", timeout=20)
+    check_sums(groups_of(mesh))
 
 
 def test_connect_succeeds_after_unknown_axis():
@@ -340,47 +329,26 @@ def test_connect_succeeds_after_unknown_axis():
 # ---- nobody called connect: the first collective says it ----
 
 
-class Heard(logging.Handler):
-    """What is logged."""
-
-    def __init__(self):
-        super().__init__()
-        self.lines, self.threads = [], set()
-        logging.getLogger("pgmesh").addHandler(self)
-
-    def emit(self, record):
-        self.threads.add(record.threadName)
-        self.lines.append(record.getMessage())
-
-
 def wait_long(folder):
     mesh = ProcessGroupMesh(dp=2, tp=2, name="watched")
-    heard, usual = Heard(), timing.TIMING
+    usual = timing.TIMING
     timing.TIMING = dataclasses.replace(usual, warn_after=0.3, status_after=0.05)
-    done = Path(folder, "done")
     total = torch.tensor([2.0**mesh.rank])
-    if mesh.rank == 1:  # it is stuck elsewhere, and says where
-        mesh.configure("dp", timeout=seconds(60))
-        wait_for(done)
-    elif mesh.rank == 0:
-        threading.Thread(target=lambda: (wait_for_word(heard), done.touch()), daemon=True).start()
-    dist.all_reduce(total, group=mesh.group("tp"))
-    timing.TIMING = usual
-    check_sums(all_groups(mesh))
-    return heard.lines, heard.threads
 
+    def release_rank_1() -> None:
+        wait_until(lambda: lines, "a line of the log")
+        set_flag(Path(folder), "done")
 
-def wait_for(path):
-    end = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def wait_for_word(heard):
-    end = time.monotonic() + 30
-    while not heard.lines and time.monotonic() < end:
-        time.sleep(0.01)
+    with logged_lines() as lines:
+        if mesh.rank == 1:  # it is stuck elsewhere
+            mesh.configure("dp", timeout=60)
+            wait_for_flag(Path(folder), "done")
+        elif mesh.rank == 0:
+            threading.Thread(target=release_rank_1, daemon=True).start()
+        dist.all_reduce(total, group=mesh.group("tp"))
+        timing.TIMING = usual
+        check_sums(groups_of(mesh))
+    return [line.text for line in lines], {line.thread for line in lines}
 
 
 def test_long_first_collective_logs_the_missing_rank(tmp_path):
@@ -392,7 +360,7 @@ def test_long_first_collective_logs_the_missing_rank(tmp_path):
 
 def mean_other_options():
     mesh = ProcessGroupMesh(dp=2, tp=2, name="apart")
-    mesh.configure("tp", timeout=seconds(20 + mesh.rank))
+    mesh.configure("tp", timeout=20 + mesh.rank)
     start = time.monotonic()
     with pytest.raises(MismatchError) as caught:  # the first to come has made its group, and waits in its collective
         dist.all_reduce(torch.ones(1), group=mesh.group("tp"))
@@ -414,10 +382,10 @@ def last_words(folder):
     failure = ""
     if mesh.rank == 0:
         with pytest.raises(MissingRanksError) as caught:
-            dist.all_reduce(torch.ones(1), group=mesh.group_of([0, 3], timeout=seconds(0.5)))
+            dist.all_reduce(torch.ones(1), group=mesh.group_of([0, 3], timeout=0.5))
         failure = str(caught.value)
-        Path(folder, "told").touch()
-    wait_for(Path(folder, "told"))
+        set_flag(Path(folder), "told")
+    wait_for_flag(Path(folder), "told")
     check_sums({"dp": (mesh.group("dp"), mesh.ranks("dp"))})
     return failure
 
@@ -438,7 +406,7 @@ def what_is_reported():
     mesh.group("dp")
     dist.barrier()
     report, stats = mesh.report(), mesh.stats()
-    check_sums(all_groups(mesh))
+    check_sums(groups_of(mesh))
     return report, stats
 
 
@@ -466,7 +434,7 @@ def test_report_shows_groups_and_statuses_of_others():
 def report_while_hanging(folder):
     mesh = ProcessGroupMesh(dp=4, name="hangs")
     total = torch.tensor([2.0**mesh.rank])
-    said = Path(folder, "said")
+    printed = Path(folder, "printed")
     if mesh.rank == 0:
         read, write = os.pipe()
         stderr, sys.stderr = sys.stderr, os.fdopen(write, "w")
@@ -475,18 +443,18 @@ def report_while_hanging(folder):
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
 
         def listen():
-            said.write_text(ear.readline())
+            printed.write_text(ear.readline())
 
         listener = threading.Thread(target=listen)
         listener.start()
     else:
-        wait_for(said)
+        wait_for_flag(Path(folder), "printed")
     dist.all_reduce(total, group=mesh.group("dp"))  # rank 0 waits in C++, where Python's own handlers do not run
     if mesh.rank == 0:
         listener.join(10)
         sys.stderr = stderr
     assert total.item() == 15
-    return said.read_text()
+    return printed.read_text()
 
 
 def test_signal_prints_report_during_a_collective(tmp_path):

@@ -15,23 +15,24 @@ from pgmesh import WorldError
 from pgmesh.rendezvous import store_thread as store_thread_module, timing
 from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.operations import Add, CompareSet, Operation, Read, perform
-from pgmesh.rendezvous.protocol import ConnectAttempt, Participant
-from pgmesh.rendezvous.records import Decision, Fingerprint
+from pgmesh.rendezvous.protocol import Participant
+from pgmesh.rendezvous.records import Decision
 from pgmesh.rendezvous.statuses import Statuses
 from pgmesh.rendezvous.store_thread import StoreThread, _Queue
+from tests.support.memory_client import attempt_of, participant_of
 
 LONG = 20.0
 
 
-def participant_of(client: CallClient, members: int, **more: Any) -> Participant:
-    attempt = ConnectAttempt("group", range(members), Fingerprint(0, {}, "group dp", ""), "group dp", "mesh 'm'")
-    seconds = client.deadline - client.start
-    return Participant(0, [attempt], client, "train.py:7", "me", seconds, Statuses(LONG, client.now), **more)
+def participant(client: CallClient, members: int) -> Participant:
+    """Rank 0 of a group, before its call."""
+    more: dict[str, Any] = {"deadline": client.deadline - client.start, "statuses": Statuses(LONG, client.now)}
+    return participant_of(client, attempt_of(ranks=tuple(range(members))), **more)
 
 
 def test_interrupt_during_queued_batch_is_published(store_thread: StoreThread):
     put, once = _Queue.put, iter([True])
-    participant = participant_of(CallClient(store_thread, LONG), 2)
+    waiting = participant(CallClient(store_thread, LONG), 2)
 
     def interrupted(queue: Any, batch: Any) -> None:
         put(queue, batch)
@@ -39,18 +40,18 @@ def test_interrupt_during_queued_batch_is_published(store_thread: StoreThread):
             raise KeyboardInterrupt
 
     with mock.patch.object(_Queue, "put", interrupted), pytest.raises(KeyboardInterrupt):
-        participant.connect()
+        waiting.connect()
     (text,) = store_thread.run(Read("group/0/decision"), seconds=LONG)
     decision = Decision.unpack("", text)
     assert decision.kind == "missing"
-    assert "rank 0 stopped connecting at train.py:7: KeyboardInterrupt" in decision.text
+    assert "rank 0 stopped connecting at train.py:0: KeyboardInterrupt" in decision.text
 
 
 def test_second_interrupt_is_raised_at_once(store_thread: StoreThread):
     client = CallClient(store_thread, LONG)
     start = time.monotonic()
     with mock.patch.object(store_thread, "run", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        participant_of(client, 2).connect()
+        participant(client, 2).connect()
     assert client.interrupted
     assert time.monotonic() - start < LONG / 2
 
@@ -70,7 +71,7 @@ def test_interrupt_waits_briefly_for_a_stopped_store(store_thread: StoreThread):
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         start = time.monotonic()
         with mock.patch.object(store_thread_module, "perform", stopped_store), pytest.raises(KeyboardInterrupt):
-            participant_of(client, 2).connect()
+            participant(client, 2).connect()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -91,7 +92,7 @@ def test_connect_fails_at_deadline_with_stopped_store(store_thread: StoreThread)
         mock.patch.object(store_thread_module, "perform", stopped_store),
         pytest.raises(WorldError, match=r"the store at nowhere did not answer for 0\.[678] s"),
     ):
-        participant_of(CallClient(store_thread, 0.6), 2).connect()
+        participant(CallClient(store_thread, 0.6), 2).connect()
     stopped.set()
     assert time.monotonic() - start < LONG / 2
 
@@ -99,15 +100,15 @@ def test_connect_fails_at_deadline_with_stopped_store(store_thread: StoreThread)
 def test_slow_store_is_not_reported_as_silent(store_thread: StoreThread):
     """Forty ranks are missing, and each of their statuses takes 30 ms: longer than the time for one answer."""
     client = CallClient(store_thread, 1.0)
-    participant = participant_of(client, 40)
+    waiting = participant(client, 40)
 
     def slow(store: Any, operation: Operation) -> Any:
         time.sleep(0.03)
         return perform(store, operation)
 
     with mock.patch.object(store_thread_module, "perform", slow):
-        participant.connect()
-    decision = participant.attempts[0].decision
+        waiting.connect()
+    decision = waiting.attempts[0].decision
     assert decision is not None
     assert decision.kind == "missing"
     assert "ranks 1, 2, 3" in decision.text

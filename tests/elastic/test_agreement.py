@@ -20,7 +20,7 @@ from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Append, CompareSet, Read
 from pgmesh.rendezvous.records import pack
 from pgmesh.rendezvous.statuses import RankStatus, Statuses, status_key
-from tests.rendezvous.memory_client import MemoryClient
+from tests.support.memory_client import MemoryClient
 
 DP = Request("dp", ())
 UPTIME = 50_000.0

@@ -40,7 +40,7 @@ from tests.support.faults import (
     wait_for_flag,
     wait_until,
 )
-from tests.support.resource_counts import CAN_COUNT, count_resources
+from tests.support.resource_counts import CAN_COUNT, settled_resources
 from tests.support.worlds import STARVED, check_sums, fresh_world, groups_of, world
 
 SHORT = 10.0 if STARVED else 0.6  # seconds; the timeout of a group in which a collective fails
@@ -274,7 +274,7 @@ def all_gather_object(group: dist.ProcessGroup, rank: int) -> None:
     assert [number for _, number in parts] == [0, 1, 2, 3]
 
 
-COLLECTIVES: list[Callable[[dist.ProcessGroup, int], None]] = [
+CHECKED_COLLECTIVES: list[Callable[[dist.ProcessGroup, int], None]] = [
     all_reduce,
     broadcast,
     all_gather,
@@ -294,7 +294,7 @@ def close_at_once(times: int, seed: int) -> tuple[list[str], dict[str, int], dic
     bystander = beat_fast_with_bystander()
     chance, rank, lost = random.Random(seed), dist.get_rank(), []
     for number in range(times):
-        collective, slow = COLLECTIVES[number % len(COLLECTIVES)], chance.randrange(4)
+        collective, slow = CHECKED_COLLECTIVES[number % len(CHECKED_COLLECTIVES)], chance.randrange(4)
         delay, is_first = chance.choice([0.0, 0.001, 0.004, 0.01]), chance.random() < 0.5
         mesh = ProcessGroupMesh(4, name="actor")
         group = mesh.group()
@@ -309,24 +309,13 @@ def close_at_once(times: int, seed: int) -> tuple[list[str], dict[str, int], dic
             time.sleep(delay)
         mesh.close()
         del group
-        if number == 2 * len(COLLECTIVES) - 1:
+        if number == 2 * len(CHECKED_COLLECTIVES) - 1:
+            gc.collect()
             early = settled_resources()
+    gc.collect()
     late = settled_resources()
     check_sums(groups_of(bystander))
     return lost, early, late
-
-
-def settled_resources() -> dict[str, int]:
-    """The resources of this process, once two looks agree: Gloo ends threads and connections in threads of its own."""
-    seen = [count_resources()]
-
-    def is_settled() -> bool:
-        gc.collect()
-        seen.append(count_resources())
-        return seen[-1] == seen[-2]
-
-    wait_until(is_settled, "a constant number of resources")
-    return seen[-1]
 
 
 @pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import logging
 import os
 import random
 import re
@@ -57,6 +56,7 @@ from tests.support.faults import (
     wait_for_flag,
     wait_until_waiting,
 )
+from tests.support.logs import LogLine, logged_lines
 from tests.support.message_assertions import without_hostname_warnings
 from tests.support.programs import clean_env, write_script
 from tests.support.resource_counts import CAN_COUNT, count_resources
@@ -305,37 +305,15 @@ def test_threads_connect_groups_in_any_order():
 # ---- somebody does not come ----
 
 
-class Heard(logging.Handler):
-    """What was logged, and when."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[tuple[float, str]] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append((time.monotonic(), record.getMessage()))
-
-
-@contextlib.contextmanager
-def listening() -> Iterator[list[tuple[float, str]]]:
-    heard = Heard()
-    log = logging.getLogger("pgmesh")
-    log.addHandler(heard)
-    try:
-        yield heard.lines
-    finally:
-        log.removeHandler(heard)
-
-
 D = 1.5
 
 
-def one_never_comes(folder: Path) -> tuple[Attempt, list[tuple[float, str]], Attempt]:
+def one_never_comes(folder: Path) -> tuple[Attempt, list[LogLine], Attempt]:
     """Ranks 0 and 1 wait for 2 and 3: 2 waits for 3 elsewhere, and 3 for nobody. Both come too late."""
     bystander = beat_fast_with_bystander()
     everyone = ProcessGroupMesh(4, name="everyone")
     pair = ProcessGroupMesh(2, ranks=[2, 3], name="pair") if everyone.rank >= 2 else None
-    with listening() as heard:
+    with logged_lines() as lines:
         if everyone.rank == 2:
             threading.Thread(target=lambda: attempt(lambda: pair.connect(timeout=LONG_TIMEOUT)), daemon=True).start()
         if everyone.rank < 2:
@@ -348,7 +326,7 @@ def one_never_comes(folder: Path) -> tuple[Attempt, list[tuple[float, str]], Att
     check_sums(groups_of(bystander))
     if pair is not None and everyone.rank == 3:
         pair.connect(timeout=LONG_TIMEOUT)
-    return failed, heard, attempt(lambda: connect_and_check(everyone, 0))
+    return failed, lines, attempt(lambda: connect_and_check(everyone, 0))
 
 
 @pytest.mark.fault("a living member does not come")
@@ -356,40 +334,40 @@ def test_missing_rank_is_named_with_its_status(tmp_path: Path):
     with fresh_world(4) as own:
         seen = results(own.outcomes(one_never_comes, tmp_path))
     early, late = seen[:2], seen[2:]
-    for failed, heard, again in early:
-        print(failed, [(at - failed.start, line) for at, line in heard])
+    for failed, lines, again in early:
+        print(failed, lines)
         assert failed.kind == "MissingRanksError"
-        for text in (failed.text, heard[0][1]):
+        for text in (failed.text, lines[0].text):
             assert "group 0 of mesh 'everyone' (ranks 0, 1, 2, 3): ranks 2, 3 did not arrive" in text
             assert re.search(r"rank 2: connecting group 0 of mesh 'pair' .* at test_faults.py:\d+, waiting for", text)
             assert "rank 3: not in connect" in text
         assert "did not arrive in 1.5 s" in failed.text
         assert re.search(r"Rank [01] waited at test_faults.py:\d+", failed.text)
-        assert len(heard) == 1
-        assert D / 3 <= heard[0][0] - failed.start < D / 3 + SLACK / 2
+        assert len(lines) == 1
+        assert D / 3 <= lines[0].at - failed.start < D / 3 + SLACK / 2
         assert not again.kind, again.text
     assert min(failed.took for failed, *_ in early) >= D - 0.01
     assert max(failed.took for failed, *_ in early) < D + SLACK
-    for rank, (failed, heard, again) in zip((2, 3), late):  # each logs the last decision at once, and waits for a retry
-        print("late", failed, heard)
-        ((at, line),) = [each for each in heard if f"failed before rank {rank} arrived" in each[1]]
-        assert early[0][0].text in line
-        assert at - failed.start < 0.1 + SLACK / 2
+    for rank, (failed, lines, again) in zip((2, 3), late):  # each logs the last decision at once, and waits for a retry
+        print("late", failed, lines)
+        (line,) = [each for each in lines if f"failed before rank {rank} arrived" in each.text]
+        assert early[0][0].text in line.text
+        assert line.at - failed.start < 0.1 + SLACK / 2
         assert failed.kind == "MissingRanksError"
         assert D - 0.01 <= failed.took < D + SLACK
         assert not again.kind, again.text
 
 
-def one_dies_before(folder: Path, heard_before: bool) -> tuple[Attempt, Attempt, float]:
+def one_dies_before(folder: Path, has_status: bool) -> tuple[Attempt, Attempt, float]:
     """Rank 3 dies while the others wait for it."""
     beat_fast()
-    bystander = beat_fast_with_bystander(3) if heard_before else ProcessGroupMesh(3, ranks=range(3), name="bystander")
+    bystander = beat_fast_with_bystander(3) if has_status else ProcessGroupMesh(3, ranks=range(3), name="bystander")
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     if mesh.rank == 3:
         wait_until_waiting(0, 1, 2)
         (folder / "died").write_text(str(time.monotonic()))
         kill_self()
-    failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT if heard_before else timedelta(seconds=D)))
+    failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT if has_status else timedelta(seconds=D)))
     check_sums(groups_of(bystander))
     survivors = ProcessGroupMesh(3, ranks=range(3), name="survivors")
     again = attempt(lambda: connect_and_check(survivors, 0))
@@ -397,15 +375,15 @@ def one_dies_before(folder: Path, heard_before: bool) -> tuple[Attempt, Attempt,
 
 
 @pytest.mark.fault("a member dies before it arrives")
-@pytest.mark.parametrize("heard_before", [True, False], ids=["heard", "never heard"])
-def test_rank_killed_before_arrival_is_named(tmp_path: Path, heard_before: bool):
+@pytest.mark.parametrize("has_status", [True, False], ids=["with a status", "without a status"])
+def test_rank_killed_before_arrival_is_named(tmp_path: Path, has_status: bool):
     with fresh_world(4) as own:
-        seen = results(own.outcomes(one_dies_before, tmp_path, heard_before), 3)
+        seen = results(own.outcomes(one_dies_before, tmp_path, has_status), 3)
     for failed, again, died in seen:
         print(failed, failed.end - died)
         assert failed.kind == "MissingRanksError"
         assert "rank 3 did not arrive" in failed.text
-        if heard_before:
+        if has_status:
             assert re.search(
                 r"rank 3 has sent no heartbeat for at least \d+ s; its last status: not in connect", failed.text
             )

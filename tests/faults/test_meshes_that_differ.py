@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +18,7 @@ from tests.support.faults import (
     results,
     wait_until_waiting,
 )
+from tests.support.logs import logged_lines
 from tests.support.worlds import check_sums, fresh_world, groups_of, world
 
 D = 1.0  # seconds
@@ -89,31 +89,16 @@ def test_ranks_argument_of_any_type_connects():
         results(own.outcomes(give_ranks_in_another_form))
 
 
-class Heard(logging.Handler):
-    """The messages that were logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def ask_for_timeouts() -> list[str]:
-    heard, log = Heard(), logging.getLogger("pgmesh")
-    log.addHandler(heard)
-    try:
+    with logged_lines() as lines:
         mesh = ProcessGroupMesh(dp=1, tp=2, name="actor")
         for seconds in (20, 20, 21):
             group = mesh.group("tp", timeout=seconds)
             assert group is not mesh.group("tp")
             check_sums({"tp": (group, mesh.ranks("tp"))})
-        mesh.group("dp", timeout=20)  # a group of one rank waits for nobody
+        mesh.group("dp", timeout=20)  # a group of one rank waits for no other
         check_sums(groups_of(mesh))
-    finally:
-        log.removeHandler(heard)
-    return heard.lines
+    return [line.text for line in lines]
 
 
 def test_timeout_in_a_call_is_logged_once():

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -35,7 +34,7 @@ from tests.support.faults import (
     wait_until,
     wait_until_waiting,
 )
-from tests.support.resource_counts import CAN_COUNT, count_resources, resident_kib
+from tests.support.resource_counts import CAN_COUNT, resident_kib, settled_resources
 from tests.support.torch_tables import c10d
 from tests.support.worlds import World, check_sums, fresh_world
 
@@ -254,20 +253,6 @@ def cycles_without_collection(times: int) -> list[dict[str, int]]:
     return seen
 
 
-def settled_resources() -> dict[str, int]:
-    """Counts of descriptors and threads, once two counts in a row agree: Gloo ends some in threads of its own."""
-    before: dict[str, int] = {}
-
-    def agrees() -> bool:
-        now = count_resources()
-        before.update(now, same=int(all(before.get(what) == count for what, count in now.items())))
-        time.sleep(0.02)
-        return bool(before["same"])
-
-    wait_until(agrees, "the counts settle")
-    return {what: before[what] for what in ("descriptors", "threads")}
-
-
 def test_close_frees_groups_without_the_garbage_collector():
     with fresh_world(4) as own:
         for seen in own.run(cycles_without_collection, 6):
@@ -297,7 +282,7 @@ def again_and_again(fault: Callable[[ProcessGroupMesh], None]) -> list[Count]:
             memory = resident_kib()  # which collects what is garbage first
             wait_until(lambda: teardown.free_finished() or not teardown._kept, "collectives that hang in Gloo end")
             dist.barrier()
-            held = count_resources() | settled_resources() | {"keys": c10d._get_default_store().num_keys()}
+            held = settled_resources() | {"keys": c10d._get_default_store().num_keys()}
             seen.append(Count(held, memory))
             dist.barrier()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")

@@ -23,7 +23,7 @@ from pgmesh.rendezvous import timing, world_name
 from pgmesh.rendezvous.operations import CompareSet
 from pgmesh.rendezvous.store_thread import StoreThread
 from pgmesh.rendezvous.world_name import REPLACED, enter_world, leave_world
-from tests.support.resource_counts import CAN_COUNT, count_threads
+from tests.support.resource_counts import CAN_COUNT, settled_resources
 from tests.support.worlds import check_sums, fresh_world, groups_of
 
 DEADLINE = timedelta(seconds=30)
@@ -345,7 +345,9 @@ def live_in(worlds: int, port: int) -> list[tuple[int, int, int]]:
             kept.append(mesh)  # a mesh that outlives its world holds no connection
             del group
             meet(tcp, f"left {number}")
-            counts.append((settled_descriptors(), count_threads(), settled_keys(tcp)))
+            gc.collect()
+            held = settled_resources()
+            counts.append((held["descriptors"], held["threads"], settled_keys(tcp)))
             meet(tcp, f"counted {number}")
     return counts
 
@@ -357,19 +359,6 @@ def settled_keys(store: dist.TCPStore) -> int:
     end = time.monotonic() + DEADLINE.total_seconds()
     while (count := sum("pgmesh" in str(key) for key in store.list_keys())) and time.monotonic() < end:
         time.sleep(0.02)
-    return count
-
-
-def settled_descriptors() -> int:
-    """How many descriptors are open, once two looks agree: Gloo closes some in threads of its own."""
-    gc.collect()
-    before = -1
-    for _ in range(100):
-        count = len(os.listdir("/proc/self/fd"))
-        if count == before:
-            return count
-        before = count
-        threading.Event().wait(0.02)
     return count
 
 

@@ -32,6 +32,7 @@ from pgmesh import (
     launch,
 )
 from pgmesh.groups import building as pgmesh_groups, registry as pgmesh_registry
+from tests.support.collectives import COLLECTIVES
 from tests.support.faults import wait_until
 from tests.support.message_assertions import without_gloo_lines, without_hostname_warnings
 from tests.support.programs import clean_env, write_script
@@ -47,10 +48,6 @@ def at_once() -> Iterator[None]:
     yield
     took = time.monotonic() - start
     assert took < SOON, f"took {took:.3f} s"
-
-
-def seconds(n: float) -> timedelta:
-    return timedelta(seconds=n)
 
 
 def start_heartbeats() -> None:
@@ -73,7 +70,7 @@ def name_the_missing() -> None:
     """Rank 0 waits in three groups at once, and rank 3 with it in the last. Rank 1 made its two, rank 2 none."""
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     for axes in [("tp",), ("dp",), ()]:
-        mesh.configure(*axes, timeout=seconds(1))
+        mesh.configure(*axes, timeout=1)
     if mesh.rank == 1:
         mesh.group("tp")
         mesh.group("dp", "tp")
@@ -97,7 +94,7 @@ def name_the_missing() -> None:
     dist.barrier()
     for axes in [("tp",), ("dp",), ()]:
         mesh.release(*axes)
-        mesh.configure(*axes, timeout=seconds(30))
+        mesh.configure(*axes, timeout=30)
     summed(mesh)
 
 
@@ -109,7 +106,7 @@ def test_missing_members_are_named_at_the_timeout():
 def name_the_missing_of_others() -> None:
     mesh = ProcessGroupMesh(dp=2, tp=2, ranks=[3, 1, 2, 0])
     if mesh.rank in (1, 3):
-        group = mesh.group_of([0, 1, 3], timeout=seconds(1)) if mesh.rank == 1 else mesh.group("tp", timeout=seconds(1))
+        group = mesh.group_of([0, 1, 3], timeout=1) if mesh.rank == 1 else mesh.group("tp", timeout=1)
         who = "rank.* 3, 0" if mesh.rank == 1 else "group tp of ProcessGroupMesh.*: rank 1 "
         with pytest.raises(MissingRanksError, match=who):
             dist.barrier(group=group)
@@ -144,18 +141,6 @@ def release_what_waits(how: str) -> None:
 def test_release_or_close_ends_pending_collectives(how: str):
     world(4).run(release_what_waits, how)
 
-
-COLLECTIVES: dict[str, Callable[[Any], Any]] = {
-    "all_reduce": lambda group: dist.all_reduce(torch.ones(1), group=group),
-    "all_reduce, async": lambda group: dist.all_reduce(torch.ones(1), group=group, async_op=True).wait(),
-    "barrier": lambda group: dist.barrier(group=group),
-    "broadcast": lambda group: dist.broadcast(torch.ones(1), group_src=0, group=group),
-    "all_gather": lambda group: dist.all_gather([torch.ones(1)] * 2, torch.ones(1), group=group),
-    "all_gather_object": lambda group: dist.all_gather_object([None] * 2, "object", group=group),
-    "reduce_scatter": lambda group: dist.reduce_scatter_tensor(torch.ones(1), torch.ones(2), group=group),
-    "send": lambda group: dist.send(torch.ones(1), group_dst=1 - group.rank(), group=group),
-    "recv": lambda group: dist.recv(torch.ones(1), group_src=1 - group.rank(), group=group),
-}
 
 ENDS: dict[str, tuple[Callable[[ProcessGroupMesh], None], str]] = {
     "release": (lambda mesh: mesh.release("tp"), "group tp of mesh 'actor' was released at "),
@@ -205,7 +190,7 @@ def ask_after_close() -> None:
         lambda: mesh.group("tp"),
         lambda: mesh.group("tp", tag="other"),
         lambda: mesh.group_of([mesh.rank]),
-        lambda: mesh.configure("tp", timeout=seconds(5)),
+        lambda: mesh.configure("tp", timeout=5),
         lambda: mesh.release("tp"),
         lambda: mesh.device_mesh(),
         lambda: stage.group(),
@@ -364,7 +349,7 @@ def test_different_options_fail_on_both_ranks():
 
 def options_differ() -> None:
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
-    mesh.configure("dp", "tp", timeout=seconds(10 + (mesh.rank == 2)))
+    mesh.configure("dp", "tp", timeout=10 + (mesh.rank == 2))
     if mesh.rank == 0:
         _work = begin(mesh.group())
     dist.barrier()
@@ -376,7 +361,7 @@ def options_differ() -> None:
     check_sums({axis: (mesh.group(axis), mesh.ranks(axis)) for axis in mesh.axes})
     dist.barrier()
     mesh.release("dp", "tp")
-    mesh.configure("dp", "tp", timeout=seconds(20))
+    mesh.configure("dp", "tp", timeout=20)
     summed(mesh)
 
 
@@ -487,21 +472,21 @@ def test_equal_unnamed_meshes_work_one_after_another():
 
 def configured() -> None:
     mesh = ProcessGroupMesh(dp=2, tp=2)
-    assert timeout_of(mesh.group("dp")) == timeout_of(dist.group.WORLD) == seconds(60)
+    assert timeout_of(mesh.group("dp")) == timeout_of(dist.group.WORLD) == timedelta(seconds=60)
     with pytest.raises(OptionsError, match=r"group dp of .* was created at test_lifetime\.py:\d+, so it is too late"):
-        mesh.configure("dp", timeout=seconds(5))
+        mesh.configure("dp", timeout=5)
     with pytest.raises(OptionsError, match="too late"):
-        mesh.at(tp=mesh.index("tp")).configure("dp", timeout=seconds(5))
-    mesh.configure("tp", timeout=seconds(5))
-    assert timeout_of(mesh.group("tp")) == timeout_of(mesh.view(dp=2, ep=2).group("ep")) == seconds(5)
-    assert timeout_of(mesh.group("tp", timeout=seconds(7))) == seconds(7)
-    assert timeout_of(mesh.group("tp", tag="other")) == seconds(60)
-    check_sums({"longer": (mesh.group("tp", timeout=seconds(7)), mesh.ranks("tp"))})
+        mesh.at(tp=mesh.index("tp")).configure("dp", timeout=5)
+    mesh.configure("tp", timeout=5)
+    assert timeout_of(mesh.group("tp")) == timeout_of(mesh.view(dp=2, ep=2).group("ep")) == timedelta(seconds=5)
+    assert timeout_of(mesh.group("tp", timeout=7)) == timedelta(seconds=7)
+    assert timeout_of(mesh.group("tp", tag="other")) == timedelta(seconds=60)
+    check_sums({"longer": (mesh.group("tp", timeout=7), mesh.ranks("tp"))})
     summed(mesh)
     dist.barrier()
     mesh.release("dp")
-    mesh.configure("dp", timeout=seconds(5))
-    assert timeout_of(mesh.group("dp")) == seconds(5)
+    mesh.configure("dp", timeout=5)
+    assert timeout_of(mesh.group("dp")) == timedelta(seconds=5)
     summed(mesh)
 
 
@@ -597,7 +582,7 @@ def unpacked_beside_the_original() -> None:
         check_sums({"ours": (ours, [0, 2, 3])})
     dist.barrier()
     with pytest.raises((MissingRanksError, CircleError)) as caught:
-        mesh.connect("dp", timeout=seconds(10))
+        mesh.connect("dp", timeout=10)
     whose = "mesh 'original' (unpickled as number 1 of its name; number 0 was taken here)"
     assert f"group dp of {whose}" in str(caught.value), str(caught.value)
     dist.barrier()

@@ -20,7 +20,7 @@ from pgmesh.rendezvous.polling_store import SEPARATOR, PollingStore
 from pgmesh.rendezvous.protocol import check_mesh, register_mesh
 from pgmesh.rendezvous.records import Decision, Fingerprint
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, Statuses, circle_text, find_circle, status_key
-from tests.rendezvous.memory_client import MADE, MemoryClient, arrival, attempt_of, participant_of
+from tests.support.memory_client import MADE, MemoryClient, arrival, attempt_of, fingerprint, participant_of
 
 MISSING = Decision("missing", "rank 1 did not arrive").pack().encode()
 
@@ -318,10 +318,6 @@ def test_circle_is_published_for_all_its_groups():
 # -- the store of backends --------------------------------------------------------------------------------------------
 
 
-def fingerprint(rank: int = 0, **fields: object) -> Fingerprint:
-    return Fingerprint(rank, fields or {"timeout": 30.0}, "group tp of mesh 'actor'", "Do this.")
-
-
 def run(store: dist.Store, *operations: Operation, seconds: float = 0.0) -> list[Any]:
     """Perform operations in the calling thread."""
     return [perform(store, operation) for operation in operations]
@@ -365,7 +361,7 @@ def test_later_ranks_compare_with_first_fingerprint():
     for rank in range(2):
         *_, first = run(store, *register_mesh("key", fingerprint(rank)))
         check_mesh(lambda *operations: run(store, *operations), "key", fingerprint(rank), first)
-    odd = fingerprint(2, timeout=31.0, backend="gloo")
+    odd = fingerprint(2, shape=[2], timeout=31.0, backend="gloo")
     *_, first = run(store, *register_mesh("key", odd))
     with pytest.raises(MismatchError) as caught:
         check_mesh(lambda *operations: run(store, *operations), "key", odd, first)
@@ -373,7 +369,7 @@ def test_later_ranks_compare_with_first_fingerprint():
         "group tp of mesh 'actor' is not the same on all ranks:\n"
         "  backend: none on ranks 0, 1, gloo on rank 2\n"
         "  timeout: 30.0 on ranks 0, 1, 31.0 on rank 2\n\n"
-        "Do this."
+        "Fix it."
     )
     assert Decision.unpack("", run(store, Read("key/mismatch"))[0]).text == str(caught.value)
 

@@ -22,7 +22,7 @@ from pgmesh.rendezvous.operations import CompareSet
 from pgmesh.rendezvous.protocol import ConnectAttempt, check_mesh, check_published, register_mesh
 from pgmesh.rendezvous.records import ERRORS, Decision, unpack
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, RunningCollective, Statuses, status_key
-from tests.rendezvous.memory_client import MADE, MemoryClient, arrival, attempt_of, fingerprint, participant_of
+from tests.support.memory_client import MADE, MemoryClient, arrival, attempt_of, fingerprint, participant_of
 
 words = st.text(st.characters(codec=None), max_size=12)  # with lone surrogates, which JSON can spell
 plain = st.one_of(

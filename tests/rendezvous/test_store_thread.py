@@ -21,6 +21,7 @@ from pgmesh.rendezvous import store_thread as module, timing
 from pgmesh.rendezvous.operations import Add, Append, CompareSet, Delete, Raw, Read, perform
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, status_key
 from pgmesh.rendezvous.store_thread import StoreThread, _Queue
+from tests.support.faults import wait_until
 
 LONG = 20.0
 
@@ -29,13 +30,6 @@ def status_of(store: dist.Store, rank: int = 0) -> RankStatus | None:
     """The status of a rank, read from the store itself."""
     prefixed = dist.PrefixStore(f"pgmesh.{module.current_world(store)}", store)
     return RankStatus.unpack(rank, perform(prefixed, Read(status_key(rank))))
-
-
-def wait_until(condition: Any) -> None:
-    end = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------
@@ -179,9 +173,11 @@ def test_pending_groups_are_published_for_each_thread():
     other = threading.Thread(target=thread.set_pending, args=((waits[1],),))
     other.start()
     other.join()
-    wait_until(lambda: (status := status_of(store)) is not None and sorted(status.pending) == waits)
+    wait_until(lambda: (status := status_of(store)) is not None and sorted(status.pending) == waits, "both groups")
     thread.set_pending(())
-    wait_until(lambda: (status := status_of(store)) is not None and status.pending == (waits[1],))
+    wait_until(
+        lambda: (status := status_of(store)) is not None and status.pending == (waits[1],), "the second group alone"
+    )
     thread.stop("the test is over")
     status = status_of(store)
     assert status is not None

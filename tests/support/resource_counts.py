@@ -7,8 +7,10 @@ import ctypes
 import gc
 import os
 import threading
+import time
 
 from pgmesh.groups import teardown
+from tests.support.faults import wait_until
 from tests.support.torch_tables import table_sizes
 
 CAN_COUNT = os.path.isdir("/proc/self/fd")
@@ -33,6 +35,19 @@ def count_resources() -> dict[str, int]:
         "threads": count_threads(),
         **table_sizes(),
     }
+
+
+def settled_resources() -> dict[str, int]:
+    """The counts once two in a row agree: Gloo ends threads and connections in threads of its own."""
+    counts = [count_resources()]
+
+    def agree() -> bool:
+        time.sleep(0.02)
+        counts.append(count_resources())
+        return counts[-1] == counts[-2]
+
+    wait_until(agree, "constant numbers of resources")
+    return counts[-1]
 
 
 def count_threads() -> int:
