@@ -127,7 +127,7 @@ def private_names(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def foreign_names(path: str, tree: ast.AST, ours: set[str]) -> Iterator[tuple[int, str]]:
-    """Private names, asked of an object, that nobody in pgmesh defines: they are somebody else's, most likely torch's.
+    """Private names, asked of an object, that no file of pgmesh defines: they are most likely those of torch.
 
     Names of modules are not looked at, which ``private_names`` knows, nor the public ones of a named tuple. What is
     called alike here and there goes unseen.

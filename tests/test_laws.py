@@ -1,4 +1,4 @@
-"""The laws of a layout, each under its own words, against the plain list.
+"""The laws of a layout, against a plain list.
 
 First over every shape of up to 48 ranks, then by property over whatever at, along and view make of larger ones. The
 laws that speak of groups hold where there are processes, and are tested there:

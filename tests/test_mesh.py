@@ -389,11 +389,11 @@ def test_equal_unnamed_meshes_need_names():
 
 
 def test_destroyed_group_does_not_rename_tagged_one(mesh):
-    before = mesh.group("dp", tag="twin").group_name
+    before = mesh.group("dp", tag="second").group_name
     mesh.close()
     again = ProcessGroupMesh(pp=2, dp=2, tp=2)
-    dist.destroy_process_group(again.group("dp"))  # on this rank before the twin is made, on others after it
-    assert again.group("dp", tag="twin").group_name.split("/")[-1] == before.split("/")[-1]
+    dist.destroy_process_group(again.group("dp"))  # on this rank before the tagged group is created, on others after it
+    assert again.group("dp", tag="second").group_name.split("/")[-1] == before.split("/")[-1]
 
 
 def test_configured_group_gets_new_name_after_failure(mesh):

@@ -56,7 +56,7 @@ def test_timeout_that_overflows_in_torch_is_refused(timeout):
 def test_seconds_and_timedelta_give_the_same_group(mesh):
     assert mesh.group("dp", timeout=0.5) is mesh.group("dp", timeout=timedelta(milliseconds=500))
     mesh.configure("tp", timeout=600)
-    mesh.configure("tp", timeout=timedelta(minutes=10))  # says the same again
+    mesh.configure("tp", timeout=timedelta(minutes=10))  # the same again
     assert mesh.group("tp") is mesh.group("tp", timeout=timedelta(minutes=10)) is mesh.group("tp", timeout=600)
     with recipes.fairscale(8, tp=2, timeout=60, name="f") as arrangement:
         assert arrangement["tensor"].group() is arrangement["tensor"].group(timeout=timedelta(minutes=1))

@@ -61,7 +61,7 @@ def test_connect_succeeds_with_axes_in_any_order():
 
 
 def count_operations(folder):
-    """By kind, on this rank, until all its groups are met: all but the last rank have come before that one does."""
+    """Store operations of this rank by kind, until all groups are decided. The last rank arrives after all others."""
     ProcessGroupMesh(-1, name="before").connect()  # the first mesh in a world costs one more
     mesh, done, last = ProcessGroupMesh(dp=-1, tp=2), [], dist.get_world_size() - 1
     run, wait, warm_up = StoreThread.run, Participant._wait_for_decisions, connecting._Call._warm_up
@@ -96,7 +96,7 @@ def test_each_group_costs_four_or_five_store_operations(ranks, tmp_path):
     """The mesh costs two."""
     groups, groups_of_all_ranks, decided = 3, 2 + ranks // 2 + 1, 0
     for counts in world(ranks).run(count_operations, str(tmp_path)):
-        mine = counts["CompareSet"] - 1  # the groups that this rank was the last to come to
+        mine = counts["CompareSet"] - 1  # the groups at which this rank arrived last
         undecided = groups - mine  # their decisions are read once, with a mismatch of the mesh
         reads = groups + mine + undecided + bool(undecided)
         assert counts == {"Append": 1 + groups, "Add": groups, "CompareSet": 1 + mine, "Read": reads}
@@ -107,7 +107,7 @@ def test_each_group_costs_four_or_five_store_operations(ranks, tmp_path):
 def talk_to_all(most=None, paired=False):
     """How often the backend of each group asked the store, from its making until each member has talked to each."""
     mesh = ProcessGroupMesh(dp=2, tp=4)
-    if paired and mesh.index("tp") < 2:  # two members meet before the others come
+    if paired and mesh.index("tp") < 2:  # two members connect before the others do
         if mesh.index("tp"):
             dist.send(torch.ones(1), group=mesh.group("tp"), group_dst=0)
         else:
@@ -146,7 +146,7 @@ def test_connect_succeeds_after_send_between_two_members():
         assert asked == {("dp",): 0, ("dp", "tp"): 0}
 
 
-def interrupted_as_it_learns():
+def interrupt_after_decision():
     """Ctrl-C reaches rank 1 when the others have decided, and before it begins its first collective."""
     mesh, ready, once = ProcessGroupMesh(dp=4), connecting._Call._ready, iter([True])
 
@@ -170,14 +170,14 @@ def interrupted_as_it_learns():
 
 
 def test_interrupt_after_decision_reaches_all_members():
-    for rank, (first, took) in enumerate(world(4).run(interrupted_as_it_learns)):
+    for rank, (first, took) in enumerate(world(4).run(interrupt_after_decision)):
         assert first.startswith("KeyboardInterrupt" if rank == 1 else "MissingRanksError"), first
         assert rank == 1 or "rank 1 stopped connecting at test_connect.py" in first
         assert took < 10
 
 
-def begins_late(folder):
-    """Rank 1 comes and lives, but it does not begin the first collective before rank 0 has given up."""
+def begin_late_on_rank_1(folder):
+    """Rank 1 arrives, but it does not begin the first collective before rank 0 has given up."""
     beat_fast()
     mesh, begin = ProcessGroupMesh(dp=2, name="actor"), FirstCollective.start
 
@@ -197,7 +197,7 @@ def begins_late(folder):
 
 def test_unstarted_first_collective_fails_at_the_deadline(tmp_path):
     with fresh_world(2) as own:
-        for failed in own.run(begins_late, tmp_path):
+        for failed in own.run(begin_late_on_rank_1, tmp_path):
             assert failed.kind == "MissingRanksError"
             assert failed.text == (
                 "group dp of mesh 'actor': its first collective did not finish in time: the deadline was 2 s. "
@@ -219,11 +219,11 @@ def test_one_call_connects_with_separate_calls_of_others():
     world(4).run(one_by_one_and_at_once)
 
 
-def twice_and_anew():
+def connect_again():
     mesh = ProcessGroupMesh(dp=2, tp=2)
     mesh.connect()
     first = mesh.group("dp")
-    if mesh.rank == 0:  # nobody is waited for
+    if mesh.rank == 0:  # it waits for no other rank
         assert mesh.connect("dp").warm == {}
     assert mesh.group("dp") is first
     check_sums(groups_of(mesh))
@@ -234,10 +234,10 @@ def twice_and_anew():
 
 
 def test_connect_keeps_connected_groups_and_recreates_released_ones():
-    world(4).run(twice_and_anew)
+    world(4).run(connect_again)
 
 
-def try_all_again():
+def retry_whole_call():
     mesh = ProcessGroupMesh(dp=2, tp=2)
     failure = ""
     if mesh.rank != 3:
@@ -254,8 +254,8 @@ def try_all_again():
 
 
 def test_retry_skips_groups_that_are_connected():
-    """Rank 3 came late. It logs at once that the others have failed, and connects with their retry."""
-    outcomes = world(4).run(try_all_again)
+    """Rank 3 arrived late. It logs at once that the others have failed, and connects with their retry."""
+    outcomes = world(4).run(retry_whole_call)
     assert [failed for failed, _ in outcomes] == [False, True, True, False]
     assert not any(lines for _, lines in outcomes[:3])
     assert len(outcomes[3][1]) == 2
@@ -263,7 +263,7 @@ def test_retry_skips_groups_that_are_connected():
     assert all("rank 3 did not arrive in 0.5 s" in line for line in outcomes[3][1])
 
 
-def leave_nothing():
+def count_keys_left():
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
     before = store.num_keys()
@@ -278,12 +278,12 @@ def leave_nothing():
 
 
 def test_close_deletes_the_keys_of_connect():
-    world(4).run(leave_nothing)  # the first time, each rank's key of what it does is new
-    assert set(world(4).run(leave_nothing)) == {0}
+    world(4).run(count_keys_left)  # the first time, each rank's key of what it does is new
+    assert set(world(4).run(count_keys_left)) == {0}
 
 
 def one_world_after_another(folder):
-    """On one store, where each world finds what those before it left: meshes that were not closed, and last words."""
+    """On one store, which holds the keys of the earlier worlds: of open meshes, and final statuses."""
     for i in range(3):
         mesh = ProcessGroupMesh(dp=2, name="actor")
         if i < 2:
@@ -326,7 +326,7 @@ def test_connect_succeeds_after_unknown_axis():
     world(4).run(unknown_axis)
 
 
-# ---- nobody called connect: the first collective says it ----
+# ---- first collectives without connect ----
 
 
 def wait_long(folder):
@@ -358,11 +358,11 @@ def test_long_first_collective_logs_the_missing_rank(tmp_path):
     assert "pgmesh-store" not in threads  # which may not wait for a handler
 
 
-def mean_other_options():
+def use_different_options():
     mesh = ProcessGroupMesh(dp=2, tp=2, name="apart")
     mesh.configure("tp", timeout=20 + mesh.rank)
     start = time.monotonic()
-    with pytest.raises(MismatchError) as caught:  # the first to come has made its group, and waits in its collective
+    with pytest.raises(MismatchError) as caught:  # the first rank has created its group, and waits in its collective
         dist.all_reduce(torch.ones(1), group=mesh.group("tp"))
     took = time.monotonic() - start
     check_sums({"dp": (mesh.group("dp"), mesh.ranks("dp"))})
@@ -370,35 +370,35 @@ def mean_other_options():
 
 
 def test_first_collective_with_different_options_fails_early():
-    for rank, (took, text) in enumerate(world(4).run(mean_other_options)):
+    for rank, (took, text) in enumerate(world(4).run(use_different_options)):
         pair = (20.0, 21.0) if rank < 2 else (22.0, 23.0)
         assert all(f"{value} on rank" in text for value in pair)
         assert took < 10
 
 
-def last_words(folder):
-    mesh = ProcessGroupMesh(dp=4, name="told")
+def time_out_once(folder):
+    mesh = ProcessGroupMesh(dp=4, name="status")
     mesh.connect()
     failure = ""
     if mesh.rank == 0:
         with pytest.raises(MissingRanksError) as caught:
             dist.all_reduce(torch.ones(1), group=mesh.group_of([0, 3], timeout=0.5))
         failure = str(caught.value)
-        set_flag(Path(folder), "told")
-    wait_for_flag(Path(folder), "told")
+        set_flag(Path(folder), "failed")
+    wait_for_flag(Path(folder), "failed")
     check_sums({"dp": (mesh.group("dp"), mesh.ranks("dp"))})
     return failure
 
 
 def test_timeout_error_shows_status_of_missing_rank(tmp_path):
-    text = world(4).run(last_words, str(tmp_path))[0]
+    text = world(4).run(time_out_once, str(tmp_path))[0]
     assert re.search(r"The group's ranks are 0, 3\.\n  last status of rank 3: \w", text)
 
 
 # ---- report and stats ----
 
 
-def what_is_reported():
+def report_and_stats():
     mesh = ProcessGroupMesh(dp=2, tp=2, name="reported")
     mesh.connect("tp")
     mesh.group("dp")
@@ -412,7 +412,7 @@ def what_is_reported():
 
 def test_report_shows_groups_and_statuses_of_others():
     with fresh_world(4) as four:  # communicators counts the whole process, and earlier tests may have left some
-        results = four.run(what_is_reported)
+        results = four.run(report_and_stats)
     for rank, (report, stats) in enumerate(results):
         tp, dp = report.held
         assert (tp.label, tp.used, tp.generation) == ("group tp of mesh 'reported'", True, 0)
@@ -439,11 +439,11 @@ def report_while_hanging(folder):
         read, write = os.pipe()
         stderr, sys.stderr = sys.stderr, os.fdopen(write, "w")
         mesh.report_on(signal.SIGUSR1)
-        ear = os.fdopen(read)
+        receiver = os.fdopen(read)
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
 
         def listen():
-            printed.write_text(ear.readline())
+            printed.write_text(receiver.readline())
 
         listener = threading.Thread(target=listen)
         listener.start()
@@ -462,25 +462,25 @@ def test_signal_prints_report_during_a_collective(tmp_path):
     assert said == "rank 0 of ProcessGroupMesh(dp=4, name='hangs') holds 1 group:\n"
 
 
-def listen_beside_another():
-    ear, mouth = socket.socketpair()
-    mouth.setblocking(False)
-    signal.set_wakeup_fd(mouth.fileno())
+def report_with_earlier_descriptor():
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    signal.set_wakeup_fd(sender.fileno())
     mesh = ProcessGroupMesh(dp=2)
     with contextlib.redirect_stderr(io.StringIO()):
         mesh.report_on(signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGUSR1)
-        ear.settimeout(30)
-        heard = list(ear.recv(8))
+        receiver.settimeout(30)
+        received = list(receiver.recv(8))
     child = os.fork()
     if child == 0:
-        os._exit(0 if signal.set_wakeup_fd(-1) == -1 else 1)  # which was the parent's ear, or is nobody's
-    return heard, os.waitpid(child, 0)[1]
+        os._exit(0 if signal.set_wakeup_fd(-1) == -1 else 1)  # the descriptor of the parent is not set in the child
+    return received, os.waitpid(child, 0)[1]
 
 
 def test_report_on_forwards_signals_to_earlier_wakeup_descriptor():
     with fresh_world(2) as own:
-        assert own.run(listen_beside_another) == [([signal.SIGUSR1], 0)] * 2
+        assert own.run(report_with_earlier_descriptor) == [([signal.SIGUSR1], 0)] * 2
 
 
 def test_report_on_raises_outside_the_main_thread():

@@ -44,7 +44,7 @@ def status(rank: int, **more: Any) -> dict[str, bytes]:
     return {status_key(rank): RankStatus(rank, **more).pack().encode()}
 
 
-def come(client: MemoryClient, when: float, *lines: Arrival, number: int = 0) -> Callable[[], None]:
+def arrive_at(client: MemoryClient, when: float, *lines: Arrival, number: int = 0) -> Callable[[], None]:
     """Let ranks arrive at an attempt at a time of the client's clock."""
     waiting = [lines]
 
@@ -114,7 +114,7 @@ def test_rank_decides_at_once_after_all_arrived():
 
 def test_rank_waits_for_a_living_late_rank():
     one = Rank(values=status(1))
-    come(one.client, 3.0, arrival(1))
+    arrive_at(one.client, 3.0, arrival(1))
     one.between = one.client.between
 
     def between() -> None:
@@ -163,7 +163,7 @@ def test_process_ended_during_wait_is_lost_soon():
 
 def test_slow_store_makes_no_rank_silent():
     one = Rank(values={**status(1), **status(2)}, size=3)
-    come(one.client, 8.0, arrival(1), arrival(2))
+    arrive_at(one.client, 8.0, arrival(1), arrival(2))
     run = one.client.run
 
     def slow(*operations: Any) -> list[Any]:
@@ -181,7 +181,7 @@ def test_arrivals_are_deleted_after_the_decision():
     assert one.agree().failed
     assert [key for key in one.client.values if "/shrink/" in key] == ["m/shrink/0/decision"]
     late = Rank(rank=1, values=one.client.values)
-    come(late.client, 0.0, arrival(0), number=1)
+    arrive_at(late.client, 0.0, arrival(0), number=1)
     assert not late.agree().failed
     assert {key for key in late.client.values if "/shrink/" in key} == {"m/shrink/0/decision", "m/shrink/1/decision"}
 
@@ -445,7 +445,7 @@ def test_first_arrived_ranks_read_statuses_earlier():
 def test_only_living_spares_are_awaited():
     values = {**status(1), **status(4), **status(5)}
     one = Rank(request=spares(4, 5), values=values, ended={1, 4})
-    come(one.client, 1.0, arrival(5, None))
+    arrive_at(one.client, 1.0, arrival(5, None))
     assert one.agree().replaced == {1: 5}
     assert 1.0 <= one.client.clock < 1.3
 
@@ -494,7 +494,7 @@ def test_rank_with_unlisted_new_process_is_lost():
 
 def test_new_process_is_awaited_without_an_axis():
     one = Rank(request=spares(1, axis=None), values=status(1), ended={1})
-    arrive = come(one.client, 2.0, arrival(1, None))
+    arrive = arrive_at(one.client, 2.0, arrival(1, None))
 
     def between() -> None:
         arrive()
@@ -623,7 +623,7 @@ def test_spare_awaits_ranks_without_a_status():
 def test_member_ignores_spare_that_counted_all_lost():
     over = Outcome(failed="no member is left", error="over").pack().encode()
     member = Rank()
-    come(member.client, 0.0, arrival(1), number=1)
+    arrive_at(member.client, 0.0, arrival(1), number=1)
     there = member.client.between
 
     def between() -> None:

@@ -54,7 +54,7 @@ def abort_while_sending(folder: Path) -> float | None:
     group, values = mesh.group("dp"), torch.zeros(SIZE)
     if mesh.rank == 1:
         work = dist.broadcast(values, 0, group=group, async_op=True)
-        time.sleep(0.3)  # until it has told rank 0 that it receives
+        time.sleep(0.3)  # until rank 0 knows that it receives
         set_flag(folder, "ready")
         work.wait()
         return None

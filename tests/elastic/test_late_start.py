@@ -23,7 +23,7 @@ def start(rank: int, port: int, replicas: int) -> None:
 
 
 def wait_in_connect(rank: int, port: int, folder: Path, watches: int) -> None:
-    """One of the ranks 0, 2 and 3. Each shares a group with rank 1, and only rank 1 comes before rank 2."""
+    """One of the ranks 0, 2 and 3. Each shares a group with rank 1, and only rank 1 precedes rank 2."""
     start(rank, port, 4)
     mesh = ProcessGroupMesh(dp=2, tp=2, name="train")
     if watches:
@@ -31,7 +31,7 @@ def wait_in_connect(rank: int, port: int, folder: Path, watches: int) -> None:
     set_flag(folder, f"connects {rank}")
     failed = attempt(lambda: mesh.connect(*(mesh.axes if watches else ()), mesh.axes, timeout=LONG_TIMEOUT))
     (folder / f"part {rank}").write_text(f"{time.monotonic()} {failed.text}")
-    (folder / f"part {rank}").rename(folder / f"told {rank}")
+    (folder / f"part {rank}").rename(folder / f"failed {rank}")
 
 
 @pytest.mark.fault("a member dies after it arrived, while another is late")
@@ -42,15 +42,15 @@ def test_dead_rank_is_named_while_another_never_starts(tmp_path: Path, watches: 
             ranks.start(rank, watches)
         for rank in (0, DIES, 3):
             wait_for_flag(tmp_path, f"connects {rank}")
-        time.sleep(3 * BEAT)  # so that each rank has arrived, and has been heard of
+        time.sleep(3 * BEAT)  # so that each rank has arrived, and its heartbeats were read
         ranks.newest[DIES].kill()
         killed = time.monotonic()
         for rank in (0, 3):
-            wait_for_flag(tmp_path, f"told {rank}")
-            told, text = (tmp_path / f"told {rank}").read_text().split(maxsplit=1)
-            print(f"{float(told) - killed:.2f} s: {text}")
+            wait_for_flag(tmp_path, f"failed {rank}")
+            failed_at, text = (tmp_path / f"failed {rank}").read_text().split(maxsplit=1)
+            print(f"{float(failed_at) - killed:.2f} s: {text}")
             assert f"rank {DIES} has sent no heartbeat for at least" in text
-            assert float(told) - killed < H + 2 * BEAT + SLACK
+            assert float(failed_at) - killed < H + 2 * BEAT + SLACK
 
 
 def train_with_spares(rank: int, port: int, folder: Path, _: int) -> None:

@@ -44,7 +44,7 @@ def run(rank: int, port: int, folder: Path, process: int) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("order", ["it comes first", "the others call shrink first"])
+@pytest.mark.parametrize("order", ["new process first", "the others call shrink first"])
 def test_new_process_replaces_lost_rank_twice(tmp_path: Path, order: str):
     def wait_for_sums(round_: int) -> None:
         for rank in range(RANKS):
@@ -55,12 +55,12 @@ def test_new_process_replaces_lost_rank_twice(tmp_path: Path, order: str):
             processes.start(rank, 0)
         wait_for_sums(0)
         for number in 1, 2:
-            if order == "it comes first":
+            if order == "new process first":
                 processes.signal(signal.SIGSTOP, LOST)
             processes.newest[LOST].kill()
             processes.newest[LOST].join(WAIT_TIMEOUT)
             processes.start(LOST, number)
-            if order == "it comes first":
+            if order == "new process first":
                 wait_for_flag(tmp_path, f"process {number}")
                 processes.signal(signal.SIGCONT, LOST)
             wait_for_sums(number)

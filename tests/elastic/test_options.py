@@ -15,7 +15,7 @@ from tests.support.worlds import check_sums, fresh_world, groups_of
 
 
 def shrink_configured(folder: Path) -> list[timedelta | None]:
-    """Rank 1 is killed, and rank 4 comes in its place. It has configured nothing."""
+    """Rank 1 is killed, and rank 4 takes its place. It has configured nothing."""
     beat_fast()
     mesh = ProcessGroupMesh(dp=2, tp=2, ranks=range(4), name="train")
     if mesh.rank in mesh:

@@ -101,7 +101,7 @@ def test_pause_aborts_no_healthy_mesh(tmp_path: Path, what: str):
 
 
 def connect_while_suspended(folder: Path) -> Attempt:
-    """Three ranks wait in connect for the last one, which comes after the pause."""
+    """Three ranks wait in connect for the last one, which arrives after the pause."""
     beat_fast()
     first = ProcessGroupMesh(4, name="first")
     first.connect(timeout=LONG_TIMEOUT)

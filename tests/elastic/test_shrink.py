@@ -116,7 +116,7 @@ def test_shrink_after_kill_takes_one_second(tmp_path: Path):
     assert len(seen) == 3
     for failed, change, mesh, end in seen:
         print(failed, change, mesh, end - killed[0])
-        # Gloo's own words, if its connection ended before the listener of the killed process did.
+        # Gloo's own text, if its connection ended before the listener of the killed process did.
         assert failed.kind in ("MissingRanksError", "LifetimeError") or "Connection" in failed.text
         assert mesh == "ProcessGroupMesh(dp=1, tp=2, ranks=range(2), name='train')"
         assert change.startswith("mesh 'train': 4 ranks, and now 2, in ")
@@ -208,7 +208,7 @@ def test_stopped_rank_is_replaced_and_refused_later(tmp_path: Path):
     def stop(own: World) -> None:
         for rank in range(5):
             wait_for_flag(tmp_path, f"watching {rank}")
-        time.sleep(2 * BEAT)  # so that each rank has been heard of
+        time.sleep(2 * BEAT)  # so that the heartbeats of each rank were read
         stopped[0] = time.monotonic()
         own.kill(3, signal.SIGSTOP)
         for rank in range(3):
@@ -261,7 +261,7 @@ def test_two_stopped_ranks_are_lost_together(tmp_path: Path):
         assert end - stopped[0] < 3 * H + 3 * BEAT + SLACK
 
 
-def comes_back(folder: Path) -> list[str]:
+def return_as_a_spare(folder: Path) -> list[str]:
     """Rank 1 of three is taken for lost, stands by, and replaces rank 2, which is killed."""
     mesh = connected(folder, range(3), dp=3)
     if mesh.rank == 1:
@@ -287,7 +287,7 @@ def test_replaced_rank_returns_as_a_spare(tmp_path: Path):
         wait_for_flag(tmp_path, "refused")
         own.kill(2, signal.SIGKILL)
 
-    zero, one = run(tmp_path, 3, comes_back, act, [2])
+    zero, one = run(tmp_path, 3, return_as_a_spare, act, [2])
     assert zero == [
         "ProcessGroupMesh(dp=2, ranks=range(0, 4, 2), name='train')",
         "ProcessGroupMesh(dp=2, ranks=range(2), name='train')",
@@ -309,14 +309,14 @@ def test_retry_succeeds_after_different_arguments(tmp_path: Path):
         assert failed.kind == "MismatchError"
         assert "mesh 'train': the ranks passed different arguments:" in failed.text
         assert re_lines(failed.text)
-        assert mesh == "ProcessGroupMesh(dp=2, tp=2, name='train')"  # nobody was lost
+        assert mesh == "ProcessGroupMesh(dp=2, tp=2, name='train')"  # no rank was lost
 
 
 def re_lines(text: str) -> bool:
     return "shrink('dp') on rank" in text and "shrink('tp') on rank" in text
 
 
-def one_does_not_come(folder: Path) -> tuple[Attempt, str]:
+def one_does_not_call(folder: Path) -> tuple[Attempt, str]:
     """Rank 2 lives and does not call. The others say so, and all of them try again."""
     mesh = connected(folder)
     failed = attempt(lambda: None)
@@ -330,7 +330,7 @@ def one_does_not_come(folder: Path) -> tuple[Attempt, str]:
 
 
 def test_living_missing_rank_is_named_but_kept(tmp_path: Path):
-    for rank, (failed, mesh) in enumerate(run(tmp_path, 4, one_does_not_come, lambda own: None, [])):
+    for rank, (failed, mesh) in enumerate(run(tmp_path, 4, one_does_not_call, lambda own: None, [])):
         assert mesh == "ProcessGroupMesh(dp=2, tp=2, name='train')"
         if rank != 2:
             assert failed.kind == "MissingRanksError"
@@ -343,7 +343,7 @@ def test_living_missing_rank_is_named_but_kept(tmp_path: Path):
 
 
 def one_aborts(folder: Path) -> tuple[Attempt, float]:
-    """Rank 0 waits in a thread and aborts the mesh; rank 1 waits for rank 2, which comes later."""
+    """Rank 0 waits in a thread and aborts the mesh; rank 1 waits for rank 2, which arrives later."""
     mesh = connected(folder, range(3), dp=3)
     other = ProcessGroupMesh(3, name="other")
     other.connect(timeout=LONG_TIMEOUT)
@@ -423,7 +423,7 @@ def test_mesh_is_aborted_after_a_timeout(tmp_path: Path):
 
 
 def shrink_often(folder: Path, times: int) -> list[tuple[dict[str, int], int]]:
-    """The mesh is replaced although nobody is lost."""
+    """The mesh is replaced although no rank is lost."""
     beat_fast()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="train")
     counts = []

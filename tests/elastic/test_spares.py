@@ -25,7 +25,7 @@ KILLED = r"rank {} has (ended: its listener at 127\.0\.0\.1:\d+ refuses connecti
 
 
 def run(rank: int, port: int, folder: Path, end: str) -> None:
-    """One rank: it trains until it is told to end, or stands by."""
+    """One rank: it trains until the flag "end" is set, or stands by."""
     signal.alarm(int(4 * WAIT_TIMEOUT))  # it does not outlive the test
     beat_fast()
     launch.join("gloo", timeout=WAIT_TIMEOUT, replica=rank, replicas=MEMBERS + 1, host="127.0.0.1", port=port)
@@ -33,8 +33,8 @@ def run(rank: int, port: int, folder: Path, end: str) -> None:
     if rank == SPARE:
         wait_for_flag(folder, "training")
         failed = attempt(lambda: mesh.stand_by(timeout=LONG_TIMEOUT))
-        (folder / "told.part").write_text(f"{time.monotonic()} {failed.kind} {failed.text}")
-        (folder / "told.part").rename(folder / "told")
+        (folder / "failed.part").write_text(f"{time.monotonic()} {failed.kind} {failed.text}")
+        (folder / "failed.part").rename(folder / "failed")
     else:
         mesh.connect(timeout=LONG_TIMEOUT)
         set_flag(folder, "training")
@@ -55,28 +55,28 @@ def test_spare_gets_error_after_all_members_ended(tmp_path: Path, end: str):
                 process.start()
             wait_for_flag(tmp_path, "training")
             time.sleep(H + 3 * BEAT)  # the spare has looked, and waits
-            assert not (tmp_path / "told").exists()
+            assert not (tmp_path / "failed").exists()
             ended = time.monotonic()
             if end == KILLED:
                 for process in ranks[:MEMBERS]:
                     assert process.pid is not None
                     os.kill(process.pid, signal.SIGKILL)
             set_flag(tmp_path, "end")
-            wait_for_flag(tmp_path, "told")
+            wait_for_flag(tmp_path, "failed")
             ranks[SPARE].join(WAIT_TIMEOUT)
             assert ranks[SPARE].exitcode == 0
         finally:
             for process in ranks:
                 process.kill()
-    told, kind, text = (tmp_path / "told").read_text().split(maxsplit=2)
-    print(f"{float(told) - ended:.2f} s: {text}")
+    failed_at, kind, text = (tmp_path / "failed").read_text().split(maxsplit=2)
+    print(f"{float(failed_at) - ended:.2f} s: {text}")
     assert kind == "MissingRanksError"
     first, *lines = text.splitlines()
     assert first == "mesh 'train': no other rank of it is left, so none can call shrink."
     for rank, line in enumerate(lines):
         assert re.match(end.format(rank), line.strip()), line
     assert len(lines) == MEMBERS
-    assert float(told) - ended < 2 * H + SLACK
+    assert float(failed_at) - ended < 2 * H + SLACK
 
 
 def stand_by_with_another(rank: int, port: int, folder: Path, _: int) -> None:
@@ -91,7 +91,7 @@ def stand_by_with_another(rank: int, port: int, folder: Path, _: int) -> None:
         wait_for_flag(folder, "never")
     failed = attempt(lambda: mesh.stand_by(timeout=4 * WAIT_TIMEOUT))
     (folder / f"part {rank}").write_text(f"{time.monotonic()} {failed.kind} {failed.text}")
-    (folder / f"part {rank}").rename(folder / f"told {rank}")
+    (folder / f"part {rank}").rename(folder / f"failed {rank}")
 
 
 @pytest.mark.fault("ranks stand by and no rank is left that can call `shrink`")
@@ -104,10 +104,10 @@ def test_spares_do_not_await_each_other(tmp_path: Path):
         ended = time.monotonic()
         ranks.newest[0].kill()
         for rank in (1, 2):
-            wait_for_flag(tmp_path, f"told {rank}")
-            told, kind, text = (tmp_path / f"told {rank}").read_text().split(maxsplit=2)
-            print(f"{float(told) - ended:.2f} s: {text}")
+            wait_for_flag(tmp_path, f"failed {rank}")
+            failed_at, kind, text = (tmp_path / f"failed {rank}").read_text().split(maxsplit=2)
+            print(f"{float(failed_at) - ended:.2f} s: {text}")
             assert kind == "MissingRanksError"
             assert re.search(KILLED.format(0), text), text
             assert re.search(r"rank [12] stands by too", text), text
-            assert float(told) - ended < 2 * H + SLACK
+            assert float(failed_at) - ended < 2 * H + SLACK

@@ -1,4 +1,4 @@
-"""The link between two hosts is cut and mended, and the store process is paused: does a rank reach the store again?"""
+"""The link between two hosts is cut and restored, and the store process pauses: do ranks reach the store again?"""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ CUT = 14.0
 """Seconds. On the connection from before the cut, TCP repeats its packets 13 s and 25 s after the cut."""
 
 LONG = 60.0
-"""Seconds within which an answer of the store comes in any case."""
+"""Seconds within which an answer of the store arrives in any case."""
 
-AFTER_THE_MEND = 5.0
+AFTER_THE_CUT = 5.0
 """Seconds within which the store answers again."""
 
 
@@ -57,7 +57,7 @@ def set_interface(hosts: tuple[str, str], state: str) -> None:
 
 
 def set_packets(hosts: tuple[str, str], state: str) -> None:
-    """Let all packets between the hosts get lost ("down"), or mend that ("up"): neither host knows of the cut."""
+    """Lose all packets between the hosts ("down"), or restore the link ("up"): neither host knows of the cut."""
     for host, address in zip(hosts, reversed(ADDRESSES)):
         if state == "down":  # packets go to an interface that is not there
             ip("-n", host, "neigh", "replace", address, "lladdr", "02:00:00:00:00:99", "dev", host, "nud", "permanent")
@@ -74,10 +74,10 @@ def live(folder: Path) -> None:
     wait_for_flag(folder, "cut")
     with ThreadPoolExecutor() as pool:
         during = pool.submit(attempt, lambda: thread.run(Read("a key"), seconds=LONG))
-        wait_for_flag(folder, "mended")
+        wait_for_flag(folder, "restored")
         after = attempt(lambda: ProcessGroupMesh(2, name="after").connect(timeout=30.0))
-        (folder / f"told {me}.part").write_text(json.dumps([during.result(), after]))
-    (folder / f"told {me}.part").rename(folder / f"told {me}")
+        (folder / f"result {me}.part").write_text(json.dumps([during.result(), after]))
+    (folder / f"result {me}.part").rename(folder / f"result {me}")
     wait_for_flag(folder, "over")
 
 
@@ -107,13 +107,13 @@ def test_store_answers_soon_after_a_cut(
         set_flag(tmp_path, "cut")
         time.sleep(CUT)
         set_state(hosts, "up")
-        mended = time.monotonic()
-        set_flag(tmp_path, "mended")
+        restored = time.monotonic()
+        set_flag(tmp_path, "restored")
         for rank in range(2):
-            wait_for_flag(tmp_path, f"told {rank}")
-            for kind, text, _, end in json.loads((tmp_path / f"told {rank}").read_text()):
+            wait_for_flag(tmp_path, f"result {rank}")
+            for kind, text, _, end in json.loads((tmp_path / f"result {rank}").read_text()):
                 assert not kind, f"rank {rank}: {kind}: {text}"
-                assert end - mended < AFTER_THE_MEND, f"rank {rank}: {end - mended:.2f} s after the mend"
+                assert end - restored < AFTER_THE_CUT, f"rank {rank}: {end - restored:.2f} s after the cut"
     except AssertionError as error:
         logs = [f"{path.name}:\n{path.read_text(errors='replace')[-3000:]}" for path in sorted(tmp_path.glob("log *"))]
         raise AssertionError("\n".join([str(error), *logs])) from error

@@ -1,4 +1,4 @@
-"""Ranks that die early, and ranks that are stuck in a collective: what the others and they themselves are told."""
+"""Ranks that die early, and ranks that are stuck in a collective: the errors and reports of all ranks."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def two_are_stuck(folder: Path, how: str) -> tuple[Attempt, str, str]:
         watcher.start()
     else:
         failed = attempt(lambda: mesh.connect("tp", timeout=timedelta(seconds=D)))
-        set_flag(folder, f"told {mesh.rank}")
+        set_flag(folder, f"failed {mesh.rank}")
         for rank in (1, 2):
             wait_for_flag(folder, f"reported {rank}")
     assert sum_powers(mesh.group()) == 15
@@ -127,7 +127,7 @@ def two_are_stuck(folder: Path, how: str) -> tuple[Attempt, str, str]:
 def report_and_signal(mesh: ProcessGroupMesh, folder: Path) -> None:
     """Report from a thread once the others know of the collective, then on a signal. A report starts the heartbeats."""
     for rank in (0, 3):
-        wait_for_flag(folder, f"told {rank}")
+        wait_for_flag(folder, f"failed {rank}")
     entered = "entered by ranks 1, 2"
     text = wait_until(lambda: text if entered in (text := str(mesh.report())) else "", f"the report: {entered}")
     (folder / f"report {mesh.rank}").write_text(text)

@@ -63,7 +63,7 @@ from tests.support.resource_counts import CAN_COUNT, count_resources
 from tests.support.torch_tables import record_operations, table_sizes
 from tests.support.worlds import STARVED, World, check_sums, fresh_world, groups_of, world
 
-# ---- ranks mean different things ----
+# ---- meshes and options that differ ----
 
 ALIKE = {"dp": 2, "tp": 2}
 DIFFER: dict[str, tuple[dict[str, Any], str]] = {
@@ -93,9 +93,9 @@ def differ() -> dict[str, tuple[Attempt, Attempt]]:
         check_sums(groups_of(bystander))
         mesh.close()
         dist.barrier()
-        mended = ProcessGroupMesh(**ALIKE, name=mesh.name)
-        seen[what] = failed, attempt(lambda mended=mended: connect_and_check(mended, "dp", "tp", ("dp", "tp")))
-        mended.close()
+        right = ProcessGroupMesh(**ALIKE, name=mesh.name)
+        seen[what] = failed, attempt(lambda right=right: connect_and_check(right, "dp", "tp", ("dp", "tp")))
+        right.close()
         dist.barrier()
     return seen
 
@@ -149,7 +149,7 @@ def ask_wrongly() -> tuple[list[float], list[str]]:
     "sizes that do not fit, two -1, an empty mesh, an unknown axis, ranks that are repeated, negative or foreign"
 )
 def test_local_errors_are_raised_without_store_operations():
-    """The words of each error are in test_messages.py and test_mesh_messages.py."""
+    """The text of each error is in test_messages.py and test_mesh_messages.py."""
     with fresh_world(2) as own:
         for took, done in results(own.outcomes(ask_wrongly)):
             assert done == []
@@ -199,7 +199,7 @@ def test_circle_error_shows_every_rank_in_it():
         assert not again.kind, again.text
 
 
-def mends_its_mesh_at_once(name: str) -> tuple[Attempt, Attempt]:
+def retry_at_once(name: str) -> tuple[Attempt, Attempt]:
     beat_fast_with_bystander()
     if dist.get_rank() == 3:
         wait_until_waiting(0, 1, 2)
@@ -213,7 +213,7 @@ def mends_its_mesh_at_once(name: str) -> tuple[Attempt, Attempt]:
 def test_retry_succeeds_right_after_mismatch():
     with fresh_world(4) as own:
         for name in ("first", "second", "third"):
-            for failed, again in results(own.outcomes(mends_its_mesh_at_once, name)):
+            for failed, again in results(own.outcomes(retry_at_once, name)):
                 assert failed.kind == "MismatchError", failed.text
                 assert not again.kind, again.text
 
@@ -302,14 +302,14 @@ def test_threads_connect_groups_in_any_order():
         results(own.outcomes(in_threads))
 
 
-# ---- somebody does not come ----
+# ---- a member does not arrive ----
 
 
 D = 1.5
 
 
 def one_never_comes(folder: Path) -> tuple[Attempt, list[LogLine], Attempt]:
-    """Ranks 0 and 1 wait for 2 and 3: 2 waits for 3 elsewhere, and 3 for nobody. Both come too late."""
+    """Ranks 0 and 1 wait for 2 and 3: 2 waits for 3 elsewhere, and 3 for no other. Both arrive too late."""
     bystander = beat_fast_with_bystander()
     everyone = ProcessGroupMesh(4, name="everyone")
     pair = ProcessGroupMesh(2, ranks=[2, 3], name="pair") if everyone.rank >= 2 else None
@@ -395,7 +395,7 @@ def test_rank_killed_before_arrival_is_named(tmp_path: Path, has_status: bool):
 
 
 def one_dies_after(moment: str) -> tuple[Attempt, Attempt]:
-    """All have come, and rank 3 dies before it begins the first collective, or right after."""
+    """All have arrived, and rank 3 dies before it begins the first collective, or right after."""
     bystander = beat_fast_with_bystander(3)
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     if mesh.rank == 3:
@@ -429,7 +429,7 @@ def test_rank_killed_in_first_collective_is_named(moment: str):
 
 
 def lost_on_one(folder: Path, release: bool) -> tuple[Attempt, Attempt]:
-    """The first collective is done on all, but rank 3 takes it for lost; then all connect anew."""
+    """The first collective is done on all, but rank 3 takes it for lost; then all connect again."""
     beat_fast_with_bystander()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
 
@@ -453,7 +453,7 @@ def lost_on_one(folder: Path, release: bool) -> tuple[Attempt, Attempt]:
 
 
 @pytest.mark.fault("a first collective completes on one member and fails on another")
-@pytest.mark.parametrize("release", [True, False], ids=["released", "connected anew"])
+@pytest.mark.parametrize("release", [True, False], ids=["released", "still held"])
 def test_group_that_failed_on_one_rank_reconnects(tmp_path: Path, release: bool):
     with fresh_world(4) as own:
         seen = results(own.outcomes(lost_on_one, tmp_path, release))
@@ -464,7 +464,7 @@ def test_group_that_failed_on_one_rank_reconnects(tmp_path: Path, release: bool)
 
 
 def at_the_deadline(seed: int, times: int) -> list[tuple[Attempt, Attempt]]:
-    """Rank 3 comes as the others give up, a little sooner or later each time."""
+    """Rank 3 arrives as the others give up, a little sooner or later each time."""
     beat_fast_with_bystander()
     mesh, limit, seen = ProcessGroupMesh(dp=2, tp=2, name="actor"), 0.2, []
     chance = random.Random(f"{seed} {dist.get_rank() == 3}")
@@ -553,8 +553,8 @@ def test_two_processes_of_a_rank_are_named():
 GOES = {"dies": signal.SIGKILL, "hangs": signal.SIGSTOP}
 
 
-def without_a_store(folder: Path, waiting: bool) -> tuple[Attempt, Attempt, Attempt]:
-    """The store goes while ranks 0 and 2 wait for 1 and 3, or before anybody comes; then it may come back."""
+def connect_without_a_store(folder: Path, waiting: bool) -> tuple[Attempt, Attempt, Attempt]:
+    """The store goes while ranks 0 and 2 wait for 1 and 3, or before any rank arrives; then it may come back."""
     bystander = beat_fast_with_bystander()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     if not waiting:  # what is configured is agreed on when the group is made
@@ -599,7 +599,7 @@ def test_lost_store_is_named_while_groups_work(tmp_path: Path, how: str, waiting
         assert store.process.pid is not None
         actor = threading.Thread(target=go, args=(store.process.pid,), daemon=True)
         actor.start()
-        seen = results(own.outcomes(without_a_store, tmp_path, waiting))
+        seen = results(own.outcomes(connect_without_a_store, tmp_path, waiting))
         actor.join(WAIT_TIMEOUT)
         where = f"the store at 127.0.0.1:{store.port}"
     for failed, closing, again in seen:
@@ -794,7 +794,7 @@ def test_signal_during_connect_is_named_on_peers(tmp_path: Path, how: str):
         assert re.search(r"was cancelled because rank 2 stopped connecting at test_faults.py:\d+: ", failed.text)
         assert SIGNALS[how][2] in failed.text
     assert max(failed.end for failed in peers) - sent[0] < 0.2 + SLACK
-    late = outcomes[3].result[0]  # it connects with the retry of the others, or is told that rank 2 has ended
+    late = outcomes[3].result[0]  # it connects with the retry of the others, or fails because rank 2 has ended
     assert late.kind == ("MissingRanksError" if how == "SIGTERM" else ""), late
     assert "rank 2" in late.text or how != "SIGTERM"
     assert late.took < H + BEAT + SLACK
@@ -805,7 +805,7 @@ def test_signal_during_connect_is_named_on_peers(tmp_path: Path, how: str):
 
 
 def one_is_interrupted(where: str) -> tuple[Attempt, Attempt]:
-    """Ctrl-C reaches rank 3 as it makes its group, or when all have come and it begins the first collective."""
+    """Ctrl-C reaches rank 3 as it makes its group, or when all have arrived and it begins the first collective."""
     bystander = beat_fast_with_bystander()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     if mesh.rank == 3:
@@ -957,11 +957,11 @@ def be(rank, port):
     start = time.monotonic()
     try:
         if rank == 0:
-            mesh.release("tp")  # what is connected is not met again
+            mesh.release("tp")  # a connected group is skipped
             timing.TIMING = dataclasses.replace(timing.TIMING, stragglers=20.0)  # no warning, though rank 1 be slow
             mesh.connect("tp", timeout=timedelta(seconds=60))
     except Exception as error:
-        print("told:", " ".join(str(error).split()), flush=True)
+        print("error:", " ".join(str(error).split()), flush=True)
         print(f"at {start} {time.monotonic()}", flush=True)
     print(f"{rank} ends at {time.monotonic()}", flush=True)
 
@@ -988,8 +988,8 @@ def test_process_exit_after_connect_is_named_at_once(tmp_path: Path):
     ended = dict(re.findall(r"^(\d) ended at (\S+) 0$", done.stdout, re.MULTILINE))
     assert [*sorted(ended)] == ["0", "1"]
     assert all(float(ended[rank]) - float(ends[rank]) < 1.0 + SLACK for rank in ends)
-    asked, heard = map(float, re.findall(r"^at (\S+) (\S+)$", done.stdout, re.MULTILINE)[0])
-    assert heard - max(asked, float(ends["1"])) < 1.0 + SLACK
+    asked, raised = map(float, re.findall(r"^at (\S+) (\S+)$", done.stdout, re.MULTILINE)[0])
+    assert raised - max(asked, float(ends["1"])) < 1.0 + SLACK
     assert "child: LifetimeError mesh 'actor' was created before this process was forked." in done.stdout
     assert "child's status: 7" in done.stdout
     assert "rank 1: its process has exited" in done.stdout
@@ -997,11 +997,11 @@ def test_process_exit_after_connect_is_named_at_once(tmp_path: Path):
         assert not without_hostname_warnings((tmp_path / f"{rank}.err").read_text()).strip()
 
 
-# ---- it is gone ----
+# ---- groups and meshes that have ended ----
 
 
 def quickest(act: Callable[[], Any]) -> float:
-    """The least time in which an error of a group or a mesh that is gone came, in seconds."""
+    """The least time until an error of an ended group or mesh, in seconds."""
     seen = [attempt(act) for _ in range(20)]
     assert {each.kind for each in seen} == {"LifetimeError"}, seen[0]
     return min(each.took for each in seen)
@@ -1011,17 +1011,17 @@ def use_what_is_gone() -> dict[str, float]:
     mesh = ProcessGroupMesh(dp=1, tp=2, name="actor")
     group = mesh.group("tp")
     check_sums(groups_of(mesh))
-    ear, mouth = os.pipe()
+    receiver, sender = os.pipe()
     child = os.fork()
     if child == 0:
         signal.alarm(int(WAIT_TIMEOUT))
         try:
-            os.write(mouth, repr(quickest(lambda: mesh.group("tp"))).encode())
+            os.write(sender, repr(quickest(lambda: mesh.group("tp"))).encode())
         finally:
             os._exit(0)
-    os.close(mouth)
-    with os.fdopen(ear) as told_by_child:
-        took = {"a fork": float(told_by_child.read())}
+    os.close(sender)
+    with os.fdopen(receiver) as answer:
+        took = {"a fork": float(answer.read())}
     os.waitpid(child, 0)
     dist.barrier()
     mesh.release("tp")

@@ -1,4 +1,4 @@
-"""Meshes and groups that differ between ranks: what the error says, and how often."""
+"""Meshes and groups that differ between ranks: the errors, each printed once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def use_another_name() -> tuple[Attempt, Attempt]:
     with ProcessGroupMesh(dp=2, tp=2, name="trian" if rank == 3 else "train") as wrong:
         failed = attempt(lambda: wrong.connect(wrong.axes, timeout=timedelta(seconds=D)))
     check_sums(groups_of(bystander))
-    return failed, attempt(lambda: connect_and_check(ProcessGroupMesh(dp=2, tp=2, name="mended"), "dp", "tp"))
+    return failed, attempt(lambda: connect_and_check(ProcessGroupMesh(dp=2, tp=2, name="right"), "dp", "tp"))
 
 
 def test_circle_error_shows_different_mesh_names():
@@ -47,7 +47,7 @@ def test_circle_error_shows_different_mesh_names():
 
 
 def differ_in_all(what: str) -> Attempt:
-    """Rank 3 differs in a way that each of two groups could tell of."""
+    """Rank 3 differs in a way that is a mismatch of each of two groups."""
     bystander = beat_fast_with_bystander()
     odd = bystander.rank == 3
     different: dict[str, Any] = {"shape": {"dp": 4, "tp": 1}, "ranks": {"dp": 2, "tp": 2, "ranks": (3, 1, 2, 0)}}

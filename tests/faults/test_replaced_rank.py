@@ -1,4 +1,4 @@
-"""A new process in the place of a lost rank: it meets the survivors in the next mesh of the same name."""
+"""A new process in the place of a lost rank: it connects with the survivors in the next mesh of the same name."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def survive(folder: Path, order: str) -> str:
             mesh.close()
     set_flag(folder, f"connected {mesh.rank}")
     wait_for_flag(folder, "killed")
-    if order == "it comes first":
+    if order == "new process first":
         wait_until(is_waiting_anew, "the new process waits")
     mesh.close()
     again = ProcessGroupMesh(3, name="train")
-    if order == "it comes as they wait":
+    if order == "new process while others wait":
         failed = attempt(lambda: again.connect(timeout=LONG_TIMEOUT))
         assert failed.kind == "MissingRanksError", failed
         assert "rank 2 has sent no heartbeat" in failed.text
@@ -73,10 +73,12 @@ def replace(port: int, folder: Path, order: str) -> None:
     """A new process joins the same world as rank 2, and makes the mesh once."""
     signal.alarm(int(2 * WAIT_TIMEOUT))  # it does not outlive the test
     beat_fast()
-    for rank in range(2) if order != "it comes first" else ():
+    for rank in range(2) if order != "new process first" else ():
         wait_for_flag(folder, f"closed {rank}")
     os.environ.update(RANK="2", LOCAL_RANK="2", WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCH_GLOO_LAZY_INIT="1")  # torch's own group meets nobody
+    os.environ.update(
+        TORCHELASTIC_USE_AGENT_STORE="True", TORCH_GLOO_LAZY_INIT="1"
+    )  # torch's own group stays unconnected
     launch.join("gloo", timeout=DEADLINE)  # the timeout of the groups, which all ranks must have in common
     mesh = ProcessGroupMesh(3, name="train")
     wait_until(lambda: not attempt(lambda: mesh.connect(timeout=LONG_TIMEOUT)).kind, "the mesh of the survivors")
@@ -86,7 +88,7 @@ def replace(port: int, folder: Path, order: str) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("order", ["it comes first", "it comes after they closed", "it comes as they wait"])
+@pytest.mark.parametrize("order", ["new process first", "new process after close", "new process while others wait"])
 def test_new_process_of_lost_rank_connects_with_survivors(tmp_path: Path, order: str):
     with StoreProcess() as store, fresh_world(3, store) as own:
         own.run(dist.get_rank)

@@ -62,26 +62,26 @@ def fails(kind: str, act: Callable[[], Any]) -> None:
         raise AssertionError(f"no {kind}")
 
 
-def never_comes(mesh: ProcessGroupMesh) -> None:
+def one_never_connects(mesh: ProcessGroupMesh) -> None:
     if mesh.rank < 3:
         fails("MissingRanksError", lambda: mesh.connect(ALL, timeout=SOONER))
 
 
-def comes_too_late(mesh: ProcessGroupMesh) -> None:
-    never_comes(mesh)
+def one_connects_too_late(mesh: ProcessGroupMesh) -> None:
+    one_never_connects(mesh)
     dist.barrier()
     mesh.connect(ALL, timeout=LONG_TIMEOUT)  # rank 3 logs the earlier decision
     check_sums({"all": (mesh.group(), mesh.ranks())})
 
 
-def never_comes_to_the_first_collective(mesh: ProcessGroupMesh) -> None:
-    if mesh.rank < 3:  # rank 1, whose neighbours in the ring come, learns of it from the watch of the heartbeat
+def one_skips_first_collective(mesh: ProcessGroupMesh) -> None:
+    if mesh.rank < 3:  # rank 1, whose neighbours in the ring arrive, gets the error from the heartbeat thread
         group = mesh.group(timeout=5 * BEAT)
         fails("MissingRanksError", lambda: dist.all_reduce(torch.ones(1), group=group))
 
 
-def means_another_mesh(mesh: ProcessGroupMesh) -> None:
-    """What told of it goes when all have come to a mesh of that name again."""
+def meshes_differ(mesh: ProcessGroupMesh) -> None:
+    """The report is deleted when all ranks have registered a mesh of that name again."""
     with ProcessGroupMesh(dp=4 if mesh.rank == 3 else 2, tp=-1, name="another") as wrong:
         fails("MismatchError", lambda: wrong.connect(ALL, timeout=LONG_TIMEOUT))
     with ProcessGroupMesh(dp=2, tp=2, name="another") as right:
@@ -89,13 +89,13 @@ def means_another_mesh(mesh: ProcessGroupMesh) -> None:
         dist.barrier()
 
 
-def means_other_options(mesh: ProcessGroupMesh) -> None:
+def configured_options_differ(mesh: ProcessGroupMesh) -> None:
     mesh.configure(*ALL, timeout=timedelta(seconds=7 + (mesh.rank == 3)))
     fails("MismatchError", lambda: mesh.connect(ALL, timeout=LONG_TIMEOUT))
 
 
-def uses_other_options(mesh: ProcessGroupMesh) -> None:
-    """Who finds its neighbours in the ring there learns of it when the collective has timed out."""
+def options_of_collective_differ(mesh: ProcessGroupMesh) -> None:
+    """A rank whose neighbours in the ring have the same options gets the error after the timeout."""
     mesh.configure(*ALL, timeout=BEAT * (5 + (mesh.rank == 3)))
     fails("MismatchError", lambda: dist.all_reduce(torch.ones(1), group=mesh.group()))
 
@@ -180,12 +180,12 @@ def one_stops(kind: str, mesh: ProcessGroupMesh, broken: Any) -> None:
 
 
 FAULTS: list[Callable[[ProcessGroupMesh], None]] = [
-    never_comes,
-    comes_too_late,
-    never_comes_to_the_first_collective,
-    means_another_mesh,
-    means_other_options,
-    uses_other_options,
+    one_never_connects,
+    one_connects_too_late,
+    one_skips_first_collective,
+    meshes_differ,
+    configured_options_differ,
+    options_of_collective_differ,
     waits_in_a_circle,
     is_released_while_it_waits,
     is_released_as_it_begins,
@@ -196,13 +196,13 @@ FAULTS: list[Callable[[ProcessGroupMesh], None]] = [
 ]
 
 KEYS_LEFT: dict[Callable[[ProcessGroupMesh], None], int] = {
-    means_another_mesh: 1,
-    means_other_options: 1,
-    uses_other_options: 1,
+    meshes_differ: 1,
+    configured_options_differ: 1,
+    options_of_collective_differ: 1,
 }
-"""Store keys that stay for a fault until the world ends: what tells late ranks of a mismatch."""
+"""Store keys that stay for a fault until the world ends: the reports of mismatches, for late ranks."""
 
-# ---- faults on purpose in the ledger's own sense: something stays ----
+# ---- leaks on purpose ----
 
 kept: list[Any] = []
 
@@ -259,7 +259,7 @@ def test_close_frees_groups_without_the_garbage_collector():
             assert seen[-1] == seen[1], seen
 
 
-# ---- the ledger ----
+# ---- the counts ----
 
 
 class Count(NamedTuple):

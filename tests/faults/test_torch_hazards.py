@@ -112,7 +112,7 @@ def test_overlapping_groups_are_created_in_a_circle():
 
 
 def go_on_while_one_waits() -> None:
-    """Rank 0 is in the first collective with rank 1, which comes only when all the rest is done."""
+    """Rank 0 is in the first collective with rank 1, which begins only when all the rest is done."""
     mesh = ProcessGroupMesh(dp=2, tp=2)
     if mesh.rank == 0:
         one = torch.ones(1)

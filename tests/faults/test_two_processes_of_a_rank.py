@@ -24,16 +24,16 @@ def join(rank: int, port: int) -> ProcessGroupMesh:
     return ProcessGroupMesh(dp=2, tp=2, name="train")
 
 
-def tell(folder: Path, name: str, failed: Attempt) -> None:
+def write_attempt(folder: Path, name: str, failed: Attempt) -> None:
     (folder / f"part {name}").write_text(f"{failed.end} {failed.kind} {failed.text}")
     (folder / f"part {name}").rename(folder / name)
 
 
 def connect(rank: int, port: int, folder: Path, number: int) -> None:
-    """Rank 3 never comes: it took itself for rank 2."""
+    """Rank 3 never starts: its process has rank 2."""
     mesh = join(rank, port)
     set_flag(folder, f"connects {rank} {number}")
-    tell(folder, f"failed {rank} {number}", attempt(lambda: mesh.connect(("dp", "tp"), timeout=LONG_TIMEOUT)))
+    write_attempt(folder, f"failed {rank} {number}", attempt(lambda: mesh.connect(("dp", "tp"), timeout=LONG_TIMEOUT)))
 
 
 @pytest.mark.fault("two processes have the same rank")
@@ -47,37 +47,39 @@ def test_second_process_of_rank_is_named_everywhere(tmp_path: Path):
         time.sleep(1.5)  # they send heartbeats, and wait
         ranks.start(*processes[3])
         wait_for_flag(tmp_path, f"connects {TWICE} 1")
-        came = time.monotonic()
+        started = time.monotonic()
         for rank, number in processes:
             wait_for_flag(tmp_path, f"failed {rank} {number}")
         pids = [process.pid for process in ranks.all[2:]]
     for rank, number in processes:
         end, kind, text = (tmp_path / f"failed {rank} {number}").read_text().split(maxsplit=2)
-        print(rank, number, float(end) - came, text)
+        print(rank, number, float(end) - started, text)
         assert kind == "MismatchError"
         both = re.search(r"both process (\d+) on \S+ and process (\d+) on \S+ connect as rank 2", text)
         assert both is not None, text
         assert sorted(map(int, both.groups())) == sorted(pids)
-        assert float(end) - came < 2.0 + 1.0
+        assert float(end) - started < 2.0 + 1.0
 
 
 def train(rank: int, port: int, folder: Path, number: int) -> None:
-    """The second process of a rank comes late. While it lives, the others make another group, and rank 3 aborts."""
+    """The second process of a rank starts late. While it lives, the others make another group, and rank 3 aborts."""
     mesh = join(rank, port)
     mesh.abort_when_lost()
     if number:
-        tell(folder, "second", attempt(lambda: mesh.connect(timeout=LONG_TIMEOUT)))
+        write_attempt(folder, "second", attempt(lambda: mesh.connect(timeout=LONG_TIMEOUT)))
         wait_for_flag(folder, "over")
         return
     mesh.connect(mesh.axes, *mesh.axes, timeout=LONG_TIMEOUT)
     set_flag(folder, f"connected {rank}")
     wait_for_flag(folder, "go on")
-    tell(folder, f"sums {rank}", attempt(lambda: check_sums(groups_of(mesh))))
+    write_attempt(folder, f"sums {rank}", attempt(lambda: check_sums(groups_of(mesh))))
     if rank == 3:
         for other in range(3):
             wait_for_flag(folder, f"sums {other}")
         mesh.abort("the test")
-    tell(folder, f"aborted {rank}", attempt(lambda: wait_until(lambda: mesh.group() is None, "an error of the mesh")))
+    write_attempt(
+        folder, f"aborted {rank}", attempt(lambda: wait_until(lambda: mesh.group() is None, "an error of the mesh"))
+    )
 
 
 @pytest.mark.fault("two processes have the same rank")
@@ -105,13 +107,13 @@ def connect_again(rank: int, port: int, folder: Path, number: int) -> None:
     """After the second process has ended, the others connect more groups."""
     mesh = join(rank, port)
     if number:
-        tell(folder, "second", attempt(lambda: mesh.connect(timeout=LONG_TIMEOUT)))
+        write_attempt(folder, "second", attempt(lambda: mesh.connect(timeout=LONG_TIMEOUT)))
         dist.destroy_process_group()
         return
     mesh.connect(mesh.axes, timeout=LONG_TIMEOUT)
     set_flag(folder, f"connected {rank}")
     wait_for_flag(folder, "go on")
-    tell(folder, f"again {rank}", attempt(lambda: mesh.connect(*mesh.axes, timeout=LONG_TIMEOUT)))
+    write_attempt(folder, f"again {rank}", attempt(lambda: mesh.connect(*mesh.axes, timeout=LONG_TIMEOUT)))
 
 
 def test_connect_succeeds_after_second_process_ended(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Worlds one after another: which ranks meet on which store, and what a world that ended leaves behind."""
+"""Worlds one after another: which ranks connect on which store, and what a world that ended leaves behind."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WORLDS = st.tuples(st.booleans(), st.sets(st.sampled_from(PROCESSES), min_size=1
 
 @given(st.lists(WORLDS, max_size=6), st.randoms())
 def test_ranks_agree_on_the_name_of_a_world(worlds: list[tuple[bool, set[int], set[int]]], order: random.Random):
-    """On a fresh store all members get one name, and so do those with one past; others can tell that they do not.
+    """On a fresh store all members get one name, and so do those with one past; others can detect that they do not.
 
     Each world is on a fresh store or on the one before. It has some processes as members, and some of these are killed:
     they never say that they left, and come back as new processes.
@@ -209,8 +209,8 @@ def wait_for(store: dist.Store, key: str) -> None:
     store.wait([key], DEADLINE)
 
 
-def meet(store: dist.Store, key: str) -> None:
-    """Wait until two ranks have come here, in no world."""
+def wait_for_both(store: dist.Store, key: str) -> None:
+    """Wait until two ranks have called this, outside any world."""
     end = time.monotonic() + DEADLINE.total_seconds()
     store.add(key, 1)
     while store.add(key, 0) < 2:
@@ -220,10 +220,10 @@ def meet(store: dist.Store, key: str) -> None:
 
 @contextmanager
 def left_for_others() -> Iterator[int]:
-    """This rank leaves the tests' world for worlds of its own, and comes back to one for the tests' sake."""
+    """This rank leaves the tests' world for worlds of its own, and returns to one at the end, as the tests need."""
     rank = dist.get_rank()
     dist.destroy_process_group()
-    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # else torch's own world meets its past addresses on a used store
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # else torch's own world would find its old addresses on a used store
     try:
         yield rank
     finally:
@@ -236,7 +236,7 @@ def used(mesh: ProcessGroupMesh, how: str) -> None:
     check_sums(groups_of(mesh))
 
 
-def meet_after_unequal_pasts(port: int, how: str) -> None:
+def use_after_different_pasts(port: int, how: str) -> None:
     with left_for_others() as rank:
         if rank == 0:
             for _ in range(2):
@@ -254,25 +254,25 @@ def meet_after_unequal_pasts(port: int, how: str) -> None:
 @pytest.mark.parametrize("how", ["connect", "first collectives"])
 def test_ranks_with_different_pasts_use_fresh_store(how: str):
     with StoreProcess() as server, fresh_world(2) as own:
-        own.run(meet_after_unequal_pasts, server.port, how)
+        own.run(use_after_different_pasts, server.port, how)
 
 
-def meet_again_and_again(port: int, how: str) -> None:
+def use_the_store_four_times(port: int, how: str) -> None:
     with left_for_others() as rank:
         store = client(port)
         for number in range(4):
             with world_on(store, rank, 2):
                 used(ProcessGroupMesh(dp=2, name="actor"), how)
-            meet(store, f"left {number}")
+            wait_for_both(store, f"left {number}")
 
 
 @pytest.mark.parametrize("how", ["connect", "first collectives"])
 def test_processes_with_same_past_reuse_the_store(how: str):
     with StoreProcess() as server, fresh_world(2) as own:
-        own.run(meet_again_and_again, server.port, how)
+        own.run(use_the_store_four_times, server.port, how)
 
 
-def meet_a_process_with_another_past(port: int) -> str:
+def use_with_process_of_another_past(port: int) -> str:
     """Rank 0 leaves a world in which rank 1 stays, for one with process 2, which asks the same store first."""
     with left_for_others() as process:
         tcp = client(port)
@@ -303,7 +303,7 @@ def meet_a_process_with_another_past(port: int) -> str:
                 with pytest.raises(MissingRanksError) as caught:
                     mesh.connect(timeout=timedelta(seconds=3))
                 error = str(caught.value)
-                meet(tcp, "told")
+                wait_for_both(tcp, "failed")
         tcp.set("done", "")
         return error
 
@@ -315,7 +315,7 @@ def store_thread_of(mesh: ProcessGroupMesh) -> StoreThread:
 @pytest.mark.fault("a used store; some processes were in its first world and others were not")
 def test_error_explains_store_of_an_earlier_world():
     with StoreProcess() as server, fresh_world(3) as own:
-        one, _, other = own.run(meet_a_process_with_another_past, server.port)
+        one, _, other = own.run(use_with_process_of_another_past, server.port)
     for error in (one, other):
         assert f"127.0.0.1:{server.port} has served another world too" in error
         assert "store=dist.PrefixStore('attempt-2', store)" in error
@@ -344,11 +344,11 @@ def live_in(worlds: int, port: int) -> list[tuple[int, int, int]]:
             mesh.close()
             kept.append(mesh)  # a mesh that outlives its world holds no connection
             del group
-            meet(tcp, f"left {number}")
+            wait_for_both(tcp, f"left {number}")
             gc.collect()
             held = settled_resources()
             counts.append((held["descriptors"], held["threads"], settled_keys(tcp)))
-            meet(tcp, f"counted {number}")
+            wait_for_both(tcp, f"counted {number}")
     return counts
 
 

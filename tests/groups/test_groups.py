@@ -225,7 +225,7 @@ def many_orders(seeds: Iterable[int]) -> None:
 
 
 def test_names_of_torch_groups_ignore_our_groups():
-    """torch names the groups of its local synchronisation by how many it has: these meet, however many we hold."""
+    """torch names groups of its local synchronisation by how many it has: groups of pgmesh do not count."""
     with fresh_world(8) as own:
         own.run(many_orders, range(100, 104))
 
@@ -253,7 +253,7 @@ def test_group_of_takes_ranks_in_any_order(seed: int):
     world(8).run(lists_of_ranks, seed)
 
 
-# ---- twins ----
+# ---- tags and options ----
 
 
 def one_group_for_what_is_the_same() -> None:
@@ -261,7 +261,7 @@ def one_group_for_what_is_the_same() -> None:
     group = mesh.group("dp")
     assert mesh.group("dp", backend="gloo") is group
     assert mesh.group("dp", backend="GLOO", timeout=timedelta(seconds=60)) is group
-    assert mesh.group("dp", description="other words") is group
+    assert mesh.group("dp", description="another text") is group
     assert mesh.group("dp", tag="") is group
     slower = mesh.group("dp", timeout=timedelta(seconds=61))
     assert slower is not group
@@ -312,10 +312,10 @@ def test_meshes_on_same_ranks_share_no_group():
     world(4).run(meshes_share_nothing)
 
 
-# ---- its words ----
+# ---- its description ----
 
 
-def words() -> None:
+def describe_groups() -> None:
     mesh, stage = ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor"), dist.get_rank() // 4
     assert mesh.group("dp", "tp").group_desc == f"actor[pp={stage}, dp=*, tp=*]"
     assert mesh.group().group_desc == "actor[pp=*, dp=*, tp=*]"
@@ -331,7 +331,7 @@ def words() -> None:
 
 
 def test_description_of_group_names_mesh_and_coord():
-    world(8).run(words)
+    world(8).run(describe_groups)
 
 
 # ---- what it costs ----
@@ -526,11 +526,11 @@ def test_second_import_is_refused_and_first_keeps_working(tmp_path: Path):
     )
 
 
-# ---- long words ----
+# ---- long names ----
 
 
-def connect_long_words() -> None:
-    """Connect groups whose words are as long as they may be, over torch's store and ours."""
+def connect_long_names() -> None:
+    """Connect groups whose names have the maximal length, over torch's store and ours."""
     with pytest.raises(ShapeError, match=r"at most 1,024 bytes in UTF-8, and 'x+'\.\.\. has 9,000"):
         ProcessGroupMesh(dp=-1, name="x" * 9000)
     mesh = ProcessGroupMesh({"a" * 9000: 2, "b": -1}, name="é" * 512)
@@ -544,4 +544,4 @@ def connect_long_words() -> None:
 
 
 def test_connect_accepts_names_of_maximal_length():
-    world(4).run(connect_long_words)
+    world(4).run(connect_long_names)

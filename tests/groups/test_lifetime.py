@@ -1,4 +1,4 @@
-"""From the first use of a mesh to its end: members that never come, release, close, fork, pickle and exit."""
+"""From the first use of a mesh to its end: missing members, release, close, fork, pickle and exit."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def summed(mesh: ProcessGroupMesh) -> None:
     check_sums(groups_of(mesh))
 
 
-# ---- members that never come ----
+# ---- missing members ----
 
 
 def name_the_missing() -> None:
@@ -78,11 +78,13 @@ def name_the_missing() -> None:
         start = time.monotonic()
         asked = [("tp",), ("dp",), ()] if mesh.rank == 0 else [()]
         under_way = [dist.all_reduce(torch.ones(1), group=mesh.group(*axes), async_op=True) for axes in asked]
-        told = []
+        errors = []
         for work in under_way:
             with pytest.raises(MissingRanksError) as caught:
                 work.wait()
-            told.append(str(caught.value).partition("\n")[0])  # then what the missing last said, if they did
+            errors.append(
+                str(caught.value).partition("\n")[0]
+            )  # then the last status of the missing ranks, if there is one
         assert 1 <= time.monotonic() - start < 3
         lines = [
             "group tp of mesh 'actor': rank 1 did not reach the first collective in 1 s. The group's ranks are 0, 1.",
@@ -90,7 +92,7 @@ def name_the_missing() -> None:
             "group dp, tp of mesh 'actor': ranks 1, 2 did not reach the first collective in 1 s. "
             "The group's ranks are 0, 1, 2, 3.",
         ]
-        assert told == lines[-len(told) :]
+        assert errors == lines[-len(errors) :]
     dist.barrier()
     for axes in [("tp",), ("dp",), ()]:
         mesh.release(*axes)
@@ -99,7 +101,7 @@ def name_the_missing() -> None:
 
 
 def test_missing_members_are_named_at_the_timeout():
-    """A member that made the group and never used it never came either."""
+    """A member that created the group and never used it is missing too."""
     world(4).run(name_the_missing)
 
 
@@ -155,14 +157,14 @@ def use_after(end: str, used: bool) -> None:
     if used:
         summed(mesh)
         dist.barrier()
-    finish, words = ENDS[end]
+    finish, text = ENDS[end]
     finish(mesh)
     for name, collective in COLLECTIVES.items():
         with at_once():
             try:
                 collective(old)
             except Exception as error:
-                assert words in str(error), f"{name} says {error!r}"  # noqa: PT017
+                assert text in str(error), f"{name} says {error!r}"  # noqa: PT017
             else:
                 raise AssertionError(f"{name} worked")
     if end != "close":
@@ -270,7 +272,7 @@ def test_mesh_closes_after_its_world_ended():
 
 
 def fields(error: pytest.ExceptionInfo[MismatchError]) -> list[str]:
-    """The lines that tell what differs."""
+    """The lines of the fields that differ."""
     return [line.strip() for line in str(error.value).splitlines() if line.startswith("  ") and ": " in line]
 
 
@@ -284,7 +286,7 @@ def begin(group: dist.ProcessGroup) -> Any:
 
 
 def described(shapes: Sequence[dict[str, Any]], differ: list[str]) -> None:
-    """Rank 3 describes a mesh otherwise than the others, and comes when they have written theirs."""
+    """Rank 3 describes a mesh differently, and uses it after the others have published theirs."""
     good = ProcessGroupMesh(dp=2, tp=2, name="good")
     mesh = ProcessGroupMesh(**shapes[dist.get_rank() == 3], name="actor")
     if mesh.rank == 0:
@@ -338,7 +340,7 @@ def half_configured() -> None:
         ("50.0", f"{second}"),
         ("60.0", f"{first}"),
     ]
-    with pytest.raises(MismatchError):  # and again, where the backend says only that it is not connected
+    with pytest.raises(MismatchError):  # and again, where the error of the backend is only that it is not connected
         dist.all_reduce(torch.ones(1), group=mesh.group("tp"))
     summed(ProcessGroupMesh(dp=2, tp=2, name="good"))
 
@@ -458,7 +460,7 @@ def test_equal_names_are_refused_until_close():
 
 
 def unnamed_one_after_another() -> None:
-    """Each is gone when the next is made, with or without a word of it."""
+    """Each is gone when the next is created, closed or not."""
     for _ in range(3):
         with ProcessGroupMesh(dp=2, tp=2) as mesh:
             summed(mesh)
@@ -494,7 +496,7 @@ def test_groups_inherit_the_world_timeout_unless_configured():
     world(4).run(configured)
 
 
-# ---- travel ----
+# ---- copies and pickles ----
 
 
 class Block(torch.nn.Module):
@@ -520,7 +522,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def travel_at_home(way: str) -> None:
+def copy_in_process(way: str) -> None:
     mesh = ProcessGroupMesh(pp=2, tp=2, ranks=[3, 1, 2, 0], name="actor")
     group = mesh.group("tp")
     go = WAYS[way]
@@ -531,16 +533,16 @@ def travel_at_home(way: str) -> None:
         assert repr(new) == repr(old)
         assert new.group("tp") is group
         assert new.group() is old.group()
-    twin = go(mesh)
-    summed(twin)
-    twin.close()
+    copied = go(mesh)
+    summed(copied)
+    copied.close()
     with pytest.raises(LifetimeError, match="was closed"):
         mesh.group("tp")
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_copied_mesh_shares_groups_with_the_original(way: str):
-    world(4).run(travel_at_home, way)
+    world(4).run(copy_in_process, way)
 
 
 def packed_parts() -> bytes:
@@ -652,7 +654,7 @@ def with_torch_destroyed_while_one_waits(mesh):
 
 def in_a_fork(mesh):
     used(mesh)
-    group, told = mesh.group("tp"), []
+    group, errors = mesh.group("tp"), []
     warnings.filterwarnings("ignore", "This process", DeprecationWarning)  # of a fork beside threads, from 3.12 on
     child = os.fork()
     if child == 0:

@@ -42,8 +42,8 @@ def test_release_ends_groups_of_every_tag_and_option():
 # ---- a first collective ----
 
 
-def sum_on_unlike_meshes() -> tuple[str, float]:
-    """What rank 0 and rank 1 are told, who mean different shapes of the same ranks, and what the sum came to."""
+def sum_on_different_meshes() -> tuple[str, float]:
+    """The error on ranks with different shapes of the same ranks, and the tensor after the failed sum."""
     mesh = ProcessGroupMesh(**({"dp": 2, "tp": 1} if dist.get_rank() == 0 else {"dp": 1, "tp": 2}), name="actor")
     mine = torch.ones(1)
     with pytest.raises(MismatchError) as caught:
@@ -52,7 +52,7 @@ def sum_on_unlike_meshes() -> tuple[str, float]:
 
 
 def test_first_collective_of_different_meshes_sums_nothing():
-    for text, mine in world(2).run(sum_on_unlike_meshes):
+    for text, mine in world(2).run(sum_on_different_meshes):
         assert text.startswith("mesh 'actor' is not the same on all ranks:")
         assert "shape: [2, 1] on rank 0, [1, 2] on rank 1" in text
         assert mine == 1.0

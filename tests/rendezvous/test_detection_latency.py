@@ -111,7 +111,7 @@ def test_circle_is_warned_about_and_then_raised(ranks, data):
 
 
 def test_late_arrival_in_two_groups_raises_no_circle():
-    """Rank 0 waits for rank 1, which waits for rank 2. Rank 2 arrives later, and then rank 1 comes to rank 0."""
+    """Rank 0 waits for rank 1, which waits for rank 2. Rank 2 arrives later, and then rank 1 connects with rank 0."""
     callers = [Caller(0, [(0, 1)], 0.0), Caller(1, [(1, 2), (0, 1)], 0.0), Caller(2, [(1, 2)], 5.0)]
     Clock(*callers).run()
     assert [caller.outcomes for caller in callers] == [[None], [None, None], [None]]

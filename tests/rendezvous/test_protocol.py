@@ -304,7 +304,7 @@ def test_circle_text_explains_different_numbers_of_releases():
 
 
 def test_circle_is_published_for_all_its_groups():
-    """The first rank of the error is told last, so that no rank meets an attempt that is about to fail."""
+    """The decision of the first rank is published last, so that no rank arrives at an attempt that is about to fail."""
     status = RankStatus(1, pending=(waits("b", 2),)).pack().encode()
     other = RankStatus(2, pending=(waits("c", 0),)).pack().encode()
     client = MemoryClient(values={status_key(1): status, status_key(2): other})
@@ -374,7 +374,7 @@ def test_later_ranks_compare_with_first_fingerprint():
     assert Decision.unpack("", run(store, Read("key/mismatch"))[0]).text == str(caught.value)
 
 
-@pytest.mark.parametrize("foreign_value", [b"junk", b"3 [1, 2]", b"\xff\xfe {}", b"7 {", b'0 "text"'])
+@pytest.mark.parametrize("foreign_value", [b"foreign", b"3 [1, 2]", b"\xff\xfe {}", b"7 {", b'0 "text"'])
 def test_foreign_value_is_reported(foreign_value):
     assert "which pgmesh did not write" in (fingerprint().mismatch([foreign_value]) or "")
 
@@ -397,7 +397,7 @@ def test_reader_of_an_address_checks_its_fingerprint():
     one.set("a/0", b"here")
     two.set("a/1", b"there")
     with pytest.raises(MissingRanksError):
-        one.get("a/1")  # publishes the one, before the other came
+        one.get("a/1")  # publishes the one, before the other arrived
     with pytest.raises(MismatchError, match=r"timeout: 30\.0 on rank 4, 31\.0 on rank 6"):
         two.get("a/0")
     assert two.refusal is not None

@@ -191,7 +191,7 @@ def die_at(folder: Path, points: Sequence[tuple[int, str]]) -> tuple[Attempt, At
 
 
 def die_at_each(folder: Path, points: Sequence[tuple[int, str]]) -> list[str]:
-    """Outcome of each crash point in a word; "" if the victim had finished before its k-th operation."""
+    """Outcome of each crash point; "" if the victim had finished before its k-th operation."""
     with fresh_world(3 * len(points)) as own:
         outcomes = own.outcomes(die_at, folder, points)
     words = []

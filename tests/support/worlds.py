@@ -96,7 +96,7 @@ _worlds: dict[int, World] = {}
 
 
 def world(n: int) -> World:
-    """The shared world of n ranks, started anew after a rank has failed in it."""
+    """The shared world of n ranks, started again after a rank has failed in it."""
     if n in _worlds and not _worlds[n].usable:
         _worlds.pop(n).close()
     if n not in _worlds:
