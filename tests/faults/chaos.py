@@ -471,7 +471,7 @@ def cycle(times: int) -> list[dict[str, int]]:
 
 
 @pytest.mark.fault("connect, use, release, 500 times; any fault that a process survives, repeatedly")
-def run_ledger(times: int, tally: Tally) -> None:
+def run_counts(times: int, tally: Tally) -> None:
     """Connect, use and release, again and again."""
     start = time.monotonic()
     with StoreProcess() as store, fresh_world(N, store) as own:
@@ -479,7 +479,7 @@ def run_ledger(times: int, tally: Tally) -> None:
             grown = late.pop("KiB") - early.pop("KiB")
             if late != early or grown > 4096:
                 tally.breaks(f"{times} cycles, rank {rank}: {early} became {late}, and {grown} KiB more")
-            print(f"ledger, rank {rank}: {late}, {grown} KiB more", flush=True)
+            print(f"counts, rank {rank}: {late}, {grown} KiB more", flush=True)
     tally.add(f"{times} cycles", "", "", "done", time.monotonic() - start)
 
 
@@ -660,7 +660,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="stop after so many")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--only", type=numbers, metavar="N,N", help="these cases alone")
-    parser.add_argument("--part", choices=("cases", "crashes", "ledger", "starved", "hosts"), help="this part alone")
+    parser.add_argument("--part", choices=("cases", "crashes", "counts", "starved", "hosts"), help="this part alone")
     parser.add_argument("--list", action="store_true", help="show the cases")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
@@ -688,7 +688,7 @@ def main() -> int:
     else:
         parts: dict[str, Callable[[float], None]] = {
             "hosts": lambda end: run_hosts(tally),
-            "ledger": lambda end: run_ledger(500 if args.minutes >= 5 else 100, tally),
+            "counts": lambda end: run_counts(500 if args.minutes >= 5 else 100, tally),
             "crashes": lambda end: run_crashes(end, tally),
             "cases": lambda end: run_cases(cases, seed, end, tally),
             "starved": lambda end: run_starved(seed, end, tally),
