@@ -70,16 +70,15 @@ def add_list(parser: argparse.ArgumentParser, option: str, metavar: str, text: s
     parser.add_argument(option, nargs="+", action="append", default=[], metavar=metavar, help=text)
 
 
-def add_family(parser: argparse.ArgumentParser) -> None:
+def add_combinations(parser: argparse.ArgumentParser) -> None:
     """Declare the combinations of axes."""
-    add_list(parser, "--family", "AXES", "combinations of axes to include: dp,cp")
+    add_list(parser, "--combinations", "AXES", "combinations of axes to include: dp,cp pp,dp")
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments for the output."""
     add_json(parser)
     parser.add_argument("--svg", metavar="FILE", help="write a figure; - is standard output")
-    parser.add_argument("--html", metavar="FILE", help="write a page with the figure and the numbers")
     text = "the groups along these axes are coloured: dp or dp,cp"
     parser.add_argument("--colour", "--color", metavar="AXES", help=text)
 
@@ -94,12 +93,13 @@ def sort_words(args: argparse.Namespace) -> None:
 
     The first word after an option is always its value, also if it has the form of a size, as in ``--view ep=8``.
 
-    >>> args = argparse.Namespace(sizes=[], view=[["moe:", "ep=8", "edp=-1"], ["b: x=8"]], family=[["dp,tp", "dp=8"]])
+    >>> args = argparse.Namespace(sizes=[], view=[["moe:", "ep=8", "edp=-1"], ["b: x=8"]])
+    >>> args.combinations = [["dp,tp", "dp=8"]]
     >>> sort_words(args)
     >>> args
-    Namespace(sizes=['dp=8'], view=['moe: ep=8 edp=-1', 'b: x=8'], family=['dp,tp'])
+    Namespace(sizes=['dp=8'], view=['moe: ep=8 edp=-1', 'b: x=8'], combinations=['dp,tp'])
     """
-    for option in ("view", "compare", "family"):
+    for option in ("view", "compare", "combinations"):
         values: list[str] = []
         for words in getattr(args, option, []):
             is_open = False  # True inside a view without quotes

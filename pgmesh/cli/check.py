@@ -20,8 +20,7 @@ from pgmesh.drawing.styled_text import Line
 from pgmesh.errors import LaunchError, MismatchError, PgmeshError, WorldError
 from pgmesh.launch.detect import detect_launcher
 from pgmesh.layout import Axis
-from pgmesh.planning.plan import layout_of
-from pgmesh.planning.text_report import format_sizes
+from pgmesh.planning.text_report import format_sizes, layout_of
 from pgmesh.topology.hosts import HostLevel, Topology, hosts_from_names, placement_faults
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ FAILED_LEAVE_TIMEOUT = 3.0
 
 def add(parser: argparse.ArgumentParser) -> None:
     arguments.add_mesh(parser)
-    arguments.add_family(parser)
+    arguments.add_combinations(parser)
     parser.add_argument("--bytes", default=SIZES, metavar="SIZES", help=f"bytes of the all-reduces, such as {SIZES}")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="timed batches (5)")
     parser.add_argument("--backend", metavar="NAME", help="default: nccl if CUDA is available, else gloo")
@@ -152,7 +151,7 @@ class _Check:
                 pass
             self._fill_sizes()
             layout = layout_of(self.sizes)
-            combinations = [arguments.parse_axes(self.args, text, layout) for text in self.args.family]
+            combinations = [arguments.parse_axes(self.args, text, layout) for text in self.args.combinations]
             families = {frozenset(axes): axes for axes in [*((axis,) for axis in layout.axes), *combinations]}
             hosts = self._check_hosts()
             with ProcessGroupMesh(self.sizes, name="check") as mesh:
@@ -167,7 +166,7 @@ class _Check:
         return {
             "sizes": format_sizes(self.sizes),
             "nodes": arguments.hosts_argument(args),
-            "families": " ".join(args.family),
+            "families": " ".join(args.combinations),
             **{name: getattr(args, name) for name in ("bytes", "repeats", "backend")},
         }
 

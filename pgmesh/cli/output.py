@@ -15,40 +15,33 @@ from pgmesh.drawing.styled_text import Line
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise UsageError if more than one output goes to standard output."""
-    kinds = [kind for kind in ("svg", "html") if getattr(args, kind) == "-"]
-    if len(kinds) + args.json > 1:
-        for kind in kinds[not args.json :]:
-            setattr(args, kind, f"{args.command}.{kind}")
-        raise UsageError("standard output takes one output; write the others to files.", (spell(args), ""))
+    """Raise UsageError if both JSON and SVG go to standard output."""
+    if args.json and args.svg == "-":
+        args.svg = f"{args.command}.svg"
+        raise UsageError("standard output takes one output; write the other to a file.", (spell(args), ""))
 
 
 def write(
-    args: argparse.Namespace,
-    data: Callable[[], Any],
-    lines: Callable[[int], list[Line]],
-    **files: Callable[[], str],
+    args: argparse.Namespace, data: Callable[[], Any], lines: Callable[[int], list[Line]], svg: Callable[[], str]
 ) -> None:
-    """Write the requested files, then the report.
+    """Write the requested outputs.
 
     Args:
         data: returns the report as JSON data.
         lines: returns the report as lines of a given width.
-        files: functions that return the SVG and the HTML.
+        svg: returns the picture.
     """
+    if args.svg == "-":
+        sys.stdout.write(svg())
+        return
     saved: list[Line] = []
-    for kind, text in files.items():
-        file = getattr(args, kind)
-        if file == "-":
-            sys.stdout.write(text())
-        elif file:
-            try:
-                Path(file).write_text(text(), encoding="utf-8")
-            except OSError as error:
-                raise UsageError(f"cannot write {file}: {error.strerror}.") from None
-            saved += [[]] * (not saved) + [[(f"{kind.upper()} written to {file}", "")]]
-    if args.json or "-" not in (args.svg, args.html):
-        report(args, data, lambda width: [*lines(width), *saved])
+    if args.svg:
+        try:
+            Path(args.svg).write_text(svg(), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot write {args.svg}: {error.strerror}.") from None
+        saved = [[], [(f"SVG written to {args.svg}", "")]]
+    report(args, data, lambda width: [*lines(width), *saved])
 
 
 def report(args: argparse.Namespace, data: Callable[[], Any], lines: Callable[[int], list[Line]]) -> None:

@@ -169,8 +169,8 @@ def test_other_names_are_as_python_says(mesh):
             lambda: plan(Layout(dp=2, tp=4, ranks=(3, 1, 2, 0, 7, 6, 5, 4))),
         ),
         (
-            lambda: plan(dp=2, tp=4, families=(("dp", "tp") for _ in "1")),
-            lambda: plan(Layout(dp=2, tp=4), families=[("dp", "tp")]),
+            lambda: plan(dp=2, tp=4, combinations=(("dp", "tp") for _ in "1")),
+            lambda: plan(Layout(dp=2, tp=4), combinations=[("dp", "tp")]),
         ),
     ],
 )
