@@ -119,15 +119,14 @@ def make_figure(
     axes = axes or layout.axes[-1:]
     shown = _indices_to_show(layout, mark, max_cells, max_columns)
     cut = max(0, len(shown) - 2)  # the number of outer axes
-    panels = tuple(_panels(layout.axes, shown, cut, _CellMaker(layout, axes, host, mark)))
-    seen = sum(cell.rank is not None for panel in panels for row in panel.rows for cell in row.cells)
+    seen = math.prod(len(_without_gaps(indices)) for indices in shown)
     sizes = " ".join(f"{axis}={size}" for axis, size in zip(layout.axes, layout.shape))
     return Figure(
         title=sizes if title is None else title,
         legend=f"one colour: one {' x '.join(map(str, axes))} group" if axes else "",
         note=f"a sample: {seen:,} of {len(layout):,} ranks, from the ends of the axes" if seen < len(layout) else "",
-        panels=panels,
-        panels_across=len([index for index in shown[cut - 1] if index != GAP]) if cut else 1,
+        panels=tuple(_panels(layout.axes, shown, cut, _CellMaker(layout, axes, host, mark))),
+        panels_across=len(_without_gaps(shown[cut - 1])) if cut else 1,
         host=host.name if host else "",
     )
 
@@ -159,6 +158,10 @@ def _shortened(size: int, limit: int, marked: int) -> ShownCoord:
     return (*range(limit - 2), GAP, size - 1)
 
 
+def _without_gaps(shown: ShownCoord) -> list[int]:
+    return [index for index in shown if isinstance(index, int)]
+
+
 # -- panels ------------------------------------------------------------------------------------------------------------
 
 
@@ -170,7 +173,7 @@ class _CellMaker:
         self.colours: dict[str, int] = {}
 
     def cell_at(self, shown: ShownCoord) -> Cell:
-        coord = [index for index in shown if isinstance(index, int)]
+        coord = _without_gaps(shown)
         if len(coord) < len(shown):
             return Cell()
         rank = self.layout.rank_of(coord)

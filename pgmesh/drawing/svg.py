@@ -94,9 +94,10 @@ def moved(x: int, y: int, parts: Iterable[str]) -> str:
     return f'<g transform="translate({x} {y})">\n{content}\n</g>'
 
 
-def text(kind: str, x: int, y: int, words: str, size: int, anchor: str = "start", colour: str = palette.TEXT) -> str:
+def text(kind: str, x: int, y: int, words: str, anchor: str = "start", size: int = FONT) -> str:
     """One line of text with its baseline at y; ``anchor`` is the part of it at x: start, middle or end."""
-    style = f'font-size="{size}" text-anchor="{anchor}" fill="{colour}" pointer-events="none"'
+    fill = palette.TEXT if kind in ("title", "panel", "rank") else palette.MUTED
+    style = f'font-size="{size}" text-anchor="{anchor}" fill="{fill}" pointer-events="none"'
     return f'<text class="{kind}" x="{x}" y="{y}" {style}>{escape(words)}</text>'
 
 
@@ -110,10 +111,10 @@ def heading(title: str, notes: Iterable[str]) -> tuple[list[str], int]:
     """The title and the notes of a figure, and the height that they take."""
     parts, y = [], 0
     if title:
-        parts.append(text("title", 0, TITLE_FONT, title, TITLE_FONT))
+        parts.append(text("title", 0, TITLE_FONT, title, size=TITLE_FONT))
         y += TITLE_FONT + GUTTER
     for note in notes:
-        parts.append(text("note", 0, y + FONT, note, FONT, colour=palette.MUTED))
+        parts.append(text("note", 0, y + FONT, note))
         y += LINE
     return parts, y + GUTTER
 
@@ -160,7 +161,7 @@ def _figure(figure: Figure, room: int) -> tuple[list[str], int, int]:
     width = max(width_of(TITLE_FONT, [figure.title]), width_of(FONT, notes))
     for line in figure.lines_of_panels(max(1, (room + GUTTER) // (grid.width + GUTTER))):
         if line[0].follows_gap:
-            parts.append(text("gap", 0, y + FONT, GAP, TITLE_FONT, colour=palette.MUTED))
+            parts.append(text("gap", 0, y + FONT, GAP, size=TITLE_FONT))
             y += LINE + GUTTER
         for number, panel in enumerate(line):
             parts.append(moved(number * (grid.width + GUTTER), y, _panel(panel, grid)))
@@ -171,20 +172,19 @@ def _figure(figure: Figure, room: int) -> tuple[list[str], int, int]:
 
 def _panel(panel: Panel, grid: _Grid) -> Iterator[str]:
     """One panel: its frame, its title, the names of columns, rows and hosts, and the cells."""
-    muted = palette.MUTED
     size = f'width="{grid.width}" height="{grid.height}"'
     yield f'<rect class="panel" {size} rx="8" fill="{palette.PANEL}" stroke="{palette.PANEL_FRAME}"/>'
-    yield text("panel", PAD, grid.title, panel.title, FONT)
+    yield text("panel", PAD, grid.title, panel.title)
     for number, name in enumerate(panel.columns):
-        yield text("axis", grid.x(number) + grid.column // 2, grid.top - PAD // 2, name, FONT, "middle", muted)
+        yield text("axis", grid.x(number) + grid.column // 2, grid.top - PAD // 2, name, "middle")
     for number, row in enumerate(panel.rows):
         baseline = grid.y(number) + (ROW + FONT) // 2 - 2
-        yield text("axis", grid.left - PAD // 2, baseline, row.name, FONT, "end", muted)
-        yield text("host", grid.right + PAD // 2, baseline, row.hosts, FONT, colour=muted)
+        yield text("axis", grid.left - PAD // 2, baseline, row.name, "end")
+        yield text("host", grid.right + PAD // 2, baseline, row.hosts)
         for column, cell in enumerate(row.cells):
             if cell.rank is not None:
                 yield _cell(cell, grid.x(column), grid.y(number), grid)
-            yield text("rank", grid.x(column) + grid.column // 2, baseline, cell.text, FONT, "middle")
+            yield text("rank", grid.x(column) + grid.column // 2, baseline, cell.text, "middle")
     if grid.host:
         yield _host_lines(panel, grid)
 

@@ -85,7 +85,7 @@ def lines(
 def _framed(figure: Figure, coloured: bool) -> list[list[Line]]:
     """The lines of each panel in a frame with its title, and two spaces. All panels have the same size."""
     rows = list(_rows(figure, coloured))
-    table = columns(rows, [False, *([True] * (len(rows[0]) - 1))], gap=" ")
+    table = columns(rows, [False, *([True] * (len(rows[0]) - 1))], gap="")
     room = max([length(line) + 1 for line in table] + [len(panel.title) + 3 for panel in figure.panels])
     height = len(table) // len(figure.panels)
     panels = []
@@ -101,20 +101,18 @@ def _framed(figure: Figure, coloured: bool) -> list[list[Line]]:
 
 def _rows(figure: Figure, coloured: bool) -> Iterator[Line]:
     """The cells of the table of each panel: the names of the columns, then each row with its name and its hosts."""
-    has_hosts = any(row.hosts for panel in figure.panels for row in panel.rows)
     for panel in figure.panels:
         if panel.columns:
-            header = ["", *panel.columns, *([""] if has_hosts else [])]
-            yield [(name, "dim") for name in header]
+            yield [("", ""), *((f" {name}", "dim") for name in panel.columns), ("", "")]
         for row in panel.rows:
             ranks = [_rank(cell, coloured) for cell in row.cells]
-            hosts = [(f" {row.hosts}", "dim")] if has_hosts else []
-            yield [(row.name, "dim"), *ranks, *hosts]
+            yield [(row.name, "dim"), *ranks, (f"  {row.hosts}" if row.hosts else "", "dim")]
 
 
 def _rank(cell: Cell, coloured: bool) -> tuple[str, str]:
     """The text of a cell and its style."""
-    style = "bold" if cell.is_marked else ""
+    text = f" [{cell.text}]" if cell.is_marked else f" {cell.text}"
+    styles = ["bold"] if cell.is_marked else []
     if coloured and cell.rank is not None:
-        style += f" {palette.TEXT} on {palette.colour(cell.colour)}"
-    return f"[{cell.text}]" if cell.is_marked else cell.text, style.strip()
+        styles.append(f"{palette.TEXT} on {palette.colour(cell.colour)}")
+    return text, " ".join(styles)

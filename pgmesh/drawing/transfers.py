@@ -66,7 +66,7 @@ def drawing(
     to_x = x + CELL_WIDTH + BETWEEN
     right = to_x + CELL_WIDTH + 8 + svg.width_of(FONT, [words for end in receivers for words in end[1:]])
     for left, name in ((x, source_name), (to_x, target_name)):
-        parts.append(svg.text("panel", left + CELL_WIDTH // 2, top - FONT, name, FONT, "middle"))
+        parts.append(svg.text("panel", left + CELL_WIDTH // 2, top - FONT, name, "middle"))
     for number, end in enumerate(senders):
         parts += _end(end, x, top + number * ROW, x - 6, "end", palette.colour(number))
     for number, end in enumerate(receivers):
@@ -83,9 +83,9 @@ def _end(end: End, x: int, y: int, beside: int, anchor: str, fill: str) -> Itera
     title = svg.tooltip(f"rank {end.rank:,}", end.label, end.text)
     place = f'x="{x}" y="{y}" width="{CELL_WIDTH}" height="{CELL_HEIGHT}" rx="4"'
     yield f'<rect class="cell" {place} fill="{fill}" stroke="{palette.PANEL_FRAME}">{title}</rect>'
-    yield svg.text("rank", x + CELL_WIDTH // 2, y + FONT + 7, str(end.rank), FONT, "middle")
-    yield svg.text("axis", beside, y + FONT, end.label, FONT, anchor, palette.MUTED)
-    yield svg.text("axis", beside, y + 2 * FONT + 2, end.text, FONT, anchor, palette.MUTED)
+    yield svg.text("rank", x + CELL_WIDTH // 2, y + FONT + 7, str(end.rank), "middle")
+    yield svg.text("axis", beside, y + FONT, end.label, anchor)
+    yield svg.text("axis", beside, y + 2 * FONT + 2, end.text, anchor)
 
 
 def _lines(

@@ -169,7 +169,7 @@ def lines_of(plan: Plan, width: int = 80) -> list[Line]:
 
 def comparison_lines(plans: Sequence[Plan]) -> list[Line]:
     """The table that compares plans."""
-    return text_report.comparison([(each.order, each._by_name()) for each in plans], len(plans[0].topology))
+    return text_report.comparison([(each.order, each._by_name()) for each in plans])
 
 
 def best_plan(plans: Sequence[Plan]) -> Plan:
@@ -239,7 +239,7 @@ def plan(
     requested = [("", base, axes) for axes in [*((axis,) for axis in base.axes), *map(tuple, combinations)]]
     requested += [(name, view, (axis,)) for name, view in view_layouts for axis in view.axes]
     known: dict[object, str] = {}
-    found = {}
+    found: dict[str, CombinationPlan] = {}
     for name, whole, axes in requested:
         each = combination_plan(name, whole, axes, topology, known)
         found.setdefault(each.name, each)
@@ -296,9 +296,8 @@ def _check_hosts(
 
 def _highest_rank(layout: Layout) -> int:
     """The highest rank."""
-    if None in layout.strides:
-        return max(layout.ranks())
-    return layout.rank_of([-1 if (stride or 0) > 0 else 0 for stride in layout.strides])
+    ranks = layout.ranks_in_order()
+    return max((ranks[0], ranks[-1]) if isinstance(ranks, range) else ranks)
 
 
 def _calls_that_fit(

@@ -103,32 +103,31 @@ def findings_report(
     return lines
 
 
-def comparison(plans: Sequence[tuple[str, Mapping[str, CombinationPlan]]], levels: int) -> list[Line]:
+def comparison(plans: Sequence[tuple[str, Mapping[str, CombinationPlan]]]) -> list[Line]:
     """A row for each combination of axes and a column for each plan: the hosts that a group spans, and the hops.
 
     Args:
         plans: the header of each plan, and its combinations by name.
-        levels: the number of levels of hosts; each has a row.
     """
     rows = [[("", ""), *((header, "bold") for header, _ in plans)]]
     for name in dict.fromkeys(name for _, combinations in plans for name in combinations):
-        for level in range(max(1, levels)):
-            row = [(name if level == 0 else "", "bold")]
-            row += [_comparison_cell(combinations.get(name), level) for _, combinations in plans]
-            rows.append(row)
+        row = [(name, "bold")]
+        for _, combinations in plans:
+            row.append((_spanned(combinations[name]) if name in combinations else "-", ""))
+        rows.append(row)
     return columns(rows, [False] * len(rows[0]), gap="   ")
 
 
-def _comparison_cell(plan: CombinationPlan | None, level: int) -> tuple[str, str]:
-    if plan is None:
-        return "-", "dim"
+def _spanned(plan: CombinationPlan) -> str:
+    """``2 hosts, 4/4 hops``; the stride if the hosts are unknown."""
     if not plan.localities:
-        return f"stride {_stride(plan)}", ""
-    locality = plan.localities[level]
-    text = format_units(locality.low, locality.high, locality.level)
-    if locality.hops_high:
-        text += f", {format_range(locality.hops_low, locality.hops_high)}/{plan.size} hops"
-    return text, STYLES[locality.kind]
+        return f"stride {_stride(plan)}"
+    words = []
+    for locality in plan.localities:
+        words.append(format_units(locality.low, locality.high, locality.level))
+        if locality.hops_high:
+            words.append(f"{format_range(locality.hops_low, locality.hops_high)}/{plan.size} hops")
+    return ", ".join(words)
 
 
 # -- sizes, ranges and samples -----------------------------------------------------------------------------------------
