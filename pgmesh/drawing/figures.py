@@ -192,8 +192,10 @@ class _CellMaker:
         numbers = {cell.host for cell in cells if cell.host is not None}
         if self.host is None or not numbers:
             return ""
-        first, last = min(numbers), max(numbers)
-        return f"{self.host.name} {first:,}" if first == last else f"{self.host.name}s {first:,} {GAP} {last:,}"
+        name, first, last = self.host.name, min(numbers), max(numbers)
+        if first == last:
+            return f"{name} {first:,}"
+        return f"{name}s {first:,} {GAP} {last:,}"
 
 
 def _panels(axes: Sequence[Axis], shown: Sequence[ShownCoord], cut: int, maker: _CellMaker) -> Iterator[Panel]:
@@ -220,4 +222,7 @@ def _panels(axes: Sequence[Axis], shown: Sequence[ShownCoord], cut: int, maker: 
 
 def _coord_text(axes: Sequence[Axis], coord: ShownCoord) -> str:
     """Indices with the names of their axes: ``pp0 dp1``."""
-    return " ".join(f"{axis}:{i}" if isinstance(axis, int) else f"{axis}{i}" for axis, i in zip(axes, coord))
+    words = []
+    for axis, index in zip(axes, coord):
+        words.append(f"{axis}:{index}" if isinstance(axis, int) else f"{axis}{index}")
+    return " ".join(words)

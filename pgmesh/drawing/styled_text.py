@@ -19,7 +19,8 @@ def plain(lines: Iterable[Line]) -> str:
     >>> plain([[("tp", "bold"), ("  ", ""), ("4 ", "")]])
     'tp  4'
     """
-    return "\n".join("".join(text for text, _ in line).rstrip() for line in lines)
+    texts = ["".join(text for text, _ in line) for line in lines]
+    return "\n".join(text.rstrip() for text in texts)
 
 
 def length(line: Line) -> int:
@@ -39,9 +40,9 @@ def columns(rows: Sequence[Line], right: Sequence[bool], gap: str = "  ") -> lis
     for row in rows:
         line: Line = []
         for (text, style), width, to_right in zip(row, widths, right):
-            line.append((gap if line else "", ""))
-            line.append((text.rjust(width) if to_right else text.ljust(width), style))
-        lines.append(line)
+            padded = text.rjust(width) if to_right else text.ljust(width)
+            line += [(padded, style), (gap, "")]
+        lines.append(line[:-1])
     return lines
 
 
@@ -111,12 +112,14 @@ def is_terminal(stream: TextIO) -> bool:
 
     Open MPI connects each rank to a pseudo-terminal even if its output is piped. Such a terminal does not count.
     """
-    return bool(getattr(stream, "isatty", lambda: False)()) and "OMPI_COMM_WORLD_RANK" not in os.environ
+    return stream.isatty() and "OMPI_COMM_WORLD_RANK" not in os.environ
 
 
 def width_of(stream: TextIO) -> int:
     """The width of a line in characters: that of the terminal, at least 40; 80 if the stream is not a terminal."""
-    return max(40, shutil.get_terminal_size((80, 24)).columns) if is_terminal(stream) else 80
+    if not is_terminal(stream):
+        return 80
+    return max(40, shutil.get_terminal_size((80, 24)).columns)
 
 
 def is_coloured(stream: TextIO) -> bool:

@@ -25,9 +25,6 @@ LETTER = 0.62
 MAX_WIDTH = 1380
 """Pixels of a drawing; more panels wrap to another line."""
 
-MIN_WIDTH = 480
-"""Pixels of one of several figures before its panels wrap."""
-
 MARGIN = 20
 PAD = 8
 """Pixels between the parts of a panel."""
@@ -62,7 +59,7 @@ def draw(*layouts: Drawable, along: Sequence[Axis] = (), mark: int | None = None
 
 def render(figures: Sequence[Figure]) -> str:
     """Figures as one SVG, next to each other."""
-    room = max(MAX_WIDTH // len(figures), MIN_WIDTH)
+    room = MAX_WIDTH // len(figures)
     parts = []
     x, height = MARGIN, 0
     for figure in figures:
@@ -121,7 +118,8 @@ def heading(title: str, notes: Iterable[str]) -> tuple[list[str], int]:
 
 def width_of(size: int, texts: Iterable[str]) -> int:
     """The width in pixels of the longest of these texts."""
-    return math.ceil(max(map(len, texts), default=0) * size * LETTER)
+    letters = max(map(len, texts), default=0)
+    return math.ceil(letters * size * LETTER)
 
 
 # -- one figure --------------------------------------------------------------------------------------------------------
@@ -204,7 +202,9 @@ def _host_lines(panel: Panel, grid: _Grid) -> str:
     """The lines around the cells of each host."""
     hosts = {}
     for row, cells in enumerate(panel.rows):
-        hosts.update({(row, column): cell.host for column, cell in enumerate(cells.cells) if cell.rank is not None})
+        for column, cell in enumerate(cells.cells):
+            if cell.rank is not None:
+                hosts[row, column] = cell.host
     lines = ""
     for (row, column), host in hosts.items():
         left, top = grid.x(column), grid.y(row)

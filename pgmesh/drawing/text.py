@@ -85,8 +85,9 @@ def lines(
 def _framed(figure: Figure, coloured: bool) -> list[list[Line]]:
     """The lines of each panel in a frame with its title, and two spaces. All panels have the same size."""
     rows = list(_rows(figure, coloured))
-    table = columns(rows, [False, *([True] * (len(rows[0]) - 1))], gap="")
-    room = max([length(line) + 1 for line in table] + [len(panel.title) + 3 for panel in figure.panels])
+    table = columns(rows, [number > 0 for number in range(len(rows[0]))], gap="")
+    lengths = [length(line) + 1 for line in table]
+    room = max(lengths + [len(panel.title) + 3 for panel in figure.panels])
     height = len(table) // len(figure.panels)
     panels = []
     for number, panel in enumerate(figure.panels):

@@ -103,11 +103,12 @@ def _lines(
     """
     row_of_sender = {end.rank: number for number, end in enumerate(senders)}
     row_of_receiver = {end.rank: number for number, end in enumerate(receivers)}
-    shown = {pair: each for pair, each in sent.items() if pair[0] in row_of_sender and pair[1] in row_of_receiver}
-    most = max((each.amount for each in shown.values()), default=1)
+    most = max((each.amount for each in sent.values()), default=1)
     x, to_x = ends
     middle = (x + to_x) // 2
-    for (sender, receiver), each in shown.items():
+    for (sender, receiver), each in sent.items():
+        if sender not in row_of_sender or receiver not in row_of_receiver:
+            continue
         number = row_of_sender[sender]
         y, to_y = top + number * ROW, top + row_of_receiver[receiver] * ROW
         curve = f"M{x} {y}C{middle} {y} {middle} {to_y} {to_x} {to_y}"

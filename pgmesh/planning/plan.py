@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any
 
 from pgmesh._util.formatting import Text, count_of, format_call, format_calls, shorten
 from pgmesh._util.suggestions import example_ranks, fit_sizes
@@ -33,7 +33,8 @@ from pgmesh.drawing.figures import Figure, make_figure
 from pgmesh.drawing.styled_text import Line
 from pgmesh.errors import RankError, ShapeError
 from pgmesh.layout import Axis, Layout
-from pgmesh.planning import axis_heuristics, costs, text_report
+from pgmesh.planning import costs, text_report
+from pgmesh.planning.axis_heuristics import axes_to_colour, heavy_axes
 from pgmesh.planning.combinations import combination_plan
 from pgmesh.planning.data import CombinationPlan, Finding
 from pgmesh.planning.findings import findings_of
@@ -147,10 +148,11 @@ class Plan:
 def figures_of(plan: Plan, *axes: Axis) -> list[Figure]:
     """The figures of the mesh of a plan and of its views. The groups along ``axes`` of the mesh are coloured."""
     host = plan.topology[0] if plan.topology else None
-    figures = [make_figure(plan.layout, *(axes or axis_heuristics.axes_to_colour(plan.layout)), host=host)]
+    axes = axes or axes_to_colour(plan.layout)
+    figures = [make_figure(plan.layout, *axes, host=host)]
     for name, view in plan.views:
-        title = f"{name}: {text_report.format_sizes(dict(zip(view.axes, view.shape)))}"
-        figures.append(make_figure(view, *axis_heuristics.axes_to_colour(view), host=host, title=title))
+        title = f"{name}: {text_report.sizes_text(view)}"
+        figures.append(make_figure(view, *axes_to_colour(view), host=host, title=title))
     return figures
 
 
@@ -168,8 +170,13 @@ def lines_of(plan: Plan, width: int = 80) -> list[Line]:
 
 
 def comparison_lines(plans: Sequence[Plan]) -> list[Line]:
-    """The table that compares plans."""
-    return text_report.comparison([(each.order, each._by_name()) for each in plans])
+    """A row for each combination of axes and a column for each plan: the hosts that a group spans, and the hops."""
+    rows = [[("", ""), *((each.order, "bold") for each in plans)]]
+    by_names = [each._by_name() for each in plans]
+    for name in dict.fromkeys(name for by_name in by_names for name in by_name):
+        texts = [text_report.spanned(by_name[name]) if name in by_name else "-" for by_name in by_names]
+        rows.append([(name, "bold"), *((text, "") for text in texts)])
+    return styled_text.columns(rows, [False] * len(rows[0]), gap="   ")
 
 
 def best_plan(plans: Sequence[Plan]) -> Plan:
@@ -177,18 +184,15 @@ def best_plan(plans: Sequence[Plan]) -> Plan:
 
     def hosts(each: Plan) -> list[int]:
         axes = each.layout.axes
-        heavy = axis_heuristics.heavy_axes(axes)
-        ordered = [*heavy, *(axis for axis in axes if axis not in heavy)]
+        heavy = heavy_axes(axes)
+        ordered = heavy + [axis for axis in axes if axis not in heavy]
         return [locality.high for axis in ordered for locality in reversed(each[str(axis)].localities)]
 
     return min(plans, key=hosts)
 
 
-Planned = Union[Layout, "ProcessGroupMesh", Sizes, int]
-
-
 def plan(
-    layout: Planned | None = None,
+    layout: Layout | ProcessGroupMesh | Sizes | int | None = None,
     *shape: int,
     ranks: Iterable[int] | None = None,
     nodes: str | Sequence[int] | None = None,
@@ -231,12 +235,14 @@ def plan(
         given = shape if layout is None else (layout, *shape)
         layout = base = _layout_of_sizes(given, ranks, sizes, topology, more)
     elif shape or sizes or ranks is not None:
-        unexpected = [*map(repr, shape), *(f"keyword argument {word!r}" for word in {**sizes, "ranks": ranks})]
+        unexpected = [repr(size) for size in shape]
+        unexpected += [f"keyword argument {word!r}" for word in (*sizes, "ranks")]
         raise TypeError(f"plan() with a layout got an unexpected {unexpected[0]}")
     if topology:
         _check_hosts(base, topology[0], base is layout, more, views or {})
     view_layouts = tuple((name, base.view(axes)) for name, axes in (views or {}).items())
-    requested = [("", base, axes) for axes in [*((axis,) for axis in base.axes), *map(tuple, combinations)]]
+    requested: list[tuple[str, Layout, tuple[Axis, ...]]] = [("", base, (axis,)) for axis in base.axes]
+    requested += [("", base, tuple(axes)) for axes in combinations]
     requested += [(name, view, (axis,)) for name, view in view_layouts for axis in view.axes]
     known: dict[object, str] = {}
     found: dict[str, CombinationPlan] = {}
@@ -297,7 +303,9 @@ def _check_hosts(
 def _highest_rank(layout: Layout) -> int:
     """The highest rank."""
     ranks = layout.ranks_in_order()
-    return max((ranks[0], ranks[-1]) if isinstance(ranks, range) else ranks)
+    if isinstance(ranks, range):
+        return max(ranks[0], ranks[-1])
+    return max(ranks)
 
 
 def _calls_that_fit(
@@ -326,7 +334,8 @@ def _has_views(layout: Layout, views: Mapping[str, Sizes]) -> bool:
 
 def _call(layout: str, more: Mapping[str, object]) -> str:
     """The call of ``plan`` for a layout, as source text."""
-    return f"plan({', '.join([layout, *(f'{word}={value}' for word, value in more.items())])})"
+    arguments = [layout, *(f"{word}={value}" for word, value in more.items())]
+    return f"plan({', '.join(arguments)})"
 
 
 def hosts_filled_by(host: HostLevel, count: int) -> HostLevel:

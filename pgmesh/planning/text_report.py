@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from pgmesh._util.formatting import count_of
-from pgmesh.drawing.styled_text import Line, columns, columns_with_ranks, wrapped
+from pgmesh.drawing.styled_text import Line, columns_with_ranks, wrapped
 from pgmesh.layout import Axis, Layout
 from pgmesh.planning import costs
 from pgmesh.planning.data import CombinationPlan, Finding
@@ -21,9 +21,17 @@ STYLES = {"intra": "green", "mixed": "yellow", "inter": ""}
 
 def title(layout: Layout, topology: Topology) -> str:
     """``64 ranks: pp=2 dp=4 cp=2 tp=4 on 8 hosts of 8``."""
-    axes = f": {format_sizes(dict(zip(layout.axes, layout.shape)))}" if layout.axes else ""
-    where = f" on {' in '.join(map(str, topology))}" if topology else ""
-    return f"{count_of(len(layout), 'rank')}{axes}{where}"
+    text = count_of(len(layout), "rank")
+    if layout.axes:
+        text += f": {sizes_text(layout)}"
+    if topology:
+        text += f" on {' in '.join(map(str, topology))}"
+    return text
+
+
+def sizes_text(layout: Layout) -> str:
+    """``pp=2 dp=4 cp=2 tp=4``."""
+    return format_sizes(dict(zip(layout.axes, layout.shape)))
 
 
 # -- the table of combinations -----------------------------------------------------------------------------------------
@@ -38,7 +46,8 @@ def table(combinations: Sequence[CombinationPlan], topology: Topology, width: in
         head += [f"{level.name}s", "", "hops out"]
     rows = [[(word, "dim") for word in head]]
     for plan in combinations:
-        row = [(plan.name, "bold"), (f"{plan.size:,}", ""), (f"{plan.groups:,}", ""), (_stride(plan), "")]
+        numbers = [f"{plan.size:,}", f"{plan.groups:,}", _stride(plan)]
+        row = [(plan.name, "bold"), *((number, "") for number in numbers)]
         for locality in plan.localities:
             row += _locality_cells(locality, plan.size)
         rows.append(row)
@@ -56,7 +65,9 @@ def _locality_cells(locality: Locality, size: int) -> Line:
 
 
 def _stride(plan: CombinationPlan) -> str:
-    return "-" if plan.size == 1 else "·".join(map(str, plan.strides)) or "uneven"
+    if plan.size == 1:
+        return "-"
+    return "·".join(map(str, plan.strides)) or "uneven"
 
 
 # -- costs and findings ------------------------------------------------------------------------------------------------
@@ -103,22 +114,7 @@ def findings_report(
     return lines
 
 
-def comparison(plans: Sequence[tuple[str, Mapping[str, CombinationPlan]]]) -> list[Line]:
-    """A row for each combination of axes and a column for each plan: the hosts that a group spans, and the hops.
-
-    Args:
-        plans: the header of each plan, and its combinations by name.
-    """
-    rows = [[("", ""), *((header, "bold") for header, _ in plans)]]
-    for name in dict.fromkeys(name for _, combinations in plans for name in combinations):
-        row = [(name, "bold")]
-        for _, combinations in plans:
-            row.append((_spanned(combinations[name]) if name in combinations else "-", ""))
-        rows.append(row)
-    return columns(rows, [False] * len(rows[0]), gap="   ")
-
-
-def _spanned(plan: CombinationPlan) -> str:
+def spanned(plan: CombinationPlan) -> str:
     """``2 hosts, 4/4 hops``; the stride if the hosts are unknown."""
     if not plan.localities:
         return f"stride {_stride(plan)}"
@@ -148,8 +144,11 @@ def format_changes(sizes: Mapping[Axis, int], changed: Mapping[Axis, int]) -> st
     >>> format_changes({"dp": 4, "tp": 2}, {"dp": 4, "tp": 1}), format_changes({0: 4, 1: 2}, {0: 2, 1: 2})
     ('tp 1', 'axis 0 of 2')
     """
-    other = [(axis, size) for axis, size in changed.items() if sizes[axis] != size]
-    return ", ".join(f"axis {axis} of {size}" if isinstance(axis, int) else f"{axis} {size}" for axis, size in other)
+    words = []
+    for axis, size in changed.items():
+        if sizes[axis] != size:
+            words.append(f"axis {axis} of {size}" if isinstance(axis, int) else f"{axis} {size}")
+    return ", ".join(words)
 
 
 def format_hold(level: HostLevel) -> str:
@@ -163,7 +162,9 @@ def sample_of(ranks: Sequence[int]) -> tuple[int, ...]:
     >>> sample_of(range(100))
     (0, 1, 2, 3, 4, 5, 6, 99)
     """
-    return tuple(ranks) if len(ranks) <= MAX_SAMPLE else (*ranks[: MAX_SAMPLE - 1], ranks[-1])
+    if len(ranks) <= MAX_SAMPLE:
+        return tuple(ranks)
+    return (*ranks[: MAX_SAMPLE - 1], ranks[-1])
 
 
 def format_range(low: int, high: int) -> str:

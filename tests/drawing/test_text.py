@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from math import prod
 
 import pytest
 from hypothesis import given, strategies as st
