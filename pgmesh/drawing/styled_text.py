@@ -123,8 +123,8 @@ def width_of(stream: TextIO) -> int:
 
 
 def is_coloured(stream: TextIO) -> bool:
-    """True if lines are written in colour: the stream is a terminal with colours, and rich is installed."""
-    return is_terminal(stream) and os.environ.get("TERM") != "dumb" and find_spec("rich") is not None
+    """True if lines are written in colour: the stream is a terminal, and rich is installed."""
+    return is_terminal(stream) and find_spec("rich") is not None
 
 
 def write(lines: Sequence[Line], stream: TextIO) -> None:

@@ -225,9 +225,6 @@ def plan(
     """
     combinations, nodes, domains = [*combinations], _as_list(nodes), _as_list(domains)
     topology = parse_topology(nodes, domains)
-    if views is not None and not isinstance(views, Mapping):
-        example = {"moe": {"edp": -1, "ep": 8}}
-        raise ShapeError(f"plan: views is a mapping of sizes by name, such as {example}, not {views!r}.")
     arguments = {"nodes": nodes, "domains": domains, "views": views, "combinations": combinations}
     more = {word: Text(repr(value)) for word, value in arguments.items() if value}
     base = getattr(layout, "layout", layout)
@@ -290,22 +287,14 @@ def _check_hosts(
         must_fill: True if the ranks 0 to n - 1, unless they are a slice, have to fill the hosts.
         more: the other arguments of ``plan``, which suggested calls repeat.
     """
-    count, last = len(layout), _highest_rank(layout)
+    count, ranks = len(layout), layout.ranks_in_order()
+    last = max(ranks[0], ranks[-1]) if isinstance(ranks, range) else max(ranks)
     if must_fill and not layout.is_slice and last + 1 == count:
         if count != host.capacity:
             problem = f"{shorten(repr(layout), 'the layout')} holds {count_of(count, 'rank')}, but {format_hold(host)}."
             raise ShapeError(f"{problem}\n\n{format_calls(_calls_that_fit(layout, host, more, views))}")
     elif last >= host.capacity:
-        ranks = "rank" if host.capacity == 1 else "ranks"
-        raise ShapeError(f"{format_hold(host)} {ranks}, but there is a rank {last:,}.")
-
-
-def _highest_rank(layout: Layout) -> int:
-    """The highest rank."""
-    ranks = layout.ranks_in_order()
-    if isinstance(ranks, range):
-        return max(ranks[0], ranks[-1])
-    return max(ranks)
+        raise ShapeError(f"{format_hold(host)}, but there is a rank {last:,}.")
 
 
 def _calls_that_fit(

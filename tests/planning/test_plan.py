@@ -204,7 +204,7 @@ def test_axes_are_known_by_their_names(axis, method):
 
 
 def test_plans_that_do_not_fit_raise():
-    with pytest.raises(ShapeError, match="2 hosts of 8 hold 16 ranks, but there is a rank 63"):
+    with pytest.raises(ShapeError, match="2 hosts of 8 hold 16, but there is a rank 63"):
         plan(BASE.at(pp=1), nodes="2x8")
     with pytest.raises(AxisError, match="no axis 'pt'"):
         plan(BASE, combinations=[("pt",)])
