@@ -30,7 +30,7 @@ ShownCoord = tuple[Union[int, str], ...]
 """One index for each of some axes, or ``GAP``."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Cell:
     """One rank, or a gap (``rank=None``) in place of ranks that are left out."""
 
