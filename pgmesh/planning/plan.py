@@ -51,15 +51,22 @@ class Plan:
 
     ``plan["tp"]`` and ``plan["dp x cp"]`` are the groups along these axes, ``plan["moe: ep"]`` those of a view.
 
+    Args:
+        layout: the mesh.
+        topology: the levels of hosts, innermost first; empty if they are unknown.
+        combinations: the groups along each axis and each combination of axes, first of the mesh, then of its views.
+        findings: what is good and bad about the hosts, with the fixes.
+        views: each view with its name.
+
     >>> ours = plan(layout, nodes="2x4")
     >>> ours == plan(layout, nodes="2x4"), ours["tp"].groups, ours["pp"].localities[0].high
     (True, 4, 2)
     """
 
     layout: Layout
-    topology: Topology  # the levels of hosts, innermost first; empty if they are unknown
-    combinations: tuple[CombinationPlan, ...]  # the groups along each axis and each combination of axes
-    findings: tuple[Finding, ...]  # the problems, with their fixes
+    topology: Topology
+    combinations: tuple[CombinationPlan, ...]
+    findings: tuple[Finding, ...]
     views: tuple[tuple[str, Layout], ...] = ()
 
     def __getitem__(self, name: str) -> CombinationPlan:
