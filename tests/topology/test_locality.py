@@ -107,7 +107,9 @@ def test_a_million_ranks_are_exact_at_the_cost_of_few(nodes):
     tracemalloc.start()
     sys.setprofile(count)
     try:
-        planned = plan(layout, nodes=nodes, combinations=[("dp", "cp"), ("pp", "tp")], views={"moe": {"ep": 64, "edp": -1}})
+        planned = plan(
+            layout, nodes=nodes, combinations=[("dp", "cp"), ("pp", "tp")], views={"moe": {"ep": 64, "edp": -1}}
+        )
     finally:
         sys.setprofile(None)
         _, peak = tracemalloc.get_traced_memory()
