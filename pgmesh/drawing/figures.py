@@ -148,14 +148,20 @@ def _indices_to_show(layout: Drawable, mark: int | None, max_cells: int, max_col
 def _shortened(size: int, limit: int, marked: int) -> ShownCoord:
     """All indices of an axis; above the limit the first ones, the marked one and the last.
 
-    >>> _shortened(4, 4, 0), _shortened(9, 4, 0), _shortened(9, 6, 5)
-    ((0, 1, 2, 3), (0, 1, '…', 8), (0, 1, '…', 5, '…', 8))
+    >>> _shortened(4, 4, 0), _shortened(9, 4, 0), _shortened(9, 6, 5), _shortened(9, 6, 7)
+    ((0, 1, 2, 3), (0, 1, '…', 8), (0, 1, '…', 5, '…', 8), (0, 1, '…', 7, 8))
     """
     if size <= limit:
         return tuple(range(size))
-    if limit - 2 <= marked < size - 1:
-        return (*range(limit - 4), GAP, marked, GAP, size - 1)
-    return (*range(limit - 2), GAP, size - 1)
+    kept = {*range(limit - 2), size - 1}
+    if marked not in kept:
+        kept = {*range(limit - 4), marked, size - 1}
+    shown: list[int | str] = []
+    for index in sorted(kept):
+        if index > 0 and index - 1 not in kept:
+            shown.append(GAP)
+        shown.append(index)
+    return tuple(shown)
 
 
 def _without_gaps(shown: ShownCoord) -> list[int]:

@@ -117,9 +117,7 @@ def is_terminal(stream: TextIO) -> bool:
 
 def width_of(stream: TextIO) -> int:
     """The width of a line in characters: that of the terminal, at least 40; 80 if the stream is not a terminal."""
-    if not is_terminal(stream):
-        return 80
-    return max(40, shutil.get_terminal_size((80, 24)).columns)
+    return max(40, shutil.get_terminal_size().columns) if is_terminal(stream) else 80
 
 
 def is_coloured(stream: TextIO) -> bool:

@@ -13,6 +13,8 @@ from pgmesh.planning.data import CombinationPlan, Finding
 from pgmesh.topology.hosts import HostLevel, Topology
 from pgmesh.topology.locality import Locality
 
+Combinations = Sequence[CombinationPlan]
+
 MAX_SAMPLE = 8
 """The number of ranks that are listed of a group."""
 
@@ -37,7 +39,7 @@ def sizes_text(layout: Layout) -> str:
 # -- the table of combinations -----------------------------------------------------------------------------------------
 
 
-def table(combinations: Sequence[CombinationPlan], topology: Topology, width: int = 80) -> list[Line]:
+def table(combinations: Combinations, topology: Topology, width: int = 80) -> list[Line]:
     """A row for each combination of axes: its groups, and their units, kind and hops on each level."""
     if not combinations:
         return [[("No axes, so no groups.", "")]]
@@ -73,7 +75,7 @@ def _stride(plan: CombinationPlan) -> str:
 # -- costs and findings ------------------------------------------------------------------------------------------------
 
 
-def cost_report(communicators: int, combinations: Sequence[CombinationPlan], width: int = 80) -> list[Line]:
+def cost_report(communicators: int, combinations: Combinations, width: int = 80) -> list[Line]:
     """The number of communicators of a rank, and their costs."""
     if not communicators:
         return [[("Each group has one rank: no communicators.", "")]]
@@ -95,9 +97,7 @@ def cost_report(communicators: int, combinations: Sequence[CombinationPlan], wid
     return lines
 
 
-def findings_report(
-    findings: Sequence[Finding], combinations: Sequence[CombinationPlan], width: int = 80
-) -> list[Line]:
+def findings_report(findings: Sequence[Finding], combinations: Combinations, width: int = 80) -> list[Line]:
     """The findings, problems in red; then the fixes."""
     lines: list[Line] = []
     results: dict[str, list[str]] = {}  # of each fix

@@ -204,7 +204,12 @@ def test_panels_that_are_left_out_have_an_ellipsis():
     assert heads == ["pp0 dp0", "…", "pp0 dp15", "…", "pp7 dp0", "…", "pp7 dp15"]
 
 
-@settings(max_examples=40)
+def test_no_gap_next_to_a_marked_index_at_the_end():
+    drawn = figures.make_figure(Layout(pp=9, dp=2, tp=2), mark=28, max_cells=12)
+    assert [(panel.title, panel.follows_gap) for panel in drawn.panels] == [("pp7", True), ("pp8", False)]
+
+
+@settings(max_examples=200)
 @given(layouts(), st.data())
 def test_exactly_the_gaps_between_panels_are_marked(layout, data):
     outer = Layout(**{f"axis{i}": size for i, size in enumerate(layout.shape[:-2])}) if layout.shape[2:] else None
