@@ -88,7 +88,6 @@ from pgmesh._util.validation import (
     parse_sizes,
     whole_number,
 )
-from pgmesh.drawing import plain_text
 from pgmesh.drawing.drawable import Axis as Axis
 from pgmesh.errors import AxisError, MembershipError, RankError, ShapeError
 
@@ -522,12 +521,14 @@ class Layout:
         return format_call(who, box, ranks=None if is_default else ranks or Text(self._ranks_written()), **more)
 
     def __str__(self) -> str:
-        return plain_text.draw(self)
+        from pgmesh.drawing import text  # only to print
+
+        return text.draw(self)
 
     def _repr_html_(self) -> str:
         from pgmesh.drawing import svg  # only notebooks need it
 
-        return svg.of(self)
+        return svg.draw(self)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Layout):
@@ -889,7 +890,9 @@ class RankView(RankMethods):
         return f"RankView({self.layout!r}, {self.rank})"  # seen_by refuses a rank outside
 
     def __str__(self) -> str:
-        return plain_text.draw(self.layout, mark=self.rank)
+        from pgmesh.drawing import text  # only to print
+
+        return text.draw(self.layout, mark=self.rank)
 
 
 _LAYOUT_HINTS = {name: f"seen.layout.{name}" for name in missing_attributes.public_names(Layout)}

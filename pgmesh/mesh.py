@@ -17,7 +17,6 @@ from pgmesh._util import missing_attributes
 from pgmesh._util.call_sites import call_site
 from pgmesh._util.formatting import Text, format_call, format_calls, format_ranks, other_arguments
 from pgmesh._util.validation import Sizes, fill_sizes, fill_sizes_for, parse_ranks, parse_sizes, whole_number
-from pgmesh.drawing import plain_text
 from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, RankError, ShapeError
 from pgmesh.groups.cache import GroupCache
 from pgmesh.groups.device_meshes import parse_dimensions
@@ -738,12 +737,14 @@ class ProcessGroupMesh(RankMethods):
         return self._group_cache.call + "".join(calls)
 
     def __str__(self) -> str:
-        return plain_text.draw(self.layout, mark=self.rank)
+        from pgmesh.drawing import text  # only to print
+
+        return text.draw(self.layout, mark=self.rank)
 
     def _repr_html_(self) -> str:
         from pgmesh.drawing import svg  # only notebooks need it
 
-        return svg.of(self.layout, mark=self.rank)
+        return svg.draw(self.layout, mark=self.rank)
 
     def __reduce__(self) -> tuple[Any, ...]:
         root = (

@@ -299,7 +299,7 @@ def test_a_new_file_has_to_be_given_a_floor():
             "import os, torch\nos._exit(1)\ntorch.__version__\nself._torch = 1\ntorch.f(self._torch).y",
         ),
         ("__main__.py", "import pgmesh.parallel"),
-        ("parallel/data.py", "a._mine = b\nc(d)._mine\nmesh._family\nmesh.stats()._replace(e=f)"),
+        ("parallel/data.py", "a._mine = b\nc(d)._mine\nmesh._repr_html_\nmesh.stats()._replace(e=f)"),
     ],
 )
 def test_a_right_import_is_let_pass(path, source):

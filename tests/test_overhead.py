@@ -165,7 +165,7 @@ def test_a_plan_of_a_million_ranks_holds_no_list_of_them():
 NEVER_FIRST = ("torch", "numpy", "rich", "cachetools", "json", "asyncio", "logging", "subprocess")
 ON_DEMAND = (
     *("launch", "interop", "recipes", "parallel", "cli", "planning", "preflight"),
-    *("drawing.svg", "drawing.figures", "drawing.terminal"),
+    *("drawing.svg", "drawing.figures", "drawing.text"),
 )
 
 

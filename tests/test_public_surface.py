@@ -43,7 +43,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "pgmesh.resharding": (),
     "pgmesh.parallel": (),
     "pgmesh.parallel.checkpoint": ("load", "save"),
-    "pgmesh.svg": ("beside",),
+    "pgmesh.svg": ("draw",),
 }
 """The modules that the documentation imports from, and their documented names. Without names: those of ``__all__``."""
 

@@ -183,7 +183,7 @@ class ReshardPlan:
         if any(len(side.layout) > MOST_ROWS for side in (self.source, self.target)):
             notes.append(f"a sample: the first {MOST_ROWS} ranks of each side")
         title = f"shape {self.shape}, {count_of(self.itemsize, 'byte')} each"
-        return transfers.drawing(title, notes, (sides[0], sides[1]), sent).svg()
+        return transfers.drawing(title, notes, (sides[0], sides[1]), sent)
 
     def __str__(self) -> str:
         plans = [self.of(rank) for rank in sorted(self.ranks)[:MOST_ROWS]]

@@ -133,11 +133,11 @@ def test_a_member_of_an_enum_is_its_name():
             "plan({'dp': -1}) cannot infer the size of -1: give it hosts, such as plan({'dp': -1}, nodes='1x8').",
         ),
         (
-            lambda: plan({"dp": -1, "tp": 3}, nodes="2x4", families=[("dp", "tp")]),
+            lambda: plan({"dp": -1, "tp": 3}, nodes="2x4", combinations=[("dp", "tp")]),
             """
             plan({'dp': -1, 'tp': 3}) cannot be filled: 2 hosts of 4 hold 8, and 8 is not divisible by 3.
 
-              plan({'dp': -1, 'tp': 2}, nodes='2x4', families=[('dp', 'tp')])   # tp may be 1, 2, 4 or 8
+              plan({'dp': -1, 'tp': 2}, nodes='2x4', combinations=[('dp', 'tp')])   # tp may be 1, 2, 4 or 8
             """,
         ),
     ],
@@ -214,10 +214,10 @@ def test_axes_of_any_name_are_axes_everywhere(world):
 
 
 def test_a_plan_and_a_place_have_axes_of_any_name():
-    found = plan(ODD, nodes="2x4", views={"tag": {"name": 8}}, families=[("timeout", "class")])
+    found = plan(ODD, nodes="2x4", views={"tag": {"name": 8}}, combinations=[("timeout", "class")])
     assert found["timeout x class"].sample == (0, 1, 2, 3)
     assert "tag: name" in str(found)
-    assert "data-parallel" in found.html()
+    assert "data-parallel" in found.svg()
     assert found.svg("class")
     report = rank_report_of(Layout(ODD), 5)
     assert [each.axis for each in report.along] == [*ODD]
@@ -226,7 +226,7 @@ def test_a_plan_and_a_place_have_axes_of_any_name():
 def test_markup_in_the_name_of_an_axis_is_text():
     layout = Layout({"<b>&": 2, "'\"": 2})
     assert "<b>" not in layout._repr_html_()
-    assert "<b>" not in plan(layout).html()
+    assert "<b>" not in plan(layout).svg()
 
 
 # ---- keywords that are no axes ----
@@ -246,7 +246,7 @@ TORCHS |= {"mesh_shape", "mesh_dim_names", "backend_override", "mesh", "group"}
 
 def test_the_keywords_of_torchs_calls_and_of_ours_are_no_axes():
     ours = {name for call in (ProcessGroupMesh, plan, Layout) for name in inspect.signature(call).parameters}
-    hosts = {"nodes", "domains", "views", "families"}  # which a machine has, and an axis may well be called
+    hosts = {"nodes", "domains", "views", "combinations"}  # which a machine has, and an axis may well be called
     assert {*TORCHS, "tag", "options", "axes", *ours - hosts} <= {*RESERVED}
 
 

@@ -169,8 +169,8 @@ def test_other_names_are_as_python_says(mesh):
             lambda: plan(Layout(dp=2, tp=4, ranks=(3, 1, 2, 0, 7, 6, 5, 4))),
         ),
         (
-            lambda: plan(dp=2, tp=4, families=(("dp", "tp") for _ in "1")),
-            lambda: plan(Layout(dp=2, tp=4), families=[("dp", "tp")]),
+            lambda: plan(dp=2, tp=4, combinations=(("dp", "tp") for _ in "1")),
+            lambda: plan(Layout(dp=2, tp=4), combinations=[("dp", "tp")]),
         ),
     ],
 )
@@ -198,13 +198,9 @@ def test_plan_takes_sizes_as_a_layout_does(planned, same):
             lambda: plan(dp=-1, tp=-1),
             "plan({'dp': -1, 'tp': -1}): at most one size may be -1 (inferred); here are dp, tp.",
         ),
-        (
-            lambda: plan({"dp": 8}, nodes="2x4", views=[("a", {"ep": 8})]),
-            "plan: views is a mapping of sizes by name, such as {'moe': {'edp': -1, 'ep': 8}}, not [('a', {'ep': 8})].",
-        ),
     ],
 )
-def test_sizes_and_views_that_plan_does_not_take(call, text):
+def test_sizes_that_plan_does_not_take(call, text):
     with pytest.raises(ShapeError) as caught:
         call()
     assert str(caught.value) == text

@@ -147,11 +147,11 @@ def test_suggested_views_keep_ranks(call, ranks):
     form=st.sampled_from(["mapping", "free", "layout", "permuted"]),
     views=st.booleans(),
 )
-def test_suggested_plans_keep_ranks_views_and_families(sizes, nodes, form, views):
+def test_suggested_plans_keep_ranks_views_and_combinations(sizes, nodes, form, views):
     box, count = dict(zip(["dp", "tp", "class"], sizes)), prod(sizes)
     order = [*range(1, count), 0] if form == "permuted" else range(count)
     layout = {**box, "cp": -1} if form == "free" else box if form == "mapping" else Layout(box, ranks=order)
-    more = {"views": {"one": {"name": -1}}, "families": [("dp",)]} if views else {}
+    more = {"views": {"one": {"name": -1}}, "combinations": [("dp",)]} if views else {}
     error = caught(lambda: plan(layout, nodes=nodes, **more))
     if error is not None:
 

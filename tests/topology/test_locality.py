@@ -107,13 +107,15 @@ def test_a_million_ranks_are_exact_at_the_cost_of_few(nodes):
     tracemalloc.start()
     sys.setprofile(count)
     try:
-        planned = plan(layout, nodes=nodes, families=[("dp", "cp"), ("pp", "tp")], views={"moe": {"ep": 64, "edp": -1}})
+        planned = plan(
+            layout, nodes=nodes, combinations=[("dp", "cp"), ("pp", "tp")], views={"moe": {"ep": 64, "edp": -1}}
+        )
     finally:
         sys.setprofile(None)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-    assert all(each.exact for family in planned.families for each in family.localities)
-    assert calls < 100_000  # of a million ranks, in eleven families
+    assert all(each.exact for family in planned.combinations for each in family.localities)
+    assert calls < 100_000  # of a million ranks, in eleven combinations of axes
     assert peak < 2_000_000
 
 
