@@ -213,9 +213,8 @@ class Arrangement:
         if isinstance(self.dense, (Layout, RankView)):
             return
         for given, each in options.items():
-            for part in map(self.__getitem__, known[given]):
-                if part.rank in part:
-                    part.configure(**each)
+            for name in known[given]:
+                self[name].configure(**each)  # on a rank outside the group it does nothing
 
     # -- text ---------------------------------------------------------------------------------------------------
 

@@ -156,15 +156,16 @@ def _check_pipelines(call: RecipeCall, order: str, dense: Layout, expert: Layout
         return
     last = "-".join([*(axis for axis in order.split("-") if axis != "pp"), "pp"])
     raise ShapeError(
-        f"{call}: pp is {pp} and not last in the order. So expert data, {edp}, has to equal data, {dp}: etp x ep has "
-        f"to be tp x cp = {dense.size('tp', 'cp')}. And the first pipeline of experts, {list(expert_pipeline)}, has to "
-        f"equal that of the rest, {list(pipeline)}.\n\n  order={last!r}   # pp last, which is slowest"
+        f"{call}: pp is {pp} and not last in the order, so that experts need the data size and the pipelines of the "
+        f"rest. But expert data is {edp} and data {dp}: etp x ep has to be tp x cp = {dense.size('tp', 'cp')}. The "
+        f"first pipelines are {list(expert_pipeline)} and {list(pipeline)}.\n\n"
+        f"  order={last!r}   # pp last, which is slowest"
     )
 
 
 def _context_levels(call: RecipeCall, dense: Layout, sizes: Sequence[int]) -> dict[str, Along]:
     """The levels of context parallelism. The groups of the first level are contiguous; the others are strided."""
-    levels = call.parse_sizes(**{f"cp{level}": size for level, size in enumerate(sizes, 1)})
+    levels = call.parse_sizes(**{f"cp{level}": size for level, size in enumerate(sizes, 1)}) if sizes else {}
     cp, product = dense.size("cp"), math.prod(levels.values())
     if product != cp:
         raise ShapeError(f"{call}: the product of hierarchical_cp must be cp, but it is {product} and cp is {cp}.")

@@ -63,17 +63,13 @@ def olmo(
     data = hybrid if given & hybrid.keys() else {"dp": dp}
     if given and (data is hybrid) == (dp is not None):
         suggestion = call.with_changes(dp=None if data is hybrid else -1)
-        raise ShapeError(
-            f"{call}: give a size of data parallelism, dp, or else dp_replicate, dp_shard.\n\n  {suggestion}"
-        )
+        raise ShapeError(f"{call}: data parallelism is dp, or dp_replicate x dp_shard.\n\n  {suggestion}")
     free = {axis: -1 if size is None else size for axis, size in data.items()}
     sizes = call.parse_sizes(pp=pp, **free, cp=cp, tp=tp)
     box = call.fill_sizes(sizes, ep=None if ep is None else -1)  # experts use the axis dp_shard
-    if ep is not None and (tp is not None or ep not in (-1, box.get("dp_shard")) or data is not hybrid):
-        shard = box.get("dp_shard")
-        raise ShapeError(
-            f"{call}: experts are split along dp_shard, which is {shard}, so ep is the same and tp is not used."
-        )
+    if ep is not None and (tp is not None or data is not hybrid or ep not in (-1, box["dp_shard"])):
+        suggestion = call.with_changes(dp=None, tp=None, dp_shard=ep)
+        raise ShapeError(f"{call}: experts are split along dp_shard, which is ep, without tp.\n\n  {suggestion}")
     mesh = Layout(box, ranks=call.ranks)
     loader = tuple(data)
     names = {"model": Along(mesh, loader), "loader": Along(mesh, loader)}
