@@ -194,7 +194,7 @@ class ColossalMesh:
             self.mesh.coord_of(rank)
         if self.rank not in ranks:
             return dist.GroupMember.NON_GROUP_MEMBER
-        group = self.mesh.group_of(ranks, **({} if backend is None else {"backend": backend}))
+        group = self.mesh.group_of(ranks, backend=backend)
         self._returned.add(tuple(sorted(ranks)))
         return group
 
@@ -284,12 +284,9 @@ def _check_indices(coord: Sequence[int], shape: Sequence[int], hint: str = "") -
 def _to_axis(axis: Any, count: int) -> int:
     """The number of an axis, counted from the start."""
     try:
-        number = operator.index(axis)
-    except TypeError:
+        return int(range(count)[axis])  # a negative axis counts from the end
+    except (IndexError, TypeError):
         raise AxisError(f"axes are numbers from 0 to {count - 1}; there is no axis {axis!r}.") from None
-    if not -count <= number < count:
-        raise AxisError(f"axes are numbers from 0 to {count - 1}; there is no axis {number}.")
-    return number % count
 
 
 def _to_axes(axis: Any, count: int) -> list[int]:

@@ -60,9 +60,6 @@ ALL_GATHER_GROUP = "_DATA_PARALLEL_GROUP_WITH_CP_AG"
 HYBRID_GROUPS = "_HYBRID_DP_CP_GROUPS"
 """Globals that depend on ``all_gather=`` and on ``recipes.megatron(hybrid_cp=True)``. The second is a dict by size."""
 
-GROUP_OF_LEVELS = NAMES["hcp"][1]
-"""The global that holds a list of groups, one of each level."""
-
 GROUP_LIST = "_global_process_group_list"
 """The global list of all groups, whose timeouts Megatron changes. None is the world."""
 
@@ -132,8 +129,8 @@ def published(
     if virtual_pipeline is not None:
         if arrangement["pipeline"].size() == 1:
             raise ShapeError(
-                f"virtual_pipeline={virtual_pipeline} needs a pipeline of more than 1 stage, but {arrangement!r} has "
-                f"pp=1.\n\n  megatron.published(arrangement)   # without virtual_pipeline"
+                f"virtual_pipeline={virtual_pipeline} needs more than 1 stage, but {arrangement!r} has pp=1.\n\n"
+                f"  megatron.published(arrangement)   # without virtual_pipeline"
             )
         values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = virtual_pipeline
         values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = 0
@@ -175,7 +172,7 @@ def _groups(arrangement: Arrangement, gloo: bool, all_gather: bool) -> dict[str,
         values[ALL_GATHER_GROUP] = _group(arrangement, "data+context", tag="all-gather")
     pieces = [arrangement[name] for name in arrangement if name.startswith("data+context by ")]
     hybrid = {piece.size(): piece.group() for piece in pieces}
-    groups = [*values.values(), *hybrid.values(), *(values[GROUP_OF_LEVELS] or ())]
+    groups = [*values.values(), *hybrid.values(), *(values[NAMES["hcp"][1]] or ())]
     used = dict.fromkeys(group for group in groups if isinstance(group, ProcessGroup))
     return {**values, HYBRID_GROUPS: hybrid, GROUP_LIST: [None, *used]}
 
@@ -202,6 +199,4 @@ def _import_core(module: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "megatron":
             raise
-        raise WorldError(
-            f"this needs megatron-core, which is not installed.\n\n  pip install megatron-core=={TRIED_ON}"
-        ) from None
+        raise WorldError(f"megatron-core is not installed.\n\n  pip install megatron-core=={TRIED_ON}") from None

@@ -183,11 +183,12 @@ class Arrangement:
         """The groups of a name, or of names joined by ``+`` whose axes one mesh has."""
         if name in self.names:
             return self.names[name]
-        parts = [self.names[word] for word in str(name).split("+") if word in self.names]
-        axes = [axis for part in parts for axis in part.axes]
+        words = str(name).split("+")
+        parts = [self.names[word] for word in words if word in self.names and self.names[word].pick is None]
+        axes = tuple(axis for part in parts for axis in part.axes)
         meshes = [part.mesh for part in parts if {*axes} <= {*part.mesh.axes}]
-        if len(parts) == str(name).count("+") + 1 and meshes and not any(part.pick for part in parts):
-            return Along(meshes[0], tuple(axes))
+        if meshes and len(parts) == len(words):
+            return Along(meshes[0], axes)
         along = [known for known, each in self.names.items() if each.axes == (name,)]
         close = next(iter([*self.short.get(name, ()), *along]), closest_name(name, self.names))
         raise AxisError(f"{self.call} has no group {name!r}.{did_you_mean(close)} It has {', '.join(self.names)}.")

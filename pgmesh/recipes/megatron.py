@@ -130,7 +130,7 @@ def megatron(
     fastest_first = call.parse_order(order, DEFAULT_ORDER, "fastest axis first", largest)
     slowest_first = fastest_first[::-1]  # the order of a mesh
     dense = Layout({axis: sizes[axis] for axis in slowest_first if axis != "ep"}, ranks=call.ranks)
-    expert_axes = [EXPERT_AXIS[axis] for axis in slowest_first if axis != "cp"]
+    expert_axes = [EXPERT_AXIS[axis] for axis in slowest_first if axis in EXPERT_AXIS]
     expert = dense.view({axis: sizes[axis] for axis in expert_axes})
     _check_pipelines(call, order, dense, expert)
     along_axes: dict[str, tuple[Axis, ...]] = {word: tuple(axes.split("-")) for word, axes in AXES.items()}

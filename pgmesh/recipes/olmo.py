@@ -72,7 +72,7 @@ def olmo(
         raise ShapeError(f"{call}: experts are split along dp_shard, which is ep, without tp.\n\n  {suggestion}")
     mesh = Layout(box, ranks=call.ranks)
     loader = tuple(data)
-    names = {"model": Along(mesh, loader), "loader": Along(mesh, loader)}
+    names = dict.fromkeys(("model", "loader"), Along(mesh, loader))
     if cp is not None:  # for gradients, context parallel ranks have copies of the model
         merged = {"dp_cp" if axis == loader[-1] else axis: size for axis, size in box.items() if axis != "cp"}
         merged["dp_cp"] *= box["cp"]
@@ -102,7 +102,6 @@ def olmo_experts(world: int, *, ep: int = -1, of: Any = None, name: str | None =
     call = RecipeCall.of(olmo_experts, locals())
     sizes = call.fill_sizes(call.parse_sizes(ep_replicate=1 if ep == -1 else -1, ep=ep))
     mesh = Layout(ep_replicate=sizes["ep_replicate"], ep_shard=sizes["ep"], ranks=call.ranks)
-    whole = Along(mesh.view(dp=len(mesh)), ("dp",))
-    names = {"model": whole, "loader": whole}
+    names = dict.fromkeys(("model", "loader"), Along(mesh.view(dp=len(mesh)), ("dp",)))
     names |= {"expert": Along(mesh, ("ep_shard",)), "replicate": Along(mesh, ("ep_replicate",))}
     return build(Arrangement(str(call), mesh, names), call, of, name)

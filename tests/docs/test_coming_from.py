@@ -100,12 +100,8 @@ ORACLE = SimpleNamespace(
     megatron=megatron,
     **{each.__name__: stating(each) for each in (oracle.fairscale, oracle.oslo, oracle.olmo, oracle.olmo_experts)},
 )
-FIGURES = [
-    row
-    for row in ROWS
-    if re.search(r'\["|^(?!Layout).*\.partition\("', row.now[0])
-    and re.fullmatch(r"[\d(), ]+|True|False", str(row.gives))
-]
+ASKS = re.compile(r'\["|^(?!Layout).*\.partition\("')
+FIGURES = [row for row in ROWS if ASKS.search(row.now[0]) and re.fullmatch(r"[\d(), ]+|True|False", row.gives or "")]
 """Lines that ask an arrangement for ranks, sizes and places."""
 
 
