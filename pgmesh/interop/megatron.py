@@ -152,9 +152,8 @@ def _check_groups(state: Mapping[str, Any]) -> None:
     if unknown:
         version = _import_core("package_info").__version__
         raise UnsupportedTorchError(
-            f"megatron-core {version} has groups in its parallel_state that pgmesh, which was tested with {TRIED_ON}, "
-            f"does not know: {', '.join(unknown)}. Code that reads them would find None."
-            f"\n\n  pip install megatron-core=={TRIED_ON}"
+            f"parallel_state of megatron-core {version} has groups that pgmesh, which was tested with {TRIED_ON}, does "
+            f"not know: {', '.join(unknown)}.\n\n  pip install megatron-core=={TRIED_ON}"
         )
 
 
@@ -180,7 +179,7 @@ def _groups(arrangement: Arrangement, gloo: bool, all_gather: bool) -> dict[str,
 def _group(arrangement: Arrangement, name: str, **options: Any) -> Any:
     """This rank's group of a name, None if it has none, or a list of groups for the levels of context parallelism."""
     if name == "hcp":
-        return [arrangement[level].group(**options) for level in arrangement.short[name]] or None
+        return [_group(arrangement, level, **options) for level in arrangement.short[name]] or None
     part = arrangement[name]
     is_single = name == "between instances" and part.size() == 1
     return part.group(**options) if arrangement.rank in part and not is_single else None

@@ -54,14 +54,10 @@ class RecipeCall:
         except TypeError:
             ranks = range(0)
         if not ranks or ranks[0] < 0:
-            text = f"{world!r} from rank {first!r} on"
-            raise ShapeError(f"{who}: the world is a number of ranks, such as {who}(8), not {text}.")
-        defaults = inspect.signature(recipe).parameters
-        written = arguments.keys() - {"world", "of"}
-        given = {
-            name: value for name, value in arguments.items() if name in written and value != defaults[name].default
-        }
-        return cls(who, ranks, given)
+            raise ShapeError(f"{who}: the world is a number of ranks, such as 8, not {world!r} from rank {first!r} on.")
+        known = inspect.signature(recipe).parameters
+        given = {name: value for name, value in arguments.items() if value != known[name].default}
+        return cls(who, ranks, {name: given[name] for name in given if name not in ("world", "of")})
 
     def __str__(self) -> str:
         return self.with_changes()
@@ -102,8 +98,7 @@ class RecipeCall:
         ways = [(self.with_changes(**changed, **changes), why)]
         if len(self.ranks) == 1:
             ways = [start_command(known_product(sizes)), *ways]
-        call = self.with_changes(**{axis: size for axis, size in sizes.items() if size > 1})
-        raise ShapeError(f"{describe_misfit(call, sizes, count, f'{holder} has {count}')}\n\n{format_calls(ways)}")
+        raise ShapeError(f"{describe_misfit(str(self), sizes, count, f'{holder} has {count}')}\n\n{format_calls(ways)}")
 
     def parse_order(self, order: object, default: str, direction: str, sizes: Mapping[str, int]) -> list[str]:
         """The axes that an order names, as a list. Those that it omits, all of size 1, are at the end.

@@ -50,7 +50,7 @@ class Along(NamedTuple):
         if self.pick is None:
             return block
         ranks = block.ranks()
-        return block.at({self.axes[0]: [ranks.index(rank) for rank in self.ranks_of(ranks)]})
+        return block.at({self.axes[0]: [*map(ranks.index, self.ranks_of(ranks))]})
 
     def ranks_of(self, block: tuple[int, ...]) -> tuple[int, ...]:
         """The ranks of the group in a block.
@@ -62,10 +62,7 @@ class Along(NamedTuple):
             return block
         chosen = [*self.pick([*block])]
         if not chosen or not set(chosen) <= {*block}:
-            raise ShapeError(
-                f"the function for embeddings must return at least one of the ranks of each pipeline: for "
-                f"{[*block]} it returned {chosen}."
-            )
+            raise ShapeError(f"a function for embeddings returns at least one of {[*block]}, but it returned {chosen}.")
         return tuple(dict.fromkeys(chosen))
 
 
@@ -112,14 +109,8 @@ class Arrangement:
         """The rank whose groups the names stand for; None in a plan."""
         return None if isinstance(self.dense, Layout) else self.dense.rank
 
-    def over(self, mesh: Mesh) -> Arrangement:
-        """The same arrangement over another mesh, whose shape is that of ``dense``.
-
-        >>> from pgmesh import Layout, recipes
-        >>> plan = recipes.fairscale(8, tp=2, pp=2, of=Layout)
-        >>> plan.over(plan.dense.seen_by(5))["pipeline"].ranks()
-        (5, 7)
-        """
+    def _over(self, mesh: Mesh) -> Arrangement:
+        """The same arrangement over another mesh with the sizes of ``dense``."""
 
         def same(view: Mesh) -> Mesh:
             return mesh if view.axes == mesh.axes else mesh.view(dict(zip(view.axes, view.shape)))
@@ -138,7 +129,7 @@ class Arrangement:
         (1, 5)
         """
         layout = self.dense if isinstance(self.dense, Layout) else self.dense.layout
-        return self.over(layout.seen_by(rank))
+        return self._over(layout.seen_by(rank))
 
     # -- by name ------------------------------------------------------------------------------------------------
 
@@ -184,7 +175,7 @@ class Arrangement:
         if name in self.names:
             return self.names[name]
         words = str(name).split("+")
-        parts = [self.names[word] for word in words if word in self.names and self.names[word].pick is None]
+        parts = [each for each in map(self.names.get, words) if each and each.pick is None]
         axes = tuple(axis for part in parts for axis in part.axes)
         meshes = [part.mesh for part in parts if {*axes} <= {*part.mesh.axes}]
         if meshes and len(parts) == len(words):
@@ -224,9 +215,10 @@ class Arrangement:
 
     def __str__(self) -> str:
         lines = [self.call, self.order or f"the last axis varies fastest: {', '.join(map(str, self.dense.axes))}"]
-        for word, mesh in (("dense", self.dense), ("expert", self.expert)):
+        for word, mesh in {"dense": self.dense, "expert": self.expert}.items():
             if mesh is not None:
-                lines.append(f"{word:<6}  {' '.join(f'{axis}={size}' for axis, size in zip(mesh.axes, mesh.shape))}")
+                sizes = [f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.shape)]
+                lines.append(f"{word:<6}  {' '.join(sizes)}")
         lines.append("")
         rank = "" if self.rank is None else f"of rank {self.rank}"
         rows = [["group", "axes", "size", "blocks", rank], *map(self._row, self.names)]
@@ -238,12 +230,12 @@ class Arrangement:
 
     def _row(self, name: str) -> list[str]:
         """The cells of a name in the table."""
-        axes, blocks = self.names[name].axes, self.partition(name)
-        group, ranks = blocks[0], ""
-        if self.rank is not None:
-            group = self[name].ranks()
-            ranks = format_ranks(group) if self.rank in group else "-"
-        return [name, ", ".join(map(str, axes)), str(len(group)), str(len(blocks)), ranks]
+        axes = ", ".join(map(str, self.names[name].axes))
+        blocks = self.partition(name)
+        if self.rank is None:
+            return [name, axes, str(len(blocks[0])), str(len(blocks)), ""]
+        ranks = self[name].ranks()
+        return [name, axes, str(len(ranks)), str(len(blocks)), format_ranks(ranks) if self.rank in ranks else "-"]
 
 
 def build(plan: Arrangement, call: RecipeCall, of: Any, name: str | None) -> Arrangement:
@@ -263,4 +255,4 @@ def build(plan: Arrangement, call: RecipeCall, of: Any, name: str | None) -> Arr
     from pgmesh.mesh import ProcessGroupMesh  # only here, since plans need no torch
 
     of = of or ProcessGroupMesh
-    return plan.over(of(dict(zip(plan.dense.axes, plan.dense.shape)), ranks=call.ranks, name=name))
+    return plan._over(of(dict(zip(plan.dense.axes, plan.dense.shape)), ranks=call.ranks, name=name))

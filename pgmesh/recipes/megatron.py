@@ -154,7 +154,7 @@ def _check_pipelines(call: RecipeCall, order: str, dense: Layout, expert: Layout
     pipeline, expert_pipeline = dense.partition("pp")[0], expert.partition("pp")[0]
     if pp == 1 or order.endswith("pp") or (dp == edp and pipeline == expert_pipeline):
         return
-    last = "-".join([*(axis for axis in order.split("-") if axis != "pp"), "pp"])
+    last = order.replace("pp-", "") + "-pp"
     raise ShapeError(
         f"{call}: pp is {pp} and not last in the order, so that experts need the data size and the pipelines of the "
         f"rest. But expert data is {edp} and data {dp}: etp x ep has to be tp x cp = {dense.size('tp', 'cp')}. The "

@@ -66,8 +66,9 @@ def olmo(
         raise ShapeError(f"{call}: data parallelism is dp, or dp_replicate x dp_shard.\n\n  {suggestion}")
     free = {axis: -1 if size is None else size for axis, size in data.items()}
     sizes = call.parse_sizes(pp=pp, **free, cp=cp, tp=tp)
-    box = call.fill_sizes(sizes, ep=None if ep is None else -1)  # experts use the axis dp_shard
-    if ep is not None and (tp is not None or data is not hybrid or ep not in (-1, box["dp_shard"])):
+    box = call.fill_sizes(sizes, ep=ep and -1)  # experts use the axis dp_shard
+    misfit = tp is not None or data is not hybrid or ep not in (-1, box["dp_shard"])
+    if ep is not None and misfit:
         suggestion = call.with_changes(dp=None, tp=None, dp_shard=ep)
         raise ShapeError(f"{call}: experts are split along dp_shard, which is ep, without tp.\n\n  {suggestion}")
     mesh = Layout(box, ranks=call.ranks)

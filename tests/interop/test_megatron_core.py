@@ -266,10 +266,10 @@ def test_groups_that_we_do_not_know(state: Any, monkeypatch: pytest.MonkeyPatch)
     with fake_rank(5, 8), pytest.raises(UnsupportedTorchError) as caught, megatron.published(recipes.megatron(8)):
         pytest.fail("the block was run")
     assert str(caught.value) == (
-        "megatron-core 0.16.1 has groups in its parallel_state that pgmesh, which was tested with 0.16.1, "
-        "does not know: _DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT, _EXPERT_GTP_WEIGHT_REMAT_GROUP, "
-        "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP, _GTP_WEIGHT_REMAT_GROUP. Code that reads them would "
-        "find None.\n\n  pip install megatron-core==0.16.1"
+        "parallel_state of megatron-core 0.16.1 has groups that pgmesh, which was tested with 0.16.1, does not know: "
+        "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT, _EXPERT_GTP_WEIGHT_REMAT_GROUP, "
+        "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP, _GTP_WEIGHT_REMAT_GROUP.\n\n"
+        "  pip install megatron-core==0.16.1"
     )
     assert vars(state) == before
 
@@ -281,7 +281,7 @@ def test_a_megatron_core_that_was_never_installed_has_a_version_too(state: Any, 
     monkeypatch.setattr(state, MAINS[0], None, raising=False)
     with fake_rank(5, 8), pytest.raises(UnsupportedTorchError) as caught, megatron.published(recipes.megatron(8)):
         pytest.fail("the block was run")
-    assert str(caught.value).startswith("megatron-core 0.16.1 has groups in its parallel_state that pgmesh")
+    assert str(caught.value).startswith("parallel_state of megatron-core 0.16.1 has groups that pgmesh")
     assert MAINS[0] in str(caught.value)
 
 

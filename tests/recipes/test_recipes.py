@@ -355,8 +355,7 @@ def test_semantics_8_a_function_that_picks_no_such_ranks_is_found_out_at_once(ch
     assert_raises(
         ShapeError,
         lambda: plan(8, tp=2, pp=4, embedding=lambda ranks: chosen),
-        f"the function for embeddings must return at least one of the ranks of each pipeline: for [0, 2, 4, 6] it "
-        f"returned {wrong}.",
+        f"a function for embeddings returns at least one of [0, 2, 4, 6], but it returned {wrong}.",
     )
 
 
@@ -997,7 +996,7 @@ def olmo(whole: int = 8, **sizes: Any) -> Callable[[], object]:
         ),
         (
             failing(tp=2, ep=3),
-            "recipes.megatron(8, tp=2, ep=3, etp=2) cannot be filled: a pipeline stage has 8, and 8 is not divisible "
+            "recipes.megatron(8, tp=2, ep=3) cannot be filled: a pipeline stage has 8, and 8 is not divisible "
             "by 6.\n\n"
             "  recipes.megatron(8, tp=2, ep=2)   # ep may be 1, 2 or 4",
         ),
@@ -1011,19 +1010,19 @@ def olmo(whole: int = 8, **sizes: Any) -> Callable[[], object]:
         ),
         (
             failing(world=0),
-            "recipes.megatron: the world is a number of ranks, such as recipes.megatron(8), not 0 from rank 0 on.",
+            "recipes.megatron: the world is a number of ranks, such as 8, not 0 from rank 0 on.",
         ),
         (
             failing(world="8"),
-            "recipes.megatron: the world is a number of ranks, such as recipes.megatron(8), not '8' from rank 0 on.",
+            "recipes.megatron: the world is a number of ranks, such as 8, not '8' from rank 0 on.",
         ),
         (
             failing(rank_offset=-8),
-            "recipes.megatron: the world is a number of ranks, such as recipes.megatron(8), not 8 from rank -8 on.",
+            "recipes.megatron: the world is a number of ranks, such as 8, not 8 from rank -8 on.",
         ),
         (
             lambda: recipes.oslo(-1, of=Layout),
-            "recipes.oslo: the world is a number of ranks, such as recipes.oslo(8), not -1 from rank 0 on.",
+            "recipes.oslo: the world is a number of ranks, such as 8, not -1 from rank 0 on.",
         ),
         (
             failing(order=None),
@@ -1403,12 +1402,22 @@ def test_a_plan_and_another_rank_make_no_groups():
                 seen["tensor"].group()
 
 
-def test_an_arrangement_over_an_existing_mesh():
+def test_a_recipe_makes_its_mesh_with_any_callable():
     with fake_rank(5, 8):
         mesh = ProcessGroupMesh(pp=1, dp=2, cp=2, tp=2, name="existing")
-        arrangement = plan(8, tp=2, cp=2).over(mesh)
+        arrangement = recipes.megatron(8, tp=2, cp=2, of=lambda sizes, ranks, name: mesh)
         assert arrangement.dense is mesh
         assert arrangement["data+context"].group() is mesh.group("dp", "cp")
+
+
+def test_a_name_joins_names_of_one_mesh_and_no_others():
+    arrangement = plan(16, tp=2, cp=2, ep=2, pp=2)
+    assert arrangement.partition("pipeline+expert") == arrangement.expert.partition("pp", "ep")
+    for name in ("tensor+expert", "embedding+tensor", "tensor+", "+", "tensor+nothing"):
+        with pytest.raises(AxisError, match="has no group"):
+            arrangement.partition(name)
+    with pytest.raises(AxisError, match="named twice"):
+        arrangement.partition("tensor+tensor")
 
 
 # ---- real groups ----
