@@ -217,8 +217,7 @@ class Arrangement:
         lines = [self.call, self.order or f"the last axis varies fastest: {', '.join(map(str, self.dense.axes))}"]
         for word, mesh in {"dense": self.dense, "expert": self.expert}.items():
             if mesh is not None:
-                sizes = [f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.shape)]
-                lines.append(f"{word:<6}  {' '.join(sizes)}")
+                lines.append(f"{word:<6}  {' '.join(f'{axis}={size}' for axis, size in zip(mesh.axes, mesh.shape))}")
         lines.append("")
         rank = "" if self.rank is None else f"of rank {self.rank}"
         rows = [["group", "axes", "size", "blocks", rank], *map(self._row, self.names)]
