@@ -58,8 +58,8 @@ def test_seconds_and_a_timedelta_mean_the_same_group(mesh):
     mesh.configure("tp", timeout=600)
     mesh.configure("tp", timeout=timedelta(minutes=10))  # says the same again
     assert mesh.group("tp") is mesh.group("tp", timeout=timedelta(minutes=10)) is mesh.group("tp", timeout=600)
-    with recipes.fairscale(8, tp=2, timeout=60, name="f") as arrangement:
-        assert arrangement["tensor"].group() is arrangement["tensor"].group(timeout=timedelta(minutes=1))
+    arrangement = recipes.fairscale(8, tp=2, timeout=60, name="f")
+    assert arrangement["tensor"].group() is arrangement["tensor"].group(timeout=timedelta(minutes=1))
     PipelineParallel(mesh, "pp", layers="l", loss=None, microbatches=2, options={"timeout": 60})
     assert mesh.group("pp") is mesh.group("pp", timeout=timedelta(minutes=1))
 
@@ -95,7 +95,7 @@ def test_ranks_that_say_it_in_two_ways_meet():
         lambda mesh, timeout: mesh.locality("dp", timeout=timeout),
         lambda mesh, timeout: launch.placement(timeout=timeout),
         lambda mesh, timeout: recipes.fairscale(8, name="f", timeout=timeout),
-        lambda mesh, timeout: recipes.fairscale(8, name="f").set_timeout("tensor", timeout=timeout),
+        lambda mesh, timeout: recipes.fairscale(8, name="f")["tensor"].set_timeout(timeout=timeout),
     ],
 )
 def test_what_is_no_timeout_is_refused_in_one_text(mesh, call, timeout):
@@ -166,27 +166,6 @@ def test_a_number_that_is_an_axis_stays_one(mesh, given):
 def test_only_the_last_number_is_taken_as_the_timeout(mesh):
     with pytest.raises(OptionsError, match=r"\n\n  mesh\.set_timeout\(timeout=6\)$"):
         mesh.set_timeout(5, 6)
-
-
-@pytest.mark.parametrize(
-    ("given", "right"),
-    [
-        ((timedelta(minutes=2), "tensor"), "'tensor', timeout=120"),
-        ((7,), "timeout=7"),
-        (("data",), "'data', timeout=30"),
-    ],
-)
-def test_so_it_is_of_an_arrangement(given, right):
-    with fake_rank(5, 8):
-        arrangement = recipes.fairscale(8, tp=2, name="f")
-        for name in ("tensor", "data"):
-            arrangement[name].group()
-        with pytest.raises(OptionsError) as caught:
-            arrangement.set_timeout(*given)
-        assert str(caught.value) == (
-            f"set_timeout takes its timeout by name, after the groups.\n\n  arrangement.set_timeout({right})"
-        )
-        exec(str(caught.value).splitlines()[-1].strip(), {"arrangement": arrangement})
 
 
 def test_there_is_no_timeout_to_change_before_a_group_is_made(mesh):
