@@ -171,8 +171,7 @@ class Link:
         self._mesh, end = None, time.monotonic() + JOIN_SECONDS
         for works in self._running:
             works.join(max(0.0, end - time.monotonic()))
-        if self._record is not None:
-            keep_until_done(self._record, self._running)
+        keep_until_done(self._record, self._running)
         self._running.clear()
 
     @contextlib.contextmanager
@@ -187,7 +186,8 @@ class Link:
             raise
         except _Broken as error:
             self.release()
-            grace = MEET_SECONDS if isinstance(error, _Late) else store_thread().lost_after + 1.0
+            is_late = time.monotonic() >= self.deadline
+            grace = MEET_SECONDS if is_late else store_thread().lost_after + 1.0
             self.deadline = max(self.deadline, time.monotonic() + grace)
             self.connect()
             raise WorldError(f"the transfer failed, and all ranks are there again. ({error})") from None
@@ -224,14 +224,14 @@ class Link:
         """The texts of all ranks, each with the ranks that have it. Of these, the first one sends it, once."""
         data = zlib.compress(text.encode())
         head = hashlib.sha256(data).digest() + len(data).to_bytes(8, "big")
-        heads = [self._bytes(head) for _ in self.ranks]
-        self._collective(dist.all_gather, heads, heads[0].clone())
+        heads = self._bytes(head).repeat(len(self.ranks), 1)
+        self._collective(dist.all_gather, [*heads], heads[0].clone())
         found: dict[bytes, list[int]] = {}
-        for rank, each in zip(self.ranks, heads):
-            found.setdefault(bytes(each.tolist()), []).append(rank)
+        for rank, row in zip(self.ranks, heads.tolist()):
+            found.setdefault(bytes(row), []).append(rank)
         texts = {}
-        for digest, ranks in found.items():
-            values = self._bytes(data if digest == head else bytes(int.from_bytes(digest[-8:], "big")))
+        for other, ranks in found.items():
+            values = self._bytes(data if other == head else bytes(int.from_bytes(other[-8:], "big")))
             self._collective(dist.broadcast, values, ranks[0])
             texts[zlib.decompress(bytes(values.tolist())).decode()] = ranks
         return texts
@@ -277,15 +277,14 @@ class Link:
             end: the end of the wait. Default: the deadline of the call.
 
         Raises:
-            _Late: the wait is over.
-            _Broken: the backend failed.
+            _Broken: the wait is over, or the backend failed.
         """
         end = self.deadline if end is None else end
         while not works.ended.wait(min(max(end - time.monotonic(), 0.1), POLL_SECONDS)):
             if self._is_over():
                 raise _Broken("another rank has ended the connection")
             if time.monotonic() >= end:
-                raise _Late(f"not done in {format_seconds(self.seconds)}")
+                raise _Broken(f"not done in {format_seconds(self.seconds)}")
         with _catching_broken():
             if works.error is not None:
                 raise works.error
@@ -335,11 +334,7 @@ def _describe(side: ProcessGroupMesh | Layout) -> str:
 
 
 class _Broken(Exception):
-    """The backend failed in a collective: a member ended or released the group."""
-
-
-class _Late(_Broken):
-    """A collective did not end until the deadline."""
+    """A collective failed or did not end in time: a member ended, released the group or is late."""
 
 
 @contextlib.contextmanager

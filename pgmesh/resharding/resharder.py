@@ -26,7 +26,7 @@ from pgmesh.options import Timeout
 from pgmesh.resharding.link import Link
 from pgmesh.resharding.plan import ReshardPlan, balance
 from pgmesh.resharding.sharding import Placements, Sharding, by_axis, parse_placements, shape_of
-from pgmesh.resharding.transfer import Job, Shards, fill_buckets, move
+from pgmesh.resharding.transfer import Job, Shards, fill_buckets, move, staged_bytes
 from pgmesh.topology.host_mapping import map_hosts
 
 State = Union[nn.Module, Mapping[str, Any], None]
@@ -109,11 +109,11 @@ class Resharder:
         self._source_is_lost = False  # a transfer in place failed
         self._refusal: Any = None  # the hook by which a torn module refuses to run
         sides, shards = self._tensors()
-        self._planned, entries = signatures(sides), [*map(describe, sides)]
+        self._planned = signatures(sides)
+        entries = [*describe("source", sides[0]), *describe("target", sides[1])]
         with link.explaining():
-            found = exchange(link, *entries, staging_bytes=staging_bytes)
-            self._jobs = plan_jobs(found, link.rank)
-            sizes = [shards.staged_by(job) for job in self._jobs]
+            self._jobs = plan_jobs(link, exchange(link, [*entries, Entry("argument", "staging_bytes", staging_bytes)]))
+            sizes = [staged_bytes(*shards.messages([job])) for job in self._jobs]
             *staged, self._number = link.maximum([*sizes, secrets.randbits(62)])  # a random number, to tell it by
         self._buckets = fill_buckets(self._jobs, staged, staging_bytes // 2)
 
@@ -175,10 +175,7 @@ class Resharder:
 
     def _refuse(self, *_: object) -> None:
         if self.torn:
-            raise LifetimeError(
-                "the target is torn: a transfer into it failed, so some tensors are new and others old. "
-                + self._remedy()
-            )
+            raise LifetimeError(f"the target is torn: some tensors are new and others old. {self._remedy()}")
 
     def _remedy(self) -> str:
         if self._source_is_lost:
@@ -226,9 +223,9 @@ def reshard(
         WorldError: the world is a fake one.
     """
     held = {} if tensor is None else {"tensor": tensor}
-    described = describe(held)
+    entries = describe("source", held)
     if source is None and isinstance(tensor, DTensor):
-        source, _ = described["tensor"].on(())
+        source, _ = entries[0].on(())
     if source is None:
         raise ShapeError(
             "reshard needs the ranks that hold the tensor, except where it is a DTensor.\n\n"
@@ -236,12 +233,14 @@ def reshard(
         )
     link = Link(source, target_mesh, timeout)
     layout, placed = target_mesh.layout, parse_placements(target_mesh.layout, placements)
-    entry = Entry(None, None if dtype is None else str(dtype), (layout.shape, layout.ranks()), tuple(placed))
+    if link.rank in layout:
+        at = layout.shape, layout.ranks()
+        entries.append(Entry("target", "tensor", None, None if dtype is None else str(dtype), at, tuple(placed)))
     with link.explaining():
-        found = exchange(link, described, {"tensor": entry} if link.rank in layout else {})
-        (job,) = plan_jobs(found, link.rank)
-        first = next(iter(found.source["tensor"]))
-        whole = torch.empty(first.shape or (), dtype=dtype_of(first.dtype), device="meta")
+        tables = exchange(link, entries)
+        (job,) = plan_jobs(link, tables)
+        first = next(iter(tables["source"]["tensor"]))
+        whole = torch.empty(first.shape, dtype=dtype_of(first.dtype), device="meta")
         device = link.device if tensor is None else tensor.device
         result = whole.new_empty(shape_of(job.plan.wanted or ()), dtype=dtype, device=device)
         target = {} if job.plan.wanted is None else {"tensor": result}
@@ -267,8 +266,7 @@ def tensors_of(state: State, rename: Rename = None) -> dict[str, torch.Tensor]:
     """
     found: dict[str, torch.Tensor] = {}
     places: dict[str, str] = {}
-    for keys, tensor in _tensors_by_keys(state, ()):
-        name, place = ".".join(map(str, keys)), "state" + "".join(f"[{key!r}]" for key in keys)
+    for name, place, tensor in _named_tensors(state):
         new = rename.get(name, name) if isinstance(rename, Mapping) else rename(name) if rename is not None else name
         if new in found:
             raise MismatchError(
@@ -281,14 +279,14 @@ def tensors_of(state: State, rename: Rename = None) -> dict[str, torch.Tensor]:
     return found
 
 
-def _tensors_by_keys(value: Any, keys: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    """Each tensor of a nested state dict, after the keys that lead to it."""
+def _named_tensors(value: Any, name: str = "", place: str = "state") -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Each tensor of a nested state dict, after its name and the expression for it."""
     if isinstance(value, nn.Module):
         value = value.state_dict(keep_vars=True)  # without detaching each
     if isinstance(value, torch.Tensor):
-        yield keys, value
+        yield name, place, value
     for key, inner in value.items() if isinstance(value, Mapping) else ():
-        yield from _tensors_by_keys(inner, (*keys, key))
+        yield from _named_tensors(inner, f"{name}.{key}" if name else f"{key}", f"{place}[{key!r}]")
 
 
 def locals_of(tensors: Tensors) -> dict[str, torch.Tensor]:
@@ -309,19 +307,23 @@ def signatures(sides: Sequence[Tensors]) -> list[dict[str, tuple[object, ...]]]:
 
 
 class Entry(NamedTuple):
-    """A tensor on one side, as the ranks that hold it describe it.
+    """A tensor on one side, as the ranks that hold it describe it; or an argument, with its value as the shape.
 
     Args:
+        side: "source", "target" or "argument".
+        name: its name in the target.
         shape: the global shape; None for the shape of the source.
         dtype: the dtype, such as "torch.float32"; None for that of the source.
         mesh: sizes and ranks of its device mesh; None for a plain tensor, which each rank that names it holds whole.
         placements: for each axis, the dimension that it shards and the split factor; None if it is replicated.
     """
 
-    shape: tuple[int, ...] | None
-    dtype: str | None
-    mesh: tuple[tuple[int, ...], tuple[int, ...]] | None
-    placements: tuple[tuple[int, int] | None, ...]
+    side: str
+    name: str
+    shape: Any
+    dtype: str | None = None
+    mesh: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    placements: tuple[tuple[int, int] | None, ...] = ()
 
     def on(self, ranks: Sequence[int]) -> tuple[Layout, Placements]:
         """The layout of the tensor and its placements there, if these ranks name it."""
@@ -329,124 +331,109 @@ class Entry(NamedTuple):
         return Layout(dict(enumerate(sizes)), ranks=ranks), self.placements or None
 
 
-def describe(tensors: Tensors) -> dict[str, Entry]:
+def describe(side: str, tensors: Tensors) -> list[Entry]:
     """The entries of tensors.
 
     Raises:
         MethodError: one is a shard of an expert as a plain tensor.
         ShapeError: one is ``Partial``, or its local shard has another shape than its placements say.
     """
-    entries, shards = {}, locals_of(tensors)
-    for name, tensor in tensors.items():
-        entries[name] = entry = Entry(tuple(tensor.shape), str(tensor.dtype), None, ())
+    entries = []
+    for name, shard in locals_of(tensors).items():
+        tensor = tensors[name]
+        entry = Entry(side, name, tuple(tensor.shape), str(tensor.dtype))
         if isinstance(tensor, DTensor):
-            ranks = tensor.device_mesh.mesh
-            entry = entry._replace(mesh=(tuple(ranks.shape), tuple(ranks.flatten().tolist())))
+            mesh, rank = tensor.device_mesh.mesh, tensor.device_mesh.get_rank()
+            entry = entry._replace(mesh=(tuple(mesh.shape), tuple(mesh.flatten().tolist())))
             sharding = Sharding(tensor.shape, entry.on(())[0], tensor.placements)
-            shape, expected = tuple(shards[name].shape), sharding.region_of(tensor.device_mesh.get_rank())
-            if shape != tuple(shape_of(expected)):
-                raise ShapeError(f"the local shard of {name} is {shape}, not {tuple(shape_of(expected))}.")
-            entries[name] = entry._replace(placements=tuple(sharding.placements))
+            expected = shape_of(sharding.region_of(rank)) if rank in sharding.layout else [*shard.shape]
+            if [*shard.shape] != expected:
+                raise ShapeError(f"the local shard of {name} is {tuple(shard.shape)}, not {tuple(expected)}.")
+            entry = entry._replace(placements=tuple(sharding.placements))
         elif axes := getattr(tensor, SHARD_MARK, ""):
             raise MethodError(
                 f"{name} is sharded along {axes} as a plain tensor: it would be moved as if this shard were the whole "
                 "tensor. Move whole experts (ExpertParallel without tensor=), or leave it out.\n\n"
                 f"  Resharder(..., rename={{{name!r}: None}})   # on the source; leave it out of the target too"
             )
+        entries.append(entry)
     return entries
 
 
 # -- the exchange of descriptions ----------------------------------------------------------------------------------
 
-
-class Found(NamedTuple):
-    """What all ranks have described.
-
-    Args:
-        source: by name, each entry with the ranks that have it.
-        target: the same of the target.
-        hosts: the ranks of each host.
-    """
-
-    source: dict[str, dict[Entry, list[int]]]
-    target: dict[str, dict[Entry, list[int]]]
-    hosts: list[list[int]]
+Tables = Mapping[str, Mapping[str, Mapping[Entry, Sequence[int]]]]
+"""By side and name, each entry with the ranks that have it."""
 
 
-def exchange(link: Link, source: Mapping[str, Entry], target: Mapping[str, Entry], **settings: int) -> Found:
+def exchange(link: Link, entries: Sequence[Entry]) -> Tables:
     """Connect the ranks, and exchange and compare their descriptions.
 
     Raises:
-        MismatchError: names, shapes or settings differ. Every rank raises the same.
+        MismatchError: names, shapes or arguments differ. Every rank raises the same.
     """
     while not link.agree(0):  # the ranks that call a Resharder raise, and create a new one
         link.check_deadline("some create a Resharder, others call one that they created before")
-    texts = link.gather_texts(json.dumps([source, target, settings]))
-    host = map_hosts([link.rank], timeout=link.left()).host_infos[link.rank]
-    found = Found({}, {}, [*link.gather_texts(host.boot or host.host).values()])
-    values: defaultdict[str, dict[Any, list[int]]] = defaultdict(dict)  # by name: shapes or settings with their ranks
-    for text, ranks in texts.items():
-        *sides, settings = _frozen(json.loads(text))
-        for table, side in zip((found.source, found.target), sides):
-            for name, fields in side.items():
-                entry, shapes = Entry(*fields), values[name]
-                table.setdefault(name, {}).setdefault(entry, []).extend(ranks)
-                if entry.shape is not None:
-                    shapes.setdefault(entry.shape, []).extend(ranks)
-        for name, value in settings.items():
-            values[f"the argument {name}"].setdefault(value, []).extend(ranks)
-    if lines := _differences(found, values):
+    tables: dict[str, dict[str, dict[Entry, list[int]]]] = {"source": {}, "target": {}, "argument": {}}
+    for text, ranks in link.gather_texts(json.dumps(entries)).items():
+        for entry in (Entry(*_frozen(fields)) for fields in json.loads(text)):
+            tables[entry.side].setdefault(entry.name, {}).setdefault(entry, []).extend(ranks)
+    if lines := _differences(tables):
         more = [f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
         raise MismatchError(
             "\n  ".join(["the tensors of source and target do not match:", *lines[:MOST_LINES], *more]) + "\n\n"
             "Nothing was moved. rename= maps names of the source to names of the target, or to None to leave them out."
         )
-    return found
+    return tables
 
 
 def _frozen(value: Any) -> Any:
     """A value of JSON with tuples in place of lists."""
-    if isinstance(value, dict):
-        return {name: _frozen(each) for name, each in value.items()}
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
-def _differences(found: Found, values: Mapping[str, Mapping[Any, list[int]]]) -> list[str]:
+def _differences(tables: Tables) -> list[str]:
     """A line for each difference between the ranks' descriptions."""
     lines = []
-    for name, by_value in values.items():
-        text = ", ".join(f"{value} on {name_ranks(sorted(ranks))}" for value, ranks in by_value.items())
-        if name in found.source and name not in found.target:
-            lines.append(f"{name}: in the source ({text}), not in the target")
-        elif name in found.target and name not in found.source:
-            lines.append(f"{name}: in the target ({text}), not in the source")
-        elif len(by_value) > 1:
-            lines.append(f"{name}: {text}")
-    for side, table in (("source", found.source), ("target", found.target)):
-        for name, ranks, entry in ((name, ranks, entry) for name, of in table.items() for entry, ranks in of.items()):
+    shapes: defaultdict[str, dict[Any, list[int]]] = defaultdict(dict)  # by name, with their ranks
+    for side, table in tables.items():
+        for entry, ranks in (each for entries in table.values() for each in entries.items()):
+            if entry.shape is not None:
+                shapes[entry.name].setdefault(entry.shape, []).extend(ranks)
             if absent := {*(entry.mesh[1] if entry.mesh else ())}.difference(ranks):
                 here, there = name_ranks(sorted(ranks)), name_ranks(sorted(absent))
-                lines.append(f"{name}: in the {side} on {here}, but not on {there}")
+                lines.append(f"{entry.name}: in the {side} on {here}, but not on {there}")
+    for name in {**tables["source"], **tables["target"], **tables["argument"]}:
+        text = ", ".join(f"{shape} on {name_ranks(sorted(ranks))}" for shape, ranks in shapes[name].items())
+        sides = [side for side, table in tables.items() if name in table]
+        if sides == ["source"]:
+            lines.append(f"{name}: in the source ({text}), not in the target")
+        elif sides == ["target"]:
+            lines.append(f"{name}: in the target ({text}), not in the source")
+        elif len(shapes[name]) > 1:
+            lines.append(f"{name}: {text}")
     return lines
 
 
-def plan_jobs(found: Found, rank: int) -> list[Job]:
+def plan_jobs(link: Link, tables: Tables) -> list[Job]:
     """The jobs of this rank, one for each tensor, in an order that is the same on all ranks."""
+    info = map_hosts([link.rank], timeout=link.left()).host_infos[link.rank]
+    hosts = [*link.gather_texts(info.boot or info.host).values()]
     plans: dict[Any, ReshardPlan] = {}  # by what they are made of: equal tensors have one plan
     tensors = []  # each with the key of its plan
-    for name, entries in sorted(found.target.items()):
-        (held, holders), *_ = found.source[name].items()
+    for name, entries in sorted(tables["target"].items()):
+        (held, holders), *_ = tables["source"][name].items()
         for wanted, takers in entries.items():
             dtypes = [dtype_of(each.dtype or held.dtype) for each in (held, wanted)]
             sent_as = min(dtypes, key=lambda dtype: dtype.itemsize)
             sides = *held.on(holders), *wanted.on(takers)
             key = held.shape, sides, sent_as.itemsize
             if key not in plans:
-                plans[key] = ReshardPlan(held.shape or (), *sides, itemsize=sent_as.itemsize, hosts=found.hosts)
+                plans[key] = ReshardPlan(held.shape, *sides, itemsize=sent_as.itemsize, hosts=hosts)
             tensors.append((name, sent_as, key))
     counts = Counter(key for _, _, key in tensors)
     balance([(plan, counts[key]) for key, plan in plans.items()])
-    mine = {key: plan.of(rank) for key, plan in plans.items()}
+    mine = {key: plan.of(link.rank) for key, plan in plans.items()}
     return sorted((Job(name, dtype, mine[key]) for name, dtype, key in tensors), key=lambda job: str(job.dtype))
 
 

@@ -246,10 +246,8 @@ def parse_placements(layout: Layout, placements: Placements) -> list[tuple[int, 
                     f"  tensor.redistribute(placements=[... Replicate() in place of {each} ...])"
                 )
             found.append(None if each.is_replicate() else (each.dim, getattr(each, "split_factor", 1)))
-        elif each is None or isinstance(each, tuple):
-            found.append(each)
-        elif isinstance(each, int) and not isinstance(each, bool):
-            found.append((each, 1))
-        else:
+        elif each is not None and type(each) not in (int, tuple):
             raise ShapeError(f"a placement is Shard(0), Replicate() or a dimension to shard, such as 0, not {each!r}.")
+        else:
+            found.append((each, 1) if isinstance(each, int) else each)
     return found

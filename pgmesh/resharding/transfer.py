@@ -94,30 +94,28 @@ class Shards:
             side: "sends" or "receives".
         """
         shard, region = self.of(job, side)
-        if job.is_small(part) or (shard.dtype, shard.device) != (job.dtype, self.device):
+        is_overwritten = side == "receives" and job.name in self.in_place
+        if is_overwritten or job.is_small(part) or (shard.dtype, shard.device) != (job.dtype, self.device):
             return None
-        if side == "receives" and job.name in self.in_place:
+        first, *more = itertools.islice(boxes(region, part.region), 2)
+        if more or not shard[first].is_contiguous():
             return None
-        found = [*itertools.islice(boxes(region, part.region), 2)]
-        block = shard[found[0]]
-        if len(found) > 1 or not block.is_contiguous():
-            return None
-        return block.view(-1)[part.start : part.stop]
+        return shard[first].view(-1)[part.start : part.stop]
 
-    def kept(self, job: Job) -> list[tuple[Job, Transfer]]:
-        """What this rank sends to itself: the elements that it holds and wants of a tensor that is moved in place."""
-        region = job.plan.copied if job.name in self.in_place else None
-        return [] if region is None else [(job, Transfer(job.plan.rank, region, 0, size_of(region)))]
+    def messages(self, bucket: Sequence[Job]) -> tuple[list[Message], list[Message], list[Message]]:
+        """What this rank sends and receives of a bucket, in the same order as the other rank, with empty buffers.
 
-    def staged_by(self, job: Job) -> int:
-        """Bytes that a job stages on this rank."""
-        sides = ((part, side) for side in ("sends", "receives") for part in getattr(job.plan, side))
-        staged = [part for part, side in sides if self.view(job, part, side) is None]
-        staged += [part for _, part in self.kept(job)]
-        return sum(part.size * job.plan.itemsize for part in staged)
+        The last are to this rank itself: what it holds and wants of the tensors that are moved in place.
+        """
+        kept = [
+            (job, Transfer(job.plan.rank, job.plan.copied, 0, size_of(job.plan.copied)))
+            for job in bucket
+            if job.plan.copied is not None and job.name in self.in_place
+        ]
+        own = [self.message(kept[0][1].peer, kept, "receives")] if kept else []
+        return self._messages(bucket, "sends"), self._messages(bucket, "receives"), own
 
-    def messages(self, bucket: Sequence[Job], side: str) -> list[Message]:
-        """The messages of a bucket, "sends" or "receives", with empty buffers, in the same order on both ranks."""
+    def _messages(self, bucket: Sequence[Job], side: str) -> list[Message]:
         parts: defaultdict[tuple[int, str], list[tuple[Job, Transfer]]] = defaultdict(list)
         for job in bucket:
             for part in getattr(job.plan, side):
@@ -135,10 +133,9 @@ class Shards:
     def pairs(self, messages: Sequence[Message], side: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The elements of staged messages in the shards, each time with their places in the buffers."""
         for message in messages:
-            sizes = [part.size for _, part in message.parts]
-            for (job, part), values in (
-                zip(message.parts, torch.split(message.values, sizes)) if message.is_staged else ()
-            ):
+            parts = message.parts if message.is_staged else []
+            buffers = torch.split(message.values, [part.size for _, part in parts]) if parts else ()
+            for (job, part), values in zip(parts, buffers):
                 shard, whole = self.of(job, side)
                 regions = [*blocks(part.region, part.start, part.stop)]
                 for region, block in zip(regions, torch.split(values, [size_of(each) for each in regions])):
@@ -157,17 +154,15 @@ class Exchange:
 
     def __init__(self, link: Link, bucket: Sequence[Job], shards: Shards) -> None:
         self._link, self._shards = link, shards
-        kept = [part for job in bucket for part in shards.kept(job)]
-        own = [shards.message(link.rank, kept, "receives")] if kept else []
-        sends, receives = shards.messages(bucket, "sends"), shards.messages(bucket, "receives")
+        sends, receives, own = shards.messages(bucket)
         for element, place in shards.pairs([*sends, *own], "sends"):
             place.copy_(element)
         self._works = link.exchange(*([(each.peer, each.values) for each in side] for side in (sends, receives)))
         self._arriving = [*receives, *own]
-        self.staged = sum(each.values.nbytes for each in (*sends, *receives, *own) if each.is_staged)
+        self.staged = staged_bytes(sends, receives, own)
         """Bytes in buffers."""
         for job in bucket:
-            if job.plan.copied is not None and not shards.kept(job):
+            if job.plan.copied is not None and job.name not in shards.in_place:
                 (source, held), (target, wanted) = shards.of(job, "sends"), shards.of(job, "receives")
                 for old, new in zip(boxes(held, job.plan.copied), boxes(wanted, job.plan.copied)):
                     target[new].copy_(source[old])
@@ -214,10 +209,13 @@ def find_overlaps(source: Mapping[str, torch.Tensor], target: Mapping[str, torch
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses of the first byte of a tensor and of the end of its last element."""
     start = tensor.data_ptr()
-    if not tensor.numel():
-        return start, start
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return start, start + (last + 1) * tensor.itemsize
+    last = tensor[(-1,) * tensor.dim()] if tensor.numel() else None
+    return start, start if last is None else last.data_ptr() + last.itemsize
+
+
+def staged_bytes(*messages: Sequence[Message]) -> int:
+    """Bytes of the messages that are in buffers."""
+    return sum(each.values.nbytes for each in itertools.chain(*messages) if each.is_staged)
 
 
 def fill_buckets(jobs: Sequence[Job], staged: Sequence[int], limit: int) -> list[list[Job]]:

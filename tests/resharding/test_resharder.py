@@ -357,7 +357,7 @@ def test_what_does_not_match_is_listed_before_a_byte_moves():
         assert "x: (2, 3) on ranks 0, 1, (3, 2) on ranks 2, 3" in errors[0]
         assert "y: in the source ((4,) on ranks 0, 1), not in the target" in errors[0]
         assert "z: in the target ((4,) on ranks 2, 3), not in the source" in errors[0]
-        assert "the argument staging_bytes: 1000 on rank 0, 1001 on rank 1" in errors[1]
+        assert "staging_bytes: 1000 on rank 0, 1001 on rank 1" in errors[1]
         assert "x: in the source on rank 0, but not on rank 1" in errors[2]
         assert f"{'this rank has' if rank == 1 else 'other ranks have'} other tensors than those" in errors[3]
         assert len(errors) == 4

@@ -104,7 +104,10 @@ def run_transfer(module: Any, seed: int) -> None:
         jobs.append(sorted(mine + tied, key=lambda job: str(job.dtype)))
         shards.append(module.Shards(source, target, torch.device("cpu")))
     staged = [
-        max(sizes) for sizes in zip(*([shards[rank].staged_by(job) for job in jobs[rank]] for rank in range(RANKS)))
+        max(sizes)
+        for sizes in zip(
+            *([module.staged_bytes(*shards[rank].messages([job])) for job in jobs[rank]] for rank in range(RANKS))
+        )
     ]
     mail, errors, most = Mail(), list[BaseException](), dict[int, int]()
 
@@ -152,20 +155,20 @@ MUTATIONS = [
     ("end = min(stop, (first + rows) * row)", "end = (first + rows) * row"),
     ("blocks(region[1:], skipped, end - first * row)", "blocks(region[1:], 0, end - first * row)"),
     ("[(first, first + rows)]", "[(0, rows)]"),
-    ("return block.view(-1)[part.start : part.stop]", "return block.view(-1)[: part.size]"),
-    ("if len(found) > 1 or not", "if not"),
-    ("or not block.is_contiguous()", ""),
+    ("return shard[first].view(-1)[part.start : part.stop]", "return shard[first].view(-1)[: part.size]"),
+    ("if more or not", "if not"),
+    ("or not shard[first].is_contiguous()", ""),
     ("(shard.dtype, shard.device) != (job.dtype, self.device)", "shard.device != self.device"),
-    ('if side == "receives" and job.name in self.in_place:', "if False:"),
+    ("if is_overwritten or", "if"),
     ("self.source[name] = source[name].clone()", "source[name].clone()"),
     ("self.in_place = {written for _, written in shared}", "self.in_place = set()"),
     ("before = [each for each in before if each[0] > start]", "before = before[-1:]"),
     ("self._arriving = [*receives, *own]", "self._arriving = receives"),
-    ("staged += [part for _, part in self.kept(job)]", "pass"),
-    ("[part.size for _, part in message.parts]", "[part.size for _, part in message.parts[::-1]]"),
+    ("if kept else []", "if not kept else []"),
+    ("[part.size for _, part in parts]", "[part.size for _, part in parts[::-1]]"),
     ("[size_of(each) for each in regions]", "[size_of(each) for each in regions[::-1]]"),
-    ("copied is not None and not shards.kept(job):", "copied is not None:"),
-    ("copied is not None and not shards.kept(job):", "copied is None:"),
+    ("copied is not None and job.name not in shards.in_place:", "copied is not None:"),
+    ("copied is not None and job.name not in shards.in_place:", "copied is None:"),
     ("torch.empty(size, dtype=dtype, device=self.device), True)", "torch.zeros(size, dtype=dtype), False)"),
     ("for (peer, _), each in parts.items()]", "for (peer, _), each in [*parts.items()][1:]]"),
     ("boxes(whole, region), boxes(region, region)", "boxes(region, region), boxes(region, region)"),
