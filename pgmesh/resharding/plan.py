@@ -138,17 +138,14 @@ class ReshardPlan:
         self.shape, self.itemsize = tuple(shape), itemsize
         self.source = Sharding(self.shape, layout_of(source), source_placements)
         self.target = Sharding(self.shape, layout_of(target), target_placements)
+        self.ranks = tuple(dict.fromkeys((*self.source.layout.ranks(), *self.target.layout.ranks())))
+        """The ranks of source and target."""
         self._hosts = [self.ranks] if hosts is None else [tuple(ranks) for ranks in hosts]
         self._host_of = {rank: number for number, ranks in enumerate(self._hosts) for rank in ranks}
         for rank in self.ranks:
             if rank not in self._host_of:
                 raise RankError(f"hosts= has no host for rank {rank}. Give the ranks of each, as in [[0, 1], [2, 3]].")
         self._shares: dict[Part, Shares] = {}
-
-    @cached_property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks of source and target."""
-        return tuple(dict.fromkeys((*self.source.layout.ranks(), *self.target.layout.ranks())))
 
     def of(self, rank: int) -> RankPlan:
         """The plan of one rank: the elements that it sends, receives and copies.

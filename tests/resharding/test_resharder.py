@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from pgmesh import Layout, MismatchError, PgmeshError, ProcessGroupMesh
 from pgmesh.errors import MethodError
+from pgmesh.groups.registry import current_registry
 from pgmesh.parallel.local_experts import LocalExperts
 from pgmesh.resharding import Resharder, link, transfer
 from tests.support.transfer_oracle import random_layout, random_placements, shard_of
@@ -315,6 +316,33 @@ def large_and_small() -> tuple[int, int, int]:
 def test_only_what_is_not_consecutive_or_small_is_staged():
     columns, small = 4 * 200 * 150, 4 * 200
     assert world(4).run(large_and_small) == [2 * columns + small] * 2 + [small] * 2
+
+
+# ---- descriptions ----
+
+
+def described_twice() -> tuple[list[int], int]:
+    """The ranks that send a description when a Resharder is created, and the store keys that a second one adds."""
+    rank, store = dist.get_rank(), current_registry().store
+    state = {f"layer {i}": torch.zeros(8) for i in range(100)}
+    sides = {"source": state} if rank < 2 else {"target": state}
+
+    def create() -> list[int]:
+        with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast:
+            Resharder(Layout(2), Layout(2, ranks=[2, 3]), **sides)
+        return [call.args[1] for call in broadcast.call_args_list]
+
+    senders = create()
+    dist.barrier()
+    before = store.num_keys()
+    dist.barrier()
+    assert create() == senders
+    dist.barrier()
+    return senders, store.num_keys() - before
+
+
+def test_each_distinct_description_is_sent_once_and_none_is_left_in_the_store():
+    assert world(4).run(described_twice) == [([0, 2, 0], 0)] * 4  # one for each side, and one with the host
 
 
 # ---- what does not match ----
