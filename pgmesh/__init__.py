@@ -49,7 +49,6 @@ _HOME = {
     "Layout": "layout",
     "plan": "planning.plan",
     "GroupOptions": "options",
-    **dict.fromkeys(("reshard", "Resharder"), "resharding"),
     "from_device_mesh": "interop",
     **dict.fromkeys(
         (
@@ -128,4 +127,3 @@ if TYPE_CHECKING:
     from pgmesh.mesh import ProcessGroupMesh as ProcessGroupMesh, meshes as meshes
     from pgmesh.options import GroupOptions as GroupOptions
     from pgmesh.planning.plan import plan as plan
-    from pgmesh.resharding import Resharder as Resharder, reshard as reshard

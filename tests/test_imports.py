@@ -35,7 +35,6 @@ FLOORS = [
     "elastic",
     "mesh",
     "resharding/sharding",
-    "resharding/shares",
     "resharding/plan",
     "launch",
     "planning",
@@ -55,7 +54,7 @@ top: it exports names of all others, and none of them imports it."""
 
 NEVER = {
     **dict.fromkeys([*FLOORS[: FLOORS.index("rendezvous/protocol") + 1], "planning", "cli", "__main__"], "torch"),
-    **dict.fromkeys(["resharding/sharding", "resharding/shares", "resharding/plan"], "torch"),
+    **dict.fromkeys(["resharding/sharding", "resharding/plan"], "torch"),
 }
 """Packages that an entry never imports, although they are below it."""
 
