@@ -34,10 +34,11 @@ if TYPE_CHECKING:
     from pgmesh.connect.connecting import Connected
     from pgmesh.connect.report import Held, Report, Stats
     from pgmesh.elastic.shrinking import Shrunk
+    from pgmesh.topology.host_mapping import Placement
     from pgmesh.topology.locality import Locality
 
 CONNECT_TIMEOUT = timedelta(seconds=30)
-"""Default timeout of ``connect`` and ``locality``."""
+"""Default timeout of ``connect``, ``locality`` and ``hosts``."""
 
 MAX_NAME_BYTES = 1024
 """Maximum length of a mesh's name in UTF-8. Store keys begin with it, and TCPStore closes the connection at a key of
@@ -389,12 +390,35 @@ class ProcessGroupMesh(RankMethods):
         >>> mesh.locality("tp").kind                           # a fake world is on one host
         'intra'
         """
+        self.layout.size(*axes)
+        return self._map_hosts(timeout).locality(self.layout, *axes)
+
+    def hosts(self, *, timeout: Timeout = CONNECT_TIMEOUT) -> tuple[tuple[int, ...], ...]:
+        """The ranks of the mesh on each host, ordered by the lowest rank, as ``ReshardPlan(hosts=)`` takes them.
+
+        Each rank publishes its host, once in a world. Every rank of the mesh calls, in any order.
+
+        Args:
+            timeout: maximum wait for the other ranks: a timedelta or a number of seconds.
+
+        Raises:
+            MembershipError: the mesh does not contain this rank.
+            OptionsError: the timeout is not more than 0.
+            MissingRanksError: ranks did not call before the deadline.
+            WorldError: the store does not respond.
+
+        >>> mesh.hosts()                                       # a fake world is on one host
+        ((0, 1, 2, 3, 4, 5, 6, 7),)
+        """
+        return self._map_hosts(timeout).hosts
+
+    def _map_hosts(self, timeout: Timeout) -> Placement:
+        """The host of each rank of the mesh."""
         self._check_member()
         self._group_cache.check()
-        self.layout.size(*axes)
         from pgmesh.topology.host_mapping import map_hosts
 
-        return map_hosts(self.layout.ranks(), timeout=timeout).locality(self.layout, *axes)
+        return map_hosts(self.layout.ranks(), timeout=timeout)
 
     def report(self) -> Report:
         """A printable report: the groups of this rank, and the last published status of every other rank.

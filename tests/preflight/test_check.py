@@ -430,7 +430,7 @@ def test_a_sum_over_other_ranks_fails():
 
 
 def on_hosts(line: str, names: list[str]) -> Answer:
-    places = Placement({rank: HostInfo(name, "", None) for rank, name in enumerate(names)})
+    places = Placement({rank: HostInfo(name, "") for rank, name in enumerate(names)})
     with mock.patch.object(host_mapping, "map_hosts", return_value=places):
         return run_check(line)
 
