@@ -68,7 +68,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, Union, overload
 
-from pgmesh._util import missing_attributes, offsets as strided
+from pgmesh._util import offsets as strided
 from pgmesh._util.call_sites import corrected_call
 from pgmesh._util.formatting import (
     Text,
@@ -890,11 +890,6 @@ class RankView(RankMethods):
 
     def __str__(self) -> str:
         return plain_text.draw(self.layout, mark=self.rank)
-
-
-_LAYOUT_HINTS = {name: f"seen.layout.{name}" for name in missing_attributes.public_names(Layout)}
-missing_attributes.add_hints(RankView, "seen", {**_LAYOUT_HINTS, **missing_attributes.RANK_VIEW})
-missing_attributes.add_hints(Layout, "layout", missing_attributes.LAYOUT)
 
 
 def _index_range(size: int) -> str:

@@ -865,8 +865,6 @@ def _cache_key(indices: Mapping[str, Keep]) -> tuple[object, ...] | None:
 
 _PLAIN_TYPES = frozenset({int, type(None)})
 
-_LAYOUT_HINTS = {name: f"mesh.layout.{name}" for name in missing_attributes.public_names(Layout)}
-
 
 def _call_for_torch(mesh: ProcessGroupMesh, verb: str, axes: Iterable[Axis]) -> str:
     """The call of a verb on the root mesh, called ``mesh``, that does the same as on this mesh."""
@@ -893,7 +891,7 @@ def _not_a_device_mesh(mesh: ProcessGroupMesh) -> str:
     return f"torch takes a DeviceMesh here, not {mesh!r}.\n\n{format_calls(ways)}"
 
 
-missing_attributes.add_hints(ProcessGroupMesh, "mesh", {**_LAYOUT_HINTS, **missing_attributes.MESH}, _not_a_device_mesh)
+missing_attributes.add_hints(ProcessGroupMesh, _not_a_device_mesh)
 torch_private.not_groups[ProcessGroupMesh] = _not_a_group
 
 
