@@ -69,7 +69,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, Union, overload
 
 from pgmesh._util import offsets as strided
-from pgmesh._util.call_sites import corrected_call
 from pgmesh._util.formatting import (
     Text,
     format_call,
@@ -567,7 +566,7 @@ class Layout:
             known = {*map(repr, self._axes)}
             given = axis if isinstance(axis, (list, tuple, set)) and {*map(repr, axis)} <= known else self._axes[-2:]
             problem = f"axes are separate arguments, not a {kind.__name__} {axis!r}."
-            raise AxisError(f"{problem}\n\n  {corrected_call(axis, tuple(given))}")
+            raise AxisError(f"{problem}\n\n  {format_call('mesh.group', {}, *given)}   # and so on")
         else:
             raise AxisError(f"there is no axis {axis!r} in {self._brief()}.")
         fixed = dict(self._all_axes).get(axis)

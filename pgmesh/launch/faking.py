@@ -31,12 +31,7 @@ def fake_world(rank: int, size: int, /) -> World:
     ...     mesh.label(), mesh.ranks("tp"), mesh.group("tp").size()
     ('pp0-dp1-tp1', (4, 5, 6, 7), 4)
     """
-    try:
-        rank, size = operator.index(rank), operator.index(size)
-    except TypeError:
-        raise RankError(
-            f"fake_world takes two whole numbers, such as launch.fake_world(5, 64), not {rank!r} and {size!r}."
-        ) from None
+    rank, size = operator.index(rank), operator.index(size)
     if not 0 <= rank < size:
         near = min(max(rank, 0), max(size, 1) - 1)
         raise RankError(

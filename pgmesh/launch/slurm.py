@@ -84,5 +84,4 @@ def parse_task_counts(text: str, variable: str = "the list") -> tuple[int, ...]:
 
 
 def _invalid(text: str, variable: str, why: str) -> LaunchError:
-    shown = text if len(text) <= 80 else f"{text[:77]}..."
-    return LaunchError(f"{variable} is {shown!r}, which {why}.")
+    return LaunchError(f"{variable} is {text[:80]!r}, which {why}.")
