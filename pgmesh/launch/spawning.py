@@ -55,8 +55,8 @@ def spawn(
         fn: a function at module level. It, its arguments and its result must pickle.
         n: number of ranks, 1 or more.
         backend: name of the backend, as in torch.
-        timeout: limit for the whole call, as a timedelta or a number of seconds. Collectives time out after half of
-            it, so that their error can be reported.
+        timeout: limit for the call once all processes are started, as a timedelta or a number of seconds. Collectives
+            time out after half of it, so that their error can be reported.
 
     Raises:
         LaunchError: a rank raised an error, died or exceeded the timeout. The message starts with the ranks that died;
@@ -68,10 +68,9 @@ def spawn(
         [0, 1, 2, 3]
     """
     limit = to_timedelta(timeout, LaunchError)
-    start = time.monotonic()
     call = pack_call(fn, args, kwargs)
     with LocalWorld(n, backend, limit / 2) as world:
-        return unwrap_results(world.gather([call] * n, limit.total_seconds(), grace=FAILURE_GRACE, start=start))
+        return unwrap_results(world.gather([call] * n, limit.total_seconds(), grace=FAILURE_GRACE))
 
 
 def pack_call(fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> bytes:
@@ -152,18 +151,15 @@ class LocalWorld:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(seconds=5.0 if kind is None else 0.0)
 
-    def gather(
-        self, calls: Sequence[bytes], seconds: float, *, grace: float = math.inf, start: float | None = None
-    ) -> list[Outcome]:
+    def gather(self, calls: Sequence[bytes], seconds: float, *, grace: float = math.inf) -> list[Outcome]:
         """Send each rank its call, and return the outcomes in rank order.
 
         Args:
             calls: a call for each rank, from ``pack_call``.
             seconds: limit for all ranks.
             grace: seconds after the first failure in which the other ranks can finish.
-            start: time.monotonic() at which the limit starts; now if None.
         """
-        end = (time.monotonic() if start is None else start) + seconds
+        end = time.monotonic() + seconds
         late_error = f"was not done in {seconds:g} s"
         waiting = dict(zip(self.ranks, calls, strict=True))
         outcomes: dict[LocalRank, Outcome] = {}
