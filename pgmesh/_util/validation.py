@@ -83,6 +83,8 @@ def parse_sizes(
         raise ShapeError(_with_calls(problem, _valid_call(who, parts[0], more, count)))
     given = parts[0] if parts and isinstance(parts[0], Mapping) else dict(enumerate(shape))
     box = {_parse_axis(who, axis): parse_size(who, axis, size) for axis, size in given.items()}
+    if len(box) < len(given):  # equal numbers of different types
+        raise ShapeError(f"{who}: an axis is given twice: {given!r}.")
     if not box:
         size = 2 if who == "Layout" and more.get("ranks") is None else -1
         raise ShapeError(f"{who} needs at least one axis, such as {format_call(who, {'dp': size}, **more)}.")

@@ -495,3 +495,8 @@ def test_no_call_is_suggested_where_a_size_is_none(world, call, text):
     with pytest.raises(ShapeError if "option" not in text else OptionsError) as caught:
         call()
     assert str(caught.value) == text
+
+
+def test_an_axis_that_two_numbers_name_is_refused():
+    with pytest.raises(ShapeError, match=r"^Layout: an axis is given twice: \{.*1.*: 2, tensor\(1\): 3\}\.$"):
+        Layout({np.int64(1): 2, torch.tensor(1): 3})
