@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given, strategies as st
 
 import pgmesh
