@@ -21,7 +21,7 @@ Names of the package, each with its own help, such as ``help(pgmesh.ProcessGroup
 
 Modules:
 
-- ``launch``: ``join``, ``spawn``, ``fake_world``, ``placement``
+- ``launch``: ``join``, ``spawn``, ``fake_world``
 - ``parallel``: data, sharded, tensor, pipeline, context and expert parallelism
 - ``resharding``, with ``reshard`` and ``Resharder``: tensors moved between meshes
 - ``recipes``: the arrangements of Megatron, OLMo-core, fairscale and OSLO

@@ -68,8 +68,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, Union, overload
 
-from pgmesh._util import missing_attributes, offsets as strided
-from pgmesh._util.call_sites import corrected_call
+from pgmesh._util import offsets as strided
 from pgmesh._util.formatting import (
     Text,
     format_call,
@@ -568,7 +567,7 @@ class Layout:
             known = {*map(repr, self._axes)}
             given = axis if isinstance(axis, (list, tuple, set)) and {*map(repr, axis)} <= known else self._axes[-2:]
             problem = f"axes are separate arguments, not a {kind.__name__} {axis!r}."
-            raise AxisError(f"{problem}\n\n  {corrected_call(axis, tuple(given))}")
+            raise AxisError(f"{problem}\n\n  {format_call('mesh.group', {}, *given)}   # and so on")
         else:
             raise AxisError(f"there is no axis {axis!r} in {self._brief()}.")
         fixed = dict(self._all_axes).get(axis)
@@ -893,11 +892,6 @@ class RankView(RankMethods):
         from pgmesh.drawing import text  # only to print
 
         return text.draw(self.layout, mark=self.rank)
-
-
-_LAYOUT_HINTS = {name: f"seen.layout.{name}" for name in missing_attributes.public_names(Layout)}
-missing_attributes.add_hints(RankView, "seen", {**_LAYOUT_HINTS, **missing_attributes.RANK_VIEW})
-missing_attributes.add_hints(Layout, "layout", missing_attributes.LAYOUT)
 
 
 def _index_range(size: int) -> str:

@@ -73,7 +73,7 @@ def timeouts_in_two_ways() -> list[timedelta]:
     seen = [timeout_of(mesh.group("dp")), timeout_of(asked)]
     mesh.set_timeout("dp", timeout=(40, timedelta(seconds=40))[mesh.rank])
     mesh.locality("dp", timeout=20)
-    launch.placement(timeout=20)
+    mesh.hosts(timeout=20)
     return [*seen, timeout_of(mesh.group("dp")), timeout_of(asked)]
 
 
@@ -93,7 +93,7 @@ def test_ranks_that_say_it_in_two_ways_meet():
         lambda mesh, timeout: mesh.set_timeout("dp", timeout=timeout),
         lambda mesh, timeout: mesh.connect("dp", timeout=timeout),
         lambda mesh, timeout: mesh.locality("dp", timeout=timeout),
-        lambda mesh, timeout: launch.placement(timeout=timeout),
+        lambda mesh, timeout: mesh.hosts(timeout=timeout),
         lambda mesh, timeout: recipes.fairscale(8, name="f", timeout=timeout),
         lambda mesh, timeout: recipes.fairscale(8, name="f")["tensor"].set_timeout(timeout=timeout),
     ],

@@ -100,7 +100,7 @@ class ReshardPlan:
         target: a mesh or Layout of the ranks that want it. The two may have any ranks in common.
         target_placements: the same for the target.
         itemsize: bytes of an element.
-        hosts: the ranks of each host, such as ``launch.placement().hosts`` or ``[range(0, 8), range(8, 16)]``. Default:
+        hosts: the ranks of each host, such as ``mesh.hosts()`` or ``[range(0, 8), range(8, 16)]``. Default:
             all ranks are on one host.
 
     Raises:

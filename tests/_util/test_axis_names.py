@@ -59,6 +59,15 @@ def test_a_mapping_is_as_good_as_keywords(world, kind):
     assert plan(kind({"pp": 2, "tp": 4}), nodes="2x4", views={"moe": kind({"class": 8})})["moe: class"].size == 8
 
 
+def test_keywords_of_a_mapping_are_as_good_as_the_mapping():
+    assert Layout(**{"data-parallel": 2}) == Layout({"data-parallel": 2})
+
+
+def test_names_that_do_not_fit_torchs_sizes_are_left_out(world):
+    with pytest.raises(ShapeError, match=r"\n  ProcessGroupMesh\(2, 4\)$"):
+        ProcessGroupMesh(mesh_shape=(2, 4), mesh_dim_names=(["dp"], ["tp"]))
+
+
 def test_numbers_in_a_mapping_are_numbered_axes():
     layout = Layout({1: 2, 2: 3}, ranks=range(6))
     assert layout.axes == (1, 2)
@@ -93,40 +102,19 @@ def test_a_member_of_an_enum_is_its_name():
         (lambda: Layout({"dp": True}), "Layout: the size of axis dp is a whole number, not True."),
         (
             lambda: Layout({"pp": 2}, dp=4, ranks=range(8, 16)),
-            """
-            Layout({'pp': 2}, dp=4): give all sizes by position, by keyword, or in one mapping.
-
-              Layout(pp=2, dp=4, ranks=range(8, 16))
-            """,
+            "Layout({'pp': 2}, dp=4): give all sizes by position, by keyword, or in one mapping.",
         ),
         (
             lambda: Layout({"pp": 2}, {"class": 4}),
-            """
-            Layout({'pp': 2}, {'class': 4}): give all sizes by position, by keyword, or in one mapping.
-
-              Layout({'pp': 2, 'class': 4})
-            """,
+            "Layout({'pp': 2}, {'class': 4}): give all sizes by position, by keyword, or in one mapping.",
         ),
         (
             lambda: Layout({"pp": 2}, pp=3),
-            """
-            Layout({'pp': 2}, pp=3): give all sizes by position, by keyword, or in one mapping.
-
-              Layout(pp=2)
-              Layout(pp=3)
-            """,
+            "Layout({'pp': 2}, pp=3): give all sizes by position, by keyword, or in one mapping.",
         ),
         (
             lambda: Layout({"pp": 2}, 4),
             "Layout({'pp': 2}, 4): give all sizes by position, by keyword, or in one mapping.",
-        ),
-        (
-            lambda: Layout(**{"data-parallel": 2}),
-            """
-            Layout: an axis is named by a word, such as dp, not 'data-parallel'.
-
-              Layout({'data-parallel': 2})
-            """,
         ),
         (
             lambda: plan({"dp": -1}),
@@ -137,7 +125,7 @@ def test_a_member_of_an_enum_is_its_name():
             """
             plan({'dp': -1, 'tp': 3}) cannot be filled: 2 hosts of 4 hold 8, and 8 is not divisible by 3.
 
-              plan({'dp': -1, 'tp': 2}, nodes='2x4', combinations=[('dp', 'tp')])   # tp may be 1, 2, 4 or 8
+              plan({'dp': -1, 'tp': 2}, nodes='2x4', combinations=[('dp', 'tp')])   # dp is then 4
             """,
         ),
     ],
@@ -490,11 +478,6 @@ def test_a_suggested_call_runs(world, call, text):
             "mesh_dim_names is no axis; it stands for the axes.",
         ),
         (
-            lambda: ProcessGroupMesh(mesh_shape=(2, 4), mesh_dim_names=(["dp"], ["tp"])),
-            "ProcessGroupMesh: mesh_shape is no axis; it stands for all sizes. "
-            "mesh_dim_names is no axis; it stands for the axes.",
-        ),
-        (
             lambda: ProcessGroupMesh(mesh_shape=(2, 4), mesh_dim_names=("dp", "dp")),
             "ProcessGroupMesh: mesh_shape is no axis; it stands for all sizes. "
             "mesh_dim_names is no axis; it stands for the axes.",
@@ -516,4 +499,5 @@ def test_no_call_is_suggested_where_a_size_is_none(world, call, text):
 
 
 def test_an_axis_that_two_numbers_name_is_refused():
-    assert_raises(ShapeError, lambda: Layout({np.int64(1): 2, torch.tensor(1): 3}), "Layout: axis 1 is given twice.")
+    with pytest.raises(ShapeError, match=r"^Layout: an axis is given twice: \{.*1.*: 2, tensor\(1\): 3\}\.$"):
+        Layout({np.int64(1): 2, torch.tensor(1): 3})

@@ -171,21 +171,6 @@ def test_a_suggested_plan_is_one_that_its_views_fit():
     assert eval(call).layout == Layout(dp=6)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "calls"),
-    [
-        ({"dp": 1.5}, ["ProcessGroupMesh(dp=-1)"]),
-        ({"dp": 3.5, "tp": 2}, ["ProcessGroupMesh(dp=4, tp=2)"]),
-        ({"dp": 3.5, "tp": 3}, []),
-    ],
-)
-def test_mesh_of_a_fraction_suggests_sizes_that_fit(sizes, calls):
-    with fake_rank(0, 8), pytest.raises(ShapeError) as info:
-        ProcessGroupMesh(**sizes)
-    assert "is a whole number, not" in str(info.value)
-    assert [call for call, _ in suggested(info.value)] == calls
-
-
 def test_ranks_too_long_to_print_are_named():
     ranks = Random(0).sample(range(999), 999)
     with pytest.raises(ShapeError) as info:

