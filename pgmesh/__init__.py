@@ -30,9 +30,9 @@ Modules:
 - ``interop``: DeviceMesh, Megatron-Core and ColossalAI
 - ``svg``: pictures of layouts
 
-Errors, each a ``PgmeshError``, also in ``errors``: ``ShapeError``, ``AxisError``, ``RankError``, ``OptionsError``, ``MembershipError``,
-``WorldError``, ``NameTakenError``, ``LifetimeError``, ``MismatchError``, ``MissingRanksError``, ``CircleError``,
-``MethodError``, ``UnsupportedTorchError``, ``LaunchError``.
+Errors, each a ``PgmeshError``, also in the module ``errors``: ``ShapeError``, ``AxisError``, ``RankError``,
+``OptionsError``, ``MembershipError``, ``WorldError``, ``NameTakenError``, ``LifetimeError``, ``MismatchError``,
+``MissingRanksError``, ``CircleError``, ``MethodError``, ``UnsupportedTorchError``, ``LaunchError``.
 
 Command line: ``pgmesh plan``, ``show``, ``check`` and ``doctor``.
 """
