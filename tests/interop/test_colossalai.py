@@ -350,7 +350,7 @@ def test_the_two_columns_are_the_same(theirs: str, ours: str):
             lambda mesh: ColossalMesh(2, 2),
             ShapeError,
             "ProcessGroupMesh(2, 2) holds 4 ranks, but the world has 8.\n\n"
-            "  ProcessGroupMesh(-1, 2)                  # infer axis 0: 4\n"
+            "  ProcessGroupMesh(-1, 2)                  # axis 0 is then 4\n"
             "  ProcessGroupMesh(2, 2, ranks=range(4))   # or name the 4 ranks to use",
         ),
         (

@@ -1398,7 +1398,7 @@ def test_a_plan_and_another_rank_make_no_groups():
         arrangement = recipes.megatron(8, tp=2, name="seen")
         for seen in (plan(8, tp=2).seen_by(2), arrangement.seen_by(2)):
             assert seen["tensor"].ranks() == (2, 3)
-            with pytest.raises(AttributeError, match=r"ProcessGroupMesh\(tp=2, ranks=range\(2, 4\)\)\.group\('tp'\)"):
+            with pytest.raises(AttributeError, match="'RankView' object has no attribute 'group'"):
                 seen["tensor"].group()
 
 

@@ -160,7 +160,7 @@ def test_mistakes_are_errors_on_every_rank():
 
 def one_host_for_two() -> list[int]:
     """Ranks 0, 1 hold what ranks 2, 3 want. Ranks 0 and 2 are on one host, ranks 1 and 3 on another."""
-    info = HostInfo(f"host {dist.get_rank() % 2}", "", None)
+    info = HostInfo(f"host {dist.get_rank() % 2}", "")
     target = ProcessGroupMesh(dp=2, ranks=[2, 3], name="target")
     with mock.patch.object(resharder, "map_hosts", return_value=Placement({dist.get_rank(): info})):
         side = {"x": torch.full((40_000,), 1.0 if dist.get_rank() < 2 else 0.0)}
