@@ -42,9 +42,9 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from benchmarks.report import OURS, Figure, Target
 from benchmarks.sides import FLOOR, import_quietly
-from pgmesh import ProcessGroupMesh, Resharder
+from pgmesh import ProcessGroupMesh
 from pgmesh.launch import spawn
-from pgmesh.resharding import ReshardPlan
+from pgmesh.resharding import Resharder, ReshardPlan
 
 RANKS, BUCKET = 8, 16 << 20
 WIDTH, HIDDEN, VOCABULARY, LAYERS = 1024, 2816, 6144, 4
@@ -162,7 +162,7 @@ def measure(repetitions: int) -> dict[str, tuple[dict[str, list[float]], tuple[i
 
 def sides_of(case: str, source: Side, target: Side) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
     """What moves the model on each side, and the reasons of those that cannot."""
-    sync = Resharder(source.mesh, target.mesh, source=source.state, target=target.state, buckets=BUCKET)
+    sync = Resharder(source.mesh, target.mesh, source=source.state, target=target.state, staging_bytes=BUCKET)
     sides: dict[str, Callable[[], Any]] = {OURS: sync, FLOOR: bare(source, target)}
     if case == SHARDED:
         both = ProcessGroupMesh(5, ranks=[0, *target.mesh.ranks()], name="broadcast")

@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import gelu, mse_loss
 
-from pgmesh import MembershipError, MissingRanksError, PgmeshError, ProcessGroupMesh, Resharder, launch
+from pgmesh import MembershipError, MissingRanksError, PgmeshError, ProcessGroupMesh, launch
+from pgmesh.resharding import Resharder
 
 STEPS, ROWS, WIDTH, RATE = 100, 12, 16, 1e-2  # the rows of a batch can be split evenly over 2, 3, 4 or 6 parts
 

@@ -22,8 +22,9 @@ from gpt import ALPHABET, CODES, CONTEXT, GPT, batch_of, loss_of
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from pgmesh import ProcessGroupMesh, Resharder, launch
+from pgmesh import ProcessGroupMesh, launch
 from pgmesh.parallel import ShardedDataParallel, TensorParallel, attention_plan, compose, mlp_plan
+from pgmesh.resharding import Resharder
 
 STEPS, EVERY, RATE, SAMPLES, PROMPT, LENGTH = 40, 10, 1e-2, 4, 16, 60
 CUTS = {**attention_plan("blocks.*", ["qkv"], "out"), **mlp_plan("blocks.*", ["up"], "down")}

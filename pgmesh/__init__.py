@@ -18,19 +18,21 @@ Names of the package, each with its own help, such as ``help(pgmesh.ProcessGroup
 - ``meshes``: the open meshes of this process
 - ``GroupOptions``: timeout, backend, device and options of groups
 - ``from_device_mesh``: a mesh over the groups of a DeviceMesh
+- what calls return: ``Connected``, ``Report``, ``Held``, ``Stats``, ``Shrunk``, ``Locality``, ``Partition``,
+  ``RankView``, ``Plan``, ``CombinationPlan``, ``Finding``, ``HostLevel``
 
 Modules:
 
-- ``launch``: ``join``, ``spawn``, ``fake_world``, ``placement``
+- ``launch``: ``join``, ``spawn``, ``fake_world``
 - ``parallel``: data, sharded, tensor, pipeline, context and expert parallelism
-- ``resharding``, with ``reshard`` and ``Resharder``: tensors moved between meshes
+- ``resharding``: ``reshard`` and ``Resharder`` move tensors between meshes
 - ``recipes``: the arrangements of Megatron, OLMo-core, fairscale and OSLO
 - ``interop``: DeviceMesh, Megatron-Core and ColossalAI
-- ``drawing``, ``svg``, ``planning``, ``topology``, ``errors``, ``options``, ``layout``, ``mesh``
+- ``svg``: pictures of layouts
 
-Errors, each a ``PgmeshError``: ``ShapeError``, ``AxisError``, ``RankError``, ``OptionsError``, ``MembershipError``,
-``WorldError``, ``NameTakenError``, ``LifetimeError``, ``MismatchError``, ``MissingRanksError``, ``CircleError``,
-``MethodError``, ``UnsupportedTorchError``, ``LaunchError``.
+Errors, each a ``PgmeshError``, also in the module ``errors``: ``ShapeError``, ``AxisError``, ``RankError``,
+``OptionsError``, ``MembershipError``, ``WorldError``, ``NameTakenError``, ``LifetimeError``, ``MismatchError``,
+``MissingRanksError``, ``CircleError``, ``MethodError``, ``UnsupportedTorchError``, ``LaunchError``.
 
 Command line: ``pgmesh plan``, ``show``, ``check`` and ``doctor``.
 """
@@ -41,43 +43,27 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-# The public names and the module of each. Modules are imported on first access, so layouts, plans and figures never
-# import torch.
-_HOME = {
-    "ProcessGroupMesh": "mesh",
-    "meshes": "mesh",
-    "Layout": "layout",
-    "plan": "planning.plan",
-    "GroupOptions": "options",
-    **dict.fromkeys(("reshard", "Resharder"), "resharding"),
-    "from_device_mesh": "interop",
-    **dict.fromkeys(
-        (
-            "PgmeshError",
-            "ShapeError",
-            "AxisError",
-            "RankError",
-            "OptionsError",
-            "MembershipError",
-            "WorldError",
-            "NameTakenError",
-            "LifetimeError",
-            "MismatchError",
-            "MissingRanksError",
-            "CircleError",
-            "MethodError",
-            "UnsupportedTorchError",
-            "LaunchError",
-        ),
-        "errors",
-    ),
+# Modules are imported on first access, so layouts, plans and figures never import torch.
+_NAMES = {
+    "mesh": "ProcessGroupMesh meshes",
+    "layout": "Layout Partition RankView",
+    "planning.plan": "plan Plan",
+    "planning.data": "CombinationPlan Finding",
+    "topology.hosts": "HostLevel",
+    "topology.locality": "Locality",
+    "connect.connecting": "Connected",
+    "connect.report": "Report Held Stats",
+    "elastic.shrinking": "Shrunk",
+    "options": "GroupOptions",
+    "interop": "from_device_mesh",
+    "errors": "PgmeshError ShapeError AxisError RankError OptionsError MembershipError WorldError NameTakenError "
+    "LifetimeError MismatchError MissingRanksError CircleError MethodError UnsupportedTorchError LaunchError",
 }
+"""The public names of each module."""
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 # Modules, by the names under which they are attributes of the package.
-_MODULES = {
-    **{name: name for name in ("launch", "interop", "recipes", "parallel", "resharding")},
-    **{name: name for name in ("drawing", "planning", "topology")},
-    **{name: name for name in ("errors", "options", "layout", "mesh")},
-    "svg": "drawing.svg",
+_MODULES = {name: name for name in ("launch", "interop", "recipes", "parallel", "resharding", "errors")} | {
+    "svg": "drawing.svg"
 }
 
 __all__ = [*_HOME]
@@ -106,6 +92,9 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from pgmesh.connect.connecting import Connected as Connected
+    from pgmesh.connect.report import Held as Held, Report as Report, Stats as Stats
+    from pgmesh.elastic.shrinking import Shrunk as Shrunk
     from pgmesh.errors import (
         AxisError as AxisError,
         CircleError as CircleError,
@@ -124,8 +113,10 @@ if TYPE_CHECKING:
         WorldError as WorldError,
     )
     from pgmesh.interop import from_device_mesh as from_device_mesh
-    from pgmesh.layout import Layout as Layout
+    from pgmesh.layout import Layout as Layout, Partition as Partition, RankView as RankView
     from pgmesh.mesh import ProcessGroupMesh as ProcessGroupMesh, meshes as meshes
     from pgmesh.options import GroupOptions as GroupOptions
-    from pgmesh.planning.plan import plan as plan
-    from pgmesh.resharding import Resharder as Resharder, reshard as reshard
+    from pgmesh.planning.data import CombinationPlan as CombinationPlan, Finding as Finding
+    from pgmesh.planning.plan import Plan as Plan, plan as plan
+    from pgmesh.topology.hosts import HostLevel as HostLevel
+    from pgmesh.topology.locality import Locality as Locality

@@ -68,8 +68,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, Union, overload
 
-from pgmesh._util import missing_attributes, offsets as strided
-from pgmesh._util.call_sites import corrected_call
+from pgmesh._util import offsets as strided
 from pgmesh._util.formatting import (
     Text,
     format_call,
@@ -88,7 +87,6 @@ from pgmesh._util.validation import (
     parse_sizes,
     whole_number,
 )
-from pgmesh.drawing import plain_text
 from pgmesh.drawing.drawable import Axis as Axis
 from pgmesh.errors import AxisError, MembershipError, RankError, ShapeError
 
@@ -522,12 +520,14 @@ class Layout:
         return format_call(who, box, ranks=None if is_default else ranks or Text(self._ranks_written()), **more)
 
     def __str__(self) -> str:
-        return plain_text.draw(self)
+        from pgmesh.drawing import text  # only to print
+
+        return text.draw(self)
 
     def _repr_html_(self) -> str:
         from pgmesh.drawing import svg  # only notebooks need it
 
-        return svg.of(self)
+        return svg.draw(self)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Layout):
@@ -567,7 +567,7 @@ class Layout:
             known = {*map(repr, self._axes)}
             given = axis if isinstance(axis, (list, tuple, set)) and {*map(repr, axis)} <= known else self._axes[-2:]
             problem = f"axes are separate arguments, not a {kind.__name__} {axis!r}."
-            raise AxisError(f"{problem}\n\n  {corrected_call(axis, tuple(given))}")
+            raise AxisError(f"{problem}\n\n  {format_call('mesh.group', {}, *given)}   # and so on")
         else:
             raise AxisError(f"there is no axis {axis!r} in {self._brief()}.")
         fixed = dict(self._all_axes).get(axis)
@@ -889,12 +889,9 @@ class RankView(RankMethods):
         return f"RankView({self.layout!r}, {self.rank})"  # seen_by refuses a rank outside
 
     def __str__(self) -> str:
-        return plain_text.draw(self.layout, mark=self.rank)
+        from pgmesh.drawing import text  # only to print
 
-
-_LAYOUT_HINTS = {name: f"seen.layout.{name}" for name in missing_attributes.public_names(Layout)}
-missing_attributes.add_hints(RankView, "seen", {**_LAYOUT_HINTS, **missing_attributes.RANK_VIEW})
-missing_attributes.add_hints(Layout, "layout", missing_attributes.LAYOUT)
+        return text.draw(self.layout, mark=self.rank)
 
 
 def _index_range(size: int) -> str:

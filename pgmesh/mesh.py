@@ -17,7 +17,6 @@ from pgmesh._util import missing_attributes
 from pgmesh._util.call_sites import call_site
 from pgmesh._util.formatting import Text, format_call, format_calls, format_ranks, other_arguments
 from pgmesh._util.validation import Sizes, fill_sizes, fill_sizes_for, parse_ranks, parse_sizes, whole_number
-from pgmesh.drawing import plain_text
 from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, RankError, ShapeError
 from pgmesh.groups.cache import GroupCache
 from pgmesh.groups.device_meshes import parse_dimensions
@@ -35,10 +34,11 @@ if TYPE_CHECKING:
     from pgmesh.connect.connecting import Connected
     from pgmesh.connect.report import Held, Report, Stats
     from pgmesh.elastic.shrinking import Shrunk
+    from pgmesh.topology.host_mapping import Placement
     from pgmesh.topology.locality import Locality
 
 CONNECT_TIMEOUT = timedelta(seconds=30)
-"""Default timeout of ``connect`` and ``locality``."""
+"""Default timeout of ``connect``, ``locality`` and ``hosts``."""
 
 MAX_NAME_BYTES = 1024
 """Maximum length of a mesh's name in UTF-8. Store keys begin with it, and TCPStore closes the connection at a key of
@@ -390,12 +390,35 @@ class ProcessGroupMesh(RankMethods):
         >>> mesh.locality("tp").kind                           # a fake world is on one host
         'intra'
         """
+        self.layout.size(*axes)
+        return self._map_hosts(timeout).locality(self.layout, *axes)
+
+    def hosts(self, *, timeout: Timeout = CONNECT_TIMEOUT) -> tuple[tuple[int, ...], ...]:
+        """The ranks of the mesh on each host, ordered by the lowest rank, as ``ReshardPlan(hosts=)`` takes them.
+
+        Each rank publishes its host, once in a world. Every rank of the mesh calls, in any order.
+
+        Args:
+            timeout: maximum wait for the other ranks: a timedelta or a number of seconds.
+
+        Raises:
+            MembershipError: the mesh does not contain this rank.
+            OptionsError: the timeout is not more than 0.
+            MissingRanksError: ranks did not call before the deadline.
+            WorldError: the store does not respond.
+
+        >>> mesh.hosts()                                       # a fake world is on one host
+        ((0, 1, 2, 3, 4, 5, 6, 7),)
+        """
+        return self._map_hosts(timeout).hosts
+
+    def _map_hosts(self, timeout: Timeout) -> Placement:
+        """The host of each rank of the mesh."""
         self._check_member()
         self._group_cache.check()
-        self.layout.size(*axes)
         from pgmesh.topology.host_mapping import map_hosts
 
-        return map_hosts(self.layout.ranks(), timeout=timeout).locality(self.layout, *axes)
+        return map_hosts(self.layout.ranks(), timeout=timeout)
 
     def report(self) -> Report:
         """A printable report: the groups of this rank, and the last published status of every other rank.
@@ -738,12 +761,14 @@ class ProcessGroupMesh(RankMethods):
         return self._group_cache.call + "".join(calls)
 
     def __str__(self) -> str:
-        return plain_text.draw(self.layout, mark=self.rank)
+        from pgmesh.drawing import text  # only to print
+
+        return text.draw(self.layout, mark=self.rank)
 
     def _repr_html_(self) -> str:
         from pgmesh.drawing import svg  # only notebooks need it
 
-        return svg.of(self.layout, mark=self.rank)
+        return svg.draw(self.layout, mark=self.rank)
 
     def __reduce__(self) -> tuple[Any, ...]:
         root = (
@@ -842,8 +867,6 @@ def _cache_key(indices: Mapping[str, Keep]) -> tuple[object, ...] | None:
 
 _PLAIN_TYPES = frozenset({int, type(None)})
 
-_LAYOUT_HINTS = {name: f"mesh.layout.{name}" for name in missing_attributes.public_names(Layout)}
-
 
 def _call_for_torch(mesh: ProcessGroupMesh, verb: str, axes: Iterable[Axis]) -> str:
     """The call of a verb on the root mesh, called ``mesh``, that does the same as on this mesh."""
@@ -870,7 +893,7 @@ def _not_a_device_mesh(mesh: ProcessGroupMesh) -> str:
     return f"torch takes a DeviceMesh here, not {mesh!r}.\n\n{format_calls(ways)}"
 
 
-missing_attributes.add_hints(ProcessGroupMesh, "mesh", {**_LAYOUT_HINTS, **missing_attributes.MESH}, _not_a_device_mesh)
+missing_attributes.add_hints(ProcessGroupMesh, _not_a_device_mesh)
 torch_private.not_groups[ProcessGroupMesh] = _not_a_group
 
 

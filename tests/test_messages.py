@@ -47,8 +47,7 @@ NUMBERED = Layout(2, 2, 2)
             ProcessGroupMesh(dp=8, tp=8) holds 64 ranks, but the world has 1.
 
               torchrun --nnodes 8 --nproc-per-node 8 script.py   # start 64 ranks: a script by itself is a world of 1
-              Layout(dp=8, tp=8)                                 # or plan it without processes
-              ProcessGroupMesh(dp=-1, tp=1)                      # sizes that divide 1; dp is then 1
+              ProcessGroupMesh(dp=-1, tp=1)                      # dp is then 1
             """,
         ),
     ],
@@ -81,7 +80,7 @@ def test_world_of_one_rank_suggests_torchrun(box, text):
             """
             Layout(dp=3, tp=2) holds 6 ranks, but 9 ranks are given.
 
-              Layout(dp=3, tp=-1, ranks=range(9))   # infer tp: 3
+              Layout(dp=-1, tp=1, ranks=range(9))   # dp is then 9
             """,
         ),
         (
@@ -97,7 +96,7 @@ def test_world_of_one_rank_suggests_torchrun(box, text):
             """
             Layout(dp=-1, tp=3) cannot be filled: 8 ranks are given, and 8 is not divisible by 3.
 
-              Layout(dp=-1, tp=2, ranks=range(8))   # tp may be 1, 2, 4 or 8
+              Layout(dp=-1, tp=2, ranks=range(8))   # dp is then 4
             """,
         ),
         (
@@ -145,18 +144,18 @@ def test_wrong_number_of_ranks_suggests_sizes(call, text):
             lambda: BOX.view(dp=0),
             "view: the size of axis dp is 0; a size is at least 1, or -1 to infer it.",
         ),
-        (lambda: Layout(dp=2.0), "Layout: the size of axis dp is a whole number, not 2.0.\n\n  Layout(dp=2)"),
+        (lambda: Layout(dp=2.0), "Layout: the size of axis dp is a whole number, not 2.0."),
         (
             lambda: Layout(2, 1.5, ranks=range(4)),
-            "Layout: the size of axis 1 is a whole number, not 1.5.\n\n  Layout(2, 2, ranks=range(4))",
+            "Layout: the size of axis 1 is a whole number, not 1.5.",
         ),
         (
             lambda: Layout(dp=0.5, tp=1.5),
-            "Layout: the size of axis dp is a whole number, not 0.5.\n\n  Layout(dp=1, tp=2)",
+            "Layout: the size of axis dp is a whole number, not 0.5.",
         ),
         (
             lambda: BOX.view(dp=2.5, tp=2),
-            "view: the size of axis dp is a whole number, not 2.5.\n\n  view(dp=-1, tp=2)",
+            "view: the size of axis dp is a whole number, not 2.5.",
         ),
         (lambda: Layout(dp=float("nan")), "Layout: the size of axis dp is a whole number, not nan."),
         (lambda: Layout(dp="2"), "Layout: the size of axis dp is a whole number, not '2'."),
@@ -275,7 +274,7 @@ def test_view_of_uneven_ranks_suggests_mesh():
         (lambda: BOX.size(None), "there is no axis None in mesh (pp=2, dp=2, tp=2)."),
         (
             lambda: BOX.size(["a", "b"]),  # none of its axes
-            "axes are separate arguments, not a list ['a', 'b'].\n\n  layout.size('dp', 'tp')",
+            "axes are separate arguments, not a list ['a', 'b'].\n\n  mesh.group('dp', 'tp')   # and so on",
         ),
     ],
 )

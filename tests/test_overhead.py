@@ -157,7 +157,7 @@ def test_plan_of_a_million_ranks_is_small():
 NEVER_FIRST = ("torch", "numpy", "rich", "cachetools", "json", "asyncio", "logging", "subprocess")
 ON_DEMAND = (
     *("launch", "interop", "recipes", "parallel", "cli", "planning", "preflight"),
-    *("drawing.svg", "drawing.figures", "drawing.terminal"),
+    *("drawing.svg", "drawing.figures", "drawing.text"),
 )
 
 

@@ -43,7 +43,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "pgmesh.resharding": (),
     "pgmesh.parallel": (),
     "pgmesh.parallel.checkpoint": ("load", "save"),
-    "pgmesh.svg": ("beside",),
+    "pgmesh.svg": ("draw",),
 }
 """The modules that the documentation imports from, and their documented names. Without names: those of ``__all__``."""
 
@@ -55,8 +55,7 @@ def results() -> dict[str, type]:
     """The classes of results, by the call that returns one. Their names are not listed, so that they can change."""
     layout = Layout(pp=2, dp=2, tp=2)
     planned = plan(layout, nodes="2x4")
-    launcher = reach("pgmesh.launch", "detect_launcher")({})
-    with launch.fake_world(5, 8) as world, ProcessGroupMesh(pp=2, dp=2, tp=2) as mesh:
+    with launch.fake_world(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2) as mesh:
         mesh.group("tp")
         stages = parallel.PipelineParallel(mesh, "pp", layers="0", loss=None, microbatches=2)
         pipeline = stages.apply(torch.nn.Sequential(torch.nn.Sequential(torch.nn.Identity(), torch.nn.Identity())))
@@ -74,10 +73,6 @@ def results() -> dict[str, type]:
             "mesh.report()": mesh.report(),
             "mesh.report().held[0]": mesh.report().held[0],
             "mesh.stats()": mesh.stats(),
-            "launch.fake_world()": world,
-            "launch.placement()": launch.placement(),
-            "launch.placement().host_infos[0]": launch.placement().host_infos[0],
-            "the detected launcher": launcher,
             "PipelineParallel.apply()": pipeline,
         }
     return {title: type(value) for title, value in found.items()}

@@ -58,8 +58,8 @@ def test_seconds_and_timedelta_give_the_same_group(mesh):
     mesh.configure("tp", timeout=600)
     mesh.configure("tp", timeout=timedelta(minutes=10))  # the same again
     assert mesh.group("tp") is mesh.group("tp", timeout=timedelta(minutes=10)) is mesh.group("tp", timeout=600)
-    with recipes.fairscale(8, tp=2, timeout=60, name="f") as arrangement:
-        assert arrangement["tensor"].group() is arrangement["tensor"].group(timeout=timedelta(minutes=1))
+    arrangement = recipes.fairscale(8, tp=2, timeout=60, name="f")
+    assert arrangement["tensor"].group() is arrangement["tensor"].group(timeout=timedelta(minutes=1))
     PipelineParallel(mesh, "pp", layers="l", loss=None, microbatches=2, options={"timeout": 60})
     assert mesh.group("pp") is mesh.group("pp", timeout=timedelta(minutes=1))
 
@@ -73,7 +73,7 @@ def timeouts_in_two_ways() -> list[timedelta]:
     seen = [timeout_of(mesh.group("dp")), timeout_of(asked)]
     mesh.set_timeout("dp", timeout=(40, timedelta(seconds=40))[mesh.rank])
     mesh.locality("dp", timeout=20)
-    launch.placement(timeout=20)
+    mesh.hosts(timeout=20)
     return [*seen, timeout_of(mesh.group("dp")), timeout_of(asked)]
 
 
@@ -93,9 +93,9 @@ def test_ranks_with_seconds_and_timedelta_connect():
         lambda mesh, timeout: mesh.set_timeout("dp", timeout=timeout),
         lambda mesh, timeout: mesh.connect("dp", timeout=timeout),
         lambda mesh, timeout: mesh.locality("dp", timeout=timeout),
-        lambda mesh, timeout: launch.placement(timeout=timeout),
+        lambda mesh, timeout: mesh.hosts(timeout=timeout),
         lambda mesh, timeout: recipes.fairscale(8, name="f", timeout=timeout),
-        lambda mesh, timeout: recipes.fairscale(8, name="f").set_timeout("tensor", timeout=timeout),
+        lambda mesh, timeout: recipes.fairscale(8, name="f")["tensor"].set_timeout(timeout=timeout),
     ],
 )
 def test_invalid_timeout_is_refused_with_one_text(mesh, call, timeout):
@@ -166,27 +166,6 @@ def test_set_timeout_takes_axis_numbers_as_axes(mesh, given):
 def test_set_timeout_suggests_its_last_number(mesh):
     with pytest.raises(OptionsError, match=r"\n\n  mesh\.set_timeout\(timeout=6\)$"):
         mesh.set_timeout(5, 6)
-
-
-@pytest.mark.parametrize(
-    ("given", "right"),
-    [
-        ((timedelta(minutes=2), "tensor"), "'tensor', timeout=120"),
-        ((7,), "timeout=7"),
-        (("data",), "'data', timeout=30"),
-    ],
-)
-def test_set_timeout_of_arrangement_suggests_keyword(given, right):
-    with fake_rank(5, 8):
-        arrangement = recipes.fairscale(8, tp=2, name="f")
-        for name in ("tensor", "data"):
-            arrangement[name].group()
-        with pytest.raises(OptionsError) as caught:
-            arrangement.set_timeout(*given)
-        assert str(caught.value) == (
-            f"set_timeout takes its timeout by name, after the groups.\n\n  arrangement.set_timeout({right})"
-        )
-        exec(str(caught.value).splitlines()[-1].strip(), {"arrangement": arrangement})
 
 
 def test_set_timeout_before_creation_suggests_configure(mesh):

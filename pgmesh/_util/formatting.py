@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
-from keyword import iskeyword
+from keyword import kwlist
 
 from pgmesh._util.keywords import RESERVED
 
@@ -59,9 +58,7 @@ def is_keyword_name(axis: str | int) -> bool:
     >>> is_keyword_name("dp"), is_keyword_name("class"), is_keyword_name("data-parallel"), is_keyword_name(0)
     (True, False, False, False)
     """
-    if not isinstance(axis, str) or not axis.isidentifier() or iskeyword(axis) or axis == "__debug__":
-        return False
-    return axis.isascii() or unicodedata.normalize("NFKC", axis) == axis  # Python's parser normalizes names
+    return isinstance(axis, str) and axis.isascii() and axis.isidentifier() and axis not in (*kwlist, "__debug__")
 
 
 def format_value(value: object) -> str:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import TypeVar, Union
 
-from pgmesh._util.formatting import count_of, join_words
+from pgmesh._util.formatting import count_of
 
 A = TypeVar("A", str, Union[str, int])
 
@@ -79,43 +79,25 @@ def describe_misfit(call: str, sizes: Mapping[A, int], count: int, count_text: s
 def fit_sizes(sizes: Mapping[A, int], count: int) -> tuple[dict[A, int], A, str]:
     """Sizes near these that hold exactly ``count`` ranks. Of several sizes of -1, only the first is inferred.
 
-    If changing one size is enough, only that one changes, preferably of an axis with dp in its name. Otherwise the
-    sizes shrink to divisors, and one axis gets the remaining factor.
+    The sizes shrink to divisors, the innermost first. One axis gets the remaining factor: that of size -1, or one with
+    dp in its name, or the first.
 
     Returns:
         The sizes, an axis whose size may be given as -1, and the reason for a comment.
 
     >>> fit_sizes({"pp": 2, "dp": 4}, 6)
-    ({'pp': 2, 'dp': 3}, 'dp', 'infer dp: 3')
+    ({'pp': 2, 'dp': 3}, 'dp', 'dp is then 3')
     >>> fit_sizes({"dp": -1, "tp": 3}, 8)
-    ({'dp': 4, 'tp': 2}, 'dp', 'tp may be 1, 2, 4 or 8')
-    >>> fit_sizes({"dp": 4, "tp": 2}, 9)
-    ({'dp': 9, 'tp': 1}, 'dp', 'sizes that divide 9; dp is then 9')
+    ({'dp': 4, 'tp': 2}, 'dp', 'dp is then 4')
     """
-    dp_first = sorted(sizes, key=lambda axis: "dp" not in str(axis))
     free = [axis for axis in sizes if sizes[axis] == -1]
-    inferred = free[0] if free else dp_first[0]
-    right = {axis: 1 if size == -1 else size for axis, size in sizes.items()}
-    for axis in dp_first:
-        left, remainder = divmod(count, math.prod(right.values()) // right[axis])
-        if remainder or axis in free:
-            continue
-        if not free:
-            return {**right, axis: left}, axis, f"infer {_axis(axis)}: {left}"
-        possible = divisors(left)
-        right[axis] = min(possible, key=lambda n: abs(n - right[axis]))
-        right[inferred] = left // right[axis]
-        return right, inferred, f"{_axis(axis)} may be {join_words(possible, 'or')}"
-    left = count
+    inferred = (free or sorted(sizes, key=lambda axis: "dp" not in str(axis)))[0]
+    right, left = dict(sizes), count
     for axis in reversed(right):
-        right[axis] = 1 if axis == inferred else largest_divisor(left, right[axis])
+        right[axis] = 1 if axis == inferred else largest_divisor(left, abs(right[axis]))
         left //= right[axis]
     right[inferred] = left
-    return right, inferred, f"sizes that divide {count}; {_axis(inferred)} is then {left}"
-
-
-def _axis(axis: str | int) -> str:
-    return f"axis {axis}" if isinstance(axis, int) else axis
+    return right, inferred, f"{'axis ' if isinstance(inferred, int) else ''}{inferred} is then {left}"
 
 
 # -- ranks ----------------------------------------------------------------------------------------------------------

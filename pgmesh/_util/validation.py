@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -74,39 +73,30 @@ def parse_sizes(
     if shape and isinstance(shape[0], str) and (shape[1:] or sizes):  # a call of init_device_mesh or DeviceMesh
         sizes, shape = {"device_type": shape[0], **sizes}, shape[1:]
     if any(word in RESERVED for word in sizes):
-        raise _not_axes(who, shape, sizes, more, count)
+        raise _reserved_error(who, shape, sizes, more, count)
     parts = [*shape, *([sizes] if sizes else [])]
     if len(parts) > 1 and any(isinstance(part, Mapping) for part in parts):
-        raise _several_forms(who, shape, sizes, more, count)
+        call = format_call(who, {}, *shape, **sizes)
+        raise ShapeError(f"{call}: give all sizes by position, by keyword, or in one mapping.")
     if len(parts) == 1 and isinstance(parts[0], (tuple, list)):
         problem = f"{who}: sizes are given one by one, not as {parts[0]!r}."
-        raise ShapeError(_with_calls(problem, _valid_calls(who, parts, more, count)))
+        raise ShapeError(_with_calls(problem, _valid_call(who, parts[0], more, count)))
     given = parts[0] if parts and isinstance(parts[0], Mapping) else dict(enumerate(shape))
-    box: dict[str | int, int] = {}
-    for axis, size in given.items():
-        name = _take_axis(who, axis)
-        if name in box:  # equal numbers of different types
-            raise ShapeError(f"{who}: axis {name} is given twice.")
-        try:
-            box[name] = parse_size(who, name, size)
-        except ShapeError as error:
-            raise ShapeError(_with_calls(str(error), _rounded_calls(who, given, more, count))) from None
+    box = {_parse_axis(who, axis): parse_size(who, axis, size) for axis, size in given.items()}
+    if len(box) < len(given):  # equal numbers of different types
+        raise ShapeError(f"{who}: an axis is given twice: {given!r}.")
     if not box:
         size = 2 if who == "Layout" and more.get("ranks") is None else -1
         raise ShapeError(f"{who} needs at least one axis, such as {format_call(who, {'dp': size}, **more)}.")
     if len({isinstance(axis, int) for axis in box}) > 1:
         raise ShapeError(f"{who}: give every axis a name or every axis a number, not both: {given!r}.")
-    for axis in sizes:
-        if not axis.isidentifier():
-            problem = f"{who}: an axis is named by a word, such as dp, not {axis!r}."
-            raise ShapeError(_with_calls(problem, [format_call(who, box, **more)]))
     if sum(size == -1 for size in box.values()) > 1:
         free = ", ".join(str(axis) for axis, size in box.items() if size == -1)
         raise ShapeError(f"{format_call(who, box)}: at most one size may be -1 (inferred); here are {free}.")
     return box
 
 
-def _take_axis(who: str, axis: Any) -> str | int:
+def _parse_axis(who: str, axis: Any) -> str | int:
     """An axis as a plain str or int; ShapeError if it is neither a printable name nor a number."""
     if isinstance(axis, str):
         if axis and axis.isprintable():
@@ -118,45 +108,26 @@ def _take_axis(who: str, axis: Any) -> str | int:
     raise ShapeError(f"{who}: an axis is a word that can be printed, or a number from 0 on, not {axis!r}.")
 
 
-def _not_axes(
+def _reserved_error(
     who: str, shape: Sequence[Any], sizes: Mapping[str, Any], more: Mapping[str, object], count: int | None
 ) -> ShapeError | OptionsError:
     """The error for reserved keywords. It suggests calls only if all other arguments are valid sizes."""
     words = [word for word in sizes if word in RESERVED]
     problem = f"{who}: " + " ".join(f"{word} is no axis; it {RESERVED[word]}." for word in words)
-    calls = _valid_calls(who, [_meant_sizes(shape, sizes)], more, count)
+    calls = _valid_call(who, _meant_sizes(shape, sizes), more, count)
     options = {word: sizes[word] for word in words if word in (*OPTION_KEYWORDS, *TORCH_OPTION_KEYWORDS)}
     if not options and "tag" not in words:
-        named = [] if shape else _valid_calls(who, [sizes], more, count)
+        named = [] if shape else _valid_call(who, sizes, more, count)
         return ShapeError(_with_calls(problem, [*calls, *(f"{call}   # with axes of these names" for call in named)]))
     if who in ("Layout", "plan"):
         problem += " A layout has no groups."
     elif calls:
-        calls = [f"mesh = {'mesh.' * (who == 'view')}{calls[0]}"]
+        calls = [f"mesh = {'mesh.' if who == 'view' else ''}{calls[0]}"]
         if options:
             calls.append(f"for axis in mesh.axes: {format_call('mesh.configure', {}, Text('axis'), **_valid(options))}")
         if "tag" in words:
             calls.append("mesh.group(mesh.axes[0], tag='own')")
     return OptionsError(_with_calls(problem, calls))
-
-
-def _meant_sizes(shape: Sequence[Any], sizes: Mapping[str, Any]) -> Any:
-    """The sizes in a call with reserved keywords, to suggest a corrected call.
-
-    They may be positional, axis keywords, or the value of a keyword in ``SHAPE_KEYWORDS``. Names of axes come from a
-    keyword in ``NAME_KEYWORDS``. None if there are no sizes, several sets of sizes, or names that do not match them.
-    """
-    positional = shape[-1] if shape and isinstance(shape[-1], (Mapping, tuple, list)) else shape  # after a device type
-    axes = {axis: size for axis, size in sizes.items() if axis not in RESERVED}
-    given = [*filter(len, (positional, axes)), *(sizes[word] for word in SHAPE_KEYWORDS if word in sizes)]
-    names = next((sizes[word] for word in NAME_KEYWORDS if word in sizes), None)
-    if len(given) != 1 or names is None or isinstance(given[0], Mapping):
-        return given[0] if len(given) == 1 else None
-    try:
-        named = dict(zip(names, given[0], strict=True))
-    except (TypeError, ValueError):  # no sequences, or of different lengths
-        return None
-    return named if len(named) == len(given[0]) else None
 
 
 def _valid(options: dict[str, Any]) -> dict[str, Any]:
@@ -168,53 +139,36 @@ def _valid(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _several_forms(
-    who: str, shape: Sequence[Any], sizes: Mapping[str, Any], more: Mapping[str, object], count: int | None
-) -> ShapeError:
-    """The error for a mapping next to other sizes. If all are mappings, it suggests the call with all of them.
-
-    If two of them have different sizes for an axis, it suggests a call with each.
-    """
-    problem = f"{format_call(who, {}, *shape, **sizes)}: give all sizes by position, by keyword, or in one mapping."
-    calls: list[str] = []
-    if all(isinstance(part, Mapping) for part in shape):
-        parts = [*shape, sizes]
-        last = {axis: size for part in parts for axis, size in part.items()}
-        first = {**last, **{axis: size for part in reversed(parts) for axis, size in part.items()}}
-        calls = _valid_calls(who, [first, last], more, count)
-    return ShapeError(_with_calls(problem, calls))
+def _meant_sizes(shape: Sequence[Any], sizes: Mapping[str, Any]) -> Any:
+    """The sizes in a call with reserved keywords: those of axes, or torch's list of sizes with its list of names."""
+    positional = shape[-1] if shape and isinstance(shape[-1], (Mapping, tuple, list)) else shape  # after a device type
+    given = {axis: size for axis, size in sizes.items() if axis not in RESERVED} or positional
+    given = next((sizes[word] for word in SHAPE_KEYWORDS if word in sizes), given)
+    names: Any = next((sizes[word] for word in NAME_KEYWORDS if word in sizes), None)
+    with contextlib.suppress(TypeError, ValueError):  # no sequences, or of different lengths
+        return dict(zip(names, given, strict=True))
+    return given
 
 
-def _valid_calls(who: str, candidates: Iterable[Any], more: Mapping[str, object], count: int | None) -> list[str]:
-    """The calls with those sizes that are valid.
+def _valid_call(who: str, given: Any, more: Mapping[str, object], count: int | None) -> list[str]:
+    """The call with these sizes; none if they are invalid.
 
     Args:
-        candidates: the sizes of each call in a mapping, a sequence or one number.
+        given: the sizes in a mapping, a sequence or one number.
         count: the number of ranks that the sizes have to hold, if it is known.
     """
-    calls: list[str] = []
-    for given in candidates:
-        sizes = given if isinstance(given, (Mapping, tuple, list)) else (given,)
-        with contextlib.suppress(ShapeError):
-            box = parse_sizes(who, (sizes if isinstance(sizes, Mapping) else dict(enumerate(sizes)),), {})
-            if infer_size(box, count) if count else -1 not in box.values():
-                calls.append(format_call(who, box, **more))
-    return list(dict.fromkeys(calls))
-
-
-def _rounded_calls(who: str, given: Mapping[Any, Any], more: Mapping[str, object], count: int | None) -> list[str]:
-    """The valid calls with whole numbers in place of sizes with a fraction; else those that infer such a size."""
-    fractions = {axis: size for axis, size in given.items() if isinstance(size, float) and math.isfinite(size)}
-    if not fractions or who.startswith(("plan", "recipes.")):  # hosts and arguments that are not known here decide
-        return []
-    near = [{**given, **{axis: way(size) for axis, size in fractions.items()}} for way in (math.floor, math.ceil)]
-    inferred = {**given, **dict.fromkeys(fractions, -1)}
-    return _valid_calls(who, near, more, count) or _valid_calls(who, [inferred], more, count)
+    if isinstance(given, (tuple, list)):
+        given = dict(enumerate(given))
+    with contextlib.suppress(ShapeError, TypeError):
+        box = parse_sizes(who, (given,), {})
+        if infer_size(box, count) if count else -1 not in box.values():
+            return [format_call(who, box, **more)]
+    return []
 
 
 def _with_calls(problem: str, calls: Sequence[str]) -> str:
     """A message that ends with corrected calls, one a line."""
-    return "\n".join([problem, *[""] * bool(calls), *(f"  {call}" for call in calls)])
+    return "\n".join([problem, "", *(f"  {call}" for call in calls)]).rstrip()
 
 
 def parse_size(who: str, axis: str | int, size: Any) -> int:
@@ -278,10 +232,9 @@ def fill_sizes(
     right, inferred, why = fit_sizes(box, count)
     ways = [(format_call(who, {**right, inferred: -1}, **more), why)]
     if suggest_ranks and count == 1:
-        example = {axis: 1 if size == -1 else size for axis, size in box.items()}
-        start_here = (f"launch.spawn(main, {product})", "or start them here, such as for a test")
-        plan_it = (format_call("Layout", example), "or plan it without processes")
-        ways = [start_command(product), start_here if product <= 16 else plan_it, *ways]
+        if product <= 16:
+            ways.insert(0, (f"launch.spawn(main, {product})", "or start them here, such as for a test"))
+        ways.insert(0, start_command(product))
     if suggest_ranks and product < count and -1 not in box.values():
         named = format_call(who, box, **{**more, "ranks": range(product)})
         ways.append((named, f"or name the {count_of(product, 'rank')} to use"))

@@ -18,8 +18,7 @@ from pgmesh.cli.arguments import Sizes, UsageError
 from pgmesh.drawing import styled_text
 from pgmesh.errors import LaunchError, PgmeshError, WorldError
 from pgmesh.launch.detect import detect_launcher
-from pgmesh.planning.plan import layout_of
-from pgmesh.planning.text_report import format_sizes
+from pgmesh.planning.text_report import format_sizes, layout_of
 from pgmesh.topology.hosts import Topology
 
 if TYPE_CHECKING:

@@ -7,11 +7,12 @@ import math
 import sys
 
 from pgmesh.cli import arguments, output
-from pgmesh.drawing import styled_text, svg, terminal
+from pgmesh.drawing import styled_text, svg, text
 from pgmesh.drawing.styled_text import Line
 from pgmesh.layout import Axis
-from pgmesh.planning import axis_heuristics, html, text_report
-from pgmesh.planning.plan import Plan, layout_of, plan
+from pgmesh.planning import axis_heuristics, text_report
+from pgmesh.planning.plan import Plan, best_plan, comparison_lines, figures_of, lines_of, plan
+from pgmesh.planning.text_report import format_sizes, layout_of
 from pgmesh.topology.hosts import Topology
 
 EXAMPLES = """\
@@ -23,8 +24,9 @@ examples:
   pgmesh plan pp=4 dp=-1 tp=8 --domains 4x18x4 --svg plan.svg
 
 A stride is the distance of neighbours in ranks. A group is intra if it is on
-one host, inter if each of its ranks is on a different host, else mixed. Nothing
-is sent, and torch is not loaded."""
+one host, inter if each of its ranks is on a different host, else mixed. Hops
+out are the steps of a ring over a group that leave a host. Nothing is sent,
+and torch is not loaded."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -46,23 +48,23 @@ def run(args: argparse.Namespace) -> int:
         why = _reasons(args, sizes)
     layout = layout_of(sizes)
     views = arguments.parse_views(args, layout)
-    families = [arguments.parse_axes(text, layout) for text in args.combinations]
+    combinations = [arguments.parse_axes(words, layout) for words in args.combinations]
     colour = arguments.parse_axes(args.colour, layout) if args.colour else ()
     orders = [arguments.reorder(sizes, order) for order in args.compare]
     plans = [
-        plan(each, nodes=args.nodes, domains=args.domains, views=views, families=families)
+        plan(each, nodes=args.nodes, domains=args.domains, views=views, combinations=combinations)
         for each in dict.fromkeys([layout, *map(layout_of, orders)])
     ]
 
     def lines(width: int) -> list[Line]:
-        report = text_report.full_report(plans[0], width) if len(plans) == 1 else _comparison_lines(plans)
+        report = lines_of(plans[0], width) if len(plans) == 1 else _comparison_lines(plans)
         return [*why, *report, *(_figure_lines(plans[0], colour, width) if args.picture else [])]
 
     def drawing() -> str:
-        return svg.drawing(*(figure for each in plans for figure in html.figures(each, *colour))).svg()
+        return svg.render([figure for each in plans for figure in figures_of(each, *colour)])
 
     data = plans[0].data if len(plans) == 1 else lambda: _comparison_data(plans)
-    output.write(args, data, lines, svg=drawing)
+    output.write(args, data, lines, drawing)
     return 0
 
 
@@ -79,7 +81,7 @@ def _order_by_traffic(args: argparse.Namespace, sizes: dict[Axis, int], topology
 def _reasons(args: argparse.Namespace, sizes: dict[Axis, int]) -> list[Line]:
     """The suggested command line, and the traffic of each axis."""
     hosts = [f"--{name} {value}" for name, value in vars(args).items() if name in ("nodes", "domains") and value]
-    command = " ".join(["pgmesh plan", text_report.format_sizes(sizes), *hosts])
+    command = " ".join(["pgmesh plan", format_sizes(sizes), *hosts])
     lines: list[Line] = [[(command, "bold")], [], [("The axes by traffic, innermost first:", "")]]
     rows = []
     for axis, size in reversed(sizes.items()):
@@ -90,25 +92,27 @@ def _reasons(args: argparse.Namespace, sizes: dict[Axis, int]) -> list[Line]:
 
 
 def _comparison_lines(plans: list[Plan]) -> list[Line]:
-    lines = [[(text_report.title(plans[0]), "bold")], [], *text_report.comparison(plans), []]
-    if not plans[0].topology:
+    first = plans[0]
+    lines = [[(text_report.title(first.layout, first.topology), "bold")], [], *comparison_lines(plans), []]
+    if not first.topology:
         return lines
-    best = text_report.best_plan(plans)
-    return [*lines, [(f"Best by traffic: {best.order}", "green")], *text_report.findings(best)]
+    best = best_plan(plans)
+    findings = text_report.findings_report(best.findings, best.combinations)
+    return [*lines, [(f"Best by traffic: {best.order}", "green")], *findings]
 
 
 def _comparison_data(plans: list[Plan]) -> dict[str, object]:
-    best = text_report.best_plan(plans).order if plans[0].topology else None
+    best = best_plan(plans).order if plans[0].topology else None
     return {"format": 1, "plans": [each.data() for each in plans], "best": best}
 
 
 def _figure_lines(plan: Plan, colour: tuple[Axis, ...], width: int) -> list[Line]:
     """The lines of the mesh's figure, then those of its views."""
     lines: list[Line] = []
+    host = plan.topology[0] if plan.topology else None
+    coloured = styled_text.is_coloured(sys.stdout)
     for name, layout in (("", plan.layout), *plan.views):
-        axes = html.colour_axes(layout) if name or not colour else colour
-        host = plan.topology[0] if plan.topology else None
-        coloured = styled_text.is_coloured(sys.stdout)
+        axes = axis_heuristics.axes_to_colour(layout) if name or not colour else colour
         lines += [[], *([[(f"{name}:", "bold")]] if name else [])]
-        lines += terminal.lines(layout, *axes, host=host, width=width, coloured=coloured)
+        lines += text.lines(layout, *axes, host=host, width=width, coloured=coloured)
     return lines

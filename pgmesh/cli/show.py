@@ -7,11 +7,12 @@ import sys
 
 from pgmesh.cli import arguments, output
 from pgmesh.cli.arguments import UsageError
-from pgmesh.drawing import figures, styled_text, svg, terminal
+from pgmesh.drawing import styled_text, svg, text
+from pgmesh.drawing.figures import make_figure
 from pgmesh.drawing.styled_text import Line
-from pgmesh.planning import html
-from pgmesh.planning.plan import layout_of
+from pgmesh.planning.axis_heuristics import axes_to_colour
 from pgmesh.planning.rank_report import rank_report_of
+from pgmesh.planning.text_report import layout_of
 
 EXAMPLES = """\
 examples:
@@ -30,17 +31,18 @@ def run(args: argparse.Namespace) -> int:
     sizes, topology = arguments.parse_mesh(args)
     layout, rank = layout_of(sizes), args.rank
     if rank not in layout:
-        last = len(layout) - 1
-        raise UsageError(f"there is no rank {rank:,}: the ranks are 0 to {last:,}.")
+        raise UsageError(f"there is no rank {rank:,}: the ranks are 0 to {len(layout) - 1:,}.")
     report = rank_report_of(layout, rank, topology)
-    axes = arguments.parse_axes(args.colour, layout) if args.colour else html.colour_axes(layout)
+    axes = arguments.parse_axes(args.colour, layout) if args.colour else axes_to_colour(layout)
     host = topology[0] if topology else None
-    drawn = figures.make_figure(layout, *axes, host=host, mark=rank)
 
     def lines(width: int) -> list[Line]:
         coloured = styled_text.is_coloured(sys.stdout)
-        picture = terminal.lines(layout, *axes, host=host, mark=rank, width=width, coloured=coloured)
+        picture = text.lines(layout, *axes, host=host, mark=rank, width=width, coloured=coloured)
         return [*report.lines(width), [], *picture]
 
-    output.write(args, report.data, lines, svg.drawing(drawn).svg)
+    def drawing() -> str:
+        return svg.render([make_figure(layout, *axes, host=host, mark=rank)])
+
+    output.write(args, report.data, lines, drawing)
     return 0

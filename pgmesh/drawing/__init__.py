@@ -1,1 +1,1 @@
-"""Figures of anything with axes, a shape and ranks, as plain text, for a terminal, and as SVG."""
+"""Figures of anything with axes, a shape and ranks, as text and as SVG."""

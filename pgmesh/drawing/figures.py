@@ -1,47 +1,45 @@
-"""Figures: the content of a drawing of a mesh, independent of the output format (SVG, terminal).
+"""Figures: the content of a drawing of a mesh, without its format. ``text`` and ``svg`` write figures.
 
-A figure consists of panels, and a panel of cells. A cell is one rank with the colour of its group and its host. The
-last axis runs across a panel and the one before it runs down; each combination of indices on the other axes has its
-panel. A mesh of more than ``MAX_CELLS`` ranks is shown as a sample: the first and the last indices of its axes.
+A figure consists of panels, a panel of rows, and a row of cells. A cell is one rank with the colour of its group and
+its host. The last axis runs across a panel and the one before it runs down. Each combination of indices on the other
+axes has its panel. A mesh of more than ``MAX_CELLS`` ranks is shown as a sample: the ends of its axes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING
-
-from pgmesh.drawing.plain_text import GAP, ShownCoord, coord_text, shown_indices
+from typing import TYPE_CHECKING, Union
 
 if TYPE_CHECKING:
     from pgmesh.drawing.drawable import Axis, Drawable
     from pgmesh.topology.hosts import HostLevel
 
 MAX_CELLS = 1024
-"""The default limit on the cells of a figure. A larger mesh is shown as a sample."""
+"""The default limit on the cells of a figure."""
 
 MAX_COLUMNS = 64
 """The default limit on the columns of a panel."""
 
+GAP = "…"
+"""The sign for indices, ranks or panels that are left out."""
 
-Place = tuple[int, int]
-"""The row and the column of a cell."""
+ShownCoord = tuple[Union[int, str], ...]
+"""One index for each of some axes, or ``GAP``."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Cell:
     """One rank, or a gap (``rank=None``) in place of ranks that are left out."""
 
-    row: int
-    column: int
-    rank: int | None
+    rank: int | None = None
     label: str = ""  # pp0-dp1-tp1
-    colour: int = 0  # the index of its group among those shown
     group: str = ""  # pp=0, dp=1, tp=*
+    colour: int = 0  # the index of its group among those shown
     host: int | None = None
-    marked: bool = False
+    is_marked: bool = False
 
     @property
     def text(self) -> str:
@@ -50,41 +48,22 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Panel:
-    """The cells with the same indices on the outer axes: all axes but the last two."""
+class Row:
+    """The cells with the same index on the last axis but one."""
 
-    title: str
-    rows: tuple[str, ...]
-    columns: tuple[str, ...]
+    name: str  # dp1; "" if there is one axis
     cells: tuple[Cell, ...]
-    skipped: tuple[str, ...] = ()  # the panels left out just before it: pp0 dp8 to dp14
-    follows: bool = True  # False if panels are left out on an axis other than the innermost outer one
+    hosts: str  # host 3, hosts 0 … 3; "" if they are unknown
 
-    @property
-    def host(self) -> int | None:
-        """The host of all its ranks; None if they are on several hosts."""
-        hosts = {cell.host for cell in self.cells if cell.rank is not None}
-        return hosts.pop() if len(hosts) == 1 else None
 
-    def regions(self) -> list[tuple[int, list[Place]]]:
-        """Each host with its adjacent cells, in the order of their rows. A host in several pieces has several entries.
+@dataclass(frozen=True)
+class Panel:
+    """The rows with the same indices on the outer axes: all axes but the last two."""
 
-        >>> from pgmesh.topology.hosts import HostLevel
-        >>> make_figure(layout, host=HostLevel("host", ((1, 3), (1, 5)))).panels[0].regions()
-        [(0, [(0, 0), (0, 1), (1, 0)]), (1, [(1, 1)])]
-        """
-        left = {(cell.row, cell.column): cell.host for cell in self.cells if cell.host is not None}
-        regions = []
-        while left:
-            start = next(iter(left))
-            host, region = left.pop(start), [start]
-            for row, column in region:  # it grows during the loop
-                for near in ((row - 1, column), (row, column - 1), (row, column + 1), (row + 1, column)):
-                    if left.get(near) == host:
-                        del left[near]
-                        region.append(near)
-            regions.append((host, sorted(region)))
-        return regions
+    title: str  # pp0 cp1
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+    follows_gap: bool  # True if panels are left out before it
 
 
 @dataclass(frozen=True)
@@ -92,11 +71,26 @@ class Figure:
     """The content of the drawing of one mesh."""
 
     title: str
-    legend: str
+    legend: str  # the meaning of the colours
     note: str  # a sentence if it is a sample; else ""
     panels: tuple[Panel, ...]
-    panels_across: int  # the number of shown indices of the innermost outer axis
+    panels_across: int  # the number of panels along the innermost outer axis
     host: str  # the name of the level: host, domain, or ""
+
+    @property
+    def cells(self) -> list[Cell]:
+        """The cells of all panels."""
+        return [cell for panel in self.panels for row in panel.rows for cell in row.cells]
+
+    def lines_of_panels(self, fit: int) -> list[list[Panel]]:
+        """The panels in lines of at most ``fit``. A line has whole runs of the innermost outer axis if they fit."""
+        across = fit // self.panels_across * self.panels_across or fit
+        lines: list[list[Panel]] = []
+        for panel in self.panels:
+            if not lines or panel.follows_gap or len(lines[-1]) == across:
+                lines.append([])
+            lines[-1].append(panel)
+        return lines
 
 
 def make_figure(
@@ -112,108 +106,129 @@ def make_figure(
 
     Args:
         axes: the groups along these are coloured; by default the innermost axis.
-        host: the level of hosts; each host is drawn as a box.
+        host: the level of hosts, which are named.
         mark: a rank to highlight.
         title: by default the sizes of the axes.
         max_cells: the limit on the number of cells, which is kept approximately.
         max_columns: the limit on the columns of a panel.
 
     >>> drawn = make_figure(layout, "dp", "tp")
-    >>> [(cell.rank, cell.colour) for cell in drawn.panels[1].cells]
-    [(4, 1), (5, 1), (6, 1), (7, 1)]
+    >>> [[(cell.rank, cell.colour) for cell in row.cells] for row in drawn.panels[1].rows]
+    [[(4, 1), (5, 1)], [(6, 1), (7, 1)]]
     """
     axes = axes or layout.axes[-1:]
-    chosen = layout.along(layout.rank_of([0] * len(layout.axes)), *axes).axes if axes else ()
     shown = _indices_to_show(layout, mark, max_cells, max_columns)
-    cut = max(0, len(layout.axes) - 2)
-    colours: dict[int, int] = {}
-    panels = tuple(
-        _panel(layout, outer, shown[cut:], chosen, colours, host, mark, _skipped(layout.axes, shown[:cut], outer))
-        for outer in product(*shown[:cut])
-        if GAP not in outer
-    )
-    seen = sum(cell.rank is not None for panel in panels for cell in panel.cells)
+    cut = max(0, len(shown) - 2)  # the number of outer axes
+    seen = math.prod(len(_without_gaps(indices)) for indices in shown)
     sizes = " ".join(f"{axis}={size}" for axis, size in zip(layout.axes, layout.shape))
-    legend = [f"one colour: one {' x '.join(map(str, chosen))} group"] * bool(chosen)
-    if host:
-        boxed = [number for panel in panels for number, _ in panel.regions()]
-        legend.append(f"{'one box' if len(boxed) == len({*boxed}) else 'boxes of the same name'}: one {host.name}")
     return Figure(
         title=sizes if title is None else title,
-        legend="; ".join(legend),
+        legend=f"one colour: one {' x '.join(map(str, axes))} group" if axes else "",
         note=f"a sample: {seen:,} of {len(layout):,} ranks, from the ends of the axes" if seen < len(layout) else "",
-        panels=panels,
-        panels_across=len(shown[cut - 1]) - shown[cut - 1].count(GAP) if cut else 1,
+        panels=tuple(_panels(layout.axes, shown, cut, _CellMaker(layout, axes, host, mark))),
+        panels_across=len(_without_gaps(shown[cut - 1])) if cut else 1,
         host=host.name if host else "",
     )
 
 
+# -- the sample --------------------------------------------------------------------------------------------------------
+
+
 def _indices_to_show(layout: Drawable, mark: int | None, max_cells: int, max_columns: int) -> list[ShownCoord]:
     """The indices of each axis to show, for about ``max_cells`` cells. The outermost axes are shortened first."""
-    limits = [
-        min(size, least) for size, least in zip(layout.shape, [max_cells] * (len(layout.axes) - 1) + [max_columns])
-    ]
+    limits = [min(size, max_cells) for size in layout.shape]
+    limits[-1:] = [min(limit, max_columns) for limit in limits[-1:]]
     for i, limit in enumerate(limits):
         room = max_cells * limit // math.prod(limits)
         limits[i] = max(min(limit, 3), min(limit, room))
-    return shown_indices(layout, mark, limits)
+    marked = layout.coord_of(mark) if mark is not None and mark in layout else [0] * len(limits)
+    return [_shortened(*each) for each in zip(layout.shape, limits, marked)]
 
 
-def _skipped(axes: Sequence[Axis], shown: Sequence[ShownCoord], outer: ShownCoord) -> tuple[str, ...]:
-    """The panels left out just before a panel: for each outer axis a text, or "" if none are left out on it.
+def _shortened(size: int, limit: int, marked: int) -> ShownCoord:
+    """All indices of an axis; above the limit the first ones, the marked one and the last.
+
+    >>> _shortened(4, 4, 0), _shortened(9, 4, 0), _shortened(9, 6, 5), _shortened(9, 6, 7)
+    ((0, 1, 2, 3), (0, 1, '…', 8), (0, 1, '…', 5, '…', 8), (0, 1, '…', 7, 8))
+    """
+    if size <= limit:
+        return tuple(range(size))
+    kept = {*range(limit - 2), size - 1}
+    if marked not in kept:
+        kept = {*range(limit - 4), marked, size - 1}
+    shown: list[int | str] = []
+    for index in sorted(kept):
+        if index > 0 and index - 1 not in kept:
+            shown.append(GAP)
+        shown.append(index)
+    return tuple(shown)
+
+
+def _without_gaps(shown: ShownCoord) -> list[int]:
+    return [index for index in shown if isinstance(index, int)]
+
+
+# -- panels ------------------------------------------------------------------------------------------------------------
+
+
+class _CellMaker:
+    """Makes the cells of one figure. Groups get the next colour when they are first seen."""
+
+    def __init__(self, layout: Drawable, axes: Sequence[Axis], host: HostLevel | None, mark: int | None) -> None:
+        self.layout, self.axes, self.host, self.mark = layout, axes, host, mark
+        self.colours: dict[str, int] = {}
+
+    def cell_at(self, shown: ShownCoord) -> Cell:
+        coord = _without_gaps(shown)
+        if len(coord) < len(shown):
+            return Cell()
+        rank = self.layout.rank_of(coord)
+        group = self.layout.describe(rank, *self.axes) if self.axes else ""
+        return Cell(
+            rank,
+            self.layout.label_of(rank),
+            group,
+            self.colours.setdefault(group, len(self.colours)),
+            self.host.unit_of(rank) if self.host else None,
+            rank == self.mark,
+        )
+
+    def hosts_of(self, cells: Sequence[Cell]) -> str:
+        """``host 3``, or ``hosts 0 … 3`` for the first and the last; "" if they are unknown."""
+        numbers = {cell.host for cell in cells if cell.host is not None}
+        if self.host is None or not numbers:
+            return ""
+        name, first, last = self.host.name, min(numbers), max(numbers)
+        if first == last:
+            return f"{name} {first:,}"
+        return f"{name}s {first:,} {GAP} {last:,}"
+
+
+def _panels(axes: Sequence[Axis], shown: Sequence[ShownCoord], cut: int, maker: _CellMaker) -> Iterator[Panel]:
+    """The panels of a figure.
 
     Args:
-        axes: the outer axes.
-        shown: the indices of each outer axis that are shown.
-        outer: the panel's index on each outer axis.
-
-    >>> _skipped(("pp", "dp"), [(0, GAP, 7), (0, 1, GAP, 15)], (7, 0)), _skipped(("pp",), [(GAP, 3)], (3,))
-    (('pp1 to pp6', ''), ('pp0 to pp2',))
+        shown: the indices of each axis to show.
+        cut: the number of outer axes.
     """
-    texts = []
-    for k, (indices, index) in enumerate(zip(shown, outer)):
-        at = indices.index(index)
-        is_first_inside = all(
-            other == next(i for i in more if i != GAP) for other, more in zip(outer[k + 1 :], shown[k + 1 :])
-        )
-        before = indices[at - 2] if at > 1 else -1
-        missing = range(int(before) + 1, int(index)) if at and indices[at - 1] == GAP and is_first_inside else ()
-        ends = " to ".join(coord_text((axes[k],), (end,)) for end in dict.fromkeys([*missing[:1], *missing[-1:]]))
-        texts.append(" ".join(filter(None, (coord_text(tuple(axes[:k]), outer[:k]), ends))) if missing else "")
-    return tuple(texts)
-
-
-def _panel(
-    layout: Drawable,
-    outer: ShownCoord,
-    shown: list[ShownCoord],
-    chosen: tuple[Axis, ...],
-    colours: dict[int, int],
-    host: HostLevel | None,
-    mark: int | None,
-    skipped: tuple[str, ...],
-) -> Panel:
-    """The panel at the indices ``outer`` of the outer axes. Groups get the next colour when they are first seen."""
-    axes = layout.axes[len(outer) :]
-    columns = list(product(*shown[-1:]))
-    rows = list(product(*shown[:-1]))
-    others = [axis for axis in layout.axes if axis not in chosen]
-    cells = []
-    for (i, row), (j, column) in product(enumerate(rows), enumerate(columns)):
-        coord = [index for index in (*outer, *row, *column) if isinstance(index, int)]
-        if len(coord) < len(layout.axes):
-            cells.append(Cell(i, j, None))
+    columns = list(product(*shown[cut:][-1:]))
+    column_names = tuple(_coord_text(axes[-1:], column) for column in columns if column)
+    follows_gap = False
+    for outer in product(*shown[:cut]):
+        if GAP in outer:
+            follows_gap = True
             continue
-        rank = layout.rank_of(coord)
-        colour = colours.setdefault(layout.index_of(rank, *others) if others else 0, len(colours))
-        group = layout.describe(rank, *chosen) if chosen else ""
-        unit = host.unit_of(rank) if host else None
-        cells.append(Cell(i, j, rank, layout.label_of(rank), colour, group, unit, rank == mark))
-    return Panel(
-        coord_text(layout.axes, outer),
-        tuple(coord_text(axes[:-1], row) for row in rows) if len(axes) > 1 else (),
-        tuple(coord_text(axes[-1:], column) for column in columns) if axes else (),
-        tuple(cells),
-        tuple(filter(None, skipped)),
-        not any(skipped[:-1]),
-    )
+        rows = []
+        for row in product(*shown[cut:-1]):
+            cells = tuple(maker.cell_at((*outer, *row, *column)) for column in columns)
+            rows.append(Row(_coord_text(axes[cut:-1], row), cells, maker.hosts_of(cells)))
+        yield Panel(_coord_text(axes[:cut], outer), column_names, tuple(rows), follows_gap)
+        follows_gap = False
+
+
+def _coord_text(axes: Sequence[Axis], coord: ShownCoord) -> str:
+    """Indices with the names of their axes: ``pp0 dp1``."""
+    words = []
+    for axis, index in zip(axes, coord):
+        words.append(f"{axis}:{index}" if isinstance(axis, int) else f"{axis}{index}")
+    return " ".join(words)

@@ -7,8 +7,6 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
-from itertools import groupby
-from operator import itemgetter
 from typing import TextIO
 
 Line = list[tuple[str, str]]
@@ -21,42 +19,41 @@ def plain(lines: Iterable[Line]) -> str:
     >>> plain([[("tp", "bold"), ("  ", ""), ("4 ", "")]])
     'tp  4'
     """
-    return "\n".join("".join(text for text, _ in line).rstrip() for line in lines)
+    texts = ["".join(text for text, _ in line) for line in lines]
+    return "\n".join(text.rstrip() for text in texts)
 
 
-def columns(rows: Sequence[Sequence[tuple[str, str]]], right: Sequence[bool], gap: str = "  ") -> list[Line]:
+def length(line: Line) -> int:
+    """The characters of a line."""
+    return sum(len(text) for text, _ in line)
+
+
+def columns(rows: Sequence[Line], right: Sequence[bool], gap: str = "  ") -> list[Line]:
     """Rows of cells as aligned lines. ``right`` is True for each column that is right-aligned.
 
     >>> print(plain(columns([[("tp", ""), ("4", "")], [("data", ""), ("16", "")]], right=[False, True])))
     tp     4
     data  16
     """
-    widths = [max((len(text) for text, _ in column), default=0) for column in zip(*rows)]
+    widths = [max(len(text) for text, _ in column) for column in zip(*rows)]
     lines: list[Line] = []
     for row in rows:
         line: Line = []
         for (text, style), width, to_right in zip(row, widths, right):
-            pad = " " * (width - len(text))
-            line += [(gap if line else "", ""), (pad if to_right else "", ""), (text, style)]
-            line.append(("" if to_right else pad, ""))
-        pieces = groupby((piece for piece in line if piece[0]), key=itemgetter(1))
-        lines.append([("".join(text for text, _ in same), style) for style, same in pieces])
+            padded = text.rjust(width) if to_right else text.ljust(width)
+            line += [(padded, style), (gap, "")]
+        lines.append(line[:-1])
     return lines
 
 
-def width_taken(rows: Sequence[Sequence[tuple[str, str]]]) -> int:
-    """The characters that ``columns`` needs for these cells, with a gap after the last column."""
-    return sum(max(len(text) for text, _ in column) + 2 for column in zip(*rows))
-
-
 def columns_with_ranks(
-    rows: Sequence[Sequence[tuple[str, str]]],
+    rows: Sequence[Line],
     right: Sequence[bool],
     title: str,
     groups: Iterable[tuple[Sequence[int], int]],
     width: int,
 ) -> list[Line]:
-    """``columns`` with another column: the ranks of each group, shortened so that lines fit in ``width``.
+    """``columns`` with another column: the ranks of each group, shortened to fit in ``width``, if there is room.
 
     Args:
         rows: the cells, the header first.
@@ -64,36 +61,11 @@ def columns_with_ranks(
         title: the header of the other column.
         groups: for each row but the header, the two arguments of ``ranks_in``.
     """
-    room = max(5, width - width_taken(rows))
-    ranks = [(title, "dim"), *((ranks_in(room, *group), "dim") for group in groups)]
-    return columns([[*row, cell] for row, cell in zip(rows, ranks)], [*right, False])
-
-
-def framed(titles: Sequence[str], rows: Sequence[Line]) -> list[list[Line]]:
-    """Panels of the same size, each with a title in its frame. Each has the same number of ``rows``, in their order.
-
-    >>> [print(plain(panel)) for panel in framed(["pp0", "pp1"], [[("0 1", "")], [("2 3", "")]])][0]
-    ┌ pp0 ─┐
-    │ 0 1  │
-    └──────┘
-    ┌ pp1 ─┐
-    │ 2 3  │
-    └──────┘
-    """
-    lengths = [1 + sum(len(text) for text, _ in row) for row in rows]
-    room, height = max([*lengths, *(len(title) + 3 for title in titles)]), len(rows) // len(titles)
-    boxed = [[("│ ", ""), *row, (" " * (room - length) + "│", "")] for row, length in zip(rows, lengths)]
-    panels = []
-    for i, title in enumerate(titles):
-        top = f" {title} " if title else ""
-        lines: list[Line] = [[(f"┌{top:─<{room}}┐", "")], *boxed[i * height : (i + 1) * height]]
-        panels.append([*lines, [(f"└{'─' * room}┘", "")]])
-    return panels
-
-
-def side_by_side(panels: Sequence[list[Line]]) -> list[Line]:
-    """The lines of panels of one height, next to each other."""
-    return [[piece for part in row for piece in (("  ", ""), *part)][1:] for row in zip(*panels)]
+    room = width - 2 - length(columns(rows, right)[0])
+    if room < len(title):
+        return columns(rows, right)
+    ranks = [title, *(ranks_in(room, *group) for group in groups)]
+    return columns([[*row, (text, "dim")] for row, text in zip(rows, ranks)], [*right, False])
 
 
 def ranks_in(room: int, ranks: Sequence[int], size: int) -> str:
@@ -107,11 +79,11 @@ def ranks_in(room: int, ranks: Sequence[int], size: int) -> str:
     ('0, …, 12', '0, 4, 8, 12')
     """
     words = [str(rank) for rank in ranks]
-    text = ", ".join(words if len(ranks) == size else [*words[:-1], "…", words[-1]])
-    while len(text) > room and len(words) > 2:
-        words = [*words[:-2], words[-1]]
-        text = ", ".join([*words[:-1], "…", words[-1]])
-    return text if len(text) <= room else "…"
+    for count in range(len(words), min(size, 2) - 1, -1):
+        shown = words if count == size else [*words[: count - 1], "…", words[-1]]
+        if len(", ".join(shown)) <= room:
+            return ", ".join(shown)
+    return "…"
 
 
 def wrapped(text: str, width: int, style: str = "", indent: str = "") -> list[Line]:
@@ -140,17 +112,17 @@ def is_terminal(stream: TextIO) -> bool:
 
     Open MPI connects each rank to a pseudo-terminal even if its output is piped. Such a terminal does not count.
     """
-    return bool(getattr(stream, "isatty", lambda: False)()) and "OMPI_COMM_WORLD_RANK" not in os.environ
+    return stream.isatty() and "OMPI_COMM_WORLD_RANK" not in os.environ
 
 
 def width_of(stream: TextIO) -> int:
     """The width of a line in characters: that of the terminal, at least 40; 80 if the stream is not a terminal."""
-    return max(40, shutil.get_terminal_size((80, 24)).columns) if is_terminal(stream) else 80
+    return max(40, shutil.get_terminal_size().columns) if is_terminal(stream) else 80
 
 
 def is_coloured(stream: TextIO) -> bool:
-    """True if lines are written in colour: the stream is a terminal with colours, and rich is installed."""
-    return is_terminal(stream) and os.environ.get("TERM") != "dumb" and find_spec("rich") is not None
+    """True if lines are written in colour: the stream is a terminal, and rich is installed."""
+    return is_terminal(stream) and find_spec("rich") is not None
 
 
 def write(lines: Sequence[Line], stream: TextIO) -> None:
@@ -163,4 +135,6 @@ def write(lines: Sequence[Line], stream: TextIO) -> None:
 
     console = Console(file=stream, highlight=False, soft_wrap=True)
     for line in lines:
-        console.print(Text.assemble(*line))
+        text = Text.assemble(*line)
+        text.rstrip()
+        console.print(text)

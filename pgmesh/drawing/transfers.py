@@ -5,16 +5,18 @@ A rank that is on both sides is drawn twice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from pgmesh.drawing.svg import Box, Colours, Drawing, Line, Scale, Spacing, Text, colour, width_of
+from pgmesh.drawing import palette, svg
+from pgmesh.drawing.svg import FONT
 
-BETWEEN = 260.0
+BETWEEN = 260
 """Pixels between the two columns."""
 
-THICKEST = 10.0
-"""Pixels of the thickest line."""
+CELL_WIDTH, CELL_HEIGHT = 46, 28
+ROW = 36
+"""Pixels from one rank to the next."""
 
 
 class End(NamedTuple):
@@ -43,8 +45,8 @@ def drawing(
     notes: Sequence[str],
     sides: tuple[tuple[str, Sequence[End]], tuple[str, Sequence[End]]],
     sent: Mapping[tuple[int, int], Sent],
-) -> Drawing:
-    """The drawing of a transfer.
+) -> str:
+    """The drawing of a transfer, as SVG.
 
     Args:
         title: the first line.
@@ -54,50 +56,63 @@ def drawing(
 
     >>> ends = [End(0, "tp0", "sends 8 bytes")], [End(1, "tp0", "receives 8 bytes")]
     >>> drawn = drawing("a tensor", [], (("source", ends[0]), ("target", ends[1])), {(0, 1): Sent(8, False)})
-    >>> [line.title for line in drawn.lines]
-    ['rank 0 sends 8 bytes to rank 1']
+    >>> "<title>rank 0 sends 8 bytes to rank 1</title>" in drawn
+    True
     """
-    scale, edge = Scale.for_cells(max(len(ends) for _, ends in sides)), Spacing.margin
-    font, cell, pitch = scale.label_font, scale.min_cell_width, scale.cell_height + scale.gap
-    texts = [Text("title", edge, edge + 16, title, 16, bold=True)]
-    texts += [Text("note", edge, edge + 36 + 17 * i, note, 11.5, fill=Colours.muted) for i, note in enumerate(notes)]
-    top = edge + 36 + 17 * len(notes) + 2 * font
-    beside = [max((width_of(word, font) for end in ends for word in end[1:]), default=0.0) + 6 for _, ends in sides]
-    left = edge + beside[0]
-    columns = left, left + cell + BETWEEN
-    boxes, middles = [], []
-    for x, (name, ends), is_source in zip(columns, sides, (True, False)):
-        texts.append(Text("panel", x + cell / 2, top - font, name, font + 1, "middle", bold=True))
-        aside, anchor = (x - 6, "end") if is_source else (x + cell + 6, "start")
-        middles.append({end.rank: top + i * pitch + scale.cell_height / 2 for i, end in enumerate(ends)})
-        for i, (rank, label, text) in enumerate(ends):
-            y, fill = middles[-1][rank], colour(i) if is_source else Colours.panel
-            edge_of = "" if is_source else Colours.frame
-            tooltip = f"rank {rank:,}\n{label}\n{text}"
-            boxes.append(
-                Box("cell", x, y - scale.cell_height / 2, cell, scale.cell_height, fill, edge_of, title=tooltip)
-            )
-            texts.append(Text("rank", x + cell / 2, y + scale.rank_font * 0.36, str(rank), scale.rank_font, "middle"))
-            texts.append(Text("axis", aside, y - 2, label, font, anchor, Colours.muted))
-            texts.append(Text("axis", aside, y + font, text, font, anchor, Colours.muted))
-    colours = {end.rank: colour(i) for i, end in enumerate(sides[0][1])}
-    shown = {pair: each for pair, each in sent.items() if pair[0] in middles[0] and pair[1] in middles[1]}
-    most = max((each.amount for each in shown.values()), default=1)
-    lines = [
-        Line(
-            "far" if each.leaves else "near",
-            columns[0] + cell,
-            middles[0][sender],
-            columns[1],
-            middles[1][receiver],
-            colours[sender],
-            1 + (THICKEST - 1) * each.amount / most,
-            f"rank {sender:,} sends {each.amount:,} bytes to rank {receiver:,}" + ", on another host" * each.leaves,
-            "8 5" if each.leaves else "",
-        )
-        for (sender, receiver), each in shown.items()
-    ]
-    width = max(columns[1] + cell + beside[1], *(text.span[1] for text in texts)) + edge
-    height = top + pitch * max(len(ends) for _, ends in sides) + edge
-    ground = Box("ground", 0, 0, width, height, Colours.background, round=10)
-    return Drawing(width, height, (ground, *boxes), tuple(texts), tuple(lines))
+    parts, top = svg.heading(title, notes)
+    top += 2 * FONT
+    (source_name, senders), (target_name, receivers) = sides
+    x = svg.width_of(FONT, [words for end in senders for words in end[1:]]) + 8
+    to_x = x + CELL_WIDTH + BETWEEN
+    right = to_x + CELL_WIDTH + 8 + svg.width_of(FONT, [words for end in receivers for words in end[1:]])
+    for left, name in ((x, source_name), (to_x, target_name)):
+        parts.append(svg.text("panel", left + CELL_WIDTH // 2, top - FONT, name, "middle"))
+    for number, end in enumerate(senders):
+        parts += _end(end, x, top + number * ROW, x - 6, "end", palette.colour(number))
+    for number, end in enumerate(receivers):
+        parts += _end(end, to_x, top + number * ROW, to_x + CELL_WIDTH + 6, "start", palette.PANEL)
+    middle = top + CELL_HEIGHT // 2
+    parts += _lines(senders, receivers, (x + CELL_WIDTH, to_x), middle, sent)
+    width = max(right, svg.width_of(svg.TITLE_FONT, [title]), svg.width_of(FONT, notes))
+    height = top + ROW * max(len(senders), len(receivers))
+    return svg.document(width + 2 * svg.MARGIN, height + 2 * svg.MARGIN, [svg.moved(svg.MARGIN, svg.MARGIN, parts)])
+
+
+def _end(end: End, x: int, y: int, beside: int, anchor: str, fill: str) -> Iterator[str]:
+    """A rank in its cell, and its label and its text at ``beside``."""
+    title = svg.tooltip(f"rank {end.rank:,}", end.label, end.text)
+    place = f'x="{x}" y="{y}" width="{CELL_WIDTH}" height="{CELL_HEIGHT}" rx="4"'
+    yield f'<rect class="cell" {place} fill="{fill}" stroke="{palette.PANEL_FRAME}">{title}</rect>'
+    yield svg.text("rank", x + CELL_WIDTH // 2, y + FONT + 7, str(end.rank), "middle")
+    yield svg.text("axis", beside, y + FONT, end.label, anchor)
+    yield svg.text("axis", beside, y + 2 * FONT + 2, end.text, anchor)
+
+
+def _lines(
+    senders: Sequence[End],
+    receivers: Sequence[End],
+    ends: tuple[int, int],
+    top: int,
+    sent: Mapping[tuple[int, int], Sent],
+) -> Iterator[str]:
+    """A curve for each pair of ranks that are shown, thicker for more bytes, dashed if they leave the host.
+
+    Args:
+        ends: the x of its two ends.
+        top: the y of the first rank of each side.
+    """
+    row_of_sender = {end.rank: number for number, end in enumerate(senders)}
+    row_of_receiver = {end.rank: number for number, end in enumerate(receivers)}
+    most = max((each.amount for each in sent.values()), default=1)
+    x, to_x = ends
+    middle = (x + to_x) // 2
+    for (sender, receiver), each in sent.items():
+        if sender not in row_of_sender or receiver not in row_of_receiver:
+            continue
+        number = row_of_sender[sender]
+        y, to_y = top + number * ROW, top + row_of_receiver[receiver] * ROW
+        curve = f"M{x} {y}C{middle} {y} {middle} {to_y} {to_x} {to_y}"
+        stroke = f'stroke="{palette.colour(number)}" stroke-width="{1 + 9 * each.amount / most:.1f}"'
+        kind, dashes, away = ("far", "8 5", ", on another host") if each.leaves else ("near", "none", "")
+        title = svg.tooltip(f"rank {sender:,} sends {each.amount:,} bytes to rank {receiver:,}{away}")
+        yield f'<path class="{kind}" d="{curve}" fill="none" {stroke} stroke-dasharray="{dashes}">{title}</path>'

@@ -324,9 +324,17 @@ class GroupCache:
             with self.lock:
                 created = [record for key, record in self._records.items() if (key.ranks, key.tag) == (ranks, tag)]
                 self._configured.configure(layout, axes, tag, options, created[0] if created else None, call_site())
-        if layout == self.layout:
+        of_root = axes if layout == self.layout else self._axes_of_root(layout, axes)
+        if of_root is not None:
             of_mesh = self._configured.of_mesh
-            of_mesh[axes, tag] = of_mesh.get((axes, tag), GroupOptions()).but(options)
+            of_mesh[of_root, tag] = of_mesh.get((of_root, tag), GroupOptions()).but(options)
+
+    def _axes_of_root(self, layout: Layout, axes: tuple[Axis, ...]) -> tuple[Axis, ...] | None:
+        """The axes of the root mesh along which this rank's block is that of a slice; None if there are none."""
+        names, root = axes or layout.axes, self.layout
+        if self.rank not in layout or not {*names} <= {*root.axes}:
+            return None
+        return names if root.block_of(self.rank, *names) == layout.block_of(self.rank, *axes) else None
 
     def configured_options(self) -> list[tuple[list[Axis], str, dict[str, Any]]]:
         """The options of the root mesh's groups as plain data: axes, tag and options."""

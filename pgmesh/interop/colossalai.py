@@ -141,17 +141,12 @@ class ColossalMesh:
         if mode not in ("raise", "wrap", "clip"):
             raise RankError(f"mode is 'raise', 'wrap' or 'clip', not {mode!r}.")
         layout, coord = Layout(*shape), _to_ints("a coord", coord)
-        if len(coord) == len(layout.shape):
-            if mode == "wrap":
-                coord = tuple(index % size for index, size in zip(coord, layout.shape))
-            elif mode == "clip":
-                coord = tuple(min(max(index, 0), size - 1) for index, size in zip(coord, layout.shape))
-            for axis, (index, size) in enumerate(zip(coord, layout.shape)):
-                if not 0 <= index < size:
-                    raise RankError(
-                        f"axis {axis} of shape {layout.shape} has indices 0 to {size - 1}; there is no {index}.\n\n"
-                        f"  ravel({coord}, {layout.shape}, 'wrap')   # wraps around; or 'clip'"
-                    )
+        if mode != "raise" and len(coord) == len(layout.shape):
+            coord = tuple(
+                index % size if mode == "wrap" else min(max(index, 0), size - 1)
+                for index, size in zip(coord, layout.shape)
+            )
+        _check_indices(coord, layout.shape, f"\n\n  ravel({coord}, {layout.shape}, 'wrap')   # wraps around; or 'clip'")
         return layout.rank_of(coord)
 
     @staticmethod
@@ -199,7 +194,7 @@ class ColossalMesh:
             self.mesh.coord_of(rank)
         if self.rank not in ranks:
             return dist.GroupMember.NON_GROUP_MEMBER
-        group = self.mesh.group_of(ranks, **({} if backend is None else {"backend": backend}))
+        group = self.mesh.group_of(ranks, backend=backend)
         self._returned.add(tuple(sorted(ranks)))
         return group
 
@@ -249,23 +244,10 @@ class ColossalMesh:
             axis = _to_axes(axis, len(coord))
             indices = [range(self.shape[number]) for number in axis]
         places = self.get_coords_along_axis(coord, axis, indices)
-        if any(index < 0 for place in places for index in place):
-            self._raise_for_negative_index(axis, indices)
+        for place in places:
+            _check_indices(place, self.shape)
         ranks = [self.mesh.rank_of(place) for place in places]
         return self.get_group(ranks, backend=backend) if self.rank in ranks else None
-
-    def _raise_for_negative_index(self, axis: Axes, indices: Indices) -> None:
-        """Raise RankError for the first negative index, and suggest the call with indices from 0."""
-        axes, lists = _to_axes(axis, len(self.shape)), list[Any](indices if _is_sequence(axis) else [indices])
-        number, index = next((n, i) for n, each in zip(axes, lists) for i in _to_ints("a list", each) if i < 0)
-        counted_from_0 = [
-            [i + self.shape[n] * (i < 0) for i in _to_ints("a list", each)] for n, each in zip(axes, lists)
-        ]
-        call = f"{axes}, {counted_from_0}" if _is_sequence(axis) else f"{number}, {counted_from_0[0]}"
-        fits = all(0 <= i < self.shape[n] for n, each in zip(axes, counted_from_0) for i in each)
-        way = f"\n\n  create_group_along_axis({call})   # indices count from 0" if fits else ""
-        last = self.shape[number] - 1
-        raise RankError(f"axis {number} of shape {self.shape} has indices 0 to {last}; there is no {index}.{way}")
 
     get_group_along_axis = create_group_along_axis  # the group exists already, or its members create it
 
@@ -292,15 +274,19 @@ class ColossalMesh:
         return f"ColossalMesh(mesh={self.mesh!r})"
 
 
+def _check_indices(coord: Sequence[int], shape: Sequence[int], hint: str = "") -> None:
+    """Raise RankError if an axis does not have an index. Negative ones do not count from the end."""
+    for axis, (index, size) in enumerate(zip(coord, shape)):
+        if not 0 <= index < size:
+            raise RankError(f"axis {axis} of shape {shape} has indices 0 to {size - 1}; there is no {index}.{hint}")
+
+
 def _to_axis(axis: Any, count: int) -> int:
     """The number of an axis, counted from the start."""
     try:
-        number = operator.index(axis)
-    except TypeError:
+        return int(range(count)[axis])  # a negative axis counts from the end
+    except (IndexError, TypeError):
         raise AxisError(f"axes are numbers from 0 to {count - 1}; there is no axis {axis!r}.") from None
-    if not -count <= number < count:
-        raise AxisError(f"axes are numbers from 0 to {count - 1}; there is no axis {number}.")
-    return number % count
 
 
 def _to_axes(axis: Any, count: int) -> list[int]:

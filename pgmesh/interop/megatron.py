@@ -7,16 +7,17 @@ Needs ``megatron-core``, tested with 0.16.1. The names of fields and globals are
 from __future__ import annotations
 
 import importlib
-import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from torch.distributed import ProcessGroup
 
 from pgmesh._util.suggestions import closest_name, did_you_mean
 from pgmesh.errors import AxisError, ShapeError, UnsupportedTorchError, WorldError
 
 if TYPE_CHECKING:
-    from pgmesh.recipes import Arrangement, Family
+    from pgmesh.recipes import Arrangement
 
 TRIED_ON = "0.16.1"
 
@@ -28,7 +29,7 @@ NAMES: dict[str, tuple[str | None, str, str | None]] = {
     "position embedding": ("pos_embd", "_POSITION_EMBEDDING_GROUP", "_POSITION_EMBEDDING_GLOBAL_RANKS"),
     "context": ("cp", "_CONTEXT_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GLOBAL_RANKS"),
     "tensor+context": ("tp_cp", "_TENSOR_AND_CONTEXT_PARALLEL_GROUP", None),
-    "context level *": ("hcp", "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", None),
+    "hcp": ("hcp", "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS", None),
     "expert": ("ep", "_EXPERT_MODEL_PARALLEL_GROUP", "_EXPERT_MODEL_PARALLEL_RANKS"),
     "expert-tensor": ("expt_tp", "_EXPERT_TENSOR_PARALLEL_GROUP", None),
     "expert-tensor+expert": ("tp_ep", "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", None),
@@ -43,21 +44,21 @@ NAMES: dict[str, tuple[str | None, str, str | None]] = {
     "instance": ("intra_dist_opt", "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", None),
     "tensor+data": (None, "_TENSOR_AND_DATA_PARALLEL_GROUP", None),
 }
-"""The names of each family in Megatron-Core: the field of ``ProcessGroupCollection``, and the globals of
-``parallel_state`` that hold its group and its ranks. ``*`` is any level."""
+"""Each name of an arrangement in Megatron-Core: the field of ``ProcessGroupCollection``, and the globals of
+``parallel_state`` that hold its group and its ranks. "hcp" is the short name of all levels."""
 
-FIELDS = {field: family for family, (field, _, _) in NAMES.items() if field}
-GROUPS = {group: family for family, (_, group, _) in NAMES.items()}
-RANK_LISTS = {ranks: family for family, (_, _, ranks) in NAMES.items() if ranks}
-"""The family of each field, of each global group and of each global list of ranks."""
+FIELDS = {field: name for name, (field, _, _) in NAMES.items() if field}
+GROUPS = {group: name for name, (_, group, _) in NAMES.items()}
+RANK_LISTS = {ranks: name for name, (_, _, ranks) in NAMES.items() if ranks}
+"""The name of each field, of each global group and of each global list of ranks."""
 
 _WITH_GLOO = ("data", "data+context", "data+context in instance", "expert-data", "expert-data in instance")
-GLOO_GROUPS = {f"{NAMES[family][1]}_GLOO": family for family in _WITH_GLOO}
-"""The family of each global that holds a Gloo group of the same ranks."""
+GLOO_GROUPS = {f"{NAMES[name][1]}_GLOO": name for name in _WITH_GLOO}
+"""The name of each global that holds a Gloo group of the same ranks."""
 
 ALL_GATHER_GROUP = "_DATA_PARALLEL_GROUP_WITH_CP_AG"
 HYBRID_GROUPS = "_HYBRID_DP_CP_GROUPS"
-"""Globals that depend on arguments of ``published``. Without ``hybrid=``, the second is an empty dict."""
+"""Globals that depend on ``all_gather=`` and on ``recipes.megatron(hybrid_cp=True)``. The second is a dict by size."""
 
 GROUP_LIST = "_global_process_group_list"
 """The global list of all groups, whose timeouts Megatron changes. None is the world."""
@@ -97,7 +98,6 @@ def published(
     *,
     gloo: bool = False,
     all_gather: bool = False,
-    hybrid: Mapping[int, Family] | None = None,
     virtual_pipeline: int | None = None,
 ) -> Iterator[None]:
     """Put the groups of an arrangement into Megatron-Core's ``parallel_state``, and restore it after the block.
@@ -109,12 +109,10 @@ def published(
         arrangement: the result of ``recipes.megatron``.
         gloo: also fill the Gloo groups of data parallelism.
         all_gather: also fill the second communicator of data with context parallelism, whose tag is "all-gather".
-        hybrid: the result of ``recipes.hybrid_context``, for hybrid context parallelism.
         virtual_pipeline: number of chunks of the model on each rank. The schedule sets the current chunk.
 
     Raises:
-        UnsupportedTorchError: this megatron-core lacks a global that must be filled, or has groups that pgmesh does
-            not know.
+        UnsupportedTorchError: this megatron-core has groups that pgmesh does not know.
         ShapeError: ``virtual_pipeline`` without a pipeline.
         WorldError: megatron-core is not installed.
 
@@ -125,37 +123,17 @@ def published(
     1
     """
     state = vars(_import_core("parallel_state"))
-    known = {*GROUPS, *GLOO_GROUPS, ALL_GATHER_GROUP, HYBRID_GROUPS}
-    unknown = sorted(name for name in state if _is_state_variable(name) and "GROUP" in name and name not in known)
-    if unknown:
-        raise UnsupportedTorchError(
-            f"megatron-core {_version()} has groups in its parallel_state that pgmesh, which was tested with "
-            f"{TRIED_ON}, does not know: {', '.join(unknown)}. Code that reads them would find None."
-            f"\n\n  pip install megatron-core=={TRIED_ON}"
-        )
-    if virtual_pipeline is not None and arrangement["pipeline"].size == 1:
-        raise ShapeError(
-            f"virtual_pipeline={virtual_pipeline} needs a pipeline of more than 1 stage, but {arrangement!r} has pp=1."
-            f"\n\n  megatron.published(arrangement)   # without virtual_pipeline"
-        )
-    values: dict[str, Any] = {name: _group(arrangement, family) for name, family in GROUPS.items()}
-    if gloo:
-        values |= {name: _group(arrangement, family, backend="gloo") for name, family in GLOO_GROUPS.items()}
-    if all_gather:
-        values[ALL_GATHER_GROUP] = _group(arrangement, "data+context", tag="all-gather")
-    values[HYBRID_GROUPS] = {size: family.group() for size, family in (hybrid or {}).items()}
-    values[GROUP_LIST] = _unique_groups(values)
-    values |= {name: _ranks(arrangement, family) for name, family in RANK_LISTS.items()}
+    _check_groups(state)
+    values = _groups(arrangement, gloo, all_gather) | _ranks(arrangement)
     values["_GLOBAL_MEMORY_BUFFER"] = _import_core("utils").GlobalMemoryBuffer()
     if virtual_pipeline is not None:
+        if arrangement["pipeline"].size() == 1:
+            raise ShapeError(
+                f"virtual_pipeline={virtual_pipeline} needs more than 1 stage, but {arrangement!r} has pp=1.\n\n"
+                f"  megatron.published(arrangement)   # without virtual_pipeline"
+            )
         values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = virtual_pipeline
         values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = 0
-    missing = sorted(values.keys() - state.keys())
-    if missing:
-        raise UnsupportedTorchError(
-            f"megatron-core {_version()} has no {', '.join(missing)} in its parallel_state; pgmesh was tested with "
-            f"{TRIED_ON}.\n\n  pip install megatron-core=={TRIED_ON}"
-        )
     before = {name: value for name, value in state.items() if _is_state_variable(name)}
     try:
         state.update(dict.fromkeys(before))  # clear cached sizes and ranks, which getters prefer to the groups
@@ -167,33 +145,50 @@ def published(
         state.update(before)
 
 
+def _check_groups(state: Mapping[str, Any]) -> None:
+    """Raise UnsupportedTorchError if ``parallel_state`` has groups that pgmesh does not know."""
+    known = {*GROUPS, *GLOO_GROUPS, ALL_GATHER_GROUP, HYBRID_GROUPS}
+    unknown = sorted(name for name in state if _is_state_variable(name) and "GROUP" in name and name not in known)
+    if unknown:
+        version = _import_core("package_info").__version__
+        raise UnsupportedTorchError(
+            f"parallel_state of megatron-core {version} has groups that pgmesh, which was tested with {TRIED_ON}, does "
+            f"not know: {', '.join(unknown)}.\n\n  pip install megatron-core=={TRIED_ON}"
+        )
+
+
 def _is_state_variable(name: str) -> bool:
     """True if a global of ``parallel_state`` is a variable, not a function or a class."""
     return name == GROUP_LIST or (name.startswith("_") and name.isupper())
 
 
+def _groups(arrangement: Arrangement, gloo: bool, all_gather: bool) -> dict[str, Any]:
+    """The values of the globals that hold groups."""
+    values = {name: _group(arrangement, each) for name, each in GROUPS.items()}
+    if gloo:
+        values |= {name: _group(arrangement, each, backend="gloo") for name, each in GLOO_GROUPS.items()}
+    if all_gather:
+        values[ALL_GATHER_GROUP] = _group(arrangement, "data+context", tag="all-gather")
+    pieces = [arrangement[name] for name in arrangement if name.startswith("data+context by ")]
+    hybrid = {piece.size(): piece.group() for piece in pieces}
+    groups = [*values.values(), *hybrid.values(), *(values[NAMES["hcp"][1]] or ())]
+    used = dict.fromkeys(group for group in groups if isinstance(group, ProcessGroup))
+    return {**values, HYBRID_GROUPS: hybrid, GROUP_LIST: [None, *used]}
+
+
 def _group(arrangement: Arrangement, name: str, **options: Any) -> Any:
-    """This rank's group of a family, None if it has none, or a list of groups for a family with levels."""
-    if name.endswith("*"):
-        levels = [family for family in arrangement if family.startswith(name[:-1])]
-        return [_group(arrangement, level, **options) for level in levels] or None
-    family = arrangement[name]
-    if arrangement.rank not in family or (name == "between instances" and family.size == 1):
-        return None
-    return family.group(**options)
+    """This rank's group of a name, None if it has none, or a list of groups for the levels of context parallelism."""
+    if name == "hcp":
+        return [_group(arrangement, level, **options) for level in arrangement.short[name]] or None
+    part = arrangement[name]
+    is_single = name == "between instances" and part.size() == 1
+    return part.group(**options) if arrangement.rank in part and not is_single else None
 
 
-def _ranks(arrangement: Arrangement, name: str) -> list[int] | None:
-    """The ranks of this rank's group of a family; None if it has none."""
-    family = arrangement[name]
-    return list(family.ranks) if arrangement.rank in family else None
-
-
-def _unique_groups(values: Mapping[str, Any]) -> list[Any]:
-    """None, for the group of the world, and each group among the values once."""
-    several = [value.values() if isinstance(value, dict) else value for value in values.values()]
-    groups = itertools.chain.from_iterable(each if isinstance(each, Iterable) else [each] for each in several)
-    return [None, *dict.fromkeys(group for group in groups if group is not None)]
+def _ranks(arrangement: Arrangement) -> dict[str, list[int] | None]:
+    """The values of the globals that hold ranks; None for a group that this rank is not in."""
+    ranks = {name: list(arrangement[each].ranks()) for name, each in RANK_LISTS.items()}
+    return {name: each if arrangement.rank in each else None for name, each in ranks.items()}
 
 
 def _import_core(module: str) -> Any:
@@ -203,10 +198,4 @@ def _import_core(module: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "megatron":
             raise
-        raise WorldError(
-            f"this needs megatron-core, which is not installed.\n\n  pip install megatron-core=={TRIED_ON}"
-        ) from None
-
-
-def _version() -> str:
-    return str(_import_core("package_info").__version__)
+        raise WorldError(f"megatron-core is not installed.\n\n  pip install megatron-core=={TRIED_ON}") from None

@@ -9,10 +9,9 @@ from pgmesh._util.lazy_names import lazy_names
 # The module of each public name. Modules are imported lazily, so that detect_launcher needs no torch.
 _MODULES = {
     "StoreProcess": "store",
-    "detect_launcher": "detect",
+    **dict.fromkeys(("LauncherInfo", "detect_launcher"), "detect"),
     "fake_world": "faking",
-    **dict.fromkeys(("from_openmpi", "from_slurm", "from_torch", "join"), "joining"),
-    "placement": "placing",
+    **dict.fromkeys(("World", "from_openmpi", "from_slurm", "from_torch", "join"), "joining"),
     "spawn": "spawning",
 }
 
@@ -20,14 +19,14 @@ __all__, __getattr__, __dir__ = lazy_names(__name__, _MODULES)
 
 
 if TYPE_CHECKING:
-    from pgmesh.launch.detect import detect_launcher as detect_launcher
+    from pgmesh.launch.detect import LauncherInfo as LauncherInfo, detect_launcher as detect_launcher
     from pgmesh.launch.faking import fake_world as fake_world
     from pgmesh.launch.joining import (
+        World as World,
         from_openmpi as from_openmpi,
         from_slurm as from_slurm,
         from_torch as from_torch,
         join as join,
     )
-    from pgmesh.launch.placing import placement as placement
     from pgmesh.launch.spawning import spawn as spawn
     from pgmesh.launch.store import StoreProcess as StoreProcess

@@ -31,23 +31,16 @@ def fake_world(rank: int, size: int, /) -> World:
     ...     mesh.label(), mesh.ranks("tp"), mesh.group("tp").size()
     ('pp0-dp1-tp1', (4, 5, 6, 7), 4)
     """
-    try:
-        rank, size = operator.index(rank), operator.index(size)
-    except TypeError:
-        raise RankError(
-            f"fake_world takes two whole numbers, such as launch.fake_world(5, 64), not {rank!r} and {size!r}."
-        ) from None
-    call = f"fake_world({rank}, {size})"
-    if size < 1:
-        raise RankError(f"{call}: a world has 1 rank or more.\n\n  launch.fake_world(0, 1)")
+    rank, size = operator.index(rank), operator.index(size)
     if not 0 <= rank < size:
-        near = min(max(rank, 0), size - 1)
+        near = min(max(rank, 0), max(size, 1) - 1)
         raise RankError(
-            f"{call}: the ranks of a world of {size} are 0 to {size - 1}.\n\n  launch.fake_world({near}, {size})"
+            f"a world of {size} has no rank {rank}; ranks count from 0.\n\n  launch.fake_world({near}, {max(size, 1)})"
         )
     if dist.is_initialized():
         raise WorldError(
-            f"{call}: this process is rank {dist.get_rank()} of a world of {dist.get_world_size()} already.\n\n"
+            f"fake_world({rank}, {size}): this process is rank {dist.get_rank()} of a world of {dist.get_world_size()} "
+            f"already.\n\n"
             f"  torch.distributed.destroy_process_group()   # leave that world first"
         )
     dist.init_process_group("fake", rank=rank, world_size=size)

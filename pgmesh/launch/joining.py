@@ -14,10 +14,9 @@ import torch.distributed as dist
 from pgmesh._util.formatting import format_calls
 from pgmesh.errors import LaunchError
 from pgmesh.launch.detect import (
-    LOCALHOST,
+    BY_HAND,
     OPEN_MPI,
     SLURM,
-    TORCHRUN,
     LauncherInfo,
     detect_launcher,
     detect_one,
@@ -96,8 +95,6 @@ def join(
         return _initialize(lambda: with_address(detect_launcher(os.environ), host, port), backend, timeout)
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # torch's default group would wait for all other ranks
     environ = {name: value for name, value in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
-    if any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):  # those name a rank only with a store
-        environ |= {"MASTER_ADDR": LOCALHOST, "MASTER_PORT": "1"}
     detected = detect_launcher(environ)
     return _initialize(lambda: with_replica(detected, replica, replicas, host, port), backend, timeout)
 
@@ -112,7 +109,7 @@ def from_torch(backend: str | None = None, *, timeout: Timeout | None = None) ->
     Raises:
         LaunchError: the variables are incomplete or contradict each other, or joining fails.
     """
-    return _initialize(lambda: detect_one(TORCHRUN, os.environ), backend, timeout)
+    return _initialize(lambda: detect_one(BY_HAND, os.environ), backend, timeout)
 
 
 def from_slurm(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any
 
 import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
-from pgmesh.launch.processes import EXIT_UNGUARDED, NAME_PREFIX, process_context, unguarded_error
+from pgmesh.launch.processes import GUARD, process_context, wait_for_parent
 
 
 class StoreProcess:
@@ -34,23 +32,17 @@ class StoreProcess:
     """
 
     def __init__(self, port: int = 0, host: str = "127.0.0.1") -> None:
-        processes: Any = process_context()
-        ready_receiver, ready_sender = processes.Pipe(duplex=False)
-        stop_receiver, self._stop_sender = processes.Pipe(duplex=False)
-        self.process: BaseProcess = processes.Process(
-            target=_run_store, args=(port, ready_sender, stop_receiver), daemon=True, name=f"{NAME_PREFIX}store"
-        )
-        with ready_sender, stop_receiver, ready_receiver:
-            self.process.start()
-            ready_sender.close()
-            try:
-                answer = ready_receiver.recv() if ready_receiver.poll(60.0) else "it did not start in 60 s"
-            except EOFError:
-                answer = "it died as it started"
+        processes = process_context()
+        receiver, sender = processes.Pipe(duplex=False)
+        self.process: BaseProcess = processes.Process(target=_run_store, args=(port, sender), daemon=True)
+        self.process.start()
+        sender.close()
+        try:
+            answer = receiver.recv()
+        except EOFError:
+            answer = f"its process ended while it started.\n\n{GUARD}"
         if not isinstance(answer, int):
             self.close()
-            if self.process.exitcode == EXIT_UNGUARDED:
-                raise unguarded_error("the store")
             raise LaunchError(f"no store at port {port}: {answer}")
         self.host, self.port = host, answer
 
@@ -65,10 +57,8 @@ class StoreProcess:
 
     def close(self) -> None:
         """Stop the process."""
-        self._stop_sender.close()
-        self.process.join(1.0)
         self.process.kill()
-        self.process.join(2.0)
+        self.process.join()
 
     def __enter__(self) -> StoreProcess:
         return self
@@ -77,15 +67,14 @@ class StoreProcess:
         self.close()
 
 
-def _run_store(port: int, ready_sender: Connection, stop_receiver: Connection) -> None:
-    """Host a store until the parent closes its end of the pipe, or dies."""
+def _run_store(port: int, sender: Connection) -> None:
+    """Host a store until the parent ends, or kills this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         # torch's server listens on all interfaces; the address is for the client in this process
         store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     except Exception as error:
-        ready_sender.send(str(error).splitlines()[0])
+        sender.send(str(error).splitlines()[0])
         return
-    ready_sender.send(store.port)
-    with contextlib.suppress(EOFError, OSError):
-        stop_receiver.recv()
+    sender.send(store.port)
+    wait_for_parent()

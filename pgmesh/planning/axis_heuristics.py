@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from pgmesh.layout import Axis, Layout
+
 
 class Method(NamedTuple):
     """A parallel method: the usual names of its axes, and the traffic of its groups."""
@@ -38,7 +40,7 @@ METHODS = (
 """The methods by traffic, least first; this is their order from the outermost to the innermost axis."""
 
 
-def method_of(axis: str | int) -> Method | None:
+def method_of(axis: Axis) -> Method | None:
     """The method of an axis, by the words of its name without trailing digits; None if it is unknown.
 
     A name with several known words, such as ``expert_data``, belongs to the method other than expert.
@@ -60,7 +62,7 @@ def order_by_traffic(axes: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(axes, key=_traffic_order))
 
 
-def heavy_axes(axes: Iterable[str | int]) -> list[str | int]:
+def heavy_axes(axes: Iterable[Axis]) -> list[Axis]:
     """The axes with groups that should stay on one host, most traffic first.
 
     >>> heavy_axes(["dp", "cp", "tp"])
@@ -70,6 +72,16 @@ def heavy_axes(axes: Iterable[str | int]) -> list[str | int]:
     return sorted(heavy, key=_traffic_order, reverse=True)
 
 
-def _traffic_order(axis: str | int) -> float:
+def axes_to_colour(layout: Layout) -> tuple[Axis, ...]:
+    """The axis whose groups are coloured by default: the one with the most traffic, else the innermost of size over 1.
+
+    >>> axes_to_colour(layout)
+    ('tp',)
+    """
+    wide = [axis for axis, size in zip(layout.axes, layout.shape) if size > 1] or layout.axes
+    return tuple(heavy_axes(wide)[:1] or wide[-1:])
+
+
+def _traffic_order(axis: Axis) -> float:
     method = method_of(axis)
     return METHODS.index(method) if method else 0.5

@@ -4,18 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-KB = 10**3
-MB = 10**6
-GB = 10**9
-
-
-@dataclass(frozen=True)
-class Source:
-    """The source of a number: a sentence with the number, and a URL or another reference."""
-
-    text: str
-    where: str
-
 
 @dataclass(frozen=True)
 class Cost:
@@ -25,7 +13,7 @@ class Cost:
     of: str  # the resource: memory, GPU memory
     low: int
     high: int
-    sources: tuple[Source, ...]
+    sources: tuple[str, ...]  # URLs, or how it was measured
 
     def times(self, communicators: int) -> str:
         """The cost of several communicators, as text.
@@ -34,49 +22,26 @@ class Cost:
         '2.1 to 13 GB of GPU memory'
         """
         low, high = self.low * communicators, self.high * communicators
-        scale, unit = next((scale, unit) for scale, unit in ((GB, "GB"), (MB, "MB"), (KB, "KB")) if high >= scale)
+        units = ((10**9, "GB"), (10**6, "MB"), (10**3, "KB"))
+        scale, unit = next((scale, unit) for scale, unit in units if high >= scale)
         return f"{_format(low / scale)} to {_format(high / scale)} {unit} of {self.of}"
 
 
+# 512 MiB at the first collective, even for a group of one rank (NCCL 2.28, B300): nccl#2363.
+# 544 MB for a group of 2 and 688 MB for one of 3 or 4, after an all-reduce (4 x A100, NVLink): nccl#964.
+# 1.06 GB before and 4.34 GB after the first all-to-all over 8 ranks, 32 channels to each (8 x H100): nccl#1685.
+# It grows with each communicator, linearly in the channels (max_ctas), not beyond 2 nodes: nccl#986.
 ISSUES = "https://github.com/NVIDIA/nccl/issues"
 NCCL = Cost(
     "NCCL",
     "GPU memory",
     512 * 2**20,
-    3280 * MB,
-    (
-        Source("512 MiB at the first collective, even for a group of one rank (NCCL 2.28, B300)", f"{ISSUES}/2363"),
-        Source(
-            "544 MB for a group of 2 and 688 MB for one of 3 or 4, after an all-reduce (4 x A100, NVLink)",
-            f"{ISSUES}/964",
-        ),
-        Source(
-            "1.06 GB before and 4.34 GB after the first all-to-all over 8 ranks, 32 channels to each (8 x H100)",
-            f"{ISSUES}/1685",
-        ),
-        Source(
-            "grows with each communicator, linearly in the channels (NCCL_MAX_NCHANNELS, max_ctas), not beyond 2 nodes",
-            f"{ISSUES}/986",
-        ),
-        Source(
-            "a buffer between a pair of GPUs is 4 MiB by default (NCCL_BUFFSIZE)",
-            "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-buffsize",
-        ),
-    ),
+    3280 * 10**6,
+    (f"{ISSUES}/2363", f"{ISSUES}/964", f"{ISSUES}/1685", f"{ISSUES}/986"),
 )
 
-GLOO = Cost(
-    "Gloo",
-    "memory",
-    70_000,
-    85_000,
-    (
-        Source(
-            "2 threads, 4 descriptors and one per neighbour in a ring, 70 to 85 KB for each group after its first use",
-            "measured with pgmesh and torch 2.13 on Linux",
-        ),
-    ),
-)
+# 2 threads, 4 descriptors and one per neighbour in a ring, and memory, for each group after its first use.
+GLOO = Cost("Gloo", "memory", 70_000, 85_000, ("measured with pgmesh and torch 2.13 on Linux",))
 GLOO_THREADS, GLOO_DESCRIPTORS = 2, 6
 
 COSTS = (NCCL, GLOO)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pgmesh.drawing import styled_text
-from pgmesh.drawing.styled_text import Line
+from pgmesh.drawing.styled_text import Line, columns_with_ranks
+from pgmesh.layout import Axis, Layout
 from pgmesh.planning.text_report import sample_of
-
-if TYPE_CHECKING:
-    from pgmesh.layout import Axis, Layout
-    from pgmesh.topology.hosts import Topology
+from pgmesh.topology.hosts import HostLevel, Topology
 
 
 @dataclass(frozen=True)
@@ -22,9 +19,19 @@ class AxisReport:
     index: int
     size: int
     group: tuple[int, ...]  # all its ranks, or the first seven and the last
-    units: tuple[int | None, ...]  # the number of hosts, domains, ... that it spans; None for a very large group
+    units: tuple[int, ...]  # the number of hosts, domains, ... that it spans
     before: int | None  # the neighbours; None at the end of the axis
     after: int | None
+
+
+@dataclass(frozen=True)
+class PlaceReport:
+    """The unit of a level that a rank is on, such as its host."""
+
+    level: str
+    unit: int
+    place: int  # the index of the rank among the ranks of the unit
+    size: int  # the number of ranks of the unit
 
 
 @dataclass(frozen=True)
@@ -39,20 +46,17 @@ class RankReport:
     ranks: int
     label: str
     coord: tuple[int, ...]
-    units: tuple[tuple[str, int, int, int], ...]  # for each level: name, unit, index in the unit, ranks in the unit
+    units: tuple[PlaceReport, ...]  # one for each level, innermost first
     along: tuple[AxisReport, ...]
 
     def data(self) -> dict[str, Any]:
         """The report as JSON data."""
-        return {
-            "format": 1,
-            **asdict(self),
-            "units": [dict(zip(("level", "unit", "place", "size"), u)) for u in self.units],
-        }
+        return {"format": 1, **asdict(self)}
 
     def lines(self, width: int = 80) -> list[Line]:
         """The report as styled text.
 
+        >>> from pgmesh.drawing import styled_text
         >>> print(styled_text.plain(rank_report_of(layout, 5).lines()))
         rank 5 of 8: pp1-dp0-tp1
         <BLANKLINE>
@@ -61,20 +65,18 @@ class RankReport:
         dp    0 of 2       -      7  5, 7
         tp    1 of 2       4      -  4, 5
         """
-        host_text = "".join(f", {name} {unit:,} ({at} of {size})" for name, unit, at, size in self.units)
-        head = ["axis", "index", "before", "after", *(f"{name}s" for name, *_ in self.units)]
+        title = f"rank {self.rank:,} of {self.ranks:,}: {self.label}"
+        for each in self.units:
+            title += f", {each.level} {each.unit:,} ({each.place} of {each.size})"
+        head = ["axis", "index", "before", "after", *(f"{each.level}s" for each in self.units)]
         rows = [[(word, "dim") for word in head]]
         for along in self.along:
             words = [f"{along.index:,} of {along.size:,}", _or_dash(along.before), _or_dash(along.after)]
-            words += ["many" if units is None else f"{units:,}" for units in along.units]
+            words += [f"{units:,}" for units in along.units]
             rows.append([(str(along.axis), "bold"), *((word, "") for word in words)])
-        right = [False, *([True] * (3 + len(self.units)))]
+        right = [False, *([True] * (len(head) - 1))]
         groups = [(along.group, along.size) for along in self.along]
-        return [
-            [(f"rank {self.rank:,} of {self.ranks:,}: {self.label}{host_text}", "bold")],
-            [],
-            *styled_text.columns_with_ranks(rows, right, "group", groups, width),
-        ]
+        return [[(title, "bold")], [], *columns_with_ranks(rows, right, "group", groups, width)]
 
 
 def rank_report_of(layout: Layout, rank: int, topology: Topology = ()) -> RankReport:
@@ -86,28 +88,34 @@ def rank_report_of(layout: Layout, rank: int, topology: Topology = ()) -> RankRe
     Raises:
         RankError: the rank is not in this layout.
     """
-    coord = layout.coord_of(rank)
-    units = tuple(
-        (level.name, unit, level.ranks_of(unit).index(rank), len(level.ranks_of(unit)))
-        for level, unit in ((level, level.unit_of(rank)) for level in topology)
+    return RankReport(
+        rank,
+        len(layout),
+        layout.label_of(rank),
+        layout.coord_of(rank),
+        tuple(_place_of(rank, level) for level in topology),
+        tuple(_axis_report(layout, rank, axis, topology) for axis in layout.axes),
     )
-    along = tuple(_axis_report(layout, rank, axis, index, topology) for axis, index in zip(layout.axes, coord))
-    return RankReport(rank, len(layout), layout.label_of(rank), coord, units, along)
 
 
-def _axis_report(layout: Layout, rank: int, axis: Axis, index: int, topology: Topology) -> AxisReport:
+def _place_of(rank: int, level: HostLevel) -> PlaceReport:
+    unit = level.unit_of(rank)
+    ranks = level.ranks_of(unit)
+    return PlaceReport(level.name, unit, ranks.index(rank), len(ranks))
+
+
+def _axis_report(layout: Layout, rank: int, axis: Axis, topology: Topology) -> AxisReport:
     group = layout.along(rank, axis).ranks_in_order()
-    size = len(group)
     return AxisReport(
-        axis,
-        index,
-        size,
-        sample_of(group),
-        tuple(len({level.unit_of(other) for other in group}) if size <= 1 << 16 else None for level in topology),
-        layout.neighbor_of(rank, axis, -1),
-        layout.neighbor_of(rank, axis, +1),
+        axis=axis,
+        index=layout.index_of(rank, axis),
+        size=len(group),
+        group=sample_of(group),
+        units=tuple(len({level.unit_of(other) for other in group}) for level in topology),
+        before=layout.neighbor_of(rank, axis, -1),
+        after=layout.neighbor_of(rank, axis, +1),
     )
 
 
 def _or_dash(rank: int | None) -> str:
-    return "-" if rank is None else f"{rank}"
+    return "-" if rank is None else str(rank)

@@ -6,19 +6,18 @@ Each recipe is a function of sizes that returns an ``Arrangement`` with every gr
 
 from __future__ import annotations
 
-from pgmesh.recipes.arrangement import Arrangement, Family
+from pgmesh.recipes.arrangement import Along, Arrangement
 from pgmesh.recipes.fairscale import fairscale
-from pgmesh.recipes.megatron import hybrid_context, megatron
+from pgmesh.recipes.megatron import megatron
 from pgmesh.recipes.olmo import olmo, olmo_experts
 from pgmesh.recipes.oslo import oslo
 from pgmesh.recipes.scratch import Scratch
 
 __all__ = [
+    "Along",
     "Arrangement",
-    "Family",
     "Scratch",
     "fairscale",
-    "hybrid_context",
     "megatron",
     "olmo",
     "olmo_experts",

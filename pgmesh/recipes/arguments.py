@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pgmesh._util.formatting import count_of, format_call, format_calls, join_words
+from pgmesh._util.formatting import format_call, format_calls
 from pgmesh._util.suggestions import (
     describe_misfit,
     fit_sizes,
     infer_size,
     known_product,
     start_command,
-    torchrun_command,
 )
-from pgmesh._util.validation import parse_sizes, whole_number
+from pgmesh._util.validation import parse_sizes
 from pgmesh.errors import ShapeError
-from pgmesh.layout import Layout
-
-if TYPE_CHECKING:
-    from pgmesh.recipes.arrangement import Arrangement
-
-
-def parse_recipe_sizes(who: str, /, **sizes: object) -> dict[str, int]:
-    """Sizes as integers of at least 1, and at most one -1. Those that are None are left out.
-
-    Raises:
-        ShapeError: a value is no size.
-    """
-    given = {axis: size for axis, size in sizes.items() if size is not None}
-    return {str(axis): size for axis, size in parse_sizes(who, (), given).items()}
 
 
 @dataclass(frozen=True)
@@ -41,9 +27,6 @@ class RecipeCall:
         who: the function, such as "recipes.megatron".
         ranks: the ranks of the arrangement.
         given: the arguments after the world. Those that are None are not written.
-
-    >>> print(RecipeCall.of("recipes.megatron", 16, tp=2, cp=None))
-    recipes.megatron(16, tp=2)
     """
 
     who: str
@@ -51,20 +34,30 @@ class RecipeCall:
     given: Mapping[str, object]
 
     @classmethod
-    def of(cls, who: str, world: object, first: object = 0, /, **given: object) -> RecipeCall:
-        """The call for ``world`` ranks, starting with ``first``.
+    def of(cls, recipe: Callable[..., object], arguments: Mapping[str, Any]) -> RecipeCall:
+        """The call of a recipe. Arguments that equal their default are not written.
+
+        Args:
+            recipe: the function.
+            arguments: its arguments by name: ``locals()`` in its first line. ``rank_offset`` is the first rank.
 
         Raises:
-            ShapeError: ``world`` is not a positive integer, or ``first`` is negative.
+            ShapeError: the world is not a positive integer, or the first rank is negative.
+
+        >>> from pgmesh import recipes
+        >>> print(RecipeCall.of(recipes.megatron, {"world": 16, "tp": 2, "cp": 1}))
+        recipes.megatron(16, tp=2)
         """
+        who, world, first = f"recipes.{recipe.__name__}", arguments["world"], arguments.get("rank_offset", 0)
         try:
-            count, start = whole_number(world), whole_number(first)
+            ranks = range(first, first + world)
         except TypeError:
-            count = start = 0
-        if count < 1 or start < 0:
-            text = repr(world) if first == 0 else f"{world!r} from {first!r} on"
-            raise ShapeError(f"{who}: the world is a number of ranks, such as {who}(8), not {text}.")
-        return cls(who, range(start, start + count), given)
+            ranks = range(0)
+        if not ranks or ranks[0] < 0:
+            raise ShapeError(f"{who}: the world is a number of ranks, such as 8, not {world!r} from rank {first!r} on.")
+        known = inspect.signature(recipe).parameters
+        given = {name: value for name, value in arguments.items() if value != known[name].default}
+        return cls(who, ranks, {name: given[name] for name in given if name not in ("world", "of")})
 
     def __str__(self) -> str:
         return self.with_changes()
@@ -72,6 +65,15 @@ class RecipeCall:
     def with_changes(self, **changes: object) -> str:
         """The call with some arguments changed or added, as text."""
         return format_call(self.who, {}, len(self.ranks), **{**self.given, **changes})
+
+    def parse_sizes(self, **sizes: int | None) -> dict[str, int]:
+        """Sizes as integers of at least 1, and at most one -1. Those that are None are left out.
+
+        Raises:
+            ShapeError: a value is no size.
+        """
+        given = {axis: size for axis, size in sizes.items() if size is not None}
+        return {str(axis): size for axis, size in parse_sizes(self.who, (), given).items()}
 
     def fill_sizes(
         self, sizes: Mapping[str, int], count: int | None = None, holder: str = "the world", **changes: object
@@ -86,9 +88,6 @@ class RecipeCall:
 
         Raises:
             ShapeError: the sizes do not hold exactly ``count`` ranks.
-
-        >>> RecipeCall.of("recipes.megatron", 16, tp=2, pp=4).fill_sizes({"tp": 2, "pp": 4, "dp": -1})
-        {'tp': 2, 'pp': 4, 'dp': 2}
         """
         count = len(self.ranks) if count is None else count
         filled = infer_size(sizes, count)
@@ -99,81 +98,27 @@ class RecipeCall:
         ways = [(self.with_changes(**changed, **changes), why)]
         if len(self.ranks) == 1:
             ways = [start_command(known_product(sizes)), *ways]
-        call = self.with_changes(**{axis: size for axis, size in sizes.items() if size > 1})
-        raise ShapeError(f"{describe_misfit(call, sizes, count, f'{holder} has {count}')}\n\n{format_calls(ways)}")
+        raise ShapeError(f"{describe_misfit(str(self), sizes, count, f'{holder} has {count}')}\n\n{format_calls(ways)}")
 
-    def parse_order(
-        self, order: object, default: str, direction: str, sizes: Mapping[str, Mapping[str, int]]
-    ) -> list[str]:
+    def parse_order(self, order: object, default: str, direction: str, sizes: Mapping[str, int]) -> list[str]:
         """The axes that an order names, as a list. Those that it omits, all of size 1, are at the end.
 
         Args:
             order: axes joined by ``-``.
             default: an order of all axes.
             direction: meaning of the order, for errors, such as "fastest axis first".
-            sizes: axis sizes of each mesh. The key follows the axis in errors: "" or "of experts ". An axis larger
-                than 1 must be named.
+            sizes: the sizes by axis. An axis larger than 1 must be named.
 
         Raises:
             ShapeError: an axis does not exist, is named twice, or is missing.
-
-        >>> call = RecipeCall.of("recipes.oslo", 8)
-        >>> call.parse_order("data-tensor", "pipeline-data-tensor", "outermost axis first", {})
-        ['data', 'tensor', 'pipeline']
         """
         known, asked = default.split("-"), str(order).lower().split("-")
-        unknown = [axis for axis in asked if axis not in known]
-        twice = [axis for axis in asked if asked.count(axis) > 1]
-        missing = [
-            f"{axis} {what}has size {size}, but the order does not name it"
-            for what, each in sizes.items()
-            for axis, size in each.items()
-            if axis not in asked and size != 1
+        unnamed = {axis: size for axis, size in sizes.items() if axis not in asked}
+        problems = [
+            *(f"the order names {axis}; it may name {', '.join(known)}" for axis in asked if axis not in known),
+            *(f"the order names {axis} more than once" for axis in asked if asked.count(axis) > 1),
+            *(f"{axis} has size {size}, but the order does not name it" for axis, size in unnamed.items() if size > 1),
         ]
-        if unknown:
-            problem = f"the order names {join_words(unknown, 'or')}; it may name {', '.join(known)}"
-        elif twice:
-            problem = f"the order names {twice[0]} more than once"
-        elif missing:
-            problem = missing[0]
-        else:
-            return [*asked, *(axis for axis in known if axis not in asked)]
-        raise ShapeError(f"{self}: {problem}.\n\n  order={default!r}   # {direction}")
-
-    def arrange(
-        self, of: Any, name: str | None, box: Mapping[str, int], arrange: Callable[[Any], Arrangement]
-    ) -> Arrangement:
-        """The arrangement over a mesh. All checks run over a Layout first, so that an error creates no mesh.
-
-        Args:
-            of: class of the mesh. Default: ProcessGroupMesh.
-            name: name of the mesh.
-            box: the axes and their sizes.
-            arrange: checks the arguments and returns the arrangement over a layout or a mesh.
-
-        Raises:
-            ShapeError: the world has fewer ranks.
-        """
-        plan = arrange(Layout(**box, ranks=self.ranks))
-        if of is Layout and name is None:
-            return plan
-        if of is None:
-            from pgmesh.groups.world import world_rank_and_size
-            from pgmesh.mesh import ProcessGroupMesh
-
-            of = ProcessGroupMesh
-            self._check_world(world_rank_and_size()[1])
-        return arrange(of(**box, ranks=self.ranks, **({} if name is None else {"name": name})))
-
-    def _check_world(self, world: int) -> None:
-        """Raise ShapeError if the world lacks some of the ranks."""
-        if self.ranks[-1] < world:
-            return
-        count = len(self.ranks)
-        first = f" from {self.ranks[0]} on" * bool(self.ranks[0])
-        ways = [
-            (f"{torchrun_command(self.ranks[-1] + 1)} script.py", "start enough ranks"),
-            (f"{self.who}({world}, ...)", "or arrange the ranks of this world"),
-        ]
-        problem = f"{self.who}({count}, ...) arranges {count_of(count, 'rank')}{first}, but the world has {world}."
-        raise ShapeError(f"{problem}\n\n{format_calls(ways)}")
+        if problems:
+            raise ShapeError(f"{self}: {problems[0]}.\n\n  order={default!r}   # {direction}")
+        return [*asked, *(axis for axis in known if axis not in asked)]

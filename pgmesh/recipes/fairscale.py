@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pgmesh.options import Timeout
-from pgmesh.recipes.arguments import RecipeCall, parse_recipe_sizes
-from pgmesh.recipes.arrangement import Arrangement
+from pgmesh.layout import Layout
+from pgmesh.options import GroupOptions, Timeout
+from pgmesh.recipes.arguments import RecipeCall
+from pgmesh.recipes.arrangement import Along, Arrangement, build
 
 
 def fairscale(
@@ -39,25 +40,19 @@ def fairscale(
         OptionsError: a backend or a timeout has the wrong type.
 
     >>> from pgmesh import Layout, recipes
-    >>> recipes.fairscale(8, tp=2, of=Layout)["data"].partition()
+    >>> recipes.fairscale(8, tp=2, of=Layout).partition("data")
     ((0, 2, 4, 6), (1, 3, 5, 7))
     """
-    who = "recipes.fairscale"
-    given = parse_recipe_sizes(who, dp=-1, tp=tp, cp=cp, pp=pp)
-    call = RecipeCall.of(who, world, **{axis: size for axis, size in given.items() if size not in (1, -1)})
-    sizes = call.fill_sizes(given)
-    backends = {"tensor": tp_backend, "context": cp_backend, "pipeline": pp_backend, "data": dp_backend}
-
-    def arrange(mesh: Any) -> Arrangement:
-        arrangement = Arrangement.of(
-            str(call),
-            "the last axis varies fastest: dp, pp, cp, tp",
-            [(mesh, {"tensor": "tp", "context": "cp", "pipeline": "pp", "data": "dp"})],
-            list(backends),
-        )
-        for family, backend in backends.items():
-            if backend is not None or timeout is not None:
-                arrangement.configure(family, backend=backend, timeout=timeout)
-        return arrangement
-
-    return call.arrange(of, name, {axis: sizes[axis] for axis in ("dp", "pp", "cp", "tp")}, arrange)
+    call = RecipeCall.of(fairscale, locals())
+    sizes = call.fill_sizes(call.parse_sizes(dp=-1, tp=tp, cp=cp, pp=pp))
+    mesh = Layout({axis: sizes[axis] for axis in ("dp", "pp", "cp", "tp")}, ranks=call.ranks)
+    axes = {"tensor": "tp", "context": "cp", "pipeline": "pp", "data": "dp"}
+    names = {word: Along(mesh, (axis,)) for word, axis in axes.items()}
+    plan = Arrangement(str(call), mesh, names)
+    backends = {"tp": tp_backend, "cp": cp_backend, "pp": pp_backend, "dp": dp_backend}
+    options = {axis: GroupOptions(backend, timeout) for axis, backend in backends.items()}
+    arrangement = build(plan, call, of, name)
+    if of is not Layout:
+        for axis, each in options.items():
+            arrangement.dense.configure(axis, **each.keywords())
+    return arrangement

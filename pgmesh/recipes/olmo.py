@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from pgmesh.errors import ShapeError
-from pgmesh.layout import Axis
-from pgmesh.recipes.arguments import RecipeCall, parse_recipe_sizes
-from pgmesh.recipes.arrangement import Arrangement, Family
+from pgmesh.layout import Axis, Layout
+from pgmesh.recipes.arguments import RecipeCall
+from pgmesh.recipes.arrangement import Along, Arrangement, build
 
 AXIS_OF_WORD: dict[str, Axis] = {
     "replicate": "dp_replicate",
@@ -34,9 +34,9 @@ def olmo(
 ) -> Arrangement:
     """OLMo-core's world mesh, outermost axis first: pp, dp or dp_replicate x dp_shard, cp, tp, which varies fastest.
 
-    The mesh has only the axes that are given. Without any size, it has the axis dp alone. The family "model", for
-    gradients, includes cp, since context parallel ranks have copies of the model. The family "loader", for loading
-    data, does not.
+    The mesh has only the axes that are given. Without any size, it has the axis dp alone. The groups of "model", for
+    gradients, include cp, since context parallel ranks have copies of the model. Those of "loader", for loading data,
+    do not.
 
     Args:
         world: number of ranks.
@@ -54,42 +54,34 @@ def olmo(
 
     >>> from pgmesh import Layout, recipes
     >>> olmo = recipes.olmo(8, dp=-1, cp=2, tp=2, of=Layout)
-    >>> olmo["model"].partition(), olmo["loader"].partition()
+    >>> olmo.partition("model"), olmo.partition("loader")
     (((0, 2, 4, 6), (1, 3, 5, 7)), ((0, 4), (1, 5), (2, 6), (3, 7)))
     """
-    who = "recipes.olmo"
-    given = {"pp": pp, "dp": dp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "ep": ep, "cp": cp, "tp": tp}
-    call = RecipeCall.of(who, world, **given)
-    hybrid = dp_replicate is not None or dp_shard is not None
-    if dp is not None and hybrid:
-        raise ShapeError(f"{call}: data parallelism is dp, or dp_replicate x dp_shard, not both.")
-    if dp is None and not hybrid and any(size is not None for size in given.values()):
-        suggestion = call.with_changes(dp=-1)
-        raise ShapeError(f"{call}: pp, cp, tp and ep need a size of data parallelism.\n\n  {suggestion}")
-    data = {"dp_replicate": dp_replicate, "dp_shard": dp_shard} if hybrid else {"dp": dp}
+    call = RecipeCall.of(olmo, locals())
+    hybrid = {"dp_replicate": dp_replicate, "dp_shard": dp_shard}
+    given = call.given.keys() - {"name"}
+    data = hybrid if given & hybrid.keys() else {"dp": dp}
+    if given and (data is hybrid) == (dp is not None):
+        suggestion = call.with_changes(dp=None if data is hybrid else -1)
+        raise ShapeError(f"{call}: data parallelism is dp, or dp_replicate x dp_shard.\n\n  {suggestion}")
     free = {axis: -1 if size is None else size for axis, size in data.items()}
-    sizes = parse_recipe_sizes(who, pp=pp, **free, cp=cp, tp=tp)
-    box = call.fill_sizes(sizes, ep=None if ep is None else -1)  # experts use the axis dp_shard
-    if ep is not None:
-        _check_experts(call, ep, box)
+    sizes = call.parse_sizes(pp=pp, **free, cp=cp, tp=tp)
+    box = call.fill_sizes(sizes, ep=ep and -1)  # experts use the axis dp_shard
+    misfit = tp is not None or data is not hybrid or ep not in (-1, box["dp_shard"])
+    if ep is not None and misfit:
+        suggestion = call.with_changes(dp=None, tp=None, dp_shard=ep)
+        raise ShapeError(f"{call}: experts are split along dp_shard, which is ep, without tp.\n\n  {suggestion}")
+    mesh = Layout(box, ranks=call.ranks)
     loader = tuple(data)
-    words = {word: axis for word, axis in AXIS_OF_WORD.items() if axis in box}
-
-    def arrange(mesh: Any) -> Arrangement:
-        model, model_axes = mesh, loader
-        if cp is not None:  # for gradients, context parallel ranks have copies of the model
-            model_axes = (*loader[:-1], "dp_cp")
-            merged = {"dp_cp" if axis == loader[-1] else axis: size for axis, size in box.items() if axis != "cp"}
-            model = mesh.view(**{**merged, "dp_cp": box[loader[-1]] * box["cp"]})
-        stage = [Family("stage", mesh, tuple(axis for axis in box if axis != "pp"))] if pp is not None else []
-        return Arrangement.of(
-            str(call),
-            f"the last axis varies fastest: {', '.join(box)}",
-            [(mesh, words)],
-            [Family("model", model, model_axes), Family("loader", mesh, loader), *words, *stage],
-        )
-
-    return call.arrange(of, name, box, arrange)
+    names = dict.fromkeys(("model", "loader"), Along(mesh, loader))
+    if cp is not None:  # for gradients, context parallel ranks have copies of the model
+        merged = {"dp_cp" if axis == loader[-1] else axis: size for axis, size in box.items() if axis != "cp"}
+        merged["dp_cp"] *= box["cp"]
+        names["model"] = Along(mesh.view(merged), (*loader[:-1], "dp_cp"))
+    names |= {word: Along(mesh, (axis,)) for word, axis in AXIS_OF_WORD.items() if axis in box}
+    if pp is not None:
+        names["stage"] = Along(mesh, mesh.axes[1:])
+    return build(Arrangement(str(call), mesh, names), call, of, name)
 
 
 def olmo_experts(world: int, *, ep: int = -1, of: Any = None, name: str | None = None) -> Arrangement:
@@ -105,30 +97,12 @@ def olmo_experts(world: int, *, ep: int = -1, of: Any = None, name: str | None =
         ShapeError: the size does not divide the world.
 
     >>> from pgmesh import Layout, recipes
-    >>> recipes.olmo_experts(8, ep=4, of=Layout)["expert"].partition()
+    >>> recipes.olmo_experts(8, ep=4, of=Layout).partition("expert")
     ((0, 1, 2, 3), (4, 5, 6, 7))
     """
-    who = "recipes.olmo_experts"
-    call = RecipeCall.of(who, world, ep=None if ep == -1 else ep)
-    sizes = call.fill_sizes(parse_recipe_sizes(who, ep_replicate=1 if ep == -1 else -1, ep=ep))
-
-    def arrange(mesh: Any) -> Arrangement:
-        whole = mesh.view(dp=world)
-        return Arrangement.of(
-            str(call),
-            "the last axis varies fastest: ep_replicate, ep_shard",
-            [(mesh, {"expert": "ep_shard", "replicate": "ep_replicate"})],
-            [Family("model", whole, ("dp",)), Family("loader", whole, ("dp",)), "expert", "replicate"],
-        )
-
-    return call.arrange(of, name, {"ep_replicate": sizes["ep_replicate"], "ep_shard": sizes["ep"]}, arrange)
-
-
-def _check_experts(call: RecipeCall, ep: int, box: dict[str, int]) -> None:
-    """Raise ShapeError if experts are not split over exactly the ranks of dp_shard."""
-    if "tp" in box:
-        raise ShapeError(f"{call}: expert parallelism cannot be combined with tensor parallelism.")
-    if "dp_shard" not in box:
-        raise ShapeError(f"{call}: expert parallelism uses dp_shard, so pass dp_shard={ep} instead of dp.")
-    if ep not in (-1, box["dp_shard"]):
-        raise ShapeError(f"{call}: expert parallelism uses dp_shard, which is {box['dp_shard']}, but ep is {ep}.")
+    call = RecipeCall.of(olmo_experts, locals())
+    sizes = call.fill_sizes(call.parse_sizes(ep_replicate=1 if ep == -1 else -1, ep=ep))
+    mesh = Layout(ep_replicate=sizes["ep_replicate"], ep_shard=sizes["ep"], ranks=call.ranks)
+    names = dict.fromkeys(("model", "loader"), Along(mesh.view(dp=len(mesh)), ("dp",)))
+    names |= {"expert": Along(mesh, ("ep_shard",)), "replicate": Along(mesh, ("ep_replicate",))}
+    return build(Arrangement(str(call), mesh, names), call, of, name)

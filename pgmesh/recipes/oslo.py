@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pgmesh.recipes.arguments import RecipeCall, parse_recipe_sizes
-from pgmesh.recipes.arrangement import Arrangement, Family
+from pgmesh.layout import Layout
+from pgmesh.recipes.arguments import RecipeCall
+from pgmesh.recipes.arrangement import Along, Arrangement, build
 
 AXIS_OF_MODE = {"pipeline": "pp", "data": "dp", "expert": "ep", "sequence": "sp", "tensor": "tp"}
 """The axis of each mode, outermost first."""
@@ -27,8 +28,8 @@ def oslo(
 ) -> Arrangement:
     """OSLO's parallel context; ``order`` names the outermost axis first, and the last one varies fastest.
 
-    The families are "global", the whole mesh, and one for each mode: "data", "tensor", "pipeline", "sequence",
-    "expert". OSLO's documentation gives no order. In its code, data is outermost:
+    The names are "global", the whole mesh, and one for each mode: "data", "tensor", "pipeline", "sequence", "expert".
+    OSLO's documentation gives no order. In its code, data is outermost:
     ``order="data-pipeline-expert-sequence-tensor"``.
 
     Args:
@@ -43,22 +44,13 @@ def oslo(
 
     >>> from pgmesh import Layout, recipes
     >>> context = recipes.oslo(8, data=2, tensor=2, pipeline=2, of=Layout).seen_by(5)
-    >>> context["tensor"].ranks, context["data"].index, context["global"].size
+    >>> context["tensor"].ranks(), context["data"].index(), context["global"].size()
     ((4, 5), 0, 8)
     """
-    who = "recipes.oslo"
-    given = parse_recipe_sizes(who, data=data, tensor=tensor, pipeline=pipeline, sequence=sequence, expert=expert)
-    written = {mode: size for mode, size in given.items() if size != 1}
-    call = RecipeCall.of(who, world, **written, order=None if order == DEFAULT_ORDER else order)
+    call = RecipeCall.of(oslo, locals())
+    given = call.parse_sizes(data=data, tensor=tensor, pipeline=pipeline, sequence=sequence, expert=expert)
     sizes = call.fill_sizes(given)
-    outermost_first = call.parse_order(order, DEFAULT_ORDER, "outermost axis first", {"": sizes})
-
-    def arrange(mesh: Any) -> Arrangement:
-        return Arrangement.of(
-            str(call),
-            f"the last axis varies fastest: {', '.join(mesh.axes)}",
-            [(mesh, AXIS_OF_MODE)],
-            [Family("global", mesh, ()), *given],
-        )
-
-    return call.arrange(of, name, {AXIS_OF_MODE[mode]: sizes[mode] for mode in outermost_first}, arrange)
+    outermost_first = call.parse_order(order, DEFAULT_ORDER, "outermost axis first", sizes)
+    mesh = Layout({AXIS_OF_MODE[mode]: sizes[mode] for mode in outermost_first}, ranks=call.ranks)
+    names = {"global": Along(mesh, mesh.axes), **{mode: Along(mesh, (AXIS_OF_MODE[mode],)) for mode in sizes}}
+    return build(Arrangement(str(call), mesh, names), call, of, name)

@@ -1,7 +1,7 @@
 """Resharding: tensors from one mesh to another.
 
-``sharding.py``, ``shares.py`` and ``plan.py`` are arithmetic, without torch. ``metadata.py`` describes the tensors of
-both sides, ``link.py`` connects the ranks, ``transfer.py`` sends and receives, ``resharder.py`` is the whole.
+``sharding.py`` and ``plan.py`` are arithmetic, without torch. ``link.py`` connects the ranks, ``transfer.py`` sends and
+receives, ``resharder.py`` describes the tensors of both sides and is the whole.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from pgmesh._util.lazy_names import lazy_names
 
 _MODULE_OF = {
-    **dict.fromkeys(["RankPlan", "ReshardPlan"], "plan"),
-    "Transfer": "shares",
+    **dict.fromkeys(["RankPlan", "ReshardPlan", "Transfer"], "plan"),
     **dict.fromkeys(["Moved", "Resharder", "reshard"], "resharder"),
 }
 
@@ -20,6 +19,5 @@ __all__, __getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)
 
 
 if TYPE_CHECKING:
-    from pgmesh.resharding.plan import RankPlan as RankPlan, ReshardPlan as ReshardPlan
+    from pgmesh.resharding.plan import RankPlan as RankPlan, ReshardPlan as ReshardPlan, Transfer as Transfer
     from pgmesh.resharding.resharder import Moved as Moved, Resharder as Resharder, reshard as reshard
-    from pgmesh.resharding.shares import Transfer as Transfer

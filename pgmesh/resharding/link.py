@@ -1,19 +1,19 @@
 """The connection of all ranks of source and target: collectives with a deadline, whose failures name ranks.
 
 The group belongs to an internal mesh, which stays connected between calls. After a failure, each rank closes it, so
-that the others notice, and the next call connects an internal mesh with the next number. Keys in the store tell which
-number is current, so that a new process in the place of a lost rank connects the same mesh as the others.
+that the others notice, and the next call connects another internal mesh. Internal meshes are numbered. One key in the
+store has the current number. Another one for each rank has the number that the rank has connected last, so that a new
+process in the place of a lost rank connects the same mesh as the others.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
-import itertools
 import re
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,16 +21,16 @@ import torch
 import torch.distributed as dist
 
 from pgmesh._util.formatting import format_seconds, name_ranks
-from pgmesh.errors import LifetimeError, MembershipError, MismatchError, MissingRanksError, PgmeshError, WorldError
+from pgmesh.errors import LifetimeError, MembershipError, MismatchError, PgmeshError, WorldError
 from pgmesh.groups.backends import backends_of
-from pgmesh.groups.building import GroupRecord, record_of
+from pgmesh.groups.building import record_of
 from pgmesh.groups.registry import store_thread
 from pgmesh.groups.teardown import keep_until_done
 from pgmesh.groups.world import device_of, world_options, world_rank_and_size
 from pgmesh.layout import Layout
-from pgmesh.mesh import ProcessGroupMesh, abort_with, check_not_aborted, meshes
+from pgmesh.mesh import ProcessGroupMesh, abort_with, meshes
 from pgmesh.options import Timeout, to_timedelta
-from pgmesh.rendezvous.operations import Add, CompareSet, Read
+from pgmesh.rendezvous.operations import CompareSet, Operation, Raw, Read
 from pgmesh.resharding.plan import layout_of
 
 PeerVector = tuple[int, torch.Tensor]
@@ -80,14 +80,15 @@ class Link:
                 "  print(ReshardPlan(shape, source, source_placements, target, target_placements).of(rank))"
             )
         self.seconds = to_timedelta(timeout).total_seconds()
-        digest = hashlib.sha256(repr(tuple(sides)).encode()).hexdigest()
-        self.name = f"resharding {digest[:16]}"
+        self._name = f"resharding {hashlib.sha256(repr(sides).encode()).hexdigest()[:16]}"
+        self._key = f"pgmesh/{self._name}"  # in the store: the current number
         self.device = device_of(dist.group.WORLD)
         """The device of the collectives."""
-        self.deadline = 0.0
         self._mesh: ProcessGroupMesh | None = None  # the internal mesh, while it is connected
-        self._record: GroupRecord | None = None  # its group
+        self._number = ""  # its number
+        self._record: Any = None  # of its group
         self._running: list[Works] = []
+        self.begin()
 
     def begin(self) -> None:
         """Begin a call: set its deadline."""
@@ -104,7 +105,8 @@ class Link:
 
     def _named(self, text: str) -> str:
         """A text in which the group of the internal mesh has the names of the user's meshes."""
-        return re.sub(rf"(group 0 of )?mesh '{self.name} \d+'( \(ranks [^)]*\))?", lambda _: self.label, text)
+        text = re.sub(rf"(group 0 of )?mesh '{self._name} \d+'( \(ranks [^)]*\))?", lambda _: self.label, text)
+        return re.sub("did not arrive in [0-9.]+ s", f"did not arrive in {format_seconds(self.seconds)}", text)
 
     # -- the internal mesh ----------------------------------------------------------------------------------------
 
@@ -115,73 +117,61 @@ class Link:
             LifetimeError: a mesh of the user was aborted.
         """
         while self._mesh is None or self._mesh.is_closed:
+            mesh = self._current_mesh()
             for each in self._user_meshes:
-                check_not_aborted(each)
-            mesh = self._join()
+                abort_with(each, mesh)
             try:
-                for each in self._user_meshes:
-                    abort_with(each, mesh)
                 mesh.connect(mesh.axes, timeout=self.left())
-            except LifetimeError as error:  # perhaps a rank has aborted it with a mesh that was replaced since
+                self._mesh, self._record = mesh, record_of(mesh.group())
+            except LifetimeError as error:  # a rank has aborted it with a mesh that was replaced since
                 self._end(mesh)
                 self.check_deadline(str(error))
-                continue
             except PgmeshError as error:
                 raise type(error)(self._named(str(error))) from error.__cause__
-            self._mesh, self._record = mesh, record_of(mesh.group())
 
-    def _join(self) -> ProcessGroupMesh:
-        """The first internal mesh that is not over.
+    def _current_mesh(self) -> ProcessGroupMesh:
+        """The internal mesh of the current number. A rank creates it once."""
+        mine = f"{self._key}/{self.rank}"
+        current, last = self._ask(CompareSet(self._key, "0"), Read(mine), seconds=self.left())
+        mesh = meshes().get(f"{self._name} {(last or b'').decode()}")
+        self._number = current.decode()
+        if last == current:
+            if mesh is None:  # it was closed, or the process that created it has ended
+                self._count()
+            return mesh or self._current_mesh()
+        if mesh is not None:
+            mesh.close()
+        self._ask(Raw("set", (mine, self._number)), seconds=self.left())
+        return ProcessGroupMesh(len(self.ranks), ranks=self.ranks, name=f"{self._name} {self._number}")
 
-        Internal meshes are numbered. Each rank creates the mesh of a number once. It is over for all ranks once a rank
-        has closed it, or would have to create it again because its former process has ended.
-        """
-        run = functools.partial(store_thread().run, seconds=self.left())
-        for number in itertools.count():
-            name = f"{self.name} {number}"
-            mesh = meshes().get(name)
-            (over,) = run(Read(_over_key(name)))
-            if over is None and mesh is not None:
-                return mesh
-            if mesh is not None:
-                mesh.close()
-            elif over is None:
-                (times,) = run(Add(f"pgmesh/{name}/created/{self.rank}"))
-                if times == 1:
-                    return ProcessGroupMesh(len(self.ranks), ranks=self.ranks, name=name)
-                run(CompareSet(_over_key(name), "1"))
-        raise AssertionError("the numbers do not end")
+    def _count(self) -> None:
+        """Set the next number, unless another rank has set it."""
+        self._ask(Raw("compare_set", (self._key, self._number, str(int(self._number) + 1))))
 
     def _end(self, mesh: ProcessGroupMesh) -> None:
-        """Close an internal mesh. It is over for all ranks."""
+        """Close the internal mesh. It is over for all ranks."""
         mesh.close()
         with contextlib.suppress(WorldError):
-            store_thread().run(CompareSet(_over_key(mesh.name), "1"), seconds=POLL_SECONDS)
+            self._count()
 
     def _is_over(self) -> bool:
         """True if another rank has closed the internal mesh. The backend does not always notice."""
-        assert self._mesh is not None
         with contextlib.suppress(WorldError):
-            (over,) = store_thread().run(Read(_over_key(self._mesh.name)), seconds=POLL_SECONDS)
-            return over is not None
+            return self._ask(Read(self._key)) != [self._number.encode()]
         return False
 
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        assert self._mesh is not None
-        return self._mesh.group()
+    def _ask(self, *operations: Operation, seconds: float = POLL_SECONDS) -> list[Any]:
+        return store_thread().run(*operations, seconds=seconds)
 
     def release(self) -> None:
         """Close the internal mesh after a failure. The other members notice within ``POLL_SECONDS``."""
         if self._mesh is None:
             return
-        mesh, self._mesh = self._mesh, None
-        self._end(mesh)
-        end = time.monotonic() + JOIN_SECONDS
+        self._end(self._mesh)
+        self._mesh, end = None, time.monotonic() + JOIN_SECONDS
         for works in self._running:
-            works.join(end - time.monotonic())
-        if self._record is not None:
-            keep_until_done(self._record, self._running)
+            works.join(max(0.0, end - time.monotonic()))
+        keep_until_done(self._record, self._running)
         self._running.clear()
 
     @contextlib.contextmanager
@@ -196,7 +186,8 @@ class Link:
             raise
         except _Broken as error:
             self.release()
-            grace = MEET_SECONDS if isinstance(error, _Late) else store_thread().lost_after + 1.0
+            is_late = time.monotonic() >= self.deadline
+            grace = MEET_SECONDS if is_late else store_thread().lost_after + 1.0
             self.deadline = max(self.deadline, time.monotonic() + grace)
             self.connect()
             raise WorldError(f"the transfer failed, and all ranks are there again. ({error})") from None
@@ -221,25 +212,33 @@ class Link:
         """
         end = self.deadline - min(MEET_SECONDS, self.seconds / 2)
         while True:
-            try:
-                self.connect()
-            except MissingRanksError as error:
-                arrival = f"did not arrive in {format_seconds(self.seconds)}"  # not only in the last attempt
-                raise MissingRanksError(re.sub("did not arrive in [0-9.]+ s", arrival, str(error))) from error.__cause__
+            self.connect()
             try:
                 greatest, smallest = self.maximum([value, -value], max(end, time.monotonic() + POLL_SECONDS))
+                return greatest == -smallest
             except _Broken as error:  # a member has closed its mesh, has ended or is late: connect names it
                 self.release()
                 self.check_deadline(f"their connection broke again and again, at last with: {error}")
-            else:
-                return greatest == -smallest
 
-    def gather(self, value: bytes) -> list[bytes]:
-        """The bytes of each rank, in the order of ``ranks``. All have the same length."""
-        mine = torch.frombuffer(bytearray(value), dtype=torch.uint8).to(self.device)
-        gathered = [torch.empty_like(mine) for _ in self.ranks]
-        self.wait(self._start(dist.all_gather, gathered, mine))
-        return [bytes(each.tolist()) for each in gathered]
+    def gather_texts(self, text: str) -> dict[str, list[int]]:
+        """The texts of all ranks, each with the ranks that have it. Of these, the first one sends it, once."""
+        data = zlib.compress(text.encode())
+        head = hashlib.sha256(data).digest() + len(data).to_bytes(8, "big")
+        heads = self._bytes(head).repeat(len(self.ranks), 1)
+        self._collective(dist.all_gather, [*heads], heads[0].clone())
+        found: dict[bytes, list[int]] = {}
+        for rank, row in zip(self.ranks, heads.tolist()):
+            found.setdefault(bytes(row), []).append(rank)
+        texts = {}
+        for other, ranks in found.items():
+            values = self._bytes(data if other == head else bytes(int.from_bytes(other[-8:], "big")))
+            self._collective(dist.broadcast, values, ranks[0])
+            texts[zlib.decompress(bytes(values.tolist())).decode()] = ranks
+        return texts
+
+    def _bytes(self, data: bytes) -> torch.Tensor:
+        """A vector of bytes on the device of the collectives."""
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
 
     def maximum(self, values: Sequence[int], end: float | None = None) -> list[int]:
         """The greatest of each value over all ranks.
@@ -248,30 +247,28 @@ class Link:
             end: the end of the wait. Default: the deadline of the call.
         """
         greatest = torch.tensor(values, dtype=torch.int64, device=self.device)
-        self.wait(self._start(dist.all_reduce, greatest, dist.ReduceOp.MAX), end)
+        self._collective(dist.all_reduce, greatest, dist.ReduceOp.MAX, end=end)
         return [int(each) for each in greatest.tolist()]
 
-    def _start(self, collective: Callable[..., Any], *arguments: Any) -> Works:
-        """Start a collective of torch."""
+    def _collective(self, function: Callable[..., Any], *arguments: Any, end: float | None = None) -> None:
+        """Perform a collective of torch."""
         with _catching_broken():
-            work = collective(*arguments, group=self._group, async_op=True)
-        return self._track(Works([work], [], self.device))
+            work = function(*arguments, group=self._record.group, async_op=True)
+        self.wait(self._track([work]), end)
 
     def exchange(self, sends: Sequence[PeerVector], receives: Sequence[PeerVector]) -> Works:
         """Start sends and receives of contiguous vectors."""
-        sides = (dist.irecv, receives), (dist.isend, sends)
         batch = [
-            dist.P2POp(operation, values.view(torch.uint8), peer, self._group)
-            for operation, side in sides
+            dist.P2POp(operation, values.view(torch.uint8), peer, self._record.group)
+            for operation, side in ((dist.irecv, receives), (dist.isend, sends))
             for peer, values in side
         ]
         with _catching_broken():
-            works = dist.batch_isend_irecv(batch) if batch else []
-        return self._track(Works(works, [each.peer for each in batch], self.device))
+            return self._track(dist.batch_isend_irecv(batch) if batch else [])
 
-    def _track(self, works: Works) -> Works:
-        self._running.append(works)
-        return works
+    def _track(self, works: Sequence[Any]) -> Works:
+        self._running.append(Works(works, self.device))
+        return self._running[-1]
 
     def wait(self, works: Works, end: float | None = None) -> None:
         """Wait until works have ended, or the deadline has passed. Ctrl-C is delivered meanwhile.
@@ -280,24 +277,21 @@ class Link:
             end: the end of the wait. Default: the deadline of the call.
 
         Raises:
-            _Late: the wait is over.
-            _Broken: the backend failed.
+            _Broken: the wait is over, or the backend failed.
         """
         end = self.deadline if end is None else end
         while not works.ended.wait(min(max(end - time.monotonic(), 0.1), POLL_SECONDS)):
             if self._is_over():
                 raise _Broken("another rank has ended the connection")
             if time.monotonic() >= end:
-                raise _Late("; ".join([f"not done in {format_seconds(self.seconds)}", *works.waiting_for()]))
-        try:
-            with _catching_broken():
-                works.check()
-        except PgmeshError as error:  # without the frames, which refer to the work: see teardown.explain
-            raise type(error)(str(error)) from None
+                raise _Broken(f"not done in {format_seconds(self.seconds)}")
+        with _catching_broken():
+            if works.error is not None:
+                raise works.error
         self._running.remove(works)
 
 
-class Works:
+class Works(threading.Thread):
     """The works of a collective, or of sends and receives.
 
     A thread waits for them, so that the caller can wait with a deadline: works of Gloo's sends and receives end only
@@ -305,50 +299,32 @@ class Works:
 
     Args:
         works: the works.
-        peers: of sends and receives, the other rank of each.
         device: the device of the tensors.
     """
 
-    def __init__(self, works: Sequence[Any], peers: Sequence[int], device: torch.device) -> None:
-        self._works, self._peers, self._device = works, peers, device
-        self._ended_count = 0
-        self._error: Exception | None = None
+    def __init__(self, works: Sequence[Any], device: torch.device) -> None:
+        super().__init__(daemon=True)
+        self._works, self._device = works, device
+        self.error: Exception | None = None
+        """The error of the first that failed."""
         self.ended = threading.Event()
         """Set when all have ended, or one has failed."""
-        self._thread = threading.Thread(target=self._wait, daemon=True)
-        self._thread.start()
+        self.start()
 
-    def _wait(self) -> None:
+    def run(self) -> None:
         for work in self._works:
             try:
-                while self._device.type != "cpu" and not work.is_completed():  # its wait is for the caller's stream
-                    time.sleep(0.001)
-                if self._device.type == "cpu":
-                    work.wait()
+                work.wait()
+                if self._device.type != "cpu":  # it was only enqueued on the stream of this thread
+                    torch.cuda.synchronize(self._device)
             except Exception as error:  # the others are awaited too: after the last one no tensor is written
-                self._error = self._error or error.with_traceback(None)
+                self.error = self.error or error.with_traceback(None)
                 self.ended.set()
-            self._ended_count += 1
         self.ended.set()
-
-    def check(self) -> None:
-        """Raise the error of the first that failed. On a GPU, make the current stream wait."""
-        if self._error is not None:
-            raise self._error
-        for work in self._works if self._device.type != "cpu" else ():
-            work.wait()
-
-    def waiting_for(self) -> list[str]:
-        """A line with the other rank of the first send or receive that has not ended."""
-        return [f"waiting for rank {peer}" for peer in self._peers[self._ended_count : self._ended_count + 1]]
 
     def is_completed(self) -> bool:
         """True if all have ended."""
-        return not self._thread.is_alive()
-
-    def join(self, seconds: float) -> None:
-        """Wait until all have ended, after the connections were shut down."""
-        self._thread.join(max(0.0, seconds))
+        return not self.is_alive()
 
 
 def _describe(side: ProcessGroupMesh | Layout) -> str:
@@ -357,17 +333,8 @@ def _describe(side: ProcessGroupMesh | Layout) -> str:
     return f"{ranks} of mesh {name!r}" if name else ranks
 
 
-def _over_key(name: str | None) -> str:
-    """The store key that says that an internal mesh is over for all ranks."""
-    return f"pgmesh/{name}/over"
-
-
 class _Broken(Exception):
-    """The backend failed in a collective: a member ended or released the group."""
-
-
-class _Late(_Broken):
-    """A collective did not end until the deadline."""
+    """A collective failed or did not end in time: a member ended, released the group or is late."""
 
 
 @contextlib.contextmanager
@@ -375,7 +342,7 @@ def _catching_broken() -> Iterator[None]:
     """Raise an error of the backend as ``_Broken``."""
     try:
         yield
-    except PgmeshError:
-        raise
+    except PgmeshError as error:  # without the frames, which refer to the work: see teardown.explain
+        raise type(error)(str(error)) from None
     except RuntimeError as error:
         raise _Broken(str(error)) from None

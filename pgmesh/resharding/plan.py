@@ -2,22 +2,23 @@
 
 A rank holds one part of the source and wants one part of the target, so two ranks exchange at most one range of one
 region. A rank receives no more than its *floor*: the size of its target part without what it holds already. If several
-ranks hold a source part, they share what is wanted of it (``shares.py``).
+ranks hold a source part, they share what is wanted of it.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from pgmesh._util.formatting import count_of
-from pgmesh.errors import ShapeError
+from pgmesh.errors import RankError, ShapeError
 from pgmesh.layout import Layout
-from pgmesh.resharding.sharding import Part, Placements, Region, Sharding, size_of
-from pgmesh.resharding.shares import HostMap, Shares, Transfer, split_evenly
+from pgmesh.resharding.sharding import Part, Placements, Region, Sharding, overlaps, size_of, spans
 
 MOST_ROUNDS = 50
 """Most rounds of ``balance``."""
@@ -26,42 +27,63 @@ MOST_ROWS = 64
 """``str(plan)`` lists each rank of at most so many."""
 
 
+class Transfer(NamedTuple):
+    """Elements that one rank sends to another: ``start`` to ``stop`` of a region in row-major order."""
+
+    peer: int
+    region: Region
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
 @dataclass(frozen=True)
 class RankPlan:
     """The transfers of one rank.
 
     Args:
         rank: the rank.
+        held: the region of its shard of the source; None outside the source.
+        wanted: the region of its shard of the target; None outside the target.
         sends: what it sends, by destination.
         receives: what it receives, by sender.
         copied: the region that it holds and wants; None if there is none.
-        floor: number of elements of its target part that it does not hold.
         itemsize: bytes of an element.
         leaving: number of elements that it sends to other hosts.
     """
 
     rank: int
+    held: Region | None
+    wanted: Region | None
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
     copied: Region | None
-    floor: int
     itemsize: int
     leaving: int
 
     @property
     def sent(self) -> int:
         """Number of elements that it sends."""
-        return sum(each.stop - each.start for each in self.sends)
+        return sum(each.size for each in self.sends)
 
     @property
     def received(self) -> int:
         """Number of elements that it receives."""
-        return sum(each.stop - each.start for each in self.receives)
+        return sum(each.size for each in self.receives)
+
+    @property
+    def floor(self) -> int:
+        """Number of elements of its target part that it does not hold."""
+        wanted, copied = (0 if region is None else size_of(region) for region in (self.wanted, self.copied))
+        return wanted - copied
 
     def __str__(self) -> str:
-        sent, received, floor, leaving = (
-            f"{elements * self.itemsize:,}" for elements in (self.sent, self.received, self.floor, self.leaving)
-        )
+        counts = self.sent, self.received, self.floor, self.leaving
+        sent, received, floor, leaving = (f"{elements * self.itemsize:,}" for elements in counts)
         return (
             f"rank {self.rank} sends {sent} bytes to {count_of(len(self.sends), 'rank')}, {leaving} of them to other "
             f"hosts, and receives {received} bytes from {count_of(len(self.receives), 'rank')} (floor {floor})"
@@ -78,11 +100,12 @@ class ReshardPlan:
         target: a mesh or Layout of the ranks that want it. The two may have any ranks in common.
         target_placements: the same for the target.
         itemsize: bytes of an element.
-        hosts: the ranks of each host, such as ``launch.placement().hosts`` or ``[range(0, 8), range(8, 16)]``. Default:
+        hosts: the ranks of each host, such as ``mesh.hosts()`` or ``[range(0, 8), range(8, 16)]``. Default:
             all ranks are on one host.
 
     Raises:
         AxisError: there is no such axis.
+        RankError: a rank is on no host.
         ShapeError: there is no such dimension, a placement is ``Partial``, or the number of placements is wrong.
 
     >>> from pgmesh.resharding import ReshardPlan
@@ -108,21 +131,21 @@ class ReshardPlan:
         target_placements: Placements,
         *,
         itemsize: int = 1,
-        hosts: Any = None,
+        hosts: Sequence[Iterable[int]] | None = None,
     ) -> None:
         if any(size < 0 for size in shape):
             raise ShapeError(f"the sizes of a shape are 0 or more, not {tuple(shape)}.")
         self.shape, self.itemsize = tuple(shape), itemsize
         self.source = Sharding(self.shape, layout_of(source), source_placements)
         self.target = Sharding(self.shape, layout_of(target), target_placements)
-        self._hosts = hosts if hosts is None or isinstance(hosts, HostMap) else HostMap(hosts)
-        self._shares: dict[Part, Shares] = {}
-        self._balanced: dict[Part, list[int]] = {}  # by balance: the shares of a part's replicas, if they are not equal
-
-    @cached_property
-    def ranks(self) -> tuple[int, ...]:
+        self.ranks = tuple(dict.fromkeys((*self.source.layout.ranks(), *self.target.layout.ranks())))
         """The ranks of source and target."""
-        return tuple(dict.fromkeys((*self.source.layout.ranks(), *self.target.layout.ranks())))
+        self._hosts = [self.ranks] if hosts is None else [tuple(ranks) for ranks in hosts]
+        self._host_of = {rank: number for number, ranks in enumerate(self._hosts) for rank in ranks}
+        for rank in self.ranks:
+            if rank not in self._host_of:
+                raise RankError(f"hosts= has no host for rank {rank}. Give the ranks of each, as in [[0, 1], [2, 3]].")
+        self._shares: dict[Part, Shares] = {}
 
     def of(self, rank: int) -> RankPlan:
         """The plan of one rank: the elements that it sends, receives and copies.
@@ -130,31 +153,28 @@ class ReshardPlan:
         >>> ReshardPlan((8,), Layout(2), [0], Layout(2, ranks=[1, 2]), [0]).of(1).receives
         (Transfer(peer=0, region=(((0, 4),),), start=0, stop=4),)
         """
-        held = self.source.part_of(rank) if rank in self.source.layout else None
-        sends = [] if held is None else self._shares_of(held).sent_by(rank)
-        leaving = sum(each.stop - each.start for each in sends if self._leaves(rank, each.peer))
-        copied, floor, receives = None, 0, []
-        if rank in self.target.layout:
-            region = self.target.region_of(rank)
-            floor = size_of(region)
-            for part, overlap in self.source.parts_in(region):
-                if part == held:
-                    copied, floor = overlap, floor - size_of(overlap)
-                elif self.source.replicas == 1:
-                    receives.append(Transfer(self.source.rank_of(part, 0), overlap, 0, size_of(overlap)))
-                else:
-                    senders = self._shares_of(part).received_by(rank)
-                    receives += [Transfer(sender, overlap, start, stop) for sender, start, stop in senders]
-        return RankPlan(rank, tuple(sends), tuple(receives), copied, floor, self.itemsize, leaving)
+        mine = self.source.part_of(rank) if rank in self.source.layout else None
+        sends = () if mine is None else tuple(self._shares_of(mine).sent_by(rank))
+        wanted = self.target.region_of(rank) if rank in self.target.layout else None
+        copied, receives = None, list[Transfer]()
+        for part, overlap in () if wanted is None else self.source.parts_in(wanted):
+            if part == mine:
+                copied = overlap
+            else:
+                receives += self._shares_of(part).received_by(rank)
+        held = None if mine is None else self.source.region_of_part(mine)
+        leaving = sum(each.size for each in sends if self._leaves(rank, each.peer))
+        return RankPlan(rank, held, wanted, sends, tuple(receives), copied, self.itemsize, leaving)
 
     def _shares_of(self, part: Part) -> Shares:
+        """The shares of the replicas of a part of the source."""
         if part not in self._shares:
-            self._shares[part] = Shares(self.source, self.target, part, self._hosts, self._balanced.get(part))
+            self._shares[part] = Shares(self, part)
         return self._shares[part]
 
     def _leaves(self, rank: int, other: int) -> bool:
         """True if two ranks are on different hosts."""
-        return self._hosts is not None and not self._hosts.near(rank, other)
+        return self._host_of[rank] != self._host_of[other]
 
     def svg(self) -> str:
         """A picture of who sends what to whom, as SVG. It has the first ranks of each side, at most ``MOST_ROWS``.
@@ -165,25 +185,26 @@ class ReshardPlan:
         """
         from pgmesh.drawing import transfers
 
+        has_hosts = len(self._hosts) > 1
         sides, sent = [], {}
         for word, side in (("source", self.source), ("target", self.target)):
             ends = []
             for rank in itertools.islice(side.layout, MOST_ROWS):
                 plan = self.of(rank)
-                elements = f"sends {plan.sent * self.itemsize:,}", f"receives {plan.received * self.itemsize:,}"
-                label = side.layout.label_of(rank) + (f", host {self._hosts.number(rank)}" if self._hosts else "")
-                ends.append(transfers.End(rank, label, f"{elements[word == 'target']} bytes"))
+                label = side.layout.label_of(rank) + (f", host {self._host_of[rank]}" if has_hosts else "")
+                elements, verb = (plan.sent, "sends") if word == "source" else (plan.received, "receives")
+                ends.append(transfers.End(rank, label, f"{verb} {elements * self.itemsize:,} bytes"))
                 for each in plan.sends:
-                    amount = (each.stop - each.start) * self.itemsize
-                    sent[rank, each.peer] = transfers.Sent(amount, self._leaves(rank, each.peer))
+                    sent[rank, each.peer] = transfers.Sent(each.size * self.itemsize, self._leaves(rank, each.peer))
             sizes = " ".join(f"{axis}={size}" for axis, size in zip(side.layout.axes, side.layout.shape))
             sides.append((f"{word}: {sizes}", ends))
-        dashed = ", dashed: to another host" if self._hosts else ""
-        notes = [f"a line: what one rank sends to another; thicker is more{dashed}"]
+        notes = ["a line: what one rank sends to another; thicker is more"]
+        if has_hosts:
+            notes[0] += ", dashed: to another host"
         if any(len(side.layout) > MOST_ROWS for side in (self.source, self.target)):
             notes.append(f"a sample: the first {MOST_ROWS} ranks of each side")
         title = f"shape {self.shape}, {count_of(self.itemsize, 'byte')} each"
-        return transfers.drawing(title, notes, (sides[0], sides[1]), sent).svg()
+        return transfers.drawing(title, notes, (sides[0], sides[1]), sent)
 
     def __str__(self) -> str:
         plans = [self.of(rank) for rank in sorted(self.ranks)[:MOST_ROWS]]
@@ -201,6 +222,126 @@ class ReshardPlan:
         return "\n".join([title, *lines])
 
 
+class Shares:
+    """The shares of the replicas of one source part in what other ranks want of it.
+
+    Each replica of a part could send all of it. A *slot* is a rank that wants some of the part. The elements of all
+    slots, one slot after the other, are a line. It is cut into *pieces*, each of which one replica sends:
+
+    - A slot that is a replica itself has its elements: they are in no piece.
+    - Then each replica serves the slots on its own host, until its share is used up.
+    - What is left of the line is cut in the order of the replicas.
+
+    A part can have a million slots. So there is no list of slots: their positions on the line are computed.
+
+    Args:
+        plan: the plan.
+        part: the part of its source.
+    """
+
+    def __init__(self, plan: ReshardPlan, part: Part) -> None:
+        self._plan, self._target = plan, plan.target
+        self.replicas = plan.source.ranks_of(part)
+        self._wanted = self._target.parts_in(plan.source.region_of_part(part))
+        self._numbers = {each: number for number, (each, _) in enumerate(self._wanted)}
+        self._sizes = [size_of(region) for _, region in self._wanted]  # of a slot, for each target part
+        sizes = (size * self._target.replicas for size in self._sizes)
+        self._starts = [*itertools.accumulate(sizes, initial=0)]  # of the first slot of each target part, on the line
+        self._own = self._slots(self.replicas)
+        self.total = self._starts[-1] - sum(stop - start for start, stop in self._own.values())
+        """Number of elements that the replicas send."""
+        self.counts = split_evenly(self.total, [0] * len(self.replicas))
+        """Number of elements that each replica sends. ``balance`` changes it."""
+
+    def add_to(self, load: Counter[int], itemsize: int) -> None:
+        """Add what each replica sends to the bytes that each rank sends."""
+        for rank, count in zip(self.replicas, self.counts):
+            load[rank] += count * itemsize
+
+    def received_by(self, rank: int) -> Iterator[Transfer]:
+        """The transfers that a rank receives from the replicas."""
+        if slot := self._slot(rank):
+            _, region = self._wanted[self._numbers[self._target.part_of(rank)]]
+            for _, i, start, stop in overlaps([slot], self._pieces):
+                yield Transfer(self.replicas[self._pieces[i][2]], region, start - slot[0], stop - slot[0])
+
+    def sent_by(self, rank: int) -> Iterator[Transfer]:
+        """The transfers that a replica sends."""
+        number = self._plan.source.replica_of(rank)
+        for start, stop in [(start, stop) for start, stop, replica in self._pieces if replica == number]:
+            while start < stop:
+                i = bisect.bisect(self._starts, start) - 1
+                part, region = self._wanted[i]
+                slot, first = divmod(start - self._starts[i], self._sizes[i])
+                last = min(first + stop - start, self._sizes[i])
+                yield Transfer(self._target.ranks_of(part)[slot], region, first, last)
+                start += last - first
+
+    @cached_property
+    def _pieces(self) -> list[tuple[int, int, int]]:
+        """Start, stop and the number of the replica that sends it, in the order of the line."""
+        left = [*self.counts]
+        pieces = [*self._serve_hosts(left)]
+        taken = sorted([*self._own.values(), *((start, stop) for start, stop, _ in pieces)])
+        ends = [0, *(stop for _, stop in taken)]
+        free = [*zip(ends, [*(start for start, _ in taken), self._starts[-1]])]
+        places = spans(stop - start for start, stop in free)
+        for i, replica, start, stop in overlaps(places, spans(left)):
+            shift = free[i][0] - places[i][0]
+            pieces.append((start + shift, stop + shift, replica))
+        return sorted(pieces)
+
+    def _serve_hosts(self, left: list[int]) -> Iterator[tuple[int, int, int]]:
+        """The pieces that each replica sends to ranks of its own host.
+
+        Args:
+            left: the shares of the replicas. What they send here is subtracted.
+        """
+        host_of, by_host = self._plan._host_of, dict[int, list[int]]()
+        for number, rank in enumerate(self.replicas if len(self._plan._hosts) > 1 else ()):
+            by_host.setdefault(host_of[rank], []).append(number)
+        slots = self._slots([rank for host in by_host for rank in self._plan._hosts[host]])
+        for rank, (start, stop) in slots.items():
+            for number in () if rank in self._own else by_host[host_of[rank]]:
+                end = min(start + left[number], stop)
+                if start < end:
+                    yield start, end, number
+                    left[number] -= end - start
+                    start = end
+
+    def _slots(self, ranks: Sequence[int]) -> dict[int, tuple[int, int]]:
+        """The slots of those of these ranks that want some of the part."""
+        if len(ranks) > len(self._wanted) * self._target.replicas:  # fewer want it: go through these
+            some = {*ranks}
+            ranks = [rank for part, _ in self._wanted for rank in self._target.ranks_of(part) if rank in some]
+        return {rank: slot for rank in ranks if (slot := self._slot(rank))}
+
+    def _slot(self, rank: int) -> tuple[int, int] | None:
+        """The slot of a rank on the line; None if it wants nothing of the part."""
+        number = self._numbers.get(self._target.part_of(rank)) if rank in self._target.layout else None
+        if number is None:
+            return None
+        start = self._starts[number] + self._target.replica_of(rank) * self._sizes[number]
+        return start, start + self._sizes[number]
+
+
+def split_evenly(total: int, loads: Sequence[int]) -> list[int]:
+    """The parts of a total that, added to these loads, make the greatest sum least.
+
+    >>> split_evenly(10, [0, 7, 4])
+    [7, 0, 3]
+    """
+    order = sorted(range(len(loads)), key=lambda i: loads[i])
+    for n in range(len(order), 0, -1):  # the n least loaded get a part, and come to the same level
+        level, extra = divmod(total + sum(loads[i] for i in order[:n]), n)
+        if level >= loads[order[n - 1]]:
+            break
+    parts = [0] * len(loads)
+    for place, i in enumerate(order[:n]):
+        parts[i] = level + (place < extra) - loads[i]
+    return parts
+
+
 def balance(plans: Sequence[tuple[ReshardPlan, int]]) -> None:
     """Set the shares of the replicas so that over several tensors the greatest sender sends least.
 
@@ -211,28 +352,22 @@ def balance(plans: Sequence[tuple[ReshardPlan, int]]) -> None:
     Args:
         plans: plans that have computed nothing yet, each with the number of tensors that it is for.
     """
-    if all(plan.source.replicas == 1 for plan, _ in plans) or len(plans) == 1:
+    if all(plan.source.replicas == 1 for plan, _ in plans):
         return
-    load: dict[int, int] = {}  # by rank: the bytes that it sends
-    shared: list[tuple[ReshardPlan, Part, int, tuple[int, ...]]] = []  # with the bytes of an element, and the replicas
+    parts = []  # each with the bytes that an element stands for
+    load: Counter[int] = Counter()  # by rank: the bytes that it sends
     for plan, count in plans:
-        whole = tuple(((0, size),) if size else () for size in plan.shape)
-        for part, _ in plan.source.parts_in(whole):
-            total, ranks = Shares(plan.source, plan.target, part).total, plan.source.ranks_of(part)
-            itemsize = plan.itemsize * count
-            plan._balanced[part] = split_evenly(total, [0] * len(ranks))
-            for rank, share in zip(ranks, plan._balanced[part]):
-                load[rank] = load.get(rank, 0) + share * itemsize
-            if total and len(ranks) > 1:
-                shared.append((plan, part, itemsize, ranks))
+        for part in plan.source.parts():
+            shares = plan._shares_of(part)
+            shares.add_to(load, plan.itemsize * count)
+            if len(shares.replicas) > 1:
+                parts.append((shares, plan.itemsize * count))
     for _ in range(MOST_ROUNDS):
-        before = dict(load)
-        for plan, part, itemsize, ranks in shared:
-            shares = plan._balanced[part]
-            others = [load[rank] - share * itemsize for rank, share in zip(ranks, shares)]
-            plan._balanced[part] = split_evenly(sum(shares), [other // itemsize for other in others])
-            for rank, other, share in zip(ranks, others, plan._balanced[part]):
-                load[rank] = other + share * itemsize
+        before = load.copy()
+        for shares, itemsize in parts:
+            shares.add_to(load, -itemsize)
+            shares.counts = split_evenly(shares.total, [load[rank] // itemsize for rank in shares.replicas])
+            shares.add_to(load, itemsize)
         if load == before:
             break
 

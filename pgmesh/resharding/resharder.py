@@ -1,42 +1,45 @@
-"""``reshard`` and ``Resharder``: move tensors from the ranks of one mesh to those of another."""
+"""``reshard`` and ``Resharder``: move tensors from the ranks of one mesh to those of another.
+
+Before a byte moves, each rank describes its tensors as JSON. All ranks compare the descriptions, and plan alike.
+"""
 
 from __future__ import annotations
 
-import hashlib
+import json
+import secrets
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any, NamedTuple, Union
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from pgmesh.errors import LifetimeError, MismatchError, PgmeshError, ShapeError
+from pgmesh._util.formatting import name_ranks
+from pgmesh._util.marks import SHARD_MARK
+from pgmesh.errors import LifetimeError, MethodError, MismatchError, PgmeshError, ShapeError
 from pgmesh.layout import Layout
 from pgmesh.mesh import CONNECT_TIMEOUT, ProcessGroupMesh
 from pgmesh.options import Timeout
 from pgmesh.resharding.link import Link
-from pgmesh.resharding.metadata import Entry, Tables, describe, entry_on, exchange, pack, renamed, tensors_of
 from pgmesh.resharding.plan import ReshardPlan, balance
-from pgmesh.resharding.sharding import Placements, length
-from pgmesh.resharding.shares import HostMap
-from pgmesh.resharding.transfer import Job, Shards, fill_buckets, move
+from pgmesh.resharding.sharding import Placements, Sharding, by_axis, parse_placements, shape_of
+from pgmesh.resharding.transfer import Job, Shards, fill_buckets, move, staged_bytes
 from pgmesh.topology.host_mapping import map_hosts
 
 State = Union[nn.Module, Mapping[str, Any], None]
+Rename = Union[Mapping[str, Union[str, None]], Callable[[str], Union[str, None]], None]
+Tensors = Mapping[str, torch.Tensor]
 
-BUCKETS = 16 << 20
-"""Default limit of the staging memory in bytes."""
+STAGING_BYTES = 16 << 20
+"""Default limit of the staging memory."""
+
+MOST_LINES = 20
+"""Differences that an error lists."""
 
 LOST_SOURCE = "the source is in the memory of the target, and a transfer that failed has overwritten it"
-
-Described = tuple[dict[str, Entry], dict[str, Entry]]
-"""The entries of a rank's tensors of the source and of the target, by name in the target."""
-
-_created: Counter[str] = Counter()
-"""By the name of the link, the number of the last Resharder created over it. A new process begins with 0."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class Resharder:
         target: the module or (nested) state dict on this rank that is written.
         rename: maps a name of the source to that of the target, or to None to leave it out; a dict or a function. Only
             ranks of the source use it.
-        buckets: limit of the staging memory in bytes. A larger tensor exceeds it.
+        staging_bytes: limit of the staging memory in bytes. A larger tensor exceeds it.
         timeout: timeout of each call, a timedelta or a number of seconds.
 
     Raises:
@@ -95,63 +98,30 @@ class Resharder:
         *,
         source: State = None,
         target: State = None,
-        rename: Mapping[str, str | None] | Callable[[str], str | None] | None = None,
-        buckets: int = BUCKETS,
+        rename: Rename = None,
+        staging_bytes: int = STAGING_BYTES,
         timeout: Timeout = CONNECT_TIMEOUT,
     ) -> None:
-        self._source, self._target, self._rename, self._limit = source, target, rename, buckets
-        self._link = Link(source_mesh, target_mesh, timeout)
-        self._link.begin()
+        self._source, self._target, self._rename = source, target, rename
+        self._link = link = Link(source_mesh, target_mesh, timeout)
         self.torn = False
         """True if a call failed while it wrote: some tensors of the target are new, others old."""
         self._source_is_lost = False  # a transfer in place failed
         self._refusal: Any = None  # the hook by which a torn module refuses to run
-        self._described, shards = self._describe()
-        with self._link.explaining():
-            tables, hosts = exchange_tables(self._link, self._table(self._described))
-            self._jobs = plan_jobs(self._link, tables, hosts)
-            self._check_shapes(shards)
-            sizes = [shards.staged_by(job) for job in self._jobs]
-            # equal models have equal tables: the number tells their Resharders apart
-            *staged, last = self._link.maximum([*sizes, _created[self._link.name]])
-        _created[self._link.name] = last + 1
-        self._buckets = fill_buckets(self._jobs, staged, buckets // 2)
-        self._digest = digest_of(repr((tables, hosts.hosts, buckets, last + 1)))
+        sides, shards = self._tensors()
+        self._planned = signatures(sides)
+        entries = [*describe("source", sides[0]), *describe("target", sides[1])]
+        with link.explaining():
+            self._jobs = plan_jobs(link, exchange(link, [*entries, Entry("argument", "staging_bytes", staging_bytes)]))
+            sizes = [staged_bytes(*shards.messages([job])) for job in self._jobs]
+            *staged, self._number = link.maximum([*sizes, secrets.randbits(62)])  # a random number, to tell it by
+        self._buckets = fill_buckets(self._jobs, staged, staging_bytes // 2)
 
-    def _source_names(self, source: Mapping[str, torch.Tensor]) -> dict[str, str]:
-        """By name in the target, the name in the source."""
-        names: dict[str, str] = {}
-        for old in source:
-            name = renamed(self._rename, old)
-            if name in names:
-                raise MismatchError(
-                    f"{names[name]} and {old} of the source are both named {name} in the target, so one would be lost. "
-                    f"Nothing was moved.\n\n"
-                    f"  Resharder(..., rename={{{old!r}: None}})   # leaves {old} out; or give it a name of its own"
-                )
-            if name is not None:
-                names[name] = old
-        return names
-
-    def _describe(self) -> tuple[Described, Shards]:
-        """The entries of this rank's tensors of the source and of the target, and their local shards as they are."""
-        found, target = tensors_of(self._source), tensors_of(self._target)
-        names = self._source_names(found)
-        held, wanted = ({name: local_of(tensor) for name, tensor in side.items()} for side in (found, target))
-        shards = Shards(names, held, wanted, self._link.device)
-        source = {name: describe(found[old], old) for name, old in names.items()}
-        return (source, {name: describe(tensor, name) for name, tensor in target.items()}), shards
-
-    def _table(self, described: Described) -> str:
-        return pack(*described, {"buckets": self._limit})
-
-    def _check_shapes(self, shards: Shards) -> None:
-        """Check that the local shards have the shapes that their placements say."""
-        for job in self._jobs:
-            for side, region in ((shards.source, job.held), (shards.target, job.wanted)):
-                shape = None if region is None else tuple(map(length, region))
-                if shape is not None and tuple(side[job.name].shape) != shape:
-                    raise ShapeError(f"the local shard of {job.name} is {tuple(side[job.name].shape)}, not {shape}.")
+    def _tensors(self) -> tuple[list[dict[str, torch.Tensor]], Shards]:
+        """The tensors of the source and of the target by name in the target, and their local shards."""
+        sides = [tensors_of(self._source, self._rename), tensors_of(self._target)]
+        held, wanted = map(locals_of, sides)
+        return sides, Shards(held, wanted, self._link.device)
 
     def __call__(self) -> Moved:
         """Move the current values into the target. All ranks of both meshes call it.
@@ -163,39 +133,33 @@ class Resharder:
         """
         began = time.monotonic()
         self._link.begin()
-        described, shards = self._describe()
+        sides, shards = self._tensors()
         reason = ""
         if self._source_is_lost:
             reason = f"on this rank {LOST_SOURCE}"
-        elif described != self._described:
-            reason = "the tensors are not those that were planned: on this rank they differ"
-        same = self._link.agree(digest_of(reason + self._table(described)) if reason else self._digest)
-        if reason or not same:
-            others = (
-                "the tensors are not those that were planned: on other ranks they, or the order of the calls, differ"
-            )
+        elif signatures(sides) != self._planned:
+            reason = "this rank has other tensors than those that were planned"
+        if not self._link.agree(-1 if reason else self._number) or reason:
+            reason = reason or "other ranks have other tensors than those that were planned, or call in another order"
             raise MismatchError(
-                f"{reason or others}. Nothing was moved. Create a new Resharder, and call the Resharders of the same "
-                "meshes in the same order on all ranks."
+                f"{reason}. Nothing was moved. Create a new Resharder, and call the Resharders of the same meshes in "
+                "the same order on all ranks."
             )
         try:
             with self._link.explaining():
                 staged = move(self._link, self._buckets, shards)
                 self._link.maximum([0])  # only if all ranks are done is the target whole
         except BaseException as error:
-            self._tear(shards)
+            self._set_torn(bool(shards.target), bool(shards.in_place))
             if self.torn and isinstance(error, PgmeshError):
                 raise type(error)(f"{error}\n\nThe target of this rank is torn. {self._remedy()}") from error
             raise
-        self._mend()
-        plans = [(job.plan, job.dtype.itemsize) for job in self._jobs]
-        return Moved(
-            sent=sum(plan.sent * size for plan, size in plans),
-            received=sum(plan.received * size for plan, size in plans),
-            floor=sum(plan.floor * size for plan, size in plans),
-            staged=staged,
-            seconds=time.monotonic() - began,
+        self._set_torn(False, False)
+        plans = [job.plan for job in self._jobs]
+        sent, received, floor = (
+            sum(getattr(plan, which) * plan.itemsize for plan in plans) for which in ("sent", "received", "floor")
         )
+        return Moved(sent, received, floor, staged, time.monotonic() - began)
 
     # -- a torn target -------------------------------------------------------------------------------------------
 
@@ -211,26 +175,20 @@ class Resharder:
 
     def _refuse(self, *_: object) -> None:
         if self.torn:
-            raise LifetimeError(
-                "the target is torn: a transfer into it failed, so some tensors are new and others old. "
-                + self._remedy()
-            )
+            raise LifetimeError(f"the target is torn: some tensors are new and others old. {self._remedy()}")
 
     def _remedy(self) -> str:
         if self._source_is_lost:
             return f"Also, {LOST_SOURCE}. Load the source again, and create a new Resharder on all ranks."
         return "Call the Resharder again on all ranks; when it succeeds, the target is whole."
 
-    def _tear(self, shards: Shards) -> None:
-        self.torn, self._source_is_lost = bool(shards.target), bool(shards.in_place)
-        if self.torn and isinstance(self._target, nn.Module) and self._refusal is None:
-            self._refusal = self._target.register_forward_pre_hook(self._refuse)
-
-    def _mend(self) -> None:
-        self.torn = False
+    def _set_torn(self, torn: bool, source_is_lost: bool) -> None:
+        self.torn, self._source_is_lost = torn, source_is_lost
         if self._refusal is not None:
             self._refusal.remove()
             self._refusal = None
+        if torn and isinstance(self._target, nn.Module):
+            self._refusal = self._target.register_forward_pre_hook(self._refuse)
 
 
 def reshard(
@@ -264,105 +222,222 @@ def reshard(
         ShapeError: a placement is ``Partial`` or does not fit the tensor.
         WorldError: the world is a fake one.
     """
-    sides = {} if tensor is None else {"tensor": describe(tensor)}
-    if source is None and isinstance(tensor, DTensor) and (at := sides["tensor"].layout):
-        source = Layout(dict(enumerate(at[0])), ranks=at[1])
+    held = {} if tensor is None else {"tensor": tensor}
+    entries = describe("source", held)
+    if source is None and isinstance(tensor, DTensor):
+        source, _ = entries[0].on(())
     if source is None:
         raise ShapeError(
             "reshard needs the ranks that hold the tensor, except where it is a DTensor.\n\n"
             "  reshard(None, target, placements, source=mesh)   # a mesh, a slice of one or a Layout"
         )
     link = Link(source, target_mesh, timeout)
-    link.begin()
-    placed = dtensor_placements(target_mesh.layout, placements)
-    wanted = {}
-    if link.rank in target_mesh:
-        name = None if dtype is None else str(dtype).removeprefix("torch.")
-        dimensions = 1 + max((each.dim for each in placed if isinstance(each, Shard)), default=-1)
-        wanted["tensor"] = entry_on(target_mesh.layout, placed, (0,) * dimensions, name, of_source=True)
+    layout, placed = target_mesh.layout, parse_placements(target_mesh.layout, placements)
+    if link.rank in layout:
+        at = layout.shape, layout.ranks()
+        entries.append(Entry("target", "tensor", None, None if dtype is None else str(dtype), at, tuple(placed)))
     with link.explaining():
-        tables, hosts = exchange_tables(link, pack(sides, wanted, {}))
-        (job,) = plan_jobs(link, tables, hosts)
-        shape, kind = shape_and_dtype(tables, "tensor")
-        results: dict[str, torch.Tensor] = {}
-        if job.wanted is not None:
-            size = [length(intervals) for intervals in job.wanted]
-            device = link.device if tensor is None else tensor.device
-            results["tensor"] = torch.empty(size, dtype=dtype or kind, device=device)
-        held = {} if tensor is None else {"tensor": local_of(tensor)}
-        move(link, [[job]], Shards({name: name for name in held}, held, results, link.device))
-    if job.wanted is None:
+        tables = exchange(link, entries)
+        (job,) = plan_jobs(link, tables)
+        first = next(iter(tables["source"]["tensor"]))
+        whole = torch.empty(first.shape, dtype=dtype_of(first.dtype), device="meta")
+        device = link.device if tensor is None else tensor.device
+        result = whole.new_empty(shape_of(job.plan.wanted or ()), dtype=dtype, device=device)
+        target = {} if job.plan.wanted is None else {"tensor": result}
+        move(link, [[job]], Shards(locals_of(held), target, link.device))
+    if not target:
         return None
-    strides = torch.empty(shape, device="meta").stride()
+    placements = [
+        Replicate() if each is None else Shard(each) if isinstance(each, int) else each
+        for each in by_axis(layout, placements)
+    ]
     mesh = target_mesh.device_mesh()
-    return DTensor.from_local(results["tensor"], mesh, placed, run_check=False, shape=torch.Size(shape), stride=strides)
+    return DTensor.from_local(result, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
-# -- what both need ---------------------------------------------------------------------------------------------------
+# -- tensors and their descriptions --------------------------------------------------------------------------------
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The local shard of a DTensor; any other tensor itself. The memory is shared."""
+def tensors_of(state: State, rename: Rename = None) -> dict[str, torch.Tensor]:
+    """The tensors of a module's or any other state dict by name. Those in nested dicts and modules have dotted names.
+
+    Raises:
+        MismatchError: two tensors have one name.
+    """
+    found: dict[str, torch.Tensor] = {}
+    places: dict[str, str] = {}
+    for name, place, tensor in _named_tensors(state):
+        new = rename.get(name, name) if isinstance(rename, Mapping) else rename(name) if rename is not None else name
+        if new in found:
+            raise MismatchError(
+                f"{places[new]} and {place} would both be named {new}, so one would be lost. Nothing was moved. Rename "
+                f"one of these keys, or leave {name} out of the source.\n\n"
+                f"  Resharder(..., rename={{{name!r}: None}})"
+            )
+        if new is not None:
+            found[new], places[new] = tensor, place
+    return found
+
+
+def _named_tensors(value: Any, name: str = "", place: str = "state") -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Each tensor of a nested state dict, after its name and the expression for it."""
+    if isinstance(value, nn.Module):
+        value = value.state_dict(keep_vars=True)  # without detaching each
+    if isinstance(value, torch.Tensor):
+        yield name, place, value
+    for key, inner in value.items() if isinstance(value, Mapping) else ():
+        yield from _named_tensors(inner, f"{name}.{key}" if name else f"{key}", f"{place}[{key!r}]")
+
+
+def locals_of(tensors: Tensors) -> dict[str, torch.Tensor]:
+    """The local shards of DTensors; other tensors themselves. The memory is shared."""
     with torch.no_grad():
-        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        return {
+            name: (each.to_local() if isinstance(each, DTensor) else each).detach() for name, each in tensors.items()
+        }
 
 
-def digest_of(text: str) -> int:
-    """A hash of 62 bits."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
+def signatures(sides: Sequence[Tensors]) -> list[dict[str, tuple[object, ...]]]:
+    """By name, what must not change between calls."""
+    more = ("device_mesh", "placements", SHARD_MARK)
+    return [
+        {name: (each.shape, each.dtype, *(getattr(each, word, None) for word in more)) for name, each in side.items()}
+        for side in sides
+    ]
 
 
-def dtensor_placements(layout: Layout, placements: Placements) -> list[Placement]:
-    """DTensor placements, one for each axis."""
-    given = [placements.get(axis) for axis in layout.axes] if isinstance(placements, Mapping) else placements
-    if isinstance(placements, Mapping) or placements is None:
-        entry_on(layout, {} if placements is None else dict.fromkeys(placements), (), None)  # checks the axes
-    each_axis: Sequence[Any] = [None] * len(layout.axes) if given is None else [*given]
-    return [Replicate() if each is None else Shard(each) if isinstance(each, int) else each for each in each_axis]
+class Entry(NamedTuple):
+    """A tensor on one side, as the ranks that hold it describe it; or an argument, with its value as the shape.
+
+    Args:
+        side: "source", "target" or "argument".
+        name: its name in the target.
+        shape: the global shape; None for the shape of the source.
+        dtype: the dtype, such as "torch.float32"; None for that of the source.
+        mesh: sizes and ranks of its device mesh; None for a plain tensor, which each rank that names it holds whole.
+        placements: for each axis, the dimension that it shards and the split factor; None if it is replicated.
+    """
+
+    side: str
+    name: str
+    shape: Any
+    dtype: str | None = None
+    mesh: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    placements: tuple[tuple[int, int] | None, ...] = ()
+
+    def on(self, ranks: Sequence[int]) -> tuple[Layout, Placements]:
+        """The layout of the tensor and its placements there, if these ranks name it."""
+        sizes, ranks = self.mesh or ((len(ranks),), ranks)
+        return Layout(dict(enumerate(sizes)), ranks=ranks), self.placements or None
 
 
-def exchange_tables(link: Link, table: str) -> tuple[Tables, HostMap]:
-    """Connect the ranks, exchange their tables, and find their hosts.
+def describe(side: str, tensors: Tensors) -> list[Entry]:
+    """The entries of tensors.
 
-    Plans depend on the hosts. If the ranks do not agree on them, they all plan as if they were on one host.
+    Raises:
+        MethodError: one is a shard of an expert as a plain tensor.
+        ShapeError: one is ``Partial``, or its local shard has another shape than its placements say.
+    """
+    entries = []
+    for name, shard in locals_of(tensors).items():
+        tensor = tensors[name]
+        entry = Entry(side, name, tuple(tensor.shape), str(tensor.dtype))
+        if isinstance(tensor, DTensor):
+            mesh, rank = tensor.device_mesh.mesh, tensor.device_mesh.get_rank()
+            entry = entry._replace(mesh=(tuple(mesh.shape), tuple(mesh.flatten().tolist())))
+            sharding = Sharding(tensor.shape, entry.on(())[0], tensor.placements)
+            expected = shape_of(sharding.region_of(rank)) if rank in sharding.layout else [*shard.shape]
+            if [*shard.shape] != expected:
+                raise ShapeError(f"the local shard of {name} is {tuple(shard.shape)}, not {tuple(expected)}.")
+            entry = entry._replace(placements=tuple(sharding.placements))
+        elif axes := getattr(tensor, SHARD_MARK, ""):
+            raise MethodError(
+                f"{name} is sharded along {axes} as a plain tensor: it would be moved as if this shard were the whole "
+                "tensor. Move whole experts (ExpertParallel without tensor=), or leave it out.\n\n"
+                f"  Resharder(..., rename={{{name!r}: None}})   # on the source; leave it out of the target too"
+            )
+        entries.append(entry)
+    return entries
+
+
+# -- the exchange of descriptions ----------------------------------------------------------------------------------
+
+Tables = Mapping[str, Mapping[str, Mapping[Entry, Sequence[int]]]]
+"""By side and name, each entry with the ranks that have it."""
+
+
+def exchange(link: Link, entries: Sequence[Entry]) -> Tables:
+    """Connect the ranks, and exchange and compare their descriptions.
+
+    Raises:
+        MismatchError: names, shapes or arguments differ. Every rank raises the same.
     """
     while not link.agree(0):  # the ranks that call a Resharder raise, and create a new one
         link.check_deadline("some create a Resharder, others call one that they created before")
-    tables = exchange(link, table)
-    hosts = map_hosts(link.ranks, timeout=link.left()).hosts
-    return tables, HostMap(hosts if link.agree(digest_of(repr(hosts))) else [link.ranks])
+    tables: dict[str, dict[str, dict[Entry, list[int]]]] = {"source": {}, "target": {}, "argument": {}}
+    for text, ranks in link.gather_texts(json.dumps(entries)).items():
+        for entry in (Entry(*_frozen(fields)) for fields in json.loads(text)):
+            tables[entry.side].setdefault(entry.name, {}).setdefault(entry, []).extend(ranks)
+    if lines := _differences(tables):
+        more = [f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
+        raise MismatchError(
+            "\n  ".join(["the tensors of source and target do not match:", *lines[:MOST_LINES], *more]) + "\n\n"
+            "Nothing was moved. rename= maps names of the source to names of the target, or to None to leave them out."
+        )
+    return tables
 
 
-def shape_and_dtype(tables: Tables, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-    """The shape and the dtype of a tensor of the source."""
-    entry = next(iter(tables.source[name]))
-    assert entry.shape is not None
-    assert entry.dtype is not None
-    return entry.shape, getattr(torch, entry.dtype)
+def _frozen(value: Any) -> Any:
+    """A value of JSON with tuples in place of lists."""
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
-def plan_jobs(link: Link, tables: Tables, hosts: HostMap) -> list[Job]:
+def _differences(tables: Tables) -> list[str]:
+    """A line for each difference between the ranks' descriptions."""
+    lines = []
+    shapes: defaultdict[str, dict[Any, list[int]]] = defaultdict(dict)  # by name, with their ranks
+    for side, table in tables.items():
+        for entry, ranks in (each for entries in table.values() for each in entries.items()):
+            if entry.shape is not None:
+                shapes[entry.name].setdefault(entry.shape, []).extend(ranks)
+            if absent := {*(entry.mesh[1] if entry.mesh else ())}.difference(ranks):
+                here, there = name_ranks(sorted(ranks)), name_ranks(sorted(absent))
+                lines.append(f"{entry.name}: in the {side} on {here}, but not on {there}")
+    for name in {**tables["source"], **tables["target"], **tables["argument"]}:
+        text = ", ".join(f"{shape} on {name_ranks(sorted(ranks))}" for shape, ranks in shapes[name].items())
+        sides = [side for side, table in tables.items() if name in table]
+        if sides == ["source"]:
+            lines.append(f"{name}: in the source ({text}), not in the target")
+        elif sides == ["target"]:
+            lines.append(f"{name}: in the target ({text}), not in the source")
+        elif len(shapes[name]) > 1:
+            lines.append(f"{name}: {text}")
+    return lines
+
+
+def plan_jobs(link: Link, tables: Tables) -> list[Job]:
     """The jobs of this rank, one for each tensor, in an order that is the same on all ranks."""
+    info = map_hosts([link.rank], timeout=link.left()).host_infos[link.rank]
+    hosts = [*link.gather_texts(info.boot or info.host).values()]
     plans: dict[Any, ReshardPlan] = {}  # by what they are made of: equal tensors have one plan
-    tensors: list[tuple[str, torch.dtype, Any]] = []  # each with the key of its plan
-    for name, holdings in sorted(tables.target.items()):
-        shape, dtype = shape_and_dtype(tables, name)
-        held, holders = next(iter(tables.source[name].items()))
-        for wanted, ranks in holdings.items():
-            result = dtype if wanted.dtype is None else getattr(torch, wanted.dtype)
-            sent_as = result if result.itemsize < dtype.itemsize else dtype
-            key = shape, sent_as.itemsize, held, tuple(holders), wanted, tuple(ranks)
+    tensors = []  # each with the key of its plan
+    for name, entries in sorted(tables["target"].items()):
+        (held, holders), *_ = tables["source"][name].items()
+        for wanted, takers in entries.items():
+            dtypes = [dtype_of(each.dtype or held.dtype) for each in (held, wanted)]
+            sent_as = min(dtypes, key=lambda dtype: dtype.itemsize)
+            sides = *held.on(holders), *wanted.on(takers)
+            key = held.shape, sides, sent_as.itemsize
             if key not in plans:
-                source, target = held.sharding(holders, shape), wanted.sharding(ranks, shape)
-                sides = source.layout, source.placements, target.layout, target.placements
-                plans[key] = ReshardPlan(shape, *sides, itemsize=sent_as.itemsize, hosts=hosts)
+                plans[key] = ReshardPlan(held.shape, *sides, itemsize=sent_as.itemsize, hosts=hosts)
             tensors.append((name, sent_as, key))
     counts = Counter(key for _, _, key in tensors)
     balance([(plan, counts[key]) for key, plan in plans.items()])
-    mine = {}
-    for key, plan in plans.items():
-        held_here = plan.source.region_of(link.rank) if link.rank in plan.source.layout else None
-        wanted_here = plan.target.region_of(link.rank) if link.rank in plan.target.layout else None
-        mine[key] = plan.of(link.rank), held_here, wanted_here
-    jobs = [Job(name, dtype, *mine[key]) for name, dtype, key in tensors]
-    return sorted(jobs, key=lambda job: str(job.dtype))
+    mine = {key: plan.of(link.rank) for key, plan in plans.items()}
+    return sorted((Job(name, dtype, mine[key]) for name, dtype, key in tensors), key=lambda job: str(job.dtype))
+
+
+def dtype_of(name: str | None) -> torch.dtype:
+    """The dtype of a name such as "torch.float32"."""
+    dtype: torch.dtype = getattr(torch, str(name).removeprefix("torch."))
+    return dtype

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, Union, runtime_checkable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Union
 
 from pgmesh.errors import AxisError, ShapeError
 from pgmesh.layout import Axis, Layout
@@ -30,7 +30,12 @@ or an axis that is not named: replicated."""
 
 def size_of(region: Region) -> int:
     """Number of elements of a region."""
-    return math.prod(length(intervals) for intervals in region)
+    return math.prod(shape_of(region))
+
+
+def shape_of(region: Region) -> list[int]:
+    """The shape of a tensor that has the elements of a region."""
+    return [length(intervals) for intervals in region]
 
 
 def length(intervals: Intervals) -> int:
@@ -38,87 +43,84 @@ def length(intervals: Intervals) -> int:
     return sum(stop - start for start, stop in intervals)
 
 
-def intersect(one: Intervals, other: Intervals) -> Intervals:
-    """The indices in both."""
-    return tuple((start, stop) for _, start, stop in _overlaps(one, other))
-
-
-def positions(whole: Intervals, part: Intervals) -> Intervals:
-    """The positions of the indices of ``part`` among those of ``whole``."""
-    shift = [position - start for (start, _), position in zip(whole, _starts(whole))]
-    return _joined((start + shift[i], stop + shift[i]) for i, start, stop in _overlaps(whole, part))
-
-
-def indices_at(whole: Intervals, kept: Sequence[tuple[int, int]]) -> Intervals:
-    """The indices at these positions of ``whole``: the inverse of ``positions``."""
-    starts = _starts(whole)
-    spans = [(position, position + stop - start) for (start, stop), position in zip(whole, starts)]
-    shift = [start - position for (start, _), position in zip(whole, starts)]
-    return _joined((start + shift[i], stop + shift[i]) for i, start, stop in _overlaps(spans, kept))
-
-
-def _starts(intervals: Intervals) -> list[int]:
-    """The position of each interval's first index."""
-    return list(itertools.accumulate((stop - start for start, stop in intervals), initial=0))
-
-
-def _overlaps(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Each overlap of two lists of intervals: the place of the interval in ``one``, start and stop."""
+def overlaps(one: Sequence[Any], other: Sequence[Any]) -> Iterator[tuple[int, int, int, int]]:
+    """Each overlap of two sorted lists of intervals: the place of the interval in each list, start and stop."""
     i = j = 0
     while i < len(one) and j < len(other):
         start, stop = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
         if start < stop:
-            yield i, start, stop
+            yield i, j, start, stop
         if one[i][1] <= other[j][1]:
             i += 1
         else:
             j += 1
 
 
-def _joined(intervals: Iterator[tuple[int, int]]) -> Intervals:
-    """The same indices, with adjacent intervals joined."""
+def intersect(one: Intervals, other: Intervals) -> Intervals:
+    """The indices in both."""
+    return tuple((start, stop) for _, _, start, stop in overlaps(one, other))
+
+
+def positions(whole: Intervals, part: Iterable[tuple[int, int]]) -> Intervals:
+    """The positions of the indices of ``part`` among those of ``whole``."""
+    return _moved(whole, spans(stop - start for start, stop in whole), part)
+
+
+def indices_at(whole: Intervals, kept: Iterable[tuple[int, int]]) -> Intervals:
+    """The indices at these positions of ``whole``: the inverse of ``positions``."""
+    return _moved(spans(stop - start for start, stop in whole), whole, kept)
+
+
+def spans(sizes: Iterable[int]) -> Intervals:
+    """Intervals of these sizes, one after the other.
+
+    >>> spans([3, 0, 2])
+    ((0, 3), (3, 3), (3, 5))
+    """
+    return tuple(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
+
+
+def _moved(old: Intervals, new: Intervals, some: Iterable[tuple[int, int]]) -> Intervals:
+    """Some indices of the old intervals in the new ones, with adjacent intervals joined."""
     joined: list[tuple[int, int]] = []
-    for start, stop in intervals:
-        if joined and joined[-1][1] == start:
-            start = joined.pop()[0]
-        joined.append((start, stop))
+    for i, _, start, stop in overlaps(old, [*some]):
+        shift = new[i][0] - old[i][0]
+        if joined and joined[-1][1] == start + shift:
+            start = joined.pop()[0] - shift
+        joined.append((start + shift, stop + shift))
     return tuple(joined)
 
 
-class _Split:
-    """The split of a dimension along one axis: ``torch.chunk`` into ``strides`` chunks, each of them into ``n``.
+class Split(NamedTuple):
+    """The split of a dimension along one axis: ``torch.chunk`` into ``factor`` chunks, each of them into ``n``.
 
     Shard ``i`` has the i-th piece of every chunk. ``Shard`` has one chunk, ``_StridedShard`` ``split_factor`` chunks.
     """
 
-    def __init__(self, n: int, strides: int) -> None:
-        self.n, self.strides = n, strides
+    n: int
+    factor: int
 
     def shard(self, whole: Intervals, i: int) -> Intervals:
         """The indices of shard ``i``."""
-        kept = []
-        for start, stop in self._chunks(length(whole)):
-            step = -(-(stop - start) // self.n)
-            first = min(start + i * step, stop)
-            if first < stop:
-                kept.append((first, min(first + step, stop)))
-        return indices_at(whole, kept)
+        chunks = self._chunks(whole)
+        return indices_at(
+            whole, [(min(start + i * step, stop), min(start + (i + 1) * step, stop)) for start, stop, step in chunks]
+        )
 
     def shards_with(self, whole: Intervals, wanted: Intervals) -> list[int]:
         """The shards that have some of the wanted indices."""
-        found: set[int] = set()
-        for first, last in positions(whole, wanted):
-            for start, stop in self._chunks(length(whole), first, last):
-                step = -(-(stop - start) // self.n)
-                low, high = max(first, start) - start, min(last, stop) - start
-                found.update(range(low // step, (high - 1) // step + 1))
+        chunks, found = self._chunks(whole), set[int]()
+        for i, _, start, stop in overlaps(chunks, positions(whole, wanted)):
+            first, _, step = chunks[i]
+            found.update(range((start - first) // step, (stop - 1 - first) // step + 1))
         return sorted(found)
 
-    def _chunks(self, size: int, first: int = 0, last: int | None = None) -> Iterator[tuple[int, int]]:
-        """The chunks that are not empty, of those that have positions in ``first`` to ``last``."""
-        step = max(-(-size // self.strides), 1)
-        for start in range(first // step * step, size if last is None else last, step):
-            yield start, min(start + step, size)
+    def _chunks(self, whole: Intervals) -> list[tuple[int, int, int]]:
+        """Start and stop of each chunk, and the size of its pieces."""
+        size = length(whole)
+        chunk = max(-(-size // self.factor), 1)
+        ends = [(start, min(start + chunk, size)) for start in range(0, size, chunk)]
+        return [(start, stop, -(-(stop - start) // self.n)) for start, stop in ends]
 
 
 class Sharding:
@@ -127,7 +129,7 @@ class Sharding:
     Args:
         shape: global shape of the tensor.
         layout: the ranks.
-        placements: as in ``Placements``.
+        placements: as in ``Placements``, or as in the attribute.
 
     Raises:
         AxisError: there is no such axis.
@@ -140,31 +142,26 @@ class Sharding:
 
     def __init__(self, shape: Sequence[int], layout: Layout, placements: Placements) -> None:
         self.shape, self.layout = tuple(shape), layout
-        self._splits: dict[int, list[tuple[int, _Split]]] = {}  # by dimension: each axis number with its split
-        given = zip(layout.axes, _by_axis(layout, placements))
-        self.placements = [None if each is None else self._parse(axis, each) for axis, each in given]
+        self.placements = parse_placements(layout, placements)
         """For each axis, the dimension that it shards and the split factor; None if the tensor is replicated."""
+        self._splits: list[list[tuple[int, Split]]] = [[] for _ in self.shape]  # by dimension: axis numbers and splits
         for axis, placement in enumerate(self.placements):
             if placement is not None:
-                dimension, strides = placement
-                self._splits.setdefault(dimension, []).append((axis, _Split(layout.shape[axis], strides)))
-        self.sharded = tuple(axis for dimension in sorted(self._splits) for axis, _ in self._splits[dimension])
-        self._others = [axis for axis in range(len(layout.axes)) if axis not in self.sharded]
-        self.replicas = math.prod(layout.shape[axis] for axis in self._others)
+                dimension, factor = placement
+                if not -len(self.shape) <= dimension < len(self.shape):
+                    raise ShapeError(
+                        f"axis {layout.axes[axis]} shards dimension {dimension}, but the shape {self.shape} has no "
+                        "such one."
+                    )
+                self._splits[dimension].append((axis, Split(layout.shape[axis], factor)))
+        self.sharded = tuple(axis for splits in self._splits for axis, _ in splits)
+        self._others = [layout.axes[axis] for axis in range(len(layout.axes)) if axis not in self.sharded]
+        self.replicas = math.prod(layout.size(axis) for axis in self._others)
+        self._ranks: dict[Part, tuple[int, ...]] = {}
 
-    def _parse(self, axis: Axis, placement: Any) -> tuple[int, int]:
-        """The dimension that a placement shards, and its split factor."""
-        if isinstance(placement, _Placement) and placement.is_partial():
-            raise ShapeError(
-                f"the tensor is {placement} along axis {axis}: its ranks hold summands, not values. Sum them first:\n\n"
-                f"  tensor.redistribute(placements=[... Replicate() in place of {placement} ...])"
-            )
-        dimension, strides = placement if isinstance(placement, tuple) else (placement, 1)
-        if isinstance(placement, _Placement):
-            dimension, strides = getattr(placement, "dim", 0), getattr(placement, "split_factor", 1)
-        if not -len(self.shape) <= dimension < len(self.shape):
-            raise ShapeError(f"axis {axis} shards dimension {dimension}, but the shape {self.shape} has no such one.")
-        return dimension % len(self.shape), strides
+    def parts(self) -> Iterator[Part]:
+        """All parts, in ascending order."""
+        return itertools.product(*(range(self.layout.shape[axis]) for axis in self.sharded))
 
     def region_of(self, rank: int) -> Region:
         """The region that a rank of the layout holds."""
@@ -178,80 +175,79 @@ class Sharding:
     def region_of_part(self, part: Part) -> Region:
         """The region of a part."""
         index, region = dict(zip(self.sharded, part)), []
-        for dimension, size in enumerate(self.shape):
+        for size, splits in zip(self.shape, self._splits):
             intervals: Intervals = ((0, size),) if size else ()
-            for axis, split in self._splits.get(dimension, ()):
+            for axis, split in splits:
                 intervals = split.shard(intervals, index[axis])
             region.append(intervals)
         return tuple(region)
 
     def parts_in(self, region: Region) -> list[tuple[Part, Region]]:
         """The parts that overlap a region, each with the overlap, in ascending order."""
-        choices = [self._parts_in_dimension(dimension, wanted) for dimension, wanted in enumerate(region)]
+        choices = []
+        for size, splits, wanted in zip(self.shape, self._splits, region):
+            found: list[tuple[Part, Intervals]] = [((), ((0, size),))] if wanted else []
+            for _, split in splits:
+                found = [
+                    ((*part, i), split.shard(whole, i))
+                    for part, whole in found
+                    for i in split.shards_with(whole, wanted)
+                ]
+            choices.append([(part, intersect(whole, wanted)) for part, whole in found])
         return [
             (tuple(itertools.chain.from_iterable(part for part, _ in each)), tuple(overlap for _, overlap in each))
             for each in itertools.product(*choices)
         ]
 
-    def _parts_in_dimension(self, dimension: int, wanted: Intervals) -> list[tuple[Part, Intervals]]:
-        size = self.shape[dimension]
-        found: list[tuple[Part, Intervals]] = [((), ((0, size),))] if wanted else []
-        for _, split in self._splits.get(dimension, ()):
-            found = [
-                ((*part, i), split.shard(whole, i)) for part, whole in found for i in split.shards_with(whole, wanted)
-            ]
-        return [(part, intersect(whole, wanted)) for part, whole in found]
-
-    # -- the ranks of a part -------------------------------------------------------------------------------------
-
     def ranks_of(self, part: Part) -> tuple[int, ...]:
         """The ranks that hold a part, in mesh order."""
-        return self.layout.at({self.layout.axes[axis]: i for axis, i in zip(self.sharded, part)}).ranks()
-
-    def rank_of(self, part: Part, replica: int) -> int:
-        """The rank of a part's replica: ``ranks_of(part)[replica]``."""
-        index = dict(zip(self.sharded, part))
-        for axis in reversed(self._others):
-            replica, index[axis] = divmod(replica, self.layout.shape[axis])
-        return self.layout.rank_of([index[axis] for axis in range(len(self.layout.axes))])
+        if part not in self._ranks:
+            fixed = {self.layout.axes[axis]: i for axis, i in zip(self.sharded, part)}
+            self._ranks[part] = self.layout.at(fixed).ranks()
+        return self._ranks[part]
 
     def replica_of(self, rank: int) -> int:
         """Number of the replica that a rank is of its part: its index in ``ranks_of(part_of(rank))``."""
-        coord, replica = self.layout.coord_of(rank), 0
-        for axis in self._others:
-            replica = replica * self.layout.shape[axis] + coord[axis]
-        return replica
+        return self.layout.index_of(rank, *self._others) if self._others else 0
 
 
-@runtime_checkable
-class _Placement(Protocol):
-    """A placement of DTensor, known without torch."""
+def by_axis(layout: Layout, placements: Placements) -> list[Any]:
+    """For each axis the placement that is given; None if the tensor is replicated along it.
 
-    def is_replicate(self) -> bool: ...
-
-    def is_partial(self) -> bool: ...
-
-
-def _by_axis(layout: Layout, placements: Placements) -> list[Any]:
-    """For each axis a placement or a dimension; None if the tensor is replicated along it."""
-    if placements is None:
-        return [None] * len(layout.axes)
-    if isinstance(placements, Mapping):
-        if unknown := [axis for axis in placements if axis not in layout.axes]:
-            raise AxisError(
-                f"there is no axis {unknown[0]!r} to place a tensor on: the axes are {', '.join(map(str, layout.axes))}"
-            )
-        found = [placements.get(axis) for axis in layout.axes]
-    else:
-        found = list(placements)
+    Raises:
+        AxisError: there is no such axis.
+        ShapeError: their number is wrong.
+    """
+    if not isinstance(placements, Mapping):
+        found = [None] * len(layout.axes) if placements is None else [*placements]
         if len(found) != len(layout.axes):
-            raise ShapeError(
-                f"{len(found)} placements for the {len(layout.axes)} axes {', '.join(map(str, layout.axes))}: give one "
-                f"for each axis, or name the axes, such as {{{layout.axes[-1] if layout.axes else 'tp'!r}: 0}}."
-            )
-    wrong = [
-        each for each in found if isinstance(each, bool) or not isinstance(each, (int, tuple, type(None), _Placement))
-    ]
-    if wrong:
-        raise ShapeError(f"a placement is Shard(0), Replicate() or a dimension to shard, such as 0, not {wrong[0]!r}.")
-    return [None if isinstance(each, _Placement) and each.is_replicate() else each for each in found]
+            names = f"{len(layout.axes)} axes {', '.join(map(str, layout.axes))}"
+            raise ShapeError(f"{len(found)} placements for the {names}: give one for each axis.")
+        return found
+    for axis in placements:
+        if axis not in layout.axes:
+            raise AxisError(f"there is no axis {axis!r} in {layout!r} to place a tensor on.")
+    return [placements.get(axis) for axis in layout.axes]
+
+
+def parse_placements(layout: Layout, placements: Placements) -> list[tuple[int, int] | None]:
+    """For each axis, the dimension that it shards and the split factor; None if the tensor is replicated.
+
+    Raises:
+        AxisError: there is no such axis.
+        ShapeError: a placement is ``Partial`` or no placement, or their number is wrong.
+    """
+    found: list[tuple[int, int] | None] = []
+    for axis, each in zip(layout.axes, by_axis(layout, placements)):
+        if hasattr(each, "is_partial"):  # a placement of DTensor, known without torch
+            if each.is_partial():
+                raise ShapeError(
+                    f"the tensor is {each} along axis {axis}: its ranks hold summands, not values. Sum them first:\n\n"
+                    f"  tensor.redistribute(placements=[... Replicate() in place of {each} ...])"
+                )
+            found.append(None if each.is_replicate() else (each.dim, getattr(each, "split_factor", 1)))
+        elif each is not None and type(each) not in (int, tuple):
+            raise ShapeError(f"a placement is Shard(0), Replicate() or a dimension to shard, such as 0, not {each!r}.")
+        else:
+            found.append((each, 1) if isinstance(each, int) else each)
+    return found

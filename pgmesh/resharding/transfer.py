@@ -11,22 +11,18 @@ before its bucket was exchanged: what it receives is staged, and so is what it c
 from __future__ import annotations
 
 import itertools
-import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from pgmesh.errors import MismatchError
 from pgmesh.resharding.link import Link
-from pgmesh.resharding.plan import RankPlan
-from pgmesh.resharding.sharding import Region, indices_at, length, positions, size_of
-from pgmesh.resharding.shares import Transfer
+from pgmesh.resharding.plan import RankPlan, Transfer
+from pgmesh.resharding.sharding import Region, indices_at, positions, shape_of, size_of
 
 SMALL = 1 << 16
 """Smaller transfers of a bucket between two ranks are one message. In bytes."""
-
-Slices = tuple[slice, ...]
 
 
 class Job(NamedTuple):
@@ -36,19 +32,15 @@ class Job(NamedTuple):
         name: its name in the target.
         dtype: the dtype in which it is sent: the narrower one.
         plan: what this rank does.
-        held: the region of this rank's shard of the source; None outside.
-        wanted: the region of this rank's shard of the target; None outside.
     """
 
     name: str
     dtype: torch.dtype
     plan: RankPlan
-    held: Region | None
-    wanted: Region | None
 
     def is_small(self, part: Transfer) -> bool:
         """True if a transfer goes in one message with others."""
-        return (part.stop - part.start) * self.dtype.itemsize < SMALL
+        return part.size * self.plan.itemsize < SMALL
 
 
 class Message(NamedTuple):
@@ -70,43 +62,30 @@ class Message(NamedTuple):
 class Shards:
     """The local shards of a rank on both sides, by their names in the target.
 
-    Args:
-        names: by name in the target, the name in the source.
-        source: the local shards of the source by their names there.
-        target: those of the target by name.
-        device: the device on which they are sent.
+    A shard of the source that shares memory with one of the target under another name is cloned: else another bucket
+    may write there before it is read.
 
-    Raises:
-        MismatchError: shards with different names in the target share memory. The message has the names.
+    Args:
+        source: the local shards of the source.
+        target: those of the target.
+        device: the device on which they are sent.
     """
 
     def __init__(
-        self,
-        names: Mapping[str, str],
-        source: Mapping[str, torch.Tensor],
-        target: Mapping[str, torch.Tensor],
-        device: torch.device,
+        self, source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], device: torch.device
     ) -> None:
-        self.source, self.target, self.device = {name: source[old] for name, old in names.items()}, target, device
-        overlaps = find_overlaps(self.source, target)
-        self.in_place = {written for _, written in overlaps}
-        """Names of the tensors that are moved in place."""
-        for read, written in overlaps:
-            if read != written:
-                self._check_tied(read, written, names[read])
-        for name in {read for read, written in overlaps if read != written}:
-            self.source[name] = self.source[name].clone()  # another bucket may write there before this one is read
+        self.source, self.target, self.device = {**source}, target, device
+        shared = find_overlaps(source, target)
+        self.in_place = {written for _, written in shared}
+        """Names of the tensors of the target in memory of the source."""
+        for name in {read for read, written in shared if read != written}:
+            self.source[name] = source[name].clone()
 
-    def _check_tied(self, read: str, written: str, old: str) -> None:
-        """Check that two names whose memory overlaps are two names of one tensor, on both sides."""
-        for side in (self.source, self.target):
-            if read not in side or written not in side or _extent(side[read]) != _extent(side[written]):
-                raise MismatchError(
-                    f"{old} of the source, which is {read} in the target, and {written} of the target share "
-                    "memory, which would be written before all of it was read. Nothing was moved.\n\n"
-                    "  source = {name: tensor.clone() for name, tensor in state.items()}   # or of state_dict()\n"
-                    "  Resharder(..., source=source, target=state)   # copy new values into the clones before each call"
-                )
+    def of(self, job: Job, side: str) -> tuple[torch.Tensor, Region]:
+        """The shard that a job "sends" or "receives", and its region."""
+        if side == "sends":
+            return self.source[job.name], job.plan.held or ()
+        return self.target[job.name], job.plan.wanted or ()
 
     def view(self, job: Job, part: Transfer, side: str) -> torch.Tensor | None:
         """The elements of a transfer in the memory of the shard; None if they have to be staged.
@@ -114,26 +93,104 @@ class Shards:
         Args:
             side: "sends" or "receives".
         """
-        shard = self.source[job.name] if side == "sends" else self.target[job.name]
-        region = job.held if side == "sends" else job.wanted
-        assert region is not None
-        if job.is_small(part) or (shard.dtype, shard.device) != (job.dtype, self.device):
+        shard, region = self.of(job, side)
+        is_overwritten = side == "receives" and job.name in self.in_place
+        if is_overwritten or job.is_small(part) or (shard.dtype, shard.device) != (job.dtype, self.device):
             return None
-        if side == "receives" and job.name in self.in_place:
+        first, *more = itertools.islice(boxes(region, part.region), 2)
+        if more or not shard[first].is_contiguous():
             return None
-        found = [*itertools.islice(boxes(region, part.region), 2)]
-        block = shard[found[0][0]]
-        if len(found) > 1 or not block.is_contiguous():
-            return None
-        return block.view(-1)[part.start : part.stop]
+        return shard[first].view(-1)[part.start : part.stop]
 
-    def staged_by(self, job: Job) -> int:
-        """Bytes that a job stages on this rank."""
-        sides = ((each, side) for side in ("sends", "receives") for each in getattr(job.plan, side))
-        elements: int = sum(each.stop - each.start for each, side in sides if self.view(job, each, side) is None)
-        if job.plan.copied is not None and job.name in self.in_place:
-            elements += size_of(job.plan.copied)
-        return elements * job.dtype.itemsize
+    def messages(self, bucket: Sequence[Job]) -> tuple[list[Message], list[Message], list[Message]]:
+        """What this rank sends and receives of a bucket, in the same order as the other rank, with empty buffers.
+
+        The last are to this rank itself: what it holds and wants of the tensors that are moved in place.
+        """
+        kept = [
+            (job, Transfer(job.plan.rank, job.plan.copied, 0, size_of(job.plan.copied)))
+            for job in bucket
+            if job.plan.copied is not None and job.name in self.in_place
+        ]
+        own = [self.message(kept[0][1].peer, kept, "receives")] if kept else []
+        return self._messages(bucket, "sends"), self._messages(bucket, "receives"), own
+
+    def _messages(self, bucket: Sequence[Job], side: str) -> list[Message]:
+        parts: defaultdict[tuple[int, str], list[tuple[Job, Transfer]]] = defaultdict(list)
+        for job in bucket:
+            for part in getattr(job.plan, side):
+                parts[part.peer, "" if job.is_small(part) else job.name].append((job, part))
+        return [self.message(peer, each, side) for (peer, _), each in parts.items()]
+
+    def message(self, peer: int, parts: list[tuple[Job, Transfer]], side: str) -> Message:
+        """A message in the memory of the shard, or with an empty buffer."""
+        values = self.view(*parts[0], side)
+        if values is not None:
+            return Message(peer, parts, values, False)
+        size, dtype = sum(part.size for _, part in parts), parts[0][0].dtype
+        return Message(peer, parts, torch.empty(size, dtype=dtype, device=self.device), True)
+
+    def pairs(self, messages: Sequence[Message], side: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The elements of staged messages in the shards, each time with their places in the buffers."""
+        for message in messages:
+            parts = message.parts if message.is_staged else []
+            buffers = torch.split(message.values, [part.size for _, part in parts]) if parts else ()
+            for (job, part), values in zip(parts, buffers):
+                shard, whole = self.of(job, side)
+                regions = [*blocks(part.region, part.start, part.stop)]
+                for region, block in zip(regions, torch.split(values, [size_of(each) for each in regions])):
+                    for inside, place in zip(boxes(whole, region), boxes(region, region)):
+                        yield shard[inside], block.view(shape_of(region))[place]
+
+
+class Exchange:
+    """A bucket that is being exchanged.
+
+    Args:
+        link: the connection of the ranks, which all exchange the same bucket.
+        bucket: the jobs.
+        shards: the local shards.
+    """
+
+    def __init__(self, link: Link, bucket: Sequence[Job], shards: Shards) -> None:
+        self._link, self._shards = link, shards
+        sends, receives, own = shards.messages(bucket)
+        for element, place in shards.pairs([*sends, *own], "sends"):
+            place.copy_(element)
+        self._works = link.exchange(*([(each.peer, each.values) for each in side] for side in (sends, receives)))
+        self._arriving = [*receives, *own]
+        self.staged = staged_bytes(sends, receives, own)
+        """Bytes in buffers."""
+        for job in bucket:
+            if job.plan.copied is not None and job.name not in shards.in_place:
+                (source, held), (target, wanted) = shards.of(job, "sends"), shards.of(job, "receives")
+                for old, new in zip(boxes(held, job.plan.copied), boxes(wanted, job.plan.copied)):
+                    target[new].copy_(source[old])
+
+    def finish(self) -> None:
+        """Wait until all has arrived, and write it into the target."""
+        self._link.wait(self._works)
+        for element, place in self._shards.pairs(self._arriving, "receives"):
+            element.copy_(place)
+
+
+def move(link: Link, buckets: Sequence[Sequence[Job]], shards: Shards) -> int:
+    """Move all buckets; return the most bytes that were staged at once.
+
+    Args:
+        link: the connection of the ranks, which all call it.
+        buckets: the buckets, with the same jobs in the same order on all ranks.
+        shards: the local shards. Those of the target are written in place.
+    """
+    most, running = 0, list[Exchange]()
+    for bucket in buckets:
+        running.append(Exchange(link, bucket, shards))
+        most = max(most, sum(each.staged for each in running))
+        if len(running) == 2:
+            running.pop(0).finish()
+    for each in running:
+        each.finish()
+    return most
 
 
 def find_overlaps(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
@@ -152,10 +209,13 @@ def find_overlaps(source: Mapping[str, torch.Tensor], target: Mapping[str, torch
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses of the first byte of a tensor and of the end of its last element."""
     start = tensor.data_ptr()
-    if not tensor.numel():
-        return start, start
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return start, start + (last + 1) * tensor.itemsize
+    last = tensor[(-1,) * tensor.dim()] if tensor.numel() else None
+    return start, start if last is None else last.data_ptr() + last.itemsize
+
+
+def staged_bytes(*messages: Sequence[Message]) -> int:
+    """Bytes of the messages that are in buffers."""
+    return sum(each.values.nbytes for each in itertools.chain(*messages) if each.is_staged)
 
 
 def fill_buckets(jobs: Sequence[Job], staged: Sequence[int], limit: int) -> list[list[Job]]:
@@ -177,126 +237,6 @@ def fill_buckets(jobs: Sequence[Job], staged: Sequence[int], limit: int) -> list
     return buckets
 
 
-def move(link: Link, buckets: Sequence[Sequence[Job]], shards: Shards) -> int:
-    """Move all buckets; return the most bytes that were staged at once.
-
-    Args:
-        link: the connection of the ranks, which all call it.
-        buckets: the buckets, with the same jobs in the same order on all ranks.
-        shards: the local shards. Those of the target are written in place.
-    """
-    most = staged_before = 0
-    before: tuple[Any, list[Message]] | None = None  # the works of the bucket before, and what they receive
-    for bucket in buckets:
-        sends, receives = _pack(bucket, shards), [*_messages(bucket, shards, "receives")]
-        kept = _keep(bucket, shards)
-        works = link.exchange(*([(each.peer, each.values) for each in side] for side in (sends, receives)))
-        _copy(bucket, shards)
-        if before is not None:
-            link.wait(before[0])
-            _unpack(before[1], shards)
-        before = works, receives + kept
-        staged = sum(each.values.nbytes for each in (*sends, *receives, *kept) if each.is_staged)
-        most, staged_before = max(most, staged_before + staged), staged
-    if before is not None:
-        link.wait(before[0])
-        _unpack(before[1], shards)
-    return most
-
-
-def _messages(bucket: Sequence[Job], shards: Shards, side: str) -> Iterator[Message]:
-    """The messages of a bucket, "sends" or "receives", with empty buffers, in the same order on both ranks."""
-    small: dict[int, list[tuple[Job, Transfer]]] = {}
-    for job in bucket:
-        for part in getattr(job.plan, side):
-            if job.is_small(part):
-                small.setdefault(part.peer, []).append((job, part))
-            else:
-                values = shards.view(job, part, side)
-                yield _message(part.peer, [(job, part)], values, shards.device)
-    for peer, parts in small.items():
-        yield _message(peer, parts, None, shards.device)
-
-
-def _message(
-    peer: int, parts: list[tuple[Job, Transfer]], values: torch.Tensor | None, device: torch.device
-) -> Message:
-    size = sum(part.stop - part.start for _, part in parts)
-    buffer = torch.empty(size, dtype=parts[0][0].dtype, device=device) if values is None else values
-    return Message(peer, parts, buffer, values is None)
-
-
-def _pack(bucket: Sequence[Job], shards: Shards) -> list[Message]:
-    """The messages that this rank sends, packed."""
-    return _filled([*_messages(bucket, shards, "sends")], shards)
-
-
-def _keep(bucket: Sequence[Job], shards: Shards) -> list[Message]:
-    """Messages of this rank to itself: the elements that it holds and wants of tensors that are moved in place."""
-    kept = [(job, job.plan.copied) for job in bucket if job.plan.copied is not None and job.name in shards.in_place]
-    parts = [(job, Transfer(job.plan.rank, region, 0, size_of(region))) for job, region in kept]
-    return _filled([_message(part.peer, [(job, part)], None, shards.device) for job, part in parts], shards)
-
-
-def _filled(messages: list[Message], shards: Shards) -> list[Message]:
-    """The messages, with the elements of the source in their buffers."""
-    for message in messages:
-        for job, part, values in _pieces(message):
-            assert job.held is not None
-            read(shards.source[job.name], job.held, part, values)
-    return messages
-
-
-def _copy(bucket: Sequence[Job], shards: Shards) -> None:
-    """Copy the elements that this rank holds and wants of the tensors that are not moved in place."""
-    for job in bucket:
-        if job.plan.copied is not None and job.name not in shards.in_place:
-            assert job.held is not None
-            assert job.wanted is not None
-            for held, wanted in zip(boxes(job.held, job.plan.copied), boxes(job.wanted, job.plan.copied)):
-                shards.target[job.name][wanted[0]].copy_(shards.source[job.name][held[0]])
-
-
-def _unpack(messages: Sequence[Message], shards: Shards) -> None:
-    """Write the elements in buffers into the target."""
-    for message in messages:
-        for job, part, values in _pieces(message):
-            assert job.wanted is not None
-            write(shards.target[job.name], job.wanted, part, values)
-
-
-def _pieces(message: Message) -> Iterator[tuple[Job, Transfer, torch.Tensor]]:
-    """The transfers of a staged message, each with its elements in the buffer."""
-    start = 0
-    for job, part in message.parts if message.is_staged else ():
-        stop = start + part.stop - part.start
-        yield job, part, message.values[start:stop]
-        start = stop
-
-
-def read(shard: torch.Tensor, held: Region, part: Transfer, values: torch.Tensor) -> None:
-    """Copy the elements of a transfer from a shard, which has the region ``held``, into a vector."""
-    for inside, piece in _copies(held, part, values):
-        piece.copy_(shard[inside])
-
-
-def write(shard: torch.Tensor, wanted: Region, part: Transfer, values: torch.Tensor) -> None:
-    """Copy a vector into the elements of a transfer in a shard, which has the region ``wanted``."""
-    for inside, piece in _copies(wanted, part, values):
-        shard[inside].copy_(piece)
-
-
-def _copies(whole: Region, part: Transfer, values: torch.Tensor) -> Iterator[tuple[Slices, torch.Tensor]]:
-    """The boxes of a transfer in a shard of the region ``whole``, each with its elements in the vector."""
-    start = 0
-    for region in blocks(part.region, part.start, part.stop):
-        size = [length(intervals) for intervals in region]
-        block = values[start : start + math.prod(size)].view(size)
-        start += block.numel()
-        for inside, place in boxes(whole, region):
-            yield inside, block[place]
-
-
 def blocks(region: Region, start: int, stop: int) -> Iterator[Region]:
     """Regions with consecutive elements that together are elements ``start`` to ``stop`` of a region, in order.
 
@@ -306,7 +246,7 @@ def blocks(region: Region, start: int, stop: int) -> Iterator[Region]:
     if not region:
         yield region
         return
-    row = math.prod(length(intervals) for intervals in region[1:])
+    row = size_of(region[1:])
     while start < stop:
         first, skipped = divmod(start, row)
         rows = 1 if skipped else max((stop - start) // row, 1)
@@ -317,12 +257,7 @@ def blocks(region: Region, start: int, stop: int) -> Iterator[Region]:
         start = end
 
 
-def boxes(whole: Region, part: Region) -> Iterator[tuple[Slices, Slices]]:
-    """The boxes of a part: the slices of each in a tensor of the region ``whole``, and in one of the part alone."""
-    choices = []
-    for all_of_it, some in zip(whole, part):
-        ends = itertools.accumulate((stop - start for start, stop in some), initial=0)
-        inside = [positions(all_of_it, (each,))[0] for each in some]
-        choices.append([(slice(*span), slice(low, low + span[1] - span[0])) for span, low in zip(inside, ends)])
-    for each in itertools.product(*choices):
-        yield tuple(inside for inside, _ in each), tuple(place for _, place in each)
+def boxes(whole: Region, part: Region) -> Iterator[tuple[slice, ...]]:
+    """The slices of each box of a part in a tensor of the region ``whole``."""
+    sides = zip(whole, part)
+    return itertools.product(*([slice(*positions(all_of_it, [each])[0]) for each in some] for all_of_it, some in sides))

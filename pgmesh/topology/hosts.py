@@ -62,13 +62,9 @@ class HostLevel:
         """The number of ranks in the largest unit."""
         return max(size for _, size in self.runs)
 
-    def run_of(self, rank: int) -> int:
-        """The index of the run that contains a rank."""
-        return bisect_right(self.edges, rank) - 1
-
     def unit_of(self, rank: int) -> int:
         """The index of the unit that contains a rank."""
-        run = self.run_of(rank)
+        run = bisect_right(self.edges, rank) - 1
         return self._units_before[run] + (rank - self.edges[run]) // self.runs[run][1]
 
     def ranks_of(self, unit: int) -> range:
@@ -178,29 +174,17 @@ def placement_faults(hosts: HostLevel, names: Sequence[str]) -> list[str]:
         names: the name of each rank's actual host, in the order of the ranks.
 
     >>> placement_faults(HostLevel("host", ((2, 2),)), ["n1", "n1", "n2", "n3"])
-    ['host 1 is planned for ranks 2, 3, but rank 2 is on n2 and rank 3 on n3.']
-    >>> placement_faults(HostLevel("host", ((2, 2),)), ["n1"] * 4)
-    ['ranks 0, 1 and ranks 2, 3 are planned on 2 hosts, but all are on n1.']
+    ['host 1 is planned for ranks 2, 3, but n2 holds rank 2 and n3 holds rank 3.']
     """
+    ranks_on: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        ranks_on.setdefault(name, []).append(rank)
     faults = []
-    units_of_name: dict[str, dict[int, list[int]]] = {}
     for unit in range(hosts.count):
-        names_of_unit: dict[str, list[int]] = {}
-        for rank in hosts.ranks_of(unit):
-            names_of_unit.setdefault(names[rank], []).append(rank)
-            units_of_name.setdefault(names[rank], {}).setdefault(unit, []).append(rank)
-        if len(names_of_unit) > 1:
-            (first, ranks), *others = names_of_unit.items()
-            each = [f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} on {first}"]
-            each += [f"{name_ranks(others)} on {name}" for name, others in others]
-            faults.append(f"host {unit} is planned for {name_ranks(hosts.ranks_of(unit))}, but {_listed(each)}.")
-    for name, units in units_of_name.items():
-        if len(units) > 1:
-            each = [name_ranks(ranks) for ranks in units.values()]
-            faults.append(f"{_listed(each)} are planned on {len(units)} hosts, but all are on {name}.")
+        planned = hosts.ranks_of(unit)
+        actual = {names[rank]: ranks_on[names[rank]] for rank in planned}
+        if list(actual.values()) != [[*planned]]:
+            where = [f"{name} holds {name_ranks(ranks)}" for name, ranks in actual.items()]
+            where[3:] = [f"{len(where) - 3} more hosts the others"] if len(where) > 4 else where[3:]
+            faults.append(f"host {unit} is planned for {name_ranks(planned)}, but {join_words(where)}.")
     return faults
-
-
-def _listed(words: Sequence[str]) -> str:
-    """Words joined by commas and "and"; of more than four, only the first three."""
-    return join_words([*words[:3], f"{len(words) - 3} more"] if len(words) > 4 else words)

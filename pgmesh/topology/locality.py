@@ -4,26 +4,23 @@ Two numbers are counted for every group along some axes: the units (hosts or dom
 hops of a ring over the group, in mesh order, that leave a unit. The result has the minimum and the maximum of both.
 
 The arithmetic. Ranks of a regular layout are ``start + i * stride + j * stride' + ...``. A group fixes ``start``; the
-indices run over its axes. The starts themselves have the same form, over the other axes. With that:
+indices run over its axes. The starts themselves have the same form, over the other axes. On hosts of one size:
 
-1. On hosts of one size, the count depends on ``start`` modulo that size alone. So the starts are grouped into classes
-   by remainder, and one group of each class is counted (``_residue_classes``).
-2. Where host sizes differ, the starts are halved until no group of a part has ranks on both sides of a change of the
-   size for some starts only. Each part is then divided into classes separately (``_group_classes``).
-3. One group is counted recursively, outermost axis first. Indices with the same remainder span the same number of
+1. The count depends on ``start`` modulo that size alone. So the starts are grouped into classes by remainder, and one
+   group of each class is counted (``_residue_classes``).
+2. One group is counted recursively, outermost axis first. Indices with the same remainder span the same number of
    units; two neighbours that share a unit share one count (``_count_units``).
-4. The ranks of a regular group ascend, so its ring enters each unit once. On ``n > 1`` units, ``n`` hops leave.
+3. The ranks of a regular group ascend, so its ring enters each unit once. On ``n > 1`` units, ``n`` hops leave.
 
-The cost depends on the host sizes and the number of axes, not on the number of ranks: a million ranks take at most
-``MAX_ENUMERATED`` steps and a table of remainders. Three cases are counted rank by rank instead: irregular layouts,
-levels of more than ``MAX_RUNS`` runs, and arithmetic of more steps. Then at most about ``MAX_ENUMERATED`` ranks are
-looked at; if these are not all groups, the result has ``exact=False``.
+The cost depends on the host size and the number of axes, not on the number of ranks. Irregular layouts, and hosts of
+several sizes or of more than ``MAX_ENUMERATED`` ranks, are counted rank by rank. Then at most about ``MAX_ENUMERATED``
+ranks are looked at; if these are not all groups, the result has ``exact=False``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -37,10 +34,7 @@ StridedRuns = tuple[tuple[int, int], ...]
 """Pairs of (number of indices, stride in ranks), one for each axis of size over 1, outermost first."""
 
 MAX_ENUMERATED = 1 << 16
-"""The most steps of the arithmetic, and the most ranks that are counted one by one. Beyond it, groups are sampled."""
-
-MAX_RUNS = 64
-"""The most runs for which the arithmetic is used. A level of at most this many units has one run for each unit."""
+"""The most ranks that are counted one by one: beyond it, groups are sampled. Hosts in the arithmetic are not larger."""
 
 
 @dataclass(frozen=True)
@@ -93,16 +87,11 @@ def _group_counts(
 ) -> tuple[Iterable[tuple[int, int, int]], bool]:
     """Triples of (units, hops, number of groups with these), and True if they cover every group."""
     along, others = strided_runs(layout, axes)
-    if along is None or others is None:
+    if along is None or others is None or len(level.runs) > 1 or level.largest > MAX_ENUMERATED:
         return _enumerate_groups(layout, axes, level)
-    if level.count <= MAX_RUNS:
-        level = HostLevel(level.name, tuple((1, size) for n, size in level.runs for _ in range(n)))
-    period = math.lcm(*(size for n, size in level.runs if n > 1))  # a run of one unit needs no remainders
-    if len(level.runs) > MAX_RUNS or len(level.runs) * _max_steps(along, others, period) > MAX_ENUMERATED:
-        return _enumerate_groups(layout, axes, level)
-    origin = layout.rank_of([0] * len(layout.axes))
-    classes = _group_classes(origin, others, along, level.edges[1:-1], period)
-    counts = [(_count_units(start, along, level), count) for start, count in classes]
+    unit = level.largest
+    classes = _residue_classes(layout.rank_of([0] * len(layout.axes)) % unit, others, unit)
+    counts = [(_count_units(unit, start, along), count) for start, count in classes.items()]
     return [(units, units if units > 1 else 0, count) for units, count in counts], True
 
 
@@ -120,88 +109,26 @@ def strided_runs(layout: Layout, axes: Sequence[Axis]) -> tuple[StridedRuns | No
     return tuple(s for i, s in even if i in chosen), tuple(s for i, s in even if i not in chosen)
 
 
-# -- classes of groups with equal counts --------------------------------------------------------------------------
+# -- regular layouts on hosts of one size -----------------------------------------------------------------------------
 
 
-def _group_classes(
-    start: int, others: StridedRuns, along: StridedRuns, edges: Sequence[int], period: int
-) -> Iterator[tuple[int, int]]:
-    """One start for each class of groups with equal counts, and the number of groups in the class.
-
-    Starts that are equal modulo ``period`` have equal counts, if every rank of their groups stays in its run of hosts.
-    Otherwise the starts are divided in two halves.
-
-    Args:
-        edges: the ranks where the host size changes.
-    """
-    span = _extent(others)
-    if not any(_has_rank_between(along, edge - start - span, edge - start) for edge in edges):
-        yield from _residue_classes(start, others, period)
-        return
-    left, distance, right = _halves(others)
-    yield from _group_classes(start, left, along, edges, period)
-    yield from _group_classes(start + distance, right, along, edges, period)
-
-
-def _halves(steps: StridedRuns) -> tuple[StridedRuns, int, StridedRuns]:
-    """The steps of both halves of the outermost axis, with the distance between their starts in the middle."""
-    (size, stride), inner = steps[0], steps[1:]
-    half = size // 2
-    left, right = (((part, stride), *inner) if part > 1 else inner for part in (half, size - half))
-    return left, half * stride, right
-
-
-def _has_rank_between(steps: StridedRuns, low: int, high: int) -> bool:
-    """True if a rank of the group from 0 along ``steps`` is at least ``low`` and less than ``high``."""
-    last = 0  # the last rank before ``high``
+def _residue_classes(start: int, steps: StridedRuns, unit: int) -> dict[int, int]:
+    """The number of starts for each remainder modulo ``unit`` that the steps reach."""
+    found = {start: 1}
     for size, stride in steps:
-        last += min(size - 1, max(0, high - 1 - last) // stride) * stride
-    return low <= last < high
-
-
-def _residue_classes(start: int, steps: StridedRuns, period: int) -> Iterator[tuple[int, int]]:
-    """One start for each remainder modulo ``period`` that the steps reach, and the number of starts with it."""
-    found = {start % period: (start, 1)}
-    for size, stride in steps:
-        cycle = period // math.gcd(period, stride)  # remainders repeat after this many indices
-        reached: dict[int, tuple[int, int]] = {}
-        for first, count in found.values():
+        reached: dict[int, int] = {}
+        cycle = unit // math.gcd(unit, stride)  # remainders repeat after this many indices
+        for first, count in found.items():
             for i in range(min(size, cycle)):
-                at = first + i * stride
-                times = count * len(range(i, size, cycle))
-                example, so_far = reached.get(at % period, (at, 0))
-                reached[at % period] = (example, so_far + times)
+                at = (first + i * stride) % unit
+                reached[at] = reached.get(at, 0) + count * len(range(i, size, cycle))
         found = reached
-    yield from found.values()
-
-
-def _max_steps(along: StridedRuns, others: StridedRuns, period: int) -> int:
-    """An upper bound on the number of steps of the arithmetic for one run of hosts."""
-    starts, steps_in_all = 1, 0
-    for size, stride in (*others, *along):
-        cycle = min(size, period // math.gcd(period, stride))
-        steps_in_all += starts * cycle
-        starts = min(starts * cycle, period)
-    return steps_in_all
-
-
-# -- the units that one group spans -------------------------------------------------------------------------------
-
-
-def _count_units(start: int, steps: StridedRuns, level: HostLevel) -> int:
-    """The number of units that the group from ``start`` along ``steps`` spans."""
-    run = level.run_of(start)
-    if run == level.run_of(start + _extent(steps)):
-        count, unit = level.runs[run]
-        return 1 if count == 1 else _count_units_of_equal_size(unit, (start - level.edges[run]) % unit, steps)
-    left, distance, right = _halves(steps)
-    units = _count_units(start, left, level) + _count_units(start + distance, right, level)
-    return units - (level.unit_of(start + _extent(left)) == level.unit_of(start + distance))
+    return found
 
 
 @lru_cache(maxsize=1 << 14)
-def _count_units_of_equal_size(unit: int, phase: int, steps: StridedRuns) -> int:
-    """The same on units of ``unit`` ranks, for a group that starts ``phase`` ranks after the beginning of a unit.
+def _count_units(unit: int, phase: int, steps: StridedRuns) -> int:
+    """The number of units of ``unit`` ranks that a group spans, which starts ``phase`` ranks after a unit begins.
 
     Indices with the same phase span the same number of units, so each phase is counted once.
     """
@@ -209,21 +136,17 @@ def _count_units_of_equal_size(unit: int, phase: int, steps: StridedRuns) -> int
         return 1
     (size, stride), inner = steps[0], steps[1:]
     cycle = unit // math.gcd(unit, stride)
-    span, units = _extent(inner), 0
+    span = sum((size - 1) * stride for size, stride in inner)
+    units = 0
     for i in range(min(size, cycle)):
         at = (phase + i * stride) % unit
-        units += len(range(i, size, cycle)) * _count_units_of_equal_size(unit, at, inner)
+        units += len(range(i, size, cycle)) * _count_units(unit, at, inner)
         if (at + span) // unit == (at + stride) // unit:  # it ends on the unit on which the next begins
             units -= len(range(i, size - 1, cycle))
     return units
 
 
-def _extent(steps: StridedRuns) -> int:
-    """The difference between the last and the first rank."""
-    return sum((size - 1) * stride for size, stride in steps)
-
-
-# -- irregular layouts: rank by rank ------------------------------------------------------------------------------
+# -- other layouts and hosts: rank by rank --------------------------------------------------------------------------
 
 
 def _enumerate_groups(

@@ -151,7 +151,7 @@ def test_suggested_plans_keep_ranks_and_views(sizes, nodes, form, views):
     box, count = dict(zip(["dp", "tp", "class"], sizes)), prod(sizes)
     order = [*range(1, count), 0] if form == "permuted" else range(count)
     layout = {**box, "cp": -1} if form == "free" else box if form == "mapping" else Layout(box, ranks=order)
-    more = {"views": {"one": {"name": -1}}, "families": [("dp",)]} if views else {}
+    more = {"views": {"one": {"name": -1}}, "combinations": [("dp",)]} if views else {}
     error = caught(lambda: plan(layout, nodes=nodes, **more))
     if error is not None:
 
@@ -169,21 +169,6 @@ def test_suggested_plan_fits_its_views():
     assert call == "plan(Layout(dp=6), nodes='4,2', views={'moe': {'ep': 3, 'edp': 2}})"
     assert not others
     assert eval(call).layout == Layout(dp=6)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "calls"),
-    [
-        ({"dp": 1.5}, ["ProcessGroupMesh(dp=-1)"]),
-        ({"dp": 3.5, "tp": 2}, ["ProcessGroupMesh(dp=4, tp=2)"]),
-        ({"dp": 3.5, "tp": 3}, []),
-    ],
-)
-def test_fractional_size_suggests_sizes_that_fit(sizes, calls):
-    with fake_rank(0, 8), pytest.raises(ShapeError) as info:
-        ProcessGroupMesh(**sizes)
-    assert "is a whole number, not" in str(info.value)
-    assert [call for call, _ in suggested(info.value)] == calls
 
 
 def test_ranks_too_long_to_print_are_named():

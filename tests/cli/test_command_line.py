@@ -73,7 +73,6 @@ def test_files_are_written(capsys, tmp_path):
     text = output(capsys, f"plan {MESH} --svg {drawing}")
     assert text.endswith(f"\n\nSVG written to {drawing}\n")
     assert drawing.read_text().count('<rect class="cell"') == 64
-    assert len(re.findall("(?s)<title>(rank .*?)</title>", drawing.read_text())) == 64
     assert output(capsys, f"plan {MESH} --svg -") == drawing.read_text()
     marked = output(capsys, f"show --rank 13 {MESH} --svg - --colour dp,cp")
     assert marked.count('stroke="#0f172a"') == 1

@@ -100,9 +100,8 @@ ORACLE = SimpleNamespace(
     megatron=megatron,
     **{each.__name__: stating(each) for each in (oracle.fairscale, oracle.oslo, oracle.olmo, oracle.olmo_experts)},
 )
-FIGURES = [
-    row for row in ROWS if '["' in row.now[0] and re.fullmatch(r"[\d(), ]+|True|False", row.gives or "") is not None
-]
+ASKS = re.compile(r'\["|^(?!Layout).*\.partition\("')
+FIGURES = [row for row in ROWS if ASKS.search(row.now[0]) and re.fullmatch(r"[\d(), ]+|True|False", row.gives or "")]
 """Lines that ask an arrangement for ranks, sizes and places."""
 
 
@@ -189,5 +188,5 @@ def test_the_short_names_on_megatrons_page_are_those_that_settings_may_use():
     table = (DOCS / "megatron.md").read_text().partition("## Short names")[2].partition("## Beyond")[0]
     found = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)`", table, re.MULTILINE))
     arrangement = recipes.megatron(4, cp=4, hierarchical_cp=[2, 2], of=Layout)
-    assert found == {name: families[0] for name, families in arrangement.short.items()}
-    assert all(family in arrangement.families for families in arrangement.short.values() for family in families)
+    assert found == {short: names[0] for short, names in arrangement.short.items()}
+    assert all(name in arrangement.names for names in arrangement.short.values() for name in names)

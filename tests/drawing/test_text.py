@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from math import prod
 
 import pytest
 from hypothesis import given, strategies as st
 
 from pgmesh import Layout
-from pgmesh.drawing import plain_text
+from pgmesh.drawing import text
+from pgmesh.drawing.figures import GAP
 from tests.support.layout_strategies import layouts
 
 
@@ -86,35 +86,19 @@ PICTURES = {
         └─────────────────────┘
         """,
     ),
-    "long axes": (
-        Layout(dp=12, tp=9),
-        """
-        ┌─────────────────────────────────────┐
-        │      tp0 tp1 tp2 tp3 tp4 tp5 tp… tp8│
-        │ dp0    0   1   2   3   4   5   …   8│
-        │ dp1    9  10  11  12  13  14   …  17│
-        │ dp2   18  19  20  21  22  23   …  26│
-        │ dp3   27  28  29  30  31  32   …  35│
-        │ dp4   36  37  38  39  40  41   …  44│
-        │ dp5   45  46  47  48  49  50   …  53│
-        │ dp…    …   …   …   …   …   …   …   …│
-        │ dp11  99 100 101 102 103 104   … 107│
-        └─────────────────────────────────────┘
-        """,
-    ),
     "panels that need two lines": (
-        Layout(pp=10, dp=2, tp=2),
+        Layout(pp=7, dp=2, tp=2),
         """
         ┌ pp0 ───────┐  ┌ pp1 ───────┐  ┌ pp2 ───────┐  ┌ pp3 ───────┐  ┌ pp4 ───────┐
         │     tp0 tp1│  │     tp0 tp1│  │     tp0 tp1│  │     tp0 tp1│  │     tp0 tp1│
         │ dp0   0   1│  │ dp0   4   5│  │ dp0   8   9│  │ dp0  12  13│  │ dp0  16  17│
         │ dp1   2   3│  │ dp1   6   7│  │ dp1  10  11│  │ dp1  14  15│  │ dp1  18  19│
         └────────────┘  └────────────┘  └────────────┘  └────────────┘  └────────────┘
-        ┌ pp5 ───────┐  ┌ pp… ───────┐  ┌ pp9 ───────┐
-        │     tp0 tp1│  │     tp0 tp1│  │     tp0 tp1│
-        │ dp0  20  21│  │ dp0   …   …│  │ dp0  36  37│
-        │ dp1  22  23│  │ dp1   …   …│  │ dp1  38  39│
-        └────────────┘  └────────────┘  └────────────┘
+        ┌ pp5 ───────┐  ┌ pp6 ───────┐
+        │     tp0 tp1│  │     tp0 tp1│
+        │ dp0  20  21│  │ dp0  24  25│
+        │ dp1  22  23│  │ dp1  26  27│
+        └────────────┘  └────────────┘
         """,
     ),
 }
@@ -122,7 +106,7 @@ PICTURES = {
 
 @pytest.mark.parametrize(("layout", "drawing"), PICTURES.values(), ids=PICTURES)
 def test_a_layout_looks_like_this(layout, drawing):
-    assert str(layout) == plain_text.draw(layout) == picture(drawing)
+    assert str(layout) == text.draw(layout) == picture(drawing)
 
 
 def test_a_marked_rank_stands_in_brackets():
@@ -134,13 +118,13 @@ def test_a_marked_rank_stands_in_brackets():
         └────────────┘  └────────────┘
         """
     layout = Layout(pp=2, dp=2, tp=2)
-    assert plain_text.draw(layout, mark=5) == picture(marked)
-    assert plain_text.draw(layout, mark=99) == str(layout)
+    assert text.draw(layout, mark=5) == picture(marked)
+    assert text.draw(layout, mark=99) == str(layout)
 
 
 @pytest.mark.parametrize("width", [1, 14, 29, 30, 45, 46, 80, 200])
 def test_panels_stand_side_by_side_as_far_as_the_width_goes(width):
-    lines = plain_text.draw(Layout(pp=8, dp=2, tp=2), width=width).splitlines()
+    lines = text.draw(Layout(pp=8, dp=2, tp=2), width=width).splitlines()
     panel, between = 14, 2
     fit = max(1, (width + between) // (panel + between))
     assert {len(line) for line in lines} <= {n * (panel + between) - between for n in (min(fit, 8), 8 % fit)}
@@ -172,24 +156,20 @@ def label(axis: str | int, index: int) -> str:
 def test_every_rank_shown_stands_at_its_labels(layout, data):
     mark = data.draw(st.sampled_from(layout.ranks()))
     shown = {}
-    for labels, cell in cells(plain_text.draw(layout, mark=mark)):
-        assert (cell == plain_text.GAP) == any(word.endswith(plain_text.GAP) for word in labels)
-        if cell != plain_text.GAP:
+    for labels, cell in cells(text.draw(layout, mark=mark, width=999)):
+        assert (cell == GAP) == any(word.endswith(GAP) for word in labels)
+        if cell != GAP:
             rank = int(cell.strip("[]"))
             assert cell == (f"[{rank}]" if rank == mark else f"{rank}")
             assert labels == [label(axis, i) for axis, i in zip(layout.axes, layout.coord_of(rank))]
             shown[rank] = labels
     assert mark in shown
-    apart = [plain_text.MAX_INDICES - 2 <= i < size - 1 for i, size in zip(layout.coord_of(mark), layout.shape)]
-    seen = [
-        size if size <= plain_text.MAX_INDICES else plain_text.MAX_INDICES - 1 - far
-        for size, far in zip(layout.shape, apart)
-    ]
-    assert len(shown) == prod(seen)
+    if len(layout) <= text.MAX_CELLS:
+        assert shown.keys() == set(layout.ranks())
 
 
 @given(layouts(), st.integers(1, 120))
 def test_no_line_is_wider_than_asked_but_for_a_panel_that_is(layout, width):
-    lines = plain_text.draw(layout, width=width).splitlines()
+    lines = [line for line in text.draw(layout, width=width).splitlines() if line.startswith(("┌", "│", "└"))]
     panels = [line.count("┌") + line.count("│") // 2 + line.count("└") for line in lines]
     assert all(len(line) <= width or beside == 1 for line, beside in zip(lines, panels))

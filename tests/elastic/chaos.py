@@ -38,11 +38,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pgmesh import MembershipError, MissingRanksError, PgmeshError, ProcessGroupMesh, Resharder, launch
+from pgmesh import MembershipError, MissingRanksError, PgmeshError, ProcessGroupMesh, launch
 from pgmesh.launch import StoreProcess
 from pgmesh.rendezvous.operations import Read, perform
 from pgmesh.rendezvous.statuses import RankStatus, status_key
 from pgmesh.rendezvous.world_name import WORLD_KEY
+from pgmesh.resharding import Resharder
 from tests.support.faults import (
     SLACK,
     WAIT_TIMEOUT,

@@ -22,6 +22,7 @@ def shrink_configured(folder: Path) -> list[timedelta | None]:
         mesh.configure("dp", timeout=11)
         mesh.configure(timeout=timedelta(seconds=13))
         mesh.configure("tp", tag="second", timeout=17)
+        mesh.along("tp").configure(tag="third", timeout=19)  # a slice of one group
         mesh.connect(timeout=LONG_TIMEOUT)
         set_flag(folder, f"connected {mesh.rank}")
         if mesh.rank == 1:
@@ -35,7 +36,13 @@ def shrink_configured(folder: Path) -> list[timedelta | None]:
     check_sums(groups_of(mesh))
     again = ProcessGroupMesh(4, ranks=[*mesh], name="again")  # the sums show that all members have one timeout
     check_sums(groups_of(again))
-    groups = [mesh.group("dp"), mesh.group(), mesh.group("tp", tag="second"), mesh.group("tp")]
+    groups = [
+        mesh.group("dp"),
+        mesh.group(),
+        mesh.group("tp", tag="second"),
+        mesh.group("tp", tag="third"),
+        mesh.group("tp"),
+    ]
     return [torch_private.timeout_of(group) for group in groups]
 
 
@@ -43,5 +50,5 @@ def test_configured_options_survive_shrink(tmp_path: Path):
     with fresh_world(5) as own:
         seen = results(own.outcomes(shrink_configured, tmp_path), 1)
     for *configured, of_world in seen:
-        assert configured == [timedelta(seconds=seconds) for seconds in (11, 13, 17)]
+        assert configured == [timedelta(seconds=seconds) for seconds in (11, 13, 17, 19)]
         assert of_world == timedelta(seconds=60)

@@ -79,12 +79,13 @@ def test_an_existing_world_is_not_replaced():
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ((64, 64), "fake_world(64, 64): the ranks of a world of 64 are 0 to 63.\n\n  launch.fake_world(63, 64)"),
-        ((-1, 8), "fake_world(-1, 8): the ranks of a world of 8 are 0 to 7.\n\n  launch.fake_world(0, 8)"),
-        ((64, 5), "fake_world(64, 5): the ranks of a world of 5 are 0 to 4.\n\n  launch.fake_world(4, 5)"),
-        ((0, 0), "fake_world(0, 0): a world has 1 rank or more.\n\n  launch.fake_world(0, 1)"),
-        ((0.0, 8), "fake_world takes two whole numbers, such as launch.fake_world(5, 64), not 0.0 and 8."),
-        (("0", 8), "fake_world takes two whole numbers, such as launch.fake_world(5, 64), not '0' and 8."),
+        (
+            (64, 64),
+            "a world of 64 has no rank 64; ranks count from 0.\n\n  launch.fake_world(63, 64)",
+        ),
+        ((-1, 8), "a world of 8 has no rank -1; ranks count from 0.\n\n  launch.fake_world(0, 8)"),
+        ((64, 5), "a world of 5 has no rank 64; ranks count from 0.\n\n  launch.fake_world(4, 5)"),
+        ((0, 0), "a world of 0 has no rank 0; ranks count from 0.\n\n  launch.fake_world(0, 1)"),
     ],
 )
 def test_ranks_and_sizes_that_do_not_fit(given, text):

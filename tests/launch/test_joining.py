@@ -34,8 +34,7 @@ ON_TWO = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_S
         (
             HYDRA_ON_TWO,
             """
-            MPICH does not set the host and the port of rank 0; it is not 127.0.0.1, since only 2 of 4 \
-ranks are on this host.
+            MPICH does not set the host and the port of rank 0.
 
               PMI_RANK        = 3
               PMI_SIZE        = 4
@@ -63,8 +62,7 @@ ranks are on this host.
         (
             ON_TWO,
             """
-            Open MPI does not set the host of rank 0; it is not 127.0.0.1, since only 2 of 4 ranks \
-are on this host.
+            Open MPI does not set the host of rank 0.
 
               OMPI_COMM_WORLD_RANK       = 3
               PMIX_RANK                  = 3
@@ -112,16 +110,13 @@ def test_arguments_take_precedence_over_detection():
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"host": ""}, "host is the name or the address of rank 0's host, such as host='n1', not ''."),
-        ({"host": "n 1"}, "host is the name or the address of rank 0's host, such as host='n1', not 'n 1'."),
-        ({"host": 7}, "host is the name or the address of rank 0's host, such as host='n1', not 7."),
         ({"port": 0}, "port is a whole number from 1 to 65535, such as port=29500, not 0."),
         ({"port": 65_536}, "port is a whole number from 1 to 65535, such as port=29500, not 65536."),
         ({"port": "29500"}, "port is a whole number from 1 to 65535, such as port=29500, not '29500'."),
         ({"port": True}, "port is a whole number from 1 to 65535, such as port=29500, not True."),
     ],
 )
-def test_invalid_hosts_and_ports(given, text):
+def test_invalid_ports(given, text):
     assert_raises(LaunchError, lambda: with_address(detect_launcher(SRUN), **given), text)
 
 
@@ -130,13 +125,15 @@ def test_master_port_must_be_a_port():
         LaunchError,
         lambda: detect_launcher(HYDRA | {"MASTER_PORT": "70000"}),
         """
-        MASTER_PORT is '70000', which is not a whole number from 1 to 65535.
+        MASTER_PORT must hold one whole number from 1 to 65535.
 
           PMI_RANK        = 3
           PMI_SIZE        = 4
           MPI_LOCALRANKID = 3
           MPI_LOCALNRANKS = 4
           MASTER_PORT     = 70000
+
+          mpiexec -n 8 python script.py   # sets all of them
         """,
     )
 
@@ -145,7 +142,7 @@ def test_master_port_must_be_a_port():
 
 
 def test_a_named_launcher_is_used_whatever_others_set():
-    assert detect_one(detect.TORCHRUN, SRUN | BY_HAND).rank == 5
+    assert detect_one(detect.BY_HAND, SRUN | BY_HAND).rank == 5
     assert detect_one(detect.SLURM, SRUN | BY_HAND).rank == 3
     assert detect_one(detect.SLURM, SRUN | BY_HAND | {"MASTER_ADDR": "m"}).end_point() == ("m", 29500)
     assert detect_one(detect.SLURM, SRUN | OPEN_MPI | TORCHRUN).rank == 3
@@ -153,47 +150,10 @@ def test_a_named_launcher_is_used_whatever_others_set():
 
 
 @pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (
-            from_torch,
-            """
-            torchrun did not start this process: none of its variables is set.
-
-              RANK        = (not set)
-              WORLD_SIZE  = (not set)
-              LOCAL_RANK  = (not set)
-              MASTER_ADDR = (not set)
-              MASTER_PORT = (not set)
-
-              launch.join()   # detects the launcher
-            """,
-        ),
-        (
-            from_slurm,
-            """
-            Slurm did not start this process: none of its variables is set.
-
-              SLURM_STEP_ID = (not set)
-              SLURM_PROCID  = (not set)
-
-              launch.join()   # detects the launcher
-            """,
-        ),
-        (
-            from_openmpi,
-            """
-            Open MPI did not start this process: none of its variables is set.
-
-              OMPI_COMM_WORLD_RANK = (not set)
-              OMPI_COMM_WORLD_SIZE = (not set)
-
-              launch.join()   # detects the launcher
-            """,
-        ),
-    ],
+    ("call", "program"), [(from_torch, "torchrun"), (from_slurm, "srun"), (from_openmpi, "mpirun")]
 )
-def test_a_named_launcher_that_did_not_start_the_process(call, text):
+def test_a_named_launcher_that_did_not_start_the_process(call, program):
+    text = f"{program} did not start this process.\n\n  launch.join()   # detects the launcher"
     assert_raises(LaunchError, call, text)
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -147,31 +148,23 @@ def test_ranks_of_replicas_are_counted_in_their_order():
 
 @pytest.mark.parametrize("given", [(3, 3), (-1, 3), (0, None), (None, 3), (0, 0), (True, 3), ("0", 3)])
 def test_there_is_no_such_replica(given: tuple[object, object]):
-    assert_raises(
-        LaunchError,
-        lambda: join(replica=given[0], replicas=given[1]),
-        f"""
-        replica is {given[0]!r} and replicas is {given[1]!r}, but these are a launch's number, from 0, and how many \
-launches form the world.
+    assert_raises(LaunchError, lambda: join(replica=given[0], replicas=given[1]), refusal(*given, None, None))
 
-          launch.join(replica=0, replicas=3, host='n1', port=29500)   # in the first of three
-        """,
-    )
+
+def refusal(replica: object, replicas: object, host: object, port: object) -> str:
+    return f"""
+        replica is {replica!r}, replicas is {replicas!r}, host is {host!r} and port is {port!r}. A replica is a \
+launch's number, from 0; host and port are those of the store of all replicas, which no launcher sets.
+
+          store = launch.StoreProcess(port=29500)   # in a process that starts the replicas
+          launch.join(replica=0, replicas=3, host='n1', port=29500)   # in the ranks of the first of three
+        """
 
 
 def test_replicas_need_the_address_of_their_store():
     with mock.patch.dict(os.environ, TORCHRUN):
-        assert_raises(
-            LaunchError,
-            lambda: join(replica=1, replicas=3, port=29500),
-            """
-            host is None and port is 29500, but no launcher sets those of the store of all 3 replicas, which has to \
-outlive each of them.
-
-              store = launch.StoreProcess(port=29500)   # in a process that starts the replicas
-              launch.join(replica=1, replicas=3, host='n1', port=29500)   # in the ranks of this one
-            """,
-        )
+        call = partial(join, replica=1, replicas=3, port=29500)
+        assert_raises(LaunchError, call, refusal(1, 3, None, 29500))
 
 
 def test_a_store_that_does_not_answer():

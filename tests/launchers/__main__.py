@@ -177,7 +177,7 @@ def under_mpich(env: dict[str, str]) -> None:
         "mpiexec of MPICH on two simulated hosts, without host and port",
         f"{two} {MEMBER}",
         env,
-        "does not set the host and the port of rank 0; it is not 127.0.0.1, since only 2 of 4 ranks",
+        "MPICH does not set the host and the port of rank 0.",
     )
     check_preflight("check under mpiexec of MPICH", f"mpiexec.hydra -n 4 {PGMESH}", port)
     misplaced = "MismatchError: ranks are not on the planned hosts:"
@@ -192,7 +192,7 @@ def under_slurm(env: dict[str, str], folder: Path, has_open_mpi: bool) -> None:
     cyclic = f"srun -N2 -n4 --ntasks-per-node=2 -m cyclic {MEMBER}"
     check_join("srun on two hosts cyclic", cyclic, env, srun, [0, 0, 1, 1], host)
     check_join("srun --mpi=pmi2", f"srun --mpi=pmi2 -N1 -n4 {MEMBER}", env, srun, [0, 1, 2, 3], "127.0.0.1")
-    nested = "torchrun, because TORCHELASTIC_RUN_ID is set, in a step of Slurm"
+    nested = "torchrun, because TORCHELASTIC_RUN_ID is set"
     check_join("torchrun under srun", f"srun -N1 -n1 -c4 {TORCHRUN}", env, nested, [0, 1, 2, 3])
     check_replicas("srun for each of three replicas, which lose a rank", "srun --no-kill -N1 -n2", env)
     if has_open_mpi:
@@ -204,14 +204,14 @@ def under_slurm(env: dict[str, str], folder: Path, has_open_mpi: bool) -> None:
         "the script of a job, without srun",
         batch(folder, "-n4", MEMBER),
         env,
-        "this Slurm job has 4 tasks, but this process is its script or shell, not a task of srun:",
+        "this Slurm job has several tasks or hosts, but this process is its script or shell, not a task of srun:",
     )
     check_join("srun in the script of a job", batch(folder, "-N2 -n4", f"srun {MEMBER}"), env, srun, [0, 1, 2, 0], host)
     check_failure(
         "RANK from the script of a job",
         batch(folder, "-n2", f"export RANK=$SLURM_PROCID; srun -K1 {MEMBER}"),
         env,
-        "Slurm says RANK should be 1, but it is 0:",
+        "Slurm and the environment disagree about this process:",
     )
     check_preflight("check under srun", f"srun -N1 -n4 {PGMESH}", env)
     check_preflight("check under srun on two hosts", f"srun -N2 -n4 {PGMESH}", env)
@@ -227,7 +227,7 @@ def under_slurm(env: dict[str, str], folder: Path, has_open_mpi: bool) -> None:
         "a job that a step submitted",
         f"srun -N1 -n2 bash -c {shlex.quote('[ $SLURM_PROCID = 0 ] || ' + batch(folder, '-n2', MEMBER))}",
         env,
-        "the number of tasks on this host is 1 in SLURM_GTIDS, but 2 in SLURM_STEP_TASKS_PER_NODE.",
+        "variables of this step of Slurm contradict each other.",
     )
 
 

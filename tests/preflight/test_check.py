@@ -421,7 +421,7 @@ def test_a_sum_over_other_ranks_fails():
 
 
 def on_hosts(line: str, names: list[str]) -> Answer:
-    places = Placement({rank: HostInfo(name, "", None) for rank, name in enumerate(names)})
+    places = Placement({rank: HostInfo(name, "") for rank, name in enumerate(names)})
     with mock.patch.object(host_mapping, "map_hosts", return_value=places):
         return run_check(line)
 
@@ -430,10 +430,8 @@ def test_ranks_that_are_not_where_they_are_planned():
     text = output_of_rank_0(world(4).run(on_hosts, "dp=2 tp=2 --nodes 2x2", ["n1", "n2", "n1", "n2"]), 1)
     assert text == (
         "pgmesh check failed: MismatchError: ranks are not on the planned hosts:\n"
-        "  host 0 is planned for ranks 0, 1, but rank 0 is on n1 and rank 1 on n2.\n"
-        "  host 1 is planned for ranks 2, 3, but rank 2 is on n1 and rank 3 on n2.\n"
-        "  rank 0 and rank 2 are planned on 2 hosts, but all are on n1.\n"
-        "  rank 1 and rank 3 are planned on 2 hosts, but all are on n2.\n\n"
+        "  host 0 is planned for ranks 0, 1, but n1 holds ranks 0, 2 and n2 holds ranks 1, 3.\n"
+        "  host 1 is planned for ranks 2, 3, but n1 holds ranks 0, 2 and n2 holds ranks 1, 3.\n\n"
         "The ranks of a host are not consecutive: configure the launcher to number them host by host.\n"
     )
     text = output_of_rank_0(world(4).run(on_hosts, "dp=2 tp=2 --nodes 2x2", ["n1"] * 4), 1)

@@ -79,7 +79,9 @@ def test_bad_findings_exit_with_1_and_print_fixes(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing0")
     text = said(capsys, "", 1)
-    assert text.startswith("bad   launcher: the environment does not name a rank of a world\n        RANK = 0\n")
+    assert text.startswith(
+        "bad   launcher: WORLD_SIZE is not set, so the rank of this process is unknown.\n        RANK = 0\n"
+    )
     assert "# or none: a world of 1" in text
     flat = re.sub(r"\n {6,8}", " ", text)
     assert "GLOO_SOCKET_IFNAME is nothing0, but the interfaces are " in flat
@@ -198,7 +200,7 @@ def test_nested_launchers():
         ("ok", "rank 1 of 2, local rank 1: torchrun, because TORCHELASTIC_RUN_ID is set"),
         (
             "--",
-            "read: RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 TORCHELASTIC_RUN_ID=none",
+            "read: RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 TORCHELASTIC_RUN_ID=none MASTER_ADDR=127.0.0.1 MASTER_PORT=29500",
         ),
         ("--", "variables of other launchers, which are not used: SLURM_PROCID=3"),
     ]

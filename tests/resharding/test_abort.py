@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pgmesh import ProcessGroupMesh, Resharder
+from pgmesh import ProcessGroupMesh
 from pgmesh.launch import StoreProcess
+from pgmesh.resharding import Resharder
 from tests.support.faults import LONG_TIMEOUT, SLACK, Attempt, attempt, beat_fast, results, set_flag, wait_for_flag
 from tests.support.worlds import fresh_world
 

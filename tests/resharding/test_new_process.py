@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pgmesh import Layout, PgmeshError, Resharder, launch
+from pgmesh import Layout, PgmeshError, launch
+from pgmesh.resharding import Resharder
 from tests.support.faults import LONG_TIMEOUT, WAIT_TIMEOUT, beat_fast, set_flag, wait_for_flag
 from tests.support.rank_processes import RankProcesses
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,8 +12,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.torch_version import TorchVersion
 
-from pgmesh import Layout, PgmeshError, ProcessGroupMesh, Resharder, WorldError, launch
-from pgmesh.resharding import reshard, resharder
+from pgmesh import Layout, PgmeshError, ProcessGroupMesh, WorldError, launch
+from pgmesh.resharding import Resharder, reshard, resharder
+from pgmesh.topology.host_mapping import HostInfo, Placement
 from tests.support.transfer_oracle import random_layout, random_placements, shard_of
 from tests.support.worlds import world
 
@@ -158,19 +158,21 @@ def test_mistakes_are_errors_on_every_rank():
         assert [text in error for text, error in zip(wanted, errors, strict=True)] == [True] * len(wanted), errors
 
 
-def hosts_that_differ() -> list[float]:
-    """Ranks 0, 1 hold what ranks 2, 3 want. Each side believes in other hosts."""
-    mine = [(0, 2), (1, 3)] if dist.get_rank() < 2 else [(0, 3), (1, 2)]
+def one_host_for_two() -> list[int]:
+    """Ranks 0, 1 hold what ranks 2, 3 want. Ranks 0 and 2 are on one host, ranks 1 and 3 on another."""
+    info = HostInfo(f"host {dist.get_rank() % 2}", "")
     target = ProcessGroupMesh(dp=2, ranks=[2, 3], name="target")
-    with mock.patch.object(resharder, "map_hosts", return_value=SimpleNamespace(hosts=mine)):
-        tensor = torch.arange(40_000.0) if dist.get_rank() < 2 else None
-        result = reshard(tensor, target, None, source=Layout(2), timeout=20)
-    assert result is None or torch.equal(result.to_local(), torch.arange(40_000.0))
-    return [] if result is None else result.to_local()[-1:].tolist()
+    with mock.patch.object(resharder, "map_hosts", return_value=Placement({dist.get_rank(): info})):
+        side = {"x": torch.full((40_000,), 1.0 if dist.get_rank() < 2 else 0.0)}
+        name = "source" if dist.get_rank() < 2 else "target"
+        sync = Resharder(Layout(2), target, timeout=20, **{name: side})
+    sync()
+    assert side["x"].tolist() == [1.0] * 40_000
+    return [each.peer for job in sync._jobs for each in (*job.plan.sends, *job.plan.receives)]
 
 
-def test_ranks_that_do_not_agree_on_the_hosts_plan_without_them():
-    assert world(4).run(hosts_that_differ) == [[], [], [39_999.0], [39_999.0]]
+def test_a_rank_serves_ranks_of_its_own_host_first():
+    assert world(4).run(one_host_for_two) == [[2], [3], [0], [1]]
 
 
 def test_a_fake_world_has_no_ranks_to_exchange_tensors_with():

@@ -21,10 +21,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from pgmesh import Layout, MismatchError, PgmeshError, ProcessGroupMesh, Resharder
+from pgmesh import Layout, MismatchError, PgmeshError, ProcessGroupMesh
 from pgmesh.errors import MethodError
+from pgmesh.groups.registry import current_registry
 from pgmesh.parallel.local_experts import LocalExperts
-from pgmesh.resharding import link, transfer
+from pgmesh.resharding import Resharder, link, transfer
 from tests.support.transfer_oracle import random_layout, random_placements, shard_of
 from tests.support.worlds import fresh_world, world
 
@@ -123,7 +124,9 @@ def llama_to_tensor_parallel(overlapping: bool, limit: int) -> list[int]:
     if trainer.rank not in trainer and trainer.rank not in rollout:
         return [0, 0, 0]
     source, target = state_on(trainer, fsdp_by_tensor, 0), state_on(rollout, tensor_parallel, None)
-    return run_steps(Resharder(trainer, rollout, source=source, target=target, buckets=limit), source, target, limit)
+    return run_steps(
+        Resharder(trainer, rollout, source=source, target=target, staging_bytes=limit), source, target, limit
+    )
 
 
 @pytest.mark.parametrize(("overlapping", "limit"), [(False, 16_000), (True, 1 << 28)])
@@ -287,7 +290,7 @@ def rows_to_columns_in_place() -> None:
     source, target = in_one_memory(mesh, ["a", "b"], 1)
     whole = {name: tensor.full_tensor() for name, tensor in source.items()}
     source["tied"], target["tied"], whole["tied"] = source["a"], target["a"], whole["a"]
-    Resharder(mesh, mesh, source=source, target=target, buckets=300_000)()
+    Resharder(mesh, mesh, source=source, target=target, staging_bytes=300_000)()
     for name, tensor in target.items():
         assert torch.equal(tensor.full_tensor(), whole[name]), name
 
@@ -315,6 +318,33 @@ def test_only_what_is_not_consecutive_or_small_is_staged():
     assert world(4).run(large_and_small) == [2 * columns + small] * 2 + [small] * 2
 
 
+# ---- descriptions ----
+
+
+def described_twice() -> tuple[list[int], int]:
+    """The ranks that send a description when a Resharder is created, and the store keys that a second one adds."""
+    rank, store = dist.get_rank(), current_registry().store
+    state = {f"layer {i}": torch.zeros(8) for i in range(100)}
+    sides = {"source": state} if rank < 2 else {"target": state}
+
+    def create() -> list[int]:
+        with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast:
+            Resharder(Layout(2), Layout(2, ranks=[2, 3]), **sides)
+        return [call.args[1] for call in broadcast.call_args_list]
+
+    senders = create()
+    dist.barrier()
+    before = store.num_keys()
+    dist.barrier()
+    assert create() == senders
+    dist.barrier()
+    return senders, store.num_keys() - before
+
+
+def test_each_distinct_description_is_sent_once_and_none_is_left_in_the_store():
+    assert world(4).run(described_twice) == [([0, 2, 0], 0)] * 4  # one for each side, and one with the host
+
+
 # ---- what does not match ----
 
 
@@ -333,7 +363,7 @@ def mismatches() -> list[str]:
 
     x, y = torch.zeros(2, 3), torch.zeros(4)
     attempt({"x": x, "y": y}, {"x": x.T, "z": y})
-    attempt({"x": x}, {"x": x}, buckets=1000 + rank)
+    attempt({"x": x}, {"x": x}, staging_bytes=1000 + rank)
     here = {"x": state_on(trainer, lambda *_: [Shard(0)], 0, {"x": (4,)}).get("x")}
     attempt({} if rank == 1 else here, {"x": y})
     source, target = {"x": y.clone()}, {"x": y.clone()}
@@ -355,9 +385,9 @@ def test_what_does_not_match_is_listed_before_a_byte_moves():
         assert "x: (2, 3) on ranks 0, 1, (3, 2) on ranks 2, 3" in errors[0]
         assert "y: in the source ((4,) on ranks 0, 1), not in the target" in errors[0]
         assert "z: in the target ((4,) on ranks 2, 3), not in the source" in errors[0]
-        assert "buckets: 1000 on rank 0, 1001 on rank 1" in errors[1]
+        assert "staging_bytes: 1000 on rank 0, 1001 on rank 1" in errors[1]
         assert "x: in the source on rank 0, but not on rank 1" in errors[2]
-        assert f"on {'this rank' if rank == 1 else 'other ranks'} they" in errors[3]
+        assert f"{'this rank has' if rank == 1 else 'other ranks have'} other tensors than those" in errors[3]
         assert len(errors) == 4
 
 
@@ -375,7 +405,8 @@ def two_names_become_one() -> str:
 
 def test_two_tensors_of_the_source_with_one_name_in_the_target_are_refused():
     (text,) = world(1).run(two_names_become_one)
-    assert "a and b of the source are both named b in the target" in text
+    assert "state['a'] and state['b'] would both be named b" in text
+    assert "Resharder(..., rename={'b': None})" in text
 
 
 def one_name_for_two() -> list[str]:
@@ -391,19 +422,14 @@ def test_two_keys_that_have_one_dotted_name_are_refused():
         assert f"state{one} and state{other} would both be named {name}" in text
 
 
-def permuted_in_place() -> str:
+def permuted_in_place() -> list[list[float]]:
     state = {"e0": torch.zeros(3), "e1": torch.ones(3)}
-    swap = {"e0": "e1", "e1": "e0"}
-    text = refused(MismatchError, state, state, rename=swap)
-    source = {name: tensor.clone() for name, tensor in state.items()}  # as the error says
-    Resharder(Layout(1), Layout(1), source=source, target=state, rename=swap)()
-    assert (state["e0"].tolist(), state["e1"].tolist()) == ([1.0] * 3, [0.0] * 3)
-    return text
+    Resharder(Layout(1), Layout(1), source=state, target=state, rename={"e0": "e1", "e1": "e0"})()
+    return [tensor.tolist() for tensor in state.values()]
 
 
-def test_a_permutation_in_place_is_refused():
-    (text,) = world(1).run(permuted_in_place)
-    assert "share memory" in text
+def test_tensors_may_be_permuted_in_their_own_memory():
+    assert world(1).run(permuted_in_place) == [[[1.0] * 3, [0.0] * 3]]
 
 
 def shards_of_experts() -> list[str]:
@@ -440,6 +466,23 @@ def outcome(call: Callable[[], Any]) -> tuple[str, str, float]:
     except PgmeshError as error:
         return type(error).__name__, str(error), time.monotonic() - began
     return "", "", time.monotonic() - began
+
+
+def before_step(side: str, bucket: int, do: Callable[[], object]) -> Any:
+    """Call ``do`` before a bucket is packed ("sends") or unpacked ("receives")."""
+    pairs, called = transfer.Shards.pairs, []
+
+    def counting(shards: transfer.Shards, messages: Any, which: str) -> Any:
+        called.extend([1] if which == side else [])
+        if which == side and len(called) == bucket:
+            do()
+        return pairs(shards, messages, which)
+
+    return mock.patch.object(transfer.Shards, "pairs", counting)
+
+
+def fail() -> None:
+    raise ValueError("out of memory, say")
 
 
 def absent_then_late() -> list[Any]:
@@ -498,7 +541,7 @@ def test_creation_without_a_rank_names_rank_and_timeout():
 def another_is_called() -> list[str]:
     rank = dist.get_rank()
     sides = {"source": {"x": torch.ones(2)}} if rank < 2 else {"target": {"x": torch.zeros(2)}}
-    one, other = (Resharder(Layout(2), Layout(2, ranks=[2, 3]), buckets=limit, **sides) for limit in (1000, 2000))
+    one, other = (Resharder(Layout(2), Layout(2, ranks=[2, 3]), staging_bytes=limit, **sides) for limit in (1000, 2000))
     error = outcome(other if rank == 3 else one)
     return [*error[:2], outcome(one)[0]]
 
@@ -506,7 +549,7 @@ def another_is_called() -> list[str]:
 def test_ranks_that_call_different_resharders_are_told():
     for kind, text, after in world(4).run(another_is_called):
         assert (kind, after) == ("MismatchError", "")
-        assert "the order of the calls" in text
+        assert "or call in another order" in text
 
 
 def equal_models_in_another_order() -> list[Any]:
@@ -578,17 +621,9 @@ def dies_in_the_middle() -> Any:
     target = None
     if rank >= 2:
         target = Generator(names)
-    sync = Resharder(Layout(2), Layout(2, ranks=[2, 3]), source=source, target=target, buckets=8000, timeout=20)
+    sync = Resharder(Layout(2), Layout(2, ranks=[2, 3]), source=source, target=target, staging_bytes=8000, timeout=20)
     if rank == 0:
-        pack, packed = transfer._pack, []
-
-        def dying_pack(*arguments: Any) -> Any:
-            packed.append(1)
-            if len(packed) == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return pack(*arguments)
-
-        transfer._pack = dying_pack
+        before_step("sends", 3, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     first = outcome(sync)
     refused = outcome(lambda: sync.target)
     return first, sync.torn, refused, outcome(lambda: target(torch.ones(1000))) if rank >= 2 else None
@@ -616,16 +651,8 @@ def stops_in_the_middle() -> Any:
     names = [f"w{i}" for i in range(6)]
     source = {name: torch.full((1000,), 1.0) for name in names} if rank < 2 else None
     target = {name: torch.zeros(1000) for name in names} if rank >= 2 else None
-    sync = Resharder(Layout(2), Layout(2, ranks=[2, 3]), source=source, target=target, buckets=8000, timeout=5)
-    pack, packed = transfer._pack, []
-
-    def slow_pack(*arguments: Any) -> Any:
-        packed.append(1)
-        if rank == 0 and len(packed) == 3:
-            time.sleep(9)
-        return pack(*arguments)
-
-    with mock.patch.object(transfer, "_pack", slow_pack):
+    sync = Resharder(Layout(2), Layout(2, ranks=[2, 3]), source=source, target=target, staging_bytes=8000, timeout=5)
+    with before_step("sends", 3, lambda: time.sleep(9 if rank == 0 else 0)):
         first, torn = outcome(sync), sync.torn
     retry = outcome(sync)
     whole = target is None or all(tensor.tolist() == [1.0] * 1000 for tensor in target.values())
@@ -648,30 +675,19 @@ def fails_in_the_middle(who: int, step: str, bucket: int) -> Any:
     names = [f"w{i}" for i in range(6)]
     source = {name: torch.full((1000,), 1.0) for name in names} if rank < 2 else None
     target = {name: torch.zeros(1000) for name in names} if rank >= 2 else None
-    sync = Resharder(Layout(2), Layout(2, ranks=[2, 3]), source=source, target=target, buckets=8000, timeout=6)
-    function, called = getattr(transfer, step), []
-
-    def failing(*arguments: Any) -> Any:
-        called.append(1)
-        if rank == who and len(called) == bucket:
-            raise ValueError("out of memory, say")
-        return function(*arguments)
-
-    setattr(transfer, step, failing)
-    try:
+    sync = Resharder(Layout(2), Layout(2, ranks=[2, 3]), source=source, target=target, staging_bytes=8000, timeout=6)
+    with before_step(step, bucket, fail if rank == who else lambda: None):
         try:
             first = outcome(sync)
         except ValueError:
             first = ("ValueError", "", 0.0)
         torn = sync.torn
         retry = outcome(sync)
-    finally:
-        setattr(transfer, step, function)
     whole = target is None or all(tensor.tolist() == [1.0] * 1000 for tensor in target.values())
     return first[0], torn, retry[:2], sync.torn, whole, outcome(lambda: sync.target)[0]
 
 
-@pytest.mark.parametrize(("who", "step", "bucket"), [(1, "_pack", 3), (2, "_unpack", 6)])
+@pytest.mark.parametrize(("who", "step", "bucket"), [(1, "sends", 3), (2, "receives", 6)])
 def test_a_torn_target_is_whole_after_the_retry(who, step, bucket):
     results = world(4).run(fails_in_the_middle, who, step, bucket)
     assert [error == "ValueError" for error, *_ in results] == [rank == who for rank in range(4)]
@@ -683,16 +699,8 @@ def fails_in_place() -> Any:
     """Rank 2 fails while the source is overwritten. A second call would move what is left of it."""
     mesh, names = ProcessGroupMesh(tp=4, name="mesh"), ["a", "b", "c"]
     source, target = in_one_memory(mesh, names, 1)
-    sync = Resharder(mesh, mesh, source=source, target=target, buckets=300_000, timeout=6)
-    unpack, called = transfer._unpack, []
-
-    def failing(*arguments: Any) -> None:
-        called.append(1)
-        if mesh.rank == 2 and len(called) == 2:
-            raise ValueError("out of memory, say")
-        unpack(*arguments)
-
-    with mock.patch.object(transfer, "_unpack", failing):
+    sync = Resharder(mesh, mesh, source=source, target=target, staging_bytes=300_000, timeout=6)
+    with before_step("receives", 2, fail if mesh.rank == 2 else lambda: None):
         try:
             first = outcome(sync)[:2]
         except ValueError:

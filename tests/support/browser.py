@@ -1,4 +1,4 @@
-"""A headless browser that renders figures and pages and measures them, since only a browser knows text widths.
+"""A headless browser that renders figures and measures them, since only a browser knows text widths.
 
 python -m tests.support.browser      or     make browser: install Debian's Chromium if no browser is found
 """
@@ -33,48 +33,27 @@ FLAGS = (
 )
 
 MEASURE = """
-const faultsOf = (view) => {
-  const page = view.document, box = node => node.getBoundingClientRect();
+const answerOf = ({document: page}) => {
+  const box = node => node.getBoundingClientRect(), svg = page.querySelector("svg"), faults = [];
   const inside = (a, b) =>
     a.left >= b.left - 1 && a.right <= b.right + 1 && a.top >= b.top - 2 && a.bottom <= b.bottom + 2;
-  const apart = (a, b, slack) =>
-    a.right <= b.left + 1 || b.right <= a.left + 1 || a.bottom <= b.top + slack || b.bottom <= a.top + slack;
-  const overlaps = (some, slack, faults) =>
-    some.forEach(([text, one], i) => some.slice(i + 1).forEach(([other, two]) => {
-      if (!apart(one, two, slack)) faults.push(text + " on " + other);
-    }));
-  const drawings = [...page.querySelectorAll("svg")].map(svg => {
-    const faults = [], all = kind => [...svg.querySelectorAll(kind)].map(node => [node.textContent, box(node)]);
-    const texts = all("text"), cells = all("rect.cell"), scale = box(svg).width / svg.viewBox.baseVal.width;
-    for (const [text, words] of texts) if (!inside(words, box(svg))) faults.push("cut: " + text);
-    overlaps(texts, 4, faults);
-    overlaps(cells, 4, faults);
-    const held = texts.filter(([, words]) => cells.some(([, cell]) => inside(words, cell)));
-    const sizes = [...svg.querySelectorAll("text")].map(text => scale * text.getAttribute("font-size"));
-    return {faults: faults.slice(0, 9), held: held.length, cells: cells.length, smallest: Math.min(...sizes)};
-  });
-  const lines = [], walk = page.createTreeWalker(page.body, NodeFilter.SHOW_TEXT);
-  while (walk.nextNode()) {
-    const node = walk.currentNode, range = page.createRange();
-    if (!node.textContent.trim() || node.parentElement.closest("svg, script, style")) continue;
-    range.selectNodeContents(node);
-    for (const part of range.getClientRects()) if (part.width) lines.push([node.textContent.trim().slice(0, 40), part]);
-  }
-  const faults = [], wide = page.documentElement.clientWidth, scrolls = node => node.parentElement.closest(".wide");
-  overlaps(lines, 3, faults);
-  for (const svg of page.querySelectorAll("svg"))
-    for (const [text, part] of lines) if (!apart(part, box(svg), 1)) faults.push(text + " on a picture");
-  for (const node of page.body.querySelectorAll("*"))
-    if (!node.closest("svg") && !scrolls(node) && box(node).right > wide + 1) faults.push("cut: " + node.tagName);
-  for (const node of page.querySelectorAll(".wide"))
-    if (node.scrollWidth > node.clientWidth && view.getComputedStyle(node).overflowX != "auto")
-      faults.push("cut: what scrolls");
-  const picture = page.querySelector("svg"), table = page.querySelector("table");
-  const beside = Boolean(table) && box(table).left > box(picture).right;
-  return {drawings, faults: faults.slice(0, 9), lines: lines.length, beside};
+  const apart = (a, b) =>
+    a.right <= b.left + 1 || b.right <= a.left + 1 || a.bottom <= b.top + 4 || b.bottom <= a.top + 4;
+  const all = kind => [...svg.querySelectorAll(kind)].map(node => [node.textContent, box(node)]);
+  const overlaps = some => some.forEach(([text, one], i) => some.slice(i + 1).forEach(([other, two]) => {
+    if (!apart(one, two)) faults.push(text + " on " + other);
+  }));
+  const texts = all("text").filter(([text]) => text), cells = all("rect.cell");
+  for (const [text, words] of texts) if (!inside(words, box(svg))) faults.push("cut: " + text);
+  overlaps(texts);
+  overlaps(cells);
+  const held = texts.filter(([, words]) => cells.some(([, cell]) => inside(words, cell)));
+  const scale = box(svg).width / svg.viewBox.baseVal.width;
+  const sizes = [...svg.querySelectorAll("text")].map(text => scale * text.getAttribute("font-size"));
+  return {faults: faults.slice(0, 9), held: held.length, cells: cells.length, smallest: Math.min(...sizes)};
 };
 """
-"""Layout faults of each figure and of the page around them. (The box of a letter is taller than the letter.)"""
+"""Layout faults of a drawing. (The box of a letter is taller than the letter.)"""
 
 
 def find_browser() -> str | None:
@@ -82,9 +61,10 @@ def find_browser() -> str | None:
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
-def measure_pages(pages: list[str], width: int, folder: Path) -> list[dict[str, Any]]:
-    """Layout faults of each page, and of each figure on it, in a window of this width."""
-    answer: list[dict[str, Any]] = _evaluate(pages, f"{MEASURE}const answerOf = faultsOf;", width, folder)
+def measure_drawings(drawings: list[str], width: int, folder: Path) -> list[dict[str, Any]]:
+    """Layout faults of each drawing, in a window of this width."""
+    pages = [f"<!doctype html><meta charset=utf-8>{drawing}" for drawing in drawings]
+    answer: list[dict[str, Any]] = _evaluate(pages, MEASURE, width, folder)
     return answer
 
 

@@ -65,7 +65,7 @@ def options_by_name(nccl: type[StandIn], arrangement: recipes.Arrangement) -> di
     for name in mine:
         arrangement[name].group(backend="nccl")
     by_ranks = {tuple(options.global_ranks_in_group): options.changed for options in nccl.made}
-    found = {name: by_ranks[arrangement[name].ranks] for name in mine}
+    found = {name: by_ranks[arrangement[name].ranks()] for name in mine}
     return {name: each for name, each in found.items() if each != (False, {})}
 
 

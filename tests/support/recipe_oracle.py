@@ -217,59 +217,46 @@ class Lists:
     lists: Mapping[str, list[Block]]
     rank: int = 5
 
-    def __getitem__(self, name: str) -> Family:
+    def __getitem__(self, name: str) -> Slice:
+        ranks = [block for block in self.partition(name) if self.rank in block]
+        return Slice(ranks[0] if ranks else (), self.rank)
+
+    def partition(self, name: str) -> tuple[Block, ...]:
         asked = sorted(name.split("+"))
-        return Family(next(each for known, each in self.lists.items() if sorted(known.split("+")) == asked), self.rank)
+        return tuple(next(each for known, each in self.lists.items() if sorted(known.split("+")) == asked))
 
     def seen_by(self, rank: int) -> Lists:
         return Lists(self.lists, rank)
 
 
 @dataclass
-class Family:
-    """The groups of one name, as one rank sees them."""
+class Slice:
+    """The group of one name, as one rank sees it."""
 
-    blocks: list[Block]
+    block: Block
     rank: int
 
     def __contains__(self, rank: int) -> bool:
-        return any(rank in block for block in self.blocks)
+        return rank in self.block
 
-    @property
     def ranks(self) -> Block:
-        return next(block for block in self.blocks if self.rank in block)
+        return self.block
 
-    def __getattr__(self, word: str) -> int:
-        index, size = self.ranks.index(self.rank), len(self.ranks)
-        return {"size": size, "index": index, "source": self.ranks[0], "first": self.ranks[0], "last": self.ranks[-1]}[
-            word
-        ]
+    def size(self) -> int:
+        return len(self.block)
 
-    def partition(self) -> tuple[Block, ...]:
-        return tuple(self.blocks)
+    def index(self) -> int:
+        return self.block.index(self.rank)
 
-    def next(self, *, wrap: bool) -> int:
-        assert wrap
-        return self.ranks[(self.index + 1) % self.size]
-
-    def previous(self, *, wrap: bool) -> int:
-        assert wrap
-        return self.ranks[self.index - 1]
-
-    def is_first(self) -> bool:
-        return self.rank == self.first
-
-    def is_last(self) -> bool:
-        return self.rank == self.last
+    def neighbor(self, axis: str, step: int = 1, *, wrap: bool = False) -> int | None:
+        index = self.index() + step
+        return self.block[index % self.size()] if wrap or 0 <= index < self.size() else None
 
     def group(self, **_: object) -> Group:
-        return group_of(self.ranks)
-
-    def along(self) -> Family:
-        return self
+        return group_of(self.block)
 
     def device_mesh(self) -> Group:
-        return Group(self.ranks)
+        return Group(self.block)
 
 
 @dataclass(frozen=True)

@@ -55,12 +55,10 @@ def test_failed_rank_is_named_and_ends_its_world():
     assert world(2).run(echo) == [(0,), (1,)]
 
 
-def test_late_rank_prints_its_stack_and_ends_world():
+def test_late_rank_is_named_and_ends_its_world():
     late = world(2)
-    with pytest.raises(LaunchError, match=r"rank 1 of 2 was not done in 0\.3 s") as caught:
+    with pytest.raises(LaunchError, match=r"rank 1 of 2 was not done in 0\.3 s"):
         late.run(hang_on, 1, deadline=0.3)
-    assert "in hang_on" in str(caught.value)
-    assert "time.sleep(600)" in str(caught.value)
     assert not any(map(is_running, late.pids))
     assert world(2).run(echo) == [(0,), (1,)]
 
@@ -87,7 +85,6 @@ def test_stopped_rank_gives_no_answer():
         own.kill(0, signal.SIGSTOP)
         stopped, other = own.outcomes(echo, deadline=0.3)
         assert stopped.timed_out
-        assert "no answer" in stopped.details
         assert other.result == (1,)
     assert not any(map(is_running, own.pids))
 

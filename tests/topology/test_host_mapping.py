@@ -12,24 +12,16 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, strategies as st
 
-from pgmesh import (
-    Layout,
-    MembershipError,
-    MissingRanksError,
-    ProcessGroupMesh,
-    RankError,
-    launch,
-)
+from pgmesh import Layout, MembershipError, MissingRanksError, ProcessGroupMesh
 from pgmesh.topology import host_mapping
 from pgmesh.topology.host_mapping import HostInfo, Placement
-from tests.support.message_assertions import assert_raises
 from tests.support.torch_tables import pgmesh_store, record_operations
 from tests.support.worlds import check_sums, fresh_world, world
 
 
 def placement_on(*hosts: str, boots: str | None = None) -> Placement:
     boots = boots or " " * len(hosts)
-    return Placement({r: HostInfo(h, b.strip(), None) for r, (h, b) in enumerate(zip(hosts, boots, strict=True))})
+    return Placement({r: HostInfo(h, b.strip()) for r, (h, b) in enumerate(zip(hosts, boots, strict=True))})
 
 
 # ---- what follows from a host mapping ----
@@ -76,33 +68,25 @@ def test_a_machine_is_known_by_its_boot_and_else_by_its_name():
     assert placement_on("a", "b", "a").hosts == ((0, 2), (1,))
 
 
-def test_a_rank_that_was_not_placed():
-    assert_raises(
-        RankError,
-        lambda: placement_on("a", "b").host_of(2),
-        "the host of rank 2 is unknown; this placement has ranks 0, 1.",
-    )
-
-
 # ---- the exchange ----
 
 
 def everywhere() -> tuple[object, ...]:
-    placed = launch.placement()
-    operations = launch.placement() == placed
     mesh = ProcessGroupMesh(dp=2, tp=2)
+    hosts = mesh.hosts()
     localities = [mesh.locality(*axes).kind for axes in (("dp",), ("tp",), ("dp", "tp"), ())]
     check_sums({"tp": (mesh.group("tp"), mesh.ranks("tp"))})
-    return placed.hosts, dict(placed.host_infos), operations, localities
+    infos = host_mapping.map_hosts(timeout=1).host_infos
+    return hosts, mesh.at(dp=dist.get_rank() // 2).hosts(), dict(infos), localities
 
 
 def test_ranks_report_their_hosts():
     boot = Path("/proc/sys/kernel/random/boot_id")
-    here = HostInfo(socket.gethostname(), boot.read_text().strip() if boot.exists() else "", None)
-    for hosts, placed, same, localities in world(4).run(everywhere):
+    here = HostInfo(socket.gethostname(), boot.read_text().strip() if boot.exists() else "")
+    for rank, (hosts, part, infos, localities) in enumerate(world(4).run(everywhere)):
         assert hosts == ((0, 1, 2, 3),)
-        assert placed == {rank: HostInfo(here.host, here.boot, rank) for rank in range(4)}
-        assert same
+        assert part == (((0, 1), (2, 3))[rank // 2],)
+        assert infos == dict.fromkeys(range(4), here)
         assert localities == ["intra"] * 4
 
 
@@ -115,12 +99,12 @@ def pretend(hosts: str) -> list[object]:
     store.delete_key(f"{host_mapping.HOSTS_KEY}/count")
     dist.barrier()
     real = host_mapping._this_host
-    host_mapping._this_host = lambda: HostInfo(hosts[dist.get_rank()], "", None)
+    host_mapping._this_host = lambda: HostInfo(hosts[dist.get_rank()], "")
     try:
         mesh = ProcessGroupMesh(dp=2, tp=2, ranks=[3, 1, 2, 0])
         found = [mesh.locality(axis).kind for axis in ("dp", "tp")]
         check_sums({axis: (mesh.group(axis), mesh.ranks(axis)) for axis in ("dp", "tp")})
-        return [*found, str(launch.placement())]
+        return [*found, mesh.hosts()]
     finally:
         host_mapping._this_host = real
         host_mapping._worlds.clear()
@@ -133,9 +117,9 @@ def pretend(hosts: str) -> list[object]:
 @pytest.mark.parametrize(
     ("hosts", "described"),
     [
-        ("aabb", ["intra", "inter", "2 hosts of 2: a holds ranks 0, 1; b holds ranks 2, 3"]),
-        ("abab", ["inter", "intra", "2 hosts of 2: a holds ranks 0, 2; b holds ranks 1, 3"]),
-        ("aaab", ["mixed", "mixed", "2 hosts of 3 and 1: a holds ranks 0, 1, 2; b holds rank 3"]),
+        ("aabb", ["intra", "inter", ((0, 1), (2, 3))]),
+        ("abab", ["inter", "intra", ((0, 2), (1, 3))]),
+        ("aaab", ["mixed", "mixed", ((0, 1, 2), (3,))]),
     ],
 )
 def test_ranks_on_pretended_hosts(hosts, described):
@@ -147,10 +131,10 @@ def test_ranks_on_pretended_hosts(hosts, described):
 
 
 def half() -> list[str]:
-    """Two members of a mesh call ``locality``; then two of four ranks call ``placement``; then all four."""
+    """Two members of a mesh call ``locality``; then two of four ranks call ``hosts``; then all four."""
     host_mapping._worlds.clear()
     rank = dist.get_rank()
-    mesh = ProcessGroupMesh(tp=2, ranks=[1, 2], name="half")
+    mesh, whole = ProcessGroupMesh(tp=2, ranks=[1, 2], name="half"), ProcessGroupMesh(4, name="whole")
     said = []
     try:
         said.append(mesh.locality("tp").kind)
@@ -159,25 +143,25 @@ def half() -> list[str]:
     dist.barrier()
     if rank in mesh:
         try:
-            launch.placement(timeout=timedelta(seconds=0.3))
+            whole.hosts(timeout=timedelta(seconds=0.3))
         except MissingRanksError as error:
             said.append(str(error))
     dist.barrier()
-    said.append(str(len(launch.placement().host_infos)))
+    said.append(str(whole.hosts()))
     return said
 
 
 def test_only_members_call_and_missing_ranks_are_named():
     missing = (
         "ranks 0, 3 of 0, 1, 2, 3 did not report their hosts within 0.3 s. "
-        "Each of them has to call launch.placement() or mesh.locality() too."
+        "Each of them has to call mesh.hosts() or mesh.locality() too."
     )
     with fresh_world(4) as own:
         said = own.run(half)
-    assert said[1] == said[2] == ["intra", missing, "4"]
+    assert said[1] == said[2] == ["intra", missing, "((0, 1, 2, 3),)"]
     for rank in (0, 3):
         assert said[rank][0].startswith(f"rank {rank} is not in ProcessGroupMesh(tp=2, ")
-        assert said[rank][1:] == ["4"]
+        assert said[rank][1:] == ["((0, 1, 2, 3),)"]
 
 
 def asked() -> list[list[str]]:
@@ -186,8 +170,8 @@ def asked() -> list[list[str]]:
     found = []
     for call in (
         lambda: mesh.along("dp").locality("dp"),
-        launch.placement,
-        launch.placement,
+        mesh.hosts,
+        mesh.hosts,
         lambda: [mesh.locality(*axes) for axes in (("dp",), ("pp",), ("pp", "dp"), ())],
         lambda: ProcessGroupMesh(tp=4, name="another").locality("tp"),
     ):
@@ -212,7 +196,7 @@ def test_a_world_of_one_uses_no_store(tmp_path):
 
 
 def hosts_here() -> object:
-    return launch.placement().hosts
+    return ProcessGroupMesh(1).hosts()
 
 
 def test_pairs_of_hosts_and_axes_cover_all_kinds():

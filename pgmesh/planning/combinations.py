@@ -1,0 +1,62 @@
+"""The plan of one combination of axes, from the strides of the layout and not from a list of its groups.
+
+Irregular layouts are counted rank by rank; see ``topology.locality``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pgmesh.layout import Axis, Layout
+from pgmesh.planning.data import CombinationPlan
+from pgmesh.planning.text_report import sample_of
+from pgmesh.topology.hosts import Topology
+from pgmesh.topology.locality import MAX_ENUMERATED, locality_of, strided_runs
+
+
+def combination_plan(
+    view: str, layout: Layout, axes: tuple[Axis, ...], topology: Topology, known: dict[object, str]
+) -> CombinationPlan:
+    """The plan of all groups along some axes.
+
+    Args:
+        view: the name of the view that ``layout`` is; "" for the mesh itself.
+        known: the name of the first combination with each set of groups. New ones are added.
+    """
+    group = layout.along(layout.rank_of([0] * len(layout.axes)), *axes)  # its axes are in the order of the mesh
+    plan = CombinationPlan(
+        view=view,
+        axes=group.axes,
+        size=len(group),
+        groups=len(layout) // len(group),
+        strides=strides_of(group),
+        sample=sample_of(group.ranks_in_order()),
+        localities=tuple(locality_of(layout, group.axes, level) for level in topology),
+    )
+    if plan.size == 1:
+        return plan
+    first = known.setdefault(_identity_of_groups(layout, plan), plan.name)
+    return plan if first == plan.name else replace(plan, same_as=first)
+
+
+def strides_of(layout: Layout) -> tuple[int, ...]:
+    """The strides of a layout, with contiguous axes merged into one; empty if a stride is not constant."""
+    merged: list[tuple[int, int]] = []  # pairs of size and stride
+    for size, stride in zip(layout.shape, layout.strides):
+        if stride is None:
+            return ()
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == size * stride:
+            size *= merged.pop()[0]
+        merged.append((size, stride))
+    return tuple(stride for _, stride in merged)
+
+
+def _identity_of_groups(layout: Layout, plan: CombinationPlan) -> object:
+    """A value that is equal for the same groups: their strides, or the groups themselves of an irregular layout."""
+    if None not in strided_runs(layout, plan.axes):
+        return (plan.sample[0], plan.size, plan.strides, len(layout), strides_of(layout))
+    if len(layout) <= MAX_ENUMERATED:
+        return frozenset(frozenset(block) for block in layout.partition(*plan.axes))
+    return object()
