@@ -27,6 +27,13 @@ _CLOSING_SECONDS = 0.2
 """The wait until Gloo has closed its connections after they were shut down. It usually takes less than 1 ms."""
 
 
+_GLOO_TIMEOUTS = 5
+"""Gloo waits for a member to connect for this many timeouts of the group."""
+
+_MARGIN = 1.0
+"""Seconds before and after the end of that wait, in which it is uncertain whether Gloo has given it up."""
+
+
 class Endpoints(NamedTuple):
     """The listeners of a Gloo group: this rank's, and those of the members it knows, each with the member's rank.
 
@@ -48,6 +55,19 @@ def endpoints_of(store: PollingStore | None) -> Endpoints:
     own = map(torch_private.gloo_endpoint, store.own_addresses())
     members = [(rank, torch_private.gloo_endpoint(address)) for rank, address in store.member_addresses()]
     return Endpoints([*filter(None, own)], [(rank, each) for rank, each in members if each], store.other_places())
+
+
+def waits_on(seconds: float, timeout: float) -> bool:
+    """True if Gloo does not give up its wait for a member about now.
+
+    Args:
+        seconds: the time since the collective was entered. If that is long ago, it began to wait later.
+        timeout: the timeout of the group in seconds.
+
+    >>> waits_on(3.0, timeout=1.0), waits_on(4.5, timeout=1.0), waits_on(7.0, timeout=1.0)
+    (True, False, True)
+    """
+    return abs(seconds - _GLOO_TIMEOUTS * timeout) > _MARGIN
 
 
 def wake(group: Endpoints) -> None:

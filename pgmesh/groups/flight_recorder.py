@@ -45,15 +45,24 @@ class FlightRecorder:
     def _describe(self, entry: dict[str, Any]) -> RunningCollective:
         name = str(entry["process_group"][0])
         operation = str(entry["profiling_name"]).rpartition(":")[2]
-        seconds = int(time.time() - entry["time_created_ns"] / 1e9)
-        return RunningCollective(name, self._label_of(name), operation, int(entry["collective_seq_id"]), seconds)
+        return RunningCollective(
+            name, self._label_of(name), operation, int(entry["collective_seq_id"]), int(_seconds_since(entry))
+        )
 
 
-def busy_names() -> set[str]:
-    """The names in torch of the groups with a collective that is not done."""
+def _seconds_since(entry: dict[str, Any]) -> float:
+    """Seconds since a collective was entered."""
+    return float(time.time() - entry["time_created_ns"] / 1e9)
+
+
+def busy_seconds() -> dict[str, float]:
+    """The groups with a collective that is not done, by name in torch, each with the seconds since it was entered."""
     busy = _busy_groups()
-    entries = torch_private.flight_record(entries=True).get("entries", ()) if busy else ()
-    return {str(each["process_group"][0]) for each in entries if str(each["pg_id"]) in busy and not each["retired"]}
+    found: dict[str, float] = {}
+    for entry in torch_private.flight_record(entries=True).get("entries", ()) if busy else ():
+        if str(entry["pg_id"]) in busy and not entry["retired"]:
+            found.setdefault(str(entry["process_group"][0]), _seconds_since(entry))
+    return found
 
 
 def _busy_groups() -> dict[str, str]:

@@ -21,7 +21,7 @@ from pgmesh._util.formatting import name_ranks
 from pgmesh.errors import LifetimeError, MissingRanksError, PgmeshError
 from pgmesh.groups import building, connections
 from pgmesh.groups.building import GroupRecord
-from pgmesh.groups.flight_recorder import busy_names
+from pgmesh.groups.flight_recorder import busy_seconds
 from pgmesh.rendezvous.polling_store import without_frames
 
 _FREE_SECONDS = 0.1
@@ -108,11 +108,14 @@ def destroy(ended: Iterable[GroupRecord], reason: str, *, abort: bool = False, a
 def wake(records: Iterable[GroupRecord]) -> None:
     """End this rank's waits for members that have not connected, in those groups that are in a collective.
 
-    After a failed collective, Gloo would end the process when such a connection closes.
+    After a failed collective, Gloo would end the process when such a connection closes. So a group is left alone around
+    the time at which Gloo itself gives up the wait.
     """
-    busy = busy_names()
+    busy = busy_seconds()
     for record in records:
-        if torch_private.is_known(record.group) and record.name in busy:
+        if record.gloo is None or record.name not in busy or not torch_private.is_known(record.group):
+            continue
+        if connections.waits_on(busy[record.name], record.gloo.timeout.total_seconds()):
             connections.wake(record.endpoints())
 
 

@@ -103,7 +103,9 @@ def scaled(value: float, units: Mapping[str, float]) -> str:
 
     >>> scaled(65536, BYTES), scaled(0.0000123, SECONDS), scaled(1.234e9, RATES), scaled(1.8e12, RATES)
     ('64 KiB', '12.3 us', '1.23 GB/s', '1,800 GB/s')
+    >>> scaled(0.0009996, SECONDS)
+    '1 ms'
     """
-    unit = next((unit for unit, scale in units.items() if value >= scale), [*units][-1])
+    unit = next((unit for unit, scale in units.items() if value >= 0.9995 * scale), [*units][-1])
     number = value / units[unit]
     return f"{number:.3g} {unit}" if number < 999.5 else f"{number:,.0f} {unit}"

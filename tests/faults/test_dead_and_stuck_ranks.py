@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
-from pgmesh.groups import building
 from tests.support.faults import (
     LONG_TIMEOUT,
     SLACK,
@@ -37,7 +36,7 @@ from tests.support.faults import (
 )
 from tests.support.message_assertions import without_gloo_lines
 from tests.support.programs import clean_env, wait_until_gone, write_script
-from tests.support.torch_tables import pgmesh_store
+from tests.support.torch_tables import address_is_published
 from tests.support.worlds import STARVED, check_sums, fresh_world, groups_of
 
 D = 1.5  # seconds
@@ -168,11 +167,7 @@ def one_dies_in_a_first_collective(folder: Path) -> tuple[Attempt, Attempt]:
     dist.barrier()
     if mesh.rank == 2:
         dist.all_reduce(torch.ones(1), group=group, async_op=True)
-        record = building.record_of(group)
-        assert record is not None
-        assert record.gloo is not None
-        written = record.gloo.written
-        wait_until(lambda: written and pgmesh_store().check([*written]), "the address of rank 2")
+        wait_until(lambda: address_is_published(group), "the address of rank 2")
         set_flag(folder, "address")
         kill_self()
     wait_for_flag(folder, "address")
@@ -207,10 +202,9 @@ def be(rank, pids, port, seconds):
     os.dup2(os.open(f"{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Gloo of torch 2.9 prints there
     from pgmesh import ProcessGroupMesh, launch
-    from pgmesh.groups import building
     from tests.support.faults import set_flag, wait_for_flag, wait_until
     from tests.support.programs import wait_until_gone
-    from tests.support.torch_tables import pgmesh_store
+    from tests.support.torch_tables import address_is_published
     launch.join("gloo")
     mesh = ProcessGroupMesh(3, name="actor")
     mesh.configure(0, timeout=seconds)
@@ -221,8 +215,7 @@ def be(rank, pids, port, seconds):
         assert wait_until_gone([pids[2]])
     work = dist.all_reduce(torch.ones(1), group=mesh.group(), async_op=True)
     if rank == 2:
-        written = building.record_of(mesh.group()).gloo.written
-        wait_until(lambda: written and pgmesh_store().check([*written]), "the address of rank 2")
+        wait_until(lambda: address_is_published(mesh.group()), "the address of rank 2")
         set_flag(Path(), "address")
         os._exit(0)
     work.wait()

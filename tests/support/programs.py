@@ -7,6 +7,7 @@ Tests use this for programs that run before a world exists, or without one.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -60,13 +61,17 @@ def _run(program: str, words: Sequence[str], environ: dict[str, str], out: str, 
     exec(compile(program, "script.py", "exec"), {"__name__": "__main__"})
 
 
+def state_of(folder: Path) -> str:
+    """The state of a process or thread, from its folder in /proc; "Z" if it has ended. The letters are in proc(5)."""
+    try:
+        return (folder / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "Z"
+
+
 def is_running(pid: int) -> bool:
     """True if the process exists and is not a zombie."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
+    return state_of(Path(f"/proc/{pid}")) != "Z"
 
 
 def wait_until_gone(pids: list[int], seconds: float = 30.0) -> bool:
@@ -75,6 +80,15 @@ def wait_until_gone(pids: list[int], seconds: float = 30.0) -> bool:
     while any(map(is_running, pids)) and time.monotonic() < end:
         time.sleep(0.01)
     return not any(map(is_running, pids))
+
+
+def stop(pid: int, seconds: float = 30.0) -> None:
+    """Stop a process, and wait until all its threads have stopped: some may run for a moment after the signal."""
+    os.kill(pid, signal.SIGSTOP)
+    end = time.monotonic() + seconds
+    while {*map(state_of, Path(f"/proc/{pid}/task").glob("*"))} - {"T", "t", "Z"}:
+        assert time.monotonic() < end, f"process {pid} did not stop in {seconds:g} s"
+        time.sleep(0.001)
 
 
 def write_script(tmp_path: Path, text: str) -> str:

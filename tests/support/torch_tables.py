@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d as _c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from pgmesh.groups import building
 from pgmesh.groups.registry import current_registry
 from pgmesh.rendezvous import store_thread
 from pgmesh.rendezvous.operations import Operation, Read
@@ -127,3 +128,12 @@ def pgmesh_store() -> dist.Store:
     if not store.check([WORLD_KEY]):  # the first operation of a store thread sets it
         current_registry().store_thread().run(Read(status_key(0)), seconds=30.0)
     return dist.PrefixStore(f"pgmesh.{store.get(WORLD_KEY).decode()}", underlying(store))
+
+
+def address_is_published(group: dist.ProcessGroup) -> bool:
+    """True if this rank's address in a Gloo group is in the store. The options of the group are there before it."""
+    record = building.record_of(group)
+    assert record is not None
+    assert record.gloo is not None
+    keys = [key for key in tuple(record.gloo.written) if not key.endswith("/options")]
+    return bool(keys) and pgmesh_store().check(keys)
