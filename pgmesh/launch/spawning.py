@@ -34,7 +34,8 @@ FAILURE_GRACE = 0.5
 
 PICKLING = """\
   def work(...): ...           # at module level of a file, above `if __name__ == "__main__":`
-  launch.spawn(work, 4, ...)   # arguments and results are numbers, text, tensors on the CPU"""
+  launch.spawn(work, 4, ...)   # arguments and results are numbers, text, tensors on the CPU
+  %%writefile job.py           # in a notebook: first line of the cell that defines it; then `from job import work`"""
 """The end of an error about a call or a result that cannot be sent to another process."""
 
 
