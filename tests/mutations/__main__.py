@@ -131,7 +131,7 @@ def main() -> int:
             print(f"{name}: {mutation.promise} ({mutation.page})")
         return 0
     survivors = []
-    print("promise | page | test that caught it | seconds")
+    print("promise | page | test that caught it | seconds", flush=True)
     with tempfile.TemporaryDirectory(prefix="pgmesh-mutations-") as folder:
         root = Path(folder, "tree")
         shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(*NOT_COPIED))
