@@ -388,16 +388,6 @@ def broken_group_kept(discard_broken):
 
 
 @breaks(
-    "a process ends without close: the other members get the message that it has ended",
-    page="faults.md",
-    target="groups.registry:Registry.leave",
-    tests="tests/faults/test_faults.py -k exit_after_connect",
-)
-def silent_exit(leave):
-    return lambda self, reason: None
-
-
-@breaks(
     "values in the store are read strictly: another type is a value that pgmesh did not write",
     page="groups.md",
     target="rendezvous.records:unpack",
@@ -464,6 +454,16 @@ def all_meshes_aborted(abort):
 )
 def sleeping_ranks(wake):
     return lambda group: None
+
+
+@breaks(
+    "all ranks of the mesh leave the world: the ranks that stand by learn how that is known of each",
+    page="elastic.md",
+    target="groups.registry:Registry.leave",
+    tests="tests/elastic/test_spares.py -k members_ended",
+)
+def silent_leave(leave):
+    return lambda self, reason: None
 
 
 @breaks(
