@@ -58,12 +58,13 @@ browser: $(VENV)/dev         ## Debian's Chromium, which tests measure figures w
 test-launchers: $(VENV)/dev  ## torchrun, srun, mpirun and mpiexec themselves, from Debian's packages; needs root
 	$(RUN) -m tests.launchers
 
-chaos: $(VENV)/dev           ## every fault at every moment, ranks lost by a mesh, the models of both protocols, and 500 random compositions: about half an hour
+chaos: $(VENV)/dev           ## every fault at every moment, ranks lost by a mesh, the models of both protocols, 500 random compositions, and mutations of promises: about three quarters of an hour
 	$(RUN) -m tests.rendezvous.model --minutes 1
 	$(RUN) -m tests.elastic.model --minutes 1
 	$(LOCAL) $(RUN) -m tests.elastic.chaos --kills 100
 	$(LOCAL) $(RUN) -m tests.faults.chaos --minutes 5
 	$(QUIET) $(RUN) -m tests.parallel.random_compositions --count 500
+	$(LOCAL) $(RUN) -m tests.mutations
 
 bench: $(BENCH)/made         ## beside its peers, as ratios: under six minutes
 	$(QUIET) $(BENCH)/bin/python -m benchmarks $(ARGS)

@@ -337,3 +337,33 @@ def test_use_of_private_attribute_is_found():
         "parallel/data.py:2 method.mesh._group_cache",
     ]
     assert slots_read("groups/cache.py", source, private_slots()) == []
+
+
+# ---- process groups ----
+
+MAKERS = {"ProcessGroup", "new_group", "new_subgroups", "split_group"}
+"""What creates a process group of torch, by the last part of its name."""
+
+
+def groups_made(path: str, source: str) -> list[str]:
+    """Calls that create or destroy a process group, in a file that may not. The end of the world is no such call."""
+    if path.startswith("groups/") or path.removesuffix(".py") == SEAM:
+        return []
+    found = []
+    for node in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+        name = ast.unparse(node.func).rpartition(".")[2]
+        if name in MAKERS or (name == "destroy_process_group" and (node.args or node.keywords)):
+            found.append(f"{path}:{node.lineno} {ast.unparse(node)}")
+    return found
+
+
+def test_only_groups_folder_creates_or_destroys_groups():
+    files = {str(file.relative_to(PACKAGE)): file.read_text() for file in PACKAGE.rglob("*.py")}
+    assert [call for path, source in files.items() for call in groups_made(path, source)] == []
+
+
+def test_group_created_elsewhere_is_found():
+    source = "def f(ranks):\n    dist.destroy_process_group()\n    return dist.new_group(ranks)"
+    assert groups_made("parallel/data.py", source) == ["parallel/data.py:3 dist.new_group(ranks)"]
+    assert groups_made("mesh.py", "destroy_process_group(group)") == ["mesh.py:1 destroy_process_group(group)"]
+    assert groups_made("groups/building.py", source) == []

@@ -20,7 +20,7 @@ from pgmesh.layout import Layout
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import CompareSet
 from pgmesh.rendezvous.protocol import ConnectAttempt, check_mesh, check_published, register_mesh
-from pgmesh.rendezvous.records import ERRORS, Decision, unpack
+from pgmesh.rendezvous.records import ERRORS, VERSION, Decision, unpack
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, RunningCollective, Statuses, status_key
 from tests.support.memory_client import MADE, MemoryClient, arrival, attempt_of, fingerprint, participant_of
 
@@ -32,27 +32,18 @@ values = st.recursive(
     plain, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(words, inner, max_size=4), max_leaves=12
 )
 
-RECORDS: list[dict[str, Any]] = [
-    {
-        "v": 2,
-        "rank": 1,
-        "call_site": "train.py:7",
-        "process": "process 1 on host",
-        "fingerprint": '1 {"shape": [2]}',
-        "address": "",
-    },
-    {"v": 2, "kind": "made", "text": "", "addresses": []},
-    {"v": 2, "kind": "circle", "text": "ranks 0, 1 wait for each other", "addresses": []},
-    {
-        "v": 2,
-        "rank": 1,
-        "heartbeat": 3,
-        "activity": "",
-        "pending": [["other/0", "group tp", "mesh 'actor'", "0, 1", "train.py:9", [0]]],
-        "running": [["pgmesh:g", "group tp of mesh 'actor'", "all_reduce", 7, 12]],
-        "exited": "",
-    },
+WRITTEN = [
+    arrival(1).decode(),
+    Decision("made").pack(),
+    Decision("circle", "ranks 0, 1 wait for each other").pack(),
+    RankStatus(
+        1,
+        heartbeat=3,
+        pending=(PendingConnect("other/0", "group tp", "mesh 'actor'", "0, 1", "train.py:9", (0,)),),
+        running=(RunningCollective("pgmesh:g", "group tp of mesh 'actor'", "all_reduce", 7, 12),),
+    ).pack(),
 ]
+RECORDS: list[dict[str, Any]] = [json.loads(text) for text in WRITTEN]
 
 
 @st.composite
@@ -85,22 +76,22 @@ EDGES = [
     b"NaN",
     b"1e999",
     b"9" * 5000,
-    b'{"v": 2}',
+    b'{"v": %d}' % VERSION,
     b'{"v": true, "kind": "made", "text": "", "addresses": []}',
-    b'{"v": 2, "kind": "made", "text": "", "addresses": [7]}',
-    b'{"v": 2, "kind": "made", "text": "", "addresses": ["Af8=", "no base64"]}',
+    b'{"v": %d, "kind": "made", "text": "", "addresses": [7]}' % VERSION,
+    b'{"v": %d, "kind": "made", "text": "", "addresses": ["Af8=", "no base64"]}' % VERSION,
     b'{"v": 1, "kind": "made", "text": "", "addresses": []}',
-    b'{"v": 2, "kind": "made", "text": NaN, "addresses": []}',
-    b'{"v": 2, "kind": ["made"], "text": "", "addresses": []}',
-    b'{"v": 1, "v": 2, "kind": "made", "kind": "lost", "text": "", "addresses": []}',
-    b'{"v": 2, "rank": 1, "call_site": "", "process": "", "address": "", "fingerprint": "\\ud800"}',
-    b'{"v": 2, "rank": 1e0, "call_site": "", "process": "", "address": "", "fingerprint": ""}',
-    b'{"v": 2, "rank": 1, "call_site": "", "process": "", "address": "", "fingerprint": "1 [[1, 2]]"}',
+    b'{"v": %d, "kind": "made", "text": NaN, "addresses": []}' % VERSION,
+    b'{"v": %d, "kind": ["made"], "text": "", "addresses": []}' % VERSION,
+    b'{"v": 1, "v": %d, "kind": "made", "kind": "lost", "text": "", "addresses": []}' % VERSION,
+    b'{"v": %d, "rank": 1, "call_site": "", "process": "", "address": "", "fingerprint": "\\ud800"}' % VERSION,
+    b'{"v": %d, "rank": 1e0, "call_site": "", "process": "", "address": "", "fingerprint": ""}' % VERSION,
+    b'{"v": %d, "rank": 1, "call_site": "", "process": "", "address": "", "fingerprint": "1 [[1, 2]]"}' % VERSION,
     json.dumps(RECORDS[1]).encode("utf-16"),
     "\u2028\u0085".encode(),
     *(nested(depth) for depth in (500, 900, 990, 2_000, 100_000)),
     *(deep_status(depth) for depth in (500, 900, 2_000)),
-    b'{"v": 2, "rank": 1, "call_site": "", "process": "", "address": "", "fingerprint": "1 {\\"shape\\": '
+    b'{"v": %d, "rank": 1, "call_site": "", "process": "", "address": "", "fingerprint": "1 {\\"shape\\": ' % VERSION
     + nested(900)
     + b'}"}',
     b'"' + b"x" * (timing.LIMITS.record_chars + 1) + b'"',
@@ -119,7 +110,7 @@ def test_foreign_value_unpacks_to_none(text):
     record = unpack(text, kind=str, heartbeat=int)
     assert record is None or (type(record["kind"]), type(record["heartbeat"])) == (str, int)
     record = unpack(text)
-    assert record is None or (isinstance(record, dict) and record["v"] == 2)
+    assert record is None or (isinstance(record, dict) and record["v"] == VERSION)
 
 
 @pytest.mark.parametrize("text", EDGES, ids=range(len(EDGES)))
@@ -347,7 +338,7 @@ def test_no_value_is_ever_executed(tmp_path, monkeypatch):
 
     code = f"__import__('pathlib').Path({str(path)!r}).touch()".encode()
     texts = [pickle.dumps(Trap(path), protocol) for protocol in range(5)]
-    texts += [code, b"1 " + code, b"!!python/object/apply:os.system ['true']", b'{"v": 2, "py/reduce": []}']
+    texts += [code, b"1 " + code, b"!!python/object/apply:os.system ['true']", b'{"v": %d, "py/reduce": []}' % VERSION]
     for name in ("eval", "exec"):
         monkeypatch.setattr(f"builtins.{name}", trap)
     for name in ("load", "loads"):

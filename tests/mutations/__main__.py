@@ -1,0 +1,161 @@
+"""Run the mutations: each has to be caught by a test. See ``tests/mutations/__init__.py``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.mutations import MUTATIONS, Mutation
+
+ROOT = Path(__file__).parents[2]
+NOT_COPIED = (".git", ".venv*", "__pycache__", "build", "dist", "*.egg-info", ".mypy_cache", ".ruff_cache")
+SECONDS = 150
+"""Timeout of one run of pytest."""
+
+FAILED = re.compile(r"^FAILED (.+?)(?: - .*)?$", re.MULTILINE)
+WRONG_CALL = re.compile(r"^TypeError: \w+\.<locals>\.", re.MULTILINE)
+"""The error of a mutation that takes other arguments than it gets."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The result of a run of pytest.
+
+    Args:
+        status: its exit status; None after the timeout.
+        output: standard output and error.
+        seconds: its duration.
+    """
+
+    status: int | None
+    output: str
+    seconds: float
+
+    @property
+    def failed_test(self) -> str:
+        """The test that failed; "" unless the run ended with a failed test."""
+        found = FAILED.search(self.output)
+        return found.group(1) if found is not None and self.status == 1 else ""
+
+    def problem(self, mutation: Mutation, first_line: int) -> str:
+        """The reason why a mutation was not caught; "" if it was.
+
+        Args:
+            mutation: the mutation.
+            first_line: where it begins in its file.
+        """
+        if self.status is None:
+            return f"no end in {SECONDS} s"
+        if self.status == 0:
+            return f"no test failed: {mutation.tests}"
+        output = re.sub(r"^(E\b)? +", "", self.output, flags=re.MULTILINE)
+        last_frame = re.escape(mutation.path) + r'(?:", line |:)(\d+).*\n.*\n(?:[~^]+\n)?(?:Name|Type|Attribute)Error'
+        if WRONG_CALL.search(output) or any(int(line) >= first_line for line in re.findall(last_frame, output)):
+            return "the mutation itself raised an error, so that the failed test shows nothing"
+        return "" if self.failed_test else f"pytest ended with status {self.status} before a test failed"
+
+
+def run_tests(root: Path, tests: str) -> Run:
+    """Run tests of a copy of the tree until one fails."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", "-rf", "-p", "no:cacheprovider"]
+    environ = {**os.environ, "PYTHONPATH": str(root), "RES_OPTIONS": "attempts:0", "COLUMNS": "120"}
+    start = time.monotonic()
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            [*command, *shlex.split(tests)],
+            cwd=root,
+            env=environ,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status: int | None = process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what it started, too
+            process.wait()
+        output.seek(0)
+        return Run(status, output.read(), time.monotonic() - start)
+
+
+def run_unchanged(root: Path, tests: str) -> Run:
+    """Run tests of a copy without a mutation; once more if one fails, since some depend on time."""
+    run = run_tests(root, tests)
+    return run if run.status == 0 else run_tests(root, tests)
+
+
+def try_mutation(root: Path, mutation: Mutation, unchanged: Run) -> tuple[Run, str]:
+    """The run of the tests with a mutation, and the reason why it was not caught; "" if it was.
+
+    Args:
+        root: a copy of the tree, which is changed for the time of the run.
+        mutation: the mutation.
+        unchanged: the run of the same tests without it.
+    """
+    if unchanged.status != 0:
+        return unchanged, "the tests fail without the mutation"
+    file = root / mutation.path
+    source = file.read_text(encoding="utf-8")
+    file.write_text(f"{source}\n\n{mutation.addition}\n", encoding="utf-8")
+    try:
+        run = run_tests(root, mutation.tests)
+    finally:
+        file.write_text(source, encoding="utf-8")
+    return run, run.problem(mutation, len(source.splitlines()) + 1)
+
+
+def main() -> int:
+    for module in ("core", "features"):
+        importlib.import_module(f"tests.mutations.{module}")  # registers its mutations
+    parser = argparse.ArgumentParser(prog="python -m tests.mutations", description="Break each promise, and test it.")
+    parser.add_argument("--only", nargs="+", choices=MUTATIONS, default=[*MUTATIONS], metavar="NAME")
+    parser.add_argument("--list", action="store_true", help="print the promises and run nothing")
+    parser.add_argument(
+        "--verbose", action="store_true", help="print the output of each run, not only of those that show nothing"
+    )
+    given = parser.parse_args()
+    chosen = {name: MUTATIONS[name] for name in given.only}
+    if given.list:
+        for name, mutation in chosen.items():
+            print(f"{name}: {mutation.promise} ({mutation.page})")
+        return 0
+    survivors = []
+    print("promise | page | test that caught it | seconds", flush=True)
+    with tempfile.TemporaryDirectory(prefix="pgmesh-mutations-") as folder:
+        root = Path(folder, "tree")
+        shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(*NOT_COPIED))
+        unchanged = functools.cache(functools.partial(run_unchanged, root))
+        for name, mutation in chosen.items():
+            run, problem = try_mutation(root, mutation, unchanged(mutation.tests))
+            test = "NONE" if problem else run.failed_test
+            print(f"{mutation.promise} | {mutation.page} | {test} | {run.seconds:.0f}", flush=True)
+            if problem:
+                survivors.append(name)
+                print(f"    {name}: {problem}", flush=True)
+            if given.verbose or (problem and run.status != 0):
+                print(textwrap.indent(run.output, "    "), flush=True)
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutations were caught.")
+    if survivors:
+        print(f"Not caught: python -m tests.mutations --only {' '.join(survivors)}")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

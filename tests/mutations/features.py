@@ -1,0 +1,364 @@
+"""Mutations above the core: resharding, parallel methods, recipes, launchers, hosts, plans, other libraries."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+from tests.mutations import adds, breaks
+
+# -- resharding --
+
+
+@breaks(
+    "a transfer that failed leaves a torn target: resharder.torn is True, and resharder.target raises",
+    page="resharding.md",
+    target="resharding.resharder:Resharder._set_torn",
+    tests="tests/resharding/test_resharder.py -k torn_target",
+)
+def target_never_torn(set_torn):
+    return lambda self, torn, source_is_lost: set_torn(self, False, False)
+
+
+@breaks(
+    "several ranks that hold a shard of the source share what is wanted of it",
+    page="resharding.md",
+    target="resharding.plan:split_evenly",
+    tests="tests/resharding/test_plan.py -k replicas_share",
+)
+def one_replica_sends(split_evenly):
+    return lambda total, loads: [total] + [0] * (len(loads) - 1)
+
+
+@breaks(
+    "names or shapes differ between ranks: MismatchError on all ranks, which lists them",
+    page="resharding.md",
+    target="resharding.resharder:_differences",
+    tests="tests/resharding/test_resharder.py -k listed_before",
+)
+def differences_not_listed(differences):
+    return lambda tables: differences(tables)[:1]
+
+
+@breaks(
+    "the source or target mesh is aborted: LifetimeError on all ranks of both",
+    page="resharding.md",
+    target="mesh:abort_with",
+    tests="tests/resharding/test_abort.py",
+)
+def transfer_outlives_abort(abort_with):
+    return lambda mesh, internal: None
+
+
+# -- parallel methods --
+
+
+@breaks(
+    "the norm counts each weight once: tied copies",
+    page="parallel.md",
+    target="parallel.pipeline:Pipeline.copies",
+    tests="tests/parallel/test_methods.py -k clipped",
+)
+def tied_weight_twice(copies):
+    return lambda self: []
+
+
+@breaks(
+    "apply compares samples of the values of the weights on all ranks",
+    page="parallel.md",
+    target="parallel.comparing:compare_weights",
+    tests="tests/parallel/test_comparing.py -k differently_seeded",
+)
+def weights_not_compared(compare_weights):
+    return lambda *arguments: None
+
+
+@breaks(
+    "gradients of experts are divided by the number of all ranks that send tokens",
+    page="parallel.md",
+    target="parallel.exchange:all_reduce_gradients",
+    tests="tests/parallel/test_expert.py",
+)
+def experts_not_averaged(all_reduce_gradients):
+    return lambda parameters, group, divisor: all_reduce_gradients(parameters, group, 1)
+
+
+@breaks(
+    "of a sequence in 2n chunks, rank i of a ring holds chunks i and 2n-1-i",
+    page="parallel.md",
+    target="parallel.context:ContextParallel._chunk_indices",
+    tests="tests/parallel/test_context.py",
+)
+def chunks_in_a_row(chunk_indices):
+    return lambda self, index: (2 * index, 2 * index + 1) if self._balanced else chunk_indices(self, index)
+
+
+@breaks(
+    "share(batch) cuts rows: each rank gets its own",
+    page="parallel.md",
+    target="parallel.composing:Composition.share",
+    tests="tests/parallel/test_base.py -k share",
+)
+def whole_batch(share):
+    return lambda self, batch: batch
+
+
+@breaks(
+    "mean(loss) is the loss of the whole batch",
+    page="parallel.md",
+    target="parallel.composing:Composition.mean",
+    tests="tests/parallel/test_said_once.py -k one_process",
+)
+def own_loss(mean):
+    return lambda self, loss, tokens=None: loss if tokens is None else loss / tokens
+
+
+@breaks(
+    "an axis with two owners is an error",
+    page="parallel.md",
+    target="parallel.owners:check_owners",
+    tests="tests/parallel/test_base.py -k owner",
+)
+def two_owners(check_owners):
+    return lambda one, other: None
+
+
+@breaks(
+    "when a method raises, groups that it created are released",
+    page="parallel.md",
+    target="parallel.composing:release_new_groups",
+    tests="tests/parallel/test_base.py -k axes_are_free",
+)
+def groups_of_failed_method(release_new_groups):
+    return lambda before, method: None
+
+
+@breaks(
+    "seeds of seed_of differ along the given axes, and are equal along the others",
+    page="parallel.md",
+    target="parallel.seeds:seed_of",
+    tests="tests/parallel/test_seeds.py -k agree_along",
+)
+def seed_of_each_rank(seed_of):
+    return lambda mesh, *axes, seed, tag="": seed_of(mesh, *mesh.axes, seed=seed, tag=tag)
+
+
+@breaks(
+    "gradients accumulate over several backward passes, and are reduced in the last",
+    page="parallel.md",
+    target="parallel.composing:Composition.accumulate",
+    tests="tests/parallel/test_combinations.py -k accumulation",
+)
+def never_reduced(accumulate):
+    return lambda self, module, *, last: accumulate(self, module, last=False)
+
+
+@breaks(
+    "layers are split evenly; the first stages have one more",
+    page="parallel.md",
+    target="parallel.stage_cutting:partition_layers",
+    tests="tests/parallel/test_methods.py -k do_not_divide",
+)
+def last_stage_longer(partition_layers):
+    def partition(layers, stages):
+        sizes = [len(each) for each in partition_layers(layers, stages)][::-1]
+        starts = [sum(sizes[:stage]) for stage in range(stages + 1)]
+        return [range(starts[stage], starts[stage + 1]) for stage in range(stages)]
+
+    return partition
+
+
+# -- recipes --
+
+
+@breaks(
+    "order= of recipes.megatron names the fastest axis first",
+    page="recipes.md",
+    target="recipes.arguments:RecipeCall.parse_order",
+    tests="tests/recipes/test_recipes.py -k lists_of_its_page",
+)
+def slowest_axis_first(parse_order):
+    return lambda self, *arguments: parse_order(self, *arguments)[::-1]
+
+
+@breaks(
+    "a rank that has no group of a name is not in arrangement[name]",
+    page="recipes.md",
+    target="recipes.arrangement:Along.ranks_of",
+    tests="tests/recipes/test_recipes.py -k semantics_8",
+)
+def embedding_everywhere(ranks_of):
+    return lambda self, block: block
+
+
+# -- launchers and hosts --
+
+
+@breaks(
+    "torchrun inside a Slurm job: torchrun",
+    page="launchers.md",
+    target="launch.detect:detect_launcher",
+    tests="tests/launch/test_detect.py -k innermost",
+)
+def slurm_before_torchrun(detect_launcher):
+    def detect(environ):
+        hidden = "TORCHELASTIC_RUN_ID" if "SLURM_STEP_ID" in environ else ""
+        return detect_launcher({name: value for name, value in environ.items() if name != hidden})
+
+    return detect
+
+
+@breaks(
+    "inside a world that is initialized, the end of the block of join() destroys nothing",
+    page="launchers.md",
+    target="launch.joining:World.__init__",
+    tests="tests/launch/test_joining.py -k existing_world",
+)
+def block_ends_world(init):
+    return lambda self, own: init(self, True)
+
+
+@breaks(
+    "rank r of replica i is rank i * n + r of the world",
+    page="launchers.md",
+    target="launch.detect:with_replica",
+    tests="tests/launch/test_replicas.py -k in_their_order",
+)
+def replicas_interleaved(with_replica):
+    def with_interleaved(info, replica, replicas, host, port):
+        placed = with_replica(info, replica, replicas, host, port)
+        return dataclasses.replace(placed, rank=info.rank * replicas + replica)
+
+    return with_interleaved
+
+
+@breaks(
+    "spawn returns results in rank order",
+    page="launchers.md",
+    target="launch.spawning:unwrap_results",
+    tests="tests/launch/test_launch.py -k rank_order",
+)
+def results_backwards(unwrap_results):
+    return lambda outcomes: unwrap_results(outcomes)[::-1]
+
+
+@breaks(
+    "two ranks are on the same host if their boot ids are equal",
+    page="launchers.md",
+    target="topology.host_mapping:Placement.__init__",
+    tests="tests/topology/test_host_mapping.py -k boot",
+)
+def hosts_by_name(init):
+    def init_without_boot(self, host_infos):
+        init(self, {rank: dataclasses.replace(info, boot="") for rank, info in host_infos.items()})
+
+    return init_without_boot
+
+
+# -- plans, checks and pictures --
+
+
+@breaks(
+    "hops out: the steps that leave a host on a ring, with the last step back to the first rank",
+    page="see.md",
+    target="topology.locality:locality_of",
+    tests="tests/topology/test_locality.py",
+)
+def ring_not_closed(locality_of):
+    def locality(layout, axes, level):
+        found = locality_of(layout, axes, level)
+        return dataclasses.replace(found, hops_high=max(0, found.hops_high - 1))
+
+    return locality
+
+
+@breaks(
+    "--suggest puts the axes in the order of their traffic, tensor innermost",
+    page="see.md",
+    target="planning.axis_heuristics:order_by_traffic",
+    tests="tests/planning/test_plan.py -k ordered_by_traffic",
+)
+def tensor_outermost(order_by_traffic):
+    return lambda axes: order_by_traffic(axes)[::-1]
+
+
+@breaks(
+    "only tensor, context and expert axes are judged",
+    page="see.md",
+    target="planning.axis_heuristics:heavy_axes",
+    tests="tests/planning/test_plan.py -k findings",
+)
+def all_axes_judged(heavy_axes):
+    return lambda axes: [*axes]
+
+
+@breaks(
+    "pgmesh check finds a sum that is not over exactly the ranks of the group",
+    page="see.md",
+    target="preflight.microbenchmarks:Microbenchmarks.check_sum",
+    tests="tests/preflight/test_check.py -k sum",
+)
+def sums_not_checked(check_sum):
+    return lambda self, group, ranks, rank, size, label: None
+
+
+@breaks(
+    "each bad line of pgmesh doctor makes the exit status 1",
+    page="see.md",
+    target="cli.doctor:run",
+    tests="tests/preflight/test_doctor.py -k exit_with_1",
+)
+def doctor_content(run):
+    return lambda args: run(args) * 0
+
+
+@breaks(
+    "a line is drawn around the ranks of each host",
+    page="see.md",
+    target="drawing.svg:_host_lines",
+    tests="tests/drawing/test_figures.py -k lines",
+)
+def hosts_not_drawn(host_lines):
+    return lambda panel, grid: ""
+
+
+# -- other libraries --
+
+adds(
+    "equal_device_meshes",
+    "two DeviceMeshes of two meshes are unequal on purpose",
+    page="coming_from/device_mesh.md",
+    module="torch_private",
+    addition="DeviceMesh._thread_id = property(lambda mesh: mesh.__dict__.get('_thread_id'), _set_thread_id)",
+    tests="tests/interop/test_device_mesh.py -k two_meshes",
+)
+
+
+@breaks(
+    "after the block of megatron.published, all globals are the same objects as before",
+    page="neighbours.md",
+    target="interop.megatron:published",
+    tests="tests/interop/test_megatron_core.py -k gives_back",
+)
+def globals_left(published):
+    @contextlib.contextmanager
+    def published_for_good(arrangement, **options):
+        from megatron.core import parallel_state
+
+        name = "_TENSOR_MODEL_PARALLEL_GROUP"
+        with published(arrangement, **options):
+            group = vars(parallel_state)[name]
+            yield
+        vars(parallel_state)[name] = group
+
+    return published_for_good
+
+
+@breaks(
+    "another backend is another group",
+    page="coming_from/colossalai.md",
+    target="interop.colossalai:ColossalMesh.get_group",
+    tests="tests/interop/test_colossalai.py -k another_backend",
+)
+def backend_ignored(get_group):
+    return lambda self, ranks_in_group, backend=None: get_group(self, ranks_in_group)
