@@ -23,13 +23,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pgmesh._util.formatting import count_of, name_ranks
+from pgmesh._util.formatting import count_of, format_call, name_ranks
 from pgmesh.errors import AxisError, MethodError, ShapeError
-from pgmesh.layout import Axis, Layout
+from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Level, Method, format_axes, split_rows
 from pgmesh.parallel.blocks import Blocks, connected_ranks
-from pgmesh.parallel.comparing import compare_inputs, compare_weights, comparisons, tensors_in
+from pgmesh.parallel.comparing import compare_inputs, compare_weights, tensors_in
 from pgmesh.parallel.divisibility import format_sizes
 from pgmesh.parallel.exchange import broadcast_from_first, on_served_device
 from pgmesh.parallel.gradients import local_shard, norm_of_pieces, scale_gradients
@@ -157,16 +157,13 @@ class Composition:
         trainable = [name for name, each in module.named_parameters() if each.requires_grad and name not in experts]
         if trainable:
             cutting = self._reading[0]
-            sizes = {
-                axis if isinstance(axis, str) else f"axis{axis}": cutting.mesh.size(axis) for axis in cutting.mesh.axes
-            }
-            view, new = ", ".join(f"{name}={size}" for name, size in sizes.items()), "data"
-            while new in sizes:
-                new += "_"
+            sizes: dict[str | int, int] = {axis: cutting.mesh.size(axis) for axis in cutting.mesh.axes}
+            new = max(["data", *(f"{axis}_" for axis in sizes if str(axis).startswith("data"))], key=len)
             raise AxisError(
                 f"ranks along {format_sizes(cutting.mesh, cutting.owns)} read different tokens, but no method averages "
                 f"the gradients of {count_of(len(trainable), 'trainable parameter')}, for example {trainable[0]}.\n\n"
-                f"  DataParallel(mesh.view({new}=1, {view}), {new!r})   # averages along the axes of positions too"
+                f"  DataParallel({format_call('mesh.view', {new: 1, **sizes})}, {new!r})"
+                "   # averages along the axes of positions too"
             )
 
     def _compare_weights(self, module: nn.Module) -> None:
@@ -307,16 +304,10 @@ class Composition:
         """Not the global rank: index of this rank's part of the rows, ``rank`` of a DistributedSampler."""
         return self._part_of_rows[1]
 
-    @property
+    @cached_property
     def _part_of_rows(self) -> tuple[int, int]:
-        blocks: dict[Layout, tuple[ProcessGroupMesh, list[Axis]]] = {}  # one block for all methods on one layout
-        for method in self._row_methods:
-            blocks.setdefault(method.mesh.layout, (method.mesh, []))[1].extend(method.owns)
-        size, index = 1, 0
-        for mesh, axes in blocks.values():
-            size *= mesh.size(*axes)
-            index = index * mesh.size(*axes) + mesh.index(*axes)
-        return size, index
+        ranks = self._ranks_along(self._row_methods)
+        return len(ranks), ranks.index(self.mesh.rank)
 
     @property
     def _row_methods(self) -> list[Method]:
@@ -367,8 +358,7 @@ class Composition:
         Raises:
             ShapeError: ranks have different numbers; the same on every rank.
         """
-        compared = [*comparisons(self.methods, self.equal_parts)]
-        compare_inputs(self.mesh, self._ranks, compared, batch)
+        compare_inputs(self.mesh, self._ranks, self.methods, self.equal_parts, batch)
 
     def _compare_first_inputs(self, module: nn.Module, was_on_meta: bool) -> None:
         """Let the first training step of a module compare the inputs of ranks, and weights that had no values."""

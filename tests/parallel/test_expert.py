@@ -444,9 +444,8 @@ def test_a_module_without_what_is_named_is_refused(mesh):
     assert_raises(
         MethodError,
         lambda: ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"]).apply(normed),
-        "Module.experts.0 has parameters in layers that are not sharded, norm.bias, norm.weight: each of "
-        "the 2 ranks along etp=2 would get a part of their gradients. Name these layers in columns= or "
-        "rows=, or move them out of the experts.",
+        "Module.experts.0 has parameters in norm, which is not sharded: each of the 2 ranks along etp=2 would get a "
+        "part of their gradients. Name the layer in columns= or rows=, or move it out of the experts.",
     )
     assert_raises(
         AxisError,
