@@ -148,14 +148,14 @@ def from_one_to(others: list[str], kind: str, folder: Path, head_first: bool) ->
 
 @needs_pipelines
 @pytest.mark.parametrize("head_first", [False, True])
-def test_tied_weights_are_loaded_with_and_without_a_pipeline(tmp_path: Path, head_first: bool):
+def test_tied_weights_load_with_or_without_pipeline(tmp_path: Path, head_first: bool):
     for kind, other in itertools.permutations(["data", "pipeline x data"]):
         world(4).run(from_one_to, [other], kind, tmp_path, head_first)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", SHAPES)
-def test_tied_weights_are_loaded_on_every_kind_of_mesh(kind: str, tmp_path: Path):
+def test_tied_weights_load_with_every_method(kind: str, tmp_path: Path):
     others = [other for other in SHAPES if other != kind or other == "both ends on a rank"]
     world(4).run(from_one_to, others, kind, tmp_path, False)
 

@@ -114,7 +114,7 @@ def seeded_by_rank(kind: str, found: str) -> None:
         ("ep, dp", UP.format(" 0", "s 1, 2, 3")),  # DDP broadcasts all but the experts
     ],
 )
-def test_weights_of_differently_seeded_ranks_raise_until_they_are_broadcast(kind: str, found: str):
+def test_apply_on_differently_seeded_ranks_raises_until_broadcast(kind: str, found: str):
     world(4).run(seeded_by_rank, kind, found)
 
 
@@ -200,7 +200,7 @@ def two_programs() -> None:
         dist.barrier()
 
 
-def test_ranks_that_do_not_train_together_are_not_compared():
+def test_ranks_of_different_slices_may_have_different_weights():
     world(4).run(two_programs)
 
 
@@ -285,7 +285,7 @@ def rows_of_data(kind: type[DataParallel | ShardedDataParallel]) -> None:
 
 @long
 @pytest.mark.parametrize("kind", [DataParallel, ShardedDataParallel])
-def test_unequal_numbers_of_rows_raise_in_the_first_training_step(kind):
+def test_unequal_rows_raise_in_the_first_step(kind):
     world(4).run(rows_of_data, kind)
 
 
@@ -310,7 +310,7 @@ def weighted_rows(kind: type[DataParallel | ShardedDataParallel]) -> None:
 
 @long
 @pytest.mark.parametrize("kind", [DataParallel, ShardedDataParallel])
-def test_parts_that_are_not_equal_train_with_the_mean_of_the_composition(kind):
+def test_unequal_parts_train_with_composition_mean(kind):
     world(4).run(weighted_rows, kind)
 
 
@@ -329,7 +329,7 @@ def rows_of_tensor() -> None:
 
 
 @long
-def test_different_rows_on_tensor_ranks_raise_before_the_all_reduce():
+def test_different_rows_along_tp_raise_before_all_reduce():
     world(4).run(rows_of_tensor)
 
 
@@ -373,7 +373,7 @@ def parts_of_a_sequence(kind: str, balanced: bool) -> None:
 
 @long
 @pytest.mark.parametrize(("kind", "balanced"), [("ring", True), ("ring", False), ("ulysses", False)])
-def test_unequal_parts_of_a_sequence_raise_before_any_is_sent(kind: str, balanced: bool):
+def test_unequal_positions_along_cp_raise_before_attention(kind: str, balanced: bool):
     world(4).run(parts_of_a_sequence, kind, balanced)
 
 
@@ -419,7 +419,7 @@ def rows_of_pipelines() -> None:
 
 
 @long
-def test_different_rows_in_a_pipeline_raise_on_all_ranks():
+def test_different_rows_along_pp_raise_on_all_ranks():
     world(4).run(rows_of_pipelines)
 
 
@@ -457,7 +457,7 @@ def tokens_of_experts() -> None:
 
 
 @long
-def test_unequal_numbers_of_tokens_raise_before_any_is_sent():
+def test_unequal_tokens_along_ep_raise_before_sending():
     world(4).run(tokens_of_experts)
 
 
@@ -505,7 +505,7 @@ def exchanges_of_steps(kind: str) -> list[int]:
 
 @long
 @pytest.mark.parametrize("kind", ["dp", "fsdp", "tp, fsdp", "cp, dp", "pp, dp", "pp, fsdp", "ep, dp"])
-def test_a_composition_makes_one_exchange_in_the_first_training_step(kind):
+def test_first_step_compares_inputs_in_one_exchange(kind):
     assert world(4).run(exchanges_of_steps, kind) == [[0, 1, 0, 0]] * 4
 
 
@@ -531,7 +531,7 @@ def accumulated(kind: str) -> list[int]:
 
 @long
 @pytest.mark.parametrize("kind", ["dp", "fsdp"])
-def test_the_passes_of_an_accumulated_step_make_one_exchange(kind):
+def test_accumulated_passes_compare_inputs_in_one_exchange(kind):
     assert world(4).run(accumulated, kind) == [[1, 0]] * 4
 
 
@@ -548,7 +548,7 @@ def steps_after_the_first() -> None:
 
 
 @long
-def test_ranks_may_have_different_inputs_after_the_first_step():
+def test_different_inputs_after_first_step_are_accepted():
     world(2).run(steps_after_the_first)
 
 
@@ -567,7 +567,7 @@ def one_block_differs() -> None:
 
 
 @long
-def test_a_difference_in_one_block_raises_on_all_ranks_that_train_together():
+def test_difference_in_one_block_raises_on_all_ranks():
     world(4).run(one_block_differs)
 
 
@@ -594,7 +594,7 @@ def moved_after_apply() -> None:
         check_sums(groups_of(mesh))
 
 
-def test_numbers_travel_over_gloo_wherever_the_model_was_moved():
+def test_inputs_are_compared_over_gloo_on_any_device():
     world(2).run(moved_after_apply)
 
 
@@ -647,5 +647,5 @@ def compiled(kind: str) -> None:
 
 @long
 @pytest.mark.parametrize("kind", ["blocks", "vocabulary", "sequence", "dp", "fsdp"])
-def test_fullgraph_compiles_after_tensor_parallelism_and_blocks_before_data_parallelism(kind):
+def test_documented_ways_to_compile_work(kind):
     world(2).run(compiled, kind)

@@ -81,7 +81,7 @@ def cut_by_torch() -> None:
             assert cut.equal(ContextParallel(mesh, "cp").cut(whole))
 
 
-def test_torchs_context_parallel_takes_the_groups_of_a_mesh():
+def test_torch_context_parallel_takes_groups_of_a_mesh():
     world(4).run(cut_by_torch)
 
 
@@ -97,11 +97,11 @@ def train_along_cp(sizes, ranks, how):
         check_sums({"cp": (mesh.group("cp"), mesh.ranks("cp"))})
 
 
-def test_training_with_a_ring_that_is_not_balanced_is_that_of_one_process():
+def test_training_with_unbalanced_ring_equals_one_process():
     world(8).run(train_along_cp, {"dp": 1, "cp": 8}, range(8), {"balanced": False})
 
 
-def test_training_on_permuted_ranks_is_that_of_one_process():
+def test_training_on_permuted_ranks_equals_one_process():
     world(8).run(train_along_cp, {"cp": 4, "dp": 2}, [5, 2, 7, 0, 3, 6, 1, 4], {})
 
 
@@ -114,7 +114,7 @@ def mesh() -> Iterator[ProcessGroupMesh]:
         yield mesh
 
 
-def test_rank_i_holds_chunks_i_and_2n_1_i(mesh):
+def test_cut_gives_two_mirrored_chunks_per_rank(mesh):
     tokens = torch.arange(16).view(2, 8)
     assert ContextParallel(mesh, "cp").cut(tokens).tolist() == [[1, 6], [9, 14]]
     assert ContextParallel(mesh, "cp").positions(16).tolist() == [2, 3, 12, 13]
@@ -132,7 +132,7 @@ def test_every_position_is_held_once():
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("rows", [3, 1024])
-def test_scores_are_held_a_few_rows_at_a_time(mesh, monkeypatch, causal, rows):
+def test_ring_computes_scores_in_blocks_of_queries(mesh, monkeypatch, causal, rows):
     monkeypatch.setattr(ring, "QUERY_BLOCK", rows)
     torch.manual_seed(3)
     q, k, v = (torch.randn(2, 2, 8, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))

@@ -95,7 +95,7 @@ def compose_average(page: str) -> None:
 
 @needs_pipelines
 @pytest.mark.parametrize("page", AVERAGES)
-def test_an_average_of_a_page_composed_with_other_methods(page: str):
+def test_documented_average_composes_with_one_method(page: str):
     world(4).run(compose_average, page)
 
 
@@ -137,7 +137,7 @@ def compose_split() -> None:
 
 
 @needs_pipelines
-def test_the_tensor_parallelism_of_the_example_composed_with_other_methods():
+def test_documented_tensor_parallelism_composes_with_other_methods():
     world(4).run(compose_split)
 
 
@@ -174,7 +174,7 @@ def mesh() -> Iterator[ProcessGroupMesh]:
         yield mesh
 
 
-def test_sharding_is_applied_before_a_method_that_keeps_weights(mesh: ProcessGroupMesh):
+def test_sharding_is_applied_before_methods_that_keep_weights(mesh: ProcessGroupMesh):
     for given in ((Keeps(mesh, "dp"), Shards(mesh, "tp")), (Shards(mesh, "tp"), Keeps(mesh, "dp"))):
         module = compose(mesh, *given, unowned=["pp"]).apply(nn.Linear(2, 2))
         (keeps,) = (method for method in given if isinstance(method, Keeps))
@@ -195,7 +195,7 @@ def average_in_a_split_backward() -> str:
 
 
 @needs_pipelines
-def test_a_schedule_that_would_skip_hooks_on_weights_refuses_them():
+def test_zero_bubble_schedule_refuses_hooks_on_gradients():
     messages = world(4).run(average_in_a_split_backward)
     assert {*messages} == {
         "PipelineParallel along x failed in apply: MethodError: schedule 'zero-bubble' computes the gradients "
@@ -207,7 +207,7 @@ def test_a_schedule_that_would_skip_hooks_on_weights_refuses_them():
     }
 
 
-def test_a_method_sums_over_no_frozen_weight_and_no_expert(mesh: ProcessGroupMesh):
+def test_weights_leaves_out_frozen_parameters_and_experts(mesh: ProcessGroupMesh):
     module = nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(3)])
     module[0].requires_grad_(False)
     module[1] = LocalExperts({"0": module[1]})

@@ -146,7 +146,7 @@ def batch_norm_buffers(kind: type[DataParallel] | type[ShardedDataParallel]) -> 
     return seen
 
 
-def test_buffers_are_those_of_the_first_rank_under_ddp_and_each_ranks_own_under_sharding():
+def test_ddp_broadcasts_buffers_and_fully_shard_does_not():
     """As in torch: DDP broadcasts buffers before each forward pass, fully_shard leaves them alone."""
     assert world(2).run(batch_norm_buffers, DataParallel) == [[0.0, 1.0], [0.0, 1.0]]
     assert world(2).run(batch_norm_buffers, ShardedDataParallel) == [[0.0, 1.0], [0.0, 2.0]]
@@ -199,7 +199,7 @@ def sharded() -> None:
         dist.barrier()
 
 
-def test_sharded_data_parallel_over_one_axis_hybrid_and_over_combined_axes():
+def test_sharding_along_one_two_or_replicated_axes():
     world(8).run(sharded)
 
 
@@ -247,7 +247,7 @@ def test_resharding_and_offloading_are_passed_through():
     world(2).run(kept_and_offloaded)
 
 
-def test_default_layers_are_elements_of_lists_at_any_depth():
+def test_default_layers_are_elements_of_nested_lists():
     one, two, three = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)
     assert [*default_layers(nn.Sequential(one, nn.Tanh(), two))] == [one, two]
     assert [*default_layers(nn.ModuleList([nn.ModuleList([one, two]), nn.ModuleDict({"a": three})]))] == [
@@ -327,7 +327,7 @@ def test_layers_that_do_not_divide_and_one_stage():
     world(8).run(alone_in_a_pipeline)
 
 
-def test_layers_are_shared_out_evenly_one_more_on_the_first():
+def test_partition_layers_gives_remainder_to_the_first_stages():
     for layers, parts in itertools.product(range(1, 30), range(1, 9)):
         shares = partition_layers(layers, parts)
         assert list(itertools.chain(*shares)) == list(range(layers))
@@ -489,7 +489,7 @@ def test_the_schedules_are_those_of_torch():
     assert all(info.torch_class.__name__ in pipelining.__all__ for info in SCHEDULES.values())
 
 
-def test_the_parts_share_the_weights_of_the_whole_and_leave_it_as_it_is():
+def test_stages_share_weights_and_leave_the_module_unchanged():
     with fake_rank(0, 2), ProcessGroupMesh(pp=2) as mesh:
         whole = TinyGPT(tied=True)
         names = {name: id(weight) for name, weight in whole.named_parameters(remove_duplicate=False)}
@@ -591,7 +591,7 @@ def clipped() -> None:
             dist.barrier()
 
 
-def test_gradients_are_clipped_by_their_norm_over_all_axes():
+def test_clipping_uses_the_norm_over_all_axes():
     world(8).run(clipped)
 
 
@@ -613,7 +613,7 @@ def of_other_orders() -> None:
     check_sums(groups_of(mesh))
 
 
-def test_norms_count_what_is_replicated_once_and_what_differs_each():
+def test_grad_norm_counts_each_weight_once():
     world(8).run(of_other_orders)
 
 
@@ -695,14 +695,14 @@ def save_and_load(folder: Path) -> None:
         dist.barrier()
 
 
-def test_a_checkpoint_of_one_mesh_is_loaded_on_others(tmp_path: Path):
+def test_checkpoint_loads_on_meshes_of_other_shapes(tmp_path: Path):
     world(8).run(save_and_load, tmp_path)
 
 
 # ---- the oracle can fail ----
 
 
-def test_the_one_process_is_one_that_others_could_differ_from():
+def test_wrong_training_is_seen_as_wrong():
     right = expected()
     with pytest.raises(AssertionError, match=r"gradients of step 0: .* differs by"):
         assert_same_run(train_alone(TinyGPT(), rows=ROWS // 2), right)

@@ -71,11 +71,11 @@ def batches_of_other_shapes(data: type | None) -> None:
 
 
 @pytest.mark.parametrize("data", [None, DataParallel, ShardedDataParallel])
-def test_a_pipeline_takes_batches_of_other_shapes_and_goes_forward_alone(data):
+def test_pipeline_takes_new_shapes_and_forward_passes(data):
     world(4).run(batches_of_other_shapes, data)
 
 
-def test_a_pipeline_without_a_loss_says_what_it_can_do():
+def test_step_without_loss_raises():
     with fake_rank(0, 2), ProcessGroupMesh(pp=2) as mesh:
         codes, target = batch(0)
         assert_raises(

@@ -87,7 +87,7 @@ def tied_weights_in_a_wrapper() -> None:
 
 
 @needs_pipelines
-def test_tied_weights_are_found_in_a_compiled_stage_and_missed_in_no_other():
+def test_tied_weights_are_found_in_compiled_stage():
     world(2).run(tied_weights_in_a_wrapper)
 
 
@@ -103,7 +103,7 @@ def shared_attributes() -> None:
 
 
 @needs_pipelines
-def test_what_else_a_module_holds_is_the_same_in_its_parts():
+def test_stages_share_other_attributes_of_the_module():
     """A copied stream would draw the same numbers again, and a group cannot be copied."""
     world(2).run(shared_attributes)
 
@@ -141,7 +141,7 @@ class Recorder:
             self.calls += 1
 
 
-def test_methods_are_of_the_stage_and_hooks_the_users():
+def test_bound_methods_and_hooks_refer_to_the_stage():
     with fake_rank(0, 2), ProcessGroupMesh(pp=2) as mesh:
         module, recorder = Rebound(), Recorder()
         module.register_forward_hook(recorder.hook)
@@ -151,7 +151,7 @@ def test_methods_are_of_the_stage_and_hooks_the_users():
         assert (part.passes, module.passes, recorder.calls) == (1, 0, 1)
 
 
-def test_a_stage_knows_the_names_of_the_whole_module():
+def test_stage_has_names_of_the_whole_module():
     """A wildcard may not hide a name that no stage has."""
     with fake_rank(0, 4), ProcessGroupMesh(pp=2, tp=2) as mesh:
         module = nn.Module()
@@ -186,7 +186,7 @@ def lengths_new_to_some() -> None:
 
 
 @needs_pipelines
-def test_a_length_that_is_new_to_some_data_ranks_works_with_sharding():
+def test_sharding_works_with_length_new_to_some_ranks():
     """Stages all-gather parameters in the forward pass, so all data ranks have to rebuild together."""
     world(4).run(lengths_new_to_some)
 
@@ -210,7 +210,7 @@ def other_precisions() -> None:
 
 
 @needs_pipelines
-def test_stages_learn_anew_what_they_are_handed_in_another_precision():
+def test_new_precision_makes_a_new_schedule():
     world(2).run(other_precisions)
 
 
@@ -237,7 +237,7 @@ def test_a_second_ddp_around_a_first_is_refused():
     world(4).run(two_data_parallels)
 
 
-def test_a_pipeline_is_refused_on_a_torch_with_older_stages():
+def test_pipeline_on_torch_with_older_stages_raises():
     with (
         fake_rank(0, 1),
         ProcessGroupMesh(pp=1) as mesh,

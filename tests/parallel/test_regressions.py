@@ -76,7 +76,7 @@ def world_of_one() -> Iterator[ProcessGroupMesh]:
 
 @needs_pipelines
 @pytest.mark.parametrize("between", ["a batch of another shape", "an evaluation"])
-def test_a_pipeline_keeps_gradients_of_sharded_weights_between_two_steps(world_of_one, between: str):
+def test_step_adds_to_gradients_of_sharded_weights(world_of_one, between: str):
     torch.manual_seed(0)
     plain = Net(nn.Linear(4, 4), nn.Linear(4, 4), width=4).double()
     model = compose(world_of_one, pipeline_of(world_of_one, "gpipe"), ShardedDataParallel(world_of_one, "dp")).apply(
@@ -99,7 +99,7 @@ def test_a_pipeline_keeps_gradients_of_sharded_weights_between_two_steps(world_o
         torch.testing.assert_close(found[name], weight.grad, rtol=0, atol=1e-12)
 
 
-def test_the_gradients_of_ring_attention_are_not_rounded_in_a_backward_pass_under_autocast():
+def test_ring_backward_under_autocast_rounds_no_gradients():
     with fake_rank(0, 1):
         gradients = []
         for inside in (True, False):

@@ -74,7 +74,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_that_says_only_axes_is_one_process(name: str) -> None:
+def test_program_with_axes_alone_equals_one_process(name: str) -> None:
     world(4).run(train, PROGRAMS[name])
 
 

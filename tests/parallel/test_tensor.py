@@ -58,11 +58,11 @@ def trained(sizes, ranks, cases):
         check_sums(groups_of(mesh))
 
 
-def test_training_with_layers_cut_in_eight_is_that_of_one_process():
+def test_training_with_eight_shards_equals_one_process():
     world(8).run(trained, {"tp": 8}, range(8), list(CASES))
 
 
-def test_training_on_permuted_ranks_is_that_of_one_process():
+def test_training_on_permuted_ranks_equals_one_process():
     world(8).run(trained, {"tp": 4, "dp": 2}, [5, 2, 7, 0, 3, 6, 1, 4], ["vocabulary", "sequence"])
 
 
@@ -170,7 +170,7 @@ def trained_with_normed_heads() -> None:
             train_and_check(compose(mesh, method), TinyGPT(block=NormedHeads, layers=2), expected, around=loss_parallel)
 
 
-def test_a_norm_of_each_head_may_have_an_entry():
+def test_norm_of_each_head_may_have_entry():
     world(2).run(trained_with_normed_heads)
 
 
@@ -210,7 +210,7 @@ def test_what_another_stage_has_is_left_to_it(mesh):
 
 
 @pytest.mark.parametrize("pattern", ["tokens", "t*", "place?", "blocks.0.up", "blocks.*.up"])
-def test_what_a_pipeline_has_cut_off_may_be_named(mesh, pattern):
+def test_plan_may_name_modules_of_another_stage(mesh, pattern):
     pipeline = PipelineParallel(mesh, "dp", layers="blocks", first=FIRST, last=LAST, loss=None, microbatches=2)
     (part,) = pipeline.cut(TinyGPT())
     TensorParallel(mesh, "tp", plan={pattern: ColwiseParallel()}).apply(part)
