@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from pgmesh import MethodError, ProcessGroupMesh, ShapeError
 from pgmesh.parallel import (
-    Composition,
     ContextParallel,
     DataParallel,
     ExpertParallel,
@@ -253,6 +252,11 @@ def test_long_lists_of_numbers_are_shortened(monkeypatch: pytest.MonkeyPatch):
         together.check_inputs(())
 
 
+def test_jagged_inputs_are_not_counted():
+    jagged = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)], layout=torch.jagged)
+    assert comparing.count_inputs(jagged) == comparing.count_inputs(())
+
+
 # ---- rows ----
 
 
@@ -287,31 +291,6 @@ def rows_of_data(kind: type[DataParallel | ShardedDataParallel]) -> None:
 @pytest.mark.parametrize("kind", [DataParallel, ShardedDataParallel])
 def test_unequal_rows_raise_in_the_first_step(kind):
     world(4).run(rows_of_data, kind)
-
-
-def weighted_rows(kind: type[DataParallel | ShardedDataParallel]) -> None:
-    with ProcessGroupMesh(dp=2, cp=2) as mesh:
-        codes, target = batch(0)
-        expected = TinyGPT(layers=1)
-        whole = loss_of(expected(codes), target)
-        whole.backward()
-        together = compose(mesh, kind(mesh, "dp", "cp"), equal_parts=False)
-        model = together.apply(TinyGPT(layers=1))
-        counts = [1, 1, 2, 4]
-        rows = slice(sum(counts[: mesh.rank]), sum(counts[: mesh.rank + 1]))
-        loss_sum = cross_entropy(model(codes[rows]).flatten(0, 1), target[rows].flatten(), reduction="sum")
-        loss = together.mean(loss_sum, target[rows].numel())
-        loss.backward()
-        torch.testing.assert_close(loss.detach(), whole.detach(), rtol=0, atol=1e-12)
-        assert_same("weighted", gradients_of(model), gradients_of(expected))
-        together.check_inputs(codes[rows])
-        check_sums(groups_of(mesh))
-
-
-@long
-@pytest.mark.parametrize("kind", [DataParallel, ShardedDataParallel])
-def test_unequal_parts_train_with_composition_mean(kind):
-    world(4).run(weighted_rows, kind)
 
 
 def rows_of_tensor() -> None:
@@ -613,29 +592,15 @@ def test_compositions_on_slices_exchange_apart():
 
 
 def compiled(kind: str) -> None:
-    with ProcessGroupMesh(dp=2) as mesh:
+    with ProcessGroupMesh(tp=2) as mesh:
         codes, target = batch(0)
         expected, model = TinyGPT(layers=2), TinyGPT(layers=2)
         loss_of(expected(codes), target).backward()
         torch.compiler.reset()
-        context = contextlib.nullcontext
-
-        def composed(method: Method) -> Composition:
-            return compose(mesh, method)
-
-        if kind in ("dp", "fsdp"):
-            for block in model.blocks:
-                block.compile(fullgraph=True, backend="aot_eager")
-            data = {"dp": DataParallel, "fsdp": ShardedDataParallel}[kind](mesh, "dp")
-            together = composed(data)
-            run = model = together.apply(model)
-            codes, target = map(together.share, (codes, target))
-        else:
-            plan = {"blocks": BLOCK_PLAN, "vocabulary": VOCABULARY_PLAN, "sequence": SEQUENCE_PLAN}[kind]
-            method = TensorParallel(mesh, "dp", plan=plan)
-            model = composed(method).apply(model)
-            run = torch.compile(model, fullgraph=True, backend="aot_eager")
-            context = context if kind == "blocks" else loss_parallel
+        plan = {"blocks": BLOCK_PLAN, "vocabulary": VOCABULARY_PLAN, "sequence": SEQUENCE_PLAN}[kind]
+        model = compose(mesh, TensorParallel(mesh, "tp", plan=plan)).apply(model)
+        run = torch.compile(model, fullgraph=True, backend="aot_eager")
+        context = contextlib.nullcontext if kind == "blocks" else loss_parallel
         for _ in range(3):
             model.zero_grad()
             with context():
@@ -646,6 +611,6 @@ def compiled(kind: str) -> None:
 
 
 @long
-@pytest.mark.parametrize("kind", ["blocks", "vocabulary", "sequence", "dp", "fsdp"])
-def test_documented_ways_to_compile_work(kind):
+@pytest.mark.parametrize("kind", ["blocks", "vocabulary", "sequence"])
+def test_fullgraph_compiles_after_tensor_parallelism(kind):
     world(2).run(compiled, kind)

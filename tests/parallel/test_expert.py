@@ -46,7 +46,6 @@ from tests.support.parallel_models import (
     optimizer_of,
     weights_of,
 )
-from tests.support.parallel_training import train_and_check
 from tests.support.worlds import check_sums, groups_of, world
 
 pytestmark = pytest.mark.long
@@ -233,40 +232,6 @@ def test_experts_without_grouped_mm_run_in_turn(monkeypatch):
     assert not mixture.can_group(rows, [*parameters.values(), torch.zeros(8, 8)])
     monkeypatch.setattr(mixture, "grouped_mm", None)  # as on an older torch
     assert not mixture.can_group(rows, parameters.values())
-
-
-# ---- training ----
-
-
-def trained(sizes, view, tensor):
-    with ProcessGroupMesh(**sizes) as mesh:
-        moe = mesh.view(**view)
-        cut = {"tensor": tensor, "columns": ["up"], "rows": ["down"]} if tensor else {}
-        methods = [DataParallel(mesh, "dp"), ExpertParallel(moe, "ep", **cut)]
-        together = compose(mesh, *methods, unowned=[axis for axis in mesh.axes if axis != "dp"])
-        model = expert_model()
-        expected = train_alone_in_parts()
-        train_and_check(
-            together,
-            model,
-            expected,
-            parts=lambda whole: {**whole, **cut_like(dict(model.named_parameters()), whole, moe, tensor)},
-        )
-        assert len(dict(model.named_parameters())) < len(expected.weights)
-        check_sums(groups_of(mesh))
-        check_sums(groups_of(moe))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "view", "tensor"),
-    [
-        ({"dp": 8}, {"ep": 8}, None),
-        ({"dp": 8}, {"ep": 4, "etp": 2}, "etp"),  # no expert has a replica
-    ],
-    ids=str,
-)
-def test_training_with_expert_parallelism_equals_one_process(sizes, view, tensor):
-    world(8).run(trained, sizes, view, tensor)
 
 
 # ---- what needs no other rank ----

@@ -276,41 +276,6 @@ def test_axes_that_cannot_be_sharded_along_raise():
 # ---- pipeline ----
 
 
-def added_up() -> None:
-    """Gradients of a step are added to those of the step before, those of tied weights too."""
-    with ProcessGroupMesh(pp=2, dp=2, name="added up") as mesh:
-        for data in (DataParallel, ShardedDataParallel):
-            module = compose(mesh, stages(mesh, microbatches=4), data(mesh, "dp")).apply(TinyGPT(tied=True))
-            plain = TinyGPT(tied=True)
-            for step in range(2):
-                codes, target = batch(step)
-                loss_of(plain(codes), target).backward()
-                rows = slice(mesh.index("dp") * len(codes) // 2, (mesh.index("dp") + 1) * len(codes) // 2)
-                module.step(codes[rows], target=target[rows])
-            right = gradients_of(plain)
-            for name, gradient in gradients_of(module).items():
-                torch.testing.assert_close(
-                    full_tensor(gradient), right[name], rtol=0, atol=1e-12, msg=f"{data}, {name}"
-                )
-        check_sums(groups_of(mesh))
-
-
-def test_the_gradients_of_pipelined_steps_add_up():
-    world(4).run(added_up)
-
-
-def in_no_time() -> None:
-    """Zero-bubble schedules with tensor parallelism, one model after the other."""
-    mesh = ProcessGroupMesh(pp=2, tp=4)
-    for schedule, count, tied in [("zero-bubble", 1, True), ("zero-bubble", 2, False), ("zero-bubble-v", 2, True)]:
-        pipeline = stages(mesh, schedule=schedule, stages_per_rank=count, microbatches=4)
-        train_and_check(compose(mesh, pipeline, split(mesh)), tied=tied)
-
-
-def test_zero_bubble_schedules_with_tensor_parallel():
-    world(8).run(in_no_time)
-
-
 def alone_in_a_pipeline() -> None:
     """Stages with different numbers of layers, and a pipeline with one stage."""
     mesh = ProcessGroupMesh(pp=8)
@@ -511,21 +476,16 @@ def test_stages_share_weights_and_leave_the_module_unchanged():
 # ---- together ----
 
 
-def dp_pp_tp(ranks: list[int] | None, replicate: list[str], tied: bool) -> None:
-    mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, ranks=ranks)
-    data = ShardedDataParallel(mesh, "dp", replicate=replicate)
-    module = train_and_check(compose(mesh, stages(mesh), data, split(mesh)), tied=tied)
+def replicated_in_stages() -> None:
+    mesh = ProcessGroupMesh(pp=2, dp=2, tp=2)
+    data = ShardedDataParallel(mesh, "dp", replicate=["dp"])
+    module = train_and_check(compose(mesh, stages(mesh), data, split(mesh)))
     weight = next(block for block in module.parts[0].blocks if hasattr(block, "up")).up.weight
-    assert weight.numel() / weight.to_local().numel() == (2 if replicate else 4)
+    assert weight.numel() / weight.to_local().numel() == 2
 
 
-@pytest.mark.parametrize(
-    ("ranks", "replicate"),
-    [(None, []), (None, ["dp"]), ([5, 2, 7, 0, 3, 6, 1, 4], [])],
-    ids=["sharded", "replicated", "on permuted ranks"],
-)
-def test_data_pipeline_and_tensor_parallel(ranks: list[int] | None, replicate: list[str]):
-    world(8).run(dp_pp_tp, ranks, replicate, ranks is not None)
+def test_replicated_weights_with_pipeline_and_tensor_parallel():
+    world(8).run(replicated_in_stages)
 
 
 def two_meshes() -> None:
@@ -560,39 +520,6 @@ def test_two_independent_meshes_train_two_models_interleaved():
 
 
 # ---- norms, one start, checkpoints ----
-
-CLIP = 0.05
-
-
-def clipped() -> None:
-    """Compare the norm over stages, shards and replicas, and clipped gradients, with one process."""
-    right = expected(clip=CLIP, tied=True)
-    for name, shape in {"dense": {"pp": 2, "dp": 2, "tp": 2}, "virtual": {"pp": 2, "dp": 4}, "flat": {"dp": 8}}.items():
-        with ProcessGroupMesh(name=name, **shape) as mesh:
-            methods: list[Method] = [(DataParallel if name == "virtual" else ShardedDataParallel)(mesh, "dp")]
-            if "tp" in shape:
-                methods.append(split(mesh))
-            if "pp" in shape:
-                methods.append(stages(mesh, schedule="interleaved", stages_per_rank=2 if name == "virtual" else 1))
-            composition = compose(mesh, *methods)
-            module = composition.apply(TinyGPT(tied=True))
-            norms: list[float] = []
-            found = train_parallel(
-                module,
-                composition.share,
-                clip=lambda clip=composition.clip_grad_norm_, norms=norms: norms.append(clip(CLIP).item()),
-            )
-            assert_same_run(found, right)
-            whole = TinyGPT(tied=True)
-            codes, target = batch(0)
-            loss_of(whole(codes), target).backward()
-            assert abs(norms[0] - nn.utils.get_total_norm([p.grad for p in whole.parameters()]).item()) < 1e-12
-            assert min(norms) > CLIP
-            dist.barrier()
-
-
-def test_clipping_uses_the_norm_over_all_axes():
-    world(8).run(clipped)
 
 
 def of_other_orders() -> None:
@@ -629,17 +556,6 @@ def one_start() -> None:
     torch.manual_seed(mesh.ranks("dp", "tp")[0])
     assert layer.weight.equal(torch.randn(4))
     assert layer.weight.equal(mine) == (mesh.index("dp", "tp") == 0)
-    together = compose(mesh, stages(mesh), ShardedDataParallel(mesh, "dp"), split(mesh))
-    whole = TinyGPT(seed=mesh.rank)
-    together.broadcast(whole)
-    cut = together.apply(whole)
-    assert_same("broadcast", weights_of(cut), weights_of(TinyGPT(seed=0)))
-    sharded = split(mesh).apply(TinyGPT())
-    assert_raises(
-        MethodError,
-        lambda: together.broadcast(sharded),
-        "blocks.0.qkv.weight is sharded already: call broadcast(module) before apply(module).",
-    )
     check_sums(groups_of(mesh))
 
 

@@ -223,17 +223,3 @@ def test_compiled_code_draws_what_eager_code_draws(kind: bool | None):
     torch.compiler.reset()
     with pytest.raises(Unsupported):  # an entry is a graph break
         results(torch.compile(layer, backend="aot_eager", fullgraph=True))
-
-
-def masks() -> tuple[tuple[int, ...], list[float]]:
-    mesh = ProcessGroupMesh(dp=2, tp=2)
-    torch.manual_seed(1)
-    with seeded_rng(seed_of(mesh, "tp", seed=3)):
-        mask = torch.nn.functional.dropout(torch.ones(32))
-    assert mesh.coord is not None
-    return mesh.coord, mask.tolist()
-
-
-def test_dropout_masks_differ_along_tp_alone():
-    found = dict(world(4).run(masks))
-    assert found[0, 0] == found[1, 0] != found[0, 1] == found[1, 1]
