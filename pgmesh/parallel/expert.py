@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from pgmesh.errors import AxisError, MethodError
@@ -17,7 +16,7 @@ from pgmesh.parallel.base import Method, format_axes
 from pgmesh.parallel.blocks import Blocks, connected_ranks, spanning_axes
 from pgmesh.parallel.divisibility import divide_along_axes, format_sizes
 from pgmesh.parallel.local_experts import LocalExperts
-from pgmesh.parallel.stage_cutting import is_stage
+from pgmesh.parallel.stage_cutting import attributes_with, is_stage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -114,13 +113,12 @@ class ExpertParallel(Method):
             MethodError: an expert has no layer for a pattern, or parameters in layers without a pattern.
             ShapeError: the experts, or the features of their layers, are not divisible by the ranks.
         """
-        layers = list(mixture.expert_layers(module))
+        layers = attributes_with(module, mixture.mix)
         for name, layer, attribute in layers:
             self._keep_local_experts(f"{name or type(layer).__name__}.experts", layer)
             setattr(layer, attribute, self.mix)
-        for each in module.modules():
-            for attribute in [name for name, value in vars(each).items() if value is mixture.balance_loss]:
-                setattr(each, attribute, self.balance_loss)
+        for _, router, attribute in attributes_with(module, mixture.balance_loss):
+            setattr(router, attribute, self.balance_loss)
         if not layers and not is_stage(module):
             raise MethodError(
                 f"no submodule of {type(module).__name__} has pgmesh.parallel.mix in an attribute, so there are no "
@@ -260,11 +258,8 @@ class ExpertParallel(Method):
         return partial(mixture.balance_loss, count=self._sum_over_ranks)
 
     def _sum_over_ranks(self, counts: Tensor) -> Tensor:
-        """Sum a tensor over all ranks that hold tokens, in place."""
-        group = self._group(*self.average_axes)
-        if group.size() > 1:
-            dist.all_reduce(counts, group=group)
-        return counts
+        """Sum of a tensor over all ranks that hold tokens."""
+        return exchange.all_reduce_forward(counts, self._group(*self.average_axes))
 
 
 def _run_sorted(

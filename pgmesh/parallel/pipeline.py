@@ -192,7 +192,7 @@ class PipelineParallel(Method):
             stage = self.stage(index)
             absent = [layer for i, layer in enumerate(layers) if i not in partition[stage]]
             dropped = [*(() if stage == 0 else self.first), *(() if stage == self.stages - 1 else self.last)]
-            both = index > 0 and stage == self.stages - 1 and self.holder(0) == self.mesh.rank
+            both = index > 0 and stage == self.stages - 1 and self._holders[0] == self.mesh.rank
             copied = self.last if both and self.tied(module) else ()
             parts.append(copy_stage(module, absent, dropped, copied))
         return parts
@@ -440,8 +440,7 @@ class Pipeline(nn.Module):
             if _without_wrappers(name) not in weights:
                 raise MethodError(
                     f"{name}, which is tied to a parameter of another stage, is not found in stage {stage} after other "
-                    f"methods: it has {', '.join([*weights][:4])}, ... A method has to keep the names of parameters; "
-                    "it may only prefix them by 'module.'."
+                    "methods. A method has to keep the names of parameters; it may only prefix them by 'module.'."
                 )
             return [weights[_without_wrappers(name)]]
         return []

@@ -174,23 +174,6 @@ def test_layer_under_two_names_is_kept_under_each():
             assert module.layers[1] is module.layers[3] is act
 
 
-def lengths_new_to_some() -> None:
-    mesh = ProcessGroupMesh(pp=2, dp=2, name="actor")
-    model = compose(mesh, pipeline(mesh), ShardedDataParallel(mesh, "dp")).apply(Net(mesh))
-    plain = Net(mesh)
-    for lengths in ((3, 3), (3, 5), (5, 3), (5, 5)):
-        inputs, _ = rows_of(lengths[mesh.index("dp")])
-        found = model(inputs)
-        if found is not None:
-            torch.testing.assert_close(found, plain(inputs), rtol=0, atol=1e-12)
-
-
-@needs_pipelines
-def test_sharding_works_with_length_new_to_some_ranks():
-    """Stages all-gather parameters in the forward pass, so all data ranks have to rebuild together."""
-    world(4).run(lengths_new_to_some)
-
-
 def other_precisions() -> None:
     mesh = ProcessGroupMesh(pp=2, name="actor")
     model, plain = pipeline(mesh).apply(Net(mesh, torch.float32)), Net(mesh, torch.float32)
