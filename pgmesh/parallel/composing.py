@@ -168,12 +168,10 @@ class Composition:
 
     def _compare_weights(self, module: nn.Module) -> None:
         """Compare the initial weights of ranks. DDP broadcasts those that are not experts to all but the first."""
-        data = next((each for each in self.methods if getattr(each, "broadcasts", False)), None)
-        tensors = dict((*module.named_parameters(), *module.named_buffers()))
-        broadcast, receives = set[str](), False
-        if data is not None:
-            broadcast = tensors.keys() - names_of_experts(module)
-            receives = data.mesh.index(*data.average_axes) > 0
+        tensors, data = dict((*module.named_parameters(), *module.named_buffers())), self._averaging
+        data = data if getattr(data, "broadcasts", False) else None
+        broadcast = set[str]() if data is None else tensors.keys() - names_of_experts(module)
+        receives = data is not None and data.mesh.index(*data.average_axes) > 0
         compare_weights(self.mesh, self._ranks, tensors, broadcast, receives)
 
     def _compare_whole_weights(self, module: nn.Module) -> None:

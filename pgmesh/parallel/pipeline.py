@@ -271,9 +271,8 @@ class Pipeline(nn.Module):
         self.tied, self.canonical_names = tied, names
         if not torch_private.stages_are_supported(PipelineStage):
             raise MethodError(
-                f"a pipeline needs the stages of torch 2.12 or later. This is torch {torch.__version__}, with whose "
-                "stages some gradients were wrong.\n\n"
-                "  pip install 'torch>=2.12'"
+                f"a pipeline needs the stages of torch 2.12: with those of torch {torch.__version__} some gradients "
+                "were wrong.\n\n  pip install 'torch>=2.12'"
             )
         hooked = any(map(torch_private.has_gradient_hooks, self.parameters()))
         data = hooked or any(isinstance(part, (DistributedDataParallel, FSDPModule)) for part in parts)
@@ -435,15 +434,15 @@ class Pipeline(nn.Module):
         Raises:
             MethodError: the stage has no such parameter.
         """
-        for part in (part for i, part in enumerate(self.parts) if self.method.stage(i) == stage):
-            weights = {_without_wrappers(n): weight for n, weight in part.named_parameters(remove_duplicate=False)}
-            if _without_wrappers(name) not in weights:
-                raise MethodError(
-                    f"{name}, which is tied to a parameter of another stage, is not found in stage {stage} after other "
-                    "methods. A method has to keep the names of parameters; it may only prefix them by 'module.'."
-                )
-            return [weights[_without_wrappers(name)]]
-        return []
+        held = [part for i, part in enumerate(self.parts) if self.method.stage(i) == stage]
+        named = [each for part in held for each in part.named_parameters(remove_duplicate=False)]
+        found = [weight for full_name, weight in named if _without_wrappers(full_name) == _without_wrappers(name)]
+        if held and not found:
+            raise MethodError(
+                f"{name}, which is tied to a parameter of another stage, is not found in stage {stage} after other "
+                "methods. A method has to keep the names of parameters; it may only prefix them by 'module.'."
+            )
+        return found
 
 
 def _without_wrappers(name: str) -> str:
