@@ -60,8 +60,8 @@ torch.set_num_threads(1)  # also on ranks, which import this: others share their
 
 
 @functools.cache
-def expected(*, clip: float | None = None, **model: Any) -> TrainingRun:
-    return train_alone(TinyGPT(**model), clip=clip)
+def expected(**model: Any) -> TrainingRun:
+    return train_alone(TinyGPT(**model))
 
 
 def split(mesh: ProcessGroupMesh) -> TensorParallel:

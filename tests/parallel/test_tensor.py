@@ -21,11 +21,11 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.functional import gelu, linear
 
 from pgmesh import AxisError, MethodError, OptionsError, ProcessGroupMesh, ShapeError
-from pgmesh.parallel import PipelineParallel, TensorParallel, attention_plan, compose, mlp_plan
+from pgmesh.parallel import Composition, PipelineParallel, TensorParallel, attention_plan, compose, mlp_plan
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
-from tests.support.parallel_models import FIRST, LAST, Adapted, Block, TinyGPT, train_alone
-from tests.support.parallel_training import train_and_check, train_and_compare
+from tests.support.parallel_models import FIRST, LAST, Adapted, Block, TinyGPT, TrainingRun, train_alone
+from tests.support.parallel_training import train_and_compare
 from tests.support.tensor_plans import BLOCK_PLAN, EMBEDDED_PLAN, GATHERED_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
 from tests.support.worlds import check_sums, groups_of, world
 
@@ -41,13 +41,20 @@ CASES = {
 }
 
 
+def train_and_check(together: Composition, model: nn.Module, expected: TrainingRun) -> nn.Module:
+    """Train three steps, and assert that this rank's gradients and weights equal those of one process."""
+    model = together.apply(model)
+    train_and_compare(together, model, expected, around=loss_parallel)
+    return model
+
+
 def trained():
     with ProcessGroupMesh(tp=8) as mesh:
         for case, how in CASES.items():
             tied = case == "tied"
             together = compose(mesh, TensorParallel(mesh, "tp", **how))
             model = {"tied": tied, "layers": 2, "heads": 8}
-            model = train_and_check(together, TinyGPT(**model), train_alone(TinyGPT(**model)), around=loss_parallel)
+            model = train_and_check(together, TinyGPT(**model), train_alone(TinyGPT(**model)))
             cut = model.blocks[0].up.weight
             assert cut.to_local().size(0) * mesh.size("tp") == cut.size(0)
             if tied:
@@ -119,7 +126,7 @@ def trained_with_frozen() -> None:
         for make, plan in FROZEN.values():
             method, model = TensorParallel(mesh, "tp", plan=plan), make()
             frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
-            model = train_and_check(compose(mesh, method), model, train_alone(make()), around=loss_parallel)
+            model = train_and_check(compose(mesh, method), model, train_alone(make()))
             assert frozen == {name for name, weight in model.named_parameters() if not weight.requires_grad}
         check_sums(groups_of(mesh))
 
@@ -162,7 +169,7 @@ def trained_with_normed_heads() -> None:
         for plan in (BLOCK_PLAN, SEQUENCE_PLAN):
             method = TensorParallel(mesh, "tp", plan={**plan, "blocks.*.head_norm": head_norm})
             expected = train_alone(TinyGPT(block=NormedHeads, layers=2))
-            train_and_check(compose(mesh, method), TinyGPT(block=NormedHeads, layers=2), expected, around=loss_parallel)
+            train_and_check(compose(mesh, method), TinyGPT(block=NormedHeads, layers=2), expected)
 
 
 def test_norm_of_each_head_may_have_entry():
