@@ -57,6 +57,13 @@ class Composition:
         self.mesh, self.methods, self.equal_parts = mesh, methods, equal_parts
         self._pieces: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
         """For each applied module and parameter name: how many different pieces ranks hold, beyond DTensor shards."""
+        self._pipelines = [each for each in methods if each.level is Level.PIPELINE]
+        self._averaging = next((each for each in methods if each.averages_gradients), None)
+        """The method that averages gradients."""
+        self._row_methods = [each for each in methods if each.differs == "rows"]
+        readers = [each for each in methods if each.differs in ("rows", "positions")]
+        self._reading = [each for each in readers if not each.averages_later]
+        """The methods along whose axes ranks read different tokens, but for replicas that are averaged later."""
         self._settle()
 
     # -- what follows from the methods ------------------------------------------------------------------------------
@@ -72,20 +79,6 @@ class Composition:
                     f"here it would average along {format_axes(found) or 'no axes'}.\n\n"
                     f"  {type(method).__name__}(mesh, ...)   # another one for each composition"
                 )
-
-    @property
-    def _reading(self) -> list[Method]:
-        """The methods along whose axes ranks read different tokens, but for replicas that are averaged later."""
-        return [each for each in self.methods if each.differs in ("rows", "positions") and not each.averages_later]
-
-    @property
-    def _pipelines(self) -> list[Method]:
-        return [each for each in self.methods if each.level is Level.PIPELINE]
-
-    @property
-    def _averaging(self) -> Method | None:
-        """The method that averages gradients."""
-        return next((each for each in self.methods if each.averages_gradients), None)
 
     def _ranks_along(self, methods: Iterable[Method]) -> list[int]:
         """The ranks that are connected with this one along the axes of methods, in the order of their group."""
@@ -306,10 +299,6 @@ class Composition:
     def _part_of_rows(self) -> tuple[int, int]:
         ranks = self._ranks_along(self._row_methods)
         return len(ranks), ranks.index(self.mesh.rank)
-
-    @property
-    def _row_methods(self) -> list[Method]:
-        return [each for each in self.methods if each.differs == "rows"]
 
     def share(self, batch: Any) -> Any:
         """This rank's part of a batch: its rows, and with context parallelism its positions.

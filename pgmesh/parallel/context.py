@@ -66,7 +66,7 @@ class ContextParallel(Method):
             raise OptionsError(f"ContextParallel: attention is 'ring', 'ulysses' or None, not {attention!r}.")
         self.cuts, self._ring = attention is not None, attention == "ring"
         self._balanced = self._ring and balanced
-        self._ranks = mesh.size(*self.owns)
+        self._ranks, self._axis_sizes = mesh.size(*self.owns), format_sizes(mesh, self.owns)
 
     def apply(self, module: nn.Module) -> nn.Module:
         """Replace torch's scaled_dot_product_attention by ``method.attention`` in all attributes of submodules.
@@ -171,10 +171,6 @@ class ContextParallel(Method):
             ShapeError: the length is not divisible.
         """
         return self.cut(torch.arange(length, device=device), along=0)
-
-    @property
-    def _axis_sizes(self) -> str:
-        return format_sizes(self.mesh, self.owns)
 
     def _chunk_indices(self, index: int) -> tuple[int, ...]:
         """Indices of the chunks of a sequence that the rank at this index holds."""

@@ -212,7 +212,9 @@ class ExpertParallel(Method):
         def route(rows: Tensor, counts: Tensor) -> Tensor:
             send_matrix = counts.view(n, -1)  # (rank, expert of the rank)
             receive_matrix = exchange.all_to_all_stacked(send_matrix, group)
-            run_counts = self._gather_counts(receive_matrix)  # (rank along tensor, source rank, expert of this rank)
+            run_counts = receive_matrix.unsqueeze(0)  # (rank along tensor, source rank, expert of this rank)
+            if self._gathers_tokens:
+                run_counts = exchange.all_gather_stacked(receive_matrix, self._group(*self._tensor_axes))
             sent, received, gathered, by_expert = exchange.to_lists(
                 [send_matrix.sum(1), receive_matrix.sum(1), run_counts.sum((1, 2)), run_counts.sum((0, 1))]
             )
@@ -224,12 +226,6 @@ class ExpertParallel(Method):
             return exchange.all_to_all_rows(outputs, received, sent, group)
 
         return mixture.mix_with(tokens, weights, chosen, n * len(experts), route)
-
-    def _gather_counts(self, counts: Tensor) -> Tensor:
-        """Numbers of rows, from (source ranks, experts) to (ranks along ``tensor``, source ranks, experts)."""
-        if not self._gathers_tokens:
-            return counts.unsqueeze(0)
-        return exchange.all_gather_stacked(counts, self._group(*self._tensor_axes))
 
     def _along_tensor(self, rows: Tensor, counts: list[int], compute: Callable[[Tensor], Tensor]) -> Tensor:
         """Outputs of this rank's experts, each summed over its shards.
