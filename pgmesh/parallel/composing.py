@@ -58,6 +58,7 @@ class Composition:
         self._pieces: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
         """For each applied module and parameter name: how many different pieces ranks hold, beyond DTensor shards."""
         self._pipelines = [each for each in methods if each.level is Level.PIPELINE]
+        self._experts = [each for each in methods if each.differs == "experts"]
         self._averaging = next((each for each in methods if each.averages_gradients), None)
         """The method that averages gradients."""
         self._row_methods = [each for each in methods if each.differs == "rows"]
@@ -133,20 +134,23 @@ class Composition:
                 "New groups along its axes were released. The module may be partly changed: build it again."
             ) from error
         _applied.update(self.methods)
-        experts = [each for each in self.methods if each.differs == "experts"]
         expert_names = expert_parameters(applied)
         self._pieces[applied] = pieces = {}
         for name, place, _ in places_of(applied):
             pieces[name] = sharded.get(place, 1)
-            for method in (*self._pipelines, *(experts if name in expert_names else ())):
+            for method in (*self._pipelines, *(self._experts if name in expert_names else ())):
                 pieces[name] *= method.mesh.size(*method.owns)
         self._compare_first_inputs(applied, was_on_meta)
         return applied
 
+    def _names_of_experts(self, module: nn.Module) -> set[str]:
+        """Names of the tensors of a whole module that a method of experts averages itself."""
+        return names_of_experts(module) if self._experts else set()
+
     def _check_averages(self, module: nn.Module) -> None:
         if self._averaging is not None or len(self._token_ranks) == 1:
             return
-        experts = names_of_experts(module)
+        experts = self._names_of_experts(module)
         trainable = [name for name, each in module.named_parameters() if each.requires_grad and name not in experts]
         if trainable:
             cutting = self._reading[0]
@@ -163,7 +167,7 @@ class Composition:
         """Compare the initial weights of ranks. DDP broadcasts those that are not experts to all but the first."""
         tensors, data = dict((*module.named_parameters(), *module.named_buffers())), self._averaging
         data = data if getattr(data, "broadcasts", False) else None
-        broadcast = set[str]() if data is None else tensors.keys() - names_of_experts(module)
+        broadcast = set[str]() if data is None else tensors.keys() - self._names_of_experts(module)
         receives = data is not None and data.mesh.index(*data.average_axes) > 0
         compare_weights(self.mesh, self._ranks, tensors, broadcast, receives)
 

@@ -450,6 +450,8 @@ def test_trainable_weights_need_a_method_that_averages(mesh: ProcessGroupMesh):
     ):
         both.apply(model)
     model.head.requires_grad_(False)
+    with pytest.raises(AxisError, match=r"of 2 trainable parameters, for example experts\.0\.weight"):
+        alone.apply(model)
     both.apply(model)  # experts are averaged by their method
     one = mesh.view(rows=1, pp=2, dp=2, tp=2)
     compose(one, Context(one, "dp"), Data(one, "rows"), unowned=["pp", "tp"]).apply(nn.Linear(2, 2))
