@@ -146,8 +146,10 @@ class ExpertParallel(Method):
 
     def _shard_expert(self, name: str, expert: nn.Module) -> None:
         """Replace the layers of an expert that match a pattern by this rank's shards."""
+        not_sharded = {
+            f"{n}.{w}".lstrip(".") for n, m in expert.named_modules() for w, _ in m.named_parameters(recurse=False)
+        }
         linear = {inner: layer for inner, layer in expert.named_modules() if isinstance(layer, nn.Linear)}
-        sharded = set[nn.Module]()
         columns, rows = [(pattern, 0) for pattern in self._column_patterns], [(each, 1) for each in self._row_patterns]
         for pattern, dimension in columns + rows:
             matching = [inner for inner in linear if fnmatch(inner, pattern)]
@@ -155,13 +157,12 @@ class ExpertParallel(Method):
                 raise MethodError(f"{name} has no linear layer {pattern!r}; it has {format_axes(linear) or 'none'}.")
             for inner in matching:
                 self._shard_linear(f"{name}.{inner}", linear[inner], dimension)
-                sharded.add(linear[inner])
-        others = [(inner, layer) for inner, layer in expert.named_modules() if layer not in sharded]
-        if whole := [inner for inner, layer in others if next(layer.parameters(recurse=False), None) is not None]:
+                not_sharded -= {f"{inner}.weight".lstrip("."), f"{inner}.bias".lstrip(".")}
+        if not_sharded:
             raise MethodError(
-                f"{name} has parameters in {format_axes(whole) or 'no layer'}, which is not sharded: each of the "
-                f"{self._tensor_ranks()} would get a part of their gradients. Name the layer in columns= or rows=, or "
-                "move it out of the experts."
+                f"{name} has parameters that are not sharded, {format_axes(sorted(not_sharded))}: each of the "
+                f"{self._tensor_ranks()} would get a part of their gradients. Name their layers in columns= or rows=, "
+                "or move them out of the experts."
             )
 
     def _shard_linear(self, name: str, layer: nn.Linear, dimension: int) -> None:

@@ -406,11 +406,13 @@ def test_a_module_without_what_is_named_is_refused(mesh):
     )
     normed = expert_layer()
     normed.experts[0].norm = nn.LayerNorm(WIDTH)
+    normed.experts[0].up.scale = nn.Parameter(torch.ones(WIDTH))
     assert_raises(
         MethodError,
         lambda: ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"]).apply(normed),
-        "Module.experts.0 has parameters in norm, which is not sharded: each of the 2 ranks along etp=2 would get a "
-        "part of their gradients. Name the layer in columns= or rows=, or move it out of the experts.",
+        "Module.experts.0 has parameters that are not sharded, norm.bias, norm.weight, up.scale: each of the 2 ranks "
+        "along etp=2 would get a part of their gradients. Name their layers in columns= or rows=, or move them out of "
+        "the experts.",
     )
     assert_raises(
         AxisError,
