@@ -90,7 +90,7 @@ def _metadata_error(folder: str | Path) -> str:
     """The error when the metadata of a folder is read; "" without one. torch's has the name of another file."""
     try:
         if "://" not in str(folder):
-            checkpoint.FileSystemReader(folder).read_metadata()
+            checkpoint.FileSystemReader(Path(folder).absolute()).read_metadata()
     except Exception as error:  # of any type: the file is a pickle
         return f"{type(error).__name__}: {error}"
     return ""

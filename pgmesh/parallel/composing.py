@@ -153,8 +153,9 @@ class Composition:
         experts = self._names_of_experts(module)
         trainable = [name for name, each in module.named_parameters() if each.requires_grad and name not in experts]
         if trainable:
-            cutting = self._reading[0]
-            sizes: dict[str | int, int] = {axis: cutting.mesh.size(axis) for axis in cutting.mesh.axes}
+            cutting, sizes = self._reading[0], dict[str | int, int]()
+            for axis in cutting.mesh.axes:  # a view has names or numbers, not both
+                sizes[axis if isinstance(axis, str) else f"axis{axis}"] = cutting.mesh.size(axis)
             new = max(["data", *(f"{axis}_" for axis in sizes if str(axis).startswith("data"))], key=len)
             raise AxisError(
                 f"ranks along {format_sizes(cutting.mesh, cutting.owns)} read different tokens, but no method averages "

@@ -191,6 +191,9 @@ def test_the_proposed_view_has_a_new_axis():
         together = compose(mesh, ContextParallel(mesh, "cp"), unowned="data")
         with pytest.raises(AxisError, match=r"mesh\.view\(data_=1, data=2, cp=2\), 'data_'\)"):
             together.apply(nn.Linear(2, 2))
+    named = r"mesh\.view\(data=1, axis0=2, axis1=2\), 'data'\)"
+    with fake_rank(0, 4), ProcessGroupMesh(2, 2) as mesh, pytest.raises(AxisError, match=named):
+        compose(mesh, ContextParallel(mesh, 0), unowned=1).apply(nn.Linear(2, 2))
 
 
 # ---- calls that would be silently wrong ----
