@@ -67,8 +67,10 @@ def ring_attention(
             Otherwise rank i holds part i of n.
 
     Raises:
-        ShapeError: causal attention with different numbers of queries and keys.
+        ShapeError: queries and keys of different widths, or causal attention with different numbers of them.
     """
+    if q.size(-1) != k.size(-1):
+        raise ShapeError(f"queries and keys need the same width, not {q.size(-1)} and {k.size(-1)}.")
     if is_causal and q.size(-2) != k.size(-2):
         raise ShapeError(f"causal attention needs as many queries as keys, not {q.size(-2)} and {k.size(-2)}.")
     scale, keys_values = q.size(-1) ** -0.5 if scale is None else scale, torch.cat([k, v], -1)

@@ -250,6 +250,8 @@ def test_indivisible_sequences_raise_with_the_numbers(mesh):
         lambda: ring.ring_attention(q, q[..., :2, :], q[..., :2, :], mesh.group("cp"), is_causal=True),
         "causal attention needs as many queries as keys, not 3 and 2.",
     )
+    with pytest.raises(ShapeError, match=r"^queries and keys need the same width, not 4 and 2\.$"):
+        ring.ring_attention(q, q[..., :2], q, mesh.group("cp"))
 
 
 def test_what_attention_cannot_do_is_refused(mesh):
