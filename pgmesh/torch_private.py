@@ -58,8 +58,6 @@ SEAM: dict[str, str] = {
     "distributed_c10d._get_default_timeout": "the timeout of a world whose backend has none",
     "device_mesh.DeviceMesh.__eq__": "compares _thread_id: meshes with different groups must be unequal",
     "nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": "excludes parameters",
-    "_C._VariableFunctions._foreach_norm": "norms of all gradients in one kernel, in a given dtype",
-    "_C._VariableFunctions._foreach_mul_": "scales all gradients in one kernel",
     "Tensor._backward_hooks": "torch loses these hooks when it shards a parameter",
     "Tensor._post_accumulate_grad_hooks": "some pipeline schedules would skip these hooks",
     "ProcessGroup._set_default_backend": "sets the backend of a group that is built directly",
@@ -204,16 +202,6 @@ def exclude_from_ddp(module: torch.nn.Module, names: Sequence[str]) -> None:
     """Make DDP ignore these parameters and buffers of a module."""
     ignore: Any = torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
     ignore(module, names)
-
-
-def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype) -> Sequence[torch.Tensor]:
-    """The norm of each tensor, in this dtype."""
-    return torch._foreach_norm(tensors, order, dtype=dtype)
-
-
-def foreach_multiply(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply tensors in place by a number on their device."""
-    torch._foreach_mul_(tensors, factor)
 
 
 def has_gradient_hooks(weight: torch.Tensor) -> bool:

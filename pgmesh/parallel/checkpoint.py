@@ -73,8 +73,8 @@ def load(
     try:
         checkpoint.load(state, checkpoint_id=folder, process_group=mesh.group())
     except checkpoint.CheckpointException as error:  # a BaseException, with each rank's traceback in its text
-        reason = str(error).strip().splitlines()[-1]
-        raise MethodError(_unreadable(folder) or f"{folder} does not match this model: {reason}") from error
+        reason = _metadata_error(folder) or str(error).strip().splitlines()[-1]
+        raise MethodError(f"{folder} has no checkpoint that this model can load: {reason}") from error
     loaded: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
     for global_name, local_name, value in entries:
         found = state[global_name]
@@ -86,16 +86,13 @@ def load(
         set_optimizer_state_dict(module, optimizer, loaded["optimizer"], options=FLAT)
 
 
-def _unreadable(folder: str | Path) -> str:
-    """The reason why a folder has no checkpoint that this rank can read; "" if it has one, or is no local path."""
-    path = Path(folder).absolute()
+def _metadata_error(folder: str | Path) -> str:
+    """The error when the metadata of a folder is read; "" without one. torch's has the name of another file."""
     try:
         if "://" not in str(folder):
-            checkpoint.FileSystemReader(path).read_metadata()
-    except (FileNotFoundError, NotADirectoryError):
-        return f"there is no checkpoint at {path}: there is no file {path / '.metadata'}, which save writes last."
+            checkpoint.FileSystemReader(Path(folder).absolute()).read_metadata()
     except Exception as error:  # of any type: the file is a pickle
-        return f"the checkpoint at {path} cannot be read: {type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}"
     return ""
 
 

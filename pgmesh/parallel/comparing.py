@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from pgmesh._util.formatting import name_ranks
 from pgmesh.errors import MethodError, ShapeError
-from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Level, Method
 from pgmesh.parallel.divisibility import format_sizes
@@ -114,51 +113,36 @@ def compare_weights(
 # ---- inputs ----
 
 
-class Comparison(NamedTuple):
-    """A method, axes of its mesh, and what all ranks along these need the same number of, as in ``UNITS``."""
-
-    method: Method
-    axes: tuple[Axis, ...]
-    units: tuple[str, ...]
-
-
-def comparisons(methods: Iterable[Method], equal_parts: bool) -> Iterator[Comparison]:
-    """What has to be equal along the axes of methods.
-
-    Args:
-        methods: the methods of a composition.
-        equal_parts: True if ranks that read different rows need the same number of them.
-    """
-    for method in methods:
-        if method.differs == "rows" and equal_parts:
-            yield Comparison(method, method.average_axes, ("rows",))
-        elif method.differs == "experts" and equal_parts:
-            axes = method.mesh.along(*{*method.average_axes, *method.owns}).axes
-            yield Comparison(method, axes, ("tokens",))
-        elif method.level is Level.PIPELINE:
-            yield Comparison(method, method.owns, ("rows",))
-        elif method.differs in ("positions", "weights"):
-            yield Comparison(method, method.owns, ("rows", "positions"))
+def compared_units(method: Method) -> tuple[str, ...]:
+    """What all ranks along the axes of a method need the same number of, as in ``UNITS``."""
+    if method.differs == "experts":
+        return ("tokens",)
+    return ("rows",) if method.differs == "rows" or method.level is Level.PIPELINE else ("rows", "positions")
 
 
 def compare_inputs(
-    mesh: ProcessGroupMesh, ranks: Sequence[int], compared: Iterable[Comparison], inputs: object
+    mesh: ProcessGroupMesh, ranks: Sequence[int], methods: Iterable[Method], equal_parts: bool, inputs: object
 ) -> None:
     """Compare the numbers of rows, positions and tokens of a batch, in all blocks, also in those without this rank.
 
     Args:
         mesh: the mesh.
         ranks: the ranks that compare, with this one, in mesh order.
-        compared: what has to be equal.
+        methods: the methods of a composition.
+        equal_parts: True if ranks that read different rows need the same number of them.
         inputs: the batch, a nest of mappings, lists and tuples.
 
     Raises:
         ShapeError: some differ; the same on every rank.
     """
     per_rank = gather_numbers(mesh, ranks, count_inputs(inputs))
-    for method, axes, units in compared:
+    for method in methods:
+        depends_on_parts = method.differs in ("rows", "experts")
+        if depends_on_parts and not equal_parts:
+            continue
+        axes = method.mesh.along(*{*method.owns, *method.average_axes}).axes
         blocks = [block for block in method.mesh.partition(*axes) if block[0] in per_rank]
-        for unit, block in itertools.product(units, blocks):
+        for unit, block in itertools.product(compared_units(method), blocks):
             holders: dict[int, list[int]] = {}
             for rank in block:
                 holders.setdefault(per_rank[rank][UNITS.index(unit)], []).append(rank)
@@ -170,7 +154,7 @@ def compare_inputs(
                     f"{format_sizes(method.mesh, axes)}, but there are "
                     f"{'; '.join([*counts[:4], *(['...'] if counts[4:] else [])])}.\n\n"
                     "  together.share(batch)   # equal parts; together = compose(...)"
-                    + (weighted if method.differs in ("rows", "experts") else "")
+                    + (weighted if depends_on_parts else "")
                 )
 
 

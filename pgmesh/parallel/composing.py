@@ -23,13 +23,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pgmesh._util.formatting import count_of, name_ranks
+from pgmesh._util.formatting import count_of, format_call, name_ranks
 from pgmesh.errors import AxisError, MethodError, ShapeError
-from pgmesh.layout import Axis, Layout
+from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Level, Method, format_axes, split_rows
 from pgmesh.parallel.blocks import Blocks, connected_ranks
-from pgmesh.parallel.comparing import compare_inputs, compare_weights, comparisons, tensors_in
+from pgmesh.parallel.comparing import compare_inputs, compare_weights, tensors_in
 from pgmesh.parallel.divisibility import format_sizes
 from pgmesh.parallel.exchange import broadcast_from_first, on_served_device
 from pgmesh.parallel.gradients import local_shard, norm_of_pieces, scale_gradients
@@ -57,6 +57,14 @@ class Composition:
         self.mesh, self.methods, self.equal_parts = mesh, methods, equal_parts
         self._pieces: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
         """For each applied module and parameter name: how many different pieces ranks hold, beyond DTensor shards."""
+        self._pipelines = [each for each in methods if each.level is Level.PIPELINE]
+        self._experts = [each for each in methods if each.differs == "experts"]
+        self._averaging = next((each for each in methods if each.averages_gradients), None)
+        """The method that averages gradients."""
+        self._row_methods = [each for each in methods if each.differs == "rows"]
+        readers = [each for each in methods if each.differs in ("rows", "positions")]
+        self._reading = [each for each in readers if not each.averages_later]
+        """The methods along whose axes ranks read different tokens, but for replicas that are averaged later."""
         self._settle()
 
     # -- what follows from the methods ------------------------------------------------------------------------------
@@ -72,20 +80,6 @@ class Composition:
                     f"here it would average along {format_axes(found) or 'no axes'}.\n\n"
                     f"  {type(method).__name__}(mesh, ...)   # another one for each composition"
                 )
-
-    @property
-    def _reading(self) -> list[Method]:
-        """The methods along whose axes ranks read different tokens, but for replicas that are averaged later."""
-        return [each for each in self.methods if each.differs in ("rows", "positions") and not each.averages_later]
-
-    @property
-    def _pipelines(self) -> list[Method]:
-        return [each for each in self.methods if each.level is Level.PIPELINE]
-
-    @property
-    def _averaging(self) -> Method | None:
-        """The method that averages gradients."""
-        return next((each for each in self.methods if each.averages_gradients), None)
 
     def _ranks_along(self, methods: Iterable[Method]) -> list[int]:
         """The ranks that are connected with this one along the axes of methods, in the order of their group."""
@@ -140,43 +134,42 @@ class Composition:
                 "New groups along its axes were released. The module may be partly changed: build it again."
             ) from error
         _applied.update(self.methods)
-        experts = [each for each in self.methods if each.differs == "experts"]
         expert_names = expert_parameters(applied)
         self._pieces[applied] = pieces = {}
         for name, place, _ in places_of(applied):
             pieces[name] = sharded.get(place, 1)
-            for method in (*self._pipelines, *(experts if name in expert_names else ())):
+            for method in (*self._pipelines, *(self._experts if name in expert_names else ())):
                 pieces[name] *= method.mesh.size(*method.owns)
         self._compare_first_inputs(applied, was_on_meta)
         return applied
 
+    def _names_of_experts(self, module: nn.Module) -> set[str]:
+        """Names of the tensors of a whole module that a method of experts averages itself."""
+        return names_of_experts(module) if self._experts else set()
+
     def _check_averages(self, module: nn.Module) -> None:
         if self._averaging is not None or len(self._token_ranks) == 1:
             return
-        experts = names_of_experts(module)
+        experts = self._names_of_experts(module)
         trainable = [name for name, each in module.named_parameters() if each.requires_grad and name not in experts]
         if trainable:
-            cutting = self._reading[0]
-            sizes = {
-                axis if isinstance(axis, str) else f"axis{axis}": cutting.mesh.size(axis) for axis in cutting.mesh.axes
-            }
-            view, new = ", ".join(f"{name}={size}" for name, size in sizes.items()), "data"
-            while new in sizes:
-                new += "_"
+            cutting, sizes = self._reading[0], dict[str | int, int]()
+            for axis in cutting.mesh.axes:  # a view has names or numbers, not both
+                sizes[axis if isinstance(axis, str) else f"axis{axis}"] = cutting.mesh.size(axis)
+            new = max(["data", *(f"{axis}_" for axis in sizes if str(axis).startswith("data"))], key=len)
             raise AxisError(
                 f"ranks along {format_sizes(cutting.mesh, cutting.owns)} read different tokens, but no method averages "
                 f"the gradients of {count_of(len(trainable), 'trainable parameter')}, for example {trainable[0]}.\n\n"
-                f"  DataParallel(mesh.view({new}=1, {view}), {new!r})   # averages along the axes of positions too"
+                f"  DataParallel({format_call('mesh.view', {new: 1, **sizes})}, {new!r})"
+                "   # averages along the axes of positions too"
             )
 
     def _compare_weights(self, module: nn.Module) -> None:
         """Compare the initial weights of ranks. DDP broadcasts those that are not experts to all but the first."""
-        data = next((each for each in self.methods if getattr(each, "broadcasts", False)), None)
-        tensors = dict((*module.named_parameters(), *module.named_buffers()))
-        broadcast, receives = set[str](), False
-        if data is not None:
-            broadcast = tensors.keys() - names_of_experts(module)
-            receives = data.mesh.index(*data.average_axes) > 0
+        tensors, data = dict((*module.named_parameters(), *module.named_buffers())), self._averaging
+        data = data if getattr(data, "broadcasts", False) else None
+        broadcast = set[str]() if data is None else tensors.keys() - self._names_of_experts(module)
+        receives = data is not None and data.mesh.index(*data.average_axes) > 0
         compare_weights(self.mesh, self._ranks, tensors, broadcast, receives)
 
     def _compare_whole_weights(self, module: nn.Module) -> None:
@@ -307,20 +300,10 @@ class Composition:
         """Not the global rank: index of this rank's part of the rows, ``rank`` of a DistributedSampler."""
         return self._part_of_rows[1]
 
-    @property
+    @cached_property
     def _part_of_rows(self) -> tuple[int, int]:
-        blocks: dict[Layout, tuple[ProcessGroupMesh, list[Axis]]] = {}  # one block for all methods on one layout
-        for method in self._row_methods:
-            blocks.setdefault(method.mesh.layout, (method.mesh, []))[1].extend(method.owns)
-        size, index = 1, 0
-        for mesh, axes in blocks.values():
-            size *= mesh.size(*axes)
-            index = index * mesh.size(*axes) + mesh.index(*axes)
-        return size, index
-
-    @property
-    def _row_methods(self) -> list[Method]:
-        return [each for each in self.methods if each.differs == "rows"]
+        ranks = self._ranks_along(self._row_methods)
+        return len(ranks), ranks.index(self.mesh.rank)
 
     def share(self, batch: Any) -> Any:
         """This rank's part of a batch: its rows, and with context parallelism its positions.
@@ -367,8 +350,7 @@ class Composition:
         Raises:
             ShapeError: ranks have different numbers; the same on every rank.
         """
-        compared = [*comparisons(self.methods, self.equal_parts)]
-        compare_inputs(self.mesh, self._ranks, compared, batch)
+        compare_inputs(self.mesh, self._ranks, self.methods, self.equal_parts, batch)
 
     def _compare_first_inputs(self, module: nn.Module, was_on_meta: bool) -> None:
         """Let the first training step of a module compare the inputs of ranks, and weights that had no values."""

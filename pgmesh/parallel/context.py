@@ -13,7 +13,7 @@ from pgmesh.parallel.base import Method
 from pgmesh.parallel.divisibility import divide_along_axes, divide_evenly, format_sizes
 from pgmesh.parallel.exchange import all_gather_stacked
 from pgmesh.parallel.ring import ring_attention, ulysses_attention
-from pgmesh.parallel.stage_cutting import is_stage
+from pgmesh.parallel.stage_cutting import attributes_with, is_stage
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -66,7 +66,7 @@ class ContextParallel(Method):
             raise OptionsError(f"ContextParallel: attention is 'ring', 'ulysses' or None, not {attention!r}.")
         self.cuts, self._ring = attention is not None, attention == "ring"
         self._balanced = self._ring and balanced
-        self._ranks = mesh.size(*self.owns)
+        self._ranks, self._axis_sizes = mesh.size(*self.owns), format_sizes(mesh, self.owns)
 
     def apply(self, module: nn.Module) -> nn.Module:
         """Replace torch's scaled_dot_product_attention by ``method.attention`` in all attributes of submodules.
@@ -74,13 +74,10 @@ class ContextParallel(Method):
         Raises:
             MethodError: no submodule has it in an attribute. Single stages of a pipeline may have none.
         """
-        found = not self.cuts
-        for each in module.modules() if self.cuts else ():
-            for name, value in list(vars(each).items()):
-                if value is scaled_dot_product_attention:
-                    setattr(each, name, self.attention)
-                    found = True
-        if not found and not is_stage(module):
+        layers = attributes_with(module, scaled_dot_product_attention) if self.cuts else []
+        for _, layer, attribute in layers:
+            setattr(layer, attribute, self.attention)
+        if self.cuts and not layers and not is_stage(module):
             raise MethodError(
                 f"no submodule of {type(module).__name__} has torch's scaled_dot_product_attention in an attribute, so "
                 "there is no attention to replace.\n\n"
@@ -112,10 +109,9 @@ class ContextParallel(Method):
                 positions is odd.
         """
         if attn_mask is not None or dropout_p:
-            unsupported = "an attn_mask" if attn_mask is not None else f"dropout ({dropout_p})"
             raise OptionsError(
-                f"attention along {self._axis_sizes} does not support {unsupported}: use is_causal=True for a mask, "
-                "and dropout_p=0.0."
+                f"attention along {self._axis_sizes} supports neither attn_mask= nor dropout_p={dropout_p}.\n\n"
+                "  attention(query, key, value, is_causal=True)   # the causal mask alone"
             )
         group = self._group(*self.owns)
         settings: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
@@ -175,10 +171,6 @@ class ContextParallel(Method):
             ShapeError: the length is not divisible.
         """
         return self.cut(torch.arange(length, device=device), along=0)
-
-    @property
-    def _axis_sizes(self) -> str:
-        return format_sizes(self.mesh, self.owns)
 
     def _chunk_indices(self, index: int) -> tuple[int, ...]:
         """Indices of the chunks of a sequence that the rank at this index holds."""

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from pgmesh.errors import AxisError, MethodError
@@ -17,7 +16,7 @@ from pgmesh.parallel.base import Method, format_axes
 from pgmesh.parallel.blocks import Blocks, connected_ranks, spanning_axes
 from pgmesh.parallel.divisibility import divide_along_axes, format_sizes
 from pgmesh.parallel.local_experts import LocalExperts
-from pgmesh.parallel.stage_cutting import is_stage
+from pgmesh.parallel.stage_cutting import attributes_with, is_stage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -114,13 +113,12 @@ class ExpertParallel(Method):
             MethodError: an expert has no layer for a pattern, or parameters in layers without a pattern.
             ShapeError: the experts, or the features of their layers, are not divisible by the ranks.
         """
-        layers = list(mixture.expert_layers(module))
+        layers = attributes_with(module, mixture.mix)
         for name, layer, attribute in layers:
             self._keep_local_experts(f"{name or type(layer).__name__}.experts", layer)
             setattr(layer, attribute, self.mix)
-        for each in module.modules():
-            for attribute in [name for name, value in vars(each).items() if value is mixture.balance_loss]:
-                setattr(each, attribute, self.balance_loss)
+        for _, router, attribute in attributes_with(module, mixture.balance_loss):
+            setattr(router, attribute, self.balance_loss)
         if not layers and not is_stage(module):
             raise MethodError(
                 f"no submodule of {type(module).__name__} has pgmesh.parallel.mix in an attribute, so there are no "
@@ -162,9 +160,9 @@ class ExpertParallel(Method):
                 not_sharded -= {f"{inner}.weight".lstrip("."), f"{inner}.bias".lstrip(".")}
         if not_sharded:
             raise MethodError(
-                f"{name} has parameters in layers that are not sharded, {format_axes(sorted(not_sharded))}: each of "
-                f"the {self._tensor_ranks()} would get a part of their gradients. Name these layers in columns= or "
-                "rows=, or move them out of the experts."
+                f"{name} has parameters that are not sharded, {format_axes(sorted(not_sharded))}: each of the "
+                f"{self._tensor_ranks()} would get a part of their gradients. Name their layers in columns= or rows=, "
+                "or move them out of the experts."
             )
 
     def _shard_linear(self, name: str, layer: nn.Linear, dimension: int) -> None:
@@ -215,7 +213,9 @@ class ExpertParallel(Method):
         def route(rows: Tensor, counts: Tensor) -> Tensor:
             send_matrix = counts.view(n, -1)  # (rank, expert of the rank)
             receive_matrix = exchange.all_to_all_stacked(send_matrix, group)
-            run_counts = self._gather_counts(receive_matrix)  # (rank along tensor, source rank, expert of this rank)
+            run_counts = receive_matrix.unsqueeze(0)  # (rank along tensor, source rank, expert of this rank)
+            if self._gathers_tokens:
+                run_counts = exchange.all_gather_stacked(receive_matrix, self._group(*self._tensor_axes))
             sent, received, gathered, by_expert = exchange.to_lists(
                 [send_matrix.sum(1), receive_matrix.sum(1), run_counts.sum((1, 2)), run_counts.sum((0, 1))]
             )
@@ -227,12 +227,6 @@ class ExpertParallel(Method):
             return exchange.all_to_all_rows(outputs, received, sent, group)
 
         return mixture.mix_with(tokens, weights, chosen, n * len(experts), route)
-
-    def _gather_counts(self, counts: Tensor) -> Tensor:
-        """Numbers of rows, from (source ranks, experts) to (ranks along ``tensor``, source ranks, experts)."""
-        if not self._gathers_tokens:
-            return counts.unsqueeze(0)
-        return exchange.all_gather_stacked(counts, self._group(*self._tensor_axes))
 
     def _along_tensor(self, rows: Tensor, counts: list[int], compute: Callable[[Tensor], Tensor]) -> Tensor:
         """Outputs of this rank's experts, each summed over its shards.
@@ -261,11 +255,8 @@ class ExpertParallel(Method):
         return partial(mixture.balance_loss, count=self._sum_over_ranks)
 
     def _sum_over_ranks(self, counts: Tensor) -> Tensor:
-        """Sum a tensor over all ranks that hold tokens, in place."""
-        group = self._group(*self.average_axes)
-        if group.size() > 1:
-            dist.all_reduce(counts, group=group)
-        return counts
+        """Sum of a tensor over all ranks that hold tokens."""
+        return exchange.all_reduce_forward(counts, self._group(*self.average_axes))
 
 
 def _run_sorted(

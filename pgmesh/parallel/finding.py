@@ -22,7 +22,7 @@ def find(name: str) -> type[Method]:
         ring = "ring_attention:RingAttention"
 
     Raises:
-        MethodError: no package or several packages provide the name, or the method cannot be imported.
+        MethodError: no package or several packages provide the name.
 
     >>> from pgmesh.parallel import find
     >>> find("data")
@@ -40,10 +40,5 @@ def find(name: str) -> type[Method]:
             f'  {name} = "its_module:ItsMethod"'
         )
     (point,) = found.values()
-    try:
-        method: type[Method] = point.load()
-    except Exception as error:
-        raise MethodError(
-            f"parallel method {name!r} cannot be imported from {point.value}: {type(error).__name__}: {error}"
-        ) from error
+    method: type[Method] = point.load()
     return method

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.utils import get_total_norm
 
-from pgmesh import torch_private
 from pgmesh.parallel.exchange import collective_device
 
 
@@ -48,27 +48,23 @@ def norm_of_pieces(pieces: Iterable[tuple[Tensor, int]], norm_type: float, group
         norm_type: order of the norm.
         group: the group.
     """
-    by_kind: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = {}
+    tensors: dict[int, list[Tensor]] = {}
     for piece, different in pieces:
         if piece.numel():
-            by_kind.setdefault((piece.device, piece.dtype, different), []).append(piece)
-    device = collective_device(group, next((device for device, *_ in by_kind), torch.device("cpu")))
+            tensors.setdefault(different, []).append(piece)
+    device = collective_device(group, next((each.device for each, *_ in tensors.values()), torch.device("cpu")))
     total = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
-    for (_, dtype, different), tensors in by_kind.items():
-        norms = torch_private.foreach_norm(tensors, norm_type, torch.promote_types(dtype, total.dtype))
-        sizes = torch.stack(list(norms)).to(total)
+    for different, these in tensors.items():
+        norm = get_total_norm(these, norm_type).to(total)
         if math.isinf(norm_type):
-            total = torch.maximum(total, sizes.max())
+            total = torch.maximum(total, norm)
         else:
-            total = total + (sizes**norm_type).sum() * different / group.size()
+            total = total + norm**norm_type * different / group.size()
     dist.all_reduce(total, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
     return total if math.isinf(norm_type) else total ** (1 / norm_type)
 
 
 def scale_gradients(gradients: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply gradients in place."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in map(local, gradients):
-        by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for (device, dtype), tensors in by_kind.items():  # 16-bit floats would round the factor
-        torch_private.foreach_multiply(tensors, factor.to(device, torch.promote_types(dtype, torch.float32)))
+    for gradient in map(local, gradients):  # 16-bit floats would round the factor
+        gradient.mul_(factor.to(gradient.device, torch.promote_types(gradient.dtype, torch.float32)))

@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 
 from pgmesh._util.marks import SHARD_MARK
-from pgmesh.parallel.mixture import expert_layers, grouped_template
+from pgmesh.parallel.mixture import grouped_template, mix
+from pgmesh.parallel.stage_cutting import attributes_with
 
 
 class LocalExperts(nn.ModuleDict):
@@ -63,7 +64,7 @@ def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def names_of_experts(module: nn.Module) -> set[str]:
     """Names of the parameters and buffers of experts in a whole module, before ``ExpertParallel`` is applied."""
-    prefixes = _prefixes(f"{name}.experts".lstrip(".") for name, *_ in expert_layers(module))
+    prefixes = _prefixes(f"{name}.experts".lstrip(".") for name, *_ in attributes_with(module, mix))
     tensors = (*module.named_parameters(), *module.named_buffers())
     return {name for name, _ in tensors if name.startswith(prefixes)}
 

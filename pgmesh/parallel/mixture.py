@@ -6,7 +6,7 @@ It needs no mesh. ``ExpertParallel`` replaces ``mix`` and ``balance_loss`` by it
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -44,12 +44,6 @@ def mix(tokens: Tensor, weights: Tensor, chosen: Tensor, experts: nn.ModuleList 
     return mix_with(
         tokens, weights, chosen, len(experts), lambda rows, counts: run_experts(rows, counts.tolist(), experts)
     )
-
-
-def expert_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """The modules that have ``mix`` in an attribute: the name of each, the module, and the name of the attribute."""
-    for name, each in module.named_modules():
-        yield from ((name, each, attribute) for attribute, value in vars(each).items() if value is mix)
 
 
 def mix_with(

@@ -75,12 +75,10 @@ def owns_axis(method: Method, mesh: ProcessGroupMesh, axis: Axis) -> bool:
 
 def shared_pair(layout: Layout, axis: Axis, other: Layout, other_axis: Axis) -> tuple[int, int] | None:
     """Two ranks that are in one block along ``axis`` and in one block along ``other_axis`` of another layout."""
-    block_of = {rank: number for number, block in enumerate(layout.partition(axis)) for rank in block}
-    for block in other.partition(other_axis):
-        seen: dict[int, int] = {}
-        for rank in block:
-            if rank in block_of and block_of[rank] in seen:
-                return seen[block_of[rank]], rank
-            if rank in block_of:
-                seen[block_of[rank]] = rank
+    number_of = {rank: number for number, block in enumerate(layout.partition(axis)) for rank in block}
+    seen: dict[tuple[int, int], int] = {}
+    for number, block in enumerate(other.partition(other_axis)):
+        for rank in filter(number_of.__contains__, block):
+            if (first := seen.setdefault((number_of[rank], number), rank)) != rank:
+                return first, rank
     return None

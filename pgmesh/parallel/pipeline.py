@@ -192,7 +192,7 @@ class PipelineParallel(Method):
             stage = self.stage(index)
             absent = [layer for i, layer in enumerate(layers) if i not in partition[stage]]
             dropped = [*(() if stage == 0 else self.first), *(() if stage == self.stages - 1 else self.last)]
-            both = index > 0 and stage == self.stages - 1 and self.holder(0) == self.mesh.rank
+            both = index > 0 and stage == self.stages - 1 and self._holders[0] == self.mesh.rank
             copied = self.last if both and self.tied(module) else ()
             parts.append(copy_stage(module, absent, dropped, copied))
         return parts
@@ -271,9 +271,8 @@ class Pipeline(nn.Module):
         self.tied, self.canonical_names = tied, names
         if not torch_private.stages_are_supported(PipelineStage):
             raise MethodError(
-                f"a pipeline needs the stages of torch 2.12 or later. This is torch {torch.__version__}, with whose "
-                "stages some gradients were wrong.\n\n"
-                "  pip install 'torch>=2.12'"
+                f"a pipeline needs the stages of torch 2.12: with those of torch {torch.__version__} some gradients "
+                "were wrong.\n\n  pip install 'torch>=2.12'"
             )
         hooked = any(map(torch_private.has_gradient_hooks, self.parameters()))
         data = hooked or any(isinstance(part, (DistributedDataParallel, FSDPModule)) for part in parts)
@@ -318,18 +317,8 @@ class Pipeline(nn.Module):
                 f"{self.method} has no loss, so a step has no backward pass.\n\n"
                 "  PipelineParallel(..., loss=cross_entropy)   # or model(inputs), which runs only the forward pass"
             )
-        training = torch.is_grad_enabled()
-        if training and self.before_step is not None:
-            self.before_step((inputs, target, keywords))
-        schedule, losses = self._schedule_for(inputs, keywords, target, training=training), list[torch.Tensor]()
-        stage_inputs = inputs if self._has_stage(0) else ()
-        last = {"target": target, "losses": losses} if self._has_stage(self.method.stages - 1) else {}
-        with gradients_aside(self.parts):
-            if training:
-                schedule.step(*stage_inputs, **last, **keywords, return_outputs=False)
-                self._all_reduce_tied()
-            else:
-                schedule.eval(*stage_inputs, **last, **keywords, return_outputs=False)
+        losses: list[torch.Tensor] = []
+        self._run(inputs, keywords, target=target, losses=losses)
         return losses
 
     def forward(self, *inputs: torch.Tensor, **keywords: Any) -> Any:
@@ -347,33 +336,39 @@ class Pipeline(nn.Module):
                 other than plain tensors.
             ShapeError: as in ``step``.
         """
-        schedule = self._schedule_for(inputs, keywords)
-        with gradients_aside(self.parts), torch.no_grad():
-            return schedule.step(*(inputs if self._has_stage(0) else ()), **keywords)
+        with torch.no_grad():
+            return self._run(inputs, keywords)
 
-    def _schedule_for(
-        self,
-        inputs: tuple[torch.Tensor, ...],
-        keywords: Mapping[str, Any],
-        target: torch.Tensor | None = None,
-        training: bool = False,
-    ) -> Any:
-        """torch's schedule for batches of these shapes, with a loss if there is a target."""
+    def _run(self, inputs: tuple[torch.Tensor, ...], keywords: Mapping[str, Any], **last: Any) -> Any:
+        """Run a batch forward through all stages and, with gradients, backward. ``last`` is for the last stage."""
+        training = torch.is_grad_enabled()
+        if training and self.before_step is not None:
+            self.before_step((inputs, last["target"], keywords))
+        schedule = self._schedule_for(inputs, {**keywords, "target": last.get("target")}, training)
+        run, stage_inputs = schedule.step if training else schedule.eval, inputs if self._has_stage(0) else ()
+        with gradients_aside(self.parts):
+            of_last = last if self._has_stage(self.method.stages - 1) else {}
+            outputs = run(*stage_inputs, **of_last, **keywords, return_outputs=not last)
+            if training:
+                self._all_reduce_tied()
+        return outputs
+
+    def _schedule_for(self, inputs: tuple[torch.Tensor, ...], named: Mapping[str, Any], training: bool) -> Any:
+        """torch's schedule for batches of these shapes, with a loss if ``named`` has a target."""
         if SCHEDULES[self.method.schedule].v_shape and not training:
             raise MethodError(
                 f"schedule {self.method.schedule!r} always runs forward and backward in torch 2.13.\n\n"
                 "  PipelineParallel(..., schedule='zero-bubble', stages_per_rank=2)   # can run only forward"
             )
-        named = [("inputs", inputs), *keywords.items()]
-        tensors = [(name, each) for name, value in named for each in tensors_in(value)]
-        self._check_rows([*tensors, *([] if target is None else [("target", target)])])
+        tensors = [(name, each) for name, value in {"inputs": inputs, **named}.items() for each in tensors_in(value)]
+        self._check_rows(tensors)
         shapes = tuple((name, each.shape, each.dtype) for name, each in tensors)
         kind = device_of_stage(self, self.method.mesh.group(self.method.axis)).type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         dtypes = autocast, frozenset(weight.dtype for weight in self.parameters())
-        signature = shapes, dtypes, target is not None, training
+        signature = shapes, dtypes, training
         if signature not in self.schedules:
-            self.schedules[signature] = self._build_schedule(inputs, loss=target is not None)
+            self.schedules[signature] = self._build_schedule(inputs, loss=named["target"] is not None)
         return self.schedules[signature]
 
     def _build_schedule(self, inputs: tuple[torch.Tensor, ...], loss: bool) -> Any:
@@ -439,16 +434,15 @@ class Pipeline(nn.Module):
         Raises:
             MethodError: the stage has no such parameter.
         """
-        for part in (part for i, part in enumerate(self.parts) if self.method.stage(i) == stage):
-            weights = {_without_wrappers(n): weight for n, weight in part.named_parameters(remove_duplicate=False)}
-            if _without_wrappers(name) not in weights:
-                raise MethodError(
-                    f"{name}, which is tied to a parameter of another stage, is not found in stage {stage} after other "
-                    f"methods: it has {', '.join([*weights][:4])}, ... A method has to keep the names of parameters; "
-                    "it may only prefix them by 'module.'."
-                )
-            return [weights[_without_wrappers(name)]]
-        return []
+        held = [part for i, part in enumerate(self.parts) if self.method.stage(i) == stage]
+        named = [each for part in held for each in part.named_parameters(remove_duplicate=False)]
+        found = [weight for full_name, weight in named if _without_wrappers(full_name) == _without_wrappers(name)]
+        if held and not found:
+            raise MethodError(
+                f"{name}, which is tied to a parameter of another stage, is not found in stage {stage} after other "
+                "methods. A method has to keep the names of parameters; it may only prefix them by 'module.'."
+            )
+        return found
 
 
 def _without_wrappers(name: str) -> str:

@@ -67,18 +67,16 @@ def ring_attention(
             Otherwise rank i holds part i of n.
 
     Raises:
-        ShapeError: causal attention with different numbers of queries and keys, or balanced with an odd number.
+        ShapeError: queries and keys of different widths, or causal attention with different numbers of them.
     """
+    if q.size(-1) != k.size(-1):
+        raise ShapeError(f"queries and keys need the same width, not {q.size(-1)} and {k.size(-1)}.")
     if is_causal and q.size(-2) != k.size(-2):
         raise ShapeError(f"causal attention needs as many queries as keys, not {q.size(-2)} and {k.size(-2)}.")
-    if is_causal and balanced and q.size(-2) % 2:
-        raise ShapeError(
-            f"balanced causal attention needs two chunks of the same length on each rank, not {q.size(-2)} positions."
-        )
-    scale = q.size(-1) ** -0.5 if scale is None else scale
+    scale, keys_values = q.size(-1) ** -0.5 if scale is None else scale, torch.cat([k, v], -1)
     if enable_gqa:  # (..., heads of k, heads of q per head of k, positions, width); 1 in the second place of k and v
-        q, k, v = torch.unflatten(q, -3, (k.size(-3), -1)), k.unsqueeze(-3), v.unsqueeze(-3)
-    out: Tensor = _forward(q, k, v, group.group_name, is_causal, scale, balanced)[0]
+        q, keys_values = torch.unflatten(q, -3, (k.size(-3), -1)), keys_values.unsqueeze(-3)
+    out: Tensor = _forward(q, keys_values, group.group_name, is_causal, scale, balanced)[0]
     return (out.flatten(-4, -3) if enable_gqa else out).to(q.dtype)
 
 
@@ -87,17 +85,16 @@ def ring_attention(
 
 @torch.library.custom_op("pgmesh::ring_forward", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, group_name: str, causal: bool, scale: float, balanced: bool
+    q: Tensor, keys_values: Tensor, group_name: str, causal: bool, scale: float, balanced: bool
 ) -> tuple[Tensor, Tensor]:
     """Attention, and the logarithm of the sum of the exponentials of each query's scores, both of ``_acc_dtype``."""
-    group, acc_dtype = torch_private.group_named(group_name), _acc_dtype(q)
-    rank, widths = group.rank(), [k.size(-1), v.size(-1)]
-    out = q.new_zeros((*q.shape[:-1], v.size(-1)), dtype=acc_dtype)
+    group, acc_dtype, width = torch_private.group_named(group_name), _acc_dtype(q), q.size(-1)
+    out = q.new_zeros((*q.shape[:-1], keys_values.size(-1) - width), dtype=acc_dtype)
     log_sum = q.new_full((*q.shape[:-1], 1), -torch.inf, dtype=acc_dtype)
     with torch.autocast(q.device.type, enabled=False):
-        for source, keys_values in _circulate(torch.cat([k, v], -1), group):
-            for rows, keys, mask in _blocks(rank, source, q, k, causal, balanced):
-                key, value = torch.split(keys_values[..., keys, :].to(acc_dtype), widths, -1)
+        for source, received in _circulate(keys_values, group):
+            for rows, keys, mask in _blocks(group.rank(), source, q, keys_values, causal, balanced):
+                key, value = received[..., keys, :].to(acc_dtype).tensor_split([width], -1)
                 scores = _scores(q[..., rows, :].to(acc_dtype), key, scale, mask)
                 old_log_sum = log_sum[..., rows, :]
                 new_log_sum = torch.logaddexp(old_log_sum, scores.logsumexp(-1, keepdim=True))
@@ -108,58 +105,54 @@ def _forward(
 
 
 @_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, keys_values: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
     sizes, dtype = q.shape[:-1], _acc_dtype(q)
-    return q.new_empty((*sizes, v.size(-1)), dtype=dtype), q.new_empty((*sizes, 1), dtype=dtype)
+    width = keys_values.size(-1) - q.size(-1)
+    return q.new_empty((*sizes, width), dtype=dtype), q.new_empty((*sizes, 1), dtype=dtype)
 
 
 @torch.library.custom_op("pgmesh::ring_backward", mutates_args=())
 def _backward(
     gradient: Tensor,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    keys_values: Tensor,
     out: Tensor,
     log_sum: Tensor,
     group_name: str,
     causal: bool,
     scale: float,
     balanced: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values."""
-    group, acc_dtype = torch_private.group_named(group_name), out.dtype
-    rank, widths = group.rank(), [k.size(-1), v.size(-1)]
+) -> tuple[Tensor, Tensor]:
+    """Gradients of queries, and of keys and values."""
+    group, acc_dtype, width = torch_private.group_named(group_name), out.dtype, q.size(-1)
     grad_q = q.new_zeros(q.shape, dtype=acc_dtype)
-    own_keys_values = torch.cat([k, v], -1)
-    grad_keys_values, grad_works = torch.zeros_like(own_keys_values, dtype=acc_dtype), list[Any]()
+    grad_keys_values, grad_works = torch.zeros_like(keys_values, dtype=acc_dtype), list[Any]()
     with torch.autocast(q.device.type, enabled=False):
         delta = (gradient * out).sum(-1, keepdim=True)
-        for source, keys_values in _circulate(own_keys_values, group):
-            grad_block = torch.zeros_like(keys_values, dtype=acc_dtype)
-            for rows, keys, mask in _blocks(rank, source, q, k, causal, balanced):
+        for source, received in _circulate(keys_values, group):
+            grad_block = torch.zeros_like(received, dtype=acc_dtype)
+            for rows, keys, mask in _blocks(group.rank(), source, q, keys_values, causal, balanced):
                 query, grad_out = q[..., rows, :].to(acc_dtype), gradient[..., rows, :]
-                key, value = torch.split(keys_values[..., keys, :].to(acc_dtype), widths, -1)
+                key, value = received[..., keys, :].to(acc_dtype).tensor_split([width], -1)
                 probabilities = (_scores(query, key, scale, mask) - log_sum[..., rows, :]).exp()
                 grad_scores = probabilities * (grad_out @ value.mT - delta[..., rows, :]) * scale
                 grad_q[..., rows, :] += grad_scores @ key
                 grad_both = torch.cat([grad_scores.mT @ query, probabilities.mT @ grad_out], -1)
-                grad_block[..., keys, :] += grad_both if q.size(-3) == k.size(-3) else grad_both.sum(-3, True)
+                grad_block[..., keys, :] += grad_both.sum_to_size(grad_block[..., keys, :].shape)
             _wait(grad_works)  # for the previous ranks' sum for the same keys and values
             grad_keys_values, grad_works = ring_shift(grad_keys_values + grad_block, group, tag=1)
         _wait(grad_works)  # the last shift returns the sums to the rank of the keys and values
-    grad_k, grad_v = torch.split(grad_keys_values, widths, -1)
-    # copies, since outputs of an operator may not share memory
-    return grad_q.to(q.dtype), grad_k.to(k.dtype, copy=True), grad_v.to(v.dtype, copy=True)
+    return grad_q.to(q.dtype), grad_keys_values.to(keys_values.dtype)
 
 
 @_backward.register_fake
-def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, ...]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _(gradient: Tensor, q: Tensor, keys_values: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), keys_values.new_empty(keys_values.shape)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *ctx.settings = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    q, keys_values, *ctx.settings = inputs
+    ctx.save_for_backward(q, keys_values, *output)
 
 
 def _gradients(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
@@ -191,24 +184,21 @@ def _wait(works: Iterable[Work]) -> None:
 
 def _blocks(
     rank: int, source: int, q: Tensor, k: Tensor, causal: bool, balanced: bool
-) -> list[tuple[slice, slice, Tensor | None]]:
+) -> Iterator[tuple[slice, slice, Tensor | None]]:
     """Slices of queries and of keys from ``source`` to multiply, with a mask; at most QUERY_BLOCK queries each."""
     length, half = q.size(-2), k.size(-2) // 2
-    start, keys = 0, slice(0, k.size(-2))
+    start, keys, mask = 0, slice(0, k.size(-2)), None
     if causal and source != rank:
         if balanced:  # earlier ranks: only the first chunk is visible; later ranks: only to the second half of queries
             start, keys = (0, slice(0, half)) if source < rank else (half, keys)
         elif source > rank:
-            return []
-    blocks: list[tuple[slice, slice, Tensor | None]] = []
+            return
     for first in range(start, length, QUERY_BLOCK):
         rows = slice(first, min(first + QUERY_BLOCK, length))
-        mask = None
         if causal and source == rank:
             keys = slice(0, rows.stop)
             mask = torch.arange(rows.stop, device=q.device) > torch.arange(first, rows.stop, device=q.device)[:, None]
-        blocks.append((rows, keys, mask))
-    return blocks
+        yield rows, keys, mask
 
 
 def _scores(query: Tensor, key: Tensor, scale: float, mask: Tensor | None) -> Tensor:
@@ -216,16 +206,7 @@ def _scores(query: Tensor, key: Tensor, scale: float, mask: Tensor | None) -> Te
     return scores if mask is None else scores.masked_fill(mask, -torch.inf)
 
 
-def ulysses_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    group: ProcessGroup,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, **settings: Any) -> Tensor:
     """Attention of this rank's queries to the keys and values of all ranks, with the heads sharded over the ranks.
 
     Every rank of the group calls it, forward and backward, with parts of the same length. Rank i of n holds part i, and
@@ -236,15 +217,13 @@ def ulysses_attention(
         k: this rank's keys.
         v: this rank's values.
         group: the group.
-        is_causal: mask later positions.
-        scale: factor of the scores.
-        enable_gqa: grouped-query attention.
+        settings: further arguments of torch's scaled_dot_product_attention.
 
     Raises:
         RuntimeError: the heads are not divisible by the number of ranks.
     """
     q, k, v = (_gather_positions(each, group) for each in (q, k, v))
-    out = scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    out = scaled_dot_product_attention(q, k, v, **settings)
     by_rank = torch.unflatten(out, -2, (group.size(), -1)).movedim(-3, 0)  # (n, ..., heads / n, positions, width)
     return all_to_all_stacked(by_rank, group).movedim(0, -4).flatten(-4, -3)
 

@@ -73,6 +73,12 @@ def _is_bound(value: object, modules: Sequence[nn.Module]) -> bool:
     return hasattr(value, "with_module") or any(getattr(value, "__self__", None) is each for each in modules)
 
 
+def attributes_with(module: nn.Module, value: object) -> list[tuple[str, nn.Module, str]]:
+    """The submodules that have a value in an attribute: the name of each, the submodule, and its attribute."""
+    found = [(name, each, vars(each)) for name, each in module.named_modules()]
+    return [(name, each, key) for name, each, values in found for key in values if values[key] is value]
+
+
 def is_stage(module: nn.Module) -> bool:
     """Return True if a module is one pipeline stage of a larger module."""
     return any(hasattr(each, REMOVED_MARK) for each in module.modules())
@@ -90,9 +96,7 @@ def on_other_stage(module: nn.Module, pattern: str) -> bool:
         return True
     found: Any = module
     for part in pattern.split("."):
-        if not hasattr(found, part):
-            return False
-        found = getattr(found, part)
+        found = getattr(found, part, ...)  # the Ellipsis has no such attribute
         if found is None:
             return True
     return False

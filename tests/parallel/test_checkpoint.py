@@ -148,14 +148,14 @@ def from_one_to(others: list[str], kind: str, folder: Path, head_first: bool) ->
 
 @needs_pipelines
 @pytest.mark.parametrize("head_first", [False, True])
-def test_tied_weights_are_loaded_with_and_without_a_pipeline(tmp_path: Path, head_first: bool):
+def test_tied_weights_load_with_or_without_pipeline(tmp_path: Path, head_first: bool):
     for kind, other in itertools.permutations(["data", "pipeline x data"]):
         world(4).run(from_one_to, [other], kind, tmp_path, head_first)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", SHAPES)
-def test_tied_weights_are_loaded_on_every_kind_of_mesh(kind: str, tmp_path: Path):
+def test_tied_weights_load_with_every_method(kind: str, tmp_path: Path):
     others = [other for other in SHAPES if other != kind or other == "both ends on a rank"]
     world(4).run(from_one_to, others, kind, tmp_path, False)
 
@@ -193,7 +193,7 @@ def of_parts(folder: Path) -> None:
         through(mesh, ShardedDataParallel(mesh, "dp").apply(Parts()))
     with ProcessGroupMesh(pp=2, name="a pipeline") as mesh:
         through(mesh, PipelineParallel(mesh, "pp", layers="parts", loss=None, microbatches=2).apply(Parts()))
-        with pytest.raises(MethodError, match="does not match this model"):
+        with pytest.raises(MethodError, match="has no checkpoint that this model can load"):
             checkpoint.load(folder / "no pipeline", mesh, nn.Linear(4, 4))
         dist.barrier()
 
@@ -207,12 +207,10 @@ def absent_and_damaged(folder: Path) -> None:
     damaged, model = folder / "damaged", nn.Linear(4, 4)
     with ProcessGroupMesh(dp=2, name="a reader") as mesh:
         for path in (folder / "step-100", folder, folder / "file" / "inside"):
-            absent = (
-                f"^there is no checkpoint at {re.escape(str(path))}: there is no file {re.escape(str(path))}/.metadata"
-            )
+            absent = f"^{re.escape(str(path))} has no checkpoint .* directory: '{re.escape(str(path))}/.metadata'"
             with pytest.raises(MethodError, match=absent):
                 checkpoint.load(path, mesh, model)
-        with pytest.raises(MethodError, match=f"^the checkpoint at {re.escape(str(damaged))} cannot be read: EOFError"):
+        with pytest.raises(MethodError, match=f"^{re.escape(str(damaged))} has no checkpoint .*: EOFError"):
             checkpoint.load(damaged, mesh, model)
 
 

@@ -351,7 +351,7 @@ def write(number: int, figure: str) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(ROWS)), ids=[row.text for row in ROWS])
-def test_a_composition_trains_as_one_process_and_the_page_has_its_difference(number: int):
+def test_composition_trains_as_in_one_process(number: int):
     row = ROWS[number]
     found = max(world(math.prod(row.sizes.values())).run(train, number))
     if os.environ.get("GOLDEN") == "write":
@@ -360,5 +360,5 @@ def test_a_composition_trains_as_one_process_and_the_page_has_its_difference(num
     assert shown / 30 <= found <= 30 * shown, f"{found:.0e} is not of the size of {shown:.0e}, which the page has"
 
 
-def test_the_table_of_the_page_has_each_composition_that_is_tried_and_no_other():
+def test_table_has_each_composition_that_is_tried():
     assert [*figures()] == [row_of(row, "").rpartition(" | ")[0] for row in ROWS]

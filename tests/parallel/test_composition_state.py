@@ -27,7 +27,7 @@ def mesh() -> Iterator[ProcessGroupMesh]:
 # ---- what was derived stays ----
 
 
-def test_an_applied_method_refuses_another_average_in_another_composition(mesh: ProcessGroupMesh):
+def test_applied_method_refuses_another_average(mesh: ProcessGroupMesh):
     data = DataParallel(mesh, "dp", "tp")
     experts = ExpertParallel(mesh.view(pp=2, edp=2, ep=2), "ep")
     compose(mesh, experts, unowned=mesh.axes)  # not applied, so the next one may derive something else
@@ -79,14 +79,14 @@ def norm_of_replaced_layers() -> None:
         check_sums(groups_of(mesh))
 
 
-def test_the_norm_counts_shards_in_layers_of_another_class():
+def test_grad_norm_counts_shards_in_replaced_layers():
     world(4).run(norm_of_replaced_layers)
 
 
 # ---- numbers of few bits ----
 
 
-def test_clipping_does_not_round_the_factor_to_the_dtype_of_gradients(mesh: ProcessGroupMesh):
+def test_clipping_does_not_round_factor_to_gradient_dtype(mesh: ProcessGroupMesh):
     together = compose(mesh, unowned=mesh.axes)
     layer = together.apply(nn.Linear(4, 1, bias=False, dtype=torch.float16))
     layer.weight.grad = torch.full_like(layer.weight, 1000.0)
@@ -94,7 +94,7 @@ def test_clipping_does_not_round_the_factor_to_the_dtype_of_gradients(mesh: Proc
     assert layer.weight.grad.tolist() == [[pytest.approx(1e-6, rel=0.1)] * 4]
 
 
-def test_the_mean_counts_more_tokens_than_a_half_can(mesh: ProcessGroupMesh):
+def test_mean_counts_more_tokens_than_float16_can(mesh: ProcessGroupMesh):
     loss = torch.tensor(60_000.0, dtype=torch.float16, requires_grad=True)
     mean = compose(mesh, unowned=mesh.axes).mean(loss, tokens=70_000)
     assert mean.item() == pytest.approx(60_000 / 70_000, rel=1e-3)
@@ -124,7 +124,7 @@ def compared_steps() -> int:
         return len(compared)
 
 
-def test_a_copy_of_a_model_compares_no_inputs_again():
+def test_copy_of_model_compares_inputs_once():
     assert world(2).run(compared_steps) == [1, 1]
 
 
@@ -142,7 +142,7 @@ def different_weights_on_permuted_ranks() -> str:
         return str(caught.value).splitlines()[0]
 
 
-def test_weights_that_differ_name_the_ranks_of_a_permuted_mesh():
+def test_different_weights_name_ranks_of_permuted_mesh():
     found = {*world(4).run(different_weights_on_permuted_ranks)}
     assert found == {
         "ranks start with different weights, of which the first is weight: (2, 2) torch.float32 True on rank 3; "
@@ -156,7 +156,7 @@ def test_weights_that_differ_name_the_ranks_of_a_permuted_mesh():
 # ---- parameters that apply has not seen ----
 
 
-def test_a_parameter_added_after_apply_raises_in_the_norm(mesh: ProcessGroupMesh):
+def test_parameter_added_after_apply_raises_in_grad_norm(mesh: ProcessGroupMesh):
     together = compose(mesh, unowned=mesh.axes)
     model = together.apply(nn.Linear(2, 2))
     model.extra = nn.Parameter(torch.ones(2))
@@ -191,6 +191,9 @@ def test_the_proposed_view_has_a_new_axis():
         together = compose(mesh, ContextParallel(mesh, "cp"), unowned="data")
         with pytest.raises(AxisError, match=r"mesh\.view\(data_=1, data=2, cp=2\), 'data_'\)"):
             together.apply(nn.Linear(2, 2))
+    named = r"mesh\.view\(data=1, axis0=2, axis1=2\), 'data'\)"
+    with fake_rank(0, 4), ProcessGroupMesh(2, 2) as mesh, pytest.raises(AxisError, match=named):
+        compose(mesh, ContextParallel(mesh, 0), unowned=1).apply(nn.Linear(2, 2))
 
 
 # ---- calls that would be silently wrong ----

@@ -79,7 +79,7 @@ def parameter(device: str) -> nn.Parameter:
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu", None])
-def test_a_norm_is_summed_on_a_device_that_all_ranks_can_agree_on(mesh, backend, sent, device):
+def test_grad_norm_is_reduced_on_a_common_device(mesh, backend, sent, device):
     """On a rank with weights on the GPU, with weights that are offloaded to the CPU, and on one without weights."""
     together, module = composed(mesh, *["weight"] * (device is not None))
     with FakeTensorMode():
@@ -112,13 +112,13 @@ for mesh in (ProcessGroupMesh(dp=1), from_device_mesh(own, name="torch's")):
 """
 
 
-def test_a_norm_in_a_world_of_torchs_default_backends(tmp_path):
+def test_grad_norm_works_with_torch_default_backends(tmp_path):
     ((out, error),) = run_programs(tmp_path, WITHOUT_A_BACKEND, environs=[{"PATH": ""}])
     assert out.split() == ["2.0", "2.0"], error
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_weights_are_broadcast_on_a_device_of_the_group_and_stay_where_they_are(mesh, backend, sent, device):
+def test_broadcast_keeps_weights_on_their_devices(mesh, backend, sent, device):
     with FakeTensorMode():
         module = nn.Module()
         module.register_parameter("weight", parameter(device))
@@ -129,31 +129,17 @@ def test_weights_are_broadcast_on_a_device_of_the_group_and_stay_where_they_are(
     assert sent == served
 
 
-def test_gradients_on_two_devices_are_scaled_where_they_are(mesh, sent, monkeypatch):
-    """Offloaded weights next to others: one multiplication for each device and dtype."""
-    scaled = []
-    multiply = torch_private.foreach_multiply
-    monkeypatch.setattr(
-        torch_private,
-        "foreach_multiply",
-        lambda tensors, factor: (
-            scaled.append((len(tensors), factor.device.type, factor.dtype)),
-            multiply(tensors, factor),
-        ),
-    )
-    together, module = composed(mesh, *[f"weight{number}" for number in range(5)])
+def test_clipping_scales_gradients_on_two_devices(mesh, sent):
+    together, module = composed(mesh, *[f"weight{number}" for number in range(4)])
     with FakeTensorMode():
-        held = [parameter("cuda"), parameter("cpu"), parameter("cuda"), parameter("cpu")]
-        half = nn.Parameter(torch.empty(2, device="cpu", dtype=torch.bfloat16))
-        half.grad = torch.empty_like(half)
-        for number, weight in enumerate([*held, half]):
-            module.register_parameter(f"weight{number}", weight)
+        for number, device in enumerate(["cuda", "cpu", "cuda", "cpu"]):  # offloaded weights next to others
+            module.register_parameter(f"weight{number}", parameter(device))
         together.clip_grad_norm_(1.0)
-    assert scaled == [(2, "cuda", torch.float32), (2, "cpu", torch.float32), (1, "cpu", torch.float32)]
+    assert [weight.grad.device.type for weight in module.parameters()] == ["cuda", "cpu"] * 2
 
 
 @needs_pipelines
-def test_a_stage_receives_on_the_device_of_its_weights_or_else_of_its_group(mesh, backend):
+def test_stage_receives_on_device_of_weights_or_group(mesh, backend):
     class Layers(nn.Module):
         def __init__(self, device: str) -> None:
             super().__init__()
@@ -200,7 +186,7 @@ def test_seeded_rng_never_initializes_cuda(mesh, monkeypatch):
     assert not cuda.initialized
 
 
-def test_seeded_rng_seeds_cuda_where_the_program_uses_it(mesh, monkeypatch):
+def test_seeded_rng_seeds_cuda_once_initialized(mesh, monkeypatch):
     cuda = Cuda(monkeypatch)
     torch.cuda.init()
     before = cuda.generator.get_state()

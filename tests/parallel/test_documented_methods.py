@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 from torch import nn
 
-from pgmesh import AxisError, MethodError, ProcessGroupMesh
+from pgmesh import MethodError, ProcessGroupMesh
 from pgmesh.parallel import Level, Method, PipelineParallel, ShardedDataParallel, TensorParallel, compose
 from pgmesh.parallel.local_experts import LocalExperts
 from tests.support.fake_world import fake_rank
-from tests.support.message_assertions import assert_raises
 from tests.support.pipelines import needs_pipelines
 from tests.support.small_model import (
     FIRST_STAGE,
@@ -95,7 +94,7 @@ def compose_average(page: str) -> None:
 
 @needs_pipelines
 @pytest.mark.parametrize("page", AVERAGES)
-def test_an_average_of_a_page_composed_with_other_methods(page: str):
+def test_documented_average_composes_with_one_method(page: str):
     world(4).run(compose_average, page)
 
 
@@ -112,18 +111,6 @@ def test_an_average_composed_with_two_other_methods():
     world(8).run(compose_average_with_two)
 
 
-@pytest.mark.parametrize("page", AVERAGES)
-def test_an_average_and_sharding_both_average_gradients(mesh: ProcessGroupMesh, page: str):
-    average = AVERAGES[page]()(mesh, "dp")
-    assert_raises(
-        AxisError,
-        lambda: compose(mesh, average, ShardedDataParallel(mesh, "tp"), unowned=["pp"]),
-        "Average along dp and ShardedDataParallel along tp both average gradients. "
-        "One method does it, for all axes.\n\n"
-        "  Average(mesh, 'dp', 'tp')   # in place of both",
-    )
-
-
 # ---- the example's own tensor parallelism ----
 
 
@@ -137,7 +124,7 @@ def compose_split() -> None:
 
 
 @needs_pipelines
-def test_the_tensor_parallelism_of_the_example_composed_with_other_methods():
+def test_documented_tensor_parallelism_composes_with_other_methods():
     world(4).run(compose_split)
 
 
@@ -174,7 +161,7 @@ def mesh() -> Iterator[ProcessGroupMesh]:
         yield mesh
 
 
-def test_sharding_is_applied_before_a_method_that_keeps_weights(mesh: ProcessGroupMesh):
+def test_sharding_is_applied_before_methods_that_keep_weights(mesh: ProcessGroupMesh):
     for given in ((Keeps(mesh, "dp"), Shards(mesh, "tp")), (Shards(mesh, "tp"), Keeps(mesh, "dp"))):
         module = compose(mesh, *given, unowned=["pp"]).apply(nn.Linear(2, 2))
         (keeps,) = (method for method in given if isinstance(method, Keeps))
@@ -183,31 +170,16 @@ def test_sharding_is_applied_before_a_method_that_keeps_weights(mesh: ProcessGro
     assert repr(order) == "Composition(ShardedDataParallel along tp; Keeps along dp)"
 
 
-def average_in_a_split_backward() -> str:
-    with ProcessGroupMesh(dp=2, x=2, name="split backward") as mesh:
-        pipeline = PipelineParallel(
-            mesh, "x", layers="blocks", first="012", loss=loss_of, microbatches=4, schedule="zero-bubble"
-        )
-        together = compose(mesh, of_markdown("docs/own_methods.md")(mesh, "dp"), pipeline)
-        with pytest.raises(MethodError) as caught:
-            assert_same_training(train(together.apply(SmallModel()), together.share), train_alone())
-        return str(caught.value)
-
-
 @needs_pipelines
-def test_a_schedule_that_would_skip_hooks_on_weights_refuses_them():
-    messages = world(4).run(average_in_a_split_backward)
-    assert {*messages} == {
-        "PipelineParallel along x failed in apply: MethodError: schedule 'zero-bubble' computes the gradients "
-        "of weights "
-        "in a separate pass: torch's fully_shard then computes wrong ones, DDP is untested, and post-accumulate-grad "
-        "hooks do not run.\n\n"
-        "  PipelineParallel(..., schedule='interleaved')   # with data parallelism\n\n"
-        "New groups along its axes were released. The module may be partly changed: build it again."
-    }
+def test_zero_bubble_schedule_refuses_hooks_on_gradients(mesh: ProcessGroupMesh):
+    layers: dict[str, Any] = {"layers": "blocks", "first": "012", "loss": loss_of, "microbatches": 4}
+    pipeline = PipelineParallel(mesh, "pp", **layers, schedule="zero-bubble")
+    together = compose(mesh, of_markdown("docs/own_methods.md")(mesh, "dp"), pipeline, unowned=["tp"])
+    with pytest.raises(MethodError, match=r"schedule 'zero-bubble' .* and post-accumulate-grad hooks do not run\."):
+        together.apply(SmallModel())
 
 
-def test_a_method_sums_over_no_frozen_weight_and_no_expert(mesh: ProcessGroupMesh):
+def test_weights_leaves_out_frozen_parameters_and_experts(mesh: ProcessGroupMesh):
     module = nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(3)])
     module[0].requires_grad_(False)
     module[1] = LocalExperts({"0": module[1]})

@@ -75,5 +75,5 @@ def frozen_alone() -> None:
     assert nn.Tanh is type(data.apply(nn.Tanh()))
 
 
-def test_data_parallelism_leaves_a_frozen_module_as_it_is():
+def test_data_parallel_does_not_wrap_frozen_module():
     world(2).run(frozen_alone)

@@ -25,7 +25,7 @@ def code(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-def test_each_method_has_a_row_that_says_what_it_is_and_where_it_was_tried():
+def test_table_has_each_method():
     public = [getattr(parallel, name) for name in parallel.__all__]
     methods = {each.__name__ for each in public if inspect.isclass(each) and issubclass(each, Method)} - {"Method"}
     table = {code(row[0])[0].partition("(")[0]: row for row in rows("method | what differs along its axes")}
@@ -44,7 +44,7 @@ def signature(name: str, function: object) -> str:
     return f"{name}({', '.join(stars.get(each.kind, '') + each.name for each in parameters)})"
 
 
-def test_everything_that_a_method_has_stands_in_one_table():
+def test_table_has_each_attribute_of_method():
     functions = {name: each for name, each in vars(Method).items() if inspect.isfunction(each) and name[0] != "_"}
     names = {name for name in {*vars(Method), *Method.__annotations__} if name[0] != "_"} - functions.keys()
     expected = {signature("Method", Method.__init__), *names, *(signature(*each) for each in functions.items())}

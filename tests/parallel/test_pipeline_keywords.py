@@ -120,7 +120,7 @@ def unequal() -> list[str]:
         return messages
 
 
-def test_a_mask_without_a_row_for_each_input_is_an_error():
+def test_mask_without_row_for_each_input_raises():
     for messages in world(2).run(unequal):
         for message, rows in zip(messages, ["1 row of mask", "0 rows of mask", "8 rows of mask, 16 rows of mask"]):
             batch = f"8 rows of inputs, {rows}, 8 rows of positions, 8 rows of target"

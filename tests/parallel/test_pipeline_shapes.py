@@ -173,12 +173,12 @@ def noisy(schedule: str, count: int, data: type[Method] | None, again: bool, fro
         ("zero-bubble-v", 2, False, False),
     ],
 )
-def test_batch_norm_and_dropout_in_a_pipeline_with_two_shapes_in_turn(schedule, count, again, frozen):
+def test_batch_norm_is_right_with_alternating_shapes(schedule, count, again, frozen):
     world(2).run(noisy, schedule, count, None, again, frozen)
 
 
 @pytest.mark.parametrize("data", [DataParallel, ShardedDataParallel])
-def test_batch_norm_and_dropout_in_a_pipeline_with_data_parallel(data):
+def test_batch_norm_is_right_under_data_parallelism(data):
     world(4).run(noisy, "1f1b", 1, data, True, False)
 
 
@@ -297,7 +297,7 @@ def experts() -> None:
         check_sums(groups_of(mesh))
 
 
-def test_routers_choose_the_same_experts_in_a_pipeline_with_alternating_shapes():
+def test_routers_choose_right_experts_with_alternating_shapes():
     world(8).run(experts)
 
 
@@ -337,7 +337,7 @@ def new_shapes_on_one_data_rank(experts: bool) -> None:
 
 
 @pytest.mark.parametrize("experts", [False, True])
-def test_ranks_that_communicate_along_data_axes_may_have_new_shapes_in_different_steps(experts):
+def test_new_shapes_on_some_data_ranks_are_accepted(experts):
     world(4).run(new_shapes_on_one_data_rank, experts)
 
 

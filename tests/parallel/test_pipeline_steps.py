@@ -135,7 +135,7 @@ def torch_accumulates() -> bool:
         return any(not each.equal(found[1][name]) for name, each in found[0].items())
 
 
-def test_only_torch_drops_sharded_gradients_where_a_shape_is_new():
+def test_new_shape_drops_sharded_gradients_in_torch_alone():
     """``test_steps_with_known_and_new_shapes_add_gradients`` shows that ours do not."""
     assert not any(world(4).run(torch_accumulates)), "torch keeps them now: is our Stage still needed?"
 
@@ -214,7 +214,7 @@ def test_suggested_number_of_microbatches_is_accepted():
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_arguments_raise_at_construction_where_torch_would_raise_later(schedule):
+def test_impossible_schedule_raises_at_construction(schedule):
     for size in (1, 2, 4):
         with fake_rank(0, size), ProcessGroupMesh(pp=size) as mesh:
             for count in (1, 2, 3):

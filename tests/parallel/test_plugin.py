@@ -158,14 +158,14 @@ def trained(site: Path, sizes: dict[str, int], kind: str, outer: str, frozen: tu
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_diloco_composed_with_other_methods_is_a_plain_loop(site, sizes, kind, frozen, outer):
+def test_composed_diloco_equals_a_plain_loop(site, sizes, kind, frozen, outer):
     ranks = 1
     for size in sizes.values():
         ranks *= size
     assert max(world(ranks).run(trained, site, sizes, kind, outer, frozen)) < TOLERANCE
 
 
-def test_the_plain_loop_is_one_that_others_could_differ_from():
+def test_wrong_diloco_is_seen_as_wrong():
     (losses, replicas), (other, _) = plain_loop("the paper's"), plain_loop("local SGD")
     assert losses[0][:2] == other[0][:2]  # the first outer step is after the second step
     assert abs(losses[0][2] - other[0][2]) > 1e-5
@@ -187,7 +187,7 @@ except RuntimeError as error:
 """
 
 
-def test_a_method_of_another_package_is_found_once_pip_has_installed_it(site):
+def test_find_returns_method_that_pip_installed(site):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
     run = partial(subprocess.run, capture_output=True, text=True, timeout=120, check=False)
     done = run([sys.executable, "-c", SCRIPT], env=environment, cwd=site)

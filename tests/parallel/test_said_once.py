@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import gelu
 
 from pgmesh import AxisError, MethodError, ProcessGroupMesh
-from pgmesh.parallel import DataParallel, ExpertParallel, Method, ShardedDataParallel, TensorParallel, compose
+from pgmesh.parallel import DataParallel, ExpertParallel, Method, ShardedDataParallel, compose
 from tests.parallel.random_compositions import AverageLater, Drawn, train
 from tests.support.expert_models import expert_model
 from tests.support.parallel_models import (
@@ -25,12 +25,10 @@ from tests.support.parallel_models import (
     assert_same,
     batch,
     gradients_of,
-    local_part,
     loss_of,
     train_alone,
     train_parallel,
 )
-from tests.support.tensor_plans import BLOCK_PLAN
 from tests.support.worlds import world
 
 pytestmark = pytest.mark.long
@@ -56,6 +54,8 @@ PROGRAMS = {
     "norm of experts in a pipeline": four(**PIPELINE, dp=2, data="data", experts=(1, 2, 1), clip=True),
     "norm of tied embeddings in a pipeline": four(**PIPELINE, dp=2, data="sharded", tied=True, clip=True),
     "norm of tied shards in a pipeline": four(**PIPELINE, tp=2, tensor="blocks", tied=True, clip=True),
+    "accumulation, tied embeddings in a pipeline": four(**PIPELINE, dp=2, data="sharded", tied=True, passes=2),
+    "accumulation, tied embeddings under DDP": four(**PIPELINE, dp=2, data="data", tied=True, passes=2),
     "norm of each replica": four(late=2, dp=2, data="sharded", clip=True),
     "experts of each replica": four(late=2, dp=2, data="data", experts=(1, 2, 1), clip=True),
     "masked labels, data": four(dp=4, data="data", masked=True),
@@ -74,7 +74,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_that_says_only_axes_is_one_process(name: str) -> None:
+def test_program_with_axes_alone_equals_one_process(name: str) -> None:
     world(4).run(train, PROGRAMS[name])
 
 
@@ -128,15 +128,6 @@ def cut_by_an_own_method(data: type[DataParallel] | type[ShardedDataParallel]) -
 @pytest.mark.parametrize("data", [DataParallel, ShardedDataParallel])
 def test_an_own_method_that_cuts_sequences_widens_averages(data):
     world(4).run(cut_by_an_own_method, data)
-
-
-def without_averages() -> None:
-    with ProcessGroupMesh(cp=4) as mesh, pytest.raises(AxisError, match=r"no method averages.*\n\n.*DataParallel"):
-        compose(mesh, Halves(mesh, "cp")).apply(position_model())
-
-
-def test_positions_without_averages_raise():
-    world(4).run(without_averages)
 
 
 def experts_across_replicas() -> None:
@@ -199,31 +190,3 @@ def compare_with_one_process(together: Any, model: nn.Module, expected: Any) -> 
 @pytest.mark.parametrize("when", [changed_before, changed_after])
 def test_experts_stay_experts_after_each_change(change: str, when: Callable[[str], None]) -> None:
     world(4).run(when, change)
-
-
-# ---- ranks with seeds of their own ----
-
-
-def seeded(method: str) -> None:
-    with ProcessGroupMesh(n=4) as mesh:
-        kinds: dict[str, Callable[[], Method]] = {
-            "tensor": lambda: TensorParallel(mesh, "n", plan=BLOCK_PLAN),
-            "sharded": lambda: ShardedDataParallel(mesh, "n"),
-            "data": lambda: DataParallel(mesh, "n", init_sync=False),
-        }
-        together = compose(mesh, kinds[method]())
-        with pytest.raises(MethodError, match=r"different weights.* tokens\.weight(?s:.*)manual_seed(?s:.*)broadcast"):
-            together.apply(TinyGPT(layers=2, seed=mesh.rank))
-        model = TinyGPT(layers=2, seed=mesh.rank)
-        together.broadcast(model)
-        applied = together.apply(model)
-        expected = dict(TinyGPT(layers=2, seed=0).named_parameters())
-        for name, each in applied.named_parameters():
-            right = expected[name.removeprefix("module.")].detach()
-            part = local_part(right, each) if hasattr(each, "placements") else right
-            assert (each.to_local() if hasattr(each, "placements") else each).equal(part)
-
-
-@pytest.mark.parametrize("method", ["tensor", "sharded", "data"])
-def test_other_seeds_raise_unless_weights_are_broadcast(method: str) -> None:
-    world(4).run(seeded, method)

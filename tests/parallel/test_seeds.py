@@ -35,7 +35,7 @@ def draws(axes: tuple[str, ...], ranks: list[int]) -> dict[tuple[int, ...], int]
 
 
 @pytest.mark.parametrize("axes", [(), ("tp",), ("pp", "tp"), ("pp", "dp", "tp")], ids=str)
-def test_ranks_differ_along_the_axes_named_and_agree_along_the_others(axes):
+def test_seed_of_differs_along_the_named_axes_alone(axes):
     seeds = draws(axes, list(range(8)))
     named = [("pp", "dp", "tp").index(axis) for axis in axes]
     for one, a in seeds.items():
@@ -43,7 +43,7 @@ def test_ranks_differ_along_the_axes_named_and_agree_along_the_others(axes):
             assert (a == b) == all(one[i] == other[i] for i in named)
 
 
-def test_a_seed_depends_on_the_coord_and_not_on_the_rank_there():
+def test_seed_of_depends_on_coord_alone():
     assert draws(("dp", "tp"), list(range(8))) == draws(("tp", "dp"), [3, 6, 1, 0, 7, 2, 5, 4])
 
 
@@ -53,7 +53,7 @@ def test_a_seed_is_what_its_docstring_says(mesh: ProcessGroupMesh):
     assert seed_of(mesh, "tp", seed=7) == 596940737009989440  # for ever: a run that is repeated draws the same
 
 
-def test_axis_by_number_has_the_seed_of_its_name(mesh: ProcessGroupMesh):
+def test_seed_of_numbered_axis_equals_that_by_name(mesh: ProcessGroupMesh):
     assert seed_of(mesh, 0, 2, seed=7) == seed_of(mesh, "pp", "tp", seed=7)
 
 
@@ -62,12 +62,12 @@ def test_seed_and_tag_make_other_streams(mesh: ProcessGroupMesh):
     assert len(seeds) == 6
 
 
-def test_the_generator_of_the_cpu_reads_the_lowest_32_bits():
+def test_cpu_generator_reads_the_lowest_32_bits():
     drawn = [torch.rand(4, generator=torch.Generator().manual_seed(seed)) for seed in (5, 5 + (1 << 40))]
     assert drawn[0].equal(drawn[1])
 
 
-def test_each_entry_draws_new_numbers_of_its_own_seed(mesh: ProcessGroupMesh):
+def test_each_entry_of_seeded_rng_draws_new_numbers(mesh: ProcessGroupMesh):
     seed = seed_of(mesh, "tp", seed=7)
     torch.manual_seed(1)
     numbers = [int(torch.randint(1 << 62, ())) for _ in range(2)]
@@ -164,7 +164,7 @@ def gradients(mesh: ProcessGroupMesh, axes: tuple[str, ...], kind: bool | None, 
 
 
 @pytest.mark.parametrize("kind", [True, False], ids=["reentrant", "not reentrant"])
-def test_a_checkpointed_function_draws_the_same_when_it_is_computed_again(mesh: ProcessGroupMesh, kind: bool):
+def test_seeded_rng_draws_the_same_when_recomputed(mesh: ProcessGroupMesh, kind: bool):
     plain, again = gradients(mesh, ("tp",), None, 3), gradients(mesh, ("tp",), kind, 3)
     for one, other in zip(plain, again, strict=True):
         assert one.equal(other)
@@ -182,14 +182,14 @@ def checkpointed(kind: bool, own_seeds: bool) -> tuple[tuple[int, ...], list[lis
 
 
 @pytest.mark.parametrize("kind", [True, False], ids=["reentrant", "not reentrant"])
-def test_checkpointed_masks_differ_along_tp_and_agree_along_dp(kind: bool):
+def test_checkpointed_dropout_masks_differ_along_tp_alone(kind: bool):
     found = dict(world(4).run(checkpointed, kind, False))
     assert found[0, 0] == found[1, 0]
     assert found[0, 1] == found[1, 1]
     assert all(one != other for one, other in zip(found[0, 0], found[0, 1], strict=True))
 
 
-def test_masks_of_differently_seeded_ranks_differ_on_all_axes():
+def test_masks_of_differently_seeded_ranks_differ_everywhere():
     found = [masks for _, masks in world(4).run(checkpointed, False, True)]
     assert all(one != other for i, one in enumerate(found) for other in found[:i])
 
@@ -223,17 +223,3 @@ def test_compiled_code_draws_what_eager_code_draws(kind: bool | None):
     torch.compiler.reset()
     with pytest.raises(Unsupported):  # an entry is a graph break
         results(torch.compile(layer, backend="aot_eager", fullgraph=True))
-
-
-def masks() -> tuple[tuple[int, ...], list[float]]:
-    mesh = ProcessGroupMesh(dp=2, tp=2)
-    torch.manual_seed(1)
-    with seeded_rng(seed_of(mesh, "tp", seed=3)):
-        mask = torch.nn.functional.dropout(torch.ones(32))
-    assert mesh.coord is not None
-    return mesh.coord, mask.tolist()
-
-
-def test_dropout_differs_along_tp_and_agrees_along_dp_on_real_ranks():
-    found = dict(world(4).run(masks))
-    assert found[0, 0] == found[1, 0] != found[0, 1] == found[1, 1]

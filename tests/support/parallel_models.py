@@ -124,19 +124,16 @@ def optimizer_of(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, RATE, eps=1e-4)
 
 
-def train_alone(
-    model: nn.Module, *, steps: int = STEPS, rows: int = ROWS, clip: float | None = None, seed: int = 0
-) -> TrainingRun:
+def train_alone(model: nn.Module, *, steps: int = STEPS, rows: int = ROWS, clip: float | None = None) -> TrainingRun:
     """Train in one process: the reference that every parallel run must equal.
 
     Args:
         clip: the norm that gradients are clipped to before they are recorded.
-        seed: the first step's batch.
     """
     optimizer = optimizer_of(model.parameters())
     trained = TrainingRun([], [], {})
     for step in range(steps):
-        codes, target = batch(seed + step, rows)
+        codes, target = batch(step, rows)
         optimizer.zero_grad()
         loss = loss_of(model(codes), target)
         loss.backward()
@@ -150,13 +147,7 @@ def train_alone(
 
 
 def train_parallel(
-    model: nn.Module,
-    share: Callable[[torch.Tensor], torch.Tensor],
-    *,
-    steps: int = STEPS,
-    rows: int = ROWS,
-    seed: int = 0,
-    clip: Callable[[], object] | None = None,
+    model: nn.Module, share: Callable[[torch.Tensor], torch.Tensor], *, clip: Callable[[], object] | None = None
 ) -> TrainingRun:
     """Train a model that parallel methods were applied to. Losses are those that this rank has.
 
@@ -166,8 +157,8 @@ def train_parallel(
     """
     optimizer = optimizer_of(model.parameters())
     trained = TrainingRun([], [], {})
-    for step in range(steps):
-        codes, target = (share(each) for each in batch(seed + step, rows))
+    for step in range(STEPS):
+        codes, target = (share(each) for each in batch(step))
         optimizer.zero_grad()
         if hasattr(model, "step"):
             trained.losses += (

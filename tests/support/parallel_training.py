@@ -26,21 +26,6 @@ from tests.support.parallel_models import (
 torch.set_num_threads(1)  # ranks import this too, and share the cores
 
 
-def train_and_check(
-    together: Composition,
-    model: nn.Module,
-    expected: TrainingRun,
-    *,
-    context: ContextParallel | None = None,
-    around: Callable[[], AbstractContextManager[None]] = nullcontext,
-    parts: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda whole: whole,
-) -> nn.Module:
-    """Train three steps, and assert that this rank's gradients and weights equal those of one process."""
-    model = together.apply(model)
-    train_and_compare(together, model, expected, context=context, around=around, parts=parts)
-    return model
-
-
 def train_and_compare(
     together: Composition,
     model: nn.Module,
