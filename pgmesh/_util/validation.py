@@ -125,8 +125,8 @@ def _reserved_error(
         calls = [f"mesh = {'mesh.' if who == 'view' else ''}{calls[0]}"]
         with contextlib.suppress(OptionsError):  # torch's keywords and invalid values are not repeated
             GroupOptions.of(options)
-            configure = format_call("mesh.configure", {}, Text("axis"), **options)
-            calls += [f"for axis in mesh.axes: {configure}"] if options else []
+            if options:
+                calls.append(f"for axis in mesh.axes: {format_call('mesh.configure', {}, Text('axis'), **options)}")
         if "tag" in words:
             calls.append("mesh.group(mesh.axes[0], tag='own')")
     return OptionsError(_with_calls(problem, calls))

@@ -114,14 +114,7 @@ class Plan:
             "shape": list(self.layout.shape),
             "views": {name: dict(zip(map(str, view.axes), view.shape)) for name, view in self.views},
             "levels": [asdict(level) for level in self.topology],
-            "combinations": [
-                {
-                    "name": each.name,
-                    **asdict(each),
-                    "localities": [{**asdict(locality), "kind": locality.kind} for locality in each.localities],
-                }
-                for each in self.combinations
-            ],
+            "combinations": [{"name": each.name, **asdict(each)} for each in self.combinations],
             "communicators": self.communicators,
             "findings": [asdict(finding) for finding in self.findings],
         }

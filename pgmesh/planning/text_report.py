@@ -82,11 +82,11 @@ def communicators_report(communicators: int, combinations: Combinations, width: 
     lines = wrapped(f"A rank that uses all of these holds {held}, the world's not counted.", width)
     same = [f"{plan.name} is {plan.same_as}" for plan in combinations if plan.same_as]
     if same:
-        lines += wrapped(f"One group under two names is one communicator: {'; '.join(same)}.", width, "", "  ")
+        lines += wrapped(f"One group under two names is one communicator: {'; '.join(same)}.", width)
     alone = [plan.name for plan in combinations if plan.size == 1]
     if alone:
         text = f"Groups of one rank are not counted ({', '.join(alone)})."
-        lines += wrapped(f"{text} NCCL allocates memory for them when they are used.", width, "", "  ")
+        lines += wrapped(f"{text} NCCL allocates memory for them when they are used.", width)
     return lines
 
 
