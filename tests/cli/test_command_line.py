@@ -336,25 +336,23 @@ def test_figure_fits_the_width_of_the_terminal():
 # ---- without numpy ----
 
 
+@pytest.fixture
+def without_numpy(tmp_path):
+    """The environment of a process in which numpy is missing."""
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')\n")
+    return {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+
+
+def test_torch_without_numpy_warns(without_numpy):
+    assert "Failed to initialize NumPy" in run("-c", "import torch", env=without_numpy).stderr
+
+
 @pytest.mark.parametrize(
     "line",
     ["doctor --timeout 1", pytest.param("check dp=1 --repeats 1", marks=pytest.mark.long)],
     ids=["doctor", "check"],
 )
-def test_commands_without_numpy_do_not_warn(line, tmp_path):
-    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')\n")
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    bare = subprocess.run(
-        [sys.executable, "-c", "import torch"], env=env, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert "Failed to initialize NumPy" in bare.stderr, "torch warns"
-    done = subprocess.run(
-        [sys.executable, "-m", "pgmesh", *line.split()],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+def test_commands_without_numpy_do_not_warn(line, without_numpy):
+    done = run("-m", "pgmesh", *line.split(), env=without_numpy)
     assert done.stdout
     assert (without_hostname_warnings(done.stderr), done.returncode in (0, 1)) == ("", True)
