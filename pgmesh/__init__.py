@@ -14,7 +14,7 @@ Names of the package, each with its own help, such as ``help(pgmesh.ProcessGroup
 
 - ``ProcessGroupMesh``: the ranks of a job in a box; ``group``, ``connect``, ``at``, ``view``, ``close``
 - ``Layout``: the same places, without processes and without torch
-- ``plan``: groups, hosts and costs of a shape before anything runs
+- ``plan``: groups and hosts of a shape before anything runs
 - ``meshes``: the open meshes of this process
 - ``GroupOptions``: timeout, backend, device and options of groups
 - ``from_device_mesh``: a mesh over the groups of a DeviceMesh

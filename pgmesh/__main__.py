@@ -17,7 +17,7 @@ from pgmesh.cli.arguments import UsageError
 from pgmesh.errors import PgmeshError
 
 COMMANDS = {
-    "plan": "predict the groups of a mesh, their hosts, their costs and problems",
+    "plan": "predict the groups of a mesh, their hosts and problems",
     "show": "show one rank: its coord, its groups, its neighbours, a figure",
     "check": "check a job before it runs: its ranks join, connect, reduce, are measured",
     "doctor": "diagnose launcher, torch, network and store of this process, with fixes",

@@ -81,7 +81,6 @@ from pgmesh._util.suggestions import closest_name, did_you_mean, example_ranks
 from pgmesh._util.validation import (
     Sizes,
     fill_sizes,
-    fill_sizes_for,
     is_boolean,
     parse_ranks,
     parse_sizes,
@@ -133,7 +132,7 @@ class Layout:
         more = other_arguments(order)
         box = parse_sizes("Layout", shape, sizes, more, None if order is None else len(order))
         if order is not None:
-            box = fill_sizes_for("Layout", box, order, more)
+            box = fill_sizes("Layout", box, len(order), f"ranks= has {len(order)}", more=more)
         elif -1 in box.values():
             call = format_call("Layout", box, ranks=example_ranks(box))
             raise ShapeError(
@@ -464,9 +463,7 @@ class Layout:
         (0, 1, 4, 5)
         """
         count = len(self)
-        box = fill_sizes(
-            "view", parse_sizes("view", shape, sizes, count=count), count, f"the mesh has {count}", suggest_ranks=False
-        )
+        box = fill_sizes("view", parse_sizes("view", shape, sizes, count=count), count, f"the mesh has {count}")
         fixed = ((axis, index) for axis, index in self._all_axes if index is not None and axis not in box)
         all_axes, new_sizes = (*fixed, *((axis, None) for axis in box)), tuple(box.values())
         offsets = strided.reshape(self._offsets, new_sizes)

@@ -16,7 +16,7 @@ from pgmesh import torch_private
 from pgmesh._util import missing_attributes
 from pgmesh._util.call_sites import call_site
 from pgmesh._util.formatting import Text, format_call, format_calls, format_ranks, other_arguments
-from pgmesh._util.validation import Sizes, fill_sizes, fill_sizes_for, parse_ranks, parse_sizes, whole_number
+from pgmesh._util.validation import Sizes, fill_sizes, parse_ranks, parse_sizes, whole_number
 from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, RankError, ShapeError
 from pgmesh.groups.cache import GroupCache
 from pgmesh.groups.device_meshes import parse_dimensions
@@ -95,10 +95,8 @@ class ProcessGroupMesh(RankMethods):
             raise RankError(f"{who}: the world's ranks are 0 to {world - 1}; there is no rank {format_ranks(foreign)}.")
         more = other_arguments(given, name=name)
         box = parse_sizes(who, shape, sizes, more, len(order))
-        if given is None:
-            box = fill_sizes(who, box, world, f"the world has {world}", more=more)
-        else:
-            box = fill_sizes_for(who, box, order, more)
+        count_text = f"the world has {world}" if given is None else f"ranks= has {len(order)}"
+        box = fill_sizes(who, box, len(order), count_text, is_world=given is None, more=more)
         layout = Layout.of(box, order)
         self._set(layout, GroupCache(name, layout), way=(), part_of=layout)
 

@@ -27,7 +27,6 @@ NUMBERED = Layout(2, 2, 2)
             ProcessGroupMesh(dp=2) holds 2 ranks, but the world has 1.
 
               torchrun --nproc-per-node 2 script.py   # start 2 ranks: a script by itself is a world of 1
-              launch.spawn(main, 2)                   # or start them here, such as for a test
               ProcessGroupMesh(dp=-1)                 # infer dp: 1
             """,
         ),
@@ -37,7 +36,6 @@ NUMBERED = Layout(2, 2, 2)
             ProcessGroupMesh(dp=-1, tp=2) cannot be filled: the world has 1, and 1 is not divisible by 2.
 
               torchrun --nproc-per-node 2 script.py   # start 2 ranks: a script by itself is a world of 1
-              launch.spawn(main, 2)                   # or start them here, such as for a test
               ProcessGroupMesh(dp=-1, tp=1)           # tp may be 1
             """,
         ),
@@ -53,7 +51,7 @@ NUMBERED = Layout(2, 2, 2)
     ],
 )
 def test_world_of_one_rank_suggests_torchrun(box, text):
-    assert_raises(ShapeError, lambda: fill_sizes("ProcessGroupMesh", box, 1, "the world has 1"), text)
+    assert_raises(ShapeError, lambda: fill_sizes("ProcessGroupMesh", box, 1, "the world has 1", is_world=True), text)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +60,7 @@ def test_world_of_one_rank_suggests_torchrun(box, text):
         (
             lambda: Layout(dp=2, tp=2, ranks=range(8)),
             """
-            Layout(dp=2, tp=2) holds 4 ranks, but 8 ranks are given.
+            Layout(dp=2, tp=2) holds 4 ranks, but ranks= has 8.
 
               Layout(dp=-1, tp=2, ranks=range(8))   # infer dp: 4
             """,
@@ -70,7 +68,7 @@ def test_world_of_one_rank_suggests_torchrun(box, text):
         (
             lambda: Layout(dp=2, ranks=[7]),
             """
-            Layout(dp=2) holds 2 ranks, but 1 rank is given.
+            Layout(dp=2) holds 2 ranks, but ranks= has 1.
 
               Layout(dp=-1, ranks=range(7, 8))   # infer dp: 1
             """,
@@ -78,7 +76,7 @@ def test_world_of_one_rank_suggests_torchrun(box, text):
         (
             lambda: Layout(dp=3, tp=2, ranks=range(9)),
             """
-            Layout(dp=3, tp=2) holds 6 ranks, but 9 ranks are given.
+            Layout(dp=3, tp=2) holds 6 ranks, but ranks= has 9.
 
               Layout(dp=-1, tp=1, ranks=range(9))   # dp is then 9
             """,
@@ -86,7 +84,7 @@ def test_world_of_one_rank_suggests_torchrun(box, text):
         (
             lambda: Layout(dp=3, tp=3, ranks=range(8)),
             """
-            Layout(dp=3, tp=3) holds 9 ranks, but 8 ranks are given.
+            Layout(dp=3, tp=3) holds 9 ranks, but ranks= has 8.
 
               Layout(dp=-1, tp=2, ranks=range(8))   # sizes that divide 8; dp is then 4
             """,
@@ -94,7 +92,7 @@ def test_world_of_one_rank_suggests_torchrun(box, text):
         (
             lambda: Layout(dp=-1, tp=3, ranks=range(8)),
             """
-            Layout(dp=-1, tp=3) cannot be filled: 8 ranks are given, and 8 is not divisible by 3.
+            Layout(dp=-1, tp=3) cannot be filled: ranks= has 8, and 8 is not divisible by 3.
 
               Layout(dp=-1, tp=2, ranks=range(8))   # dp is then 4
             """,

@@ -19,7 +19,7 @@ NAME_KEYWORDS = ("mesh_dim_names", "dim_names", "axis_names", "names", "axes")
 
 RESERVED = {
     **dict.fromkeys(OPTION_KEYWORDS, "is an option of groups"),
-    **dict.fromkeys(TORCH_OPTION_KEYWORDS, "stands for options of groups"),
+    **dict.fromkeys(TORCH_OPTION_KEYWORDS, "stands for options of groups: see mesh.configure"),
     "tag": "tells groups on the same ranks apart",
     **dict.fromkeys(("device", "device_type", "device_id"), "follows from the backend of a group"),
     **dict.fromkeys(SHAPE_KEYWORDS, "stands for all sizes"),

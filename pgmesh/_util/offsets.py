@@ -15,7 +15,7 @@ axis varies fastest. The nearest functions elsewhere:
     | ------------------- | ------------------------------------------------------------ |
     | row_major           | torch's contiguous strides; CuTe's LayoutRight               |
     | coalesce            | CuTe's coalesce                                              |
-    | expand, outer_sum   | np.add.outer(...).ravel()                                    |
+    | expand              | np.add.outer(...).ravel()                                    |
     | reshape             | torch.Tensor.view                                            |
     | nth                 | CuTe's layout(n)                                             |
     | find_coord          | np.unravel_index, but for strides in any order               |
@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Union, overload
+from itertools import chain
+from typing import TypeVar, Union
 
 from pgmesh._util.formatting import as_range
 from pgmesh._util.validation import whole_number
@@ -34,6 +35,8 @@ from pgmesh.errors import RankError
 
 Offsets = Union[range, tuple[int, ...]]
 """The offset of each index of an axis: a range if the axis has one stride, else a tuple. The first is always 0."""
+
+S = TypeVar("S", range, Sequence[int])
 
 BATCH = 1 << 14
 """Number of positions that ``batches_of_blocks`` computes at a time."""
@@ -52,11 +55,7 @@ def as_offsets(values: Sequence[int]) -> Offsets:
     return as_range(values) or values
 
 
-@overload
-def shift(values: range, by: int) -> range: ...
-@overload
-def shift(values: Sequence[int], by: int) -> Sequence[int]: ...
-def shift(values: Sequence[int], by: int) -> Sequence[int]:
+def shift(values: S, by: int) -> S:
     """The values plus a constant; a range stays a range.
 
     >>> shift(range(0, 6, 2), 10), shift((0, 1, 3), 10)
@@ -171,33 +170,13 @@ def coalesce(axes: Iterable[Offsets]) -> list[Offsets]:
 def expand(starts: Sequence[int], axes: Iterable[Offsets]) -> Sequence[int]:
     """Every position of these axes from each start, in row-major order.
 
-    >>> expand((0, 100), [range(0, 8, 4), range(2)])
-    [0, 1, 4, 5, 100, 101, 104, 105]
+    >>> expand((0, 100), [range(0, 8, 4), range(2)]), expand((10,), [range(0, 4, 2)])
+    ([0, 1, 4, 5, 100, 101, 104, 105], range(10, 14, 2))
     """
     for offsets in axes:
-        starts = outer_sum(starts, offsets)
+        shifted = [shift(offsets, start) for start in starts]
+        starts = shifted[0] if len(shifted) == 1 else [*chain.from_iterable(shifted)]
     return starts
-
-
-def outer_sum(starts: Sequence[int], offsets: Offsets) -> Sequence[int]:
-    """Each start plus each offset, the offset varying fastest.
-
-    Fills whole slices of the result, one for each item of the shorter operand. A range operand is then added at the
-    speed of C.
-
-    >>> outer_sum((0, 10), (0, 1, 3)), outer_sum((10,), range(0, 4, 2))
-    ([0, 1, 3, 10, 11, 13], range(10, 14, 2))
-    """
-    if len(starts) == 1:
-        return shift(offsets, starts[0])
-    sums = [0] * (len(starts) * len(offsets))
-    if len(starts) > len(offsets):
-        for i, offset in enumerate(offsets):
-            sums[i :: len(offsets)] = shift(starts, offset)
-    else:
-        for i, start in enumerate(starts):
-            sums[i * len(offsets) : (i + 1) * len(offsets)] = shift(offsets, start)
-    return sums
 
 
 def nth(axes: Sequence[Offsets], n: int) -> int:

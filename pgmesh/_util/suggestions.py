@@ -109,19 +109,16 @@ def example_ranks(sizes: Mapping[str | int, int]) -> range:
     return range(product * max(2, 8 // product))
 
 
-def torchrun_command(ranks: int) -> str:
-    """The torchrun command that starts this many ranks, on hosts of 8 if there are more.
+def start_command(ranks: int) -> tuple[str, str]:
+    """The command that starts a script on this many ranks, on hosts of 8 if there are more, and its reason.
 
-    >>> torchrun_command(4), torchrun_command(64)
-    ('torchrun --nproc-per-node 4', 'torchrun --nnodes 8 --nproc-per-node 8')
+    >>> start_command(4)[0], start_command(64)[0]
+    ('torchrun --nproc-per-node 4 script.py', 'torchrun --nnodes 8 --nproc-per-node 8 script.py')
     """
     hosts = ranks // 8 if ranks > 8 and ranks % 8 == 0 else 1
-    return f"torchrun{f' --nnodes {hosts}' * (hosts > 1)} --nproc-per-node {ranks // hosts}"
-
-
-def start_command(ranks: int) -> tuple[str, str]:
-    """The command that starts a script on this many ranks, and its reason."""
-    return f"{torchrun_command(ranks)} script.py", f"start {ranks} ranks: a script by itself is a world of 1"
+    several = f" --nnodes {hosts}" if hosts > 1 else ""
+    command = f"torchrun{several} --nproc-per-node {ranks // hosts} script.py"
+    return command, f"start {ranks} ranks: a script by itself is a world of 1"
 
 
 # -- names ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pgmesh._util.formatting import Text, as_range, count_of, format_call, format_calls, format_ranks
@@ -123,20 +123,13 @@ def _reserved_error(
         problem += " A layout has no groups."
     elif calls:
         calls = [f"mesh = {'mesh.' if who == 'view' else ''}{calls[0]}"]
-        if options:
-            calls.append(f"for axis in mesh.axes: {format_call('mesh.configure', {}, Text('axis'), **_valid(options))}")
+        with contextlib.suppress(OptionsError):  # torch's keywords and invalid values are not repeated
+            GroupOptions.of(options)
+            if options:
+                calls.append(f"for axis in mesh.axes: {format_call('mesh.configure', {}, Text('axis'), **options)}")
         if "tag" in words:
             calls.append("mesh.group(mesh.axes[0], tag='own')")
     return OptionsError(_with_calls(problem, calls))
-
-
-def _valid(options: dict[str, Any]) -> dict[str, Any]:
-    """The options; an example instead if torch's keywords are among them or a value is invalid."""
-    try:
-        GroupOptions.of(options)
-    except OptionsError:
-        return {"timeout": 600}
-    return options
 
 
 def _meant_sizes(shape: Sequence[Any], sizes: Mapping[str, Any]) -> Any:
@@ -212,14 +205,14 @@ def fill_sizes(
     count: int,
     count_text: str,
     *,
-    suggest_ranks: bool = True,
+    is_world: bool = False,
     more: Mapping[str, object] | None = None,
 ) -> dict[str | int, int]:
     """The sizes with -1 inferred from ``count`` ranks.
 
     Args:
         count_text: the count in words, such as "the world has 8".
-        suggest_ranks: suggest ``ranks=`` and other worlds too.
+        is_world: True for the ranks of the world: ``ranks=`` and a larger world are suggested too.
         more: the other arguments of the call, which suggested calls repeat.
 
     Raises:
@@ -229,22 +222,12 @@ def fill_sizes(
     if filled is not None:
         return filled
     more, product = more or {}, known_product(box)
-    right, inferred, why = fit_sizes(box, count)
-    ways = [(format_call(who, {**right, inferred: -1}, **more), why)]
-    if suggest_ranks and count == 1:
-        if product <= 16:
-            ways.insert(0, (f"launch.spawn(main, {product})", "or start them here, such as for a test"))
-        ways.insert(0, start_command(product))
-    if suggest_ranks and product < count and -1 not in box.values():
+    fitting, inferred, why = fit_sizes(box, count)
+    calls = [(format_call(who, {**fitting, inferred: -1}, **more), why)]
+    if is_world and count == 1:
+        calls.insert(0, start_command(product))
+    elif is_world and product < count and -1 not in box.values():
         named = format_call(who, box, **{**more, "ranks": range(product)})
-        ways.append((named, f"or name the {count_of(product, 'rank')} to use"))
+        calls.append((named, f"or name the {count_of(product, 'rank')} to use"))
     problem = describe_misfit(format_call(who, box), box, count, count_text)
-    raise ShapeError(f"{problem}\n\n{format_calls(ways)}")
-
-
-def fill_sizes_for(
-    who: str, box: dict[str | int, int], ranks: Collection[int], more: Mapping[str, object]
-) -> dict[str | int, int]:
-    """The sizes with -1 inferred from a list of ranks. Raises ShapeError if they hold another number."""
-    count_text = f"{len(ranks)} rank{'s are' if len(ranks) > 1 else ' is'} given"
-    return fill_sizes(who, box, len(ranks), count_text, suggest_ranks=False, more=more)
+    raise ShapeError(f"{problem}\n\n{format_calls(calls)}")

@@ -95,6 +95,8 @@ def parse_sizes(words: Sequence[str]) -> Sizes:
         if axis in sizes:
             raise UsageError(f"axis {axis} is given twice.")
         sizes[axis] = int(size)
+    if [*sizes.values()].count(-1) > 1:
+        raise UsageError(f"one size may be -1, not several: {format_sizes(sizes)}.")
     return sizes
 
 
@@ -116,14 +118,12 @@ def fill(sizes: Sizes, count: int, count_text: str) -> Sizes:
     Raises:
         UsageError: they do not hold that many. It suggests sizes that do.
     """
-    text, free = format_sizes(sizes), [*sizes.values()].count(-1)
-    filled = infer_size(sizes, count) if free < 2 else None
+    filled = infer_size(sizes, count)
     if filled is not None:
         return filled
-    several = f"{text} has {free} sizes of -1; one may be."
-    problem = several if free > 1 else describe_misfit(text, sizes, count, count_text)
-    nearest, _, _ = fit_sizes(sizes, count)
-    raise UsageError(f"{problem} Did you mean {format_sizes(nearest)}?")
+    fitting, _, _ = fit_sizes(sizes, count)
+    problem = describe_misfit(format_sizes(sizes), sizes, count, count_text)
+    raise UsageError(f"{problem} Did you mean {format_sizes(fitting)}?")
 
 
 # -- axes, orders and views --------------------------------------------------------------------------------------------

@@ -14,12 +14,6 @@ from pgmesh.drawing import styled_text
 from pgmesh.drawing.styled_text import Line
 
 
-def check(args: argparse.Namespace) -> None:
-    """Raise UsageError if both JSON and SVG go to standard output."""
-    if args.json and args.svg == "-":
-        raise UsageError("standard output takes one output; write the other to a file.")
-
-
 def write(
     args: argparse.Namespace, data: Callable[[], Any], lines: Callable[[int], list[Line]], svg: Callable[[], str]
 ) -> None:
@@ -29,7 +23,12 @@ def write(
         data: returns the report as JSON data.
         lines: returns the report as lines of a given width.
         svg: returns the picture.
+
+    Raises:
+        UsageError: a file cannot be written, or both JSON and SVG go to standard output.
     """
+    if args.json and args.svg == "-":
+        raise UsageError("standard output takes one output; write the other to a file.")
     if args.svg == "-":
         sys.stdout.write(svg())
         return

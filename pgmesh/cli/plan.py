@@ -1,4 +1,4 @@
-"""``pgmesh plan``: the groups, hosts and costs of a layout, without running anything."""
+"""``pgmesh plan``: the groups and hosts of a layout, without running anything."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    output.check(args)
     sizes, topology = arguments.parse_mesh(args, fit=not args.suggest)
     why: list[Line] = []
     if args.suggest:

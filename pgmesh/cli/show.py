@@ -27,7 +27,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    output.check(args)
     sizes, topology = arguments.parse_mesh(args)
     layout, rank = layout_of(sizes), args.rank
     if rank not in layout:

@@ -139,8 +139,8 @@ def _indices_to_show(layout: Drawable, mark: int | None, max_cells: int, max_col
     limits = [min(size, max_cells) for size in layout.shape]
     limits[-1:] = [min(limit, max_columns) for limit in limits[-1:]]
     for i, limit in enumerate(limits):
-        room = max_cells * limit // math.prod(limits)
-        limits[i] = max(min(limit, 3), min(limit, room))
+        room = max_cells * limit // math.prod(limits)  # how many fit beside the limits of the other axes
+        limits[i] = max(min(limit, 3), min(limit, room))  # three are two ends and a gap
     marked = layout.coord_of(mark) if mark is not None and mark in layout else [0] * len(limits)
     return [_shortened(*each) for each in zip(layout.shape, limits, marked)]
 

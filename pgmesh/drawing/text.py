@@ -53,7 +53,7 @@ def lines(
     Args:
         host: the level of hosts, which are named.
         mark: a rank to put in brackets.
-        coloured: True for a colour for each group along ``axes``, and the legend.
+        coloured: True to add the meaning of the colours.
 
     >>> from pgmesh.topology.hosts import HostLevel
     >>> print(plain(lines(layout, host=HostLevel("host", ((4, 2),)), mark=5)))
@@ -66,7 +66,7 @@ def lines(
     most = min([MAX_COLUMNS, *layout.shape[-1:]])
     for named, max_columns in product((host, None), range(most, min(most, 3) - 1, -1)):
         figure = make_figure(layout, *axes, host=named, mark=mark, max_cells=MAX_CELLS, max_columns=max_columns)
-        panels = _framed(figure, coloured)
+        panels = _framed(figure)
         panel_width = length(panels[0][0]) - 2
         if panel_width <= width:
             break
@@ -82,9 +82,9 @@ def lines(
     return drawn
 
 
-def _framed(figure: Figure, coloured: bool) -> list[list[Line]]:
+def _framed(figure: Figure) -> list[list[Line]]:
     """The lines of each panel in a frame with its title, and two spaces. All panels have the same size."""
-    rows = list(_rows(figure, coloured))
+    rows = list(_rows(figure))
     table = columns(rows, [number > 0 for number in range(len(rows[0]))], gap="")
     lengths = [length(line) + 1 for line in table]
     room = max(lengths + [len(panel.title) + 3 for panel in figure.panels])
@@ -100,20 +100,19 @@ def _framed(figure: Figure, coloured: bool) -> list[list[Line]]:
     return panels
 
 
-def _rows(figure: Figure, coloured: bool) -> Iterator[Line]:
+def _rows(figure: Figure) -> Iterator[Line]:
     """The cells of the table of each panel: the names of the columns, then each row with its name and its hosts."""
     for panel in figure.panels:
         if panel.columns:
             yield [("", ""), *((f" {name}", "dim") for name in panel.columns), ("", "")]
         for row in panel.rows:
-            ranks = [_rank(cell, coloured) for cell in row.cells]
-            yield [(row.name, "dim"), *ranks, (f"  {row.hosts}" if row.hosts else "", "dim")]
+            yield [(row.name, "dim"), *map(_rank, row.cells), (f"  {row.hosts}" if row.hosts else "", "dim")]
 
 
-def _rank(cell: Cell, coloured: bool) -> tuple[str, str]:
+def _rank(cell: Cell) -> tuple[str, str]:
     """The text of a cell and its style."""
     text = f" [{cell.text}]" if cell.is_marked else f" {cell.text}"
     styles = ["bold"] if cell.is_marked else []
-    if coloured and cell.rank is not None:
+    if cell.rank is not None:
         styles.append(f"{palette.TEXT} on {palette.colour(cell.colour)}")
     return text, " ".join(styles)

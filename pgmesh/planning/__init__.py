@@ -1,1 +1,1 @@
-"""``plan()``: the groups, hosts and costs of a shape before anything runs."""
+"""``plan()``: the groups and hosts of a shape before anything runs."""

@@ -67,12 +67,10 @@ def _leaving(plan: CombinationPlan, locality: Locality, layout: Layout, level: H
         return Finding(text, heavier == 1 or locality.high > best)
     if heavier * size > largest:
         return Finding(f"{text} The axes with more traffic fill the {level.name}: no order keeps both on one.", False)
-    wrong = sorted({unit for _, unit in level.runs if unit % (heavier * size)})
-    if wrong:
-        together = f"With the axes of more traffic they are {heavier * size} ranks, which do"
-        subject = together if heavier > 1 else f"{size} ranks do"
-        units = f"a {level.name}" if len(wrong) == 1 else f"{level.name}s"
-        text += f" {subject} not divide {units} of {join_words(wrong)}."
+    uneven = sorted({unit for _, unit in level.runs if unit % (heavier * size)})
+    if uneven:
+        blocks = f"{size} ranks" if heavier == 1 else f"{heavier * size} ranks, with the axes of more traffic,"
+        text += f" {blocks} do not divide {level.name}s of {join_words(uneven)}."
     return Finding(text, True)
 
 

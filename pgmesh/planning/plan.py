@@ -1,4 +1,4 @@
-"""Predict the groups of a layout, their hosts and their costs, without processes.
+"""Predict the groups of a layout and their hosts, without processes.
 
 ``plan`` checks its arguments and describes all groups along each axis and along combinations of axes.
 ``planning.combinations`` computes these, and ``planning.findings`` judges the axes with much traffic.
@@ -11,9 +11,7 @@ pp       2       4       4      2  inter    2 of 2  0, 4
 dp       2       4       2      1  intra    0 of 2  0, 2
 tp       2       4       1      1  intra    0 of 2  0, 1
 <BLANKLINE>
-A rank that uses all of these holds 3 communicators, the world's not counted:
-  NCCL  1.6 to 9.8 GB of GPU memory, by NVIDIA/nccl issues 2363, 964 and 1685
-  Gloo  6 threads, 18 descriptors and 210 to 255 KB of memory, as measured
+A rank that uses all of these holds 3 communicators, the world's not counted.
 <BLANKLINE>
 Good: tp stays inside one host.
 """
@@ -26,19 +24,19 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pgmesh._util.formatting import Text, count_of, format_call, format_calls, shorten
-from pgmesh._util.suggestions import example_ranks, fit_sizes
+from pgmesh._util.suggestions import describe_misfit, example_ranks, fit_sizes
 from pgmesh._util.validation import Sizes, fill_sizes, parse_sizes
 from pgmesh.drawing import styled_text, svg
 from pgmesh.drawing.figures import Figure, make_figure
 from pgmesh.drawing.styled_text import Line
 from pgmesh.errors import RankError, ShapeError
 from pgmesh.layout import Axis, Layout
-from pgmesh.planning import costs, text_report
+from pgmesh.planning import text_report
 from pgmesh.planning.axis_heuristics import axes_to_colour, heavy_axes
 from pgmesh.planning.combinations import combination_plan
 from pgmesh.planning.data import CombinationPlan, Finding
 from pgmesh.planning.findings import findings_of
-from pgmesh.planning.text_report import format_changes, format_hold, layout_of
+from pgmesh.planning.text_report import format_hold, layout_of
 from pgmesh.topology.hosts import HostLevel, Topology, parse_topology
 
 if TYPE_CHECKING:
@@ -109,7 +107,6 @@ class Plan:
 
     def data(self) -> dict[str, Any]:
         """The plan as JSON data."""
-        count = self.communicators
         return {
             "format": 1,
             "ranks": len(self.layout),
@@ -117,16 +114,8 @@ class Plan:
             "shape": list(self.layout.shape),
             "views": {name: dict(zip(map(str, view.axes), view.shape)) for name, view in self.views},
             "levels": [asdict(level) for level in self.topology],
-            "combinations": [
-                {
-                    "name": each.name,
-                    **asdict(each),
-                    "localities": [{**asdict(locality), "kind": locality.kind} for locality in each.localities],
-                }
-                for each in self.combinations
-            ],
-            "communicators": count,
-            "costs": [{**asdict(cost), "bytes": [cost.low * count, cost.high * count]} for cost in costs.COSTS],
+            "combinations": [{"name": each.name, **asdict(each)} for each in self.combinations],
+            "communicators": self.communicators,
             "findings": [asdict(finding) for finding in self.findings],
         }
 
@@ -170,7 +159,7 @@ def lines_of(plan: Plan, width: int = 80) -> list[Line]:
         [],
         *text_report.table(plan.combinations, plan.topology, width),
         [],
-        *text_report.cost_report(plan.communicators, plan.combinations, width),
+        *text_report.communicators_report(plan.communicators, plan.combinations, width),
         [],
         *text_report.findings_report(plan.findings, plan.combinations, width),
     ]
@@ -208,7 +197,7 @@ def plan(
     combinations: Iterable[Sequence[Axis]] = (),
     **sizes: int,
 ) -> Plan:
-    """Predict the groups of a layout, their hosts and their costs, without processes.
+    """Predict the groups of a layout and their hosts, without processes.
 
     Sizes must fill all hosts. So must a Layout of the ranks 0 to n - 1, unless it is a slice. A mesh, a slice, or a
     Layout of other ranks may use only some of the hosts.
@@ -243,7 +232,7 @@ def plan(
         unexpected += [f"keyword argument {word!r}" for word in (*sizes, "ranks")]
         raise TypeError(f"plan() with a layout got an unexpected {unexpected[0]}")
     if topology:
-        _check_hosts(base, topology[0], base is layout, more, views or {})
+        _check_hosts(base, topology[0], base is layout, more)
     view_layouts = tuple((name, base.view(axes)) for name, axes in (views or {}).items())
     requested: list[tuple[str, Layout, tuple[Axis, ...]]] = [("", base, (axis,)) for axis in base.axes]
     requested += [("", base, tuple(axes)) for axes in combinations]
@@ -279,15 +268,13 @@ def _layout_of_sizes(
         call = format_call("plan", box, **{"nodes": f"1x{len(example_ranks(box))}", **more})
         raise ShapeError(f"{format_call('plan', box)} cannot infer the size of -1: give it hosts, such as {call}.")
     host = topology[0]
-    return layout_of(fill_sizes("plan", box, host.capacity, format_hold(host), suggest_ranks=False, more=more))
+    return layout_of(fill_sizes("plan", box, host.capacity, format_hold(host), more=more))
 
 
 # -- layouts that do not fill their hosts ------------------------------------------------------------------------------
 
 
-def _check_hosts(
-    layout: Layout, host: HostLevel, must_fill: bool, more: Mapping[str, object], views: Mapping[str, Sizes]
-) -> None:
+def _check_hosts(layout: Layout, host: HostLevel, must_fill: bool, more: Mapping[str, object]) -> None:
     """Raise ShapeError if the hosts do not hold all ranks.
 
     Args:
@@ -298,40 +285,23 @@ def _check_hosts(
     last = max(ranks[0], ranks[-1]) if isinstance(ranks, range) else max(ranks)
     if must_fill and not layout.is_slice and last + 1 == count:
         if count != host.capacity:
-            problem = f"{shorten(repr(layout), 'the layout')} holds {count_of(count, 'rank')}, but {format_hold(host)}."
-            raise ShapeError(f"{problem}\n\n{format_calls(_calls_that_fit(layout, host, more, views))}")
+            raise _misfit(layout, host, more)
     elif last >= host.capacity:
         raise ShapeError(f"{format_hold(host)}, but there is a rank {last:,}.")
 
 
-def _calls_that_fit(
-    layout: Layout, host: HostLevel, more: Mapping[str, object], views: Mapping[str, Sizes]
-) -> list[tuple[str, str]]:
-    """Calls of ``plan`` with the sizes that fill the hosts, or with the hosts that the layout fills."""
-    sizes, count = dict(zip(layout.axes, layout.shape)), len(layout)
-    nearest, _, _ = fit_sizes(sizes, host.capacity)
+def _misfit(layout: Layout, host: HostLevel, more: Mapping[str, object]) -> ShapeError:
+    """The error for a layout that does not fill the hosts, with sizes that do and with hosts that it fills."""
+    sizes, text = dict(zip(layout.axes, layout.shape)), shorten(repr(layout), "layout")
     calls = []
-    if layout.ranks_in_order() == range(count) and _has_views(layout_of(nearest), views):
-        calls.append((_call(format_call("Layout", nearest), more), f"with {format_changes(sizes, nearest)}"))
-    if "domains" not in more or not calls:
-        others = {word: value for word, value in more.items() if word != "domains"}
-        others["nodes"] = repr(hosts_filled_by(host, count).spell())
-        why = f"on {count_of(count, 'rank')}"
-        calls.append((_call(shorten(repr(layout), "layout"), others), f"or {why}" if calls else why))
-    return calls
-
-
-def _has_views(layout: Layout, views: Mapping[str, Sizes]) -> bool:
-    try:
-        return all(layout.view(sizes) for sizes in views.values())
-    except ShapeError:
-        return False
-
-
-def _call(layout: str, more: Mapping[str, object]) -> str:
-    """The call of ``plan`` for a layout, as source text."""
-    arguments = [layout, *(f"{word}={value}" for word, value in more.items())]
-    return f"plan({', '.join(arguments)})"
+    if layout.ranks_in_order() == range(len(layout)) and "views" not in more:  # views may not fit other sizes
+        fitting, inferred, why = fit_sizes(sizes, host.capacity)
+        calls.append((format_call("plan", {**fitting, inferred: -1}, **more), why))
+    filled = Text(repr(hosts_filled_by(host, len(layout)).spell()))
+    same_layout = format_call("plan", {}, Text(text), **{**more, "domains": None, "nodes": filled})
+    calls.append((same_layout, f"hosts for {count_of(len(layout), 'rank')}"))
+    problem = describe_misfit(text, sizes, host.capacity, format_hold(host))
+    return ShapeError(f"{problem}\n\n{format_calls(calls)}")
 
 
 def hosts_filled_by(host: HostLevel, count: int) -> HostLevel:

@@ -1,4 +1,4 @@
-"""The text of a plan: a table of its combinations of axes, the costs of the communicators, and the findings."""
+"""The text of a plan: a table of its combinations of axes, the number of communicators, and the findings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pgmesh._util.formatting import count_of
 from pgmesh.drawing.styled_text import Line, columns_with_ranks, wrapped
 from pgmesh.layout import Axis, Layout
-from pgmesh.planning import costs
 from pgmesh.planning.data import CombinationPlan, Finding
 from pgmesh.topology.hosts import HostLevel, Topology
 from pgmesh.topology.locality import Locality
@@ -72,28 +71,22 @@ def _stride(plan: CombinationPlan) -> str:
     return "·".join(map(str, plan.strides)) or "uneven"
 
 
-# -- costs and findings ------------------------------------------------------------------------------------------------
+# -- communicators and findings ----------------------------------------------------------------------------------------
 
 
-def cost_report(communicators: int, combinations: Combinations, width: int = 80) -> list[Line]:
-    """The number of communicators of a rank, and their costs."""
+def communicators_report(communicators: int, combinations: Combinations, width: int = 80) -> list[Line]:
+    """The number of communicators of a rank, and the groups that need none of their own."""
     if not communicators:
         return [[("Each group has one rank: no communicators.", "")]]
-    threads, descriptors = costs.GLOO_THREADS * communicators, costs.GLOO_DESCRIPTORS * communicators
     held = count_of(communicators, "communicator")
-    texts = [
-        f"A rank that uses all of these holds {held}, the world's not counted:",
-        f"  NCCL  {costs.NCCL.times(communicators)}, by NVIDIA/nccl issues 2363, 964 and 1685",
-        f"  Gloo  {threads} threads, {descriptors} descriptors and {costs.GLOO.times(communicators)}, as measured",
-    ]
-    lines: list[Line] = [[(text, "")] for text in texts]
+    lines = wrapped(f"A rank that uses all of these holds {held}, the world's not counted.", width)
     same = [f"{plan.name} is {plan.same_as}" for plan in combinations if plan.same_as]
     if same:
-        lines += wrapped(f"One group under two names is one communicator: {'; '.join(same)}.", width, "", "  ")
+        lines += wrapped(f"One group under two names is one communicator: {'; '.join(same)}.", width)
     alone = [plan.name for plan in combinations if plan.size == 1]
     if alone:
         text = f"Groups of one rank are not counted ({', '.join(alone)})."
-        lines += wrapped(f"{text} NCCL allocates memory for them when they are used.", width, "", "  ")
+        lines += wrapped(f"{text} NCCL allocates memory for them when they are used.", width)
     return lines
 
 
@@ -136,19 +129,6 @@ def layout_of(sizes: Mapping[Axis, int]) -> Layout:
 
 def format_sizes(sizes: Mapping[Axis, int]) -> str:
     return " ".join(str(size) if isinstance(axis, int) else f"{axis}={size}" for axis, size in sizes.items())
-
-
-def format_changes(sizes: Mapping[Axis, int], changed: Mapping[Axis, int]) -> str:
-    """The sizes that changed.
-
-    >>> format_changes({"dp": 4, "tp": 2}, {"dp": 4, "tp": 1}), format_changes({0: 4, 1: 2}, {0: 2, 1: 2})
-    ('tp 1', 'axis 0 of 2')
-    """
-    words = []
-    for axis, size in changed.items():
-        if sizes[axis] != size:
-            words.append(f"axis {axis} of {size}" if isinstance(axis, int) else f"{axis} {size}")
-    return ", ".join(words)
 
 
 def format_hold(level: HostLevel) -> str:

@@ -100,7 +100,7 @@ def _finding_of(what: str, error: LaunchError) -> Finding:
 
 
 def torch_findings(load: Callable[[str], Any]) -> Iterator[Finding]:
-    """Findings about torch: its version, its backends, a missing numpy, and the private names that pgmesh uses.
+    """Findings about torch: its version, its backends, a missing numpy, and whether pgmesh works with it.
 
     Args:
         load: imports a module.
@@ -117,8 +117,7 @@ def torch_findings(load: Callable[[str], Any]) -> Iterator[Finding]:
         return
     backends = [name for name in BACKENDS if dist.is_backend_available(name)]
     devices = torch.cuda.device_count()
-    fix = "there are CUDA devices, but no NCCL: install a build of torch with NCCL"
-    fix = fix if devices and "nccl" not in backends else ""
+    fix = "install a build of torch with NCCL" if devices and "nccl" not in backends else ""
     text = f"{version} with {', '.join(backends) or 'no backend'}; {count_of(devices, 'CUDA device')}"
     yield Finding("warn" if fix else "ok", "torch", text, fix)
     try:
@@ -126,15 +125,14 @@ def torch_findings(load: Callable[[str], Any]) -> Iterator[Finding]:
     except Exception as error:  # numpy is missing, or too old for this torch
         text = f"torch cannot use numpy ({error}), so its object collectives fail, such as all_gather_object, and so do"
         yield Finding("warn", "numpy", f"{text} checkpoints", "pip install numpy")
+    fix = f"install torch {TRIED_ON[-1]}"
     try:
         load("pgmesh.torch_private")
     except (UnsupportedTorchError, ImportError):
-        text = f"{version} lacks private names of torch that pgmesh uses to create groups"
-        yield Finding("bad", "torch", text, f"install torch {TRIED_ON[-1]}")
+        yield Finding("bad", "torch", f"pgmesh cannot create groups with {version}", fix)
         return
-    tried = any(version.startswith(f"torch {number}.") for number in TRIED_ON)
-    fix = "" if tried else f"pgmesh was tested with torch {', '.join(TRIED_ON)}: run its tests with this version"
-    yield Finding("warn" if fix else "ok", "torch", "all private names of torch that pgmesh uses exist", fix)
+    if not any(version.startswith(f"torch {number}.") for number in TRIED_ON):
+        yield Finding("warn", "torch", f"pgmesh was not tested with {version}", f"{fix}, or run the tests of pgmesh")
 
 
 # -- the network ------------------------------------------------------------------------------------------------------

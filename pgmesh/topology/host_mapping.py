@@ -136,7 +136,7 @@ def _exchange(known: dict[int, HostInfo], me: int, wanted: range | tuple[int, ..
     while True:
         count = int(run(Read(f"{HOSTS_KEY}/count"))[0] or 0)
         left = deadline - time.monotonic()
-        if left <= 0 or count >= max(len(wanted), seen + 1):
+        if left <= 0 or count >= max(len(wanted), seen + 1):  # enough lines, and more than at the last read
             seen = count
             known.update(_parse_lines(run(Read(HOSTS_KEY))[0]))
         missing = [rank for rank in wanted if rank not in known]

@@ -20,7 +20,7 @@ ranks are looked at; if these are not all groups, the result has ``exact=False``
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -43,48 +43,31 @@ class Locality:
 
     >>> from pgmesh.topology.hosts import HostLevel
     >>> locality_of(layout, ("dp",), HostLevel("host", ((2, 4),)))
-    Locality(level='host', low=1, high=1, intra=4, inter=0, mixed=0, hops_low=0, hops_high=0, exact=True)
+    Locality(level='host', kind='intra', low=1, high=1, intra=4, hops_low=0, hops_high=0, exact=True)
     """
 
     level: str
+    kind: str  # intra: every group is on one unit. inter: no two ranks of a group share one. Else mixed
     low: int  # the fewest units that a group spans
     high: int  # the most units that a group spans
     intra: int  # the number of groups on one unit
-    inter: int  # the number of groups with every rank on a different unit
-    mixed: int  # the number of other groups
     hops_low: int  # the fewest hops of a group's ring that leave a unit
     hops_high: int  # the most
     exact: bool  # False if only a sample of the groups was counted
-
-    @property
-    def kind(self) -> str:
-        """``intra``: every group is on one unit. ``inter``: no two ranks of a group share one. Else ``mixed``."""
-        if not self.inter and not self.mixed:
-            return "intra"
-        return "mixed" if self.intra or self.mixed else "inter"
 
 
 def locality_of(layout: Layout, axes: Sequence[Axis], level: HostLevel) -> Locality:
     """The locality of the groups along some axes, on the units of a level."""
     size = layout.size(*axes) if axes else 1
     counts, exact = _group_counts(layout, axes, level)
-    low, high, hops_low, hops_high = size, 1, size, 0
-    intra = inter = mixed = 0
-    for units, hops, count in counts:
-        low, high = min(low, units), max(high, units)
-        hops_low, hops_high = min(hops_low, hops), max(hops_high, hops)
-        if units == 1:
-            intra += count
-        elif units == size:
-            inter += count
-        else:
-            mixed += count
-    return Locality(level.name, low, high, intra, inter, mixed, hops_low, hops_high, exact)
+    units, hops, _ = zip(*counts)
+    low, high = min(units), max(units)
+    kind = "intra" if high == 1 else "inter" if low == size else "mixed"
+    intra = sum(groups for spanned, _, groups in counts if spanned == 1)
+    return Locality(level.name, kind, low, high, intra, min(hops), max(hops), exact)
 
 
-def _group_counts(
-    layout: Layout, axes: Sequence[Axis], level: HostLevel
-) -> tuple[Iterable[tuple[int, int, int]], bool]:
+def _group_counts(layout: Layout, axes: Sequence[Axis], level: HostLevel) -> tuple[list[tuple[int, int, int]], bool]:
     """Triples of (units, hops, number of groups with these), and True if they cover every group."""
     along, others = strided_runs(layout, axes)
     if along is None or others is None or len(level.runs) > 1 or level.largest > MAX_ENUMERATED:
@@ -151,7 +134,7 @@ def _count_units(unit: int, phase: int, steps: StridedRuns) -> int:
 
 def _enumerate_groups(
     layout: Layout, axes: Sequence[Axis], level: HostLevel
-) -> tuple[Iterable[tuple[int, int, int]], bool]:
+) -> tuple[list[tuple[int, int, int]], bool]:
     """The same counts rank by rank, over evenly spaced groups. Each represents the groups up to the next one."""
     if not axes:
         return [(1, 0, layout.size())], True

@@ -52,13 +52,13 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_it_answers(capsys, name):
+def test_command_output_equals_golden_file(capsys, name):
     text = output(capsys, ANSWERS[name])
     assert max(map(len, text.splitlines())) <= 80
     golden.check(f"command-{name}.txt", f"$ pgmesh {ANSWERS[name]}\n{text}")
 
 
-def test_json_equals_the_data_in_python(capsys):
+def test_command_json_equals_the_data_in_python(capsys):
     answer = json.loads(output(capsys, f"plan {MESH} --json --view 'moe: edp=8 ep=8'"))
     layout = Layout(pp=2, dp=4, cp=2, tp=4)
     assert answer == json.loads(plan(layout, nodes="8x8", views={"moe": {"edp": 8, "ep": 8}}).json())
@@ -68,7 +68,7 @@ def test_json_equals_the_data_in_python(capsys):
     golden.check("command-show.json", output(capsys, f"show --rank 13 {MESH} --json"))
 
 
-def test_files_are_written(capsys, tmp_path):
+def test_command_writes_svg_to_a_file(capsys, tmp_path):
     drawing = tmp_path / "plan.svg"
     text = output(capsys, f"plan {MESH} --svg {drawing}")
     assert text.endswith(f"\n\nSVG written to {drawing}\n")
@@ -79,7 +79,7 @@ def test_files_are_written(capsys, tmp_path):
     assert "one colour: one dp x cp group" in marked
 
 
-def test_the_outputs_in_the_docs(capsys):
+def test_command_output_equals_the_docs(capsys):
     text = (ROOT / "docs" / "see.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```console\n\$ pgmesh (.*?)\n(.*?)```", text, flags=re.DOTALL)
     assert len(blocks) >= 7
@@ -88,11 +88,11 @@ def test_the_outputs_in_the_docs(capsys):
 
 
 @pytest.mark.parametrize(("name", "more"), [("plan", ""), ("two-meshes", " --view 'moe: pp=2 edp=-1 ep=8'")])
-def test_the_pictures_in_the_docs(capsys, name, more):
+def test_command_svg_equals_the_docs(capsys, name, more):
     golden.check(f"../../docs/pictures/{name}.svg", output(capsys, f"plan {MESH}{more} --svg -"))
 
 
-def test_the_picture_of_the_readme_is_made_by_the_line_above_it(capsys, tmp_path):
+def test_command_svg_equals_the_readme(capsys, tmp_path):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     line, shown = re.findall(r"```\npgmesh (plan .*? --svg \S+)\n```\n\n!\[.*?\]\((.*?)\)", text)[0]
     assert line.endswith(f" --svg {shown}")
@@ -108,7 +108,7 @@ def test_the_picture_of_the_readme_is_made_by_the_line_above_it(capsys, tmp_path
         ("tp=2 x=2", "x=2 tp=2"),
     ],
 )
-def test_suggested_axes_are_ordered_by_traffic_and_fill_the_hosts(capsys, line, suggested):
+def test_suggest_orders_axes_and_fills_the_hosts(capsys, line, suggested):
     assert output(capsys, f"plan --suggest {line}").startswith(f"pgmesh plan {suggested}\n")
 
 
@@ -149,7 +149,7 @@ INVALID = [
 ]
 
 
-def test_errors_of_invalid_command_lines(capsys):
+def test_invalid_command_lines_equal_golden_file(capsys):
     texts = [f"$ pgmesh {line}\n{output(capsys, line, status=2)}" for line in INVALID]
     golden.check("command-errors.txt", "\n".join(texts))
 
@@ -162,7 +162,7 @@ def test_suggested_sizes_are_valid(capsys, line):
         assert main(shlex.split(line.replace(found[1], found[2]))) == 0
 
 
-def test_files_that_cannot_be_written(capsys):
+def test_unwritable_file_is_a_usage_error(capsys):
     text = output(capsys, "plan dp=8 --svg /nowhere/at/all.svg", status=2)
     assert text == "pgmesh plan: cannot write /nowhere/at/all.svg: No such file or directory.\n"
 
@@ -191,7 +191,7 @@ def test_unknown_commands_and_options_are_usage_errors(capsys, line):
     assert "usage: pgmesh" in capsys.readouterr().err
 
 
-def test_without_a_command_there_is_help_and_no_success(capsys):
+def test_no_command_prints_help_and_fails(capsys):
     assert main([]) == 2
     out, help_ = capsys.readouterr()
     assert out == ""
@@ -200,21 +200,21 @@ def test_without_a_command_there_is_help_and_no_success(capsys):
     assert help_ == capsys.readouterr().out
 
 
-def test_the_version(capsys):
+def test_version_option_prints_the_version(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"pgmesh {pgmesh.__version__}\n"
 
 
-def test_one_size_after_view_is_a_view(capsys):
+def test_view_option_accepts_one_size(capsys):
     assert output(capsys, "plan dp=2 tp=4 --view ep=8").startswith("8 ranks: dp=2 tp=4\n")
     refusal = "pgmesh plan: ep=4 holds 4 ranks, but the mesh has 8. Did you mean ep=8?\n"
     assert output(capsys, "plan dp=2 tp=4 --view ep=4", 2) == refusal
 
 
 @pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS)], ids=" ".join)
-def test_help_reads_well(capsys, words, monkeypatch):
+def test_help_fits_80_columns_and_its_examples_run(capsys, words, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
     with pytest.raises(SystemExit) as ended:
@@ -252,14 +252,14 @@ def test_neither_torch_nor_rich_is_loaded_when_piped(line):
     assert not loaded & {"torch", "rich", "numpy", "cachetools"}
 
 
-def test_the_module_and_the_script_are_one(capsys):
+def test_module_prints_the_same_as_main(capsys):
     assert run("-m", "pgmesh", *shlex.split(ANSWERS["plan"])).stdout == output(capsys, ANSWERS["plan"])
     assert run("-m", "pgmesh", "plan", "dp=0").returncode == 2
     assert 'pgmesh = "pgmesh.__main__:main"' in (ROOT / "pyproject.toml").read_text()
 
 
 @pytest.mark.parametrize("line", ["--version", ANSWERS["plan"], "plan dp=3 --nodes 2x2"])
-def test_the_script_that_is_installed_answers_as_the_module(line):
+def test_installed_script_prints_the_same_as_the_module(line):
     script = Path(sys.executable).with_name("pgmesh")
     if not script.exists():
         pytest.skip(f"there is no {script.name} beside {sys.executable}: install it")
@@ -271,7 +271,7 @@ def test_the_script_that_is_installed_answers_as_the_module(line):
     assert ours.stdout or ours.returncode == 2
 
 
-def test_a_closed_pipe_is_no_error():
+def test_closed_pipe_is_no_error():
     words = [sys.executable, "-m", "pgmesh", "plan", "pp=16", "dp=512", "cp=8", "tp=16", "--svg", "-"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
@@ -280,7 +280,7 @@ def test_a_closed_pipe_is_no_error():
         assert child.wait(60) == 0
 
 
-def test_a_terminal_without_frames_gets_an_answer_too():
+def test_ascii_terminal_gets_an_answer():
     ran = run("-m", "pgmesh", *shlex.split(ANSWERS["show"]), env={"PYTHONIOENCODING": "ascii"})
     assert ran.returncode == 0
     assert "rank 13 of 64: pp0-dp1-cp1-tp1" in ran.stdout
@@ -290,7 +290,7 @@ def test_a_terminal_without_frames_gets_an_answer_too():
 
 
 @pytest.mark.parametrize("name", ["plan", "compare", "suggest", "show", "show-a-million", "plan-with-picture"])
-def test_a_terminal_of_80_columns_shows_the_same_with_and_without_rich(capsys, name):
+def test_terminal_shows_the_same_with_rich(capsys, name):
     pytest.importorskip("rich")
     plain = output(capsys, ANSWERS[name])
     bare = run_in_terminal(ANSWERS[name], rich=False)
@@ -303,7 +303,7 @@ def test_a_terminal_of_80_columns_shows_the_same_with_and_without_rich(capsys, n
     assert [line for line in lines if not line.startswith("one colour")] == plain.splitlines()
 
 
-def test_the_terminal_that_open_mpi_gives_each_rank_does_not_count(monkeypatch):
+def test_terminal_of_open_mpi_does_not_count(monkeypatch):
     ours, theirs = pty.openpty()
     with os.fdopen(ours), os.fdopen(theirs, "w") as terminal:
         monkeypatch.delenv("OMPI_COMM_WORLD_RANK", raising=False)
@@ -312,12 +312,12 @@ def test_the_terminal_that_open_mpi_gives_each_rank_does_not_count(monkeypatch):
         assert not styled_text.is_terminal(terminal)
 
 
-def test_a_terminal_without_colours():
+def test_dumb_terminal_gets_no_colours():
     pytest.importorskip("rich")
     assert "\x1b" not in run_in_terminal("show --rank 5 pp=2 dp=2 tp=2", rich=True, env={"TERM": "dumb"})
 
 
-def test_each_group_has_its_colour_in_a_terminal():
+def test_terminal_shows_a_colour_for_each_group():
     pytest.importorskip("rich")
     coloured = run_in_terminal("show --rank 5 pp=2 dp=2 tp=2", rich=True)
     behind = re.findall(r"48;2;(\d+;\d+;\d+)m *\[?(\d)\]?\x1b", coloured)
@@ -326,7 +326,7 @@ def test_each_group_has_its_colour_in_a_terminal():
     assert of[0] == of[1] != of[2] == of[3] != of[4] == of[5] != of[6] == of[7]
 
 
-def test_a_narrow_terminal_gets_narrow_pictures():
+def test_figure_fits_the_width_of_the_terminal():
     for columns in (60, 132):
         text = run_in_terminal("show --rank 13 pp=2 dp=4 cp=2 tp=4 --nodes 16x4", rich=False, columns=columns)
         picture = [line for line in text.splitlines() if line.startswith(("┌", "│", "└"))]
@@ -336,25 +336,23 @@ def test_a_narrow_terminal_gets_narrow_pictures():
 # ---- without numpy ----
 
 
+@pytest.fixture
+def without_numpy(tmp_path):
+    """The environment of a process in which numpy is missing."""
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')\n")
+    return {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+
+
+def test_torch_without_numpy_warns(without_numpy):
+    assert "Failed to initialize NumPy" in run("-c", "import torch", env=without_numpy).stderr
+
+
 @pytest.mark.parametrize(
     "line",
     ["doctor --timeout 1", pytest.param("check dp=1 --repeats 1", marks=pytest.mark.long)],
     ids=["doctor", "check"],
 )
-def test_where_numpy_is_missing_no_command_warns_of_it(line, tmp_path):
-    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')\n")
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    bare = subprocess.run(
-        [sys.executable, "-c", "import torch"], env=env, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert "Failed to initialize NumPy" in bare.stderr, "torch warns"
-    done = subprocess.run(
-        [sys.executable, "-m", "pgmesh", *line.split()],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+def test_commands_without_numpy_do_not_warn(line, without_numpy):
+    done = run("-m", "pgmesh", *line.split(), env=without_numpy)
     assert done.stdout
     assert (without_hostname_warnings(done.stderr), done.returncode in (0, 1)) == ("", True)

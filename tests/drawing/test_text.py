@@ -105,11 +105,11 @@ PICTURES = {
 
 
 @pytest.mark.parametrize(("layout", "drawing"), PICTURES.values(), ids=PICTURES)
-def test_a_layout_looks_like_this(layout, drawing):
+def test_layout_is_drawn_as_text(layout, drawing):
     assert str(layout) == text.draw(layout) == picture(drawing)
 
 
-def test_a_marked_rank_stands_in_brackets():
+def test_marked_rank_has_brackets():
     marked = """
         ┌ pp0 ───────┐  ┌ pp1 ───────┐
         │     tp0 tp1│  │     tp0 tp1│
@@ -123,7 +123,7 @@ def test_a_marked_rank_stands_in_brackets():
 
 
 @pytest.mark.parametrize("width", [1, 14, 29, 30, 45, 46, 80, 200])
-def test_panels_stand_side_by_side_as_far_as_the_width_goes(width):
+def test_panels_wrap_at_the_width(width):
     lines = text.draw(Layout(pp=8, dp=2, tp=2), width=width).splitlines()
     panel, between = 14, 2
     fit = max(1, (width + between) // (panel + between))
@@ -153,7 +153,7 @@ def label(axis: str | int, index: int) -> str:
 
 
 @given(layouts(), st.data())
-def test_every_rank_shown_stands_at_its_labels(layout, data):
+def test_each_rank_is_drawn_at_its_labels(layout, data):
     mark = data.draw(st.sampled_from(layout.ranks()))
     shown = {}
     for labels, cell in cells(text.draw(layout, mark=mark, width=999)):
@@ -169,7 +169,7 @@ def test_every_rank_shown_stands_at_its_labels(layout, data):
 
 
 @given(layouts(), st.integers(1, 120))
-def test_no_line_is_wider_than_asked_but_for_a_panel_that_is(layout, width):
+def test_lines_fit_the_width_if_panels_do(layout, width):
     lines = [line for line in text.draw(layout, width=width).splitlines() if line.startswith(("┌", "│", "└"))]
     panels = [line.count("┌") + line.count("│") // 2 + line.count("└") for line in lines]
     assert all(len(line) <= width or beside == 1 for line, beside in zip(lines, panels))

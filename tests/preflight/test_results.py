@@ -62,12 +62,12 @@ def results_of(
         ({}, {(1, 3): 5.0}, COMBINATIONS, "The link between 1 and 3 (dp) takes 5.0x the median time."),
     ],
 )
-def test_the_summary_names_what_is_slow(compute, links, combinations, said):
+def test_summary_names_slow_ranks_and_links(compute, links, combinations, said):
     text = " ".join(styled_text.plain(stragglers(results_of(compute, links, combinations))).split())
     assert said in text
 
 
-def test_the_rank_and_its_numbers_in_the_data():
+def test_results_have_slowdowns_and_times():
     results = results_of({}, {(1, 3): 4.0, (0, 1): 3.0})
     assert [each.rank for each in results.ranks if each.is_straggler] == [1]
     assert [each.link_slowdown for each in results.ranks] == [1.0, 3.0, 1.0, 1.0]

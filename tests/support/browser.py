@@ -100,13 +100,6 @@ def _evaluate(pages: list[str], script: str, width: int, folder: Path) -> list[A
     return answer
 
 
-def screenshot(file: Path, width: int, height: int, folder: Path) -> bytes:
-    """A PNG of how the browser renders a file."""
-    image = folder / "drawn.png"
-    _run(file, folder, f"--window-size={width},{height}", f"--screenshot={image}")
-    return image.read_bytes()
-
-
 def _run(file: Path, folder: Path, *words: str) -> str:
     program = find_browser()
     assert program is not None

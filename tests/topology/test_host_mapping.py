@@ -28,7 +28,7 @@ def placement_on(*hosts: str, boots: str | None = None) -> Placement:
 
 
 @given(st.data())
-def test_the_locality_is_that_of_a_plain_count(data):
+def test_placement_locality_equals_a_plain_count(data):
     shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     n = math.prod(shape)
     names = data.draw(st.lists(st.sampled_from("abcd"), min_size=n, max_size=n))
@@ -39,9 +39,9 @@ def test_the_locality_is_that_of_a_plain_count(data):
     blocks = [[names[rank] for rank in block] for block in layout.partition(*axes)]
     units = [len(set(block)) for block in blocks]
     assert (found.low, found.high, found.exact) == (min(units), max(units), True)
-    size = layout.size(*axes)
-    intra, inter = (sum(u == 1 for u in units), sum(u == size != 1 for u in units))
-    assert (found.intra, found.inter, found.mixed) == (intra, inter, len(blocks) - intra - inter)
+    whole = {u == 1 or (u == layout.size(*axes) and "inter") for u in units}
+    assert found.kind == ("intra" if whole == {True} else "inter" if whole == {"inter"} else "mixed")
+    assert found.intra == units.count(1)
 
 
 @pytest.mark.parametrize(
@@ -53,16 +53,16 @@ def test_the_locality_is_that_of_a_plain_count(data):
         ("aaabbbbb", {"pp": "mixed", "dp": "mixed", "tp": "mixed"}),
     ],
 )
-def test_an_axis_stays_inside_a_host_or_does_not(hosts, kinds):
+def test_placement_locality_has_the_kind_of_axes(hosts, kinds):
     layout = Layout(pp=2, dp=2, tp=2)
     assert {axis: placement_on(*hosts).locality(layout, axis).kind for axis in layout.axes} == kinds
 
 
-def test_no_axes_are_the_whole_mesh():
+def test_placement_locality_without_axes_is_the_mesh():
     assert placement_on(*"aabb").locality(Layout(dp=2, tp=2)).high == 2
 
 
-def test_a_machine_is_known_by_its_boot_and_else_by_its_name():
+def test_host_is_identified_by_boot_id_or_name():
     assert placement_on("box-1", "box-2", "box-3", boots="xxy").hosts == ((0, 1), (2,))
     assert placement_on("localhost", "localhost", boots="xy").hosts == ((0,), (1,))
     assert placement_on("a", "b", "a").hosts == ((0, 2), (1,))
@@ -122,7 +122,7 @@ def pretend(hosts: str) -> list[object]:
         ("aaab", ["mixed", "mixed", ((0, 1, 2), (3,))]),
     ],
 )
-def test_ranks_on_pretended_hosts(hosts, described):
+def test_mesh_locality_describes_pretended_hosts(hosts, described):
     layout = Layout(dp=2, tp=2, ranks=[3, 1, 2, 0])
     for axis, kind in zip(layout.axes, described):
         counts = {len({hosts[rank] for rank in block}) for block in layout.partition(axis)}
@@ -151,7 +151,7 @@ def half() -> list[str]:
     return said
 
 
-def test_only_members_call_and_missing_ranks_are_named():
+def test_hosts_of_members_name_a_missing_rank():
     missing = (
         "ranks 0, 3 of 0, 1, 2, 3 did not report their hosts within 0.3 s. "
         "Each of them has to call mesh.hosts() or mesh.locality() too."
@@ -182,7 +182,7 @@ def asked() -> list[list[str]]:
     return found
 
 
-def test_each_rank_publishes_its_host_once_and_reads_only_what_it_does_not_know():
+def test_rank_publishes_its_host_once():
     with fresh_world(4) as own:
         for part, whole, *again in own.run(asked):
             posts = [operation for operation in part if operation in ("append", "add")]
@@ -191,7 +191,7 @@ def test_each_rank_publishes_its_host_once_and_reads_only_what_it_does_not_know(
             assert again == [[], [], []]
 
 
-def test_a_world_of_one_uses_no_store(tmp_path):
+def test_map_hosts_of_one_rank_uses_no_store(tmp_path):
     assert world(1).run(hosts_here) == [((0,),)]
 
 
@@ -199,7 +199,7 @@ def hosts_here() -> object:
     return ProcessGroupMesh(1).hosts()
 
 
-def test_pairs_of_hosts_and_axes_cover_all_kinds():
+def test_placements_of_the_tests_cover_all_kinds():
     """The plain count above sees each kind: nothing is tested on one alone."""
     kinds = {placement_on(*hosts).locality(Layout(2, 2), 1).kind for hosts in itertools.product("ab", repeat=4)}
     assert kinds == {"intra", "inter", "mixed"}
