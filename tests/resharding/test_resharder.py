@@ -321,8 +321,14 @@ def test_only_what_is_not_consecutive_or_small_is_staged():
 # ---- descriptions ----
 
 
-def described_twice() -> tuple[list[int], int]:
-    """The ranks that send a description when a Resharder is created, and the store keys that a second one adds."""
+MORE_RESHARDERS = 16
+
+
+def described_often() -> tuple[list[int], bool]:
+    """The ranks that send a description when a Resharder is created, and whether more of them leave store keys.
+
+    The store thread writes and deletes keys of earlier work meanwhile. So the keys are few, not exactly as many.
+    """
     rank, store = dist.get_rank(), current_registry().store
     state = {f"layer {i}": torch.zeros(8) for i in range(100)}
     sides = {"source": state} if rank < 2 else {"target": state}
@@ -336,13 +342,16 @@ def described_twice() -> tuple[list[int], int]:
     dist.barrier()
     before = store.num_keys()
     dist.barrier()
-    assert create() == senders
-    dist.barrier()
-    return senders, store.num_keys() - before
+    for _ in range(MORE_RESHARDERS):
+        assert create() == senders
+    deadline = time.monotonic() + 20
+    while store.num_keys() >= before + MORE_RESHARDERS / 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return senders, time.monotonic() < deadline
 
 
-def test_each_distinct_description_is_sent_once_and_none_is_left_in_the_store():
-    assert world(4).run(described_twice) == [([0, 2, 0], 0)] * 4  # one for each side, and one with the host
+def test_descriptions_are_sent_once_and_not_stored():
+    assert world(4).run(described_often) == [([0, 2, 0], True)] * 4  # one for each side, and one with the host
 
 
 # ---- what does not match ----
