@@ -231,7 +231,7 @@ def test_a_block_gives_back_exactly_what_was_there(state: Any, spoilt: dict[str,
         assert vars(state) == spoilt
 
 
-def test_nothing_is_filled_if_a_group_cannot_be_made(state: Any, spoilt: dict[str, Any]):
+def test_failed_group_fills_nothing(state: Any, spoilt: dict[str, Any]):
     with fake_rank(5, 8):
         arrangement = recipes.megatron(8, tp=2)
         arrangement.dense.close()
@@ -274,7 +274,7 @@ def test_groups_that_we_do_not_know(state: Any, monkeypatch: pytest.MonkeyPatch)
     assert vars(state) == before
 
 
-def test_a_megatron_core_that_was_never_installed_has_a_version_too(state: Any, monkeypatch: pytest.MonkeyPatch):
+def test_version_is_known_without_an_installation(state: Any, monkeypatch: pytest.MonkeyPatch):
     """A checkout of Megatron-LM on the path."""
     gone = importlib.metadata.PackageNotFoundError("megatron-core")
     monkeypatch.setattr(importlib.metadata, "version", mock.Mock(side_effect=gone))
@@ -286,7 +286,7 @@ def test_a_megatron_core_that_was_never_installed_has_a_version_too(state: Any, 
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_virtual_stages_of_a_pipeline_of_one_are_refused_as_megatron_does(state: Any, chunks: int):
+def test_virtual_stages_of_one_stage_are_refused(state: Any, chunks: int):
     before = dict(vars(state))
     with fake_rank(5, 8):
         with pytest.raises(RuntimeError, match="size should be greater than 1 with interleaved schedule"):
@@ -433,7 +433,7 @@ def as_one_process_does() -> float:
 
 
 @pytest.mark.long
-def test_a_gpt_of_megatron_core_trains_as_one_process_does():
+def test_gpt_of_megatron_core_trains_like_one_process():
     """Weights are float64, but Megatron's loss computes in float32: so gradients agree to 1e-5 and no better."""
     pytest.importorskip("numpy")
     if importlib.util.find_spec("megatron") is None:
@@ -445,7 +445,7 @@ def test_a_gpt_of_megatron_core_trains_as_one_process_does():
 # ---- the page's own globals ----
 
 
-def test_every_global_of_megatrons_page_is_filled_or_empty_in_a_block(state: Any):
+def test_published_fills_every_global_of_the_page(state: Any):
     named = doc_tables.MEGATRON_GLOBALS.split()
     with fake_rank(5, 8, dist.HashStore()):
         arrangement = recipes.megatron(
@@ -465,7 +465,7 @@ def test_every_global_of_megatrons_page_is_filled_or_empty_in_a_block(state: Any
 # ---- settings of NCCL ----
 
 
-def test_nccl_is_told_what_megatrons_own_reader_would_tell_it(state: Any):
+def test_nccl_options_equal_those_of_megatrons_reader(state: Any):
     yaml = pytest.importorskip("yaml")
     with stand_in_for_nccl() as nccl:
         arrangement = recipes.megatron(8, tp=2, cp=2, ep=4, etp=1, name="yaml")

@@ -23,7 +23,7 @@ def no_world_stays():
         dist.destroy_process_group()
 
 
-def test_it_takes_effect_at_once_and_needs_no_launcher(monkeypatch):
+def test_call_takes_effect_at_once_without_a_launcher(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     launch.fake_world(5, 64)

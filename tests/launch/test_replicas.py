@@ -117,7 +117,7 @@ class Replicas:
 
 
 @pytest.mark.long
-def test_torchruns_lose_a_replica_and_take_it_in_again(tmp_path: Path):
+def test_torchruns_lose_a_replica_and_regain_it(tmp_path: Path):
     with StoreProcess() as store, contextlib.closing(Replicas(tmp_path, store.port)) as replicas:
         for replica in range(REPLICAS):
             replicas.start(replica)

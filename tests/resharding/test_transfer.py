@@ -193,7 +193,7 @@ def test_each_mutation_is_seen(old, new):
     pytest.fail("150 random transfers did not show it")
 
 
-def test_shards_that_share_memory_under_another_name_are_cloned():
+def test_shards_sharing_memory_under_another_name_are_cloned():
     flat = torch.arange(12.0)
     state = {"e0": flat[:4], "e1": flat[4:8], "e2": flat[8:]}
     swapped = {"e0": flat[4:8], "e1": flat[:4], "e2": torch.from_numpy(flat.numpy())[8:]}  # another storage
