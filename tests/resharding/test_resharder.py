@@ -479,15 +479,16 @@ def outcome(call: Callable[[], Any]) -> tuple[str, str, float]:
 
 def before_step(side: str, bucket: int, do: Callable[[], object]) -> Any:
     """Call ``do`` before a bucket is packed ("sends") or unpacked ("receives")."""
-    pairs, called = transfer.Shards.pairs, []
+    name = "__init__" if side == "sends" else "_unpack"
+    method, called = getattr(transfer.Exchange, name), []
 
-    def counting(shards: transfer.Shards, messages: Any, which: str) -> Any:
-        called.extend([1] if which == side else [])
-        if which == side and len(called) == bucket:
+    def counting(exchange: transfer.Exchange, *arguments: Any) -> None:
+        called.append(1)
+        if len(called) == bucket:
             do()
-        return pairs(shards, messages, which)
+        method(exchange, *arguments)
 
-    return mock.patch.object(transfer.Shards, "pairs", counting)
+    return mock.patch.object(transfer.Exchange, name, counting)
 
 
 def fail() -> None:
