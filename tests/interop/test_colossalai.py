@@ -183,7 +183,7 @@ def permuted() -> None:
     check_sums({**groups, **groups_of(mesh)})
 
 
-def test_a_mesh_that_is_given_keeps_its_order():
+def test_given_mesh_keeps_its_order():
     world(4).run(permuted)
 
 
@@ -241,7 +241,7 @@ def rows() -> list[tuple[str, str]]:
     return re.findall(r"^\| `(.+)` \| `(.+)` \|$", PAGE.read_text(), re.MULTILINE)
 
 
-def test_the_table_is_complete():
+def test_table_has_every_name():
     names = {name for name in vars(ColossalMesh) if not name.startswith("_")}
     used = set(re.findall(r"(?:pg_mesh|ProcessGroupMesh)\.(\w+)", " ".join(left for left, _ in rows())))
     assert used == names
@@ -374,7 +374,7 @@ def test_messages(call: Any, error: type[Exception], text: str):
     assert str(caught.value) == text
 
 
-def test_two_of_one_shape_need_names():
+def test_two_equal_meshes_need_names():
     with fake_rank(5, 8):
         first, second = ColossalMesh(2, 2, 2), ColossalMesh(2, 2, 2)
         with pytest.raises(NameTakenError, match=r"close the other.*\n.*name='actor'\)   # or name this one"):
@@ -382,6 +382,6 @@ def test_two_of_one_shape_need_names():
         assert ColossalMesh(2, 2, 2, name="critic").get_group_along_axis(0).size() == second.size(0) == 2
 
 
-def test_its_repr_says_which_mesh_answers():
+def test_repr_has_the_mesh():
     with fake_rank(5, 8):
         assert repr(ColossalMesh(2, 4, name="actor")) == "ColossalMesh(mesh=ProcessGroupMesh(2, 4, name='actor'))"

@@ -275,7 +275,7 @@ def makes_more(use: Callable[[ProcessGroupMesh], None], sizes: dict[str, int], c
     [(resharded, {"dp": 4}, 2), (flattened, {"pp": 2, "dp": 1, "tp": 2}, 1)],
     ids=["reshard_after_forward=2", "_flatten"],
 )
-def test_what_still_makes_groups_of_torch(use: Callable[[ProcessGroupMesh], None], sizes: dict[str, int], count: int):
+def test_uses_that_create_groups_of_torch(use: Callable[[ProcessGroupMesh], None], sizes: dict[str, int], count: int):
     """Not a promise of ours: it tells when torch changes, so that the page can."""
     world(4).run(makes_more, use, sizes, count)
 
@@ -341,7 +341,7 @@ def there_and_back() -> None:
     check_sums(groups_of(mesh))
 
 
-def test_from_device_mesh_is_the_way_back():
+def test_from_device_mesh_returns_the_same_groups():
     world(4).run(there_and_back)
 
 
@@ -507,7 +507,7 @@ def fsdp_over_axes_that_do_not_touch() -> None:
     check_sums({"fsdp": (view.group("fsdp"), view.ranks())})
 
 
-def test_fsdp_over_axes_that_do_not_touch():
+def test_fsdp_shards_over_separate_axes():
     world(8).run(fsdp_over_axes_that_do_not_touch)
 
 

@@ -285,7 +285,7 @@ def test_sys_exit_is_an_error():
 
 
 @pytest.mark.parametrize("n", [0, -3])
-def test_a_world_has_ranks(n):
+def test_spawn_without_ranks_is_an_error(n):
     with pytest.raises(LaunchError, match=f"1 rank or more, not {n}"):
         spawn(rank_and_sum, n)
 
