@@ -21,8 +21,8 @@ from benchmarks.sides import FLOOR, SIDES
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 480, 330, 62, 32, 34, 44
 COLOURS = dict(zip((*SIDES, FLOOR), ("#c1121f", "#1d4e89", "#5a7d2a", "#b8860b", "#6b4c9a", "#2a9d8f", "#999999")))
 PANELS = {
-    "one rank, six families made": r"one rank of ([\d,]+)$",
-    "gloo ranks, six families made": r"(\d+) gloo ranks: made \(",
+    "one rank, six combinations made": r"one rank of ([\d,]+)$",
+    "gloo ranks, six combinations made": r"(\d+) gloo ranks: made \(",
     "gloo ranks, made and used": r"(\d+) gloo ranks: made and used",
 }
 

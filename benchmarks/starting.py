@@ -113,7 +113,7 @@ def _join_figures(ranks: int) -> list[Figure]:
                 joined[OURS] = max(moment[0] for moment in moments) - start
     return [
         Figure(f"{ranks} ranks join a world", joined),
-        Figure(f"{ranks} ranks join, make six families, use each", used, targets=(Target(most=1.0),)),
+        Figure(f"{ranks} ranks join, make six combinations, use each", used, targets=(Target(most=1.0),)),
     ]
 
 

@@ -12,15 +12,15 @@ from pgmesh import ProcessGroupMesh, launch
 
 def main() -> float:
     mesh = ProcessGroupMesh(pp=2, dp=2, tp=1)
-    families = [axes for n in (1, 2, 3) for axes in combinations(mesh.axes, n)]
-    random.Random(mesh.rank).shuffle(families)  # a different order on each rank
+    all_axes = [axes for n in (1, 2, 3) for axes in combinations(mesh.axes, n)]
+    random.Random(mesh.rank).shuffle(all_axes)  # a different order on each rank
 
     start = time.perf_counter()
-    for axes in families:
+    for axes in all_axes:
         mesh.group(*axes)
     seconds = time.perf_counter() - start
 
-    for axes in sorted(families):
+    for axes in sorted(all_axes):
         mask = torch.tensor([2**mesh.rank])
         dist.all_reduce(mask, group=mesh.group(*axes))
         assert int(mask) == sum(2**rank for rank in mesh.ranks(*axes))

@@ -25,4 +25,7 @@ def lazy_names(
         attributes[name] = getattr(importlib.import_module(f"{package}.{module_of[name]}"), name)
         return attributes[name]
 
-    return [*module_of], getattr_, lambda: sorted({*attributes, *module_of})
+    def dir_() -> list[str]:
+        return sorted([*module_of, *(name for name in attributes if name.startswith("__"))])  # no inner modules
+
+    return [*module_of], getattr_, dir_

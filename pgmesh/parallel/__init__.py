@@ -15,7 +15,7 @@ _MODULE_OF = {
     **dict.fromkeys(["TensorParallel", "attention_plan", "mlp_plan"], "tensor"),
     "DataParallel": "data",
     "ShardedDataParallel": "sharded",
-    "PipelineParallel": "pipeline",
+    **dict.fromkeys(["PipelineParallel", "Pipeline"], "pipeline"),
     "ContextParallel": "context",
     "ExpertParallel": "expert",
     **dict.fromkeys(["Router", "Routes", "balance_loss", "mix", "with_loss"], "mixture"),
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         mix as mix,
         with_loss as with_loss,
     )
-    from pgmesh.parallel.pipeline import PipelineParallel as PipelineParallel
+    from pgmesh.parallel.pipeline import Pipeline as Pipeline, PipelineParallel as PipelineParallel
     from pgmesh.parallel.seeds import seed_of as seed_of, seeded_rng as seeded_rng
     from pgmesh.parallel.sharded import ShardedDataParallel as ShardedDataParallel
     from pgmesh.parallel.tensor import (

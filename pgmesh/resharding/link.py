@@ -135,24 +135,22 @@ class Link:
         current, last = self._ask(CompareSet(self._key, "0"), Read(mine), seconds=self.left())
         mesh = meshes().get(f"{self._name} {(last or b'').decode()}")
         self._number = current.decode()
-        if last == current:
-            if mesh is None:  # it was closed, or the process that created it has ended
-                self._count()
-            return mesh or self._current_mesh()
+        if last == current and mesh is not None:
+            return mesh
+        if last == current:  # it was closed here, or the process that created it has ended: all connect the next one
+            self._end(None)
+            return self._current_mesh()
         if mesh is not None:
             mesh.close()
         self._ask(Raw("set", (mine, self._number)), seconds=self.left())
         return ProcessGroupMesh(len(self.ranks), ranks=self.ranks, name=f"{self._name} {self._number}")
 
-    def _count(self) -> None:
-        """Set the next number, unless another rank has set it."""
-        self._ask(Raw("compare_set", (self._key, self._number, str(int(self._number) + 1))))
-
-    def _end(self, mesh: ProcessGroupMesh) -> None:
-        """Close the internal mesh. It is over for all ranks."""
-        mesh.close()
+    def _end(self, mesh: ProcessGroupMesh | None) -> None:
+        """Close the internal mesh, and set the next number unless another rank has: it is over for all ranks."""
+        if mesh is not None:
+            mesh.close()
         with contextlib.suppress(WorldError):
-            self._count()
+            self._ask(Raw("compare_set", (self._key, self._number, str(int(self._number) + 1))))
 
     def _is_over(self) -> bool:
         """True if another rank has closed the internal mesh. The backend does not always notice."""

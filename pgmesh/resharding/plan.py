@@ -354,14 +354,12 @@ def balance(plans: Sequence[tuple[ReshardPlan, int]]) -> None:
     """
     if all(plan.source.replicas == 1 for plan, _ in plans):
         return
-    parts = []  # each with the bytes that an element stands for
+    # the shares of each part, and the bytes that an element of it stands for
+    parts = [(plan._shares_of(part), plan.itemsize * count) for plan, count in plans for part in plan.source.parts()]
     load: Counter[int] = Counter()  # by rank: the bytes that it sends
-    for plan, count in plans:
-        for part in plan.source.parts():
-            shares = plan._shares_of(part)
-            shares.add_to(load, plan.itemsize * count)
-            if len(shares.replicas) > 1:
-                parts.append((shares, plan.itemsize * count))
+    for shares, itemsize in parts:
+        shares.add_to(load, itemsize)
+    parts = [(shares, itemsize) for shares, itemsize in parts if len(shares.replicas) > 1]
     for _ in range(MOST_ROUNDS):
         before = load.copy()
         for shares, itemsize in parts:

@@ -26,7 +26,7 @@ from pgmesh.options import Timeout
 from pgmesh.resharding.link import Link
 from pgmesh.resharding.plan import ReshardPlan, balance
 from pgmesh.resharding.sharding import Placements, Sharding, by_axis, parse_placements, shape_of
-from pgmesh.resharding.transfer import Job, Shards, fill_buckets, move, staged_bytes
+from pgmesh.resharding.transfer import Job, Shards, fill_buckets, move
 from pgmesh.topology.host_mapping import map_hosts
 
 State = Union[nn.Module, Mapping[str, Any], None]
@@ -113,7 +113,7 @@ class Resharder:
         entries = [*describe("source", sides[0]), *describe("target", sides[1])]
         with link.explaining():
             self._jobs = plan_jobs(link, exchange(link, [*entries, Entry("argument", "staging_bytes", staging_bytes)]))
-            sizes = [staged_bytes(*shards.messages([job])) for job in self._jobs]
+            sizes = map(shards.staged_bytes, self._jobs)
             *staged, self._number = link.maximum([*sizes, secrets.randbits(62)])  # a random number, to tell it by
         self._buckets = fill_buckets(self._jobs, staged, staging_bytes // 2)
 

@@ -145,15 +145,13 @@ class Sharding:
         self.placements = parse_placements(layout, placements)
         """For each axis, the dimension that it shards and the split factor; None if the tensor is replicated."""
         self._splits: list[list[tuple[int, Split]]] = [[] for _ in self.shape]  # by dimension: axis numbers and splits
-        for axis, placement in enumerate(self.placements):
-            if placement is not None:
-                dimension, factor = placement
-                if not -len(self.shape) <= dimension < len(self.shape):
-                    raise ShapeError(
-                        f"axis {layout.axes[axis]} shards dimension {dimension}, but the shape {self.shape} has no "
-                        "such one."
-                    )
-                self._splits[dimension].append((axis, Split(layout.shape[axis], factor)))
+        for number, (axis, placement) in enumerate(zip(layout.axes, self.placements)):
+            if placement is None:
+                continue
+            dimension, factor = placement
+            if not -len(shape) <= dimension < len(shape):
+                raise ShapeError(f"axis {axis} shards dimension {dimension}, but the shape {self.shape} has none.")
+            self._splits[dimension].append((number, Split(layout.shape[number], factor)))
         self.sharded = tuple(axis for splits in self._splits for axis, _ in splits)
         self._others = [layout.axes[axis] for axis in range(len(layout.axes)) if axis not in self.sharded]
         self.replicas = math.prod(layout.size(axis) for axis in self._others)

@@ -43,20 +43,22 @@ class Job(NamedTuple):
         return part.size * self.plan.itemsize < SMALL
 
 
+Piece = tuple[torch.Tensor, torch.Tensor]
+"""Elements of a shard, and their place in a buffer. Both are views."""
+
+
 class Message(NamedTuple):
     """Elements that one rank sends to another at once.
 
     Args:
         peer: the other rank.
-        parts: one transfer, or all small ones of the bucket.
         values: the elements, in the memory of the shard or in a buffer.
-        is_staged: True if they are in a buffer.
+        pieces: the pieces of the buffer; none for the memory of the shard.
     """
 
     peer: int
-    parts: list[tuple[Job, Transfer]]
     values: torch.Tensor
-    is_staged: bool
+    pieces: Sequence[Piece] = ()
 
 
 class Shards:
@@ -102,45 +104,48 @@ class Shards:
             return None
         return shard[first].view(-1)[part.start : part.stop]
 
-    def messages(self, bucket: Sequence[Job]) -> tuple[list[Message], list[Message], list[Message]]:
-        """What this rank sends and receives of a bucket, in the same order as the other rank, with empty buffers.
+    def staged_bytes(self, job: Job) -> int:
+        """Bytes of the buffers that this rank needs for a job."""
+        plan, sides = job.plan, {"sends": job.plan.sends, "receives": job.plan.receives}
+        parts = [part for side, parts in sides.items() for part in parts if self.view(job, part, side) is None]
+        kept = size_of(plan.copied) if plan.copied is not None and job.name in self.in_place else 0
+        return plan.itemsize * (sum(part.size for part in parts) + kept)
 
-        The last are to this rank itself: what it holds and wants of the tensors that are moved in place.
+    def messages(self, bucket: Sequence[Job], side: str) -> list[Message]:
+        """What this rank "sends" or "receives" of a bucket, in the order of the other rank, with empty buffers.
+
+        A transfer is one message, but all small ones of the bucket are one.
         """
-        kept = [
-            (job, Transfer(job.plan.rank, job.plan.copied, 0, size_of(job.plan.copied)))
-            for job in bucket
-            if job.plan.copied is not None and job.name in self.in_place
-        ]
-        own = [self.message(kept[0][1].peer, kept, "receives")] if kept else []
-        return self._messages(bucket, "sends"), self._messages(bucket, "receives"), own
-
-    def _messages(self, bucket: Sequence[Job], side: str) -> list[Message]:
         parts: defaultdict[tuple[int, str], list[tuple[Job, Transfer]]] = defaultdict(list)
         for job in bucket:
             for part in getattr(job.plan, side):
                 parts[part.peer, "" if job.is_small(part) else job.name].append((job, part))
-        return [self.message(peer, each, side) for (peer, _), each in parts.items()]
+        return [self._message(peer, each, side) for (peer, _), each in parts.items()]
 
-    def message(self, peer: int, parts: list[tuple[Job, Transfer]], side: str) -> Message:
-        """A message in the memory of the shard, or with an empty buffer."""
+    def _message(self, peer: int, parts: list[tuple[Job, Transfer]], side: str) -> Message:
+        """One transfer, or all small ones."""
         values = self.view(*parts[0], side)
         if values is not None:
-            return Message(peer, parts, values, False)
-        size, dtype = sum(part.size for _, part in parts), parts[0][0].dtype
-        return Message(peer, parts, torch.empty(size, dtype=dtype, device=self.device), True)
+            return Message(peer, values)
+        sizes, dtype = [part.size for _, part in parts], parts[0][0].dtype
+        values = torch.empty(sum(sizes), dtype=dtype, device=self.device)
+        buffers = zip(parts, torch.split(values, sizes))
+        return Message(peer, values, [piece for part, buffer in buffers for piece in self._pieces(*part, side, buffer)])
 
-    def pairs(self, messages: Sequence[Message], side: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The elements of staged messages in the shards, each time with their places in the buffers."""
-        for message in messages:
-            parts = message.parts if message.is_staged else []
-            buffers = torch.split(message.values, [part.size for _, part in parts]) if parts else ()
-            for (job, part), values in zip(parts, buffers):
-                shard, whole = self.of(job, side)
-                regions = [*blocks(part.region, part.start, part.stop)]
-                for region, block in zip(regions, torch.split(values, [size_of(each) for each in regions])):
-                    for inside, place in zip(boxes(whole, region), boxes(region, region)):
-                        yield shard[inside], block.view(shape_of(region))[place]
+    def _pieces(self, job: Job, part: Transfer, side: str, buffer: torch.Tensor) -> Iterator[Piece]:
+        """The pieces of a transfer."""
+        shard, whole = self.of(job, side)
+        regions = [*blocks(part.region, part.start, part.stop)]
+        for region, block in zip(regions, torch.split(buffer, [size_of(each) for each in regions])):
+            for inside, place in zip(boxes(whole, region), boxes(region, region)):
+                yield shard[inside], block.view(shape_of(region))[place]
+
+    def kept(self, job: Job) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The elements of the target that this rank holds already, each time with those of the source."""
+        if job.plan.copied is not None:
+            (source, held), (target, wanted) = self.of(job, "sends"), self.of(job, "receives")
+            for old, new in zip(boxes(held, job.plan.copied), boxes(wanted, job.plan.copied)):
+                yield target[new], source[old]
 
 
 class Exchange:
@@ -153,25 +158,30 @@ class Exchange:
     """
 
     def __init__(self, link: Link, bucket: Sequence[Job], shards: Shards) -> None:
-        self._link, self._shards = link, shards
-        sends, receives, own = shards.messages(bucket)
-        for element, place in shards.pairs([*sends, *own], "sends"):
-            place.copy_(element)
-        self._works = link.exchange(*([(each.peer, each.values) for each in side] for side in (sends, receives)))
-        self._arriving = [*receives, *own]
-        self.staged = staged_bytes(sends, receives, own)
-        """Bytes in buffers."""
+        self._link = link
+        sends, receives = (shards.messages(bucket, side) for side in ("sends", "receives"))
+        packed = [piece for message in sends for piece in message.pieces]
+        self._staged = [piece for message in receives for piece in message.pieces]
+        for elements, place in packed:
+            place.copy_(elements)
+        self._works = link.exchange(*([message[:2] for message in side] for side in (sends, receives)))
         for job in bucket:
-            if job.plan.copied is not None and job.name not in shards.in_place:
-                (source, held), (target, wanted) = shards.of(job, "sends"), shards.of(job, "receives")
-                for old, new in zip(boxes(held, job.plan.copied), boxes(wanted, job.plan.copied)):
-                    target[new].copy_(source[old])
+            for elements, values in shards.kept(job):
+                if job.name in shards.in_place:
+                    self._staged.append((elements, values.to(job.dtype, copy=True)))
+                else:
+                    elements.copy_(values)
+        self.staged_bytes = sum(values.nbytes for _, values in (*packed, *self._staged))
+        """Bytes in buffers."""
 
     def finish(self) -> None:
         """Wait until all has arrived, and write it into the target."""
         self._link.wait(self._works)
-        for element, place in self._shards.pairs(self._arriving, "receives"):
-            element.copy_(place)
+        self._unpack()
+
+    def _unpack(self) -> None:
+        for elements, values in self._staged:
+            elements.copy_(values)
 
 
 def move(link: Link, buckets: Sequence[Sequence[Job]], shards: Shards) -> int:
@@ -185,7 +195,7 @@ def move(link: Link, buckets: Sequence[Sequence[Job]], shards: Shards) -> int:
     most, running = 0, list[Exchange]()
     for bucket in buckets:
         running.append(Exchange(link, bucket, shards))
-        most = max(most, sum(each.staged for each in running))
+        most = max(most, sum(each.staged_bytes for each in running))
         if len(running) == 2:
             running.pop(0).finish()
     for each in running:
@@ -211,11 +221,6 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     start = tensor.data_ptr()
     last = tensor[(-1,) * tensor.dim()] if tensor.numel() else None
     return start, start if last is None else last.data_ptr() + last.itemsize
-
-
-def staged_bytes(*messages: Sequence[Message]) -> int:
-    """Bytes of the messages that are in buffers."""
-    return sum(each.values.nbytes for each in itertools.chain(*messages) if each.is_staged)
 
 
 def fill_buckets(jobs: Sequence[Job], staged: Sequence[int], limit: int) -> list[list[Job]]:

@@ -134,7 +134,7 @@ def example() -> ModuleType:
     ],
     ids=str,
 )
-def test_torchtitans_meshes_hold_the_ranks_that_its_own_do(sizes: dict[str, int]):
+def test_torchtitan_meshes_hold_the_same_ranks(sizes: dict[str, int]):
     """And there are fewer groups: of the same ranks, one."""
     given = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "ep": 1, **sizes}
     module = example()

@@ -66,7 +66,7 @@ def test_ravel_is_numpys_in_each_mode(shape: tuple[int, ...], data: st.DataObjec
 
 
 @given(shapes, st.data())
-def test_coords_along_axes_are_those_of_loops_inside_one_another(shape: tuple[int, ...], data: st.DataObject):
+def test_coords_along_axes_are_those_of_loops(shape: tuple[int, ...], data: st.DataObject):
     """The first axis that is named is the outer loop, whichever it is."""
     base = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
     axes = data.draw(st.permutations(range(len(shape))).map(lambda order: order[: data.draw(st.integers(0, 2))]))
@@ -85,7 +85,7 @@ def test_coords_along_axes_are_those_of_loops_inside_one_another(shape: tuple[in
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
-def test_groups_along_axes_are_the_ranks_that_agree_elsewhere(shape: tuple[int, ...]):
+def test_groups_along_axes_are_blocks(shape: tuple[int, ...]):
     coords = list(itertools.product(*map(range, shape)))
     for rank, me in list(enumerate(coords))[:: max(1, len(coords) // 4)]:
         with fake_rank(rank, len(coords)):
@@ -110,9 +110,7 @@ def test_groups_along_axes_are_the_ranks_that_agree_elsewhere(shape: tuple[int, 
 
 
 @given(shapes.filter(lambda shape: np.prod(shape) < 40), st.data())
-def test_a_negative_index_is_refused_wherever_a_rank_is_looked_up_and_a_negative_axis_counts_from_the_end(
-    shape: tuple[int, ...], data: st.DataObject
-):
+def test_negative_index_is_refused_and_negative_axis_counts(shape: tuple[int, ...], data: st.DataObject):
     axis = data.draw(st.integers(0, len(shape) - 1))
     index = data.draw(st.integers(-shape[axis] - 1, -1))
     with fake_rank(0, int(np.prod(shape))):
@@ -171,7 +169,7 @@ def uneven() -> None:
     check_sums(groups)
 
 
-def test_groups_of_any_indices_are_made_by_their_members_in_any_order():
+def test_members_create_groups_of_any_indices():
     world(4).run(uneven)
 
 
@@ -185,7 +183,7 @@ def permuted() -> None:
     check_sums({**groups, **groups_of(mesh)})
 
 
-def test_a_mesh_that_is_given_keeps_its_order():
+def test_given_mesh_keeps_its_order():
     world(4).run(permuted)
 
 
@@ -232,7 +230,7 @@ def ended() -> None:
             assert table_sizes() == before
 
 
-def test_destroy_lets_go_of_what_was_handed_out_and_says_so():
+def test_destroy_releases_the_returned_groups():
     world(4).run(ended)
 
 
@@ -243,7 +241,7 @@ def rows() -> list[tuple[str, str]]:
     return re.findall(r"^\| `(.+)` \| `(.+)` \|$", PAGE.read_text(), re.MULTILINE)
 
 
-def test_the_table_is_complete():
+def test_table_has_every_name():
     names = {name for name in vars(ColossalMesh) if not name.startswith("_")}
     used = set(re.findall(r"(?:pg_mesh|ProcessGroupMesh)\.(\w+)", " ".join(left for left, _ in rows())))
     assert used == names
@@ -376,7 +374,7 @@ def test_messages(call: Any, error: type[Exception], text: str):
     assert str(caught.value) == text
 
 
-def test_two_of_one_shape_need_names():
+def test_two_equal_meshes_need_names():
     with fake_rank(5, 8):
         first, second = ColossalMesh(2, 2, 2), ColossalMesh(2, 2, 2)
         with pytest.raises(NameTakenError, match=r"close the other.*\n.*name='actor'\)   # or name this one"):
@@ -384,6 +382,6 @@ def test_two_of_one_shape_need_names():
         assert ColossalMesh(2, 2, 2, name="critic").get_group_along_axis(0).size() == second.size(0) == 2
 
 
-def test_its_repr_says_which_mesh_answers():
+def test_repr_has_the_mesh():
     with fake_rank(5, 8):
         assert repr(ColossalMesh(2, 4, name="actor")) == "ColossalMesh(mesh=ProcessGroupMesh(2, 4, name='actor'))"

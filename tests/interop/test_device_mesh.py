@@ -70,7 +70,7 @@ def over_the_same_groups() -> None:
     check_sums(groups_of(mesh))
 
 
-def test_a_device_mesh_is_made_over_the_very_groups():
+def test_device_mesh_uses_the_groups_of_the_mesh():
     world(4).run(over_the_same_groups)
 
 
@@ -110,7 +110,7 @@ def afresh_after_release() -> None:
     check_sums(groups_of(mesh))
 
 
-def test_after_a_release_a_device_mesh_has_the_new_group():
+def test_device_mesh_after_release_has_the_new_group():
     world(4).run(afresh_after_release)
 
 
@@ -220,7 +220,7 @@ def use(name: str, ranks: list[int] | None) -> None:
 
 @pytest.mark.parametrize("ranks", [None, [3, 1, 2, 0]], ids=["in order", "permuted"])
 @pytest.mark.parametrize("name", [*USES, pytest.param("a pipeline", marks=needs_pipelines)])
-def test_torch_computes_over_a_mesh_what_one_process_does(name: str, ranks: list[int] | None):
+def test_torch_computes_over_a_mesh_like_one_process(name: str, ranks: list[int] | None):
     world(4).run(use, name, ranks)
 
 
@@ -242,7 +242,7 @@ def save_and_load(folder: Path) -> None:
     check_sums(groups_of(mesh))
 
 
-def test_a_distributed_checkpoint_goes_through_the_groups_of_a_mesh(tmp_path: Path):
+def test_checkpoint_goes_through_groups_of_the_mesh(tmp_path: Path):
     world(4).run(save_and_load, tmp_path)
 
 
@@ -275,7 +275,7 @@ def makes_more(use: Callable[[ProcessGroupMesh], None], sizes: dict[str, int], c
     [(resharded, {"dp": 4}, 2), (flattened, {"pp": 2, "dp": 1, "tp": 2}, 1)],
     ids=["reshard_after_forward=2", "_flatten"],
 )
-def test_what_still_makes_groups_of_torch(use: Callable[[ProcessGroupMesh], None], sizes: dict[str, int], count: int):
+def test_uses_that_create_groups_of_torch(use: Callable[[ProcessGroupMesh], None], sizes: dict[str, int], count: int):
     """Not a promise of ours: it tells when torch changes, so that the page can."""
     world(4).run(makes_more, use, sizes, count)
 
@@ -304,7 +304,7 @@ def side_by_side() -> None:
     check_sums({**groups_of(actor), **groups_of(critic)})
 
 
-def test_two_meshes_of_one_shape_compute_over_their_own_groups():
+def test_two_equal_meshes_compute_over_own_groups():
     world(4).run(side_by_side)
 
 
@@ -321,7 +321,7 @@ def one_after_the_other() -> None:
             dist.barrier()
 
 
-def test_a_mesh_computes_after_another_of_its_shape_was_closed_and_after_a_release():
+def test_mesh_computes_after_close_and_release():
     world(4).run(one_after_the_other)
 
 
@@ -341,11 +341,11 @@ def there_and_back() -> None:
     check_sums(groups_of(mesh))
 
 
-def test_from_device_mesh_is_the_way_back():
+def test_from_device_mesh_returns_the_same_groups():
     world(4).run(there_and_back)
 
 
-def test_from_device_mesh_is_the_way_back_of_numbered_axes_too():
+def test_from_device_mesh_keeps_numbered_axes():
     with fake_rank(5, 8):
         mesh = ProcessGroupMesh(2, 2, 2, name="actor")
         again = from_device_mesh(mesh.device_mesh(), name="again")
@@ -357,7 +357,7 @@ def test_from_device_mesh_is_the_way_back_of_numbered_axes_too():
         assert plane.device_mesh(1).get_group() is mesh.group(2)
 
 
-def test_all_that_goes_through_this_rank_has_one_device_mesh_root():
+def test_views_and_slices_share_one_device_mesh_root():
     with fake_rank(5, 8):
         mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor")
         for part in (mesh.at(pp=1), mesh.along("dp", "tp"), mesh.at(pp=1).at(dp=0)):
@@ -390,7 +390,7 @@ def over_torchs(names: tuple[str, str] | None) -> None:
 
 
 @pytest.mark.parametrize("names", [("dp", "tp"), None], ids=["named", "numbered"])
-def test_a_mesh_over_a_device_mesh_of_torch_hands_out_the_groups_of_torch(names: tuple[str, str] | None):
+def test_from_device_mesh_returns_the_groups_of_torch(names: tuple[str, str] | None):
     world(4).run(over_torchs, names)
 
 
@@ -444,11 +444,11 @@ def adopt_where_that_does_nothing() -> None:
         dist.destroy_process_group(group)
 
 
-def test_a_group_is_adopted_or_the_reason_is_raised():
+def test_group_is_adopted_or_refused_with_reason():
     world(4).run(adopt_where_that_does_nothing)
 
 
-def test_an_axis_of_one_rank_is_adopted_or_configured_but_not_both():
+def test_axis_of_one_rank_is_adopted_or_configured():
     with fake_rank(0, 2):
         theirs = ProcessGroupMesh(pp=1, dp=2, name="theirs").group("pp")
         mesh = ProcessGroupMesh(pp=1, dp=2, tp=1, name="actor")
@@ -461,7 +461,7 @@ def test_an_axis_of_one_rank_is_adopted_or_configured_but_not_both():
             mesh.configure("pp", timeout=timedelta(seconds=40))
 
 
-def test_axes_of_one_rank_share_the_group_that_is_adopted_first():
+def test_axes_of_one_rank_share_an_adopted_group():
     with fake_rank(0, 2):
         mesh = from_device_mesh(ProcessGroupMesh(pp=1, dp=2, tp=1, name="actor").device_mesh(), name="again")
         assert mesh.group("pp") is mesh.group("tp")
@@ -482,7 +482,7 @@ def over_permuted() -> None:
             dist.destroy_process_group(theirs.get_group(i))
 
 
-def test_a_device_mesh_whose_order_torch_lost_is_refused_and_leaves_nothing():
+def test_device_mesh_of_sorted_ranks_is_refused():
     world(4).run(over_permuted)
 
 
@@ -507,7 +507,7 @@ def fsdp_over_axes_that_do_not_touch() -> None:
     check_sums({"fsdp": (view.group("fsdp"), view.ranks())})
 
 
-def test_fsdp_over_axes_that_do_not_touch():
+def test_fsdp_shards_over_separate_axes():
     world(8).run(fsdp_over_axes_that_do_not_touch)
 
 
@@ -611,7 +611,7 @@ def test_device_mesh_mixes_axes_and_merged_dimensions():
         assert numbered.device_mesh(1, flat=(0, 2)).mesh.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
-def test_device_mesh_of_unevenly_spaced_indices_keeps_its_ranks():
+def test_device_mesh_of_uneven_indices_keeps_its_ranks():
     """torch describes ranks by strides, which these have not."""
     for kept, rank in (([0, 2, 3], 12), ([1, 2], 5), ([0, 3], 0), ([0, 2], 8)):
         with fake_rank(rank, 16):

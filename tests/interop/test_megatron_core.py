@@ -104,7 +104,7 @@ def answers(state: Any) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore:.* is deprecated, (please )?use .*:DeprecationWarning")
 @pytest.mark.parametrize("sizes", SIZES)
-def test_the_state_is_what_megatron_would_make(state: Any, sizes: str):
+def test_published_state_equals_that_of_megatron(state: Any, sizes: str):
     """Every getter answers alike, with every combination of its flags, on every rank."""
     given, collection = SIZES[sizes], importlib.import_module("megatron.core.process_groups_config")
     for rank in range(8):
@@ -130,7 +130,7 @@ def last_first(ranks: list[int]) -> list[int]:
     return [ranks[-1], ranks[0]]
 
 
-def test_embedding_ranks_stand_as_the_function_gives_them(state: Any):
+def test_published_embedding_ranks_keep_their_order(state: Any):
     """So which of them is asked whether it holds the first stage is Megatron's own; in its group torch sorts them."""
     for rank in range(8):
         with fake_rank(rank, 8), mock.patch.dict(vars(state)):
@@ -155,7 +155,7 @@ def test_embedding_ranks_stand_as_the_function_gives_them(state: Any):
             assert theirs == (ours and sorted(ours))
 
 
-def test_every_field_and_every_global_is_accounted_for(state: Any):
+def test_names_cover_every_field_and_global(state: Any):
     collection = importlib.import_module("megatron.core.process_groups_config").ProcessGroupCollection
     assert {field.name for field in fields(collection)} == megatron.FIELDS.keys()
     filled = {*megatron.GROUPS, *megatron.GLOO_GROUPS, *megatron.RANK_LISTS, megatron.GROUP_LIST}
@@ -171,7 +171,7 @@ def test_every_field_and_every_global_is_accounted_for(state: Any):
     assert not filled & emptied
 
 
-def test_what_is_asked_for_beside_the_groups(state: Any):
+def test_published_fills_the_optional_globals(state: Any):
     with fake_rank(5, 16, dist.HashStore()):
         arrangement = recipes.megatron(16, cp=4, pp=2, hierarchical_cp=[2, 2], hybrid_cp=True)
         with megatron.published(arrangement, gloo=True, all_gather=True, virtual_pipeline=3):
@@ -190,7 +190,7 @@ def test_what_is_asked_for_beside_the_groups(state: Any):
         assert ranks_of(megatron.process_groups(arrangement, "hcp", "embd").hcp) == [[4, 5], [5, 7]]
 
 
-def test_a_stage_between_has_no_embeddings(state: Any):
+def test_middle_stage_has_no_embedding_group(state: Any):
     with fake_rank(2, 4):
         held = megatron.process_groups(recipes.megatron(4, pp=4), "embd", "pos_embd", "pp")
         assert (held.embd, held.pos_embd, held.pp.size()) == (None, None, 4)
@@ -210,7 +210,7 @@ def spoilt(state: Any) -> Iterator[dict[str, Any]]:
     vars(state).update(clean)
 
 
-def test_a_block_gives_back_exactly_what_was_there(state: Any, spoilt: dict[str, Any]):
+def test_published_restores_the_state(state: Any, spoilt: dict[str, Any]):
     with fake_rank(5, 8):
         outer, inner = recipes.megatron(8, tp=4, name="outer"), recipes.megatron(8, tp=2, name="inner")
         with megatron.published(outer):
@@ -231,7 +231,7 @@ def test_a_block_gives_back_exactly_what_was_there(state: Any, spoilt: dict[str,
         assert vars(state) == spoilt
 
 
-def test_nothing_is_filled_if_a_group_cannot_be_made(state: Any, spoilt: dict[str, Any]):
+def test_failed_group_fills_nothing(state: Any, spoilt: dict[str, Any]):
     with fake_rank(5, 8):
         arrangement = recipes.megatron(8, tp=2)
         arrangement.dense.close()
@@ -243,7 +243,7 @@ def test_nothing_is_filled_if_a_group_cannot_be_made(state: Any, spoilt: dict[st
 # ---- errors, and the examples that need Megatron-Core ----
 
 
-def test_a_field_that_does_not_exist(state: Any):
+def test_process_groups_refuses_unknown_field(state: Any):
     with fake_rank(5, 8), pytest.raises(AxisError) as caught:
         megatron.process_groups(recipes.megatron(8), "tp", "dp_pc")
     text = "a ProcessGroupCollection has no field 'dp_pc'. Did you mean 'dp_cp'? It has tp, pp, mp, embd, "
@@ -259,7 +259,7 @@ MAINS = (
 """Some groups that ``parallel_state`` has on Megatron-LM's main branch, and 0.16.1 has not."""
 
 
-def test_groups_that_we_do_not_know(state: Any, monkeypatch: pytest.MonkeyPatch):
+def test_published_refuses_unknown_groups(state: Any, monkeypatch: pytest.MonkeyPatch):
     for name in MAINS:
         monkeypatch.setattr(state, name, None, raising=False)
     before = dict(vars(state))
@@ -274,7 +274,7 @@ def test_groups_that_we_do_not_know(state: Any, monkeypatch: pytest.MonkeyPatch)
     assert vars(state) == before
 
 
-def test_a_megatron_core_that_was_never_installed_has_a_version_too(state: Any, monkeypatch: pytest.MonkeyPatch):
+def test_version_is_known_without_an_installation(state: Any, monkeypatch: pytest.MonkeyPatch):
     """A checkout of Megatron-LM on the path."""
     gone = importlib.metadata.PackageNotFoundError("megatron-core")
     monkeypatch.setattr(importlib.metadata, "version", mock.Mock(side_effect=gone))
@@ -286,7 +286,7 @@ def test_a_megatron_core_that_was_never_installed_has_a_version_too(state: Any, 
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_virtual_stages_of_a_pipeline_of_one_are_refused_as_megatron_does(state: Any, chunks: int):
+def test_virtual_stages_of_one_stage_are_refused(state: Any, chunks: int):
     before = dict(vars(state))
     with fake_rank(5, 8):
         with pytest.raises(RuntimeError, match="size should be greater than 1 with interleaved schedule"):
@@ -303,7 +303,7 @@ def test_virtual_stages_of_a_pipeline_of_one_are_refused_as_megatron_does(state:
     assert vars(state) == before
 
 
-def test_without_megatron_core():
+def test_missing_megatron_core_is_an_error():
     gone = ModuleNotFoundError("No module named 'megatron'", name="megatron")
     with fake_rank(5, 8), mock.patch.object(megatron.importlib, "import_module", side_effect=gone):
         with pytest.raises(WorldError) as caught:
@@ -433,7 +433,7 @@ def as_one_process_does() -> float:
 
 
 @pytest.mark.long
-def test_a_gpt_of_megatron_core_trains_as_one_process_does():
+def test_gpt_of_megatron_core_trains_like_one_process():
     """Weights are float64, but Megatron's loss computes in float32: so gradients agree to 1e-5 and no better."""
     pytest.importorskip("numpy")
     if importlib.util.find_spec("megatron") is None:
@@ -445,7 +445,7 @@ def test_a_gpt_of_megatron_core_trains_as_one_process_does():
 # ---- the page's own globals ----
 
 
-def test_every_global_of_megatrons_page_is_filled_or_empty_in_a_block(state: Any):
+def test_published_fills_every_global_of_the_page(state: Any):
     named = doc_tables.MEGATRON_GLOBALS.split()
     with fake_rank(5, 8, dist.HashStore()):
         arrangement = recipes.megatron(
@@ -465,7 +465,7 @@ def test_every_global_of_megatrons_page_is_filled_or_empty_in_a_block(state: Any
 # ---- settings of NCCL ----
 
 
-def test_nccl_is_told_what_megatrons_own_reader_would_tell_it(state: Any):
+def test_nccl_options_equal_those_of_megatrons_reader(state: Any):
     yaml = pytest.importorskip("yaml")
     with stand_in_for_nccl() as nccl:
         arrangement = recipes.megatron(8, tp=2, cp=2, ep=4, etp=1, name="yaml")

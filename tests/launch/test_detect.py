@@ -109,7 +109,7 @@ def test_line_has_the_launcher_and_the_reason(environ, line):
     assert detect_launcher(environ).line == line
 
 
-def test_variables_that_were_read_are_listed_with_their_values():
+def test_info_lists_the_read_variables_with_values():
     assert dict(detect_launcher(HYDRA | {"HOME": "/", "MASTER_PORT": "29501"}).read) == HYDRA | {"MASTER_PORT": "29501"}
     read = dict(detect_launcher(SRUN).read)
     assert read.items() <= SRUN.items()
@@ -121,7 +121,7 @@ def test_variables_that_were_read_are_listed_with_their_values():
     [*zip(LAUNCHERS, ("torchrun", "torchrun", "mpirun", "mpiexec", "srun", "torchrun"), strict=True)],
     ids=[launcher.name for launcher in LAUNCHERS],
 )
-def test_a_launcher_that_did_not_start_the_process_is_not_read(launcher, program):
+def test_launcher_that_started_nothing_is_not_read(launcher, program):
     strangers = {"mpiexec": ONE_HOST, "srun": BATCH, "mpirun": HYDRA}
     for environ in ({}, strangers.get(program, OPEN_MPI)):
         with pytest.raises(LaunchError, match=f"^{program} did not start this process") as caught:
@@ -130,7 +130,7 @@ def test_a_launcher_that_did_not_start_the_process_is_not_read(launcher, program
 
 
 @pytest.mark.parametrize("name", sorted({name for each in LAUNCHERS[:-1] for name in (*each.rank, *each.size)}))
-def test_a_rank_or_a_size_alone_is_an_error_and_never_rank_0_of_1(name):
+def test_rank_or_size_alone_is_an_error(name):
     with pytest.raises(LaunchError, match=rf"\n  {name} += 4\n"):
         detect_launcher({name: "4"})
 
@@ -160,14 +160,14 @@ def test_the_address_of_rank_0(environ, address):
     assert detect_launcher(environ).address == address
 
 
-def test_rank_0_on_another_host_does_not_use_the_address_of_the_first():
+def test_rank_0_ignores_the_first_hosts_address():
     environ = SRUN | {"SLURM_PROCID": "0", "SLURM_GTIDS": "0"}
     assert detect_launcher(environ).address is None
     environ |= {"SLURM_NODEID": "0", "SLURM_GTIDS": "0,1,2"}
     assert detect_launcher(environ).address == "n1"
 
 
-def test_ports_of_jobs_and_steps_that_may_run_at_once_differ():
+def test_ports_of_simultaneous_jobs_and_steps_differ():
     ports = {
         detect_launcher(SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step), "SLURM_STEPID": str(step)}).port
         for job in range(7_000_000, 7_000_090)
@@ -177,14 +177,14 @@ def test_ports_of_jobs_and_steps_that_may_run_at_once_differ():
     assert ports <= set(PORTS)
 
 
-def test_the_port_of_open_mpi_depends_on_the_job():
+def test_port_of_open_mpi_depends_on_the_job():
     port = detect_launcher(OPEN_MPI).port
     assert port in PORTS
     assert detect_launcher(OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1"}).port == port
     assert detect_launcher(OPEN_MPI | {"PMIX_NAMESPACE": "1776680962"}).port != port
 
 
-def test_the_port_of_pals_and_of_pmix_depends_on_the_job():
+def test_port_of_pals_and_pmix_depends_on_job():
     for environ, job in ((CRAY, "PALS_APID"), ({"PMIX_RANK": "3", "PMI_SIZE": "4"}, "PMIX_NAMESPACE")):
         port = detect_launcher(environ | {job: "8af-01"}).port
         assert port in PORTS
@@ -211,7 +211,7 @@ def test_a_port_that_is_not_set_is_none():
         ),
     ],
 )
-def test_the_script_of_a_job_is_not_a_rank(environ, read):
+def test_script_of_a_job_is_not_a_rank(environ, read):
     with pytest.raises(LaunchError) as caught:
         detect_launcher(environ)
     problem, variables, ways = str(caught.value).split("\n\n")
@@ -252,7 +252,7 @@ SMALL_STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}
         (DAEMON | HYDRA_ON_TWO | {"SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8"}, "MPICH and Slurm", (3, 4)),
     ],
 )
-def test_two_launchers_that_disagree_are_an_error_with_their_variables(environ, names, kept):
+def test_two_launchers_that_disagree_are_an_error(environ, names, kept):
     with pytest.raises(LaunchError) as caught:
         detect_launcher(environ)
     problem, variables, ways = str(caught.value).split("\n\n")
@@ -266,7 +266,7 @@ def test_two_launchers_that_disagree_are_an_error_with_their_variables(environ, 
     assert (info.launcher, info.rank, info.size) == (names.partition(" and ")[0], *kept)
 
 
-def test_variables_of_both_launchers_are_listed_with_their_values():
+def test_error_lists_the_variables_of_both_launchers():
     assert_raises(
         LaunchError,
         lambda: detect_launcher(HYDRA | {"WORLD_SIZE": "8", "RANK": "3"}),
@@ -374,7 +374,7 @@ def test_variables_that_contradict_each_other(environ, first_line, command):
         ),
     ],
 )
-def test_an_invalid_list_is_an_error_with_the_name_of_its_variable(more, text):
+def test_error_names_the_variable_of_an_invalid_list(more, text):
     assert_raises(LaunchError, lambda: detect_launcher(SMALL_STEP | more), text)
 
 
@@ -382,12 +382,12 @@ def test_an_empty_address_is_no_address():
     assert detect_launcher(HYDRA | {"MASTER_ADDR": ""}).address == "127.0.0.1"
 
 
-def test_a_rank_and_a_size_by_hand_are_enough_with_host_and_port():
+def test_rank_and_size_suffice_with_host_and_port():
     info = detect_launcher({"RANK": "1", "WORLD_SIZE": "2"})
     assert with_address(info, "n1", 29500).end_point() == ("n1", 29500)
 
 
-def test_a_local_rank_by_hand_completes_a_launcher_that_sets_none():
+def test_local_rank_by_hand_completes_a_launcher():
     assert detect_launcher({"PMI_RANK": "1", "PMI_SIZE": "4", "LOCAL_RANK": "1"}).local_rank == 1
 
 
@@ -428,7 +428,7 @@ def test_lists_that_python_hostlist_writes_are_parsed(hosts):
 
 
 @given(st.text("an1[]-,x 0", max_size=12))
-def test_any_text_is_parsed_as_hostlist_does_or_raises(text):
+def test_any_text_parses_like_hostlist_or_raises(text):
     try:
         hosts = parse_hosts(text, "SLURM_STEP_NODELIST")
     except LaunchError as error:
@@ -506,7 +506,7 @@ def test_task_counts_are_parsed(runs):
 
 
 @pytest.mark.parametrize("text", ["", "x", "8,", "8(2)", "8(x)", "8(x0)", "(x2)", "-1", "1(x2)3", "8 ", "1(x99999999)"])
-def test_an_invalid_list_of_task_counts_is_an_error(text):
+def test_invalid_list_of_task_counts_is_an_error(text):
     with pytest.raises(LaunchError, match=r"^SLURM_TASKS_PER_NODE is '.*', which is not a list of task counts: "):
         parse_task_counts(text, "SLURM_TASKS_PER_NODE")
 

@@ -23,7 +23,7 @@ def no_world_stays():
         dist.destroy_process_group()
 
 
-def test_it_takes_effect_at_once_and_needs_no_launcher(monkeypatch):
+def test_call_takes_effect_at_once_without_a_launcher(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     launch.fake_world(5, 64)
@@ -38,7 +38,7 @@ def test_it_takes_effect_at_once_and_needs_no_launcher(monkeypatch):
     dist.barrier()
 
 
-def test_a_with_statement_destroys_the_world():
+def test_with_fake_world_destroys_it():
     with launch.fake_world(63, 64) as world:
         assert (world.rank, world.size) == (63, 64)
         mesh = ProcessGroupMesh(dp=64)
@@ -50,7 +50,7 @@ def test_a_with_statement_destroys_the_world():
         assert ProcessGroupMesh(dp=1).group("dp").size() == 1
 
 
-def test_it_destroys_no_other_world():
+def test_fake_world_destroys_no_other_world():
     with launch.fake_world(0, 2):
         dist.destroy_process_group()
     assert not dist.is_initialized()
@@ -88,7 +88,7 @@ def test_an_existing_world_is_not_replaced():
         ((0, 0), "a world of 0 has no rank 0; ranks count from 0.\n\n  launch.fake_world(0, 1)"),
     ],
 )
-def test_ranks_and_sizes_that_do_not_fit(given, text):
+def test_misfitting_rank_or_size_is_an_error(given, text):
     assert_raises(RankError, lambda: launch.fake_world(*given), text)
     assert not dist.is_initialized()
 

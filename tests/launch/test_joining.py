@@ -91,7 +91,7 @@ ON_TWO = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_S
         ),
     ],
 )
-def test_unknown_host_and_port_are_an_error_that_suggests_them(environ, text):
+def test_error_suggests_unknown_host_and_port(environ, text):
     assert_raises(LaunchError, lambda: detect_launcher(environ).end_point(), text)
 
 
@@ -152,7 +152,7 @@ def test_a_named_launcher_is_used_whatever_others_set():
 @pytest.mark.parametrize(
     ("call", "program"), [(from_torch, "torchrun"), (from_slurm, "srun"), (from_openmpi, "mpirun")]
 )
-def test_a_named_launcher_that_did_not_start_the_process(call, program):
+def test_launcher_that_did_not_start_the_process(call, program):
     text = f"{program} did not start this process.\n\n  launch.join()   # detects the launcher"
     assert_raises(LaunchError, call, text)
 
@@ -172,18 +172,18 @@ def take(monkeypatch, seen, **place):
     return taken
 
 
-def test_a_rank_selects_the_device_of_its_local_rank(monkeypatch):
+def test_rank_selects_the_device_of_its_local_rank(monkeypatch):
     assert take(monkeypatch, 4, local_rank=3) == [3]
     assert take(monkeypatch, 4, local_rank=3, launcher="MPICH") == [3]
 
 
-def test_a_slurm_task_with_one_visible_device_selects_it(monkeypatch):
+def test_slurm_task_selects_its_one_visible_device(monkeypatch):
     assert take(monkeypatch, 1, local_rank=3) == [0]
     with pytest.raises(LaunchError, match="the local rank is 3, but this process sees 1 CUDA devices"):
         take(monkeypatch, 1, local_rank=3, launcher="torchrun")
 
 
-def test_a_rank_without_a_local_rank_selects_no_device(monkeypatch):
+def test_unknown_local_rank_selects_no_device(monkeypatch):
     assert_raises(
         LaunchError,
         lambda: take(monkeypatch, 4, launcher="PMIx", read=(("PMIX_RANK", "5"), ("PMI_SIZE", "8"))),
@@ -235,7 +235,7 @@ def run_in(tmp_path, call, environs):
     return "".join(out for out, _ in said), log
 
 
-def test_tasks_of_slurm_join_at_the_address_of_their_job(tmp_path):
+def test_slurm_tasks_join_at_their_jobs_address(tmp_path):
     port = free_port(range(20_000 + os.getpid() % 9_000, 30_000))
     step = ONE_HOST | {"SLURM_NTASKS": "2", "SLURM_NPROCS": "2", "SLURM_STEP_NUM_TASKS": "2"}
     step |= {"SLURM_TASKS_PER_NODE": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_GTIDS": "0,1"}
@@ -249,7 +249,7 @@ def test_tasks_of_slurm_join_at_the_address_of_their_job(tmp_path):
     ]
 
 
-def test_ranks_of_mpi_join_at_the_host_and_port_given(tmp_path):
+def test_mpi_ranks_join_at_given_host_and_port(tmp_path):
     port = free_port(range(20_000 + (os.getpid() + 4_500) % 9_000, 30_000))
     environs = [
         HYDRA_ON_TWO | {"PMI_SIZE": "2", "PMI_RANK": str(rank), "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}
@@ -263,7 +263,7 @@ def test_ranks_of_mpi_join_at_the_host_and_port_given(tmp_path):
     ]
 
 
-def test_ranks_of_open_mpi_join_at_the_port_of_their_job(tmp_path):
+def test_open_mpi_ranks_join_at_their_jobs_port(tmp_path):
     port = free_port(range(20_000 + (os.getpid() + 2_500) % 9_000, 30_000))
     job = next(str(i) for i in itertools.count() if PORTS[zlib.crc32(str(i).encode()) % len(PORTS)] == port)
     sizes = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": job}
@@ -301,7 +301,7 @@ def test_tasks_of_slurm_join_through_a_store_process(tmp_path):
         ),
     ],
 )
-def test_a_world_of_one_needs_no_host_and_no_port(tmp_path, call, environ, line):
+def test_world_of_one_needs_no_host_or_port(tmp_path, call, environ, line):
     said, log = run_in(tmp_path, call, [environ])
     assert said == "rank 0 of 1 sums to 1\n"
     assert log == [f"pgmesh INFO joins as {line}"]
@@ -339,7 +339,7 @@ except ValueError:
 """
 
 
-def test_with_join_destroys_the_world_that_it_initialised_at_the_end_of_the_block(tmp_path):
+def test_with_join_destroys_the_world_it_initialised(tmp_path):
     with StoreProcess() as store, StoreProcess() as second:
         more = {**store.env, "SECOND_PORT": str(second.port), "WORLD_SIZE": "2"}
         environs = [clean_env(**more, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
@@ -372,7 +372,7 @@ NAMES = "mpich, munge, openmpi-bin, slurm-wlm"
         ),
     ],
 )
-def test_launchers_that_cannot_be_installed_are_skipped_with_the_reason(tmp_path, monkeypatch, script, reason):
+def test_missing_launchers_are_skipped_with_the_reason(tmp_path, monkeypatch, script, reason):
     with_apt(tmp_path, monkeypatch, script)
     assert install() == dict.fromkeys(PROGRAMS, reason)
 

@@ -119,7 +119,7 @@ def test_large_arguments_and_results_pass():
     assert all(torch.equal(back, tensor) for back in spawn(torch.clone, 2, tensor))
 
 
-def test_a_rank_has_the_current_environment_and_its_rank_variables(monkeypatch):
+def test_rank_has_the_environment_and_its_rank_variables(monkeypatch):
     spawn(rank_and_sum, 1)  # a fork server, if there is one, has started before this is set
     monkeypatch.setenv("PGMESH_TEST", "now")
     monkeypatch.setenv("RANK", "17")
@@ -129,7 +129,7 @@ def test_a_rank_has_the_current_environment_and_its_rank_variables(monkeypatch):
     assert spawn(surroundings, 1) == [("0", "1", "now", 2)]
 
 
-def test_an_error_names_its_rank_with_the_traceback_and_ends_the_others(tmp_path):
+def test_error_names_its_rank_and_ends_the_others(tmp_path):
     start = time.monotonic()
     with pytest.raises(LaunchError, match="rank 2 of 3 raised ZeroDivisionError: the answer is 42") as caught:
         spawn(raise_on, 3, 2, tmp_path)
@@ -159,13 +159,13 @@ def test_the_first_failure_is_reported_first():
 
 
 @pytest.mark.parametrize(("how", "name"), [("exit", "exit code 7"), ("kill", "SIGKILL")])
-def test_a_death_is_reported_before_the_errors_that_it_causes(how, name):
+def test_death_is_reported_before_the_errors_it_causes(how, name):
     with pytest.raises(LaunchError) as caught:
         spawn(die_on, 3, 1, how)
     assert str(caught.value).startswith(f"rank 1 of 3 died without an error message ({name})")
 
 
-def test_the_deadline_ends_even_a_rank_that_ignores_sigterm(tmp_path):
+def test_deadline_ends_a_rank_that_ignores_sigterm(tmp_path):
     with pytest.raises(LaunchError) as caught:
         spawn(hang_on, 2, 1, tmp_path, timeout=timedelta(seconds=3))
     assert str(caught.value).startswith("rank 1 of 2 was not done in 3 s")
@@ -238,15 +238,15 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_that_cannot_start_processes_ends_with_the_fix(name: str, said: dict[str, str]):
+def test_script_that_cannot_start_processes_shows_the_fix(name: str, said: dict[str, str]):
     text = re.sub(r" from '/\S*/script.py'", "", said[name].rpartition("pgmesh.LaunchError: ")[2])
     assert in_python_3_10_wording(text) == SCRIPTS[name][1] + "\n"
 
 
-def test_a_call_that_does_not_pickle_is_named_with_a_fix():
+def test_call_that_does_not_pickle_shows_a_fix():
     with pytest.raises(LaunchError) as caught:
         spawn(lambda: 1, 2)
-    name = "test_a_call_that_does_not_pickle_is_named_with_a_fix.<locals>.<lambda>"
+    name = "test_call_that_does_not_pickle_shows_a_fix.<locals>.<lambda>"
     assert str(caught.value).startswith(f"the call of {name} does not pickle: ")
     assert str(caught.value).endswith(f"\n\n{PICKLING}")
     assert_raises(
@@ -256,7 +256,7 @@ def test_a_call_that_does_not_pickle_is_named_with_a_fix():
     )
 
 
-def test_a_function_that_is_in_no_file_is_an_error_of_its_rank(monkeypatch: pytest.MonkeyPatch):
+def test_function_in_no_file_is_its_ranks_error(monkeypatch: pytest.MonkeyPatch):
     program = ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", program)
     monkeypatch.setattr(rank_and_sum, "__module__", "__main__")
@@ -265,7 +265,7 @@ def test_a_function_that_is_in_no_file_is_an_error_of_its_rank(monkeypatch: pyte
         spawn(rank_and_sum, 1)
 
 
-def test_a_result_that_does_not_pickle_is_an_error_of_its_rank():
+def test_unpicklable_result_is_an_error_of_its_rank():
     with pytest.raises(LaunchError) as caught:
         spawn(return_a_lambda, 1)
     assert in_python_3_10_wording(str(caught.value)) == (
@@ -274,7 +274,7 @@ def test_a_result_that_does_not_pickle_is_an_error_of_its_rank():
     )
 
 
-def test_an_exception_that_does_not_unpickle_is_reported_by_its_text():
+def test_exception_that_does_not_unpickle_keeps_its_text():
     with pytest.raises(LaunchError, match="rank 0 of 1 raised Stubborn: this and that"):
         spawn(raise_stubborn, 1)
 
@@ -285,7 +285,7 @@ def test_sys_exit_is_an_error():
 
 
 @pytest.mark.parametrize("n", [0, -3])
-def test_a_world_has_ranks(n):
+def test_spawn_without_ranks_is_an_error(n):
     with pytest.raises(LaunchError, match=f"1 rank or more, not {n}"):
         spawn(rank_and_sum, n)
 
@@ -316,7 +316,7 @@ def test_join_under_torchrun(tmp_path):
     assert done.stdout.count("everyone [0, 1]") == 2
 
 
-def test_join_without_a_launcher_is_a_world_of_one(tmp_path):
+def test_join_without_launcher_is_a_world_of_one(tmp_path):
     ((out, _),) = run_programs(tmp_path, JOIN, environs=[clean_env()])
     assert out == "everyone [0]\n"
 
@@ -331,7 +331,7 @@ def test_join_without_a_launcher_is_a_world_of_one(tmp_path):
         dict.fromkeys(TORCHRUN_VARIABLES, "x"),
     ],
 )
-def test_join_lists_the_variables_that_it_read_if_they_are_incomplete(monkeypatch, env):
+def test_join_lists_incomplete_variables(monkeypatch, env):
     for name in TORCHRUN_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():

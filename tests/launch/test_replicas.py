@@ -117,7 +117,7 @@ class Replicas:
 
 
 @pytest.mark.long
-def test_torchruns_lose_a_replica_and_take_it_in_again(tmp_path: Path):
+def test_torchruns_lose_a_replica_and_regain_it(tmp_path: Path):
     with StoreProcess() as store, contextlib.closing(Replicas(tmp_path, store.port)) as replicas:
         for replica in range(REPLICAS):
             replicas.start(replica)
@@ -147,7 +147,7 @@ def test_ranks_of_replicas_are_counted_in_their_order():
 
 
 @pytest.mark.parametrize("given", [(3, 3), (-1, 3), (0, None), (None, 3), (0, 0), (True, 3), ("0", 3)])
-def test_there_is_no_such_replica(given: tuple[object, object]):
+def test_invalid_replica_is_an_error(given: tuple[object, object]):
     assert_raises(LaunchError, lambda: join(replica=given[0], replicas=given[1]), refusal(*given, None, None))
 
 
@@ -167,7 +167,7 @@ def test_replicas_need_the_address_of_their_store():
         assert_raises(LaunchError, call, refusal(1, 3, None, 29500))
 
 
-def test_a_store_that_does_not_answer():
+def test_silent_store_is_an_error():
     with StoreProcess() as store:
         port = store.port
     with pytest.raises(LaunchError, match=f"rank 0 of 2 could not join at 127.0.0.1:{port}"):

@@ -69,16 +69,6 @@ def test_megatron_has_the_lists_of_its_page():
     )
 
 
-def test_megatron_has_the_masked_orthogonal_groups_of_its_page():
-    assert plan(8, tp=2, pp=2, order="tp-pp-dp").partition("data") == [(0, 4), (1, 5), (2, 6), (3, 7)]
-    found = plan(24, tp=2, pp=4, order="tp-dp-pp").partition("data")
-    assert (found[0], found[1], found[7], len(found)) == ((0, 2, 4), (1, 3, 5), (19, 21, 23), 8)
-
-
-def test_megatron_has_the_context_groups_of_its_page():
-    assert plan(8, tp=4, cp=2).partition("context") == [(0, 4), (1, 5), (2, 6), (3, 7)]
-
-
 def test_megatron_has_the_hierarchical_lists_of_its_page():
     arrangement = plan(16, cp=16, hierarchical_cp=[2, 2, 4])
     assert blocks(arrangement, "context level 1") == numbers(
@@ -141,7 +131,7 @@ def pipelines_agree(sizes: dict[str, int], order: tuple[str, ...], whole: int) -
     return dense == expert and (order[-1] == "pp" or sizes["pp"] == 1 or dp == edp)
 
 
-def test_every_group_follows_from_the_stated_equation_whatever_the_sizes_and_the_order():
+def test_every_group_follows_from_the_stated_equation():
     chance, accepted, refused = random.Random(7), 0, 0
     while accepted < 250:
         sizes = {axis: chance.choice([1, 1, 2, 2, 3, 4]) for axis in ("tp", "cp", "ep", "pp")}
@@ -169,7 +159,7 @@ def test_every_group_follows_from_the_stated_equation_whatever_the_sizes_and_the
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2, 2, 2), (2, 2, 2, 1, 2), (2, 1, 2, 2, 2), (2, 2, 4, 2, 1), (1, 2, 4, 2, 1)])
-def test_instances_of_the_optimizer_tile_data_and_context_in_every_one_of_120_orders(sizes: tuple[int, ...]):
+def test_optimizer_instances_tile_data_in_every_order(sizes: tuple[int, ...]):
     named = dict(zip(("tp", "cp", "ep", "pp", "etp"), sizes))
     whole, accepted = 32, 0
     for order in itertools.permutations(AXES):
@@ -186,7 +176,7 @@ def test_instances_of_the_optimizer_tile_data_and_context_in_every_one_of_120_or
     assert 0 < accepted < 120
 
 
-def test_the_default_order_does_for_any_number_of_instances():
+def test_default_order_fits_any_number_of_instances():
     chance = random.Random(3)
     for _ in range(100):
         sizes = {axis: chance.choice([1, 2, 3]) for axis in ("tp", "cp", "ep", "pp", "etp")}
@@ -201,7 +191,7 @@ def test_the_default_order_does_for_any_number_of_instances():
         check(plan(whole, **sizes, optimizer_instances=count), expected)
 
 
-def test_a_recipe_of_a_million_ranks_is_a_plan_like_any_other():
+def test_million_ranks_are_planned():
     arrangement = plan(2**20, tp=8, cp=2, ep=8, pp=16, optimizer_instances=4, hierarchical_cp=[2]).seen_by(2**20 - 1)
     assert arrangement["tensor"].ranks() == tuple(range(2**20 - 8, 2**20))
     assert len(arrangement["between instances"].ranks()) == 4
@@ -211,7 +201,7 @@ def test_a_recipe_of_a_million_ranks_is_a_plan_like_any_other():
 # ---- semantics that are easy to get wrong, by their numbers ----
 
 
-def test_semantics_1_an_order_says_its_direction_and_words_have_none():
+def test_semantics_1_order_states_its_direction():
     assert "names the fastest axis first" in (recipes.megatron.__doc__ or "").splitlines()[0]
     for recipe in (recipes.fairscale, recipes.olmo, recipes.olmo_experts, recipes.oslo):
         first_line = (recipe.__doc__ or "").splitlines()[0]
@@ -242,11 +232,11 @@ def the_whole_ends() -> tuple[bool, float]:
     return own, total.item()
 
 
-def test_semantics_4_a_group_as_large_as_the_world_is_our_own_and_one_of_size_1_is_a_group():
+def test_semantics_4_whole_world_and_one_are_groups():
     assert world(4).run(the_whole_ends) == [(True, 4.0)] * 4
 
 
-def test_semantics_5_a_group_is_shared_by_what_it_is_and_a_second_one_is_asked_for():
+def test_semantics_5_equal_ranks_share_a_group():
     with fake_rank(5, 8):
         arrangement = recipes.megatron(8, tp=2, ep=2, pp=2, name="shared")
         assert arrangement["data+context"].group() is arrangement["data"].group()  # cp is 1
@@ -257,7 +247,7 @@ def test_semantics_5_a_group_is_shared_by_what_it_is_and_a_second_one_is_asked_f
         assert arrangement["data"].group(tag="all-gather") is arrangement["expert"].group(tag="all-gather")
 
 
-def test_semantics_6_experts_take_the_ranks_of_context_and_data_with_etp_as_large_as_tp():
+def test_semantics_6_experts_replace_context_and_data():
     arrangement = plan(16, tp=2, cp=2, ep=4, pp=2)
     assert (arrangement.expert.axes, arrangement.expert.shape) == (("pp", "edp", "ep", "etp"), (2, 1, 4, 2))
     assert arrangement.partition("expert")[0] == (0, 2, 4, 6)
@@ -266,7 +256,7 @@ def test_semantics_6_experts_take_the_ranks_of_context_and_data_with_etp_as_larg
 
 
 @pytest.mark.parametrize("order", ["tp-cp-pp-dp-ep", "tp-cp-ep-pp-dp", "pp-tp-cp-ep-dp"])
-def test_semantics_6_the_sizes_that_are_proposed_where_pp_is_not_last_would_do(order: str):
+def test_semantics_6_proposed_order_works(order: str):
     with pytest.raises(ShapeError) as error:
         plan(16, tp=2, cp=2, pp=2, order=order)
     assert "expert data is 4 and data 2: etp x ep has to be tp x cp = 4." in str(error.value)
@@ -289,7 +279,7 @@ def test_semantics_7_instances_may_cut_across_context():
     assert blocks(arrangement, "between instances") == [tuple(range(i, 12, 2)) for i in range(2)]
 
 
-def test_semantics_8_embeddings_are_on_the_first_and_last_stage_and_outsiders_may_ask():
+def test_semantics_8_embeddings_are_on_both_end_stages():
     arrangement = plan(16, tp=2, pp=4).seen_by(5)
     assert arrangement.partition("embedding")[:2] == ((0, 12), (1, 13))
     assert arrangement.partition("position embedding")[:2] == ((0,), (1,))
@@ -311,7 +301,7 @@ def by_rank(ranks: list[int]) -> list[int]:
     return ranks[1:] if ranks[0] % 2 else [ranks[0], ranks[-1]]
 
 
-def test_semantics_8_a_function_picks_any_ranks_of_each_pipeline():
+def test_semantics_8_function_picks_ranks_of_each_pipeline():
     arrangement = plan(8, tp=2, pp=4, embedding=middle_too, position_embedding=by_rank)
     assert blocks(arrangement, "embedding") == [(0, 4, 6), (1, 5, 7)]
     assert blocks(arrangement, "position embedding") == [(0, 6), (3, 5, 7)]
@@ -324,7 +314,7 @@ def last_first(ranks: list[int]) -> list[int]:
     return [ranks[-1], ranks[0]]
 
 
-def test_semantics_8_ranks_that_a_function_picks_keep_the_order_that_it_gives():
+def test_semantics_8_picked_ranks_keep_their_order():
     arrangement = plan(8, tp=2, pp=4, embedding=last_first, position_embedding=(-1, 0))
     assert arrangement.partition("embedding") == arrangement.partition("position embedding") == ((6, 0), (7, 1))
     mine = arrangement.seen_by(0)["embedding"]
@@ -346,12 +336,12 @@ def last_first_on_real_groups() -> None:
         assert seen.item() == embedding.ranks()[0] == 3
 
 
-def test_a_group_in_the_order_that_a_function_gives_sums_right():
+def test_group_in_a_functions_order_sums_right():
     world(4).run(last_first_on_real_groups)
 
 
 @pytest.mark.parametrize(("chosen", "wrong"), [([], "[]"), ([1], "[1]"), ([0, 1], "[0, 1]")])
-def test_semantics_8_a_function_that_picks_no_such_ranks_is_found_out_at_once(chosen: list[int], wrong: str):
+def test_semantics_8_picking_wrong_ranks_is_an_error(chosen: list[int], wrong: str):
     assert_raises(
         ShapeError,
         lambda: plan(8, tp=2, pp=4, embedding=lambda ranks: chosen),
@@ -365,7 +355,7 @@ def pieces(arrangement: Arrangement) -> dict[int, list[tuple[int, ...]]]:
     return {int(name.split()[-1]): [*arrangement.partition(name)] for name in names}
 
 
-def test_semantics_9_hybrid_context_has_every_power_of_two_between():
+def test_semantics_9_hybrid_context_has_powers_of_two():
     found = pieces(plan(16, tp=2, cp=4, hybrid_cp=True))
     assert {size: lists[:2] for size, lists in found.items()} == {
         2: [(0, 2), (1, 3)],
@@ -377,7 +367,7 @@ def test_semantics_9_hybrid_context_has_every_power_of_two_between():
 
 
 @pytest.mark.parametrize("dp", [6, 12, 3])
-def test_semantics_9_a_length_that_does_not_divide_is_an_error(dp: int):
+def test_semantics_9_length_without_power_is_an_error(dp: int):
     assert_raises(
         ShapeError,
         lambda: plan(dp, hybrid_cp=True),
@@ -400,7 +390,7 @@ def test_semantics_10_combinations_are_axes_and_nothing_more():
     assert arrangement.partition("pipeline+expert-tensor+expert") == arrangement.expert.partition("pp", "ep", "etp")
 
 
-def test_semantics_11_any_group_exists_on_gloo_too_with_its_timeout():
+def test_semantics_11_any_group_exists_on_gloo_too():
     with fake_rank(5, 8, dist.HashStore()):
         arrangement = recipes.megatron(
             8,
@@ -424,7 +414,7 @@ def test_semantics_11_any_group_exists_on_gloo_too_with_its_timeout():
             assert timeout_of(on_gloo) == timedelta(seconds=77)
 
 
-def test_semantics_13_the_source_is_the_first_of_the_list():
+def test_semantics_13_source_is_first_of_the_list():
     arrangement = plan(16, tp=2, pp=4).seen_by(13)
     assert arrangement["data"].ranks()[0] == 13  # 13 // 2 * 2 would be another's
     assert arrangement["pipeline"].ranks()[0] == 1
@@ -436,7 +426,7 @@ def test_semantics_14_neighbours_wrap_where_that_is_said():
     assert (pipeline.neighbor("pp", wrap=True), pipeline.neighbor("pp", wrap=False)) == (1, None)
 
 
-def test_semantics_15_data_is_named_for_the_loader_and_for_gradients():
+def test_semantics_15_loader_and_gradients_have_own_data():
     olmo = recipes.olmo(16, dp_replicate=2, cp=2, tp=2, of=Layout).seen_by(5)
     assert olmo["loader"].ranks() == (1, 5, 9, 13)
     assert olmo["model"].ranks() == (1, 3, 5, 7, 9, 11, 13, 15)
@@ -444,7 +434,7 @@ def test_semantics_15_data_is_named_for_the_loader_and_for_gradients():
     assert (megatron["data"].size(), megatron["data+context"].size()) == (4, 8)
 
 
-def test_semantics_16_first_and_last_stage_are_asked_with_the_chunk():
+def test_semantics_16_first_and_last_stage_take_chunks():
     first, last = (plan(8, pp=4).seen_by(rank)["pipeline"] for rank in (0, 7))
     assert (first.index(), first.neighbor("pp", -1)) == (0, None)
     assert (last.index(), last.neighbor("pp", +1)) == (last.size() - 1, None)
@@ -465,7 +455,7 @@ def test_semantics_16_first_and_last_stage_are_asked_with_the_chunk():
 # ---- what groups are made with ----
 
 
-def test_semantics_12_settings_of_nccl_go_by_either_name():
+def test_semantics_12_nccl_settings_take_either_name():
     with fake_rank(5, 8):
         arrangement = recipes.megatron(8, tp=2, cp=2, hierarchical_cp=[2], name="nccl")
         arrangement.configure_nccl(
@@ -547,20 +537,11 @@ SETTINGS = (
         (None, "NCCL's settings are a mapping from groups to settings, not None."),
     ],
 )
-def test_semantics_12_unknown_names_and_keys_are_errors_that_list_the_known(settings: Any, text: str):
+def test_semantics_12_unknown_names_list_the_known(settings: Any, text: str):
     assert_raises(OptionsError, lambda: plan(8).configure_nccl(settings), text)
 
 
-def test_sharp_is_a_setting_of_one_group():
-    with fake_rank(0, 8):
-        arrangement = recipes.megatron(8, tp=2, name="sharp")
-        arrangement["data+context"].configure(nccl={"collnet_enable": 1})
-        arrangement["data+context"].configure(nccl={"max_ctas": 8})
-        ((_, options, _),) = _made(arrangement, "data+context")
-        assert options.nccl == {"max_ctas": 8, "collnet_enable": 1}
-
-
-def test_settings_on_a_rank_outside_the_group_do_nothing():
+def test_settings_outside_the_group_do_nothing():
     with fake_rank(2, 4):
         arrangement = recipes.megatron(4, pp=4, name="outside")
         for name in arrangement:
@@ -574,7 +555,7 @@ def test_settings_on_a_rank_outside_the_group_do_nothing():
         small.configure_nccl({"tp": {"max_ctas": 8}})
 
 
-def test_two_settings_for_what_is_one_group_are_an_error():
+def test_two_settings_of_one_group_are_an_error():
     with fake_rank(0, 8):
         arrangement = recipes.megatron(8, tp=2, name="twice")
         arrangement.configure_nccl({"dp": {"max_ctas": 8}})
@@ -677,7 +658,7 @@ def backends(arrangement: Arrangement) -> dict[str, str]:
     return {name: dist.get_backend(arrangement[name].group()) for name in arrangement}
 
 
-def test_a_backend_for_an_axis_of_size_1_is_for_that_axis_alone():
+def test_backend_of_axis_of_size_1_stays_there():
     with fake_rank(5, 8, dist.HashStore()):
         arrangement = recipes.fairscale(8, tp=2, pp_backend="gloo", name="ones")
         assert backends(arrangement) == {"tensor": "fake", "context": "fake", "pipeline": "gloo", "data": "fake"}
@@ -690,7 +671,7 @@ def test_a_backend_for_an_axis_of_size_1_is_for_that_axis_alone():
         assert dist.get_backend(arrangement["pipeline"].group(backend="fake")) == "fake"
 
 
-def test_fairscale_gives_each_axis_the_backend_that_ezpz_gives_it_whatever_the_sizes():
+def test_fairscale_gives_each_axis_the_backend_of_ezpz():
     chance = random.Random(16)
     with fake_rank(5, 8, dist.HashStore()):
         for _ in range(60):
@@ -703,7 +684,7 @@ def test_fairscale_gives_each_axis_the_backend_that_ezpz_gives_it_whatever_the_s
             arrangement.dense.close()
 
 
-def test_megatron_with_one_stage_may_have_a_backend_for_its_pipeline_alone():
+def test_megatron_with_one_stage_takes_a_pipeline_backend():
     with fake_rank(5, 8, dist.HashStore()):
         arrangement = recipes.megatron(8, tp=2, name="one stage")
         arrangement["pipeline"].configure(backend="gloo")
@@ -713,7 +694,7 @@ def test_megatron_with_one_stage_may_have_a_backend_for_its_pipeline_alone():
         assert {name for name in arrangement if arrangement[name].size() == 1} > of_the_pipeline
 
 
-def test_options_for_an_axis_of_size_1_are_given_before_its_first_group_and_no_other():
+def test_options_of_axis_of_size_1_come_first():
     with fake_rank(5, 8, dist.HashStore()):
         mesh = ProcessGroupMesh(pp=1, cp=1, dp=8, name="early")
         shared = mesh.group("cp")
@@ -742,7 +723,7 @@ def one_stage_on_real_groups() -> dict[str, str]:
     return config
 
 
-def test_groups_of_one_rank_with_options_of_their_own_sum_and_connect():
+def test_groups_of_one_rank_sum_and_connect():
     found = world(4).run(one_stage_on_real_groups)
     assert found == [found[0]] * 4
     assert found[0]["pipeline"] == "cpu:gloo"
@@ -799,7 +780,7 @@ def test_olmo_has_what_its_functions_return(given: dict[str, int]):
     assert olmo.names["model"].axes == (*data[:-1], "dp_cp" if "cp" in given else data[-1])
 
 
-def test_whatever_the_sizes_the_lists_are_those_of_loops():
+def test_lists_of_any_sizes_are_those_of_loops():
     """OLMo-core, fairscale and OSLO, each with all its sizes at random."""
     chance = random.Random(5)
     for _ in range(150):
@@ -822,11 +803,7 @@ def test_whatever_the_sizes_the_lists_are_those_of_loops():
             assert {name: blocks(ours, name) for name in ours} == {name: sorted(theirs[name]) for name in theirs}
 
 
-def test_olmo_mesh_of_experts():
-    olmo = recipes.olmo_experts(8, ep=4, of=Layout)
-    assert olmo.partition("expert") == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert olmo.partition("replicate") == [(0, 4), (1, 5), (2, 6), (3, 7)]
-    assert olmo.partition("model") == olmo.partition("loader") == [tuple(range(8))]
+def test_olmo_splits_experts_over_all_ranks():
     assert recipes.olmo_experts(8, of=Layout).partition("expert") == [tuple(range(8))]
 
 
@@ -841,16 +818,7 @@ def test_olmo_hands_out_device_meshes_of_its_axes():
         assert experts["model"].device_mesh().mesh_dim_names == ("dp",)
 
 
-def test_oslo_has_five_sizes_and_the_whole():
-    sizes = {"pipeline": 2, "data": 3, "expert": 1, "sequence": 1, "tensor": 2}
-    oslo = recipes.oslo(12, **sizes, of=Layout)
-    for mode, lists in oracle.oslo(12, **sizes).items():
-        assert list(oslo.partition(mode)) == lists
-    assert oslo.seen_by(3)["global"].ranks() == tuple(range(12))
-    assert oslo.seen_by(3)["global"].index() == 3
-
-
-def test_oslo_in_the_order_of_its_code_has_the_lists_of_its_code():
+def test_oslo_in_code_order_has_its_lists():
     """Where sequence is alone, or 1: in that code its runs of neighbours overlap those of tensor and of experts."""
     tried = 0
     for sizes in itertools.product((1, 2, 3), repeat=5):
@@ -868,7 +836,7 @@ def test_oslo_in_the_order_of_its_code_has_the_lists_of_its_code():
     assert blocks(recipes.oslo(8, **three, of=Layout), "data") != sorted(theirs["data"])
 
 
-def test_an_order_of_oslo_is_any_and_names_what_is_larger_than_1():
+def test_oslo_takes_any_order():
     chance = random.Random(8)
     modes = ["pipeline", "data", "expert", "sequence", "tensor"]
     for _ in range(60):
@@ -887,7 +855,7 @@ def test_an_order_of_oslo_is_any_and_names_what_is_larger_than_1():
 # ---- what an arrangement is ----
 
 
-def test_the_pure_part_does_without_torch():
+def test_plans_need_no_torch():
     code = (
         "import sys\nfrom pgmesh import Layout, recipes\n"
         "plan = recipes.megatron(16, tp=2, cp=2, ep=2, pp=2, of=Layout)\nprint(plan.seen_by(5))\n"
@@ -897,7 +865,7 @@ def test_the_pure_part_does_without_torch():
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
 
 
-def test_it_prints_as_a_table():
+def test_arrangement_prints_as_a_table():
     assert (
         str(plan(8, tp=2, pp=4, embedding=by_rank, position_embedding=[0, -1], optimizer_instances=1).seen_by(3))
         == TABLE.strip()
@@ -951,18 +919,6 @@ def test_repr_is_the_call():
         }
 
 
-def test_with_closes_the_groups():
-    with fake_rank(0, 8):
-        arrangement = recipes.megatron(8, tp=2, name="closing")
-        group = arrangement["tensor"].group()
-        with arrangement.dense:
-            assert dist.get_rank(group) == 0
-        from pgmesh import LifetimeError
-
-        with pytest.raises(LifetimeError):
-            dist.get_rank(group)
-
-
 # ---- messages ----
 
 
@@ -1013,16 +969,8 @@ def olmo(whole: int = 8, **sizes: Any) -> Callable[[], object]:
             "recipes.megatron: the world is a number of ranks, such as 8, not 0 from rank 0 on.",
         ),
         (
-            failing(world="8"),
-            "recipes.megatron: the world is a number of ranks, such as 8, not '8' from rank 0 on.",
-        ),
-        (
             failing(rank_offset=-8),
             "recipes.megatron: the world is a number of ranks, such as 8, not 8 from rank -8 on.",
-        ),
-        (
-            lambda: recipes.oslo(-1, of=Layout),
-            "recipes.oslo: the world is a number of ranks, such as 8, not -1 from rank 0 on.",
         ),
         (
             failing(order=None),
@@ -1032,12 +980,7 @@ def olmo(whole: int = 8, **sizes: Any) -> Callable[[], object]:
               order='tp-cp-ep-dp-pp'   # fastest axis first
             """,
         ),
-        (
-            failing(cp=4, hierarchical_cp=[-2, -2]),
-            "recipes.megatron: the size of axis cp1 is -2; a size is at least 1, or -1 to infer it.",
-        ),
         (failing(pp=2, embedding=[]), "at(pp=[]) keeps nothing of axis pp, which has 2 indices, 0 to 1."),
-        (failing(cp=1.5), "recipes.megatron: the size of axis cp is a whole number, not 1.5."),
         (
             failing(tp=2, order="tp-xp-dp"),
             """
@@ -1090,11 +1033,6 @@ def olmo(whole: int = 8, **sizes: Any) -> Callable[[], object]:
             "is 6 and cp is 4.",
         ),
         (
-            failing(cp=4, hierarchical_cp=[]),
-            "recipes.megatron(8, cp=4, hierarchical_cp=[]): the product of hierarchical_cp must be cp, but it "
-            "is 1 and cp is 4.",
-        ),
-        (
             failing(tp=2, optimizer_instances=3),
             "recipes.megatron(8, tp=2, optimizer_instances=3): optimizer_instances must divide data x context, which "
             "is 4, and expert data, which is 4, so it may be 1, 2 or 4.",
@@ -1129,14 +1067,6 @@ def olmo(whole: int = 8, **sizes: Any) -> Callable[[], object]:
             """,
         ),
         (
-            olmo(dp=-1, pp=3, tp=2),
-            """
-            recipes.olmo(8, pp=3, dp=-1, tp=2) cannot be filled: the world has 8, and 8 is not divisible by 6.
-
-              recipes.olmo(8, pp=2, dp=-1, tp=2)   # pp may be 1, 2 or 4
-            """,
-        ),
-        (
             olmo(dp=2, tp=2),
             """
             recipes.olmo(8, dp=2, tp=2) holds 4 ranks, but the world has 8.
@@ -1145,52 +1075,11 @@ def olmo(whole: int = 8, **sizes: Any) -> Callable[[], object]:
             """,
         ),
         (
-            olmo(dp_replicate=3),
-            """
-            recipes.olmo(8, dp_replicate=3) cannot be filled: the world has 8, and 8 is not divisible by 3.
-
-              recipes.olmo(8, dp_replicate=2)   # dp_replicate may be 1, 2, 4 or 8
-            """,
-        ),
-        (
-            olmo(dp_replicate=2, dp_shard=2),
-            """
-            recipes.olmo(8, dp_replicate=2, dp_shard=2) holds 4 ranks, but the world has 8.
-
-              recipes.olmo(8, dp_replicate=-1, dp_shard=2)   # infer dp_replicate: 4
-            """,
-        ),
-        (
-            olmo(dp_replicate=3, dp_shard=3),
-            """
-            recipes.olmo(8, dp_replicate=3, dp_shard=3) holds 9 ranks, but the world has 8.
-
-              recipes.olmo(8, dp_replicate=-1, dp_shard=2)   # sizes that divide 8; dp_replicate is then 4
-            """,
-        ),
-        (
-            olmo(dp=3),
-            """
-            recipes.olmo(8, dp=3) holds 3 ranks, but the world has 8.
-
-              recipes.olmo(8, dp=-1)   # infer dp: 8
-            """,
-        ),
-        (
             olmo(dp_shard=3, ep=3),
             """
             recipes.olmo(8, dp_shard=3, ep=3) cannot be filled: the world has 8, and 8 is not divisible by 3.
 
               recipes.olmo(8, dp_shard=2, ep=-1)   # dp_shard may be 1, 2, 4 or 8
-            """,
-        ),
-        (
-            olmo(1, dp=2),
-            """
-            recipes.olmo(1, dp=2) holds 2 ranks, but the world has 1.
-
-              torchrun --nproc-per-node 2 script.py   # start 2 ranks: a script by itself is a world of 1
-              recipes.olmo(1, dp=-1)                  # infer dp: 1
             """,
         ),
         (
@@ -1212,14 +1101,6 @@ def olmo(whole: int = 8, **sizes: Any) -> Callable[[], object]:
             recipes.olmo(8, dp=8, ep=4): experts are split along dp_shard, which is ep, without tp.
 
               recipes.olmo(8, ep=4, dp_shard=4)
-            """,
-        ),
-        (
-            olmo(dp_shard=4, ep=2),
-            """
-            recipes.olmo(8, dp_shard=4, ep=2): experts are split along dp_shard, which is ep, without tp.
-
-              recipes.olmo(8, dp_shard=2, ep=2)
             """,
         ),
         (
@@ -1245,8 +1126,7 @@ def olmo(whole: int = 8, **sizes: Any) -> Callable[[], object]:
                 f"  order='pipeline-data-expert-sequence-tensor'   # outermost axis first",
             )
             for order, text in {
-                "dp-tp": "the order names dp or tp; it may name pipeline, data, expert, sequence, tensor.",
-                "data-tensor-data": "the order names data more than once.",
+                "dp-tp": "the order names dp; it may name pipeline, data, expert, sequence, tensor.",
                 "pipeline-data": "tensor has size 4, but the order does not name it.",
             }.items()
         ),
@@ -1265,17 +1145,9 @@ def olmo(whole: int = 8, **sizes: Any) -> Callable[[], object]:
               recipes.oslo(8, data=-1, tensor=2, order='data-tensor')   # infer data: 4
             """,
         ),
-        (
-            lambda: recipes.oslo(8, data=2, tensor=2, of=Layout),
-            """
-            recipes.oslo(8, data=2, tensor=2) holds 4 ranks, but the world has 8.
-
-              recipes.oslo(8, data=-1, tensor=2)   # infer data: 4
-            """,
-        ),
     ],
 )
-def test_sizes_that_do_not_go_together(call: Callable[[], object], text: str):
+def test_misfitting_sizes_are_an_error(call: Callable[[], object], text: str):
     assert_raises(ShapeError, call, text)
 
 
@@ -1288,7 +1160,7 @@ def proposals(call: str) -> int:
     return 0
 
 
-def test_the_call_that_an_error_proposes_would_be_right():
+def test_call_that_an_error_proposes_is_right():
     chance, taken = random.Random(11), []
     while len(taken) < 150:
         sizes = {name: chance.choice([1, 2, 3, 4, 5, 6]) for name in ("tp", "cp", "pp", "ep", "etp")}
@@ -1297,7 +1169,7 @@ def test_the_call_that_an_error_proposes_would_be_right():
     assert set(taken) == {0, 1, 2}  # two where both meshes are wrong
 
 
-def test_the_call_that_olmo_proposes_would_be_right():
+def test_call_that_olmo_proposes_is_right():
     taken = []
     for whole, tp, replicate, shard in itertools.product((8, 12), (2, 3), (None, 2, 3, 5), (None, -1, 2, 3, 4)):
         hybrid = f"dp_replicate={replicate}, dp_shard={shard}"
@@ -1308,7 +1180,7 @@ def test_the_call_that_olmo_proposes_would_be_right():
     assert set(taken) == {0, 1}
 
 
-def test_a_world_that_has_fewer_ranks():
+def test_smaller_world_is_an_error():
     with fake_rank(0, 4):
         for call in (
             lambda: recipes.megatron(8, tp=2),
@@ -1389,7 +1261,7 @@ def test_one_process_alone_is_told_to_start_more():
         (RankError, lambda: plan(8, pp=2, embedding=[2]), "axis pp has 2 indices, 0 to 1; there is no 2."),
     ],
 )
-def test_names_and_ranks_that_are_not_there(error: type[Exception], call: Callable[[], object], text: str):
+def test_unknown_names_and_ranks_are_errors(error: type[Exception], call: Callable[[], object], text: str):
     assert_raises(error, call, text)
 
 
@@ -1410,7 +1282,7 @@ def test_a_recipe_makes_its_mesh_with_any_callable():
         assert arrangement["data+context"].group() is mesh.group("dp", "cp")
 
 
-def test_a_name_joins_names_of_one_mesh_and_no_others():
+def test_name_joins_only_names_of_one_mesh():
     arrangement = plan(16, tp=2, cp=2, ep=2, pp=2)
     assert arrangement.partition("pipeline+expert") == arrangement.expert.partition("pp", "ep")
     for name in ("tensor+expert", "embedding+tensor", "tensor+", "+", "tensor+nothing"):
@@ -1441,7 +1313,7 @@ def sums_of_every_named_group() -> list[str]:
     return sorted(found)
 
 
-def test_every_named_group_of_a_megatron_arrangement_sums_right():
+def test_every_group_of_megatron_sums_right():
     names = world(8).run(sums_of_every_named_group)
     assert len(set(map(tuple, names))) == 3  # those with word embeddings, with position embeddings too, and with none
     assert all(f"real {name}" in names[0] for name in ("tensor", "expert-data", "context level 2"))
@@ -1458,7 +1330,7 @@ def connected() -> list[list[str]]:
     return [[str(axes) for axes in each.warm] for each in (first, *rest)]
 
 
-def test_groups_of_an_arrangement_connect_and_what_is_connected_stays_so():
+def test_groups_connect_once():
     first, *rest = world(8).run(connected)[0]
     assert len(first) == 1
     assert not set(first) & set(itertools.chain.from_iterable(rest))
@@ -1491,30 +1363,14 @@ def timeouts_change() -> float:
     return took
 
 
-def test_semantics_3_timeouts_change_later_for_one_group_or_all():
+def test_semantics_3_timeouts_change_later():
     assert max(world(4).run(timeouts_change)) < 20
-
-
-def test_a_timeout_that_is_none_is_an_error():
-    with fake_rank(0, 4):
-        mesh = ProcessGroupMesh(dp=2, tp=2, name="none")
-        assert_raises(
-            OptionsError,
-            lambda: mesh.set_timeout(5),
-            "set_timeout takes its timeout by name, after the axes.\n\n  mesh.set_timeout(timeout=5)",
-        )
-        assert_raises(
-            OptionsError,
-            lambda: mesh.set_timeout("dp", timeout=timedelta()),
-            "timeout is a timedelta or a number of seconds, more than 0, such as timeout=30, not "
-            "datetime.timedelta(0).",
-        )
 
 
 # ---- scratch ----
 
 
-def test_scratch_is_taken_once_for_each_name_and_dtype():
+def test_scratch_is_taken_once_for_name_and_dtype():
     taken = []
 
     def allocate(count: int, dtype: torch.dtype) -> torch.Tensor:

@@ -45,7 +45,7 @@ def move_while_aborted(folder: Path, moment: str) -> tuple[Attempt | None, list[
 
 
 @pytest.mark.parametrize("moment", ["creation", "call"])
-def test_ranks_that_wait_in_a_transfer_raise_when_the_mesh_is_aborted(tmp_path: Path, moment: str):
+def test_ranks_in_a_transfer_raise_after_an_abort(tmp_path: Path, moment: str):
     with StoreProcess() as store, fresh_world(3, store) as own:
         seen = results(own.outcomes(move_while_aborted, tmp_path, moment))
     assert [values for _, values in seen] == [[7.0] * 4] * 3

@@ -39,7 +39,7 @@ def run(rank: int, port: int, folder: Path, process: int) -> None:
 
 
 @pytest.mark.parametrize("dies", ["in a transfer", "as it connects"])
-def test_a_resharder_is_created_again_with_a_new_process_twice(tmp_path: Path, dies: str):
+def test_resharder_is_created_again_with_new_processes(tmp_path: Path, dies: str):
     def start(rank: int, number: int) -> None:
         (tmp_path / "newest process").write_text(f"{number}")
         processes.start(rank, number)

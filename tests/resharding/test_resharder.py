@@ -130,7 +130,7 @@ def llama_to_tensor_parallel(overlapping: bool, limit: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("overlapping", "limit"), [(False, 16_000), (True, 1 << 28)])
-def test_a_llama_goes_from_fsdp_and_tensor_parallelism_to_tensor_parallelism(overlapping, limit):
+def test_llama_goes_from_fsdp_to_tensor_parallelism(overlapping, limit):
     results = world(8).run(llama_to_tensor_parallel, overlapping, limit)
     assert sum(sent for sent, _, _ in results) == sum(received for _, received, _ in results) > 0
     assert max(staged for _, _, staged in results) > limit // 4 or limit > 1 << 20
@@ -223,7 +223,7 @@ def module_and_optimizer() -> list[Any]:
     return [{**target.state_dict(), **adam}, moved.received]
 
 
-def test_modules_and_optimizer_state_are_moved_renamed_and_cast():
+def test_module_and_optimizer_are_moved_renamed_and_cast():
     *trained, (received, size) = world(4).run(module_and_optimizer)
     expected = trained[0][0]
     for name in ("0.weight", "0.bias", "1.weight"):
@@ -269,7 +269,7 @@ def swapped_in_place() -> list[int]:
     return [staged]
 
 
-def test_a_tensor_may_be_moved_within_its_own_memory():
+def test_tensor_is_moved_within_its_own_memory():
     assert world(4).run(swapped_in_place)[:2] == [[200_000]] * 2  # what arrives waits in a buffer
 
 
@@ -313,7 +313,7 @@ def large_and_small() -> tuple[int, int, int]:
     return moved.staged
 
 
-def test_only_what_is_not_consecutive_or_small_is_staged():
+def test_only_scattered_or_small_shards_are_staged():
     columns, small = 4 * 200 * 150, 4 * 200
     assert world(4).run(large_and_small) == [2 * columns + small] * 2 + [small] * 2
 
@@ -321,8 +321,14 @@ def test_only_what_is_not_consecutive_or_small_is_staged():
 # ---- descriptions ----
 
 
-def described_twice() -> tuple[list[int], int]:
-    """The ranks that send a description when a Resharder is created, and the store keys that a second one adds."""
+MORE_RESHARDERS = 16
+
+
+def described_often() -> tuple[list[int], bool]:
+    """The ranks that send a description when a Resharder is created, and whether more of them leave store keys.
+
+    The store thread writes and deletes keys of earlier work meanwhile. So the keys are few, not exactly as many.
+    """
     rank, store = dist.get_rank(), current_registry().store
     state = {f"layer {i}": torch.zeros(8) for i in range(100)}
     sides = {"source": state} if rank < 2 else {"target": state}
@@ -336,13 +342,16 @@ def described_twice() -> tuple[list[int], int]:
     dist.barrier()
     before = store.num_keys()
     dist.barrier()
-    assert create() == senders
-    dist.barrier()
-    return senders, store.num_keys() - before
+    for _ in range(MORE_RESHARDERS):
+        assert create() == senders
+    deadline = time.monotonic() + 20
+    while store.num_keys() >= before + MORE_RESHARDERS / 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return senders, time.monotonic() < deadline
 
 
-def test_each_distinct_description_is_sent_once_and_none_is_left_in_the_store():
-    assert world(4).run(described_twice) == [([0, 2, 0], 0)] * 4  # one for each side, and one with the host
+def test_descriptions_are_sent_once_and_not_stored():
+    assert world(4).run(described_often) == [([0, 2, 0], True)] * 4  # one for each side, and one with the host
 
 
 # ---- what does not match ----
@@ -380,7 +389,7 @@ def mismatches() -> list[str]:
     return found
 
 
-def test_what_does_not_match_is_listed_before_a_byte_moves():
+def test_mismatches_are_listed_before_a_byte_moves():
     for rank, errors in enumerate(world(4).run(mismatches)):
         assert "x: (2, 3) on ranks 0, 1, (3, 2) on ranks 2, 3" in errors[0]
         assert "y: in the source ((4,) on ranks 0, 1), not in the target" in errors[0]
@@ -403,7 +412,7 @@ def two_names_become_one() -> str:
     return refused(MismatchError, source, target, rename={"a": "b"})
 
 
-def test_two_tensors_of_the_source_with_one_name_in_the_target_are_refused():
+def test_renaming_two_tensors_to_one_name_is_refused():
     (text,) = world(1).run(two_names_become_one)
     assert "state['a'] and state['b'] would both be named b" in text
     assert "Resharder(..., rename={'b': None})" in text
@@ -415,7 +424,7 @@ def one_name_for_two() -> list[str]:
     return [refused(MismatchError, {}, state) for state in both]
 
 
-def test_two_keys_that_have_one_dotted_name_are_refused():
+def test_two_keys_with_one_dotted_name_are_refused():
     (texts,) = world(1).run(one_name_for_two)
     keys = [("['a.b']", "['a']['b']", "a.b"), ("['a']['b']", "['a.b']", "a.b"), ("[1]", "['1']", "1")]
     for text, (one, other, name) in zip(texts, keys, strict=True):
@@ -470,15 +479,16 @@ def outcome(call: Callable[[], Any]) -> tuple[str, str, float]:
 
 def before_step(side: str, bucket: int, do: Callable[[], object]) -> Any:
     """Call ``do`` before a bucket is packed ("sends") or unpacked ("receives")."""
-    pairs, called = transfer.Shards.pairs, []
+    name = "__init__" if side == "sends" else "_unpack"
+    method, called = getattr(transfer.Exchange, name), []
 
-    def counting(shards: transfer.Shards, messages: Any, which: str) -> Any:
-        called.extend([1] if which == side else [])
-        if which == side and len(called) == bucket:
+    def counting(exchange: transfer.Exchange, *arguments: Any) -> None:
+        called.append(1)
+        if len(called) == bucket:
             do()
-        return pairs(shards, messages, which)
+        method(exchange, *arguments)
 
-    return mock.patch.object(transfer.Shards, "pairs", counting)
+    return mock.patch.object(transfer.Exchange, name, counting)
 
 
 def fail() -> None:
@@ -505,7 +515,7 @@ def absent_then_late() -> list[Any]:
     return [late, again, outcome(sync), sync.torn]
 
 
-def test_a_member_that_does_not_come_is_named_and_a_late_one_joins_the_next_call():
+def test_absent_rank_is_named_and_joins_next_call():
     with fresh_world(4) as own:  # whose ranks are in no collective of an earlier test
         results = own.run(absent_then_late)
     for rank, (late, again, last, torn) in enumerate(results):
@@ -546,7 +556,7 @@ def another_is_called() -> list[str]:
     return [*error[:2], outcome(one)[0]]
 
 
-def test_ranks_that_call_different_resharders_are_told():
+def test_calling_different_resharders_is_a_mismatch():
     for kind, text, after in world(4).run(another_is_called):
         assert (kind, after) == ("MismatchError", "")
         assert "or call in another order" in text
@@ -565,7 +575,7 @@ def equal_models_in_another_order() -> list[Any]:
     return [errors, before == [[-1.0] * 2] * 2 or rank < 2, [tensor.tolist() for tensor in tensors]]
 
 
-def test_resharders_of_equal_models_that_ranks_call_in_another_order_are_told():
+def test_equal_models_in_another_order_are_a_mismatch():
     expected = [["MismatchError"] * 2, True, [[0.0] * 2, [1.0] * 2]]
     assert world(4).run(equal_models_in_another_order) == [expected] * 4
 
@@ -585,7 +595,7 @@ def called_while_others_create() -> list[str]:
     return [*error]
 
 
-def test_a_rank_that_calls_a_resharder_while_others_create_one_is_told():
+def test_calling_while_others_create_is_a_mismatch():
     (kind, text), *others = world(4).run(called_while_others_create)
     assert (kind, others) == ("MismatchError", [["", ""]] * 3)
     assert "Create a new Resharder" in text
@@ -596,7 +606,7 @@ def connections_that_break() -> tuple[str, str, float]:
         return outcome(lambda: Resharder(Layout(1), Layout(1), source={}, target={}, timeout=1))
 
 
-def test_connections_that_always_break_are_an_error_at_the_timeout():
+def test_broken_connections_are_an_error_at_the_timeout():
     ((kind, text, seconds),) = world(1).run(connections_that_break)
     assert kind == "WorldError"
     assert "did not begin in 1 s: their connection broke again and again, at last with: connection reset" in text
@@ -629,7 +639,7 @@ def dies_in_the_middle() -> Any:
     return first, sync.torn, refused, outcome(lambda: target(torch.ones(1000))) if rank >= 2 else None
 
 
-def test_a_member_that_dies_in_the_middle_is_named_and_the_target_is_torn():
+def test_rank_that_dies_is_named_and_target_torn():
     with fresh_world(4) as own:
         outcomes = own.outcomes(dies_in_the_middle)
     assert outcomes[0].exitcode == -signal.SIGKILL
@@ -659,7 +669,7 @@ def stops_in_the_middle() -> Any:
     return first, torn, retry[:2], whole
 
 
-def test_a_member_that_stops_in_the_middle_is_named_and_the_retry_works():
+def test_rank_that_stops_is_named_and_retry_works():
     results = world(4).run(stops_in_the_middle)
     for rank, (first, torn, retry, whole) in enumerate(results):
         assert (torn, retry, whole) == (rank >= 2, ("", ""), True), (rank, first, retry)
@@ -712,7 +722,7 @@ def fails_in_place() -> Any:
     return first, again, refused, all(torch.equal(target[name].full_tensor(), whole[name]) for name in names)
 
 
-def test_a_source_that_a_failed_transfer_has_overwritten_is_not_moved_again():
+def test_overwritten_source_is_not_moved_again():
     for rank, (first, again, refused, whole) in enumerate(world(4).run(fails_in_place)):
         assert first[0] in (["ValueError"] if rank == 2 else ["MissingRanksError", "WorldError"])
         assert [again[0], refused[0], whole] == ["MismatchError", "LifetimeError", True]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import queue
 import random
 import sys
 import threading
 import types
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,24 @@ class Mail:
     """For each pair of ranks, the vectors that are being sent, each with an event that is set once it has arrived."""
 
     def __init__(self) -> None:
-        self.sent: defaultdict[tuple[int, int], queue.Queue[tuple[torch.Tensor, threading.Event]]]
-        self.sent = defaultdict(queue.Queue)
+        self.sent: defaultdict[tuple[int, int], deque[tuple[torch.Tensor, threading.Event]]] = defaultdict(deque)
+        self.changed = threading.Condition()
+        self.has_failed = False
+
+    def notify(self, change: Callable[[], object]) -> None:
+        """Change something, and wake all ranks that wait."""
+        with self.changed:
+            change()
+            self.changed.notify_all()
+
+    def wait_for(self, ready: Callable[[], object]) -> None:
+        """Wait until something is true. Raises at once if another rank has failed."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.has_failed or ready(), timeout=5), "not in time"
+        assert not self.has_failed, "another rank has failed"
+
+    def fail(self) -> None:
+        self.has_failed = True
 
 
 class ThreadLink:
@@ -42,17 +57,20 @@ class ThreadLink:
         arrived = []
         for peer, values in sends:
             arrived.append(threading.Event())
-            self.mail.sent[self.rank, peer].put((values, arrived[-1]))
+            sent = values, arrived[-1]
+            self.mail.notify(lambda peer=peer, sent=sent: self.mail.sent[self.rank, peer].append(sent))
         return receives, arrived
 
     def wait(self, works: Any) -> None:
         receives, arrived = works
         for peer, values in receives:
-            sent, done = self.mail.sent[peer, self.rank].get(timeout=5)
+            queue = self.mail.sent[peer, self.rank]
+            self.mail.wait_for(lambda queue=queue: queue)
+            sent, done = queue.popleft()
             assert sent.dtype == values.dtype
             values.copy_(sent)  # raises if another number of elements was sent
-            done.set()
-        assert all(each.wait(timeout=5) for each in arrived)
+            self.mail.notify(done.set)
+        self.mail.wait_for(lambda: all(each.is_set() for each in arrived))
 
 
 def in_one_storage(held: torch.Tensor, wanted: torch.Tensor, rng: random.Random) -> list[torch.Tensor]:
@@ -103,12 +121,7 @@ def run_transfer(module: Any, seed: int) -> None:
                     side.update({f"{i} tied": side[each] for each in (f"{i}",) if each in side})
         jobs.append(sorted(mine + tied, key=lambda job: str(job.dtype)))
         shards.append(module.Shards(source, target, torch.device("cpu")))
-    staged = [
-        max(sizes)
-        for sizes in zip(
-            *([module.staged_bytes(*shards[rank].messages([job])) for job in jobs[rank]] for rank in range(RANKS))
-        )
-    ]
+    staged = [max(sizes) for sizes in zip(*(map(shards[rank].staged_bytes, jobs[rank]) for rank in range(RANKS)))]
     mail, errors, most = Mail(), list[BaseException](), dict[int, int]()
 
     def move(rank: int) -> None:
@@ -117,6 +130,7 @@ def run_transfer(module: Any, seed: int) -> None:
             most[rank] = module.move(ThreadLink(rank, mail), buckets, shards[rank])
         except BaseException as error:
             errors.append(error)
+            mail.notify(mail.fail)
 
     threads = [threading.Thread(target=move, args=(rank,)) for rank in range(RANKS)]
     for thread in threads:
@@ -125,7 +139,7 @@ def run_transfer(module: Any, seed: int) -> None:
         thread.join()
     if errors:
         raise errors[0]
-    assert all(sent.empty() for sent in mail.sent.values())
+    assert not any(mail.sent.values())
     assert max(most.values()) <= sum(sorted([LIMIT // 2, LIMIT // 2, *staged])[-2:])  # two buckets at once
     for i, (case, whole) in enumerate(zip(cases, wholes)):
         for rank in case.target:
@@ -163,18 +177,21 @@ MUTATIONS = [
     ("self.source[name] = source[name].clone()", "source[name].clone()"),
     ("self.in_place = {written for _, written in shared}", "self.in_place = set()"),
     ("before = [each for each in before if each[0] > start]", "before = before[-1:]"),
-    ("self._arriving = [*receives, *own]", "self._arriving = receives"),
-    ("if kept else []", "if not kept else []"),
-    ("[part.size for _, part in parts]", "[part.size for _, part in parts[::-1]]"),
+    ("values.to(job.dtype, copy=True)", "values"),
+    ("self._staged.append((elements, values.to(job.dtype, copy=True)))", "pass"),
+    ("for message in receives for piece in message.pieces", "for message in receives[1:] for piece in message.pieces"),
+    ("if plan.copied is not None and job.name in self.in_place else 0", "if False else 0"),
+    ("torch.split(values, sizes)", "torch.split(values, sizes[::-1])"),
     ("[size_of(each) for each in regions]", "[size_of(each) for each in regions[::-1]]"),
-    ("copied is not None and job.name not in shards.in_place:", "copied is not None:"),
-    ("copied is not None and job.name not in shards.in_place:", "copied is None:"),
-    ("torch.empty(size, dtype=dtype, device=self.device), True)", "torch.zeros(size, dtype=dtype), False)"),
+    ("if job.name in shards.in_place:", "if False:"),
+    ("if job.name in shards.in_place:", "if True:"),
+    ("yield target[new], source[old]", "pass"),
+    ("return Message(peer, values, [piece", "return Message(peer, values, [] and [piece"),
     ("for (peer, _), each in parts.items()]", "for (peer, _), each in [*parts.items()][1:]]"),
     ("boxes(whole, region), boxes(region, region)", "boxes(region, region), boxes(region, region)"),
     ("or total + size > limit or", "or"),
     ("or buckets[-1][0].dtype != job.dtype", ""),
-    ("element.copy_(place)", "element.add_(place)"),
+    ("            elements.copy_(values)\n\n\n", "            elements.add_(values)\n\n\n"),
 ]
 
 
@@ -193,7 +210,7 @@ def test_each_mutation_is_seen(old, new):
     pytest.fail("150 random transfers did not show it")
 
 
-def test_shards_that_share_memory_under_another_name_are_cloned():
+def test_shards_sharing_memory_under_another_name_are_cloned():
     flat = torch.arange(12.0)
     state = {"e0": flat[:4], "e1": flat[4:8], "e2": flat[8:]}
     swapped = {"e0": flat[4:8], "e1": flat[:4], "e2": torch.from_numpy(flat.numpy())[8:]}  # another storage
