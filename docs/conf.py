@@ -71,6 +71,7 @@ docs/coming_from/colossalai
 
 docs/reference
 docs/faults
+docs/limits
 CHANGELOG
 SECURITY
 ```
