@@ -1,9 +1,11 @@
-# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Start with `make demo` and `make test`: each needs Python and a network, and makes the environment that it runs in.
 
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 BENCH := .venv-bench
+# Builds and checks archives. It has neither torch nor the developers' tools.
+PACKAGING := .venv-package
 # The Python that sees the GPU. One that is not .venv's has torch, cachetools and pytest, and nothing is installed.
 GPU_PYTHON ?= $(RUN)
 # The torch of `make test-torch`, which makes an environment for it.
@@ -23,27 +25,31 @@ QUIET := $(LOCAL) TORCH_CPP_LOG_LEVEL=ERROR
 # A file is one worker's, and tests/conftest.py says which come first.
 BY_TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-long test-gpu test-torch browser test-launchers chaos bench bench-quick docs package format clean
+.PHONY: demo test test-long test-gpu test-torch browser test-launchers chaos bench bench-quick docs package release-check format clean
 
-demo: $(VENV)/demo           ## the whole story on eight processes of this machine
+demo: $(VENV)/demo           ## a small GPT, trained by eight processes of this machine and checked against one
 	$(QUIET) $(RUN) examples/train_gpt.py
 
-test: $(VENV)/dev            ## style, types, doctests and tests: under four minutes
+test: $(VENV)/dev            ## style, types, doctests, and the tests that are not long
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(LOCAL) $(RUN) -m pytest -q $(BY_TWO) -m 'not long'
 
-test-long: $(VENV)/dev       ## those that train or take long, and every example
+test-long: $(VENV)/dev       ## the tests that train or take long, and every example
 	$(LOCAL) $(RUN) -m pytest -q $(BY_TWO) -m long
 
 docs: $(VENV)/dev            ## the site, in build/site: the pages, the reference from docstrings, and the notebook with its outputs
 	$(QUIET) $(RUN) -m sphinx -q -W --keep-going -b html -c docs . build/site
 
-package: $(VENV)/dev         ## the wheel and the source archive, in dist, checked as the package index does
+package: $(PACKAGING)/made   ## the wheel and the source archive, in dist, checked as the package index does
 	rm -rf dist
-	$(RUN) -m build --outdir dist
-	$(RUN) -m twine check --strict dist/*
+	$(PACKAGING)/bin/python -m build --outdir dist
+	$(PACKAGING)/bin/python -m twine check --strict dist/*
+
+release-check: $(PACKAGING)/made  ## all that a release needs except the upload: versions, the changelog's date, the package
+	$(PACKAGING)/bin/python -m tests.support.release
+	$(MAKE) --no-print-directory package
 
 test-gpu: $(if $(filter $(RUN),$(GPU_PYTHON)),$(VENV)/dev)  ## NCCL, and ranks that share a GPU; skipped without one
 	$(LOCAL) $(GPU_PYTHON) -m tests.gpu $(TESTS)
@@ -58,7 +64,7 @@ browser: $(VENV)/dev         ## Debian's Chromium, which tests measure figures w
 test-launchers: $(VENV)/dev  ## torchrun, srun, mpirun and mpiexec themselves, from Debian's packages; needs root
 	$(RUN) -m tests.launchers
 
-chaos: $(VENV)/dev           ## every fault at every moment, ranks lost by a mesh, the models of both protocols, 500 random compositions, and mutations of promises: about three quarters of an hour
+chaos: $(VENV)/dev           ## every fault at every moment, ranks lost by a mesh, the models of both protocols, 500 random compositions, and mutations of promises
 	$(RUN) -m tests.rendezvous.model --minutes 1
 	$(RUN) -m tests.elastic.model --minutes 1
 	$(LOCAL) $(RUN) -m tests.elastic.chaos --kills 100
@@ -66,10 +72,10 @@ chaos: $(VENV)/dev           ## every fault at every moment, ranks lost by a mes
 	$(QUIET) $(RUN) -m tests.parallel.random_compositions --count 500
 	$(LOCAL) $(RUN) -m tests.mutations
 
-bench: $(BENCH)/made         ## beside its peers, as ratios: under six minutes
+bench: $(BENCH)/made         ## pgmesh and other libraries, as ratios of times
 	$(QUIET) $(BENCH)/bin/python -m benchmarks $(ARGS)
 
-bench-quick: $(BENCH)/made   ## under 40 seconds, once installed
+bench-quick: $(BENCH)/made   ## a part of it, with fewer processes and repetitions
 	$(QUIET) $(BENCH)/bin/python -m benchmarks --quick $(ARGS)
 
 format: $(VENV)/dev
@@ -77,7 +83,7 @@ format: $(VENV)/dev
 	$(RUN) -m ruff format .
 
 clean:
-	rm -rf $(VENV) $(BENCH) .venv-torch-* build dist *.egg-info .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH) $(PACKAGING) .venv-torch-* build dist *.egg-info .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/made:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' \
@@ -93,6 +99,11 @@ $(VENV)/dev: $(VENV)/made pyproject.toml .ci/constraints.txt .ci/neighbours.txt
 	$(RUN) -m pip install --quiet --editable '.[dev]'
 	$(RUN) -m pip install --quiet --no-deps --requirement .ci/neighbours.txt \
 		|| echo "accelerate or torchtitan cannot be installed here: their tests are skipped"
+	@touch $@
+
+$(PACKAGING)/made: .ci/constraints.txt
+	$(PYTHON) -m venv $(PACKAGING)
+	$(PACKAGING)/bin/python -m pip install --quiet build twine
 	@touch $@
 
 # torch is installed with its own dependencies; pgmesh and the tools without any, or pip would replace this torch.

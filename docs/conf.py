@@ -1,9 +1,8 @@
-"""Settings of the documentation site: `make docs` builds it from README.md, docs/ and the docstrings."""
+"""Settings of the documentation site: `make docs` builds it from index.md, README.md, docs/ and the docstrings."""
 
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ copyright = "the authors of pgmesh"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 
 ROOT = Path(__file__).parents[1]
-root_doc = "README"
+root_doc = "index"
 include_patterns = ["*.md", "docs/**.md", "examples/tour.ipynb"]
 exclude_patterns = [".*", "build", "dist", "tests", "benchmarks", "pgmesh"]
 myst_heading_anchors = 3  # as GitHub makes them
@@ -32,6 +31,9 @@ add_module_names = False
 html_theme = "furo"
 html_title = "pgmesh"
 html_show_copyright = False
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_js_files = ["copy.js"]
 
 SWAP = str.maketrans(":\ufdd0", "\ufdd0:")
 
@@ -42,7 +44,9 @@ CONTENTS = """
 
 Overview <self>
 examples/tour
+Why not just init_device_mesh? <README>
 docs/coming_from/device_mesh
+docs/coming_from/megatron
 ```
 
 ```{toctree}
@@ -58,11 +62,7 @@ docs/resharding
 docs/neighbours
 docs/elastic
 docs/why_does_it_hang
-docs/coming_from/megatron
-docs/coming_from/olmo_core
-docs/coming_from/fairscale
-docs/coming_from/oslo
-docs/coming_from/colossalai
+docs/frameworks
 ```
 
 ```{toctree}
@@ -71,6 +71,7 @@ docs/coming_from/colossalai
 
 docs/reference
 docs/faults
+docs/limits
 CHANGELOG
 SECURITY
 ```
@@ -84,16 +85,27 @@ docs/speed
 docs/contributing
 ```
 """
+"""The menu. The other pages of `coming_from` stand under that of DeviceMesh."""
+
+MORE_PORTS = """
+```{toctree}
+:hidden:
+
+olmo_core
+fairscale
+oslo
+colossalai
+```
+"""
 
 
 def prepare_page(app: Sphinx, page: str, source: list[str]) -> None:
-    """Turn links to folders into text, and append the contents of the site to README."""
+    """Turn links to folders into text, and append the menu to the pages that head it."""
     folder = (ROOT / page).parent
     source[0] = re.sub(
         r"\[([^]]*)\]\(([^)\s:#]+)\)", lambda link: link[1 if (folder / link[2]).is_dir() else 0], source[0]
     )
-    if page == root_doc:
-        source[0] += CONTENTS
+    source[0] += {root_doc: CONTENTS, "docs/coming_from/device_mesh": MORE_PORTS}.get(page, "")
 
 
 def swap_colons(app: Sphinx, kind: str, name: str, value: object, options: object, lines: list[str]) -> None:
@@ -106,15 +118,7 @@ def swap_colons(app: Sphinx, kind: str, name: str, value: object, options: objec
         lines[:end] = [line.translate(SWAP) for line in lines[:end]]
 
 
-def write_index(app: Sphinx, error: Exception | None) -> None:
-    """Copy the first page to the name that web servers open."""
-    page = Path(app.outdir) / f"{root_doc}.html"
-    if error is None and page.exists():
-        shutil.copy(page, page.with_name("index.html"))
-
-
 def setup(app: Sphinx) -> None:
     app.connect("source-read", prepare_page)
     app.connect("autodoc-process-docstring", swap_colons, priority=400)
     app.connect("autodoc-process-docstring", swap_colons, priority=600)
-    app.connect("build-finished", write_index)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import pgmesh
+from tests.support import release
 
 pytestmark = pytest.mark.long
 
@@ -110,9 +111,36 @@ def test_wheel_runs_in_a_separate_environment(wheel: Path, tmp_path: Path):
     assert "tp=2" in run(command, "plan", "dp=2", "tp=2", cwd=tmp_path)
 
 
+# ---- make release-check ----
+
+
 def test_all_files_state_the_same_version():
-    assert f'\nversion = "{pgmesh.__version__}"\n' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    assert f"\n## [{pgmesh.__version__}] - 20" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert release.problems() == []
+    assert set(release.versions().values()) == {pgmesh.__version__}
+
+
+def copy_of_files(folder: Path) -> Path:
+    for name in release.STATED:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes((ROOT / name).read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("name", release.STATED)
+def test_release_check_names_each_different_version(name: str, tmp_path: Path):
+    file = copy_of_files(tmp_path) / name
+    file.write_text(file.read_text(encoding="utf-8").replace(pgmesh.__version__, "9.8.7"), encoding="utf-8")
+    (problem,) = release.problems(tmp_path)
+    assert f"9.8.7 in {name}" in problem
+    assert problem.count(f"{pgmesh.__version__} in ") == len(release.STATED) - 1
+
+
+def test_release_check_refuses_changelog_without_date(tmp_path: Path):
+    file = copy_of_files(tmp_path) / "CHANGELOG.md"
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace(f"## [{pgmesh.__version__}] - ", "## [0.1.0], some day: "), encoding="utf-8")
+    (problem,) = release.problems(tmp_path)
+    assert "'## [0.1.0], some day: " in problem
 
 
 # ---- pre-commit ----

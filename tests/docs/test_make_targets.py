@@ -1,4 +1,4 @@
-"""The targets of the Makefile that need what most machines lack: `make test-gpu` and `make test-torch`."""
+"""Targets of the Makefile that install or need much, and the workflow that runs `make test`."""
 
 from __future__ import annotations
 
@@ -89,3 +89,28 @@ def test_tests_on_another_torch_than_was_asked_for_are_an_error():
     for other in (version.rpartition(".")[0], f"{version}0", "0.0.1"):
         with pytest.raises(pytest.UsageError, match=rf"^this is torch {version}.* and not torch {other}, which"):
             check(other)
+
+
+# ---- package and release-check ----
+
+
+@needs_make
+@pytest.mark.parametrize("target", ["package", "release-check"])
+def test_package_installs_only_build_and_twine(target: str):
+    commands = recipe("--always-make", target)
+    installs = [line for line in commands if " pip install " in line]
+    assert set(installs) == {".venv-package/bin/python -m pip install --quiet build twine"}
+    assert not [line for line in commands if ".venv/" in line or "upload" in line]
+    assert commands[-1] == ".venv-package/bin/python -m twine check --strict dist/*"
+    assert (".venv-package/bin/python -m tests.support.release" in commands) == (target == "release-check")
+
+
+# ---- the workflow ----
+
+
+def test_workflow_runs_each_supported_python():
+    yaml = pytest.importorskip("yaml")
+    job = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text(encoding="utf-8"))["jobs"]["test"]
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert job["strategy"]["matrix"]["python"] == re.findall(r"Python :: (3\.\d+)", project)
+    assert [step["run"] for step in job["steps"] if "run" in step] == ["make test PYTHON=python"]

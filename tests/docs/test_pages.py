@@ -1,4 +1,4 @@
-"""README and docs: no broken link, and no cell of a table that is longer than two lines."""
+"""The first page, README and docs: no broken link, and no cell of a table that is longer than two lines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "index.md", ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CELL = 240  # characters as shown: two lines of 120
 BACKTICKED_FILE = re.compile(r"`((?:\w+/)*test_\w+\.py)`")
 

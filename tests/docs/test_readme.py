@@ -226,3 +226,15 @@ def test_each_row_has_a_test():
     rows = {question for question in ROWS if question.endswith("?")}
     asked = set(re.findall(r'ROWS\["([^"]+)"\]', Path(__file__).read_text(encoding="utf-8")))
     assert rows == asked
+
+
+# ---- the first page of the site ----
+
+
+def test_first_page_shows_the_same_script_and_output():
+    page = (ROOT / "index.md").read_text(encoding="utf-8")
+    shown = re.findall(r"```(?:python|console)\n.*?```", page, re.DOTALL)
+    assert len(shown) == 2
+    assert [block for block in shown if block not in README] == []
+    assert page.index("![") < page.index("## Seven lines") < page.index("## Where to go") < page.index("## Status")
+    assert "**NCCL and several hosts are untested**" in " ".join(page.split())

@@ -63,16 +63,34 @@ def test_the_reference_has_every_public_name(site: Path):
     assert [name for name in missing if name.rpartition(".")[2] not in INSIDE] == []
 
 
+needs_browser = pytest.mark.skipif(browser.find_browser() is None, reason=browser.ABSENT)
+
+
+@needs_browser
 @pytest.mark.parametrize("width", [390, 1280])
 def test_no_page_is_wider_than_a_phone_or_a_desk(site: Path, tmp_path: Path, width: int):
-    if browser.find_browser() is None:
-        pytest.skip(browser.ABSENT)
-    pages = sorted([site / "index.html", *site.glob("docs/**/*.html"), *site.glob("examples/*.html")])
+    pages = sorted([*site.glob("*.html"), *site.glob("docs/**/*.html"), *site.glob("examples/*.html")])
     assert len(pages) > 15
     assert {name: more for name, more in browser.overflows(pages, width, tmp_path).items() if more > MARGIN} == {}
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [390, 1280])
+def test_no_table_of_a_porting_page_is_cut_off(site: Path, tmp_path: Path, width: int):
+    pages = sorted(site.glob("docs/coming_from/*.html"))
+    found = browser.overflows(pages, width, tmp_path, ".table-wrapper")
+    assert len(found) == 6
+    assert {name: more for name, more in found.items() if more > MARGIN} == {}
 
 
 def test_the_search_index_has_the_pages(site: Path):
     index = (site / "searchindex.js").read_text(encoding="utf-8")
     assert "docs/why_does_it_hang" in index
     assert "ProcessGroupMesh" in index
+
+
+def test_first_page_has_menu_and_copy_button(site: Path):
+    page = (site / "index.html").read_text(encoding="utf-8")
+    for name in ("README", "docs/frameworks", "docs/limits", "docs/elastic", "examples/tour"):
+        assert f'class="reference internal" href="{name}.html"' in page
+    assert "_static/copy.js" in page

@@ -68,16 +68,16 @@ def measure_drawings(drawings: list[str], width: int, folder: Path) -> list[dict
     return answer
 
 
-def overflows(pages: list[Path], width: int, folder: Path) -> dict[str, int]:
-    """Pixels by which each page, or its article, is wider than its place in a window of this width, by file name.
+def overflows(pages: list[Path], width: int, folder: Path, parts: str = "article") -> dict[str, int]:
+    """Pixels by which each page, or one of its parts, is wider than its place in a window of this width, by file name.
 
-    Code and tables that scroll by themselves do not count.
+    What scrolls inside a part does not count. The parts are a selector of CSS.
     """
     based = [
         page.read_text(encoding="utf-8").replace("<head>", f'<head><base href="{page.as_uri()}">', 1) for page in pages
     ]
-    answer = """const answerOf = ({document: page}) => Math.max(
-        ...[page.documentElement, ...page.querySelectorAll("article")].map(
+    answer = f"""const answerOf = ({{document: page}}) => Math.max(
+        ...[page.documentElement, ...page.querySelectorAll("{parts}")].map(
             node => node.scrollWidth - node.clientWidth));"""
     return dict(zip((page.name for page in pages), _evaluate(based, answer, width, folder), strict=True))
 
