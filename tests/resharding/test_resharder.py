@@ -23,9 +23,9 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from pgmesh import Layout, MismatchError, PgmeshError, ProcessGroupMesh
 from pgmesh.errors import MethodError
-from pgmesh.groups.registry import current_registry
 from pgmesh.parallel.local_experts import LocalExperts
 from pgmesh.resharding import Resharder, link, transfer
+from tests.support.resource_counts import count_with_keys, growth
 from tests.support.transfer_oracle import random_layout, random_placements, shard_of
 from tests.support.worlds import fresh_world, world
 
@@ -321,9 +321,9 @@ def test_only_what_is_not_consecutive_or_small_is_staged():
 # ---- descriptions ----
 
 
-def described_twice() -> tuple[list[int], int]:
+def described_twice() -> tuple[list[int], dict[str, int]]:
     """The ranks that send a description when a Resharder is created, and the store keys that a second one adds."""
-    rank, store = dist.get_rank(), current_registry().store
+    rank = dist.get_rank()
     state = {f"layer {i}": torch.zeros(8) for i in range(100)}
     sides = {"source": state} if rank < 2 else {"target": state}
 
@@ -334,15 +334,15 @@ def described_twice() -> tuple[list[int], int]:
 
     senders = create()
     dist.barrier()
-    before = store.num_keys()
+    before = count_with_keys()["keys"]
     dist.barrier()
     assert create() == senders
     dist.barrier()
-    return senders, store.num_keys() - before
+    return senders, growth([{"keys": before}], count_with_keys)
 
 
 def test_each_distinct_description_is_sent_once_and_none_is_left_in_the_store():
-    assert world(4).run(described_twice) == [([0, 2, 0], 0)] * 4  # one for each side, and one with the host
+    assert world(4).run(described_twice) == [([0, 2, 0], {})] * 4  # one for each side, and one with the host
 
 
 # ---- what does not match ----
