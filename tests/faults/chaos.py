@@ -50,6 +50,7 @@ from tests.support.faults import (
     H,
     attempt,
     beat_fast,
+    busy_processes,
     connect_and_beat,
     connect_and_check,
     die_at_each,
@@ -481,23 +482,6 @@ def run_counts(times: int, tally: Tally) -> None:
 # ---- no core is free ----
 
 
-@contextlib.contextmanager
-def busy_cores() -> Iterator[None]:
-    """Two processes for each core that do nothing but take its time."""
-    command = [
-        sys.executable,
-        "-c",
-        "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**6))",
-    ]
-    burners = [subprocess.Popen(command) for _ in range(2 * (os.cpu_count() or 1))]
-    try:
-        yield
-    finally:
-        for burner in burners:
-            burner.kill()
-            burner.wait(5.0)
-
-
 RESULT = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED) (tests/\S+::.+?)\s*$", re.MULTILINE)
 
 
@@ -506,7 +490,7 @@ def run_starved(seed: int, end: float, tally: Tally) -> None:
 
     Then, for as long as there is time, cases in which nothing but time is lost, and so nothing may be reported.
     """
-    with busy_cores():
+    with busy_processes(2 * (os.cpu_count() or 1)):
         run_all_tests(end, tally)
         harmless = [case for case in all_cases() if case.fault in HARMLESS and case.victim != "outsider"]
         for case in random.Random(f"{seed} starved").sample(harmless, len(harmless)):

@@ -34,32 +34,6 @@ def test_members_alone_create_a_group():
     world(4).run(members_make_at_once)
 
 
-# ---- ranks that hold different numbers of groups ----
-
-
-def uneven() -> None:
-    mesh = ProcessGroupMesh(dp=2, tp=2)
-    for i in range(mesh.rank):
-        mesh.group(tag=f"held by rank {mesh.rank} alone, {i}")
-    check_sums(groups_of(mesh))
-
-
-def test_ranks_with_different_numbers_of_groups_connect():
-    world(4).run(uneven)
-
-
-def make_use_and_release(times: int) -> None:
-    mesh = ProcessGroupMesh(dp=2, tp=2)
-    for _ in range(times):
-        check_sums({axis: (mesh.group(axis), mesh.ranks(axis)) for axis in mesh.axes})
-        mesh.release("tp")
-    check_sums(groups_of(mesh))
-
-
-def test_group_is_created_and_released_30_times():
-    world(4).run(make_use_and_release, 30)
-
-
 # ---- a world that is bound to a device ----
 
 
