@@ -589,7 +589,7 @@ def unpacked_beside_the_original() -> None:
         check_sums({"ours": (ours, [0, 2, 3])})
     dist.barrier()
     with pytest.raises((MissingRanksError, CircleError)) as caught:
-        mesh.connect("dp", timeout=10)
+        mesh.connect("dp", timeout=2)
     whose = "mesh 'original' (unpickled as number 1 of its name; number 0 was taken here)"
     assert f"group dp of {whose}" in str(caught.value), str(caught.value)
     dist.barrier()
