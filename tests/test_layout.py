@@ -147,21 +147,6 @@ def test_wrong_or_empty_mask_is_refused(kind):
         Layout(pp=4, tp=2).at(pp=kind([False] * 4))
 
 
-@pytest.mark.parametrize("stranger", ["1", None, 1.5, 1.0, (1,), [], {}])
-@pytest.mark.parametrize("ranks", [range(8), (3, 1, 4, 5, 0, 2, 6, 7)], ids=["straight", "permuted"])
-def test_foreign_rank_raises_rank_error(stranger, ranks):
-    layout = Layout(2, 2, 2, ranks=ranks)
-    for ask in (layout.coord_of, layout.index_of, layout.block_of, layout.label_of, layout.along):
-        with pytest.raises(RankError):
-            ask(stranger)
-
-
-@pytest.mark.parametrize("coord", [(), (0, 0), (0, 0, 0, 0), (0, 0, 2), (0, 0, -3), (0, 0, "0"), (0, 0, 1.0), 5, None])
-def test_invalid_coord_raises_rank_error(box, coord):
-    with pytest.raises(RankError):
-        box.rank_of(coord)
-
-
 def test_negative_coord_indices_count_from_the_end(box):
     assert box.rank_of((-1, -2, -1)) == 5
 
@@ -194,16 +179,6 @@ def test_negative_numbers_count_axes_from_the_end(box):
 def test_numbers_work_for_named_axes(box):
     assert box.partition(0) == box.partition("pp")
     assert box.at({0: 1}) == box.at(pp=1)
-
-
-@pytest.mark.parametrize("axes", [("xp",), (3,), (-4,), ("tp", "tp"), ("tp", 2), ("tp", -1), (None,), (1.5,)])
-def test_unknown_or_repeated_axes_raise_axis_error(box, axes):
-    for ask in (box.size, box.partition):
-        with pytest.raises(AxisError):
-            ask(*axes)
-    for ask in (box.index_of, box.block_of, box.along, box.describe):
-        with pytest.raises(AxisError):
-            ask(0, *axes)
 
 
 def test_fixed_axis_is_gone(box):
@@ -281,27 +256,6 @@ def test_indices_count_within_the_slice():
     assert tail.at(pp=0).ranks() == (4,)
     assert tail.at(pp=[-1, 0]).ranks() == (7, 4)
     assert tail.coord_of(6) == (2,)
-
-
-@pytest.mark.parametrize("keep", [4, -5, [0, 4], [[0]], "0", None, 1.0, [None]])
-def test_unknown_index_raises_rank_error(keep):
-    with pytest.raises(RankError):
-        Layout(pp=4, tp=2).at(pp=keep)
-
-
-@pytest.mark.parametrize("keep", [[], (), slice(4, None), slice(2, 2), range(0)])
-def test_empty_slice_raises_shape_error(keep):
-    with pytest.raises(ShapeError, match="keeps nothing of axis pp"):
-        Layout(pp=4, tp=2).at(pp=keep)
-
-
-@pytest.mark.parametrize("first", [1, [1, 2], slice(1, 3)])
-@pytest.mark.parametrize("second", [1, [1], slice(1, 2)])
-def test_at_refuses_an_axis_given_twice(first, second):
-    with pytest.raises(AxisError, match="given twice"):
-        Layout(pp=4, tp=2).at({"pp": first}, pp=second)
-    with pytest.raises(AxisError, match="given twice"):
-        Layout(4, 2).at({0: first, -2: second})
 
 
 # ---- view ----
@@ -469,12 +423,6 @@ def test_partition_is_a_sequence(box):
     assert blocks[9:] == ()
     assert (4, 5) in blocks
     assert blocks.index((4, 5)) == 2
-
-
-@pytest.mark.parametrize("which", [4, -5])
-def test_partition_raises_index_error_past_its_end(box, which):
-    with pytest.raises(IndexError):
-        box.partition("tp")[which]
 
 
 def test_partition_equals_any_sequence_of_its_blocks(box):

@@ -65,7 +65,7 @@ def test_the_reference_has_every_public_name(site: Path):
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-def test_no_page_is_wider_than_a_phone_or_a_desk(site: Path, tmp_path: Path, width: int):
+def test_no_page_overflows_a_phone_or_desk(site: Path, tmp_path: Path, width: int):
     if browser.find_browser() is None:
         pytest.skip(browser.ABSENT)
     pages = sorted([site / "index.html", *site.glob("docs/**/*.html"), *site.glob("examples/*.html")])

@@ -149,7 +149,7 @@ def ask_wrongly() -> tuple[list[float], list[str]]:
     "sizes that do not fit, two -1, an empty mesh, an unknown axis, ranks that are repeated, negative or foreign"
 )
 def test_local_errors_are_raised_without_store_operations():
-    """The text of each error is in test_messages.py and test_mesh_messages.py."""
+    """The text of each error is in test_messages.py."""
     with fresh_world(2) as own:
         for took, done in results(own.outcomes(ask_wrongly)):
             assert done == []
