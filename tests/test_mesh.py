@@ -1,4 +1,4 @@
-"""A mesh in one process: every rank of worlds up to 512, over the fake backend."""
+"""A mesh in one process, as any rank of worlds up to 512, over the fake backend."""
 
 from __future__ import annotations
 
@@ -36,6 +36,9 @@ SHAPES = {
     64: {"dp": 2, "pp": 4, "cp": 2, "tp": 4},
     512: {"dp": 8, "pp": 4, "cp": 2, "tp": 8},
 }
+
+MOST = 64
+"""So many ranks of a larger world are tried."""
 
 
 def combinations(axes: tuple[str | int, ...]) -> list[tuple[str | int, ...]]:
@@ -82,9 +85,10 @@ def test_accelerator_is_used_only_if_present(mesh, monkeypatch, here, device):
 
 @pytest.mark.parametrize(("size", "sizes"), SHAPES.items(), ids=map(str, SHAPES))
 @pytest.mark.parametrize("permuted", [False, True], ids=["in order", "permuted"])
-def test_index_is_group_rank_on_every_rank(size, sizes, permuted):
-    order = random.Random(size).sample(range(size), size) if permuted else list(range(size))
-    for rank in range(size):
+def test_index_is_the_group_rank(size, sizes, permuted):
+    chance = random.Random(size)
+    order = chance.sample(range(size), size) if permuted else list(range(size))
+    for rank in chance.sample(range(size), min(size, MOST)):
         with fake_rank(rank, size):
             mesh = ProcessGroupMesh(**sizes, ranks=order)
             for combo in combinations(mesh.axes):
@@ -134,14 +138,6 @@ def test_group_names_ignore_the_order_of_creation():
             return {ask: mesh.group(*ask[0], tag=ask[1]).group_name for ask in asks}
 
     assert all(names(seed) == names(0) for seed in range(1, 6))
-
-
-def test_group_name_is_never_reused(mesh):
-    names = set()
-    for _ in range(10):
-        names.add(mesh.group("dp").group_name)
-        mesh.release("dp")
-    assert len(names) == 10
 
 
 def test_release_counts_without_a_created_group():
@@ -199,33 +195,6 @@ def test_str_marks_this_rank(mesh):
     assert "[" not in str(mesh.at(pp=0))
 
 
-def test_close_ends_all_groups_once(mesh):
-    groups_made = [mesh.group(*combo) for combo in combinations(mesh.axes)]
-    mesh.close()
-    mesh.close()
-    assert len(c10d._world.pg_map) == len(c10d._world.pg_group_ranks) == 1
-    assert not [tag for tag in c10d._world.tags_to_pg if "pgmesh" in tag]
-    for group in groups_made:
-        with pytest.raises(pgmesh.LifetimeError):
-            dist.barrier(group=group)
-    for ask in (mesh.group, lambda: mesh.along("tp").group("tp"), lambda: mesh.view(8).group()):
-        with pytest.raises(pgmesh.LifetimeError):
-            ask()
-    assert mesh.coord == (1, 0, 1)
-    assert mesh.index("dp", "tp") == 1
-
-
-def test_mesh_ends_with_its_world():
-    with fake_rank(5, 8):
-        mesh = ProcessGroupMesh(pp=2, dp=2, tp=2)
-        mesh.group("tp")
-    with pytest.raises(pgmesh.LifetimeError, match=r"torch\.distributed was destroyed"):
-        mesh.group("tp")
-    mesh.close()
-    with fake_rank(5, 8), pytest.raises(pgmesh.LifetimeError):
-        mesh.group("tp")
-
-
 def test_names_of_torch_groups_ignore_our_groups(mesh):
     before = c10d._hash_ranks_to_str([0, 1])
     for combo in combinations(mesh.axes):
@@ -233,17 +202,6 @@ def test_names_of_torch_groups_ignore_our_groups(mesh):
     assert c10d._hash_ranks_to_str([0, 1]) == before
     assert all(group in c10d._world.pg_names for group in c10d._world.pg_map)
     assert c10d._world.pg_config_info, "torch's own look at its tables still works"
-
-
-@pytest.mark.parametrize(
-    "part", [lambda m: m, lambda m: m.at(pp=1), lambda m: m.view(4, 2)], ids=["root", "slice", "view"]
-)
-def test_copies_share_groups_with_the_original(mesh, part):
-    here = part(mesh)
-    for there in (copy.copy(here), copy.deepcopy(here), pickle.loads(pickle.dumps(here))):
-        assert there.layout == here.layout
-        assert there.group(*here.axes) is here.group(*here.axes)
-    assert b"ProcessGroup" not in pickle.dumps(here).replace(b"ProcessGroupMesh", b"")
 
 
 def test_pickled_mesh_works_in_another_world():
@@ -281,18 +239,6 @@ def test_failed_group_creation_frees_the_mesh():
         del mesh
         gc.collect()  # the error's frames
         assert ProcessGroupMesh(dp=8).group("dp").size() == 8
-
-
-def test_equal_unnamed_meshes_need_names():
-    with fake_rank(5, 8):
-        one, two = ProcessGroupMesh(dp=8), ProcessGroupMesh(dp=8)
-        with pytest.raises(pgmesh.NameTakenError):
-            one.group("dp")
-        del two
-        gc.collect()
-        assert one.group("dp").size() == 8
-        other = ProcessGroupMesh(tp=8)
-        assert other.group("tp") is not one.group("dp")
 
 
 def test_destroyed_group_does_not_rename_tagged_one(mesh):
@@ -441,11 +387,6 @@ def test_untried_newer_torch_is_warned_about_once():
     done = subprocess.run([sys.executable, "-c", NEWER], capture_output=True, text=True, check=True)
     assert done.stderr.count("WARNING:pgmesh:") == 1, done.stderr
     assert f"torch 3.0.1+cu150 is newer than torch {TRIED_ON[-1]}, the newest that pgmesh was tested on" in done.stderr
-
-
-def test_tried_torch_gives_no_warning():
-    done = subprocess.run([sys.executable, "-c", "import pgmesh.torch_private"], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_options_are_copied_and_hashable():

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import pgmesh
 from pgmesh import Layout, MismatchError, MissingRanksError, ProcessGroupMesh
-from tests.support.programs import clean_env
+from tests.support.programs import clean_env, run_programs
 from tests.support.torch_tables import table_sizes
 from tests.support.worlds import World, check_sums, fresh_world, groups_of, world
 
@@ -226,20 +226,18 @@ def test_ranks_with_different_shapes(waiting_ranks: dict[str, list[int]]):
 
 
 @of_torch_2_13
-def test_before_there_are_gpus():
+def test_before_there_are_gpus(tmp_path: Path):
     _, theirs, ours = ROWS["Before you have GPUs?"]
     no_launcher, world_of_1 = re.findall(r"`([^`]+)`", theirs)
     program = (
-        "import sys, torch.distributed as dist\n"
+        "import os, torch.distributed as dist\n"
         "from torch.distributed.device_mesh import init_device_mesh\n"
-        "if sys.argv[1:]: dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "if 'ALONE' in os.environ: dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
         "init_device_mesh('cpu', (8, 8))"
     )
-    for words, shown in (([], no_launcher), (["a world of 1"], world_of_1)):
-        command = [sys.executable, "-c", program, *words]
-        done = subprocess.run(command, env=clean_env(), capture_output=True, text=True, timeout=60)
-        assert done.returncode != 0
-        assert shown in done.stderr
+    ends = run_programs(tmp_path, program, environs=[clean_env(), clean_env(ALONE="")], statuses=(1,))
+    for (_, errors), shown in zip(ends, (no_launcher, world_of_1)):
+        assert shown in errors
     assert "need no processes and no torch" in ours
     program = (
         "import sys; sys.modules['torch'] = None\n"
