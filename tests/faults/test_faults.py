@@ -58,7 +58,7 @@ from tests.support.faults import (
 )
 from tests.support.logs import LogLine, logged_lines
 from tests.support.message_assertions import without_hostname_warnings
-from tests.support.programs import clean_env, write_script
+from tests.support.programs import clean_env, send_signal, write_script
 from tests.support.resource_counts import CAN_COUNT, count_resources, growth
 from tests.support.torch_tables import record_operations, table_sizes
 from tests.support.worlds import STARVED, World, check_sums, fresh_world, groups_of, world
@@ -585,7 +585,7 @@ def test_lost_store_is_named_while_groups_work(tmp_path: Path, how: str, waiting
 
     def go(pid: int) -> None:
         wait_for_flag(tmp_path, "ready")
-        os.kill(pid, GOES[how])
+        send_signal(pid, GOES[how])
         gone.append(time.monotonic())
         set_flag(tmp_path, "gone")
         for rank in range(4):
@@ -652,7 +652,7 @@ def test_calls_of_unconnected_ranks_end_without_a_store(tmp_path: Path, how: str
     def go(pid: int) -> None:
         for rank in range(4):
             wait_for_flag(tmp_path, f"ready {rank}")
-        os.kill(pid, GOES[how])
+        send_signal(pid, GOES[how])
         set_flag(tmp_path, "gone")
         for rank in range(4):
             wait_for_flag(tmp_path, f"done {rank}")
@@ -701,7 +701,7 @@ def one_is_stopped(folder: Path) -> tuple[Attempt, Attempt, float]:
 def test_stopped_rank_is_named_and_may_return(tmp_path: Path):
     def stop(pid: int) -> None:
         wait_for_flag(tmp_path, "stop me")
-        os.kill(pid, signal.SIGSTOP)
+        send_signal(pid, signal.SIGSTOP)
         set_flag(tmp_path, "stopped")
         for rank in range(3):
             wait_for_flag(tmp_path, f"done {rank}")
@@ -886,7 +886,7 @@ def try_without_a_store(pid: int, times: int) -> dict[str, int]:
     beat_fast_with_bystander()
     dist.barrier()
     if dist.get_rank() == 0:
-        os.kill(pid, signal.SIGKILL)
+        send_signal(pid, signal.SIGKILL)
     seen = []
     for i in range(times):
         mesh = ProcessGroupMesh(2, name=f"try {i}")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from pgmesh import LifetimeError, ProcessGroupMesh
 from pgmesh.launch import StoreProcess
+from tests.support.programs import send_signal
 from tests.support.worlds import fresh_world
 
 WAIT_TIMEOUT = 30.0
@@ -27,7 +28,7 @@ def with_stopped_store(act: Callable[[ProcessGroupMesh, threading.Thread], Any],
         dist.barrier()
         mesh.close()
         return None
-    os.kill(store_pid, signal.SIGSTOP)
+    send_signal(store_pid, signal.SIGSTOP)
     release = threading.Thread(target=mesh.release, args=("dp",))
     try:
         release.start()

@@ -6,7 +6,9 @@ Tests use this for programs that run before a world exists, or without one.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -75,6 +77,28 @@ def wait_until_gone(pids: list[int], seconds: float = 30.0) -> bool:
     while any(map(is_running, pids)) and time.monotonic() < end:
         time.sleep(0.01)
     return not any(map(is_running, pids))
+
+
+def send_signal(pid: int, number: int) -> None:
+    """Send a signal, and return once SIGKILL has ended the process, or SIGSTOP has stopped all its threads.
+
+    Where all cores are busy, a process runs for some time after the signal was sent.
+    """
+    os.kill(pid, number)
+    end = time.monotonic() + 30.0
+    goes_on = {signal.SIGKILL: is_running, signal.SIGSTOP: lambda pid: thread_states(pid) - {"T"}}.get(number)
+    while goes_on is not None and goes_on(pid):
+        assert time.monotonic() < end, f"process {pid} goes on after signal {number}"
+        time.sleep(0.001)
+
+
+def thread_states(pid: int) -> set[str]:
+    """The states of a process's threads, as in proc(5)."""
+    found = set()
+    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found.add(path.read_text().rpartition(")")[2].split()[0])
+    return found
 
 
 def write_script(tmp_path: Path, text: str) -> str:
