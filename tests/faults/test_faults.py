@@ -925,19 +925,18 @@ def test_rank_may_die_at_any_store_operation(tmp_path: Path):
 # ---- a process ends ----
 
 ENDINGS = """
-import dataclasses, os, signal, sys, time, warnings
-import torch.distributed as dist
+import dataclasses, gc, os, signal, sys, time, warnings
 from datetime import timedelta
+from pgmesh import ProcessGroupMesh, launch
+from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.statuses import status_key
+from tests.support.torch_tables import pgmesh_store
 
 def be(rank, port):
     signal.alarm(40)  # none outlives the test
     os.environ |= dict(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
                        MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     os.dup2(os.open(f"{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
-    from pgmesh import ProcessGroupMesh, launch
-    from pgmesh.rendezvous import timing
-    from pgmesh.rendezvous.statuses import status_key
-    from tests.support.torch_tables import pgmesh_store
     launch.join("gloo")
     mesh = ProcessGroupMesh(dp=1, tp=2, name="actor")
     mesh.connect("tp")
@@ -965,6 +964,7 @@ def be(rank, port):
     print(f"{rank} ends at {time.monotonic()}", flush=True)
 
 if __name__ == "__main__":
+    gc.freeze()  # what was imported is not looked through at each end
     pids = []
     for rank in range(2):
         pids.append(os.fork())  # nothing was started yet
