@@ -174,72 +174,25 @@ def test_imports_point_down_only(file):
     assert offences(str(file.relative_to(PACKAGE)), file.read_text()) == []
 
 
-# ---- the checker can fail ----
+# ---- wrong imports are found ----
 
 
 @pytest.mark.parametrize(
     ("path", "source", "complaint"),
     [
-        (
-            "layout.py",
-            "from pgmesh.mesh import ProcessGroupMesh",
-            "imports pgmesh.mesh.ProcessGroupMesh, which is above it",
-        ),
-        ("layout.py", "from pgmesh import mesh", "imports pgmesh.mesh, which is above it"),
         ("layout.py", "import pgmesh.mesh as m", "imports pgmesh.mesh, which is above it"),
-        ("layout.py", "from . import mesh", "imports pgmesh.mesh, which is above it"),
         ("layout.py", "from .mesh import x", "imports pgmesh.mesh.x, which is above it"),
-        ("recipes/megatron.py", "from ..interop import x", "imports pgmesh.interop.x, which is above it"),
-        ("mesh.py", "import pgmesh", "imports pgmesh, which is above it"),
-        ("mesh.py", "from pgmesh import Layout", "imports pgmesh.Layout, which is above it"),
-        ("mesh.py", "from pgmesh.parallel.data import x", "imports pgmesh.parallel.data.x, which is above it"),
-        ("mesh.py", "from pgmesh.interop import x", "imports pgmesh.interop.x, which is above it"),
-        ("mesh.py", "from pgmesh.recipes import x", "imports pgmesh.recipes.x, which is above it"),
-        ("mesh.py", "from pgmesh.launch import join", "imports pgmesh.launch.join, which is above it"),
-        ("drawing/svg.py", "import torch", "imports torch"),
+        ("drawing/svg.py", "def f():\n from pgmesh import mesh", "imports pgmesh.mesh, which is above it"),
+        ("drawing/svg.py", "if TYPE_CHECKING:\n from ..mesh import x", "imports pgmesh.mesh.x, which is above it"),
         ("options.py", "from torch import distributed", "imports torch.distributed"),
-        ("mesh.py", "import torch\ntorch._C", "uses torch._C, which is private"),
-        ("mesh.py", "import torch\ntorch.distributed._x.y()", "uses torch.distributed._x, which is private"),
-        (
-            "mesh.py",
-            "import torch.distributed as dist\ndist.c10d._x",
-            "uses torch.distributed.c10d._x, which is private",
-        ),
-        (
-            "launch/joining.py",
-            "from torch.distributed import c10d as c\nc._world.a",
-            "uses torch.distributed.c10d._world, which is private",
-        ),
+        ("mesh.py", "import torch.distributed as d\nd.c._x", "uses torch.distributed.c._x, which is private"),
         ("parallel/data.py", "from torch._C import x", "uses torch._C, which is private"),
-        (
-            "parallel/data.py",
-            "from torch.distributed.c10d import _x",
-            "uses torch.distributed.c10d._x, which is private",
-        ),
-        ("parallel/data.py", "def f(module):\n    return module._modules", "uses module._modules, which is private"),
-        (
-            "parallel/data.py",
-            "for a in b():\n    a.c()._parameters",
-            "uses (an expression)._parameters, which is private",
-        ),
+        ("parallel/data.py", "f()\na.c()._parameters", "uses (an expression)._parameters, which is private"),
     ],
 )
-def test_wrong_import_is_found(path, source, complaint):
+def test_wrong_import_is_found(path: str, source: str, complaint: str):
     last_line = source.count("\n") + 1
     assert offences(path, source) == [f"{path}:{last_line} {complaint}"]
-
-
-def test_imports_inside_functions_are_found():
-    source = "def f():\n    if True:\n        from pgmesh.mesh import x"
-    assert offences("drawing/svg.py", source) == ["drawing/svg.py:3 imports pgmesh.mesh.x, which is above it"]
-
-
-def test_imports_for_a_type_checker_are_found():
-    source = "if TYPE_CHECKING:\n    from pgmesh.mesh import x\nelse:\n    import pgmesh.groups"
-    assert offences("drawing/svg.py", source) == [
-        "drawing/svg.py:2 imports pgmesh.mesh.x, which is above it",
-        "drawing/svg.py:4 imports pgmesh.groups, which is above it",
-    ]
 
 
 def imported_files(path: str, source: str, files: set[str]) -> set[str]:
@@ -269,42 +222,6 @@ def test_imports_form_no_circle():
     assert circle_in(sources) == []
 
 
-def test_circle_of_imports_is_found():
-    sources = {
-        "a.py": "from pgmesh.b.c import x",
-        "b/c.py": "def f():\n    from pgmesh import d",
-        "d.py": "if TYPE_CHECKING:\n    from pgmesh.a import y",
-    }
-    assert {*circle_in(sources)} == {"a", "b/c", "d"}
-    assert circle_in({**sources, "d.py": "import pgmesh.e"}) == []
-
-
-def test_new_file_needs_a_floor():
-    assert offences("misc.py", "") == ["misc.py has no floor: give misc its place in FLOORS"]
-    assert offences("extra/__init__.py", "") == ["extra/__init__.py has no floor: give extra its place in FLOORS"]
-
-
-@pytest.mark.parametrize(
-    ("path", "source"),
-    [
-        (
-            "mesh.py",
-            "from pgmesh.drawing import svg\nfrom pgmesh.layout import Layout\nimport torch.distributed as dist",
-        ),
-        ("interop/__init__.py", "from pgmesh.interop.device_mesh import x\nfrom .device_mesh import y"),
-        ("torch_private.py", "import torch\ntorch._C\nfrom torch.distributed.c10d import _x"),
-        (
-            "launch/joining.py",
-            "import os, torch\nos._exit(1)\ntorch.__version__\nself._torch = 1\ntorch.f(self._torch).y",
-        ),
-        ("__main__.py", "import pgmesh.parallel"),
-        ("parallel/data.py", "a._mine = b\nc(d)._mine\nmesh._repr_html_\nmesh.stats()._replace(e=f)"),
-    ],
-)
-def test_right_import_is_accepted(path, source):
-    assert offences(path, source) == []
-
-
 # ---- a mesh's private attributes ----
 
 
@@ -328,15 +245,6 @@ def slots_read(path: str, source: str, slots: set[str]) -> list[str]:
 @pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_layers_above_mesh_read_no_private_attributes(file):
     assert slots_read(str(file.relative_to(PACKAGE)), file.read_text(), private_slots()) == []
-
-
-def test_use_of_private_attribute_is_found():
-    assert "_group_cache" in private_slots()
-    source = "def f(method):\n    return method.mesh._group_cache"
-    assert slots_read("parallel/data.py", source, private_slots()) == [
-        "parallel/data.py:2 method.mesh._group_cache",
-    ]
-    assert slots_read("groups/cache.py", source, private_slots()) == []
 
 
 # ---- process groups ----

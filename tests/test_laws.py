@@ -1,6 +1,6 @@
 """The laws of a layout, against a plain list.
 
-First over every shape of up to 48 ranks, then by property over whatever at, along and view make of larger ones. The
+First over every shape of up to 32 ranks, then by property over whatever at, along and view make of larger ones. The
 laws that speak of groups hold where there are processes, and are tested there:
 
     index(*axes) == dist.get_rank(group(*axes))
@@ -32,7 +32,7 @@ WORLDS = {
 }
 """The n ranks that a layout is made on."""
 
-MOST = 48
+MOST = 32
 """Every shape of up to so many ranks stands in one of the worlds."""
 
 FIRST = 8

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pytest
-
 from tests.conftest import LONGEST, TESTS
 
 
@@ -36,22 +34,6 @@ def test_no_file_imports_a_test_file():
     found = {str(path): imported_tests(path, (TESTS / path).read_text(encoding="utf-8")) for path in files}
     assert len(found) > 100
     assert {path: names for path, names in found.items() if names} == {}
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import tests.groups.test_groups",
-        "from tests.groups.test_groups import BOXES",
-        "from tests.groups import test_groups as other",
-        "from . import test_groups",
-        "from .test_groups import BOXES",
-        "from ..groups.test_groups import BOXES",
-        "def late():\n    from tests.groups.test_groups import BOXES",
-    ],
-)
-def test_each_form_of_test_import_is_found(source: str):
-    assert imported_tests(Path("groups/test_lifetime.py"), source) == ["tests.groups.test_groups"]
 
 
 def test_each_longest_file_exists():

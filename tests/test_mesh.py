@@ -1,4 +1,4 @@
-"""A mesh in one process: every rank of worlds up to 512, over the fake backend."""
+"""A mesh in one process, as any rank of worlds up to 512, over the fake backend."""
 
 from __future__ import annotations
 
@@ -36,6 +36,9 @@ SHAPES = {
     64: {"dp": 2, "pp": 4, "cp": 2, "tp": 4},
     512: {"dp": 8, "pp": 4, "cp": 2, "tp": 8},
 }
+
+MOST = 64
+"""So many ranks of a larger world are tried."""
 
 
 def combinations(axes: tuple[str | int, ...]) -> list[tuple[str | int, ...]]:
@@ -82,9 +85,10 @@ def test_accelerator_is_used_only_if_present(mesh, monkeypatch, here, device):
 
 @pytest.mark.parametrize(("size", "sizes"), SHAPES.items(), ids=map(str, SHAPES))
 @pytest.mark.parametrize("permuted", [False, True], ids=["in order", "permuted"])
-def test_index_is_group_rank_on_every_rank(size, sizes, permuted):
-    order = random.Random(size).sample(range(size), size) if permuted else list(range(size))
-    for rank in range(size):
+def test_index_is_the_group_rank(size, sizes, permuted):
+    chance = random.Random(size)
+    order = chance.sample(range(size), size) if permuted else list(range(size))
+    for rank in chance.sample(range(size), min(size, MOST)):
         with fake_rank(rank, size):
             mesh = ProcessGroupMesh(**sizes, ranks=order)
             for combo in combinations(mesh.axes):
@@ -94,11 +98,6 @@ def test_index_is_group_rank_on_every_rank(size, sizes, permuted):
                 assert group.size() == mesh.size(*combo) == len(mesh.ranks(*combo))
 
 
-def test_group_ignores_the_order_of_axes(mesh):
-    for combo in combinations(mesh.axes):
-        assert len({mesh.group(*order) for order in itertools.permutations(combo)}) == 1
-
-
 def test_group_along_size_1_has_one_rank():
     with fake_rank(3, 4):
         mesh = ProcessGroupMesh(dp=4, tp=1)
@@ -106,26 +105,11 @@ def test_group_along_size_1_has_one_rank():
         assert mesh.group("dp", "tp") is mesh.group("dp") is not dist.group.WORLD
 
 
-def test_along_shares_groups_with_its_mesh(mesh):
-    for combo in combinations(mesh.axes)[1:]:
-        along = mesh.along(*combo)
-        assert along.group() is mesh.group(*combo)
-        assert all(along.group(axis) is mesh.group(axis) for axis in combo)
-        assert along is mesh[combo] is mesh.along(*combo)
-
-
 def test_along_keeps_the_order_of_the_mesh(mesh):
     assert mesh["tp", "pp"].axes == ("pp", "tp")
     assert mesh["tp"].ranks() == (4, 5)
     assert mesh.along().ranks() == mesh.ranks()
-
-
-def test_views_and_slices_share_equal_groups(mesh):
-    moe = mesh.view(pp=2, edp=1, ep=4)
-    assert moe.group("ep") is mesh.group("dp", "tp") is mesh.at(pp=1).group()
-    assert moe.group("edp").size() == 1
-    assert moe.at(pp=[0, -1]).view(2, 4).group(1) is moe.group("ep")
-    assert mesh.view(pp=2, dp=2, tp=2).group("tp") is mesh.group("tp")
+    assert mesh.along("tp", "pp") is mesh["tp", "pp"]
 
 
 @pytest.mark.parametrize("count", [4, 40])
@@ -145,36 +129,6 @@ def test_numbered_axes_keep_their_numbers():
         assert mesh.at({1: 0}).group(2) is mesh.group(2) is mesh.along(0, 2).group(2)
 
 
-def test_slice_of_end_stages_has_own_group():
-    for rank, expected in [(0, (0, 6)), (7, (1, 7))]:
-        with fake_rank(rank, 8):
-            mesh = ProcessGroupMesh(pp=4, tp=2)
-            ends = mesh.at(pp=[0, -1])
-            assert order_of(ends.group("pp")) == expected
-    with fake_rank(3, 8):
-        ends = ProcessGroupMesh(pp=4, tp=2).at(pp=[0, -1])
-        assert ends.rank not in ends
-        assert ends.coord is None
-
-
-def test_meshes_on_same_ranks_share_no_group():
-    with fake_rank(5, 8):
-        actor, critic = ProcessGroupMesh(dp=4, tp=2, name="actor"), ProcessGroupMesh(dp=4, tp=2, name="critic")
-        assert actor.group("tp") is not critic.group("tp")
-        assert actor.group("tp").group_name != critic.group("tp").group_name
-
-
-def test_different_options_make_another_group(mesh):
-    usual = mesh.group("dp")
-    longer = mesh.group("dp", timeout=timedelta(hours=1))
-    tagged = mesh.group("dp", tag="all-gather")
-    assert len({usual, longer, tagged}) == 3
-    assert mesh.group("dp", timeout=timedelta(hours=1)) is longer
-    assert mesh.group("dp", tag="all-gather") is tagged
-    assert mesh.group("dp", backend="fake") is usual, "the backend it has anyway makes no other group"
-    assert len({group.group_name for group in (usual, longer, tagged)}) == 3
-
-
 def test_group_names_ignore_the_order_of_creation():
     def names(seed: int) -> dict[object, str]:
         with fake_rank(5, 8):
@@ -184,14 +138,6 @@ def test_group_names_ignore_the_order_of_creation():
             return {ask: mesh.group(*ask[0], tag=ask[1]).group_name for ask in asks}
 
     assert all(names(seed) == names(0) for seed in range(1, 6))
-
-
-def test_group_name_is_never_reused(mesh):
-    names = set()
-    for _ in range(10):
-        names.add(mesh.group("dp").group_name)
-        mesh.release("dp")
-    assert len(names) == 10
 
 
 def test_release_counts_without_a_created_group():
@@ -204,25 +150,6 @@ def test_release_counts_without_a_created_group():
             mesh.release("tp")
             names.append(mesh.group("tp").group_name)
     assert names[0] == names[1], "the two ranks would never meet"
-
-
-def test_group_of_keeps_the_order_of_mesh():
-    with fake_rank(0, 4):
-        mesh = ProcessGroupMesh(dp=4, ranks=[3, 1, 2, 0])
-        assert order_of(mesh.group_of([0, 1, 3])) == (3, 1, 0)
-        assert mesh.group_of([3, 0, 1]) is mesh.group_of((1, 3, 0))
-        assert mesh.group_of(range(4)) is mesh.group()
-
-
-def test_descriptions_name_the_group():
-    with fake_rank(5, 8):
-        actor = ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor")
-        assert actor.group("dp", "tp").group_desc == "actor[pp=1, dp=*, tp=*]"
-        assert actor.group_of([5, 0]).group_desc == "actor[ranks 0, 5]"
-        actor.configure("pp", description="stages")
-        assert actor.group("pp").group_desc == "stages"
-    with fake_rank(0, 8):
-        assert ProcessGroupMesh(2, 4).group(1).group_desc == "mesh[0=0, 1=*]"
 
 
 def test_configure_sets_options_of_the_group(mesh):
@@ -268,41 +195,6 @@ def test_str_marks_this_rank(mesh):
     assert "[" not in str(mesh.at(pp=0))
 
 
-def test_close_ends_all_groups_once(mesh):
-    groups_made = [mesh.group(*combo) for combo in combinations(mesh.axes)]
-    mesh.close()
-    mesh.close()
-    assert len(c10d._world.pg_map) == len(c10d._world.pg_group_ranks) == 1
-    assert not [tag for tag in c10d._world.tags_to_pg if "pgmesh" in tag]
-    for group in groups_made:
-        with pytest.raises(pgmesh.LifetimeError):
-            dist.barrier(group=group)
-    for ask in (mesh.group, lambda: mesh.along("tp").group("tp"), lambda: mesh.view(8).group()):
-        with pytest.raises(pgmesh.LifetimeError):
-            ask()
-    assert mesh.coord == (1, 0, 1)
-    assert mesh.index("dp", "tp") == 1
-
-
-def test_mesh_ends_with_its_world():
-    with fake_rank(5, 8):
-        mesh = ProcessGroupMesh(pp=2, dp=2, tp=2)
-        mesh.group("tp")
-    with pytest.raises(pgmesh.LifetimeError, match=r"torch\.distributed was destroyed"):
-        mesh.group("tp")
-    mesh.close()
-    with fake_rank(5, 8), pytest.raises(pgmesh.LifetimeError):
-        mesh.group("tp")
-
-
-def test_group_destroyed_by_torch_is_created_again(mesh):
-    first = mesh.group("tp")
-    dist.destroy_process_group(first)
-    assert mesh.group("tp") is not first
-    assert mesh.group("tp").group_name != first.group_name
-    assert not [tag for tag, held in c10d._world.tags_to_pg.items() if not held]
-
-
 def test_names_of_torch_groups_ignore_our_groups(mesh):
     before = c10d._hash_ranks_to_str([0, 1])
     for combo in combinations(mesh.axes):
@@ -310,33 +202,6 @@ def test_names_of_torch_groups_ignore_our_groups(mesh):
     assert c10d._hash_ranks_to_str([0, 1]) == before
     assert all(group in c10d._world.pg_names for group in c10d._world.pg_map)
     assert c10d._world.pg_config_info, "torch's own look at its tables still works"
-
-
-def test_threads_get_the_same_group(mesh):
-    start, got = threading.Barrier(16), []
-
-    def ask() -> None:
-        start.wait()
-        got.append(mesh.group("dp", "tp"))
-
-    threads = [threading.Thread(target=ask) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert len(got) == 16
-    assert len(set(got)) == 1
-
-
-@pytest.mark.parametrize(
-    "part", [lambda m: m, lambda m: m.at(pp=1), lambda m: m.view(4, 2)], ids=["root", "slice", "view"]
-)
-def test_copies_share_groups_with_the_original(mesh, part):
-    here = part(mesh)
-    for there in (copy.copy(here), copy.deepcopy(here), pickle.loads(pickle.dumps(here))):
-        assert there.layout == here.layout
-        assert there.group(*here.axes) is here.group(*here.axes)
-    assert b"ProcessGroup" not in pickle.dumps(here).replace(b"ProcessGroupMesh", b"")
 
 
 def test_pickled_mesh_works_in_another_world():
@@ -374,18 +239,6 @@ def test_failed_group_creation_frees_the_mesh():
         del mesh
         gc.collect()  # the error's frames
         assert ProcessGroupMesh(dp=8).group("dp").size() == 8
-
-
-def test_equal_unnamed_meshes_need_names():
-    with fake_rank(5, 8):
-        one, two = ProcessGroupMesh(dp=8), ProcessGroupMesh(dp=8)
-        with pytest.raises(pgmesh.NameTakenError):
-            one.group("dp")
-        del two
-        gc.collect()
-        assert one.group("dp").size() == 8
-        other = ProcessGroupMesh(tp=8)
-        assert other.group("tp") is not one.group("dp")
 
 
 def test_destroyed_group_does_not_rename_tagged_one(mesh):
@@ -534,11 +387,6 @@ def test_untried_newer_torch_is_warned_about_once():
     done = subprocess.run([sys.executable, "-c", NEWER], capture_output=True, text=True, check=True)
     assert done.stderr.count("WARNING:pgmesh:") == 1, done.stderr
     assert f"torch 3.0.1+cu150 is newer than torch {TRIED_ON[-1]}, the newest that pgmesh was tested on" in done.stderr
-
-
-def test_tried_torch_gives_no_warning():
-    done = subprocess.run([sys.executable, "-c", "import pgmesh.torch_private"], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_options_are_copied_and_hashable():

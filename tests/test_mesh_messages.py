@@ -1,4 +1,4 @@
-"""Whole texts of the errors that a mesh raises for mistakes in a call."""
+"""Errors of a mesh whose suggested calls are run, and errors that torch raises when it is given a mesh."""
 
 from __future__ import annotations
 
@@ -30,250 +30,21 @@ def mesh(world):
     return ProcessGroupMesh(pp=2, dp=2, tp=2)
 
 
-def raises_message(error: type[pgmesh.PgmeshError], text: str):
-    """The block raises exactly this error with exactly this text."""
-
-    class Says:
-        def __enter__(self):
-            self.raised = pytest.raises(error)
-            self.info = self.raised.__enter__()
-
-        def __exit__(self, *exception):
-            assert self.raised.__exit__(*exception)
-            assert type(self.info.value) is error
-            assert str(self.info.value) == text.strip("\n")
-            return True
-
-    return Says()
-
-
-@pytest.mark.fault(
-    "sizes that do not fit, two -1, an empty mesh, an unknown axis, ranks that are repeated, negative or foreign"
-)
-def test_sizes_below_the_world_suggest_a_mesh():
-    with raises_message(
-        pgmesh.ShapeError,
-        """
-ProcessGroupMesh(dp=2, tp=2) holds 4 ranks, but the world has 8.
-
-  ProcessGroupMesh(dp=-1, tp=2)                  # dp is then 4
-  ProcessGroupMesh(dp=2, tp=2, ranks=range(4))   # or name the 4 ranks to use
-""",
-    ):
-        ProcessGroupMesh(dp=2, tp=2)
-
-
 @pytest.mark.parametrize("verb", ["group", "along", "index", "size", "ranks", "partition", "neighbor", "device_mesh"])
 @pytest.mark.parametrize("several", [["dp", "tp"], ("dp", "tp")], ids=["list", "tuple"])
 def test_axes_in_a_list_suggest_separate_arguments(mesh, verb, several):
     kind, call = type(several).__name__, "mesh.group('dp', 'tp')   # and so on"
-    with raises_message(pgmesh.AxisError, f"axes are separate arguments, not a {kind} {several!r}.\n\n  {call}"):
+    with pytest.raises(pgmesh.AxisError) as info:
         getattr(mesh, verb)(several)
+    assert str(info.value) == f"axes are separate arguments, not a {kind} {several!r}.\n\n  {call}"
     eval(call, {"mesh": mesh})
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "text"),
-    [
-        (lambda mesh: mesh.group_of(5), pgmesh.RankError, "ranks are whole numbers, such as [0, 3], not 5."),
-        (lambda mesh: mesh.group_of([5.0]), pgmesh.RankError, "ranks are whole numbers, such as [0, 3], not [5.0]."),
-        (lambda mesh: mesh.release(ranks=5), pgmesh.RankError, "ranks are whole numbers, such as [0, 3], not 5."),
-        (
-            lambda mesh: mesh.group_of([]),
-            pgmesh.RankError,
-            "a group needs at least one rank; ranks is empty.",
-        ),
-        (
-            lambda mesh: mesh.at(1),
-            pgmesh.RankError,
-            "at takes indices by axis, such as at({0: 1}) or at(pp=1), not 1.",
-        ),
-        (
-            lambda mesh: mesh.at([0]),
-            pgmesh.RankError,
-            "at takes indices by axis, such as at({0: 1}) or at(pp=1), not [0].",
-        ),
-        (
-            lambda mesh: mesh.adopt(mesh.group("dp", tag="other"), "dp"),
-            pgmesh.RankError,
-            "adopt takes an axis and then a group.\n\n  mesh.adopt('dp', group)",
-        ),
-        (
-            lambda mesh: mesh.adopt("dp", [1, 3]),
-            pgmesh.RankError,
-            "group dp of ProcessGroupMesh(pp=2, dp=2, tp=2): only a process group that torch knows can be adopted, "
-            "not [1, 3].",
-        ),
-        (
-            lambda mesh: mesh.adopt("dp", 3),
-            pgmesh.RankError,
-            "group dp of ProcessGroupMesh(pp=2, dp=2, tp=2): only a process group that torch knows can be adopted, "
-            "not 3.",
-        ),
-        (
-            lambda mesh: mesh.group("dp", high_priority="no"),
-            pgmesh.OptionsError,
-            "high_priority is True or False, not 'no'.",
-        ),
-        (
-            lambda mesh: mesh.group("dp", description=3),
-            pgmesh.OptionsError,
-            "description is a string, such as 'gradients', not 3.",
-        ),
-        (
-            lambda mesh: mesh.group("dp", nccl=["max_ctas"]),
-            pgmesh.OptionsError,
-            "nccl is a mapping of settings, such as {'max_ctas': 8}, not ['max_ctas'].",
-        ),
-        (
-            lambda mesh: mesh.set_timeout("tp"),
-            pgmesh.OptionsError,
-            "set_timeout takes its timeout by name, after the axes.\n\n  mesh.set_timeout('tp', timeout=30)",
-        ),
-    ],
-)
-def test_arguments_of_wrong_type_are_refused(mesh, call, error, text):
-    with raises_message(error, text):
-        call(mesh)
-
-
-def test_close_of_a_view_suggests_release():
-    mesh = ProcessGroupMesh(2, 4, name="m")
-    with raises_message(
-        pgmesh.LifetimeError,
-        """
-ProcessGroupMesh(2, 4, name='m').view(8) is a view or a slice and shares the groups of its mesh. Close that mesh, or
-
-  release(0)   # destroys the groups along an axis
-""",
-    ):
-        mesh.view(8).close()
-
-
-def test_connect_refuses_a_list_of_axes(mesh):
-    with raises_message(
-        pgmesh.AxisError,
-        """
-connect takes axes and tuples of axes, not the list ['dp', 'tp'].
-
-  mesh.connect(('dp', 'tp'))   # one group along all of them
-  mesh.connect(*('dp', 'tp'))  # a group along each
-""",
-    ):
-        mesh.connect("pp", ["dp", "tp"])
-
-
-def test_indivisible_sizes_suggest_a_divisor():
-    with raises_message(
-        pgmesh.ShapeError,
-        """
-ProcessGroupMesh(dp=-1, tp=3) cannot be filled: the world has 8, and 8 is not divisible by 3.
-
-  ProcessGroupMesh(dp=-1, tp=2)   # dp is then 4
-""",
-    ):
-        ProcessGroupMesh(dp=-1, tp=3)
-
-
-def test_rank_outside_the_world_is_refused():
-    with raises_message(pgmesh.RankError, "ProcessGroupMesh: the world's ranks are 0 to 7; there is no rank 8."):
-        ProcessGroupMesh(dp=2, ranks=[7, 8])
-
-
-def test_name_with_a_slash_is_refused():
-    text = "ProcessGroupMesh: a name is a printable string without '/', such as name='actor', not 'a/b'."
-    with raises_message(pgmesh.ShapeError, text):
-        ProcessGroupMesh(dp=8, name="a/b")
-
-
-@pytest.mark.parametrize(("name", "size"), [("x" * 1025, "1,025"), ("é" * 4500, "9,000")])
-def test_name_above_1024_bytes_is_refused(name, size):
-    with raises_message(
-        pgmesh.ShapeError,
-        f"ProcessGroupMesh: a name has at most 1,024 bytes in UTF-8, and {name[:16]!r}... has {size}.",
-    ):
-        ProcessGroupMesh(dp=8, name=name)
-
-
-def test_group_along_fixed_axis_is_refused(mesh):
-    with raises_message(
-        pgmesh.AxisError, "axis pp is fixed at 1 in mesh (dp=2, tp=2); use the mesh before at() fixed it."
-    ):
-        mesh.at(pp=1).group("pp")
-
-
-def test_group_on_rank_outside_is_refused():
-    mesh = ProcessGroupMesh(dp=2, tp=2, ranks=range(4), name="half")
-    with raises_message(
-        pgmesh.MembershipError,
-        """
-rank 5 is not in ProcessGroupMesh(dp=2, tp=2, ranks=range(4), name='half'), so it has no coord and no group there.
-
-  if mesh.rank in mesh: ...   # check first
-""",
-    ):
-        mesh.group("dp")
-
-
-def test_group_of_other_ranks_is_refused(mesh):
-    with raises_message(
-        pgmesh.MembershipError,
-        """
-rank 5 asked for the group of ranks 0, 1, but is not one of them.
-
-  if mesh.rank in ranks: mesh.group_of(ranks)   # only members call
-""",
-    ):
-        mesh.group_of([0, 1])
-
-
-def test_repeated_rank_in_group_of_is_refused(mesh):
-    with raises_message(pgmesh.RankError, "each rank is given once, but [5, 5] has one twice."):
-        mesh.group_of([5, 5])
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"timeot": 3}, "a group has no option timeot; it has backend, timeout, high_priority, nccl, description."),
-        (
-            {"timeout": "3"},
-            "timeout is a timedelta or a number of seconds, more than 0, such as timeout=30, not '3'.",
-        ),
-        (
-            {"timeout": timedelta(0)},
-            "timeout is a timedelta or a number of seconds, more than 0, such as timeout=30, not "
-            "datetime.timedelta(0).",
-        ),
-        ({"backend": 3}, "backend is a name, such as 'nccl' or 'gloo', not 3."),
-        (
-            {"nccl": {"max_cta": 3}},
-            "NCCL has no setting max_cta; it has blocking, cga_cluster_size, collnet_enable, cta_policy, max_ctas, "
-            "min_ctas, net_name, nvls_ctas, split_share, traffic_class.",
-        ),
-        (
-            {"nccl": {1: 2, "a": 3}},
-            "NCCL has no setting 1, a; it has blocking, cga_cluster_size, collnet_enable, cta_policy, max_ctas, "
-            "min_ctas, net_name, nvls_ctas, split_share, traffic_class.",
-        ),
-        (
-            {"backend": "gloo", "high_priority": True},
-            "group dp of ProcessGroupMesh(pp=2, dp=2, tp=2): backend gloo cannot honour high_priority=True; only "
-            "NCCL can.",
-        ),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_invalid_group_options_are_refused(mesh, options, text):
-    with raises_message(pgmesh.OptionsError, text):
-        mesh.group("dp", **options)
 
 
 def test_unknown_backend_is_refused(mesh):
     with pytest.raises(pgmesh.OptionsError, match=r"knows no backend 'glo'; it knows .*gloo"):
         mesh.group("dp", backend="glo")
     if not dist.is_mpi_available():
-        with raises_message(pgmesh.OptionsError, "this torch was built without backend mpi."):
+        with pytest.raises(pgmesh.OptionsError, match=r"^this torch was built without backend mpi\.$"):
             mesh.group("dp", backend="mpi")
 
 
@@ -310,18 +81,6 @@ def test_different_options_for_equal_ranks_are_refused():
     exec(call.strip(), {"mesh": mesh})
     mesh.configure("dp", "cp", timeout=timedelta(minutes=1))
     mesh.configure("dp", "cp", timeout=timedelta(minutes=2), tag="own")
-
-
-def test_close_of_a_slice_suggests_release(mesh):
-    with raises_message(
-        pgmesh.LifetimeError,
-        """
-ProcessGroupMesh(pp=2, dp=2, tp=2).at(pp=1) is a view or a slice and shares the groups of its mesh. Close that mesh, or
-
-  release('dp')   # destroys the groups along an axis
-""",
-    ):
-        mesh.at(pp=1).close()
 
 
 def test_closed_mesh_is_named_in_errors(mesh):
@@ -409,53 +168,18 @@ def test_notebook_cell_finds_and_closes_its_mesh():
     assert ProcessGroupMesh(dp=8, name="actor").group("dp").size() == 8
 
 
-def test_adopt_refuses_group_of_other_ranks(mesh):
-    with raises_message(
-        pgmesh.RankError,
-        "group dp of ProcessGroupMesh(pp=2, dp=2, tp=2) has ranks 5, 7; the group to adopt has 4, 5.",
-    ):
-        mesh.adopt("dp", mesh.group("tp"))
-
-
 def test_mesh_without_a_world_is_refused():
     dist.destroy_process_group()
     try:
-        with raises_message(
-            pgmesh.WorldError,
-            """
-torch.distributed is not initialised, so there are no ranks to arrange.
-
-  pgmesh.launch.join()                     # in a script that torchrun starts
-  pgmesh.Layout(dp=2, tp=2)                # to plan a mesh without processes
-""",
-        ):
+        with pytest.raises(pgmesh.WorldError) as info:
             ProcessGroupMesh(dp=2)
+        assert str(info.value) == (
+            "torch.distributed is not initialised, so there are no ranks to arrange.\n\n"
+            "  pgmesh.launch.join()                     # in a script that torchrun starts\n"
+            "  pgmesh.Layout(dp=2, tp=2)                # to plan a mesh without processes"
+        )
     finally:
         dist.init_process_group("fake", rank=0, world_size=1, store=dist.HashStore())
-
-
-def test_errors_subclass_the_expected_builtins():
-    caught = {
-        pgmesh.ShapeError: ValueError,
-        pgmesh.AxisError: (ValueError, IndexError),
-        pgmesh.RankError: (ValueError, IndexError),
-        pgmesh.OptionsError: ValueError,
-        pgmesh.MembershipError: RuntimeError,
-        pgmesh.WorldError: RuntimeError,
-        pgmesh.NameTakenError: RuntimeError,
-        pgmesh.LifetimeError: RuntimeError,
-        pgmesh.MismatchError: RuntimeError,
-        pgmesh.MissingRanksError: TimeoutError,
-        pgmesh.CircleError: RuntimeError,
-        pgmesh.UnsupportedTorchError: RuntimeError,
-        pgmesh.LaunchError: RuntimeError,
-        pgmesh.MethodError: RuntimeError,
-    }
-    assert set(caught) == set(pgmesh.PgmeshError.__subclasses__()), "every error has its builtin"
-    for error, builtins in caught.items():
-        for builtin in builtins if isinstance(builtins, tuple) else (builtins,):
-            assert issubclass(error, builtin)
-        assert error.__module__ == "pgmesh"
 
 
 def test_group_without_axes_is_named_by_rank(mesh):
@@ -536,8 +260,9 @@ def test_torch_given_a_mesh_shows_its_group(mesh, use):
         (mesh, "mesh.group('pp', 'dp', 'tp')"),
         (mesh.view(pp=2, edp=1, ep=4)["ep"], "mesh.view(pp=2, edp=1, ep=4).group('ep')"),
     ):
-        with raises_message(pgmesh.OptionsError, f"torch takes a process group here, not {part!r}.\n\n  {call}"):
+        with pytest.raises(pgmesh.OptionsError) as info:
             use(part)
+        assert str(info.value) == f"torch takes a process group here, not {part!r}.\n\n  {call}"
         meant = eval(call, {"mesh": mesh})
         assert meant is part.group()
         use(meant)
@@ -576,38 +301,9 @@ def test_device_type_and_sizes_show_the_mesh(call, right):
     )
 
 
-def test_device_type_with_invalid_sizes_suggests_nothing():
-    for wrong in ((4, 4), ([[0, 1], [2, 3]],), ("x",)):
-        with raises_message(
-            pgmesh.ShapeError, "ProcessGroupMesh: device_type is no axis; it follows from the backend of a group."
-        ):
-            ProcessGroupMesh("cpu", *wrong)
-
-
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (
-            lambda mesh: mesh.device_mesh(fsdp=()),
-            "device_mesh: dimension 'fsdp' needs an axis, and a name that no other dimension has.\n\n"
-            "  mesh.device_mesh(fsdp=('pp', 'dp', 'tp'))   # for example: all axes",
-        ),
-        (
-            lambda mesh: mesh.device_mesh("dp", dp="tp"),
-            "device_mesh: dimension 'dp' needs an axis, and a name that no other dimension has.\n\n"
-            "  mesh.device_mesh(dp=('pp', 'dp', 'tp'))   # for example: all axes",
-        ),
-        (lambda mesh: mesh.device_mesh("dp", both=("dp", "tp")), "axis dp is named twice."),
-        (lambda mesh: mesh.device_mesh(both=("dp", "dp")), "axis dp is named twice."),
-        (
-            lambda mesh: mesh.device_mesh(both=("dp", "zz")),
-            "there is no axis 'zz' in mesh (pp=2, dp=2, tp=2).",
-        ),
-        (lambda mesh: mesh.device_mesh(both=None), "there is no axis None in mesh (pp=2, dp=2, tp=2)."),
-    ],
-)
-def test_device_mesh_refuses_dimensions_without_axes(mesh, call, text):
-    with raises_message(pgmesh.AxisError, text):
-        call(mesh)
-    for right in suggested(pgmesh.AxisError(text)):
-        assert eval(right, {"mesh": mesh}).get_group() is mesh.group()
+@pytest.mark.parametrize("wrong", ["fsdp=()", "'dp', dp='tp'"])
+def test_device_mesh_without_axes_suggests_all_axes(mesh, wrong):
+    with pytest.raises(pgmesh.AxisError) as info:
+        eval(f"mesh.device_mesh({wrong})", {"mesh": mesh})
+    (call,) = suggested(info.value)
+    assert eval(call, {"mesh": mesh}).get_group() is mesh.group()

@@ -10,7 +10,6 @@ import gc
 import json
 import subprocess
 import sys
-import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ import pytest
 from pgmesh import ProcessGroupMesh, plan
 from pgmesh.layout import Layout
 from tests.support.fake_world import fake_rank
+from tests.support.memory import memory
 from tests.support.torch_tables import record_operations
 
 HITS: dict[str, Callable[[ProcessGroupMesh], Any]] = {
@@ -116,26 +116,11 @@ def test_group_creation_costs_same_in_larger_worlds():
     assert len(making(1_048_576)) == len(making(2_048))
 
 
-def held(make: Callable[[], Any]) -> int:
-    """The bytes that Python holds for what is made."""
-    make()
-    gc.collect()
-    tracemalloc.start()
-    try:
-        made = make()
-        gc.collect()
-        size = tracemalloc.get_traced_memory()[0]
-        del made
-    finally:
-        tracemalloc.stop()
-    return size
-
-
 def test_mesh_of_a_million_ranks_is_small():
     sizes = {}
     for ranks in (1_024, 1_048_576):
         with fake_rank(1, ranks):
-            sizes[ranks] = held(lambda ranks=ranks: ProcessGroupMesh(dp=ranks // 64, pp=4, cp=2, tp=8))
+            sizes[ranks], _ = memory(lambda ranks=ranks: ProcessGroupMesh(dp=ranks // 64, pp=4, cp=2, tp=8))
     assert sizes[1_048_576] < sizes[1_024] + 512
     assert sizes[1_048_576] < 16 << 10
 
@@ -145,11 +130,11 @@ def test_partitions_of_a_million_ranks_are_small():
         layout = Layout(dp=ranks // 64, pp=4, cp=2, tp=8)
         return layout, layout.partition("dp", "cp"), layout.partition("tp")
 
-    assert held(lambda: make(1_048_576)) < held(lambda: make(1_024)) + 512
+    assert memory(lambda: make(1_048_576))[0] < memory(lambda: make(1_024))[0] + 512
 
 
 def test_plan_of_a_million_ranks_is_small():
-    assert held(lambda: plan(Layout(dp=16_384, pp=4, cp=2, tp=8), nodes="131072x8")) < 1 << 20
+    assert memory(lambda: plan(Layout(dp=16_384, pp=4, cp=2, tp=8), nodes="131072x8"))[0] < 1 << 20
 
 
 # ---- what is imported ----

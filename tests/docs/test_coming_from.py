@@ -74,7 +74,7 @@ def namespace(page: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.gives is not None], ids=str)
-def test_a_line_gives_what_it_says(row: Row):
+def test_each_line_gives_what_it_shows(row: Row):
     with fake_rank(5, 8, dist.HashStore()):
         names = namespace(row.page)
         if re.match(r"\w+ = ", row.now[0]):
@@ -106,7 +106,7 @@ FIGURES = [row for row in ROWS if ASKS.search(row.now[0]) and re.fullmatch(r"[\d
 
 
 @pytest.mark.parametrize("row", FIGURES, ids=str)
-def test_a_figure_follows_from_loops_over_the_stated_lists(row: Row):
+def test_each_figure_follows_from_the_oracle(row: Row):
     names: dict[str, Any] = {"recipes": ORACLE, "Layout": Layout}
     for example in doctest.DocTestParser().get_examples((DOCS / f"{row.page}.md").read_text()):
         if "recipes." in example.source and re.match(r"\w+ = ", example.source):
@@ -114,14 +114,14 @@ def test_a_figure_follows_from_loops_over_the_stated_lists(row: Row):
     assert repr(eval(row.now[0], names)) == row.gives
 
 
-def test_most_lines_have_such_a_figure():
+def test_most_lines_have_a_figure():
     counts = {page: sum(row.page == page for row in FIGURES) for page in PAGES}
     assert counts["megatron"] > 80
     assert all(count > 8 for count in counts.values())
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.gives is None], ids=str)
-def test_a_line_for_a_job_names_what_is_there(row: Row):
+def test_each_line_for_jobs_names_a_function(row: Row):
     call = ast.parse(row.now[0], mode="eval").body
     assert isinstance(call, ast.Call)
     assert callable(eval(ast.unparse(call.func), {"launch": launch}))
@@ -177,14 +177,14 @@ def test_a_page_is_complete(page: str):
     assert named == {function: set(given.split()) for function, given in PAGES[page].items()}
 
 
-def test_the_names_that_olmo_core_exports_are_all_on_its_page():
+def test_olmo_page_has_all_exported_names():
     table = (DOCS / "olmo_core.md").read_text().partition("## Names")[2]
     assert set(re.findall(r"`([^`]+)`", "".join(line.split(" | ")[0] for line in table.splitlines()))) == set(
         doc_tables.OLMO_NAMES.split()
     )
 
 
-def test_the_short_names_on_megatrons_page_are_those_that_settings_may_use():
+def test_megatron_page_has_all_short_names():
     table = (DOCS / "megatron.md").read_text().partition("## Short names")[2].partition("## Beyond")[0]
     found = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)`", table, re.MULTILINE))
     arrangement = recipes.megatron(4, cp=4, hierarchical_cp=[2, 2], of=Layout)

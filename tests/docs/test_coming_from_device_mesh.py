@@ -80,7 +80,7 @@ def test_both_columns_give_what_they_say(row: Row):
                 assert not given.endswith(("Error", "Exception")), given
 
 
-def test_the_configured_backend_and_timeout_are_those_of_the_group():
+def test_configured_backend_and_timeout_reach_the_group():
     with fake_rank(5, 8):
         mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="train")
         (configure,) = (row.ours for row in ROWS if "backend_override" in row.theirs)
@@ -90,7 +90,7 @@ def test_the_configured_backend_and_timeout_are_those_of_the_group():
             mesh.configure("dp", timeout=60)  # the group was created with the other timeout
 
 
-def test_every_public_name_of_device_mesh_is_in_the_first_column():
+def test_page_has_each_public_name_of_device_mesh():
     public = {name for name in vars(DeviceMesh) if not name.startswith("_")}
     special = {name for name, value in vars(DeviceMesh).items() if name.startswith("__") and inspect.isfunction(value)}
     assert special - {"__getstate__", "__setstate__"} == {*SPECIAL}  # pickling is no call of a program
@@ -100,7 +100,7 @@ def test_every_public_name_of_device_mesh_is_in_the_first_column():
     assert missing == []
 
 
-def test_every_parameter_of_init_device_mesh_is_on_the_page():
+def test_page_has_each_parameter_of_init_device_mesh():
     parameters = {*inspect.signature(init_device_mesh).parameters} - {"mesh_shape"}  # given in each call
     assert [name for name in parameters if not re.search(rf"\b{name}\b", PAGE)] == []
     assert "init_device_mesh(" in "\n".join(row.theirs for row in ROWS)

@@ -32,7 +32,7 @@ def recipe(*words: str) -> list[str]:
 # ---- test-gpu ----
 
 
-def test_without_a_gpu_its_tests_are_skipped_with_one_line(tmp_path):
+def test_gpu_tests_are_skipped_without_a_gpu(tmp_path):
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     environ.pop("PGMESH_TEST_DEVICE", None)
     ((out, err),) = run_programs(tmp_path, RUNNER, environs=[environ])  # which exits with 0
@@ -41,14 +41,14 @@ def test_without_a_gpu_its_tests_are_skipped_with_one_line(tmp_path):
 
 
 @needs_make
-def test_with_a_python_of_ones_own_nothing_is_installed():
+def test_own_python_for_gpu_tests_installs_nothing():
     assert [line.rstrip() for line in recipe("test-gpu", "GPU_PYTHON=python9")] == [
         "RES_OPTIONS=attempts:0 python9 -m tests.gpu"
     ]
 
 
 @pytest.mark.long
-def test_its_tests_pass_on_a_cpu_in_place_of_a_gpu():
+def test_gpu_tests_pass_on_a_cpu():
     command = [sys.executable, "-m", "tests.gpu", "-q", "-k", "one_rank or send or sharded or checkpoint"]
     environ = {**os.environ, "PGMESH_TEST_DEVICE": "cpu"}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
@@ -68,7 +68,7 @@ def test_its_tests_pass_on_a_cpu_in_place_of_a_gpu():
 
 
 @needs_make
-def test_another_torch_is_asserted_before_its_tests_and_nothing_replaces_it():
+def test_other_torch_is_asserted_and_never_replaced():
     commands = recipe("test-torch", "TORCH=9.8.7", "TESTS=tests/test_x.py")
     installs = [line for line in commands if "pip install" in line]
     assert len(installs) == 3
@@ -82,7 +82,7 @@ def test_another_torch_is_asserted_before_its_tests_and_nothing_replaces_it():
     assert tested.endswith(" -m 'not long' tests/test_x.py")
 
 
-def test_tests_on_another_torch_than_was_asked_for_are_an_error():
+def test_unexpected_torch_version_is_an_error():
     version = str(torch.__version__).partition("+")[0]
     check(version)
     check(str(torch.__version__))

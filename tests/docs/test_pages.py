@@ -24,7 +24,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_leads_to_a_file_and_a_heading(page: Path):
+def test_each_link_has_a_file_and_heading(page: Path):
     broken = []
     for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text(encoding="utf-8"))):
         path, _, anchor = link.partition("#")
@@ -37,21 +37,21 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_no_cell_of_a_table_is_longer_than_two_lines(page: Path):
+def test_no_table_cell_exceeds_two_lines(page: Path):
     lines = without_code(page.read_text(encoding="utf-8")).splitlines()
     cells = [cell for line in lines if line.startswith("|") for cell in line.strip("| ").split(" | ")]
     shown = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", cell).replace("`", "") for cell in cells]
     assert [cell for cell in shown if len(cell) > CELL] == []
 
 
-def test_the_contributing_page_names_tests_that_are_there():
+def test_contributing_page_names_existing_tests():
     named = set(BACKTICKED_FILE.findall((ROOT / "docs" / "contributing.md").read_text(encoding="utf-8")))
     there = [path.as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(name for name in named if not any(path.endswith(f"/{name}") for path in there)) == []
     assert len(named) > 30
 
 
-def test_the_loop_on_the_page_is_that_of_the_example():
+def test_elastic_page_shows_loop_of_the_example():
     page = (ROOT / "docs" / "elastic.md").read_text(encoding="utf-8").partition("## The three calls")[0]
     program = (ROOT / "examples" / "elastic.py").read_text(encoding="utf-8")
     (loop,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import pgmesh
 from pgmesh import Layout, MismatchError, MissingRanksError, ProcessGroupMesh
-from tests.support.programs import clean_env
+from tests.support.programs import clean_env, run_programs
 from tests.support.torch_tables import table_sizes
-from tests.support.worlds import check_sums, fresh_world, groups_of, world
+from tests.support.worlds import World, check_sums, fresh_world, groups_of, world
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -47,7 +50,7 @@ def test_its_script_prints_what_it_shows(tmp_path: Path):
     assert sorted(lines) == shown.splitlines()
 
 
-def test_its_status_names_this_version_and_its_length_is_under_100_lines():
+def test_readme_names_version_in_under_100_lines():
     assert f"| status of {pgmesh.__version__} |" in README
     assert README.index("| NCCL | not tried") < README.index("## Install")
     assert len(README.splitlines()) < 100
@@ -71,9 +74,19 @@ def without_rank_3(make: Callable[[], Any]) -> None:
         make()
 
 
+@functools.cache
+def cube() -> Any:
+    return init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+
+
+def start() -> None:
+    """Create what a call needs that must return on some ranks."""
+    if dist.get_world_size() == 8:
+        cube()
+
+
 def flatten_without_rank_3() -> None:
-    both = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))["dp", "tp"]
-    without_rank_3(both._flatten)
+    without_rank_3(cube()["dp", "tp"]._flatten)
 
 
 def device_mesh(shape: tuple[int, int] = (2, 2)) -> Any:
@@ -90,26 +103,43 @@ def device_mesh_of_another_shape() -> None:
         dist.all_reduce(torch.ones(1), group=mesh.get_group(axis))
 
 
-def ranks_that_wait(fn: Callable[..., Any], *args: Any, size: int = 4) -> list[int]:
-    """The ranks on which a call has not returned after STILL_WAITS seconds. It raises on none."""
-    with fresh_world(size) as own:
-        own.run(dist.get_rank)  # all processes have started
+HANGS: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
+    "two orders": (4, in_two_orders, (device_mesh,)),
+    "flatten": (8, flatten_without_rank_3, ()),
+    "never comes": (4, without_rank_3, (device_mesh,)),
+    "another shape": (4, device_mesh_of_another_shape, ()),
+}
+"""The size of a world, and a call with its arguments, that DeviceMesh does not return from on some ranks."""
+
+
+@pytest.fixture(scope="module")
+def waiting_ranks() -> dict[str, list[int]]:
+    """The ranks that still wait after STILL_WAITS seconds, for all of HANGS at the same time. No rank raises."""
+
+    def run(own: World, fn: Callable[..., Any], args: tuple[Any, ...]) -> list[int]:
         outcomes = own.outcomes(fn, *args, deadline=STILL_WAITS)
-    assert all(outcome.timed_out or not outcome.error for outcome in outcomes), outcomes
-    return [outcome.rank for outcome in outcomes if outcome.timed_out]
+        assert all(outcome.timed_out or not outcome.error for outcome in outcomes), outcomes
+        return [outcome.rank for outcome in outcomes if outcome.timed_out]
+
+    with ExitStack() as stack, ThreadPoolExecutor(len(HANGS)) as pool:
+        worlds = [stack.enter_context(fresh_world(size)) for size, *_ in HANGS.values()]
+        for own in worlds:
+            own.run(start)
+        calls = [pool.submit(run, own, fn, args) for own, (_, fn, args) in zip(worlds, HANGS.values())]
+        return dict(zip(HANGS, [call.result() for call in calls]))
 
 
 @of_torch_2_13
-def test_who_calls_and_in_which_order():
+def test_who_calls_and_in_which_order(waiting_ranks: dict[str, list[int]]):
     _, theirs, ours = ROWS["Who calls, and in which order?"]
     assert "all still wait after 5 s" in theirs
-    assert ranks_that_wait(in_two_orders, device_mesh) == [0, 1, 2, 3]
+    assert waiting_ranks["two orders"] == [0, 1, 2, 3]
     assert "every sum right" in ours
-    assert ranks_that_wait(in_two_orders, own_mesh) == []
+    world(4).run(in_two_orders, own_mesh)
 
 
 def two_axes() -> tuple[str, int, bool]:
-    both = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))["dp", "tp"]
+    both = cube()["dp", "tp"]
     with pytest.raises(RuntimeError) as caught:
         both.get_group()
     mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="two axes")
@@ -122,13 +152,13 @@ def two_axes() -> tuple[str, int, bool]:
 
 
 @of_torch_2_13
-def test_a_group_along_two_axes():
+def test_a_group_along_two_axes(waiting_ranks: dict[str, list[int]]):
     _, theirs, ours = ROWS["A group along two axes?"]
     assert '`mesh["dp", "tp"].get_group()` raises `RuntimeError`' in theirs
     assert "is the same object" in ours
     assert world(8).run(two_axes) == [("RuntimeError", 4, True)] * 8
     assert "`_flatten` creates one, and waits for the other ranks in it" in theirs
-    assert ranks_that_wait(flatten_without_rank_3, size=8) == [0, 1, 2]
+    assert waiting_ranks["flatten"] == [0, 1, 2]
 
 
 def many_meshes() -> dict[str, Any]:
@@ -168,13 +198,12 @@ def connect_without_rank_3() -> str:
 
 
 @of_torch_2_13
-def test_a_rank_that_never_comes():
+def test_a_rank_that_never_comes(waiting_ranks: dict[str, list[int]]):
     _, theirs, ours = ROWS["A rank never comes?"]
     assert "The others still wait after 5 s" in theirs
-    assert ranks_that_wait(without_rank_3, device_mesh) == [0, 1, 2]
+    assert waiting_ranks["never comes"] == [0, 1, 2]
     (shown,) = re.findall(r"raises `([^`]+)`", ours)
-    with fresh_world(4) as own:
-        assert [shown in text for text in own.run(connect_without_rank_3)] == [True, True, True, False]
+    assert [shown in text for text in world(4).run(connect_without_rank_3)] == [True, True, True, False]
 
 
 def connect_another_shape() -> str:
@@ -185,10 +214,10 @@ def connect_another_shape() -> str:
 
 
 @of_torch_2_13
-def test_ranks_with_different_shapes():
+def test_ranks_with_different_shapes(waiting_ranks: dict[str, list[int]]):
     _, theirs, ours = ROWS["Ranks have different shapes?"]
     assert "All ranks still wait after 5 s" in theirs
-    assert ranks_that_wait(device_mesh_of_another_shape) == [0, 1, 2, 3]
+    assert waiting_ranks["another shape"] == [0, 1, 2, 3]
     assert "`mesh.connect((0, 1))` raises on all ranks, with each shape and its ranks" in ours
     (shown,) = re.findall(r"`(\[[^`]+)`", ours)
     for text in world(4).run(connect_another_shape):
@@ -197,20 +226,18 @@ def test_ranks_with_different_shapes():
 
 
 @of_torch_2_13
-def test_before_there_are_gpus():
+def test_before_there_are_gpus(tmp_path: Path):
     _, theirs, ours = ROWS["Before you have GPUs?"]
     no_launcher, world_of_1 = re.findall(r"`([^`]+)`", theirs)
     program = (
-        "import sys, torch.distributed as dist\n"
+        "import os, torch.distributed as dist\n"
         "from torch.distributed.device_mesh import init_device_mesh\n"
-        "if sys.argv[1:]: dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "if 'ALONE' in os.environ: dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
         "init_device_mesh('cpu', (8, 8))"
     )
-    for words, shown in (([], no_launcher), (["a world of 1"], world_of_1)):
-        command = [sys.executable, "-c", program, *words]
-        done = subprocess.run(command, env=clean_env(), capture_output=True, text=True, timeout=60)
-        assert done.returncode != 0
-        assert shown in done.stderr
+    ends = run_programs(tmp_path, program, environs=[clean_env(), clean_env(ALONE="")], statuses=(1,))
+    for (_, errors), shown in zip(ends, (no_launcher, world_of_1)):
+        assert shown in errors
     assert "need no processes and no torch" in ours
     program = (
         "import sys; sys.modules['torch'] = None\n"

@@ -68,7 +68,7 @@ needs_browser = pytest.mark.skipif(browser.find_browser() is None, reason=browse
 
 @needs_browser
 @pytest.mark.parametrize("width", [390, 1280])
-def test_no_page_is_wider_than_a_phone_or_a_desk(site: Path, tmp_path: Path, width: int):
+def test_no_page_overflows_a_phone_or_desk(site: Path, tmp_path: Path, width: int):
     pages = sorted([*site.glob("*.html"), *site.glob("docs/**/*.html"), *site.glob("examples/*.html")])
     assert len(pages) > 15
     assert {name: more for name, more in browser.overflows(pages, width, tmp_path).items() if more > MARGIN} == {}

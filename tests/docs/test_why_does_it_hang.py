@@ -31,7 +31,7 @@ def without_rank_3() -> str:
     if dist.get_rank() == 3:
         return ""
     with pytest.raises(MissingRanksError) as caught:
-        ProcessGroupMesh(dp=2, tp=2, name="train").connect(("dp", "tp"), timeout=4)
+        ProcessGroupMesh(dp=2, tp=2, name="train").connect(("dp", "tp"), timeout=2)
     return str(caught.value)
 
 
@@ -69,7 +69,7 @@ def in_two_orders() -> str:
 
 def connect_each(mesh: ProcessGroupMesh, axes: tuple[str, str]) -> None:
     for axis in axes:
-        mesh.connect(axis, timeout=4)
+        mesh.connect(axis, timeout=2)
 
 
 def test_ranks_connect_in_different_orders():
@@ -117,7 +117,7 @@ def start_heartbeats() -> None:
     connect_and_beat(ProcessGroupMesh(4, name="beating"))
 
 
-def test_each_status_in_the_table_is_one_that_pgmesh_reports():
+def test_pgmesh_reports_each_status_of_the_table():
     code = "".join((ROOT / "pgmesh" / path).read_text() for path in ("rendezvous/statuses.py", "groups/registry.py"))
     statuses = re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE)
     assert len(statuses) == 6

@@ -37,7 +37,6 @@ import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh, launch
 from pgmesh.connect.first_collective import FirstCollective
-from pgmesh.groups.world import world_store
 from pgmesh.launch import StoreProcess
 from pgmesh.launch.processes import PRELOAD
 from pgmesh.rendezvous.protocol import Participant
@@ -51,16 +50,16 @@ from tests.support.faults import (
     H,
     attempt,
     beat_fast,
+    busy_processes,
     connect_and_beat,
     connect_and_check,
     die_at_each,
     set_flag,
     wait_for_flag,
-    wait_until,
     wait_until_waiting,
 )
 from tests.support.hosts import ADDRESSES, STORE_PORT, NoHostsError, on_host, set_link, two_hosts
-from tests.support.resource_counts import count_resources, resident_kib
+from tests.support.resource_counts import count_resources, count_with_keys, growth, resident_kib
 from tests.support.worlds import check_sums, fresh_world, groups_of
 
 # True in the program and in its ranks, false where pytest imports this file: other tests keep their settings.
@@ -203,7 +202,7 @@ def at_its_phase(plan: Plan, folder: Path) -> Iterator[None]:
         yield
 
 
-def live_through(plan: Plan, folder: Path) -> tuple[Attempt, str, Attempt, dict[str, tuple[int, int]]]:
+def live_through(plan: Plan, folder: Path) -> tuple[Attempt, str, Attempt, dict[str, int]]:
     """One rank's part: the call that the fault falls into, old groups, a retry of all who live, and what stays."""
     case, me = plan.case, dist.get_rank()
     logging.getLogger("pgmesh").addHandler(logging.NullHandler())
@@ -251,17 +250,14 @@ def live_through(plan: Plan, folder: Path) -> tuple[Attempt, str, Attempt, dict[
     return failed, sums, retry, what_stays(before)
 
 
-def what_stays(before: dict[str, int]) -> dict[str, tuple[int, int]]:
+def what_stays(before: dict[str, int]) -> dict[str, int]:
     """What this process holds more than before, also after some seconds."""
 
-    def more() -> dict[str, tuple[int, int]]:
+    def collect_and_count() -> dict[str, int]:
         gc.collect()
-        now = count_resources()
-        return {what: (count, now[what]) for what, count in before.items() if now[what] > count}
+        return count_resources()
 
-    with contextlib.suppress(AssertionError), mock.patch.object(faults, "WAIT_TIMEOUT", 5.0):
-        wait_until(lambda: not more(), "nothing stays")
-    return more()
+    return growth([before], collect_and_count, 5.0)
 
 
 # ---- outside: the one who does it ----
@@ -406,13 +402,12 @@ def run_case(case: Case, seed: int, tally: Tally, *, beats_fast: bool = True, lo
             retry.took < (1.0 + SLACK if gone else LONG_TIMEOUT.total_seconds()), f"the retry took {retry.took:.2f} s"
         )
         if "unfinished" in stays:  # a hanging collective is freed at its group's timeout, with its resources
-            was, now = stays["unfinished"]
             holds = {
                 "unfinished": 1,
                 "threads": 3,  # of its device, of its backend, and of the backend that raises for later uses
                 "descriptors": 2 + N,
             }  # of one group
-            stays = {what: (a, b) for what, (a, b) in stays.items() if b - a > (now - was) * holds.get(what, 0)}
+            stays = {what: more for what, more in stays.items() if more > stays["unfinished"] * holds.get(what, 0)}
             told_of = "".join(failed.text for failed in peers.values())
             promise("first collective" in told_of or case.victim == "store", f"rank {rank} kept a group: {told_of}")
         promise(not stays, f"rank {rank} holds more than before: {stays}")
@@ -453,21 +448,23 @@ def run_crashes(end: float, tally: Tally) -> None:
 # ---- what stays behind ----
 
 
-def cycle(times: int) -> list[dict[str, int]]:
-    """Connect, use, release, and what is held early and late."""
+def cycle(times: int) -> tuple[dict[str, int], int]:
+    """Connect, use, release; what is held more at the end than early, and how many KiB of memory more."""
     beat_fast()
-    mesh, seen = ProcessGroupMesh(dp=2, tp=2, name="actor"), []
+    mesh, memory = ProcessGroupMesh(dp=2, tp=2, name="actor"), []
     for i in range(1, times + 1):
         connect_and_check(mesh, "dp", "tp", ("dp", "tp"))
         for axes in (("dp",), ("tp",), ()):
             mesh.release(*axes)
         if i in (times // 5, times):
             dist.barrier()
-            keys, memory = world_store().num_keys(), resident_kib()
-            seen.append({**count_resources(), "store keys": keys, "KiB": memory})
-        if i in (times // 5, times):
+            memory.append(resident_kib())
+            if i < times:
+                early = count_with_keys()
+            else:
+                more = growth([early], count_with_keys)
             dist.barrier()
-    return seen
+    return more, memory[1] - memory[0]
 
 
 @pytest.mark.fault("connect, use, release, 500 times; any fault that a process survives, repeatedly")
@@ -475,32 +472,14 @@ def run_counts(times: int, tally: Tally) -> None:
     """Connect, use and release, again and again."""
     start = time.monotonic()
     with StoreProcess() as store, fresh_world(N, store) as own:
-        for rank, (early, late) in enumerate(own.run(cycle, times, deadline=240.0)):
-            grown = late.pop("KiB") - early.pop("KiB")
-            if late != early or grown > 4096:
-                tally.breaks(f"{times} cycles, rank {rank}: {early} became {late}, and {grown} KiB more")
-            print(f"counts, rank {rank}: {late}, {grown} KiB more", flush=True)
+        for rank, (more, kib) in enumerate(own.run(cycle, times, deadline=240.0)):
+            if more or kib > 4096:
+                tally.breaks(f"{times} cycles, rank {rank}: {more} more, and {kib} KiB more")
+            print(f"counts, rank {rank}: {more} and {kib} KiB more", flush=True)
     tally.add(f"{times} cycles", "", "", "done", time.monotonic() - start)
 
 
 # ---- no core is free ----
-
-
-@contextlib.contextmanager
-def busy_cores() -> Iterator[None]:
-    """Two processes for each core that do nothing but take its time."""
-    command = [
-        sys.executable,
-        "-c",
-        "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**6))",
-    ]
-    burners = [subprocess.Popen(command) for _ in range(2 * (os.cpu_count() or 1))]
-    try:
-        yield
-    finally:
-        for burner in burners:
-            burner.kill()
-            burner.wait(5.0)
 
 
 RESULT = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED) (tests/\S+::.+?)\s*$", re.MULTILINE)
@@ -511,7 +490,7 @@ def run_starved(seed: int, end: float, tally: Tally) -> None:
 
     Then, for as long as there is time, cases in which nothing but time is lost, and so nothing may be reported.
     """
-    with busy_cores():
+    with busy_processes(2 * (os.cpu_count() or 1)):
         run_all_tests(end, tally)
         harmless = [case for case in all_cases() if case.fault in HARMLESS and case.victim != "outsider"]
         for case in random.Random(f"{seed} starved").sample(harmless, len(harmless)):

@@ -31,7 +31,7 @@ from pgmesh.rendezvous.operations import CompareSet, Read
 from pgmesh.rendezvous.store_thread import StoreThread
 from tests.support.faults import attempt, set_flag, wait_for_flag, wait_until
 from tests.support.hosts import ADDRESSES, STORE_PORT, NoHostsError, ip, on_host, set_link, two_hosts
-from tests.support.programs import stop
+from tests.support.programs import send_signal
 
 CUT = 14.0
 """Seconds. On the connection from before the cut, TCP repeats its packets 13 s and 25 s after the cut."""
@@ -154,7 +154,7 @@ def test_paused_store_keeps_its_connections(monkeypatch: pytest.MonkeyPatch) -> 
         assert sorted(before.values()) == [0, 1000]  # torch's own connection, and that of the thread
         pid = store.process.pid
         assert pid is not None
-        stop(pid)
+        send_signal(pid, signal.SIGSTOP)
         try:
             reading = pool.submit(thread.run, Read("a key"), seconds=LONG)
             time.sleep(4.5)  # two probes on an idle connection, and more than the limit for silence

@@ -253,38 +253,45 @@ def test_exit_logs_dead_rank_after_asynchronous_collective(tmp_path: Path):
 # ---- report ----
 
 
-def report_on_the_lost(folder: Path) -> tuple[str, str]:
-    """Rank 2 is killed and rank 3 is stopped; the report of the others when it can be known."""
+def report_on_the_lost(folder: Path) -> tuple[str, str, float]:
+    """Rank 2 is killed and rank 3 is stopped; the statuses once the report names both, and the seconds until then."""
     beat_fast()
     mesh = ProcessGroupMesh(4, name="train")
     connect_and_beat(mesh)
     set_flag(folder, f"ready {mesh.rank}")
+    for rank in range(4):
+        wait_for_flag(folder, f"ready {rank}")
     if mesh.rank >= 2:
-        for rank in range(4):
-            wait_for_flag(folder, f"ready {rank}")
         kill_self(signal.SIGKILL if mesh.rank == 2 else signal.SIGSTOP)
-    wait_for_flag(folder, "lost")
-    others = mesh.report().others
-    return others[2], others[3]
+    start = time.monotonic()
+
+    def look() -> dict[int, str] | None:
+        others = mesh.report().others
+        return others if "it has ended" in others[2] and "its last heartbeat was at" in others[3] else None
+
+    others = wait_until(look, "the report names both")
+    took = time.monotonic() - start
+    set_flag(folder, f"reported {mesh.rank}")
+    return others[2], others[3], took
 
 
 @pytest.mark.fault("`report()` after a rank has ended or fallen silent")
 def test_report_names_ended_and_silent_ranks(tmp_path: Path):
     with fresh_world(4) as own:
 
-        def wait() -> None:
-            for rank in range(4):
-                wait_for_flag(tmp_path, f"ready {rank}")
-            time.sleep(H + 1.0 + SLACK)
-            set_flag(tmp_path, "lost")
+        def end_stopped_rank() -> None:
+            for rank in range(2):
+                wait_for_flag(tmp_path, f"reported {rank}")
+            own.kill(3, signal.SIGKILL)
 
-        waiting = threading.Thread(target=wait, daemon=True)
+        waiting = threading.Thread(target=end_stopped_rank, daemon=True)
         waiting.start()
-        outcomes = own.outcomes(report_on_the_lost, tmp_path, deadline=8.0 + 2 * SLACK)
+        outcomes = own.outcomes(report_on_the_lost, tmp_path)
         waiting.join()
     at = r"its last heartbeat was at \d\d:\d\d:\d\d UTC by its clock, \d+ s ago by this one; "
     at += "its last status: not in connect"
-    for ended, silent in results(outcomes, 2, 3):
-        print(ended, silent)
+    for ended, silent, took in results(outcomes, 2, 3):
+        print(ended, silent, took)
+        assert took < H + 1.0 + SLACK
         assert re.fullmatch(rf"it has ended: its listener at 127\.0\.0\.1:\d+ refuses connections; {at}", ended), ended
         assert re.fullmatch(at, silent), silent

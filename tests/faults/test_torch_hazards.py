@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
-from tests.support import resource_counts
-from tests.support.resource_counts import CAN_COUNT, resident_kib
-from tests.support.torch_tables import c10d
+from tests.support.resource_counts import CAN_COUNT, count_with_keys, growth, resident_kib
+from tests.support.torch_tables import c10d, count_new_groups
 from tests.support.worlds import check_sums, groups_of, world
 
 # ---- groups that their members alone make ----
@@ -33,32 +32,6 @@ def members_make_at_once() -> None:
 
 def test_members_alone_create_a_group():
     world(4).run(members_make_at_once)
-
-
-# ---- ranks that hold different numbers of groups ----
-
-
-def uneven() -> None:
-    mesh = ProcessGroupMesh(dp=2, tp=2)
-    for i in range(mesh.rank):
-        mesh.group(tag=f"held by rank {mesh.rank} alone, {i}")
-    check_sums(groups_of(mesh))
-
-
-def test_ranks_with_different_numbers_of_groups_connect():
-    world(4).run(uneven)
-
-
-def make_use_and_release(times: int) -> None:
-    mesh = ProcessGroupMesh(dp=2, tp=2)
-    for _ in range(times):
-        check_sums({axis: (mesh.group(axis), mesh.ranks(axis)) for axis in mesh.axes})
-        mesh.release("tp")
-    check_sums(groups_of(mesh))
-
-
-def test_group_is_created_and_released_30_times():
-    world(4).run(make_use_and_release, 30)
 
 
 # ---- a world that is bound to a device ----
@@ -164,50 +137,51 @@ def test_six_threads_use_six_groups_at_once():
 # ---- what a group leaves behind ----
 
 
-def held() -> dict[str, int]:
-    """What this process and the store hold now."""
-    return {**resource_counts.count_resources(), "keys": c10d._get_default_store().num_keys()}
-
-
-def cycles(times: int) -> list[tuple[dict[str, int], int]]:
-    mesh, seen = ProcessGroupMesh(dp=2, tp=2), []
+def cycles(times: int) -> tuple[dict[str, int], int]:
+    mesh, memory = ProcessGroupMesh(dp=2, tp=2), []
     for cycle in range(times + 1):
         if cycle in (20, times):
-            memory = resident_kib()
+            memory.append(resident_kib())
             dist.barrier()
-            seen.append((held(), memory))
+            if cycle == 20:
+                early = count_with_keys()
+            else:
+                more = growth([early], count_with_keys)
             dist.barrier()
         check_sums({axis: (mesh.group(axis), mesh.ranks(axis)) for axis in mesh.axes})
         for axis in mesh.axes:
             mesh.release(axis)
     check_sums(groups_of(mesh))
-    return seen
+    return more, memory[1] - memory[0]
 
 
 @pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")
 def test_releasing_120_times_leaves_nothing_behind():
-    for (early, memory), (late, more) in world(4).run(cycles, 120):
-        assert late == early
-        assert more - memory < 4 * 1024, f"{more - memory} KiB more, after 200 groups that cost 175 KiB each"
+    for more, kib in world(4).run(cycles, 120):
+        assert not more
+        assert kib < 4 * 1024, f"{kib} KiB more, after 200 groups that cost 175 KiB each"
 
 
 # ---- threads ----
 
 
+def ask_at_once(mesh: ProcessGroupMesh, tag: str) -> None:
+    ready = threading.Barrier(8)
+
+    def ask() -> Any:
+        ready.wait(10)
+        return mesh.group("tp", tag=tag)
+
+    with ThreadPoolExecutor(8) as pool:
+        asked = [running.result() for running in [pool.submit(ask) for _ in range(8)]]
+    assert len({*asked}) == 1
+    check_sums({tag: (asked[0], mesh.ranks("tp"))})
+
+
 def many_ask_for_one() -> None:
     mesh = ProcessGroupMesh(dp=2, tp=2)
     for tag in ("", *map(str, range(10))):
-        ready = threading.Barrier(8)
-
-        def ask(tag: str = tag, ready: threading.Barrier = ready) -> Any:
-            ready.wait(10)
-            return mesh.group("tp", tag=tag)
-
-        with ThreadPoolExecutor(8) as pool:
-            asked = [running.result() for running in [pool.submit(ask) for _ in range(8)]]
-        assert len({*asked}) == 1
-        check_sums({tag: (asked[0], mesh.ranks("tp"))})
-    assert dict.__len__(c10d._world.pg_names) == 1 + 11
+        assert count_new_groups(lambda tag=tag: ask_at_once(mesh, tag)) == 1
     check_sums(groups_of(mesh))
 
 

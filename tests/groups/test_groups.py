@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -21,8 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import Layout, OptionsError, ProcessGroupMesh, ShapeError, torch_private
-from tests.support.message_assertions import without_gloo_lines
-from tests.support.programs import clean_env, write_script
+from tests.support.programs import clean_env, run_programs
 from tests.support.torch_tables import record_operations
 from tests.support.worlds import DEADLINE, Groups, axis_combinations, check_sums, fresh_world, groups_of, world
 
@@ -509,11 +506,8 @@ dist.destroy_process_group()  # otherwise torch itself aborts some processes at 
 
 
 def test_second_import_is_refused_and_first_keeps_working(tmp_path: Path):
-    done = subprocess.run(
-        [sys.executable, write_script(tmp_path, RELOADED)], env=clean_env(), capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    lines = without_gloo_lines(done.stdout).splitlines()
+    ((out, _),) = run_programs(tmp_path, RELOADED, environs=[clean_env()])
+    lines = out.splitlines()
     refused, released = lines[::2], lines[1::2]
     assert all(
         line.startswith("UnsupportedTorchError pgmesh.torch_private is already loaded in this process")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from pgmesh import LifetimeError, ProcessGroupMesh
 from pgmesh.launch import StoreProcess
-from tests.support.programs import stop
+from tests.support.programs import send_signal
 from tests.support.worlds import fresh_world
 
 WAIT_TIMEOUT = 30.0
@@ -28,7 +28,7 @@ def with_stopped_store(act: Callable[[ProcessGroupMesh, threading.Thread], Any],
         dist.barrier()
         mesh.close()
         return None
-    stop(store_pid)
+    send_signal(store_pid, signal.SIGSTOP)
     release = threading.Thread(target=mesh.release, args=("dp",))
     try:
         release.start()

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from pgmesh.errors import LaunchError
 from pgmesh.launch import join, spawn
 from pgmesh.launch.detect import TORCHRUN_VARIABLES
-from pgmesh.launch.processes import GUARD
+from pgmesh.launch.processes import GUARD, process_context
 from pgmesh.launch.spawning import PICKLING, Outcome, unwrap_results
 from tests.support.message_assertions import assert_raises, in_python_3_10_wording
 from tests.support.programs import clean_env, is_running, run_programs, wait_until_gone, write_script
@@ -173,34 +173,38 @@ def test_deadline_ends_a_rank_that_ignores_sigterm(tmp_path):
     assert not any(map(is_running, pids_in(tmp_path, 2)))
 
 
-def test_ctrl_c_ends_every_rank(tmp_path):
-    text = f"""
-import os, signal, time
-import torch.distributed as dist
-from pgmesh.launch import spawn
-
-def hang():
-    with open(f"{tmp_path}/{{dist.get_rank()}}.part", "w") as file:
-        file.write(str(os.getpid()))
-    os.rename(file.name, file.name.replace("part", "pid"))
+def hang(folder: Path) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    write_pid(folder)
     time.sleep(600)
 
-if __name__ == "__main__":
+
+def spawn_until_interrupted(folder: Path) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the background job of a shell ignores it
-    spawn(hang, 2)
-"""
-    command = [sys.executable, write_script(tmp_path, text)]
-    # A file: a pipe would end with the last of all processes, and stay open if one of them did not end in time.
-    with (tmp_path / "stderr").open("w") as stderr, subprocess.Popen(command, env=clean_env(), stderr=stderr) as parent:
-        try:
-            pids = pids_in(tmp_path, 2, 120.0)  # two interpreters import torch, one after the other
-            parent.send_signal(signal.SIGINT)
-            parent.wait(60)
-        finally:
-            parent.kill()
+    try:
+        spawn(hang, 2, folder)
+    except KeyboardInterrupt:
+        sys.exit(3)
+
+
+def test_ctrl_c_or_kill_ends_every_rank(tmp_path):
+    """Two programs, of which one is interrupted and one is killed."""
+    ends, programs = {signal.SIGINT: 3, signal.SIGKILL: -signal.SIGKILL}, []
+    try:
+        for number in ends:
+            (folder := tmp_path / number.name).mkdir()
+            programs.append(process_context().Process(target=spawn_until_interrupted, args=(folder,)))
+            programs[-1].start()
+        pids = [pid for number in ends for pid in pids_in(tmp_path / number.name, 2, 120.0)]  # servers import torch
+        for program, number in zip(programs, ends):
+            os.kill(program.pid, number)
+        for program in programs:
+            program.join(60)
+        assert [program.exitcode for program in programs] == [*ends.values()]
+    finally:
+        for program in programs:
+            program.kill()
     assert wait_until_gone(pids)
-    assert "KeyboardInterrupt" in (tmp_path / "stderr").read_text()
 
 
 # ---- scripts that other processes cannot import, or whose functions they cannot find ----

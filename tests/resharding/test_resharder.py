@@ -23,9 +23,9 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from pgmesh import Layout, MismatchError, PgmeshError, ProcessGroupMesh
 from pgmesh.errors import MethodError
-from pgmesh.groups.registry import current_registry
 from pgmesh.parallel.local_experts import LocalExperts
 from pgmesh.resharding import Resharder, link, transfer
+from tests.support.resource_counts import count_with_keys
 from tests.support.transfer_oracle import random_layout, random_placements, shard_of
 from tests.support.worlds import fresh_world, world
 
@@ -329,7 +329,7 @@ def described_often() -> tuple[list[int], bool]:
 
     The store thread writes and deletes keys of earlier work meanwhile. So the keys are few, not exactly as many.
     """
-    rank, store = dist.get_rank(), current_registry().store
+    rank = dist.get_rank()
     state = {f"layer {i}": torch.zeros(8) for i in range(100)}
     sides = {"source": state} if rank < 2 else {"target": state}
 
@@ -340,12 +340,12 @@ def described_often() -> tuple[list[int], bool]:
 
     senders = create()
     dist.barrier()
-    before = store.num_keys()
+    before = count_with_keys()["keys"]
     dist.barrier()
     for _ in range(MORE_RESHARDERS):
         assert create() == senders
     deadline = time.monotonic() + 20
-    while store.num_keys() >= before + MORE_RESHARDERS / 2 and time.monotonic() < deadline:
+    while count_with_keys()["keys"] >= before + MORE_RESHARDERS / 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     return senders, time.monotonic() < deadline
 

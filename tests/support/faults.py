@@ -23,7 +23,7 @@ from pgmesh.launch.spawning import Outcome
 from pgmesh.rendezvous import store_thread, timing
 from pgmesh.rendezvous.operations import Operation, Read, perform
 from pgmesh.rendezvous.statuses import RankStatus, status_key
-from tests.support.programs import stop
+from tests.support.programs import send_signal
 from tests.support.torch_tables import pgmesh_store
 from tests.support.worlds import STARVED, check_sums, fresh_world, groups_of
 
@@ -128,7 +128,7 @@ def kill_self(number: int = signal.SIGKILL) -> None:
 def stopped(pids: Sequence[int]) -> Iterator[None]:
     """Stop processes for the block."""
     for pid in pids:
-        stop(pid)
+        send_signal(pid, signal.SIGSTOP)
     try:
         yield
     finally:

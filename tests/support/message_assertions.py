@@ -1,7 +1,7 @@
 """Assertions about the facts in an error's message, and filters for the output of a process.
 
 The facts of a message are its numbers, its quoted names and the calls that it suggests. The words between them are
-free, but for a dozen messages that ``tests/test_golden_messages.py`` compares whole.
+free; ``tests/test_messages.py`` compares whole messages.
 """
 
 from __future__ import annotations

@@ -82,12 +82,21 @@ def wait_until_gone(pids: list[int], seconds: float = 30.0) -> bool:
     return not any(map(is_running, pids))
 
 
-def stop(pid: int, seconds: float = 30.0) -> None:
-    """Stop a process, and wait until all its threads have stopped: some may run for a moment after the signal."""
-    os.kill(pid, signal.SIGSTOP)
-    end = time.monotonic() + seconds
-    while {*map(state_of, Path(f"/proc/{pid}/task").glob("*"))} - {"T", "t", "Z"}:
-        assert time.monotonic() < end, f"process {pid} did not stop in {seconds:g} s"
+def is_partly_running(pid: int) -> bool:
+    """True if some thread of the process has not stopped."""
+    return bool({*map(state_of, Path(f"/proc/{pid}/task").glob("*"))} - {"T", "Z"})
+
+
+def send_signal(pid: int, number: int) -> None:
+    """Send a signal, and return once SIGKILL has ended the process, or SIGSTOP has stopped all its threads.
+
+    Where all cores are busy, a process runs for some time after the signal was sent.
+    """
+    os.kill(pid, number)
+    end = time.monotonic() + 30.0
+    goes_on = {signal.SIGKILL: is_running, signal.SIGSTOP: is_partly_running}.get(number)
+    while goes_on is not None and goes_on(pid):
+        assert time.monotonic() < end, f"process {pid} goes on after signal {number}"
         time.sleep(0.001)
 
 

@@ -8,10 +8,11 @@ import gc
 import os
 import threading
 import time
+from collections.abc import Callable, Sequence
 
 from pgmesh.groups import teardown
-from tests.support.faults import wait_until
-from tests.support.torch_tables import table_sizes
+from tests.support.faults import WAIT_TIMEOUT
+from tests.support.torch_tables import c10d, table_sizes
 
 CAN_COUNT = os.path.isdir("/proc/self/fd")
 """True if this machine has /proc, which the counts are read from."""
@@ -37,17 +38,30 @@ def count_resources() -> dict[str, int]:
     }
 
 
-def settled_resources() -> dict[str, int]:
-    """The counts once two in a row agree: Gloo ends threads and connections in threads of its own."""
-    counts = [count_resources()]
+def count_with_keys() -> dict[str, int]:
+    """The resources of this process, and the number of keys in the store."""
+    return {**count_resources(), "keys": c10d._get_default_store().num_keys()}
 
-    def agree() -> bool:
+
+def growth(
+    earlier: Sequence[dict[str, int]],
+    count: Callable[[], dict[str, int]] = count_resources,
+    timeout: float | None = None,
+) -> dict[str, int]:
+    """What ``count`` finds more than the lowest earlier count, once it does not fall to it within the timeout.
+
+    Gloo ends threads and connections in threads of its own, so that a count may still fall; a leak never does.
+    """
+    lowest = {what: min(each[what] for each in earlier) for what in earlier[0]}
+
+    def more() -> dict[str, int]:
+        now = count()
+        return {what: now[what] - number for what, number in lowest.items() if now[what] > number}
+
+    end = time.monotonic() + (WAIT_TIMEOUT if timeout is None else timeout)
+    while (found := more()) and time.monotonic() < end:
         time.sleep(0.02)
-        counts.append(count_resources())
-        return counts[-1] == counts[-2]
-
-    wait_until(agree, "constant numbers of resources")
-    return counts[-1]
+    return found
 
 
 def count_threads() -> int:

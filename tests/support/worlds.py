@@ -28,6 +28,7 @@ from pgmesh.errors import LaunchError
 from pgmesh.launch import StoreProcess
 from pgmesh.launch.processes import PRELOAD
 from pgmesh.launch.spawning import FAILURE_GRACE, LocalWorld, Outcome, pack_call, unwrap_results
+from tests.support.programs import send_signal
 
 if TYPE_CHECKING:
     from pgmesh import ProcessGroupMesh
@@ -76,7 +77,7 @@ class World(LocalWorld):
     def kill(self, rank: int, signal: int) -> None:
         """Send a signal to a rank."""
         self.usable = False
-        os.kill(self.pids[rank], signal)
+        send_signal(self.pids[rank], signal)
 
     def close(self, patience: float = 0.0) -> None:
         self.closed, self.usable = True, False
