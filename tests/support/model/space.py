@@ -162,7 +162,7 @@ class Space:
                 for _ in range(walks):
                     state, trace = self.start, []
                     eager = [*(chance.choice((1.0, 1.0, 4.0, 16.0)) for _ in self.processes), 0.05]
-                    hurry, stops = chance.choice((0.01, 0.03, 0.2)), chance.choice((0.0, 0.01))
+                    hurry, stops = chance.choice((0.01, 0.03, 0.2)), chance.choice((0.0, 0.0, 0.01))
                     while len(trace) < 3000 and (steps := [*self._steps(state)]) and chance.random() >= stops:
                         weights = [hurry if new.left < state.left else eager[i] for i, _, new in steps]
                         _, text, state = chance.choices(steps, weights)[0]
