@@ -17,25 +17,21 @@ from tests.rendezvous.model.programs import (
     random_programs,
 )
 from tests.rendezvous.model.space import ConnectSpace
-from tests.support.model.space import NO_FAULTS, Faults, Mutant, Seen
+from tests.support.model.space import MANY, NO_FAULTS, Faults, Mutant, Seen, check
 
 AB, AC, BC, ABC = PAIRS_AND_TRIPLE
-MANY = 10_000_000
 
 
 def explore(programs: Sequence[Program], faults: Faults = NO_FAULTS, most: int = MANY) -> Seen:
     """Try everything that can happen, and assert the laws."""
-    seen = ConnectSpace(programs, faults).explore(most)
-    assert not seen.broken, f"{programs}, {faults}\n{seen.broken[0]}"
-    assert not seen.cut_short or most < MANY
-    return seen
+    space = ConnectSpace(programs, faults)
+    return check(space.explore(most), space, most)
 
 
 def walk(programs: Sequence[Program], faults: Faults, walks: int, chance: random.Random) -> Seen:
     """Take random walks, and assert the laws."""
-    seen = ConnectSpace(programs, faults).walk(walks, chance)
-    assert not seen.broken, f"{programs}, {faults}\n{seen.broken[0]}"
-    return seen
+    space = ConnectSpace(programs, faults)
+    return check(space.walk(walks, chance), space)
 
 
 # -- nothing fails ----------------------------------------------------------------------------------------------------

@@ -12,19 +12,9 @@ from pgmesh.layout import Layout
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Operation, Read
 from tests.elastic.model.processes import Code, Program
-from tests.elastic.model.programs import (
-    DROP,
-    NEW_AND_AGAIN,
-    PAIR,
-    SECOND_DIES,
-    SPARE,
-    members,
-    with_new,
-    with_spare,
-)
+from tests.elastic.model.programs import DROP, NEW_AND_AGAIN, PAIR, SECOND_DIES, SPARE, members, with_new, with_spare
 from tests.elastic.model.space import ALL_ARRIVED, CAUSE, NOT_IN, ONE_SUCCESSOR, TRUE_LOST
-from tests.support.board import FaultyBoard
-from tests.support.model.boards import AllLost, Forgetful, NoneLost, Overwriting, Stubborn
+from tests.support.model.boards import AllLost, Forgetful, MutantBoard, NoneLost, Overwriting, Stubborn
 from tests.support.model.space import (
     NEVER_CHANGES,
     NO_ERROR,
@@ -121,11 +111,8 @@ class KeepsLost(ShrinkCall):
         return super().successor(layout, outcome if self.cache.rank else replace(outcome, lost={}))
 
 
-class OneCall(FaultyBoard):
+class OneCall(MutantBoard):
     """All ranks seem to have called ``shrink`` with the same arguments."""
-
-    def __init__(self, board: Any) -> None:
-        super().__init__(board=board)
 
     def perform(self, store: Any, operation: Operation) -> Any:
         answer = super().perform(store, operation)

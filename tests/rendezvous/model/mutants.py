@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from pgmesh.rendezvous.operations import Append, CompareSet, Operation, Read
+from pgmesh.rendezvous.operations import Append, Board, CompareSet, Operation, Read
 from pgmesh.rendezvous.protocol import ConnectAttempt, Participant
 from pgmesh.rendezvous.records import Decision
 from pgmesh.rendezvous.statuses import Circle
@@ -22,8 +22,7 @@ from tests.rendezvous.model.space import (
     TRUE_CIRCLE,
     TRUE_MISSING,
 )
-from tests.support.board import FaultyBoard
-from tests.support.model.boards import AllLost, Forgetful, NoneLost, Overwriting, Stubborn
+from tests.support.model.boards import AllLost, Forgetful, MutantBoard, NoneLost, Overwriting, Stubborn
 from tests.support.model.space import NEVER_CHANGES, NO_FAULTS, NO_WAIT, ONE_DECISION, RETRY, Faults, Mutant
 
 AB, AC, BC, ABC = PAIRS_AND_TRIPLE
@@ -116,14 +115,14 @@ class LeavesOutAttempts(ConnectAttempt):
 # -- boards: what is written and read ---------------------------------------------------------------------------------
 
 
-class OneListOfArrivals(FaultyBoard):
+class OneListOfArrivals(MutantBoard):
     def perform(self, store: Any, operation: Operation) -> Any:
         if isinstance(operation, (Append, Read)) and operation.key.endswith("/arrivals"):
             operation = operation._replace(key=f"{operation.key.split('/')[0]}/arrivals")
         return super().perform(store, operation)
 
 
-class RetriesMismatch(FaultyBoard):
+class RetriesMismatch(MutantBoard):
     """A rank that arrives late takes a mismatch for another failure."""
 
     def perform(self, store: Any, operation: Operation) -> Any:
@@ -132,15 +131,15 @@ class RetriesMismatch(FaultyBoard):
         return answer.replace(b"mismatch", b"missing") if arrives and isinstance(answer, bytes) else answer
 
 
-class NoCounts(FaultyBoard):
+class NoCounts(MutantBoard):
     def perform(self, store: Any, operation: Operation) -> Any:
         answer = super().perform(store, operation)
         return b"" if isinstance(operation, Read) and operation.key.endswith("/count") else answer
 
 
-class FirstCounts(FaultyBoard):
-    def __init__(self, board: Any) -> None:
-        super().__init__(board=board)
+class FirstCounts(MutantBoard):
+    def __init__(self, board: Board) -> None:
+        super().__init__(board)
         self._first: dict[str, Any] = {}
 
     def perform(self, store: Any, operation: Operation) -> Any:
@@ -149,7 +148,7 @@ class FirstCounts(FaultyBoard):
         return self._first.setdefault(operation.key, answer) if counts else answer
 
 
-class OneDecisionOfCircle(FaultyBoard):
+class OneDecisionOfCircle(MutantBoard):
     stated = False
 
     def perform(self, store: Any, operation: Operation) -> Any:
@@ -160,7 +159,7 @@ class OneDecisionOfCircle(FaultyBoard):
         return super().perform(store, operation)
 
 
-class NoStatuses(FaultyBoard):
+class NoStatuses(MutantBoard):
     def perform(self, store: Any, operation: Any) -> Any:
         return None if isinstance(operation, SetPending) else super().perform(store, operation)
 
@@ -177,21 +176,9 @@ MUTANTS = [
         NO_FAULTS,
         Code(MadeByTheFirst),
     ),
-    Mutant(
-        "the arrivals of earlier attempts count",
-        ALL_ARRIVED,
-        RETRIES,
-        DEADLINE,
-        Code(board=lambda board: OneListOfArrivals(board=board)),
-    ),
+    Mutant("the arrivals of earlier attempts count", ALL_ARRIVED, RETRIES, DEADLINE, Code(board=OneListOfArrivals)),
     Mutant("fingerprints are not compared", EQUAL, DIFFERENT, NO_FAULTS, Code(Uncompared)),
-    Mutant(
-        "a mismatch is tried again",
-        MISMATCH_FOUND,
-        TRIPLE_DIFFERS,
-        NO_FAULTS,
-        Code(board=lambda board: RetriesMismatch(board=board)),
-    ),
+    Mutant("a mismatch is tried again", MISMATCH_FOUND, TRIPLE_DIFFERS, NO_FAULTS, Code(board=RetriesMismatch)),
     Mutant("a decision is overwritten", NEVER_CHANGES, RETRIES, DEADLINE, Code(board=Overwriting)),
     Mutant(
         "an existing decision is ignored by a rank that decides otherwise",
@@ -202,13 +189,7 @@ MUTANTS = [
     ),
     Mutant("a rank at its deadline publishes no decision", ONE_DECISION, PAIR, DEADLINE, Code(QuietAtDeadline)),
     Mutant("decisions are not published", ONE_DECISION, PAIR, NO_FAULTS, Code(board=Forgetful)),
-    Mutant(
-        "only the last member to arrive reads the arrivals",
-        LOSS_FOUND,
-        PAIR,
-        CRASH,
-        Code(board=lambda board: NoCounts(board=board)),
-    ),
+    Mutant("only the last member to arrive reads the arrivals", LOSS_FOUND, PAIR, CRASH, Code(board=NoCounts)),
     Mutant("the arrivals are not read again", NO_WAIT, PAIR, Faults(crashes=1, heard=False), Code(board=FirstCounts)),
     Mutant(
         "a rank counts as lost without a second look at the arrivals",
@@ -231,14 +212,8 @@ MUTANTS = [
         DEADLINE,
         Code(ChecksDecisionsOfCircles),
     ),
-    Mutant(
-        "a circle is published for one rank of it",
-        CIRCLE_STATED,
-        KNOT,
-        NO_FAULTS,
-        Code(board=lambda board: OneDecisionOfCircle(board=board)),
-    ),
-    Mutant("no status is published", CIRCLE_STATED, KNOT, NO_FAULTS, Code(board=lambda board: NoStatuses(board=board))),
+    Mutant("a circle is published for one rank of it", CIRCLE_STATED, KNOT, NO_FAULTS, Code(board=OneDecisionOfCircle)),
+    Mutant("no status is published", CIRCLE_STATED, KNOT, NO_FAULTS, Code(board=NoStatuses)),
     Mutant(
         "a retry begins at the number of the failed attempt",
         RETRY,

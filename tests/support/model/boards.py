@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from pgmesh.rendezvous.operations import CompareSet, Operation, Raw
+from pgmesh.rendezvous.operations import Board, CompareSet, Operation, Raw
 from pgmesh.rendezvous.statuses import Statuses
 from tests.support.board import FaultyBoard
 
 
-class _Decides(FaultyBoard):
-    """A board on which a rank believes that its own decision is in the store."""
+class MutantBoard(FaultyBoard):
+    """A board around another one."""
 
-    def __init__(self, board: Any) -> None:
+    def __init__(self, board: Board) -> None:
         super().__init__(board=board)
+
+
+class _Decides(MutantBoard):
+    """A board on which a rank believes that its own decision is in the store."""
 
     def perform(self, store: Any, operation: Operation) -> Any:
         if not isinstance(operation, CompareSet) or not operation.key.endswith("/decision"):

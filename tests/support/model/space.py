@@ -392,6 +392,16 @@ class Space:
         return f"deletes {', '.join(step.keys)}" if isinstance(step, Delete) else f"{step}"
 
 
+MANY = 10_000_000
+
+
+def check(seen: Seen, space: Space, most: int = MANY) -> Seen:
+    """Assert that no law was broken, and that the space was not cut short without a limit."""
+    assert not seen.broken, f"{space.programs}, {space.faults}\n{seen.broken[0]}"
+    assert not seen.cut_short or most < MANY
+    return seen
+
+
 @dataclass(frozen=True)
 class Mutant:
     """A mutant, the law that it breaks, and the programs that reveal it.
