@@ -138,7 +138,7 @@ class ShrinkSpace(Space):
         before, node = state.nodes[i], new.nodes[i]
         for key in node.left - before.left:
             over = Outcome.unpack(key, new.content.values.get(key, b"")).error == "over"
-            if before.request is not None and over:
+            if before.request is not None and over and not before.interrupted:
                 raise Violation(CAUSE, f"process {i} ends its call since no member is left, and is one", text)
         for result in node.results[len(before.results) :]:
             self._check_result(new, i, result, text)

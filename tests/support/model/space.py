@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from pgmesh.rendezvous.operations import Append, CompareSet, Delete, Raw, Read
-from tests.support.model.processes import AFTER, BEFORE, Process, Sleep
+from tests.support.model.processes import AFTER, BEFORE, MOST_CALLS, Process, Sleep
 from tests.support.model.stores import Content, Stores, decision_in
 
 NEVER_CHANGES = "a decision never changes"
@@ -364,7 +364,8 @@ class Space:
             new = self.finish_inspection(self.go(new, i, self.inspection(new, i)), i)
         if new != state:
             return f"{waiting} inspect", new
-        if waiting and self.needs_time(state) and state.content.beats < self.faults.long_times + 3:
+        enough = self.faults.long_times + MOST_CALLS + 2  # each call of a process may need one
+        if waiting and self.needs_time(state) and state.content.beats < enough:
             return "a long time passes", self.long_time(state)
         return self.check_end(state)
 
