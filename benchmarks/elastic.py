@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,7 +24,10 @@ import torch.distributed as dist
 from benchmarks.report import OURS, Figure, Target
 from pgmesh import PgmeshError, ProcessGroupMesh, launch
 from pgmesh.launch.processes import process_context
-from pgmesh.rendezvous import store_thread, timing
+from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.operations import Board, Operation
+from pgmesh.rendezvous.statuses import status_key
+from pgmesh.rendezvous.store_thread import StoreThread
 
 RANKS, VICTIM, SIZES = 8, 3, {"dp": 4, "tp": 2}
 STEPS_BEFORE, COUNTED = 5, 20
@@ -190,22 +192,25 @@ def _count() -> float:
     return max(launch.spawn(_counted, RANKS, timeout=2 * SECONDS))
 
 
+class RecordingBoard(Board):
+    def __init__(self) -> None:
+        self.performed: list[Operation] = []
+
+    def perform(self, store: Any, operation: Operation) -> Any:
+        self.performed.append(operation)
+        return super().perform(store, operation)
+
+
 def _counted() -> int:
     mesh, weights = ProcessGroupMesh(SIZES, name="train"), torch.eye(64)
     mesh.connect("dp", "tp")
-    performed: list[Any] = []
-    perform: Callable[..., Any] = store_thread.perform
-
-    def record(store: Any, operation: Any) -> Any:
-        performed.append(operation)
-        return perform(store, operation)
-
-    with mock.patch.object(store_thread, "perform", record):
+    board = RecordingBoard()
+    with mock.patch.object(StoreThread, "board", board):
         for _ in range(COUNTED):
             step(mesh, weights)
     dist.barrier()
-    heartbeats = [each for each in performed if store_thread.status_key(mesh.rank) in str(each)]
-    return len(performed) - len(heartbeats)
+    heartbeats = [each for each in board.performed if status_key(mesh.rank) in str(each)]
+    return len(board.performed) - len(heartbeats)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from pgmesh.elastic.records import Arrival, Outcome, Request
 from pgmesh.errors import WorldError
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Append, CompareSet, Delete, Read
-from pgmesh.rendezvous.protocol import Client, pauses
+from pgmesh.rendezvous.protocol import Client, Waiting, pauses
 from pgmesh.rendezvous.records import error_text, foreign_value
 from pgmesh.rendezvous.statuses import RankStatus, Statuses
 
@@ -62,6 +62,9 @@ class Agreement:
         warn: called with text for the log.
         options: the configured options of the mesh, for the mesh that replaces it.
         number: number of the current attempt.
+        came_late: the mesh was replaced before this call.
+        waiting: when this rank acts next.
+        outcomes: by decision key, the decisions that this call has acted on.
     """
 
     key: str
@@ -78,7 +81,9 @@ class Agreement:
     warn: Callable[[str], None] = field(default=lambda text: None)
     options: Sequence[object] = ()
     number: int = 0
-    came_late: bool = False  # the mesh was replaced before this call
+    came_late: bool = False
+    waiting: Waiting = field(init=False)
+    outcomes: dict[str, Outcome] = field(default_factory=dict, init=False)
     _asked_since: float = math.inf  # the first inspection after a rank had called shrink, on the clock of the statuses
     _turn: int = 0  # 0 for the first ranks that arrived, which inspect most often, 1 for the next, and so on
 
@@ -99,20 +104,22 @@ class Agreement:
         Raises:
             WorldError: the store has failed.
         """
-        # After these errors, this rank goes on to the next attempt. The others end its call.
-        go_on = ("left", "missing", "mismatch") if self.request is None else ("left", "over")
         while True:
             try:
-                outcome = self._attempt()
+                outcome = self.outcomes[self.decision_key] = self._attempt()
             except WorldError:
                 raise
             except BaseException as error:  # the others need not wait for this rank
                 with contextlib.suppress(WorldError):
                     self._decide(Outcome(failed=f"rank {self.rank} stopped: {error_text(error)}", error="left"))
                 raise
-            if not outcome.failed or outcome.error not in go_on or self.client.now() >= self.deadline:
+            if not outcome.failed or not self.goes_on_after(outcome) or self.client.now() >= self.deadline:
                 return outcome
             self.number += 1
+
+    def goes_on_after(self, outcome: Outcome) -> bool:
+        """True if this rank goes on to the next attempt after an error; after the others its call ends."""
+        return outcome.error in (("left", "missing", "mismatch") if self.request is None else ("left", "over"))
 
     def missed(self, outcome: Outcome) -> bool:
         """True if this process stands by, and came after this decision or is not the process of its rank in it."""
@@ -131,28 +138,32 @@ class Agreement:
             if earlier.error not in ("left", "over"):
                 self.warn(f"an earlier attempt failed before rank {self.rank} arrived: {earlier.failed}")
             self.number += 1
-        inspection = self.client.now() + timing.TIMING.first_inspection
-        warning = min(self.deadline / 3, timing.TIMING.stragglers)
+        first = self.client.now() + timing.TIMING.first_inspection
+        self.waiting = Waiting(first, min(self.deadline / 3, timing.TIMING.stragglers))
         for pause in pauses():
-            (text,) = self.client.run(Read(self.decision_key))
-            if text is not None:
-                return self._learn(text)
-            now = self.client.now()
-            late = now >= self.deadline
-            if late or now >= inspection:
-                if self.request is None:
-                    outcome = self._look_for_members(late=late)
-                    inspection = now + timing.TIMING.missed_heartbeats * timing.TIMING.heartbeat
-                else:
-                    outcome = self._inspect(self.request, late=late, warn=now >= warning)
-                    inspection = now + timing.TIMING.inspection * (1 + self._turn)
-                    warning = math.inf if now >= warning else warning
-                if outcome is not None:
-                    return self._decide(outcome)
+            if (outcome := self._look()) is not None:
+                return outcome
             # There may be many spares, and they wait for days.
             pause = pause if self.request is not None else timing.TIMING.inspection
-            self.client.sleep(min(pause, max(0.0, self.deadline - now)))
+            self.client.sleep(min(pause, max(0.0, self.deadline - self.client.now())))
         raise AssertionError("pauses never end")
+
+    def _look(self) -> Outcome | None:
+        """Read the decision, and inspect if it is time; None while the attempt is undecided."""
+        (text,) = self.client.run(Read(self.decision_key))
+        if text is not None:
+            return self._learn(text)
+        now = self.client.now()
+        late = now >= self.deadline
+        if not late and now < self.waiting.inspection:
+            return None
+        if self.request is None:
+            outcome = self._look_for_members(late=late)
+            self.waiting.inspection = now + timing.TIMING.missed_heartbeats * timing.TIMING.heartbeat
+        else:
+            outcome = self._inspect(self.request, late=late, warn=self.waiting.warns(now))
+            self.waiting.inspection = now + timing.TIMING.inspection * (1 + self._turn)
+        return None if outcome is None else self._decide(outcome)
 
     def _arrive(self) -> Outcome | None:
         """Arrive at the current attempt; return its decision if it has one already."""

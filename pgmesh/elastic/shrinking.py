@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from pgmesh._util.call_sites import call_site
 from pgmesh._util.formatting import name_ranks
@@ -82,7 +83,7 @@ def shrink(cache: GroupCache, request: Request, seconds: float) -> GroupCache:
     after = "" if error is None else f" after {error_text(error).splitlines()[0].rstrip(':')}"
     if cache.rank in cache.layout:  # a spare may call before anything went wrong
         cache.abort(f"it called {request}{after}", call_site())
-    return _agree_and_replace(cache, request, client, seconds)
+    return ShrinkCall(cache, request, client, seconds).run()
 
 
 def stand_by(cache: GroupCache, seconds: float, lost_after: float | None) -> GroupCache:
@@ -102,7 +103,7 @@ def stand_by(cache: GroupCache, seconds: float, lost_after: float | None) -> Gro
         cache.statuses.lost_after = lost_after
     client.thread.set_status(standing_by(cache.label))
     try:
-        return _agree_and_replace(cache, None, client, seconds)
+        return ShrinkCall(cache, None, client, seconds).run()
     finally:
         client.thread.set_status("")
 
@@ -114,84 +115,109 @@ def _client(cache: GroupCache, seconds: float) -> CallClient:
     return CallClient(cache.registry.heartbeat_thread(), seconds)
 
 
-def _agree_and_replace(cache: GroupCache, request: Request | None, client: CallClient, seconds: float) -> GroupCache:
-    """Agree on the mesh that replaces this one, and create it.
+@dataclass
+class ShrinkCall:
+    """One call of ``shrink`` or ``stand_by``, after it has aborted the mesh.
 
-    A process that stands by may have missed that agreement. Then it takes part in the one on the next mesh, and so on.
-    The layouts of the meshes in between follow from the decisions in the store.
+    A process that stands by may have missed the agreement on this mesh. Then it takes part in the one on the next mesh,
+    and so on. The layouts of the meshes in between follow from the decisions in the store.
 
     Args:
         request: the arguments of ``shrink``; None to stand by.
         client: the store and the clock of this call.
         seconds: its timeout.
-    """
-    cache.identity.register(cache.registry, client.run, rejoin=True)
-    _check_not_replaced(cache, client)
-    if cache.identity.rejoined:
-        request = None  # a new process in the place of a lost one stands by
-    layout, identity = cache.layout, cache.identity
-    missed = True
-    while missed:
-        before = layout
-        outcome, missed = _agree(cache, identity.key, before, request, client, seconds)
-        layout = successor(before, outcome.lost, outcome.replaced, outcome.axis)
-        identity = identity.successor(layout)
-        if missed and cache.rank in layout:  # with a process of this rank that has ended
-            _check_not_replaced(cache, client)
-            text = f"{cache.label} was aborted by rank {cache.rank}, which is a new process and stands by"
-            publish_abort(client.run, identity.refusal_key, text)
-    cache.forget_store()
-    if request is not None and cache.rank in outcome.lost:
-        raise MembershipError(_taken_for_lost(cache, outcome))
-    cache.end_aborted(f"{cache.label} was replaced by shrink.")  # on a rank that stood by
-    after = GroupCache(cache.name, layout, identity=identity)
-    after.configure_all(outcome.options)
-    ranks, stood_by = (before.ranks(), layout.ranks()), request is None
-    after.shrunk = Shrunk(cache.label, *ranks, outcome.lost, outcome.replaced, client.now(), stood_by)
-    if cache.aborts_when_lost:
-        abort_when_lost(after, cache.abort_after)
-    return after
-
-
-def _agree(
-    cache: GroupCache, key: str, layout: Layout, request: Request | None, client: CallClient, seconds: float
-) -> tuple[Outcome, bool]:
-    """Take part in the agreement on the mesh of this layout, whose store keys begin with ``key``.
-
-    Returns:
-        The decision, and whether this process stands by and has missed it.
+        process: a word that no other process of this rank has.
+        warn: called with text for the log.
+        agreement: makes the agreement on one mesh.
     """
 
-    def problem_of(outcome: Outcome) -> str:
+    cache: GroupCache
+    request: Request | None
+    client: CallClient
+    seconds: float
+    process: str = field(default_factory=process_id)
+    warn: Callable[[str], None] = field(default=lambda text: log.warning("%s", text))
+    agreement: Callable[..., Agreement] = Agreement
+
+    def run(self) -> GroupCache:
+        """Agree on the mesh that replaces this one, and create it."""
+        cache, client = self.cache, self.client
+        cache.identity.register(cache.registry, client.run, rejoin=True)
+        _check_not_replaced(cache, client)
+        if self.is_new():
+            self.request = None
+        layout, identity = cache.layout, cache.identity
+        missed = True
+        while missed:
+            before = layout
+            outcome, missed = self._agree(identity.key, before)
+            layout = self.successor(before, outcome)
+            identity = identity.successor(layout)
+            if missed and cache.rank in layout:  # with a process of this rank that has ended
+                _check_not_replaced(cache, client)
+                text = f"{cache.label} was aborted by rank {cache.rank}, which is a new process and stands by"
+                publish_abort(client.run, identity.refusal_key, text)
+        cache.forget_store()
+        if self.was_taken_for_lost(outcome):
+            raise MembershipError(_taken_for_lost(cache, outcome))
+        cache.end_aborted(f"{cache.label} was replaced by shrink.")  # on a rank that stood by
+        after = cache.replacement(layout, identity)
+        after.configure_all(outcome.options)
+        ranks, stood_by = (before.ranks(), layout.ranks()), self.request is None
+        after.shrunk = Shrunk(cache.label, *ranks, outcome.lost, outcome.replaced, client.now(), stood_by)
+        if cache.aborts_when_lost:
+            abort_when_lost(after, cache.abort_after)
+        return after
+
+    def is_new(self) -> bool:
+        """True for a new process in the place of a lost one, which stands by."""
+        return self.cache.identity.rejoined
+
+    def was_taken_for_lost(self, outcome: Outcome) -> bool:
+        return self.request is not None and self.cache.rank in outcome.lost
+
+    def successor(self, layout: Layout, outcome: Outcome) -> Layout:
+        """The layout after a decision."""
+        return successor(layout, outcome.lost, outcome.replaced, outcome.axis)
+
+    def _agree(self, key: str, layout: Layout) -> tuple[Outcome, bool]:
+        """Take part in the agreement on the mesh of this layout, whose store keys begin with ``key``.
+
+        Returns:
+            The decision, and whether this process stands by and has missed it.
+        """
+        cache = self.cache
+
+        def problem_of(outcome: Outcome) -> str:
+            try:
+                self.successor(layout, outcome)
+            except MissingRanksError as error:
+                return str(error)
+            return ""
+
+        agreement = self.agreement(
+            key=key,
+            label=cache.label,
+            members=layout.ranks(),
+            rank=cache.rank,
+            process=self.process,
+            request=self.request,
+            client=self.client,
+            deadline=self.seconds,
+            statuses=cache.statuses,
+            has_ended=self.client.thread.has_ended,
+            check=problem_of,
+            options=cache.configured_options(),
+            warn=self.warn,
+            number=cache.shrink_attempts.get(key, 0),
+        )
         try:
-            successor(layout, outcome.lost, outcome.replaced, outcome.axis)
-        except MissingRanksError as error:
-            return str(error)
-        return ""
-
-    agreement = Agreement(
-        key=key,
-        label=cache.label,
-        members=layout.ranks(),
-        rank=cache.rank,
-        process=process_id(),
-        request=request,
-        client=client,
-        deadline=seconds,
-        statuses=cache.statuses,
-        has_ended=client.thread.has_ended,
-        check=problem_of,
-        options=cache.configured_options(),
-        warn=lambda text: log.warning("%s", text),
-        number=cache.shrink_attempts.get(key, 0),
-    )
-    try:
-        outcome = agreement.agree()
-    finally:
-        cache.shrink_attempts[key] = agreement.number  # a retry begins there
-    cache.shrink_attempts[key] += bool(outcome.failed)
-    outcome.check()
-    return outcome, agreement.missed(outcome)
+            outcome = agreement.agree()
+        finally:
+            cache.shrink_attempts[key] = agreement.number  # a retry begins there
+        cache.shrink_attempts[key] += bool(outcome.failed)
+        outcome.check()
+        return outcome, agreement.missed(outcome)
 
 
 def _check_not_replaced(cache: GroupCache, client: CallClient) -> None:

@@ -494,6 +494,10 @@ class GroupCache:
             if (internal := dependent()) is not None:
                 internal.abort(text)
 
+    def replacement(self, layout: Layout, identity: MeshIdentity) -> GroupCache:
+        """The groups of the mesh that replaces this one."""
+        return GroupCache(self.name, layout, identity=identity)
+
     def forget_store(self) -> None:
         """Delete what an aborted mesh has left in the store. It was replaced, so no rank reads that any more."""
         self.registry.delete_keys([*self.attempts.take_keys(), *self.identity.store_keys()])

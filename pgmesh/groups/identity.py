@@ -47,10 +47,6 @@ if TYPE_CHECKING:
     from pgmesh.layout import Layout
 
 
-_PUBLISHED_NAMES = 256
-"""The number of key prefixes whose last shared number a rank publishes, for a process that replaces it."""
-
-
 class MeshIdentity:
     """The identity of a mesh on one rank.
 
@@ -150,7 +146,7 @@ class MeshIdentity:
             run(CompareSet(self.refusal_key, thread.until_end[self.refusal_key]))
             raise MismatchError(text)
         registry.last_numbers[self.prefix] = max(shared, registry.last_numbers.pop(self.prefix, 0))  # at the end
-        record = pack(numbers=dict([*registry.last_numbers.items()][-_PUBLISHED_NAMES:]))
+        record = pack(numbers=dict([*registry.last_numbers.items()][-timing.LIMITS.published_names :]))
         *_, first_seen = run(Raw("set", (meshes_key(self.rank), record)), *register_mesh(self.key, self.fingerprint))
         check_mesh(run, self.key, self.fingerprint, first_seen)
         self.registered = True

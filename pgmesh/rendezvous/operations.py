@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Union
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar, Union
+
+Result = TypeVar("Result")
 
 ABSENT = "?"
 """``compare_set(key, ABSENT, ABSENT)`` reads a key without waiting. It returns ``ABSENT`` if the key is missing."""
@@ -64,6 +67,22 @@ def perform(store: Any, operation: Operation) -> Any:
     if isinstance(operation, Delete):
         return [store.delete_key(key) for key in operation.keys]
     return getattr(store, operation.operation)(*operation.arguments)
+
+
+class Board:
+    """The way of this process's operations to the store.
+
+    Every operation passes through ``StoreThread.board``. Tests put another one there, to observe operations and to
+    inject faults.
+    """
+
+    def request(self, operations: Sequence[Operation], ask: Callable[[], Result]) -> Result:
+        """Request a batch, in the caller's thread: ``ask`` hands it to the store thread and returns the answers."""
+        return ask()
+
+    def perform(self, store: Any, operation: Operation) -> Any:
+        """Perform one operation on a store of torch, in the store thread."""
+        return perform(store, operation)
 
 
 def can_be_repeated(operation: Operation) -> bool:

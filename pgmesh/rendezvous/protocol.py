@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -54,6 +55,25 @@ def pauses(pace: float = 1.0, first: float = 0.0) -> Iterator[float]:
     while True:
         yield pause
         pause = min(pause * 1.5, longest)
+
+
+@dataclass
+class Waiting:
+    """When a waiting rank acts next, in seconds of its call.
+
+    Args:
+        inspection: the next inspection.
+        warning: the log of what it waits for; inf once that is written.
+    """
+
+    inspection: float
+    warning: float
+
+    def warns(self, now: float) -> bool:
+        """True once, when it is time to log what the rank waits for."""
+        due = now >= self.warning
+        self.warning = math.inf if due else self.warning
+        return due
 
 
 # -- publish or compare -----------------------------------------------------------------------------------------------
@@ -215,6 +235,8 @@ class Participant:
         pace: factor of all pauses, to spare the store in a large world.
         warn: called with text for the log.
         ready: called with each attempt that succeeded.
+        waiting: when this rank acts next.
+        circle: the ranks that wait for each other, this one among them, as they were last found; empty for none.
     """
 
     rank: int
@@ -229,6 +251,8 @@ class Participant:
     pace: float = 1.0
     warn: Callable[[str], None] = field(default=lambda text: None)
     ready: Callable[[ConnectAttempt], None] = field(default=lambda attempt: None)
+    waiting: Waiting = field(init=False)
+    circle: Circle = field(default=(), init=False)
 
     def connect(self) -> None:
         """Arrive at every attempt and wait for its decision.
@@ -353,25 +377,28 @@ class Participant:
     def _wait_for_decisions(self) -> None:
         now = self.client.now()
         slow = min(now, timing.TIMING.longest_start_delay)  # on a slow store, early inspections would make it slower
-        inspection = now + max(timing.TIMING.first_inspection * self.pace, slow)
-        warning = min(self.deadline / 3, timing.TIMING.stragglers)
+        first = now + max(timing.TIMING.first_inspection * self.pace, slow)
+        self.waiting = Waiting(first, min(self.deadline / 3, timing.TIMING.stragglers))
         for pause in pauses(self.pace, now / 4):
-            self._read_decisions()
+            self._look()
             if not self._undecided():
                 return
-            now = self.client.now()
-            if now >= self.deadline:
-                self._give_up()
-                return
-            if now >= inspection:
-                self._inspect()
-                inspection = self.client.now() + self.statuses.next_inspection(timing.TIMING.inspection * self.pace)
-                if not self._undecided():
-                    return
-                if now >= warning:
-                    self._warn(now)
-                    warning = float("inf")
-            self.client.sleep(min(pause, max(0.0, self.deadline - now)))
+            self.client.sleep(min(pause, max(0.0, self.deadline - self.client.now())))
+
+    def _look(self) -> None:
+        """Read the decisions, and inspect or give up if it is time."""
+        self._read_decisions()
+        now = self.client.now()
+        if not self._undecided():
+            return
+        if now >= self.deadline:
+            self._give_up()
+        elif now >= self.waiting.inspection:
+            self._inspect()
+            period = self.statuses.next_inspection(timing.TIMING.inspection * self.pace)
+            self.waiting.inspection = self.client.now() + period
+            if self._undecided() and self.waiting.warns(now):
+                self._warn(now)
 
     def _read_decisions(self) -> None:
         """Read the decisions, and whether a rank has a different mesh or has aborted this one."""
@@ -437,19 +464,20 @@ class Participant:
     def _warn(self, now: float) -> None:
         when = f" in {now:.0f} s so far"
         texts = [self._describe_missing(attempt, when) for attempt in self._undecided()]
-        if circle := self._find_circle():
-            texts.append(circle_text(circle))
+        self.circle = self._find_circle()
+        if self.circle:
+            texts.append(circle_text(self.circle))
         self.warn("\n".join(texts))
 
     def _give_up(self) -> None:
         """Decide that all undecided attempts failed at the deadline."""
         self._read_arrivals(self._undecided())
         self._read_statuses()
-        circle = self._find_circle()
-        if circle:  # attempts of other groups in the circle too, so that all ranks fail and can try again
+        self.circle = self._find_circle()
+        if self.circle:  # attempts of other groups in the circle too, so that all ranks fail and can try again
             # In the order of the circle: a rank fails after the attempt that waits for it, so it cannot arrive there.
-            text = Decision("circle", circle_text(circle)).pack()
-            self.client.run(*(CompareSet(f"{wait.name}/decision", text) for _, wait in circle))
+            text = Decision("circle", circle_text(self.circle)).pack()
+            self.client.run(*(CompareSet(f"{wait.name}/decision", text) for _, wait in self.circle))
         for attempt in self._undecided():
             self._decide(attempt, Decision("missing", self._describe_missing(attempt, f" in {self.deadline:g} s")))
 
@@ -464,14 +492,18 @@ class Participant:
             self._read_statuses(sorted(unread))
             pending |= {rank: status.pending if (status := self.statuses.get(rank)) else () for rank in unread}
         circle = find_circle(self.rank, pending)
+        return circle if self._is_closed(circle) else ()
+
+    def _is_closed(self, circle: Circle) -> bool:
+        """True if each rank of a circle still waits for the next one."""
         # Statuses are read one after another, so a rank may have gone on meanwhile.
         answers = self._run_each([Read(f"{wait.name}/{key}") for key in ("decision", "arrivals")] for _, wait in circle)
         for i, (decision, arrivals) in enumerate(answers):
             following = circle[(i + 1) % len(circle)][0]
             arrived = {(unpack(line, rank=int) or {}).get("rank") for line in (arrivals or b"").splitlines()}
             if decision is not None or following in arrived:
-                return []
-        return circle
+                return False
+        return True
 
     def _describe_missing(self, attempt: ConnectAttempt, when: str = "") -> str:
         """Message about the missing ranks and the last status of each."""

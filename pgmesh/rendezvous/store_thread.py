@@ -31,17 +31,13 @@ from pgmesh._util.listeners import Listener, is_loopback, refuses
 from pgmesh._util.sockets import ending_when_cut
 from pgmesh.errors import MismatchError, PgmeshError, WorldError
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import Delete, Operation, Raw, Read, can_be_repeated, perform
+from pgmesh.rendezvous.operations import Board, Delete, Operation, Raw, Read, can_be_repeated
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, RunningCollective, status_key
 from pgmesh.rendezvous.world_name import REPLACED, current_world, enter_world, leave_world, left_worlds
 
 log = logging.getLogger("pgmesh")
 
 _AFTER_FAILURE = "Connected groups continue to work. No group can be connected without the store."
-
-
-_SILENCE = 5.0
-"""Seconds without any packet of the store's host after which the connection is opened again."""
 
 _CUT = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN)
 """Errors of a network that is cut."""
@@ -136,6 +132,8 @@ class StoreThread:
         left: the names of the worlds that this process has left. ``stop`` adds the name of this world.
     """
 
+    board = Board()
+
     def __init__(
         self,
         store: Any,
@@ -201,6 +199,10 @@ class StoreThread:
         Raises:
             WorldError: ``seconds`` passed without a further answer, or the store has failed.
         """
+        return self.board.request(operations, lambda: self._ask(operations, seconds))
+
+    def _ask(self, operations: Sequence[Operation], seconds: float) -> list[Any]:
+        """Hand a batch to the thread, and wait for the answers."""
         start, waited, answered, batch = time.monotonic(), 0.0, 0, _Batch(operations)
         if not self._is_running():
             raise WorldError(f"this process has left the world, so it cannot use the store at {self._address}.")
@@ -229,7 +231,7 @@ class StoreThread:
 
     def post(self, *operations: Operation) -> None:
         """Perform operations later, before the thread ends. Returns at once and never raises."""
-        self._queue.put(_Batch(operations))
+        self.board.request(operations, lambda: self._queue.put(_Batch(operations)))
 
     def insist(self, task: Callable[[Callable[..., list[Any]]], None], seconds: float) -> None:
         """Let the thread perform a task, and repeat it after each failure of the store, until it has been done once.
@@ -413,7 +415,7 @@ class StoreThread:
                     self._perform(Delete((key,)))
             if self._name and self._store is not None and leave_world(self._torch_store, self._name):
                 keys = [key(rank) for rank in range(self._world_size) for key in (status_key, process_key, meshes_key)]
-                perform(self._store, Delete(tuple(keys)))
+                self.board.perform(self._store, Delete(tuple(keys)))
 
     def _perform(self, operation: Operation) -> Any:
         """Perform an operation. If that fails and it can be repeated, perform it once more on a new connection."""
@@ -423,7 +425,9 @@ class StoreThread:
             try:
                 if self._store is None:
                     self._connect()
-                return current_world(self._torch_store) if operation is _WORLD_NAME else perform(self._store, operation)
+                if operation is _WORLD_NAME:
+                    return current_world(self._torch_store)
+                return self.board.perform(self._store, operation)
             except RuntimeError as error:
                 if isinstance(error, PgmeshError):
                     raise
@@ -447,7 +451,7 @@ class StoreThread:
                 raise self._store_error(str(error)) from error
             try:
                 limit = timedelta(seconds=timing.TIMING.late_answer)
-                with ending_when_cut(port, _SILENCE):
+                with ending_when_cut(port, timing.TIMING.store_silence):
                     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
             finally:
                 self._opening = None
@@ -472,7 +476,7 @@ class StoreThread:
         """True if the process that had this rank before still sends heartbeats. It may take two periods to know."""
 
         def status_of(rank: int) -> RankStatus | None:
-            return RankStatus.unpack(rank, perform(store, Read(status_key(rank))))
+            return RankStatus.unpack(rank, self.board.perform(store, Read(status_key(rank))))
 
         before = now = status_of(self._rank)
         if before is not None and self.has_ended(before):

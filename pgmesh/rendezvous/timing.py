@@ -30,6 +30,7 @@ class Timing:
         warn_after: the wait in a collective until the rank logs the members that did not reach it.
         status_after: the wait in a group's first collective until the rank publishes its status.
         report_missing: the time beyond a deadline for finding out which ranks are missing.
+        store_silence: the time without any packet of the store's host until the connection to it is opened again.
         late_answer: the timeout of a store operation that begins after the deadline of ``connect``, and of opening a
             connection to the store.
         interrupted_answer: the timeout for the final status message of an interrupted rank.
@@ -50,6 +51,7 @@ class Timing:
     warn_after: float = 10.0
     status_after: float = 1.0
     report_missing: float = 1.0
+    store_silence: float = 5.0
     late_answer: float = 5.0
     interrupted_answer: float = 0.2
     shortest_answer: float = 0.5
@@ -70,12 +72,14 @@ class Limits:
             waiting ranks is not stated.
         shared_addresses: the largest group whose members publish their addresses in the arrivals. Each member
             receives all addresses with the decision.
+        published_names: the number of meshes that a process publishes for a process that replaces it, the last ones.
         full_rate_ranks: the largest world in which heartbeats have the interval ``Timing.heartbeat``.
     """
 
     record_chars: int = 1 << 18
     statuses: int = 32
     shared_addresses: int = 64
+    published_names: int = 256
     full_rate_ranks: int = 1024
 
 

@@ -28,13 +28,10 @@ from pgmesh import (
     ProcessGroupMesh,
     launch,
 )
-from pgmesh.connect import connecting
-from pgmesh.connect.first_collective import FirstCollective
 from pgmesh.groups import building
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import Raw
-from pgmesh.rendezvous.protocol import Participant
-from pgmesh.rendezvous.store_thread import StoreThread
+from pgmesh.rendezvous.operations import Raw, Read
+from tests.support.board import Fault, at_all_reduce, faults, key_of, raises, writes
 from tests.support.fake_world import fake_rank
 from tests.support.faults import attempt, beat_fast, set_flag, wait_for_flag, wait_until
 from tests.support.logs import logged_lines
@@ -64,32 +61,33 @@ def test_connect_succeeds_with_axes_in_any_order():
 def count_operations(folder):
     """Store operations of this rank by kind, until all groups are decided. The last rank arrives after all others."""
     ProcessGroupMesh(-1, name="before").connect()  # the first mesh in a world costs one more
-    mesh, done, last = ProcessGroupMesh(dp=-1, tp=2), [], dist.get_world_size() - 1
-    run, wait, warm_up = StoreThread.run, Participant._wait_for_decisions, connecting._Call._warm_up
+    mesh, last = ProcessGroupMesh(dp=-1, tp=2), dist.get_world_size() - 1
     families = ["dp", "tp", ("dp", "tp")]
 
-    def counted(thread, *operations, seconds):
-        done.extend(type(each).__name__ for each in operations if not isinstance(each, Raw))  # which is the backend's
-        return run(thread, *operations, seconds=seconds)
-
-    def wait_with_all(participant):
+    def wait_with_all():
         set_flag(Path(folder), f"came {mesh.rank}")  # this rank has arrived at all its attempts
         wait_for_flag(Path(folder), f"came {last}")
-        wait(participant)
 
-    for rank in range(last) if mesh.rank == last else ():
-        wait_for_flag(Path(folder), f"came {rank}")
-    counts = []
-    with (
-        mock.patch.object(StoreThread, "run", counted),
-        mock.patch.object(Participant, "_wait_for_decisions", wait_with_all),
-        mock.patch.object(connecting._Call, "_warm_up", lambda call: (counts.append(Counter(done)), warm_up(call))),
-    ):
+    if mesh.rank == last:
+        for rank in range(last):
+            wait_for_flag(Path(folder), f"came {rank}")
+        wait = Fault(writes("/decision"), after=wait_with_all, skip=len(families) - 1, in_caller=True)
+    else:
+        wait = Fault(reads_mesh_mismatch, before=wait_with_all, times=1, in_caller=True)
+    with faults(wait) as board:
         connected = mesh.connect(*families)
-    assert connected.operations >= counts[0]["Append"]
     assert set(connected.met) == set(families)
     check_sums(groups_of(mesh))
-    return counts[0]
+    ends = "/broken", *(f"pgmesh/status/{rank}" for rank in range(last + 1))  # of the first collectives
+    until_decided = [each for each in board.requested if not isinstance(each, Raw) and not key_of(each).endswith(ends)]
+    counts = Counter(type(each).__name__ for each in until_decided)
+    assert connected.operations >= counts["Append"]
+    return counts
+
+
+def reads_mesh_mismatch(operation):
+    """True for the last operation of each read of the decisions."""
+    return isinstance(operation, Read) and operation.key.endswith("/mismatch")
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
@@ -149,15 +147,9 @@ def test_connect_succeeds_after_send_between_two_members():
 
 def interrupt_after_decision():
     """Ctrl-C reaches rank 1 when the others have decided, and before it begins its first collective."""
-    mesh, ready, once = ProcessGroupMesh(dp=4), connecting._Call._ready, iter([True])
-
-    def interrupted(call, attempt):
-        if mesh.rank == 1 and next(once, False):
-            raise KeyboardInterrupt
-        ready(call, attempt)
-
+    mesh = ProcessGroupMesh(dp=4)
     start = time.monotonic()
-    with mock.patch.object(connecting._Call, "_ready", interrupted):
+    with at_all_reduce(before=raises(KeyboardInterrupt())) if mesh.rank == 1 else contextlib.nullcontext():
         try:
             mesh.connect(timeout=20)
             first = ""
@@ -180,14 +172,10 @@ def test_interrupt_after_decision_reaches_all_members():
 def begin_late_on_rank_1(folder):
     """Rank 1 arrives, but it does not begin the first collective before rank 0 has given up."""
     beat_fast()
-    mesh, begin = ProcessGroupMesh(dp=2, name="actor"), FirstCollective.start
-
-    def begin_late(collective):
-        wait_for_flag(folder, "given up by 0")
-        begin(collective)
-
+    mesh = ProcessGroupMesh(dp=2, name="actor")
     dist.barrier()
-    with mock.patch.object(FirstCollective, "start", begin_late) if mesh.rank == 1 else contextlib.nullcontext():
+    late = at_all_reduce(before=lambda: wait_for_flag(folder, "given up by 0"))
+    with late if mesh.rank == 1 else contextlib.nullcontext():
         failed = attempt(lambda: mesh.connect(timeout=2))
     set_flag(folder, f"given up by {mesh.rank}")
     dist.barrier()

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from pgmesh import WorldError
-from pgmesh.rendezvous import store_thread as store_thread_module, timing
+from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.client import CallClient
-from pgmesh.rendezvous.operations import Add, CompareSet, Operation, Read, perform
+from pgmesh.rendezvous.operations import Add, CompareSet, Read
 from pgmesh.rendezvous.protocol import Participant
 from pgmesh.rendezvous.records import Decision
 from pgmesh.rendezvous.statuses import Statuses
-from pgmesh.rendezvous.store_thread import StoreThread, _Queue
+from pgmesh.rendezvous.store_thread import StoreThread
+from tests.support.board import Fault, FaultyBoard, faults, raises, slow_store
 from tests.support.memory_client import attempt_of, participant_of
 
 LONG = 20.0
@@ -30,16 +31,15 @@ def participant(client: CallClient, members: int) -> Participant:
     return participant_of(client, attempt_of(ranks=tuple(range(members))), **more)
 
 
+def stopped_store(stopped: threading.Event) -> contextlib.AbstractContextManager[FaultyBoard]:
+    """A store that answers nothing until an event."""
+    return faults(Fault(before=lambda: stopped.wait(LONG)))
+
+
 def test_interrupt_during_queued_batch_is_published(store_thread: StoreThread):
-    put, once = _Queue.put, iter([True])
     waiting = participant(CallClient(store_thread, LONG), 2)
-
-    def interrupted(queue: Any, batch: Any) -> None:
-        put(queue, batch)
-        if threading.current_thread() is threading.main_thread() and next(once, False):
-            raise KeyboardInterrupt
-
-    with mock.patch.object(_Queue, "put", interrupted), pytest.raises(KeyboardInterrupt):
+    interrupt = Fault(before=lambda: os.kill(os.getpid(), signal.SIGINT), times=1)
+    with faults(interrupt), pytest.raises(KeyboardInterrupt):
         waiting.connect()
     (text,) = store_thread.run(Read("group/0/decision"), seconds=LONG)
     decision = Decision.unpack("", text)
@@ -50,7 +50,7 @@ def test_interrupt_during_queued_batch_is_published(store_thread: StoreThread):
 def test_second_interrupt_is_raised_at_once(store_thread: StoreThread):
     client = CallClient(store_thread, LONG)
     start = time.monotonic()
-    with mock.patch.object(store_thread, "run", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with faults(Fault(before=raises(KeyboardInterrupt()), in_caller=True)), pytest.raises(KeyboardInterrupt):
         participant(client, 2).connect()
     assert client.interrupted
     assert time.monotonic() - start < LONG / 2
@@ -59,10 +59,6 @@ def test_second_interrupt_is_raised_at_once(store_thread: StoreThread):
 def test_interrupt_waits_briefly_for_a_stopped_store(store_thread: StoreThread):
     client, stopped = CallClient(store_thread, LONG), threading.Event()
 
-    def stopped_store(store: Any, operation: Operation) -> Any:
-        stopped.wait(LONG)
-        return perform(store, operation)
-
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -70,7 +66,7 @@ def test_interrupt_waits_briefly_for_a_stopped_store(store_thread: StoreThread):
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         start = time.monotonic()
-        with mock.patch.object(store_thread_module, "perform", stopped_store), pytest.raises(KeyboardInterrupt):
+        with stopped_store(stopped), pytest.raises(KeyboardInterrupt):
             participant(client, 2).connect()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -82,14 +78,9 @@ def test_interrupt_waits_briefly_for_a_stopped_store(store_thread: StoreThread):
 
 def test_connect_fails_at_deadline_with_stopped_store(store_thread: StoreThread):
     stopped = threading.Event()
-
-    def stopped_store(store: Any, operation: Operation) -> Any:
-        stopped.wait(LONG)
-        return perform(store, operation)
-
     start = time.monotonic()
     with (
-        mock.patch.object(store_thread_module, "perform", stopped_store),
+        stopped_store(stopped),
         pytest.raises(WorldError, match=r"the store at nowhere did not answer for 0\.[678] s"),
     ):
         participant(CallClient(store_thread, 0.6), 2).connect()
@@ -101,12 +92,7 @@ def test_slow_store_is_not_reported_as_silent(store_thread: StoreThread):
     """Forty ranks are missing, and each of their statuses takes 30 ms: longer than the time for one answer."""
     client = CallClient(store_thread, 1.0)
     waiting = participant(client, 40)
-
-    def slow(store: Any, operation: Operation) -> Any:
-        time.sleep(0.03)
-        return perform(store, operation)
-
-    with mock.patch.object(store_thread_module, "perform", slow):
+    with slow_store(0.03):
         waiting.connect()
     decision = waiting.attempts[0].decision
     assert decision is not None
@@ -126,15 +112,14 @@ def test_forked_child_stops_waiting_for_the_store(store_thread: StoreThread):
     parent = os.getpid()
     before = signal.signal(signal.SIGUSR1, lambda *_: children.append(os.fork()))
 
-    def fork(store: Any, operation: Operation) -> Any:
+    def fork() -> None:
         os.kill(parent, signal.SIGUSR1)
         end = time.monotonic() + LONG
         while not children and time.monotonic() < end:
             time.sleep(0.001)
-        return perform(store, operation)
 
     try:
-        with mock.patch.object(store_thread_module, "perform", fork):
+        with faults(Fault(before=fork)):
             store_thread.run(Read("x"), seconds=LONG)
     except WorldError:
         os._exit(7 if os.getpid() != parent else 1)

@@ -9,7 +9,7 @@ import pytest
 
 from pgmesh.elastic.records import Outcome, Request
 from pgmesh.layout import Layout
-from tests.elastic.model.mutants import MUTANTS, Mutant
+from tests.elastic.model.mutants import MUTANTS
 from tests.elastic.model.processes import Program
 from tests.elastic.model.programs import (
     BEFORE,
@@ -26,30 +26,27 @@ from tests.elastic.model.programs import (
     with_new,
     with_spare,
 )
-from tests.elastic.model.space import NO_FAULTS, Faults, Space
-from tests.rendezvous.model.space import Seen
+from tests.elastic.model.space import ShrinkSpace
+from tests.support.model.space import MANY, NO_FAULTS, Faults, Mutant, check
 
-MANY = 10_000_000
 STOPPED = Faults(silences=1, long_times=1)
 
 
-def explore(programs: Programs, faults: Faults = NO_FAULTS, most: int = MANY, **more: Any) -> Seen:
+def explore(programs: Programs, faults: Faults = NO_FAULTS, most: int = MANY, **more: Any) -> None:
     """Try everything that can happen, and assert the laws."""
-    seen = Space(programs, faults, **more).explore(most)
-    assert not seen.broken, f"{programs}, {faults}\n{seen.broken[0]}"
-    assert not seen.cut_short or most < MANY
-    return seen
+    space = ShrinkSpace(programs, faults, **more)
+    check(space.explore(most), space, most)
 
 
 def walk(programs: Programs, faults: Faults, walks: int, **more: Any) -> None:
     """Take random walks, and assert the laws."""
-    seen = Space(programs, faults, **more).walk(walks, random.Random(7))
-    assert not seen.broken, f"{programs}, {faults}\n{seen.broken[0]}"
+    space = ShrinkSpace(programs, faults, **more)
+    check(space.walk(walks, random.Random(7)), space)
 
 
-def decisions_of(space: Space) -> set[tuple[str, bytes]]:
+def decisions_of(space: ShrinkSpace) -> set[tuple[str, bytes]]:
     """All decisions that were reached, each with its key."""
-    values = [item for content in space.stores.contents() for item in content.values.items()]
+    values = [item for content in space.stores.known.values() for item in content.values.items()]
     return {(key, value) for key, value in values if key.startswith("m") and key.endswith("/decision")}
 
 
@@ -148,7 +145,7 @@ def test_random_programs_agree():
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutants_are_caught(mutant: Mutant):
-    broken = mutant.broken()
+    broken = mutant.broken(ShrinkSpace)
     assert broken is not None, f"{mutant.name}: expected it to break the law: {mutant.law}"
     print(broken)
     explore(mutant.programs, mutant.faults, 1_000, **mutant.more)
@@ -157,7 +154,7 @@ def test_mutants_are_caught(mutant: Mutant):
 def test_skipped_orders_reach_the_same_decisions():
     """Steps that commute with those of others are not tried in every order; tried so, they lead to the same."""
     for programs, faults in [(members(2, comes_back=True), STOPPED), (with_new(), SECOND_DIES)]:
-        spaces = [Space(programs, faults, every_order=every, layout=PAIR) for every in (False, True)]
+        spaces = [ShrinkSpace(programs, faults, every_order=every, layout=PAIR) for every in (False, True)]
         some, every = [space.explore() for space in spaces]
         assert not some.broken + every.broken
         assert some.states < every.states
@@ -166,7 +163,7 @@ def test_skipped_orders_reach_the_same_decisions():
 
 def test_faults_reach_every_kind_of_outcome():
     """The laws hold of outcomes that are reached: a lost rank, a spare in its place, and a failure."""
-    space = Space(with_spare(SPARE_ONLY), Faults(crashes=1, deadlines=1), layout=PAIR)
+    space = ShrinkSpace(with_spare(SPARE_ONLY), Faults(crashes=1, deadlines=1), layout=PAIR)
     space.explore(20_000)
     seen = {
         (bool(outcome.failed), tuple(outcome.lost), tuple(outcome.replaced.items()))

@@ -14,8 +14,9 @@ import pytest
 
 from pgmesh.elastic.agreement import Agreement
 from pgmesh.elastic.records import Arrival, Outcome, Request
-from pgmesh.rendezvous.operations import Append, CompareSet, Delete, Operation, Read
+from pgmesh.rendezvous.operations import Append, Operation, Read, perform
 from pgmesh.rendezvous.statuses import RankStatus, Statuses, status_key
+from tests.support.board import MemoryStore
 
 OPERATION, CONNECTION = 1e-4, 2e-4
 """Seconds that a rank waits for an answer of the store, and for a connection to another rank."""
@@ -119,15 +120,8 @@ class Client:
             what = "statuses" if "/status/" in operation.key else operation.key.rpartition("/")[2]
             counts[f"reads of {what}"] += 1
             counts[f"bytes of {what}"] += len(values.get(operation.key, b""))
-            return values.get(operation.key)
-        if isinstance(operation, Append):
-            counts["arrivals"] += 1
-            values[operation.key] = values.get(operation.key, b"") + operation.value.encode()
-            return None
-        if isinstance(operation, Delete):
-            return [values.pop(key, None) is not None for key in operation.keys]
-        assert isinstance(operation, CompareSet), operation
-        return values.setdefault(operation.key, operation.value.encode())
+        counts["arrivals"] += isinstance(operation, Append)
+        return perform(MemoryStore(values), operation)
 
 
 @pytest.mark.parametrize("dead", [{999}, {*range(200, 264)}], ids=["one is lost", "64 are lost"])

@@ -30,17 +30,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh, launch
-from pgmesh.connect.first_collective import FirstCollective
 from pgmesh.launch import StoreProcess
 from pgmesh.launch.processes import PRELOAD
-from pgmesh.rendezvous.protocol import Participant
+from pgmesh.rendezvous.operations import Add, Operation
 from tests.support import faults
+from tests.support.board import Fault, at_all_reduce, faults as faults_at
 from tests.support.faults import (
     BEAT,
     LONG_TIMEOUT,
@@ -181,24 +180,17 @@ def suffer_it(plan: Plan, folder: Path) -> None:
 def at_its_phase(plan: Plan, folder: Path) -> Iterator[None]:
     """Have the fault strike at its moment, once."""
     once = iter([True])
-    wait, start = Participant._wait_for_decisions, FirstCollective.start
 
-    def waited(participant: Participant) -> None:
-        if plan.case.phase == "after arriving" and next(once, False):
-            strike(plan, folder)
-        wait(participant)
-
-    def started(collective: FirstCollective) -> None:
-        if plan.case.phase == "after the decision" and next(once, False):
-            strike(plan, folder)
-        start(collective)
-        if plan.case.phase == "in the first collective" and next(once, False):
+    def strike_in(phase: str) -> None:
+        if plan.case.phase == phase and next(once, False):
             strike(plan, folder)
 
-    with (
-        mock.patch.object(Participant, "_wait_for_decisions", waited),
-        mock.patch.object(FirstCollective, "start", started),
-    ):
+    def counts(operation: Operation) -> bool:
+        return isinstance(operation, Add) and operation.key.endswith("/count")
+
+    arriving = Fault(counts, after=lambda: strike_in("after arriving"), in_caller=True)
+    before, after = "after the decision", "in the first collective"
+    with faults_at(arriving), at_all_reduce(lambda: strike_in(before), lambda: strike_in(after)):
         yield
 
 

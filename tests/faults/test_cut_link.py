@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -26,7 +27,7 @@ from pgmesh._util.sockets import connections
 from pgmesh.errors import WorldError
 from pgmesh.groups.registry import store_thread
 from pgmesh.launch import StoreProcess
-from pgmesh.rendezvous import store_thread as store_thread_module
+from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import CompareSet, Read
 from pgmesh.rendezvous.store_thread import StoreThread
 from tests.support.faults import attempt, set_flag, wait_for_flag, wait_until
@@ -148,7 +149,7 @@ def limits_of_silence(port: int) -> dict[Any, int]:
 
 @pytest.mark.fault("that link is mended, for instance after 30 s")
 def test_paused_store_keeps_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_thread_module, "_SILENCE", 1.0)
+    monkeypatch.setattr(timing, "TIMING", dataclasses.replace(timing.TIMING, store_silence=1.0))
     with local_store() as (store, thread), ThreadPoolExecutor() as pool:
         before = limits_of_silence(store.port)
         assert sorted(before.values()) == [0, 1000]  # torch's own connection, and that of the thread

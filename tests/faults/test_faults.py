@@ -32,11 +32,11 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh, mesh as mesh_file
-from pgmesh.connect import first_collective
 from pgmesh.groups import backends, cache
 from pgmesh.launch import StoreProcess
 from pgmesh.rendezvous import timing
 from tests.support import worlds
+from tests.support.board import at_all_reduce, losing_all_reduces, raises
 from tests.support.faults import (
     BEAT,
     LONG_TIMEOUT,
@@ -398,16 +398,9 @@ def one_dies_after(moment: str) -> tuple[Attempt, Attempt]:
     """All have arrived, and rank 3 dies before it begins the first collective, or right after."""
     bystander = beat_fast_with_bystander(3)
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
-    if mesh.rank == 3:
-        start = first_collective.FirstCollective.start
-
-        def die(collective: Any) -> None:
-            if moment == "in":
-                start(collective)
-            kill_self()
-
-        first_collective.FirstCollective.start = die  # type: ignore[method-assign]
-    failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
+    die = at_all_reduce(**{"after" if moment == "in" else "before": kill_self})
+    with die if mesh.rank == 3 else contextlib.nullcontext():
+        failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
     check_sums(groups_of(bystander))
     return failed, attempt(lambda: connect_and_check(ProcessGroupMesh(3, ranks=range(3), name="survivors"), 0))
 
@@ -433,17 +426,11 @@ def lost_on_one(folder: Path, release: bool) -> tuple[Attempt, Attempt]:
     beat_fast_with_bystander()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
 
-    def lose(collective: Any) -> bool:
+    def wait() -> None:
         for rank in range(3):
             wait_for_flag(folder, f"connected {rank}")
-        collective.fail("was lost by design")
-        return False
 
-    with (
-        mock.patch.object(first_collective.FirstCollective, "poll", lose)
-        if mesh.rank == 3
-        else contextlib.nullcontext()
-    ):
+    with losing_all_reduces(before=wait) if mesh.rank == 3 else contextlib.nullcontext():
         failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
     set_flag(folder, f"connected {mesh.rank}")
     dist.barrier()
@@ -810,8 +797,9 @@ def one_is_interrupted(where: str) -> tuple[Attempt, Attempt]:
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     if mesh.rank == 3:
         wait_until_waiting(0, 1, 2) if where == "before" else None
-    target: Any = (cache.GroupCache, "record") if where == "before" else (first_collective.FirstCollective, "start")
-    interrupted = mock.patch.object(*target, side_effect=KeyboardInterrupt)
+    stop = raises(KeyboardInterrupt())
+    before: Any = mock.patch.dict(backends.CONSTRUCTORS, gloo=lambda *arguments: stop())
+    interrupted = before if where == "before" else at_all_reduce(before=stop)
     with interrupted if mesh.rank == 3 else contextlib.nullcontext():
         failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
     check_sums(groups_of(bystander))
@@ -838,9 +826,8 @@ def one_cannot_make() -> tuple[Attempt, Attempt]:
     bystander = beat_fast_with_bystander()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     before = table_sizes()
-    broken = mock.patch.object(backends, "_gloo", side_effect=OSError("Too many open files"))
-    broken = broken if mesh.rank == 3 else mock.patch.object(backends, "nothing", create=True)
-    with broken, mock.patch.dict(backends.CONSTRUCTORS, gloo=lambda *args: backends._gloo(*args)):
+    broken = mock.patch.dict(backends.CONSTRUCTORS, gloo=mock.Mock(side_effect=OSError("Too many open files")))
+    with broken if mesh.rank == 3 else contextlib.nullcontext():
         failed = attempt(lambda: mesh.connect("dp", "tp", timeout=timedelta(seconds=D)))
     if mesh.rank == 3:
         assert table_sizes() == before

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -21,15 +22,11 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
-from pgmesh.connect.first_collective import FirstCollective
 from pgmesh.groups import backends, teardown
-from pgmesh.groups.cache import GroupCache
-from pgmesh.groups.identity import MeshIdentity
-from pgmesh.rendezvous.polling_store import PollingStore
+from tests.support.board import Fault, at_all_reduce, faults, raises
 from tests.support.faults import (
     BEAT,
     LONG_TIMEOUT,
-    WAIT_TIMEOUT,
     beat_fast_with_bystander,
     wait_until,
     wait_until_waiting,
@@ -108,15 +105,9 @@ def waits_in_a_circle(mesh: ProcessGroupMesh) -> None:
 def is_released_while_it_waits(mesh: ProcessGroupMesh) -> None:
     if mesh.rank > 0:
         return
-    looked, look = [], PollingStore._read
-
-    def seen_to_look(store: PollingStore, key: str) -> bool:
-        looked.append(key)
-        return look(store, key)
-
-    with mock.patch.object(PollingStore, "_read", seen_to_look):
+    with faults() as board:
         work = dist.all_reduce(torch.ones(1), group=mesh.group(), async_op=True)
-        wait_until(lambda: len(looked) > 1, "it has written its address, and looked for another's")
+        wait_until(lambda: board.requested[-2:-1] == board.requested[-1:] != [], "it looks for an address again")
     mesh.release(*ALL)
     fails("LifetimeError", work.wait)
 
@@ -124,22 +115,13 @@ def is_released_while_it_waits(mesh: ProcessGroupMesh) -> None:
 def is_released_as_it_begins(mesh: ProcessGroupMesh) -> None:
     if mesh.rank > 0:
         return
-    began, stopped = threading.Event(), threading.Event()
-    register, close = MeshIdentity.register, PollingStore.close
+    began = threading.Event()
 
-    def register_late(identity: MeshIdentity, *args: Any) -> None:
+    def register_late() -> None:
         began.set()
-        assert stopped.wait(WAIT_TIMEOUT)
-        register(identity, *args)
+        time.sleep(0.1)
 
-    def seen_to_close(store: PollingStore, reason: str) -> list[str]:
-        stopped.set()
-        return close(store, reason)
-
-    with (
-        mock.patch.object(MeshIdentity, "register", register_late),
-        mock.patch.object(PollingStore, "close", seen_to_close),
-    ):
+    with faults(Fault(before=register_late, times=1, in_caller=True)):
         work = dist.all_reduce(torch.ones(1), group=mesh.group(), async_op=True)
         wait_until(began.is_set, "the collective begins")
         mesh.release(*ALL)
@@ -160,14 +142,14 @@ def cannot_make(mesh: ProcessGroupMesh) -> None:
 
 
 def is_interrupted(mesh: ProcessGroupMesh) -> None:
-    one_stops("KeyboardInterrupt", mesh, mock.patch.object(GroupCache, "record", side_effect=KeyboardInterrupt))
+    stop = raises(KeyboardInterrupt())
+    one_stops("KeyboardInterrupt", mesh, mock.patch.dict(backends.CONSTRUCTORS, gloo=lambda *arguments: stop()))
 
 
 def is_interrupted_in_the_first_collective(mesh: ProcessGroupMesh) -> None:
     """The others hang in Gloo until the group's timeout."""
     mesh.configure(*ALL, timeout=SOON)
-    interrupted = mock.patch.object(FirstCollective, "start", side_effect=KeyboardInterrupt)
-    one_stops("KeyboardInterrupt", mesh, interrupted)
+    one_stops("KeyboardInterrupt", mesh, at_all_reduce(before=raises(KeyboardInterrupt())))
 
 
 def one_stops(kind: str, mesh: ProcessGroupMesh, broken: Any) -> None:

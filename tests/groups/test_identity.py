@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from pgmesh.groups import identity as module
 from pgmesh.groups.identity import MeshIdentity
 from pgmesh.layout import Layout
+from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Operation, perform
 
 PAIR = Layout(dp=2)
@@ -79,7 +80,7 @@ def test_third_process_takes_numbers_of_the_first():
 
 
 def test_names_registered_last_are_kept(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "_PUBLISHED_NAMES", 2)
+    monkeypatch.setattr(timing, "LIMITS", dataclasses.replace(timing.LIMITS, published_names=2))
     store = dist.HashStore()
     first = Process(store, 1)
     for name in ("actor", "critic", "reference", "actor"):

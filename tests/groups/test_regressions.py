@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from pgmesh import LifetimeError, MismatchError, MissingRanksError, ProcessGroupMesh
-from pgmesh.connect.first_collective import FirstCollective
+from tests.support.board import losing_all_reduces
 from tests.support.worlds import check_sums, world
 
 # ---- release ----
@@ -63,10 +62,7 @@ def lose_the_first_collective_twice() -> list[str]:
     mesh = ProcessGroupMesh(dp=2, name="actor")
     names = [mesh.group().group_name]
     for _ in range(2):
-        with (
-            mock.patch.object(FirstCollective, "poll", lambda collective: collective.fail("was lost by design")),
-            pytest.raises(MissingRanksError, match="was lost by design"),
-        ):
+        with losing_all_reduces(), pytest.raises(MissingRanksError, match="was lost by design"):
             mesh.connect()
         dist.barrier()
         names.append(mesh.group().group_name)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.rendezvous.model.mutants import KNOT, MUTANTS, Mutant
+from tests.rendezvous.model.mutants import KNOT, MUTANTS
 from tests.rendezvous.model.programs import (
     PAIRS_AND_TRIPLE,
     Program,
@@ -16,25 +16,22 @@ from tests.rendezvous.model.programs import (
     orders_of_two_groups,
     random_programs,
 )
-from tests.rendezvous.model.space import NO_FAULTS, Faults, Seen, Space
+from tests.rendezvous.model.space import ConnectSpace
+from tests.support.model.space import MANY, NO_FAULTS, Faults, Mutant, Seen, check
 
 AB, AC, BC, ABC = PAIRS_AND_TRIPLE
-MANY = 10_000_000
 
 
 def explore(programs: Sequence[Program], faults: Faults = NO_FAULTS, most: int = MANY) -> Seen:
     """Try everything that can happen, and assert the laws."""
-    seen = Space(programs, faults).explore(most)
-    assert not seen.broken, f"{programs}, {faults}\n{seen.broken[0]}"
-    assert not seen.cut_short or most < MANY
-    return seen
+    space = ConnectSpace(programs, faults)
+    return check(space.explore(most), space, most)
 
 
 def walk(programs: Sequence[Program], faults: Faults, walks: int, chance: random.Random) -> Seen:
     """Take random walks, and assert the laws."""
-    seen = Space(programs, faults).walk(walks, chance)
-    assert not seen.broken, f"{programs}, {faults}\n{seen.broken[0]}"
-    return seen
+    space = ConnectSpace(programs, faults)
+    return check(space.walk(walks, chance), space)
 
 
 # -- nothing fails ----------------------------------------------------------------------------------------------------
@@ -166,7 +163,7 @@ def test_random_programs_of_more_ranks_with_faults(ranks):
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutants_are_caught(mutant: Mutant):
-    broken = mutant.broken()
+    broken = mutant.broken(ConnectSpace)
     assert broken is not None, f"{mutant.name}: expected it to break the law: {mutant.law}"
     print(broken)
     explore(mutant.programs, mutant.faults, 30_000)
@@ -175,7 +172,7 @@ def test_mutants_are_caught(mutant: Mutant):
 def test_skipped_orders_reach_the_same_outcomes():
     """Reads of values that never change are not tried in every order; tried so, they lead to the same."""
     for programs in [(at_once(AB),) * 2, (at_once(AB), at_once(AB, variant=1)), KNOT]:
-        some = Space(programs).explore()
-        every = Space(programs, every_order=True).explore()
+        some = ConnectSpace(programs).explore()
+        every = ConnectSpace(programs, every_order=True).explore()
         assert (some.broken, some.circles) == (every.broken, every.circles) == ([], int(programs == KNOT))
         assert some.states < every.states

@@ -7,7 +7,6 @@ import threading
 import time
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -341,12 +340,19 @@ class DirectThread:
 
 
 def polling(
-    store: dist.Store, mine: Fingerprint | None = None, *, ranks=(4, 6, 9), seconds=0.1, addresses=True, **more: Any
+    store: dist.Store,
+    mine: Fingerprint | None = None,
+    *,
+    ranks=(4, 6, 9),
+    seconds=0.1,
+    addresses=True,
+    key_prefix=lambda: "group",
+    **more: Any,
 ) -> PollingStore:
     thread: Any = DirectThread(store)
     return PollingStore(
         lambda: thread,
-        lambda: "group",
+        key_prefix,
         mine or fingerprint(),
         ranks,
         timedelta(seconds=seconds),
@@ -409,10 +415,11 @@ def test_reader_of_an_address_checks_its_fingerprint():
 
 def test_waiting_rank_looks_for_first_members_only():
     """The store thread asks, so the prefix of the keys, which it would ask itself for, must be known by then."""
-    one = polling(dist.HashStore(), ranks=range(100))
+    asked = []
+    one = polling(dist.HashStore(), ranks=range(100), key_prefix=lambda: asked.append("for the prefix") or "group")
     one.set("a/0", b"here")
-    with mock.patch.object(one, "_key_prefix", side_effect=AssertionError("asked for the prefix")):
-        assert one.unseen_addresses() == {}
+    assert one.unseen_addresses() == {}
+    assert asked == []
     with pytest.raises(MissingRanksError):
         one.wait(["a/1"], timedelta(seconds=0.01))
     assert [*one.unseen_addresses()] == [*range(1, 32)]

@@ -231,7 +231,7 @@ def test_decision_holds_addresses_if_known_and_short(mine, theirs, all_known):
 def test_foreign_decision_is_a_mismatch_with_key(text):
     assert after_reading(text).decision == Decision.unpack("group/0/decision", text)
     attempt = attempt_of()
-    participant_of(MemoryClient(0, {"group/mismatch": text}), attempt)._inspect()
+    participant_of(MemoryClient(0, {"group/mismatch": text}), attempt).connect()
     assert attempt.decision is not None
     assert attempt.decision.kind == Decision.unpack("group/mismatch", text).kind
 

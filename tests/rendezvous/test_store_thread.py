@@ -21,6 +21,7 @@ from pgmesh.rendezvous import store_thread as module, timing
 from pgmesh.rendezvous.operations import Add, Append, CompareSet, Delete, Raw, Read, perform
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, status_key
 from pgmesh.rendezvous.store_thread import StoreThread, _Queue
+from tests.support.board import Fault, faults, slow_store
 from tests.support.faults import wait_until
 
 LONG = 20.0
@@ -80,12 +81,12 @@ def test_error_of_a_batch_is_not_kept(store_thread: StoreThread):
 
     watched: list[weakref.ref[Held]] = []
 
-    def fail(store: Any, operation: Any) -> None:
+    def fail() -> None:
         held = Held()
         watched.append(weakref.ref(held))
         raise ValueError("the operation failed")
 
-    with mock.patch.object(module, "perform", fail), pytest.raises(ValueError, match="the operation failed") as raised:
+    with faults(Fault(before=fail)), pytest.raises(ValueError, match="the operation failed") as raised:
         store_thread.run(Read("key"), seconds=LONG)
     del raised
     gc.collect()
@@ -95,13 +96,7 @@ def test_error_of_a_batch_is_not_kept(store_thread: StoreThread):
 
 def test_timeout_skips_the_rest_of_a_batch(store_thread: StoreThread):
     answered = threading.Event()
-
-    def slow(store: Any, operation: Any) -> Any:
-        if operation == Add("slow"):
-            answered.wait(LONG)
-        return perform(store, operation)
-
-    with mock.patch.object(module, "perform", slow):
+    with faults(Fault(Add("slow"), before=lambda: answered.wait(LONG))):
         with pytest.raises(WorldError, match=r"the store at nowhere did not answer for 0\.1 s"):
             store_thread.run(Add("slow"), Add("after"), seconds=0.1)
         answered.set()
@@ -150,12 +145,7 @@ def test_long_batch_does_not_delay_a_heartbeat():
     thread.period = 0.05
     thread.start_heartbeat()
     thread.run(Add("started"), seconds=LONG)
-
-    def slow(store: Any, operation: Any) -> Any:
-        time.sleep(0.005)
-        return perform(store, operation)
-
-    with mock.patch.object(module, "perform", slow):
+    with slow_store(0.005):
         start = time.monotonic()
         heartbeats = thread.run(*[Read(status_key(0))] * 200, seconds=LONG)
         seconds = time.monotonic() - start

@@ -14,15 +14,15 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
 from pgmesh.launch.spawning import Outcome
-from pgmesh.rendezvous import store_thread, timing
-from pgmesh.rendezvous.operations import Operation, Read, perform
+from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.operations import Read, perform
 from pgmesh.rendezvous.statuses import RankStatus, status_key
+from tests.support import board
 from tests.support.programs import send_signal
 from tests.support.torch_tables import pgmesh_store
 from tests.support.worlds import STARVED, check_sums, fresh_world, groups_of
@@ -169,13 +169,10 @@ def die_at(folder: Path, points: Sequence[tuple[int, str]]) -> tuple[Attempt, At
     first, victim, last = members = range(three * 3, three * 3 + 3)
     connect_and_beat(ProcessGroupMesh(3, ranks=members, name=f"beating {three}"))
     mesh = ProcessGroupMesh(3, ranks=members, name=f"actor {three}")
-    asked = iter(range(1, k))
 
-    def die(store: Any, step: Operation) -> Any:
-        if next(asked, None) is None:
-            set_flag(folder, f"dead {three} {k} {order}")
-            kill_self()
-        return perform(store, step)
+    def die() -> None:
+        set_flag(folder, f"dead {three} {k} {order}")
+        kill_self()
 
     if me == victim and order == "last":
         wait_until_waiting(first, last)
@@ -185,7 +182,7 @@ def die_at(folder: Path, points: Sequence[tuple[int, str]]) -> tuple[Attempt, At
             lambda: dead.exists() or ((status := last_status(victim)) and status.pending),
             "the victim waits, or is dead",
         )
-    with mock.patch.object(store_thread, "perform", die if me == victim else perform):
+    with board.faults(*([board.Fault(before=die, skip=k - 1)] if me == victim else [])):
         failed = attempt(lambda: mesh.connect(timeout=LONG_TIMEOUT))
     survivors = ProcessGroupMesh(2, ranks=[first, last], name=f"survivors {three}")
     return failed, attempt(lambda: connect_and_check(survivors) if me != victim else check_sums(groups_of(mesh)))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pgmesh.rendezvous.operations import Add, Append, CompareSet, Delete, Operation, Read
+from pgmesh.rendezvous.operations import Delete, Operation, Read, perform
 from pgmesh.rendezvous.protocol import ConnectAttempt, Participant
 from pgmesh.rendezvous.records import Decision, Fingerprint, pack
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, Statuses, status_key
+from tests.support.board import MemoryStore, key_of
 
 MADE = Decision("made")
 
@@ -47,20 +48,9 @@ class MemoryClient:
 
     def _perform(self, operation: Operation) -> Any:
         self.operations.append(operation)
-        if isinstance(operation, Read):
-            return self.values.get(operation.key)
-        if isinstance(operation, Delete):
-            return [self.values.pop(key, None) is not None for key in operation.keys]
-        assert isinstance(operation, (Append, Add, CompareSet)), "nothing else is written here"
-        self.written.add(operation.key)
-        if isinstance(operation, Append):
-            self.values[operation.key] = self.values.get(operation.key, b"") + operation.value.encode()
-            return None
-        if isinstance(operation, Add):
-            count = int(self.values.get(operation.key, b"0")) + 1
-            self.values[operation.key] = b"%d" % count
-            return count
-        return self.values.setdefault(operation.key, operation.value.encode())
+        if not isinstance(operation, (Read, Delete)):
+            self.written.add(key_of(operation))
+        return perform(MemoryStore(self.values), operation)
 
 
 def fingerprint(rank: int = 0, **fields: object) -> Fingerprint:

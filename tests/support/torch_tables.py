@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -16,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pgmesh.groups import building
 from pgmesh.groups.registry import current_registry
-from pgmesh.rendezvous import store_thread
-from pgmesh.rendezvous.operations import Operation, Read
+from pgmesh.rendezvous.operations import Board, Operation, Read, Result
 from pgmesh.rendezvous.statuses import status_key
 from pgmesh.rendezvous.store_thread import underlying
 from pgmesh.rendezvous.world_name import WORLD_KEY
+from tests.support.board import use_board
 
 c10d: Any = _c10d
 
@@ -93,31 +92,31 @@ for _operation in (
     setattr(RecordingStore, _operation, _recorded(_operation))
 
 
+class _Recorder(Board):
+    """Appends the names of torch's operations to ``done``, without those of the heartbeats."""
+
+    def __init__(self, done: list[str]) -> None:
+        self.done, self.requested = done, dict[int, Operation]()
+
+    def request(self, operations: Sequence[Operation], ask: Callable[[], Result]) -> Result:
+        self.requested |= {id(each): each for each in operations}
+        return ask()
+
+    def perform(self, store: dist.Store, operation: Operation) -> Any:
+        recorded = self.requested.get(id(operation)) is operation
+        return super().perform(RecordingStore(store, self.done) if recorded else store, operation)
+
+
 @contextmanager
 def record_operations() -> Iterator[list[str]]:
     """Record the operations of this process on the world's store, without those of its heartbeats."""
     done: list[str] = []
-    perform, publish = store_thread.perform, store_thread.StoreThread._publish_if_due
-    heartbeat = threading.local()
-
-    def record(store: dist.Store, operation: Operation) -> Any:
-        in_heartbeat = getattr(heartbeat, "running", False)
-        return perform(store if in_heartbeat else RecordingStore(store, done), operation)
-
-    def publish_unrecorded(self: store_thread.StoreThread) -> None:
-        heartbeat.running = True
-        try:
-            publish(self)
-        finally:
-            heartbeat.running = False
-
     current_registry().store_thread()  # the thread keeps the store that it starts with
     store = RecordingStore(c10d._get_default_store(), done)
     with (
         mock.patch.object(c10d, "_get_default_store", return_value=store),
         mock.patch.object(current_registry(), "store", store),
-        mock.patch.object(store_thread, "perform", record),
-        mock.patch.object(store_thread.StoreThread, "_publish_if_due", publish_unrecorded),
+        use_board(_Recorder(done)),
     ):
         yield done
 

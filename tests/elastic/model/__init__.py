@@ -1,9 +1,8 @@
 """A model checker for the agreement on lost ranks: every interleaving, crash, silence and timeout of small programs.
 
-Processes run small programs, each a sequence of calls of shrink and stand_by. They run the code of
-``pgmesh/elastic/agreement.py`` and the call in ``pgmesh/elastic/shrinking.py``, one store operation at a time, also
-inside a batch. The checker provides the store, the clock and the faults, as the one of ``tests/rendezvous/model`` does
-for the connect protocol: a state of a process is the shortest sequence of answers that leads to it.
+Processes run small programs, each a sequence of calls of shrink and stand_by, with the code of
+``pgmesh/elastic/agreement.py`` and the call in ``pgmesh/elastic/shrinking.py``. The method is that of
+``tests/support/model``.
 
 The laws:
 

@@ -1,231 +1,206 @@
-"""Mutants of the agreement: edits of its source, each with the law that it breaks."""
+"""Mutants of the agreement: subclasses, boards and statuses, each with the law that it breaks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
-from tests.elastic.model.code import Code, Edits
-from tests.elastic.model.processes import Program
-from tests.elastic.model.programs import (
-    DROP,
-    NEW_AND_AGAIN,
-    PAIR,
-    SECOND_DIES,
-    SPARE,
-    Programs,
-    members,
-    with_new,
-    with_spare,
-)
-from tests.elastic.model.space import (
-    ALL_ARRIVED,
-    CAUSE,
+from pgmesh.elastic.agreement import Agreement
+from pgmesh.elastic.records import Arrival, Outcome, Request
+from pgmesh.elastic.shrinking import ShrinkCall
+from pgmesh.layout import Layout
+from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.operations import Operation, Read
+from tests.elastic.model.processes import Code, Program
+from tests.elastic.model.programs import DROP, NEW_AND_AGAIN, PAIR, SECOND_DIES, SPARE, members, with_new, with_spare
+from tests.elastic.model.space import ALL_ARRIVED, CAUSE, NOT_IN, ONE_SUCCESSOR, TRUE_LOST
+from tests.support.model.boards import AllLost, Forgetful, MutantBoard, NoneLost, Overwriting, Stubborn
+from tests.support.model.space import (
     NEVER_CHANGES,
     NO_ERROR,
     NO_FAULTS,
     NO_WAIT,
-    NOT_IN,
     ONE_DECISION,
-    ONE_SUCCESSOR,
     RETRY,
-    TRUE_LOST,
     Faults,
-    Space,
+    Mutant,
 )
-from tests.rendezvous.model.space import Broken
 
 TWO, THREE, RETRIES = members(2), members(3), members(2, retries=True)
 CRASH, DEADLINE, INTERRUPT = Faults(crashes=1), Faults(deadlines=1), Faults(interrupts=1)
 STOPPED = Faults(silences=1, long_times=1)
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """A mutant, the law that it breaks, and the programs that reveal it.
-
-    Args:
-        edits: pairs of a text that occurs once in the sources, and its replacement.
-        more: the other arguments of the space.
-    """
-
-    name: str
-    law: str
-    programs: Programs
-    faults: Faults
-    edits: Edits
-    more: dict[str, Any] = field(default_factory=dict)
-
-    def broken(self) -> Broken | None:
-        """The law that the mutant breaks, if it is the expected one."""
-        broken = Space(self.programs, self.faults, Code(self.edits), **self.more).explore(300_000).broken
-        return next((each for each in broken if each.law == self.law), None)
+# -- judges: what a rank decides from what it reads -------------------------------------------------------------------
 
 
-PUBLISH = "(text,) = self.client.run(CompareSet(self.decision_key, outcome.pack()))"
-LOST = "lost = self.statuses.lost(ranks)\n        asks"
-LEFT = 'self._decide(Outcome(failed=f"rank {self.rank} stopped: {error_text(error)}", error="left"))'
+class WaitsForNone(Agreement):
+    def _inspect(self, request: Request, *, late: bool, warn: bool) -> Outcome | None:
+        return super()._inspect(request, late=late, warn=warn) or self._success(request, {}, {}, (), {})
+
+
+class OneListOfArrivals(Agreement):
+    arrivals_key = property(lambda self: f"{self.key}/shrink/arrivals")  # type: ignore[assignment]
+
+
+class QuietInterrupt(Agreement):
+    def _decide(self, outcome: Outcome) -> Outcome:
+        return outcome if "stopped" in outcome.failed else super()._decide(outcome)
+
+
+class OnAnotherClock(Agreement):
+    def _look(self) -> Outcome | None:
+        outcome = super()._look()
+        self.waiting.inspection = self.statuses.now() + timing.TIMING.inspection
+        return outcome
+
+
+class FailsFromOutside(Agreement):
+    def _look_for_members(self, *, late: bool) -> Outcome | None:
+        return self._failure("no rank called shrink", "missing") if late else super()._look_for_members(late=late)
+
+
+class OneForAll(Agreement):
+    def _look_for_members(self, *, late: bool) -> Outcome | None:
+        outcome = super()._look_for_members(late=late)
+        if outcome is None and self._lost([rank for rank in self.members if rank != self.rank]):
+            return self._failure("no other rank of it is left", "over")
+        return outcome
+
+
+class LooksForNone(Agreement):
+    def _look_for_members(self, *, late: bool) -> Outcome | None:
+        return None
+
+
+class EndsWithTheOthers(Agreement):
+    def goes_on_after(self, outcome: Outcome) -> bool:
+        return outcome.error != "over" and super().goes_on_after(outcome)
+
+
+class LeavesOutAttempts(Agreement):
+    def _attempt(self) -> Outcome:
+        self.number += bool(self.outcomes)
+        return super()._attempt()
+
+
+class TakesMeshOfAnother(Agreement):
+    def missed(self, outcome: Outcome) -> bool:
+        return self.came_late and super().missed(outcome)
+
+
+class ExpectsArrivals(Agreement):
+    def _inspect(self, request: Request, *, late: bool, warn: bool) -> Outcome | None:
+        (text,) = self.client.run(Read(self.arrivals_key))
+        text.splitlines()
+        return super()._inspect(request, late=late, warn=warn)
+
+
+class NewForEver(ShrinkCall):
+    def is_new(self) -> bool:
+        return self.client.thread.replaces_process
+
+
+class ComesBack(ShrinkCall):
+    def was_taken_for_lost(self, outcome: Outcome) -> bool:
+        return False
+
+
+class KeepsLost(ShrinkCall):
+    def successor(self, layout: Layout, outcome: Outcome) -> Layout:
+        return super().successor(layout, outcome if self.cache.rank else replace(outcome, lost={}))
+
+
+class OneCall(MutantBoard):
+    """All ranks seem to have called ``shrink`` with the same arguments."""
+
+    def perform(self, store: Any, operation: Operation) -> Any:
+        answer = super().perform(store, operation)
+        if not isinstance(operation, Read) or not operation.key.endswith("/arrivals") or not answer:
+            return answer
+        arrivals = [*filter(None, map(Arrival.unpack, answer.splitlines()))]
+        call = max((each.call for each in arrivals), key=len)
+        return "".join(f"{replace(each, call=call).pack()}\n" for each in arrivals).encode()
+
+
+DIFFERENT = (Program(0, (DROP,)), Program(1, (SPARE,)))
+UNSEEN = Faults(crashes=1, listeners=False)
+
+
+def in_pair(name: str, law: str, programs: tuple[Program, ...], faults: Faults, code: Code) -> Mutant:
+    """A mutant that a mesh of two ranks reveals, beside a spare or a new process."""
+    return Mutant(name, law, programs, faults, code, {"layout": PAIR})
+
 
 MUTANTS = [
-    Mutant(
-        "no rank is waited for",
-        ALL_ARRIVED,
-        TWO,
-        NO_FAULTS,
-        (("if not waiting and (len(ready)", "if (len(ready)"),),
-    ),
-    Mutant(
-        "the arrivals of earlier attempts count",
-        ALL_ARRIVED,
-        TWO,
-        INTERRUPT,
-        (('f"{self.key}/shrink/{self.number}/arrivals"', 'f"{self.key}/shrink/arrivals"'),),
-    ),
-    Mutant("a rank that is interrupted publishes nothing", ALL_ARRIVED, TWO, INTERRUPT, ((LEFT, "pass"),)),
-    Mutant(
-        "different arguments are not compared",
-        ALL_ARRIVED,
-        (Program(0, (DROP,)), Program(1, (SPARE,))),
-        NO_FAULTS,
-        (("if len({*calls.values()}) > 1:", "if False:"),),
-    ),
-    Mutant(
-        "a new process counts as the old one",
-        ALL_ARRIVED,
-        with_new(),
-        SECOND_DIES,
-        (('lost |= {rank: f"rank {rank} stands by, as a new process does" for rank in new}', "pass"),),
-        {"layout": PAIR},
-    ),
-    Mutant(
-        "a decision is overwritten",
-        NEVER_CHANGES,
-        TWO,
-        DEADLINE,
-        (
-            (
-                PUBLISH,
-                "text = outcome.pack().encode(); self.client.run(Raw('set', (self.decision_key, outcome.pack())))",
-            ),
-            ("import math\n", "import math\nfrom pgmesh.rendezvous.operations import Raw\n"),
-        ),
-    ),
+    Mutant("no rank is waited for", ALL_ARRIVED, TWO, NO_FAULTS, Code(WaitsForNone)),
+    Mutant("the arrivals of earlier attempts count", ALL_ARRIVED, TWO, INTERRUPT, Code(OneListOfArrivals)),
+    Mutant("a rank that is interrupted publishes nothing", ALL_ARRIVED, TWO, INTERRUPT, Code(QuietInterrupt)),
+    Mutant("different arguments are not compared", ALL_ARRIVED, DIFFERENT, NO_FAULTS, Code(board=OneCall)),
+    in_pair("a new process counts as the old one", ALL_ARRIVED, with_new(), SECOND_DIES, Code(board=OneCall)),
+    Mutant("a decision is overwritten", NEVER_CHANGES, TWO, DEADLINE, Code(board=Overwriting)),
     Mutant(
         "an existing decision is ignored by a rank that decides otherwise",
         ONE_DECISION,
         TWO,
         DEADLINE,
-        (
-            (
-                "return self._learn(text)\n\n    def _learn",
-                "return outcome\n\n    def _learn",
-            ),
-        ),
+        Code(board=Stubborn),
     ),
-    Mutant("decisions are not published", ONE_DECISION, TWO, NO_FAULTS, ((PUBLISH, "text = outcome.pack().encode()"),)),
-    Mutant(
-        "a rank that has not arrived is lost",
-        TRUE_LOST,
-        TWO,
-        NO_FAULTS,
-        ((LOST, f"{LOST[:7]}dict.fromkeys(ranks, '')\n        asks"),),
-    ),
-    Mutant(
+    Mutant("decisions are not published", ONE_DECISION, TWO, NO_FAULTS, Code(board=Forgetful)),
+    Mutant("a rank that has not arrived is lost", TRUE_LOST, TWO, NO_FAULTS, Code(statuses=AllLost)),
+    in_pair(
         "a new process that was put into a mesh counts as new there too",
         TRUE_LOST,
         NEW_AND_AGAIN,
         SECOND_DIES,
-        (("if cache.identity.rejoined:", "if client.thread.replaces_process:"),),
-        {"layout": PAIR},
+        Code(call=NewForEver),
     ),
-    Mutant("listeners are not asked", NO_WAIT, THREE, CRASH, (("and self.has_ended(status)", "and False"),)),
-    Mutant(
-        "silence is no loss", NO_WAIT, TWO, Faults(crashes=1, listeners=False), ((LOST, "lost = {}\n        asks"),)
-    ),
-    Mutant(
-        "the next inspection is on the clock of the statuses",
-        NO_WAIT,
-        TWO,
-        CRASH,
-        (
-            (
-                "inspection = now + timing.TIMING.inspection * (1 + self._turn)",
-                "inspection = self.statuses.now() + timing.TIMING.inspection",
-            ),
-        ),
-    ),
-    Mutant(
+    Mutant("listeners are not asked", NO_WAIT, THREE, CRASH, Code(asks=False)),
+    Mutant("silence is no loss", NO_WAIT, TWO, UNSEEN, Code(statuses=NoneLost)),
+    Mutant("the next inspection is on the clock of the statuses", NO_WAIT, TWO, CRASH, Code(OnAnotherClock)),
+    in_pair(
         "the deadline of a rank that stands by fails the attempt of the members",
         CAUSE,
         with_spare(),
         DEADLINE,
-        (('f"no rank called shrink in {self.deadline:g} s", "left"', 'f"no rank called shrink", "missing"'),),
-        {"layout": PAIR},
+        Code(FailsFromOutside),
     ),
-    Mutant(
-        "a rank that stands by takes one lost member for all of them",
-        CAUSE,
-        with_spare(),
-        CRASH,
-        (("if len(lost) < first + len(ranks):", "if not lost:"),),
-        {"layout": PAIR},
-    ),
-    Mutant(
+    in_pair("a rank that stands by takes one lost member for all of them", CAUSE, with_spare(), CRASH, Code(OneForAll)),
+    in_pair(
         "a rank that stands by does not look for members",
         NO_WAIT,
         with_spare(),
         Faults(crashes=2),
-        (("outcome = self._look_for_members(late=late)", "outcome = None"),),
-        {"layout": PAIR},
+        Code(LooksForNone),
     ),
-    Mutant(
+    in_pair(
         "members end their call if a rank that stands by has found none of them",
         CAUSE,
         with_spare(),
         Faults(crashes=1, silences=1, long_times=1),
-        (('else ("left", "over")', 'else ("left",)'),),
-        {"layout": PAIR},
+        Code(EndsWithTheOthers),
     ),
     Mutant(
         "the others leave out an attempt after one that a rank has left",
         RETRY,
         RETRIES,
         INTERRUPT,
-        (("return outcome\n            self.number += 1", "return outcome\n            self.number += 2"),),
+        Code(LeavesOutAttempts),
     ),
-    Mutant(
+    in_pair(
         "a new process takes the mesh whose decision counted the old one",
         NOT_IN,
         with_new(),
         SECOND_DIES,
-        (("and (self.came_late or rank_is_in)", "and self.came_late"),),
-        {"layout": PAIR},
+        Code(TakesMeshOfAnother),
     ),
-    Mutant(
+    in_pair(
         "a rank that was taken for lost takes the mesh of its new process",
         NOT_IN,
         with_new(),
         STOPPED,
-        (("if request is not None and cache.rank in outcome.lost:", "if False:"),),
-        {"layout": PAIR},
+        Code(call=ComesBack),
     ),
-    Mutant(
-        "one rank keeps the lost ranks",
-        ONE_SUCCESSOR,
-        THREE,
-        CRASH,
-        (
-            (
-                "layout = successor(before, outcome.lost,",
-                "layout = successor(before, outcome.lost if cache.rank else {},",
-            ),
-        ),
-    ),
-    Mutant(
-        "the arrivals are expected to be there",
-        NO_ERROR,
-        TWO,
-        NO_FAULTS,
-        (('in (text or b"").splitlines()', "in text.splitlines()"),),
-    ),
+    Mutant("one rank keeps the lost ranks", ONE_SUCCESSOR, THREE, CRASH, Code(call=KeepsLost)),
+    Mutant("the arrivals are expected to be there", NO_ERROR, TWO, NO_FAULTS, Code(ExpectsArrivals)),
 ]

@@ -1,23 +1,22 @@
-"""One process of the model: its program run on given answers, and all its states that were reached."""
+"""One process of the model: its calls of shrink and stand_by, and what the laws are about in its states."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Union
 
+from pgmesh.elastic.agreement import Agreement
 from pgmesh.elastic.records import Outcome, Request
+from pgmesh.elastic.shrinking import ShrinkCall
 from pgmesh.errors import MembershipError, MismatchError, MissingRanksError
 from pgmesh.groups.identity import MeshIdentity
 from pgmesh.layout import Layout
-from pgmesh.rendezvous.operations import Operation, Read
+from pgmesh.rendezvous.operations import Board, Operation, Read
 from pgmesh.rendezvous.statuses import Statuses
-from tests.elastic.model.code import Code
-from tests.rendezvous.model.ranks import AFTER, BEFORE, DEADLINE, LONG, MOST_CALLS, Stopped
-from tests.rendezvous.model.stores import Sleep
+from pgmesh.rendezvous.store_thread import process_key
+from tests.support.model.processes import DEADLINE, LONG, MOST_CALLS, Call, Node, as_it_is
 
 SINCE_BOOT = 1e12
 """Seconds on the clock of the statuses when a call begins, whose own clock is at 0."""
@@ -25,12 +24,15 @@ SINCE_BOOT = 1e12
 PAUSE = 10.0
 """Length of a pause, in seconds: after each, a process inspects."""
 
-Call = Union[Request, None]
+Arguments = Union[Request, None]
 """The arguments of ``shrink``; None for ``stand_by``."""
 
 
 class Start(NamedTuple):
     """The begin of a process that replaces another one."""
+
+    def __str__(self) -> str:
+        return "starts"
 
 
 class Ended(NamedTuple):
@@ -38,8 +40,25 @@ class Ended(NamedTuple):
 
     process: int
 
+    def __str__(self) -> str:
+        return f"asks whether process {self.process} has ended"
 
-Step = Union[Operation, Start, Ended, Sleep]
+
+@dataclass(frozen=True)
+class Code:
+    """The code under the checker. A mutant replaces a part.
+
+    Args:
+        agreement, call, statuses: the classes of the package.
+        board: wraps the board of each call.
+        asks: the listeners of other processes are asked whether these have ended.
+    """
+
+    agreement: type[Agreement] = Agreement
+    call: type[ShrinkCall] = ShrinkCall
+    statuses: type[Statuses] = Statuses
+    board: Callable[[Board], Board] = as_it_is
+    asks: bool = True
 
 
 @dataclass(frozen=True)
@@ -56,7 +75,7 @@ class Program:
     """
 
     rank: int
-    calls: tuple[Call, ...]
+    calls: tuple[Arguments, ...]
     retries: bool = False
     comes_back: bool = False
     replaces: int | None = None
@@ -91,7 +110,7 @@ class Memory:
         left: the decision keys of attempts at which its call ended with an error.
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple[Arguments, ...]
     layout: Layout
     generation: int = 0
     count: int = 0
@@ -100,78 +119,64 @@ class Memory:
     left: frozenset[str] = frozenset()
 
 
-class Life:
-    """One call of shrink or stand_by, run on given answers. It is the ``Client`` of that call.
+class Shrink(Call):
+    """One call of shrink or stand_by."""
 
-    Afterwards, ``step`` is the first step without an answer, or ``after`` is the memory after the call.
-    """
-
-    def __init__(self, code: Code, process: int, program: Program, memory: Memory, answers: Sequence[Any]) -> None:
-        self.code, self.process, self.program, self.memory, self.answers = code, process, program, memory, answers
-        self.step: Step | None = None
-        self.state: object = None  # at a pause, everything on which further steps depend
-        self.after: Memory | None = None
-        self.time = self.clock = 0.0  # a deadline comes without a silence of the others
+    def __init__(self, code: Code, process: int, program: Program, memory: Memory, answers: tuple[Any, ...]) -> None:
+        self.code, self.process, self.program = code, process, program
+        self.time = 0.0  # a deadline comes without a silence of the others
         self.looked = b""  # the arrivals when they were last read
-        self.interrupted = False  # at some step of this call
-        self.outcomes = set(memory.outcomes)
-        self.agreement: Any = None  # the last one of this call
+        self.agreements: list[Agreement] = []
         self.thread = SimpleNamespace(
             replaces_process=program.replaces is not None,
-            has_ended=lambda status: self._answer(Ended(status.endpoint[1])),
+            has_ended=lambda status: code.asks and self.ask(Ended(status.endpoint[1])),
         )
-        self._position = 0
-        with contextlib.suppress(Stopped):
-            self.after = self._finish()
+        super().__init__(memory, answers, code.board)
 
-    def _finish(self) -> Memory:
+    def _new_agreement(self, **arguments: Any) -> Agreement:
+        self.agreements.append(self.code.agreement(**arguments))
+        return self.agreements[-1]
+
+    def known(self) -> frozenset[tuple[str, str]]:
+        """By key, the decisions that this process has acted on."""
+        learnt = [item for each in self.agreements for item in each.outcomes.items()]
+        return frozenset(self.memory.outcomes.union((key, plain(outcome)) for key, outcome in learnt))
+
+    def finish(self) -> Memory:
         memory = replace(self.memory, count=self.memory.count + 1)
         call, *others = memory.calls
         if self.program.replaces is not None and not self.memory.count:
-            self._answer(Start())
+            self.ask(Start())
+        shrinking = self.code.call(
+            self._cache(),
+            call,
+            self,  # type: ignore[arg-type]
+            DEADLINE,
+            process=f"process {self.process}",
+            warn=lambda text: None,
+            agreement=self._new_agreement,
+        )
         try:
-            mesh = self._call(call)
+            mesh = shrinking.run()
         except (KeyboardInterrupt, MissingRanksError, MismatchError) as error:
             if isinstance(error, KeyboardInterrupt) and not self.interrupted:
                 raise AssertionError("nobody pressed Ctrl-C") from error
             again = memory.calls if self.program.retries and memory.count < MOST_CALLS else ()
-            left = memory.left | ({self.agreement.decision_key} if self.agreement else set())
-            return replace(memory, calls=again, left=left, outcomes=frozenset(self.outcomes))
+            left = memory.left.union(each.decision_key for each in self.agreements[-1:])
+            return replace(memory, calls=again, left=left, outcomes=self.known())
         except MembershipError:
             again = (None, *others) if self.program.comes_back else ()
-            return replace(memory, calls=again, outcomes=frozenset(self.outcomes))
+            return replace(memory, calls=again, outcomes=self.known())
         ranks = mesh.layout.ranks()
-        result = Result(self.agreement.decision_key, self.agreement.key, ranks)
-        calls = tuple(others) if self.program.rank in ranks else (None,) * len(others)
+        result = Result(self.agreements[-1].decision_key, self.agreements[-1].key, ranks)
         return replace(
             memory,
-            calls=calls,
+            calls=tuple(others) if self.program.rank in ranks else (None,) * len(others),
             layout=mesh.layout,
             generation=mesh.identity.generation,
-            outcomes=frozenset(self.outcomes),
+            outcomes=self.known(),
             results=(*memory.results, result),
         )
-
-    def _call(self, request: Call) -> Any:
-        """The call, in the steps of ``shrinking.py`` after the mesh was aborted."""
-        life, shrinking = self, self.code.shrinking
-
-        class Watched(self.code.agreement.Agreement):  # type: ignore[misc, name-defined]
-            def __init__(self, *arguments: Any, **more: Any) -> None:
-                super().__init__(*arguments, **more)
-                life.agreement = self
-
-            def _attempt(self) -> Any:
-                outcome = super()._attempt()
-                life.outcomes.add((self.decision_key, plain(outcome)))
-                return outcome
-
-        shrinking.Agreement = Watched
-        shrinking.process_id = lambda: f"process {self.process}"
-        shrinking.GroupCache = lambda name, layout, identity: SimpleNamespace(
-            layout=layout, identity=identity, configure_all=lambda options: None
-        )
-        return shrinking._agree_and_replace(self._cache(), request, self, DEADLINE)
 
     def _cache(self) -> Any:
         """The mesh of this call."""
@@ -186,44 +191,36 @@ class Life:
             layout=layout,
             registry=None,
             rank=self.program.rank,
-            name="m",
             label="mesh 'm'",
-            statuses=Statuses(LONG, lambda: self.time + SINCE_BOOT),
+            statuses=self.code.statuses(LONG, lambda: self.time + SINCE_BOOT),
             shrink_attempts={},
             aborts_when_lost=False,
-            shrunk=None if generation == 0 else "by an earlier call",
             configured_options=list,
             forget_store=nothing,
             end_aborted=nothing,
+            replacement=lambda layout, identity: SimpleNamespace(
+                layout=layout, identity=identity, configure_all=nothing
+            ),
+        )
+
+    def explicit_state(self) -> object:
+        """What the last agreement offers."""
+        agreement = self.agreements[-1]
+        heard = agreement.statuses.heard
+        return (
+            self.memory,
+            self.known(),
+            repr([getattr(agreement, name) for name in ("key", "members", "request", "number", "came_late")]),
+            tuple(sorted((rank, beat, (at - SINCE_BOOT) // LONG) for rank, (beat, at) in heard.items())),
         )
 
     # -- the client -----------------------------------------------------------------------------------------------
 
     def run(self, *operations: Operation) -> list[Any]:
-        return [self._answer(operation) for operation in operations]
+        newest = Read(process_key(self.program.rank))  # which the model has not
+        return [None if operation == newest else self.ask(operation) for operation in operations]
 
-    def now(self) -> float:
-        return self.clock
-
-    def timeout(self) -> float:
-        return 1.0
-
-    def sleep(self, seconds: float) -> None:
-        choice, beats = self._answer(Sleep(), sys._getframe(1).f_locals)
-        self.time = beats * LONG + self.time % LONG + PAUSE
-        self.clock = DEADLINE if choice == "deadline" else self.time
-
-    def _answer(self, step: Step, locals_: dict[str, Any] | None = None) -> Any:
-        if self._position == len(self.answers):
-            if self.step is None:
-                self.step = step
-                self.state = None if locals_ is None else self._state(locals_)
-            raise Stopped  # at every later step too, because agree() tries to publish each error
-        answer = self.answers[self._position]
-        self._position += 1
-        if answer in (BEFORE, AFTER):
-            self.interrupted = True
-            raise KeyboardInterrupt
+    def received(self, step: Any, answer: Any) -> Any:
         if isinstance(step, Read) and step.key.endswith("/arrivals"):
             self.looked = answer or b""
         if isinstance(step, Read) and "/status/" in step.key:
@@ -231,19 +228,12 @@ class Life:
             self.time = max(self.time, beats * LONG + self.time % LONG)
         return answer
 
-    def _state(self, locals_: dict[str, Any]) -> object:
-        """Everything on which the steps after a pause depend. A new local or field is a part of it by default."""
-        constants = {"self", "now", "inspection", "warning", "pause", "__class__"}
-        names = {"key", "members", "request", "number", "came_late"}
-        fields = {name: value for name, value in vars(self.agreement).items() if name in names}
-        heard = self.agreement.statuses.heard
-        return (
-            self.memory,
-            frozenset(self.outcomes),
-            repr([(name, value) for name, value in locals_.items() if name not in constants]),
-            repr(fields),
-            tuple(sorted((rank, beat, (at - SINCE_BOOT) // LONG) for rank, (beat, at) in heard.items())),
-        )
+    def timeout(self) -> float:
+        return 1.0
+
+    def wake(self, choice: str) -> None:
+        self.time = self.beats * LONG + self.time % LONG + PAUSE
+        self.clock = DEADLINE if choice == "deadline" else self.time
 
 
 def plain(outcome: Any) -> str:
@@ -254,84 +244,28 @@ def plain(outcome: Any) -> str:
     return Outcome("", outcome.error, lost, dict(outcome.replaced), outcome.axis, tuple(outcome.processes)).pack()
 
 
-class Node:
-    """One state of one process. It is done if ``step`` is None."""
+class Standing(Node):
+    """One state of one process.
 
-    __slots__ = (
-        "after",
-        "answers",
-        "dead",
-        "interrupted",
-        "late",
-        "layout",
-        "left",
-        "looked",
-        "memory",
-        "mesh",
-        "number",
-        "outcomes",
-        "process",
-        "rank",
-        "request",
-        "results",
-        "step",
-    )
+    Its ``mesh``, ``number``, ``layout`` and ``request`` are those of its last agreement.
+    """
 
-    def __init__(self, process: int, rank: int, memory: Memory, life: Life | None, answers: tuple[Any, ...]) -> None:
-        self.process, self.rank, self.memory, self.answers = process, rank, memory, answers
-        self.step = life.step if life else None
-        agreement = life.agreement if life else None
+    kept = ("outcomes", "results")
+
+    def __init__(self, rank: int, memory: Memory, call: Shrink | None, answers: tuple[Any, ...] = ()) -> None:
+        super().__init__(memory, call, answers)
+        self.rank = rank
+        agreement = call.agreements[-1] if call and call.agreements else None
         self.mesh = agreement.key if agreement else ""
         self.number = agreement.number if agreement else 0
         self.layout = agreement.members if agreement else ()
         self.request = agreement.request if agreement else None
-        self.outcomes = frozenset(life.outcomes) if life else memory.outcomes
-        self.looked = life.looked if life else b""
-        self.late = life is not None and life.clock == DEADLINE
-        self.interrupted = life is not None and life.interrupted
+        self.outcomes = call.known() if call else memory.outcomes
+        self.looked = call.looked if call else b""
+        self.interrupted = call.interrupted if call else False
         self.results, self.left = memory.results, memory.left
-        self.after: dict[Any, Node] = {}
-        self.dead = False
 
     @property
     def attempt(self) -> str:
         """Prefix of the store keys of its attempt."""
         return f"{self.mesh}/shrink/{self.number}"
-
-
-class Process:
-    """All states of one process that were reached so far."""
-
-    def __init__(self, code: Code, process: int, program: Program, layout: Layout) -> None:
-        self.code, self.process, self.program = code, process, program
-        self._known: dict[object, Node] = {}
-        self.start = self._run(Memory(program.calls, program.layout or layout, program.generation), (), "start")
-
-    def _run(self, memory: Memory, answers: tuple[Any, ...], key: object) -> Node:
-        life = None
-        while memory.calls:
-            life = Life(self.code, self.process, self.program, memory, answers)
-            if life.after is None:
-                break
-            memory, answers, life = life.after, (), None
-        if life is None:
-            key = replace(memory, count=0)
-        elif life.state is not None:
-            key = life.state
-        if key not in self._known:
-            self._known[key] = Node(self.process, self.program.rank, memory, life, answers)
-        return self._known[key]
-
-    def next(self, node: Node, answer: Any) -> Node:
-        """The state after an answer."""
-        if answer not in node.after:
-            node.after[answer] = self._run(node.memory, (*node.answers, answer), (id(node), answer))
-        return node.after[answer]
-
-    def die(self, node: Node) -> Node:
-        """The state after the death of the process."""
-        key = ("dead", node.outcomes, node.results)
-        if key not in self._known:
-            self._known[key] = dead = Node(self.process, self.program.rank, node.memory, None, ())
-            dead.outcomes, dead.dead = node.outcomes, True
-        return self._known[key]

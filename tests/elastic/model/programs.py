@@ -8,7 +8,7 @@ from typing import Any
 from pgmesh.elastic.records import Outcome, Request
 from pgmesh.layout import Layout
 from tests.elastic.model.processes import Program
-from tests.elastic.model.space import Faults
+from tests.support.model.space import Faults
 
 Programs = tuple[Program, ...]
 

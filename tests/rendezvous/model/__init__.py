@@ -1,12 +1,7 @@
 """A model checker for the connect protocol: every interleaving, crash and timeout of small programs.
 
-Ranks run small programs, each a sequence of calls of connect. They run the code of ``pgmesh/rendezvous/protocol.py``,
-one store operation at a time, also inside a batch. The checker provides the store, the clock and the faults.
-
-A call of ``connect`` cannot be copied while it waits. So a state of a rank is the shortest sequence of answers that
-leads to it, and the call is run again with these answers when a branch needs it. Two states are equal if they behave
-the same. At a pause, the behaviour depends on the fields of the participant and its attempts; between two pauses, also
-on the answers since. So polling without news leads back to the same state, and a space is finite.
+Ranks run small programs, each a sequence of calls of connect, with the code of ``pgmesh/rendezvous/protocol.py``. The
+method is that of ``tests/support/model``.
 
 The laws:
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
+import functools
 import random
 import sys
-import time
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from tests.rendezvous.model.mutants import MUTANTS
 from tests.rendezvous.model.programs import Program, at_once, orders_of_two_groups, random_programs
-from tests.rendezvous.model.space import NO_FAULTS, Faults, Seen, Space
+from tests.rendezvous.model.space import ConnectSpace
+from tests.support.model import command
+from tests.support.model.space import NO_FAULTS, Faults
 
 
 def random_faults(chance: random.Random) -> tuple[tuple[Program, ...], Faults]:
@@ -34,43 +34,29 @@ def random_faults(chance: random.Random) -> tuple[tuple[Program, ...], Faults]:
     return random_programs(chance, ranks), faults
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.rendezvous.model", description="Try the protocol behind connect()."
-    )
-    parser.add_argument("--minutes", type=float, default=5.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--most", type=int, default=1_500_000, help="states of one space, about 0.5 GB for a million")
-    given = parser.parse_args(arguments)
-    print(f"seed {given.seed}, {given.minutes:g} minutes", flush=True)
-    end = time.perf_counter() + 60 * given.minutes
-    chance = random.Random(given.seed)
-    totals: defaultdict[str, Seen] = defaultdict(Seen)
-
-    def add(kind: str, programs: Sequence[Program], faults: Faults, seen: Seen) -> None:
-        totals[kind].add(seen)
-        for broken in seen.broken:
-            print(f"\n{kind}: {programs}, {faults}\n{broken}\n", flush=True)
-
-    caught = sum(mutant.broken() is not None for mutant in MUTANTS)
+def trials(chance: random.Random, most: int) -> Iterator[command.Trial]:
+    """Every order of two groups, and random programs in between."""
     orders = orders_of_two_groups()
     chance.shuffle(orders)
-    while time.perf_counter() < end:
+    deadline = Faults(deadlines=1)
+
+    def explored(programs: Sequence[Program], faults: Faults, most: int) -> tuple[str, command.Exploration]:
+        return f"{programs}, {faults}", lambda: ConnectSpace(programs, faults).explore(most)
+
+    while True:
         if orders:
-            programs, faults = orders.pop(), Faults(deadlines=1)
-            add("three ranks, two calls each", programs, faults, Space(programs, faults).explore(given.most))
-        programs, faults = random_faults(chance)
-        add("two or three ranks, and faults", programs, faults, Space(programs, faults).explore(given.most // 10))
+            yield "three ranks, two calls each", *explored(orders.pop(), deadline, most)
+        yield "two or three ranks, and faults", *explored(*random_faults(chance), most // 10)
         for ranks in (4, 5):
             for faults in (NO_FAULTS, Faults(crashes=1, deadlines=1, long_times=1, warns=True)):
                 programs = random_programs(chance, ranks)
-                add(f"{ranks} ranks, random walks", programs, faults, Space(programs, faults).walk(30, chance))
-    for kind, seen in totals.items():
-        print(f"{kind}: {seen}")
-    laws = Counter(broken.law for seen in totals.values() for broken in seen.broken)
-    print(f"mutants caught: {caught} of {len(MUTANTS)}; three-rank programs not reached: {len(orders)}")
-    print(f"laws broken: {', '.join(f'{law} ({times})' for law, times in laws.items()) or 'none'}")
-    return int(bool(laws) or caught < len(MUTANTS))
+                walk = functools.partial(ConnectSpace(programs, faults).walk, 30, chance)
+                yield f"{ranks} ranks, random walks", f"{programs}, {faults}", walk
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    what = "Try the protocol behind connect()."
+    return command.run("tests.rendezvous.model", what, ConnectSpace, MUTANTS, trials, 1_500_000, arguments)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pgmesh.errors import MismatchError, PgmeshError
-from pgmesh.rendezvous.operations import Add, Append, CompareSet, Operation, Read
+from pgmesh.rendezvous.operations import Operation, Read, perform
 from pgmesh.rendezvous.protocol import ConnectAttempt, Participant, check_mesh, register_mesh
 from pgmesh.rendezvous.records import Fingerprint
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, Statuses, status_key
+from tests.support.board import MemoryStore
 
 ANSWER = 0.0005
 """Seconds that a store operation takes."""
@@ -143,6 +144,7 @@ class Clock:
         self.values = {
             status_key(each.rank): RankStatus(each.rank).pack().encode() for each in callers if not each.silent
         }
+        self._store = MemoryStore(self.values)
         self.error: BaseException | None = None
         self._due: list[tuple[float, int, Caller]] = []
         self._numbers = itertools.count()
@@ -174,17 +176,7 @@ class Clock:
 
     def perform(self, operation: Operation) -> Any:
         """Perform one store operation."""
-        if isinstance(operation, Append):
-            self.values[operation.key] = self.values.get(operation.key, b"") + operation.value.encode()
-            return None
-        if isinstance(operation, Add):
-            count = int(self.values.get(operation.key, b"0")) + 1
-            self.values[operation.key] = b"%d" % count
-            return count
-        if isinstance(operation, CompareSet):
-            return self.values.setdefault(operation.key, operation.value.encode())
-        assert isinstance(operation, Read)
-        return self._read(operation.key)
+        return self._read(operation.key) if isinstance(operation, Read) else perform(self._store, operation)
 
     def _read(self, key: str) -> bytes | None:
         text = self.values.get(key)

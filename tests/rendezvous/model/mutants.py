@@ -1,31 +1,29 @@
-"""Mutants of the protocol: edits of its source, each with the law that it breaks."""
+"""Mutants of the protocol: subclasses and boards, each with the law that it breaks."""
 
 from __future__ import annotations
 
-import inspect
-import types
-from typing import NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
-from pgmesh.rendezvous import protocol as real
-from tests.rendezvous.model.programs import PAIRS_AND_TRIPLE, Program, at_once, one_after_another
+from pgmesh.rendezvous.operations import Append, Board, CompareSet, Operation, Read
+from pgmesh.rendezvous.protocol import ConnectAttempt, Participant
+from pgmesh.rendezvous.records import Decision
+from pgmesh.rendezvous.statuses import Circle
+from tests.rendezvous.model.programs import PAIRS_AND_TRIPLE, at_once, one_after_another
+from tests.rendezvous.model.ranks import Code, SetPending
 from tests.rendezvous.model.space import (
     ALL_ARRIVED,
     CIRCLE_STATED,
     EQUAL,
     LOSS_FOUND,
     MISMATCH_FOUND,
-    NEVER_CHANGES,
     NO_FAILURE,
-    NO_FAULTS,
-    NO_WAIT,
-    ONE_DECISION,
-    RETRY,
     TRUE_CIRCLE,
     TRUE_MISSING,
-    Broken,
-    Faults,
-    Space,
 )
+from tests.support.model.boards import AllLost, Forgetful, MutantBoard, NoneLost, Overwriting, Stubborn
+from tests.support.model.space import NEVER_CHANGES, NO_FAULTS, NO_WAIT, ONE_DECISION, RETRY, Faults, Mutant
 
 AB, AC, BC, ABC = PAIRS_AND_TRIPLE
 PAIR = (at_once(AB), at_once(AB))
@@ -35,40 +33,140 @@ KNOT = (one_after_another(AB, AC), one_after_another(BC, AB), one_after_another(
 DEADLINE, CRASH = Faults(deadlines=1), Faults(crashes=1)
 
 
-class Mutant(NamedTuple):
-    """A mutant, the law that it breaks, and the programs that reveal it.
-
-    Args:
-        edits: pairs of a text that occurs once in the source of the protocol, and its replacement.
-    """
-
-    name: str
-    law: str
-    programs: tuple[Program, ...]
-    faults: Faults
-    edits: tuple[tuple[str, str], ...]
-
-    def protocol(self) -> types.ModuleType:
-        source = inspect.getsource(real)
-        for old, new in self.edits:
-            if source.count(old) != 1:
-                raise ValueError(f"{self.name}: the protocol contains {old!r} {source.count(old)} times. Change it.")
-            source = source.replace(old, new)
-        module = types.ModuleType(real.__name__)  # dataclasses look up this name
-        exec(compile(source, f"<{self.name}>", "exec"), module.__dict__)
-        return module
-
-    def broken(self) -> Broken | None:
-        """The law that the mutant breaks, if it is the expected one."""
-        broken = Space(self.programs, self.faults, self.protocol()).explore(1_000_000).broken
-        return next((each for each in broken if each.law == self.law), None)
+# -- judges: what a participant decides from what it reads ------------------------------------------------------------
 
 
-PUBLISH = "(text,) = self.client.run(CompareSet(attempt.decision_key, decision.pack()))"
-TAKE = "self._take(attempt, Decision.unpack(attempt.decision_key, text))\n\n    def _take"
-LATE_DECISION = (
-    'self._decide(attempt, Decision("missing", self._describe_missing(attempt, f" in {self.deadline:g} s")))'
-)
+class MadeByTheFirst(Participant):
+    def _decision_from_arrivals(self, attempt: ConnectAttempt, text: bytes) -> Decision | None:
+        return super()._decision_from_arrivals(attempt, text) or Decision("made")
+
+
+class Uncompared(Participant):
+    def _decision_from_arrivals(self, attempt: ConnectAttempt, text: bytes) -> Decision | None:
+        decision = super()._decision_from_arrivals(attempt, text)
+        if decision is None or decision.kind != "mismatch":
+            return decision
+        return None if attempt.missing else Decision("made")
+
+
+class QuietAtDeadline(Participant):
+    def _give_up(self) -> None:
+        self._read_arrivals(self._undecided())
+        for attempt in self._undecided():
+            attempt.decision = Decision("missing")
+
+
+class Uncancelled(Participant):
+    def cancel(self, error: BaseException) -> None:
+        pass
+
+
+class Blind(Participant):
+    """It reads no arrivals while it is blind."""
+
+    blind = False
+
+    def _read_arrivals(self, attempts: Iterable[ConnectAttempt]) -> None:
+        if not self.blind:
+            super()._read_arrivals(attempts)
+
+
+class BlindAfterStatuses(Blind):
+    def _look(self) -> None:
+        self.blind = False
+        super()._look()
+
+    def _read_statuses(self, others: Iterable[int] = ()) -> None:
+        super()._read_statuses(others)
+        self.blind = True
+
+
+class BlindAtDeadline(Blind):
+    def _give_up(self) -> None:
+        self.blind = True
+        super()._give_up()
+
+
+class BelievesCircles(Participant):
+    def _is_closed(self, circle: Circle) -> bool:
+        return True
+
+
+class ChecksDecisionsOfCircles(Participant):
+    def _is_closed(self, circle: Circle) -> bool:
+        return not any(self.client.run(*(Read(f"{wait.name}/decision") for _, wait in circle)))
+
+
+@dataclass
+class TakesDecided(Participant):
+    skip_decided: bool = False
+
+
+class NumberZero(ConnectAttempt):
+    name = property(lambda attempt: f"{attempt.key}/0")  # type: ignore[assignment]
+
+
+class LeavesOutAttempts(ConnectAttempt):
+    def __setattr__(self, name: str, value: Any) -> None:
+        skips = name == "number" and vars(self).get("number") == value - 1
+        super().__setattr__(name, value + 1 if skips else value)
+
+
+# -- boards: what is written and read ---------------------------------------------------------------------------------
+
+
+class OneListOfArrivals(MutantBoard):
+    def perform(self, store: Any, operation: Operation) -> Any:
+        if isinstance(operation, (Append, Read)) and operation.key.endswith("/arrivals"):
+            operation = operation._replace(key=f"{operation.key.split('/')[0]}/arrivals")
+        return super().perform(store, operation)
+
+
+class RetriesMismatch(MutantBoard):
+    """A rank that arrives late takes a mismatch for another failure."""
+
+    def perform(self, store: Any, operation: Operation) -> Any:
+        answer = super().perform(store, operation)
+        arrives = isinstance(operation, Read) and self.performed.count(operation) == 1
+        return answer.replace(b"mismatch", b"missing") if arrives and isinstance(answer, bytes) else answer
+
+
+class NoCounts(MutantBoard):
+    def perform(self, store: Any, operation: Operation) -> Any:
+        answer = super().perform(store, operation)
+        return b"" if isinstance(operation, Read) and operation.key.endswith("/count") else answer
+
+
+class FirstCounts(MutantBoard):
+    def __init__(self, board: Board) -> None:
+        super().__init__(board)
+        self._first: dict[str, Any] = {}
+
+    def perform(self, store: Any, operation: Operation) -> Any:
+        answer = super().perform(store, operation)
+        counts = isinstance(operation, Read) and operation.key.endswith("/count")
+        return self._first.setdefault(operation.key, answer) if counts else answer
+
+
+class OneDecisionOfCircle(MutantBoard):
+    stated = False
+
+    def perform(self, store: Any, operation: Operation) -> Any:
+        circle = isinstance(operation, CompareSet) and '"kind": "circle"' in operation.value
+        if circle and self.stated:
+            return None
+        self.stated |= circle
+        return super().perform(store, operation)
+
+
+class NoStatuses(MutantBoard):
+    def perform(self, store: Any, operation: Any) -> Any:
+        return None if isinstance(operation, SetPending) else super().perform(store, operation)
+
+
+TRIPLE_DIFFERS = (at_once(ABC), at_once(ABC, variant=1), at_once(ABC))
+CROSSED = (one_after_another(AB, AC), one_after_another(AB, BC), one_after_another(BC, AC))
+NESTED = (at_once(ABC), at_once(AB, ABC), at_once(BC, ABC))
 
 MUTANTS = [
     Mutant(
@@ -76,180 +174,52 @@ MUTANTS = [
         ALL_ARRIVED,
         PAIR,
         NO_FAULTS,
-        (
-            (
-                "        if attempt.missing:\n            return None",
-                "        if attempt.missing:\n            return Decision('made')",
-            ),
-        ),
+        Code(MadeByTheFirst),
     ),
-    Mutant(
-        "the arrivals of earlier attempts count",
-        ALL_ARRIVED,
-        RETRIES,
-        DEADLINE,
-        (
-            ('Append(f"{name}/arrivals"', 'Append(f"{attempt.key}/arrivals"'),
-            ('(Read(f"{attempt.name}/arrivals") for', '(Read(f"{attempt.key}/arrivals") for'),
-        ),
-    ),
-    Mutant(
-        "fingerprints are not compared",
-        EQUAL,
-        DIFFERENT,
-        NO_FAULTS,
-        (('        if mismatch is not None:\n            return Decision("mismatch", mismatch)\n', ""),),
-    ),
-    Mutant(
-        "a mismatch is tried again",
-        MISMATCH_FOUND,
-        (at_once(ABC), at_once(ABC, variant=1), at_once(ABC)),
-        NO_FAULTS,
-        (("decision.is_permanent or not self.skip_decided", "not self.skip_decided"),),
-    ),
-    Mutant(
-        "a decision is overwritten",
-        NEVER_CHANGES,
-        RETRIES,
-        DEADLINE,
-        (
-            (
-                PUBLISH,
-                "text = decision.pack().encode(); self.client.run(Raw('set', (attempt.decision_key, decision.pack())))",
-            ),
-            (
-                "import contextlib\n",
-                "import contextlib\nfrom pgmesh.rendezvous.operations import Raw\n",
-            ),
-        ),
-    ),
+    Mutant("the arrivals of earlier attempts count", ALL_ARRIVED, RETRIES, DEADLINE, Code(board=OneListOfArrivals)),
+    Mutant("fingerprints are not compared", EQUAL, DIFFERENT, NO_FAULTS, Code(Uncompared)),
+    Mutant("a mismatch is tried again", MISMATCH_FOUND, TRIPLE_DIFFERS, NO_FAULTS, Code(board=RetriesMismatch)),
+    Mutant("a decision is overwritten", NEVER_CHANGES, RETRIES, DEADLINE, Code(board=Overwriting)),
     Mutant(
         "an existing decision is ignored by a rank that decides otherwise",
         ONE_DECISION,
         PAIR,
         DEADLINE,
-        ((TAKE, "self._take(attempt, decision)\n\n    def _take"),),
+        Code(board=Stubborn),
     ),
-    Mutant(
-        "a rank at its deadline publishes no decision",
-        ONE_DECISION,
-        PAIR,
-        DEADLINE,
-        ((LATE_DECISION, "attempt.decision = Decision('missing')"),),
-    ),
-    Mutant(
-        "decisions are not published",
-        ONE_DECISION,
-        PAIR,
-        NO_FAULTS,
-        ((PUBLISH, "text = decision.pack().encode()"),),
-    ),
-    Mutant(
-        "only the last member to arrive reads the arrivals",
-        LOSS_FOUND,
-        PAIR,
-        CRASH,
-        (("elif count != attempt.count_seen:", "elif count is None:"),),
-    ),
-    Mutant(
-        "the arrivals are not read again",
-        NO_WAIT,
-        PAIR,
-        Faults(crashes=1, heard=False),
-        (("elif count != attempt.count_seen:", 'elif attempt.count_seen == b"":'),),
-    ),
+    Mutant("a rank at its deadline publishes no decision", ONE_DECISION, PAIR, DEADLINE, Code(QuietAtDeadline)),
+    Mutant("decisions are not published", ONE_DECISION, PAIR, NO_FAULTS, Code(board=Forgetful)),
+    Mutant("only the last member to arrive reads the arrivals", LOSS_FOUND, PAIR, CRASH, Code(board=NoCounts)),
+    Mutant("the arrivals are not read again", NO_WAIT, PAIR, Faults(crashes=1, heard=False), Code(board=FirstCounts)),
     Mutant(
         "a rank counts as lost without a second look at the arrivals",
         TRUE_MISSING,
         PAIR,
         Faults(silences=1, long_times=1),
-        (("        self._read_arrivals(with_lost)", "        #"),),
+        Code(BlindAfterStatuses),
     ),
     Mutant(
-        "a rank at its deadline reads no arrivals",
-        TRUE_MISSING,
-        (at_once(ABC),) * 3,
-        DEADLINE,
-        (
-            (
-                "        self._read_arrivals(self._undecided())\n        self._read_statuses()\n",
-                "        self._read_statuses()\n",
-            ),
-        ),
+        "a rank at its deadline reads no arrivals", TRUE_MISSING, (at_once(ABC),) * 3, DEADLINE, Code(BlindAtDeadline)
     ),
-    Mutant(
-        "each rank counts as lost",
-        NO_FAILURE,
-        PAIR,
-        NO_FAULTS,
-        (
-            ("self._undecided() if self.statuses.lost(self._watched(attempt))]", "self._undecided()]"),
-            (
-                "if attempt.decision is None and self.statuses.lost(self._watched(attempt)):",
-                "if attempt.decision is None:",
-            ),
-        ),
-    ),
-    Mutant(
-        "no rank counts as lost",
-        LOSS_FOUND,
-        PAIR,
-        CRASH,
-        (("self._undecided() if self.statuses.lost(self._watched(attempt))]", "self._undecided() if False]"),),
-    ),
-    Mutant(
-        "an interrupted rank publishes no decision",
-        LOSS_FOUND,
-        PAIR,
-        Faults(interrupts=1),
-        (("                self.cancel(error)", "                pass"),),
-    ),
-    Mutant(
-        "a circle of statuses is believed",
-        TRUE_CIRCLE,
-        (one_after_another(AB, AC), one_after_another(AB, BC), one_after_another(BC, AC)),
-        DEADLINE,
-        (("if decision is not None or following in arrived:", "if False:"),),
-    ),
+    Mutant("each rank counts as lost", NO_FAILURE, PAIR, NO_FAULTS, Code(statuses=AllLost)),
+    Mutant("no rank counts as lost", LOSS_FOUND, PAIR, CRASH, Code(statuses=NoneLost)),
+    Mutant("an interrupted rank publishes no decision", LOSS_FOUND, PAIR, Faults(interrupts=1), Code(Uncancelled)),
+    Mutant("a circle of statuses is believed", TRUE_CIRCLE, CROSSED, DEADLINE, Code(BelievesCircles)),
     Mutant(
         "a circle is checked by its decisions, and not by the arrivals",
         TRUE_CIRCLE,
-        (at_once(ABC), at_once(AB, ABC), at_once(BC, ABC)),
+        NESTED,
         DEADLINE,
-        (("if decision is not None or following in arrived:", "if decision is not None:"),),
+        Code(ChecksDecisionsOfCircles),
     ),
-    Mutant(
-        "a circle is published for one rank of it",
-        CIRCLE_STATED,
-        KNOT,
-        NO_FAULTS,
-        (("for _, wait in circle))\n        for", "for _, wait in circle[:1]))\n        for"),),
-    ),
-    Mutant(
-        "no status is published",
-        CIRCLE_STATED,
-        KNOT,
-        NO_FAULTS,
-        (("        self.client.set_pending(self._pending())\n", ""),),
-    ),
+    Mutant("a circle is published for one rank of it", CIRCLE_STATED, KNOT, NO_FAULTS, Code(board=OneDecisionOfCircle)),
+    Mutant("no status is published", CIRCLE_STATED, KNOT, NO_FAULTS, Code(board=NoStatuses)),
     Mutant(
         "a retry begins at the number of the failed attempt",
         RETRY,
         RETRIES,
         DEADLINE,
-        (
-            ('return f"{self.key}/{self.number}"', 'return f"{self.key}/0"'),
-            (
-                'elif decision.is_permanent or not self.skip_decided or (arrived_again and decision.kind == "made"):',
-                "elif True:",
-            ),
-        ),
+        Code(TakesDecided, NumberZero),
     ),
-    Mutant(
-        "a late rank leaves out an attempt",
-        RETRY,
-        RETRIES,
-        DEADLINE,
-        (("attempt.number += 1", "attempt.number += 2"),),
-    ),
+    Mutant("a late rank leaves out an attempt", RETRY, RETRIES, DEADLINE, Code(attempt=LeavesOutAttempts)),
 ]
