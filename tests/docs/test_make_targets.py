@@ -1,4 +1,4 @@
-"""The targets of the Makefile that need what most machines lack: `make test-gpu` and `make test-torch`."""
+"""The targets of the Makefile that need what most machines lack: `test-gpu`, `test-torch` and `test-upstream`."""
 
 from __future__ import annotations
 
@@ -89,3 +89,23 @@ def test_tests_on_another_torch_than_was_asked_for_are_an_error():
     for other in (version.rpartition(".")[0], f"{version}0", "0.0.1"):
         with pytest.raises(pytest.UsageError, match=rf"^this is torch {version}.* and not torch {other}, which"):
             check(other)
+
+
+# ---- test-upstream ----
+
+
+@needs_make
+def test_upstream_without_a_checkout_asks_for_one():
+    command = ["make", "--no-print-directory", "test-upstream"]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTORCH" and not name.startswith("MAKE")}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert done.returncode == 2
+    says = r"test-upstream: give a checkout of pytorch near torch [\d.]+: make test-upstream PYTORCH=../pytorch\n"
+    assert re.fullmatch(says, done.stdout)
+
+
+@needs_make
+def test_upstream_installs_what_the_tests_import():
+    commands = recipe("--always-make", "test-upstream", "PYTORCH=../pytorch", "ARGS=--only tensor/")
+    assert ".venv/bin/python -m pip install --quiet expecttest" in commands
+    assert commands[-1].endswith('.venv/bin/python -m tests.upstream "../pytorch" --only tensor/')
