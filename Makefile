@@ -12,6 +12,8 @@ GPU_PYTHON ?= $(RUN)
 TORCH ?= 2.15.0
 TORCH_VENV = .venv-torch-$(TORCH)
 TORCH_RUN = $(TORCH_VENV)/bin/python
+# The checkout of pytorch of `make test-upstream`, near the version of torch in .ci/constraints.txt; test/ is enough.
+PYTORCH ?=
 # What pytest runs in these two, such as tests/groups/test_groups.py, or "-k sharded"; all of it unless given.
 TESTS ?=
 # Build and run-time packages alike come from these versions; a looser range would fetch another torch.
@@ -25,7 +27,7 @@ QUIET := $(LOCAL) TORCH_CPP_LOG_LEVEL=ERROR
 # A file is one worker's, and tests/conftest.py says which come first.
 BY_TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-long test-gpu test-torch browser test-launchers chaos bench bench-quick docs package release-check format clean
+.PHONY: demo test test-long test-gpu test-torch test-upstream browser test-launchers chaos bench bench-quick docs package release-check format clean
 
 demo: $(VENV)/demo           ## a small GPT, trained by eight processes of this machine and checked against one
 	$(QUIET) $(RUN) examples/train_gpt.py
@@ -57,6 +59,10 @@ test-gpu: $(if $(filter $(RUN),$(GPU_PYTHON)),$(VENV)/dev)  ## NCCL, and ranks t
 test-torch: $(TORCH_VENV)/made  ## on another torch: make test-torch TORCH=2.15.0; 5.6 GB
 	$(TORCH_RUN) -m tests.support.torch_version $(TORCH)
 	$(LOCAL) PGMESH_TORCH=$(TORCH) $(TORCH_RUN) -m pytest -q -p tests.support.torch_version $(BY_TWO) -m 'not long' $(TESTS)
+
+test-upstream: $(if $(PYTORCH),$(VENV)/upstream)  ## torch's own tests, over its groups and over ours: make test-upstream PYTORCH=../pytorch; 20 minutes
+	@[ -n "$(PYTORCH)" ] || { echo "test-upstream: give a checkout of pytorch near torch $$(sed -n 's/^torch==//p' .ci/constraints.txt): make test-upstream PYTORCH=../pytorch"; exit 2; }
+	$(QUIET) $(RUN) -m tests.upstream "$(PYTORCH)" $(ARGS)
 
 browser: $(VENV)/dev         ## Debian's Chromium, which tests measure figures with; needs root where it is not there
 	$(RUN) -m tests.support.browser
@@ -104,6 +110,10 @@ $(VENV)/dev: $(VENV)/made pyproject.toml .ci/constraints.txt .ci/neighbours.txt
 $(PACKAGING)/made: .ci/constraints.txt
 	$(PYTHON) -m venv $(PACKAGING)
 	$(PACKAGING)/bin/python -m pip install --quiet build twine
+	@touch $@
+
+$(VENV)/upstream: $(VENV)/dev
+	$(RUN) -m pip install --quiet expecttest
 	@touch $@
 
 # torch is installed with its own dependencies; pgmesh and the tools without any, or pip would replace this torch.

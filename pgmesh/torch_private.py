@@ -569,7 +569,8 @@ def strided_device_mesh(
     with contextlib.suppress(AssertionError, AttributeError, ImportError, RuntimeError, TypeError):
         from torch.distributed._mesh_layout import _FlatLayout, _MeshLayout
 
-        layout, ranks = _MeshLayout([_FlatLayout(*each) for each in strides]), torch.tensor(mesh_ranks, dtype=torch.int)
+        layout = _MeshLayout([_FlatLayout(*each) for each in strides])
+        ranks = torch.tensor(mesh_ranks, dtype=torch.int, device="cpu")
         mesh = DeviceMesh(device, _layout=layout, _rank_map=ranks, mesh_dim_names=tuple(groups), _init_backend=False)
         mesh._dim_group_names = [group.group_name for group in groups.values()]
         mesh._pg_registry.update({group.group_name: group for group in groups.values()})

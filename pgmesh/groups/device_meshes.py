@@ -55,7 +55,7 @@ def build_device_mesh(
     """
     axes, device = [*chain(*dimensions.values())], default_device()
     block = layout.along(rank, *axes)
-    table = torch.tensor(block.ranks(), dtype=torch.int).view(block.shape)
+    table = torch.tensor(block.ranks(), dtype=torch.int, device="cpu").view(block.shape)
     table = table.permute([block.axes.index(axis) for axis in axes])
     table = table.reshape([layout.size(*each) for each in dimensions.values()])
     is_whole = tuple(table.flatten().tolist()) == mesh_ranks

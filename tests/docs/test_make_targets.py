@@ -114,3 +114,23 @@ def test_workflow_runs_each_supported_python():
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert job["strategy"]["matrix"]["python"] == re.findall(r"Python :: (3\.\d+)", project)
     assert [step["run"] for step in job["steps"] if "run" in step] == ["make test PYTHON=python"]
+
+
+# ---- test-upstream ----
+
+
+@needs_make
+def test_upstream_without_a_checkout_asks_for_one():
+    command = ["make", "--no-print-directory", "test-upstream"]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTORCH" and not name.startswith("MAKE")}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert done.returncode == 2
+    says = r"test-upstream: give a checkout of pytorch near torch [\d.]+: make test-upstream PYTORCH=../pytorch\n"
+    assert re.fullmatch(says, done.stdout)
+
+
+@needs_make
+def test_upstream_installs_what_the_tests_import():
+    commands = recipe("--always-make", "test-upstream", "PYTORCH=../pytorch", "ARGS=--only tensor/")
+    assert ".venv/bin/python -m pip install --quiet expecttest" in commands
+    assert commands[-1].endswith('.venv/bin/python -m tests.upstream "../pytorch" --only tensor/')

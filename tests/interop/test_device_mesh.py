@@ -74,6 +74,20 @@ def test_device_mesh_uses_the_groups_of_the_mesh():
     world(4).run(over_the_same_groups)
 
 
+def made_on_the_meta_device() -> None:
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    with torch.device("meta"):
+        whole, part = mesh.device_mesh(), mesh.device_mesh("tp", flat="dp")
+        strided = mesh.at(tp=mesh.index("tp")).device_mesh("dp")
+    assert (whole.mesh.tolist(), whole["tp"].mesh.tolist()) == ([[0, 1], [2, 3]], list(mesh.ranks("tp")))
+    assert (part.size(), strided.mesh.tolist()) == (4, list(mesh.ranks("dp")))
+    assert part.get_group("flat") is strided.get_group() is mesh.group("dp")
+
+
+def test_device_mesh_on_meta_device_has_ranks():
+    world(4).run(made_on_the_meta_device)
+
+
 def of_parts() -> None:
     """A part that keeps some of an axis, a view, a mesh on some ranks and one of one rank have theirs too."""
     mesh = ProcessGroupMesh(pp=4, tp=1)
