@@ -38,6 +38,10 @@ def draw(layout: Drawable, mark: int | None = None, width: int = 80) -> str:
     return plain(lines(layout, mark=mark, width=width))
 
 
+_COLOURED = [f"{palette.TEXT} on {background}" for background in palette.GROUPS]
+"""The styles of groups. A figure of many ranks holds each once."""
+
+
 def lines(
     layout: Drawable,
     *axes: Axis,
@@ -111,8 +115,5 @@ def _rows(figure: Figure) -> Iterator[Line]:
 
 def _rank(cell: Cell) -> tuple[str, str]:
     """The text of a cell and its style."""
-    text = f" [{cell.text}]" if cell.is_marked else f" {cell.text}"
-    styles = ["bold"] if cell.is_marked else []
-    if cell.rank is not None:
-        styles.append(f"{palette.TEXT} on {palette.colour(cell.colour)}")
-    return text, " ".join(styles)
+    style = "" if cell.rank is None else _COLOURED[cell.colour % len(_COLOURED)]
+    return (f" [{cell.text}]", f"bold {style}".rstrip()) if cell.is_marked else (f" {cell.text}", style)

@@ -39,8 +39,12 @@ def stopped_store(stopped: threading.Event) -> contextlib.AbstractContextManager
 def test_interrupt_during_queued_batch_is_published(store_thread: StoreThread):
     waiting = participant(CallClient(store_thread, LONG), 2)
     interrupt = Fault(before=lambda: os.kill(os.getpid(), signal.SIGINT), times=1)
-    with faults(interrupt), pytest.raises(KeyboardInterrupt):
-        waiting.connect()
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores the signal
+    try:
+        with faults(interrupt), pytest.raises(KeyboardInterrupt):
+            waiting.connect()
+    finally:
+        signal.signal(signal.SIGINT, handler)
     (text,) = store_thread.run(Read("group/0/decision"), seconds=LONG)
     decision = Decision.unpack("", text)
     assert decision.kind == "missing"
