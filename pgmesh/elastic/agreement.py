@@ -113,13 +113,20 @@ class Agreement:
                 with contextlib.suppress(WorldError):
                     self._decide(Outcome(failed=f"rank {self.rank} stopped: {error_text(error)}", error="left"))
                 raise
-            if not outcome.failed or not self.goes_on_after(outcome) or self.client.now() >= self.deadline:
+            if not outcome.failed or not self.goes_on_after(outcome) or self._is_last(outcome):
                 return outcome
             self.number += 1
 
     def goes_on_after(self, outcome: Outcome) -> bool:
         """True if this rank goes on to the next attempt after an error; after the others its call ends."""
         return outcome.error in (("left", "missing", "mismatch") if self.request is None else ("left", "over"))
+
+    def _is_last(self, outcome: Outcome) -> bool:
+        """True if the deadline has passed, unless a rank that stands by took this member for lost.
+
+        "No rank is left" is not true then. In the next attempt this member says what it waited for.
+        """
+        return self.client.now() >= self.deadline and (self.request is None or outcome.error != "over")
 
     def missed(self, outcome: Outcome) -> bool:
         """True if this process stands by, and came after this decision or is not the process of its rank in it."""

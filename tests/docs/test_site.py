@@ -76,7 +76,7 @@ def test_no_page_overflows_a_phone_or_desk(site: Path, tmp_path: Path, width: in
 
 @needs_browser
 @pytest.mark.parametrize("width", [390, 1280])
-def test_no_table_of_a_porting_page_is_cut_off(site: Path, tmp_path: Path, width: int):
+def test_porting_tables_are_not_cut_off(site: Path, tmp_path: Path, width: int):
     pages = sorted(site.glob("docs/coming_from/*.html"))
     found = browser.overflows(pages, width, tmp_path, ".table-wrapper")
     assert len(found) == 6

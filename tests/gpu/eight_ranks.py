@@ -61,12 +61,12 @@ def test_connect_meets_all_members():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_method_stays_on_the_device_and_equals_one_process(name: str):
+def test_method_stays_on_device_and_equals_one_process(name: str):
     skip_without(CASES[name].needs)
     run(8, SHARED, check, name, False)
 
 
-def test_a_checkpoint_of_one_mesh_is_loaded_on_another(tmp_path):
+def test_checkpoint_is_loaded_on_another_mesh(tmp_path):
     pytest.importorskip("numpy", reason="torch sends objects through numpy")
     skip_without((*SHARDED, *CUT))
     run(8, SHARED, check_checkpoint, str(tmp_path), False)

@@ -78,7 +78,7 @@ def twin() -> None:
         is_right("all_reduce", mesh.group("dp"))
 
 
-def test_a_gloo_group_beside_the_same_ranks_on_nccl():
+def test_gloo_group_shares_ranks_with_nccl_group():
     run(1, ALONE, twin)
 
 
@@ -108,7 +108,7 @@ def again_and_again() -> None:
             assert held.item() == i
 
 
-def test_groups_may_be_made_used_and_destroyed_again_and_again():
+def test_groups_can_be_created_and_destroyed_repeatedly():
     run(1, ALONE, again_and_again)
 
 
@@ -124,7 +124,7 @@ def bound() -> None:
 
 
 @needs_nccl
-def test_groups_of_a_world_that_is_bound_to_its_device():
+def test_groups_work_in_a_world_with_device():
     run(1, ALONE, bound)
     close(1, ALONE)  # the world was replaced
 
