@@ -98,13 +98,11 @@ def parse_sizes(
 
 def _parse_axis(who: str, axis: Any) -> str | int:
     """An axis as a plain str or int; ShapeError if it is neither a printable name nor a number."""
-    if isinstance(axis, str):
-        if axis and axis.isprintable():
-            return str.__str__(axis)  # a member of an enum becomes a plain str
-    else:
-        with contextlib.suppress(TypeError):
-            if (number := whole_number(axis)) >= 0:
-                return number
+    if isinstance(axis, str) and axis and axis.isprintable():
+        return str.__str__(axis)  # a member of an enum becomes a plain str
+    with contextlib.suppress(TypeError):
+        if (number := whole_number(axis)) >= 0:
+            return number
     raise ShapeError(f"{who}: an axis is a word that can be printed, or a number from 0 on, not {axis!r}.")
 
 
