@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
-from itertools import groupby
 from keyword import kwlist
 
 from pgmesh._util.keywords import RESERVED
@@ -63,10 +62,10 @@ def is_keyword_name(axis: str | int) -> bool:
 
 
 def format_value(value: object) -> str:
-    """The expression of a value. Functions are written by name, more than 64 integers with ranges of consecutive ones.
+    """The expression of a value. Sequences of more than 64 integers are written with ranges, functions by name.
 
-    >>> format_value(range(4)), format_value((*range(50), 60, 62, *range(70, 90)))
-    ('range(4)', '(*range(50), 60, 62, *range(70, 90))')
+    >>> format_value(range(4)), format_value((*range(50), *range(60, 90, 2)))
+    ('range(4)', '(*range(50), *range(60, 90, 2))')
     """
     if isinstance(value, range):
         return f"range({len(value)})" if value == range(len(value)) else repr(value)
@@ -75,9 +74,18 @@ def format_value(value: object) -> str:
     if not isinstance(value, (tuple, list)) or len(value) <= 64:
         return getattr(value, "__name__", repr(value))
     parts: list[str] = []
-    for _, same in groupby(enumerate(value), lambda pair: pair[1] - pair[0]):
-        run = [number for _, number in same]
-        parts += [f"*{format_value(range(run[0], run[-1] + 1))}"] if len(run) > 3 else map(str, run)
+    start = 0
+    while start < len(value):
+        end = start + 1
+        step = value[end] - value[start] if end < len(value) else 0
+        while end < len(value) and step and value[end] - value[end - 1] == step:
+            end += 1
+        if end - start < 4:
+            end = start + 1
+            parts.append(str(value[start]))
+        else:
+            parts.append(f"*{format_value(range(value[start], value[start] + step * (end - start), step))}")
+        start = end
     return f"({', '.join(parts)},)" if len(parts) == 1 else f"({', '.join(parts)})"
 
 
