@@ -168,7 +168,5 @@ def as_range(values: range | tuple[int, ...]) -> range | None:
     if isinstance(values, range):
         return values
     step = values[1] - values[0] if len(values) > 1 else 1
-    if step == 0:
-        return None
-    straight = range(values[0], values[0] + len(values) * step, step)
-    return straight if straight[-1] == values[-1] and tuple(straight) == values else None
+    straight = range(values[0], values[0] + len(values) * step, step or 1)
+    return straight if values[-1] in straight and tuple(straight) == values else None

@@ -11,6 +11,9 @@ OPTION_KEYWORDS = ("backend", "timeout", "high_priority", "nccl", "description")
 TORCH_OPTION_KEYWORDS = ("options", "pg_options", "backend_override")
 """Keywords by which torch takes options of groups."""
 
+GROUP_KEYWORDS = (*OPTION_KEYWORDS, *TORCH_OPTION_KEYWORDS, "tag")
+"""The keywords of groups, which meshes and layouts do not take."""
+
 SHAPE_KEYWORDS = ("mesh_shape", "shape", "sizes", "dims")
 """Keywords by which other libraries take all sizes."""
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pgmesh._util.formatting import Text, as_range, count_of, format_call, format_calls, format_ranks
-from pgmesh._util.keywords import NAME_KEYWORDS, OPTION_KEYWORDS, RESERVED, SHAPE_KEYWORDS, TORCH_OPTION_KEYWORDS
+from pgmesh._util.keywords import GROUP_KEYWORDS, NAME_KEYWORDS, RESERVED, SHAPE_KEYWORDS
 from pgmesh._util.suggestions import describe_misfit, fit_sizes, infer_size, known_product, start_command
 from pgmesh.errors import OptionsError, ShapeError
 from pgmesh.options import GroupOptions
@@ -98,13 +98,11 @@ def parse_sizes(
 
 def _parse_axis(who: str, axis: Any) -> str | int:
     """An axis as a plain str or int; ShapeError if it is neither a printable name nor a number."""
-    if isinstance(axis, str):
-        if axis and axis.isprintable():
-            return str.__str__(axis)  # a member of an enum becomes a plain str
-    else:
-        with contextlib.suppress(TypeError):
-            if (number := whole_number(axis)) >= 0:
-                return number
+    if isinstance(axis, str) and axis and axis.isprintable():
+        return str.__str__(axis)  # a member of an enum becomes a plain str
+    with contextlib.suppress(TypeError):
+        if (number := whole_number(axis)) >= 0:
+            return number
     raise ShapeError(f"{who}: an axis is a word that can be printed, or a number from 0 on, not {axis!r}.")
 
 
@@ -115,21 +113,23 @@ def _reserved_error(
     words = [word for word in sizes if word in RESERVED]
     problem = f"{who}: " + " ".join(f"{word} is no axis; it {RESERVED[word]}." for word in words)
     calls = _valid_call(who, _meant_sizes(shape, sizes), more, count)
-    options = {word: sizes[word] for word in words if word in (*OPTION_KEYWORDS, *TORCH_OPTION_KEYWORDS)}
-    if not options and "tag" not in words:
+    options = {word: sizes[word] for word in words if word in GROUP_KEYWORDS}
+    if not options:
         named = [] if shape else _valid_call(who, sizes, more, count)
         return ShapeError(_with_calls(problem, [*calls, *(f"{call}   # with axes of these names" for call in named)]))
     if who in ("Layout", "plan"):
-        problem += " A layout has no groups."
-    elif calls:
-        calls = [f"mesh = {'mesh.' if who == 'view' else ''}{calls[0]}"]
-        with contextlib.suppress(OptionsError):  # torch's keywords and invalid values are not repeated
-            GroupOptions.of(options)
-            if options:
-                calls.append(f"for axis in mesh.axes: {format_call('mesh.configure', {}, Text('axis'), **options)}")
-        if "tag" in words:
-            calls.append("mesh.group(mesh.axes[0], tag='own')")
-    return OptionsError(_with_calls(problem, calls))
+        return OptionsError(_with_calls(f"{problem} A layout has no groups.", calls))
+    made = [f"mesh = {'mesh.' if who == 'view' else ''}{call}" for call in calls]
+    return OptionsError(_with_calls(problem, [*made, *_calls_for_groups(options)] if made else []))
+
+
+def _calls_for_groups(options: dict[str, Any]) -> list[str]:
+    """The calls that give a tag and options to the groups of ``mesh``. Torch's and invalid options are left out."""
+    calls = ["mesh.group(mesh.axes[0], tag='own')"] if options.pop("tag", None) is not None else []
+    with contextlib.suppress(OptionsError):
+        if GroupOptions.of(options) != GroupOptions():
+            calls.insert(0, f"for axis in mesh.axes: {format_call('mesh.configure', {}, Text('axis'), **options)}")
+    return calls
 
 
 def _meant_sizes(shape: Sequence[Any], sizes: Mapping[str, Any]) -> Any:

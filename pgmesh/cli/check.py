@@ -81,15 +81,19 @@ def run(args: argparse.Namespace) -> int:
             results = _check(args, sizes, topology, barrier, show)
     except (UsageError, PgmeshError) as error:
         failure = error
-    is_printed = barrier is None or barrier.rank == 0
-    if is_printed:
+    if barrier is None or barrier.rank == 0:
         _print(args, results, failure)
-    if barrier is not None:
-        with contextlib.suppress(WorldError):
-            is_printed |= barrier.leave(LEAVE_TIMEOUT)
-    if failure is not None and not is_printed:  # rank 0 is lost, so each rank prints
+    if barrier is not None and not _leave(barrier) and failure is not None:  # rank 0 is lost, so each rank prints
         _print(args, results, failure)
     return 0 if failure is None else 2 if isinstance(failure, UsageError) else 1
+
+
+def _leave(barrier: StagedBarrier) -> bool:
+    """Leave the barrier. True if rank 0, which may be this rank, has printed."""
+    is_printed = barrier.rank == 0
+    with contextlib.suppress(WorldError):
+        is_printed |= barrier.leave(LEAVE_TIMEOUT)
+    return is_printed
 
 
 def _check(

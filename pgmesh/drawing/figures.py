@@ -77,11 +77,6 @@ class Figure:
     panels_across: int  # the number of panels along the innermost outer axis
     host: str  # the name of the level: host, domain, or ""
 
-    @property
-    def cells(self) -> list[Cell]:
-        """The cells of all panels."""
-        return [cell for panel in self.panels for row in panel.rows for cell in row.cells]
-
     def lines_of_panels(self, fit: int) -> list[list[Panel]]:
         """The panels in lines of at most ``fit``. A line has whole runs of the innermost outer axis if they fit."""
         across = fit // self.panels_across * self.panels_across or fit
@@ -136,8 +131,8 @@ def make_figure(
 
 def _indices_to_show(layout: Drawable, mark: int | None, max_cells: int, max_columns: int) -> list[ShownCoord]:
     """The indices of each axis to show, for about ``max_cells`` cells. The outermost axes are shortened first."""
-    limits = [min(size, max_cells) for size in layout.shape]
-    limits[-1:] = [min(limit, max_columns) for limit in limits[-1:]]
+    most = [*[max_cells] * (len(layout.shape) - 1), min(max_cells, max_columns)]
+    limits = [*map(min, layout.shape, most)]
     for i, limit in enumerate(limits):
         room = max_cells * limit // math.prod(limits)  # how many fit beside the limits of the other axes
         limits[i] = max(min(limit, 3), min(limit, room))  # three are two ends and a gap
@@ -199,9 +194,7 @@ class _CellMaker:
         if self.host is None or not numbers:
             return ""
         name, first, last = self.host.name, min(numbers), max(numbers)
-        if first == last:
-            return f"{name} {first:,}"
-        return f"{name}s {first:,} {GAP} {last:,}"
+        return f"{name} {first:,}" if first == last else f"{name}s {first:,} {GAP} {last:,}"
 
 
 def _panels(axes: Sequence[Axis], shown: Sequence[ShownCoord], cut: int, maker: _CellMaker) -> Iterator[Panel]:
@@ -228,7 +221,4 @@ def _panels(axes: Sequence[Axis], shown: Sequence[ShownCoord], cut: int, maker: 
 
 def _coord_text(axes: Sequence[Axis], coord: ShownCoord) -> str:
     """Indices with the names of their axes: ``pp0 dp1``."""
-    words = []
-    for axis, index in zip(axes, coord):
-        words.append(f"{axis}:{index}" if isinstance(axis, int) else f"{axis}{index}")
-    return " ".join(words)
+    return " ".join(f"{axis}:{i}" if isinstance(axis, int) else f"{axis}{i}" for axis, i in zip(axes, coord))

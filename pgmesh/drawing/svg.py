@@ -131,7 +131,7 @@ class _Grid:
     def __init__(self, figure: Figure) -> None:
         first = figure.panels[0]
         rows = [row for panel in figure.panels for row in panel.rows]
-        texts = [*first.columns, *(cell.text for cell in figure.cells)]
+        texts = [*first.columns, *(cell.text for row in rows for cell in row.cells)]
         self.host = figure.host
         self.column = max(MIN_CELL_WIDTH, width_of(FONT, texts) + 4) + GAP_OF_CELLS
         self.left = 2 * PAD + width_of(FONT, (row.name for row in rows))  # of the first cell

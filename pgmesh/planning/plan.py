@@ -32,7 +32,7 @@ from pgmesh.drawing.styled_text import Line
 from pgmesh.errors import RankError, ShapeError
 from pgmesh.layout import Axis, Layout
 from pgmesh.planning import text_report
-from pgmesh.planning.axis_heuristics import axes_to_colour, heavy_axes
+from pgmesh.planning.axis_heuristics import axes_to_colour, order_by_traffic
 from pgmesh.planning.combinations import combination_plan
 from pgmesh.planning.data import CombinationPlan, Finding
 from pgmesh.planning.findings import findings_of
@@ -179,10 +179,8 @@ def best_plan(plans: Sequence[Plan]) -> Plan:
     """The plan with the fewest hosts per group of the axes with most traffic; the first one if several are equal."""
 
     def hosts(each: Plan) -> list[int]:
-        axes = each.layout.axes
-        heavy = heavy_axes(axes)
-        ordered = heavy + [axis for axis in axes if axis not in heavy]
-        return [locality.high for axis in ordered for locality in reversed(each[str(axis)].localities)]
+        by_traffic = reversed(order_by_traffic([*map(str, each.layout.axes)]))
+        return [locality.high for axis in by_traffic for locality in reversed(each[axis].localities)]
 
     return min(plans, key=hosts)
 

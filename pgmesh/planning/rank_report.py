@@ -71,7 +71,8 @@ class RankReport:
         head = ["axis", "index", "before", "after", *(f"{each.level}s" for each in self.units)]
         rows = [[(word, "dim") for word in head]]
         for along in self.along:
-            words = [f"{along.index:,} of {along.size:,}", _or_dash(along.before), _or_dash(along.after)]
+            words = [f"{along.index:,} of {along.size:,}"]
+            words += ["-" if rank is None else str(rank) for rank in (along.before, along.after)]
             words += [f"{units:,}" for units in along.units]
             rows.append([(str(along.axis), "bold"), *((word, "") for word in words)])
         right = [False, *([True] * (len(head) - 1))]
@@ -115,7 +116,3 @@ def _axis_report(layout: Layout, rank: int, axis: Axis, topology: Topology) -> A
         before=layout.neighbor_of(rank, axis, -1),
         after=layout.neighbor_of(rank, axis, +1),
     )
-
-
-def _or_dash(rank: int | None) -> str:
-    return "-" if rank is None else str(rank)

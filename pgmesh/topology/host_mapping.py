@@ -9,7 +9,6 @@ Each rank publishes one line in the world's store, once per world, and reads the
 from __future__ import annotations
 
 import socket
-import time
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pgmesh._util.formatting import format_ranks, name_ranks
+from pgmesh._util.formatting import as_range, format_ranks, name_ranks
 from pgmesh.errors import MissingRanksError
 from pgmesh.groups.backends import backends_of
 from pgmesh.groups.registry import store_thread
@@ -28,7 +27,8 @@ from pgmesh.groups.world import world_options, world_rank_and_size
 from pgmesh.layout import Axis, Layout
 from pgmesh.options import Timeout, to_timedelta
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import Add, Append, Operation, Read
+from pgmesh.rendezvous.client import CallClient
+from pgmesh.rendezvous.operations import Add, Append, Read
 from pgmesh.rendezvous.records import pack, unpack
 from pgmesh.topology.hosts import HostLevel
 from pgmesh.topology.locality import Locality, locality_of
@@ -86,9 +86,8 @@ class Placement:
         level = HostLevel("host", tuple((len(list(same)), size) for size, same in groupby(sizes)))
         position = {rank: i for i, rank in enumerate(order)}
         moved = tuple(position[rank] for rank in layout.ranks())
-        straight = range(len(moved))
-        box = dict(zip(layout.axes, layout.shape))
-        return locality_of(Layout.of(box, straight if moved == tuple(straight) else moved), axes or layout.axes, level)
+        by_host = Layout.of(dict(zip(layout.axes, layout.shape)), as_range(moved) or moved)
+        return locality_of(by_host, axes or layout.axes, level)
 
 
 _worlds: weakref.WeakKeyDictionary[Any, dict[int, HostInfo]] = weakref.WeakKeyDictionary()
@@ -123,32 +122,25 @@ def map_hosts(ranks: Iterable[int] | None = None, *, timeout: Timeout) -> Placem
 
 def _exchange(known: dict[int, HostInfo], me: int, wanted: range | tuple[int, ...], seconds: float) -> None:
     """Publish this rank's line, then poll the store until the lines of all wanted ranks are read."""
-    deadline = time.monotonic() + seconds
-
-    def run(*operations: Operation) -> list[Any]:
-        return store_thread().run(*operations, seconds=max(deadline - time.monotonic(), 1.0))
-
+    client = CallClient(store_thread(), seconds)
     if me not in known:
         mine = _this_host()
-        run(Append(HOSTS_KEY, f"{pack(rank=me, host=mine.host, boot=mine.boot)}\n"), Add(f"{HOSTS_KEY}/count"))
+        client.run(Append(HOSTS_KEY, f"{pack(rank=me, host=mine.host, boot=mine.boot)}\n"), Add(f"{HOSTS_KEY}/count"))
         known[me] = mine
-    pause, seen = timing.TIMING.first_pause, 0
-    while True:
-        count = int(run(Read(f"{HOSTS_KEY}/count"))[0] or 0)
-        left = deadline - time.monotonic()
-        if left <= 0 or count >= max(len(wanted), seen + 1):  # enough lines, and more than at the last read
-            seen = count
-            known.update(_parse_lines(run(Read(HOSTS_KEY))[0]))
-        missing = [rank for rank in wanted if rank not in known]
-        if not missing:
-            return
-        if left <= 0:
+    pause, seen, is_late = timing.TIMING.first_pause, 0, False
+    while missing := [rank for rank in wanted if rank not in known]:
+        if is_late:
             raise MissingRanksError(
                 f"{name_ranks(missing)} of {format_ranks(wanted)} did not report their hosts within {seconds:g} s. "
                 "Each of them has to call mesh.hosts() or mesh.locality() too."
             )
-        time.sleep(min(pause, left))
+        client.sleep(pause)
         pause = min(pause * 1.5, timing.TIMING.longest_pause)
+        is_late = client.now() >= seconds
+        count = int(client.run(Read(f"{HOSTS_KEY}/count"))[0] or 0)
+        if is_late or count >= max(len(wanted), seen + 1):  # enough lines, and more than at the last read
+            seen = count
+            known.update(_parse_lines(client.run(Read(HOSTS_KEY))[0]))
 
 
 def _parse_lines(lines: bytes | None) -> dict[int, HostInfo]:

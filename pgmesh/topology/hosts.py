@@ -87,12 +87,9 @@ class HostLevel:
         return ",".join(f"{n}x{size}" if n > 1 or len(self.runs) == 1 else f"{size}" for n, size in self.runs)
 
     def __str__(self) -> str:
-        if len(self.runs) == 1:
-            n, size = self.runs[0]
-            return f"{count_of(n, self.name)} of {size:,}"
-        if self.count <= 8:
+        if len(self.runs) > 1 and self.count <= 8:
             return f"{self.count} {self.name}s of {join_words(size for n, size in self.runs for _ in range(n))}"
-        if len(self.runs) == 2:
+        if len(self.runs) <= 2:
             return join_words(f"{count_of(n, self.name)} of {size:,}" for n, size in self.runs)
         return f"{self.count:,} {self.name}s of {min(size for _, size in self.runs):,} to {self.largest:,}"
 
