@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pgmesh._util.formatting import Text, as_range, count_of, format_call, format_calls, format_ranks
 from pgmesh._util.keywords import GROUP_KEYWORDS, NAME_KEYWORDS, RESERVED, SHAPE_KEYWORDS
-from pgmesh._util.suggestions import describe_misfit, fit_sizes, infer_size, known_product, start_command
+from pgmesh._util.suggestions import A, describe_misfit, fit_sizes, infer_size, known_product, start_command
 from pgmesh.errors import OptionsError, ShapeError
 from pgmesh.options import GroupOptions
 
@@ -201,19 +201,21 @@ def parse_ranks(who: str, ranks: Iterable[int]) -> range | tuple[int, ...]:
 
 def fill_sizes(
     who: str,
-    box: dict[str | int, int],
+    box: Mapping[A, int],
     count: int,
     count_text: str,
     *,
     is_world: bool = False,
     more: Mapping[str, object] | None = None,
-) -> dict[str | int, int]:
+    format_call: Callable[..., str] = format_call,
+) -> dict[A, int]:
     """The sizes with -1 inferred from ``count`` ranks.
 
     Args:
         count_text: the count in words, such as "the world has 8".
         is_world: True for the ranks of the world: ``ranks=`` and a larger world are suggested too.
         more: the other arguments of the call, which suggested calls repeat.
+        format_call: returns the call with some sizes, as text. Its arguments are ``who``, the sizes and ``**more``.
 
     Raises:
         ShapeError: the sizes do not hold exactly ``count`` ranks.

@@ -7,15 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pgmesh._util.formatting import format_call, format_calls
-from pgmesh._util.suggestions import (
-    describe_misfit,
-    fit_sizes,
-    infer_size,
-    known_product,
-    start_command,
-)
-from pgmesh._util.validation import parse_sizes
+from pgmesh._util.formatting import format_call
+from pgmesh._util.validation import fill_sizes, parse_sizes
 from pgmesh.errors import ShapeError
 
 
@@ -90,15 +83,12 @@ class RecipeCall:
             ShapeError: the sizes do not hold exactly ``count`` ranks.
         """
         count = len(self.ranks) if count is None else count
-        filled = infer_size(sizes, count)
-        if filled is not None:
-            return filled
-        right, inferred, why = fit_sizes(sizes, count)
-        changed = {axis: size for axis, size in {**right, inferred: -1}.items() if size != sizes[axis]}
-        ways = [(self.with_changes(**changed, **changes), why)]
-        if len(self.ranks) == 1:
-            ways = [start_command(known_product(sizes)), *ways]
-        raise ShapeError(f"{describe_misfit(str(self), sizes, count, f'{holder} has {count}')}\n\n{format_calls(ways)}")
+
+        def call_with(who: str, box: Mapping[str, int], **more: object) -> str:
+            return self.with_changes(**{axis: size for axis, size in box.items() if size != sizes[axis]}, **more)
+
+        text, is_world = f"{holder} has {count}", len(self.ranks) == 1
+        return fill_sizes(self.who, sizes, count, text, is_world=is_world, more=changes, format_call=call_with)
 
     def parse_order(self, order: object, default: str, direction: str, sizes: Mapping[str, int]) -> list[str]:
         """The axes that an order names, as a list. Those that it omits, all of size 1, are at the end.

@@ -53,6 +53,10 @@ POLL_SECONDS = 0.5
 class Link:
     """The connection of all ranks of two layouts. Links of the same layouts share it.
 
+    A link is connected or not. ``connect`` connects it, by the internal mesh of the current number. ``release`` ends
+    the connection: it closes that mesh, and sets the next number, which the other ranks see. A collective that fails or
+    is late raises ``_Broken``. Then ``agree`` and ``explaining`` release the link, and connect it again.
+
     Args:
         source: the first mesh or layout. If a mesh is aborted, so is the connection.
         target: the second one. The two may have any ranks in common.
