@@ -113,7 +113,7 @@ def sorted_ranks(build):
     "mesh.group('tp', 'dp') is mesh.group('dp', 'tp')",
     page="README.md",
     target="mesh:ProcessGroupMesh.group",
-    tests="tests/test_mesh.py -k order_of_axes",
+    tests="tests/groups/test_groups.py -k ignores_the_order_of_axes",
 )
 def ordered_axes(group):
     return lambda self, *axes, **options: group(self, *axes, **{"tag": str(axes), **options})
@@ -133,7 +133,7 @@ def ignored_tag(group):
     "no name is used twice: release increments the generation",
     page="groups.md",
     target="groups.naming:Generations.release",
-    tests="tests/test_mesh.py -k never_reused",
+    tests="tests/groups/test_lifetime.py -k release",
 )
 def kept_generation(release):
     return lambda self, ranks: None
@@ -181,7 +181,7 @@ def ignored_options(configure):
     "two equal unnamed meshes: the first group of either is an error that asks for names",
     page="groups.md",
     target="groups.registry:Registry.keep",
-    tests="tests/test_mesh.py -k equal_unnamed",
+    tests="tests/test_mesh_messages.py -k equal_unnamed",
 )
 def unnamed_meshes_alike(keep):
     return lambda self, cache: self.with_groups.add(cache)
@@ -191,7 +191,7 @@ def unnamed_meshes_alike(keep):
     "views and slices share groups with their mesh",
     page="README.md",
     target="groups.cache:GroupCache.group",
-    tests="tests/test_mesh.py -k share_equal_groups",
+    tests="tests/groups/test_groups.py -k view_shares_groups",
 )
 def views_apart(group):
     return lambda self, layout, axes, tag, asked: group(self, layout, axes, tag or str(layout.shape), asked)
@@ -211,7 +211,7 @@ def kept_timeout(set_timeout):
     "a mesh uses groups that torch made and never destroys them",
     page="coming_from/device_mesh.md",
     target="groups.cache:GroupCache.adopt",
-    tests="tests/interop/test_device_mesh.py -k over_a_device_mesh_of_torch",
+    tests="tests/interop/test_device_mesh.py -k from_device_mesh_returns",
 )
 def adopted_group_destroyed(adopt):
     def adopt_as_own(self, layout, axes, group):
@@ -286,7 +286,7 @@ def mesh_lives_in_child(end_in_child):
     "a copied mesh keeps its ranks and axes, and shares the groups of the open one",
     page="faults.md",
     target="groups.unpickling:find_cache",
-    tests="tests/test_mesh.py -k copies_share",
+    tests="tests/groups/test_lifetime.py -k pickle",
 )
 def copies_apart(find_cache):
     return lambda name, number, layout, call, rank: find_cache(f"{name} again", number, layout, call, rank)

@@ -57,7 +57,7 @@ def transfer_outlives_abort(abort_with):
     "the norm counts each weight once: tied copies",
     page="parallel.md",
     target="parallel.pipeline:Pipeline.copies",
-    tests="tests/parallel/test_methods.py -k clipped",
+    tests="tests/parallel/test_methods.py -k counts_each_weight_once",
 )
 def tied_weight_twice(copies):
     return lambda self: []
@@ -127,7 +127,7 @@ def two_owners(check_owners):
     "when a method raises, groups that it created are released",
     page="parallel.md",
     target="parallel.composing:release_new_groups",
-    tests="tests/parallel/test_base.py -k axes_are_free",
+    tests="tests/parallel/test_base.py -k failed_apply_releases",
 )
 def groups_of_failed_method(release_new_groups):
     return lambda before, method: None
@@ -137,7 +137,7 @@ def groups_of_failed_method(release_new_groups):
     "seeds of seed_of differ along the given axes, and are equal along the others",
     page="parallel.md",
     target="parallel.seeds:seed_of",
-    tests="tests/parallel/test_seeds.py -k agree_along",
+    tests="tests/parallel/test_seeds.py -k differs_along_the_named",
 )
 def seed_of_each_rank(seed_of):
     return lambda mesh, *axes, seed, tag="": seed_of(mesh, *mesh.axes, seed=seed, tag=tag)
@@ -330,7 +330,7 @@ adds(
     page="coming_from/device_mesh.md",
     module="torch_private",
     addition="DeviceMesh._thread_id = property(lambda mesh: mesh.__dict__.get('_thread_id'), _set_thread_id)",
-    tests="tests/interop/test_device_mesh.py -k two_meshes",
+    tests="tests/interop/test_device_mesh.py -k two_equal_meshes",
 )
 
 
@@ -338,7 +338,7 @@ adds(
     "after the block of megatron.published, all globals are the same objects as before",
     page="neighbours.md",
     target="interop.megatron:published",
-    tests="tests/interop/test_megatron_core.py -k gives_back",
+    tests="tests/interop/test_megatron_core.py -k restores_the_state",
 )
 def globals_left(published):
     @contextlib.contextmanager
