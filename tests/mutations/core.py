@@ -133,7 +133,7 @@ def ignored_tag(group):
     "no name is used twice: release increments the generation",
     page="groups.md",
     target="groups.naming:Generations.release",
-    tests="tests/groups/test_lifetime.py -k release",
+    tests="tests/test_mesh.py",
 )
 def kept_generation(release):
     return lambda self, ranks: None
