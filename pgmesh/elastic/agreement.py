@@ -113,20 +113,20 @@ class Agreement:
                 with contextlib.suppress(WorldError):
                     self._decide(Outcome(failed=f"rank {self.rank} stopped: {error_text(error)}", error="left"))
                 raise
-            if not outcome.failed or not self.goes_on_after(outcome) or self._is_last(outcome):
+            if not outcome.failed or not self.goes_on_after(outcome):
                 return outcome
             self.number += 1
 
     def goes_on_after(self, outcome: Outcome) -> bool:
-        """True if this rank goes on to the next attempt after an error; after the others its call ends."""
-        return outcome.error in (("left", "missing", "mismatch") if self.request is None else ("left", "over"))
+        """True if this rank goes on to the next attempt after an error; otherwise its call ends.
 
-    def _is_last(self, outcome: Outcome) -> bool:
-        """True if the deadline has passed, unless a rank that stands by took this member for lost.
-
-        "No rank is left" is not true then. In the next attempt this member says what it waited for.
+        A member goes on after "over" also at its deadline: a rank that stands by took it for lost. "No rank is left" is
+        not true then, and in the next attempt this member says what it waited for.
         """
-        return self.client.now() >= self.deadline and (self.request is None or outcome.error != "over")
+        if self.request is not None and outcome.error == "over":
+            return True
+        errors = ("left", "missing", "mismatch") if self.request is None else ("left",)
+        return outcome.error in errors and self.client.now() < self.deadline
 
     def missed(self, outcome: Outcome) -> bool:
         """True if this process stands by, and came after this decision or is not the process of its rank in it."""

@@ -57,7 +57,7 @@ def transfer_outlives_abort(abort_with):
     "the norm counts each weight once: tied copies",
     page="parallel.md",
     target="parallel.pipeline:Pipeline.copies",
-    tests="tests/parallel/test_methods.py -k counts_each_weight_once",
+    tests="tests/parallel/test_methods.py -k counts_a_tied_weight_once",
 )
 def tied_weight_twice(copies):
     return lambda self: []

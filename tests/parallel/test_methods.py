@@ -544,6 +544,25 @@ def test_grad_norm_counts_each_weight_once():
     world(8).run(of_other_orders)
 
 
+def of_a_tied_weight() -> None:
+    """The first and the last stage both have the tied weight."""
+    mesh = ProcessGroupMesh(pp=2, dp=2)
+    composition = compose(mesh, stages(mesh), DataParallel(mesh, "dp"))
+    module = composition.apply(TinyGPT(tied=True))
+    codes, target = (composition.share(each) for each in batch(0))
+    module.step(codes, target=target)
+    whole = TinyGPT(tied=True)
+    codes, target = batch(0)
+    loss_of(whole(codes), target).backward()
+    right = nn.utils.get_total_norm([weight.grad for weight in whole.parameters() if weight.grad is not None])
+    torch.testing.assert_close(composition.grad_norm(), right)
+    check_sums(groups_of(mesh))
+
+
+def test_grad_norm_counts_a_tied_weight_once():
+    world(4).run(of_a_tied_weight)
+
+
 def one_start() -> None:
     mesh = ProcessGroupMesh(pp=2, dp=2, tp=2)
     torch.manual_seed(mesh.rank)
