@@ -56,7 +56,10 @@ else:
     mesh.connect(timeout=60)
 while not (folder / "over").exists():
     try:
-        if epoch == 0 and (folder / "next mesh").exists():
+        told = torch.tensor(int((folder / "next mesh").exists()))
+        if epoch == 0:  # all of them change meshes in the same round
+            dist.all_reduce(told, dist.ReduceOp.MIN, group=mesh.group("dp", "tp"))
+        if epoch == 0 and told:
             mesh.close()
             mesh, epoch = create(), 1
             mesh.connect(timeout=60)
