@@ -126,13 +126,17 @@ def _end_events(own: Collection[Endpoint]) -> None:
 
 
 def _watched(number: int, own: Collection[Endpoint]) -> list[tuple[int, bool]]:
-    """The TCP sockets of an event loop, each with whether it is one of these listeners; none for other descriptors."""
+    """The TCP sockets that an event loop waits for, each with whether it is one of these listeners.
+
+    Not those that it ignores: connections that no pair of ranks has taken yet. None for other descriptors.
+    """
     found: list[tuple[int, bool]] = []
     with contextlib.suppress(OSError):
         if os.readlink(f"/proc/self/fd/{number}") != "anon_inode:[eventpoll]":
             return found
         lines = Path(f"/proc/self/fdinfo/{number}").read_text().splitlines()
-        for watched in (int(line.split()[1]) for line in lines if line.startswith("tfd:")):
+        entries = [line.split() for line in lines if line.startswith("tfd:")]  # "tfd: 38 events: 19 data: ..."
+        for watched in (int(entry[1]) for entry in entries if int(entry[3], 16) & select.EPOLLIN):
             with contextlib.suppress(OSError), opened(watched) as each:
                 is_listening = each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                 found.append((watched, bool(is_listening) and each.getsockname()[:2] in own))

@@ -27,6 +27,7 @@ import elastic  # noqa: E402
 import survive  # noqa: E402
 
 STEPS, WORLD = 30, 8
+GROUP_TIMEOUT = 15.0  # seconds: a message that is half sent ends at it, such as that of a rank that was stopped
 GOES_ON = "goes on after step"
 TAKEN_FOR_LOST = "mesh 'train': the other ranks went on without rank"
 NO_RANK_LEFT = "mesh 'train': no other rank of it is left, so none can call shrink"
@@ -39,6 +40,8 @@ def run(folder: Path, fast: bool, rank: int, port: int, fsdp: int, pipe: Any) ->
     signal.alarm(240)  # it does not outlive the test
     if fast:
         beat_fast()
+        join = elastic.launch.join
+        elastic.launch.join = lambda *args, **options: join(*args, **options | {"timeout": GROUP_TIMEOUT})
     train_one_step = elastic.train_one_step
 
     def train_but_the_last(mesh: ProcessGroupMesh, model: Any, optimizer: Any, step: int) -> float:
