@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Union
 
@@ -28,7 +25,6 @@ from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.operations import Read
 from pgmesh.rendezvous.protocol import ConnectAttempt, Participant, pauses
 from pgmesh.rendezvous.records import error_text
-from pgmesh.rendezvous.statuses import Statuses
 from pgmesh.rendezvous.store_thread import StoreThread, process_label
 
 if TYPE_CHECKING:
@@ -77,9 +73,7 @@ def connect(cache: GroupCache, layout: Layout, combinations: Sequence[tuple[Axis
         for axes in combinations:
             cache.group(layout, axes, "", {})
         return Connected()
-    call = _Call(cache, layout, combinations, seconds)
-    with _publish_sigterm():
-        return call.run()
+    return _Call(cache, layout, combinations, seconds).run()
 
 
 class _Client(CallClient):
@@ -115,7 +109,7 @@ class _Call:
         self.cache, self.layout, self.combinations, self.seconds = cache, layout, combinations, seconds
         self.call_site = call_site()
         self.client = _Client(cache.registry.heartbeat_thread(), seconds)
-        self.statuses = Statuses(self.client.thread.lost_after, self.client.thread.answered_seconds)
+        self.statuses = cache.registry.statuses
         self.records: dict[str, building.GroupRecord] = {}  # by path, those to connect
         self.axes_of: dict[str, list[GroupAxes]] = {}  # by path
         self.attempts: dict[str, ConnectAttempt] = {}  # by path
@@ -282,6 +276,7 @@ class _Call:
         """Read whether another member failed, and the statuses of the members."""
         members = {rank for each in running for rank in each.record.ranks[: timing.LIMITS.statuses + 1]}
         self.statuses.read(self.client.run, members - {self.cache.rank})
+        self.statuses.find_ended(members - {self.cache.rank}, all_of_them=True)
         broken = dict(zip(running, self.client.run(*(Read(each.broken_key) for each in running))))
         for collective in self.client.poll():  # again, since a member whose collective is done may have left
             collective.inspect(broken[collective])
@@ -317,29 +312,3 @@ class _Call:
                 number = self.attempts[collective.record.path].number
                 self.cache.discard(collective.record, number, "could not be connected; ask its mesh for it anew.")
                 collective.keep_until_done()
-
-
-class Terminated(BaseException):
-    """SIGTERM was received."""
-
-
-@contextlib.contextmanager
-def _publish_sigterm() -> Iterator[None]:
-    """Turn SIGTERM into an exception if it has its default action, so that the error handling publishes it."""
-    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    if not ours:
-        yield
-        return
-
-    def stop(number: int, frame: object) -> None:
-        raise Terminated("by SIGTERM")
-
-    signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    except Terminated:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)

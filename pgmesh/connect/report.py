@@ -150,7 +150,7 @@ def _describe_status(cache: GroupCache, status: RankStatus, deadline: float) -> 
         deadline: no listener is asked after that time.
     """
     thread, age = cache.registry.store_thread(), time.time() - status.sent
-    ended = age >= thread.period and not status.exited and time.monotonic() < deadline and thread.has_ended(status)
+    ended = age >= thread.period and not status.exited and time.monotonic() < deadline and thread.has_ended(status, age)
     if not (ended or status.exited or age >= thread.lost_after):
         return str(status)
     where, at = ":".join(map(str, status.endpoint)), time.strftime("%H:%M:%S UTC", time.gmtime(status.sent))

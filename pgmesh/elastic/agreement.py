@@ -23,19 +23,19 @@ The decision stays in the store as long as the world, for ranks that were taken 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pgmesh._util.formatting import name_ranks
-from pgmesh._util.listeners import ANSWER_SECONDS
 from pgmesh.elastic.records import Arrival, Outcome, Request
 from pgmesh.errors import WorldError
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Append, CompareSet, Delete, Read
 from pgmesh.rendezvous.protocol import Client, Waiting, pauses
 from pgmesh.rendezvous.records import error_text, foreign_value
-from pgmesh.rendezvous.statuses import RankStatus, Statuses
+from pgmesh.rendezvous.statuses import Statuses
 
 
 def standing_by(label: str) -> str:
@@ -57,10 +57,10 @@ class Agreement:
         client: the store and the clock.
         deadline: seconds from the start of the call.
         statuses: the statuses of the other ranks.
-        has_ended: True if the process with this status has ended.
         check: returns why there can be no mesh after a decision; "" if there can.
         warn: called with text for the log.
         options: the configured options of the mesh, for the mesh that replaces it.
+        lost_after: seconds without a heartbeat after which a rank is lost; None for the default.
         number: number of the current attempt.
         came_late: the mesh was replaced before this call.
         waiting: when this rank acts next.
@@ -76,10 +76,10 @@ class Agreement:
     client: Client
     deadline: float
     statuses: Statuses
-    has_ended: Callable[[RankStatus], bool]
     check: Callable[[Outcome], str]
     warn: Callable[[str], None] = field(default=lambda text: None)
     options: Sequence[object] = ()
+    lost_after: float | None = None
     number: int = 0
     came_late: bool = False
     waiting: Waiting = field(init=False)
@@ -214,8 +214,6 @@ class Agreement:
         its_turn = self.client.now() >= self._turn * timing.TIMING.inspection
         if len(absent) > timing.LIMITS.statuses and not its_turn and not late:
             return None  # ranks that arrived earlier look at the statuses
-        if request.lost_after is not None:
-            self.statuses.lost_after = request.lost_after
         self._asked_since = min(self._asked_since, self.statuses.now())
         gone = self._lost(absent, all_ended=late)
         waiting = [rank for rank in self.members if rank not in arrivals and rank not in gone]
@@ -232,7 +230,7 @@ class Agreement:
         if not waiting and (len(ready) >= len(lost) or late or not coming):
             return self._success(request, arrivals, lost, ready, gone)
         what = f"{name_ranks(waiting)} did not call {request}" if waiting else f"no spare came of {name_ranks(coming)}"
-        details = "".join(f"\n  {self.statuses.describe(rank)}" for rank in (waiting or coming)[:8])
+        details = "".join(f"\n  {self.statuses.describe(rank, self.lost_after)}" for rank in (waiting or coming)[:8])
         details += "".join(f"\n  lost: {why}" for why in lost.values())
         if late:
             return self._failure(f"{what} in {self.deadline:g} s.{details}", "missing")
@@ -260,29 +258,23 @@ class Agreement:
     def _lost(self, ranks: Sequence[int], *, all_ended: bool = False) -> dict[int, str]:
         """The lost ones among some ranks, each with the reason.
 
-        Listeners are asked up to the first that does not refuse: that rank is waited for anyway. A rank that stands by
-        does not ask those that have sent a heartbeat since its last look.
+        A rank that stands by asks no listener of a rank that has sent a heartbeat since its last look.
 
         Args:
-            all_ended: ask the other listeners too, for a message.
+            all_ended: ask all listeners, for a message; otherwise up to the first of a rank that is waited for.
         """
         heard = {**self.statuses.heard}
         self.statuses.read(self.client.run, ranks)
-        seconds = self.client.now()
-        lost = self.statuses.lost(ranks)
-        asks = True
-        for rank in ranks:
-            status = self.statuses.get(rank)
-            without_status = self.statuses.now() - self._asked_since
-            if self.statuses.text(rank) is None and without_status >= self.statuses.lost_after:
-                lost[rank] = f"rank {rank} has published no status in {int(without_status)} s"
-            elif asks and status is not None and rank not in lost:
-                has_new_heartbeat = heard.get(rank, self.statuses.heard[rank]) != self.statuses.heard[rank]
-                if not (self.request is None and has_new_heartbeat) and self.has_ended(status):
-                    where = ":".join(map(str, status.endpoint))
-                    lost[rank] = f"rank {rank} has ended: its listener at {where} refuses connections"
-                else:  # a host that does not answer costs ``ANSWER_SECONDS``
-                    asks = all_ended and self.client.now() - seconds < ANSWER_SECONDS
+        now = self.statuses.heard
+        lives = {rank for rank in ranks if self.request is None and heard.get(rank, now.get(rank)) != now.get(rank)}
+        lost = self.statuses.lost(ranks, self.lost_after)
+        unknown = [rank for rank in itertools.takewhile(lambda rank: rank not in lives, ranks) if rank not in lost]
+        self.statuses.find_ended(unknown, all_of_them=all_ended)
+        lost |= self.statuses.lost(unknown, self.lost_after)
+        seconds = self.statuses.now() - self._asked_since
+        if seconds >= (self.statuses.lost_after if self.lost_after is None else self.lost_after):
+            none = [rank for rank in ranks if self.statuses.text(rank) is None]
+            lost |= {rank: f"rank {rank} has published no status in {int(seconds)} s" for rank in none}
         return lost
 
     def _success(

@@ -79,6 +79,8 @@ def shrink(cache: GroupCache, request: Request, seconds: float) -> GroupCache:
         WorldError: the store has failed.
     """
     client = _client(cache, seconds)  # first: the abort counts towards the timeout
+    if request.lost_after is not None:
+        cache.lost_after = request.lost_after
     error = sys.exc_info()[1]  # which the caller handles
     after = "" if error is None else f" after {error_text(error).splitlines()[0].rstrip(':')}"
     if cache.rank in cache.layout:  # a spare may call before anything went wrong
@@ -100,7 +102,7 @@ def stand_by(cache: GroupCache, seconds: float, lost_after: float | None) -> Gro
     """
     client = _client(cache, seconds)
     if lost_after is not None:
-        cache.statuses.lost_after = lost_after
+        cache.lost_after = lost_after
     client.thread.set_status(standing_by(cache.label))
     try:
         return ShrinkCall(cache, None, client, seconds).run()
@@ -204,8 +206,8 @@ class ShrinkCall:
             request=self.request,
             client=self.client,
             deadline=self.seconds,
-            statuses=cache.statuses,
-            has_ended=self.client.thread.has_ended,
+            statuses=cache.registry.statuses,
+            lost_after=cache.lost_after,
             check=problem_of,
             options=cache.configured_options(),
             warn=self.warn,

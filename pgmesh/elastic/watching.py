@@ -27,9 +27,9 @@ def abort_when_lost(cache: GroupCache, lost_after: float | None) -> None:
     """
     registry, ranks = cache.registry, cache.layout.ranks()
     thread = registry.heartbeat_thread()
-    statuses = cache.statuses
+    statuses = registry.statuses
     if lost_after is not None:
-        statuses.lost_after = cache.abort_after = lost_after
+        cache.lost_after = cache.abort_after = lost_after
     cache.aborts_when_lost = True
     thread.run(Read(status_key(cache.rank)), seconds=timing.TIMING.late_answer)
     if cache.rank not in ranks or len(ranks) == 1:
@@ -48,7 +48,7 @@ def abort_when_lost(cache: GroupCache, lost_after: float | None) -> None:
         is_silent = statuses.heard.get(next_rank) == heard
         if is_silent:  # its whole host may be lost: the others' silence counts from now on
             statuses.read(lambda *reads: [perform(read) for read in reads], others)
-        lost = statuses.lost([rank for rank in (next_rank, *others) if statuses.get(rank)][:1])
+        lost = statuses.lost([rank for rank in (next_rank, *others) if statuses.get(rank)][:1], cache.lost_after)
         if lost:  # in another thread: this one sends the heartbeats
             in_background(cache.abort, *lost.values())
         return not lost

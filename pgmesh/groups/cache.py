@@ -40,7 +40,6 @@ from pgmesh.groups.world import world_rank_and_size
 from pgmesh.options import GroupOptions
 from pgmesh.rendezvous.polling_store import ASKED_FOR, PollingStore
 from pgmesh.rendezvous.records import Fingerprint
-from pgmesh.rendezvous.statuses import Statuses
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -104,6 +103,7 @@ class GroupCache:
         self.shrink_attempts: dict[str, int] = {}  # by prefix of a mesh's store keys
         self.aborts_when_lost = False
         self.abort_after: float | None = None  # seconds of silence after which a lost rank aborts the mesh
+        self.lost_after: float | None = None  # the same for the agreement on a mesh that replaces this one
         if outside is not None:
             self.ended = "was unpickled outside any world."
             return
@@ -125,12 +125,6 @@ class GroupCache:
     def is_fake(self) -> bool:
         """True in a fake world, which has no other processes."""
         return backends_of(self.registry.options.backend).fake
-
-    @functools.cached_property
-    def statuses(self) -> Statuses:
-        """The statuses of other ranks, shared by several calls, so that a silence is measured from its beginning."""
-        thread = self.registry.store_thread()
-        return Statuses(thread.lost_after, thread.answered_seconds)
 
     def track(self, mesh: Any) -> None:
         """Register a mesh whose references to groups are cleared when groups end."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -90,9 +91,15 @@ class Registry:
             if self._thread is None:
                 rank, size = world_rank_and_size()
                 thread = self._thread = StoreThread(self.store, store_address(), rank, size)
-                self.watch = Watch(self._find_record, Statuses(thread.lost_after, thread.answered_seconds))
+                self.watch = Watch(self._find_record, self.statuses)
                 thread.on_heartbeat = self._on_heartbeat
             return self._thread
+
+    @functools.cached_property
+    def statuses(self) -> Statuses:
+        """What this process knows of the other ranks: a silence is measured from its beginning, whoever reads."""
+        thread = self.store_thread()
+        return Statuses(thread.lost_after, thread.answered_seconds, thread.has_ended)
 
     def _on_heartbeat(self, perform: Callable[[Operation], Any]) -> tuple[RunningCollective, ...]:
         """Look for aborted meshes, for lost ranks, and for collectives of this process that do not end."""

@@ -21,7 +21,6 @@ from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.operations import Add, CompareSet, Operation, Read
 from pgmesh.rendezvous.protocol import ConnectAttempt, Participant
 from pgmesh.rendezvous.records import Decision, Fingerprint
-from pgmesh.rendezvous.statuses import Statuses
 from pgmesh.rendezvous.store_thread import process_label
 
 
@@ -75,7 +74,7 @@ class StagedBarrier:
             call_site=call_site,
             process=process_label(),
             deadline=self.seconds,
-            statuses=Statuses(self._thread.lost_after, self._thread.answered_seconds),
+            statuses=self._cache.registry.statuses,
             skip_decided=False,
             pace=self._thread.pace,
         )

@@ -427,6 +427,7 @@ class Participant:
         self._read_arrivals(changed)
         self.client.set_pending(self._pending())
         self._read_statuses()
+        self.statuses.find_ended(self._to_ask(), all_of_them=True)
         with_lost = [attempt for attempt in self._undecided() if self.statuses.lost(self._watched(attempt))]
         self._read_arrivals(with_lost)  # a rank that died between its arrival and the count has arrived
         for attempt in with_lost:
@@ -454,6 +455,14 @@ class Participant:
         place, missing = attempt.ranks.index(self.rank), {*attempt.missing}
         others = (*attempt.ranks[place + 1 :], *attempt.ranks[:place])
         return [*[rank for rank in others if missing and rank not in missing][:1], *attempt.missing]
+
+    def _to_ask(self) -> list[int]:
+        """The ranks whose listeners this rank asks. The first members that have arrived ask for all others."""
+        ranks: list[int] = []
+        for attempt in self._undecided():
+            before = {*attempt.ranks[: attempt.ranks.index(self.rank)]} - {*attempt.missing}
+            ranks += self._watched(attempt) if len(before) < timing.LIMITS.asking else ()
+        return [*dict.fromkeys(ranks)][: timing.LIMITS.statuses]
 
     def _read_statuses(self, others: Iterable[int] = ()) -> None:
         """Read the statuses of the ranks that this one watches, or of others."""

@@ -1,5 +1,7 @@
 """The statuses that ranks publish with their heartbeats, and two faults found from them: lost ranks and circles.
 
+``Statuses`` is what a process knows of the other ranks of its world: each world has one.
+
 A status is a record in the store under ``pgmesh/status/<rank>``.
 """
 
@@ -10,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pgmesh._util.formatting import format_ranks, name_ranks
+from pgmesh._util.listeners import ANSWER_SECONDS
 from pgmesh.rendezvous.operations import Read
 from pgmesh.rendezvous.records import foreign_value, pack, unpack
 
@@ -134,15 +137,23 @@ def _typed(kind: Any, values: object, types: tuple[type, ...]) -> Any:
 class Statuses:
     """The last status of other ranks, each with the time when its heartbeat was first read.
 
-    A rank is lost if its status says that it left, or if its heartbeat has not changed for a while.
+    A rank is lost if its status says that it left, if its heartbeat has not changed for a while, or if its process has
+    ended.
 
     Args:
         lost_after: seconds without a new heartbeat after which a rank counts as lost.
         now: the clock, in seconds: ``StoreThread.answered_seconds``, or the one of a model.
+        has_ended: True if the process with this status has ended. Its heartbeat has not changed for these seconds.
     """
 
-    def __init__(self, lost_after: float, now: Callable[[], float]) -> None:
-        self.lost_after, self.now = lost_after, now
+    def __init__(
+        self,
+        lost_after: float,
+        now: Callable[[], float],
+        has_ended: Callable[[RankStatus, float], bool] = lambda status, seconds: False,
+    ) -> None:
+        self.lost_after, self.now, self._has_ended = lost_after, now, has_ended
+        self.ended: dict[int, object] = {}  # by rank: the listener of a process that has ended
         self.heard: dict[int, tuple[int, float]] = {}  # by rank: its last heartbeat, and when it was first read
         self._read_at: dict[int, float] = {}  # by rank: the begin of the last read of its status
         self._last: dict[int, RankStatus] = {}
@@ -176,28 +187,56 @@ class Statuses:
         status = self._last.get(rank)
         return self._without.get(rank) if status is None else str(status)
 
-    def lost(self, ranks: Iterable[int]) -> dict[int, str]:
-        """The ranks that are lost, each with the message of ``describe``."""
-        known = [self._last[rank] for rank in ranks if rank in self._last]
-        return {status.rank: self.describe(status.rank) for status in known if self._is_lost(status)}
+    def find_ended(self, ranks: Iterable[int], *, all_of_them: bool = False) -> None:
+        """Ask the listeners of some ranks, up to the first process that has not ended: the caller waits for that one.
 
-    def _is_lost(self, status: RankStatus) -> bool:
-        return bool(status.exited) or self._silence(status.rank) >= self.lost_after
+        Args:
+            all_of_them: ask the others too. A host that does not answer costs ``ANSWER_SECONDS``, so it is the last.
+        """
+        start = self.now()
+        for rank in ranks:
+            status = self._last.get(rank)
+            if status is None or status.exited or self.ended.get(rank) == status.endpoint:
+                continue
+            if self._has_ended(status, self._silence(rank)):
+                self.ended[rank] = status.endpoint
+            elif not all_of_them or self.now() - start >= ANSWER_SECONDS:
+                return
+
+    def lost(self, ranks: Iterable[int], lost_after: float | None = None) -> dict[int, str]:
+        """The ranks that are lost, each with the message of ``describe``.
+
+        Args:
+            lost_after: as in the class, for this call.
+        """
+        known = [self._last[rank] for rank in ranks if rank in self._last]
+        return {each.rank: self.describe(each.rank, lost_after) for each in known if self._is_lost(each, lost_after)}
+
+    def _is_lost(self, status: RankStatus, lost_after: float | None) -> bool:
+        return bool(status.exited) or self._is_ended(status) or self._is_silent(status.rank, lost_after)
+
+    def _is_ended(self, status: RankStatus) -> bool:
+        return bool(status.endpoint) and self.ended.get(status.rank) == status.endpoint
+
+    def _is_silent(self, rank: int, lost_after: float | None) -> bool:
+        return self._silence(rank) >= (self.lost_after if lost_after is None else lost_after)
 
     def _silence(self, rank: int) -> float:
         """Seconds from the answer with the last heartbeat to the last read. A slow answer is no silence."""
         return max(0.0, self._read_at[rank] - self.heard[rank][1])
 
-    def describe(self, rank: int) -> str:
-        """The last status of a rank for a message, with the seconds without a heartbeat if it is silent."""
+    def describe(self, rank: int, lost_after: float | None = None) -> str:
+        """The last status of a rank for a message; how it is known to be lost, if it is."""
         status = self._last.get(rank)
         if status is None:
             without = self._without.get(rank, "its status was not read")
             return f"rank {rank}: {without or 'no status: it has not called connect yet, or cannot reach the store'}"
-        silence = self._silence(rank)
-        if status.exited or silence < self.lost_after:
+        if self._is_ended(status) and not status.exited:
+            return f"rank {rank} has ended: its listener at {':'.join(map(str, status.endpoint))} refuses connections"
+        if status.exited or not self._is_silent(rank, lost_after):
             return f"rank {rank}: {status}"
-        return f"rank {rank} has sent no heartbeat for at least {int(silence)} s; its last status: {status}"
+        seconds = int(self._silence(rank))
+        return f"rank {rank} has sent no heartbeat for at least {seconds} s; its last status: {status}"
 
     def next_inspection(self, period: float) -> float:
         """Seconds until the next inspection: a period, or less if a silent rank becomes lost before."""

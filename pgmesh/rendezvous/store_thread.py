@@ -121,6 +121,10 @@ class _Queue:
         return self._batches.popleft()
 
 
+_MISSED_PERIODS = 1.5
+"""A heartbeat is missing after this many periods."""
+
+
 class StoreThread:
     """The store thread of one process in one world.
 
@@ -169,6 +173,7 @@ class StoreThread:
         # at once that its port is closed. The kernel closes it last, so this is common when the store is killed.
         self._opening: tuple[str, int] | None = None
         self.listener: Listener | None = None  # shows other ranks that this process lives
+        self._asked: dict[object, float] = {}  # by listener: the time when it was last asked; inf once it refused
         self._thread = threading.Thread(target=self._run, name="pgmesh-store", daemon=True)
         self._thread.start()
 
@@ -286,12 +291,27 @@ class StoreThread:
         self._heartbeat_due = 0.0
         self.post()
 
-    def has_ended(self, status: RankStatus) -> bool:
-        """True if the process that published a status has ended: its listener refuses a connection."""
+    def has_ended(self, status: RankStatus, seconds: float) -> bool:
+        """True if the process that published a status has ended: its listener refuses a connection.
+
+        A firewall of another host refuses too. So there a heartbeat must be missing as well. A listener is asked a few
+        times in a second at most: it has room for 128 connections until the next heartbeat.
+
+        Args:
+            seconds: the time without a new heartbeat.
+        """
         if not status.endpoint or self.listener is None:
             return False
+        host = status.endpoint[0]
         # A rank that reaches the store over its loopback is on the store's host. Elsewhere that address means another.
-        return is_loopback(status.endpoint[0]) == is_loopback(self.listener.host) and refuses(status.endpoint)
+        if is_loopback(host) != is_loopback(self.listener.host):
+            return False
+        if host != self.listener.host and seconds < _MISSED_PERIODS * self.period:
+            return False
+        now = time.monotonic()
+        if now >= self._asked.get(status.endpoint, -math.inf) + timing.TIMING.ask_again:
+            self._asked[status.endpoint] = math.inf if refuses(status.endpoint) else now
+        return self._asked[status.endpoint] == math.inf
 
     def store_hint(self) -> str:
         """Return a reason why ranks may not find each other on this store, with a fix; "" for none."""
@@ -479,7 +499,7 @@ class StoreThread:
             return RankStatus.unpack(rank, self.board.perform(store, Read(status_key(rank))))
 
         before = now = status_of(self._rank)
-        if before is not None and self.has_ended(before):
+        if before is not None and self.has_ended(before, 0.0):
             return False
         ranks = {self._rank, *range(min(self._world_size, timing.LIMITS.statuses))}
         if any(status and status.exited for status in map(status_of, ranks)):

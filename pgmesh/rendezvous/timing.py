@@ -20,6 +20,7 @@ class Timing:
         inspection: the interval between two such inspections.
         stragglers: the longest wait in ``connect`` until a rank logs what it waits for. After a third of a shorter
             deadline it does so earlier.
+        ask_again: the time until a rank asks the listener of another one again.
         longest_start_delay: the upper limit of an extra wait before the first inspection. A rank whose arrival took
             ``t`` seconds waits for up to ``t`` more, since early inspections would make a slow store slower.
         heartbeat: the interval of heartbeats in a world of up to ``Limits.full_rate_ranks`` ranks. In a larger world
@@ -42,6 +43,7 @@ class Timing:
     longest_pause: float = 0.05
     first_inspection: float = 0.025
     inspection: float = 0.2
+    ask_again: float = 0.3
     stragglers: float = 2.0
     longest_start_delay: float = 0.3
     heartbeat: float = 1.0
@@ -70,6 +72,7 @@ class Limits:
         statuses: the number of missing ranks whose status one inspection reads, the number of members of a group that
             are watched in a collective, and the number of ranks that a status reports as missing. A longer circle of
             waiting ranks is not stated.
+        asking: the number of members of a group that ask the listeners of missing ones, which have little room.
         shared_addresses: the largest group whose members publish their addresses in the arrivals. Each member
             receives all addresses with the decision.
         published_names: the number of meshes that a process publishes for a process that replaces it, the last ones.
@@ -78,6 +81,7 @@ class Limits:
 
     record_chars: int = 1 << 18
     statuses: int = 32
+    asking: int = 8
     shared_addresses: int = 64
     published_names: int = 256
     full_rate_ranks: int = 1024

@@ -79,8 +79,7 @@ class Simulation:
                 request=self.request if rank in self.members else None,
                 client=client,
                 deadline=60.0,
-                statuses=Statuses(5.0, client.now),
-                has_ended=client.has_ended,
+                statuses=Statuses(5.0, client.now, client.has_ended),
                 check=lambda outcome: "",
             ).agree()
             self.outcomes[rank] = outcome, self.clock.now
@@ -104,7 +103,7 @@ class Client:
     def set_pending(self, pending: object) -> None:
         raise AssertionError("shrink connects nothing")
 
-    def has_ended(self, status: RankStatus) -> bool:
+    def has_ended(self, status: RankStatus, seconds: float) -> bool:
         self.simulation.counts["connections"] += 1
         self.simulation.clock.pause(CONNECTION, self.thread)
         return status.rank in self.simulation.dead

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from pgmesh import ProcessGroupMesh
 from tests.support.faults import (
     LONG_TIMEOUT,
+    NAMED,
     SLACK,
     Attempt,
     H,
@@ -83,12 +84,9 @@ def test_rank_killed_after_one_heartbeat_is_named(tmp_path: Path):
         assert heartbeat == 1
         assert failed.kind == "MissingRanksError"
         assert "rank 3 did not arrive" in failed.text
-        assert re.search(
-            r"rank 3 has sent no heartbeat for at least \d s; its last status: not in connect", failed.text
-        )
-        assert failed.took < H + POLL + SLACK
+        assert re.search(r"rank 3 has ended: its listener at 127.0.0.1:\d+ refuses connections", failed.text)
+        assert failed.took < NAMED + SLACK
         assert not again.kind, again.text
-    assert min(failed.took for failed, *_ in seen) > H / 2  # a rank that came later heard of it from the others
 
 
 # ---- a rank is stuck in a collective ----

@@ -503,4 +503,4 @@ def options_lost(configure_all):
     tests="tests/elastic/test_agreement.py -k silent_rank",
 )
 def no_rank_is_lost(lost):
-    return lambda self, ranks: {}
+    return lambda self, ranks, lost_after=None: {}

@@ -185,6 +185,38 @@ def test_member_that_waits_is_not_taken_for_lost():
     assert "rank 2 did not arrive in 20 s.\n" in attempt.decision.text
 
 
+def asked_by(rank: int, size: int, missing: int) -> set[int]:
+    """The ranks whose listeners a rank asks while one member is missing. They all seem to have ended."""
+    asked = set[int]()
+
+    def has_ended(status: RankStatus, seconds: float) -> bool:
+        asked.add(status.rank)
+        return True
+
+    others = [each for each in range(size) if each not in (rank, missing)]
+    values = {status_key(each): RankStatus(each, 1, endpoint=("host", each)).pack().encode() for each in range(size)}
+    values["group/0/arrivals"] = b"".join(map(arrival, others))
+    client, attempt = MemoryClient(rank, values), attempt_of(rank, ranks=tuple(range(size)))
+    participant = participant_of(client, attempt, rank=rank, statuses=Statuses(5.0, client.now, has_ended))
+    participant.connect()
+    assert attempt.decision is not None
+    ended = f"rank {missing} has ended: its listener at host:{missing} refuses connections"
+    assert (ended in attempt.decision.text) == bool(asked)
+    assert client.clock < 0.5 or not asked
+    return asked
+
+
+def test_ended_member_is_named_before_any_silence():
+    assert asked_by(0, 3, missing=2) == {1, 2}
+
+
+def test_eight_members_ask_for_all_others():
+    size, missing = 3 * timing.LIMITS.asking, 4
+    assert [rank for rank in range(size) if rank != missing and missing in asked_by(rank, size, missing)] == [
+        rank for rank in range(timing.LIMITS.asking + 1) if rank != missing
+    ]
+
+
 def test_last_member_deletes_keys_of_the_attempt():
     client, run = MemoryClient(), dist.HashStore()
 

@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from pgmesh import WorldError, launch
+from pgmesh._util.listeners import Listener
 from pgmesh.rendezvous import store_thread as module, timing
 from pgmesh.rendezvous.operations import Add, Append, CompareSet, Delete, Raw, Read, perform
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, status_key
@@ -73,6 +74,39 @@ def test_stop_waits_for_a_busy_thread(store_thread: StoreThread):
     assert busy.wait(LONG)
     store_thread.stop()
     assert not store_thread._thread.is_alive()
+
+
+def closed_port(host: str) -> tuple[str, int]:
+    with socket.create_server((host, 0)) as server:
+        return host, server.getsockname()[1]
+
+
+def test_process_of_a_closed_listener_has_ended(store_thread: StoreThread):
+    store_thread.listener = Listener("127.0.0.1")
+    assert store_thread.has_ended(RankStatus(1, endpoint=closed_port("127.0.0.1")), 0.0)
+    assert not store_thread.has_ended(RankStatus(1), LONG)
+
+
+def test_refusal_of_another_host_needs_missed_heartbeat(store_thread: StoreThread):
+    store_thread.listener = Listener("127.0.0.1")
+    status = RankStatus(1, endpoint=closed_port("127.0.0.2"))
+    assert not store_thread.has_ended(status, store_thread.period)
+    assert store_thread.has_ended(status, 2 * store_thread.period)
+
+
+def test_living_listener_is_asked_seldom(store_thread: StoreThread):
+    store_thread.listener = Listener("127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        status = RankStatus(1, endpoint=server.getsockname()[:2])
+        end = time.monotonic() + 1.5 * timing.TIMING.ask_again
+        while time.monotonic() < end:
+            assert not store_thread.has_ended(status, 0.0)
+        server.settimeout(0.0)
+        connections = [server.accept()[0], server.accept()[0]]
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    for connection in connections:
+        connection.close()
 
 
 def test_error_of_a_batch_is_not_kept(store_thread: StoreThread):

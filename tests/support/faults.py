@@ -29,6 +29,7 @@ from tests.support.worlds import STARVED, check_sums, fresh_world, groups_of
 
 BEAT = 1.0 if STARVED else 0.2
 H = BEAT * timing.TIMING.missed_heartbeats  # seconds of silence after which a rank is suspected
+NAMED = 0.5  # seconds until a process that has ended is named by ``connect``, on the same host
 SLACK = 30.0 if STARVED else 1.0  # seconds that a busy machine may add to any bound
 LONG_TIMEOUT = timedelta(seconds=60 if STARVED else 12)  # a deadline that no rank should reach
 WAIT_TIMEOUT = 120.0 if STARVED else 30.0  # seconds, for any wait of a test

@@ -127,10 +127,7 @@ class Shrink(Call):
         self.time = 0.0  # a deadline comes without a silence of the others
         self.looked = b""  # the arrivals when they were last read
         self.agreements: list[Agreement] = []
-        self.thread = SimpleNamespace(
-            replaces_process=program.replaces is not None,
-            has_ended=lambda status: code.asks and self.ask(Ended(status.endpoint[1])),
-        )
+        self.thread = SimpleNamespace(replaces_process=program.replaces is not None)
         super().__init__(memory, answers, code.board)
 
     def _new_agreement(self, **arguments: Any) -> Agreement:
@@ -186,13 +183,15 @@ class Shrink(Call):
         identity.rejoined = self.program.replaces is not None and generation == 0
         identity.register = lambda *arguments, **more: None
         nothing = lambda *arguments: None  # noqa: E731
+        asks = lambda status, seconds: self.code.asks and self.ask(Ended(status.endpoint[1]))  # noqa: E731
+        statuses = self.code.statuses(LONG, lambda: self.time + SINCE_BOOT, asks)
         return SimpleNamespace(
             identity=identity,
             layout=layout,
-            registry=None,
+            registry=SimpleNamespace(statuses=statuses),
             rank=self.program.rank,
             label="mesh 'm'",
-            statuses=self.code.statuses(LONG, lambda: self.time + SINCE_BOOT),
+            lost_after=None,
             shrink_attempts={},
             aborts_when_lost=False,
             configured_options=list,
@@ -212,6 +211,7 @@ class Shrink(Call):
             self.known(),
             repr([getattr(agreement, name) for name in ("key", "members", "request", "number", "came_late")]),
             tuple(sorted((rank, beat, (at - SINCE_BOOT) // LONG) for rank, (beat, at) in heard.items())),
+            tuple(sorted(agreement.statuses.ended.items())),
         )
 
     # -- the client -----------------------------------------------------------------------------------------------

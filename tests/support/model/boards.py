@@ -54,12 +54,12 @@ class Forgetful(_Decides):
 class AllLost(Statuses):
     """Each rank counts as lost."""
 
-    def lost(self, ranks: Iterable[int]) -> dict[int, str]:
+    def lost(self, ranks: Iterable[int], lost_after: float | None = None) -> dict[int, str]:
         return dict.fromkeys(ranks, "it counts as lost")
 
 
 class NoneLost(Statuses):
     """No rank counts as lost."""
 
-    def lost(self, ranks: Iterable[int]) -> dict[int, str]:
+    def lost(self, ranks: Iterable[int], lost_after: float | None = None) -> dict[int, str]:
         return {}
