@@ -72,6 +72,7 @@ docs/frameworks
 docs/reference
 docs/faults
 docs/limits
+docs/versions
 CHANGELOG
 SECURITY
 ```

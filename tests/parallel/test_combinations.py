@@ -1,4 +1,4 @@
-"""The table of compositions in docs/parallel.md: each is trained on a mesh and compared with one process.
+"""The table of compositions in tests/golden/compositions.md: each is trained on a mesh and compared with one process.
 
 A row has the greatest difference of all gradients and weights of three steps, in 64-bit floats. A test fails where the
 difference that it sees is not of the size in the table. ``GOLDEN=write`` writes the table.
@@ -39,7 +39,7 @@ from tests.support.worlds import check_sums, groups_of, world
 
 pytestmark = pytest.mark.long
 
-PAGE = Path(__file__).parents[2] / "docs" / "contributing.md"
+PAGE = Path(__file__).parents[1] / "golden" / "compositions.md"
 PERMUTED = [5, 2, 7, 0, 3, 6, 1, 4]
 
 
@@ -335,14 +335,14 @@ def row_of(row: Row, figure: str) -> str:
 
 
 def figures() -> dict[str, str]:
-    """The figure of each row of the page, by the rest of the row."""
+    """The figure of each row of the table, by the rest of the row."""
     lines = PAGE.read_text(encoding="utf-8").partition("| composition | mesh |")[2].splitlines()[2:]
     table = lines[: next((i for i, line in enumerate(lines) if not line.startswith("|")), len(lines))]
     return {line.rpartition(" | ")[0]: line.rpartition(" | ")[2].removesuffix(" |") for line in table}
 
 
 def write(number: int, figure: str) -> None:
-    """Write the figure of a row, and the rows of the others, into the page."""
+    """Write the figure of a row, and the rows of the others, into the table."""
     text, known = PAGE.read_text(encoding="utf-8"), figures()
     lines = [row_of(row, known.get(row_of(row, "").rpartition(" | ")[0], "?")) for row in ROWS]
     lines[number] = row_of(ROWS[number], figure)
@@ -357,7 +357,7 @@ def test_composition_trains_as_in_one_process(number: int):
     if os.environ.get("GOLDEN") == "write":
         write(number, f"{found:.0e}")
     shown = float(figures()[row_of(row, "").rpartition(" | ")[0]])
-    assert shown / 30 <= found <= 30 * shown, f"{found:.0e} is not of the size of {shown:.0e}, which the page has"
+    assert shown / 30 <= found <= 30 * shown, f"{found:.0e} is not of the size of {shown:.0e}, which the table has"
 
 
 def test_table_has_each_composition_that_is_tried():
