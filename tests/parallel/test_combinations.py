@@ -1,4 +1,4 @@
-"""The table of compositions in tests/golden/compositions.md: each is trained on a mesh and compared with one process.
+"""The table of compositions in tests/golden/compositions.txt: each is trained on a mesh and compared with one process.
 
 A row has the greatest difference of all gradients and weights of three steps, in 64-bit floats. A test fails where the
 difference that it sees is not of the size in the table. ``GOLDEN=write`` writes the table.
@@ -39,7 +39,7 @@ from tests.support.worlds import check_sums, groups_of, world
 
 pytestmark = pytest.mark.long
 
-PAGE = Path(__file__).parents[1] / "golden" / "compositions.md"
+PAGE = Path(__file__).parents[1] / "golden" / "compositions.txt"
 PERMUTED = [5, 2, 7, 0, 3, 6, 1, 4]
 
 
