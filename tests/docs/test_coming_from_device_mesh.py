@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import pgmesh
 from pgmesh import ProcessGroupMesh
 from tests.support.fake_world import fake_rank
+from tests.support.programs import clean_env
 
 pytestmark = pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the page is about torch 2.13")
 
@@ -78,6 +81,18 @@ def test_both_columns_give_what_they_say(row: Row):
                 assert given == shown
             else:
                 assert not given.endswith(("Error", "Exception")), given
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("program", [0, 1], ids=["before", "after"])
+def test_both_scripts_print_what_the_page_shows(tmp_path: Path, program: int):
+    script = re.findall(r"^```python\n(import.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[program]
+    (shown,) = re.findall(r"^```console\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    (tmp_path / "script.py").write_text(script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8", "script.py"]
+    ran = subprocess.run(command, cwd=tmp_path, env=clean_env(), capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == shown
 
 
 def test_configured_backend_and_timeout_reach_the_group():
