@@ -156,7 +156,6 @@ SAYS: dict[str, Callable[[int], str]] = {
     "fairscale": lambda r: f"{tuple(sorted((r, r ^ 4)))} {powers(r & 6, (r ^ 4) & 6)}",
     "oslo": lambda r: f"{r & 1} {powers(r, r ^ 2)}",
     "colossalai": lambda r: f"{(r >> 2, r >> 1 & 1, r & 1)} {powers(*range(8))}",
-    "device_mesh": lambda r: f"{(r >> 2, r >> 1 & 1, r & 1)} {powers(*range(r & 4, (r & 4) + 4))} True",
 }
 
 
