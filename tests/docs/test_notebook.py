@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,10 @@ def test_each_cell_shows_what_it_promises(rounds: list[list[Any]], number: int):
     assert "dp-cp  8 ranks: (" in shown
     for block, total in (("(0, 1)", 3.0), ("(2, 3)", 12.0)):
         assert shown.count(f"{block} sum to {total}") == 2
+    (alone,), (four,) = (re.findall(rf"losses of {who}: *(\[.*\])", shown) for who in ("one process", "four processes"))
+    assert alone == four
+    assert ast.literal_eval(alone) == sorted(ast.literal_eval(alone), reverse=True)
+    assert "in the other mesh: (4, 8)" in shown
     assert "Can't get attribute 'typed'" in shown
     assert "at module level of a file" in shown
     assert "%%writefile job.py" in shown
