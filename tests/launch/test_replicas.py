@@ -50,9 +50,10 @@ mesh, epoch = create(), int(start != "first")
 if start == "by standing by":
     mesh = mesh.stand_by(timeout=60)
 else:
+    mesh.report()  # its status replaces that of the former process, which counts as lost
     (folder / f"{start} {world.rank}").touch()
     while start == "in the next mesh" and not (folder / "next mesh").exists():
-        time.sleep(0.02)  # until all of the replica have started: the status of a former process counts as lost
+        time.sleep(0.02)  # until all of the replica have started
     mesh.connect(timeout=60)
 while not (folder / "over").exists():
     try:
