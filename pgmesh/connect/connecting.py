@@ -276,7 +276,8 @@ class _Call:
         """Read whether another member failed, and the statuses of the members."""
         members = {rank for each in running for rank in each.record.ranks[: timing.LIMITS.statuses + 1]}
         self.statuses.read(self.client.run, members - {self.cache.rank})
-        self.statuses.find_ended(members - {self.cache.rank}, all_of_them=True)
+        following = {rank for each in running for rank in each.following(timing.LIMITS.asking)}
+        self.statuses.find_ended(following, all_of_them=True)
         broken = dict(zip(running, self.client.run(*(Read(each.broken_key) for each in running))))
         for collective in self.client.poll():  # again, since a member whose collective is done may have left
             collective.inspect(broken[collective])

@@ -46,6 +46,11 @@ class FirstCollective:
     def is_running(self) -> bool:
         return self._work is not None and not self.done and self.error is None
 
+    def following(self, number: int) -> Sequence[int]:
+        """The members after this rank, in a ring. Each member asks the listeners of a few others."""
+        place = self.record.group.rank() + 1
+        return (*self.record.ranks[place:], *self.record.ranks[: place - 1])[:number]
+
     def keep_until_done(self) -> None:
         """Keep the group alive if its collective does not end although its connections were shut down."""
         if self._work is not None:

@@ -174,8 +174,10 @@ class Statuses:
                 self._last.pop(rank, None)
                 self._without[rank] = None if text is None else foreign_value(status_key(rank), text)
                 continue
+            before = self._last.get(rank)
             self._last[rank], self._read_at[rank] = status, began
-            if self.heard.get(rank, (None, now))[0] != status.heartbeat:
+            # A new process of the rank counts its heartbeats from the beginning.
+            if before is None or (before.heartbeat, before.sent) != (status.heartbeat, status.sent):
                 self.heard[rank] = (status.heartbeat, now)
 
     def get(self, rank: int) -> RankStatus | None:

@@ -294,6 +294,18 @@ def test_unread_status_is_not_called_absent():
     assert statuses.describe(2) == "rank 2: its status was not read"
 
 
+def test_new_process_with_same_heartbeat_is_not_silent():
+    clock, values = [0.0], dict[str, bytes]()
+    statuses = Statuses(5.0, lambda: clock[0])
+    for clock[0], sent in ((0.0, 100.0), (30.0, 129.0)):
+        values[status_key(1)] = RankStatus(1, 3, sent=sent).pack().encode()
+        statuses.read(MemoryClient(values=values).run, [1])
+        assert not statuses.lost([1])
+    clock[0] = 36.0
+    statuses.read(MemoryClient(values=values).run, [1])
+    assert [*statuses.lost([1])] == [1]
+
+
 # -- circles ----------------------------------------------------------------------------------------------------------
 
 
