@@ -504,3 +504,13 @@ def options_lost(configure_all):
 )
 def no_rank_is_lost(lost):
     return lambda self, ranks, lost_after=None: {}
+
+
+@breaks(
+    "a process that has ended is named within 0.5 s",
+    page="faults.md",
+    target="rendezvous.statuses:Statuses.find_ended",
+    tests="tests/rendezvous/test_protocol.py -k ended_member",
+)
+def no_listener_is_asked(find_ended):
+    return lambda self, ranks, all_of_them=False: None
