@@ -132,7 +132,7 @@ def megatron(
     dense = Layout({axis: sizes[axis] for axis in slowest_first if axis != "ep"}, ranks=call.ranks)
     expert_axes = [EXPERT_AXIS[axis] for axis in slowest_first if axis in EXPERT_AXIS]
     expert = dense.view({axis: sizes[axis] for axis in expert_axes})
-    _check_pipelines(call, order, dense, expert)
+    _check_pipelines(call, order.lower(), dense, expert)
     along_axes: dict[str, tuple[Axis, ...]] = {word: tuple(axes.split("-")) for word, axes in AXES.items()}
     levels = {} if hierarchical_cp is None else _context_levels(call, dense, hierarchical_cp)
     names = {

@@ -25,7 +25,7 @@ from pgmesh.mesh import CONNECT_TIMEOUT, ProcessGroupMesh
 from pgmesh.options import Timeout
 from pgmesh.resharding.link import Link
 from pgmesh.resharding.plan import ReshardPlan, balance
-from pgmesh.resharding.sharding import Placements, Sharding, by_axis, parse_placements, shape_of
+from pgmesh.resharding.sharding import Placements, Sharded, Sharding, by_axis, parse_placements, shape_of
 from pgmesh.resharding.transfer import Job, Shards, fill_buckets, move
 from pgmesh.topology.host_mapping import map_hosts
 
@@ -78,14 +78,16 @@ class Resharder:
         target: the module or (nested) state dict on this rank that is written.
         rename: maps a name of the source to that of the target, or to None to leave it out; a dict or a function. Only
             ranks of the source use it.
-        staging_bytes: limit of the staging memory in bytes. A larger tensor exceeds it.
+        staging_bytes: limit of the staging memory in bytes. A larger tensor exceeds it. Clones are not counted: of
+            tensors of the source that share memory with another name of the target, or with a target on several device
+            meshes.
         timeout: timeout of each call, a timedelta or a number of seconds.
 
     Raises:
         MembershipError: this rank is in neither mesh.
         MethodError: a tensor is a shard of an expert as a plain tensor.
         MismatchError: names, shapes or arguments differ between ranks. The message has each of them. Or
-            ``rename`` gives two tensors one name, or source and target share memory under different names.
+            ``rename`` gives two tensors one name.
         MissingRanksError: a rank did not come. The message has its status.
         ShapeError: a tensor is ``Partial``, or its local shard has another shape than its placements say.
         WorldError: the world is a fake one.
@@ -315,7 +317,7 @@ class Entry(NamedTuple):
         shape: the global shape; None for the shape of the source.
         dtype: the dtype, such as "torch.float32"; None for that of the source.
         mesh: sizes and ranks of its device mesh; None for a plain tensor, which each rank that names it holds whole.
-        placements: for each axis, the dimension that it shards and the split factor; None if it is replicated.
+        placements: the placement on each axis; None if the tensor is replicated along it.
     """
 
     side: str
@@ -323,12 +325,13 @@ class Entry(NamedTuple):
     shape: Any
     dtype: str | None = None
     mesh: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    placements: tuple[tuple[int, int] | None, ...] = ()
+    placements: tuple[Sharded | None, ...] = ()
 
     def on(self, ranks: Sequence[int]) -> tuple[Layout, Placements]:
         """The layout of the tensor and its placements there, if these ranks name it."""
         sizes, ranks = self.mesh or ((len(ranks),), ranks)
-        return Layout(dict(enumerate(sizes)), ranks=ranks), self.placements or None
+        placements = [each and Sharded(*each) for each in self.placements]  # JSON makes tuples of them
+        return Layout(dict(enumerate(sizes)), ranks=ranks), placements or None
 
 
 def describe(side: str, tensors: Tensors) -> list[Entry]:

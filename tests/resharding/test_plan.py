@@ -163,6 +163,7 @@ def timed(plan: ReshardPlan, rank: int) -> RankPlan:
         (((4,), Layout(2), [0], Layout(dp=2, tp=2), {"pp": 0}), AxisError, "no axis 'pp'"),
         (((4,), Layout(2), ["tp"], Layout(2), None), ShapeError, "not 'tp'"),
         (((4,), Layout(2), [True], Layout(2), None), ShapeError, "a placement is Shard(0)"),
+        (((4,), Layout(2), [(0, 2)], Layout(2), None), ShapeError, "such as 0, not (0, 2)"),
         (((4,), [0, 1], [0], Layout(2), None), ShapeError, "a ProcessGroupMesh or a Layout, not [0, 1]"),
         (((-1,), Layout(2), [0], Layout(2), None), ShapeError, "0 or more"),
     ],
