@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -222,21 +222,38 @@ class ReshardPlan:
         return "\n".join([title, *lines])
 
 
+class Piece(NamedTuple):
+    """Elements ``start`` to ``stop`` of the line of a part, and the number of the replica that sends them."""
+
+    start: int
+    stop: int
+    replica: int
+
+
 class Shares:
     """The shares of the replicas of one source part in what other ranks want of it.
 
-    Each replica of a part could send all of it. A *slot* is a rank that wants some of the part. The elements of all
-    slots, one slot after the other, are a line. It is cut into *pieces*, each of which one replica sends:
+    Each replica of a part could send all of it. The elements that each rank wants of the part, one rank after the
+    other, are the *line*. The elements of one rank are its *slot*. The line is cut into *pieces*:
 
-    - A slot that is a replica itself has its elements: they are in no piece.
-    - Then each replica serves the slots on its own host, until its share is used up.
+    - A replica that wants some of the part has it: its slot is in no piece.
+    - Then each replica serves the slots of ranks on its own host, until its share is used up.
     - What is left of the line is cut in the order of the replicas.
 
-    A part can have a million slots. So there is no list of slots: their positions on the line are computed.
+    A million ranks can want a part. So there is no list of slots: their positions on the line are computed.
 
     Args:
         plan: the plan.
         part: the part of its source.
+
+    Ranks 0 and 1 are replicas of 8 elements. Ranks 1 and 2 want one half each, so these are slots 0 to 4 and 4 to 8 of
+    the line. Rank 1 has its half, and each replica sends one half of the other:
+
+    >>> plan = ReshardPlan((8,), Layout(dp=2), None, Layout(tp=2, ranks=[1, 2]), {"tp": 0})
+    >>> for piece in Shares(plan, ()).pieces:
+    ...     print(piece)
+    Piece(start=4, stop=6, replica=0)
+    Piece(start=6, stop=8, replica=1)
     """
 
     def __init__(self, plan: ReshardPlan, part: Part) -> None:
@@ -262,14 +279,14 @@ class Shares:
         """The transfers that a rank receives from the replicas."""
         if slot := self._slot(rank):
             _, region = self._wanted[self._numbers[self._target.part_of(rank)]]
-            for _, i, start, stop in overlaps([slot], self._pieces):
-                yield Transfer(self.replicas[self._pieces[i][2]], region, start - slot[0], stop - slot[0])
+            for _, i, start, stop in overlaps([slot], self.pieces):
+                yield Transfer(self.replicas[self.pieces[i].replica], region, start - slot[0], stop - slot[0])
 
     def sent_by(self, rank: int) -> Iterator[Transfer]:
         """The transfers that a replica sends."""
         number = self._plan.source.replica_of(rank)
-        for start, stop in [(start, stop) for start, stop, replica in self._pieces if replica == number]:
-            while start < stop:
+        for start, stop, replica in self.pieces:
+            while replica == number and start < stop:  # a piece may have elements of several slots
                 i = bisect.bisect(self._starts, start) - 1
                 part, region = self._wanted[i]
                 slot, first = divmod(start - self._starts[i], self._sizes[i])
@@ -278,39 +295,40 @@ class Shares:
                 start += last - first
 
     @cached_property
-    def _pieces(self) -> list[tuple[int, int, int]]:
-        """Start, stop and the number of the replica that sends it, in the order of the line."""
+    def pieces(self) -> list[Piece]:
+        """All pieces, in the order of the line."""
+        near = self._pieces_on_hosts()
         left = [*self.counts]
-        pieces = [*self._serve_hosts(left)]
-        taken = sorted([*self._own.values(), *((start, stop) for start, stop, _ in pieces)])
+        for piece in near:
+            left[piece.replica] -= piece.stop - piece.start
+        taken = sorted([*self._own.values(), *(piece[:2] for piece in near)])
         ends = [0, *(stop for _, stop in taken)]
         free = [*zip(ends, [*(start for start, _ in taken), self._starts[-1]])]
-        places = spans(stop - start for start, stop in free)
-        for i, replica, start, stop in overlaps(places, spans(left)):
-            shift = free[i][0] - places[i][0]
-            pieces.append((start + shift, stop + shift, replica))
-        return sorted(pieces)
+        places = spans(stop - start for start, stop in free)  # on the line without what is taken
+        far = [
+            Piece(start + free[i][0] - places[i][0], stop + free[i][0] - places[i][0], replica)
+            for i, replica, start, stop in overlaps(places, spans(left))
+        ]
+        return sorted([*near, *far])
 
-    def _serve_hosts(self, left: list[int]) -> Iterator[tuple[int, int, int]]:
-        """The pieces that each replica sends to ranks of its own host.
-
-        Args:
-            left: the shares of the replicas. What they send here is subtracted.
-        """
-        host_of, by_host = self._plan._host_of, dict[int, list[int]]()
-        for number, rank in enumerate(self.replicas if len(self._plan._hosts) > 1 else ()):
-            by_host.setdefault(host_of[rank], []).append(number)
-        slots = self._slots([rank for host in by_host for rank in self._plan._hosts[host]])
-        for rank, (start, stop) in slots.items():
-            for number in () if rank in self._own else by_host[host_of[rank]]:
-                end = min(start + left[number], stop)
-                if start < end:
-                    yield start, end, number
-                    left[number] -= end - start
-                    start = end
+    def _pieces_on_hosts(self) -> list[Piece]:
+        """The pieces that each replica sends to ranks of its own host."""
+        hosts, host_of, left = self._plan._hosts, self._plan._host_of, [*self.counts]
+        replicas_on = defaultdict[int, list[int]](list)
+        for number, rank in enumerate(self.replicas if len(hosts) > 1 else ()):
+            replicas_on[host_of[rank]].append(number)
+        pieces = []
+        for rank, (start, stop) in self._slots([rank for host in replicas_on for rank in hosts[host]]).items():
+            for number in () if rank in self._own else replicas_on[host_of[rank]]:
+                size = min(left[number], stop - start)
+                if size:
+                    pieces.append(Piece(start, start + size, number))
+                    left[number] -= size
+                    start += size
+        return pieces
 
     def _slots(self, ranks: Sequence[int]) -> dict[int, tuple[int, int]]:
-        """The slots of those of these ranks that want some of the part."""
+        """The slots of these ranks, without those that want nothing of the part."""
         if len(ranks) > len(self._wanted) * self._target.replicas:  # fewer want it: go through these
             some = {*ranks}
             ranks = [rank for part, _ in self._wanted for rank in self._target.ranks_of(part) if rank in some]
