@@ -277,16 +277,20 @@ def _read_step(
     """
     hosts, counts = variables.parsed(HOST_LISTS, parse_hosts), variables.parsed(TASK_COUNTS, parse_task_counts)
     node, gtids = variables.number(("SLURM_NODEID",)), variables.values.get("SLURM_GTIDS")
-    local_size = counts[node] if node is not None and node < len(counts) else size if len(hosts) == 1 else None
-    tasks = gtids.split(",") if gtids else [str(rank)]
-    if (
-        (hosts and counts and len(hosts) != len(counts))
-        or sum(counts) not in (0, size)
-        or (node or 0) >= (len(counts or hosts) or MAX_NUMBER)
-        or (gtids and local_size not in (None, len(tasks)))
-        or str(rank) not in (tasks if local_rank is None or not gtids else tasks[local_rank : local_rank + 1])
-    ):
-        raise variables.error("variables of this step of Slurm contradict each other.")
+    local_size = size if len(hosts) == 1 else None
+    if node is not None and node < len(counts):
+        local_size = counts[node]
+    tasks = gtids.split(",") if gtids else []
+    mine = tasks if local_rank is None else tasks[local_rank : local_rank + 1]
+    contradictions = {
+        "the lists of hosts and of tasks have different lengths": hosts and counts and len(hosts) != len(counts),
+        "the tasks of all hosts are not the tasks of the step": counts and sum(counts) != size,
+        "the lists do not have the host of this process": (node or 0) >= (len(counts or hosts) or MAX_NUMBER),
+        "SLURM_GTIDS has another number of tasks": tasks and local_size not in (None, len(tasks)),
+        "SLURM_GTIDS does not have this process": tasks and str(rank) not in mine,
+    }
+    if problems := [problem for problem, is_found in contradictions.items() if is_found]:
+        raise variables.error(f"variables of this step of Slurm contradict each other: {'; '.join(problems)}.")
     address = None
     if hosts and variables.values.get("SLURM_DISTRIBUTION") != "arbitrary" and (rank or not node):
         address = hosts[0]  # unknown to the other ranks if the distribution is arbitrary
