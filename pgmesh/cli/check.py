@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pgmesh._util.formatting import count_of
 from pgmesh.cli import arguments, output
-from pgmesh.cli.arguments import Sizes, UsageError
+from pgmesh.cli.arguments import USAGE_ERRORS, Sizes, UsageError
 from pgmesh.drawing import styled_text
 from pgmesh.errors import LaunchError, PgmeshError, WorldError
 from pgmesh.launch.detect import detect_launcher
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         _print(args, results, failure)
     if barrier is not None and not _leave(barrier) and failure is not None:  # rank 0 is lost, so each rank prints
         _print(args, results, failure)
-    return 0 if failure is None else 2 if isinstance(failure, UsageError) else 1
+    return 0 if failure is None else 2 if isinstance(failure, USAGE_ERRORS) else 1
 
 
 def _leave(barrier: StagedBarrier) -> bool:
@@ -124,7 +124,7 @@ def _print(args: argparse.Namespace, results: CheckResults | None, failure: Exce
 
         data = {"format": 1, "status": "ok", **asdict(results)}
         output.report(args, lambda: data, lambda width: report.report(results, width))
-    elif isinstance(failure, UsageError):
+    elif isinstance(failure, USAGE_ERRORS):
         print(f"pgmesh check: {failure}", file=sys.stderr, flush=True)
     else:
         kind = type(failure).__name__

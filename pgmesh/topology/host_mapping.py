@@ -57,7 +57,7 @@ class Placement:
     """The host of each rank.
 
     >>> placed = Placement({rank: HostInfo("ab"[rank % 2], "") for rank in range(4)})
-    >>> placed.hosts, placed.host_of(3), placed.host_infos[3].host
+    >>> placed.hosts, placed.host_of[3], placed.host_infos[3].host
     (((0, 2), (1, 3)), 1, 'b')
     """
 
@@ -72,12 +72,9 @@ class Placement:
         return tuple(map(tuple, found.values()))
 
     @cached_property
-    def _host_of(self) -> dict[int, int]:
+    def host_of(self) -> dict[int, int]:
+        """The index of each rank's host in ``hosts``."""
         return {rank: number for number, ranks in enumerate(self.hosts) for rank in ranks}
-
-    def host_of(self, rank: int) -> int:
-        """The index of a rank's host in ``hosts``."""
-        return self._host_of[rank]
 
     def locality(self, layout: Layout, *axes: Axis) -> Locality:
         """The locality of the groups along some axes of a layout; without axes, of the whole layout.
@@ -85,8 +82,8 @@ class Placement:
         Raises:
             AxisError: there is no such axis, or it is named twice.
         """
-        order = sorted(layout.ranks(), key=lambda rank: (self.host_of(rank), rank))
-        sizes = [len(list(ranks)) for _, ranks in groupby(order, self.host_of)]
+        order = sorted(layout.ranks(), key=lambda rank: (self.host_of[rank], rank))
+        sizes = [len(list(ranks)) for _, ranks in groupby(order, self.host_of.get)]
         level = HostLevel("host", tuple((len(list(same)), size) for size, same in groupby(sizes)))
         position = {rank: i for i, rank in enumerate(order)}
         moved = tuple(position[rank] for rank in layout.ranks())
