@@ -14,7 +14,7 @@ from typing import Any
 
 from pgmesh._util.formatting import Text, as_range, count_of, format_call, format_calls, format_ranks
 from pgmesh._util.keywords import GROUP_KEYWORDS, NAME_KEYWORDS, RESERVED, SHAPE_KEYWORDS
-from pgmesh._util.suggestions import A, describe_misfit, fit_sizes, infer_size, known_product, start_command
+from pgmesh._util.suggestions import A, fit_sizes, infer_size, known_product, start_command
 from pgmesh.errors import OptionsError, ShapeError
 from pgmesh.options import GroupOptions
 
@@ -73,7 +73,12 @@ def parse_sizes(
     if len(shape) == 1 and not sizes and isinstance(shape[0], (tuple, list)):
         problem = f"{who}: sizes are given one by one, not as {shape[0]!r}."
         raise ShapeError(_with_calls(problem, _valid_call(who, shape[0], more, count)))
-    given = _mapping_of(who, shape, sizes)
+    if (shape and sizes) or (len(shape) > 1 and any(isinstance(part, Mapping) for part in shape)):
+        call = format_call(who, {}, *shape, **sizes)
+        raise ShapeError(f"{call}: give all sizes by position, by keyword, or in one mapping.")
+    given: Mapping[Any, Any] = dict(enumerate(shape)) if shape else sizes
+    if shape and isinstance(shape[0], Mapping):
+        given = shape[0]
     box = {_parse_axis(who, axis): parse_size(who, axis, size) for axis, size in given.items()}
     if not box:
         size = 2 if who == "Layout" and more.get("ranks") is None else -1
@@ -86,18 +91,6 @@ def parse_sizes(
     if len(free) > 1:
         raise ShapeError(f"{format_call(who, box)}: at most one size may be -1 (inferred); here are {', '.join(free)}.")
     return box
-
-
-def _mapping_of(who: str, shape: Sequence[Any], sizes: Mapping[str, Any]) -> Mapping[Any, Any]:
-    """The sizes in a call by axis, unchecked."""
-    if not shape:
-        return sizes
-    if not sizes and len(shape) == 1 and isinstance(shape[0], Mapping):
-        return shape[0]
-    if not sizes and not any(isinstance(part, Mapping) for part in shape):
-        return dict(enumerate(shape))
-    call = format_call(who, {}, *shape, **sizes)
-    raise ShapeError(f"{call}: give all sizes by position, by keyword, or in one mapping.")
 
 
 def _parse_axis(who: str, axis: Any) -> str | int:
@@ -236,5 +229,7 @@ def fill_sizes(
     elif is_world and product < count and -1 not in box.values():
         named = call_of(who, box, **{**more, "ranks": range(product)})
         calls.append((named, f"or name the {count_of(product, 'rank')} to use"))
-    problem = describe_misfit(call_of(who, box), box, count, count_text)
+    problem = f"{call_of(who, box)} holds {count_of(product, 'rank')}, but {count_text}."
+    if -1 in box.values():
+        problem = f"{call_of(who, box)} cannot be filled: {count_text}, and {count} is not divisible by {product}."
     raise ShapeError(f"{problem}\n\n{format_calls(calls)}")

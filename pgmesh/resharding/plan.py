@@ -81,14 +81,6 @@ class RankPlan:
         wanted, copied = (0 if region is None else size_of(region) for region in (self.wanted, self.copied))
         return wanted - copied
 
-    def __str__(self) -> str:
-        counts = self.sent, self.received, self.floor, self.leaving
-        sent, received, floor, leaving = (f"{elements * self.itemsize:,}" for elements in counts)
-        return (
-            f"rank {self.rank} sends {sent} bytes to {count_of(len(self.sends), 'rank')}, {leaving} of them to other "
-            f"hosts, and receives {received} bytes from {count_of(len(self.receives), 'rank')} (floor {floor})"
-        )
-
 
 class ReshardPlan:
     """The transfer of a tensor from one layout to another. Each rank computes its own part of it, alone.
@@ -185,26 +177,24 @@ class ReshardPlan:
         """
         from pgmesh.drawing import transfers
 
-        has_hosts = len(self._hosts) > 1
-        sides, sent = [], {}
-        for word, side in (("source", self.source), ("target", self.target)):
-            ends = []
-            for rank in itertools.islice(side.layout, MOST_ROWS):
-                plan = self.of(rank)
-                label = side.layout.label_of(rank) + (f", host {self._host_of[rank]}" if has_hosts else "")
-                elements, verb = (plan.sent, "sends") if word == "source" else (plan.received, "receives")
-                ends.append(transfers.End(rank, label, f"{verb} {elements * self.itemsize:,} bytes"))
-                for each in plan.sends:
-                    sent[rank, each.peer] = transfers.Sent(each.size * self.itemsize, self._leaves(rank, each.peer))
-            sizes = " ".join(f"{axis}={size}" for axis, size in zip(side.layout.axes, side.layout.shape))
-            sides.append((f"{word}: {sizes}", ends))
-        notes = ["a line: what one rank sends to another; thicker is more"]
-        if has_hosts:
-            notes[0] += ", dashed: to another host"
+        sides = []
+        for word, layout in (("source", self.source.layout), ("target", self.target.layout)):
+            sizes = " ".join(f"{axis}={size}" for axis, size in zip(layout.axes, layout.shape))
+            ends = {rank: layout.label_of(rank) for rank in itertools.islice(layout, MOST_ROWS)}
+            if len(self._hosts) > 1:
+                ends = {rank: f"{label}, host {self._host_of[rank]}" for rank, label in ends.items()}
+            sides.append(transfers.Side(f"{word}: {sizes}", ends))
+        source, target = sides
+        sent = {
+            (rank, each.peer): transfers.Sent(each.size * self.itemsize, self._leaves(rank, each.peer))
+            for rank in source.labels
+            for each in self.of(rank).sends
+        }
+        notes = ["a line: what one rank sends to another; thicker is more, dashed is to another host"]
         if any(len(side.layout) > MOST_ROWS for side in (self.source, self.target)):
             notes.append(f"a sample: the first {MOST_ROWS} ranks of each side")
         title = f"shape {self.shape}, {count_of(self.itemsize, 'byte')} each"
-        return transfers.drawing(title, notes, (sides[0], sides[1]), sent)
+        return transfers.drawing(title, notes, source, target, sent)
 
     def __str__(self) -> str:
         plans = [self.of(rank) for rank in sorted(self.ranks)[:MOST_ROWS]]
