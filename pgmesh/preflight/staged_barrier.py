@@ -108,17 +108,18 @@ class StagedBarrier:
             seconds: timeout. Each rank then leaves anyway.
 
         Returns:
-            True if rank 0 has reported.
+            True if rank 0, which may be this rank, has reported.
         """
-        end = time.monotonic() + seconds
-        if self.rank == 0:
-            self.publish("reported", "reported")
-        reported = self._wait(lambda: self.read("reported") is not None, end)
-        self._run(Add(f"{self._prefix}/left"))
-        if self.rank == 0:
-            self._wait(lambda: int(self.read("left") or 0) >= self.size, end)
-        self._thread.set_status("")
-        self._cache.close()
+        end, reported = time.monotonic() + seconds, self.rank == 0
+        with contextlib.suppress(WorldError):
+            if self.rank == 0:
+                self.publish("reported", "reported")
+            reported = self._wait(lambda: self.read("reported") is not None, end)
+            self._run(Add(f"{self._prefix}/left"))
+            if self.rank == 0:
+                self._wait(lambda: int(self.read("left") or 0) >= self.size, end)
+            self._thread.set_status("")
+            self._cache.close()
         return reported
 
     def _wait(self, condition: Callable[[], bool], end: float) -> bool:

@@ -438,10 +438,9 @@ def _differences(tables: Tables) -> list[str]:
     for name in {**tables["source"], **tables["target"], **tables["argument"]}:
         text = ", ".join(f"{shape} on {name_ranks(sorted(ranks))}" for shape, ranks in shapes[name].items())
         sides = [side for side, table in tables.items() if name in table]
-        if sides == ["source"]:
-            lines.append(f"{name}: in the source ({text}), not in the target")
-        elif sides == ["target"]:
-            lines.append(f"{name}: in the target ({text}), not in the source")
+        if sides in (["source"], ["target"]):
+            other = "target" if sides == ["source"] else "source"
+            lines.append(f"{name}: in the {sides[0]} ({text}), not in the {other}")
         elif len(shapes[name]) > 1:
             lines.append(f"{name}: {text}")
     return lines
