@@ -23,8 +23,6 @@ from pgmesh.launch.detect import LAST_PORT, LAUNCHERS, LauncherInfo, detect_laun
 
 T = TypeVar("T")
 
-BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -115,7 +113,7 @@ def torch_findings(load: Callable[[str], Any]) -> Iterator[Finding]:
     if not dist.is_available():
         yield Finding("bad", "torch", f"{version} was built without torch.distributed", "install a build with it")
         return
-    backends = [name for name in BACKENDS if dist.is_backend_available(name)]
+    backends = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_backend_available(name)]
     devices = torch.cuda.device_count()
     fix = "install a build of torch with NCCL" if devices and "nccl" not in backends else ""
     text = f"{version} with {', '.join(backends) or 'no backend'}; {count_of(devices, 'CUDA device')}"
@@ -283,9 +281,8 @@ def _check_hosting(address: str, port: int, infos: Sequence[tuple[Any, ...]]) ->
         return Finding("bad", "store", f"{text} store", fix)
     error = _port_error(port)
     if error is not None:
-        text = (
-            f"this process, rank 0, hosts the store, but cannot listen at port {port}: {os.strerror(error.errno or 0)}"
-        )
+        reason = os.strerror(error.errno or 0)
+        text = f"this process, rank 0, hosts the store, but cannot listen at port {port}: {reason}"
         near = range(port + 1, min(port + 100, LAST_PORT))
         free = next((str(other) for other in near if _port_error(other) is None), "<a free port>")
         return Finding("bad", "store", text, f"export MASTER_PORT={free}   # the same on every rank")

@@ -287,22 +287,18 @@ class Shares:
     @cached_property
     def pieces(self) -> list[Piece]:
         """All pieces, in the order of the line."""
-        near = self._pieces_on_hosts()
-        left = [*self.counts]
-        for piece in near:
-            left[piece.replica] -= piece.stop - piece.start
-        taken = sorted([*self._own.values(), *(piece[:2] for piece in near)])
+        pieces, left = self._pieces_on_hosts()
+        taken = sorted([*self._own.values(), *(piece[:2] for piece in pieces)])
         ends = [0, *(stop for _, stop in taken)]
         free = [*zip(ends, [*(start for start, _ in taken), self._starts[-1]])]
         places = spans(stop - start for start, stop in free)  # on the line without what is taken
-        far = [
-            Piece(start + free[i][0] - places[i][0], stop + free[i][0] - places[i][0], replica)
-            for i, replica, start, stop in overlaps(places, spans(left))
-        ]
-        return sorted([*near, *far])
+        for i, replica, start, stop in overlaps(places, spans(left)):
+            shift = free[i][0] - places[i][0]
+            pieces.append(Piece(start + shift, stop + shift, replica))
+        return sorted(pieces)
 
-    def _pieces_on_hosts(self) -> list[Piece]:
-        """The pieces that each replica sends to ranks of its own host."""
+    def _pieces_on_hosts(self) -> tuple[list[Piece], list[int]]:
+        """The pieces that replicas send to ranks of their own host, and what is left of the share of each replica."""
         hosts, host_of, left = self._plan._hosts, self._plan._host_of, [*self.counts]
         replicas_on = defaultdict[int, list[int]](list)
         for number, rank in enumerate(self.replicas if len(hosts) > 1 else ()):
@@ -315,7 +311,7 @@ class Shares:
                     pieces.append(Piece(start, start + size, number))
                     left[number] -= size
                     start += size
-        return pieces
+        return pieces, left
 
     def _slots(self, ranks: Sequence[int]) -> dict[int, tuple[int, int]]:
         """The slots of these ranks, without those that want nothing of the part."""
