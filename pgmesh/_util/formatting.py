@@ -73,20 +73,16 @@ def format_value(value: object) -> str:
         return f"timedelta(seconds={value.total_seconds():.15g})"
     if not isinstance(value, (tuple, list)) or len(value) <= 64:
         return getattr(value, "__name__", repr(value))
-    parts: list[str] = []
-    start = 0
-    while start < len(value):
-        end = start + 1
-        step = value[end] - value[start] if end < len(value) else 0
-        while end < len(value) and step and value[end] - value[end - 1] == step:
-            end += 1
-        if end - start < 4:
-            end = start + 1
-            parts.append(str(value[start]))
-        else:
-            parts.append(f"*{format_value(range(value[start], value[start] + step * (end - start), step))}")
-        start = end
-    return f"({', '.join(parts)},)" if len(parts) == 1 else f"({', '.join(parts)})"
+    words: list[str] = []
+    run: list[int] = []  # evenly spaced
+    for number in [*value, None]:
+        if number is not None and (len(run) < 2 or number - run[-1] == run[1] - run[0]):
+            run.append(number)
+            continue
+        straight = as_range(tuple(run)) if len(run) > 3 else None
+        words += [f"*{format_value(straight)}"] if straight else map(str, run)
+        run = [number]
+    return f"({', '.join(words)},)" if len(words) == 1 else f"({', '.join(words)})"
 
 
 def other_arguments(ranks: range | tuple[int, ...] | None, **more: object) -> dict[str, object]:

@@ -1,8 +1,7 @@
 """Suggestions for error messages: sizes that hold a number of ranks, names that exist, and commands that start ranks.
 
-Meshes, layouts, plans, recipes and the command line infer sizes with ``infer_size``. If it returns None,
-``describe_misfit`` states the problem and ``fit_sizes`` finds sizes that do hold the ranks. ``closest_name`` finds the
-name for every "Did you mean".
+Meshes, layouts, plans, recipes and the command line infer sizes with ``infer_size``. If it returns None, ``fit_sizes``
+finds sizes that do hold the ranks. ``closest_name`` finds the name for every "Did you mean".
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ import difflib
 import math
 from collections.abc import Collection, Mapping
 from typing import TypeVar, Union
-
-from pgmesh._util.formatting import count_of
 
 A = TypeVar("A", str, Union[str, int])
 
@@ -58,22 +55,6 @@ def infer_size(sizes: Mapping[A, int], count: int) -> dict[A, int] | None:
     if remainder or (rest != 1 and -1 not in sizes.values()):
         return None
     return {axis: rest if size == -1 else size for axis, size in sizes.items()}
-
-
-def describe_misfit(call: str, sizes: Mapping[A, int], count: int, count_text: str) -> str:
-    """The reason that sizes do not hold ``count`` ranks.
-
-    Args:
-        call: the call with these sizes, as text.
-        count_text: the count in words.
-
-    >>> describe_misfit("plan(dp=3)", {"dp": 3}, 8, "the hosts hold 8")
-    'plan(dp=3) holds 3 ranks, but the hosts hold 8.'
-    """
-    product = known_product(sizes)
-    if -1 in sizes.values():
-        return f"{call} cannot be filled: {count_text}, and {count} is not divisible by {product}."
-    return f"{call} holds {count_of(product, 'rank')}, but {count_text}."
 
 
 def fit_sizes(sizes: Mapping[A, int], count: int) -> tuple[dict[A, int], A, str]:

@@ -14,15 +14,12 @@ from typing import Any
 
 from pgmesh._util.formatting import Text, as_range, count_of, format_call, format_calls, format_ranks
 from pgmesh._util.keywords import GROUP_KEYWORDS, NAME_KEYWORDS, RESERVED, SHAPE_KEYWORDS
-from pgmesh._util.suggestions import A, describe_misfit, fit_sizes, infer_size, known_product, start_command
+from pgmesh._util.suggestions import A, fit_sizes, infer_size, known_product, start_command
 from pgmesh.errors import OptionsError, ShapeError
 from pgmesh.options import GroupOptions
 
 Sizes = Mapping[Any, int]
 """Sizes by axis in one mapping. The axes have names, or numbers from 0 on."""
-
-
-_BOOLS = ("b", "torch.bool")  # numpy's kind, torch's name
 
 
 def is_boolean(value: object) -> bool:
@@ -31,8 +28,7 @@ def is_boolean(value: object) -> bool:
     >>> is_boolean(True), is_boolean(1)
     (True, False)
     """
-    dtype = getattr(value, "dtype", None)
-    return isinstance(value, bool) or (dtype is not None and (getattr(dtype, "kind", "") or str(dtype)) in _BOOLS)
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
 
 
 def whole_number(value: Any) -> int:
@@ -74,25 +70,26 @@ def parse_sizes(
         sizes, shape = {"device_type": shape[0], **sizes}, shape[1:]
     if any(word in RESERVED for word in sizes):
         raise _reserved_error(who, shape, sizes, more, count)
-    parts = [*shape, *([sizes] if sizes else [])]
-    if len(parts) > 1 and any(isinstance(part, Mapping) for part in parts):
+    if len(shape) == 1 and not sizes and isinstance(shape[0], (tuple, list)):
+        problem = f"{who}: sizes are given one by one, not as {shape[0]!r}."
+        raise ShapeError(_with_calls(problem, _valid_call(who, shape[0], more, count)))
+    if (shape and sizes) or (len(shape) > 1 and any(isinstance(part, Mapping) for part in shape)):
         call = format_call(who, {}, *shape, **sizes)
         raise ShapeError(f"{call}: give all sizes by position, by keyword, or in one mapping.")
-    if len(parts) == 1 and isinstance(parts[0], (tuple, list)):
-        problem = f"{who}: sizes are given one by one, not as {parts[0]!r}."
-        raise ShapeError(_with_calls(problem, _valid_call(who, parts[0], more, count)))
-    given = parts[0] if parts and isinstance(parts[0], Mapping) else dict(enumerate(shape))
+    given: Mapping[Any, Any] = dict(enumerate(shape)) if shape else sizes
+    if shape and isinstance(shape[0], Mapping):
+        given = shape[0]
     box = {_parse_axis(who, axis): parse_size(who, axis, size) for axis, size in given.items()}
-    if len(box) < len(given):  # equal numbers of different types
-        raise ShapeError(f"{who}: an axis is given twice: {given!r}.")
     if not box:
         size = 2 if who == "Layout" and more.get("ranks") is None else -1
         raise ShapeError(f"{who} needs at least one axis, such as {format_call(who, {'dp': size}, **more)}.")
+    if len(box) < len(given):  # equal numbers of different types
+        raise ShapeError(f"{who}: an axis is given twice: {given!r}.")
     if len({isinstance(axis, int) for axis in box}) > 1:
         raise ShapeError(f"{who}: give every axis a name or every axis a number, not both: {given!r}.")
-    if sum(size == -1 for size in box.values()) > 1:
-        free = ", ".join(str(axis) for axis, size in box.items() if size == -1)
-        raise ShapeError(f"{format_call(who, box)}: at most one size may be -1 (inferred); here are {free}.")
+    free = [str(axis) for axis, size in box.items() if size == -1]
+    if len(free) > 1:
+        raise ShapeError(f"{format_call(who, box)}: at most one size may be -1 (inferred); here are {', '.join(free)}.")
     return box
 
 
@@ -109,18 +106,20 @@ def _parse_axis(who: str, axis: Any) -> str | int:
 def _reserved_error(
     who: str, shape: Sequence[Any], sizes: Mapping[str, Any], more: Mapping[str, object], count: int | None
 ) -> ShapeError | OptionsError:
-    """The error for reserved keywords. It suggests calls only if all other arguments are valid sizes."""
+    """The error for reserved keywords. It suggests calls if all other arguments are valid sizes."""
     words = [word for word in sizes if word in RESERVED]
     problem = f"{who}: " + " ".join(f"{word} is no axis; it {RESERVED[word]}." for word in words)
     calls = _valid_call(who, _meant_sizes(shape, sizes), more, count)
     options = {word: sizes[word] for word in words if word in GROUP_KEYWORDS}
     if not options:
-        named = [] if shape else _valid_call(who, sizes, more, count)
-        return ShapeError(_with_calls(problem, [*calls, *(f"{call}   # with axes of these names" for call in named)]))
+        if not shape:
+            calls += [f"{call}   # with axes of these names" for call in _valid_call(who, sizes, more, count)]
+        return ShapeError(_with_calls(problem, calls))
     if who in ("Layout", "plan"):
-        return OptionsError(_with_calls(f"{problem} A layout has no groups.", calls))
-    made = [f"mesh = {'mesh.' if who == 'view' else ''}{call}" for call in calls]
-    return OptionsError(_with_calls(problem, [*made, *_calls_for_groups(options)] if made else []))
+        problem += " A layout has no groups."
+    elif calls:
+        calls = [f"mesh = {'mesh.' if who == 'view' else ''}{calls[0]}", *_calls_for_groups(options)]
+    return OptionsError(_with_calls(problem, calls))
 
 
 def _calls_for_groups(options: dict[str, Any]) -> list[str]:
@@ -133,10 +132,14 @@ def _calls_for_groups(options: dict[str, Any]) -> list[str]:
 
 
 def _meant_sizes(shape: Sequence[Any], sizes: Mapping[str, Any]) -> Any:
-    """The sizes in a call with reserved keywords: those of axes, or torch's list of sizes with its list of names."""
-    positional = shape[-1] if shape and isinstance(shape[-1], (Mapping, tuple, list)) else shape  # after a device type
-    given = {axis: size for axis, size in sizes.items() if axis not in RESERVED} or positional
-    given = next((sizes[word] for word in SHAPE_KEYWORDS if word in sizes), given)
+    """The sizes in a call with reserved keywords, in a mapping, a sequence or one number.
+
+    They are those of axes, the argument ``mesh_shape`` or the like, or torch's positional list after a device type.
+    Torch's list of names makes a mapping of a sequence.
+    """
+    last = shape[-1] if shape and isinstance(shape[-1], (Mapping, tuple, list)) else shape
+    axes = {axis: size for axis, size in sizes.items() if axis not in RESERVED}
+    given = next((sizes[word] for word in SHAPE_KEYWORDS if word in sizes), axes or last)
     names: Any = next((sizes[word] for word in NAME_KEYWORDS if word in sizes), None)
     with contextlib.suppress(TypeError, ValueError):  # no sequences, or of different lengths
         return dict(zip(names, given, strict=True))
@@ -144,12 +147,7 @@ def _meant_sizes(shape: Sequence[Any], sizes: Mapping[str, Any]) -> Any:
 
 
 def _valid_call(who: str, given: Any, more: Mapping[str, object], count: int | None) -> list[str]:
-    """The call with these sizes; none if they are invalid.
-
-    Args:
-        given: the sizes in a mapping, a sequence or one number.
-        count: the number of ranks that the sizes have to hold, if it is known.
-    """
+    """The call with these sizes; none if they are invalid, or do not hold ``count`` ranks."""
     if isinstance(given, (tuple, list)):
         given = dict(enumerate(given))
     with contextlib.suppress(ShapeError, TypeError):
@@ -207,7 +205,7 @@ def fill_sizes(
     *,
     is_world: bool = False,
     more: Mapping[str, object] | None = None,
-    format_call: Callable[..., str] = format_call,
+    call_of: Callable[..., str] = format_call,
 ) -> dict[A, int]:
     """The sizes with -1 inferred from ``count`` ranks.
 
@@ -215,7 +213,7 @@ def fill_sizes(
         count_text: the count in words, such as "the world has 8".
         is_world: True for the ranks of the world: ``ranks=`` and a larger world are suggested too.
         more: the other arguments of the call, which suggested calls repeat.
-        format_call: returns the call with some sizes, as text. Its arguments are ``who``, the sizes and ``**more``.
+        call_of: returns the call with some sizes, as text. Its arguments are ``who``, the sizes and ``**more``.
 
     Raises:
         ShapeError: the sizes do not hold exactly ``count`` ranks.
@@ -225,11 +223,13 @@ def fill_sizes(
         return filled
     more, product = more or {}, known_product(box)
     fitting, inferred, why = fit_sizes(box, count)
-    calls = [(format_call(who, {**fitting, inferred: -1}, **more), why)]
+    calls = [(call_of(who, {**fitting, inferred: -1}, **more), why)]
     if is_world and count == 1:
         calls.insert(0, start_command(product))
     elif is_world and product < count and -1 not in box.values():
-        named = format_call(who, box, **{**more, "ranks": range(product)})
+        named = call_of(who, box, **{**more, "ranks": range(product)})
         calls.append((named, f"or name the {count_of(product, 'rank')} to use"))
-    problem = describe_misfit(format_call(who, box), box, count, count_text)
+    problem = f"{call_of(who, box)} holds {count_of(product, 'rank')}, but {count_text}."
+    if -1 in box.values():
+        problem = f"{call_of(who, box)} cannot be filled: {count_text}, and {count} is not divisible by {product}."
     raise ShapeError(f"{problem}\n\n{format_calls(calls)}")

@@ -6,8 +6,8 @@ import argparse
 import re
 from collections.abc import Mapping, Sequence
 
-from pgmesh._util.suggestions import describe_misfit, fit_sizes, infer_size
-from pgmesh.errors import AxisError
+from pgmesh._util.validation import fill_sizes
+from pgmesh.errors import AxisError, ShapeError
 from pgmesh.layout import Axis, Layout
 from pgmesh.planning.text_report import format_hold, format_sizes
 from pgmesh.topology.hosts import Topology, parse_topology
@@ -19,7 +19,11 @@ SIZE = r"-1|0*[1-9][0-9]*"
 
 
 class UsageError(Exception):
-    """An invalid command line. The message may end with the arguments that were probably meant."""
+    """An invalid command line."""
+
+
+USAGE_ERRORS = (UsageError, AxisError, ShapeError)
+"""The errors that an invalid command line raises."""
 
 
 # -- declarations ------------------------------------------------------------------------------------------------------
@@ -116,27 +120,23 @@ def fill(sizes: Sizes, count: int, count_text: str) -> Sizes:
         count_text: the count in words, such as ``the world has 4``.
 
     Raises:
-        UsageError: they do not hold that many. It suggests sizes that do.
+        ShapeError: they do not hold that many. It suggests sizes that do.
     """
-    filled = infer_size(sizes, count)
-    if filled is not None:
-        return filled
-    fitting, _, _ = fit_sizes(sizes, count)
-    problem = describe_misfit(format_sizes(sizes), sizes, count, count_text)
-    raise UsageError(f"{problem} Did you mean {format_sizes(fitting)}?")
+    return fill_sizes("", sizes, count, count_text, call_of=lambda _, box: format_sizes(box))
 
 
 # -- axes, orders and views --------------------------------------------------------------------------------------------
 
 
 def parse_axes(text: str, layout: Layout) -> tuple[Axis, ...]:
-    """Parse axes of a layout, separated by commas."""
+    """Parse axes of a layout, separated by commas.
+
+    Raises:
+        AxisError: the layout has no such axis.
+    """
     known = {str(axis): axis for axis in layout.axes}
     axes = tuple(known.get(word, word) for word in text.split(","))
-    try:
-        layout.size(*axes)
-    except AxisError as error:
-        raise UsageError(str(error)) from None
+    layout.size(*axes)
     return axes
 
 

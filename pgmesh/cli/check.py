@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from pgmesh._util.formatting import count_of
 from pgmesh.cli import arguments, output
-from pgmesh.cli.arguments import Sizes, UsageError
+from pgmesh.cli.arguments import USAGE_ERRORS, Sizes, UsageError
 from pgmesh.drawing import styled_text
-from pgmesh.errors import LaunchError, PgmeshError, WorldError
+from pgmesh.errors import LaunchError, PgmeshError
 from pgmesh.launch.detect import detect_launcher
 from pgmesh.planning.text_report import format_sizes, layout_of
 from pgmesh.topology.hosts import Topology
@@ -83,17 +83,10 @@ def run(args: argparse.Namespace) -> int:
         failure = error
     if barrier is None or barrier.rank == 0:
         _print(args, results, failure)
-    if barrier is not None and not _leave(barrier) and failure is not None:  # rank 0 is lost, so each rank prints
+    is_printed = barrier is None or barrier.leave(LEAVE_TIMEOUT)
+    if failure is not None and not is_printed:  # rank 0 is lost, so each rank prints
         _print(args, results, failure)
-    return 0 if failure is None else 2 if isinstance(failure, UsageError) else 1
-
-
-def _leave(barrier: StagedBarrier) -> bool:
-    """Leave the barrier. True if rank 0, which may be this rank, has printed."""
-    is_printed = barrier.rank == 0
-    with contextlib.suppress(WorldError):
-        is_printed |= barrier.leave(LEAVE_TIMEOUT)
-    return is_printed
+    return 0 if failure is None else 2 if isinstance(failure, USAGE_ERRORS) else 1
 
 
 def _check(
@@ -124,7 +117,7 @@ def _print(args: argparse.Namespace, results: CheckResults | None, failure: Exce
 
         data = {"format": 1, "status": "ok", **asdict(results)}
         output.report(args, lambda: data, lambda width: report.report(results, width))
-    elif isinstance(failure, UsageError):
+    elif isinstance(failure, USAGE_ERRORS):
         print(f"pgmesh check: {failure}", file=sys.stderr, flush=True)
     else:
         kind = type(failure).__name__

@@ -249,50 +249,54 @@ def _read(launcher: Launcher, environ: Environ) -> LauncherInfo:
         missing = launcher.rank if rank is None else launcher.size
         none = (f"unset {' '.join(variables.values)}", "or none: a world of 1")
         raise variables.error(f"{join_words(missing, 'or')} is not set, so the rank of this process is unknown.", none)
-    local_rank, local_size = variables.number(launcher.local_rank), variables.number(launcher.local_size, least=1)
-    hosts: tuple[str, ...] = ()
-    address = port = None
+    info = LauncherInfo(
+        launcher=launcher.name,
+        why=f"{next(mark for mark in launcher.marks if mark in environ)} is set",
+        rank=rank,
+        size=size,
+        local_rank=variables.number(launcher.local_rank),
+        local_size=variables.number(launcher.local_size, least=1),
+        read=tuple(variables.values.items()),
+    )
     if launcher is SLURM:
-        hosts, local_size, address, port = _read_step(variables, rank, size, local_rank)
+        info = _read_step(info, variables)
     elif job := next((variables.values[name] for name in launcher.job if name in variables.values), None):
-        port = PORTS[zlib.crc32(job.encode()) % len(PORTS)]
-    if rank >= size or (local_size or 1) > size or (local_rank or 0) >= (local_size or size):
+        info = replace(info, port=PORTS[zlib.crc32(job.encode()) % len(PORTS)])
+    if rank >= size or (info.local_size or 1) > size or (info.local_rank or 0) >= (info.local_size or size):
         raise variables.error(f"variables of {launcher.name} contradict each other; ranks count from 0.")
-    if local_size == size:
-        address = LOCALHOST
-    address = variables.values.get("MASTER_ADDR") or address
-    port = variables.number(("MASTER_PORT",), least=1, most=LAST_PORT) or port
-    why = f"{next(mark for mark in launcher.marks if mark in environ)} is set"
-    read = tuple(variables.values.items())
-    return LauncherInfo(launcher.name, why, rank, size, local_rank, local_size, hosts, address, port, read)
+    address = LOCALHOST if info.local_size == size else info.address
+    port = variables.number(("MASTER_PORT",), least=1, most=LAST_PORT)
+    return with_address(replace(info, address=address), variables.values.get("MASTER_ADDR"), port)
 
 
-def _read_step(
-    variables: _Variables, rank: int, size: int, local_rank: int | None
-) -> tuple[tuple[str, ...], int | None, str | None, int | None]:
-    """Hosts of the step, number of tasks on this host, and address and port of rank 0. None is unknown.
+def _read_step(info: LauncherInfo, variables: _Variables) -> LauncherInfo:
+    """``info`` with the hosts of a step of Slurm, the tasks on this host, and host and port of rank 0, if known.
 
     SLURM_GTIDS names the tasks of this host. A job that was submitted from within a step inherits the variables of that
     step, except SLURM_GTIDS.
     """
     hosts, counts = variables.parsed(HOST_LISTS, parse_hosts), variables.parsed(TASK_COUNTS, parse_task_counts)
     node, gtids = variables.number(("SLURM_NODEID",)), variables.values.get("SLURM_GTIDS")
-    local_size = counts[node] if node is not None and node < len(counts) else size if len(hosts) == 1 else None
-    tasks = gtids.split(",") if gtids else [str(rank)]
-    if (
-        (hosts and counts and len(hosts) != len(counts))
-        or sum(counts) not in (0, size)
-        or (node or 0) >= (len(counts or hosts) or MAX_NUMBER)
-        or (gtids and local_size not in (None, len(tasks)))
-        or str(rank) not in (tasks if local_rank is None or not gtids else tasks[local_rank : local_rank + 1])
-    ):
-        raise variables.error("variables of this step of Slurm contradict each other.")
+    local_size = info.size if len(hosts) == 1 else None
+    if node is not None and node < len(counts):
+        local_size = counts[node]
+    tasks = gtids.split(",") if gtids else []
+    mine = tasks if info.local_rank is None else tasks[info.local_rank : info.local_rank + 1]
+    contradictions = {
+        "the lists of hosts and of tasks have different lengths": hosts and counts and len(hosts) != len(counts),
+        "the tasks of all hosts are not the tasks of the step": counts and sum(counts) != info.size,
+        "the lists do not have the host of this process": (node or 0) >= (len(counts or hosts) or MAX_NUMBER),
+        "SLURM_GTIDS has another number of tasks": tasks and local_size not in (None, len(tasks)),
+        "SLURM_GTIDS does not have this process": tasks and str(info.rank) not in mine,
+    }
+    if problems := [problem for problem, is_found in contradictions.items() if is_found]:
+        raise variables.error(f"variables of this step of Slurm contradict each other: {'; '.join(problems)}.")
     address = None
-    if hosts and variables.values.get("SLURM_DISTRIBUTION") != "arbitrary" and (rank or not node):
+    if hosts and variables.values.get("SLURM_DISTRIBUTION") != "arbitrary" and (info.rank or not node):
         address = hosts[0]  # unknown to the other ranks if the distribution is arbitrary
     job, step = variables.number(JOB_ID), variables.number(STEP_ID)
     port = None if job is None or step is None else PORTS[(101 * job + step) % len(PORTS)]
-    return hosts, local_size, address, port
+    return replace(info, hosts=hosts, local_size=local_size, address=address, port=port)
 
 
 def _in_step(environ: Environ) -> bool:

@@ -40,8 +40,7 @@ def fake_world(rank: int, size: int, /) -> World:
     if dist.is_initialized():
         raise WorldError(
             f"fake_world({rank}, {size}): this process is rank {dist.get_rank()} of a world of {dist.get_world_size()} "
-            f"already.\n\n"
-            f"  torch.distributed.destroy_process_group()   # leave that world first"
+            "already.\n\n  torch.distributed.destroy_process_group()   # leave that world first"
         )
     dist.init_process_group("fake", rank=rank, world_size=size)
     return World(own=True)

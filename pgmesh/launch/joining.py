@@ -154,14 +154,13 @@ def _initialize(detect: Callable[[], LauncherInfo], backend: str | None, timeout
     limit = None if timeout is None else to_timedelta(timeout, LaunchError)
     if backend is None:
         backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    _set_device(info, backend)
     if info.size == 1 and info.address is None:
         log.info("joins as %s", info.line)
-        _set_device(info, backend)
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
         return World(own=True)
     host, port = info.end_point()
     log.info("joins as %s; %s is at %s:%d", info.line, "rank 0" if info.replica is None else "the store", host, port)
-    _set_device(info, backend)
     try:
         if info.replica is None:
             where: dict[str, Any] = {"init_method": f"tcp://{f'[{host}]' if ':' in host else host}:{port}"}

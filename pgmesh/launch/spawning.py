@@ -218,10 +218,8 @@ class LocalRank:
             return None
         code = self.process.exitcode or 0
         cause = {-s: s.name for s in signal.Signals}.get(code, f"exit code {code}")
-        error = f"died without an error message ({cause})"
-        if self.started:
-            return Outcome(self.rank, error=error, exitcode=code, failed_at=-math.inf)
-        return Outcome(self.rank, error=f"{error} while it started", details=GUARD, exitcode=code, failed_at=-math.inf)
+        died = Outcome(self.rank, error=f"died without an error message ({cause})", exitcode=code, failed_at=-math.inf)
+        return died if self.started else replace(died, error=f"{died.error} while it started", details=GUARD)
 
 
 def _torchrun_variables(rank: int, n: int, port: int) -> dict[str, str]:

@@ -23,8 +23,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from pgmesh._util.formatting import Text, count_of, format_call, format_calls, shorten
-from pgmesh._util.suggestions import describe_misfit, example_ranks, fit_sizes
+from pgmesh._util.formatting import Text, count_of, format_call, shorten
+from pgmesh._util.suggestions import example_ranks
 from pgmesh._util.validation import Sizes, fill_sizes, parse_sizes
 from pgmesh.drawing import styled_text, svg
 from pgmesh.drawing.figures import Figure, make_figure
@@ -283,23 +283,12 @@ def _check_hosts(layout: Layout, host: HostLevel, must_fill: bool, more: Mapping
     last = max(ranks[0], ranks[-1]) if isinstance(ranks, range) else max(ranks)
     if must_fill and not layout.is_slice and last + 1 == count:
         if count != host.capacity:
-            raise _misfit(layout, host, more)
+            text, held = shorten(repr(layout), "layout"), count_of(count, "rank")
+            hosts = {"domains": None, "nodes": Text(repr(hosts_filled_by(host, count).spell()))}
+            call = format_call("plan", {}, Text(text), **{**more, **hosts})
+            raise ShapeError(f"{text} holds {held}, but {format_hold(host)}.\n\n  {call}   # hosts for {held}")
     elif last >= host.capacity:
         raise ShapeError(f"{format_hold(host)}, but there is a rank {last:,}.")
-
-
-def _misfit(layout: Layout, host: HostLevel, more: Mapping[str, object]) -> ShapeError:
-    """The error for a layout that does not fill the hosts, with sizes that do and with hosts that it fills."""
-    sizes, text = dict(zip(layout.axes, layout.shape)), shorten(repr(layout), "layout")
-    calls = []
-    if layout.ranks_in_order() == range(len(layout)) and "views" not in more:  # views may not fit other sizes
-        fitting, inferred, why = fit_sizes(sizes, host.capacity)
-        calls.append((format_call("plan", {**fitting, inferred: -1}, **more), why))
-    filled = Text(repr(hosts_filled_by(host, len(layout)).spell()))
-    same_layout = format_call("plan", {}, Text(text), **{**more, "domains": None, "nodes": filled})
-    calls.append((same_layout, f"hosts for {count_of(len(layout), 'rank')}"))
-    problem = describe_misfit(text, sizes, host.capacity, format_hold(host))
-    return ShapeError(f"{problem}\n\n{format_calls(calls)}")
 
 
 def hosts_filled_by(host: HostLevel, count: int) -> HostLevel:

@@ -75,7 +75,7 @@ def _stride(plan: CombinationPlan) -> str:
 
 
 def communicators_report(communicators: int, combinations: Combinations, width: int = 80) -> list[Line]:
-    """The number of communicators of a rank, and the groups that need none of their own."""
+    """The number of communicators of a rank, and the groups that share one."""
     if not communicators:
         return [[("Each group has one rank: no communicators.", "")]]
     held = count_of(communicators, "communicator")
@@ -83,10 +83,6 @@ def communicators_report(communicators: int, combinations: Combinations, width: 
     same = [f"{plan.name} is {plan.same_as}" for plan in combinations if plan.same_as]
     if same:
         lines += wrapped(f"One group under two names is one communicator: {'; '.join(same)}.", width)
-    alone = [plan.name for plan in combinations if plan.size == 1]
-    if alone:
-        text = f"Groups of one rank are not counted ({', '.join(alone)})."
-        lines += wrapped(f"{text} NCCL allocates memory for them when they are used.", width)
     return lines
 
 

@@ -23,8 +23,6 @@ from pgmesh.launch.detect import LAST_PORT, LAUNCHERS, LauncherInfo, detect_laun
 
 T = TypeVar("T")
 
-BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -55,7 +53,7 @@ def diagnose(environ: Mapping[str, str], seconds: float) -> list[Finding]:
         *findings,
         Finding("--", "python", f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"),
         *torch_findings(importlib.import_module),
-        *host_findings(seconds, launcher),
+        *host_findings(environ, seconds, launcher),
         *interface_findings(environ, [name for _, name in socket.if_nameindex()]),
         *store_findings(environ, launcher, seconds),
     ]
@@ -115,7 +113,7 @@ def torch_findings(load: Callable[[str], Any]) -> Iterator[Finding]:
     if not dist.is_available():
         yield Finding("bad", "torch", f"{version} was built without torch.distributed", "install a build with it")
         return
-    backends = [name for name in BACKENDS if dist.is_backend_available(name)]
+    backends = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_backend_available(name)]
     devices = torch.cuda.device_count()
     fix = "install a build of torch with NCCL" if devices and "nccl" not in backends else ""
     text = f"{version} with {', '.join(backends) or 'no backend'}; {count_of(devices, 'CUDA device')}"
@@ -138,7 +136,7 @@ def torch_findings(load: Callable[[str], Any]) -> Iterator[Finding]:
 # -- the network ------------------------------------------------------------------------------------------------------
 
 
-def host_findings(seconds: float, launcher: LauncherInfo | None) -> Iterator[Finding]:
+def host_findings(environ: Mapping[str, str], seconds: float, launcher: LauncherInfo | None) -> Iterator[Finding]:
     """Findings about the addresses of this host's name."""
     name = socket.gethostname()
     try:
@@ -151,7 +149,7 @@ def host_findings(seconds: float, launcher: LauncherInfo | None) -> Iterator[Fin
     text = f"the host name {name} resolves to {', '.join(addresses)}"
     several = launcher is not None and launcher.local_size is not None and launcher.local_size < launcher.size
     local = all(address == "::1" or address.startswith("127.") for address in addresses)
-    if several and local and not os.environ.get("GLOO_SOCKET_IFNAME"):
+    if several and local and not environ.get("GLOO_SOCKET_IFNAME"):
         fix = "some ranks are on other hosts: set GLOO_SOCKET_IFNAME to the interface that connects to them"
         yield Finding("bad", "host", f"{text}, which other hosts cannot reach", fix)
     else:
@@ -283,9 +281,8 @@ def _check_hosting(address: str, port: int, infos: Sequence[tuple[Any, ...]]) ->
         return Finding("bad", "store", f"{text} store", fix)
     error = _port_error(port)
     if error is not None:
-        text = (
-            f"this process, rank 0, hosts the store, but cannot listen at port {port}: {os.strerror(error.errno or 0)}"
-        )
+        reason = os.strerror(error.errno or 0)
+        text = f"this process, rank 0, hosts the store, but cannot listen at port {port}: {reason}"
         near = range(port + 1, min(port + 100, LAST_PORT))
         free = next((str(other) for other in near if _port_error(other) is None), "<a free port>")
         return Finding("bad", "store", text, f"export MASTER_PORT={free}   # the same on every rank")
@@ -300,8 +297,9 @@ def _port_error(port: int) -> OSError | None:
 
 def _listen_error(family: int, address: tuple[Any, ...]) -> OSError | None:
     """The error of listening at an address, for IPv4 too if it is of IPv6; None if it is possible."""
+    is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
-        socket.create_server(address, family=family, dualstack_ipv6=family == socket.AF_INET6).close()
+        socket.create_server(address, family=family, dualstack_ipv6=is_dual).close()
     except OSError as error:
         return error
     return None

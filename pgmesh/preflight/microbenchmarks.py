@@ -138,10 +138,13 @@ def element_count(size: int) -> int:
 
 
 def ring_links(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """The links of a ring over these ranks: first every second one, which do not share a rank, then the others.
+    """The links of a ring over these ranks, in the order in which they are measured: every second one, then the rest.
 
-    >>> ring_links((0, 2, 4, 6)), ring_links((1, 5))
-    ([(0, 2), (4, 6), (2, 4), (6, 0)], [(1, 5)])
+    Of an even number of links, those of each half share no rank, so they are measured at once. Of an odd number, the
+    last link of the first half shares a rank with its first one, and is measured after it.
+
+    >>> ring_links((0, 2, 4, 6)), ring_links((0, 1, 2)), ring_links((1, 5))
+    ([(0, 2), (4, 6), (2, 4), (6, 0)], [(0, 1), (2, 0), (1, 2)], [(1, 5)])
     """
     size = len(ranks)
     links = [(ranks[i], ranks[(i + 1) % size]) for i in range(size if size > 2 else size - 1)]

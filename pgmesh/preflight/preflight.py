@@ -185,7 +185,7 @@ class Preflight:
             placement = host_mapping.map_hosts(timeout=self.barrier.seconds)
             names = [placement.host_infos[ranks[0]].host for ranks in placement.hosts]
             names = [f"{name} ({i})" if names.count(name) > 1 else name for i, name in enumerate(names)]
-            hosts = [names[placement.host_of(rank)] for rank in range(self.barrier.size)]
+            hosts = [names[placement.host_of[rank]] for rank in range(self.barrier.size)]
             if faults := placement_faults(self.planned, hosts) if self.planned else []:
                 actual = hosts_from_names(hosts)
                 fix = "The ranks of a host are not consecutive: configure the launcher to number them host by host."

@@ -1,7 +1,8 @@
 """A barrier of all ranks of the world with several stages.
 
 At the end of each stage all ranks continue, or all ranks raise the same error. A stage is one connect attempt of
-``rendezvous/protocol.py``, without a group.
+``rendezvous/protocol.py``, without a group: a rank arrives when it has finished its work. The last one to arrive
+decides that all continue. A rank whose work failed decides that all fail, with its error. The first decision holds.
 """
 
 from __future__ import annotations
@@ -55,11 +56,14 @@ class StagedBarrier:
             MismatchError: the ranks' fields differ.
             WorldError: the store does not answer.
         """
-        call_site = f"{self.subject}, {activity}"
-        fingerprint = Fingerprint(self.rank, fields, self.subject, self.hint)
-        key = f"{self._prefix}/stage{next(self._numbers)}"
-        attempt = ConnectAttempt(key, range(self.size), fingerprint, call_site, self.subject)
-        self._thread.set_status(call_site)
+        attempt = ConnectAttempt(
+            key=f"{self._prefix}/stage{next(self._numbers)}",
+            ranks=range(self.size),
+            fingerprint=Fingerprint(self.rank, fields, self.subject, self.hint),
+            group=f"{self.subject}, {activity}",
+            mesh=self.subject,
+        )
+        self._thread.set_status(attempt.group)
         try:
             yield
         except WorldError:  # the store is lost, so the ranks cannot agree
@@ -67,20 +71,23 @@ class StagedBarrier:
         except PgmeshError as error:
             text = self._run(CompareSet(attempt.decision_key, Decision.of(error, str(error)).pack()))
             raise Decision.unpack(attempt.decision_key, text).error() or error from error
-        participant = Participant(
+        self._arrive(attempt)
+        if attempt.decision is not None and (failure := attempt.decision.error()) is not None:
+            raise failure
+
+    def _arrive(self, attempt: ConnectAttempt) -> None:
+        """Arrive at a stage, and wait until it is decided."""
+        Participant(
             self.rank,
             [attempt],
             CallClient(self._thread, self.seconds),
-            call_site=call_site,
+            call_site=attempt.group,
             process=process_label(),
             deadline=self.seconds,
             statuses=self._cache.registry.statuses,
-            skip_decided=False,
+            skip_decided=False,  # the decision of a stage holds for ranks that arrive later
             pace=self._thread.pace,
-        )
-        participant.connect()
-        if attempt.decision is not None and (failure := attempt.decision.error()) is not None:
-            raise failure
+        ).connect()
 
     def publish(self, key: str, value: str) -> None:
         """Publish a text for the other ranks. It never changes."""
@@ -100,17 +107,18 @@ class StagedBarrier:
             seconds: timeout. Each rank then leaves anyway.
 
         Returns:
-            True if rank 0 has reported.
+            True if rank 0, which may be this rank, has reported.
         """
-        end = time.monotonic() + seconds
-        if self.rank == 0:
-            self.publish("reported", "reported")
-        reported = self._wait(lambda: self.read("reported") is not None, end)
-        self._run(Add(f"{self._prefix}/left"))
-        if self.rank == 0:
-            self._wait(lambda: int(self.read("left") or 0) >= self.size, end)
-        self._thread.set_status("")
-        self._cache.close()
+        end, reported = time.monotonic() + seconds, self.rank == 0
+        with contextlib.suppress(WorldError):
+            if self.rank == 0:
+                self.publish("reported", "reported")
+            reported = self._wait(lambda: self.read("reported") is not None, end)
+            self._run(Add(f"{self._prefix}/left"))
+            if self.rank == 0:
+                self._wait(lambda: int(self.read("left") or 0) >= self.size, end)
+            self._thread.set_status("")
+            self._cache.close()
         return reported
 
     def _wait(self, condition: Callable[[], bool], end: float) -> bool:

@@ -88,7 +88,7 @@ class RecipeCall:
             return self.with_changes(**{axis: size for axis, size in box.items() if size != sizes[axis]}, **more)
 
         text, is_world = f"{holder} has {count}", len(self.ranks) == 1
-        return fill_sizes(self.who, sizes, count, text, is_world=is_world, more=changes, format_call=call_with)
+        return fill_sizes(self.who, sizes, count, text, is_world=is_world, more=changes, call_of=call_with)
 
     def parse_order(self, order: object, default: str, direction: str, sizes: Mapping[str, int]) -> list[str]:
         """The axes that an order names, as a list. Those that it omits, all of size 1, are at the end.

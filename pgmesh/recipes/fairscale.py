@@ -48,10 +48,9 @@ def fairscale(
     mesh = Layout({axis: sizes[axis] for axis in ("dp", "pp", "cp", "tp")}, ranks=call.ranks)
     axes = {"tensor": "tp", "context": "cp", "pipeline": "pp", "data": "dp"}
     names = {word: Along(mesh, (axis,)) for word, axis in axes.items()}
-    plan = Arrangement(str(call), mesh, names)
     backends = {"tp": tp_backend, "cp": cp_backend, "pp": pp_backend, "dp": dp_backend}
     options = {axis: GroupOptions(backend, timeout) for axis, backend in backends.items()}
-    arrangement = build(plan, call, of, name)
+    arrangement = build(Arrangement(str(call), mesh, names), call, of, name)
     if of is not Layout:
         for axis, each in options.items():
             arrangement.dense.configure(axis, **each.keywords())

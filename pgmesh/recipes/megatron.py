@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, Union
+from typing import Any, NamedTuple, Union
 
 from pgmesh._util.formatting import format_ranks, join_words
 from pgmesh._util.suggestions import divisors
@@ -132,7 +132,7 @@ def megatron(
     dense = Layout({axis: sizes[axis] for axis in slowest_first if axis != "ep"}, ranks=call.ranks)
     expert_axes = [EXPERT_AXIS[axis] for axis in slowest_first if axis in EXPERT_AXIS]
     expert = dense.view({axis: sizes[axis] for axis in expert_axes})
-    _check_pipelines(call, order, dense, expert)
+    _check_pipelines(call, order.lower(), dense, expert)
     along_axes: dict[str, tuple[Axis, ...]] = {word: tuple(axes.split("-")) for word, axes in AXES.items()}
     levels = {} if hierarchical_cp is None else _context_levels(call, dense, hierarchical_cp)
     names = {
@@ -197,64 +197,84 @@ def _stages(dense: Layout, stages: Any) -> Along:
 
 
 def _instances(call: RecipeCall, dense: Layout, expert: Layout, count: int) -> dict[str, Along]:
-    """The groups inside and between instances of the optimizer. Both meshes share the group between them."""
-    total, edp = dense.size("dp", "cp"), expert.size("edp")
-    possible = divisors(math.gcd(total, edp))
+    """The groups of the optimizer's instances. Each instance has all of the optimizer's state, sharded over its ranks.
+
+    Dense and expert parameters have a group each inside an instance. They share the group between instances, which
+    has one rank of each.
+    """
+    data, expert_data = dense.size("dp", "cp"), expert.size("edp")
+    possible = divisors(math.gcd(data, expert_data))
     if count not in possible:
         raise ShapeError(
-            f"{call}: optimizer_instances must divide data x context, which is {total}, and expert data, which is "
-            f"{edp}, so it may be {join_words(possible, 'or')}."
+            f"{call}: optimizer_instances must divide data x context, which is {data}, and expert data, which is "
+            f"{expert_data}, so it may be {join_words(possible, 'or')}."
         )
-    view, inside, between = _split(call, dense, ("dp", "cp"), total // count)
-    expert_view, expert_inside, expert_between = _split(call, expert, ("edp",), edp // count)
-    first, expert_first = view.partition(*between)[0], expert_view.partition(*expert_between)[0]
+    pieces = _split(call, dense, ("dp", "cp"), data // count)
+    expert_pieces = _split(call, expert, ("edp",), expert_data // count)
+    first, expert_first = (each.view.partition(*each.between)[0] for each in (pieces, expert_pieces))
     if first != expert_first:
         raise ShapeError(
             f"{call}: dense and expert parameters share the group between optimizer instances, but in this order its "
             f"ranks are {format_ranks(first)} for dense and {format_ranks(expert_first)} for expert parameters."
             f"\n\n  order={DEFAULT_ORDER!r}   # fastest axis first; the same ranks for both"
         )
-    instance = tuple(axis for axis in expert_view.axes if axis not in expert_between)
+    whole = tuple(axis for axis in expert_pieces.view.axes if axis not in expert_pieces.between)
     return {
-        "data+context in instance": Along(view, inside),
-        "expert-data in instance": Along(expert_view, expert_inside),
-        "instance": Along(expert_view, instance),
-        "between instances": Along(view, between),
+        "data+context in instance": Along(pieces.view, pieces.inside),
+        "expert-data in instance": Along(expert_pieces.view, expert_pieces.inside),
+        "instance": Along(expert_pieces.view, whole),
+        "between instances": Along(pieces.view, pieces.between),
     }
 
 
-Axes = tuple[Axis, ...]
+class Pieces(NamedTuple):
+    """The blocks along some axes of a mesh, each cut into pieces.
+
+    Args:
+        view: a view of the mesh.
+        inside: the axes of the view inside a piece.
+        between: the axes of the view from piece to piece of a block.
+    """
+
+    view: Layout
+    inside: tuple[Axis, ...]
+    between: tuple[Axis, ...]
 
 
-def _split(call: RecipeCall, mesh: Layout, axes: Axes, size: int) -> tuple[Layout, Axes, Axes]:
-    """Split each block along some axes into pieces of ``size`` consecutive ranks.
+def _split(call: RecipeCall, mesh: Layout, axes: Sequence[Axis], size: int) -> Pieces:
+    """Cut each block along some axes into pieces of ``size`` consecutive ranks of the block.
 
-    Returns:
-        A view of the mesh, its axes inside the pieces, and its axes between the pieces of a block.
+    The axes become two of the view: "instance" from piece to piece, and "member" inside a piece. If another axis is
+    between them, each run of neighbouring ones becomes two. The innermost run takes as much of ``size`` as it can.
 
     Raises:
         ShapeError: no view has such axes.
+
+    >>> call = RecipeCall.of(megatron, {"world": 16})
+    >>> _split(call, Layout(dp=8, tp=2), ["dp"], 4)
+    Pieces(view=Layout(instance=2, member=4, tp=2), inside=('member',), between=('instance',))
+    >>> _split(call, Layout(dp=4, tp=2, cp=2), ["dp", "cp"], 4).view
+    Layout(instance1=2, member1=2, tp=2, instance=1, member=2)
     """
     sizes: dict[Axis, int] = {}  # of the view, innermost axis first
-    inside: Axes = ()
-    between: Axes = ()
-    box = dict(zip(mesh.axes, mesh.shape))
-    relevant = [axis for axis in reversed(box) if axis in axes or box[axis] > 1]
-    # The axes to split may not be adjacent. Each run of adjacent ones, innermost first, takes as much of ``size`` as it
-    # can, so there may be several pairs of new axes.
-    for is_split, run in groupby(relevant, key=lambda axis: axis in axes):
-        if not is_split:
-            sizes.update((axis, box[axis]) for axis in run)
+    inside: list[Axis] = []
+    between: list[Axis] = []
+    left = size
+    relevant = [axis for axis in reversed(mesh.axes) if axis in axes or mesh.size(axis) > 1]
+    for is_cut, run in groupby(relevant, key=lambda axis: axis in axes):
+        if not is_cut:
+            sizes |= {axis: mesh.size(axis) for axis in run}
             continue
-        count = math.prod(box[axis] for axis in run)
-        within = math.gcd(count, size)
-        if within not in (count, size):
+        count = mesh.size(*run)
+        within = math.gcd(count, left)
+        if within not in (count, left):
             raise ShapeError(
                 f"{call}: in this order, pieces of {size} ranks of {' x '.join(map(str, axes))} are not along any axes."
                 f"\n\n  order={DEFAULT_ORDER!r}   # fastest axis first"
             )
-        inside += (f"member{len(inside) or ''}",)
-        between += (f"instance{len(between) or ''}",)
+        number = len(inside) or ""
+        inside.append(f"member{number}")
+        between.append(f"instance{number}")
         sizes |= {inside[-1]: within, between[-1]: count // within}
-        size //= within
-    return mesh.view(dict(reversed(sizes.items()))), inside, between
+        left //= within
+    return Pieces(mesh.view(dict(reversed(sizes.items()))), tuple(inside), tuple(between))

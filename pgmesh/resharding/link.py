@@ -1,9 +1,16 @@
 """The connection of all ranks of source and target: collectives with a deadline, whose failures name ranks.
 
 The group belongs to an internal mesh, which stays connected between calls. After a failure, each rank closes it, so
-that the others notice, and the next call connects another internal mesh. Internal meshes are numbered. One key in the
-store has the current number. Another one for each rank has the number that the rank has connected last, so that a new
-process in the place of a lost rank connects the same mesh as the others.
+that the others notice, and the next call connects another internal mesh. Internal meshes are numbered, and the store
+has a key with the current number. A rank that connects them reads it, and the number that it created last, which is
+also in the store: a new process in the place of a lost rank does not create a mesh that the lost one created.
+
+    | did this rank create the current mesh? | is its last one open here? | then it                               |
+    | -------------------------------------- | -------------------------- | ------------------------------------- |
+    | no, none yet or another rank went on   | no                         | creates the current one               |
+    | no, another rank ended its last one    | yes                        | closes it, and creates the current one |
+    | yes, for another Link of these ranks   | yes                        | uses it                               |
+    | yes, and closed it, or its process ended | no                       | sets the next number, and reads again |
 """
 
 from __future__ import annotations
@@ -13,7 +20,6 @@ import hashlib
 import re
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -53,9 +59,9 @@ POLL_SECONDS = 0.5
 class Link:
     """The connection of all ranks of two layouts. Links of the same layouts share it.
 
-    A link is connected or not. ``connect`` connects it, by the internal mesh of the current number. ``release`` ends
-    the connection: it closes that mesh, and sets the next number, which the other ranks see. A collective that fails or
-    is late raises ``_Broken``. Then ``agree`` and ``explaining`` release the link, and connect it again.
+    A link is connected or not. ``connect`` connects it, by the internal mesh of the current number. ``release`` closes
+    that mesh, and sets the next number, which the other ranks see. A collective that fails or is late raises
+    ``_Broken``. Then ``agree`` and ``explaining`` release the link, and connect it again.
 
     Args:
         source: the first mesh or layout. If a mesh is aborted, so is the connection.
@@ -85,7 +91,7 @@ class Link:
             )
         self.seconds = to_timedelta(timeout).total_seconds()
         self._name = f"resharding {hashlib.sha256(repr(sides).encode()).hexdigest()[:16]}"
-        self._key = f"pgmesh/{self._name}"  # in the store: the current number
+        self._key = f"pgmesh/{self._name}"  # of the current number
         self.device = device_of(dist.group.WORLD)
         """The device of the collectives."""
         self._mesh: ProcessGroupMesh | None = None  # the internal mesh, while it is connected
@@ -128,31 +134,31 @@ class Link:
                 mesh.connect(mesh.axes, timeout=self.left())
                 self._mesh, self._record = mesh, record_of(mesh.group())
             except LifetimeError as error:  # a rank has aborted it with a mesh that was replaced since
-                self._end(mesh)
+                mesh.close()
+                self._set_next_number()
                 self.check_deadline(str(error))
             except PgmeshError as error:
                 raise type(error)(self._named(str(error))) from error.__cause__
 
     def _current_mesh(self) -> ProcessGroupMesh:
-        """The internal mesh of the current number. A rank creates it once."""
+        """The internal mesh of the current number: see the table at the top."""
         mine = f"{self._key}/{self.rank}"
-        current, last = self._ask(CompareSet(self._key, "0"), Read(mine), seconds=self.left())
-        mesh = meshes().get(f"{self._name} {(last or b'').decode()}")
-        self._number = current.decode()
-        if last == current and mesh is not None:
-            return mesh
-        if last == current:  # it was closed here, or the process that created it has ended: all connect the next one
-            self._end(None)
-            return self._current_mesh()
+        while True:
+            current, last = self._ask(CompareSet(self._key, "0"), Read(mine), seconds=self.left())
+            self._number = current.decode()
+            mesh = meshes().get(f"{self._name} {(last or b'').decode()}")
+            if last != current:
+                break
+            if mesh is not None:
+                return mesh
+            self._set_next_number()
         if mesh is not None:
             mesh.close()
         self._ask(Raw("set", (mine, self._number)), seconds=self.left())
         return ProcessGroupMesh(len(self.ranks), ranks=self.ranks, name=f"{self._name} {self._number}")
 
-    def _end(self, mesh: ProcessGroupMesh | None) -> None:
-        """Close the internal mesh, and set the next number unless another rank has: it is over for all ranks."""
-        if mesh is not None:
-            mesh.close()
+    def _set_next_number(self) -> None:
+        """Set the number after this link's, unless another rank has: the internal mesh is over for all ranks."""
         with contextlib.suppress(WorldError):
             self._ask(Raw("compare_set", (self._key, self._number, str(int(self._number) + 1))))
 
@@ -169,8 +175,10 @@ class Link:
         """Close the internal mesh after a failure. The other members notice within ``POLL_SECONDS``."""
         if self._mesh is None:
             return
-        self._end(self._mesh)
-        self._mesh, end = None, time.monotonic() + JOIN_SECONDS
+        self._mesh.close()
+        self._mesh = None
+        self._set_next_number()
+        end = time.monotonic() + JOIN_SECONDS
         for works in self._running:
             works.join(max(0.0, end - time.monotonic()))
         keep_until_done(self._record, self._running)
@@ -224,7 +232,7 @@ class Link:
 
     def gather_texts(self, text: str) -> dict[str, list[int]]:
         """The texts of all ranks, each with the ranks that have it. Of these, the first one sends it, once."""
-        data = zlib.compress(text.encode())
+        data = text.encode()
         head = hashlib.sha256(data).digest() + len(data).to_bytes(8, "big")
         heads = self._bytes(head).repeat(len(self.ranks), 1)
         self._collective(dist.all_gather, [*heads], heads[0].clone())
@@ -235,7 +243,7 @@ class Link:
         for other, ranks in found.items():
             values = self._bytes(data if other == head else bytes(int.from_bytes(other[-8:], "big")))
             self._collective(dist.broadcast, values, ranks[0])
-            texts[zlib.decompress(bytes(values.tolist())).decode()] = ranks
+            texts[bytes(values.tolist()).decode()] = ranks
         return texts
 
     def _bytes(self, data: bytes) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -80,14 +80,6 @@ class RankPlan:
         """Number of elements of its target part that it does not hold."""
         wanted, copied = (0 if region is None else size_of(region) for region in (self.wanted, self.copied))
         return wanted - copied
-
-    def __str__(self) -> str:
-        counts = self.sent, self.received, self.floor, self.leaving
-        sent, received, floor, leaving = (f"{elements * self.itemsize:,}" for elements in counts)
-        return (
-            f"rank {self.rank} sends {sent} bytes to {count_of(len(self.sends), 'rank')}, {leaving} of them to other "
-            f"hosts, and receives {received} bytes from {count_of(len(self.receives), 'rank')} (floor {floor})"
-        )
 
 
 class ReshardPlan:
@@ -185,26 +177,24 @@ class ReshardPlan:
         """
         from pgmesh.drawing import transfers
 
-        has_hosts = len(self._hosts) > 1
-        sides, sent = [], {}
-        for word, side in (("source", self.source), ("target", self.target)):
-            ends = []
-            for rank in itertools.islice(side.layout, MOST_ROWS):
-                plan = self.of(rank)
-                label = side.layout.label_of(rank) + (f", host {self._host_of[rank]}" if has_hosts else "")
-                elements, verb = (plan.sent, "sends") if word == "source" else (plan.received, "receives")
-                ends.append(transfers.End(rank, label, f"{verb} {elements * self.itemsize:,} bytes"))
-                for each in plan.sends:
-                    sent[rank, each.peer] = transfers.Sent(each.size * self.itemsize, self._leaves(rank, each.peer))
-            sizes = " ".join(f"{axis}={size}" for axis, size in zip(side.layout.axes, side.layout.shape))
-            sides.append((f"{word}: {sizes}", ends))
-        notes = ["a line: what one rank sends to another; thicker is more"]
-        if has_hosts:
-            notes[0] += ", dashed: to another host"
+        sides = []
+        for word, layout in (("source", self.source.layout), ("target", self.target.layout)):
+            sizes = " ".join(f"{axis}={size}" for axis, size in zip(layout.axes, layout.shape))
+            ends = {rank: layout.label_of(rank) for rank in itertools.islice(layout, MOST_ROWS)}
+            if len(self._hosts) > 1:
+                ends = {rank: f"{label}, host {self._host_of[rank]}" for rank, label in ends.items()}
+            sides.append(transfers.Side(f"{word}: {sizes}", ends))
+        source, target = sides
+        sent = {
+            (rank, each.peer): transfers.Sent(each.size * self.itemsize, self._leaves(rank, each.peer))
+            for rank in source.labels
+            for each in self.of(rank).sends
+        }
+        notes = ["a line: what one rank sends to another; thicker is more, dashed is to another host"]
         if any(len(side.layout) > MOST_ROWS for side in (self.source, self.target)):
             notes.append(f"a sample: the first {MOST_ROWS} ranks of each side")
         title = f"shape {self.shape}, {count_of(self.itemsize, 'byte')} each"
-        return transfers.drawing(title, notes, (sides[0], sides[1]), sent)
+        return transfers.drawing(title, notes, source, target, sent)
 
     def __str__(self) -> str:
         plans = [self.of(rank) for rank in sorted(self.ranks)[:MOST_ROWS]]
@@ -222,21 +212,38 @@ class ReshardPlan:
         return "\n".join([title, *lines])
 
 
+class Piece(NamedTuple):
+    """Elements ``start`` to ``stop`` of the line of a part, and the number of the replica that sends them."""
+
+    start: int
+    stop: int
+    replica: int
+
+
 class Shares:
     """The shares of the replicas of one source part in what other ranks want of it.
 
-    Each replica of a part could send all of it. A *slot* is a rank that wants some of the part. The elements of all
-    slots, one slot after the other, are a line. It is cut into *pieces*, each of which one replica sends:
+    Each replica of a part could send all of it. The elements that each rank wants of the part, one rank after the
+    other, are the *line*. The elements of one rank are its *slot*. The line is cut into *pieces*:
 
-    - A slot that is a replica itself has its elements: they are in no piece.
-    - Then each replica serves the slots on its own host, until its share is used up.
+    - A replica that wants some of the part has it: its slot is in no piece.
+    - Then each replica serves the slots of ranks on its own host, until its share is used up.
     - What is left of the line is cut in the order of the replicas.
 
-    A part can have a million slots. So there is no list of slots: their positions on the line are computed.
+    A million ranks can want a part. So there is no list of slots: their positions on the line are computed.
 
     Args:
         plan: the plan.
         part: the part of its source.
+
+    Ranks 0 and 1 are replicas of 8 elements. Ranks 1 and 2 want one half each, so these are slots 0 to 4 and 4 to 8 of
+    the line. Rank 1 has its half, and each replica sends one half of the other:
+
+    >>> plan = ReshardPlan((8,), Layout(dp=2), None, Layout(tp=2, ranks=[1, 2]), {"tp": 0})
+    >>> for piece in Shares(plan, ()).pieces:
+    ...     print(piece)
+    Piece(start=4, stop=6, replica=0)
+    Piece(start=6, stop=8, replica=1)
     """
 
     def __init__(self, plan: ReshardPlan, part: Part) -> None:
@@ -262,14 +269,14 @@ class Shares:
         """The transfers that a rank receives from the replicas."""
         if slot := self._slot(rank):
             _, region = self._wanted[self._numbers[self._target.part_of(rank)]]
-            for _, i, start, stop in overlaps([slot], self._pieces):
-                yield Transfer(self.replicas[self._pieces[i][2]], region, start - slot[0], stop - slot[0])
+            for _, i, start, stop in overlaps([slot], self.pieces):
+                yield Transfer(self.replicas[self.pieces[i].replica], region, start - slot[0], stop - slot[0])
 
     def sent_by(self, rank: int) -> Iterator[Transfer]:
         """The transfers that a replica sends."""
         number = self._plan.source.replica_of(rank)
-        for start, stop in [(start, stop) for start, stop, replica in self._pieces if replica == number]:
-            while start < stop:
+        for start, stop, replica in self.pieces:
+            while replica == number and start < stop:  # a piece may have elements of several slots
                 i = bisect.bisect(self._starts, start) - 1
                 part, region = self._wanted[i]
                 slot, first = divmod(start - self._starts[i], self._sizes[i])
@@ -278,39 +285,36 @@ class Shares:
                 start += last - first
 
     @cached_property
-    def _pieces(self) -> list[tuple[int, int, int]]:
-        """Start, stop and the number of the replica that sends it, in the order of the line."""
-        left = [*self.counts]
-        pieces = [*self._serve_hosts(left)]
-        taken = sorted([*self._own.values(), *((start, stop) for start, stop, _ in pieces)])
+    def pieces(self) -> list[Piece]:
+        """All pieces, in the order of the line."""
+        pieces, left = self._pieces_on_hosts()
+        taken = sorted([*self._own.values(), *(piece[:2] for piece in pieces)])
         ends = [0, *(stop for _, stop in taken)]
         free = [*zip(ends, [*(start for start, _ in taken), self._starts[-1]])]
-        places = spans(stop - start for start, stop in free)
+        places = spans(stop - start for start, stop in free)  # on the line without what is taken
         for i, replica, start, stop in overlaps(places, spans(left)):
             shift = free[i][0] - places[i][0]
-            pieces.append((start + shift, stop + shift, replica))
+            pieces.append(Piece(start + shift, stop + shift, replica))
         return sorted(pieces)
 
-    def _serve_hosts(self, left: list[int]) -> Iterator[tuple[int, int, int]]:
-        """The pieces that each replica sends to ranks of its own host.
-
-        Args:
-            left: the shares of the replicas. What they send here is subtracted.
-        """
-        host_of, by_host = self._plan._host_of, dict[int, list[int]]()
-        for number, rank in enumerate(self.replicas if len(self._plan._hosts) > 1 else ()):
-            by_host.setdefault(host_of[rank], []).append(number)
-        slots = self._slots([rank for host in by_host for rank in self._plan._hosts[host]])
-        for rank, (start, stop) in slots.items():
-            for number in () if rank in self._own else by_host[host_of[rank]]:
-                end = min(start + left[number], stop)
-                if start < end:
-                    yield start, end, number
-                    left[number] -= end - start
-                    start = end
+    def _pieces_on_hosts(self) -> tuple[list[Piece], list[int]]:
+        """The pieces that replicas send to ranks of their own host, and what is left of the share of each replica."""
+        hosts, host_of, left = self._plan._hosts, self._plan._host_of, [*self.counts]
+        replicas_on = defaultdict[int, list[int]](list)
+        for number, rank in enumerate(self.replicas if len(hosts) > 1 else ()):
+            replicas_on[host_of[rank]].append(number)
+        pieces = []
+        for rank, (start, stop) in self._slots([rank for host in replicas_on for rank in hosts[host]]).items():
+            for number in () if rank in self._own else replicas_on[host_of[rank]]:
+                size = min(left[number], stop - start)
+                if size:
+                    pieces.append(Piece(start, start + size, number))
+                    left[number] -= size
+                    start += size
+        return pieces, left
 
     def _slots(self, ranks: Sequence[int]) -> dict[int, tuple[int, int]]:
-        """The slots of those of these ranks that want some of the part."""
+        """The slots of these ranks, without those that want nothing of the part."""
         if len(ranks) > len(self._wanted) * self._target.replicas:  # fewer want it: go through these
             some = {*ranks}
             ranks = [rank for part, _ in self._wanted for rank in self._target.ranks_of(part) if rank in some]

@@ -11,6 +11,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, NamedTuple, Union
 
 import torch
@@ -25,9 +26,9 @@ from pgmesh.mesh import CONNECT_TIMEOUT, ProcessGroupMesh
 from pgmesh.options import Timeout
 from pgmesh.resharding.link import Link
 from pgmesh.resharding.plan import ReshardPlan, balance
-from pgmesh.resharding.sharding import Placements, Sharding, by_axis, parse_placements, shape_of
+from pgmesh.resharding.sharding import Placements, Sharded, Sharding, by_axis, parse_placements, shape_of
 from pgmesh.resharding.transfer import Job, Shards, fill_buckets, move
-from pgmesh.topology.host_mapping import map_hosts
+from pgmesh.topology.host_mapping import this_host
 
 State = Union[nn.Module, Mapping[str, Any], None]
 Rename = Union[Mapping[str, Union[str, None]], Callable[[str], Union[str, None]], None]
@@ -40,6 +41,14 @@ MOST_LINES = 20
 """Differences that an error lists."""
 
 LOST_SOURCE = "the source is in the memory of the target, and a transfer that failed has overwritten it"
+
+
+class Damage(Enum):
+    """The state of the target of this rank."""
+
+    NONE = "it is whole"
+    TORN = "a call failed while it wrote: some tensors are new, others old"
+    SOURCE_LOST = "it is torn, and the source was in its memory"
 
 
 @dataclass(frozen=True)
@@ -78,14 +87,16 @@ class Resharder:
         target: the module or (nested) state dict on this rank that is written.
         rename: maps a name of the source to that of the target, or to None to leave it out; a dict or a function. Only
             ranks of the source use it.
-        staging_bytes: limit of the staging memory in bytes. A larger tensor exceeds it.
+        staging_bytes: limit of the staging memory in bytes. A larger tensor exceeds it. Clones are not counted: of
+            tensors of the source that share memory with another name of the target, or with a target on several device
+            meshes.
         timeout: timeout of each call, a timedelta or a number of seconds.
 
     Raises:
         MembershipError: this rank is in neither mesh.
         MethodError: a tensor is a shard of an expert as a plain tensor.
         MismatchError: names, shapes or arguments differ between ranks. The message has each of them. Or
-            ``rename`` gives two tensors one name, or source and target share memory under different names.
+            ``rename`` gives two tensors one name.
         MissingRanksError: a rank did not come. The message has its status.
         ShapeError: a tensor is ``Partial``, or its local shard has another shape than its placements say.
         WorldError: the world is a fake one.
@@ -104,17 +115,15 @@ class Resharder:
     ) -> None:
         self._source, self._target, self._rename = source, target, rename
         self._link = link = Link(source_mesh, target_mesh, timeout)
-        self.torn = False
-        """True if a call failed while it wrote: some tensors of the target are new, others old."""
-        self._source_is_lost = False  # a transfer in place failed
-        self._refusal: Any = None  # the hook by which a torn module refuses to run
+        self._damage = Damage.NONE
+        self._hook: Any = None  # of a torn module, which refuses to run
         sides, shards = self._tensors()
         self._planned = signatures(sides)
         entries = [*describe("source", sides[0]), *describe("target", sides[1])]
         with link.explaining():
             self._jobs = plan_jobs(link, exchange(link, [*entries, Entry("argument", "staging_bytes", staging_bytes)]))
             sizes = map(shards.staged_bytes, self._jobs)
-            *staged, self._number = link.maximum([*sizes, secrets.randbits(62)])  # a random number, to tell it by
+            *staged, self._number = link.maximum([*sizes, secrets.randbits(62)])  # the number is equal on all ranks
         self._buckets = fill_buckets(self._jobs, staged, staging_bytes // 2)
 
     def _tensors(self) -> tuple[list[dict[str, torch.Tensor]], Shards]:
@@ -134,34 +143,48 @@ class Resharder:
         began = time.monotonic()
         self._link.begin()
         sides, shards = self._tensors()
-        reason = ""
-        if self._source_is_lost:
-            reason = f"on this rank {LOST_SOURCE}"
-        elif signatures(sides) != self._planned:
-            reason = "this rank has other tensors than those that were planned"
-        if not self._link.agree(-1 if reason else self._number) or reason:
-            reason = reason or "other ranks have other tensors than those that were planned, or call in another order"
-            raise MismatchError(
-                f"{reason}. Nothing was moved. Create a new Resharder, and call the Resharders of the same meshes in "
-                "the same order on all ranks."
-            )
+        self._compare(sides)
         try:
             with self._link.explaining():
                 staged = move(self._link, self._buckets, shards)
-                self._link.maximum([0])  # only if all ranks are done is the target whole
+                self._link.maximum([0])  # the target is whole if all ranks are done
         except BaseException as error:
-            self._set_torn(bool(shards.target), bool(shards.in_place))
+            if shards.target:
+                self._set_damage(Damage.SOURCE_LOST if shards.in_place else Damage.TORN)
             if self.torn and isinstance(error, PgmeshError):
                 raise type(error)(f"{error}\n\nThe target of this rank is torn. {self._remedy()}") from error
             raise
-        self._set_torn(False, False)
+        self._set_damage(Damage.NONE)
         plans = [job.plan for job in self._jobs]
-        sent, received, floor = (
-            sum(getattr(plan, which) * plan.itemsize for plan in plans) for which in ("sent", "received", "floor")
+        return Moved(
+            sent=sum(plan.sent * plan.itemsize for plan in plans),
+            received=sum(plan.received * plan.itemsize for plan in plans),
+            floor=sum(plan.floor * plan.itemsize for plan in plans),
+            staged=staged,
+            seconds=time.monotonic() - began,
         )
-        return Moved(sent, received, floor, staged, time.monotonic() - began)
+
+    def _compare(self, sides: Sequence[Tensors]) -> None:
+        """Wait until all ranks call this Resharder, or raise MismatchError if one cannot or calls another."""
+        reason = ""
+        if self._damage is Damage.SOURCE_LOST:
+            reason = f"on this rank {LOST_SOURCE}"
+        elif signatures(sides) != self._planned:
+            reason = "this rank has other tensors than those that were planned"
+        if self._link.agree(-1 if reason else self._number) and not reason:
+            return
+        reason = reason or "other ranks have other tensors than those that were planned, or call in another order"
+        raise MismatchError(
+            f"{reason}. Nothing was moved. Create a new Resharder, and call the Resharders of the same meshes in the "
+            "same order on all ranks."
+        )
 
     # -- a torn target -------------------------------------------------------------------------------------------
+
+    @property
+    def torn(self) -> bool:
+        """True if a call failed while it wrote: some tensors of the target are new, others old."""
+        return self._damage is not Damage.NONE
 
     @property
     def target(self) -> State:
@@ -178,17 +201,18 @@ class Resharder:
             raise LifetimeError(f"the target is torn: some tensors are new and others old. {self._remedy()}")
 
     def _remedy(self) -> str:
-        if self._source_is_lost:
+        if self._damage is Damage.SOURCE_LOST:
             return f"Also, {LOST_SOURCE}. Load the source again, and create a new Resharder on all ranks."
         return "Call the Resharder again on all ranks; when it succeeds, the target is whole."
 
-    def _set_torn(self, torn: bool, source_is_lost: bool) -> None:
-        self.torn, self._source_is_lost = torn, source_is_lost
-        if self._refusal is not None:
-            self._refusal.remove()
-            self._refusal = None
-        if torn and isinstance(self._target, nn.Module):
-            self._refusal = self._target.register_forward_pre_hook(self._refuse)
+    def _set_damage(self, damage: Damage) -> None:
+        """Set the state of the target. While it is torn, a module refuses to run."""
+        self._damage = damage
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        if self.torn and isinstance(self._target, nn.Module):
+            self._hook = self._target.register_forward_pre_hook(self._refuse)
 
 
 def reshard(
@@ -225,7 +249,7 @@ def reshard(
     held = {} if tensor is None else {"tensor": tensor}
     entries = describe("source", held)
     if source is None and isinstance(tensor, DTensor):
-        source, _ = entries[0].on(())
+        source, _ = entries[0].on(())  # the layout of its device mesh
     if source is None:
         raise ShapeError(
             "reshard needs the ranks that hold the tensor, except where it is a DTensor.\n\n"
@@ -259,7 +283,11 @@ def reshard(
 
 
 def tensors_of(state: State, rename: Rename = None) -> dict[str, torch.Tensor]:
-    """The tensors of a module's or any other state dict by name. Those in nested dicts and modules have dotted names.
+    """The tensors of a module or a state dict by name. Those in nested dicts and modules have dotted names.
+
+    Args:
+        state: the module or the state dict.
+        rename: as for ``Resharder``.
 
     Raises:
         MismatchError: two tensors have one name.
@@ -267,7 +295,9 @@ def tensors_of(state: State, rename: Rename = None) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     places: dict[str, str] = {}
     for name, place, tensor in _named_tensors(state):
-        new = rename.get(name, name) if isinstance(rename, Mapping) else rename(name) if rename is not None else name
+        new: str | None = name
+        if rename is not None:
+            new = rename.get(name, name) if isinstance(rename, Mapping) else rename(name)
         if new in found:
             raise MismatchError(
                 f"{places[new]} and {place} would both be named {new}, so one would be lost. Nothing was moved. Rename "
@@ -285,8 +315,9 @@ def _named_tensors(value: Any, name: str = "", place: str = "state") -> Iterator
         value = value.state_dict(keep_vars=True)  # without detaching each
     if isinstance(value, torch.Tensor):
         yield name, place, value
-    for key, inner in value.items() if isinstance(value, Mapping) else ():
-        yield from _named_tensors(inner, f"{name}.{key}" if name else f"{key}", f"{place}[{key!r}]")
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _named_tensors(inner, f"{name}.{key}" if name else f"{key}", f"{place}[{key!r}]")
 
 
 def locals_of(tensors: Tensors) -> dict[str, torch.Tensor]:
@@ -298,8 +329,8 @@ def locals_of(tensors: Tensors) -> dict[str, torch.Tensor]:
 
 
 def signatures(sides: Sequence[Tensors]) -> list[dict[str, tuple[object, ...]]]:
-    """By name, what must not change between calls."""
-    more = ("device_mesh", "placements", SHARD_MARK)
+    """For each side and by name, the properties of tensors that must not change between calls."""
+    more = ("device_mesh", "placements", SHARD_MARK)  # where a tensor has them
     return [
         {name: (each.shape, each.dtype, *(getattr(each, word, None) for word in more)) for name, each in side.items()}
         for side in sides
@@ -315,7 +346,7 @@ class Entry(NamedTuple):
         shape: the global shape; None for the shape of the source.
         dtype: the dtype, such as "torch.float32"; None for that of the source.
         mesh: sizes and ranks of its device mesh; None for a plain tensor, which each rank that names it holds whole.
-        placements: for each axis, the dimension that it shards and the split factor; None if it is replicated.
+        placements: the placement on each axis; None if the tensor is replicated along it.
     """
 
     side: str
@@ -323,12 +354,13 @@ class Entry(NamedTuple):
     shape: Any
     dtype: str | None = None
     mesh: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    placements: tuple[tuple[int, int] | None, ...] = ()
+    placements: tuple[Sharded | None, ...] = ()
 
     def on(self, ranks: Sequence[int]) -> tuple[Layout, Placements]:
         """The layout of the tensor and its placements there, if these ranks name it."""
         sizes, ranks = self.mesh or ((len(ranks),), ranks)
-        return Layout(dict(enumerate(sizes)), ranks=ranks), self.placements or None
+        placements = tuple(each and Sharded(*each) for each in self.placements)  # JSON makes lists of them
+        return Layout(dict(enumerate(sizes)), ranks=ranks), placements or None
 
 
 def describe(side: str, tensors: Tensors) -> list[Entry]:
@@ -406,26 +438,24 @@ def _differences(tables: Tables) -> list[str]:
     for name in {**tables["source"], **tables["target"], **tables["argument"]}:
         text = ", ".join(f"{shape} on {name_ranks(sorted(ranks))}" for shape, ranks in shapes[name].items())
         sides = [side for side, table in tables.items() if name in table]
-        if sides == ["source"]:
-            lines.append(f"{name}: in the source ({text}), not in the target")
-        elif sides == ["target"]:
-            lines.append(f"{name}: in the target ({text}), not in the source")
+        if sides in (["source"], ["target"]):
+            other = "target" if sides == ["source"] else "source"
+            lines.append(f"{name}: in the {sides[0]} ({text}), not in the {other}")
         elif len(shapes[name]) > 1:
             lines.append(f"{name}: {text}")
     return lines
 
 
 def plan_jobs(link: Link, tables: Tables) -> list[Job]:
-    """The jobs of this rank, one for each tensor, in an order that is the same on all ranks."""
-    info = map_hosts([link.rank], timeout=link.left()).host_infos[link.rank]
-    hosts = [*link.gather_texts(info.boot or info.host).values()]
-    plans: dict[Any, ReshardPlan] = {}  # by what they are made of: equal tensors have one plan
+    """The jobs of this rank, one for each entry of the target, in an order that is the same on all ranks."""
+    hosts = [*link.gather_texts(this_host().identity).values()]
+    plans: dict[Any, ReshardPlan] = {}  # by their arguments: tensors with the same ones have one plan
     tensors = []  # each with the key of its plan
     for name, entries in sorted(tables["target"].items()):
         (held, holders), *_ = tables["source"][name].items()
         for wanted, takers in entries.items():
             dtypes = [dtype_of(each.dtype or held.dtype) for each in (held, wanted)]
-            sent_as = min(dtypes, key=lambda dtype: dtype.itemsize)
+            sent_as = min(dtypes, key=lambda dtype: dtype.itemsize)  # the narrower one
             sides = *held.on(holders), *wanted.on(takers)
             key = held.shape, sides, sent_as.itemsize
             if key not in plans:

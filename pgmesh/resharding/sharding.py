@@ -91,6 +91,13 @@ def _moved(old: Intervals, new: Intervals, some: Iterable[tuple[int, int]]) -> I
     return tuple(joined)
 
 
+class Sharded(NamedTuple):
+    """A placement: the dimension that an axis shards, and the split factor, which is that of ``_StridedShard``."""
+
+    dimension: int
+    factor: int = 1
+
+
 class Split(NamedTuple):
     """The split of a dimension along one axis: ``torch.chunk`` into ``factor`` chunks, each of them into ``n``.
 
@@ -129,7 +136,7 @@ class Sharding:
     Args:
         shape: global shape of the tensor.
         layout: the ranks.
-        placements: as in ``Placements``, or as in the attribute.
+        placements: as in ``Placements``, or those of the attribute.
 
     Raises:
         AxisError: there is no such axis.
@@ -143,7 +150,7 @@ class Sharding:
     def __init__(self, shape: Sequence[int], layout: Layout, placements: Placements) -> None:
         self.shape, self.layout = tuple(shape), layout
         self.placements = parse_placements(layout, placements)
-        """For each axis, the dimension that it shards and the split factor; None if the tensor is replicated."""
+        """The placement on each axis; None if the tensor is replicated along it."""
         self._splits: list[list[tuple[int, Split]]] = [[] for _ in self.shape]  # by dimension: axis numbers and splits
         for number, (axis, placement) in enumerate(zip(layout.axes, self.placements)):
             if placement is None:
@@ -228,14 +235,14 @@ def by_axis(layout: Layout, placements: Placements) -> list[Any]:
     return [placements.get(axis) for axis in layout.axes]
 
 
-def parse_placements(layout: Layout, placements: Placements) -> list[tuple[int, int] | None]:
-    """For each axis, the dimension that it shards and the split factor; None if the tensor is replicated.
+def parse_placements(layout: Layout, placements: Placements) -> list[Sharded | None]:
+    """The placement on each axis; None if the tensor is replicated along it.
 
     Raises:
         AxisError: there is no such axis.
         ShapeError: a placement is ``Partial`` or no placement, or their number is wrong.
     """
-    found: list[tuple[int, int] | None] = []
+    found: list[Sharded | None] = []
     for axis, each in zip(layout.axes, by_axis(layout, placements)):
         if hasattr(each, "is_partial"):  # a placement of DTensor, known without torch
             if each.is_partial():
@@ -243,9 +250,11 @@ def parse_placements(layout: Layout, placements: Placements) -> list[tuple[int, 
                     f"the tensor is {each} along axis {axis}: its ranks hold summands, not values. Sum them first:\n\n"
                     f"  tensor.redistribute(placements=[... Replicate() in place of {each} ...])"
                 )
-            found.append(None if each.is_replicate() else (each.dim, getattr(each, "split_factor", 1)))
-        elif each is not None and type(each) not in (int, tuple):
-            raise ShapeError(f"a placement is Shard(0), Replicate() or a dimension to shard, such as 0, not {each!r}.")
+            found.append(None if each.is_replicate() else Sharded(each.dim, getattr(each, "split_factor", 1)))
+        elif each is None or isinstance(each, Sharded):
+            found.append(each)
+        elif type(each) is int:
+            found.append(Sharded(each))
         else:
-            found.append((each, 1) if isinstance(each, int) else each)
+            raise ShapeError(f"a placement is Shard(0), Replicate() or a dimension to shard, such as 0, not {each!r}.")
     return found

@@ -5,13 +5,14 @@ packed into a buffer, or received in one and unpacked. While one bucket is excha
 buckets are staged at once, each of at most half the limit.
 
 A tensor is moved *in place* if its shards of source and target share memory on this rank. Nothing is written there
-before its bucket was exchanged: what it receives is staged, and so is what it copies to itself.
+before its bucket was exchanged: what it receives is staged, and so is what it copies to itself. A target on several
+device meshes has a job for each. If they are in several buckets, the source is cloned first.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -192,6 +193,10 @@ def move(link: Link, buckets: Sequence[Sequence[Job]], shards: Shards) -> int:
         buckets: the buckets, with the same jobs in the same order on all ranks.
         shards: the local shards. Those of the target are written in place.
     """
+    buckets_of = Counter(name for bucket in buckets for name in {job.name for job in bucket})
+    for name in shards.in_place & shards.source.keys():
+        if buckets_of[name] > 1:  # the first bucket writes what the others read
+            shards.source[name] = shards.source[name].clone()
     most, running = 0, list[Exchange]()
     for bucket in buckets:
         running.append(Exchange(link, bucket, shards))

@@ -46,13 +46,18 @@ class HostInfo:
     host: str
     boot: str  # the boot id of the host; "" if the system has none
 
+    @property
+    def identity(self) -> str:
+        """The same text on all ranks of the host, also in its containers."""
+        return self.boot or self.host
+
 
 @dataclass(frozen=True)
 class Placement:
     """The host of each rank.
 
     >>> placed = Placement({rank: HostInfo("ab"[rank % 2], "") for rank in range(4)})
-    >>> placed.hosts, placed.host_of(3), placed.host_infos[3].host
+    >>> placed.hosts, placed.host_of[3], placed.host_infos[3].host
     (((0, 2), (1, 3)), 1, 'b')
     """
 
@@ -63,17 +68,13 @@ class Placement:
         """The ranks of each host, ordered by the lowest rank. All containers of a host count as one."""
         found: dict[str, list[int]] = {}
         for rank in sorted(self.host_infos):
-            info = self.host_infos[rank]
-            found.setdefault(info.boot or info.host, []).append(rank)
+            found.setdefault(self.host_infos[rank].identity, []).append(rank)
         return tuple(map(tuple, found.values()))
 
     @cached_property
-    def _host_of(self) -> dict[int, int]:
+    def host_of(self) -> dict[int, int]:
+        """The index of each rank's host in ``hosts``."""
         return {rank: number for number, ranks in enumerate(self.hosts) for rank in ranks}
-
-    def host_of(self, rank: int) -> int:
-        """The index of a rank's host in ``hosts``."""
-        return self._host_of[rank]
 
     def locality(self, layout: Layout, *axes: Axis) -> Locality:
         """The locality of the groups along some axes of a layout; without axes, of the whole layout.
@@ -81,8 +82,8 @@ class Placement:
         Raises:
             AxisError: there is no such axis, or it is named twice.
         """
-        order = sorted(layout.ranks(), key=lambda rank: (self.host_of(rank), rank))
-        sizes = [len(list(ranks)) for _, ranks in groupby(order, self.host_of)]
+        order = sorted(layout.ranks(), key=lambda rank: (self.host_of[rank], rank))
+        sizes = [len(list(ranks)) for _, ranks in groupby(order, self.host_of.get)]
         level = HostLevel("host", tuple((len(list(same)), size) for size, same in groupby(sizes)))
         position = {rank: i for i, rank in enumerate(order)}
         moved = tuple(position[rank] for rank in layout.ranks())
@@ -112,7 +113,7 @@ def map_hosts(ranks: Iterable[int] | None = None, *, timeout: Timeout) -> Placem
     me, size = world_rank_and_size()
     wanted = range(size) if ranks is None else tuple(ranks)
     if size == 1 or backends_of(world_options().backend).fake:
-        return Placement(dict.fromkeys(wanted, _this_host()))
+        return Placement(dict.fromkeys(wanted, this_host()))
     world: Any = dist.group.WORLD
     known = _worlds.setdefault(world, {})
     if not known.keys() >= {*wanted}:
@@ -124,7 +125,7 @@ def _exchange(known: dict[int, HostInfo], me: int, wanted: range | tuple[int, ..
     """Publish this rank's line, then poll the store until the lines of all wanted ranks are read."""
     client = CallClient(store_thread(), seconds)
     if me not in known:
-        mine = _this_host()
+        mine = this_host()
         client.run(Append(HOSTS_KEY, f"{pack(rank=me, host=mine.host, boot=mine.boot)}\n"), Add(f"{HOSTS_KEY}/count"))
         known[me] = mine
     pause, seen, is_late = timing.TIMING.first_pause, 0, False
@@ -148,7 +149,7 @@ def _parse_lines(lines: bytes | None) -> dict[int, HostInfo]:
     return {record["rank"]: HostInfo(record["host"], record["boot"]) for record in records if record is not None}
 
 
-def _this_host() -> HostInfo:
+def this_host() -> HostInfo:
     """The host info of this process."""
     try:
         boot = BOOT.read_text().strip()

@@ -182,6 +182,5 @@ def placement_faults(hosts: HostLevel, names: Sequence[str]) -> list[str]:
         actual = {names[rank]: ranks_on[names[rank]] for rank in planned}
         if list(actual.values()) != [[*planned]]:
             where = [f"{name} holds {name_ranks(ranks)}" for name, ranks in actual.items()]
-            where[3:] = [f"{len(where) - 3} more hosts the others"] if len(where) > 4 else where[3:]
             faults.append(f"host {unit} is planned for {name_ranks(planned)}, but {join_words(where)}.")
     return faults

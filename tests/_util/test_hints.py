@@ -135,8 +135,8 @@ def test_plan_refuses_invalid_sizes(call, text):
 
 def test_plan_accepts_hosts_in_an_array():
     assert plan(Layout(8), nodes=np.array([4, 4])) == plan(Layout(8), nodes="2x4")
-    with pytest.raises(ShapeError, match=r"\n  plan\(\{0: -1, 1: 4, 2: 2\}, nodes=\[4, 4\]\) "):
-        plan(Layout(2, 4, 2), nodes=np.array([4, 4]))
+    with pytest.raises(ShapeError, match=r"\n  plan\(\{0: -1, 1: 2\}, nodes=\[4, 4\]\) "):
+        plan(-1, 3, nodes=np.array([4, 4]))
 
 
 def test_plan_refuses_unknown_arguments_with_type_error():

@@ -209,7 +209,7 @@ def test_version_option_prints_the_version(capsys):
 
 def test_view_option_accepts_one_size(capsys):
     assert output(capsys, "plan dp=2 tp=4 --view ep=8").startswith("8 ranks: dp=2 tp=4\n")
-    refusal = "pgmesh plan: ep=4 holds 4 ranks, but the mesh has 8. Did you mean ep=8?\n"
+    refusal = "pgmesh plan: ep=4 holds 4 ranks, but the mesh has 8.\n\n  ep=-1   # ep is then 8\n"
     assert output(capsys, "plan dp=2 tp=4 --view ep=4", 2) == refusal
 
 

@@ -287,7 +287,12 @@ def test_error_lists_the_variables_of_both_launchers():
 
 
 CONTRADICTION = "variables of {} contradict each other; ranks count from 0."
-STEP = "variables of this step of Slurm contradict each other."
+STEP = "variables of this step of Slurm contradict each other: {}."
+LISTS = STEP.format("the lists of hosts and of tasks have different lengths")
+TASKS = STEP.format("the tasks of all hosts are not the tasks of the step")
+HOST = STEP.format("the lists do not have the host of this process")
+COUNT = STEP.format("SLURM_GTIDS has another number of tasks")
+PROCESS = STEP.format("SLURM_GTIDS does not have this process")
 
 
 @pytest.mark.parametrize(
@@ -303,20 +308,20 @@ STEP = "variables of this step of Slurm contradict each other."
             BATCH
             | {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_TASKS_PER_NODE": "4"}
             | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "1"},
-            STEP,
+            COUNT,
             "srun",
         ),
         (SMALL_STEP | {"SLURM_PROCID": "2"}, CONTRADICTION.format("Slurm"), "srun"),
-        (SMALL_STEP | {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2"}, STEP, "srun"),
-        (SMALL_STEP | {"SLURM_TASKS_PER_NODE": "1,2"}, STEP, "srun"),
-        (SMALL_STEP | {"SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": "2"}, STEP, "srun"),
+        (SMALL_STEP | {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2"}, LISTS, "srun"),
+        (SMALL_STEP | {"SLURM_TASKS_PER_NODE": "1,2"}, TASKS, "srun"),
+        (SMALL_STEP | {"SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": "2"}, HOST, "srun"),
         (
             SMALL_STEP | {"SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": "1", "SLURM_LOCALID": "1"},
             CONTRADICTION.format("Slurm"),
             "srun",
         ),
-        (SMALL_STEP | {"SLURM_GTIDS": "0,x"}, STEP, "srun"),
-        (SMALL_STEP | {"SLURM_GTIDS": "0,1", "SLURM_LOCALID": "0"}, STEP, "srun"),
+        (SMALL_STEP | {"SLURM_GTIDS": "0,x"}, PROCESS, "srun"),
+        (SMALL_STEP | {"SLURM_GTIDS": "0,1", "SLURM_LOCALID": "0"}, PROCESS, "srun"),
         (SMALL_STEP | {"SLURM_NTASKS": "0"}, "SLURM_NTASKS must hold one whole number from 1 to 4294967295.", "srun"),
         (
             OPEN_MPI | {"PMIX_RANK": "2"},

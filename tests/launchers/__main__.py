@@ -227,7 +227,7 @@ def under_slurm(env: dict[str, str], folder: Path, has_open_mpi: bool) -> None:
         "a job that a step submitted",
         f"srun -N1 -n2 bash -c {shlex.quote('[ $SLURM_PROCID = 0 ] || ' + batch(folder, '-n2', MEMBER))}",
         env,
-        "variables of this step of Slurm contradict each other.",
+        "variables of this step of Slurm contradict each other: ",
     )
 
 

@@ -13,11 +13,11 @@ from tests.mutations import adds, breaks
 @breaks(
     "a transfer that failed leaves a torn target: resharder.torn is True, and resharder.target raises",
     page="resharding.md",
-    target="resharding.resharder:Resharder._set_torn",
+    target="resharding.resharder:Resharder._set_damage",
     tests="tests/resharding/test_resharder.py -k torn_target",
 )
-def target_never_torn(set_torn):
-    return lambda self, torn, source_is_lost: set_torn(self, False, False)
+def target_never_torn(set_damage):
+    return lambda self, damage: None
 
 
 @breaks(

@@ -206,7 +206,6 @@ FIT = [
         """
         Layout(dp=4, tp=2) holds 8 ranks, but 3 hosts of 3 hold 9.
 
-          plan({'dp': -1, 'tp': 1}, nodes='3x3')    # dp is then 9
           plan(Layout(dp=4, tp=2), nodes='2x3,2')   # hosts for 8 ranks
         """,
     ),
@@ -215,8 +214,7 @@ FIT = [
         """
         Layout(pp=2, dp=4, cp=2, tp=4) holds 64 ranks, but 2 hosts of 8 hold 16.
 
-          plan({'pp': 2, 'dp': -1, 'cp': 2, 'tp': 4}, nodes='2x8')   # dp is then 1
-          plan(Layout(pp=2, dp=4, cp=2, tp=4), nodes='8x8')          # hosts for 64 ranks
+          plan(Layout(pp=2, dp=4, cp=2, tp=4), nodes='8x8')   # hosts for 64 ranks
         """,
     ),
     (
@@ -232,7 +230,6 @@ FIT = [
         """
         Layout(dp=16) holds 16 ranks, but 2 hosts of 8 and 4 hold 12.
 
-          plan({'dp': -1}, nodes='8,4')      # dp is then 12
           plan(Layout(dp=16), nodes='2x8')   # hosts for 16 ranks
         """,
     ),
@@ -241,15 +238,14 @@ FIT = [
         """
         Layout(tp=4, dp=72) holds 288 ranks, but 72 hosts of 8 hold 576.
 
-          plan({'tp': 4, 'dp': -1}, domains='4x18x8')   # dp is then 144
-          plan(Layout(tp=4, dp=72), nodes='36x8')       # hosts for 288 ranks
+          plan(Layout(tp=4, dp=72), nodes='36x8')   # hosts for 288 ranks
         """,
     ),
 ]
 
 
 @pytest.mark.parametrize(("call", "text"), FIT)
-def test_layout_that_leaves_hosts_empty_suggests_valid_calls(call, text):
+def test_layout_that_leaves_hosts_empty_suggests_hosts(call, text):
     assert_raises(ShapeError, call, text)
     offered = re.findall(r"^ *(plan\(.*?\)) +#", text, flags=re.MULTILINE)
     assert offered

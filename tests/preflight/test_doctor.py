@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -210,7 +211,7 @@ def test_doctor_shows_variables_of_other_launchers():
 
 def test_unresolved_host_name_is_a_warning():
     with mock.patch.object(socket, "getaddrinfo", side_effect=socket.gaierror(-2, "Name or service not known")):
-        (finding,) = diagnosis.host_findings(1.0, None)
+        (finding,) = diagnosis.host_findings({}, 1.0, None)
     name = socket.gethostname()
     assert brief([finding]) == [("warn", f"the host name {name} does not resolve: Name or service not known")]
 
@@ -218,7 +219,7 @@ def test_unresolved_host_name_is_a_warning():
 def test_resolver_has_a_timeout():
     start = time.monotonic()
     with mock.patch.object(socket, "getaddrinfo", side_effect=lambda *_, **__: time.sleep(5)):
-        (finding,) = diagnosis.host_findings(0.1, None)
+        (finding,) = diagnosis.host_findings({}, 0.1, None)
     assert time.monotonic() - start < 2
     assert finding.text.endswith("does not resolve: no answer in 0.1 s")
 
@@ -226,9 +227,10 @@ def test_resolver_has_a_timeout():
 def test_loopback_host_name_is_bad_with_several_hosts():
     local = [(0, 0, 0, "", ("127.0.1.1", 0))]
     with mock.patch.object(socket, "getaddrinfo", return_value=local):
-        (alone,) = diagnosis.host_findings(1.0, found())
-        (several,) = diagnosis.host_findings(1.0, found(size=4))
-    assert (alone.mark, several.mark) == ("ok", "bad")
+        (alone,) = diagnosis.host_findings({}, 1.0, found())
+        (several,) = diagnosis.host_findings({}, 1.0, found(size=4))
+        (named,) = diagnosis.host_findings({"GLOO_SOCKET_IFNAME": "eth0"}, 1.0, found(size=4))
+    assert (alone.mark, several.mark, named.mark) == ("ok", "bad", "ok")
     assert several.text.endswith("resolves to 127.0.1.1, which other hosts cannot reach")
 
 
@@ -273,6 +275,24 @@ def test_store_port_of_rank_0_is_free():
         server.accept()[0].close()
         client.close()
     assert brief(diagnosis.store_findings({}, place, 2.0)) == [("ok", says)]
+
+
+class SocketWithoutIPv6(socket.socket):
+    """A socket on a kernel without IPv6."""
+
+    def __init__(self, family: int = -1, *args: Any, **keywords: Any) -> None:
+        if family == socket.AF_INET6:
+            raise OSError(97, "Address family not supported by protocol")
+        super().__init__(family, *args, **keywords)
+
+
+def test_store_port_is_found_without_ipv6():
+    port = free_port()
+    with mock.patch.object(socket, "socket", SocketWithoutIPv6):
+        (finding,) = diagnosis.store_findings({}, found(address="127.0.0.1", port=port), 2.0)
+        with closing(socket.create_server(("127.0.0.1", port))):
+            (taken,) = diagnosis.store_findings({}, found(address="127.0.0.1", port=port), 2.0)
+    assert (finding.mark, taken.mark) == ("ok", "bad")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", ""])

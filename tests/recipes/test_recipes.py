@@ -265,6 +265,13 @@ def test_semantics_6_proposed_order_works(order: str):
     plan(16, tp=2, cp=2, ep=2, pp=2, order="tp-cp-ep-pp-dp")  # etp x ep = 4
 
 
+def test_order_in_capitals_is_the_same_order():
+    sizes = {"tp": 2, "pp": 2, "ep": 2}
+    assert str(plan(16, **sizes, order="TP-CP-EP-DP-PP")).splitlines()[1:] == str(plan(16, **sizes)).splitlines()[1:]
+    with pytest.raises(ShapeError, match="order='tp-cp-ep-dp-pp'   #"):
+        plan(16, **sizes, order="TP-CP-EP-PP-DP")
+
+
 def test_semantics_7_inside_is_contiguous_and_between_strides():
     arrangement = plan(16, tp=2, cp=2, optimizer_instances=2).seen_by(0)
     assert arrangement["data+context"].ranks() == (0, 2, 4, 6, 8, 10, 12, 14)

@@ -14,7 +14,7 @@ from torch.torch_version import TorchVersion
 
 from pgmesh import Layout, PgmeshError, ProcessGroupMesh, WorldError, launch
 from pgmesh.resharding import Resharder, reshard, resharder
-from pgmesh.topology.host_mapping import HostInfo, Placement
+from pgmesh.topology.host_mapping import HostInfo
 from tests.support.transfer_oracle import random_layout, random_placements, shard_of
 from tests.support.worlds import world
 
@@ -162,7 +162,7 @@ def one_host_for_two() -> list[int]:
     """Ranks 0, 1 hold what ranks 2, 3 want. Ranks 0 and 2 are on one host, ranks 1 and 3 on another."""
     info = HostInfo(f"host {dist.get_rank() % 2}", "")
     target = ProcessGroupMesh(dp=2, ranks=[2, 3], name="target")
-    with mock.patch.object(resharder, "map_hosts", return_value=Placement({dist.get_rank(): info})):
+    with mock.patch.object(resharder, "this_host", return_value=info):
         side = {"x": torch.full((40_000,), 1.0 if dist.get_rank() < 2 else 0.0)}
         name = "source" if dist.get_rank() < 2 else "target"
         sync = Resharder(Layout(2), target, timeout=20, **{name: side})

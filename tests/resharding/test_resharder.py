@@ -299,6 +299,22 @@ def test_rows_become_columns_in_the_same_memory():
     world(4).run(rows_to_columns_in_place)
 
 
+def sharded_to_whole_in_place() -> None:
+    """Each rank's target is on a device mesh of its own, so each is a transfer, and each begins where the shard is."""
+    mesh = ProcessGroupMesh(dp=4, tp=1, name="mesh")
+    whole = value("a", (400, 300), 1)
+    shard = shard_of(whole, mesh.layout, [Shard(0), Replicate()], mesh.rank)
+    memory = torch.cat([shard, torch.zeros(300, 300)])
+    source = DTensor.from_local(memory[:100], mesh.device_mesh(), [Shard(0), Replicate()], run_check=False)
+    target = DTensor.from_local(memory, mesh.device_mesh("tp"), [Replicate()], run_check=False)
+    Resharder(mesh, mesh, source={"a": source}, target={"a": target}, staging_bytes=1000)()
+    assert torch.equal(memory, whole)
+
+
+def test_one_memory_is_moved_to_several_device_meshes():
+    world(4).run(sharded_to_whole_in_place)
+
+
 def large_and_small() -> tuple[int, int, int]:
     """Large shards are sent and received in their own memory; columns and small ones are staged."""
     rank = dist.get_rank()

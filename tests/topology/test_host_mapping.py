@@ -98,15 +98,15 @@ def pretend(hosts: str) -> list[object]:
     store.delete_key(host_mapping.HOSTS_KEY)
     store.delete_key(f"{host_mapping.HOSTS_KEY}/count")
     dist.barrier()
-    real = host_mapping._this_host
-    host_mapping._this_host = lambda: HostInfo(hosts[dist.get_rank()], "")
+    real = host_mapping.this_host
+    host_mapping.this_host = lambda: HostInfo(hosts[dist.get_rank()], "")
     try:
         mesh = ProcessGroupMesh(dp=2, tp=2, ranks=[3, 1, 2, 0])
         found = [mesh.locality(axis).kind for axis in ("dp", "tp")]
         check_sums({axis: (mesh.group(axis), mesh.ranks(axis)) for axis in ("dp", "tp")})
         return [*found, mesh.hosts()]
     finally:
-        host_mapping._this_host = real
+        host_mapping.this_host = real
         host_mapping._worlds.clear()
         dist.barrier()
         store.delete_key(host_mapping.HOSTS_KEY)
