@@ -19,7 +19,7 @@ from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.blocks import Blocks, connected_ranks, spanning_axes
 from pgmesh.parallel.divisibility import divide_evenly, format_sizes
-from pgmesh.parallel.local_experts import expert_parameters
+from pgmesh.parallel.local_experts import expert_tensors
 
 Difference = Literal["rows", "positions", "weights", "experts"]
 """What differs between ranks along a method's axes: rows of a batch (data), positions of a sequence (context), weights
@@ -165,7 +165,7 @@ class Method:
         >>> [tuple(weight.shape) for weight in DataParallel(mesh, "dp").weights(layer)]
         [(2, 2)]
         """
-        experts = set() if self.averages_later else set(expert_parameters(module).values())
+        experts = set() if self.averages_later else set(expert_tensors(module).values())
         return (weight for weight in module.parameters() if weight.requires_grad and weight not in experts)
 
     def around(self, module: nn.Module, inner: Callable[[nn.Module], nn.Module]) -> nn.Module:

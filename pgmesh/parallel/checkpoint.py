@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from pgmesh._util.marks import SHARD_MARK
 from pgmesh.errors import MethodError
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.local_experts import LocalExperts
 from pgmesh.parallel.pipeline import Pipeline
 
 # one entry for each parameter, by name: a stage cannot number parameters as the whole model does
@@ -43,7 +43,8 @@ def save(
         optimizer: the optimizer of this rank's parameters.
 
     Raises:
-        MethodError: there are experts sharded by ``tensor=``. torch would save only one shard of each.
+        MethodError: a parameter is sharded as a plain tensor, by ``ExpertParallel(tensor=)`` or by a method of another
+            package. torch would save only one of the shards.
 
     Source: https://docs.pytorch.org/docs/2.13/distributed.checkpoint.html
     """
@@ -66,7 +67,7 @@ def load(
 
     Raises:
         MethodError: there is no checkpoint in the folder; it lacks a parameter of the model, or has it in another
-            shape; or there are experts sharded by ``tensor=``.
+            shape; or a parameter is sharded as a plain tensor.
     """
     entries = _entries(module, optimizer)
     state = {global_name: value for global_name, _, value in entries}
@@ -98,13 +99,13 @@ def _metadata_error(folder: str | Path) -> str:
 
 def _entries(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, str, Any]]:
     """Entries of a checkpoint: name in the whole model, name on this rank, and value."""
-    for name, each in module.named_modules():
-        if isinstance(each, LocalExperts) and each.sharded_along:
-            raise MethodError(
-                f"{name} is sharded along {each.sharded_along} as plain tensors: a checkpoint would have "
-                "only one of the shards. Checkpoints need whole experts."
-            )
     states: dict[str, dict[str, Any]] = {"model": get_model_state_dict(module)}
+    for name, tensor in states["model"].items():
+        if axes := getattr(tensor, SHARD_MARK, ""):
+            raise MethodError(
+                f"{name} is sharded along {axes} as a plain tensor: a checkpoint would have only one of the shards. "
+                "Save whole experts (ExpertParallel without tensor=), and DTensors of a method of your own."
+            )
     if optimizer is not None:
         states["optimizer"] = get_optimizer_state_dict(module, optimizer, options=FLAT)
     return [

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from pgmesh.errors import MethodError, ShapeError
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Level, Method
 from pgmesh.parallel.divisibility import format_sizes
+from pgmesh.parallel.nests import tensors_in
 
 SAMPLES = 64
 """Number of values of a tensor that are compared at most, evenly spaced."""
@@ -130,7 +131,7 @@ def compare_inputs(
         ranks: the ranks that compare, with this one, in mesh order.
         methods: the methods of a composition.
         equal_parts: True if ranks that read different rows need the same number of them.
-        inputs: the batch, a nest of mappings, lists and tuples.
+        inputs: the batch, a nest of mappings, lists, tuples and dataclasses.
 
     Raises:
         ShapeError: some differ; the same on every rank.
@@ -159,7 +160,7 @@ def compare_inputs(
 
 
 def count_inputs(inputs: object) -> tuple[int, int, int]:
-    """Number of rows, positions and tokens of the first tensor in a nest of mappings, lists and tuples.
+    """Number of rows, positions and tokens of the first tensor in a nest of mappings, lists, tuples and dataclasses.
 
     Rows are its first dimension and positions its second. A token is a whole number, or a vector of other numbers.
     """
@@ -169,12 +170,3 @@ def count_inputs(inputs: object) -> tuple[int, int, int]:
     is_vectors = first.ndim > 1 and (first.is_floating_point() or first.is_complex())
     tokens = first.shape[:-1].numel() if is_vectors else first.numel()
     return first.size(0), first.size(1) if first.ndim > 1 else 0, tokens
-
-
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """All tensors in a nest of mappings, lists and tuples, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(each)

@@ -60,11 +60,18 @@ def norm_of_pieces(pieces: Iterable[tuple[Tensor, int]], norm_type: float, group
             total = torch.maximum(total, norm)
         else:
             total = total + norm**norm_type * different / group.size()
-    dist.all_reduce(total, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
-    return total if math.isinf(norm_type) else total ** (1 / norm_type)
+    if math.isinf(norm_type):
+        norms = [torch.empty_like(total) for _ in range(group.size())]
+        dist.all_gather(norms, total, group=group)  # an all-reduce of maxima over Gloo may drop a NaN
+        return torch.stack(norms).max()
+    dist.all_reduce(total, group=group)
+    return total ** (1 / norm_type)
 
 
 def scale_gradients(gradients: Iterable[Tensor], factor: Tensor) -> None:
-    """Multiply gradients in place."""
-    for gradient in map(local, gradients):  # 16-bit floats would round the factor
+    """Multiply gradients in place.
+
+    The factor of a gradient of 16 bits has 32. torch's kernel for the CPU does not round it; GPUs are untested.
+    """
+    for gradient in map(local, gradients):
         gradient.mul_(factor.to(gradient.device, torch.promote_types(gradient.dtype, torch.float32)))

@@ -1,13 +1,62 @@
-"""Checks of ``compose``: an axis has one owner, also if methods are on different views and slices of a mesh."""
+"""Checks of ``compose``: an axis has one owner, also if methods are on different views and slices of a mesh.
+
+Views and slices are compared by ranks, not by names of axes. Example: on ``pp=2, dp=2, tp=2``, axis dp of
+``mesh.view(pp=2, edp=2, etp=2)`` is called edp there. Two methods along dp and edp own the same ranks: an error.
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Sequence
 
-from pgmesh.errors import AxisError
+from pgmesh._util.formatting import name_ranks
+from pgmesh.errors import AxisError, MethodError
 from pgmesh.layout import Axis, Layout
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.base import Level, Method
+from pgmesh.parallel.base import Level, Method, format_axes
+from pgmesh.parallel.divisibility import format_sizes
+
+
+def check_method(mesh: ProcessGroupMesh, method: Method) -> None:
+    """Check that an argument of ``compose`` is a method on the mesh, or on a view or slice of it.
+
+    Raises:
+        MethodError: it is not.
+    """
+    if not isinstance(method, Method):
+        name = method.__name__ if isinstance(method, type) else "DataParallel"
+        call = f"{name}(mesh, {mesh.axes[0]!r})"
+        raise MethodError(f"compose takes methods with their axes, such as {call}, not {method!r}.")
+    if not method.mesh.shares_groups(mesh):
+        raise MethodError(
+            f"{method} is on another mesh object, {method.mesh!r}, than the composition, {mesh!r}. All methods of a "
+            "composition are on one mesh, its views and its slices.\n\n"
+            f"  {type(method).__name__}(mesh, ...)   # the mesh of compose(mesh, ...)"
+        )
+    if not {*method.mesh.ranks(*method.owns)} <= {*mesh}:
+        raise MethodError(
+            f"{method} works on {name_ranks(method.mesh.ranks(*method.owns))}: not all in {mesh!r}, the mesh or slice "
+            "of the composition."
+        )
+
+
+def check_all_owned(mesh: ProcessGroupMesh, methods: Sequence[Method], unowned: Axis | Iterable[Axis]) -> None:
+    """Check that each axis of more than one rank has an owner, except for ``unowned``.
+
+    Raises:
+        AxisError: some have none.
+    """
+    names = (unowned,) if isinstance(unowned, (str, int)) else tuple(unowned)
+    allowed = mesh.along(*names).axes if names else ()
+    required = [axis for axis in mesh.axes if mesh.size(axis) > 1 and axis not in allowed]
+    if missing := [axis for axis in required if not any(owns_axis(method, mesh, axis) for method in methods)]:
+        owned = format_axes(axis for method in methods for axis in method.owns)
+        whose = "their" if missing[1:] else "its"
+        raise AxisError(
+            f"no method owns {format_sizes(mesh, missing)}, so {whose} {mesh.size(*missing)} ranks would do the same "
+            f"work without synchronization. Owned axes: {owned or 'none'}.\n\n"
+            f"  compose(mesh, ..., unowned={missing})   # if this is intended"
+        )
 
 
 def check_owners(one: Method, other: Method) -> None:
@@ -55,7 +104,7 @@ def check_same_weights(sharding: Method, method: Method) -> None:
             first, second, *_ = holders.values()
             raise AxisError(
                 f"ranks {first} and {second} are in one block of {method}, but hold different weights of {sharding}."
-                f"\n\n  mesh.view(...)   # with axes that do not cross {', '.join(map(str, sharding.owns))}"
+                f"\n\n  mesh.view(...)   # with axes that do not cross {format_axes(sharding.owns)}"
             )
 
 
