@@ -17,14 +17,12 @@ def tensors_in(value: object) -> Iterator[Tensor]:
     """All tensors in a nest, in order. Values of other types are skipped."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each)
     elif isinstance(value, (list, tuple)):
         for each in value:
             yield from tensors_in(each)
-    elif is_dataclass(value):
-        yield from tensors_in(_fields(value))
+    else:
+        for each in _named_values(value).values():
+            yield from tensors_in(each)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -40,10 +38,10 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         parts = [map_tensors(function, each) for each in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)  # a named tuple has _fields
-    if is_dataclass(value):
+    if fields := _named_values(value):
         result = copy.copy(value)
-        for name, each in _fields(value).items():
-            object.__setattr__(result, name, map_tensors(function, each))  # also if it is frozen
+        for name, each in fields.items():
+            object.__setattr__(result, name, map_tensors(function, each))  # also if the dataclass is frozen
         return result
     if value is None or isinstance(value, (str, bytes, Number)):
         return value
@@ -54,10 +52,10 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     )
 
 
-def is_dataclass(value: object) -> bool:
-    """Return True for an instance of a dataclass, and False for the class itself."""
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+def _named_values(value: Any) -> Mapping[Any, Any]:
+    """The values of a mapping by key, and of a dataclass by field; none of any other type."""
+    if isinstance(value, Mapping):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+    return {}
