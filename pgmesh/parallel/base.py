@@ -109,9 +109,9 @@ class Method:
         if not isinstance(mesh, ProcessGroupMesh):
             raise AxisError(f"{name} takes a mesh and then its axes, such as {name}(mesh, 'dp'), not {mesh!r}.")
         if not axes:
-            initials = "".join(filter(str.isupper, name)).lower()[-2:]  # dp for DataParallel and ShardedDataParallel
-            likely = [axis for axis in mesh.axes if initials in str(axis)] or mesh.axes[:1] or ("dp",)
-            axis = min(likely, key=lambda axis: len(str(axis)))
+            usual = "".join(filter(str.isupper, name)).lower()[-2:]  # dp for DataParallel and ShardedDataParallel
+            likely = [axis for axis in mesh.axes if usual in str(axis)]  # fsdp too
+            axis = min(likely, key=lambda axis: len(str(axis))) if likely else next(iter(mesh.axes), usual)
             raise AxisError(
                 f"{name} needs at least one axis; the mesh has {format_axes(mesh.axes)}.\n\n"
                 f"  {name}(mesh, {axis!r})   # the axes that it owns"
@@ -120,7 +120,7 @@ class Method:
         self.level = getattr(type(self), "level", LEVELS[self.differs])
         self._groups: dict[tuple[Axis, ...], ProcessGroup] = {}
         self.owns = self.average_axes = mesh.along(*axes).axes  # the names and the order of the mesh
-        self.options, self._configured = options, set[tuple[Axis, ...]]()
+        self.options = options
         self.configure(self.owns)
 
     def configure(self, *groups: tuple[Axis, ...]) -> None:
@@ -137,9 +137,8 @@ class Method:
         >>> DataParallel(mesh, "dp", options={"timeout": timedelta(minutes=10)}).configure(("pp", "dp"))
         """
         for axes in groups:
-            if self.options and axes and axes not in self._configured:
+            if self.options and axes:
                 self.mesh.configure(*axes, **self.options)
-                self._configured.add(axes)
 
     def apply(self, module: nn.Module) -> nn.Module:
         """Return the module to train: the given one, changed in place, or a wrapper of it.

@@ -322,7 +322,8 @@ class Composition:
             raise ShapeError(
                 f"{', '.join(map(str, self._cutting))} cuts positions, the second dimension, but the tensors of this "
                 f"batch have {' and '.join(map(str, lengths))} of them.\n\n"
-                "  {name: together.share(tensor) for ...}   # each alone, without those that have no positions"
+                "  together.share(tensor)   # each alone\n"
+                "  tensor.chunk(together.num_replicas)[together.rank]   # one without positions: its rows"
             )
 
     def _part_of(self, tensor: Tensor) -> Tensor:

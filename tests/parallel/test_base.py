@@ -341,7 +341,8 @@ def test_share_cuts_all_tensors_of_a_nest(mesh: ProcessGroupMesh):
         ContextParallel along tp cuts positions, the second dimension, but the tensors of this batch have 4 and 6 of
         them.
 
-          {name: together.share(tensor) for ...}   # each alone, without those that have no positions
+          together.share(tensor)   # each alone
+          tensor.chunk(together.num_replicas)[together.rank]   # one without positions: its rows
         """,
     )
     rows = compose(mesh, Data(mesh, "dp"), unowned=["pp", "tp"])
