@@ -1,10 +1,12 @@
-"""Application of methods to a module, and the shards that they leave as plain tensors.
+"""Application of methods to a module, and the number of pieces into which they divide each parameter.
 
 Each method applies the methods of lower levels by ``inner``, and then itself: to the whole module, or, inside a
 pipeline, to each stage.
 
-torch knows shards that are DTensors. Other shards are known here by their shapes. Example: a method along ``tp=2``
-replaces a weight of shape (4, 4) by one of shape (2, 4). So this weight has 2 shards, and each rank along tp has one.
+A norm counts each piece once, so it has to know how many ranks hold the same piece. DTensors say it. For all other
+pieces the methods are known: stages of a pipeline, experts, and *plain shards*, which are recognized by their shapes.
+Example: on ``pp=2, tp=2``, a method along tp replaces a weight of shape (4, 4) by one of shape (2, 4), in one of two
+stages. So the weight has 2 plain shards, and each rank holds one of 2 x 2 different pieces.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ import torch
 from torch import nn
 
 from pgmesh._util.marks import SHARD_MARK
-from pgmesh.parallel.base import Method
+from pgmesh.parallel.base import Level, Method
 from pgmesh.parallel.divisibility import format_sizes
+from pgmesh.parallel.local_experts import expert_tensors
 
 Place = tuple[nn.Module, str]
 """A module, and the name that a parameter or a buffer has there."""
@@ -30,8 +33,8 @@ class Application:
     def __init__(self) -> None:
         self.running: list[Method] = []
         """The methods that are being applied, outermost first. After an error, the last one has raised it."""
-        self.shards: dict[Place, int] = {}
-        """Number of shards of each parameter and buffer, 1 if it is whole or a DTensor."""
+        self._shards: dict[Place, int] = {}
+        """Number of plain shards of each parameter and buffer; 1 if it is whole or a DTensor."""
 
     def run(self, methods: Sequence[Method], module: nn.Module) -> nn.Module:
         """Apply the last of the methods, which applies the others, and return the module to train.
@@ -44,10 +47,11 @@ class Application:
             return module
         *lower_methods, method = methods
         before: dict[str, tuple[torch.Size, int]] = {}
+        """The shape and the number of shards of each tensor, before this method is applied."""
 
         def inner(part: nn.Module) -> nn.Module:
             part = self.run(lower_methods, part)
-            before.update((name, (shape, self.shards.get(place, 1))) for name, place, shape in places_in(part))
+            before.update((name, (shape, self._shards.get(place, 1))) for name, place, shape in places_in(part))
             return part
 
         self.running.append(method)
@@ -58,21 +62,32 @@ class Application:
         for name, place, shape in places_in(applied):
             if name in before:  # a wrapper, such as DDP, changes the name, and neither the place nor the shape
                 old_shape, shards = before[name]
-                self.shards[place] = shards if shape == old_shape else shards * self._mark_shard(method, place)
+                if shape != old_shape and method.differs != "experts":  # LocalExperts knows its own shards
+                    shards *= method.mesh.size(*method.average_axes)
+                    _mark_shard(place, format_sizes(method.mesh, method.average_axes))
+                self._shards[place] = shards
         return applied
 
-    def _mark_shard(self, method: Method, place: Place) -> int:
-        """Mark a shard of a method in all later state dicts, and return the number of its shards.
+    def count_pieces(self, methods: Sequence[Method], applied: nn.Module) -> dict[str, int]:
+        """The number of different pieces of each parameter, beyond those of DTensors, by name.
 
-        ``LocalExperts`` knows its own shards.
+        Args:
+            methods: the methods.
+            applied: the module that ``run`` returned.
         """
-        if method.differs == "experts":
-            return 1
-        module, name = place
-        axes = method.average_axes
-        hook = partial(_mark_in_state_dict, name, format_sizes(method.mesh, axes))
-        module.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
-        return method.mesh.size(*axes)
+        experts, pieces = expert_tensors(applied), dict[str, int]()
+        for name, place, _ in places_in(applied):
+            pieces[name] = self._shards.get(place, 1)
+            for method in methods:
+                if method.level is Level.PIPELINE or (method.differs == "experts" and name in experts):
+                    pieces[name] *= method.mesh.size(*method.owns)
+        return pieces
+
+
+def _mark_shard(place: Place, axes: str) -> None:
+    """Mark a plain shard in all later state dicts, since checkpoints and resharding see only these."""
+    module, name = place
+    module.register_state_dict_post_hook(partial(_mark_in_state_dict, name, axes))  # type: ignore[no-untyped-call]
 
 
 def _mark_in_state_dict(name: str, axes: str, _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:

@@ -33,11 +33,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pgmesh._util.formatting import count_of, format_call
-from pgmesh.errors import AxisError, MethodError, ShapeError
+from pgmesh._util.formatting import count_of
+from pgmesh.errors import MethodError, ShapeError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.applying import Application, places_in, release_new_groups
+from pgmesh.parallel.applying import Application, release_new_groups
 from pgmesh.parallel.base import Level, Method, format_axes, split_rows
 from pgmesh.parallel.blocks import Blocks, connected_ranks
 from pgmesh.parallel.comparing import compare_inputs, compare_weights
@@ -47,7 +47,7 @@ from pgmesh.parallel.exchange import broadcast_from_first, on_served_device
 from pgmesh.parallel.gradients import local_shard, norm_of_pieces, scale_gradients
 from pgmesh.parallel.local_experts import expert_tensors, names_of_experts
 from pgmesh.parallel.nests import map_tensors, tensors_in
-from pgmesh.parallel.owners import check_all_owned, check_method, check_owners
+from pgmesh.parallel.owners import check_all_owned, check_method, check_owners, unaveraged_error
 
 _applied = weakref.WeakSet[Method]()
 """Methods that were applied: no other composition may change what they derived."""
@@ -65,9 +65,8 @@ class Composition:
     def __init__(self, mesh: ProcessGroupMesh, methods: tuple[Method, ...], equal_parts: bool = True) -> None:
         self.mesh, self.methods, self.equal_parts = mesh, methods, equal_parts
         self._pieces: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
-        """For each applied module and parameter name: n, if 1 of n ranks holds this rank's piece, beyond DTensors."""
+        """For each applied module, what ``count_pieces`` returns: the number of different pieces of each parameter."""
         self._pipelines = [each for each in methods if each.level is Level.PIPELINE]
-        self._experts = [each for each in methods if each.differs == "experts"]
         self._averaging = next((each for each in methods if each.averages_gradients), None)
         """The method that averages gradients."""
         self._row_methods = [each for each in methods if each.differs == "rows"]
@@ -141,43 +140,21 @@ class Composition:
                 "New groups along its axes were released. The module may be partly changed: build it again."
             ) from error
         _applied.update(self.methods)
-        self._pieces[applied] = self._count_pieces(applied, application)
+        self._pieces[applied] = application.count_pieces(self.methods, applied)
         self._compare_first_inputs(applied, was_on_meta)
         return applied
 
-    def _count_pieces(self, applied: nn.Module, application: Application) -> dict[str, int]:
-        """For each parameter: n, if 1 of n ranks holds this rank's piece of it. DTensors know their own shards.
-
-        Example: of a plain weight, half of it on each rank along ``tp=2``, in one of two stages along ``pp=2``, each
-        rank has one of 4 pieces.
-        """
-        experts, pieces = expert_tensors(applied), dict[str, int]()
-        for name, place, _ in places_in(applied):
-            pieces[name] = application.shards.get(place, 1)
-            for method in (*self._pipelines, *(self._experts if name in experts else ())):
-                pieces[name] *= method.mesh.size(*method.owns)
-        return pieces
-
     def _names_of_experts(self, module: nn.Module) -> set[str]:
         """Names of the tensors of a whole module that a method of experts averages itself."""
-        return names_of_experts(module) if self._experts else set()
+        return names_of_experts(module) if any(each.differs == "experts" for each in self.methods) else set()
 
     def _check_averages(self, module: nn.Module) -> None:
-        if self._averaging is not None or len(self._token_ranks) == 1:
-            return
-        experts = self._names_of_experts(module)
-        trainable = [name for name, each in module.named_parameters() if each.requires_grad and name not in experts]
-        if trainable:
-            mesh, owns, new = self._readers[0].mesh, self._readers[0].owns, "data"
-            while new in mesh.axes:
-                new += "_"
-            sizes: dict[str | int, int] = {new: 1}
-            sizes |= {axis if isinstance(axis, str) else f"axis{axis}": mesh.size(axis) for axis in mesh.axes}
-            raise AxisError(
-                f"ranks along {format_sizes(mesh, owns)} read different tokens, but no method averages the gradients "
-                f"of {count_of(len(trainable), 'trainable parameter')}, for example {trainable[0]}.\n\n"
-                f"  DataParallel({format_call('mesh.view', sizes)}, {new!r})   # averages along all axes of positions"
-            )
+        """If ranks read different tokens, trainable weights need a method that averages them."""
+        if self._averaging is None and len(self._token_ranks) > 1:
+            experts = self._names_of_experts(module)
+            trainable = [name for name, each in module.named_parameters() if each.requires_grad and name not in experts]
+            if trainable:
+                raise unaveraged_error(self._readers[0], trainable)
 
     def _compare_weights(self, module: nn.Module) -> None:
         """Compare the initial weights of ranks. DDP broadcasts those that are not experts to all but the first."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from pgmesh._util.formatting import name_ranks
+from pgmesh._util.formatting import count_of, format_call, name_ranks
 from pgmesh.errors import AxisError, MethodError
 from pgmesh.layout import Axis, Layout
 from pgmesh.mesh import ProcessGroupMesh
@@ -131,3 +131,22 @@ def shared_pair(layout: Layout, axis: Axis, other: Layout, other_axis: Axis) -> 
             if (first := seen.setdefault((number_of[rank], number), rank)) != rank:
                 return first, rank
     return None
+
+
+def unaveraged_error(reader: Method, trainable: Sequence[str]) -> AxisError:
+    """The error for trainable parameters that no method averages, though ranks read different tokens.
+
+    Args:
+        reader: a method along whose axes they do.
+        trainable: the names of the parameters.
+    """
+    mesh, new = reader.mesh, "data"
+    while new in mesh.axes:
+        new += "_"
+    sizes: dict[str | int, int] = {new: 1}
+    sizes |= {axis if isinstance(axis, str) else f"axis{axis}": mesh.size(axis) for axis in mesh.axes}
+    return AxisError(
+        f"ranks along {format_sizes(mesh, reader.owns)} read different tokens, but no method averages the gradients of "
+        f"{count_of(len(trainable), 'trainable parameter')}, for example {trainable[0]}.\n\n"
+        f"  DataParallel({format_call('mesh.view', sizes)}, {new!r})   # averages along all axes of positions"
+    )
