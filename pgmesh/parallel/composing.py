@@ -49,8 +49,8 @@ from pgmesh.parallel.local_experts import expert_tensors, names_of_experts
 from pgmesh.parallel.nests import map_tensors, tensors_in
 from pgmesh.parallel.owners import check_all_owned, check_method, check_owners, unaveraged_error
 
-_applied = weakref.WeakSet[Method]()
-"""Methods that were applied: no other composition may change what they derived."""
+_applied_methods = weakref.WeakSet[Method]()
+"""Methods of any composition that were applied: no other composition may change the axes along which they average."""
 
 
 class Composition:
@@ -79,14 +79,15 @@ class Composition:
     # -- what follows from the methods ------------------------------------------------------------------------------
 
     def _settle(self) -> None:
+        """Let each method derive the axes along which it averages."""
         for method in self.methods:
-            axes = method.average_axes
+            old_axes = method.average_axes
             method.settle(blocks_of(self._readers))
-            if method in _applied and method.average_axes != axes:
-                found, method.average_axes = method.average_axes, axes
+            if method in _applied_methods and method.average_axes != old_axes:
+                new_axes, method.average_axes = method.average_axes, old_axes
                 raise MethodError(
-                    f"{method} was applied in another composition, in which it averages along {format_axes(axes)}, and "
-                    f"here it would average along {format_axes(found) or 'no axes'}.\n\n"
+                    f"{method} was applied in another composition, in which it averages along {format_axes(old_axes)}, "
+                    f"and here it would average along {format_axes(new_axes) or 'no axes'}.\n\n"
                     f"  {type(method).__name__}(mesh, ...)   # another one for each composition"
                 )
 
@@ -139,13 +140,13 @@ class Composition:
                 f"{application.running[-1]} failed in apply: {type(error).__name__}: {error}\n\n"
                 "New groups along its axes were released. The module may be partly changed: build it again."
             ) from error
-        _applied.update(self.methods)
+        _applied_methods.update(self.methods)
         self._pieces[applied] = application.count_pieces(self.methods, applied)
         self._compare_first_inputs(applied, was_on_meta)
         return applied
 
     def _names_of_experts(self, module: nn.Module) -> set[str]:
-        """Names of the tensors of a whole module that a method of experts averages itself."""
+        """Names of the experts' parameters and buffers in a whole module, if a method distributes experts."""
         return names_of_experts(module) if any(each.differs == "experts" for each in self.methods) else set()
 
     def _check_averages(self, module: nn.Module) -> None:
@@ -173,6 +174,7 @@ class Composition:
         compare_weights(self.mesh, ranks, whole)
 
     def _pieces_of(self, module: nn.Module, name: str) -> int:
+        """The number of different pieces of a parameter of an applied module."""
         if name not in self._pieces[module]:
             raise MethodError(
                 f"{name} was added to the module after apply, so it is in no method: add it before apply."
@@ -267,9 +269,9 @@ class Composition:
     def share(self, batch: Any) -> Any:
         """This rank's part of a batch: its rows, and with context parallelism its positions.
 
-        Rows are the first dimension of each tensor, and positions the second. On ``dp=2, cp=4``, of inputs of 8 rows x
-        1,024 positions each rank gets 4 x 256, of labels of 8 rows 4, and all of a tensor without dimensions. Shift
-        labels before: the next token of a position may be on another rank.
+        Rows are the first dimension of each tensor, and positions the second. Example: on ``dp=2, cp=4``, a rank gets 4
+        x 256 of 8 rows x 1,024 positions, and 4 of a tensor with one value for each row. A tensor without dimensions
+        stays whole. Shift labels before: the next token of a position may be on another rank.
 
         Args:
             batch: the batch, the same on every rank: a tensor, or a tuple, list, mapping or dataclass of tensors, such
@@ -327,7 +329,7 @@ class Composition:
         compare_inputs(self.mesh, self._ranks, self.methods, self.equal_parts, batch)
 
     def _compare_first_inputs(self, module: nn.Module, was_on_meta: bool) -> None:
-        """Let the first training step of a module compare the inputs of ranks, and weights that had no values."""
+        """Let the first training step compare the inputs of ranks, and weights that were on the meta device."""
         pending = [module] if len(self._ranks) > 1 else []  # shared by copies of the module
 
         def compare(inputs: Any) -> None:
@@ -352,11 +354,11 @@ class Composition:
     # -- losses and gradients ---------------------------------------------------------------------------------------
 
     def mean(self, loss: Tensor | Sequence[Tensor], tokens: Tensor | int | None = None) -> Tensor:
-        """The mean loss of one process, from the losses of ranks that read different tokens.
+        """The mean loss of one process, from the losses of ranks that read different tokens, all of which call it.
 
-        Its gradient is right after the average over ranks. All these ranks call it. Under a method that averages later,
-        it is the mean of this rank's replica. Example: two ranks with loss sums 6 and 2 over 3 and 1 tokens both get
-        8 / 4 = 2, where the mean of their means is 2 too, but with sums 6 and 4 it is 3 in place of 10 / 4.
+        Example: two ranks have loss sums 6 and 4 over 3 and 1 tokens. Both get (6 + 4) / (3 + 1) = 2.5, where the mean
+        of their means is (2 + 4) / 2 = 3. Gradients of the result are right once they are averaged over ranks. Under a
+        method that averages later, it is the mean of this rank's replica.
 
         Args:
             loss: the mean loss of this rank's tokens, if all ranks have equally many; otherwise the sum of the losses.
@@ -411,8 +413,9 @@ class Composition:
         >>> together.grad_norm()
         tensor(1.7321, dtype=torch.float64)
         """
-        applied = self._applied(module)
-        copies = {id(weight) for weight in getattr(applied, "copies", list)()}  # a pipeline's tied duplicates
+        applied = self._applied_module(module)
+        copies_of_pipeline = getattr(applied, "copies", None)  # of tied weights, which another stage counts
+        copies = {id(weight) for weight in copies_of_pipeline()} if copies_of_pipeline else set()
         pieces = []
         for name, weight in applied.named_parameters():
             if weight.grad is not None and id(weight) not in copies:
@@ -433,10 +436,10 @@ class Composition:
         """
         norm = self.grad_norm(module=module, norm_type=norm_type)
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        scale_gradients([w.grad for w in self._applied(module).parameters() if w.grad is not None], scale)
+        scale_gradients([w.grad for w in self._applied_module(module).parameters() if w.grad is not None], scale)
         return norm
 
-    def _applied(self, module: nn.Module | None) -> nn.Module:
+    def _applied_module(self, module: nn.Module | None) -> nn.Module:
         """The module that ``apply`` returned."""
         known = [*self._pieces] if module is None else [each for each in self._pieces if each is module]
         if len(known) != 1:

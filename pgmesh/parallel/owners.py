@@ -62,15 +62,13 @@ def check_all_owned(mesh: ProcessGroupMesh, methods: Sequence[Method], unowned: 
 def check_owners(one: Method, other: Method) -> None:
     """Check that two methods own different axes, and that only one of them averages gradients.
 
-    Two methods on different views own the same axis if two ranks are in one block of both. Names do not matter.
-
     Raises:
         AxisError: an axis has two owners, two methods average gradients, or one works across the shards or stages of
             the other.
     """
-    experts = [each for each in (one, other) if each.differs == "experts"]
-    experts_conflict = Level.PIPELINE in (one.level, other.level) or one.averages_later or other.averages_later
-    if len(experts) == 1 and not experts_conflict:
+    is_one_of_experts = (one.differs == "experts") != (other.differs == "experts")
+    is_one_of_stages = Level.PIPELINE in (one.level, other.level)
+    if is_one_of_experts and not is_one_of_stages and not (one.averages_later or other.averages_later):
         return  # experts are other weights than those of the other method, on the same ranks
     for axis, other_axis in itertools.product(one.owns, other.owns):
         if pair := shared_pair(one.mesh.layout, axis, other.mesh.layout, other_axis):
@@ -124,12 +122,14 @@ def owns_axis(method: Method, mesh: ProcessGroupMesh, axis: Axis) -> bool:
 
 def shared_pair(layout: Layout, axis: Axis, other: Layout, other_axis: Axis) -> tuple[int, int] | None:
     """Two ranks that are in one block along ``axis`` and in one block along ``other_axis`` of another layout."""
-    number_of = {rank: number for number, block in enumerate(layout.partition(axis)) for rank in block}
-    seen: dict[tuple[int, int], int] = {}
-    for number, block in enumerate(other.partition(other_axis)):
-        for rank in filter(number_of.__contains__, block):
-            if (first := seen.setdefault((number_of[rank], number), rank)) != rank:
-                return first, rank
+    block_of = {rank: number for number, block in enumerate(layout.partition(axis)) for rank in block}
+    first_of: dict[tuple[int, int], int] = {}  # the first rank that is in a block and in another one
+    for other_number, block in enumerate(other.partition(other_axis)):
+        for rank in block:
+            if rank in block_of:
+                first = first_of.setdefault((block_of[rank], other_number), rank)
+                if first != rank:
+                    return first, rank
     return None
 
 
