@@ -373,16 +373,15 @@ class Composition:
         >>> compose(mesh, unowned=mesh.axes).mean(torch.tensor(6.0), tokens=4)
         tensor(1.5000)
         """
-        if isinstance(loss, Tensor):
-            if tokens is None and not self.equal_parts:
-                raise MethodError(
-                    "parts may have different sizes, so a mean of means is not the loss of the batch.\n\n"
-                    "  together.mean(loss_sum, tokens)   # the sum of the losses, and the number of tokens that count"
-                )
-        elif loss:  # losses of microbatches, which loss= has divided by the tokens of all ranks if parts are unequal
+        if not isinstance(loss, Tensor):  # losses of microbatches, which loss= has divided by the tokens of all ranks
+            if not loss:
+                raise MethodError("this rank has no losses.\n\n  if losses: print(together.mean(losses))")
             loss = torch.stack([*loss]).mean()
-        else:
-            raise MethodError("this rank has no losses.\n\n  if losses: print(together.mean(losses))")
+        elif tokens is None and not self.equal_parts:
+            raise MethodError(
+                "parts may have different sizes, so a mean of means is not the loss of the batch.\n\n"
+                "  together.mean(loss_sum, tokens)   # the sum of the losses, and the number of tokens that count"
+            )
         loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
         loss = loss.to(torch.promote_types(loss.dtype, torch.float32))  # a 16-bit float cannot count tokens
         counted = torch.as_tensor(1 if tokens is None else tokens).to(loss)
