@@ -25,7 +25,6 @@ import itertools
 import math
 import weakref
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -66,15 +65,21 @@ class Composition:
         self.mesh, self.methods, self.equal_parts = mesh, methods, equal_parts
         self._pieces: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
         """For each applied module, what ``count_pieces`` returns: the number of different pieces of each parameter."""
-        self._pipelines = [each for each in methods if each.level is Level.PIPELINE]
         self._averaging = next((each for each in methods if each.averages_gradients), None)
         """The method that averages gradients."""
+        self._pipelines = [each for each in methods if each.level is Level.PIPELINE]
         self._row_methods = [each for each in methods if each.differs == "rows"]
         self._cutting = [each for each in methods if each.differs == "positions" and hasattr(each, "cut")]
-        readers = [each for each in methods if each.differs in ("rows", "positions")]
-        self._readers = [each for each in readers if not each.averages_later]
-        """The methods along whose axes ranks read different tokens, except for replicas that are averaged later."""
+        """The methods that cut sequences."""
+        in_replica = [each for each in methods if not each.averages_later]
+        self._readers = [each for each in in_replica if each.differs in ("rows", "positions")]
+        """The methods along whose axes the ranks of a replica read different tokens."""
         self._settle()
+        self._ranks = self._ranks_along(methods)
+        self._replica_ranks = self._ranks_along(in_replica)
+        self._token_ranks = self._ranks_along(self._readers)
+        self._row_ranks = self._ranks_along(self._row_methods)
+        """The ranks that read different rows, also in other replicas."""
 
     # -- what follows from the methods ------------------------------------------------------------------------------
 
@@ -94,18 +99,6 @@ class Composition:
     def _ranks_along(self, methods: Iterable[Method]) -> list[int]:
         """The ranks that are connected with this one along the axes of methods, in the order of their group."""
         return sorted(connected_ranks(self.mesh.rank, blocks_of(methods)), key=self.mesh.coord_of)
-
-    @cached_property
-    def _token_ranks(self) -> list[int]:
-        return self._ranks_along(self._readers)
-
-    @cached_property
-    def _replica_ranks(self) -> list[int]:
-        return self._ranks_along(each for each in self.methods if not each.averages_later)
-
-    @cached_property
-    def _ranks(self) -> list[int]:
-        return self._ranks_along(self.methods)
 
     # -- the module -------------------------------------------------------------------------------------------------
 
@@ -254,17 +247,12 @@ class Composition:
         >>> compose(mesh, unowned=mesh.axes).num_replicas
         1
         """
-        return self._part_of_rows[0]
+        return len(self._row_ranks)
 
     @property
     def rank(self) -> int:
         """Not the global rank: index of this rank's part of the rows, ``rank`` of a DistributedSampler."""
-        return self._part_of_rows[1]
-
-    @cached_property
-    def _part_of_rows(self) -> tuple[int, int]:
-        ranks = self._ranks_along(self._row_methods)
-        return len(ranks), ranks.index(self.mesh.rank)
+        return self._row_ranks.index(self.mesh.rank)
 
     def share(self, batch: Any) -> Any:
         """This rank's part of a batch: its rows, and with context parallelism its positions.
@@ -309,7 +297,7 @@ class Composition:
         """This rank's part of one tensor of a batch."""
         if tensor.ndim:
             axes = " x ".join(format_sizes(each.mesh, each.owns) for each in self._row_methods)
-            tensor = split_rows(tensor, *self._part_of_rows, axes)
+            tensor = split_rows(tensor, self.num_replicas, self.rank, axes)
         for method in self._cutting if tensor.ndim > 1 else ():
             tensor = method.cut(tensor)
         return tensor
