@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 
 from pgmesh import MethodError, ProcessGroupMesh
-from pgmesh._util.marks import SHARD_MARK
 from pgmesh.parallel import (
     DataParallel,
     Method,
@@ -23,6 +22,7 @@ from pgmesh.parallel import (
     checkpoint,
     compose,
 )
+from pgmesh.resharding.resharder import describe
 from tests.support.message_assertions import assert_raises
 from tests.support.parallel_models import (
     FIRST,
@@ -184,8 +184,8 @@ def shards_as_plain_tensors(folder: Path, kind: type[DataParallel | ShardedDataP
         model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.LayerNorm(4, bias=False))
         model[0].register_buffer("scale", torch.arange(4.0))
         model = compose(mesh, kind(mesh, "dp"), Halves(mesh, "tp")).apply(model)
-        marks = [getattr(each, SHARD_MARK, "") for each in model.state_dict().values()]
-        assert marks == ["tp=2", "tp=2", ""]  # for Resharder
+        with pytest.raises(MethodError, match=r"0\.weight is sharded along tp=2 as a plain tensor: it would be moved"):
+            describe("source", model.state_dict(keep_vars=True))
         for call in (checkpoint.save, checkpoint.load):
             assert_raises(
                 MethodError,
