@@ -298,8 +298,9 @@ class Composition:
         if tensor.ndim:
             axes = " x ".join(format_sizes(each.mesh, each.owns) for each in self._row_methods)
             tensor = split_rows(tensor, self.num_replicas, self.rank, axes)
-        for method in self._cutting if tensor.ndim > 1 else ():
-            tensor = method.cut(tensor)
+        if tensor.ndim > 1:
+            for method in self._cutting:
+                tensor = method.cut(tensor)
         return tensor
 
     def check_inputs(self, batch: Any) -> None:
