@@ -9,7 +9,7 @@ import hashlib
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,6 @@ from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Level, Method
 from pgmesh.parallel.divisibility import format_sizes
 from pgmesh.parallel.nests import tensors_in
-
-T = TypeVar("T")
 
 SAMPLES = 64
 """Number of values of a tensor that are compared at most, evenly spaced."""
@@ -64,10 +62,10 @@ def sample(tensor: Tensor) -> list[Any]:
     return values
 
 
-def ranks_by_value(values: Iterable[tuple[int, T]]) -> dict[T, list[int]]:
-    """The ranks that have each value, from pairs of a rank and its value."""
-    ranks: dict[T, list[int]] = {}
-    for rank, value in values:
+def ranks_by_value(values: Mapping[int, Any]) -> dict[Any, list[int]]:
+    """The ranks that have each value, from the value of each rank."""
+    ranks: dict[Any, list[int]] = {}
+    for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)
     return ranks
 
@@ -85,6 +83,9 @@ class Description:
     """Digest of samples of its values; 0 if they are not compared on this rank."""
 
 
+MISSING = Description("is missing", 0)
+
+
 def compare_weights(
     mesh: ProcessGroupMesh,
     ranks: Sequence[int],
@@ -94,7 +95,7 @@ def compare_weights(
 ) -> None:
     """Compare names, shapes, dtypes, ``requires_grad`` and samples of the values of parameters and buffers.
 
-    Ranks first exchange three digests each, and their descriptions only if some digests differ. Example: on
+    Ranks first exchange two digests each, and their descriptions only if some digests differ. Example: on
     ``dp=2, tp=2``, DDP broadcasts along dp. So the values of ranks 0 and 1 are compared, which send them, and those of
     ranks 2 and 3 are not.
 
@@ -115,12 +116,11 @@ def compare_weights(
         )
         for name, each in tensors.items()
     }
-    kinds = [(name, each.kind) for name, each in described.items()]
-    compared_everywhere = [each.value for name, each in described.items() if name not in broadcast]
-    compared_of_senders = [described[name].value for name in described if name in broadcast]
-    digests = [digest(kinds), digest(compared_everywhere), 0 if receives else digest(compared_of_senders)]
+    of_senders = [each.value for name, each in described.items() if name in broadcast]
+    of_all = [(name, each.kind, None if name in broadcast else each.value) for name, each in described.items()]
+    digests = [digest(of_all), 0 if receives else digest(of_senders)]
     per_rank = gather_numbers(mesh, ranks, digests).values()
-    if all(len({*digests} - {0}) == 1 for digests in zip(*per_rank)):
+    if all(len({*numbers} - {0}) == 1 for numbers in zip(*per_rank)):
         return
     gathered = [described] * len(ranks)
     dist.all_gather_object(gathered, described, group=exchange_group(mesh, ranks))
@@ -134,17 +134,18 @@ def raise_first_difference(per_rank: Mapping[int, Mapping[str, Description]]) ->
         per_rank: for each rank, the descriptions by name.
     """
     for name in dict.fromkeys(itertools.chain(*per_rank.values())):
-        found = {rank: each[name] for rank, each in per_rank.items() if name in each}
-        first_value = next((each.value for each in found.values() if each.value), 0)
-        kinds = {
-            rank: each.kind + (", other values" if each.value not in (0, first_value) else "")
-            for rank, each in found.items()
-        }
-        holders = ranks_by_value((rank, kinds.get(rank, "is missing")) for rank in per_rank)
+        described = {rank: each.get(name, MISSING) for rank, each in per_rank.items()}
+        first_value = next((each.value for each in described.values() if each.value), 0)
+        holders = ranks_by_value(
+            {
+                rank: each.kind if each.value in (0, first_value) else f"{each.kind}, other values"
+                for rank, each in described.items()
+            }
+        )
         if len(holders) > 1:
-            texts = [f"{kind} on {name_ranks(ranks)}" for kind, ranks in holders.items()]
+            found = [f"{text} on {name_ranks(ranks)}" for text, ranks in holders.items()]
             raise MethodError(
-                f"ranks start with different weights, of which the first is {name}: {'; '.join(texts[:4])}.\n\n"
+                f"ranks start with different weights, of which the first is {name}: {'; '.join(found[:4])}.\n\n"
                 "  torch.manual_seed(0)   # on all ranks, before the module is built\n"
                 "  together.broadcast(module)   # before apply: the values of the first rank; together = compose(...)"
             )
@@ -191,7 +192,7 @@ def compare_inputs(
         axes = method.mesh.along(*{*method.owns, *method.average_axes}).axes
         blocks = [block for block in method.mesh.partition(*axes) if block[0] in per_rank]
         for unit, block in itertools.product(compared_units(method), blocks):
-            holders = ranks_by_value((rank, getattr(per_rank[rank], unit)) for rank in block)
+            holders = ranks_by_value({rank: getattr(per_rank[rank], unit) for rank in block})
             if len(holders) > 1:
                 texts = [f"{n} on {name_ranks(these)}" for n, these in holders.items()]
                 weighted = "\n  compose(..., equal_parts=False)   # with the loss of together.mean(loss_sum, tokens)"

@@ -140,9 +140,8 @@ def unaveraged_error(reader: Method, trainable: Sequence[str]) -> AxisError:
         reader: a method along whose axes they do.
         trainable: the names of the parameters.
     """
-    mesh, new = reader.mesh, "data"
-    while new in mesh.axes:
-        new += "_"
+    mesh = reader.mesh
+    new = "data" if "data" not in mesh.axes else "data_"
     sizes: dict[str | int, int] = {new: 1}
     sizes |= {axis if isinstance(axis, str) else f"axis{axis}": mesh.size(axis) for axis in mesh.axes}
     return AxisError(
