@@ -232,5 +232,5 @@ def mean_of_parts(losses: list[float], tokens: list[int]) -> tuple[float, float]
         return loss.item(), together.mean([loss, 2 * loss]).item()
 
 
-def test_mean_of_losses_of_unequal_parts_needs_no_tokens():
+def test_mean_of_unequal_parts_losses_needs_no_tokens():
     assert world(2).run(mean_of_parts, [6.0, 2.0], [3, 1]) == [(2.0, 3.0)] * 2

@@ -595,7 +595,7 @@ def with_a_nan() -> list[float]:
     return found
 
 
-def test_norm_of_a_nan_on_some_ranks_is_nan():
+def test_norm_with_nan_on_some_ranks_is_nan():
     for found in world(4).run(with_a_nan):
         assert all(map(math.isnan, found)), found
 
