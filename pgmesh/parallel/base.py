@@ -19,7 +19,7 @@ from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.blocks import Blocks, connected_ranks, spanning_axes
 from pgmesh.parallel.divisibility import divide_evenly, format_sizes
-from pgmesh.parallel.local_experts import expert_parameters
+from pgmesh.parallel.local_experts import expert_tensors
 
 Difference = Literal["rows", "positions", "weights", "experts"]
 """What differs between ranks along a method's axes: rows of a batch (data), positions of a sequence (context), weights
@@ -99,6 +99,19 @@ class Method:
     widens them to all ranks that read different tokens, such as those along the axis of context parallelism."""
 
     def __init__(self, mesh: ProcessGroupMesh, *axes: Axis, options: Mapping[str, Any] | None = None) -> None:
+        self._check_arguments(mesh, axes)
+        self.mesh = mesh
+        self.level = getattr(type(self), "level", LEVELS[self.differs])
+        self._groups: dict[tuple[Axis, ...], ProcessGroup] = {}
+        self.owns = self.average_axes = mesh.along(*axes).axes  # the names and the order of the mesh
+        self.options = options
+        self.configure(self.owns)
+
+    def _check_arguments(self, mesh: object, axes: tuple[Axis, ...]) -> None:
+        """Check that the class says what differs, and that there is a mesh and an axis.
+
+        The error without an axis shows the shortest axis that has the method's initials in its name, such as dp.
+        """
         name = type(self).__name__
         if getattr(self, "differs", None) not in LEVELS:
             raise MethodError(
@@ -109,19 +122,13 @@ class Method:
         if not isinstance(mesh, ProcessGroupMesh):
             raise AxisError(f"{name} takes a mesh and then its axes, such as {name}(mesh, 'dp'), not {mesh!r}.")
         if not axes:
-            initials = "".join(filter(str.isupper, name)).lower()[-2:]  # dp for DataParallel and ShardedDataParallel
-            likely = [axis for axis in mesh.axes if initials in str(axis)] or mesh.axes[:1] or ("dp",)
-            axis = min(likely, key=lambda axis: len(str(axis)))
+            initials = "".join(filter(str.isupper, name)).lower()[-2:]
+            likely = [axis for axis in mesh.axes if initials in str(axis)]
+            axis = min(likely, key=lambda axis: len(str(axis))) if likely else next(iter(mesh.axes), initials)
             raise AxisError(
                 f"{name} needs at least one axis; the mesh has {format_axes(mesh.axes)}.\n\n"
                 f"  {name}(mesh, {axis!r})   # the axes that it owns"
             )
-        self.mesh = mesh
-        self.level = getattr(type(self), "level", LEVELS[self.differs])
-        self._groups: dict[tuple[Axis, ...], ProcessGroup] = {}
-        self.owns = self.average_axes = mesh.along(*axes).axes  # the names and the order of the mesh
-        self.options, self._configured = options, set[tuple[Axis, ...]]()
-        self.configure(self.owns)
 
     def configure(self, *groups: tuple[Axis, ...]) -> None:
         """Apply ``options`` to the group along each of these axes, before it exists. Repeating is harmless.
@@ -137,9 +144,8 @@ class Method:
         >>> DataParallel(mesh, "dp", options={"timeout": timedelta(minutes=10)}).configure(("pp", "dp"))
         """
         for axes in groups:
-            if self.options and axes and axes not in self._configured:
+            if self.options and axes:
                 self.mesh.configure(*axes, **self.options)
-                self._configured.add(axes)
 
     def apply(self, module: nn.Module) -> nn.Module:
         """Return the module to train: the given one, changed in place, or a wrapper of it.
@@ -165,7 +171,7 @@ class Method:
         >>> [tuple(weight.shape) for weight in DataParallel(mesh, "dp").weights(layer)]
         [(2, 2)]
         """
-        experts = set() if self.averages_later else set(expert_parameters(module).values())
+        experts = set() if self.averages_later else set(expert_tensors(module).values())
         return (weight for weight in module.parameters() if weight.requires_grad and weight not in experts)
 
     def around(self, module: nn.Module, inner: Callable[[nn.Module], nn.Module]) -> nn.Module:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from pgmesh._util.marks import SHARD_MARK
 from pgmesh.errors import MethodError
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.local_experts import LocalExperts
 from pgmesh.parallel.pipeline import Pipeline
 
 # one entry for each parameter, by name: a stage cannot number parameters as the whole model does
@@ -43,11 +43,12 @@ def save(
         optimizer: the optimizer of this rank's parameters.
 
     Raises:
-        MethodError: there are experts sharded by ``tensor=``. torch would save only one shard of each.
+        MethodError: a parameter is sharded as a plain tensor, by ``ExpertParallel(tensor=)`` or by a method of another
+            package. torch would save only one of the shards.
 
     Source: https://docs.pytorch.org/docs/2.13/distributed.checkpoint.html
     """
-    state = {global_name: value for global_name, _, value in _entries(module, optimizer)}
+    state = {each.global_name: each.value for each in _entries(module, optimizer)}
     checkpoint.save(state, checkpoint_id=folder, process_group=mesh.group())
 
 
@@ -66,21 +67,21 @@ def load(
 
     Raises:
         MethodError: there is no checkpoint in the folder; it lacks a parameter of the model, or has it in another
-            shape; or there are experts sharded by ``tensor=``.
+            shape; or a parameter is sharded as a plain tensor.
     """
     entries = _entries(module, optimizer)
-    state = {global_name: value for global_name, _, value in entries}
+    state = {each.global_name: each.value for each in entries}
     try:
         checkpoint.load(state, checkpoint_id=folder, process_group=mesh.group())
     except checkpoint.CheckpointException as error:  # a BaseException, with each rank's traceback in its text
         reason = _metadata_error(folder) or str(error).strip().splitlines()[-1]
         raise MethodError(f"{folder} has no checkpoint that this model can load: {reason}") from error
     loaded: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
-    for global_name, local_name, value in entries:
-        found = state[global_name]
-        if isinstance(found, torch.Tensor) and found is not value:  # a second name of a tied parameter
-            found = value.copy_(found)
-        loaded[global_name.split("/")[0]][local_name] = found
+    for entry in entries:
+        found = state[entry.global_name]
+        if isinstance(found, torch.Tensor) and found is not entry.value:  # a second name of a tied parameter
+            found = entry.value.copy_(found)
+        loaded[entry.kind][entry.local_name] = found
     set_model_state_dict(module, loaded["model"])
     if optimizer is not None:
         set_optimizer_state_dict(module, optimizer, loaded["optimizer"], options=FLAT)
@@ -96,19 +97,29 @@ def _metadata_error(folder: str | Path) -> str:
     return ""
 
 
-def _entries(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, str, Any]]:
-    """Entries of a checkpoint: name in the whole model, name on this rank, and value."""
-    for name, each in module.named_modules():
-        if isinstance(each, LocalExperts) and each.sharded_along:
-            raise MethodError(
-                f"{name} is sharded along {each.sharded_along} as plain tensors: a checkpoint would have "
-                "only one of the shards. Checkpoints need whole experts."
-            )
+class _Entry(NamedTuple):
+    """An entry of a checkpoint. In a pipeline, ``parts.1.head.weight`` on a rank is ``head.weight`` in the model."""
+
+    kind: str
+    """Either model or optimizer."""
+    global_name: str
+    """Name in the whole model, after the kind and a slash."""
+    local_name: str
+    value: Any
+
+
+def _entries(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[_Entry]:
     states: dict[str, dict[str, Any]] = {"model": get_model_state_dict(module)}
+    for name, tensor in states["model"].items():
+        if axes := getattr(tensor, SHARD_MARK, ""):
+            raise MethodError(
+                f"{name} is sharded along {axes} as a plain tensor: a checkpoint would have only one of the shards. "
+                "Save whole experts (ExpertParallel without tensor=), and DTensors of a method of your own."
+            )
     if optimizer is not None:
         states["optimizer"] = get_optimizer_state_dict(module, optimizer, options=FLAT)
     return [
-        (f"{kind}/{_global_name(local_name, module)}", local_name, value)
+        _Entry(kind, f"{kind}/{_global_name(local_name, module)}", local_name, value)
         for kind, state in states.items()
         for local_name, value in state.items()
     ]
@@ -120,7 +131,8 @@ def _global_name(local_name: str, module: nn.Module) -> str:
     if not found or not isinstance(module, Pipeline):
         return local_name
     section, name = found[1] or "", found[2]
-    for other, first in module.canonical_names.items() if section else ():
-        if name.startswith(f"{other}."):
-            name = first + name.removeprefix(other)
+    if section:
+        for other, first in module.canonical_names.items():
+            if name.startswith(f"{other}."):
+                name = first + name.removeprefix(other)
     return section + name

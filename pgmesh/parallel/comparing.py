@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,11 +22,10 @@ from pgmesh.errors import MethodError, ShapeError
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Level, Method
 from pgmesh.parallel.divisibility import format_sizes
+from pgmesh.parallel.nests import tensors_in
 
 SAMPLES = 64
 """Number of values of a tensor that are compared at most, evenly spaced."""
-UNITS = ("rows", "positions", "tokens")
-"""What ``count_inputs`` counts."""
 
 
 def exchange_group(mesh: ProcessGroupMesh, ranks: Sequence[int]) -> ProcessGroup:
@@ -62,17 +62,42 @@ def sample(tensor: Tensor) -> list[Any]:
     return values
 
 
+def ranks_by_value(values: Mapping[int, Any]) -> dict[Any, list[int]]:
+    """The ranks that have each value, from the value of each rank."""
+    ranks: dict[Any, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    return ranks
+
+
 # ---- weights ----
+
+
+@dataclass(frozen=True)
+class Description:
+    """What ranks compare of a parameter or buffer."""
+
+    kind: str
+    """Shape, dtype and ``requires_grad``."""
+    value: int
+    """Digest of samples of its values; 0 if they are not compared on this rank."""
+
+
+MISSING = Description("is missing", 0)
 
 
 def compare_weights(
     mesh: ProcessGroupMesh,
     ranks: Sequence[int],
     tensors: Mapping[str, Tensor],
-    broadcast: Container[str] = (),
+    broadcast: Collection[str] = (),
     receives: bool = False,
 ) -> None:
     """Compare names, shapes, dtypes, ``requires_grad`` and samples of the values of parameters and buffers.
+
+    Ranks first exchange two digests each, and their descriptions only if some digests differ. Example: on
+    ``dp=2, tp=2``, DDP broadcasts along dp. So the values of ranks 0 and 1 are compared, which send them, and those of
+    ranks 2 and 3 are not.
 
     Args:
         mesh: the mesh.
@@ -84,27 +109,43 @@ def compare_weights(
     Raises:
         MethodError: some differ.
     """
-    kinds = {name: f"{tuple(each.shape)} {each.dtype} {each.requires_grad}" for name, each in tensors.items()}
-    values = {name: 0 if receives and name in broadcast else digest(sample(each)) for name, each in tensors.items()}
-    own = [digest(kinds), *(digest([values[n] for n in tensors if (n in broadcast) is kind]) for kind in (False, True))]
-    if receives:
-        own[2] = 0
-    per_rank = gather_numbers(mesh, ranks, own).values()
-    if all(len({*numbers} - {0}) <= 1 for numbers in zip(*per_rank)):
+    described = {
+        name: Description(
+            f"{tuple(each.shape)} {each.dtype} {each.requires_grad}",
+            0 if receives and name in broadcast else digest(sample(each)),
+        )
+        for name, each in tensors.items()
+    }
+    of_senders = [each.value for name, each in described.items() if name in broadcast]
+    of_all = [(name, each.kind, None if name in broadcast else each.value) for name, each in described.items()]
+    digests = [digest(of_all), 0 if receives else digest(of_senders)]
+    per_rank = gather_numbers(mesh, ranks, digests).values()
+    if all(len({*numbers} - {0}) == 1 for numbers in zip(*per_rank)):
         return
-    described = [{name: (kinds[name], values[name]) for name in tensors}] * len(ranks)
-    dist.all_gather_object(described, described[0], group=exchange_group(mesh, ranks))
-    for name in dict.fromkeys(name for each in described for name in each):
-        holders: dict[str, list[int]] = {}
-        first_value = next((each[name][1] for each in described if name in each and each[name][1]), 0)
-        for rank, each in zip(ranks, described):
-            kind, value = each.get(name, ("is missing", first_value))
-            kind += ", other values" if value not in (0, first_value) else ""
-            holders.setdefault(kind, []).append(rank)
+    gathered = [described] * len(ranks)
+    dist.all_gather_object(gathered, described, group=exchange_group(mesh, ranks))
+    raise_first_difference(dict(zip(ranks, gathered)))
+
+
+def raise_first_difference(per_rank: Mapping[int, Mapping[str, Description]]) -> None:
+    """Raise the error of the first tensor that differs.
+
+    Args:
+        per_rank: for each rank, the descriptions by name.
+    """
+    for name in dict.fromkeys(itertools.chain(*per_rank.values())):
+        described = {rank: each.get(name, MISSING) for rank, each in per_rank.items()}
+        first_value = next((each.value for each in described.values() if each.value), 0)
+        holders = ranks_by_value(
+            {
+                rank: each.kind if each.value in (0, first_value) else f"{each.kind}, other values"
+                for rank, each in described.items()
+            }
+        )
         if len(holders) > 1:
-            found = "; ".join(f"{kind} on {name_ranks(these)}" for kind, these in [*holders.items()][:4])
+            found = [f"{text} on {name_ranks(ranks)}" for text, ranks in holders.items()]
             raise MethodError(
-                f"ranks start with different weights, of which the first is {name}: {found}.\n\n"
+                f"ranks start with different weights, of which the first is {name}: {'; '.join(found[:4])}.\n\n"
                 "  torch.manual_seed(0)   # on all ranks, before the module is built\n"
                 "  together.broadcast(module)   # before apply: the values of the first rank; together = compose(...)"
             )
@@ -113,8 +154,16 @@ def compare_weights(
 # ---- inputs ----
 
 
+class Counts(NamedTuple):
+    """Numbers of a batch: rows, the first dimension; positions, the second; and tokens."""
+
+    rows: int
+    positions: int
+    tokens: int
+
+
 def compared_units(method: Method) -> tuple[str, ...]:
-    """What all ranks along the axes of a method need the same number of, as in ``UNITS``."""
+    """What all ranks along the axes of a method need the same number of, as fields of ``Counts``."""
     if method.differs == "experts":
         return ("tokens",)
     return ("rows",) if method.differs == "rows" or method.level is Level.PIPELINE else ("rows", "positions")
@@ -130,12 +179,12 @@ def compare_inputs(
         ranks: the ranks that compare, with this one, in mesh order.
         methods: the methods of a composition.
         equal_parts: True if ranks that read different rows need the same number of them.
-        inputs: the batch, a nest of mappings, lists and tuples.
+        inputs: the batch, a nest of mappings, lists, tuples and dataclasses.
 
     Raises:
         ShapeError: some differ; the same on every rank.
     """
-    per_rank = gather_numbers(mesh, ranks, count_inputs(inputs))
+    per_rank = {rank: Counts(*each) for rank, each in gather_numbers(mesh, ranks, count_inputs(inputs)).items()}
     for method in methods:
         depends_on_parts = method.differs in ("rows", "experts")
         if depends_on_parts and not equal_parts:
@@ -143,38 +192,24 @@ def compare_inputs(
         axes = method.mesh.along(*{*method.owns, *method.average_axes}).axes
         blocks = [block for block in method.mesh.partition(*axes) if block[0] in per_rank]
         for unit, block in itertools.product(compared_units(method), blocks):
-            holders: dict[int, list[int]] = {}
-            for rank in block:
-                holders.setdefault(per_rank[rank][UNITS.index(unit)], []).append(rank)
+            holders = ranks_by_value({rank: getattr(per_rank[rank], unit) for rank in block})
             if len(holders) > 1:
-                counts = [f"{n} on {name_ranks(these)}" for n, these in holders.items()]
+                texts = [f"{n} on {name_ranks(these)}" for n, these in holders.items()]
                 weighted = "\n  compose(..., equal_parts=False)   # with the loss of together.mean(loss_sum, tokens)"
                 raise ShapeError(
                     f"{type(method).__name__} needs the same number of {unit} on each rank along "
                     f"{format_sizes(method.mesh, axes)}, but there are "
-                    f"{'; '.join([*counts[:4], *(['...'] if counts[4:] else [])])}.\n\n"
+                    f"{'; '.join([*texts[:4], *(['...'] if texts[4:] else [])])}.\n\n"
                     "  together.share(batch)   # equal parts; together = compose(...)"
                     + (weighted if depends_on_parts else "")
                 )
 
 
-def count_inputs(inputs: object) -> tuple[int, int, int]:
-    """Number of rows, positions and tokens of the first tensor in a nest of mappings, lists and tuples.
-
-    Rows are its first dimension and positions its second. A token is a whole number, or a vector of other numbers.
-    """
+def count_inputs(inputs: object) -> Counts:
+    """Numbers of the first tensor in a nest. A token is a whole number, or a vector of other numbers."""
     first = next((each for each in tensors_in(inputs) if each.ndim and not each.is_nested), None)
     if first is None:
-        return 0, 0, 0
+        return Counts(0, 0, 0)
     is_vectors = first.ndim > 1 and (first.is_floating_point() or first.is_complex())
     tokens = first.shape[:-1].numel() if is_vectors else first.numel()
-    return first.size(0), first.size(1) if first.ndim > 1 else 0, tokens
-
-
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """All tensors in a nest of mappings, lists and tuples, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(each)
+    return Counts(first.size(0), first.size(1) if first.ndim > 1 else 0, tokens)

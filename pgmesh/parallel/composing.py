@@ -1,11 +1,21 @@
 """Composition of several parallel methods on one mesh.
 
 ``compose`` checks that all methods are on the mesh, or on views and slices of it, that an axis has one owner, and that
-at most one method averages gradients. From what differs along each method's axes it derives all the rest: the ranks
-that read different tokens, the rows and positions of this rank, the averages of gradients, norms and losses.
+at most one method averages gradients. Then ``Composition.apply`` takes five steps:
 
-``Composition.apply`` applies the methods by ``Level``. A pipeline is outermost: it splits the module into stages. The
-other methods are applied to each stage in the order tensor, token, shard, data.
+1. From what differs along the axes of all methods, each method derives the axes along which it averages.
+2. If ranks read different tokens, trainable weights need a method that averages them.
+3. The initial weights of ranks are compared.
+4. The methods are applied: a pipeline splits the module into stages, and the others are applied to each stage in the
+   order tensor, token, shard, data.
+5. A hook is registered that compares the inputs of ranks in the first training step.
+
+Three sets of ranks around this one are used. Example: replicas that average later along ``late=2``, data along
+``dp=2``, context along ``cp=2``, tensor parallelism along ``tp=2``, so 16 ranks.
+
+- The *token ranks* read different tokens, and the gradient is a mean over them: the 4 ranks along dp and cp.
+- The *replica ranks* train one replica, and norms are over them: the 8 ranks along dp, cp and tp.
+- All ranks of the composition compare weights and inputs: here 16.
 """
 
 from __future__ import annotations
@@ -14,8 +24,7 @@ import contextlib
 import itertools
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,25 +32,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pgmesh._util.formatting import count_of, format_call, name_ranks
-from pgmesh.errors import AxisError, MethodError, ShapeError
+from pgmesh._util.formatting import count_of
+from pgmesh.errors import MethodError, ShapeError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
+from pgmesh.parallel.applying import Application, release_new_groups
 from pgmesh.parallel.base import Level, Method, format_axes, split_rows
 from pgmesh.parallel.blocks import Blocks, connected_ranks
-from pgmesh.parallel.comparing import compare_inputs, compare_weights, tensors_in
+from pgmesh.parallel.comparing import compare_inputs, compare_weights
+from pgmesh.parallel.data import DataParallel, broadcast_tensors
 from pgmesh.parallel.divisibility import format_sizes
 from pgmesh.parallel.exchange import broadcast_from_first, on_served_device
 from pgmesh.parallel.gradients import local_shard, norm_of_pieces, scale_gradients
-from pgmesh.parallel.local_experts import expert_parameters, names_of_experts
-from pgmesh.parallel.owners import check_owners, owns_axis
+from pgmesh.parallel.local_experts import expert_tensors, names_of_experts
+from pgmesh.parallel.nests import map_tensors, tensors_in
+from pgmesh.parallel.owners import check_all_owned, check_method, check_owners, unaveraged_error
 
-Shards = dict[tuple[nn.Module, str], int]
-"""The number of shards of a parameter that is one as a plain tensor, by its module and its name there."""
-
-
-_applied = weakref.WeakSet[Method]()
-"""Methods that were applied: no other composition may change what they derived."""
+_applied_methods = weakref.WeakSet[Method]()
+"""Methods of any composition that were applied: no other composition may change the axes along which they average."""
 
 
 class Composition:
@@ -56,49 +64,41 @@ class Composition:
     def __init__(self, mesh: ProcessGroupMesh, methods: tuple[Method, ...], equal_parts: bool = True) -> None:
         self.mesh, self.methods, self.equal_parts = mesh, methods, equal_parts
         self._pieces: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
-        """For each applied module and parameter name: how many different pieces ranks hold, beyond DTensor shards."""
-        self._pipelines = [each for each in methods if each.level is Level.PIPELINE]
-        self._experts = [each for each in methods if each.differs == "experts"]
+        """For each applied module, what ``count_pieces`` returns: the number of different pieces of each parameter."""
         self._averaging = next((each for each in methods if each.averages_gradients), None)
         """The method that averages gradients."""
+        self._pipelines = [each for each in methods if each.level is Level.PIPELINE]
         self._row_methods = [each for each in methods if each.differs == "rows"]
-        readers = [each for each in methods if each.differs in ("rows", "positions")]
-        self._reading = [each for each in readers if not each.averages_later]
-        """The methods along whose axes ranks read different tokens, but for replicas that are averaged later."""
+        self._cutting = [each for each in methods if each.differs == "positions" and hasattr(each, "cut")]
+        """The methods that cut sequences."""
+        in_replica = [each for each in methods if not each.averages_later]
+        self._readers = [each for each in in_replica if each.differs in ("rows", "positions")]
+        """The methods along whose axes the ranks of a replica read different tokens."""
         self._settle()
+        self._ranks = self._ranks_along(methods)
+        self._replica_ranks = self._ranks_along(in_replica)
+        self._token_ranks = self._ranks_along(self._readers)
+        self._row_ranks = self._ranks_along(self._row_methods)
+        """The ranks that read different rows, also in other replicas."""
 
     # -- what follows from the methods ------------------------------------------------------------------------------
 
     def _settle(self) -> None:
+        """Let each method derive the axes along which it averages."""
         for method in self.methods:
-            axes = method.average_axes
-            method.settle(blocks_of(self._reading))
-            if method in _applied and method.average_axes != axes:
-                found, method.average_axes = method.average_axes, axes
+            old_axes = method.average_axes
+            method.settle(blocks_of(self._readers))
+            if method in _applied_methods and method.average_axes != old_axes:
+                new_axes, method.average_axes = method.average_axes, old_axes
                 raise MethodError(
-                    f"{method} was applied in another composition, in which it averages along {format_axes(axes)}, and "
-                    f"here it would average along {format_axes(found) or 'no axes'}.\n\n"
+                    f"{method} was applied in another composition, in which it averages along {format_axes(old_axes)}, "
+                    f"and here it would average along {format_axes(new_axes) or 'no axes'}.\n\n"
                     f"  {type(method).__name__}(mesh, ...)   # another one for each composition"
                 )
 
     def _ranks_along(self, methods: Iterable[Method]) -> list[int]:
         """The ranks that are connected with this one along the axes of methods, in the order of their group."""
         return sorted(connected_ranks(self.mesh.rank, blocks_of(methods)), key=self.mesh.coord_of)
-
-    @cached_property
-    def _token_ranks(self) -> list[int]:
-        """The ranks that read different tokens, with this one: those over whose losses the gradient is a mean."""
-        return self._ranks_along(self._reading)
-
-    @cached_property
-    def _replica_ranks(self) -> list[int]:
-        """The ranks that train one replica: all, but for methods that average later."""
-        return self._ranks_along(each for each in self.methods if not each.averages_later)
-
-    @cached_property
-    def _ranks(self) -> list[int]:
-        """All ranks that train together."""
-        return self._ranks_along(self.methods)
 
     # -- the module -------------------------------------------------------------------------------------------------
 
@@ -121,55 +121,42 @@ class Composition:
         self._check_averages(module)
         self._compare_weights(module)
         was_on_meta = any(each.is_meta for each in module.parameters())
-        sharded, running = Shards(), list[Method]()
+        application = Application()
         try:
-            applied = self._apply(self.methods, sharded, running, module)
+            applied = application.run(self.methods, module)
         except BaseException as error:
-            for method in running:
+            for method in application.running:
                 release_new_groups(groups_before, method)
             if not isinstance(error, Exception):
                 raise
             raise MethodError(
-                f"{running[-1]} failed in apply: {type(error).__name__}: {error}\n\n"
+                f"{application.running[-1]} failed in apply: {type(error).__name__}: {error}\n\n"
                 "New groups along its axes were released. The module may be partly changed: build it again."
             ) from error
-        _applied.update(self.methods)
-        expert_names = expert_parameters(applied)
-        self._pieces[applied] = pieces = {}
-        for name, place, _ in places_of(applied):
-            pieces[name] = sharded.get(place, 1)
-            for method in (*self._pipelines, *(self._experts if name in expert_names else ())):
-                pieces[name] *= method.mesh.size(*method.owns)
+        _applied_methods.update(self.methods)
+        self._pieces[applied] = application.count_pieces(self.methods, applied)
         self._compare_first_inputs(applied, was_on_meta)
         return applied
 
     def _names_of_experts(self, module: nn.Module) -> set[str]:
-        """Names of the tensors of a whole module that a method of experts averages itself."""
-        return names_of_experts(module) if self._experts else set()
+        """Names of the experts' parameters and buffers in a whole module, if a method distributes experts."""
+        return names_of_experts(module) if any(each.differs == "experts" for each in self.methods) else set()
 
     def _check_averages(self, module: nn.Module) -> None:
-        if self._averaging is not None or len(self._token_ranks) == 1:
-            return
-        experts = self._names_of_experts(module)
-        trainable = [name for name, each in module.named_parameters() if each.requires_grad and name not in experts]
-        if trainable:
-            cutting, sizes = self._reading[0], dict[str | int, int]()
-            for axis in cutting.mesh.axes:  # a view has names or numbers, not both
-                sizes[axis if isinstance(axis, str) else f"axis{axis}"] = cutting.mesh.size(axis)
-            new = max(["data", *(f"{axis}_" for axis in sizes if str(axis).startswith("data"))], key=len)
-            raise AxisError(
-                f"ranks along {format_sizes(cutting.mesh, cutting.owns)} read different tokens, but no method averages "
-                f"the gradients of {count_of(len(trainable), 'trainable parameter')}, for example {trainable[0]}.\n\n"
-                f"  DataParallel({format_call('mesh.view', {new: 1, **sizes})}, {new!r})"
-                "   # averages along the axes of positions too"
-            )
+        """If ranks read different tokens, trainable weights need a method that averages them."""
+        if self._averaging is None and len(self._token_ranks) > 1:
+            experts = self._names_of_experts(module)
+            trainable = [name for name, each in module.named_parameters() if each.requires_grad and name not in experts]
+            if trainable:
+                raise unaveraged_error(self._readers[0], trainable)
 
     def _compare_weights(self, module: nn.Module) -> None:
         """Compare the initial weights of ranks. DDP broadcasts those that are not experts to all but the first."""
-        tensors, data = dict((*module.named_parameters(), *module.named_buffers())), self._averaging
-        data = data if getattr(data, "broadcasts", False) else None
-        broadcast = set[str]() if data is None else tensors.keys() - self._names_of_experts(module)
-        receives = data is not None and data.mesh.index(*data.average_axes) > 0
+        tensors, broadcast = dict((*module.named_parameters(), *module.named_buffers())), set[str]()
+        data, receives = self._averaging, False
+        if isinstance(data, DataParallel):
+            broadcast = broadcast_tensors(data, module).keys() - self._names_of_experts(module)
+            receives = data.mesh.index(*data.average_axes) > 0
         compare_weights(self.mesh, self._ranks, tensors, broadcast, receives)
 
     def _compare_whole_weights(self, module: nn.Module) -> None:
@@ -180,7 +167,7 @@ class Composition:
         compare_weights(self.mesh, ranks, whole)
 
     def _pieces_of(self, module: nn.Module, name: str) -> int:
-        """For a parameter of an applied module: how many different pieces ranks hold, beyond DTensor shards."""
+        """The number of different pieces of a parameter of an applied module."""
         if name not in self._pieces[module]:
             raise MethodError(
                 f"{name} was added to the module after apply, so it is in no method: add it before apply."
@@ -202,44 +189,11 @@ class Composition:
         >>> compose(mesh, unowned=mesh.axes).broadcast(torch.nn.Linear(2, 2))
         """
         tensors = (*module.named_parameters(), *module.named_buffers())
-        experts = expert_parameters(module)
+        experts = expert_tensors(module)
         if sharded := [name for name, each in tensors if isinstance(each, DTensor) or name in experts]:
             raise MethodError(f"{sharded[0]} is sharded already: call broadcast(module) before apply(module).")
         if len(self._ranks) > 1:
             broadcast_from_first((each for _, each in tensors), self.mesh.group_of(self._ranks))
-
-    def _apply(
-        self, methods: tuple[Method, ...], sharded: Shards, running: list[Method], module: nn.Module
-    ) -> nn.Module:
-        """Apply the last of the methods, which applies the others through ``inner``.
-
-        Args:
-            methods: lowest level first.
-            sharded: the number of shards of each parameter that is one. Methods that shard parameters add theirs.
-            running: the methods that are being applied, outermost first. After an error, the last one has raised it.
-            module: the module.
-        """
-        if not methods:
-            return module
-        *lower_methods, method = methods
-        before: dict[str, tuple[torch.Size, int]] = {}  # filled by inner: once, or for each stage of a pipeline
-
-        def inner(part: nn.Module) -> nn.Module:
-            part = self._apply(tuple(lower_methods), sharded, running, part)
-            before.update((name, (shape, sharded.get(place, 1))) for name, place, shape in places_of(part))
-            return part
-
-        running.append(method)
-        applied = method.around(module, inner)
-        if not isinstance(applied, nn.Module):
-            raise TypeError(f"apply returned {applied!r}, not the module to train")
-        running.pop()
-        shards = 1 if method.differs != "weights" or method.level is Level.PIPELINE else method.mesh.size(*method.owns)
-        for name, place, shape in places_of(applied):
-            if name in before:  # also if the method has replaced the module that has the parameter
-                old_shape, count = before[name]
-                sharded[place] = count * (1 if shape == old_shape else shards)
-        return applied
 
     def attach(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Register all methods' hooks on an optimizer, lowest level first, and return it.
@@ -293,50 +247,61 @@ class Composition:
         >>> compose(mesh, unowned=mesh.axes).num_replicas
         1
         """
-        return self._part_of_rows[0]
+        return len(self._row_ranks)
 
     @property
     def rank(self) -> int:
         """Not the global rank: index of this rank's part of the rows, ``rank`` of a DistributedSampler."""
-        return self._part_of_rows[1]
-
-    @cached_property
-    def _part_of_rows(self) -> tuple[int, int]:
-        ranks = self._ranks_along(self._row_methods)
-        return len(ranks), ranks.index(self.mesh.rank)
+        return self._row_ranks.index(self.mesh.rank)
 
     def share(self, batch: Any) -> Any:
         """This rank's part of a batch: its rows, and with context parallelism its positions.
 
+        Rows are the first dimension of each tensor, and positions the second. Example: on ``dp=2, cp=4``, a rank gets 4
+        x 256 of 8 rows x 1,024 positions, and 4 of a tensor with one value for each row. A tensor without dimensions
+        stays whole. Shift labels before: the next token of a position may be on another rank.
+
         Args:
-            batch: the batch, the same on every rank: a tensor, or a tuple, list or mapping of tensors, such as inputs,
-                labels and position ids. Rows are the first dimension of each and positions the second; a tensor without
-                dimensions stays whole. Shift labels before: the next token of a position may be on another rank.
+            batch: the batch, the same on every rank: a tensor, or a tuple, list, mapping or dataclass of tensors, such
+                as inputs, labels and position ids. Numbers, strings and None in it stay as they are.
 
         Raises:
-            ShapeError: the rows or positions cannot be split evenly, or tensors have different numbers of positions.
+            ShapeError: the rows or positions cannot be split evenly, or tensors have different numbers of them.
+            MethodError: the batch has a value of a type in which tensors are not found.
 
         >>> from pgmesh.parallel import DataParallel, compose
         >>> compose(mesh, DataParallel(mesh, "dp"), unowned=["pp", "tp"]).share({"x": torch.arange(6)})
         {'x': tensor([0, 1, 2])}
         """
-        cutting = [each for each in self.methods if each.differs == "positions" and hasattr(each, "cut")]
-        lengths = sorted({each.size(1) for each in tensors_in(batch) if each.ndim > 1}) if cutting else []
+        self._check_sizes([*tensors_in(batch)])
+        return map_tensors(self._part_of, batch)
+
+    def _check_sizes(self, tensors: Sequence[Tensor]) -> None:
+        """Check that all tensors of a batch have equally many rows and, if these are cut, positions."""
+        rows = [*dict.fromkeys(each.size(0) for each in tensors if each.ndim)]
+        if len(rows) > 1:
+            raise ShapeError(
+                f"the tensors of this batch have {' and '.join(map(str, rows))} rows, the first dimension.\n\n"
+                f"  positions = positions.expand({rows[0]}, -1)   # position ids: one row for each row of the batch"
+            )
+        lengths = sorted({each.size(1) for each in tensors if each.ndim > 1}) if self._cutting else []
         if len(lengths) > 1:
             raise ShapeError(
-                f"{', '.join(map(str, cutting))} cuts positions, the second dimension, but the tensors of this batch "
-                f"have {' and '.join(map(str, lengths))} of them.\n\n"
-                "  {name: together.share(tensor) for ...}   # each alone, without those that have no positions"
+                f"{', '.join(map(str, self._cutting))} cuts positions, the second dimension, but the tensors of this "
+                f"batch have {' and '.join(map(str, lengths))} of them.\n\n"
+                "  together.share(tensor)   # each alone\n"
+                "  tensor.chunk(together.num_replicas)[together.rank]   # one without positions: its rows"
             )
-        axes = " x ".join(format_sizes(each.mesh, each.owns) for each in self._row_methods)
 
-        def part(tensor: Tensor) -> Tensor:
-            tensor = split_rows(tensor, *self._part_of_rows, axes) if tensor.ndim else tensor
-            for method in cutting if tensor.ndim > 1 else ():
+    def _part_of(self, tensor: Tensor) -> Tensor:
+        """This rank's part of one tensor of a batch."""
+        if tensor.ndim:
+            axes = " x ".join(format_sizes(each.mesh, each.owns) for each in self._row_methods)
+            tensor = split_rows(tensor, self.num_replicas, self.rank, axes)
+        if tensor.ndim > 1:
+            for method in self._cutting:
                 tensor = method.cut(tensor)
-            return tensor
-
-        return _map_tensors(part, batch)
+        return tensor
 
     def check_inputs(self, batch: Any) -> None:
         """Compare the rows, positions and tokens of this rank's part of a batch with those of other ranks.
@@ -353,7 +318,7 @@ class Composition:
         compare_inputs(self.mesh, self._ranks, self.methods, self.equal_parts, batch)
 
     def _compare_first_inputs(self, module: nn.Module, was_on_meta: bool) -> None:
-        """Let the first training step of a module compare the inputs of ranks, and weights that had no values."""
+        """Let the first training step compare the inputs of ranks, and weights that were on the meta device."""
         pending = [module] if len(self._ranks) > 1 else []  # shared by copies of the module
 
         def compare(inputs: Any) -> None:
@@ -378,16 +343,17 @@ class Composition:
     # -- losses and gradients ---------------------------------------------------------------------------------------
 
     def mean(self, loss: Tensor | Sequence[Tensor], tokens: Tensor | int | None = None) -> Tensor:
-        """The mean loss of one process, from the losses of ranks that read different tokens.
+        """The mean loss of one process, from the losses of ranks that read different tokens, all of which call it.
 
-        Its gradient is right after the average over ranks. All these ranks call it. Under a method that averages later,
-        it is the mean of this rank's replica.
+        Example: two ranks have loss sums 6 and 4 over 3 and 1 tokens. Both get (6 + 4) / (3 + 1) = 2.5, where the mean
+        of their means is (2 + 4) / 2 = 3. Gradients of the result are right once they are averaged over ranks. Under a
+        method that averages later, it is the mean of this rank's replica.
 
         Args:
             loss: the mean loss of this rank's tokens, if all ranks have equally many; otherwise the sum of the losses.
                 Or the losses that ``step`` of a pipeline returned, on ranks that have some.
-            tokens: with a sum, the number of this rank's tokens that count: in all passes of an accumulation; in a
-                pipeline, those of the batch divided by the number of microbatches.
+            tokens: with a sum, the number of this rank's tokens that count: in all passes of an accumulation; in the
+                ``loss=`` of a pipeline, those of the batch divided by the number of microbatches.
 
         Raises:
             MethodError: there is no loss, or parts may be unequal and ``tokens`` is missing.
@@ -396,11 +362,11 @@ class Composition:
         >>> compose(mesh, unowned=mesh.axes).mean(torch.tensor(6.0), tokens=4)
         tensor(1.5000)
         """
-        if not isinstance(loss, Tensor):
+        if not isinstance(loss, Tensor):  # losses of microbatches, which loss= has divided by the tokens of all ranks
             if not loss:
                 raise MethodError("this rank has no losses.\n\n  if losses: print(together.mean(losses))")
             loss = torch.stack([*loss]).mean()
-        if tokens is None and not self.equal_parts:
+        elif tokens is None and not self.equal_parts:
             raise MethodError(
                 "parts may have different sizes, so a mean of means is not the loss of the batch.\n\n"
                 "  together.mean(loss_sum, tokens)   # the sum of the losses, and the number of tokens that count"
@@ -413,8 +379,8 @@ class Composition:
             group = self.mesh.group_of(self._token_ranks)
             with on_served_device(sums, group) as summed:
                 dist.all_reduce(summed, group=group)
-        own = loss * (n / sums[1])
-        return own + (sums[0] / sums[1] - own).detach()
+        own = loss * (n / sums[1])  # its gradient is averaged over n ranks
+        return own + (sums[0] / sums[1] - own).detach()  # the value of the batch with the gradient of own
 
     def grad_norm(self, *, module: nn.Module | None = None, norm_type: float = 2.0) -> Tensor:
         """Norm of all gradients over all ranks, each weight counted once. Every rank of the composition calls it.
@@ -435,8 +401,9 @@ class Composition:
         >>> together.grad_norm()
         tensor(1.7321, dtype=torch.float64)
         """
-        applied = self._applied(module)
-        copies = {id(weight) for weight in getattr(applied, "copies", list)()}  # a pipeline's tied duplicates
+        applied = self._applied_module(module)
+        copies_of_pipeline = getattr(applied, "copies", None)  # of tied weights, which another stage counts
+        copies = {id(weight) for weight in copies_of_pipeline()} if copies_of_pipeline else set()
         pieces = []
         for name, weight in applied.named_parameters():
             if weight.grad is not None and id(weight) not in copies:
@@ -457,10 +424,10 @@ class Composition:
         """
         norm = self.grad_norm(module=module, norm_type=norm_type)
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        scale_gradients([w.grad for w in self._applied(module).parameters() if w.grad is not None], scale)
+        scale_gradients([w.grad for w in self._applied_module(module).parameters() if w.grad is not None], scale)
         return norm
 
-    def _applied(self, module: nn.Module | None) -> nn.Module:
+    def _applied_module(self, module: nn.Module | None) -> nn.Module:
         """The module that ``apply`` returned."""
         known = [*self._pieces] if module is None else [each for each in self._pieces if each is module]
         if len(known) != 1:
@@ -473,18 +440,6 @@ class Composition:
 
     def __repr__(self) -> str:
         return f"Composition({'; '.join(map(str, self.methods))})"
-
-
-def _map_tensors(function: Any, value: Any) -> Any:
-    """Apply a function to each tensor in a nest of mappings, lists and tuples."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {key: _map_tensors(function, each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        parts = [_map_tensors(function, each) for each in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
 
 
 def compose(
@@ -517,56 +472,13 @@ def compose(
     Composition(Weights along tp; Rows along dp)
     """
     for method in methods:
-        if not isinstance(method, Method):
-            name = method.__name__ if isinstance(method, type) else "DataParallel"
-            call = f"{name}(mesh, {mesh.axes[0]!r})"
-            raise MethodError(f"compose takes methods with their axes, such as {call}, not {method!r}.")
-        if not method.mesh.shares_groups(mesh):
-            raise MethodError(
-                f"{method} is on another mesh object, {method.mesh!r}, than the composition, {mesh!r}. All methods of "
-                "a composition are on one mesh, its views and its slices.\n\n"
-                f"  {type(method).__name__}(mesh, ...)   # the mesh of compose(mesh, ...)"
-            )
-        if not {*method.mesh.ranks(*method.owns)} <= {*mesh}:
-            raise MethodError(
-                f"{method} works on {name_ranks(method.mesh.ranks(*method.owns))}: not all in {mesh!r}, the mesh or "
-                "slice of the composition."
-            )
+        check_method(mesh, method)
     for one, other in itertools.combinations(methods, 2):
         check_owners(one, other)
-    unowned = (unowned,) if isinstance(unowned, (str, int)) else tuple(unowned)
-    allowed = mesh.along(*unowned).axes if unowned else ()
-    required = [axis for axis in mesh.axes if mesh.size(axis) > 1 and axis not in allowed]
-    if missing := [axis for axis in required if not any(owns_axis(method, mesh, axis) for method in methods)]:
-        owned = format_axes(axis for method in methods for axis in method.owns)
-        whose = "their" if missing[1:] else "its"
-        raise AxisError(
-            f"no method owns {format_sizes(mesh, missing)}, so {whose} {mesh.size(*missing)} ranks would do the same "
-            f"work without synchronization. Owned axes: {owned or 'none'}.\n\n"
-            f"  compose(mesh, ..., unowned={missing})   # if this is intended"
-        )
+    check_all_owned(mesh, methods, unowned)
     return Composition(mesh, tuple(sorted(methods, key=lambda method: method.level)), equal_parts)
 
 
 def blocks_of(methods: Iterable[Method]) -> Blocks:
     """The layouts of methods, and the axes that they own there."""
     return [(each.mesh.layout, each.owns) for each in methods]
-
-
-def places_of(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str], torch.Size]]:
-    """The name, the place and the shape of each parameter; of a DTensor, the shape of the whole.
-
-    A place is the module that has the parameter, and its name there.
-    """
-    for owner_name, owner in module.named_modules():
-        for name, weight in owner.named_parameters(recurse=False):
-            yield f"{owner_name}.{name}".lstrip("."), (owner, name), weight.shape
-
-
-def release_new_groups(before: set[tuple[int, ...]], method: Method) -> None:
-    """Release the groups inside a method's block whose ranks are not in ``before``."""
-    mesh = method.mesh
-    block = {*mesh.ranks(*{*method.owns, *method.average_axes})}
-    for ranks in {group.ranks for group in mesh.held()} - before:
-        if block.issuperset(ranks):
-            mesh.release(ranks=ranks)

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,7 +16,7 @@ from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Method
 from pgmesh.parallel.exchange import broadcast_from_first
-from pgmesh.parallel.local_experts import expert_parameters
+from pgmesh.parallel.local_experts import expert_tensors
 from pgmesh.torch_private import exclude_from_ddp
 
 
@@ -52,11 +52,6 @@ class DataParallel(Method):
         check_keywords(self, DistributedDataParallel, keywords, given=("module", "process_group", "device_mesh"))
         self.keywords = keywords
 
-    @property
-    def broadcasts(self) -> bool:
-        """True if ``apply`` broadcasts the weights along ``average_axes``, so that they need not be equal before."""
-        return bool(self.keywords.get("init_sync", True))
-
     def apply(self, module: nn.Module) -> nn.Module:
         """Wrap the module in DDP. Its parameters are broadcast from the first rank along the axes.
 
@@ -66,7 +61,21 @@ class DataParallel(Method):
         Raises:
             MethodError: a parameter is a DTensor, which DDP does not support, or the module contains DDP already.
         """
-        experts, axes = expert_parameters(module), self.average_axes
+        self._check_module(module)
+        if experts := expert_tensors(module):
+            exclude_from_ddp(module, [*experts])
+        group = self.mesh.group(*self.average_axes)
+        if next(self.weights(module), None) is None:
+            broadcast_from_first(broadcast_tensors(self, module).values(), group)
+            return module
+        wrapped = DistributedDataParallel(module, process_group=group, **self.keywords)
+        # The group must outlive DDP's reducer. A reducer that frees a Gloo group joins the group's threads while it
+        # holds the GIL. A thread that needs the GIL then deadlocks with it.
+        vars(wrapped)["pgmesh_group"] = group
+        return wrapped
+
+    def _check_module(self, module: nn.Module) -> None:
+        """Refuse DDP inside of DDP, and DTensors."""
         inside = [name for name, each in module.named_modules() if isinstance(each, DistributedDataParallel)]
         if inside:
             found = f"module.get_submodule({inside[0]!r}).module"
@@ -75,25 +84,13 @@ class DataParallel(Method):
                 + (f"  module.set_submodule({inside[0]!r}, {found})" if inside[0] else "  module = module.module")
                 + "   # before apply: without DDP. One DataParallel has all axes"
             )
+        experts, axes = expert_tensors(module), [*self.average_axes]
         for name, weight in module.named_parameters():
             if isinstance(weight, DTensor) and name not in experts:
                 raise MethodError(
                     f"{name} is a DTensor, which torch's DDP does not support. fully_shard does.\n\n"
-                    f"  ShardedDataParallel(mesh, {', '.join(map(repr, self.owns))}, replicate={[*axes]!r})"
+                    f"  ShardedDataParallel(mesh, {', '.join(map(repr, self.owns))}, replicate={axes!r})"
                 )
-        if experts:
-            exclude_from_ddp(module, [*experts])
-        group = self.mesh.group(*axes)
-        if next(self.weights(module), None) is not None:
-            wrapped = DistributedDataParallel(module, process_group=group, **self.keywords)
-            # The group must outlive DDP's reducer. A reducer that frees a Gloo group joins the group's threads while it
-            # holds the GIL. A thread that needs the GIL then deadlocks with it.
-            vars(wrapped)["pgmesh_group"] = group
-            return wrapped
-        if self.broadcasts:
-            tensors = (*module.named_parameters(), *module.named_buffers())
-            broadcast_from_first((each for name, each in tensors if name not in experts), group)
-        return module
 
     def accumulate(self, module: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:
         """Context manager for gradient accumulation: ranks average gradients only in the last backward pass.
@@ -107,6 +104,18 @@ class DataParallel(Method):
         if isinstance(module, DistributedDataParallel) and not last:
             return module.no_sync()
         return contextlib.nullcontext()
+
+
+def broadcast_tensors(data: DataParallel, module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a module that ``data.apply`` broadcasts along ``average_axes``, by name."""
+    if not data.keywords.get("init_sync", True):
+        return {}
+    tensors: dict[str, Tensor] = dict(module.named_parameters())
+    # as torch 2.13 does at the start, where forward_sync_buffers=False means the forward passes alone
+    if data.keywords.get("forward_sync_buffers") is not None or data.keywords.get("broadcast_buffers", True):
+        tensors |= module.named_buffers()
+    experts = expert_tensors(module)
+    return {name: each for name, each in tensors.items() if name not in experts}
 
 
 def check_keywords(

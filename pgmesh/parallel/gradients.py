@@ -42,6 +42,10 @@ def local_shard(gradient: Tensor) -> tuple[Tensor, int]:
 def norm_of_pieces(pieces: Iterable[tuple[Tensor, int]], norm_type: float, group: ProcessGroup) -> Tensor:
     """Norm of a vector that lies in pieces on the ranks of a group. Every rank of the group calls it.
 
+    A piece that m ranks hold counts on each of them with a factor, so that all together count it once. The factor is
+    ``(1 / m) ** (1 / norm_type)``. Example: a piece of norm 3 on two ranks counts as 3 / sqrt(2) on each, and
+    sqrt(9 / 2 + 9 / 2) is 3.
+
     Args:
         pieces: pairs of a piece on this rank and a number n: the group holds n different pieces of this weight, each on
             1/n of its ranks.
@@ -53,18 +57,20 @@ def norm_of_pieces(pieces: Iterable[tuple[Tensor, int]], norm_type: float, group
         if piece.numel():
             tensors.setdefault(different, []).append(piece)
     device = collective_device(group, next((each.device for each, *_ in tensors.values()), torch.device("cpu")))
-    total = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+    norms = [torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)]
     for different, these in tensors.items():
-        norm = get_total_norm(these, norm_type).to(total)
-        if math.isinf(norm_type):
-            total = torch.maximum(total, norm)
-        else:
-            total = total + norm**norm_type * different / group.size()
-    dist.all_reduce(total, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
-    return total if math.isinf(norm_type) else total ** (1 / norm_type)
+        factor = (different / group.size()) ** (1 / norm_type)
+        norms.append(get_total_norm(these, norm_type).to(norms[0]) * factor)
+    own = get_total_norm(norms, norm_type)
+    of_ranks = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(of_ranks, own, group=group)  # an all-reduce of maxima over Gloo may drop a NaN
+    return get_total_norm(of_ranks, norm_type)
 
 
 def scale_gradients(gradients: Iterable[Tensor], factor: Tensor) -> None:
-    """Multiply gradients in place."""
-    for gradient in map(local, gradients):  # 16-bit floats would round the factor
+    """Multiply gradients in place.
+
+    The factor of a gradient of 16 bits has 32. torch's kernel for the CPU does not round it; GPUs are untested.
+    """
+    for gradient in map(local, gradients):
         gradient.mul_(factor.to(gradient.device, torch.promote_types(gradient.dtype, torch.float32)))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from pgmesh._util.marks import SHARD_MARK
 from pgmesh.parallel.mixture import grouped_template, mix
@@ -56,10 +56,11 @@ def _mark_shards(axes: str, expert: nn.Module, state: dict[str, Any], prefix: st
             setattr(state[f"{prefix}{name}"], SHARD_MARK, axes)
 
 
-def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of experts in a module, by name. ``ExpertParallel`` averages their gradients."""
+def expert_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of experts in a module, by name: other ranks have those of other experts."""
     prefixes = _prefixes(name for name, each in module.named_modules() if isinstance(each, LocalExperts))
-    return {name: each for name, each in module.named_parameters() if name.startswith(prefixes)}
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return {name: each for name, each in tensors if name.startswith(prefixes)}
 
 
 def names_of_experts(module: nn.Module) -> set[str]:

@@ -25,10 +25,10 @@ from pgmesh.errors import MethodError, OptionsError, RankError, ShapeError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Level, Method, single_axis
-from pgmesh.parallel.comparing import tensors_in
 from pgmesh.parallel.divisibility import format_sizes, nearest_multiples
 from pgmesh.parallel.exchange import on_served_device
 from pgmesh.parallel.gradients import local
+from pgmesh.parallel.nests import tensors_in
 from pgmesh.parallel.schedules import SCHEDULES, check_microbatches, check_stages
 from pgmesh.parallel.stage_cutting import copy_stage, partition_layers, tied_names
 from pgmesh.parallel.stage_shapes import Stage, device_of_stage, gradients_aside

@@ -15,7 +15,7 @@ from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Level, Method, format_axes
 from pgmesh.parallel.blocks import Blocks
 from pgmesh.parallel.data import check_keywords
-from pgmesh.parallel.local_experts import expert_parameters
+from pgmesh.parallel.local_experts import expert_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -106,7 +106,7 @@ class ShardedDataParallel(Method):
 
     def apply(self, module: nn.Module) -> nn.Module:
         """Shard the module in place, its layers first, and return it."""
-        device_mesh, experts = self.device_mesh(), expert_parameters(module).values()
+        device_mesh, experts = self.device_mesh(), expert_tensors(module).values()
         keywords = {**self.keywords, "ignored_params": {*self.keywords.get("ignored_params", ()), *experts}}
         for layer in self.layers(module):
             fully_shard(layer, mesh=device_mesh, **keywords)

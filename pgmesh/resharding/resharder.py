@@ -367,13 +367,19 @@ def describe(side: str, tensors: Tensors) -> list[Entry]:
     """The entries of tensors.
 
     Raises:
-        MethodError: one is a shard of an expert as a plain tensor.
+        MethodError: one is a shard as a plain tensor, of an expert or of a method of another package.
         ShapeError: one is ``Partial``, or its local shard has another shape than its placements say.
     """
     entries = []
     for name, shard in locals_of(tensors).items():
         tensor = tensors[name]
         entry = Entry(side, name, tuple(tensor.shape), str(tensor.dtype))
+        if axes := getattr(tensor, SHARD_MARK, ""):  # FSDP may have made a DTensor of the shard
+            raise MethodError(
+                f"{name} is sharded along {axes} as a plain tensor: it would be moved as if this shard were the whole "
+                "tensor. Move whole experts (ExpertParallel without tensor=), or leave it out.\n\n"
+                f"  Resharder(..., rename={{{name!r}: None}})   # on the source; leave it out of the target too"
+            )
         if isinstance(tensor, DTensor):
             mesh, rank = tensor.device_mesh.mesh, tensor.device_mesh.get_rank()
             entry = entry._replace(mesh=(tuple(mesh.shape), tuple(mesh.flatten().tolist())))
@@ -382,12 +388,6 @@ def describe(side: str, tensors: Tensors) -> list[Entry]:
             if [*shard.shape] != expected:
                 raise ShapeError(f"the local shard of {name} is {tuple(shard.shape)}, not {tuple(expected)}.")
             entry = entry._replace(placements=tuple(sharding.placements))
-        elif axes := getattr(tensor, SHARD_MARK, ""):
-            raise MethodError(
-                f"{name} is sharded along {axes} as a plain tensor: it would be moved as if this shard were the whole "
-                "tensor. Move whole experts (ExpertParallel without tensor=), or leave it out.\n\n"
-                f"  Resharder(..., rename={{{name!r}: None}})   # on the source; leave it out of the target too"
-            )
         entries.append(entry)
     return entries
 

@@ -126,7 +126,7 @@ def two_owners(check_owners):
 @breaks(
     "when a method raises, groups that it created are released",
     page="parallel.md",
-    target="parallel.composing:release_new_groups",
+    target="parallel.applying:release_new_groups",
     tests="tests/parallel/test_base.py -k failed_apply_releases",
 )
 def groups_of_failed_method(release_new_groups):

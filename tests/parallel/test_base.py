@@ -7,11 +7,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,6 +32,7 @@ from pgmesh import (
 )
 from pgmesh.layout import Axis, Layout
 from pgmesh.parallel import (
+    Composition,
     ContextParallel,
     DataParallel,
     ExpertParallel,
@@ -35,6 +40,7 @@ from pgmesh.parallel import (
     Method,
     PipelineParallel,
     ShardedDataParallel,
+    comparing,
     compose,
     find,
     mix,
@@ -335,11 +341,70 @@ def test_share_cuts_all_tensors_of_a_nest(mesh: ProcessGroupMesh):
         ContextParallel along tp cuts positions, the second dimension, but the tensors of this batch have 4 and 6 of
         them.
 
-          {name: together.share(tensor) for ...}   # each alone, without those that have no positions
+          together.share(tensor)   # each alone
+          tensor.chunk(together.num_replicas)[together.rank]   # one without positions: its rows
         """,
     )
     rows = compose(mesh, Data(mesh, "dp"), unowned=["pp", "tp"])
     assert [each.shape for each in rows.share((codes, torch.ones(4, 6)))] == [(2, 4), (2, 6)]
+
+
+@dataclass(frozen=True)
+class Example:
+    codes: torch.Tensor
+    more: list[torch.Tensor]
+    name: str = "one"
+    rows: int = field(init=False, default=4)
+
+
+def test_share_cuts_the_tensors_of_a_dataclass(mesh: ProcessGroupMesh):
+    together = compose(mesh, Data(mesh, "dp"), unowned=["pp", "tp"])
+    whole = Example(torch.arange(4), [torch.arange(4)])
+    shared = together.share({"examples": whole})["examples"]
+    assert (shared.codes.tolist(), shared.more[0].tolist(), shared.name, shared.rows) == ([0, 1], [0, 1], "one", 4)
+    assert len(whole.codes) == 4
+    with pytest.raises(ShapeError, match=r"needs the same number of rows .* 2 on rank 5; 3 on rank 7"):
+        check_rows(together, Example(torch.arange(2), []))
+
+
+def check_rows(together: Composition, batch: object) -> None:
+    """Compare the rows of a batch, while rank 7 has three."""
+    with mock.patch.object(comparing, "gather_numbers", lambda mesh, ranks, own: {5: [*own], 7: [3, 0, 3]}):
+        together.check_inputs(batch)
+
+
+def test_share_refuses_types_that_it_cannot_cut(mesh: ProcessGroupMesh):
+    together = compose(mesh, Data(mesh, "dp"), unowned=["pp", "tp"])
+    assert together.share(("one", 2, 3.0, None, b"4", True)) == ("one", 2, 3.0, None, b"4", True)
+    for value in (np.arange(4), SimpleNamespace(codes=torch.arange(4)), iter([torch.arange(4)])):
+        assert_raises(
+            MethodError,
+            lambda value=value: together.share((torch.arange(4), value)),
+            f"""
+            share cuts tensors in mappings, lists, tuples and dataclasses, and does not know the type
+            {type(value).__name__}.
+
+              together.share(tensor)   # each tensor alone; numpy: torch.from_numpy(array)
+            """,
+        )
+
+
+def test_share_of_different_numbers_of_rows_raises(mesh: ProcessGroupMesh):
+    """Position ids of one dimension would be cut by rows, and rank 5 would get those of another half."""
+    context = ContextParallel(mesh, "tp", attention="ulysses")
+    codes, positions = torch.arange(32).view(4, 8), torch.arange(8)
+    for together in (compose(mesh, Data(mesh, "dp"), context, unowned=["pp"]), compose(mesh, unowned=mesh.axes)):
+        assert_raises(
+            ShapeError,
+            lambda together=together: together.share({"x": codes, "positions": positions, "scale": torch.tensor(2.0)}),
+            """
+            the tensors of this batch have 4 and 8 rows, the first dimension.
+
+              positions = positions.expand(4, -1)   # position ids: one row for each row of the batch
+            """,
+        )
+        shared = together.share((codes, positions.expand(4, -1)))
+        assert shared[0].shape == shared[1].shape
 
 
 def test_an_axis_has_one_owner(mesh: ProcessGroupMesh):
@@ -439,7 +504,7 @@ def test_trainable_weights_need_a_method_that_averages(mesh: ProcessGroupMesh):
         lambda: alone.apply(nn.Linear(2, 2)),
         "ranks along dp=2 read different tokens, but no method averages the gradients of 2 trainable parameters, for "
         "example weight.\n\n"
-        "  DataParallel(mesh.view(data=1, pp=2, dp=2, tp=2), 'data')   # averages along the axes of positions too",
+        "  DataParallel(mesh.view(data=1, pp=2, dp=2, tp=2), 'data')   # averages along all axes of positions",
     )
     alone.apply(nn.Linear(2, 2).requires_grad_(False))
     alone.apply(nn.Identity())

@@ -22,6 +22,8 @@ from pgmesh.parallel import (
     checkpoint,
     compose,
 )
+from pgmesh.resharding.resharder import describe
+from tests.support.message_assertions import assert_raises
 from tests.support.parallel_models import (
     FIRST,
     LAST,
@@ -158,6 +160,46 @@ def test_tied_weights_load_with_or_without_pipeline(tmp_path: Path, head_first: 
 def test_tied_weights_load_with_every_method(kind: str, tmp_path: Path):
     others = [other for other in SHAPES if other != kind or other == "both ends on a rank"]
     world(4).run(from_one_to, others, kind, tmp_path, False)
+
+
+# ---- shards of an own method ----
+
+
+class Halves(Method):
+    """Each rank keeps half of the rows of a matrix, and half of a buffer, as plain tensors."""
+
+    differs = "weights"
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        index = self.mesh.index(*self.owns)
+        layer = module[0]
+        layer.weight = nn.Parameter(layer.weight.detach().chunk(2)[index].clone())
+        layer.scale = layer.scale.chunk(2)[index].clone()
+        return module
+
+
+def shards_as_plain_tensors(folder: Path, kind: type[DataParallel | ShardedDataParallel]) -> None:
+    with ProcessGroupMesh(dp=2, tp=2) as mesh:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.LayerNorm(4, bias=False))
+        model[0].register_buffer("scale", torch.arange(4.0))
+        model = compose(mesh, kind(mesh, "dp"), Halves(mesh, "tp")).apply(model)
+        with pytest.raises(MethodError, match=r"0\.weight is sharded along tp=2 as a plain tensor: it would be moved"):
+            describe("source", model.state_dict(keep_vars=True))
+        for call in (checkpoint.save, checkpoint.load):
+            assert_raises(
+                MethodError,
+                lambda call=call: call(folder, mesh, model),
+                "0.weight is sharded along tp=2 as a plain tensor: a checkpoint would have only one of the shards. "
+                "Save whole experts (ExpertParallel without tensor=), and DTensors of a method of your own.",
+            )
+        dist.barrier()
+    assert not [*folder.iterdir()]
+
+
+@pytest.mark.parametrize("kind", [DataParallel, ShardedDataParallel])
+def test_save_of_shards_as_plain_tensors_raises(tmp_path: Path, kind):
+    world(4).run(shards_as_plain_tensors, tmp_path, kind)
 
 
 # ---- names ----

@@ -132,6 +132,24 @@ def test_weights_that_ddp_broadcasts_may_differ():
     world(4).run(broadcast_by_ddp)
 
 
+def buffers_that_stay() -> None:
+    """DDP broadcasts parameters, but no buffers."""
+    with ProcessGroupMesh(dp=4) as mesh:
+        together = compose(mesh, DataParallel(mesh, "dp", broadcast_buffers=False))
+        for frozen in (False, True):  # DDP takes no frozen module
+            module = another("one value" if mesh.rank == 3 else "none").requires_grad_(not frozen)
+            applied = together.apply(module)
+            assert_same("weights", weights_of(applied), weights_of(normed()), 0.0)
+            module = another("buffer" if mesh.rank == 3 else "none").requires_grad_(not frozen)
+            with pytest.raises(MethodError, match=re.escape(f" the first is {DIFFERENCES['buffer']}\n\n")):
+                together.apply(module)
+        check_sums(groups_of(mesh))
+
+
+def test_buffers_that_ddp_does_not_broadcast_are_compared():
+    world(4).run(buffers_that_stay)
+
+
 def normed() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))

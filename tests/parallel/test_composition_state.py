@@ -222,3 +222,15 @@ def test_the_mean_takes_the_losses_of_a_step(mesh: ProcessGroupMesh):
     assert together.mean([torch.tensor(1.0), torch.tensor(2.0)]) == 1.5
     with pytest.raises(MethodError, match=r"if losses: print\(together\.mean\(losses\)\)"):
         together.mean([])
+
+
+def mean_of_parts(losses: list[float], tokens: list[int]) -> tuple[float, float]:
+    """The loss of one microbatch as ``loss=`` computes it, and the mean over the list that ``step`` returns."""
+    with ProcessGroupMesh(dp=2) as mesh:
+        together = compose(mesh, DataParallel(mesh, "dp"), equal_parts=False)
+        loss = together.mean(torch.tensor(losses[mesh.rank]), tokens=tokens[mesh.rank])
+        return loss.item(), together.mean([loss, 2 * loss]).item()
+
+
+def test_mean_of_unequal_parts_losses_needs_no_tokens():
+    assert world(2).run(mean_of_parts, [6.0, 2.0], [3, 1]) == [(2.0, 3.0)] * 2

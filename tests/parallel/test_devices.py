@@ -52,6 +52,12 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     for name in ("all_reduce", "broadcast"):
         monkeypatch.setattr(dist, name, lambda tensor, *args, **keywords: found.append(tensor.device.type))
+
+    def all_gather(_: list[torch.Tensor], tensor: torch.Tensor, **keywords: object) -> None:
+        if tensor.is_floating_point():  # integers are compared over Gloo, whatever the device
+            found.append(tensor.device.type)
+
+    monkeypatch.setattr(dist, "all_gather", all_gather)
     return found
 
 

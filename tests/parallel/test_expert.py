@@ -362,8 +362,8 @@ def test_a_checkpoint_rejects_sharded_experts(mesh, tmp_path):
     assert_raises(
         MethodError,
         lambda: checkpoint.save(tmp_path, mesh, layer),
-        "experts is sharded along etp=2 as plain tensors: a checkpoint would have only one "
-        "of the shards. Checkpoints need whole experts.",
+        "experts.0.up.weight is sharded along etp=2 as a plain tensor: a checkpoint would have only one of the shards. "
+        "Save whole experts (ExpertParallel without tensor=), and DTensors of a method of your own.",
     )
 
 

@@ -26,6 +26,7 @@ from pgmesh.parallel import (
     TensorParallel,
     checkpoint,
     compose,
+    mix,
 )
 from pgmesh.parallel.schedules import SCHEDULES
 from pgmesh.parallel.sharded import default_layers
@@ -150,6 +151,48 @@ def test_ddp_broadcasts_buffers_and_fully_shard_does_not():
     """As in torch: DDP broadcasts buffers before each forward pass, fully_shard leaves them alone."""
     assert world(2).run(batch_norm_buffers, DataParallel) == [[0.0, 1.0], [0.0, 1.0]]
     assert world(2).run(batch_norm_buffers, ShardedDataParallel) == [[0.0, 1.0], [0.0, 2.0]]
+
+
+class Counting(nn.Module):
+    """An expert with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2, bias=False)
+        self.register_buffer("number", torch.zeros(()))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.layer(rows) + self.number
+
+
+class Mixture(nn.Module):
+    """A dense layer, then two experts with different buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense, self.mix, self.experts = nn.Linear(2, 2), mix, nn.ModuleList([Counting(), Counting()])
+        self.experts[1].number.fill_(1.0)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        chosen = torch.arange(len(rows)).view(-1, 1) % 2
+        return self.mix(self.dense(rows), torch.ones(chosen.shape), chosen, self.experts)
+
+
+def buffers_of_experts() -> None:
+    mesh = ProcessGroupMesh(dp=2)
+    rows = torch.ones(4, 2)
+    for frozen in (False, True):  # DDP takes no frozen module, so DataParallel broadcasts that one itself
+        together = compose(mesh, DataParallel(mesh, "dp"), ExpertParallel(mesh, "dp"))
+        model = together.apply(Mixture().requires_grad_(not frozen))
+        for _ in range(2):
+            torch.testing.assert_close(model(together.share(rows)), together.share(Mixture()(rows)))
+        assert [each.item() for _, each in model.named_buffers()] == [mesh.index("dp")]
+    check_sums(groups_of(mesh))
+
+
+def test_ddp_leaves_buffers_of_experts_alone():
+    world(2).run(buffers_of_experts)
 
 
 def ended_at_once() -> None:
@@ -538,6 +581,23 @@ def of_other_orders() -> None:
         right = torch.linalg.vector_norm(torch.cat(everyone), order)
         torch.testing.assert_close(composition.grad_norm(norm_type=order), right)
     check_sums(groups_of(mesh))
+
+
+def with_a_nan() -> list[float]:
+    """The norm of each order if the gradient of one stage has a NaN, on the first or on the last ranks."""
+    mesh, found = ProcessGroupMesh(pp=2, dp=2), list[float]()
+    for stage, order in itertools.product(range(2), (2.0, math.inf)):
+        composition = compose(mesh, stages(mesh), DataParallel(mesh, "dp"))
+        module = composition.apply(TinyGPT())
+        for weight in module.parameters():
+            weight.grad = torch.full_like(weight, math.nan if mesh.index("pp") == stage else 1.0)
+        found.append(composition.clip_grad_norm_(1.0, norm_type=order).item())
+    return found
+
+
+def test_norm_with_nan_on_some_ranks_is_nan():
+    for found in world(4).run(with_a_nan):
+        assert all(map(math.isnan, found)), found
 
 
 def test_grad_norm_counts_each_weight_once():

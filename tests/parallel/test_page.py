@@ -1,18 +1,22 @@
-"""The tables of two pages name every method, everything that a method has, and every level and schedule."""
+"""Two pages: tables name every method, all that a method has, every level and schedule; a program runs as pasted."""
 
 from __future__ import annotations
 
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from pgmesh import parallel
 from pgmesh.parallel import Level, Method
 from pgmesh.parallel.schedules import SCHEDULES
+from tests.support.programs import clean_env
 
-PAGE = "".join(
-    (Path(__file__).parents[2] / "docs" / page).read_text("utf-8") for page in ("parallel.md", "own_methods.md")
-)
+ROOT = Path(__file__).parents[2]
+PAGE = "".join((ROOT / "docs" / page).read_text("utf-8") for page in ("parallel.md", "own_methods.md"))
 
 
 def rows(heading: str) -> list[list[str]]:
@@ -63,3 +67,18 @@ def test_each_schedule_has_a_row():
     for row in table:
         for schedule in (SCHEDULES[word.strip('"')] for word in code(row[0])):
             assert (row[2] == "no") == schedule.split_backward
+
+
+@pytest.mark.long
+def test_first_program_prints_losses_of_one_process(tmp_path: Path):
+    (program,) = re.findall(r"^# Parallel methods\n.*?^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    printed = []
+    for ranks, text in ((4, program), (1, program.replace("dp=2, cp=2", "dp=1, cp=1"))):
+        (tmp_path / "train.py").write_text(text, "utf-8")
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command, settings = [*torchrun, str(tmp_path / "train.py")], {"env": clean_env(), "cwd": ROOT}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **settings)
+        assert done.returncode == 0, done.stderr
+        printed.append(re.findall(r"^\d\.\d\d$", done.stdout, re.MULTILINE))
+    assert printed[0] == printed[1]
+    assert len(printed[0]) == 3
