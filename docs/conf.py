@@ -55,6 +55,7 @@ docs/coming_from/megatron
 
 docs/launchers
 docs/see
+docs/preflight
 docs/parallel
 docs/own_methods
 docs/recipes

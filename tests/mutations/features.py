@@ -294,7 +294,7 @@ def all_axes_judged(heavy_axes):
 
 @breaks(
     "pgmesh check finds a sum that is not over exactly the ranks of the group",
-    page="see.md",
+    page="preflight.md",
     target="preflight.microbenchmarks:Microbenchmarks.check_sum",
     tests="tests/preflight/test_check.py -k sum",
 )
@@ -304,7 +304,7 @@ def sums_not_checked(check_sum):
 
 @breaks(
     "each bad line of pgmesh doctor makes the exit status 1",
-    page="see.md",
+    page="preflight.md",
     target="cli.doctor:run",
     tests="tests/preflight/test_doctor.py -k exit_with_1",
 )

@@ -88,7 +88,7 @@ def test_check_prints_its_report_on_rank_0():
 
 
 def test_check_output_has_the_form_in_the_docs():
-    text = (ROOT / "docs" / "see.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "preflight.md").read_text(encoding="utf-8")
     (line, shown), *_ = re.findall(r"-m pgmesh check (.*?)\n(.*?)```", text, flags=re.DOTALL)
     paragraphs = output_of_rank_0(world(4).run(run_check, f"{line} --repeats 1"), 0).split("\n\n")
     assert len(paragraphs) == len(shown.split("\n\n")) == 4

@@ -100,7 +100,7 @@ def shape(text: str) -> str:
 
 
 def test_doctor_output_has_the_form_in_the_docs(capsys, monkeypatch):
-    docs = (ROOT / "docs" / "see.md").read_text(encoding="utf-8")
+    docs = (ROOT / "docs" / "preflight.md").read_text(encoding="utf-8")
     samples = re.findall(r"```\n\$ ((?:\w+=\S+ )*)pgmesh doctor\n(.*?)```", docs, flags=re.DOTALL)
     assert [bool(given) for given, _ in samples] == [False, True]
     monkeypatch.setattr(socket, "gethostname", lambda: "n1")
