@@ -109,10 +109,17 @@ class ExpertParallel(Method):
         """Keep only this rank's experts, and replace ``mix`` and ``balance_loss`` in all attributes of submodules.
 
         Raises:
+            MethodError: another method has distributed the experts.
             MethodError: no submodule has ``mix`` in an attribute. Single stages of a pipeline may have none.
             MethodError: an expert has no layer for a pattern, or parameters in layers without a pattern.
             ShapeError: the experts, or the features of their layers, are not divisible by the ranks.
         """
+        if any(isinstance(each, LocalExperts) for each in module.modules()):
+            axis_names = ", ".join(map(repr, self._expert_axes))
+            raise MethodError(
+                f"another ExpertParallel has distributed the experts of {type(module).__name__}: one does it for all "
+                f"layers.\n\n  compose(mesh, ..., ExpertParallel(mesh, {axis_names}))   # alone, on a new module"
+            )
         layers = attributes_with(module, mixture.mix)
         for name, layer, attribute in layers:
             self._keep_local_experts(f"{name or type(layer).__name__}.experts", layer)
