@@ -154,7 +154,10 @@ class PipelineParallel(Method):
 
     @functools.cached_property
     def _holders(self) -> list[int]:
-        """Rank of each stage, in this rank's block along the axis. In a V shape, every second round is reversed."""
+        """Rank of each stage, in this rank's block along the axis. In a V shape, every second round is reversed.
+
+        Two stages on each of ranks 0, 2 and 4: [0, 2, 4, 0, 2, 4], or [0, 2, 4, 4, 2, 0] in a V shape.
+        """
         ranks, v_shape = self.mesh.ranks(self.axis), SCHEDULES[self.schedule].v_shape
         return [rank for i in range(self.stages_per_rank) for rank in (ranks[::-1] if v_shape and i % 2 else ranks)]
 
@@ -430,7 +433,7 @@ class Pipeline(nn.Module):
         """Sum the gradients of tied parameters over the first and the last stage."""
         method = self.method
         for first, last in self.tied:
-            here = [weight for weight in self._tied_parameters(first, last) if weight.requires_grad]
+            here = [weight for weight in self._tied_ends(first, last).values() if weight.requires_grad]
             for weight in here:
                 if weight.grad is None:  # the other end may have a gradient
                     weight.grad = torch.zeros_like(weight)
@@ -454,8 +457,7 @@ class Pipeline(nn.Module):
         method = self.method
         ends = {
             name: f"{[*local(weight).shape]} {[*getattr(weight, 'placements', ())]}"
-            for stage, name in ((0, first), (method.stages - 1, last))
-            for weight in self._stage_parameters(stage, name)
+            for name, weight in self._tied_ends(first, last).items()
         }
         if ends and method.holder(0) != method.holder(method.stages - 1):
             gathered = [ends, ends]
@@ -469,9 +471,10 @@ class Pipeline(nn.Module):
                 f"{last.rpartition('.')[0]!r}: ColwiseParallel(use_local_output=False)}}   # an embedding and a Linear"
             )
 
-    def _tied_parameters(self, first: str, last: str) -> list[nn.Parameter]:
-        """A parameter tied between the first and the last stage, by its names there: none, one or both of this rank."""
-        return [*self._stage_parameters(0, first), *self._stage_parameters(self.method.stages - 1, last)]
+    def _tied_ends(self, first: str, last: str) -> dict[str, nn.Parameter]:
+        """This rank's ends of a parameter that is tied between the first and the last stage, by name: none to two."""
+        ends = (0, first), (self.method.stages - 1, last)
+        return {name: weight for stage, name in ends for weight in self._stage_parameters(stage, name)}
 
     def _stage_parameters(self, stage: int, name: str) -> list[nn.Parameter]:
         """Parameter of this name in a stage of this rank; an empty list if this rank does not have the stage.

@@ -34,9 +34,9 @@ class PresentLayers:
     """Name in the whole module."""
     __repr__ = nn.Module.__repr__  # that of a ModuleList would number the present layers from 0
 
-    def __iter__(self: Any) -> Iterator[nn.Module]:
+    def __iter__(self) -> Iterator[nn.Module]:
         check_plain_loop(self.pgmesh_name)
-        return iter([layer for layer in self._modules.values() if layer is not None])
+        return iter([layer for layer in super().__iter__() if layer is not None])  # type: ignore[misc]
 
 
 class PresentValues:
@@ -44,9 +44,9 @@ class PresentValues:
 
     pgmesh_name: str
 
-    def values(self: Any) -> PlainLoop:
+    def values(self) -> PlainLoop:
         """The layers of this stage, for a plain loop."""
-        return PlainLoop(self.pgmesh_name, self._modules.values())
+        return PlainLoop(self.pgmesh_name, super().values())  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,12 @@ def check_plain_loop(name: str) -> None:
 def skip_absent(stage: nn.Module, name: str) -> None:
     """Let loops over the layers of a stage skip those of other stages, which are None."""
     layers = stage.get_submodule(name)
-    kind, mixin = type(layers), PresentValues if isinstance(layers, nn.ModuleDict) else PresentLayers
-    for key in [key for key, layer in layers._modules.items() if layer is None and mixin is PresentValues]:
-        del layers._modules[key]
+    kind = type(layers)
+    mixin: type = PresentLayers
+    if isinstance(layers, nn.ModuleDict):
+        mixin = PresentValues
+        for key in [key for key, layer in layers.items() if layer is None]:
+            del layers[key]
     # fully_shard changes the class of a module in the same way
     layers.__class__ = type(kind.__name__, (mixin, kind), {"pgmesh_name": name})
 
