@@ -178,6 +178,14 @@ def test_layers_numbered_on_a_stage_raise(mesh, kind, loop):
     assert [int(name[-1]) for name in found["names"]] == [3, 4]
 
 
+@pytest.mark.parametrize("number", range(len(RIGHT)))
+def test_stage_compiles_to_one_graph(mesh, number):
+    torch.compiler.reset()
+    (stage,) = PipelineParallel(mesh, "pp", layers="layers", loss=None, microbatches=2).cut(Looping(*RIGHT[number]))
+    rows = torch.ones(1, WIDTH, dtype=torch.float64)
+    assert torch.compile(stage, backend="eager", fullgraph=True)(rows).equal(stage(rows))
+
+
 def test_absent_layer_called_by_number_raises(mesh):
     module = Looping(nn.ModuleList, lambda layers, x: layers[0](x))
     (stage,) = PipelineParallel(mesh, "pp", layers="layers", loss=None, microbatches=2).cut(module)
