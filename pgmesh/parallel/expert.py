@@ -109,10 +109,17 @@ class ExpertParallel(Method):
         """Keep only this rank's experts, and replace ``mix`` and ``balance_loss`` in all attributes of submodules.
 
         Raises:
+            MethodError: another method has distributed the experts.
             MethodError: no submodule has ``mix`` in an attribute. Single stages of a pipeline may have none.
             MethodError: an expert has no layer for a pattern, or parameters in layers without a pattern.
             ShapeError: the experts, or the features of their layers, are not divisible by the ranks.
         """
+        if any(isinstance(each, LocalExperts) for each in module.modules()):
+            axis_names = ", ".join(map(repr, self._expert_axes))
+            raise MethodError(
+                f"another ExpertParallel has distributed the experts of {type(module).__name__}: one does it for all "
+                f"layers.\n\n  compose(mesh, ..., ExpertParallel(mesh, {axis_names}))   # alone, on a new module"
+            )
         layers = attributes_with(module, mixture.mix)
         for name, layer, attribute in layers:
             self._keep_local_experts(f"{name or type(layer).__name__}.experts", layer)
@@ -132,6 +139,7 @@ class ExpertParallel(Method):
         return module
 
     def _keep_local_experts(self, name: str, layer: nn.Module) -> None:
+        """Replace ``layer.experts`` by those of this rank: of 8 experts on 4 ranks, rank 1 keeps "2" and "3"."""
         experts = getattr(layer, "experts", None)
         if not isinstance(experts, (nn.ModuleList, nn.ModuleDict)):
             kind = type(experts).__name__
@@ -147,11 +155,14 @@ class ExpertParallel(Method):
     def _shard_expert(self, name: str, expert: nn.Module) -> None:
         """Replace the layers of an expert that match a pattern by this rank's shards."""
         not_sharded = {
-            f"{n}.{w}".lstrip(".") for n, m in expert.named_modules() for w, _ in m.named_parameters(recurse=False)
+            f"{inner}.{key}".lstrip(".")
+            for inner, layer in expert.named_modules()
+            for key, _ in layer.named_parameters(recurse=False)
         }
         linear = {inner: layer for inner, layer in expert.named_modules() if isinstance(layer, nn.Linear)}
-        columns, rows = [(pattern, 0) for pattern in self._column_patterns], [(each, 1) for each in self._row_patterns]
-        for pattern, dimension in columns + rows:
+        dimensions = [(pattern, 0) for pattern in self._column_patterns]
+        dimensions += [(pattern, 1) for pattern in self._row_patterns]
+        for pattern, dimension in dimensions:
             matching = [inner for inner in linear if fnmatch(inner, pattern)]
             if not matching:
                 raise MethodError(f"{name} has no linear layer {pattern!r}; it has {format_axes(linear) or 'none'}.")
@@ -166,6 +177,7 @@ class ExpertParallel(Method):
             )
 
     def _shard_linear(self, name: str, layer: nn.Linear, dimension: int) -> None:
+        """Keep this rank's outputs (dimension 0 of the weight) or inputs (dimension 1) of a layer, in place."""
         size, what = layer.weight.size(dimension), ("outputs", "inputs")[dimension]
         part = divide_along_axes(size, f"{name}: {size} {what}", what, self.mesh, self._tensor_axes)
         start = self.mesh.index(*self._tensor_axes) * part
@@ -207,26 +219,43 @@ class ExpertParallel(Method):
         Every rank along the axes calls it, forward and backward. Numbers of tokens may differ between ranks that read
         different ones, and may be 0, if the program weights its losses.
         """
+        parameters = self._averaged_parameters(experts, tokens)
+        n_experts = self.mesh.size(*self._expert_axes) * len(experts)
+        return mixture.mix_with(
+            tokens, weights, chosen, n_experts, lambda rows, counts: self._route(rows, counts, experts, parameters)
+        )
+
+    def _route(self, rows: Tensor, counts: Tensor, experts: LocalExperts, parameters: Mapping[str, Tensor]) -> Tensor:
+        """Outputs of any rank's experts for this rank's rows: rows are sent, computed there, and sent back.
+
+        Rank 0 of two, with two experts each, has 3, 1, 0 and 2 rows for the four experts; rank 1 has 2, 2, 1 and 1::
+
+            send                       [[3, 1], [0, 2]]     to rank 0 and to rank 1
+            receive                    [[3, 1], [2, 2]]     from rank 0 and from rank 1
+            sent, received             [4, 2], [4, 4]       rows, by rank
+            by_expert                  [5, 3]               rows for experts 0 and 1
+
+        Args:
+            rows: the rows, sorted by expert.
+            counts: number of rows of each expert, of all ranks.
+            experts: this rank's experts.
+            parameters: their parameters, by name.
+        """
         group = self._group(*self._expert_axes)
-        n, parameters = group.size(), self._averaged_parameters(experts, tokens)
-
-        def route(rows: Tensor, counts: Tensor) -> Tensor:
-            send_matrix = counts.view(n, -1)  # (rank, expert of the rank)
-            receive_matrix = exchange.all_to_all_stacked(send_matrix, group)
-            run_counts = receive_matrix.unsqueeze(0)  # (rank along tensor, source rank, expert of this rank)
-            if self._gathers_tokens:
-                run_counts = exchange.all_gather_stacked(receive_matrix, self._group(*self._tensor_axes))
-            sent, received, gathered, by_expert = exchange.to_lists(
-                [send_matrix.sum(1), receive_matrix.sum(1), run_counts.sum((1, 2)), run_counts.sum((0, 1))]
-            )
-            rows = exchange.all_to_all_rows(rows, sent, received, group)
-            counts = run_counts.flatten(0, 1)
-            outputs = self._along_tensor(
-                rows, gathered, lambda rows: _run_sorted(rows, counts, by_expert, experts, parameters)
-            )
-            return exchange.all_to_all_rows(outputs, received, sent, group)
-
-        return mixture.mix_with(tokens, weights, chosen, n * len(experts), route)
+        send = counts.view(group.size(), -1)  # (destination rank, its expert)
+        receive = exchange.all_to_all_stacked(send, group)  # (source rank, expert of this rank)
+        runs = receive.unsqueeze(0)  # (rank along tensor, source rank, expert of this rank)
+        if self._gathers_tokens:
+            runs = exchange.all_gather_stacked(receive, self._group(*self._tensor_axes))
+        sent, received, gathered, by_expert = exchange.to_lists(  # here the host waits for the device
+            [send.sum(1), receive.sum(1), runs.sum((1, 2)), runs.sum((0, 1))]
+        )
+        rows = exchange.all_to_all_rows(rows, sent, received, group)
+        by_source = runs.flatten(0, 1)
+        outputs = self._along_tensor(
+            rows, gathered, lambda rows: _run_sorted(rows, by_source, by_expert, experts, parameters)
+        )
+        return exchange.all_to_all_rows(outputs, received, sent, group)
 
     def _along_tensor(self, rows: Tensor, counts: list[int], compute: Callable[[Tensor], Tensor]) -> Tensor:
         """Outputs of this rank's experts, each summed over its shards.
@@ -267,6 +296,9 @@ def _run_sorted(
     parameters: Mapping[str, Tensor],
 ) -> Tensor:
     """Outputs of experts for rows sorted by source rank and then by expert, in the same order.
+
+    With counts [[2, 1], [1, 1]] the rows are of experts 0, 0, 1, 0, 1. ``order`` is [0, 1, 3, 2, 4]: experts run on the
+    rows in this order, and its inverse restores the order of the outputs.
 
     Args:
         rows: the rows.

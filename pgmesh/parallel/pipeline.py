@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
@@ -30,7 +31,7 @@ from pgmesh.parallel.exchange import on_served_device
 from pgmesh.parallel.gradients import local
 from pgmesh.parallel.nests import tensors_in
 from pgmesh.parallel.schedules import SCHEDULES, check_microbatches, check_stages
-from pgmesh.parallel.stage_cutting import copy_stage, partition_layers, tied_names
+from pgmesh.parallel.stage_cutting import copy_stage, partition_layers, skip_absent, tied_names
 from pgmesh.parallel.stage_shapes import Stage, device_of_stage, gradients_aside
 
 MAX_SCHEDULES = 8
@@ -40,10 +41,11 @@ MAX_SCHEDULES = 8
 class PipelineParallel(Method):
     """Splits the layers of a module into stages on the ranks along its axis, and runs them on microbatches.
 
-    Layers are split evenly; if they are not divisible, the first stages have one more. A layer of another stage is
-    replaced by a placeholder that returns its input. Modules in ``first`` and ``last`` are None on all other stages;
-    ``forward`` has to skip them. All other modules stay on every stage. They must not have parameters. A stage keeps
-    the names of the whole module. Methods of lower levels are applied to each stage.
+    Layers are split evenly; if they are not divisible, the first stages have one more. On a stage, a plain loop
+    ``for layer in self.layers`` has only its own layers; by index, those of other stages are None. Modules in
+    ``first`` and ``last`` are None on all other stages; ``forward`` has to skip them. All other modules stay on every
+    stage. They must not have parameters. A stage keeps the names of the whole module. Methods of lower levels are
+    applied to each stage.
 
     ``apply`` returns a ``Pipeline``, whose ``step`` runs forward and backward. Clip gradients by the composition,
     ``together.clip_grad_norm_(1.0)``: see ``Pipeline``.
@@ -101,8 +103,24 @@ class PipelineParallel(Method):
         self.stages_per_rank = stages_per_rank
         check_stages(schedule, stages_per_rank)
         check_microbatches(schedule, microbatches, mesh.size(self.axis), self.stages, format_sizes(mesh, self.owns))
+        self._check_places()
         if options:
             self._end_stages.configure(self.axis, **options)
+
+    def _check_places(self) -> None:
+        """Raise an OptionsError if a module, or a module in it, has two places among layers, first and last."""
+        modules = {"layers": (self.layers,), "first": self.first, "last": self.last}
+        for (place, outers), (other, inners) in itertools.permutations(modules.items(), 2):
+            for outer, inner in itertools.product(outers, inners):
+                if f"{inner}.".startswith(f"{outer}."):
+                    drop = outer if other == "layers" else inner
+                    first = [name for name in self.first if name != drop or drop in self.last]
+                    last = [name for name in self.last if name != drop]
+                    raise OptionsError(
+                        f"{place}= has {outer!r} and {other}= has {inner!r}, but a module is on one stage. For a "
+                        "weight on two stages, tie the weights of two modules before apply.\n\n"
+                        f"  PipelineParallel(..., layers={self.layers!r}, first={first}, last={last})"
+                    )
 
     # -- stages -------------------------------------------------------------------------------------------------
 
@@ -136,7 +154,10 @@ class PipelineParallel(Method):
 
     @functools.cached_property
     def _holders(self) -> list[int]:
-        """Rank of each stage, in this rank's block along the axis. In a V shape, every second round is reversed."""
+        """Rank of each stage, in this rank's block along the axis. In a V shape, every second round is reversed.
+
+        Two stages on each of ranks 0, 2 and 4: [0, 2, 4, 0, 2, 4], or [0, 2, 4, 4, 2, 0] in a V shape.
+        """
         ranks, v_shape = self.mesh.ranks(self.axis), SCHEDULES[self.schedule].v_shape
         return [rank for i in range(self.stages_per_rank) for rank in (ranks[::-1] if v_shape and i % 2 else ranks)]
 
@@ -191,10 +212,13 @@ class PipelineParallel(Method):
         for index in range(self.stages_per_rank):
             stage = self.stage(index)
             absent = [layer for i, layer in enumerate(layers) if i not in partition[stage]]
-            dropped = [*(() if stage == 0 else self.first), *(() if stage == self.stages - 1 else self.last)]
+            absent += () if stage == 0 else self.first
+            absent += () if stage == self.stages - 1 else self.last
             both = index > 0 and stage == self.stages - 1 and self._holders[0] == self.mesh.rank
             copied = self.last if both and self.tied(module) else ()
-            parts.append(copy_stage(module, absent, dropped, copied))
+            parts.append(part := copy_stage(module, absent, copied))
+            if self.stages > 1:
+                skip_absent(part, self.layers)
         return parts
 
     def tied(self, module: nn.Module) -> list[tuple[str, str]]:
@@ -283,7 +307,7 @@ class Pipeline(nn.Module):
                 f"  PipelineParallel(..., schedule='interleaved')   # with data parallelism"
             )
         for first, last in tied:
-            self._tied_parameters(first, last)  # raises if another method has renamed one
+            self._check_tied(first, last)
         self.before_step: Callable[[Any], None] | None = None
         """Called at the start of each training step, with the inputs, the target and the keywords. The composition
         compares them with those of other ranks."""
@@ -409,7 +433,7 @@ class Pipeline(nn.Module):
         """Sum the gradients of tied parameters over the first and the last stage."""
         method = self.method
         for first, last in self.tied:
-            here = [weight for weight in self._tied_parameters(first, last) if weight.requires_grad]
+            here = [weight for weight in self._tied_ends(first, last).values() if weight.requires_grad]
             for weight in here:
                 if weight.grad is None:  # the other end may have a gradient
                     weight.grad = torch.zeros_like(weight)
@@ -424,9 +448,33 @@ class Pipeline(nn.Module):
             for gradient in gradients:
                 gradient.copy_(total)
 
-    def _tied_parameters(self, first: str, last: str) -> list[nn.Parameter]:
-        """A parameter tied between the first and the last stage, by its names there: none, one or both of this rank."""
-        return [*self._stage_parameters(0, first), *self._stage_parameters(self.method.stages - 1, last)]
+    def _check_tied(self, first: str, last: str) -> None:
+        """Check that other methods shard both ends of a tied parameter in the same way. Ranks of both ends call it.
+
+        Otherwise different parts of the gradients would be summed: of a weight of 8 x 8 on two ranks, rows 0 to 3 on
+        the first stage, ``(4, 8) [Shard(dim=0)]``, and columns 0 to 3 on the last, ``(8, 4) [Shard(dim=1)]``.
+        """
+        method = self.method
+        ends = {
+            name: f"{[*local(weight).shape]} {[*getattr(weight, 'placements', ())]}"
+            for name, weight in self._tied_ends(first, last).items()
+        }
+        if ends and method.holder(0) != method.holder(method.stages - 1):
+            gathered = [ends, ends]
+            dist.all_gather_object(gathered, ends, group=method._end_stages.group(method.axis))
+            ends = gathered[0] | gathered[1]
+        if len({*ends.values()}) > 1:
+            raise MethodError(
+                "the first and the last stage share one tied parameter, of which each rank has another part: "
+                f"{first} is {ends[first]}, and {last} is {ends[last]}. Shard both along the same dimension.\n\n"
+                f"  plan={{**plan, {first.rpartition('.')[0]!r}: RowwiseParallel(input_layouts=Replicate()), "
+                f"{last.rpartition('.')[0]!r}: ColwiseParallel(use_local_output=False)}}   # an embedding and a Linear"
+            )
+
+    def _tied_ends(self, first: str, last: str) -> dict[str, nn.Parameter]:
+        """This rank's ends of a parameter that is tied between the first and the last stage, by name: none to two."""
+        ends = (0, first), (self.method.stages - 1, last)
+        return {name: weight for stage, name in ends for weight in self._stage_parameters(stage, name)}
 
     def _stage_parameters(self, stage: int, name: str) -> list[nn.Parameter]:
         """Parameter of this name in a stage of this rank; an empty list if this rank does not have the stage.

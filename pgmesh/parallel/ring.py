@@ -98,8 +98,8 @@ def _forward(
                 scores = _scores(q[..., rows, :].to(acc_dtype), key, scale, mask)
                 old_log_sum = log_sum[..., rows, :]
                 new_log_sum = torch.logaddexp(old_log_sum, scores.logsumexp(-1, keepdim=True))
-                block_out = (scores - new_log_sum).exp() @ value
-                out[..., rows, :] = out[..., rows, :] * (old_log_sum - new_log_sum).exp() + block_out
+                block_out = scores.sub_(new_log_sum).exp_() @ value
+                out[..., rows, :].mul_((old_log_sum - new_log_sum).exp_()).add_(block_out)
                 log_sum[..., rows, :] = new_log_sum
     return out, log_sum
 
@@ -126,7 +126,7 @@ def _backward(
     """Gradients of queries, and of keys and values."""
     group, acc_dtype, width = torch_private.group_named(group_name), out.dtype, q.size(-1)
     grad_q = q.new_zeros(q.shape, dtype=acc_dtype)
-    grad_keys_values, grad_works = torch.zeros_like(keys_values, dtype=acc_dtype), list[Any]()
+    grad_keys_values, grad_works = keys_values.new_zeros((), dtype=acc_dtype), list[Any]()
     with torch.autocast(q.device.type, enabled=False):
         delta = (gradient * out).sum(-1, keepdim=True)
         for source, received in _circulate(keys_values, group):
@@ -134,13 +134,14 @@ def _backward(
             for rows, keys, mask in _blocks(group.rank(), source, q, keys_values, causal, balanced):
                 query, grad_out = q[..., rows, :].to(acc_dtype), gradient[..., rows, :]
                 key, value = received[..., keys, :].to(acc_dtype).tensor_split([width], -1)
-                probabilities = (_scores(query, key, scale, mask) - log_sum[..., rows, :]).exp()
-                grad_scores = probabilities * (grad_out @ value.mT - delta[..., rows, :]) * scale
+                probabilities = _scores(query, key, scale, mask).sub_(log_sum[..., rows, :]).exp_()
+                grad_scores = (grad_out @ value.mT).sub_(delta[..., rows, :]).mul_(probabilities).mul_(scale)
                 grad_q[..., rows, :] += grad_scores @ key
                 grad_both = torch.cat([grad_scores.mT @ query, probabilities.mT @ grad_out], -1)
                 grad_block[..., keys, :] += grad_both.sum_to_size(grad_block[..., keys, :].shape)
             _wait(grad_works)  # for the previous ranks' sum for the same keys and values
-            grad_keys_values, grad_works = ring_shift(grad_keys_values + grad_block, group, tag=1)
+            grad_block += grad_keys_values
+            grad_keys_values, grad_works = ring_shift(grad_block, group, tag=1)
         _wait(grad_works)  # the last shift returns the sums to the rank of the keys and values
     return grad_q.to(q.dtype), grad_keys_values.to(keys_values.dtype)
 
@@ -202,8 +203,8 @@ def _blocks(
 
 
 def _scores(query: Tensor, key: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    scores = query @ key.mT * scale
-    return scores if mask is None else scores.masked_fill(mask, -torch.inf)
+    scores = (query @ key.mT).mul_(scale)
+    return scores if mask is None else scores.masked_fill_(mask, -torch.inf)
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, **settings: Any) -> Tensor:

@@ -3,22 +3,98 @@
 from __future__ import annotations
 
 import copy
+import dis
 import itertools
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
 
+import torch
 from torch import nn
+
+from pgmesh.errors import MethodError
 
 REMOVED_MARK = "pgmesh_removed"
 """Attribute of a stage: the names of the modules of the whole module that it lacks."""
 
 
-class AbsentLayer(nn.Module):
-    """Placeholder of a layer that another pipeline stage has. It returns its first input."""
+class PresentLayers:
+    """Mixed into the ModuleList or Sequential of a stage, where layers of other stages are None: loops skip these.
 
-    def forward(self, x: Any, *more: Any, **keywords: Any) -> Any:
-        return x
+    Stage 1 of 2 of a list of four layers:
+
+    - ``for layer in layers`` has layers 2 and 3; ``layers[2]`` is layer 2, and ``layers[0]`` is None.
+    - ``len(layers)`` is 4, and ``layers[:3]`` has layer 2. Names in a state dict begin with "2." and "3.".
+    - ``enumerate(layers)`` and ``zip(layers, scales)`` would pair layer 2 with 0: they raise, as does ``list(layers)``.
+    """
+
+    pgmesh_name: str
+    """Name in the whole module."""
+    __repr__ = nn.Module.__repr__  # that of a ModuleList would number the present layers from 0
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        check_plain_loop(self.pgmesh_name)
+        return iter([layer for layer in super().__iter__() if layer is not None])  # type: ignore[misc]
+
+
+class PresentValues:
+    """Mixed into the ModuleDict of a stage, which has only the names of its own layers."""
+
+    pgmesh_name: str
+
+    def values(self) -> PlainLoop:
+        """The layers of this stage, for a plain loop."""
+        return PlainLoop(self.pgmesh_name, super().values())  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class PlainLoop:
+    """The values of the ModuleDict of a stage."""
+
+    name: str
+    layers: Collection[nn.Module]
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        check_plain_loop(self.name)
+        return iter(self.layers)
+
+
+def check_plain_loop(name: str) -> None:
+    """Check that a ``for`` has called ``__iter__``, and not a function such as enumerate, zip or list.
+
+    Only the bytecode of the frame that iterates tells them apart: GET_ITER starts a ``for``. A compiled stage is not
+    checked, since torch.compile has no such frame.
+
+    Raises:
+        MethodError: the caller is a function.
+    """
+    if torch.compiler.is_compiling():
+        return
+    frame = sys._getframe(2)
+    if dis.opname[frame.f_code.co_code[frame.f_lasti]] != "GET_ITER":
+        raise MethodError(
+            f"a stage of a pipeline has only some layers of {name}, so enumerate, zip and list would number them "
+            "wrongly. Only a plain for loop over them is right.\n\n"
+            f"  for name, layer in self.{name.rpartition('.')[2]}.named_children():   # names of the whole module"
+        )
+
+
+def skip_absent(stage: nn.Module, name: str) -> None:
+    """Let loops over the layers of a stage skip those of other stages, which are None."""
+    layers = stage.get_submodule(name)
+    kind = type(layers)
+    mixin: type = PresentLayers
+    if isinstance(layers, nn.ModuleDict):
+        mixin = PresentValues
+        for key in [key for key, layer in layers.items() if layer is None]:
+            del layers[key]
+    # fully_shard changes the class of a module in the same way
+    layers.__class__ = type(kind.__name__, (mixin, kind), {"pgmesh_name": name})
 
 
 def partition_layers(layers: int, stages: int) -> list[range]:
@@ -32,45 +108,52 @@ def partition_layers(layers: int, stages: int) -> list[range]:
     return [range(a, b) for a, b in itertools.pairwise(starts)]
 
 
-def copy_stage(module: nn.Module, absent: Sequence[str], dropped: Sequence[str], copied: Sequence[str]) -> nn.Module:
-    """Copy of a module without some of its layers and submodules. It shares its parameters with the module.
+def copy_stage(module: nn.Module, absent: Sequence[str], copied: Sequence[str] = ()) -> nn.Module:
+    """Copy of a module in which some submodules are None. It shares its parameters with the module.
 
-    deepcopy keeps what is in its memo: all but the modules on the path to a removed one, and methods and hooks that
-    are bound to these. A closure or a ``partial`` over such a module still means the whole one.
+    Only the parents of absent and copied submodules are copied, up to the root, since their attributes change. All
+    else is shared: other modules, parameters, and attributes such as groups, which cannot be copied. Of
+    ``model.blocks.2`` as the only absent one, copies are the root, ``model`` and ``model.blocks``.
 
     Args:
         module: the whole module.
-        absent: names of the layers to replace by ``AbsentLayer``.
-        dropped: names of the submodules to set to None.
+        absent: names of the submodules that other stages have.
         copied: names of submodules to copy with their parameters, since another stage of this rank has them too.
     """
-    changed = (*absent, *dropped, *copied)
+    changed = [f"{name}." for name in (*absent, *copied)]
     modules = dict(module.named_modules(remove_duplicate=False))
-    on_path = [sub for name, sub in modules.items() if not name or any(e.startswith(f"{name}.") for e in changed)]
-    kept = [*module.modules(), *module.parameters(), *module.buffers()]
-    own = vars(nn.Module())
-    for sub in on_path:
-        for name, value in vars(sub).items():  # such as groups; of torch's own attributes, the hooks in its dicts
-            values = [value] if name not in own else [*value.values()] if isinstance(value, dict) else []
-            kept += [each for each in values if not _is_bound(each, on_path)]
-    memo: dict[int, Any] = {id(each): each for each in kept}
-    for sub in on_path:
-        memo.pop(id(sub), None)
-    for sub in (modules[name] for name in copied):
-        for each in (*sub.modules(), *sub.parameters(), *sub.buffers()):
-            memo.pop(id(each), None)
-    part = copy.deepcopy(module, memo)
-    for name in (*absent, *dropped):  # by name, since one module may have several
+    parents = [each for name, each in modules.items() if not name or any(c.startswith(f"{name}.") for c in changed)]
+    attributes = [value for each in parents for value in _unbound_attributes(each, parents)]
+    memo: dict[int, Any] = {id(each): each for each in (*_parts(module), *attributes)}
+    for each in (*parents, *(part for name in copied for part in _parts(modules[name]))):
+        memo.pop(id(each), None)
+    stage = copy.deepcopy(module, memo)  # which takes from the memo what is in it, and copies the rest
+    for name in absent:  # by name, since one module may have several
         parent, _, child = name.rpartition(".")
-        setattr(part.get_submodule(parent), child, AbsentLayer() if name in absent else None)
-    gone = tuple(f"{name}." for name in (*absent, *dropped))
-    setattr(part, REMOVED_MARK, [name for name in modules if f"{name}.".startswith(gone)])
-    return part
+        setattr(stage.get_submodule(parent), child, None)
+    gone = tuple(f"{name}." for name in absent)
+    setattr(stage, REMOVED_MARK, [name for name in modules if f"{name}.".startswith(gone)])
+    return stage
 
 
-def _is_bound(value: object, modules: Sequence[nn.Module]) -> bool:
-    """Return True for a method of one of the modules, and for what torch binds to a module, such as a hook."""
-    return hasattr(value, "with_module") or any(getattr(value, "__self__", None) is each for each in modules)
+def _parts(module: nn.Module) -> list[object]:
+    """All modules, parameters and buffers of a module."""
+    return [*module.modules(), *module.parameters(), *module.buffers()]
+
+
+def _unbound_attributes(module: nn.Module, parents: Sequence[nn.Module]) -> Iterator[object]:
+    """Attributes and hooks of a module, without methods of a parent, such as a hook ``self._count``.
+
+    Those have to be copied, so that they are bound to the copy. A closure or a ``partial`` over a parent still means
+    that of the whole module.
+    """
+    of_torch = vars(nn.Module())
+    for name, value in vars(module).items():
+        values = [value] if name not in of_torch else value.values() if isinstance(value, dict) else ()
+        for each in values:
+            bound = any(getattr(each, "__self__", None) is parent for parent in parents)
+            if not bound and not hasattr(each, "with_module"):  # torch's wrapper of a hook, which has its module
+                yield each
 
 
 def attributes_with(module: nn.Module, value: object) -> list[tuple[str, nn.Module, str]]:
@@ -85,9 +168,8 @@ def is_stage(module: nn.Module) -> bool:
 
 
 def match_modules(module: nn.Module, pattern: str) -> list[str]:
-    """Names of the modules that match a dotted pattern with * as wildcard, without absent layers."""
-    each = module.named_modules(remove_duplicate=False)
-    return [name for name, found in each if matches(name, pattern) and not isinstance(found, AbsentLayer)]
+    """Names of the modules that match a dotted pattern with * as wildcard."""
+    return [name for name, _ in module.named_modules(remove_duplicate=False) if matches(name, pattern)]
 
 
 def on_other_stage(module: nn.Module, pattern: str) -> bool:

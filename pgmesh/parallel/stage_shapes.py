@@ -31,7 +31,14 @@ class Stage(PipelineStage):
     """A stage for batches of one shape. The schedule of torch calls its methods.
 
     The stages of all ranks of a pipeline are created in the same step. Each learns its shapes in the first microbatch
-    of this step; the outputs of all later microbatches have to have the same.
+    of this step. The schedule calls these methods:
+
+    1. ``get_fwd_recv_ops``: receive the shapes from the previous stage, and make buffers for its outputs; or
+       ``set_local_fwd_input``, if the previous stage is on this rank. The first stage has its inputs already.
+    2. ``forward_one_chunk`` calls ``forward_maybe_with_nosync``: run the module, and send the shapes of the outputs to
+       the next stage, which is in 1. Then torch sends the outputs.
+
+    In later microbatches 1 and 2 only transfer tensors, and outputs have to have the same shapes.
 
     Args:
         part: the module of the stage.

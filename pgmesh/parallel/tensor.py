@@ -178,7 +178,10 @@ class TensorParallel(Method):
         return found
 
     def _check_sequences(self, module: nn.Module, styles: Mapping[nn.Module, ParallelStyle]) -> None:
-        """Check that the plan says of each module with parameters whether it gets whole sequences or shards."""
+        """Check that the plan says of each module with parameters whether it gets whole sequences or shards.
+
+        Covered are all modules inside of one that keeps whole sequences, and modules whose own style says it.
+        """
         covered = {inner for layer, style in styles.items() if _keeps_whole(style) for inner in layer.modules()}
         covered |= {layer for layer, style in styles.items() if _states_input(style, layer)}
         for name, layer in module.named_modules():
@@ -196,6 +199,7 @@ class TensorParallel(Method):
                 )
 
     def _apply_style(self, name: str, layer: nn.Module, style: ParallelStyle, device_mesh: DeviceMesh) -> None:
+        """Let torch shard a layer, and give the parameters that it replaces the properties of the old ones."""
         before = dict(layer.named_parameters())
         if (dim := _entry_dim(style)) is not None:
             check = partial(self._check_length, _sharded_input(style), dim)
@@ -261,6 +265,17 @@ class TensorParallel(Method):
 #   output_layouts           outputs that it returns; of PrepareModuleOutput: those of its forward
 #   desired_output_layouts   outputs that PrepareModuleOutput returns
 #   sequence_sharding        inputs and outputs of SequenceParallel
+#
+# What the functions below find for the plan in docs/parallel.md, in the order of activations (- is None or False):
+#
+#   style                                                        _entry_dim  _keeps_whole  _states_input
+#   tokens   RowwiseParallel(input_layouts=Replicate())          -           -             True
+#   places   PrepareModuleInput()                                -           True          -
+#   blocks.0 PrepareModuleInput(Replicate(), Shard(1))           1           -             -
+#   norm     SequenceParallel()                                  -           -             True
+#   qkv, up  ColwiseParallel(input_layouts=Shard(1))             -           -             True
+#   out      RowwiseParallel(output_layouts=Shard(1))            -           -             True
+#   head     ColwiseParallel(), between sharded sequences        -           -             -, so it is an error
 
 
 def _layouts(style: ParallelStyle, *names: str) -> list[Placement]:

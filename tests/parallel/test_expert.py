@@ -369,7 +369,7 @@ def test_a_checkpoint_rejects_sharded_experts(mesh, tmp_path):
 
 def test_stage_without_experts_or_attention_is_accepted(mesh):
     module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
-    stage = copy_stage(module, absent=["1"], dropped=[], copied=[])
+    stage = copy_stage(module, absent=["1"])
     assert ExpertParallel(mesh, "ep").apply(stage) is stage
     assert ContextParallel(mesh, "ep").apply(stage) is stage
     assert TensorParallel(mesh, "ep", plan={"1": ColwiseParallel(), "1.0": RowwiseParallel()}).apply(stage) is stage

@@ -415,8 +415,8 @@ def test_invalid_pipelines_raise():
         )
         assert_raises(
             ShapeError,
-            lambda: stages_(layers="norm", last=["norm", "head", "blocks"]).cut(TinyGPT()),
-            "norm has 0 layers, too few for 4 stages (pp=4, 1 on each rank).\n\n"
+            lambda: stages_().cut(TinyGPT(layers=3)),
+            "blocks has 3 layers, too few for 4 stages (pp=4, 1 on each rank).\n\n"
             "  at least 4 layers, or fewer stages, would do",
         )
         assert_raises(

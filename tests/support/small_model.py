@@ -31,8 +31,10 @@ class SmallModel(nn.Module):
             weight.requires_grad = not name.startswith(frozen)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in (*(layer for layer in map(self._modules.get, "012") if layer is not None), *self.blocks):
-            x = layer(x)
+        for layer in map(self._modules.get, "012"):
+            x = x if layer is None else layer(x)
+        for block in self.blocks:
+            x = block(x)
         return x
 
 

@@ -1,0 +1,256 @@
+"""Programs whose meaning changes on a stage, which has only some layers: each trains right or raises.
+
+Code between layers, layers by number, a module in two places, tied weights in different shards, experts twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.nn.functional import mse_loss
+
+from pgmesh import MethodError, OptionsError, ProcessGroupMesh
+from pgmesh.parallel import ExpertParallel, PipelineParallel, TensorParallel, compose
+from tests.support.expert_models import expert_model
+from tests.support.fake_world import fake_rank
+from tests.support.parallel_models import FIRST, LAST, TinyGPT, assert_same, gradients_of, loss_of
+from tests.support.pipelines import needs_pipelines
+from tests.support.tensor_plans import BLOCK_PLAN
+from tests.support.worlds import world
+
+pytestmark = [pytest.mark.long, needs_pipelines]
+
+LAYERS, WIDTH = 5, 4
+torch.set_num_threads(1)
+
+
+# ---- loops over layers ----
+
+Loop = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+class Looping(nn.Module):
+    """Layers in a container of some kind, and a forward pass over them."""
+
+    def __init__(self, kind: type[nn.Module], loop: Loop) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        made = [nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(LAYERS)]
+        named = {f"layer{i}": each for i, each in enumerate(made)}
+        self.layers = kind(*made) if kind is nn.Sequential else kind(named if kind is nn.ModuleDict else made)
+        self.loop = loop
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.loop(self.layers, x)
+
+
+def with_code_between(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    for layer in layers:
+        x = (x + layer(x)).tanh()
+    return x
+
+
+def with_names(layers: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    for name, layer in layers.named_children():
+        x = layer(x) * (1 + int(name.removeprefix("layer")))
+    return x
+
+
+def in_slices(layers: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in layers[:3]:
+        x = x + layer(x)
+    for layer in layers[3:]:
+        x = layer(x).tanh()
+    assert len(layers) == LAYERS
+    return x
+
+
+def in_a_comprehension(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    for call in [layer.forward for layer in layers]:
+        x = call(x).tanh()
+    return x
+
+
+def present_by_number(layers: Any, x: torch.Tensor) -> torch.Tensor:
+    for number in range(len(layers)):
+        if layers[number] is not None:
+            x = layers[number](x) + number
+    return x
+
+
+def in_values(layers: nn.ModuleDict, x: torch.Tensor) -> torch.Tensor:
+    for layer in layers.values():
+        x = (x + layer(x)).tanh()
+    return x
+
+
+def in_items(layers: nn.ModuleDict, x: torch.Tensor) -> torch.Tensor:
+    for name, layer in layers.items():
+        x = layer(x).tanh() + int(name[-1])
+    return x
+
+
+RIGHT: list[tuple[type[nn.Module], Loop]] = [
+    *itertools.product(
+        (nn.ModuleList, nn.Sequential),
+        (with_code_between, with_names, in_a_comprehension, present_by_number),
+    ),
+    (nn.ModuleList, in_slices),
+    (nn.Sequential, lambda layers, x: layers(x)),
+    (nn.ModuleDict, in_values),
+    (nn.ModuleDict, in_items),
+    (nn.ModuleDict, with_names),
+]
+
+
+def trained_in_stages(number: int) -> None:
+    """Two ranks with two stages each, against one process."""
+    kind, loop = RIGHT[number]
+    with ProcessGroupMesh(pp=2) as mesh:
+        pipeline = PipelineParallel(
+            mesh, "pp", layers="layers", loss=mse_loss, microbatches=2, schedule="interleaved", stages_per_rank=2
+        )
+        model, alone = compose(mesh, pipeline).apply(Looping(kind, loop)), Looping(kind, loop)
+        names = [name for part in model.parts for name in part.state_dict()]
+        assert {*names} < {*alone.state_dict()}
+        rows, target = torch.randn(2, 4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        for _ in range(2):
+            model.step(rows, target=target)
+            mse_loss(alone(rows), target).backward()
+        assert_same("gradients", gradients_of(model), gradients_of(alone))
+
+
+@pytest.mark.parametrize("number", range(len(RIGHT)))
+def test_loop_over_stage_layers_equals_one_process(number):
+    world(2).run(trained_in_stages, number)
+
+
+def numbered(layers: Any, x: torch.Tensor) -> torch.Tensor:
+    for i, layer in enumerate(layers):
+        x = layer(x) * i
+    return x
+
+
+def zipped(layers: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer, scale in zip(layers, range(LAYERS)):
+        x = layer(x) * scale
+    return x
+
+
+def listed(layers: Any, x: torch.Tensor) -> torch.Tensor:
+    first, *_ = layers
+    return first(x)
+
+
+def zipped_values(layers: nn.ModuleDict, x: torch.Tensor) -> torch.Tensor:
+    return zipped(layers.values(), x)
+
+
+@pytest.fixture
+def mesh() -> Iterator[ProcessGroupMesh]:
+    with fake_rank(1, 2), ProcessGroupMesh(pp=2) as mesh:
+        yield mesh
+
+
+@pytest.mark.parametrize(
+    ("kind", "loop"),
+    [
+        *itertools.product((nn.ModuleList, nn.Sequential), (numbered, zipped, listed)),
+        (nn.ModuleDict, zipped_values),
+    ],
+)
+def test_layers_numbered_on_a_stage_raise(mesh, kind, loop):
+    (stage,) = PipelineParallel(mesh, "pp", layers="layers", loss=None, microbatches=2).cut(Looping(kind, loop))
+    with pytest.raises(MethodError, match=r"has only some layers of layers, so enumerate, zip") as caught:
+        stage(torch.ones(1, WIDTH, dtype=torch.float64))
+    call = str(caught.value).splitlines()[-1].strip().partition("   #")[0]
+    found: dict[str, Any] = {"self": stage, "names": []}
+    exec(f"{call} names.append(name)", found)
+    assert found["names"] == [name for name, layer in stage.layers.named_children()]
+    assert [int(name[-1]) for name in found["names"]] == [3, 4]
+
+
+@pytest.mark.parametrize("number", range(len(RIGHT)))
+def test_stage_compiles_to_one_graph(mesh, number):
+    torch.compiler.reset()
+    (stage,) = PipelineParallel(mesh, "pp", layers="layers", loss=None, microbatches=2).cut(Looping(*RIGHT[number]))
+    rows = torch.ones(1, WIDTH, dtype=torch.float64)
+    assert torch.compile(stage, backend="eager", fullgraph=True)(rows).equal(stage(rows))
+
+
+def test_absent_layer_called_by_number_raises(mesh):
+    module = Looping(nn.ModuleList, lambda layers, x: layers[0](x))
+    (stage,) = PipelineParallel(mesh, "pp", layers="layers", loss=None, microbatches=2).cut(module)
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        stage(torch.ones(1, WIDTH, dtype=torch.float64))
+    assert "(0): None" in repr(stage.layers)
+    assert len([*module.layers]) == LAYERS  # the module itself is not changed
+
+
+# ---- modules in two places ----
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"first": FIRST, "last": [*LAST, "tokens"]},
+        {"first": ["tokens", "places", "head.norm"], "last": LAST},
+        {"first": [*FIRST, "blocks.0"], "last": LAST},
+        {"first": [*FIRST, "blocks"], "last": LAST},
+    ],
+)
+def test_module_in_two_places_raises(mesh, places):
+    def build(**changes: Any) -> PipelineParallel:
+        return PipelineParallel(mesh, "pp", **{"layers": "blocks", **places, **changes}, loss=None, microbatches=2)
+
+    with pytest.raises(OptionsError, match="but a module is on one stage") as caught:
+        build()
+    call = str(caught.value).splitlines()[-1].strip().replace("PipelineParallel(..., ", "build(")
+    method = eval(call, {"build": build})
+    assert ([*method.first], [*method.last]) == ([*FIRST], [*LAST])
+
+
+# ---- tied weights ----
+
+
+def tied_in_different_shards() -> None:
+    with ProcessGroupMesh(pp=2, tp=2) as mesh:
+        stages = PipelineParallel(
+            mesh, "pp", layers="blocks", first=FIRST, last=LAST, loss=loss_of, microbatches=2, schedule="gpipe"
+        )
+        columns = {"tokens": ColwiseParallel(), "head": ColwiseParallel(output_layouts=Replicate())}
+        rows = {**columns, "tokens": RowwiseParallel(input_layouts=Replicate())}
+        model = TinyGPT(tied=True, vocabulary=16)  # as wide as it is high
+        for plan, one in ((columns, "[16, 8] [Shard(dim=1)]"), ({"head": columns["head"]}, "[16, 16] []")):
+            tensor = TensorParallel(mesh, "tp", plan={**BLOCK_PLAN, **plan})
+            text = f"tokens.weight is {one}, and head.weight is [8, 16] [Shard(dim=0)]."
+            with pytest.raises(MethodError, match=re.escape(text)):
+                compose(mesh, stages, tensor).apply(TinyGPT(tied=True, vocabulary=16))
+        compose(mesh, stages, TensorParallel(mesh, "tp", plan={**BLOCK_PLAN, **rows})).apply(model)
+
+
+def test_tied_ends_in_different_shards_raise():
+    world(4).run(tied_in_different_shards)
+
+
+# ---- experts ----
+
+
+def experts_distributed_twice() -> None:
+    with ProcessGroupMesh(pp=2, a=2, b=2) as mesh:
+        stages = PipelineParallel(mesh, "pp", layers="blocks", first=FIRST, last=LAST, loss=loss_of, microbatches=2)
+        both = compose(mesh, stages, ExpertParallel(mesh, "a"), ExpertParallel(mesh, "b"))
+        with pytest.raises(MethodError, match=r"(?s)another ExpertParallel has.*ExpertParallel\(mesh, '[ab]'\)"):
+            both.apply(expert_model())
+
+
+def test_two_methods_of_experts_in_a_pipeline_raise():
+    world(8).run(experts_distributed_twice)
