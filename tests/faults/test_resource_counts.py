@@ -2,8 +2,7 @@
 
 Four ranks run into one kind of fault again and again. Early and late, each counts its descriptors, its threads, the
 entries of torch's tables and the keys in the store, of which none may be more, and its resident memory, which may grow
-by MOST in TIMES faults: for each, by less than the 175 KiB of a group. `python -m tests.faults.chaos --part counts`
-does so for 500 cycles in which nothing fails.
+by MOST in TIMES faults: for each, by less than the 175 KiB of a group. In test_torch_hazards.py, nothing fails.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pgmesh import LifetimeError, MismatchError, MissingRanksError, ProcessGroupMesh
-from tests.support.board import losing_all_reduces
+from pgmesh import LifetimeError, MismatchError, ProcessGroupMesh
 from tests.support.worlds import check_sums, world
 
 # ---- release ----
@@ -55,23 +54,3 @@ def test_first_collective_of_different_meshes_sums_nothing():
         assert text.startswith("mesh 'actor' is not the same on all ranks:")
         assert "shape: [2, 1] on rank 0, [1, 2] on rank 1" in text
         assert mine == 1.0
-
-
-def lose_the_first_collective_twice() -> list[str]:
-    """The names of the mesh's group, before and after each loss."""
-    mesh = ProcessGroupMesh(dp=2, name="actor")
-    names = [mesh.group().group_name]
-    for _ in range(2):
-        with losing_all_reduces(), pytest.raises(MissingRanksError, match="was lost by design"):
-            mesh.connect()
-        dist.barrier()
-        names.append(mesh.group().group_name)
-    mesh.connect()
-    check_sums({"dp": (mesh.group(), mesh.ranks())})
-    return names
-
-
-def test_failed_group_is_created_under_another_name():
-    """The number behind it is that of the attempt, so all members have the same one."""
-    for first, second, third in world(2).run(lose_the_first_collective_twice):
-        assert (second, third) == (f"{first}.0", f"{first}.1")
