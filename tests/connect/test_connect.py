@@ -29,7 +29,7 @@ from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Raw, Read
 from tests.support.board import Fault, at_all_reduce, faults, key_of, writes
 from tests.support.fake_world import fake_rank
-from tests.support.faults import attempt, beat_fast, set_flag, wait_for_flag, wait_until
+from tests.support.faults import attempt, beat_fast, set_flag, wait_for_flag, wait_for_flags, wait_until
 from tests.support.logs import logged_lines
 from tests.support.resource_counts import count_with_keys, growth
 from tests.support.worlds import check_sums, fresh_world, groups_of, world
@@ -66,8 +66,7 @@ def count_operations(folder):
         wait_for_flag(Path(folder), f"came {last}")
 
     if mesh.rank == last:
-        for rank in range(last):
-            wait_for_flag(Path(folder), f"came {rank}")
+        wait_for_flags(Path(folder), "came", range(last))
         wait = Fault(writes("/decision"), after=wait_with_all, skip=len(families) - 1, in_caller=True)
     else:
         wait = Fault(reads_mesh_mismatch, before=wait_with_all, times=1, in_caller=True)

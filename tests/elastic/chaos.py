@@ -351,7 +351,8 @@ def test_random_faults_break_no_promise(number: int, tmp_path: Path):
         outcomes = own.outcomes(live, tmp_path, deadline=4 * DEADLINE)
         driver.join(DEADLINE)
     print(dict(driver.done), "to the next step:", driver.times)
-    assert not driver.trouble
+    print(*(f"rank {outcome.rank} {outcome.error}" for outcome in outcomes if outcome.error), sep="\n")
+    assert not driver.trouble, driver.trouble
     assert [path.read_text() for path in tmp_path.glob("wrong *")] == []
     results(outcomes, *driver.dead)
     meshes = {outcome.rank: outcome.result for outcome in outcomes if outcome.rank not in driver.dead | driver.stopped}

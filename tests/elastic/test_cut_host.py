@@ -19,6 +19,7 @@ from tests.support.faults import (
     read_result,
     set_flag,
     wait_for_flag,
+    wait_for_flags,
     write_result,
 )
 from tests.support.hosts import ranks_on, set_link
@@ -73,8 +74,7 @@ def step_until_fault(mesh: ProcessGroupMesh) -> None:
 @pytest.mark.parametrize("end", [0, 1], ids=["near end", "far end"])
 def test_mesh_shrinks_during_a_cut(hosts: tuple[str, str], tmp_path: Path, end: int) -> None:
     with ranks_on(hosts, 3, train, tmp_path) as ranks:
-        for rank in (*NEAR, *FAR):
-            wait_for_flag(tmp_path, f"ready {rank}")
+        wait_for_flags(tmp_path, "ready", (*NEAR, *FAR))
         cut = time.monotonic()
         set_link(hosts[end], "down")
         for rank in NEAR:
@@ -91,8 +91,7 @@ def test_mesh_shrinks_during_a_cut(hosts: tuple[str, str], tmp_path: Path, end: 
             assert failed.end - cut < 2 * TIMEOUT + 1.0 + SLACK
         set_link(hosts[end], "up")
         set_flag(tmp_path, "mended")
-        for rank in FAR:
-            wait_for_flag(tmp_path, f"stands by {rank}")
+        wait_for_flags(tmp_path, "stands by", FAR)
         ranks[VICTIM].kill()
         members, shrunk = read_result(tmp_path, f"mended {NEAR[0]}")
         (came,) = (rank for rank in members if rank in FAR)

@@ -13,7 +13,6 @@ import gc
 import os
 import random
 import signal
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -39,8 +38,10 @@ from tests.support.faults import (
     beat_fast,
     connect_and_beat,
     connect_and_check,
+    meanwhile,
     set_flag,
     wait_for_flag,
+    wait_for_flags,
     wait_until_waiting,
 )
 from tests.support.resource_counts import count_resources, growth
@@ -237,8 +238,7 @@ def send_signals(case: Case, folder: Path, pids: Sequence[int], store: int) -> N
         finally:
             if number == signal.SIGSTOP:
                 os.kill(pid, signal.SIGCONT)
-    for rank in case.alive:
-        wait_for_flag(folder, f"done {rank}")
+    wait_for_flags(folder, "done", case.alive)
     set_flag(folder, "over")
 
 
@@ -251,10 +251,8 @@ def run(case: Case, folder: Path) -> list[Outcome]:
         def act() -> None:
             struck.append(attempt(lambda: send_signals(case, folder, own.pids, store.process.pid or 0)))
 
-        actor = threading.Thread(target=act, daemon=True)
-        actor.start()
-        outcomes = own.outcomes(live_through, case, folder, deadline=150.0)
-        actor.join(5.0)
+        with meanwhile(act):
+            outcomes = own.outcomes(live_through, case, folder, deadline=150.0)
     assert [each.kind for each in struck] == [""], struck
     return outcomes
 

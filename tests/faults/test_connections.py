@@ -35,9 +35,11 @@ from tests.support.faults import (
     beat_fast_with_bystander,
     connect_and_check,
     kill_self,
+    meanwhile,
     results,
     set_flag,
     wait_for_flag,
+    wait_for_flags,
     wait_until,
 )
 from tests.support.proxy import Proxy
@@ -165,8 +167,7 @@ def one_lets_go(folder: Path, how: str) -> tuple[Attempt, float]:
     else:
         failed = attempt(lambda: None)
     set_flag(folder, f"out {mesh.rank}")
-    for rank in range(2):
-        wait_for_flag(folder, f"out {rank}")
+    wait_for_flags(folder, "out", range(2))
     check_sums(groups_of(bystander))
     if mesh.rank != 1:
         mesh.release() if how == "release" else mesh.close()
@@ -494,10 +495,8 @@ def test_rank_reconnects_after_store_connections_are_cut(tmp_path: Path, away: b
 
         with fresh_world(3, proxy) as own:
             own.run(dist.get_rank)
-            actor = threading.Thread(target=cut, daemon=True)
-            actor.start()
-            seen = results(own.outcomes(one_is_cut, tmp_path, proxy.port, away))
-            actor.join(WAIT_TIMEOUT)
+            with meanwhile(cut):
+                seen = results(own.outcomes(one_is_cut, tmp_path, proxy.port, away))
     for rank, (failed, again) in enumerate(seen):
         print(failed, failed.took, again)
         assert failed.kind == ("WorldError" if away and rank == 2 else "")

@@ -40,6 +40,7 @@ from tests.support.faults import (
     read_result,
     set_flag,
     wait_for_flag,
+    wait_for_flags,
     wait_until,
     write_result,
 )
@@ -96,8 +97,7 @@ def test_store_answers_soon_after_a_cut(
     hosts: tuple[str, str], set_state: Callable[[tuple[str, str], str], None], tmp_path: Path
 ) -> None:
     with ranks_on(hosts, 1, live, tmp_path):
-        for rank in range(2):
-            wait_for_flag(tmp_path, f"ready {rank}")
+        wait_for_flags(tmp_path, "ready", range(2))
         time.sleep(0.4)  # each host has acknowledged all packets: otherwise the other one would repeat some
         set_state(hosts, "down")
         set_flag(tmp_path, "cut")
@@ -144,13 +144,11 @@ def connect_while_cut(folder: Path) -> None:
 @pytest.mark.long
 def test_each_side_of_a_cut_goes_on(hosts: tuple[str, str], tmp_path: Path) -> None:
     with ranks_on(hosts, 2, connect_while_cut, tmp_path):
-        for rank in range(4):
-            wait_for_flag(tmp_path, f"ready {rank}")
+        wait_for_flags(tmp_path, "ready", range(4))
         set_link(hosts[0], "down")
         cut = time.monotonic()
         set_flag(tmp_path, "cut")
-        for rank in range(4):
-            wait_for_flag(tmp_path, f"done {rank}")
+        wait_for_flags(tmp_path, "done", range(4))
         set_link(hosts[0], "up")
         restored = time.monotonic()
         set_flag(tmp_path, "restored")

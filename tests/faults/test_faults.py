@@ -51,10 +51,14 @@ from tests.support.faults import (
     connect_and_check,
     die_at_each,
     kill_self,
+    meanwhile,
+    read_result,
     results,
     set_flag,
     wait_for_flag,
+    wait_for_flags,
     wait_until_waiting,
+    write_result,
 )
 from tests.support.logs import LogLine, logged_lines
 from tests.support.programs import send_signal
@@ -65,7 +69,7 @@ from tests.support.worlds import STARVED, World, check_sums, fresh_world, groups
 
 # ---- meshes and options that differ ----
 
-ALIKE = {"dp": 2, "tp": 2}
+ALIKE: dict[str, Any] = {"dp": 2, "tp": 2, "ranks": range(4)}
 DIFFER: dict[str, tuple[dict[str, Any], str]] = {
     "shape": ({"dp": 4, "tp": 1}, "shape: [2, 2] on ranks 0, 1, 2, [4, 1] on rank 3"),
     "axes": ({"dp": 2, "cp": 2}, "axes: ['dp', 'tp'] on ranks 0, 1, 2, ['dp', 'cp'] on rank 3"),
@@ -89,7 +93,7 @@ def differ() -> dict[str, tuple[Attempt, Attempt]]:
             mesh.configure(*mesh.axes, backend="cpu:gloo")
         if odd:
             wait_until_waiting(0, 1, 2)
-        failed = attempt(lambda mesh=mesh: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
+        failed = attempt(lambda mesh=mesh: mesh.connect(*mesh.axes, mesh.axes, timeout=LONG_TIMEOUT))
         check_sums(groups_of(bystander))
         mesh.close()
         right = ProcessGroupMesh(**ALIKE, name=mesh.name)
@@ -101,7 +105,7 @@ def differ() -> dict[str, tuple[Attempt, Attempt]]:
 
 @pytest.mark.fault("shape, axes, order of ranks or options differ")
 def test_mismatch_is_raised_on_all_arrived_ranks():
-    """A retry works at once. That the error takes at most 0.1 s on a free machine is in test_detection_latency.py."""
+    """Once, though several groups differ; a retry works at once. test_detection_latency.py has the exact time."""
     with fresh_world(4) as own:
         ranks = results(own.outcomes(differ))
     for what, (_, words) in DIFFER.items():
@@ -109,7 +113,7 @@ def test_mismatch_is_raised_on_all_arrived_ranks():
         for failed, again in (seen[what] for seen in ranks):
             print(failed, failed.end - came)
             assert failed.kind == "MismatchError"
-            assert words in failed.text
+            assert failed.text.count(words) == failed.text.count("is not the same on all ranks") == 1
             assert failed.end - came < 0.1 + SLACK
             assert not again.kind, again.text
 
@@ -391,8 +395,7 @@ def lost_on_one(folder: Path, release: bool) -> tuple[Attempt, Attempt]:
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
 
     def wait() -> None:
-        for rank in range(3):
-            wait_for_flag(folder, f"connected {rank}")
+        wait_for_flags(folder, "connected", range(3))
 
     with losing_all_reduces(before=wait) if mesh.rank == 3 else contextlib.nullcontext():
         failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
@@ -501,24 +504,22 @@ def lose_store(fn: Callable[..., Any], folder: Path, how: str, *args: Any) -> tu
     """
     gone = []
 
-    def go(pid: int) -> None:
-        for rank in range(4):
-            wait_for_flag(folder, f"ready {rank}")
+    def go() -> None:
+        wait_for_flags(folder, "ready", range(4))
         send_signal(pid, GOES[how])
         gone.append(time.monotonic())
         set_flag(folder, "gone")
-        for rank in range(4):
-            wait_for_flag(folder, f"done {rank}")
+        wait_for_flags(folder, "done", range(4))
         if how == "hangs":
             os.kill(pid, signal.SIGCONT)
         set_flag(folder, "over")
 
     with StoreProcess() as store, fresh_world(4, store) as own:
         own.run(dist.get_rank)
-        actor = threading.Thread(target=go, args=(store.process.pid,), daemon=True)
-        actor.start()
-        seen = results(own.outcomes(fn, folder, *args))
-        actor.join(WAIT_TIMEOUT)
+        pid = store.process.pid
+        assert pid is not None
+        with meanwhile(go):
+            seen = results(own.outcomes(fn, folder, *args))
     return seen, f"the store at 127.0.0.1:{store.port}", gone[0]
 
 
@@ -634,16 +635,13 @@ def test_stopped_rank_is_named_and_may_return(tmp_path: Path):
         wait_for_flag(tmp_path, "stop me")
         send_signal(pid, signal.SIGSTOP)
         set_flag(tmp_path, "stopped")
-        for rank in range(3):
-            wait_for_flag(tmp_path, f"done {rank}")
+        wait_for_flags(tmp_path, "done", range(3))
         os.kill(pid, signal.SIGCONT)
 
     with fresh_world(4) as own:
         own.run(dist.get_rank)
-        actor = threading.Thread(target=stop, args=(own.pids[3],), daemon=True)
-        actor.start()
-        seen = results(own.outcomes(one_is_stopped, tmp_path))
-        actor.join(WAIT_TIMEOUT)
+        with meanwhile(lambda: stop(own.pids[3])):
+            seen = results(own.outcomes(one_is_stopped, tmp_path))
     stopped = seen[3][2]
     assert not any(again.kind for _, again, _ in seen)
     assert not seen[3][0].kind  # it connects with the retry of the others
@@ -709,10 +707,8 @@ def test_signal_during_connect_is_named_on_peers(tmp_path: Path, how: str):
 
     with fresh_world(4) as own:
         own.run(dist.get_rank)
-        actor = threading.Thread(target=send, args=(own.pids[2],), daemon=True)
-        actor.start()
-        outcomes = own.outcomes(one_is_signalled, tmp_path, how)
-        actor.join(WAIT_TIMEOUT)
+        with meanwhile(lambda: send(own.pids[2])):
+            outcomes = own.outcomes(one_is_signalled, tmp_path, how)
     seen = results(outcomes, *([2] if how == "SIGTERM" else []))
     if how == "SIGTERM":
         assert outcomes[2].exitcode == -signal.SIGTERM
@@ -857,12 +853,11 @@ def end_or_connect(rank: int, port: int, folder: Path, _: int) -> None:
     mesh.connect("tp")
     if rank == 1:
         wait_until_waiting(0)
-        (folder / "ended").write_text(f"{time.monotonic()}")
+        write_result(folder, "ended", time.monotonic())
         atexit._run_exitfuncs()  # which interpreters do, and processes of multiprocessing do not
         return
     mesh.release("tp")  # a connected group is skipped
-    failed = attempt(lambda: mesh.connect("tp", timeout=LONG_TIMEOUT))
-    (folder / "failed").write_text(f"{failed.end} {failed.kind} {failed.text}")
+    write_result(folder, "failed", *attempt(lambda: mesh.connect("tp", timeout=LONG_TIMEOUT)))
 
 
 @pytest.mark.fault("a process ends without `close`")
@@ -873,11 +868,11 @@ def test_process_exit_after_connect_is_named_at_once(tmp_path: Path):
             ranks.start(rank, 0)
         ranks.join(2 * WAIT_TIMEOUT)
     assert [process.exitcode for process in ranks.all] == [0, 0]
-    end, kind, text = (tmp_path / "failed").read_text().split(maxsplit=2)
-    print(text)
-    assert kind == "MissingRanksError"
-    assert "rank 1: its process has exited" in text
-    assert float(end) - float((tmp_path / "ended").read_text()) < 1.0 + SLACK
+    failed = Attempt(*read_result(tmp_path, "failed"))
+    print(failed)
+    assert failed.kind == "MissingRanksError"
+    assert "rank 1: its process has exited" in failed.text
+    assert failed.end - read_result(tmp_path, "ended")[0] < 1.0 + SLACK
 
 
 # ---- groups and meshes that have ended ----

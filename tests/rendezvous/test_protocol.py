@@ -231,3 +231,16 @@ def test_either_all_addresses_are_used_or_none(encoded):
     else:
         assert store._address_unpublished
         assert not store.values
+
+
+def test_abort_counts_after_mismatch():
+    published = {"group/mismatch": Decision("mismatch", "options differ").pack().encode()}
+
+    def read(*reads: Read) -> list[Any]:
+        return [published.get(each.key) for each in reads]
+
+    store = polling(dist.HashStore())
+    store.values["0"] = b"address"  # it has read one, so it looks for refusals
+    assert store.read_refusal(read).kind == "mismatch"
+    published["mesh/mismatch"] = Decision("aborted", "mesh 'train' was aborted by rank 1").pack().encode()
+    assert store.read_refusal(read).text == "mesh 'train' was aborted by rank 1"

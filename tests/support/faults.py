@@ -9,8 +9,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -88,6 +89,23 @@ def set_flag(folder: Path, name: str) -> None:
 def wait_for_flag(folder: Path, name: str) -> None:
     """Wait until another process has created this file."""
     wait_until((folder / name).exists, f"flag {name}")
+
+
+def wait_for_flags(folder: Path, name: str, ranks: Iterable[int]) -> None:
+    """Wait until each of these ranks has created its file of this name."""
+    for rank in ranks:
+        wait_for_flag(folder, f"{name} {rank}")
+
+
+@contextmanager
+def meanwhile(act: Callable[[], object]) -> Iterator[None]:
+    """Call ``act`` in a thread during the block, and wait for its end."""
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join(WAIT_TIMEOUT)
 
 
 def write_result(folder: Path, name: str, *values: Any) -> None:
