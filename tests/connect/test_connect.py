@@ -22,7 +22,6 @@ from pgmesh import (
     LifetimeError,
     MissingRanksError,
     ProcessGroupMesh,
-    launch,
 )
 from pgmesh.groups import building
 from pgmesh.rendezvous import timing
@@ -240,32 +239,6 @@ def count_keys_left():
 def test_close_deletes_the_keys_of_connect():
     world(4).run(count_keys_left)  # the first time, each rank's key of what it does is new
     assert world(4).run(count_keys_left) == [{}] * 4
-
-
-def one_world_after_another(folder):
-    """On one store, which holds the keys of the earlier worlds: of open meshes, and final statuses."""
-    for i in range(3):
-        mesh = ProcessGroupMesh(dp=2, name="actor")
-        if i < 2:
-            mesh.connect(timeout=20)
-        assert "left the world" not in str(mesh.report())  # the other leaves only after the sums
-        check_sums({"dp": (mesh.group(), mesh.ranks())})
-        store = dist.distributed_c10d._get_default_store().underlying_store
-        dist.destroy_process_group()
-        set_flag(Path(folder), f"left {i} {mesh.rank}")
-        if mesh.rank == 0:  # torch itself would find its old addresses, and hang
-            wait_for_flag(Path(folder), f"left {i} 1")
-            assert all(store.delete_key(key) for key in store.list_keys() if "pgmesh" not in key)
-            set_flag(Path(folder), f"swept {i}")
-        wait_for_flag(Path(folder), f"swept {i}")
-        launch.join("gloo")
-
-
-@pytest.mark.fault("a second world in the same processes, on the same store")
-@pytest.mark.skipif(not hasattr(dist.TCPStore, "list_keys"), reason="this torch cannot list the keys of its own groups")
-def test_second_world_on_the_same_store_connects(tmp_path):
-    with fresh_world(2) as own:
-        own.run(one_world_after_another, str(tmp_path))
 
 
 def test_connect_in_fake_world_costs_no_operation():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import threading
 import time
@@ -11,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from pgmesh import WorldError
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.client import CallClient
-from pgmesh.rendezvous.operations import Read
 from pgmesh.rendezvous.protocol import Participant
 from pgmesh.rendezvous.statuses import Statuses
 from pgmesh.rendezvous.store_thread import StoreThread
@@ -74,32 +71,3 @@ def test_slow_store_is_not_reported_as_silent(store_thread: StoreThread):
     assert decision is not None
     assert decision.kind == "missing"
     assert "ranks 1, 2, 3" in decision.text
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_forked_child_stops_waiting_for_the_store(store_thread: StoreThread):
-    children: list[int] = []
-    parent = os.getpid()
-    before = signal.signal(signal.SIGUSR1, lambda *_: children.append(os.fork()))
-
-    def fork() -> None:
-        os.kill(parent, signal.SIGUSR1)
-        end = time.monotonic() + LONG
-        while not children and time.monotonic() < end:
-            time.sleep(0.001)
-
-    try:
-        with faults(Fault(before=fork)):
-            store_thread.run(Read("x"), seconds=LONG)
-    except WorldError:
-        os._exit(7 if os.getpid() != parent else 1)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-        if os.getpid() != parent:
-            os._exit(1)
-    end = time.monotonic() + LONG
-    while (ended := os.waitpid(children[0], os.WNOHANG))[0] == 0:
-        if time.monotonic() > end:
-            os.kill(children[0], signal.SIGKILL)
-        time.sleep(0.01)
-    assert os.waitstatus_to_exitcode(ended[1]) == 7

@@ -95,8 +95,8 @@ def test_unread_status_is_not_called_absent():
 # -- circles ----------------------------------------------------------------------------------------------------------
 
 
-def waits(group: str, missing: int, mesh: str = "mesh 'm'", name: str = "") -> PendingConnect:
-    return PendingConnect(name or f"{group}/0", f"group {group}", mesh, "0, 1", "train.py:7", (missing,))
+def waits(group: str, missing: int) -> PendingConnect:
+    return PendingConnect(f"{group}/0", f"group {group}", "mesh 'm'", "0, 1", "train.py:7", (missing,))
 
 
 def test_circle_text_begins_at_the_lowest_rank():
@@ -119,20 +119,14 @@ def test_rank_that_awaits_a_circle_is_outside():
 # -- the store of backends --------------------------------------------------------------------------------------------
 
 
-def run(store: dist.Store, *operations: Operation, seconds: float = 0.0) -> list[Any]:
-    """Perform operations in the calling thread."""
-    return [perform(store, operation) for operation in operations]
-
-
 class DirectThread:
     """A store thread that performs operations in the calling thread."""
 
     def __init__(self, store: dist.Store) -> None:
-        self.store, self.timeouts = store, list[float]()
+        self.store = store
 
     def run(self, *operations: Operation, seconds: float) -> list[Any]:
-        self.timeouts.append(seconds)
-        return run(self.store, *operations)
+        return [perform(self.store, operation) for operation in operations]
 
     def set_status(self, activity: str) -> None:
         pass
@@ -142,25 +136,17 @@ class DirectThread:
 
 
 def polling(
-    store: dist.Store,
-    mine: Fingerprint | None = None,
-    *,
-    ranks=(4, 6, 9),
-    seconds=0.1,
-    addresses=True,
-    key_prefix=lambda: "group",
-    **more: Any,
+    store: dist.Store, mine: Fingerprint | None = None, *, ranks: tuple[int, ...] = (4, 6, 9), addresses: bool = True
 ) -> PollingStore:
     thread: Any = DirectThread(store)
     return PollingStore(
         lambda: thread,
-        key_prefix,
+        lambda: "group",
         mine or fingerprint(),
         ranks,
-        timedelta(seconds=seconds),
+        timedelta(seconds=0.1),
         refusal_keys=lambda: ("group/mismatch", "mesh/mismatch"),
         addresses=addresses,
-        **more,
     )
 
 
@@ -173,7 +159,7 @@ def test_address_is_published_once_its_rank_waits():
     threading.Timer(0.05, lambda: two.get("a/0")).start()
     assert one.get("a/1") == b"there"
     assert two.get("a/0") == b"here"
-    assert run(store, Read("group/a/0"))[0] == fingerprint(4).encoded + SEPARATOR + b"here"
+    assert perform(store, Read("group/a/0")) == fingerprint(4).encoded + SEPARATOR + b"here"
 
 
 def test_reader_of_an_address_checks_its_fingerprint():
