@@ -75,6 +75,7 @@ def abort_while_sending(folder: Path) -> float | None:
     mesh.abort("the other rank is stopped")
     took = time.monotonic() - start
     assert not work.is_completed(), "this test is for a collective that is not over"
+    set_flag(folder, "aborted")
     return took
 
 
@@ -83,6 +84,8 @@ def test_abort_returns_while_a_broadcast_is_blocked(tmp_path: Path):
         wait_for_flag(tmp_path, "ready")
         own.kill(1, signal.SIGSTOP)
         set_flag(tmp_path, "stopped")
+        wait_for_flag(tmp_path, "aborted")
+        own.kill(1, signal.SIGKILL)
 
     with StoreProcess() as store, fresh_world(2, store) as own, meanwhile(lambda: stop(own)):
         outcomes = own.outcomes(abort_while_sending, tmp_path, deadline=3 * TIMEOUT)

@@ -156,7 +156,7 @@ def test_stopped_rank_retries_after_it_continues():
 def test_random_programs_of_more_ranks_with_faults(ranks):
     chance = random.Random(13)
     faults = Faults(crashes=1, deadlines=1, long_times=1, warns=True)
-    for _ in range(7):
+    for _ in range(4):
         walk(random_programs(chance, ranks), faults, 15, chance)
 
 

@@ -175,15 +175,12 @@ def test_wait_inside_torch_delays_no_later_operation():
         thread = StoreThread(client, "the store", 0, 2, set())
         thread.run(CompareSet("key", "value"), seconds=LONG)
 
-        def wait() -> None:
-            with contextlib.suppress(dist.DistStoreError):
-                client.wait(["a key that nobody sets"], timedelta(seconds=3.0))
-
-        waiting = threading.Thread(target=wait)
+        waiting = threading.Thread(target=client.wait, args=(["a key"], timedelta(seconds=LONG)))
         waiting.start()
         time.sleep(0.1)
         assert thread.run(Read("key"), seconds=LONG) == [b"value"]
         assert waiting.is_alive()
+        dist.TCPStore("127.0.0.1", store.port, is_master=False).set("a key", "")
         waiting.join()
         thread.stop()
 
