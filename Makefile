@@ -12,6 +12,8 @@ GPU_PYTHON ?= $(RUN)
 TORCH ?= 2.15.0
 TORCH_VENV = .venv-torch-$(TORCH)
 TORCH_RUN = $(TORCH_VENV)/bin/python
+# What decides the moments and victims of `make chaos`.
+SEED ?= $(shell date +%s)
 # The checkout of pytorch of `make test-upstream`, near the version of torch in .ci/constraints.txt; test/ is enough.
 PYTORCH ?=
 # What pytest runs in these two, such as tests/groups/test_groups.py, or "-k sharded"; all of it unless given.
@@ -71,10 +73,10 @@ test-launchers: $(VENV)/dev  ## torchrun, srun, mpirun and mpiexec themselves, f
 	$(RUN) -m tests.launchers
 
 chaos: $(VENV)/dev           ## every fault at every moment, ranks lost by a mesh, the models of both protocols, 500 random compositions, and mutations of promises
-	$(RUN) -m tests.rendezvous.model --minutes 1
-	$(RUN) -m tests.elastic.model --minutes 1
-	$(LOCAL) $(RUN) -m tests.elastic.chaos --kills 100
-	$(LOCAL) $(RUN) -m tests.faults.chaos --minutes 5
+	PGMESH_SEED=$(SEED) $(RUN) -m pytest -q -n 2 -m long -k random tests/rendezvous/test_model.py tests/elastic/test_model.py
+	$(LOCAL) PGMESH_SEED=$(SEED) $(RUN) -m pytest -q tests/elastic/chaos.py
+	$(LOCAL) PGMESH_SEED=$(SEED) $(RUN) -m pytest -q -n 3 tests/faults/chaos.py
+	$(LOCAL) PGMESH_SEED=$(SEED) PGMESH_STARVED=4 $(RUN) -m pytest -q -n 4 -k 'test_faults or starved' tests/faults/test_faults.py tests/faults/chaos.py
 	$(QUIET) $(RUN) -m tests.parallel.random_compositions --count 500
 	$(LOCAL) $(RUN) -m tests.mutations
 

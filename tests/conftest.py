@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from collections.abc import Iterator
@@ -12,6 +13,9 @@ import torch.distributed as dist
 from hypothesis import settings
 
 from pgmesh.rendezvous.store_thread import StoreThread
+from tests.support.faults import busy_processes
+from tests.support.hosts import NoHostsError, two_hosts
+from tests.support.worlds import STARVED
 
 TESTS = Path(__file__).parent
 
@@ -56,11 +60,25 @@ def store_thread() -> Iterator[StoreThread]:
     thread.stop()
 
 
+@pytest.fixture
+def hosts() -> Iterator[tuple[str, str]]:
+    """Two hosts, on this machine; skips the test where that is not possible."""
+    try:
+        with two_hosts() as names:
+            yield names
+    except NoHostsError as error:
+        pytest.skip(str(error))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the default of torch 2.13; torch 2.9 records nothing
     fixed = config.getoption("hypothesis_seed") is None
     settings.register_profile("pgmesh", derandomize=fixed, deadline=None, database=None, print_blob=True)
     settings.load_profile("pgmesh")
+    if STARVED and not hasattr(config, "workerinput"):
+        busy = contextlib.ExitStack()
+        busy.enter_context(busy_processes(int(os.environ["PGMESH_STARVED"])))
+        config.add_cleanup(busy.close)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

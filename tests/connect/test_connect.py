@@ -9,9 +9,7 @@ import os
 import re
 import signal
 import socket
-import sys
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 from unittest import mock
@@ -21,19 +19,16 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import (
-    AxisError,
     LifetimeError,
-    MismatchError,
     MissingRanksError,
     ProcessGroupMesh,
-    launch,
 )
 from pgmesh.groups import building
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Raw, Read
-from tests.support.board import Fault, at_all_reduce, faults, key_of, raises, writes
+from tests.support.board import Fault, at_all_reduce, faults, key_of, writes
 from tests.support.fake_world import fake_rank
-from tests.support.faults import attempt, beat_fast, set_flag, wait_for_flag, wait_until
+from tests.support.faults import attempt, beat_fast, set_flag, wait_for_flag, wait_for_flags, wait_until
 from tests.support.logs import logged_lines
 from tests.support.resource_counts import count_with_keys, growth
 from tests.support.worlds import check_sums, fresh_world, groups_of, world
@@ -50,6 +45,7 @@ def connect_in_any_order():
     return str(connected)
 
 
+@pytest.mark.fault("ranks ask for groups in different orders")
 def test_connect_succeeds_with_axes_in_any_order():
     for text in world(8).run(connect_in_any_order):
         *lines, operations = text.splitlines()
@@ -69,8 +65,7 @@ def count_operations(folder):
         wait_for_flag(Path(folder), f"came {last}")
 
     if mesh.rank == last:
-        for rank in range(last):
-            wait_for_flag(Path(folder), f"came {rank}")
+        wait_for_flags(Path(folder), "came", range(last))
         wait = Fault(writes("/decision"), after=wait_with_all, skip=len(families) - 1, in_caller=True)
     else:
         wait = Fault(reads_mesh_mismatch, before=wait_with_all, times=1, in_caller=True)
@@ -143,30 +138,6 @@ def test_connect_succeeds_after_send_between_two_members():
         tp = asked.pop(("tp",))
         assert tp >= 2 if rank % 4 < 2 else tp == 0
         assert asked == {("dp",): 0, ("dp", "tp"): 0}
-
-
-def interrupt_after_decision():
-    """Ctrl-C reaches rank 1 when the others have decided, and before it begins its first collective."""
-    mesh = ProcessGroupMesh(dp=4)
-    start = time.monotonic()
-    with at_all_reduce(before=raises(KeyboardInterrupt())) if mesh.rank == 1 else contextlib.nullcontext():
-        try:
-            mesh.connect(timeout=20)
-            first = ""
-        except (KeyboardInterrupt, MissingRanksError) as error:
-            first = f"{type(error).__name__} {error}"
-    took = time.monotonic() - start
-    dist.barrier()
-    mesh.connect()
-    check_sums({"dp": (mesh.group(), range(4))})
-    return first, took
-
-
-def test_interrupt_after_decision_reaches_all_members():
-    for rank, (first, took) in enumerate(world(4).run(interrupt_after_decision)):
-        assert first.startswith("KeyboardInterrupt" if rank == 1 else "MissingRanksError"), first
-        assert rank == 1 or "rank 1 stopped connecting at test_connect.py" in first
-        assert took < 10
 
 
 def begin_late_on_rank_1(folder):
@@ -270,48 +241,9 @@ def test_close_deletes_the_keys_of_connect():
     assert world(4).run(count_keys_left) == [{}] * 4
 
 
-def one_world_after_another(folder):
-    """On one store, which holds the keys of the earlier worlds: of open meshes, and final statuses."""
-    for i in range(3):
-        mesh = ProcessGroupMesh(dp=2, name="actor")
-        if i < 2:
-            mesh.connect(timeout=20)
-        assert "left the world" not in str(mesh.report())  # the other leaves only after the sums
-        check_sums({"dp": (mesh.group(), mesh.ranks())})
-        store = dist.distributed_c10d._get_default_store().underlying_store
-        dist.destroy_process_group()
-        set_flag(Path(folder), f"left {i} {mesh.rank}")
-        if mesh.rank == 0:  # torch itself would find its old addresses, and hang
-            wait_for_flag(Path(folder), f"left {i} 1")
-            assert all(store.delete_key(key) for key in store.list_keys() if "pgmesh" not in key)
-            set_flag(Path(folder), f"swept {i}")
-        wait_for_flag(Path(folder), f"swept {i}")
-        launch.join("gloo")
-
-
-@pytest.mark.fault("a second world in the same processes, on the same store")
-@pytest.mark.skipif(not hasattr(dist.TCPStore, "list_keys"), reason="this torch cannot list the keys of its own groups")
-def test_second_world_on_the_same_store_connects(tmp_path):
-    with fresh_world(2) as own:
-        own.run(one_world_after_another, str(tmp_path))
-
-
 def test_connect_in_fake_world_costs_no_operation():
     with fake_rank(3, 64):
         assert ProcessGroupMesh(dp=8, tp=8).connect().operations == 0
-
-
-def unknown_axis():
-    mesh = ProcessGroupMesh(dp=2, tp=2)
-    if mesh.rank == 1:
-        with pytest.raises(AxisError, match="Did you mean 'tp'"):
-            mesh.connect("dp", "pt")
-    mesh.connect("dp", "tp", timeout=20)
-    check_sums(groups_of(mesh))
-
-
-def test_connect_succeeds_after_unknown_axis():
-    world(4).run(unknown_axis)
 
 
 # ---- first collectives without connect ----
@@ -344,24 +276,6 @@ def test_long_first_collective_logs_the_missing_rank(tmp_path):
     assert re.match(r"this rank is in all_reduce \(collective 1\) of group tp of mesh 'watched' for \d+ s: ", lines[0])
     assert "rank 1 did not reach the first collective" in lines[0]
     assert "pgmesh-store" not in threads  # which may not wait for a handler
-
-
-def use_different_options():
-    mesh = ProcessGroupMesh(dp=2, tp=2, name="apart")
-    mesh.configure("tp", timeout=20 + mesh.rank)
-    start = time.monotonic()
-    with pytest.raises(MismatchError) as caught:  # the first rank has created its group, and waits in its collective
-        dist.all_reduce(torch.ones(1), group=mesh.group("tp"))
-    took = time.monotonic() - start
-    check_sums({"dp": (mesh.group("dp"), mesh.ranks("dp"))})
-    return took, str(caught.value)
-
-
-def test_first_collective_with_different_options_fails_early():
-    for rank, (took, text) in enumerate(world(4).run(use_different_options)):
-        pair = (20.0, 21.0) if rank < 2 else (22.0, 23.0)
-        assert all(f"{value} on rank" in text for value in pair)
-        assert took < 10
 
 
 def time_out_once(folder):
@@ -417,37 +331,6 @@ def test_report_shows_groups_and_statuses_of_others():
         assert stats.groups == 2 == stats.communicators
         assert stats.operations > 3
         assert 0 < stats.making < 5
-
-
-def report_while_hanging(folder):
-    mesh = ProcessGroupMesh(dp=4, name="hangs")
-    total = torch.tensor([2.0**mesh.rank])
-    printed = Path(folder, "printed")
-    if mesh.rank == 0:
-        read, write = os.pipe()
-        stderr, sys.stderr = sys.stderr, os.fdopen(write, "w")
-        mesh.report_on(signal.SIGUSR1)
-        receiver = os.fdopen(read)
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-
-        def listen():
-            printed.write_text(receiver.readline())
-
-        listener = threading.Thread(target=listen)
-        listener.start()
-    else:
-        wait_for_flag(Path(folder), "printed")
-    dist.all_reduce(total, group=mesh.group("dp"))  # rank 0 waits in C++, where Python's own handlers do not run
-    if mesh.rank == 0:
-        listener.join(10)
-        sys.stderr = stderr
-    assert total.item() == 15
-    return printed.read_text()
-
-
-def test_signal_prints_report_during_a_collective(tmp_path):
-    said = world(4).run(report_while_hanging, str(tmp_path))[0]
-    assert said == "rank 0 of ProcessGroupMesh(dp=4, name='hangs') holds 1 group:\n"
 
 
 def report_with_earlier_descriptor():

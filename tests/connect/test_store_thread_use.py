@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import threading
 import time
@@ -11,12 +10,9 @@ from typing import Any
 
 import pytest
 
-from pgmesh import WorldError
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.client import CallClient
-from pgmesh.rendezvous.operations import Add, CompareSet, Read
 from pgmesh.rendezvous.protocol import Participant
-from pgmesh.rendezvous.records import Decision
 from pgmesh.rendezvous.statuses import Statuses
 from pgmesh.rendezvous.store_thread import StoreThread
 from tests.support.board import Fault, FaultyBoard, faults, raises, slow_store
@@ -34,21 +30,6 @@ def participant(client: CallClient, members: int) -> Participant:
 def stopped_store(stopped: threading.Event) -> contextlib.AbstractContextManager[FaultyBoard]:
     """A store that answers nothing until an event."""
     return faults(Fault(before=lambda: stopped.wait(LONG)))
-
-
-def test_interrupt_during_queued_batch_is_published(store_thread: StoreThread):
-    waiting = participant(CallClient(store_thread, LONG), 2)
-    interrupt = Fault(before=lambda: os.kill(os.getpid(), signal.SIGINT), times=1)
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores the signal
-    try:
-        with faults(interrupt), pytest.raises(KeyboardInterrupt):
-            waiting.connect()
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    (text,) = store_thread.run(Read("group/0/decision"), seconds=LONG)
-    decision = Decision.unpack("", text)
-    assert decision.kind == "missing"
-    assert "rank 0 stopped connecting at train.py:0: KeyboardInterrupt" in decision.text
 
 
 def test_second_interrupt_is_raised_at_once(store_thread: StoreThread):
@@ -80,18 +61,6 @@ def test_interrupt_waits_briefly_for_a_stopped_store(store_thread: StoreThread):
     assert client.timeout() == timing.TIMING.interrupted_answer
 
 
-def test_connect_fails_at_deadline_with_stopped_store(store_thread: StoreThread):
-    stopped = threading.Event()
-    start = time.monotonic()
-    with (
-        stopped_store(stopped),
-        pytest.raises(WorldError, match=r"the store at nowhere did not answer for 0\.[678] s"),
-    ):
-        participant(CallClient(store_thread, 0.6), 2).connect()
-    stopped.set()
-    assert time.monotonic() - start < LONG / 2
-
-
 def test_slow_store_is_not_reported_as_silent(store_thread: StoreThread):
     """Forty ranks are missing, and each of their statuses takes 30 ms: longer than the time for one answer."""
     client = CallClient(store_thread, 1.0)
@@ -102,38 +71,3 @@ def test_slow_store_is_not_reported_as_silent(store_thread: StoreThread):
     assert decision is not None
     assert decision.kind == "missing"
     assert "ranks 1, 2, 3" in decision.text
-
-
-def test_call_client_counts_its_operations(store_thread: StoreThread):
-    client = CallClient(store_thread, LONG)
-    assert client.run(Add("count"), Read("count"), CompareSet("key", "value")) == [1, b"1", b"value"]
-    assert client.operations == 3
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_forked_child_stops_waiting_for_the_store(store_thread: StoreThread):
-    children: list[int] = []
-    parent = os.getpid()
-    before = signal.signal(signal.SIGUSR1, lambda *_: children.append(os.fork()))
-
-    def fork() -> None:
-        os.kill(parent, signal.SIGUSR1)
-        end = time.monotonic() + LONG
-        while not children and time.monotonic() < end:
-            time.sleep(0.001)
-
-    try:
-        with faults(Fault(before=fork)):
-            store_thread.run(Read("x"), seconds=LONG)
-    except WorldError:
-        os._exit(7 if os.getpid() != parent else 1)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-        if os.getpid() != parent:
-            os._exit(1)
-    end = time.monotonic() + LONG
-    while (ended := os.waitpid(children[0], os.WNOHANG))[0] == 0:
-        if time.monotonic() > end:
-            os.kill(children[0], signal.SIGKILL)
-        time.sleep(0.01)
-    assert os.waitstatus_to_exitcode(ended[1]) == 7

@@ -7,7 +7,6 @@ raises at the timeout of its group, and the others wait for it in ``shrink``.
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -16,7 +15,17 @@ import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
 from pgmesh.launch import StoreProcess
-from tests.support.faults import LONG_TIMEOUT, SLACK, Attempt, attempt, beat_fast, results, set_flag, wait_for_flag
+from tests.support.faults import (
+    LONG_TIMEOUT,
+    SLACK,
+    Attempt,
+    attempt,
+    beat_fast,
+    meanwhile,
+    results,
+    set_flag,
+    wait_for_flag,
+)
 from tests.support.worlds import World, check_sums, fresh_world, groups_of
 
 TIMEOUT = 4.0  # seconds, of the groups
@@ -66,6 +75,7 @@ def abort_while_sending(folder: Path) -> float | None:
     mesh.abort("the other rank is stopped")
     took = time.monotonic() - start
     assert not work.is_completed(), "this test is for a collective that is not over"
+    set_flag(folder, "aborted")
     return took
 
 
@@ -74,12 +84,11 @@ def test_abort_returns_while_a_broadcast_is_blocked(tmp_path: Path):
         wait_for_flag(tmp_path, "ready")
         own.kill(1, signal.SIGSTOP)
         set_flag(tmp_path, "stopped")
+        wait_for_flag(tmp_path, "aborted")
+        own.kill(1, signal.SIGKILL)
 
-    with StoreProcess() as store, fresh_world(2, store) as own:
-        thread = threading.Thread(target=stop, args=(own,), daemon=True)
-        thread.start()
+    with StoreProcess() as store, fresh_world(2, store) as own, meanwhile(lambda: stop(own)):
         outcomes = own.outcomes(abort_while_sending, tmp_path, deadline=3 * TIMEOUT)
-        thread.join(LONG_TIMEOUT.total_seconds())
     (took,) = results(outcomes, 1)
     print(took)
     assert took < 1.0 + SLACK
@@ -94,13 +103,8 @@ def test_send_to_killed_rank_fails_within_timeout(tmp_path: Path):
         time.sleep(0.5)  # until the buffers are full; if they are not, the rank raises at once
         own.kill(1, signal.SIGKILL)
 
-    with StoreProcess() as store, fresh_world(3, store) as own:
-        thread = threading.Thread(target=stop_and_kill, args=(own,), daemon=True)
-        thread.start()
-        try:
-            seen = results(own.outcomes(send_or_wait, tmp_path), 1)
-        finally:
-            thread.join(LONG_TIMEOUT.total_seconds())
+    with StoreProcess() as store, fresh_world(3, store) as own, meanwhile(lambda: stop_and_kill(own)):
+        seen = results(own.outcomes(send_or_wait, tmp_path), 1)
     assert len(seen) == 2
     for failed, mesh in seen:
         print(failed, failed.took)

@@ -15,10 +15,14 @@ from tests.support.faults import (
     NAMED,
     SLACK,
     WAIT_TIMEOUT,
+    Attempt,
     attempt,
     beat_fast,
+    read_result,
     set_flag,
     wait_for_flag,
+    wait_for_flags,
+    write_result,
 )
 from tests.support.rank_processes import RankProcesses
 from tests.support.worlds import check_sums, groups_of
@@ -40,8 +44,7 @@ def wait_in_connect(rank: int, port: int, folder: Path, watches: int) -> None:
         mesh.abort_when_lost()
     set_flag(folder, f"connects {rank}")
     failed = attempt(lambda: mesh.connect(*(mesh.axes if watches else ()), mesh.axes, timeout=LONG_TIMEOUT))
-    (folder / f"part {rank}").write_text(f"{time.monotonic()} {failed.text}")
-    (folder / f"part {rank}").rename(folder / f"failed {rank}")
+    write_result(folder, f"failed {rank}", *failed)
 
 
 @pytest.mark.fault("a member dies after it arrived, while another is late")
@@ -50,17 +53,15 @@ def test_dead_rank_is_named_while_another_never_starts(tmp_path: Path, watches: 
     with RankProcesses(wait_in_connect, tmp_path) as ranks:
         for rank in (0, DIES, 3):
             ranks.start(rank, watches)
-        for rank in (0, DIES, 3):
-            wait_for_flag(tmp_path, f"connects {rank}")
+        wait_for_flags(tmp_path, "connects", (0, DIES, 3))
         time.sleep(3 * BEAT)  # so that each rank has arrived, and its heartbeats were read
         ranks.newest[DIES].kill()
         killed = time.monotonic()
         for rank in (0, 3):
-            wait_for_flag(tmp_path, f"failed {rank}")
-            failed_at, text = (tmp_path / f"failed {rank}").read_text().split(maxsplit=1)
-            print(f"{float(failed_at) - killed:.2f} s: {text}")
-            assert f"rank {DIES} has ended: its listener at 127.0.0.1:" in text
-            assert float(failed_at) - killed < NAMED + (2 * BEAT if watches else 0.0) + SLACK
+            failed = Attempt(*read_result(tmp_path, f"failed {rank}"))
+            print(f"{failed.end - killed:.2f} s: {failed}")
+            assert f"rank {DIES} has ended: its listener at 127.0.0.1:" in failed.text
+            assert failed.end - killed < NAMED + (2 * BEAT if watches else 0.0) + SLACK
 
 
 def train_with_spares(rank: int, port: int, folder: Path, _: int) -> None:
@@ -75,27 +76,23 @@ def train_with_spares(rank: int, port: int, folder: Path, _: int) -> None:
     else:
         set_flag(folder, f"ready {rank}")
         mesh = mesh.stand_by(timeout=LONG_TIMEOUT)
-    (folder / f"part {rank}").write_text(f"{mesh.shrunk}")
-    (folder / f"part {rank}").rename(folder / f"shrunk {rank}")
     mesh.connect(timeout=LONG_TIMEOUT)
     check_sums(groups_of(mesh))
-    set_flag(folder, f"connected {rank}")
+    write_result(folder, f"connected {rank}", str(mesh.shrunk))
 
 
 def test_spare_that_was_killed_is_passed_over(tmp_path: Path):
     with RankProcesses(train_with_spares, tmp_path) as ranks:
         for rank in range(4):
             ranks.start(rank, 0)
-        for rank in range(4):
-            wait_for_flag(tmp_path, f"ready {rank}")
+        wait_for_flags(tmp_path, "ready", range(4))
         time.sleep(3 * BEAT)  # so that the spares have arrived
         for rank in (2, 1):
             ranks.newest[rank].kill()
             ranks.newest[rank].join()
         set_flag(tmp_path, "shrink")
         for rank in (0, 3):
-            wait_for_flag(tmp_path, f"connected {rank}")
-            text = (tmp_path / f"shrunk {rank}").read_text()
+            (text,) = read_result(tmp_path, f"connected {rank}")
             print(text)
             assert "rank 3 came in the place of rank 1" in text
             how = "in" if rank == 0 else "after standing by for"

@@ -27,6 +27,7 @@ from tests.elastic.model.programs import (
     with_spare,
 )
 from tests.elastic.model.space import ShrinkSpace
+from tests.support.faults import SEED
 from tests.support.model.space import MANY, NO_FAULTS, Faults, Mutant, check
 
 STOPPED = Faults(silences=1, long_times=1)
@@ -138,6 +139,14 @@ def test_random_programs_agree():
     for _ in range(12):
         programs, faults, more = random_programs(chance)
         walk(programs, faults, 20, **more)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(12))
+def test_random_programs_agree_in_every_order(number: int):
+    programs, faults, more = random_programs(random.Random(f"{SEED} {number}"))
+    explore(programs, faults, 20_000, **more)
+    walk(programs, faults, 30, **more)
 
 
 # -- the checker ------------------------------------------------------------------------------------------------------

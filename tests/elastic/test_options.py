@@ -10,7 +10,15 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh, torch_private
-from tests.support.faults import LONG_TIMEOUT, attempt, beat_fast, kill_self, results, set_flag, wait_for_flag
+from tests.support.faults import (
+    LONG_TIMEOUT,
+    attempt,
+    beat_fast,
+    kill_self,
+    results,
+    set_flag,
+    wait_for_flags,
+)
 from tests.support.worlds import check_sums, fresh_world, groups_of
 
 
@@ -26,8 +34,7 @@ def shrink_configured(folder: Path) -> list[timedelta | None]:
         mesh.connect(timeout=LONG_TIMEOUT)
         set_flag(folder, f"connected {mesh.rank}")
         if mesh.rank == 1:
-            for rank in range(4):
-                wait_for_flag(folder, f"connected {rank}")
+            wait_for_flags(folder, "connected", range(4))
             kill_self(signal.SIGKILL)
         attempt(lambda: [dist.all_reduce(torch.ones(1), group=mesh.group("tp")) for _ in range(10**6)])
         mesh = mesh.shrink(spares=[4], timeout=LONG_TIMEOUT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,16 +16,19 @@ from tests.support.faults import (
     BEAT,
     LONG_TIMEOUT,
     SLACK,
-    WAIT_TIMEOUT,
     Attempt,
     H,
     attempt,
     beat_fast,
+    meanwhile,
+    read_result,
     results,
     set_flag,
     stopped,
     wait_for_flag,
+    wait_for_flags,
     wait_until,
+    write_result,
 )
 from tests.support.rank_processes import RankProcesses
 from tests.support.worlds import check_sums, fresh_world, groups_of
@@ -39,12 +41,8 @@ def in_world(fn: Callable[..., Attempt], folder: Path, act: Callable[[int, Seque
     with StoreProcess() as store, fresh_world(4, store) as own:
         store_pid = store.process.pid
         assert store_pid is not None
-        thread = threading.Thread(target=act, args=(store_pid, own.pids), daemon=True)
-        thread.start()
-        try:
+        with meanwhile(lambda: act(store_pid, own.pids)):
             return results(own.outcomes(fn, folder))
-        finally:
-            thread.join(WAIT_TIMEOUT)
 
 
 def steps_of(folder: Path, rank: int) -> int:
@@ -118,8 +116,7 @@ def connect_while_suspended(folder: Path) -> Attempt:
 @pytest.mark.fault("all ranks of a job are suspended and continued")
 def test_connect_survives_suspended_machine(tmp_path: Path):
     def suspend(_: int, ranks: Sequence[int]) -> None:
-        for rank in range(4):
-            wait_for_flag(tmp_path, f"connects {rank}")
+        wait_for_flags(tmp_path, "connects", range(4))
         time.sleep(2 * BEAT)
         with stopped(ranks):
             time.sleep(LONGER_THAN_H)
@@ -152,8 +149,7 @@ def test_abort_during_store_pause_reaches_all(tmp_path: Path, seconds: float):
     """The pause is counted from the abort on."""
 
     def pause(store: int, _: Sequence[int]) -> None:
-        for rank in range(4):
-            wait_for_flag(tmp_path, f"connected {rank}")
+        wait_for_flags(tmp_path, "connected", range(4))
         with stopped([store]):
             set_flag(tmp_path, "paused")
             wait_for_flag(tmp_path, "aborted")
@@ -183,8 +179,7 @@ def abort_and_exit(rank: int, port: int, folder: Path, number: int) -> None:
         dist.destroy_process_group()
         return
     failed = attempt(lambda: wait_until(lambda: mesh.group_of([1, 2]) is None, "an error of the mesh"))
-    (folder / f"part {rank}").write_text(failed.text)
-    (folder / f"part {rank}").rename(folder / f"failed {rank}")
+    write_result(folder, f"failed {rank}", *failed)
 
 
 @pytest.mark.fault("`abort()` during a pause of the store, or just before the process exits")
@@ -193,12 +188,10 @@ def test_abort_before_exit_reaches_others(tmp_path: Path):
     with RankProcesses(abort_and_exit, tmp_path) as ranks:
         for rank in range(3):
             ranks.start(rank, 0)
-        for rank in range(3):
-            wait_for_flag(tmp_path, f"ready {rank}")
+        wait_for_flags(tmp_path, "ready", range(3))
         with stopped([ranks.store_pid]):
             set_flag(tmp_path, "paused")
             wait_for_flag(tmp_path, "aborted")
             time.sleep(0.7)  # longer than a process waits at its end for a store that does not answer
         for rank in (1, 2):
-            wait_for_flag(tmp_path, f"failed {rank}")
-            assert "was aborted by rank 0 at " in (tmp_path / f"failed {rank}").read_text()
+            assert "was aborted by rank 0 at " in Attempt(*read_result(tmp_path, f"failed {rank}")).text

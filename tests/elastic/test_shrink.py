@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
-from pgmesh.groups import building
 from pgmesh.launch import StoreProcess
 from tests.support.fake_world import fake_rank
 from tests.support.faults import (
@@ -29,9 +27,11 @@ from tests.support.faults import (
     H,
     attempt,
     beat_fast,
+    meanwhile,
     results,
     set_flag,
     wait_for_flag,
+    wait_for_flags,
     wait_until,
 )
 from tests.support.resource_counts import CAN_COUNT, count_with_keys, growth
@@ -76,16 +76,13 @@ def run(folder: Path, size: int, fn: Callable[..., Any], act: Callable[[World], 
     with StoreProcess() as store, fresh_world(size, store) as own:
 
         def actor() -> None:
-            for rank in range(size):
-                wait_for_flag(folder, f"ready {rank}")
+            wait_for_flags(folder, "ready", range(size))
             act(own)
 
-        thread = threading.Thread(target=actor, daemon=True)
-        thread.start()
         try:
-            return results(own.outcomes(fn, folder), *but)
+            with meanwhile(actor):
+                return results(own.outcomes(fn, folder), *but)
         finally:
-            thread.join(WAIT_TIMEOUT)
             for rank, pid in enumerate(own.pids):
                 if rank not in but:
                     os.kill(pid, signal.SIGCONT)
@@ -141,8 +138,7 @@ def replace_by_spares(folder: Path) -> list[str]:
 def test_spares_replace_two_killed_ranks(tmp_path: Path):
     def kill(own: World) -> None:
         own.kill(3, signal.SIGKILL)
-        for rank in (0, 1, 2, 4, 5):
-            wait_for_flag(tmp_path, f"again {rank}")
+        wait_for_flags(tmp_path, "again", (0, 1, 2, 4, 5))
         own.kill(0, signal.SIGKILL)
 
     for meshes in run(tmp_path, 6, replace_by_spares, kill, [0, 3]):
@@ -158,8 +154,7 @@ def too_few_are_left(folder: Path) -> tuple[Attempt, str]:
     if mesh.rank not in mesh:
         return attempt(lambda: None), checked(mesh.stand_by(timeout=LONG_TIMEOUT))
     steps_until_one_fails(mesh)
-    for rank in (0, 3):
-        wait_for_flag(folder, f"dead {rank}")
+    wait_for_flags(folder, "dead", (0, 3))
     failed = attempt(lambda: mesh.shrink("dp", timeout=LONG_TIMEOUT))
     return failed, checked(mesh.shrink("dp", spares=[4, 5], timeout=LONG_TIMEOUT))
 
@@ -205,13 +200,11 @@ def test_stopped_rank_is_replaced_and_refused_later(tmp_path: Path):
     stopped = [0.0]
 
     def stop(own: World) -> None:
-        for rank in range(5):
-            wait_for_flag(tmp_path, f"watching {rank}")
+        wait_for_flags(tmp_path, "watching", range(5))
         time.sleep(2 * BEAT)  # so that the heartbeats of each rank were read
         stopped[0] = time.monotonic()
         own.kill(3, signal.SIGSTOP)
-        for rank in range(3):
-            wait_for_flag(tmp_path, f"done {rank}")
+        wait_for_flags(tmp_path, "done", range(3))
         os.kill(own.pids[3], signal.SIGCONT)
 
     seen = run(tmp_path, 5, one_is_stopped, stop, [])
@@ -243,14 +236,12 @@ def test_two_stopped_ranks_are_lost_together(tmp_path: Path):
     stopped = [0.0]
 
     def stop(own: World) -> None:
-        for rank in range(4):
-            wait_for_flag(tmp_path, f"watching {rank}")
+        wait_for_flags(tmp_path, "watching", range(4))
         time.sleep(2 * BEAT)
         stopped[0] = time.monotonic()
         own.kill(2, signal.SIGSTOP)
         own.kill(3, signal.SIGSTOP)
-        for rank in range(2):
-            wait_for_flag(tmp_path, f"done {rank}")
+        wait_for_flags(tmp_path, "done", range(2))
         own.kill(2, signal.SIGKILL)
         own.kill(3, signal.SIGKILL)
 
@@ -279,8 +270,7 @@ def return_as_a_spare(folder: Path) -> list[str]:
 def test_replaced_rank_returns_as_a_spare(tmp_path: Path):
     def act(own: World) -> None:
         own.kill(1, signal.SIGSTOP)
-        for rank in (0, 2):
-            wait_for_flag(tmp_path, f"first {rank}")
+        wait_for_flags(tmp_path, "first", (0, 2))
         os.kill(own.pids[1], signal.SIGCONT)
         set_flag(tmp_path, "replaced")
         wait_for_flag(tmp_path, "refused")
@@ -307,12 +297,9 @@ def test_retry_succeeds_after_different_arguments(tmp_path: Path):
     for failed, mesh in run(tmp_path, 4, arguments_differ, lambda own: None, []):
         assert failed.kind == "MismatchError"
         assert "mesh 'train': the ranks passed different arguments:" in failed.text
-        assert re_lines(failed.text)
+        assert "shrink('dp') on rank" in failed.text
+        assert "shrink('tp') on rank" in failed.text
         assert mesh == "ProcessGroupMesh(dp=2, tp=2, name='train')"  # no rank was lost
-
-
-def re_lines(text: str) -> bool:
-    return "shrink('dp') on rank" in text and "shrink('tp') on rank" in text
 
 
 def one_does_not_call(folder: Path) -> tuple[Attempt, str]:
@@ -320,8 +307,7 @@ def one_does_not_call(folder: Path) -> tuple[Attempt, str]:
     mesh = connected(folder)
     failed = attempt(lambda: None)
     if mesh.rank == 2:
-        for rank in (0, 1, 3):
-            wait_for_flag(folder, f"failed {rank}")
+        wait_for_flags(folder, "failed", (0, 1, 3))
     else:
         failed = attempt(lambda: mesh.shrink("dp", timeout=SHORT))
         set_flag(folder, f"failed {mesh.rank}")
@@ -386,36 +372,6 @@ def test_abort_wakes_all_ranks_with_its_reason(tmp_path: Path):
         assert "the loss is not a number" in failed.text
         if rank < 2:
             assert failed.end - when < 0.5 + SLACK
-
-
-def abort_after_a_timeout(folder: Path) -> list[str]:
-    """A collective ran into its timeout before the mesh is aborted: the process goes on."""
-    beat_fast()
-    kinds = []
-    for which in range(3):
-        mesh = ProcessGroupMesh(3, name=f"train {which}")
-        mesh.configure(0, timeout=SHORT / 4)
-        group = mesh.group()
-        record = building.record_of(group)
-        assert record is not None
-        if mesh.rank == which:
-            assert record.gloo is not None
-            record.gloo._publish()
-        else:
-            kinds += [attempt(partial(dist.all_reduce, torch.ones(1), group=group)).kind for _ in range(2)]
-        mesh.abort()
-        set_flag(folder, f"{which} {mesh.rank}")
-        for rank in range(3):
-            wait_for_flag(folder, f"{which} {rank}")
-        check_sums(groups_of(ProcessGroupMesh(3, name=f"after {which}")))
-    return kinds
-
-
-def test_mesh_is_aborted_after_a_timeout(tmp_path: Path):
-    with fresh_world(3) as own:
-        for kinds in own.run(abort_after_a_timeout, tmp_path):
-            assert len(kinds) == 4
-            assert "" not in kinds
 
 
 # ---- ten times ----

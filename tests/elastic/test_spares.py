@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import time
@@ -12,9 +11,21 @@ import pytest
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh, launch
-from pgmesh.launch import StoreProcess
-from pgmesh.launch.processes import process_context
-from tests.support.faults import BEAT, LONG_TIMEOUT, SLACK, WAIT_TIMEOUT, H, attempt, beat_fast, set_flag, wait_for_flag
+from tests.support.faults import (
+    BEAT,
+    LONG_TIMEOUT,
+    SLACK,
+    WAIT_TIMEOUT,
+    Attempt,
+    H,
+    attempt,
+    beat_fast,
+    read_result,
+    set_flag,
+    wait_for_flag,
+    wait_for_flags,
+    write_result,
+)
 from tests.support.rank_processes import RankProcesses
 from tests.support.worlds import check_sums, groups_of
 
@@ -24,8 +35,8 @@ LEFT = "rank {}: has left the world"
 KILLED = r"rank {} has (ended: its listener at 127\.0\.0\.1:\d+ refuses connections|sent no heartbeat for at least)"
 
 
-def run(rank: int, port: int, folder: Path, end: str) -> None:
-    """One rank: it trains until the flag "end" is set, or stands by."""
+def run(rank: int, port: int, folder: Path, leaves: int) -> None:
+    """One rank: it trains until the flag "end" is set, or stands by. It may leave the world at its end."""
     signal.alarm(int(4 * WAIT_TIMEOUT))  # it does not outlive the test
     beat_fast()
     launch.join("gloo", timeout=WAIT_TIMEOUT, replica=rank, replicas=MEMBERS + 1, host="127.0.0.1", port=port)
@@ -33,50 +44,40 @@ def run(rank: int, port: int, folder: Path, end: str) -> None:
     if rank == SPARE:
         wait_for_flag(folder, "training")
         failed = attempt(lambda: mesh.stand_by(timeout=LONG_TIMEOUT))
-        (folder / "failed.part").write_text(f"{time.monotonic()} {failed.kind} {failed.text}")
-        (folder / "failed.part").rename(folder / "failed")
+        write_result(folder, "failed", *failed)
     else:
         mesh.connect(timeout=LONG_TIMEOUT)
         set_flag(folder, "training")
         while not (folder / "end").exists():
             time.sleep(0.01)
         check_sums(groups_of(mesh))
-    if end == LEFT:
+    if leaves:
         dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("end", [LEFT, KILLED], ids=["leave", "killed"])
 def test_spare_gets_error_after_all_members_ended(tmp_path: Path, end: str):
-    context = process_context()
-    with StoreProcess() as store:
-        ranks = [context.Process(target=run, args=(rank, store.port, tmp_path, end)) for rank in range(MEMBERS + 1)]
-        try:
-            for process in ranks:
-                process.start()
-            wait_for_flag(tmp_path, "training")
-            time.sleep(H + 3 * BEAT)  # the spare has looked, and waits
-            assert not (tmp_path / "failed").exists()
-            ended = time.monotonic()
-            if end == KILLED:
-                for process in ranks[:MEMBERS]:
-                    assert process.pid is not None
-                    os.kill(process.pid, signal.SIGKILL)
-            set_flag(tmp_path, "end")
-            wait_for_flag(tmp_path, "failed")
-            ranks[SPARE].join(WAIT_TIMEOUT)
-            assert ranks[SPARE].exitcode == 0
-        finally:
-            for process in ranks:
-                process.kill()
-    failed_at, kind, text = (tmp_path / "failed").read_text().split(maxsplit=2)
-    print(f"{float(failed_at) - ended:.2f} s: {text}")
-    assert kind == "MissingRanksError"
-    first, *lines = text.splitlines()
+    with RankProcesses(run, tmp_path) as ranks:
+        for rank in range(MEMBERS + 1):
+            ranks.start(rank, int(end == LEFT))
+        wait_for_flag(tmp_path, "training")
+        time.sleep(H + 3 * BEAT)  # the spare has looked, and waits
+        assert not (tmp_path / "failed").exists()
+        ended = time.monotonic()
+        if end == KILLED:
+            ranks.signal(signal.SIGKILL, SPARE)
+        set_flag(tmp_path, "end")
+        failed = Attempt(*read_result(tmp_path, "failed"))
+        ranks.newest[SPARE].join(WAIT_TIMEOUT)
+        assert ranks.newest[SPARE].exitcode == 0
+    print(f"{failed.end - ended:.2f} s: {failed}")
+    assert failed.kind == "MissingRanksError"
+    first, *lines = failed.text.splitlines()
     assert first == "mesh 'train': no other rank of it is left, so none can call shrink."
     for rank, line in enumerate(lines):
         assert re.match(end.format(rank), line.strip()), line
     assert len(lines) == MEMBERS
-    assert float(failed_at) - ended < 2 * H + SLACK
+    assert failed.end - ended < 2 * H + SLACK
 
 
 def stand_by_with_another(rank: int, port: int, folder: Path, _: int) -> None:
@@ -90,8 +91,7 @@ def stand_by_with_another(rank: int, port: int, folder: Path, _: int) -> None:
     if rank == 0:
         wait_for_flag(folder, "never")
     failed = attempt(lambda: mesh.stand_by(timeout=4 * WAIT_TIMEOUT))
-    (folder / f"part {rank}").write_text(f"{time.monotonic()} {failed.kind} {failed.text}")
-    (folder / f"part {rank}").rename(folder / f"failed {rank}")
+    write_result(folder, f"failed {rank}", *failed)
 
 
 @pytest.mark.fault("ranks stand by and no rank is left that can call `shrink`")
@@ -99,15 +99,13 @@ def test_spares_do_not_await_each_other(tmp_path: Path):
     with RankProcesses(stand_by_with_another, tmp_path) as ranks:
         for rank in range(3):
             ranks.start(rank, 0)
-        for rank in range(3):
-            wait_for_flag(tmp_path, f"connected {rank}")
+        wait_for_flags(tmp_path, "connected", range(3))
         ended = time.monotonic()
         ranks.newest[0].kill()
         for rank in (1, 2):
-            wait_for_flag(tmp_path, f"failed {rank}")
-            failed_at, kind, text = (tmp_path / f"failed {rank}").read_text().split(maxsplit=2)
-            print(f"{float(failed_at) - ended:.2f} s: {text}")
-            assert kind == "MissingRanksError"
-            assert re.search(KILLED.format(0), text), text
-            assert re.search(r"rank [12] stands by too", text), text
-            assert float(failed_at) - ended < 2 * H + SLACK
+            failed = Attempt(*read_result(tmp_path, f"failed {rank}"))
+            print(f"{failed.end - ended:.2f} s: {failed}")
+            assert failed.kind == "MissingRanksError"
+            assert re.search(KILLED.format(0), failed.text), failed
+            assert re.search(r"rank [12] stands by too", failed.text), failed
+            assert failed.end - ended < 2 * H + SLACK

@@ -20,6 +20,7 @@ from tests.support.faults import (
     results,
     set_flag,
     wait_for_flag,
+    wait_for_flags,
     wait_until,
 )
 from tests.support.worlds import check_sums, fresh_world, groups_of
@@ -90,8 +91,7 @@ def time_out(folder: Path) -> Attempt:
     mesh = connected("late", 3.0)
     group = mesh.group()
     if mesh.rank == 0:
-        for rank in range(1, RANKS):
-            wait_for_flag(folder, f"out {rank}")
+        wait_for_flags(folder, "out", range(1, RANKS))
         return Attempt("", "", 0.0, 0.0)
     failed = attempt(lambda: COLLECTIVES["broadcast"](group))
     set_flag(folder, f"out {mesh.rank}")

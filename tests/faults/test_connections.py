@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,14 @@ from tests.support.faults import (
     beat_fast_with_bystander,
     connect_and_check,
     kill_self,
+    meanwhile,
     results,
     set_flag,
     wait_for_flag,
+    wait_for_flags,
     wait_until,
 )
+from tests.support.proxy import Proxy
 from tests.support.resource_counts import CAN_COUNT, count_resources, growth
 from tests.support.worlds import STARVED, check_sums, fresh_world, groups_of, world
 
@@ -164,8 +167,7 @@ def one_lets_go(folder: Path, how: str) -> tuple[Attempt, float]:
     else:
         failed = attempt(lambda: None)
     set_flag(folder, f"out {mesh.rank}")
-    for rank in range(2):
-        wait_for_flag(folder, f"out {rank}")
+    wait_for_flags(folder, "out", range(2))
     check_sums(groups_of(bystander))
     if mesh.rank != 1:
         mesh.release() if how == "release" else mesh.close()
@@ -451,52 +453,6 @@ def test_report_of_forked_child_lists_no_groups():
 # ---- the connection to the store is cut ----
 
 
-class Proxy:
-    """A TCP proxy to a port of this machine. It can close its connections, and stop to listen."""
-
-    def __init__(self, target: int) -> None:
-        self.target, self.port = target, 0
-        self.clients: dict[int, tuple[socket.socket, socket.socket]] = {}  # by the client's port: both ends
-        self.listen()
-
-    def listen(self) -> None:
-        self.listener = socket.create_server(("127.0.0.1", self.port), backlog=64)
-        self.port = self.listener.getsockname()[1]
-        threading.Thread(target=self._accept, args=(self.listener,), daemon=True).start()
-
-    def stop_listening(self) -> None:
-        with contextlib.suppress(OSError):
-            self.listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        self.listener.close()
-
-    def close(self) -> None:
-        self.stop_listening()
-        self.cut([*self.clients])
-
-    def cut(self, ports: Sequence[int]) -> None:
-        """Close the connections of clients with these ports."""
-        for end in (end for port in ports for end in self.clients.pop(port)):
-            with contextlib.suppress(OSError):  # the other side has closed it
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
-
-    def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, (_, port) = listener.accept()
-                server = socket.create_connection(("127.0.0.1", self.target))
-                self.clients[port] = (client, server)
-                for ends in ((client, server), (server, client)):
-                    threading.Thread(target=self._copy, args=ends, daemon=True).start()
-
-    def _copy(self, source: socket.socket, sink: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                sink.sendall(data)
-        with contextlib.suppress(OSError):
-            sink.shutdown(socket.SHUT_WR)
-
-
 def one_is_cut(folder: Path, port: int, away: bool) -> tuple[Attempt, Attempt]:
     """The connections of rank 2 to the store are cut. If it is ``away``, it cannot open others for a while."""
     bystander = beat_fast_with_bystander()
@@ -530,7 +486,7 @@ def test_rank_reconnects_after_store_connections_are_cut(tmp_path: Path, away: b
             wait_for_flag(tmp_path, "cut me")
             if away:
                 proxy.stop_listening()
-            proxy.cut([int(port) for port in (tmp_path / "ports").read_text().split()])
+            proxy.cut(*map(int, (tmp_path / "ports").read_text().split()))
             set_flag(tmp_path, "cut")
             wait_for_flag(tmp_path, "tried")
             if away:
@@ -539,10 +495,8 @@ def test_rank_reconnects_after_store_connections_are_cut(tmp_path: Path, away: b
 
         with fresh_world(3, proxy) as own:
             own.run(dist.get_rank)
-            actor = threading.Thread(target=cut, daemon=True)
-            actor.start()
-            seen = results(own.outcomes(one_is_cut, tmp_path, proxy.port, away))
-            actor.join(WAIT_TIMEOUT)
+            with meanwhile(cut):
+                seen = results(own.outcomes(one_is_cut, tmp_path, proxy.port, away))
     for rank, (failed, again) in enumerate(seen):
         print(failed, failed.took, again)
         assert failed.kind == ("WorldError" if away and rank == 2 else "")

@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,9 +27,26 @@ from pgmesh.launch import StoreProcess
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import CompareSet, Read
 from pgmesh.rendezvous.store_thread import StoreThread
-from tests.support.faults import attempt, set_flag, wait_for_flag, wait_until
-from tests.support.hosts import ADDRESSES, STORE_PORT, NoHostsError, ip, on_host, set_link, two_hosts
+from tests.support.faults import (
+    BEAT,
+    SLACK,
+    Attempt,
+    H,
+    attempt,
+    beat_fast,
+    connect_and_beat,
+    connect_and_check,
+    last_status,
+    read_result,
+    set_flag,
+    wait_for_flag,
+    wait_for_flags,
+    wait_until,
+    write_result,
+)
+from tests.support.hosts import ADDRESSES, ip, ranks_on, set_link
 from tests.support.programs import send_signal
+from tests.support.worlds import check_sums, groups_of
 
 CUT = 14.0
 """Seconds. On the connection from before the cut, TCP repeats its packets 13 s and 25 s after the cut."""
@@ -40,17 +54,11 @@ CUT = 14.0
 LONG = 60.0
 """Seconds within which an answer of the store arrives in any case."""
 
+D = 4.0
+"""Seconds: the deadline of a call during the cut."""
+
 AFTER_THE_CUT = 5.0
 """Seconds within which the store answers again."""
-
-
-@pytest.fixture
-def hosts() -> Iterator[tuple[str, str]]:
-    try:
-        with two_hosts() as names:
-            yield names
-    except NoHostsError as error:
-        pytest.skip(str(error))
 
 
 def set_interface(hosts: tuple[str, str], state: str) -> None:
@@ -78,18 +86,8 @@ def live(folder: Path) -> None:
         during = pool.submit(attempt, lambda: thread.run(Read("a key"), seconds=LONG))
         wait_for_flag(folder, "restored")
         after = attempt(lambda: ProcessGroupMesh(2, name="after").connect(timeout=30.0))
-        (folder / f"result {me}.part").write_text(json.dumps([during.result(), after]))
-    (folder / f"result {me}.part").rename(folder / f"result {me}")
+        write_result(folder, f"result {me}", during.result(), after)
     wait_for_flag(folder, "over")
-
-
-def start_rank(rank: int, host: str, folder: Path) -> subprocess.Popen[bytes]:
-    """Start a rank on a host, which writes its errors to a file."""
-    program = f"from pathlib import Path; from tests.faults import test_cut_link as t; t.live(Path({str(folder)!r}))"
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": host, "RANK": f"{rank}", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    env |= {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": f"{STORE_PORT}", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    with (folder / f"log {rank}").open("wb") as log:
-        return subprocess.Popen(on_host(host, sys.executable, "-c", program), env=env, stdout=log, stderr=log)
 
 
 @pytest.mark.fault("that link is mended, for instance after 30 s")
@@ -98,12 +96,8 @@ def start_rank(rank: int, host: str, folder: Path) -> subprocess.Popen[bytes]:
 def test_store_answers_soon_after_a_cut(
     hosts: tuple[str, str], set_state: Callable[[tuple[str, str], str], None], tmp_path: Path
 ) -> None:
-    serve = f"from pgmesh.launch import StoreProcess; store = StoreProcess({STORE_PORT}); input()"
-    processes = [subprocess.Popen(on_host(hosts[0], sys.executable, "-c", serve), stdin=subprocess.PIPE)]
-    try:
-        processes += [start_rank(rank, host, tmp_path) for rank, host in enumerate(hosts)]
-        for rank in range(2):
-            wait_for_flag(tmp_path, f"ready {rank}")
+    with ranks_on(hosts, 1, live, tmp_path):
+        wait_for_flags(tmp_path, "ready", range(2))
         time.sleep(0.4)  # each host has acknowledged all packets: otherwise the other one would repeat some
         set_state(hosts, "down")
         set_flag(tmp_path, "cut")
@@ -112,20 +106,69 @@ def test_store_answers_soon_after_a_cut(
         restored = time.monotonic()
         set_flag(tmp_path, "restored")
         for rank in range(2):
-            wait_for_flag(tmp_path, f"result {rank}")
-            for kind, text, _, end in json.loads((tmp_path / f"result {rank}").read_text()):
+            for kind, text, _, end in read_result(tmp_path, f"result {rank}"):
                 assert not kind, f"rank {rank}: {kind}: {text}"
                 assert end - restored < AFTER_THE_CUT, f"rank {rank}: {end - restored:.2f} s after the cut"
-    except AssertionError as error:
-        logs = [f"{path.name}:\n{path.read_text(errors='replace')[-3000:]}" for path in sorted(tmp_path.glob("log *"))]
-        raise AssertionError("\n".join([str(error), *logs])) from error
-    finally:
-        set_flag(tmp_path, "over")
-        for process in reversed(processes):
-            process.kill()
-            process.wait(10.0)
-        assert processes[0].stdin is not None
-        processes[0].stdin.close()
+
+
+def heartbeats() -> list[int]:
+    """The last heartbeats of ranks 2 and 3 in the store."""
+    return [status.heartbeat if (status := last_status(rank)) else 0 for rank in (2, 3)]
+
+
+def connect_while_cut(folder: Path) -> None:
+    """One of four ranks, two on each host, that connects all of them while the link is cut."""
+    beat_fast()
+    launch.join("gloo", timeout=60.0)
+    connect_and_beat(ProcessGroupMesh(4, name="beating"))
+    me = dist.get_rank()
+    here = me // 2 * 2, me // 2 * 2 + 1
+    connect_and_check(host := ProcessGroupMesh(2, ranks=here, name=f"host {me // 2}"))
+    set_flag(folder, f"ready {me}")
+    wait_for_flag(folder, "cut")
+    failed = attempt(lambda: ProcessGroupMesh(4, name="actor").connect(timeout=D))
+    sums = attempt(lambda: check_sums(groups_of(host)))
+    new = attempt(lambda: connect_and_check(ProcessGroupMesh(2, ranks=here, name="new")) if me < 2 else None)
+    set_flag(folder, f"done {me}")
+    before = heartbeats() if me < 2 else []
+    wait_for_flag(folder, "restored")
+    if me < 2:  # a call before that counts the silence of the others, which it states
+        wait_until(lambda: all(now > then for now, then in zip(heartbeats(), before)), "heartbeats over the link")
+    beats = time.monotonic()
+    again = attempt(lambda: connect_and_check(ProcessGroupMesh(4, name="again")))
+    write_result(folder, f"result {me}", beats, failed, sums, new, again)
+    wait_for_flag(folder, "over")
+
+
+@pytest.mark.fault("one host of two is cut off")
+@pytest.mark.long
+def test_each_side_of_a_cut_goes_on(hosts: tuple[str, str], tmp_path: Path) -> None:
+    with ranks_on(hosts, 2, connect_while_cut, tmp_path):
+        wait_for_flags(tmp_path, "ready", range(4))
+        set_link(hosts[0], "down")
+        cut = time.monotonic()
+        set_flag(tmp_path, "cut")
+        wait_for_flags(tmp_path, "done", range(4))
+        set_link(hosts[0], "up")
+        restored = time.monotonic()
+        set_flag(tmp_path, "restored")
+        for rank in range(4):
+            beats, *attempts = read_result(tmp_path, f"result {rank}")
+            failed, sums, new, again = (Attempt(*each) for each in attempts)
+            took = failed.end - cut
+            print(rank, f"{took:.2f} s", failed)
+            assert not sums.kind, sums
+            assert not new.kind, new
+            assert not again.kind, again
+            assert beats - restored < 3.0 + SLACK
+            if rank < 2:
+                assert failed.kind == "MissingRanksError"
+                assert "ranks 2, 3 did not arrive" in failed.text
+                assert "no heartbeat" in failed.text
+                assert took < H + BEAT + SLACK
+            else:
+                assert failed.kind == "WorldError", failed
+                assert took < D + SLACK + 1.0
 
 
 @contextlib.contextmanager

@@ -29,9 +29,11 @@ from tests.support.faults import (
     connect_and_check,
     kill_self,
     last_status,
+    meanwhile,
     results,
     set_flag,
     wait_for_flag,
+    wait_for_flags,
     wait_until,
     wait_until_waiting,
 )
@@ -64,8 +66,7 @@ def one_dies_after_its_first_connect(folder: Path) -> tuple[Attempt, Attempt, in
         beat_fast()
     first.connect(timeout=LONG_TIMEOUT)
     set_flag(folder, f"connected {first.rank}")
-    for rank in range(4):
-        wait_for_flag(folder, f"connected {rank}")
+    wait_for_flags(folder, "connected", range(4))
     if first.rank == 3:
         kill_self()
     second = ProcessGroupMesh(4, name="second")
@@ -108,8 +109,7 @@ def two_are_stuck(folder: Path, how: str) -> tuple[Attempt, str, str]:
     else:
         failed = attempt(lambda: mesh.connect("tp", timeout=timedelta(seconds=D)))
         set_flag(folder, f"failed {mesh.rank}")
-        for rank in (1, 2):
-            wait_for_flag(folder, f"reported {rank}")
+        wait_for_flags(folder, "reported", (1, 2))
     assert sum_powers(mesh.group()) == 15
     if mesh.rank in (1, 2):
         watcher.join(5.0)
@@ -123,8 +123,7 @@ def two_are_stuck(folder: Path, how: str) -> tuple[Attempt, str, str]:
 
 def report_and_signal(mesh: ProcessGroupMesh, folder: Path) -> None:
     """Report from a thread once the others know of the collective, then on a signal. A report starts the heartbeats."""
-    for rank in (0, 3):
-        wait_for_flag(folder, f"failed {rank}")
+    wait_for_flags(folder, "failed", (0, 3))
     entered = "entered by ranks 1, 2"
     text = wait_until(lambda: text if entered in (text := str(mesh.report())) else "", f"the report: {entered}")
     (folder / f"report {mesh.rank}").write_text(text)
@@ -257,8 +256,7 @@ def report_on_the_lost(folder: Path) -> tuple[str, str, float]:
     mesh = ProcessGroupMesh(4, name="train")
     connect_and_beat(mesh)
     set_flag(folder, f"ready {mesh.rank}")
-    for rank in range(4):
-        wait_for_flag(folder, f"ready {rank}")
+    wait_for_flags(folder, "ready", range(4))
     if mesh.rank >= 2:
         kill_self(signal.SIGKILL if mesh.rank == 2 else signal.SIGSTOP)
     start = time.monotonic()
@@ -278,14 +276,11 @@ def test_report_names_ended_and_silent_ranks(tmp_path: Path):
     with fresh_world(4) as own:
 
         def end_stopped_rank() -> None:
-            for rank in range(2):
-                wait_for_flag(tmp_path, f"reported {rank}")
+            wait_for_flags(tmp_path, "reported", range(2))
             own.kill(3, signal.SIGKILL)
 
-        waiting = threading.Thread(target=end_stopped_rank, daemon=True)
-        waiting.start()
-        outcomes = own.outcomes(report_on_the_lost, tmp_path)
-        waiting.join()
+        with meanwhile(end_stopped_rank):
+            outcomes = own.outcomes(report_on_the_lost, tmp_path)
     at = r"its last heartbeat was at \d\d:\d\d:\d\d UTC by its clock, \d+ s ago by this one; "
     at += "its last status: not in connect"
     for ended, silent, took in results(outcomes, 2, 3):

@@ -5,18 +5,14 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-import pytest
-
 from pgmesh import ProcessGroupMesh
 from tests.support.faults import (
-    LONG_TIMEOUT,
     SLACK,
     Attempt,
     attempt,
     beat_fast_with_bystander,
     connect_and_check,
     results,
-    wait_until_waiting,
 )
 from tests.support.logs import logged_lines
 from tests.support.worlds import check_sums, fresh_world, groups_of, world
@@ -44,38 +40,6 @@ def test_circle_error_shows_different_mesh_names():
         assert "mesh 'trian' on rank 3. Create the mesh with the same name on every rank." in failed.text
         assert failed.took < D + SLACK
         assert not again.kind, again.text
-
-
-def differ_in_all(what: str) -> Attempt:
-    """Rank 3 differs in a way that is a mismatch of each of two groups."""
-    bystander = beat_fast_with_bystander()
-    odd = bystander.rank == 3
-    different: dict[str, Any] = {"shape": {"dp": 4, "tp": 1}, "ranks": {"dp": 2, "tp": 2, "ranks": (3, 1, 2, 0)}}
-    alike = {"dp": 2, "tp": 2, "ranks": range(4)}
-    mesh = ProcessGroupMesh(**different[what] if odd else alike, name="actor")
-    if odd:
-        wait_until_waiting(0, 1, 2)
-    failed = attempt(lambda: mesh.connect("dp", "tp", mesh.axes, timeout=LONG_TIMEOUT))
-    check_sums(groups_of(bystander))
-    return failed
-
-
-DIFFERENCES = {
-    "shape": "shape: [2, 2] on ranks 0, 1, 2, [4, 1] on rank 3",
-    "ranks": "ranks: (0, 1, 2, 3) on ranks 0, 1, 2, (3, 1, 2, 0) on rank 3",
-}
-
-
-@pytest.mark.parametrize("what", DIFFERENCES)
-def test_mismatch_of_several_groups_is_printed_once(what: str):
-    """A range of ranks is printed like a tuple."""
-    with fresh_world(4) as own:
-        for failed in results(own.outcomes(differ_in_all, what)):
-            print(failed)
-            assert failed.kind == "MismatchError"
-            assert failed.text.count(DIFFERENCES[what]) == 1
-            assert failed.text.count("is not the same on all ranks") == 1
-            assert failed.text.count("create the same mesh on all") == 1
 
 
 def give_ranks_in_another_form() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,11 @@ from tests.support.faults import (
     attempt,
     beat_fast,
     last_status,
+    meanwhile,
     results,
     set_flag,
     wait_for_flag,
+    wait_for_flags,
     wait_until,
 )
 from tests.support.programs import wait_until_gone
@@ -73,8 +74,7 @@ def replace(port: int, folder: Path, order: str) -> None:
     """A new process joins the same world as rank 2, and makes the mesh once."""
     signal.alarm(int(2 * WAIT_TIMEOUT))  # it does not outlive the test
     beat_fast()
-    for rank in range(2) if order != "new process first" else ():
-        wait_for_flag(folder, f"closed {rank}")
+    wait_for_flags(folder, "closed", range(2) if order != "new process first" else ())
     os.environ.update(RANK="2", LOCAL_RANK="2", WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(
         TORCHELASTIC_USE_AGENT_STORE="True", TORCH_GLOO_LAZY_INIT="1"
@@ -95,24 +95,20 @@ def test_new_process_of_lost_rank_connects_with_survivors(tmp_path: Path, order:
         new = process_context().Process(target=replace, args=(store.port, tmp_path, order))
 
         def kill() -> None:
-            for rank in range(3):
-                wait_for_flag(tmp_path, f"connected {rank}")
+            wait_for_flags(tmp_path, "connected", range(3))
             own.kill(2, signal.SIGKILL)
             assert wait_until_gone([own.pids[2]])
             new.start()
             set_flag(tmp_path, "killed")
 
-        actor = threading.Thread(target=kill, daemon=True)
-        actor.start()
         try:
-            keys = results(own.outcomes(survive, tmp_path, order), 2)
+            with meanwhile(kill):
+                keys = results(own.outcomes(survive, tmp_path, order), 2)
             assert keys == [f"pgmesh/train.{TIMES}"] * 2
             wait_for_flag(tmp_path, "summed 2")
             assert (tmp_path / "key").read_text() == keys[0]
             set_flag(tmp_path, "over")
-            actor.join(WAIT_TIMEOUT)
             new.join(WAIT_TIMEOUT)
             assert new.exitcode == 0
         finally:
-            actor.join(WAIT_TIMEOUT)
             new.kill()

@@ -55,26 +55,18 @@ def keep(promise: Callable[[ProcessGroupMesh], None], sizes: dict[str, int], ran
 # ---- what a group is ----
 
 
-def sums_right_in_the_order_of_the_mesh(mesh: ProcessGroupMesh) -> None:
+def ranks_are_in_the_order_of_the_mesh(mesh: ProcessGroupMesh) -> None:
     layout = Layout(**dict(zip(mesh.axes, mesh.shape)), ranks=mesh.ranks())
     for axes in axis_combinations(mesh):
-        assert dist.get_process_group_ranks(mesh.group(*axes)) == list(layout.block_of(mesh.rank, *axes))
+        group = mesh.group(*axes)
+        assert dist.get_process_group_ranks(group) == list(layout.block_of(mesh.rank, *axes))
+        assert mesh.index(*axes) == dist.get_rank(group) == group.rank()
+        assert mesh.size(*axes) == dist.get_world_size(group) == group.size()
 
 
 @in_every_box
 def test_group_ranks_are_in_mesh_order(box: str):
-    on_every_rank(box, sums_right_in_the_order_of_the_mesh)
-
-
-def index_is_the_rank_in_the_group(mesh: ProcessGroupMesh) -> None:
-    for axes in axis_combinations(mesh):
-        assert mesh.index(*axes) == dist.get_rank(mesh.group(*axes)) == mesh.group(*axes).rank()
-        assert mesh.size(*axes) == dist.get_world_size(mesh.group(*axes)) == mesh.group(*axes).size()
-
-
-@in_every_box
-def test_index_is_the_rank_in_the_group(box: str):
-    on_every_rank(box, index_is_the_rank_in_the_group)
+    on_every_rank(box, ranks_are_in_the_order_of_the_mesh)
 
 
 def combination_has_no_order(mesh: ProcessGroupMesh) -> None:
@@ -318,7 +310,11 @@ def describe_groups() -> None:
     assert mesh.group().group_desc == "actor[pp=*, dp=*, tp=*]"
     assert mesh.at(pp=stage).group("tp").group_desc == f"actor[pp={stage}, dp={mesh.index('dp')}, tp=*]"
     assert mesh.group("pp", tag="p2p", description="the pipeline").group_desc == "the pipeline"
+    place = f"dp={mesh.index('dp')}, tp={mesh.index('tp')}"
+    assert mesh.group("pp", tag="other").group_desc == f"actor[pp=*, {place}, tag=other]"
+    assert "group pp, tag=other of mesh 'actor'" in str(mesh.report())
     groups = {**groups_of(mesh), "pipeline": (mesh.group("pp", tag="p2p"), mesh.ranks("pp"))}
+    groups["other"] = (mesh.group("pp", tag="other"), mesh.ranks("pp"))
     if mesh.rank in (0, 3, 5):
         groups["0, 3, 5"] = (mesh.group_of([5, 0, 3]), [0, 3, 5])
         assert groups["0, 3, 5"][0].group_desc == "actor[ranks 0, 3, 5]"
@@ -422,18 +418,6 @@ def on_a_named_interface() -> None:
 
 def test_gloo_uses_the_interface_from_the_environment():
     world(2).run(on_a_named_interface)
-
-
-def tagged() -> None:
-    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
-    group = mesh.group("tp", tag="all-gather")
-    assert group.group_desc == f"actor[dp={mesh.index('dp')}, tp=*, tag=all-gather]"
-    assert "group tp, tag=all-gather of mesh 'actor'" in str(mesh.report())
-    check_sums({"tagged": (group, mesh.ranks("tp"))})
-
-
-def test_description_of_group_shows_its_tag():
-    world(4).run(tagged)
 
 
 def test_unknown_backend_calls_new_group_for_every_block():

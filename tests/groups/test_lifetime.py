@@ -180,6 +180,29 @@ def test_collectives_raise_on_an_ended_group(end: str, used: bool):
     world(4).run(use_after, end, used)
 
 
+def release_and_ask_again() -> None:
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    asked = {"plain": {}, "tagged": {"tag": "gather"}, "other options": {"timeout": timedelta(seconds=50)}}
+    kept = mesh.group("dp", tag="gather")
+    before = {what: mesh.group("tp", **how) for what, how in asked.items()}
+    check_sums({what: (group, mesh.ranks("tp")) for what, group in before.items()})
+    dist.barrier()
+    mesh.release("tp")
+    released = r"^group tp.* of mesh 'actor' was released at test_lifetime.py:\d+;"
+    for group in before.values():
+        with pytest.raises(LifetimeError, match=released):
+            dist.all_reduce(torch.ones(1), group=group)
+    after = {what: mesh.group("tp", **how) for what, how in asked.items()}
+    assert not {*before.values()} & {*after.values()}
+    assert not {each.group_name for each in before.values()} & {each.group_name for each in after.values()}
+    assert mesh.group("dp", tag="gather") is kept
+    check_sums({what: (group, mesh.ranks("tp")) for what, group in after.items()})
+
+
+def test_release_ends_groups_of_every_tag_and_option():
+    world(4).run(release_and_ask_again)
+
+
 def ask_after_close() -> None:
     with ProcessGroupMesh(dp=2, tp=2, name="actor") as mesh:
         summed(mesh)
@@ -328,6 +351,22 @@ def test_different_meshes_fail_at_first_use(theirs: dict[str, Any], differ: list
     world(4).run(described, [{"dp": 2, "tp": 2}, theirs], differ)
 
 
+def sum_on_different_meshes() -> tuple[str, float]:
+    """The error on ranks with different shapes of the same ranks, and the tensor after the failed sum."""
+    mesh = ProcessGroupMesh(**({"dp": 2, "tp": 1} if dist.get_rank() == 0 else {"dp": 1, "tp": 2}), name="actor")
+    mine = torch.ones(1)
+    with pytest.raises(MismatchError) as caught:
+        dist.all_reduce(mine, group=mesh.group())
+    return str(caught.value), mine.item()
+
+
+def test_first_collective_of_different_meshes_sums_nothing():
+    for text, mine in world(2).run(sum_on_different_meshes):
+        assert text.startswith("mesh 'actor' is not the same on all ranks:")
+        assert "shape: [2, 1] on rank 0, [1, 2] on rank 1" in text
+        assert mine == 1.0
+
+
 def half_configured() -> None:
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     if mesh.index("tp") == 1:
@@ -345,32 +384,16 @@ def half_configured() -> None:
     with pytest.raises(MismatchError):  # and again, where the error of the backend is only that it is not connected
         dist.all_reduce(torch.ones(1), group=mesh.group("tp"))
     summed(ProcessGroupMesh(dp=2, tp=2, name="good"))
-
-
-def test_different_options_fail_on_both_ranks():
-    world(4).run(half_configured)
-
-
-def options_differ() -> None:
-    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
-    mesh.configure("dp", "tp", timeout=10 + (mesh.rank == 2))
-    if mesh.rank == 0:
-        _work = begin(mesh.group())
+    check_sums({"dp": (mesh.group("dp"), mesh.ranks("dp"))})
     dist.barrier()
-    if mesh.rank == 2:
-        with at_once(), pytest.raises(MismatchError, match="group dp, tp of mesh 'actor' is not the same") as caught:
-            dist.all_reduce(torch.ones(1), group=mesh.group())
-        assert fields(caught) == ["timeout: 10.0 on rank 0, 11.0 on rank 2"]
-    dist.barrier()
-    check_sums({axis: (mesh.group(axis), mesh.ranks(axis)) for axis in mesh.axes})
-    dist.barrier()
-    mesh.release("dp", "tp")
-    mesh.configure("dp", "tp", timeout=20)
+    mesh.release("tp")
+    mesh.configure("tp", timeout=20)
     summed(mesh)
 
 
-def test_group_works_after_different_options_are_corrected():
-    world(4).run(options_differ)
+def test_different_options_fail_on_both_ranks():
+    """Other groups work, and so does this one once the options are corrected."""
+    world(4).run(half_configured)
 
 
 # ---- nothing is left behind ----

@@ -14,9 +14,11 @@ from tests.rendezvous.model.programs import (
     at_once,
     one_after_another,
     orders_of_two_groups,
+    random_faults,
     random_programs,
 )
 from tests.rendezvous.model.space import ConnectSpace
+from tests.support.faults import SEED
 from tests.support.model.space import MANY, NO_FAULTS, Faults, Mutant, Seen, check
 
 AB, AC, BC, ABC = PAIRS_AND_TRIPLE
@@ -76,7 +78,7 @@ def test_ranks_connect_in_one_call_after_a_circle():
 @pytest.mark.long
 @pytest.mark.parametrize("deadlines", [0, 1])
 def test_every_order_of_two_groups_on_three_ranks(deadlines):
-    """Of the larger spaces, a part is tried, and then random walks; ``make chaos`` tries all."""
+    """Of the larger spaces, a part is tried, and then random walks."""
     total, chance = Seen(), random.Random(7)
     for programs in orders_of_two_groups():
         seen = explore(programs, Faults(deadlines=deadlines), 70_000)
@@ -154,8 +156,16 @@ def test_stopped_rank_retries_after_it_continues():
 def test_random_programs_of_more_ranks_with_faults(ranks):
     chance = random.Random(13)
     faults = Faults(crashes=1, deadlines=1, long_times=1, warns=True)
-    for _ in range(7):
+    for _ in range(4):
         walk(random_programs(chance, ranks), faults, 15, chance)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(12))
+def test_random_programs_and_faults_keep_laws(number):
+    chance = random.Random(f"{SEED} {number}")
+    explore(*random_faults(chance), 20_000)
+    walk(random_programs(chance, 5), Faults(crashes=1, deadlines=1, long_times=1, warns=True), 30, chance)
 
 
 # -- the checker ------------------------------------------------------------------------------------------------------

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -21,9 +19,10 @@ from pgmesh._util.listeners import Listener
 from pgmesh.rendezvous import store_thread as module, timing
 from pgmesh.rendezvous.operations import Add, Append, CompareSet, Delete, Raw, Read, perform
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, status_key
-from pgmesh.rendezvous.store_thread import StoreThread, _Queue
+from pgmesh.rendezvous.store_thread import StoreThread
 from tests.support.board import Fault, faults, slow_store
 from tests.support.faults import wait_until
+from tests.support.proxy import Proxy
 
 LONG = 20.0
 
@@ -43,22 +42,6 @@ def test_batch_returns_the_answers_in_order(store_thread: StoreThread):
     assert store_thread.run(Add("count"), Add("count"), Read("count"), seconds=LONG) == [1, 2, b"2"]
     assert store_thread.run(Append("list", "a"), Append("list", "b"), Read("list"), seconds=LONG)[2] == b"ab"
     assert store_thread.run(Delete(("key", "no key")), Read("key"), seconds=LONG) == [[True, False], None]
-
-
-def test_queue_wait_with_tiny_timeout_ends():
-    """In Python's SimpleQueue, up to 3.12, one such wait in some thousands never ends."""
-    queue, done = _Queue(), threading.Event()
-
-    def wait() -> None:
-        for _ in range(30_000):
-            queue.put(None)
-            queue.take()
-            queue.wait(1e-9)
-            queue.wait(1e-9)
-        done.set()
-
-    threading.Thread(target=wait, daemon=True).start()
-    assert done.wait(LONG)
 
 
 def test_stop_waits_for_a_busy_thread(store_thread: StoreThread):
@@ -92,40 +75,6 @@ def test_refusal_of_another_host_needs_missed_heartbeat(store_thread: StoreThrea
     status = RankStatus(1, endpoint=closed_port("127.0.0.2"))
     assert not store_thread.has_ended(status, store_thread.period)
     assert store_thread.has_ended(status, 2 * store_thread.period)
-
-
-def test_living_listener_is_asked_seldom(store_thread: StoreThread):
-    store_thread.listener = Listener("127.0.0.1")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        status = RankStatus(1, endpoint=server.getsockname()[:2])
-        end = time.monotonic() + 1.5 * timing.TIMING.ask_again
-        while time.monotonic() < end:
-            assert not store_thread.has_ended(status, 0.0)
-        server.settimeout(0.0)
-        connections = [server.accept()[0], server.accept()[0]]
-        with pytest.raises(BlockingIOError):
-            server.accept()
-    for connection in connections:
-        connection.close()
-
-
-def test_error_of_a_batch_is_not_kept(store_thread: StoreThread):
-    class Held:
-        """An object that a frame of the failed operation refers to."""
-
-    watched: list[weakref.ref[Held]] = []
-
-    def fail() -> None:
-        held = Held()
-        watched.append(weakref.ref(held))
-        raise ValueError("the operation failed")
-
-    with faults(Fault(before=fail)), pytest.raises(ValueError, match="the operation failed") as raised:
-        store_thread.run(Read("key"), seconds=LONG)
-    del raised
-    gc.collect()
-    assert watched[0]() is None
-    assert store_thread.run(Read("key"), seconds=LONG) == [None]
 
 
 def test_timeout_skips_the_rest_of_a_batch(store_thread: StoreThread):
@@ -162,13 +111,6 @@ def test_posted_operations_are_performed_before_the_thread_ends():
     assert perform(dist.PrefixStore(f"pgmesh.{name}", store), Read("key")) == b"value"
     with pytest.raises(WorldError, match="this process has left the world"):
         thread.run(Read("key"), seconds=LONG)
-
-
-def test_thread_is_alive_is_not_used(store_thread: StoreThread):
-    """Up to Python 3.12, Thread.is_alive may return False for good after Ctrl-C inside it."""
-    with mock.patch.object(threading.Thread, "is_alive", return_value=False):
-        store_thread.run(CompareSet("key", "value"), seconds=LONG)
-    assert store_thread.run(Read("key"), seconds=LONG) == [b"value"]
 
 
 # -- heartbeats -------------------------------------------------------------------------------------------------------
@@ -211,70 +153,6 @@ def test_pending_groups_are_published_for_each_thread():
 # -- connections ------------------------------------------------------------------------------------------------------
 
 
-class Proxy:
-    """A TCP proxy, whose connections can be cut.
-
-    Args:
-        port: the port that it forwards to.
-    """
-
-    def __init__(self, port: int) -> None:
-        self.target = port
-        self.connections: list[socket.socket] = []
-        self.opened = 0
-        self.port = 0
-        self.ends = False
-        self.open()
-
-    def open(self) -> None:
-        """Accept connections."""
-        self.server = socket.create_server(("127.0.0.1", self.port))
-        self.port = self.server.getsockname()[1]
-        threading.Thread(target=self._accept, args=(self.server,), daemon=True).start()
-
-    def close(self) -> None:
-        """Cut all connections, and accept no others."""
-        with contextlib.suppress(OSError):  # closed by end()
-            self.server.shutdown(socket.SHUT_RDWR)  # ends the wait in accept()
-        self.cut()
-
-    def end(self) -> None:
-        """Cut all connections, accept one more, and then none: the kernel does so for a process that is killed."""
-        self.ends = True
-        self.cut()
-
-    def _accept(self, server: socket.socket) -> None:
-        with server, contextlib.suppress(OSError):
-            while True:
-                near, _ = server.accept()
-                self.opened += 1
-                if self.ends:
-                    near.close()
-                    return
-                try:
-                    far = socket.create_connection(("127.0.0.1", self.target))
-                except OSError:
-                    near.close()
-                    continue
-                self.connections += [near, far]
-                for source, sink in ((near, far), (far, near)):
-                    threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
-
-    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
-        with source:
-            with contextlib.suppress(OSError):
-                while data := source.recv(1 << 16):
-                    sink.sendall(data)
-            with contextlib.suppress(OSError):
-                sink.shutdown(socket.SHUT_RDWR)
-
-    def cut(self) -> None:
-        """Cut all connections. New ones can be opened."""
-        while self.connections:
-            with contextlib.suppress(OSError):
-                self.connections.pop().shutdown(socket.SHUT_RDWR)
-
-
 @contextlib.contextmanager
 def store_behind_proxy() -> Iterator[tuple[launch.StoreProcess, Proxy, StoreThread]]:
     """A store, a proxy in front of it, and a store thread that connects through the proxy."""
@@ -297,25 +175,14 @@ def test_wait_inside_torch_delays_no_later_operation():
         thread = StoreThread(client, "the store", 0, 2, set())
         thread.run(CompareSet("key", "value"), seconds=LONG)
 
-        def wait() -> None:
-            with contextlib.suppress(dist.DistStoreError):
-                client.wait(["a key that nobody sets"], timedelta(seconds=3.0))
-
-        waiting = threading.Thread(target=wait)
+        waiting = threading.Thread(target=client.wait, args=(["a key"], timedelta(seconds=LONG)))
         waiting.start()
         time.sleep(0.1)
         assert thread.run(Read("key"), seconds=LONG) == [b"value"]
         assert waiting.is_alive()
+        dist.TCPStore("127.0.0.1", store.port, is_master=False).set("a key", "")
         waiting.join()
         thread.stop()
-
-
-def test_cut_connection_is_opened_again():
-    with store_behind_proxy() as (_, proxy, thread):
-        opened = proxy.opened
-        proxy.cut()
-        assert thread.run(Read("key"), Add("count"), seconds=LONG) == [b"value", 1]
-        assert proxy.opened > opened
 
 
 def test_unrepeatable_operation_fails_once_after_a_cut():
@@ -342,7 +209,7 @@ def test_lost_store_fails_at_once_and_may_return():
         with pytest.raises(WorldError, match=r"the store at the proxy failed: .*refused"):
             thread.run(Read("key"), seconds=LONG)
         assert time.monotonic() - start < timing.TIMING.late_answer
-        proxy.open()
+        proxy.listen()
         assert thread.run(Read("key"), seconds=LONG) == [b"value"]
 
 

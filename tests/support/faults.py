@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +34,7 @@ H = BEAT * timing.TIMING.missed_heartbeats  # seconds of silence after which a r
 NAMED = 0.5  # seconds until a process that has ended is named by ``connect``, on the same host
 SLACK = 30.0 if STARVED else 1.0  # seconds that a busy machine may add to any bound
 LONG_TIMEOUT = timedelta(seconds=60 if STARVED else 12)  # a deadline that no rank should reach
+SEED = os.environ.get("PGMESH_SEED", "0")  # of the chaos runs
 WAIT_TIMEOUT = 120.0 if STARVED else 30.0  # seconds, for any wait of a test
 
 
@@ -86,6 +89,35 @@ def set_flag(folder: Path, name: str) -> None:
 def wait_for_flag(folder: Path, name: str) -> None:
     """Wait until another process has created this file."""
     wait_until((folder / name).exists, f"flag {name}")
+
+
+def wait_for_flags(folder: Path, name: str, ranks: Iterable[int]) -> None:
+    """Wait until each of these ranks has created its file of this name."""
+    for rank in ranks:
+        wait_for_flag(folder, f"{name} {rank}")
+
+
+@contextmanager
+def meanwhile(act: Callable[[], object]) -> Iterator[None]:
+    """Call ``act`` in a thread during the block, and wait for its end."""
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join(WAIT_TIMEOUT)
+
+
+def write_result(folder: Path, name: str, *values: Any) -> None:
+    """Write values to a file, which other processes see once it is complete."""
+    (folder / f"{name}.part").write_text(json.dumps(values))
+    (folder / f"{name}.part").rename(folder / name)
+
+
+def read_result(folder: Path, name: str) -> list[Any]:
+    """Wait for the values that another process writes."""
+    wait_for_flag(folder, name)
+    return list(json.loads((folder / name).read_text()))
 
 
 def beat_fast() -> None:

@@ -6,7 +6,9 @@ import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 """The addresses of the two hosts."""
@@ -44,6 +46,47 @@ def two_hosts() -> Iterator[tuple[str, str]]:
     finally:
         for host in hosts:
             ip("netns", "del", host, check=False)
+
+
+@contextlib.contextmanager
+def ranks_on(
+    hosts: tuple[str, str], ranks: int, run: Callable[[Path], None], folder: Path
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """So many ranks on each host, which call ``run(folder)``, and a store on the first host, for the block.
+
+    An error of the block shows what the ranks wrote.
+    """
+    serve = f"from pgmesh.launch import StoreProcess; store = StoreProcess({STORE_PORT}); input()"
+    store = subprocess.Popen(on_host(hosts[0], sys.executable, "-c", serve), stdin=subprocess.PIPE)
+    program = (
+        f"from pathlib import Path; from {run.__module__} import {run.__name__} as run; run(Path({str(folder)!r}))"
+    )
+    shared = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": f"{STORE_PORT}", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    shared |= {"WORLD_SIZE": f"{2 * ranks}", "LOCAL_WORLD_SIZE": f"{ranks}", "OMP_NUM_THREADS": "1"}
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(2 * ranks):
+            host = hosts[rank // ranks]
+            env = {
+                **os.environ,
+                **shared,
+                "RANK": f"{rank}",
+                "LOCAL_RANK": f"{rank % ranks}",
+                "GLOO_SOCKET_IFNAME": host,
+            }
+            with (folder / f"log {rank}").open("wb") as log:
+                command = on_host(host, sys.executable, "-c", program)
+                started.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+        yield started
+    except AssertionError as error:
+        logs = [f"{path.name}:\n{path.read_text(errors='replace')[-3000:]}" for path in sorted(folder.glob("log *"))]
+        raise AssertionError("\n".join([str(error), *logs])) from error
+    finally:
+        for process in (*started, store):
+            process.kill()
+            process.wait(10.0)
+        assert store.stdin is not None
+        store.stdin.close()
 
 
 def set_link(host: str, state: str) -> None:

@@ -29,7 +29,6 @@ class MemoryClient:
         self.rank, self.values, self.between = rank, {} if values is None else values, between
         self.written: set[str] = set()
         self.operations: list[Operation] = []
-        self.pauses: list[float] = []
         self.clock = 0.0
 
     def run(self, *operations: Operation) -> list[Any]:
@@ -39,7 +38,6 @@ class MemoryClient:
         return self.clock
 
     def sleep(self, seconds: float) -> None:
-        self.pauses.append(seconds)
         self.clock += max(seconds, 0.001)
         self.between()
 

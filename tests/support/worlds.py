@@ -33,7 +33,7 @@ from tests.support.programs import send_signal
 if TYPE_CHECKING:
     from pgmesh import ProcessGroupMesh
 
-STARVED = "PGMESH_STARVED" in os.environ  # True if another program keeps all cores busy on purpose
+STARVED = "PGMESH_STARVED" in os.environ  # True if so many processes keep the cores busy on purpose
 DEADLINE = 240.0 if STARVED else 60.0  # seconds
 # Ranks are forked from a server that has imported these: test modules, and parallel methods, need seconds for each.
 PRELOAD += ["hypothesis", "pytest"]

@@ -18,5 +18,5 @@ The laws:
     one successor                        two meshes never replace the same one
     nothing else is raised
 
-``python -m tests.elastic.model --minutes 5 --seed 7`` tries random programs for that time.
+The long tests of ``tests/elastic/test_model.py`` try random programs, which PGMESH_SEED decides.
 """

@@ -19,5 +19,5 @@ The laws:
     a retry works                        for all remaining ranks, whichever of them failed before
     nothing else is raised
 
-``python -m tests.rendezvous.model --minutes 5 --seed 7`` tries random programs for that time.
+The long tests of ``tests/rendezvous/test_model.py`` try random programs, which PGMESH_SEED decides.
 """

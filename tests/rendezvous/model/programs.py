@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tests.support.model.space import Faults
+
 Group = tuple[int, ...]
 Call = tuple[Group, ...]
 
@@ -88,3 +90,23 @@ def random_programs(chance: random.Random, ranks: int, retries_at_once: bool = F
             mine = mine[many:]
         programs.append(Program(tuple(calls), otherwise=otherwise))
     return tuple(programs)
+
+
+def random_faults(chance: random.Random) -> tuple[tuple[Program, ...], Faults]:
+    """Programs of two or three ranks, and faults."""
+    ranks = chance.choice((2, 2, 3))
+    everybody = tuple(range(ranks))
+    retries = (at_once(everybody, after="retry"),) * ranks
+    kind = chance.randrange(6)
+    if kind == 0:  # one dies, and the others go on without it
+        lost = chance.randrange(ranks)
+        left = tuple(rank for rank in everybody if rank != lost)
+        otherwise = ((left,),) if len(left) > 1 else ()
+        programs = [at_once(everybody, otherwise=otherwise if rank != lost else ()) for rank in everybody]
+        return tuple(programs), Faults(crashes=1, long_times=chance.randint(0, 1), mortal=frozenset([lost]))
+    if kind == 1:
+        return retries, Faults(deadlines=chance.randint(1, 2), interrupts=chance.randint(0, 1))
+    if kind == 2:  # circles, and then one call
+        return random_programs(chance, ranks, retries_at_once=True), Faults(deadlines=1)
+    faults = (Faults(crashes=1), Faults(interrupts=1), Faults(silences=1, long_times=2, warns=True))[kind - 3]
+    return random_programs(chance, ranks), faults
