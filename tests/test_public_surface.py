@@ -313,6 +313,6 @@ def in_sections(text: str) -> list[str]:
 def test_public_surface_equals_the_golden_listing():
     now = written(surface())
     if os.environ.get("GOLDEN") != "write":
-        changed = changes((golden_files.FOLDER / NAME).read_text(encoding="utf-8"), now)
+        changed = changes(golden_files.read(NAME), now)
         assert not changed, "the public surface changed:\n" + "\n".join(changed)
     golden_files.check(NAME, now)
