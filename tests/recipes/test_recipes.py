@@ -26,7 +26,6 @@ from pgmesh import (
     OptionsError,
     PgmeshError,
     ProcessGroupMesh,
-    RankError,
     ShapeError,
     recipes,
 )
@@ -149,8 +148,9 @@ def test_every_group_follows_from_the_stated_equation():
         levels = chance.choice([[n, sizes["cp"] // n] for n in divisors(sizes["cp"])])
         if not pipelines_agree(sizes, order, whole):
             refused += 1
-            with pytest.raises(ShapeError, match=r"pp last, which is slowest"):
+            with pytest.raises(ShapeError, match=r"order='.*'   # pp last, which is slowest") as error:
                 plan(whole, **keywords)
+            plan(whole, **{**keywords, "order": str(error.value).split("order='")[-1].split("'")[0]})
             continue
         accepted += 1
         arrangement = plan(whole, **keywords, hierarchical_cp=levels)
@@ -245,16 +245,6 @@ def test_semantics_5_equal_ranks_share_a_group():
         assert arrangement["expert-tensor"].group() is arrangement.dense.group("tp")
         assert arrangement["data"].group(tag="all-gather") is not arrangement["data"].group()
         assert arrangement["data"].group(tag="all-gather") is arrangement["expert"].group(tag="all-gather")
-
-
-@pytest.mark.parametrize("order", ["tp-cp-pp-dp-ep", "tp-cp-ep-pp-dp", "pp-tp-cp-ep-dp"])
-def test_semantics_6_proposed_order_works(order: str):
-    with pytest.raises(ShapeError) as error:
-        plan(16, tp=2, cp=2, pp=2, order=order)
-    assert "expert data is 4 and data 2: etp x ep has to be tp x cp = 4." in str(error.value)
-    mended = str(error.value).split("order='")[-1].split("'")[0]
-    plan(16, tp=2, cp=2, pp=2, order=mended)
-    plan(16, tp=2, cp=2, ep=2, pp=2, order="tp-cp-ep-pp-dp")  # etp x ep = 4
 
 
 def test_semantics_8_embeddings_are_on_both_end_stages():
@@ -743,20 +733,6 @@ def test_call_that_olmo_proposes_is_right():
         if shard in (2, 3, 4):
             taken.append(proposals(f"recipes.olmo({whole}, {hybrid}, ep={shard})"))
     assert set(taken) == {0, 1}
-
-
-def test_smaller_world_is_an_error():
-    with fake_rank(0, 4):
-        for call in (
-            lambda: recipes.megatron(8, tp=2),
-            lambda: recipes.megatron(1, rank_offset=7),
-            lambda: recipes.fairscale(8),
-            lambda: recipes.oslo(8, data=8),
-            lambda: recipes.olmo(8),
-            lambda: recipes.olmo_experts(8),
-        ):
-            with pytest.raises(RankError, match="the world's ranks are 0 to 3; there is no rank 7"):
-                call()
 
 
 def test_a_plan_and_another_rank_make_no_groups():
