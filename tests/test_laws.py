@@ -296,14 +296,19 @@ class Walk:
         layout, plain = self.layout, self.plain
         rank, axes = data.draw(st.sampled_from(plain.ranks())), data.draw(some_of(plain.axes))
         assert (layout.axes, layout.shape, layout.ranks()) == (plain.axes, plain.shape, plain.ranks())
+        if plain.axes:
+            direct = Layout(dict(zip(plain.axes, plain.shape)), ranks=plain.ranks())
+            assert (layout, hash(layout)) == (direct, hash(direct))
         assert {layout.coord_of(rank): rank for rank in plain.ranks()} == plain.table
         assert all(layout.rank_of(coord) == rank for coord, rank in plain.table.items())
+        from_the_end = {tuple(i - n for i, n in zip(coord, plain.shape)): rank for coord, rank in plain.table.items()}
+        assert all(layout.rank_of(coord) == rank for coord, rank in from_the_end.items())
         assert {rank for rank in range(-9, 5000) if rank in layout} == {*plain.ranks()}
         assert layout.size(*axes) == plain.size(*axes)
         assert layout.partition(*axes) == plain.partition(*axes)
         assert layout.block_of(rank, *axes) == plain.block_of(rank, *axes)
         assert layout.index_of(rank, *axes) == plain.index_of(rank, *axes)
-        for axis, step, wrap in product(axes, (-2, -1, 1, 2), (False, True)):
+        for axis, step, wrap in product(axes, (-9, -2, -1, 0, 1, 2, 9), (False, True)):
             assert layout.neighbor_of(rank, axis, step, wrap=wrap) == plain.neighbor_of(rank, axis, step, wrap=wrap)
 
 

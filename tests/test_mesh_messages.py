@@ -271,36 +271,6 @@ def test_torch_given_a_mesh_shows_its_group(mesh, use):
 # ---- calls of DeviceMesh ----
 
 
-@pytest.mark.parametrize(
-    ("call", "right"),
-    [
-        (lambda: ProcessGroupMesh("cpu", (2, 4)), "ProcessGroupMesh(2, 4)"),
-        (lambda: ProcessGroupMesh("cpu", 2, 4), "ProcessGroupMesh(2, 4)"),
-        (lambda: ProcessGroupMesh("cuda", [2, -1], name="a"), "ProcessGroupMesh(2, -1, name='a')"),
-        (lambda: ProcessGroupMesh("cpu", {"dp": 2, "tp": 4}), "ProcessGroupMesh(dp=2, tp=4)"),
-        (lambda: ProcessGroupMesh("cpu", dp=2, tp=4), "ProcessGroupMesh(dp=2, tp=4)"),
-        (lambda: ProcessGroupMesh("cpu", (2, 4), mesh_dim_names=("dp", "tp")), "ProcessGroupMesh(dp=2, tp=4)"),
-        (
-            lambda: ProcessGroupMesh("cpu", mesh_shape=(2, 4), mesh_dim_names=("dp", "tp")),
-            "ProcessGroupMesh(dp=2, tp=4)",
-        ),
-        (
-            lambda: ProcessGroupMesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), ranks=range(4, 8)),
-            "ProcessGroupMesh(dp=2, tp=2, ranks=range(4, 8))",
-        ),
-        (lambda: pgmesh.Layout("cpu", (2, 4)), "Layout(2, 4)"),
-    ],
-)
-def test_device_type_and_sizes_show_the_mesh(call, right):
-    with pytest.raises(pgmesh.ShapeError) as info:
-        call()
-    assert ": device_type is no axis; it follows from the backend of a group." in str(info.value)
-    assert suggested(info.value) == [right]
-    assert repr(eval(right, {"ProcessGroupMesh": ProcessGroupMesh, "Layout": pgmesh.Layout})).startswith(
-        right.replace("-1", "4")
-    )
-
-
 @pytest.mark.parametrize("wrong", ["fsdp=()", "'dp', dp='tp'"])
 def test_device_mesh_without_axes_suggests_all_axes(mesh, wrong):
     with pytest.raises(pgmesh.AxisError) as info:

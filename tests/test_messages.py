@@ -1,9 +1,13 @@
-"""Whole messages of errors: each call below and what it raises is in ``tests/golden/messages.txt``."""
+"""Whole messages of errors: each call and what it raises is in ``tests/golden/messages*.txt``.
+
+To add a message, add a line ``== call`` to one of these files and run this file with ``GOLDEN=write``.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 import pgmesh
-from pgmesh import Layout, MismatchError, PgmeshError, ProcessGroupMesh, ShapeError, errors
+from pgmesh import GroupOptions, Layout, MismatchError, PgmeshError, ProcessGroupMesh, ShapeError, errors, plan, recipes
 from pgmesh._util.validation import fill_sizes
+from pgmesh.interop.colossalai import ColossalMesh
 from pgmesh.parallel import DataParallel, compose
 from pgmesh.rendezvous.records import Fingerprint
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, status_key
@@ -22,158 +27,8 @@ from tests.support import golden_files
 from tests.support.fake_world import fake_rank
 from tests.support.memory_client import MemoryClient, attempt_of, participant_of
 
-GOLDEN = "messages.txt"
-
-IN_A_WORLD_OF_ONE: list[dict[str, Any]] = [{"dp": 2}, {"dp": -1, "tp": 2}, {"dp": 8, "tp": 8}]
-
-OF_LAYOUTS = """
-Layout(dp=2, tp=2, ranks=range(8))
-Layout(dp=2, ranks=[7])
-Layout(dp=3, tp=2, ranks=range(9))
-Layout(dp=3, tp=3, ranks=range(8))
-Layout(dp=-1, tp=3, ranks=range(8))
-box.view(a=3, b=4)
-numbered.view(3, -1)
-Layout(dp=-1, cp=2, tp=-1)
-Layout(dp=-1)
-Layout(dp=0)
-Layout(2, -2)
-box.view(dp=0)
-Layout(dp=2.0)
-Layout(2, 1.5, ranks=range(4))
-Layout(dp=0.5, tp=1.5)
-box.view(dp=2.5, tp=2)
-Layout(dp=float("nan"))
-Layout(dp="2")
-Layout((2, 2))
-box.view([4, -1])
-Layout(("dp", 2))
-Layout(())
-Layout(dp=None)
-Layout(2, tp=2)
-Layout(dp=-1, ranks=[])
-Layout(dp=-1, ranks=range(0))
-Layout(dp=-1, ranks=[0, 1, 1, 0])
-Layout(dp=-1, ranks=[0, 1, -2, 3])
-Layout(dp=-1, ranks=range(-4, 0))
-Layout(dp=-1, ranks=4)
-Layout(dp=-1, ranks="0123")
-Layout(dp=-1, ranks=[0.0, 1.0])
-box.at(tp=[0]).at(pp=slice(1, None)).at(dp=[])
-box.at(tp=slice(2, None))
-box.at(tp=())
-box.at(tp=range(0))
-Layout(pp=3, tp=4).at(tp=[0, 1]).view(a=2, b=3)
-Layout(pp=99, tp=4).at(tp=[0, 1]).view(a=2, n=-1)
-box.size("dpp")
-Layout(data=2, tensor=2).size("tensr")
-Layout(dp_shard=2, tp=2).at(dp_shards=0)
-box.size("ep")
-box.block_of(0, "data")
-box.partition(3)
-numbered.size("tp")
-numbered.size(12)
-numbered.size(-4)
-numbered.size(True)
-numbered.size(1.0)
-box.size(False)
-box.size(None)
-box.size(1.5)
-box.size(["a", "b"])
-box.size("tp", "tp")
-box.index_of(0, "tp", "dp", -1)
-box.at({"tp": 0}, tp=1)
-numbered.at({0: 0, -3: 1})
-box.at({"pp": [1]}, pp=slice(1, 2))
-box.at(pp=1).size("pp")
-box.at(pp=-1).at(pp=0)
-box.at(pp=0).coord_of(5)
-Layout(dp=10, tp=10).block_of(100, "tp")
-box.at(pp=0, dp=0).neighbor_of(-1, "tp")
-Layout(dp=2).label_of(None)
-Layout(dp=2).along("1")
-box.coord_of(1.5)
-box.coord_of(1.0)
-box.index_of((1,))
-box.block_of([])
-box.label_of({})
-Layout(2, 2, ranks=[3, 1, 0, 2]).coord_of("1")
-Layout(2, 2, ranks=[3, 1, 0, 2]).along(None)
-box.rank_of((0, 2, 0))
-box.rank_of((0, 0, -3))
-box.rank_of((0, "1", 0))
-box.rank_of((0, 1))
-box.rank_of(())
-box.rank_of((0, 0, 0, 0))
-box.rank_of((0, 0, 1.0))
-box.rank_of(5)
-box.rank_of(None)
-box.at(pp=2)
-box.at(pp=[0, -3])
-box.at(pp=[[0]])
-box.at(pp="0")
-box.at(pp=None)
-box.at(pp=[None])
-box.at(pp=1.0)
-numbered.at({1: 1.0})
-box.neighbor_of(0, "pp", 0.5)
-box.partition("tp")[4]
-box.partition("tp")[-5]
-Layout("cpu", (2, 4))
-"""
-
-OF_MESHES = """
-ProcessGroupMesh(dp=2, tp=2)
-ProcessGroupMesh(dp=2, tp=3)
-ProcessGroupMesh(dp=-1, tp=3)
-ProcessGroupMesh(dp=2, tp=4, timeout=30)
-ProcessGroupMesh(dp=2, ranks=[7, 8])
-ProcessGroupMesh(dp=8, name="a/b")
-ProcessGroupMesh(dp=8, name="x" * 1025)
-ProcessGroupMesh(dp=8, name="é" * 4500)
-ProcessGroupMesh("cpu", 4, 4)
-ProcessGroupMesh("cpu", [[0, 1], [2, 3]])
-ProcessGroupMesh("cpu", "x")
-mesh.group("tpp")
-mesh.at(pp=1).group("pp")
-mesh.at(pp=0).index("tp")
-ProcessGroupMesh(dp=2, tp=2, ranks=range(4), name="half").group("dp")
-mesh.group_of([0, 1])
-mesh.group_of([5, 5])
-mesh.group_of(5)
-mesh.group_of([5.0])
-mesh.group_of([])
-mesh.release(ranks=5)
-mesh.at(1)
-mesh.at([0])
-mesh.adopt(mesh.group("dp", tag="other"), "dp")
-mesh.adopt("dp", [1, 3])
-mesh.adopt("dp", 3)
-mesh.adopt("dp", mesh.group("tp"))
-mesh.connect("pp", ["dp", "tp"])
-mesh.group("dp", high_priority="no")
-mesh.group("dp", backend="gloo", high_priority=True)
-mesh.group("dp", description=3)
-mesh.group("dp", nccl=["max_ctas"])
-mesh.group("dp", nccl={"max_cta": 3})
-mesh.group("dp", nccl={1: 2, "a": 3})
-mesh.group("dp", timeot=3)
-mesh.group("dp", timeout="3")
-mesh.group("dp", timeout=timedelta(0))
-mesh.group("dp", backend=3)
-mesh.set_timeout("tp")
-mesh.group("dp") and mesh.configure("dp", timeout=60)
-mesh.view(8).close()
-mesh.at(pp=1).close()
-ProcessGroupMesh(8, name="actor")
-mesh.device_mesh(fsdp=())
-mesh.device_mesh("dp", dp="tp")
-mesh.device_mesh("dp", both=("dp", "tp"))
-mesh.device_mesh(both=("dp", "dp"))
-mesh.device_mesh(both=("dp", "zz"))
-mesh.device_mesh(both=None)
-"""
-"""The mesh is pp=2, dp=2, tp=2, named "actor", as rank 5."""
+GOLDEN = {file.name: golden_files.read(file.name) for file in sorted(golden_files.FOLDER.glob("messages*.txt"))}
+"""The messages, by the name of their file."""
 
 
 def connect_without_rank_1(status: RankStatus) -> None:
@@ -200,9 +55,16 @@ def compare_options(rank: int, other: int) -> None:
     raise MismatchError(mine.mismatch([other_one.encoded]))
 
 
+def fill_one_rank(**sizes: int) -> None:
+    fill_sizes("ProcessGroupMesh", sizes, 1, "the world has 1", is_world=True)
+
+
 WAITING = PendingConnect("other/0", "group dp", "mesh 'actor'", "0, 1", "train.py:12", (0,))
 
-WHILE_RUNNING: dict[str, Callable[[ProcessGroupMesh], object]] = {
+DESCRIBED: dict[str, Callable[[ProcessGroupMesh], object]] = {
+    "ProcessGroupMesh(dp=2) in a world of one rank": lambda mesh: fill_one_rank(dp=2),
+    "ProcessGroupMesh(dp=-1, tp=2) in a world of one rank": lambda mesh: fill_one_rank(dp=-1, tp=2),
+    "ProcessGroupMesh(dp=8, tp=8) in a world of one rank": lambda mesh: fill_one_rank(dp=8, tp=8),
     "a group that was released": use_a_released_group,
     "options that differ": lambda mesh: compare_options(0, 3),
     "a rank that never comes": lambda mesh: connect_without_rank_1(RankStatus(1, 3)),
@@ -211,57 +73,66 @@ WHILE_RUNNING: dict[str, Callable[[ProcessGroupMesh], object]] = {
     ),
     "two methods on one axis": lambda mesh: compose(mesh, DataParallel(mesh, "dp"), DataParallel(mesh, "dp")),
 }
+"""Calls that a line cannot hold."""
 
 
-def message(call: Callable[[], object]) -> str:
-    with pytest.raises(PgmeshError) as caught:
-        call()
+@contextmanager
+def names() -> Iterator[dict[str, Any]]:
+    """Names for the calls: ``mesh`` is pp=2, dp=2, tp=2, named "actor", as rank 5."""
+    with fake_rank(5, 8):
+        yield {
+            "box": Layout(pp=2, dp=2, tp=2),
+            "numbered": Layout(2, 2, 2),
+            "mesh": ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor"),
+            "colossal": ColossalMesh(2, 2, 2, name="colossal"),
+            **{each.__name__: each for each in (ColossalMesh, GroupOptions, Layout, ProcessGroupMesh, plan, timedelta)},
+            "recipes": recipes,
+        }
+        for each in pgmesh.meshes().values():
+            each.close()
+
+
+def message(what: str) -> str:
+    """The message of a call."""
+    with names() as known, pytest.raises(PgmeshError) as caught:
+        DESCRIBED[what](known["mesh"]) if what in DESCRIBED else eval(what, known)
     text = re.sub(rf"{Path(__file__).name}:\d+", "train.py:12", str(caught.value))
     return f"{type(caught.value).__name__}: {text}"
 
 
-def messages() -> dict[str, str]:
-    """The message of each call."""
-    names = {"Layout": Layout, "box": Layout(pp=2, dp=2, tp=2), "numbered": Layout(2, 2, 2)}
-    found = {call: message(lambda call=call: eval(call, names)) for call in OF_LAYOUTS.split("\n")[1:-1]}
-    for sizes in IN_A_WORLD_OF_ONE:
-        call = f"ProcessGroupMesh({', '.join(f'{axis}={size}' for axis, size in sizes.items())})"
-        found[f"{call} in a world of one rank"] = message(
-            lambda sizes=sizes: fill_sizes("ProcessGroupMesh", sizes, 1, "the world has 1", is_world=True)
-        )
-    for what in [*OF_MESHES.split("\n")[1:-1], *WHILE_RUNNING]:
-        with fake_rank(5, 8):
-            mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor")
-            names = {"ProcessGroupMesh": ProcessGroupMesh, "mesh": mesh, "timedelta": timedelta}
-            call = WHILE_RUNNING.get(what, lambda mesh, what=what, names=names: eval(what, names))
-            found[what] = message(lambda call=call, mesh=mesh: call(mesh))
-            for each in pgmesh.meshes().values():
-                each.close()
-    return found
+def calls_in(text: str) -> list[str]:
+    return re.findall(r"^== (.*)$", text, re.MULTILINE)
 
 
 @pytest.mark.fault(
     "sizes that do not fit, two -1, an empty mesh, an unknown axis, ranks that are repeated, negative or foreign"
 )
-def test_messages_equal_the_reviewed_ones():
-    golden_files.check(GOLDEN, "\n\n".join(f"== {what}\n{text}" for what, text in messages().items()) + "\n")
+@pytest.mark.parametrize("name", GOLDEN)
+def test_messages_equal_the_reviewed_ones(name: str):
+    calls = calls_in(GOLDEN[name])
+    golden_files.check(name, "\n\n".join(f"== {call}\n{message(call)}" for call in calls) + "\n")
 
 
-SUGGESTED = re.findall(
-    r"^  (Layout\(.*?\))(?:   #.*)?$", (golden_files.FOLDER / GOLDEN).read_text("utf-8"), re.MULTILINE
-)
+def test_each_described_call_has_a_message():
+    assert {*DESCRIBED} <= {*calls_in(GOLDEN["messages.txt"])}
 
 
-@pytest.mark.parametrize("call", SUGGESTED)
-def test_suggested_layout_can_be_made(call: str):
-    assert isinstance(eval(call), Layout)
+def suggested(name: str, call: str) -> list[tuple[str, ...]]:
+    """The suggested calls of each message of a file, where they match."""
+    found = [re.findall(rf"^  ({call})(?:   +#.*)?$", text, re.MULTILINE) for text in GOLDEN[name].split("\n== ")]
+    return [tuple(calls) for calls in found if calls]
 
 
-def test_layout_without_axes_is_refused():
-    with pytest.raises(ShapeError, match=r"^Layout needs at least one axis, such as Layout\(.*\)\.$") as caught:
-        Layout()
-    call = re.search(r"such as (.*)\.", str(caught.value))[1]
-    assert eval(call).size() >= 1
+@pytest.mark.parametrize("calls", suggested("messages.txt", r"Layout\(.*?\)"))
+def test_suggested_layout_can_be_made(calls: tuple[str, ...]):
+    assert all(isinstance(eval(call), Layout) for call in calls)
+
+
+@pytest.mark.parametrize("calls", suggested("messages-of-axes.txt", r"\S.*?"))
+def test_suggested_call_about_axes_runs(calls: tuple[str, ...]):
+    with names() as known:
+        for call in calls:
+            exec(call, known)
 
 
 # ---- the tree ----

@@ -9,10 +9,9 @@ from itertools import combinations
 import pytest
 from hypothesis import given, strategies as st
 
-from pgmesh import Layout, MembershipError, ProcessGroupMesh, RankError
+from pgmesh import Layout, ProcessGroupMesh
 from pgmesh.layout import RankView
 from tests.support.fake_world import fake_rank
-from tests.support.message_assertions import assert_raises
 
 BOX = Layout(pp=2, dp=2, tp=2)
 
@@ -51,32 +50,6 @@ def test_rank_view_answers_as_the_mesh(rank, ranks):
             for axis in here.axes:
                 for step, wrap in [(1, False), (-1, False), (1, True)]:
                     assert seen.neighbor(axis, step, wrap=wrap) == here.neighbor(axis, step, wrap=wrap)
-
-
-def test_rank_view_refuses_foreign_ranks():
-    assert_raises(
-        RankError,
-        lambda: BOX.seen_by(8),
-        "rank 8 is not in mesh (pp=2, dp=2, tp=2), whose ranks are 0, 1, 2, 3, 4, 5, 6, 7.",
-    )
-    outside = BOX.seen_by(5).at(pp=0)
-    assert (outside.coord, outside.rank in outside, outside.ranks()) == (None, False, (0, 1, 2, 3))
-    for ask in (
-        outside.index,
-        outside.label,
-        lambda: outside.ranks("dp"),
-        outside.along,
-        lambda: outside.neighbor("dp"),
-    ):
-        assert_raises(
-            MembershipError,
-            ask,
-            """
-            rank 5 is not in Layout(dp=2, tp=2), so it has no coord there.
-
-              if seen.rank in seen: ...   # check first
-            """,
-        )
 
 
 def test_rank_view_is_compared_by_value():

@@ -64,15 +64,6 @@ def test_repr_of_slice_or_view_is_a_call(mesh, take, says):
     assert repr(mesh) == ROOT
 
 
-def test_numbered_axes_keep_their_numbers():
-    with fake_rank(5, 8):
-        mesh = ProcessGroupMesh(2, 2, 2)
-        assert repr(mesh.at({0: 1})) == f"{NUMBERED}.at({{0: 1}})"
-        assert repr(mesh.at({0: 1}).at({2: 0})) == f"{NUMBERED}.at({{0: 1}}).at({{2: 0}})"
-        assert repr(mesh.at({0: 1}).along(2)) == f"{NUMBERED}.at({{0: 1}}).along(2)"
-        assert again(mesh.at({0: 1}).along(2), mesh).axes == (2,)
-
-
 def test_repr_of_many_indices_is_short():
     with fake_rank(5, 200):
         mesh = ProcessGroupMesh(n=100, t=2)

@@ -14,7 +14,6 @@ from hypothesis import example, given, strategies as st
 
 import pgmesh
 from pgmesh import (
-    GroupOptions,
     Layout,
     OptionsError,
     PgmeshError,
@@ -27,7 +26,6 @@ from pgmesh.interop import from_device_mesh
 from pgmesh.options import GroupOptions as Options
 from pgmesh.planning.rank_report import rank_report_of
 from tests.support.fake_world import fake_rank
-from tests.support.message_assertions import assert_raises
 
 ODD = {"data-parallel": 2, "timeout": 2, "class": 2}
 """Sizes of axes that cannot be keywords."""
@@ -63,11 +61,6 @@ def test_unpacked_mapping_equals_the_mapping():
     assert Layout(**{"data-parallel": 2}) == Layout({"data-parallel": 2})
 
 
-def test_invalid_mesh_dim_names_are_not_suggested(world):
-    with pytest.raises(ShapeError, match=r"\n  ProcessGroupMesh\(2, 4\)$"):
-        ProcessGroupMesh(mesh_shape=(2, 4), mesh_dim_names=(["dp"], ["tp"]))
-
-
 def test_numbers_in_a_mapping_are_numbered_axes():
     layout = Layout({1: 2, 2: 3}, ranks=range(6))
     assert layout.axes == (1, 2)
@@ -81,57 +74,6 @@ def test_enum_member_is_an_axis_name():
     layout = Layout({Role.PIPELINE: 2, Role.DATA: 4})
     assert repr(layout) == "Layout(pp=2, dp=4)"
     assert layout.size(Role.DATA) == layout.size("dp") == 4
-
-
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (lambda: Layout({}), "Layout needs at least one axis, such as Layout(dp=2)."),
-        (lambda: Layout({"": 2}), "Layout: an axis is a word that can be printed, or a number from 0 on, not ''."),
-        (
-            lambda: Layout({"a\n": 2}),
-            r"Layout: an axis is a word that can be printed, or a number from 0 on, not 'a\n'.",
-        ),
-        (lambda: Layout({-1: 2}), "Layout: an axis is a word that can be printed, or a number from 0 on, not -1."),
-        (lambda: Layout({True: 2}), "Layout: an axis is a word that can be printed, or a number from 0 on, not True."),
-        (lambda: Layout({1.0: 2}), "Layout: an axis is a word that can be printed, or a number from 0 on, not 1.0."),
-        (
-            lambda: Layout({"a": 2, 1: 2}),
-            "Layout: give every axis a name or every axis a number, not both: {'a': 2, 1: 2}.",
-        ),
-        (lambda: Layout({"dp": True}), "Layout: the size of axis dp is a whole number, not True."),
-        (
-            lambda: Layout({"pp": 2}, dp=4, ranks=range(8, 16)),
-            "Layout({'pp': 2}, dp=4): give all sizes by position, by keyword, or in one mapping.",
-        ),
-        (
-            lambda: Layout({"pp": 2}, {"class": 4}),
-            "Layout({'pp': 2}, {'class': 4}): give all sizes by position, by keyword, or in one mapping.",
-        ),
-        (
-            lambda: Layout({"pp": 2}, pp=3),
-            "Layout({'pp': 2}, pp=3): give all sizes by position, by keyword, or in one mapping.",
-        ),
-        (
-            lambda: Layout({"pp": 2}, 4),
-            "Layout({'pp': 2}, 4): give all sizes by position, by keyword, or in one mapping.",
-        ),
-        (
-            lambda: plan({"dp": -1}),
-            "plan({'dp': -1}) cannot infer the size of -1: give it hosts, such as plan({'dp': -1}, nodes='1x8').",
-        ),
-        (
-            lambda: plan({"dp": -1, "tp": 3}, nodes="2x4", combinations=[("dp", "tp")]),
-            """
-            plan({'dp': -1, 'tp': 3}) cannot be filled: 2 hosts of 4 hold 8, and 8 is not divisible by 3.
-
-              plan({'dp': -1, 'tp': 2}, nodes='2x4', combinations=[('dp', 'tp')])   # dp is then 4
-            """,
-        ),
-    ],
-)
-def test_invalid_mappings_of_sizes_are_refused(call, text):
-    assert_raises(ShapeError, call, text)
 
 
 # ---- layouts as text ----
@@ -249,249 +191,6 @@ def test_reserved_keywords_are_refused_as_axes(world, word):
         assert "=-1" not in str(caught.value)
         assert isinstance(caught.value, ValueError)
         assert Layout({word: 8}).axes == (word,)
-
-
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (
-            lambda: ProcessGroupMesh(dp=8, timeout=30, name="train"),
-            """
-            ProcessGroupMesh: timeout is no axis; it is an option of groups.
-
-              mesh = ProcessGroupMesh(dp=8, name='train')
-              for axis in mesh.axes: mesh.configure(axis, timeout=30)
-            """,
-        ),
-        (
-            lambda: ProcessGroupMesh(dp=4, tp=-1, timeout=timedelta(minutes=2), backend=1),
-            """
-            ProcessGroupMesh: timeout is no axis; it is an option of groups. backend is no axis; it is an \
-option of groups.
-
-              mesh = ProcessGroupMesh(dp=4, tp=-1)
-            """,
-        ),
-        (
-            lambda: ProcessGroupMesh(dp=4, tp=-1, timeout=timedelta(minutes=2), backend="gloo"),
-            """
-            ProcessGroupMesh: timeout is no axis; it is an option of groups. backend is no axis; it is an \
-option of groups.
-
-              mesh = ProcessGroupMesh(dp=4, tp=-1)
-              for axis in mesh.axes: mesh.configure(axis, timeout=timedelta(seconds=120), backend='gloo')
-            """,
-        ),
-        (
-            lambda: ProcessGroupMesh(dp=4, options=GroupOptions(backend="gloo"), ranks=range(4)),
-            """
-            ProcessGroupMesh: options is no axis; it stands for options of groups: see mesh.configure.
-
-              mesh = ProcessGroupMesh(dp=4, ranks=range(4))
-            """,
-        ),
-        (
-            lambda: ProcessGroupMesh(dp=8, tag="own"),
-            """
-            ProcessGroupMesh: tag is no axis; it tells groups on the same ranks apart.
-
-              mesh = ProcessGroupMesh(dp=8)
-              mesh.group(mesh.axes[0], tag='own')
-            """,
-        ),
-        (
-            lambda: ProcessGroupMesh(dp=8).view(pp=2, tp=4, timeout=30),
-            """
-            view: timeout is no axis; it is an option of groups.
-
-              mesh = mesh.view(pp=2, tp=4)
-              for axis in mesh.axes: mesh.configure(axis, timeout=30)
-            """,
-        ),
-        (
-            lambda: Layout(dp=4, timeout=30),
-            """
-            Layout: timeout is no axis; it is an option of groups. A layout has no groups.
-
-              Layout(dp=4)
-            """,
-        ),
-    ],
-)
-def test_group_options_as_axes_suggest_configure(world, call, text):
-    assert_raises(OptionsError, call, text)
-
-
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (
-            lambda: ProcessGroupMesh(dp=8, device="cuda"),
-            """
-            ProcessGroupMesh: device is no axis; it follows from the backend of a group.
-
-              ProcessGroupMesh(dp=8)
-            """,
-        ),
-        (
-            lambda: ProcessGroupMesh(node=2, device=4),
-            """
-            ProcessGroupMesh: device is no axis; it follows from the backend of a group.
-
-              ProcessGroupMesh({'node': 2, 'device': 4})   # with axes of these names
-            """,
-        ),
-        (
-            lambda: ProcessGroupMesh(dp=8, device=1),
-            """
-            ProcessGroupMesh: device is no axis; it follows from the backend of a group.
-
-              ProcessGroupMesh(dp=8)
-              ProcessGroupMesh({'dp': 8, 'device': 1})   # with axes of these names
-            """,
-        ),
-        (
-            lambda: ProcessGroupMesh("cpu", (2, 4), mesh_dim_names=("dp", "tp")),
-            """
-            ProcessGroupMesh: mesh_dim_names is no axis; it stands for the axes.
-
-              ProcessGroupMesh(dp=2, tp=4)
-            """,
-        ),
-        (
-            lambda: ProcessGroupMesh(mesh_shape=(2, 4), name="train"),
-            """
-            ProcessGroupMesh: mesh_shape is no axis; it stands for all sizes.
-
-              ProcessGroupMesh(2, 4, name='train')
-            """,
-        ),
-        (
-            lambda: ProcessGroupMesh(sizes={"dp": 2, "class": 4}),
-            """
-            ProcessGroupMesh: sizes is no axis; it stands for all sizes.
-
-              ProcessGroupMesh({'dp': 2, 'class': 4})
-            """,
-        ),
-        (
-            lambda: Layout(dp=-1, tp=2, world_size=16),  # -1 of no ranks
-            "Layout: world_size is no axis; it belongs to the world.",
-        ),
-        (
-            lambda: ProcessGroupMesh(shape=8),
-            """
-            ProcessGroupMesh: shape is no axis; it stands for all sizes.
-
-              ProcessGroupMesh(8)
-              ProcessGroupMesh({'shape': 8})   # with axes of these names
-            """,
-        ),
-    ],
-)
-def test_reserved_keywords_suggest_the_right_call(world, call, text):
-    assert_raises(ShapeError, call, text)
-
-
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (
-            lambda: ProcessGroupMesh(shape=8, timeout=3),
-            """
-            ProcessGroupMesh: shape is no axis; it stands for all sizes. timeout is no axis; it is an option of groups.
-
-              mesh = ProcessGroupMesh(8)
-              for axis in mesh.axes: mesh.configure(axis, timeout=3)
-            """,
-        ),
-        (
-            lambda: ProcessGroupMesh(dp=8, timeout=float("inf")),
-            """
-            ProcessGroupMesh: timeout is no axis; it is an option of groups.
-
-              mesh = ProcessGroupMesh(dp=8)
-            """,
-        ),
-        (
-            lambda: ProcessGroupMesh(dp=8, timeout=float("nan")),
-            """
-            ProcessGroupMesh: timeout is no axis; it is an option of groups.
-
-              mesh = ProcessGroupMesh(dp=8)
-            """,
-        ),
-        (
-            lambda: Layout(dp=2, timeout=1e300),
-            """
-            Layout: timeout is no axis; it is an option of groups. A layout has no groups.
-
-              Layout(dp=2)
-            """,
-        ),
-        (
-            lambda: Layout(dp=2, options={"timeout": float("inf")}),
-            """
-            Layout: options is no axis; it stands for options of groups: see mesh.configure. A layout has no groups.
-
-              Layout(dp=2)
-            """,
-        ),
-    ],
-)
-def test_suggested_call_runs(world, call, text):
-    with pytest.raises(OptionsError) as caught:
-        call()
-    assert_raises(OptionsError, call, text)
-    scope = {"ProcessGroupMesh": ProcessGroupMesh, "Layout": Layout, "timedelta": timedelta}
-    for line in str(caught.value).splitlines()[2:]:
-        exec(line.strip(), scope)
-
-
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (
-            lambda: ProcessGroupMesh(pp="2", tp=4, timeout=30),
-            "ProcessGroupMesh: timeout is no axis; it is an option of groups.",
-        ),
-        (
-            lambda: ProcessGroupMesh(pp=2.0, tp=4, timeout=30),
-            "ProcessGroupMesh: timeout is no axis; it is an option of groups.",
-        ),
-        (
-            lambda: Layout(pp="2", tp=4, timeout=30),
-            "Layout: timeout is no axis; it is an option of groups. A layout has no groups.",
-        ),
-        (lambda: ProcessGroupMesh(timeout=30), "ProcessGroupMesh: timeout is no axis; it is an option of groups."),
-        (
-            lambda: ProcessGroupMesh(dp=4, timeout=30),  # the world has 8
-            "ProcessGroupMesh: timeout is no axis; it is an option of groups.",
-        ),
-        (
-            lambda: ProcessGroupMesh(mesh_shape=(), mesh_dim_names=5),
-            "ProcessGroupMesh: mesh_shape is no axis; it stands for all sizes. "
-            "mesh_dim_names is no axis; it stands for the axes.",
-        ),
-        (
-            lambda: ProcessGroupMesh(mesh_shape=(2, 4), mesh_dim_names=("dp", "dp")),
-            "ProcessGroupMesh: mesh_shape is no axis; it stands for all sizes. "
-            "mesh_dim_names is no axis; it stands for the axes.",
-        ),
-        (
-            lambda: Layout(8).view(dp="8", ranks=range(8)),
-            "view: ranks is no axis; it is left out: a view keeps the ranks of its mesh.",
-        ),
-        (
-            lambda: Layout(8).view(dp="8", name="x"),
-            "view: name is no axis; it is an argument of ProcessGroupMesh: a view has the name of its mesh.",
-        ),
-    ],
-)
-def test_invalid_sizes_get_no_suggested_call(world, call, text):
-    with pytest.raises(ShapeError if "option" not in text else OptionsError) as caught:
-        call()
-    assert str(caught.value) == text
 
 
 def test_axis_given_by_two_numbers_is_refused():

@@ -182,9 +182,3 @@ def test_ranks_too_long_to_print_are_named():
         Layout(dp=2, ranks=[*range(300), *range(400, 700)])
     ((call, _),) = suggested(info.value)
     assert call == "Layout(dp=-1, ranks=(*range(300), *range(400, 700)))"
-
-
-def test_suggested_mesh_keeps_its_ranks():
-    with fake_rank(0, 8), pytest.raises(ShapeError) as info:
-        ProcessGroupMesh(dp=2, tp=2, ranks=[0, 1], name="n")
-    assert [call for call, _ in suggested(info.value)] == ["ProcessGroupMesh(dp=-1, tp=2, ranks=range(2), name='n')"]

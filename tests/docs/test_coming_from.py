@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 from pgmesh import Layout, launch, recipes
 from pgmesh.parallel import PipelineParallel
-from tests.support import doc_tables, recipe_oracle as oracle
+from tests.support import doc_tables
 from tests.support.fake_world import fake_rank
 from tests.support.worlds import world
 
@@ -80,44 +79,6 @@ def test_each_line_gives_what_it_shows(row: Row):
         if re.match(r"\w+ = ", row.now[0]):
             return  # it ran
         assert repr(eval(row.now[0], names)) == (row.gives or "None")
-
-
-def megatron(world: int, *, order: str = "tp-cp-ep-dp-pp", rank_offset: int = 0, **given: Any) -> oracle.Lists:
-    """The oracle, in the words of our recipe."""
-    theirs = {"hierarchical_cp": "hierarchical", "optimizer_instances": "instances"}
-    words = {theirs.get(word, word): value for word, value in given.items() if word != "of"}
-    fastest_first = [*order.split("-"), *(axis for axis in ("cp", "ep") if axis not in order.split("-"))]
-    return oracle.Lists(oracle.megatron(world, order=fastest_first, offset=rank_offset, **words))
-
-
-def stating(lists: Callable[..., dict[str, list[tuple[int, ...]]]]) -> Callable[..., oracle.Lists]:
-    return lambda world, **given: oracle.Lists(
-        lists(world, **{name: given[name] for name in given if name not in ("of", "name")})
-    )
-
-
-ORACLE = SimpleNamespace(
-    megatron=megatron,
-    **{each.__name__: stating(each) for each in (oracle.fairscale, oracle.oslo, oracle.olmo, oracle.olmo_experts)},
-)
-ASKS = re.compile(r'\["|^(?!Layout).*\.partition\("')
-FIGURES = [row for row in ROWS if ASKS.search(row.now[0]) and re.fullmatch(r"[\d(), ]+|True|False", row.gives or "")]
-"""Lines that ask an arrangement for ranks, sizes and places."""
-
-
-@pytest.mark.parametrize("row", FIGURES, ids=str)
-def test_each_figure_follows_from_the_oracle(row: Row):
-    names: dict[str, Any] = {"recipes": ORACLE, "Layout": Layout}
-    for example in doctest.DocTestParser().get_examples((DOCS / f"{row.page}.md").read_text()):
-        if "recipes." in example.source and re.match(r"\w+ = ", example.source):
-            exec(example.source, names)
-    assert repr(eval(row.now[0], names)) == row.gives
-
-
-def test_most_lines_have_a_figure():
-    counts = {page: sum(row.page == page for row in FIGURES) for page in PAGES}
-    assert counts["megatron"] > 80
-    assert all(count > 8 for count in counts.values())
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.gives is None], ids=str)

@@ -15,13 +15,10 @@ from hypothesis import given, strategies as st
 
 import pgmesh
 from pgmesh import (
-    AxisError,
     LifetimeError,
-    MembershipError,
     NameTakenError,
     ProcessGroupMesh,
     RankError,
-    ShapeError,
 )
 from pgmesh.interop.colossalai import ColossalMesh
 from tests.support.fake_world import fake_rank
@@ -265,113 +262,6 @@ def test_the_two_columns_are_the_same(theirs: str, ours: str):
 
 
 # ---- errors ----
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "text"),
-    [
-        (
-            lambda mesh: mesh.ravel((0, 2, 0), (2, 2, 2)),
-            RankError,
-            "axis 1 of shape (2, 2, 2) has indices 0 to 1; there is no 2.\n\n"
-            "  ravel((0, 2, 0), (2, 2, 2), 'wrap')   # wraps around; or 'clip'",
-        ),
-        (
-            lambda mesh: mesh.ravel((0, 0, 0), (2, 2, 2), "warp"),
-            RankError,
-            "mode is 'raise', 'wrap' or 'clip', not 'warp'.",
-        ),
-        (
-            lambda mesh: mesh.ravel((0, 0), (2, 2, 2), "wrap"),
-            RankError,
-            "a coord of mesh (2, 2, 2) has 3 indices, but (0, 0) has 2.",
-        ),
-        (
-            lambda mesh: mesh.ravel((0, 0, 0, 5), (2, 2, 2), "clip"),
-            RankError,
-            "a coord of mesh (2, 2, 2) has 3 indices, but (0, 0, 0, 5) has 4.",
-        ),
-        (lambda mesh: mesh.ravel("abc", (2, 2, 2)), RankError, "a coord consists of whole numbers, not 'abc'."),
-        (
-            lambda mesh: mesh.unravel(8, (2, 2, 2)),
-            RankError,
-            "rank 8 is not in mesh (2, 2, 2), whose ranks are 0, 1, 2, 3, 4, 5, 6, 7.",
-        ),
-        (lambda mesh: mesh.size(3), AxisError, "axes are numbers from 0 to 2; there is no axis 3."),
-        (lambda mesh: mesh.coordinate("tp"), AxisError, "axes are numbers from 0 to 2; there is no axis 'tp'."),
-        (
-            lambda mesh: mesh.get_coords_along_axis((0, 0, 0), [0, 1], [[0]]),
-            RankError,
-            "axes [0, 1] need a list of indices each, but there are 1: [[0]].",
-        ),
-        (
-            lambda mesh: mesh.get_group_along_axis([0, -3]),
-            AxisError,
-            "each axis is named once, but [0, 0] names one twice.",
-        ),
-        (
-            lambda mesh: mesh.get_group_along_axis(0, [[0, 1]]),
-            RankError,
-            "the list of indices along axis 0 consists of whole numbers, not [[0, 1]].",
-        ),
-        (
-            lambda mesh: mesh.get_group_along_axis(0, [1, 2]),
-            RankError,
-            "axis 0 of shape (2, 2, 2) has indices 0 to 1; there is no 2.",
-        ),
-        (
-            lambda mesh: mesh.get_group_along_axis(0, [0, -1]),
-            RankError,
-            "axis 0 of shape (2, 2, 2) has indices 0 to 1; there is no -1.",
-        ),
-        (
-            lambda mesh: mesh.create_group_along_axis([2, -3], [[0, 1], (-2, -1)]),
-            RankError,
-            "axis 0 of shape (2, 2, 2) has indices 0 to 1; there is no -2.",
-        ),
-        (
-            lambda mesh: mesh.create_group_along_axis(0, [-1, -3]),
-            RankError,
-            "axis 0 of shape (2, 2, 2) has indices 0 to 1; there is no -1.",
-        ),
-        (
-            lambda mesh: mesh.get_group([5, 5]),
-            RankError,
-            "each rank is given once, but [5, 5] has one twice.",
-        ),
-        (
-            lambda mesh: mesh.get_group([0, 8]),
-            RankError,
-            "rank 8 is not in mesh (2, 2, 2), whose ranks are 0, 1, 2, 3, 4, 5, 6, 7.",
-        ),
-        (
-            lambda mesh: ColossalMesh(2, 2),
-            ShapeError,
-            "ProcessGroupMesh(2, 2) holds 4 ranks, but the world has 8.\n\n"
-            "  ProcessGroupMesh(-1, 2)                  # axis 0 is then 4\n"
-            "  ProcessGroupMesh(2, 2, ranks=range(4))   # or name the 4 ranks to use",
-        ),
-        (
-            lambda mesh: ColossalMesh(2, mesh=mesh.mesh),
-            ShapeError,
-            "ColossalMesh takes sizes and an optional name, or a mesh, but not both.",
-        ),
-        (
-            lambda mesh: ColossalMesh(mesh=mesh.mesh.at({0: 0})).coordinate(),
-            MembershipError,
-            "rank 5 is not in ProcessGroupMesh(2, 2, 2).at({0: 0}), so it has no coord.",
-        ),
-        (
-            lambda mesh: mesh.get_ranks_in_group(mesh.get_group_along_axis(0, [0])),
-            MembershipError,
-            "rank 5 is not a member of None.\n\n  get_ranks_in_group(get_group_along_axis(0))   # a group of this rank",
-        ),
-    ],
-)
-def test_messages(call: Any, error: type[Exception], text: str):
-    with fake_rank(5, 8), pytest.raises(error) as caught:
-        call(ColossalMesh(2, 2, 2))
-    assert str(caught.value) == text
 
 
 def test_two_equal_meshes_need_names():

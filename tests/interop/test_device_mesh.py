@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -144,18 +145,11 @@ def dtensor(mesh: ProcessGroupMesh) -> None:
     )
 
 
-def fsdp(mesh: ProcessGroupMesh) -> None:
+def fsdp(mesh: ProcessGroupMesh, *axes: str) -> None:
     model = make_net()
     for layer in (model.up, model.down, model):
-        fully_shard(layer, mesh=mesh.device_mesh("dp"))
-    assert_same(train(model, own_rows(mesh, "dp")), train(make_net(), batch()))
-
-
-def hsdp(mesh: ProcessGroupMesh) -> None:
-    model = make_net()
-    for layer in (model.up, model.down, model):
-        fully_shard(layer, mesh=mesh.device_mesh("dp", "tp"))
-    assert_same(train(model, own_rows(mesh, "dp", "tp")), train(make_net(), batch()))
+        fully_shard(layer, mesh=mesh.device_mesh(*axes))
+    assert_same(train(model, own_rows(mesh, *axes)), train(make_net(), batch()))
 
 
 def tensor_parallel(mesh: ProcessGroupMesh) -> nn.Module:
@@ -178,14 +172,8 @@ def clipped(mesh: ProcessGroupMesh) -> None:
     assert_same(train(model, own_rows(mesh, "dp"), clip=0.01), expected)
 
 
-def ddp(mesh: ProcessGroupMesh) -> None:
-    model = DistributedDataParallel(make_net(), process_group=mesh.group("dp"))
-    found = {name.removeprefix("module."): value for name, value in train(model, own_rows(mesh, "dp")).items()}
-    assert_same(found, train(make_net(), batch()))
-
-
-def ddp_by_device_mesh(mesh: ProcessGroupMesh) -> None:
-    model = DistributedDataParallel(make_net(), device_mesh=mesh.device_mesh("dp"))
+def ddp(mesh: ProcessGroupMesh, **over: Any) -> None:
+    model = DistributedDataParallel(make_net(), **over)
     assert model.process_group is mesh.group("dp")
     found = {name.removeprefix("module."): value for name, value in train(model, own_rows(mesh, "dp")).items()}
     assert_same(found, train(make_net(), batch()))
@@ -214,13 +202,13 @@ def pipeline(mesh: ProcessGroupMesh) -> None:
 
 USES: dict[str, Callable[[ProcessGroupMesh], None]] = {
     "DTensor": dtensor,
-    "FSDP2": fsdp,
-    "HSDP": hsdp,
+    "FSDP2": lambda mesh: fsdp(mesh, "dp"),
+    "HSDP": lambda mesh: fsdp(mesh, "dp", "tp"),
     "tensor parallel": tp,
     "FSDP2 and tensor parallel": fsdp_and_tp,
     "clip_grad_norm_": clipped,
-    "DDP": ddp,
-    "DDP by device mesh": ddp_by_device_mesh,
+    "DDP": lambda mesh: ddp(mesh, process_group=mesh.group("dp")),
+    "DDP by device mesh": lambda mesh: ddp(mesh, device_mesh=mesh.device_mesh("dp")),
 }
 
 
@@ -371,13 +359,6 @@ def test_from_device_mesh_keeps_numbered_axes():
         assert plane.device_mesh(1).get_group() is mesh.group(2)
 
 
-def test_views_and_slices_share_one_device_mesh_root():
-    with fake_rank(5, 8):
-        mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor")
-        for part in (mesh.at(pp=1), mesh.along("dp", "tp"), mesh.at(pp=1).at(dp=0)):
-            assert root_of(part.device_mesh("tp")) is mesh.device_mesh()
-
-
 def over_torchs(names: tuple[str, str] | None) -> None:
     """torch's groups along the axes, ours along both; closing leaves torch's alone."""
     theirs = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
@@ -406,17 +387,6 @@ def over_torchs(names: tuple[str, str] | None) -> None:
 @pytest.mark.parametrize("names", [("dp", "tp"), None], ids=["named", "numbered"])
 def test_from_device_mesh_returns_the_groups_of_torch(names: tuple[str, str] | None):
     world(4).run(over_torchs, names)
-
-
-def adopt_the_wrong_one() -> None:
-    mesh = ProcessGroupMesh(dp=2, tp=2)
-    with pytest.raises(RankError, match=r"group dp of .* has ranks .*; the group to adopt has .*"):
-        mesh.adopt("dp", mesh.group("tp"))
-    check_sums(groups_of(mesh))
-
-
-def test_a_group_of_other_ranks_cannot_be_adopted():
-    world(4).run(adopt_the_wrong_one)
 
 
 def adopt_where_that_does_nothing() -> None:
@@ -513,10 +483,7 @@ def fsdp_over_axes_that_do_not_touch() -> None:
     with no_more_groups():
         assert view.device_mesh().get_group() is mesh.group("dp", "cp")
         assert view.device_mesh().mesh.tolist() == list(view.ranks())
-        model = make_net()
-        for layer in (model.up, model.down, model):
-            fully_shard(layer, mesh=view.device_mesh("fsdp"))
-        assert_same(train(model, own_rows(view, "fsdp")), train(make_net(), batch()))
+        fsdp(view, "fsdp")
     view.connect("fsdp")
     check_sums({"fsdp": (view.group("fsdp"), view.ranks())})
 

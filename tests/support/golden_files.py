@@ -8,6 +8,11 @@ from pathlib import Path
 FOLDER = Path(__file__).parents[1] / "golden"
 
 
+def read(name: str) -> str:
+    """The text of a file in ``tests/golden``."""
+    return (FOLDER / name).read_text(encoding="utf-8")
+
+
 def check(name: str | Path, text: str) -> None:
     """Assert that the text equals a file: one in ``tests/golden``, or at an absolute path."""
     file = FOLDER / name

@@ -5,10 +5,8 @@ Megatron's equation, for an order whose first axis is the fastest: rank = i0 + i
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 Block = tuple[int, ...]
 Stages = Sequence[int] | Callable[[list[int]], Sequence[int]]
@@ -205,69 +203,3 @@ def olmo_experts(world: int, *, ep: int = -1) -> dict[str, list[Block]]:
         "replicate": groups(list(sizes), sizes, ["ep_replicate"]),
     }
     return {**found, "model": whole, "loader": whole}
-
-
-# ---- lists with the interface of an arrangement, for the examples on the pages ----
-
-
-@dataclass
-class Lists:
-    """Lists of groups by name, as one rank sees them."""
-
-    lists: Mapping[str, list[Block]]
-    rank: int = 5
-
-    def __getitem__(self, name: str) -> Slice:
-        ranks = [block for block in self.partition(name) if self.rank in block]
-        return Slice(ranks[0] if ranks else (), self.rank)
-
-    def partition(self, name: str) -> tuple[Block, ...]:
-        asked = sorted(name.split("+"))
-        return tuple(next(each for known, each in self.lists.items() if sorted(known.split("+")) == asked))
-
-    def seen_by(self, rank: int) -> Lists:
-        return Lists(self.lists, rank)
-
-
-@dataclass
-class Slice:
-    """The group of one name, as one rank sees it."""
-
-    block: Block
-    rank: int
-
-    def __contains__(self, rank: int) -> bool:
-        return rank in self.block
-
-    def ranks(self) -> Block:
-        return self.block
-
-    def size(self) -> int:
-        return len(self.block)
-
-    def index(self) -> int:
-        return self.block.index(self.rank)
-
-    def neighbor(self, axis: str, step: int = 1, *, wrap: bool = False) -> int | None:
-        index = self.index() + step
-        return self.block[index % self.size()] if wrap or 0 <= index < self.size() else None
-
-    def group(self, **_: object) -> Group:
-        return group_of(self.block)
-
-    def device_mesh(self) -> Group:
-        return Group(self.block)
-
-
-@dataclass(frozen=True)
-class Group:
-    """A group of ranks."""
-
-    ranks: Block
-
-    def size(self) -> int:
-        return len(self.ranks)
-
-
-group_of = functools.cache(Group)
-"""The group of these ranks, the same object for each of them."""
