@@ -109,7 +109,7 @@ class _Call:
         self.cache, self.layout, self.combinations, self.seconds = cache, layout, combinations, seconds
         self.call_site = call_site()
         self.client = _Client(cache.registry.heartbeat_thread(), seconds)
-        self.statuses = cache.registry.statuses
+        self.statuses = cache.registry.new_statuses()
         self.records: dict[str, building.GroupRecord] = {}  # by path, those to connect
         self.axes_of: dict[str, list[GroupAxes]] = {}  # by path
         self.attempts: dict[str, ConnectAttempt] = {}  # by path

@@ -95,11 +95,15 @@ class Registry:
                 thread.on_heartbeat = self._on_heartbeat
             return self._thread
 
-    @functools.cached_property
-    def statuses(self) -> Statuses:
-        """What this process knows of the other ranks: a silence is measured from its beginning, whoever reads."""
+    def new_statuses(self) -> Statuses:
+        """For one call, which gives ranks that were cut off before it the time to send a heartbeat."""
         thread = self.store_thread()
         return Statuses(thread.lost_after, thread.answered_seconds, thread.has_ended)
+
+    @functools.cached_property
+    def statuses(self) -> Statuses:
+        """For the watch and for ``shrink``: a silence is measured from its beginning, whoever reads."""
+        return self.new_statuses()
 
     def _on_heartbeat(self, perform: Callable[[Operation], Any]) -> tuple[RunningCollective, ...]:
         """Look for aborted meshes, for lost ranks, and for collectives of this process that do not end."""

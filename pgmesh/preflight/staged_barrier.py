@@ -84,7 +84,7 @@ class StagedBarrier:
             call_site=attempt.group,
             process=process_label(),
             deadline=self.seconds,
-            statuses=self._cache.registry.statuses,
+            statuses=self._cache.registry.new_statuses(),
             skip_decided=False,  # the decision of a stage holds for ranks that arrive later
             pace=self._thread.pace,
         ).connect()

@@ -1,6 +1,6 @@
 """The statuses that ranks publish with their heartbeats, and two faults found from them: lost ranks and circles.
 
-``Statuses`` is what a process knows of the other ranks of its world: each world has one.
+``Statuses`` is what a process, or one call, knows of the other ranks of its world.
 
 A status is a record in the store under ``pgmesh/status/<rank>``.
 """
