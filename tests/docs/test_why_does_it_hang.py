@@ -120,8 +120,8 @@ def start_heartbeats() -> None:
 def test_pgmesh_reports_each_status_of_the_table():
     code = "".join((ROOT / "pgmesh" / path).read_text() for path in ("rendezvous/statuses.py", "groups/registry.py"))
     statuses = re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE)
-    assert len(statuses) == 6
+    assert len(statuses) == 7
     for status in statuses:
-        pattern = re.escape(status).replace("5", r"\{int\(silence\)\}").replace("all_reduce", r"\{self\.operation\}")
+        pattern = re.escape(status).replace("5", r"\{seconds\}").replace("all_reduce", r"\{self\.operation\}")
         pattern = pattern.replace(r"connecting\ group", r"connecting \{self\.label\}")
         assert re.search(pattern, code), status
