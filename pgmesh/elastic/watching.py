@@ -48,8 +48,10 @@ def abort_when_lost(cache: GroupCache, lost_after: float | None) -> None:
         is_silent = statuses.heard.get(next_rank) == heard
         if is_silent:  # its whole host may be lost: the others' silence counts from now on
             statuses.read(lambda *reads: [perform(read) for read in reads], others)
-            statuses.find_ended([next_rank])
-        lost = statuses.lost([rank for rank in (next_rank, *others) if statuses.get(rank)][:1], cache.lost_after)
+        watched = [rank for rank in (next_rank, *others) if statuses.get(rank)][:1]
+        if is_silent:
+            statuses.find_ended(watched)
+        lost = statuses.lost(watched, cache.lost_after)
         if lost:  # in another thread: this one sends the heartbeats
             in_background(cache.abort, *lost.values())
         return not lost
