@@ -74,7 +74,8 @@ class Link:
     """
 
     def __init__(self, source: ProcessGroupMesh | Layout, target: ProcessGroupMesh | Layout, timeout: Timeout) -> None:
-        sides = [layout_of(each).ranks() for each in (source, target)]
+        self.sides = {"source": layout_of(source).ranks(), "target": layout_of(target).ranks()}
+        sides = [*self.sides.values()]
         self.ranks = tuple(sorted({*sides[0], *sides[1]}))
         self.label = f"the transfer from {_describe(source)} to {_describe(target)}"
         self._user_meshes = [each for each in (source, target) if isinstance(each, ProcessGroupMesh)]

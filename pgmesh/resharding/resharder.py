@@ -410,7 +410,7 @@ def exchange(link: Link, entries: Sequence[Entry]) -> Tables:
     for text, ranks in link.gather_texts(json.dumps(entries)).items():
         for entry in (Entry(*_frozen(fields)) for fields in json.loads(text)):
             tables[entry.side].setdefault(entry.name, {}).setdefault(entry, []).extend(ranks)
-    if lines := _differences(tables):
+    if lines := [*_outside(tables, link.sides), *_differences(tables)]:
         more = [f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
         raise MismatchError(
             "\n  ".join(["the tensors of source and target do not match:", *lines[:MOST_LINES], *more]) + "\n\n"
@@ -422,6 +422,15 @@ def exchange(link: Link, entries: Sequence[Entry]) -> Tables:
 def _frozen(value: Any) -> Any:
     """A value of JSON with tuples in place of lists."""
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def _outside(tables: Tables, sides: Mapping[str, Sequence[int]]) -> Iterator[str]:
+    """A line for each side with tensors on ranks outside its mesh: they would be taken for what that mesh has."""
+    for side, ranks in sides.items():
+        having = {rank for entries in tables[side].values() for found in entries.values() for rank in found}
+        if outside := having.difference(ranks):
+            mesh = name_ranks(ranks)
+            yield f"{name_ranks(sorted(outside))} passed a {side} outside its mesh, {mesh}: pass None there"
 
 
 def _differences(tables: Tables) -> list[str]:

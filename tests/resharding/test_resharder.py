@@ -428,6 +428,22 @@ def two_names_become_one() -> str:
     return refused(MismatchError, source, target, rename={"a": "b"})
 
 
+def pass_both_everywhere() -> str:
+    """Each rank passes its own tensor as the source and as the target."""
+    trainer, rollout = Layout(2, ranks=range(2)), Layout(2, ranks=range(2, 4))
+    both = {"w": torch.full((4,), float(dist.get_rank()))}
+    with pytest.raises(MismatchError) as error:
+        Resharder(trainer, rollout, source=both, target={"w": torch.zeros(4)})
+    return str(error.value)
+
+
+def test_tensors_outside_their_mesh_are_refused():
+    texts = world(4).run(pass_both_everywhere)
+    assert len({*texts}) == 1
+    assert "ranks 2, 3 passed a source outside its mesh, ranks 0, 1: pass None there" in texts[0]
+    assert "ranks 0, 1 passed a target outside its mesh, ranks 2, 3: pass None there" in texts[0]
+
+
 def test_renaming_two_tensors_to_one_name_is_refused():
     (text,) = world(1).run(two_names_become_one)
     assert "state['a'] and state['b'] would both be named b" in text
