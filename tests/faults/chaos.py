@@ -26,6 +26,7 @@ from pgmesh import ProcessGroupMesh
 from pgmesh.launch import StoreProcess
 from pgmesh.launch.spawning import Outcome
 from pgmesh.rendezvous.operations import Add, Operation
+from tests.faults.test_torch_hazards import check_cycles
 from tests.support.board import Fault, at_all_reduce, faults as faults_at
 from tests.support.faults import (
     BEAT,
@@ -329,3 +330,7 @@ def check_rest(case: Case, rank: int, seen: Seen, told: str) -> None:
         stays = {what: more for what, more in stays.items() if more > stays["unfinished"] * holds.get(what, 0)}
         assert "first collective" in told or case.victim == "store", f"rank {rank} kept a group"
     assert not stays, f"rank {rank} holds more than before"
+
+
+def test_releasing_500_times_leaves_nothing_behind():
+    check_cycles(500, connects=True)
