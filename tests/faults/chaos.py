@@ -26,7 +26,6 @@ from pgmesh import ProcessGroupMesh
 from pgmesh.launch import StoreProcess
 from pgmesh.launch.spawning import Outcome
 from pgmesh.rendezvous.operations import Add, Operation
-from tests.faults.test_torch_hazards import check_cycles
 from tests.support.board import Fault, at_all_reduce, faults as faults_at
 from tests.support.faults import (
     BEAT,
@@ -45,6 +44,7 @@ from tests.support.faults import (
     wait_for_flags,
     wait_until_waiting,
 )
+from tests.support.releases import check_cycles
 from tests.support.resource_counts import count_resources, growth
 from tests.support.worlds import check_sums, fresh_world, groups_of
 

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
-from tests.support.resource_counts import CAN_COUNT, count_with_keys, growth, resident_kib
+from tests.support.releases import check_cycles
+from tests.support.resource_counts import CAN_COUNT
 from tests.support.torch_tables import c10d, count_new_groups
 from tests.support.worlds import check_sums, groups_of, world
 
@@ -100,37 +101,10 @@ def test_six_threads_use_six_groups_at_once():
 # ---- what a group leaves behind ----
 
 
-def cycles(times: int, connects: bool) -> tuple[dict[str, int], int]:
-    mesh, memory = ProcessGroupMesh(dp=2, tp=2), []
-    for cycle in range(times + 1):
-        if cycle in (times // 5, times):
-            memory.append(resident_kib())
-            dist.barrier()
-            if cycle < times:
-                early = count_with_keys()
-            else:
-                more = growth([early], count_with_keys)
-            dist.barrier()
-        if connects:
-            mesh.connect(*mesh.axes, mesh.axes)
-        groups = [("dp",), ("tp",), mesh.axes]
-        check_sums({f"{axes}": (mesh.group(*axes), mesh.ranks(*axes)) for axes in groups})
-        for axes in groups:
-            mesh.release(*axes)
-    check_sums(groups_of(mesh))
-    return more, memory[1] - memory[0]
-
-
 @pytest.mark.fault("connect, use, release, 500 times; any fault that a process survives, repeatedly")
 @pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")
 def test_releasing_120_times_leaves_nothing_behind():
     check_cycles(120, connects=False)
-
-
-def check_cycles(times: int, connects: bool) -> None:
-    for more, kib in world(4).run(cycles, times, connects, deadline=240.0):
-        assert not more
-        assert kib < 4 * 1024, f"{kib} KiB more, after {3 * times} groups that cost 175 KiB each"
 
 
 # ---- threads ----
