@@ -272,7 +272,7 @@ class Agreement:
         self.statuses.find_ended(unknown, all_of_them=all_ended)
         lost |= self.statuses.lost(unknown, self.lost_after)
         seconds = self.statuses.now() - self._asked_since
-        if seconds >= (self.statuses.lost_after if self.lost_after is None else self.lost_after):
+        if seconds >= self.statuses.limit(self.lost_after):
             none = [rank for rank in ranks if self.statuses.text(rank) is None]
             lost |= {rank: f"rank {rank} has published no status in {int(seconds)} s" for rank in none}
         return lost

@@ -12,16 +12,13 @@ stages. So the weight has 2 plain shards, and each rank holds one of 2 x 2 diffe
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
-from pgmesh._util.marks import SHARD_MARK
 from pgmesh.parallel.base import Level, Method
 from pgmesh.parallel.divisibility import format_sizes
-from pgmesh.parallel.local_experts import expert_tensors
+from pgmesh.parallel.local_experts import expert_tensors, mark_shards
 
 Place = tuple[nn.Module, str]
 """A module, and the name that a parameter or a buffer has there."""
@@ -64,7 +61,7 @@ class Application:
                 old_shape, shards = before[name]
                 if shape != old_shape and method.differs != "experts":  # LocalExperts knows its own shards
                     shards *= method.mesh.size(*method.average_axes)
-                    _mark_shard(place, format_sizes(method.mesh, method.average_axes))
+                    mark_shards(place[0], format_sizes(method.mesh, method.average_axes), place[1])
                 self._shards[place] = shards
         return applied
 
@@ -82,17 +79,6 @@ class Application:
                 if method.level is Level.PIPELINE or (method.differs == "experts" and name in experts):
                     pieces[name] *= method.mesh.size(*method.owns)
         return pieces
-
-
-def _mark_shard(place: Place, axes: str) -> None:
-    """Mark a plain shard in all later state dicts, since checkpoints and resharding see only these."""
-    module, name = place
-    module.register_state_dict_post_hook(partial(_mark_in_state_dict, name, axes))  # type: ignore[no-untyped-call]
-
-
-def _mark_in_state_dict(name: str, axes: str, _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
-    if f"{prefix}{name}" in state:  # another hook may have removed it, and buffers need not be in it
-        setattr(state[f"{prefix}{name}"], SHARD_MARK, axes)
 
 
 def places_in(module: nn.Module) -> Iterator[tuple[str, Place, torch.Size]]:

@@ -38,7 +38,7 @@ class LocalExperts(nn.ModuleDict):
         super().__init__(experts)
         self.sharded_along = sharded_along
         for expert in self.values() if sharded_along else ():
-            expert.register_state_dict_post_hook(partial(_mark_shards, sharded_along))  # type: ignore[no-untyped-call]
+            mark_shards(expert, sharded_along)
         # not a submodule: it has no parameters of its own
         vars(self)["template"] = grouped_template(self) if grouped else None
 
@@ -49,11 +49,21 @@ class LocalExperts(nn.ModuleDict):
         return super().train(mode)
 
 
-def _mark_shards(axes: str, expert: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Mark the tensors of a state dict as shards, since resharding sees only the state dict."""
-    for name, _parameter in expert.named_parameters(remove_duplicate=False):
-        if f"{prefix}{name}" in state:  # another hook may have removed it
-            setattr(state[f"{prefix}{name}"], SHARD_MARK, axes)
+def mark_shards(module: nn.Module, axes: str, name: str = "") -> None:
+    """Mark plain shards in all later state dicts of a module, since checkpoints and resharding see only these.
+
+    Args:
+        axes: the axes along which ranks hold shards, with sizes.
+        name: the name of a parameter or a buffer. Default: all parameters.
+    """
+    module.register_state_dict_post_hook(partial(_mark_in_state_dict, axes, name))  # type: ignore[no-untyped-call]
+
+
+def _mark_in_state_dict(axes: str, name: str, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    names = [name] if name else [each for each, _ in module.named_parameters(remove_duplicate=False)]
+    for each in names:
+        if f"{prefix}{each}" in state:  # another hook may have removed it, and buffers need not be in it
+            setattr(state[f"{prefix}{each}"], SHARD_MARK, axes)
 
 
 def expert_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -221,7 +221,11 @@ class Statuses:
         return bool(status.endpoint) and self.ended.get(status.rank) == status.endpoint
 
     def _is_silent(self, rank: int, lost_after: float | None) -> bool:
-        return self._silence(rank) >= (self.lost_after if lost_after is None else lost_after)
+        return self._silence(rank) >= self.limit(lost_after)
+
+    def limit(self, lost_after: float | None) -> float:
+        """Seconds of silence after which a rank is lost: those given, or the default."""
+        return self.lost_after if lost_after is None else lost_after
 
     def _silence(self, rank: int) -> float:
         """Seconds from the answer with the last heartbeat to the last read. A slow answer is no silence."""

@@ -42,6 +42,9 @@ _AFTER_FAILURE = "Connected groups continue to work. No group can be connected w
 _CUT = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN)
 """Errors of a network that is cut."""
 
+_MISSED_PERIODS = 1.5
+"""A heartbeat is missing after this many periods."""
+
 _TOKEN = secrets.token_hex(4)  # process numbers repeat, for example in containers
 
 
@@ -119,10 +122,6 @@ class _Queue:
             IndexError: the queue is empty.
         """
         return self._batches.popleft()
-
-
-_MISSED_PERIODS = 1.5
-"""A heartbeat is missing after this many periods."""
 
 
 class StoreThread:
