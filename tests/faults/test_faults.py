@@ -385,6 +385,8 @@ def test_rank_killed_in_first_collective_is_named(moment: str):
             assert failed.kind == "MissingRanksError"
             assert "rank 3" in failed.text
             assert "first collective" in failed.text
+        if moment == "before":
+            assert "refuses connections" in failed.text, failed.text  # known before it is silent
         assert failed.took < H + BEAT + SLACK
         assert not again.kind, again.text
 

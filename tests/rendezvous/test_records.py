@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
+import time
 from collections.abc import Generator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
+from pgmesh.connect.report import Report, _read_statuses
 from pgmesh.errors import MismatchError, PgmeshError
+from pgmesh.layout import Layout
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import CompareSet
 from pgmesh.rendezvous.protocol import ConnectAttempt, check_mesh, check_published, register_mesh
 from pgmesh.rendezvous.records import ERRORS, VERSION, Decision, unpack
-from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, RunningCollective, status_key
+from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, RunningCollective, Statuses, status_key
 from tests.support.memory_client import MADE, MemoryClient, arrival, attempt_of, fingerprint, participant_of
 
 words = st.text(st.characters(codec=None), max_size=12)  # with lone surrogates, which JSON can spell
@@ -280,6 +285,27 @@ def test_member_with_invalid_status_is_not_silent():
         "\n  rank 1: the store's key pgmesh/status/1 holds b'nonsense', which pgmesh did not write\n"
         in attempt.decision.text
     )
+
+
+def test_report_names_keys_of_invalid_statuses():
+    values = {
+        status_key(rank): RankStatus(rank, 3, "in a collective" if rank < 40 else "").pack().encode()
+        for rank in range(100)
+    }
+    values[status_key(7)] = b"nonsense"
+    thread = SimpleNamespace(run=lambda *operations, seconds: MemoryClient(0, values).run(*operations))
+    registry = SimpleNamespace(heartbeat_thread=lambda: thread)
+    cache: Any = SimpleNamespace(rank=150, layout=Layout(200), registry=registry)
+    statuses = Statuses(math.inf, time.monotonic)
+    assert _read_statuses(cache, statuses) == ""
+    assert {rank for rank in range(200) if statuses.get(rank)} == {*range(100)} - {7}
+    others = {rank: text for rank in range(200) if (text := statuses.text(rank)) is not None}
+    assert others.pop(7) == "the store's key pgmesh/status/7 holds b'nonsense', which pgmesh did not write"
+    idle = "not in connect"
+    assert others == {rank: "in a collective" if rank < 40 else idle for rank in range(100) if rank != 7}
+    others = {rank: others[rank] for rank in (1, 2, 50, 60)}
+    text = str(Report("ProcessGroupMesh(200)", 150, (), others))
+    assert text.endswith(f"last status of the other ranks:\n  ranks 1, 2: in a collective\n  ranks 50, 60: {idle}")
 
 
 # -- nothing is run ---------------------------------------------------------------------------------------------------
