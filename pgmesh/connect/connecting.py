@@ -277,7 +277,7 @@ class _Call:
         members = {rank for each in running for rank in each.record.ranks[: timing.LIMITS.statuses + 1]}
         self.statuses.read(self.client.run, members - {self.cache.rank})
         following = {rank for each in running for rank in each.following(timing.LIMITS.asking)}
-        self.statuses.find_ended(following, all_of_them=True)
+        self.statuses.find_ended(self.client.run, following, all_of_them=True)
         broken = dict(zip(running, self.client.run(*(Read(each.broken_key) for each in running))))
         for collective in self.client.poll():  # again, since a member whose collective is done may have left
             collective.inspect(broken[collective])

@@ -269,7 +269,7 @@ class Agreement:
         lives = {rank for rank in ranks if self.request is None and heard.get(rank, now.get(rank)) != now.get(rank)}
         lost = self.statuses.lost(ranks, self.lost_after)
         unknown = [rank for rank in itertools.takewhile(lambda rank: rank not in lives, ranks) if rank not in lost]
-        self.statuses.find_ended(unknown, all_of_them=all_ended)
+        self.statuses.find_ended(self.client.run, unknown, all_of_them=all_ended)
         lost |= self.statuses.lost(unknown, self.lost_after)
         seconds = self.statuses.now() - self._asked_since
         if seconds >= self.statuses.limit(self.lost_after):

@@ -43,14 +43,18 @@ def abort_when_lost(cache: GroupCache, lost_after: float | None) -> None:
         cache = reference()
         if cache is None or cache.ended is not None:
             return False
+
+        def run(*reads: Operation) -> list[Any]:
+            return [*map(perform, reads)]
+
         heard = statuses.heard.get(next_rank)
-        statuses.read(lambda *reads: [perform(read) for read in reads], [next_rank])
+        statuses.read(run, [next_rank])
         is_silent = statuses.heard.get(next_rank) == heard
         if is_silent:  # its whole host may be lost: the others' silence counts from now on
-            statuses.read(lambda *reads: [perform(read) for read in reads], others)
+            statuses.read(run, others)
         watched = [rank for rank in (next_rank, *others) if statuses.get(rank)][:1]
         if is_silent:
-            statuses.find_ended(watched)
+            statuses.find_ended(run, watched)
         lost = statuses.lost(watched, cache.lost_after)
         if lost:  # in another thread: this one sends the heartbeats
             in_background(cache.abort, *lost.values())

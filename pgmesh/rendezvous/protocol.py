@@ -427,7 +427,7 @@ class Participant:
         self._read_arrivals(changed)
         self.client.set_pending(self._pending())
         self._read_statuses()
-        self.statuses.find_ended(self._to_ask(), all_of_them=True)
+        self.statuses.find_ended(self.client.run, self._to_ask(), all_of_them=True)
         with_lost = [attempt for attempt in self._undecided() if self.statuses.lost(self._watched(attempt))]
         self._read_arrivals(with_lost)  # a rank that died between its arrival and the count has arrived
         for attempt in with_lost:

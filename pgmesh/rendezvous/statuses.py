@@ -189,10 +189,11 @@ class Statuses:
         status = self._last.get(rank)
         return self._without.get(rank) if status is None else str(status)
 
-    def find_ended(self, ranks: Iterable[int], *, all_of_them: bool = False) -> None:
+    def find_ended(self, run: Callable[..., list[Any]], ranks: Iterable[int], *, all_of_them: bool = False) -> None:
         """Ask the listeners of some ranks, up to the first process that has not ended: the caller waits for that one.
 
         Args:
+            run: performs operations on the store.
             all_of_them: ask the others too. A host that does not answer costs ``ANSWER_SECONDS``, so it is the last.
         """
         start = self.now()
@@ -202,6 +203,7 @@ class Statuses:
                 continue
             if self._has_ended(status, self._silence(rank)):
                 self.ended[rank] = status.endpoint
+                self.read(run, [rank])  # it may have published a reason since the last read
             elif not all_of_them or self.now() - start >= ANSWER_SECONDS:
                 return
 

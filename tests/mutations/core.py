@@ -513,4 +513,4 @@ def no_rank_is_lost(lost):
     tests="tests/rendezvous/test_protocol.py -k ended_member",
 )
 def no_listener_is_asked(find_ended):
-    return lambda self, ranks, all_of_them=False: None
+    return lambda self, run, ranks, all_of_them=False: None
