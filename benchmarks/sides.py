@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from pgmesh import Layout, ProcessGroupMesh, torch_private
 from pgmesh.groups import building, teardown
+from pgmesh.groups.group import Group
 from pgmesh.groups.world import world_options, world_store
 
 FAMILIES = (("tp",), ("cp",), ("pp",), ("dp",), ("dp", "cp"), ("cp", "tp"))
@@ -175,17 +176,18 @@ class Bare:
     def __init__(self, name: str, sizes: dict[str, int]) -> None:
         layout, me = Layout(**sizes), dist.get_rank()
         store, options = world_store(), world_options()
-        self.groups = []
+        self.made: list[Group] = []
         for axes in FAMILIES:
             block = layout.block_of(me, *axes)
             key = f"{torch_private.PREFIX}bare {name}/{axes} of {block[0]}"
             stores = {"gloo": dist.PrefixStore(key, store)}
-            self.groups.append(building.build(key, block, me, options, store, stores, key))
+            group = Group("group", "bare Gloo", block)
+            group.make(building.build(key, block, me, options, store, stores, key), "", {})
+            self.made.append(group)
+        self.groups = [group.process_group for group in self.made]
 
     def close(self) -> None:
-        teardown.destroy(
-            [building.GroupRecord(group, "group", "bare Gloo", "") for group in self.groups], "was closed."
-        )
+        teardown.destroy(self.made, "was closed.")
         self.__dict__.clear()
 
 

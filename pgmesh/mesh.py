@@ -597,7 +597,7 @@ class ProcessGroupMesh(RankMethods):
         from pgmesh.elastic.shrinking import shrink
 
         cache = self._group_cache
-        request = Request(axis, tuple(places), _parse_lost_after(lost_after, cache.world_size) or cache.abort_after)
+        request = Request(axis, tuple(places), _parse_lost_after(lost_after, cache.world_size) or cache.lost_after)
         return _of_cache(shrink(cache, request, to_timedelta(timeout).total_seconds()))
 
     def stand_by(self, timeout: Timeout = CONNECT_TIMEOUT, *, lost_after: Timeout | None = None) -> ProcessGroupMesh:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Union
 
@@ -17,9 +17,9 @@ from pgmesh import torch_private
 from pgmesh._util.call_sites import call_site
 from pgmesh.connect.first_collective import FirstCollective
 from pgmesh.errors import LifetimeError, MissingRanksError, PgmeshError, WorldError
-from pgmesh.groups import building
 from pgmesh.groups.backends import connects_in_background
 from pgmesh.groups.cache import GroupCache
+from pgmesh.groups.group import Group, State
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.operations import Read
@@ -110,64 +110,77 @@ class _Call:
         self.call_site = call_site()
         self.client = _Client(cache.registry.heartbeat_thread(), seconds)
         self.statuses = cache.registry.new_statuses()
-        self.records: dict[str, building.GroupRecord] = {}  # by path, those to connect
-        self.axes_of: dict[str, list[GroupAxes]] = {}  # by path
-        self.attempts: dict[str, ConnectAttempt] = {}  # by path
+        self.groups: dict[Group, list[GroupAxes]] = {}  # those to connect, each with its axes
+        self.attempts: dict[Group, ConnectAttempt] = {}
         self.collectives = self.client.collectives
         self.met: dict[GroupAxes, float] = {}
 
     def run(self) -> Connected:
         try:
             self._find_groups()
-            with self.cache.attempts.connecting(self.records, self.client.deadline):
+            with self._connecting_alone(self.groups, self.client.deadline):
                 self._find_groups()  # another thread may have connected or released them meanwhile
                 if self._discard_broken():
                     self._find_groups()
-                of = self.cache.attempts.of
-                self.records = {path: record for path, record in self.records.items() if not of(path).connected}
-                return self._connect() if self.records else Connected()
+                self.groups = {each: axes for each, axes in self.groups.items() if each.state is State.MADE}
+                return self._connect() if self.groups else Connected()
         finally:
             self.cache.operations += self.client.operations
 
     def _find_groups(self) -> None:
         """Find or create the groups. If one cannot be created, publish the failure for it and for all others."""
-        self.records, self.axes_of = {}, {}
+        self.groups = {}
         for i, axes in enumerate(self.combinations):
             try:
-                record = self.cache.record(self.layout.block_of(self.cache.rank, *axes), "", {}, self.layout, axes)
+                group = self.cache.find(self.cache.members(self.layout, axes), {})
             except BaseException as error:
                 self._cancel(error, self.combinations[i:])
                 raise
-            if record.fingerprint is not None:
-                self.records[record.path] = record
-                self.axes_of.setdefault(record.path, []).append(axes[0] if len(axes) == 1 else axes)
+            if group.fingerprint is not None:
+                self.groups.setdefault(group, []).append(axes[0] if len(axes) == 1 else axes)
+
+    @contextlib.contextmanager
+    def _connecting_alone(self, groups: Iterable[Group], deadline: float) -> Iterator[None]:
+        """Let one thread at a time connect each of these groups.
+
+        Raises:
+            WorldError: another thread of this process has not finished before the deadline.
+        """
+        with contextlib.ExitStack() as stack:
+            for group in sorted(groups, key=lambda each: each.path):
+                if not group.connecting.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                    label = self.cache.label
+                    raise WorldError(f"{label}: another thread of this process still connects the same group.")
+                stack.callback(group.connecting.release)
+            yield
 
     def _discard_broken(self) -> bool:
         """Discard those connected groups whose ``broken`` key another member has set. True if there are any."""
-        connected = {path: made for path in self.records if (made := self.cache.attempts.of(path).connected)}
-        answers = self.client.run(*(Read(f"{each.name}/broken") for each in connected.values())) if connected else []
-        broken = [path for path, answer in zip(connected, answers) if answer is not None]
-        for path in broken:
-            reason = "was cancelled by another member; ask its mesh for it anew."
-            self.cache.discard(self.records[path], connected[path].number, reason)
+        connected = {
+            each: each.attempt for each in self.groups if each.state is State.CONNECTED and each.attempt is not None
+        }
+        reads = [Read(f"{attempt.name}/broken") for attempt in connected.values()]
+        answers = self.client.run(*reads) if reads else []
+        broken = [group for group, answer in zip(connected, answers) if answer is not None]
+        for group in broken:
+            self.cache.discard(group, "was cancelled by another member; ask its mesh for it anew.")
         return bool(broken)
 
-    def _attempt(self, record: building.GroupRecord) -> ConnectAttempt:
+    def _attempt(self, group: Group) -> ConnectAttempt:
         """The next attempt to connect a group."""
-        assert record.fingerprint is not None
-        store = record.gloo if len(record.ranks) <= timing.LIMITS.shared_addresses else None
+        assert group.fingerprint is not None
+        store = group.gloo if len(group.ranks) <= timing.LIMITS.shared_addresses else None
         attempt = ConnectAttempt(
-            self.cache.store_key(record.path, self.client.timeout()),
-            record.ranks,
-            record.fingerprint,
-            record.group_label,
-            record.mesh_label,
+            self.cache.identity.store_key(self.cache.registry, group.path, self.client.timeout()),
+            group.ranks,
+            group.fingerprint,
+            group.group_label,
+            group.mesh_label,
             address="" if store is None else store.address,
         )
-        state = self.cache.attempts.of(record.path)
-        if state.attempt is not None:
-            attempt.continue_after(state.attempt)
-        self.attempts[record.path] = state.attempt = attempt
+        if group.attempt is not None:
+            attempt.continue_after(group.attempt)
+        self.attempts[group] = group.attempt = attempt
         return attempt
 
     def _participant(self, attempts: Sequence[ConnectAttempt], ready: Callable[[ConnectAttempt], None]) -> Participant:
@@ -195,15 +208,18 @@ class _Call:
         """Decide that the attempts of this call failed, also those of groups that this rank has not created."""
         self.client.interrupted = not isinstance(error, Exception)
         # The caller raises the first error. Where another thread connects one of the groups, nothing is published.
-        with contextlib.suppress(PgmeshError), self.cache.attempts.connecting(self.records, time.monotonic()):
-            placeholders = [self.cache.placeholder(self.layout, axes) for axes in absent]
-            records = [*self.records.values(), *(each for each in placeholders if len(each.ranks) > 1)]
-            attempts = [self._attempt(each) for each in records]
+        with contextlib.suppress(PgmeshError), self._connecting_alone(self.groups, time.monotonic()):
+            groups = [*self.groups, *(self.cache.find_unmade(self.cache.members(self.layout, axes)) for axes in absent)]
+            attempts = [
+                self._attempt(each) for each in groups if each.fingerprint and each.state is not State.CONNECTED
+            ]
             self._participant(attempts, ready=lambda attempt: None).cancel(error)
 
     def _connect(self) -> Connected:
         try:
-            attempts = [self._attempt(record) for record in self.records.values()]
+            attempts = [self._attempt(group) for group in self.groups]
+            for group in self.groups:
+                group.connect()
             self._participant(attempts, ready=self._ready).connect()
             self._warm_up()
         except BaseException as error:
@@ -214,9 +230,7 @@ class _Call:
         finally:
             self._clean_up()
         self._raise_errors()
-        warm = {
-            axes: each.done - self.client.start for each in self.collectives for axes in self.axes_of[each.record.path]
-        }
+        warm = {axes: each.done - self.client.start for each in self.collectives for axes in self.groups[each.group]}
         return Connected(self.met, warm, self.client.operations)
 
     def _raise_errors(self) -> None:
@@ -231,29 +245,28 @@ class _Call:
 
     def _ready(self, attempt: ConnectAttempt) -> None:
         """Start the first collective of a group whose members have all arrived."""
-        path = next(path for path, each in self.attempts.items() if each is attempt)
-        record = self.records[path]
-        if not torch_private.is_known(record.group):
-            raise LifetimeError(f"{record.label} was released while it was being connected.")
-        self.met.update(dict.fromkeys(self.axes_of[path], self.client.now()))
-        if record.gloo is not None and attempt.decision is not None:
-            record.gloo.set_addresses(attempt.decision.addresses)
-        collective = self._collective(record, attempt)
+        group = next(group for group, each in self.attempts.items() if each is attempt)
+        if group.state is State.ENDED or not torch_private.is_known(group.process_group):
+            raise LifetimeError(f"{group.label} was released while it was being connected.")
+        self.met.update(dict.fromkeys(self.groups[group], self.client.now()))
+        if group.gloo is not None and attempt.decision is not None:
+            group.gloo.set_addresses(attempt.decision.addresses)
+        collective = self._collective(group, attempt)
         self.collectives.append(collective)
         # Gloo connects in a background thread. NCCL connects in this one, so it waits until all attempts are decided,
         # and then uses the same order on all ranks.
-        if connects_in_background(record.group):
+        if connects_in_background(group.process_group):
             collective.start()
 
-    def _collective(self, record: building.GroupRecord, attempt: ConnectAttempt) -> FirstCollective:
-        return FirstCollective(record, f"{attempt.name}/broken", self.statuses)
+    def _collective(self, group: Group, attempt: ConnectAttempt) -> FirstCollective:
+        return FirstCollective(group, f"{attempt.name}/broken", self.statuses)
 
     # -- the first collectives --------------------------------------------------------------------------------------
 
     def _warm_up(self) -> None:
         """Run every first collective to its end."""
         thread = self.client.thread
-        for collective in sorted(self.collectives, key=lambda each: each.record.name):
+        for collective in sorted(self.collectives, key=lambda each: each.group.name):
             collective.start()
         # The last member may have arrived at the deadline. This leaves time to detect ranks that were lost since.
         deadline = max(self.client.deadline, time.monotonic() + thread.lost_after + 1.0)
@@ -274,7 +287,7 @@ class _Call:
 
     def _inspect(self, running: Sequence[FirstCollective]) -> None:
         """Read whether another member failed, and the statuses of the members."""
-        members = {rank for each in running for rank in each.record.ranks[: timing.LIMITS.statuses + 1]}
+        members = {rank for each in running for rank in each.group.ranks[: timing.LIMITS.statuses + 1]}
         self.statuses.read(self.client.run, members - {self.cache.rank})
         following = {rank for each in running for rank in each.following(timing.LIMITS.asking)}
         self.statuses.find_ended(self.client.run, following, all_of_them=True)
@@ -289,10 +302,10 @@ class _Call:
 
     def _publish_failed_call(self, error: BaseException) -> None:
         """Publish that this rank stopped, for connected groups whose first collective is not done."""
-        started = {collective.record.path for collective in self.collectives}
-        for path, attempt in self.attempts.items():
-            if attempt.is_made() and path not in started:
-                self.collectives.append(self._collective(self.records[path], attempt))
+        started = {collective.group for collective in self.collectives}
+        for group, attempt in self.attempts.items():
+            if attempt.is_made() and group not in started:
+                self.collectives.append(self._collective(group, attempt))
         for collective in self.collectives:
             if not collective.done:
                 why = f"rank {self.cache.rank} stopped connecting at {self.call_site}: {error_text(error)}"
@@ -301,15 +314,12 @@ class _Call:
 
     def _clean_up(self) -> None:
         """Record the connected groups in the cache, and discard groups that cannot be used."""
-        done = {each.record.path for each in self.collectives if each.done and not each.error}
-        for path, attempt in self.attempts.items():
-            state = self.cache.attempts.of(path)
-            if state.attempt is not attempt:  # another thread released the group meanwhile
-                self.cache.registry.clean_store(attempt.leave)
-            elif path in done:
-                state.connected = attempt
+        done = {each.group for each in self.collectives if each.done and not each.error}
         for collective in self.collectives:
-            if collective.error is not None or not collective.done:
-                number = self.attempts[collective.record.path].number
-                self.cache.discard(collective.record, number, "could not be connected; ask its mesh for it anew.")
+            if collective.group not in done:
+                self.cache.discard(collective.group, "could not be connected; ask its mesh for it anew.")
                 collective.keep_until_done()
+        for group, attempt in self.attempts.items():
+            group.end_connect(connected=group in done)
+            if group.state is State.ENDED and not self.cache.aborted:  # another thread released it meanwhile
+                self.cache.registry.clean_store(attempt.leave)

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from pgmesh._util.formatting import name_ranks
 from pgmesh.errors import MismatchError, MissingRanksError, PgmeshError
-from pgmesh.groups import building, teardown
+from pgmesh.groups import teardown
+from pgmesh.groups.group import Group
 from pgmesh.groups.world import device_of
 from pgmesh.rendezvous.operations import CompareSet, Operation
 from pgmesh.rendezvous.records import Decision
@@ -22,13 +23,14 @@ class FirstCollective:
     """A group's first collective: an all-reduce of one number, which allocates memory and whose sum is checked.
 
     Args:
-        record: the group.
+        group: the group.
         broken_key: store key under which a member publishes that it failed.
         statuses: the last statuses of the other ranks.
     """
 
-    def __init__(self, record: building.GroupRecord, broken_key: str, statuses: Statuses) -> None:
-        self.record, self.broken_key, self._statuses = record, broken_key, statuses
+    def __init__(self, group: Group, broken_key: str, statuses: Statuses) -> None:
+        self.group, self.broken_key, self._statuses = group, broken_key, statuses
+        self._process_group: Any = group.process_group
         self.error: PgmeshError | None = None
         self.done = 0.0  # the time
         self._published = False  # the error is in the store
@@ -40,21 +42,21 @@ class FirstCollective:
     def start(self) -> None:
         """Enter the collective, unless this rank has done so."""
         if self._work is None:
-            self._ones = torch.ones(1, device=device_of(self.record.group))
-            self._work = dist.all_reduce(self._ones, group=self.record.group, async_op=True)
+            self._ones = torch.ones(1, device=device_of(self._process_group))
+            self._work = dist.all_reduce(self._ones, group=self._process_group, async_op=True)
 
     def is_running(self) -> bool:
         return self._work is not None and not self.done and self.error is None
 
     def following(self, number: int) -> Sequence[int]:
         """The members after this rank, in a ring. Each member asks the listeners of a few others."""
-        place = self.record.group.rank() + 1
-        return (*self.record.ranks[place:], *self.record.ranks[: place - 1])[:number]
+        place = self._process_group.rank() + 1
+        return (*self.group.ranks[place:], *self.group.ranks[: place - 1])[:number]
 
     def keep_until_done(self) -> None:
         """Keep the group alive if its collective does not end although its connections were shut down."""
         if self._work is not None:
-            teardown.keep_until_done(self.record, [self._work])
+            teardown.keep_until_done(self.group, [self._work])
 
     def poll(self) -> None:
         """Check for the end of a running collective."""
@@ -69,14 +71,14 @@ class FirstCollective:
             return
         except Exception as error:
             self._failure, self._failed_at = error.with_traceback(None), self._statuses.now()
-            self._dead = teardown.describe_dead(self.record)
+            self._dead = teardown.describe_dead(self.group)
             return
-        size = self.record.group.size()
+        size = self._process_group.size()
         if total == size:
             self.done = time.monotonic()
         else:
             self.error = MismatchError(
-                f"{self.record.label} has {size} members, but the sum of one from each is {total}."
+                f"{self.group.label} has {size} members, but the sum of one from each is {total}."
             )
 
     def inspect(self, broken: bytes | None) -> None:
@@ -87,13 +89,13 @@ class FirstCollective:
         Args:
             broken: what the store has under ``broken_key``.
         """
-        lost = self._statuses.lost(self.record.ranks)
+        lost = self._statuses.lost(self.group.ranks)
         if broken is not None:
             self.error, self._published = Decision.unpack(self.broken_key, broken).error(), True
         elif lost:
             details = "".join(f"\n  {text}" for text in lost.values())
             self.error = MissingRanksError(
-                f"{self.record.label}: {name_ranks(lost)} arrived, and then failed in the first collective.{details}"
+                f"{self.group.label}: {name_ranks(lost)} arrived, and then failed in the first collective.{details}"
             )
         elif self._dead:
             self.error = MissingRanksError(f"{self._dead}\nThe group was in its first collective.")
@@ -103,9 +105,9 @@ class FirstCollective:
     def fail(self, reason: str) -> None:
         """Set the error, unless there is one."""
         if self.error is None:
-            members = name_ranks(self.record.ranks)
+            members = name_ranks(self.group.ranks)
             self.error = MissingRanksError(
-                f"{self.record.label}: its first collective {reason}. Its members are {members}."
+                f"{self.group.label}: its first collective {reason}. Its members are {members}."
             )
             self.error.__cause__ = self._failure
 

@@ -114,9 +114,10 @@ class Stats:
 def held(cache: GroupCache) -> tuple[Held, ...]:
     """The groups of this rank."""
     found = []
-    for record, options, generation in cache.records():
-        used = any(store.used for store in record.stores.values()) if record.stores else None
-        found.append(Held(record.label, record.name, record.ranks, repr(options), generation, record.call_site, used))
+    for group in cache.made():
+        used = any(store.used for store in group.stores.values()) if group.stores else None
+        options = repr(group.options)
+        found.append(Held(group.label, group.name, group.ranks, options, group.releases, group.call_site, used))
     return tuple(found)
 
 
@@ -175,7 +176,7 @@ def _read_statuses(cache: GroupCache, statuses: Statuses) -> str:
 
 def _describe_running(cache: GroupCache, mine: RunningCollective, statuses: Statuses) -> str:
     """A collective that this rank is in, with the members that have entered it according to their last status."""
-    members = next((record.ranks for record, _, _ in cache.records() if record.name == mine.name), ())
+    members = next((group.ranks for group in cache.made() if group.name == mine.name), ())
     entered = [cache.rank] * (cache.rank in members)
     entered += [
         rank
@@ -191,10 +192,10 @@ def _describe_running(cache: GroupCache, mine: RunningCollective, statuses: Stat
 
 def stats(cache: GroupCache) -> Stats:
     """Counts of the mesh on this rank."""
-    records = cache.records()
-    stores = [store for record, _, _ in records for store in record.stores.values()]
+    groups = cache.made()
+    stores = [store for group in groups for store in group.stores.values()]
     return Stats(
-        len(records),
+        len(groups),
         max(0, len(torch_private.all_groups()) - 1),  # without the world's
         sum(store.operations for store in stores) + cache.operations,
         cache.creation_seconds,

@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pgmesh._util.formatting import name_ranks
@@ -41,6 +41,27 @@ from pgmesh.rendezvous.statuses import Statuses
 def standing_by(label: str) -> str:
     """The activity in the status of a rank that stands by."""
     return f"standing by for {label}"
+
+
+@dataclass(frozen=True)
+class View:
+    """What one inspection finds.
+
+    Args:
+        arrivals: by rank, the last one.
+        waiting: the members that have neither called ``shrink`` nor are lost.
+        lost: the members that are lost, each with the reason.
+        ready: the spares that have arrived, in the order of the request.
+        coming: the spares that may still arrive.
+        gone: the lost members and spares, each with the reason.
+    """
+
+    arrivals: Mapping[int, Arrival] = field(default_factory=dict)
+    waiting: Sequence[int] = ()
+    lost: dict[int, str] = field(default_factory=dict)
+    ready: Sequence[int] = ()
+    coming: Sequence[int] = ()
+    gone: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -208,18 +229,38 @@ class Agreement:
             return self._failure(f"the ranks passed different arguments:{lines}", "mismatch")
         if not calls:  # another rank knows the decision, and has deleted the arrivals
             return self._failure("the arrivals were deleted", "left") if late else None
+        absent = [rank for rank in dict.fromkeys((*self.members, *request.spares)) if rank not in arrivals]
+        if not self._looks_at(absent, calls) and not late:
+            return None
+        view = self._view(request, arrivals, calls, self._find_gone(absent, late=late))
+        if not view.waiting and (len(view.ready) >= len(view.lost) or late or not view.coming):
+            return self._success(request, view)
+        return self._wait_on(request, view, late=late, warn=warn)
+
+    def _looks_at(self, absent: Sequence[int], calls: Collection[int]) -> bool:
+        """True if this rank looks at the statuses of absent ranks now. Of many, those that called first look first."""
         position = next((i for i, rank in enumerate(calls) if rank == self.rank), 0)
         self._turn = position // timing.LIMITS.statuses
-        absent = [rank for rank in dict.fromkeys((*self.members, *request.spares)) if rank not in arrivals]
-        its_turn = self.client.now() >= self._turn * timing.TIMING.inspection
-        if len(absent) > timing.LIMITS.statuses and not its_turn and not late:
-            return None  # ranks that arrived earlier look at the statuses
+        return len(absent) <= timing.LIMITS.statuses or self.client.now() >= self._turn * timing.TIMING.inspection
+
+    def _find_gone(self, absent: Sequence[int], *, late: bool) -> dict[int, str]:
+        """The lost ones among the absent ranks, once a rank has called ``shrink``."""
         self._asked_since = min(self._asked_since, self.statuses.now())
-        gone = self._lost(absent, all_ended=late)
+        return self._lost(absent, all_ended=late)
+
+    def _view(
+        self, request: Request, arrivals: Mapping[int, Arrival], calls: Collection[int], gone: dict[int, str]
+    ) -> View:
+        """Who is waited for, who is lost, and which spares there are.
+
+        Args:
+            calls: the ranks that have called ``shrink``. The others among the arrivals stand by.
+            gone: the absent ranks that are lost.
+        """
+        members = {*self.members}
         waiting = [rank for rank in self.members if rank not in arrivals and rank not in gone]
         lost = {rank: gone[rank] for rank in self.members if rank in gone}
         # A member that stands by is a new process in the place of the lost one.
-        members = {*self.members}
         new = [rank for rank in self.members if rank in arrivals and rank not in calls]
         lost |= {rank: f"rank {rank} stands by, as a new process does" for rank in new}
         ready = [rank for rank in request.spares if rank in arrivals and (rank not in members or rank not in calls)]
@@ -227,11 +268,17 @@ class Agreement:
             gone, ready = gone | ended, [rank for rank in ready if rank not in ended]
         # Without an axis there is no mesh without spares, so new processes in the places of ended ones are waited for.
         coming = [rank for rank in request.spares if (request.axis is None if rank in gone else rank not in arrivals)]
-        if not waiting and (len(ready) >= len(lost) or late or not coming):
-            return self._success(request, arrivals, lost, ready, gone)
-        what = f"{name_ranks(waiting)} did not call {request}" if waiting else f"no spare came of {name_ranks(coming)}"
-        details = "".join(f"\n  {self.statuses.describe(rank, self.lost_after)}" for rank in (waiting or coming)[:8])
-        details += "".join(f"\n  lost: {why}" for why in lost.values())
+        return View(arrivals, waiting, lost, ready, coming, gone)
+
+    def _wait_on(self, request: Request, view: View, *, late: bool, warn: bool) -> Outcome | None:
+        """The failure at the deadline. Before it None, and a warning if one is due."""
+        if view.waiting:
+            what = f"{name_ranks(view.waiting)} did not call {request}"
+        else:
+            what = f"no spare came of {name_ranks(view.coming)}"
+        missing = (view.waiting or view.coming)[:8]
+        details = "".join(f"\n  {self.statuses.describe(rank, self.lost_after)}" for rank in missing)
+        details += "".join(f"\n  lost: {why}" for why in view.lost.values())
         if late:
             return self._failure(f"{what} in {self.deadline:g} s.{details}", "missing")
         if warn:
@@ -277,27 +324,21 @@ class Agreement:
             lost |= {rank: f"rank {rank} has published no status in {int(seconds)} s" for rank in none}
         return lost
 
-    def _success(
-        self,
-        request: Request,
-        arrivals: Mapping[int, Arrival],
-        lost: dict[int, str],
-        ready: Sequence[int],
-        gone: Mapping[int, str],
-    ) -> Outcome:
+    def _success(self, request: Request, view: View) -> Outcome:
         """The decision on the new mesh, or on a failure if too many ranks are lost."""
+        lost = view.lost
         # A new process goes to the place of the old one, and the other spares to the other places in order.
-        replaced = {rank: rank for rank in ready if rank in lost}
-        others = (rank for rank in ready if rank not in replaced)
+        replaced = {rank: rank for rank in view.ready if rank in lost}
+        others = (rank for rank in view.ready if rank not in replaced)
         replaced |= zip((rank for rank in lost if rank not in replaced), others)
-        processes = tuple(arrivals[rank].process for rank in replaced.values())
+        processes = tuple(view.arrivals[rank].process for rank in replaced.values())
         outcome = Outcome(
             lost=lost, replaced=replaced, axis=request.axis, processes=processes, options=tuple(self.options)
         )
         problem = self.check(outcome)
         if len(outcome.pack()) > timing.LIMITS.record_chars:
             problem = f"a decision on {len(lost)} lost ranks and {len(replaced)} spares does not fit into one record"
-        reasons = "".join(f"\n  {why}" for why in {**lost, **gone}.values())
+        reasons = "".join(f"\n  {why}" for why in {**lost, **view.gone}.values())
         return self._failure(f"{problem}{reasons}", "missing") if problem else outcome
 
     def _failure(self, problem: str, error: str) -> Outcome:

@@ -79,13 +79,11 @@ def shrink(cache: GroupCache, request: Request, seconds: float) -> GroupCache:
         WorldError: the store has failed.
     """
     client = _client(cache, seconds)  # first: the abort counts towards the timeout
-    if request.lost_after is not None:
-        cache.lost_after = request.lost_after
     error = sys.exc_info()[1]  # which the caller handles
     after = "" if error is None else f" after {error_text(error).splitlines()[0].rstrip(':')}"
     if cache.rank in cache.layout:  # a spare may call before anything went wrong
         cache.abort(f"it called {request}{after}", call_site())
-    return ShrinkCall(cache, request, client, seconds).run()
+    return ShrinkCall(cache, request, client, seconds, request.lost_after).run()
 
 
 def stand_by(cache: GroupCache, seconds: float, lost_after: float | None) -> GroupCache:
@@ -101,11 +99,9 @@ def stand_by(cache: GroupCache, seconds: float, lost_after: float | None) -> Gro
         WorldError: the store has failed.
     """
     client = _client(cache, seconds)
-    if lost_after is not None:
-        cache.lost_after = lost_after
     client.thread.set_status(standing_by(cache.label))
     try:
-        return ShrinkCall(cache, None, client, seconds).run()
+        return ShrinkCall(cache, None, client, seconds, cache.lost_after if lost_after is None else lost_after).run()
     finally:
         client.thread.set_status("")
 
@@ -128,6 +124,7 @@ class ShrinkCall:
         request: the arguments of ``shrink``; None to stand by.
         client: the store and the clock of this call.
         seconds: its timeout.
+        lost_after: seconds without a heartbeat after which a rank is lost; None for the default.
         process: a word that no other process of this rank has.
         warn: called with text for the log.
         agreement: makes the agreement on one mesh.
@@ -137,6 +134,7 @@ class ShrinkCall:
     request: Request | None
     client: CallClient
     seconds: float
+    lost_after: float | None = None
     process: str = field(default_factory=process_id)
     warn: Callable[[str], None] = field(default=lambda text: log.warning("%s", text))
     agreement: Callable[..., Agreement] = Agreement
@@ -168,7 +166,7 @@ class ShrinkCall:
         ranks, stood_by = (before.ranks(), layout.ranks()), self.request is None
         after.shrunk = Shrunk(cache.label, *ranks, outcome.lost, outcome.replaced, client.now(), stood_by)
         if cache.aborts_when_lost:
-            abort_when_lost(after, cache.abort_after)
+            abort_when_lost(after, cache.lost_after)
         return after
 
     def is_new(self) -> bool:
@@ -207,7 +205,7 @@ class ShrinkCall:
             client=self.client,
             deadline=self.seconds,
             statuses=cache.registry.statuses,
-            lost_after=cache.lost_after,
+            lost_after=self.lost_after,
             check=problem_of,
             options=cache.configured_options(),
             warn=self.warn,

@@ -29,7 +29,7 @@ def abort_when_lost(cache: GroupCache, lost_after: float | None) -> None:
     thread = registry.heartbeat_thread()
     statuses = registry.statuses
     if lost_after is not None:
-        cache.lost_after = cache.abort_after = lost_after
+        cache.lost_after = lost_after
     cache.aborts_when_lost = True
     thread.run(Read(status_key(cache.rank)), seconds=timing.TIMING.late_answer)
     if cache.rank not in ranks or len(ranks) == 1:

@@ -7,12 +7,9 @@ use, through the store of ``rendezvous/polling_store.py``.
 from __future__ import annotations
 
 import functools
-import math
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,65 +18,13 @@ from pgmesh import torch_private
 from pgmesh._util.call_sites import call_site
 from pgmesh.errors import OptionsError
 from pgmesh.groups.backends import CONSTRUCTORS, backends_of
-from pgmesh.groups.connections import Endpoints, endpoints_of
+from pgmesh.groups.group import Group
+from pgmesh.groups.identity import MeshIdentity
+from pgmesh.groups.registry import Registry
 from pgmesh.groups.world import world_rank_and_size
 from pgmesh.options import GroupOptions
-from pgmesh.rendezvous.polling_store import PollingStore
+from pgmesh.rendezvous.polling_store import ASKED_FOR, PollingStore
 from pgmesh.rendezvous.records import Fingerprint
-
-
-@dataclass(eq=False)
-class GroupRecord:
-    """A group, its texts for messages, and the data needed to end it.
-
-    Args:
-        group_label: the group in messages, such as "group dp, tp".
-        mesh_label: its mesh in messages, such as "mesh 'actor'".
-        call_site: the line of code that asked for it.
-        path: identifies the group in its mesh; "" for groups of ``new_group`` and adopted ones. Its name in torch is
-            the mesh's and this, with a number behind it if an earlier group of this path broke.
-        stores: by backend, the store that was given to it.
-        created_by: "new_group" for a group of torch's ``new_group``, "adopted" for a group of the user.
-        ranks: its members in group order.
-        fingerprint: the group's fingerprint on this rank; None if there are no other members.
-        finding: the time until which it is valid, and why a collective of the group does not end.
-        on_abort: called when another rank has aborted the mesh, with the text of that error.
-    """
-
-    group: dist.ProcessGroup
-    group_label: str
-    mesh_label: str
-    call_site: str
-    path: str = ""
-    stores: Mapping[str, PollingStore] = field(default_factory=dict)
-    created_by: Literal["pgmesh", "new_group", "adopted"] = "pgmesh"
-    ranks: tuple[int, ...] = ()
-    fingerprint: Fingerprint | None = None
-    finding: tuple[float, str] = (-math.inf, "")
-    on_abort: Callable[[str], object] = lambda text: None
-
-    @property
-    def label(self) -> str:
-        """The group in messages, such as "group dp, tp of mesh 'actor'"."""
-        return f"{self.group_label} of {self.mesh_label}"
-
-    @property
-    def name(self) -> str:
-        """The group's name in torch."""
-        return str(self.group.group_name)
-
-    @property
-    def gloo(self) -> PollingStore | None:
-        """The store of the Gloo backend, if there is one."""
-        return self.stores.get("gloo")
-
-    def endpoints(self) -> Endpoints:
-        """The listeners of the group's Gloo backend."""
-        return endpoints_of(self.gloo)
-
-    def cancel_waits(self, reason: str) -> list[str]:
-        """Cancel pending waits; return the store keys to delete."""
-        return [key for store in self.stores.values() for key in store.close(f"{self.label} {reason}")]
 
 
 class _GroupRanks(Mapping[int, int]):
@@ -135,65 +80,102 @@ def build(
     return group
 
 
-def build_collectively(
-    label: str, mesh_label: str, options: GroupOptions, blocks: Sequence[tuple[int, ...]], description: str
-) -> GroupRecord:
-    """Create this rank's group of a partition through ``new_group``. Every rank of the world has to call it.
+def set_options(group: Group, rank: int, options: GroupOptions, differing: Mapping[str, Any]) -> None:
+    """Set the options of a group that is about to be made, and its fingerprint.
 
     Args:
-        label: the group in messages.
-        mesh_label: its mesh in messages.
+        rank: this process's rank.
+        differing: the options of the call that differ from those configured.
+    """
+    group.options = options
+    if len(group.ranks) > 1 and not backends_of(options.backend).fake:
+        hint = "On every rank, configure its axes with the same options or pass the same options in the call."
+        asked_for = ", ".join(f"{name}={value!r}" for name, value in differing.items())
+        subject = group.label + f"{ASKED_FOR}{asked_for})" * bool(differing)
+        group.fingerprint = Fingerprint(rank, options.given, subject, hint)
+
+
+def make_by_members(group: Group, identity: MeshIdentity, registry: Registry, description: str) -> None:
+    """Make a group without the other ranks of the world.
+
+    Args:
+        identity: its mesh.
+        description: text for profiles and flight records.
+    """
+    backends = backends_of(group.options.backend)
+    # The number is the same on all members, so the new name is too.
+    path = group.path if group.broken is None else f"{group.path}.{group.broken}"
+    stores: dict[str, Any] = {}
+    if group.fingerprint is not None:
+        stores = {each: _polling_store(each, group, path, identity, registry) for each in backends.names}
+    name, inner = identity.group_name(path), stores or dict.fromkeys(backends.names, dist.HashStore())
+    process_group = build(name, group.ranks, identity.rank, group.options, registry.store, inner, description)
+    group.make(process_group, call_site(), stores)
+
+
+def _polling_store(backend: str, group: Group, path: str, identity: MeshIdentity, registry: Registry) -> PollingStore:
+    """The store that one backend of a group reads through.
+
+    Args:
+        path: that of the group, with a number behind it if an earlier process group of this path broke.
+    """
+    assert group.fingerprint is not None
+    timeout = group.options.timeout or timedelta()
+    key = functools.partial(identity.store_key, registry, seconds=timeout.total_seconds())
+    mismatch = f"{group.path}/mismatch"
+    return PollingStore(
+        registry.store_thread,
+        lambda: f"{key(path)}/use",
+        group.fingerprint,
+        group.ranks,
+        timeout,
+        addresses=backend == "gloo",
+        compares=group.options != registry.options,
+        refusal_keys=lambda: (key(mismatch), identity.refusal_key),
+    )
+
+
+def make_collectively(group: Group, blocks: Sequence[tuple[int, ...]], description: str) -> None:
+    """Make a group, and the others of its partition, through ``new_group``. Every rank of the world has to call it.
+
+    Args:
         blocks: all blocks of the partition.
         description: text for profiles and flight records.
 
     Raises:
         OptionsError: the blocks are not a partition of the whole world, or torch would sort their ranks.
     """
-    rank, world_size = world_rank_and_size()
+    backend, (rank, world_size) = group.options.backend, world_rank_and_size()
     if sum(map(len, blocks)) != world_size:
         raise OptionsError(
-            f"{label} of {mesh_label}: groups of backend {options.backend} are created through torch's new_group, "
-            f"which all {world_size} ranks of the world must call for every block. This partition has "
+            f"{group.label}: groups of backend {backend} are created through torch's new_group, which all "
+            f"{world_size} ranks of the world must call for every block. This partition has "
             f"{sum(map(len, blocks))} ranks. Use a mesh of the whole world, and a group along its axes."
         )
     if any(list(block) != sorted(block) for block in blocks) and not torch_private.KEEPS_ORDER:
         raise OptionsError(
-            f"{label} of {mesh_label}: groups of backend {options.backend} are created through torch's new_group, "
-            f"which sorts ranks in torch {torch.__version__}, but the ranks of some blocks are not ascending. Use "
-            "torch 2.12 or later, or a mesh with ascending ranks."
+            f"{group.label}: groups of backend {backend} are created through torch's new_group, which sorts ranks in "
+            f"torch {torch.__version__}, but the ranks of some blocks are not ascending. Use torch 2.12 or later, or a "
+            "mesh with ascending ranks."
         )
     mine: Any = None
-    ranks: tuple[int, ...] = ()
     for block in blocks:
-        group = dist.new_group(
+        made = dist.new_group(
             list(block),
-            timeout=options.timeout,
-            backend=options.backend,
+            timeout=group.options.timeout,
+            backend=backend,
             group_desc=description,
             **torch_private.KEEPS_ORDER,
         )
-        if rank in block:
-            mine, ranks = group, block
-    return GroupRecord(mine, label, mesh_label, call_site(), created_by="new_group", ranks=ranks)
+        mine = made if rank in block else mine
+    group.created_by, group.path, group.fingerprint = "new_group", "", None
+    group.make(mine, call_site(), {})
 
 
-def set_timeout(record: GroupRecord, timeout: timedelta) -> None:
+def set_timeout(group: Group, timeout: timedelta) -> None:
     """Change the timeout of a group's collectives, from the next one on."""
-    if not backends_of(torch_private.backend_name(record.group)).fake:  # a fake backend never waits
-        record.group.set_timeout(timeout)
-        for store in record.stores.values():  # Gloo connects with the timeout of its creation
+    process_group: Any = group.process_group
+    if not backends_of(torch_private.backend_name(process_group)).fake:  # a fake backend never waits
+        process_group.set_timeout(timeout)
+        for store in group.stores.values():  # Gloo connects with the timeout of its creation
             store.new_timeout = timeout
-
-
-_records: weakref.WeakKeyDictionary[Any, weakref.ref[GroupRecord]] = weakref.WeakKeyDictionary()
-
-
-def remember(record: GroupRecord) -> None:
-    """Let ``record_of`` find the record of a group for as long as its cache keeps it."""
-    _records[record.group] = weakref.ref(record)
-
-
-def record_of(group: Any) -> GroupRecord | None:
-    """The record of a group of pgmesh that has not ended."""
-    found = _records.get(group)
-    return None if found is None else found()

@@ -3,15 +3,14 @@
 Views and slices of a mesh share one ``GroupCache``. Creating a group communicates nothing: its name is computed
 (``naming.py``), and its backend connects at its first use, through the store of ``rendezvous/polling_store.py``.
 
-A cache holds the groups and the lock that guards them. Its other data has files of its own: the mesh's numbers
-(``identity.py``), the configured options (``configuring.py``), and the attempts to connect groups (``attempts.py``).
+A cache holds the groups (``group.py``) and the lock that guards them. Its other data has files of its own: the mesh's
+numbers (``identity.py``) and the configured options (``configuring.py``).
 ``registry.py`` has all caches of this process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import threading
 import time
@@ -29,17 +28,14 @@ from pgmesh._util.call_sites import call_site
 from pgmesh._util.formatting import format_ranks
 from pgmesh.errors import LifetimeError, OptionsError, PgmeshError, RankError
 from pgmesh.groups import building, connections, naming, teardown
-from pgmesh.groups.attempts import Attempts
 from pgmesh.groups.backends import backends_of
 from pgmesh.groups.configuring import ConfiguredOptions, check_supported, format_verb
 from pgmesh.groups.device_meshes import Dimensions, build_device_mesh, dimensions_of
+from pgmesh.groups.group import Group, Members, State
 from pgmesh.groups.identity import MeshIdentity
-from pgmesh.groups.naming import GroupKey
 from pgmesh.groups.registry import current_registry, publish_abort
 from pgmesh.groups.world import world_rank_and_size
 from pgmesh.options import GroupOptions
-from pgmesh.rendezvous.polling_store import ASKED_FOR, PollingStore
-from pgmesh.rendezvous.records import Fingerprint
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -47,6 +43,9 @@ if TYPE_CHECKING:
     from pgmesh.layout import Axis, Layout
     from pgmesh.rendezvous.protocol import ConnectAttempt
 
+
+_Key = tuple[tuple[int, ...], str, str]
+"""The ranks of a group, its tag, and the options asked for in the call."""
 
 _ABORT_SECONDS = 0.5
 """The longest wait of ``abort`` for the store. The store thread publishes the abort later if there is no answer."""
@@ -90,7 +89,7 @@ class GroupCache:
         self.ended: str | None = None  # why, if all groups were destroyed
         self.aborted = False  # it ended by ``abort``, or it was replaced: it may be shrunk
         self.creation_seconds = 0.0
-        self._records: cachetools.Cache[GroupKey, building.GroupRecord] = cachetools.Cache(math.inf)
+        self._groups: cachetools.Cache[_Key, Group] = cachetools.Cache(math.inf)
         self._generations = naming.Generations()
         self._device_meshes: dict[Any, DeviceMesh] = {}  # by layout and dimensions
         self._meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # meshes that hold references to groups
@@ -102,13 +101,11 @@ class GroupCache:
         self.shrunk: Any = None  # the change, if shrink created this mesh
         self.shrink_attempts: dict[str, int] = {}  # by prefix of a mesh's store keys
         self.aborts_when_lost = False
-        self.abort_after: float | None = None  # seconds of silence after which a lost rank aborts the mesh
-        self.lost_after: float | None = None  # the same for the agreement on a mesh that replaces this one
+        self.lost_after: float | None = None  # seconds of silence after which a lost rank aborts the mesh
         if outside is not None:
             self.ended = "was unpickled outside any world."
             return
         self.registry = current_registry()
-        self.attempts = Attempts(self.registry, self.identity)
         self._configured = ConfiguredOptions(self.rank, self.registry.options)
         self.registry.add(self)
 
@@ -142,169 +139,104 @@ class GroupCache:
 
     def group(self, layout: Layout, axes: tuple[Axis, ...], tag: str, asked: Mapping[str, Any]) -> dist.ProcessGroup:
         """The group of this rank's block along axes of a layout."""
-        return self.record(layout.block_of(self.rank, *axes), tag, asked, layout, axes).group
+        return self.find(self.members(layout, axes, tag), asked).process_group  # type: ignore[no-any-return]
 
     def group_of(self, ranks: tuple[int, ...], tag: str, asked: Mapping[str, Any]) -> dist.ProcessGroup:
         """The group of any ranks of the mesh."""
-        return self.record(ranks, tag, asked).group
+        return self.find(Members(ranks, tag), asked).process_group  # type: ignore[no-any-return]
 
-    def records(self) -> list[tuple[building.GroupRecord, GroupOptions, int]]:
-        """The open groups with their options and numbers of releases. It does not wait for the lock."""
+    def members(self, layout: Layout, axes: tuple[Axis, ...], tag: str = "") -> Members:
+        """The ranks of this rank's block along axes of a layout."""
+        return Members(layout.block_of(self.rank, *axes), tag, layout, axes)
+
+    def made(self) -> list[Group]:
+        """The groups that torch knows. It does not wait for the lock."""
         found = []
-        for key in tuple(self._records):
+        for key in tuple(self._groups):
             with contextlib.suppress(KeyError):  # another thread has just released it
-                found.append((self._records[key], key.options, self._generations.releases(key.ranks)))
-        return found
+                found.append(self._groups[key])
+        return [group for group in found if group.is_made]
 
-    def record(
-        self,
-        ranks: tuple[int, ...],
-        tag: str,
-        asked: Mapping[str, Any],
-        layout: Layout | None = None,
-        axes: tuple[Axis, ...] = (),
-    ) -> building.GroupRecord:
-        """Find or create the group of these ranks.
+    def find(self, members: Members, asked: Mapping[str, Any]) -> Group:
+        """The group of some members. It is made at its first use.
 
         Args:
-            layout: gives the group its label, and the options of a group of one rank. The ranks are its block along
-                ``axes``; None for a group of any ranks.
+            asked: the options of the call.
         """
         with self.lock:
             self.check()
+            ranks, tag, layout, axes = members
             default = options = self._configured.options((ranks, tag))
             if len(ranks) == 1 and layout is not None:
                 option_key = self._configured.key(layout, axes, tag)
                 self._configured.mark_returned(option_key)
                 options = self._configured.options(option_key)
             options = options.but(asked) if asked else options
-            key = GroupKey(ranks, options, tag)
-            record = self._records.get(key)
-            if record is None:
-                start = time.monotonic()
-                try:
-                    record = self._records[key] = self._create(key, default, layout, axes)
-                except BaseException:
-                    if not self._records:
-                        self.registry.stop_keeping(self)  # a cache without groups does not block its successor
-                    raise
-                self.creation_seconds += time.monotonic() - start
-                if self.ended is not None:  # by another thread meanwhile, which did not wait for this one
-                    self._destroy(list(self._records), self.ended, abort=True)
-                    self.registry.stop_keeping(self)
-                    self.check()
-            if record.created_by == "adopted" and not torch_private.is_known(record.group):
+            differing = naming.asked_options(options, default)
+            group = self._group(members, differing)
+            if not group.is_made:
+                self._make(group, members, options, differing)
+            if group.created_by == "adopted" and not torch_private.is_known(group.process_group):
                 raise LifetimeError(
-                    f"{record.label} was adopted at {record.call_site}, and torch has destroyed it since.\n\n"
+                    f"{group.label} was adopted at {group.call_site}, and torch has destroyed it since.\n\n"
                     f"  mesh.{format_verb('release', axes) if layout else f'release(ranks={list(ranks)})'}   "
                     "# then adopt another, or let the mesh create one"
                 )
-            return record
+            return group
 
-    def _create(
-        self, key: GroupKey, default: GroupOptions, layout: Layout | None, axes: tuple[Axis, ...]
-    ) -> building.GroupRecord:
-        """Create a group. With Gloo and NCCL, this waits for no other member.
-
-        Args:
-            default: the options that were configured.
-            layout: as in ``record``.
-        """
-        options, ranks = key.options, key.ranks
-        tagged = f", tag={key.tag}" if key.tag else ""
-        if layout is None:
-            place = f"ranks {format_ranks(ranks)}{tagged}"
-            label = f"group of {place}"
-        else:
-            place = layout.describe(self.rank, *axes) + tagged
-            label = f"group {', '.join(map(str, axes or layout.axes)) or f'of rank {ranks[0]}'}{tagged}"
-        description = options.description or f"{self.name or 'mesh'}[{place}]"
-        asked = naming.asked_options(options, default)
-        if asked and len(ranks) > 1:
-            self._configured.warn_of_timeout(asked, axes, f"{label} of {self.label}")
-        if options is not self.registry.options:
-            check_supported(options, f"{label} of {self.label}")
-        self.registry.keep(self)
-        if backends_of(options.backend).by_members:
-            return self._create_by_members(key, asked, label, description)
-        blocks = () if layout is None else tuple(layout.partition(*axes))
-        return building.build_collectively(label, self.label, options, blocks, description)
-
-    def _create_by_members(
-        self, key: GroupKey, asked: Mapping[str, Any], label: str, description: str
-    ) -> building.GroupRecord:
-        """Create a group without the other ranks of the world.
-
-        Args:
-            asked: the options of the call that differ from those configured.
-            label: the group in messages.
-            description: text for profiles and flight records.
-        """
-        options, ranks, backends = key.options, key.ranks, backends_of(key.options.backend)
-        path = self._generations.path(key, asked)
-        broken = self.attempts.of(path).broken  # the same on all members, so the new name is too
-        unique = path if broken is None else f"{path}.{broken}"
-        fingerprint, stores = None, dict[str, Any]()
-        if len(ranks) > 1 and not backends.fake:
-            hint = "On every rank, configure its axes with the same options or pass the same options in the call."
-            asked_for = ", ".join(f"{name}={value!r}" for name, value in asked.items())
-            subject = f"{label} of {self.label}" + f"{ASKED_FOR}{asked_for})" * bool(asked)
-            fingerprint = Fingerprint(self.rank, options.given, subject, hint)
-            stores = {each: self._polling_store(each, key, path, unique, fingerprint) for each in backends.names}
-        name, inner = self.identity.group_name(unique), stores or dict.fromkeys(backends.names, dist.HashStore())
-        group = building.build(name, ranks, self.rank, options, self.registry.store, inner, description)
-        record = building.GroupRecord(
-            group, label, self.label, call_site(), path, stores, ranks=ranks, fingerprint=fingerprint
-        )
-        end_aborted = weakref.WeakMethod(self.end_aborted)  # or the record and the cache would refer to each other
-        record.on_abort = lambda text: (end := end_aborted()) and end(text)
-        building.remember(record)
-        return record
-
-    def placeholder(self, layout: Layout, axes: tuple[Axis, ...]) -> building.GroupRecord:
-        """A record without a group, for a group that this rank failed to create."""
-        ranks = layout.block_of(self.rank, *axes)
+    def find_unmade(self, members: Members) -> Group:
+        """The group of some members, which this rank may have failed to make."""
         with self.lock:
-            options = self._configured.options((ranks, ""))
-            path = self._generations.path(GroupKey(ranks, options, ""), {})
-        label = f"group {', '.join(map(str, axes))}"
-        fingerprint = Fingerprint(self.rank, options.given, f"{label} of {self.label}", "")
-        nothing: Any = None
-        return building.GroupRecord(
-            nothing, label, self.label, call_site(), path=path, ranks=ranks, fingerprint=fingerprint
-        )
+            group = self._group(members, {})
+            if not group.is_made:
+                building.set_options(group, self.rank, self._configured.options((members.ranks, members.tag)), {})
+            return group
 
-    def _polling_store(
-        self, backend: str, key: GroupKey, path: str, unique: str, fingerprint: Fingerprint
-    ) -> PollingStore:
-        """The store that one backend of a group reads through.
+    def _group(self, members: Members, differing: Mapping[str, Any]) -> Group:
+        """The group of some members. It may be new.
 
         Args:
-            unique: the path, with a number behind it if an earlier group of this path broke.
+            differing: the options of the call that differ from those configured.
         """
-        timeout = key.options.timeout or timedelta()
-        seconds = timeout.total_seconds()
-        return PollingStore(
-            self.registry.store_thread,
-            lambda: f"{self.store_key(unique, seconds)}/use",
-            fingerprint,
-            key.ranks,
-            timeout,
-            addresses=backend == "gloo",
-            compares=key.options != self.registry.options,
-            refusal_keys=lambda: (f"{self.store_key(path, seconds)}/mismatch", self.identity.refusal_key),
-        )
+        key = members.ranks, members.tag, naming.encode_asked(differing)
+        group = self._groups.get(key)
+        if group is None:
+            path, releases = self._generations.path(*key), self._generations.releases(members.ranks)
+            group = Group(members.label, self.label, members.ranks, path, members.tag, releases)
+            self._groups[key] = group
+        return group
 
-    def store_key(self, path: str, seconds: float) -> str:
-        """Prefix of the store keys of a group. The first call registers the mesh in the store.
+    def _make(self, group: Group, members: Members, options: GroupOptions, differing: Mapping[str, Any]) -> None:
+        """Make a group. With Gloo and NCCL, this waits for no other member.
 
-        Raises:
-            MismatchError: another rank has a different mesh of this name.
+        Args:
+            differing: the options of the call that differ from those configured.
         """
-        if not self.identity.registered:
-            run = functools.partial(self.registry.store_thread().run, seconds=seconds)
-            self.identity.register(self.registry, run)
-        return f"{self.identity.key}/{path}"
+        start = time.monotonic()
+        try:
+            if differing and len(members.ranks) > 1:
+                self._configured.warn_of_timeout(differing, members.axes, group.label)
+            if options is not self.registry.options:
+                check_supported(options, group.label)
+            self.registry.keep(self)
+            group.mesh_label = self.label  # the number of an unpickled mesh is known now
+            building.set_options(group, self.rank, options, differing)
+            description = options.description or f"{self.name or 'mesh'}[{members.describe(self.rank)}]"
+            if backends_of(options.backend).by_members:
+                building.make_by_members(group, self.identity, self.registry, description)
+            else:
+                building.make_collectively(group, members.blocks(), description)
+        except BaseException:
+            if not self.made():
+                self.registry.stop_keeping(self)  # a cache without groups does not block its successor
+            raise
+        end_aborted = weakref.WeakMethod(self.end_aborted)  # or the group and the cache would refer to each other
+        group.on_abort = lambda text: (end := end_aborted()) and end(text)
+        self.creation_seconds += time.monotonic() - start
+        if self.ended is not None:  # by another thread meanwhile, which did not wait for this one
+            self._destroy(self.made(), self.ended, abort=True)
+            self.registry.stop_keeping(self)
+            self.check()
 
     # -- options ------------------------------------------------------------------------------------------------
 
@@ -316,7 +248,7 @@ class GroupCache:
         if self.rank in layout:
             ranks = layout.block_of(self.rank, *axes)
             with self.lock:
-                created = [record for key, record in self._records.items() if (key.ranks, key.tag) == (ranks, tag)]
+                created = [group for group in self.made() if (group.ranks, group.tag) == (ranks, tag)]
                 self._configured.configure(layout, axes, tag, options, created[0] if created else None, call_site())
         of_root = axes if layout == self.layout else self._axes_of_root(layout, axes)
         if of_root is not None:
@@ -345,10 +277,10 @@ class GroupCache:
         """Change the timeout of the existing groups whose ranks are chosen; return their number."""
         self.check()
         with self.lock:
-            found = [record for key, record in self._records.items() if chosen(key.ranks)]
-            for record in found:
-                if torch_private.is_known(record.group):  # torch may have destroyed an adopted group
-                    building.set_timeout(record, timeout)
+            found = [group for group in self.made() if chosen(group.ranks)]
+            for group in found:
+                if torch_private.is_known(group.process_group):  # torch may have destroyed an adopted group
+                    building.set_timeout(group, timeout)
         return len(found)
 
     # -- torch's DeviceMesh, and adopted groups ------------------------------------------------------------------
@@ -375,17 +307,16 @@ class GroupCache:
         with self.lock:
             self._device_meshes[layout, tuple(dimensions_of(layout).items())] = device_mesh
 
-    def adopt(self, layout: Layout, axes: tuple[Axis, ...], group: dist.ProcessGroup) -> None:
+    def adopt(self, layout: Layout, axes: tuple[Axis, ...], process_group: dist.ProcessGroup) -> None:
         """Use an existing group for these axes. pgmesh never destroys it."""
         self.check()
-        group_label = f"group {', '.join(map(str, axes))}"
-        label = f"{group_label} of {self.label}"
-        if not (isinstance(group, dist.ProcessGroup) and torch_private.is_known(group)):
-            raise RankError(f"{label}: only a process group that torch knows can be adopted, not {group!r}.")
-        block, members = layout.block_of(self.rank, *axes), tuple(dist.get_process_group_ranks(group))
+        label = f"group {', '.join(map(str, axes))} of {self.label}"
+        if not (isinstance(process_group, dist.ProcessGroup) and torch_private.is_known(process_group)):
+            raise RankError(f"{label}: only a process group that torch knows can be adopted, not {process_group!r}.")
+        block, members = layout.block_of(self.rank, *axes), tuple(dist.get_process_group_ranks(process_group))
         if members != block:
             raise RankError(f"{label} has ranks {format_ranks(block)}; the group to adopt has {format_ranks(members)}.")
-        key, option_key = GroupKey(block, self.registry.options, ""), self._configured.key(layout, axes, "")
+        option_key = self._configured.key(layout, axes, "")
         with self.lock:
             if configured := self._configured.get(option_key):
                 raise OptionsError(
@@ -393,17 +324,17 @@ class GroupCache:
                     f"lacks these options.\n\n  mesh.{format_verb('group', axes)}   # a group with them; or adopt "
                     f"without configuring {configured.spelling}"
                 )
-            record = self._records.get(key)
-            if record is not None and record.group is not group:
-                how = "adopted" if record.created_by == "adopted" else "created"
-                raise LifetimeError(
-                    f"{label} was already {how} at {record.call_site}, and may be in use.\n\n"
-                    f"  mesh.{format_verb('release', axes)}   # release it first, then adopt"
-                )
-            if record is None:
+            group = self._group(self.members(layout, axes), {})
+            if not group.is_made:
                 self.registry.keep(self)
-                self._records[key] = building.GroupRecord(
-                    group, group_label, self.label, call_site(), created_by="adopted", ranks=block
+                group.created_by, group.path, group.fingerprint = "adopted", "", None
+                group.options = self.registry.options
+                group.make(process_group, call_site(), {})
+            elif group.process_group is not process_group:
+                how = "adopted" if group.created_by == "adopted" else "created"
+                raise LifetimeError(
+                    f"{label} was already {how} at {group.call_site}, and may be in use.\n\n"
+                    f"  mesh.{format_verb('release', axes)}   # release it first, then adopt"
                 )
             if len(block) == 1:
                 self._configured.mark_returned(option_key)
@@ -415,7 +346,7 @@ class GroupCache:
         self.check()
         with self.lock:
             left = self._destroy(
-                [key for key in self._records if key.ranks == ranks],
+                [group for group in self._groups.values() if group.ranks == ranks],
                 f"was released at {call_site()}; ask its mesh for it anew.",
             )
             self._generations.release(ranks)
@@ -423,16 +354,15 @@ class GroupCache:
                 self._configured.forget_returned()
         self._clean_store(left)
 
-    def discard(self, record: building.GroupRecord, number: int, reason: str) -> None:
-        """Destroy a group that can no longer be used. The next call creates it anew.
-
-        Args:
-            number: number of the attempt that connected it.
-        """
+    def discard(self, group: Group, reason: str) -> None:
+        """Destroy the process group of a group whose first collective failed. The next use makes it again."""
         with self.lock:
-            self.attempts.of(record.path).broken = number
-            left = self._destroy([key for key, each in self._records.items() if each is record], reason, abort=True)
-        self._clean_store(left)
+            if group.state is State.ENDED:  # by another thread
+                return
+            self._clear_caches()
+            written = group.break_(reason)
+            teardown.destroy([group], reason, abort=True)
+        self.registry.delete_keys(written)
 
     def close(self, reason: str | None = None, *, at_exit: bool = False) -> None:
         """Destroy all groups. The cache creates no more.
@@ -481,9 +411,8 @@ class GroupCache:
         if not self._end(reason, aborted=True) and self.ended is None:
             self.ended, self.aborted = reason, True
             self._clear_caches()  # the thread with the lock destroys the groups when it finds that the mesh has ended
-            records = [record for record, _, _ in self.records()]
-            teardown.wake(records)
-            connections.shut_down([record.endpoints() for record in records])
+            teardown.wake(self.made())
+            connections.shut_down([group.endpoints() for group in self.made()])
         for dependent in tuple(self._dependents):
             if (internal := dependent()) is not None:
                 internal.abort(text)
@@ -494,7 +423,9 @@ class GroupCache:
 
     def forget_store(self) -> None:
         """Delete what an aborted mesh has left in the store. It was replaced, so no rank reads that any more."""
-        self.registry.delete_keys([*self.attempts.take_keys(), *self.identity.store_keys()])
+        attempts = [attempt for group in self._groups.values() for attempt in group.take_attempts()]
+        keys = [key for attempt in attempts for key in attempt.store_keys()]
+        self.registry.delete_keys([*keys, *self.identity.store_keys()])
 
     def _end(self, reason: str, *, aborted: bool = False, at_exit: bool = False, lock_seconds: float = 1.0) -> bool:
         """Destroy all groups, unless that was done before. The cache creates no more.
@@ -513,9 +444,8 @@ class GroupCache:
         try:
             if self.ended is None:
                 self.ended, self.aborted = reason, aborted
-                left = self._destroy(list(self._records), reason, abort=aborted, at_exit=at_exit)
+                left = self._destroy(list(self._groups.values()), reason, abort=aborted, at_exit=at_exit)
                 if not (aborted or at_exit):
-                    left.attempts += self.attempts.forget_all()
                     left.keys += self.identity.store_keys()
                 self.registry.stop_keeping(self)
         finally:
@@ -530,46 +460,49 @@ class GroupCache:
         if left.keys:  # none of a mesh outside any world
             self.registry.delete_keys(left.keys)
 
-    def _destroy(self, keys: Iterable[GroupKey], reason: str, *, abort: bool = False, at_exit: bool = False) -> _Left:
-        """Destroy some groups, and return what they leave in the store.
+    def _destroy(self, groups: list[Group], reason: str, *, abort: bool = False, at_exit: bool = False) -> _Left:
+        """End some groups, and return what they leave in the store.
 
         Args:
-            abort: do not wait for collectives. The attempts are kept: the groups connect again, or ``shrink`` follows.
+            abort: do not wait for collectives. The groups keep their attempts, for ``forget_store``.
             at_exit: the process ends, so the store is left as it is.
         """
         self._clear_caches()
-        dropped = [self._records.pop(key) for key in keys]
-        ours = [record for record in dropped if record.created_by != "adopted"]
-        written = [key for record in ours for key in record.cancel_waits(reason)]
+        left = _Left()
+        ours = [group for group in groups if group.is_made and group.created_by != "adopted"]
+        for group in groups:
+            is_connecting = group.state is State.CONNECTING  # then that thread leaves the attempt
+            left.keys += group.end(reason)
+            if not (abort or at_exit or is_connecting):
+                left.attempts += group.take_attempts()
         teardown.destroy(ours, reason, abort=abort, at_exit=at_exit)
-        if at_exit:
-            return _Left()
-        left = _Left(written)
-        for record in dropped:
-            if abort:
-                self.attempts.of(record.path).connected = None
-            else:
-                left.attempts += self.attempts.forget(record.path)
-        return left
+        if not abort:
+            self._drop(groups)
+        return _Left() if at_exit else left
 
-    def forget(self, group: Any) -> None:
+    def _drop(self, groups: list[Group]) -> None:
+        """Drop groups that have ended, so that the next call makes others."""
+        for key in [key for key, each in self._groups.items() if each in groups]:
+            del self._groups[key]
+
+    def forget(self, process_group: Any) -> None:
         """Drop a group that torch destroys. The next group gets another name."""
-        if not any(record.group is group for record, _, _ in self.records()):
+        if not any(group.process_group is process_group for group in self.made()):
             return  # without the lock: another thread may hold it while it creates a group collectively
         left = _Left()
         with self.lock:
-            for key, record in list(self._records.items()):
-                if record.group is group:
-                    self._clear_caches()
-                    if record.created_by == "adopted":  # the next call raises an error
-                        continue
-                    del self._records[key]
-                    left.attempts += self.attempts.forget(record.path)
-                    if record.path:  # torch names the groups of new_group
-                        self._generations.destroy(record.path)
-                    reason = "was destroyed; ask its mesh for it anew."
-                    left.keys += record.cancel_waits(reason)
-                    teardown.mark_destroyed(record, reason)
+            for group in [each for each in self.made() if each.process_group is process_group]:
+                self._clear_caches()
+                if group.created_by == "adopted":  # the next call raises an error
+                    continue
+                if group.path:  # torch names the groups of new_group
+                    self._generations.destroy(group.path)
+                reason = "was destroyed; ask its mesh for it anew."
+                is_connecting = group.state is State.CONNECTING
+                left.keys += group.end(reason)
+                left.attempts += [] if is_connecting else group.take_attempts()
+                teardown.mark_destroyed(group, reason)
+                self._drop([group])
         self._clean_store(left)
 
     def _clear_caches(self) -> None:
@@ -582,8 +515,8 @@ class GroupCache:
         self.lock = threading.RLock()
         self.ended = reason
         self._clear_caches()
-        for record in self._records.values():
-            record.cancel_waits(reason)
-            torch_private.destroyed[record.group] = f"{record.label} {reason}"
-            torch_private.forget_group(record.group)
-        self._records.clear()
+        for group in self.made():
+            group.end(reason)
+            torch_private.destroyed[group.process_group] = f"{group.label} {reason}"
+            torch_private.forget_group(group.process_group)
+        self._groups.clear()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Union
 from pgmesh._util.formatting import format_calls, format_ranks
 from pgmesh.errors import OptionsError
 from pgmesh.groups.backends import backends_of
-from pgmesh.groups.building import GroupRecord
+from pgmesh.groups.group import Group
 from pgmesh.options import GroupOptions
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class ConfiguredOptions:
         axes: tuple[Axis, ...],
         tag: str,
         options: Mapping[str, Any],
-        created: GroupRecord | None,
+        created: Group | None,
         call_site: str,
     ) -> None:
         """Set options for the group of this rank's block.

@@ -30,18 +30,18 @@ next one; or the last one of another rank, if that is higher.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pgmesh import torch_private
 from pgmesh.errors import MismatchError
 from pgmesh.groups.naming import describe_ranks, encode_rank_set
+from pgmesh.groups.numbers import MeshNumbers
 from pgmesh.groups.registry import Registry
-from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import CompareSet, Raw, Read
+from pgmesh.rendezvous.operations import CompareSet
 from pgmesh.rendezvous.protocol import check_mesh, register_mesh
-from pgmesh.rendezvous.records import Decision, Fingerprint, pack, unpack
-from pgmesh.rendezvous.store_thread import meshes_key, process_label
+from pgmesh.rendezvous.records import Decision, Fingerprint
+from pgmesh.rendezvous.store_thread import process_label
 
 if TYPE_CHECKING:
     from pgmesh.layout import Layout
@@ -64,7 +64,7 @@ class MeshIdentity:
     ) -> None:
         self.name, self.layout, self.rank, self.world_size = name, layout, rank, world_size
         self.pickled_number = pickled
-        self.number = 0  # the local number; the registry sets it
+        self.number = 0  # the local number
         self.generation = 0
         self.shared_number: int | None = None  # None until ``register`` derives it
         self.registered = False  # this rank has published the fingerprint
@@ -105,6 +105,10 @@ class MeshIdentity:
         name = self.name if self.name is not None else f"ranks/{encode_rank_set(self.layout.ranks_in_order())}"
         return f"{torch_private.PREFIX}{name}"
 
+    def set_number(self, numbers: MeshNumbers, *, counts: bool) -> None:
+        """Set the local number. If it counts, the next mesh of this name gets another one."""
+        self.number = numbers.local(self.prefix, self.pickled_number or 0, counts=counts)
+
     def group_name(self, path: str) -> str:
         """The name of a group in torch."""
         return f"{self._with_number(self.number)}/{path}"
@@ -128,45 +132,20 @@ class MeshIdentity:
         """
         if self.registered:
             return
-        thread = registry.store_thread()
-        if registry.predecessor_numbers is None:
-            (text,) = run(Read(meshes_key(self.rank)))
-            registry.predecessor_numbers = _unpack_numbers(text) if thread.replaces_process else {}
-            registry.last_numbers.update(registry.predecessor_numbers)  # for the process that replaces this one
-        if self.prefix not in registry.first_numbers:
-            former = registry.predecessor_numbers
-            first = former.get(self.prefix, 0) if rejoin else self._next_after(former, run)
-            registry.first_numbers[self.prefix] = first
-            self.rejoined = rejoin and thread.replaces_process
-        self.shared_number = shared = registry.first_numbers[self.prefix] + self.number
+        thread, numbers = registry.store_thread(), registry.numbers
+        numbers.read_predecessor(run, replaces_process=lambda: thread.replaces_process)
+        self.rejoined = self.rejoined or (rejoin and numbers.rejoin(self.prefix))
+        others = [rank for rank in self.layout.ranks_in_order() if rank != self.rank]
+        self.shared_number = shared = numbers.shared(self.prefix, self.number, others, run)
         if thread.same_rank:
             both = " and ".join(label.rpartition("/")[0] for label in (thread.same_rank, process_label()))
             text = f"{self.label}: both {both} connect as rank {self.rank}. Start each rank once."
             thread.until_end[self.refusal_key] = Decision("duplicate", text).pack()
             run(CompareSet(self.refusal_key, thread.until_end[self.refusal_key]))
             raise MismatchError(text)
-        registry.last_numbers[self.prefix] = max(shared, registry.last_numbers.pop(self.prefix, 0))  # at the end
-        record = pack(numbers=dict([*registry.last_numbers.items()][-timing.LIMITS.published_names :]))
-        *_, first_seen = run(Raw("set", (meshes_key(self.rank), record)), *register_mesh(self.key, self.fingerprint))
+        *_, first_seen = run(numbers.publish(self.prefix, shared), *register_mesh(self.key, self.fingerprint))
         check_mesh(run, self.key, self.fingerprint, first_seen)
         self.registered = True
-
-    def _next_after(self, predecessor_numbers: Mapping[str, int], run: Callable[..., list[Any]]) -> int:
-        """The shared number of the next mesh of this name in a process that replaced a lost one; otherwise 0.
-
-        The other ranks close the mesh that the lost process was in, and create the next one. They may have done this
-        already, and more than once.
-
-        Args:
-            predecessor_numbers: the last shared numbers of the lost process, by key prefix.
-            run: performs operations on the store.
-        """
-        if not predecessor_numbers:
-            return 0
-        others = [rank for rank in self.layout.ranks_in_order() if rank != self.rank][: timing.LIMITS.statuses]
-        texts = run(*(Read(meshes_key(rank)) for rank in others)) if others else []
-        last_of_others = [_unpack_numbers(text).get(self.prefix, 0) for text in texts]
-        return max([predecessor_numbers.get(self.prefix, -1) + 1, *last_of_others])
 
     @property
     def key(self) -> str:
@@ -178,6 +157,16 @@ class MeshIdentity:
         """Store key under which a rank publishes why the mesh cannot be used: a mismatch, or that it was aborted."""
         return f"{self.key}/mismatch"
 
+    def store_key(self, registry: Registry, path: str, seconds: float) -> str:
+        """Prefix of the store keys of a group. The first call registers the mesh in the store.
+
+        Raises:
+            MismatchError: another rank has a different mesh of this name.
+        """
+        if not self.registered:
+            self.register(registry, functools.partial(registry.store_thread().run, seconds=seconds))
+        return f"{self.key}/{path}"
+
     def store_keys(self) -> list[str]:
         """The store keys of the fingerprints; none until the shared number is known."""
         return [self.key, f"{self.key}/fingerprints"] if self.key else []
@@ -188,9 +177,3 @@ class MeshIdentity:
         identity.prefix, identity.number, identity.shared_number = self.prefix, self.number, self.shared_number
         identity.generation = self.generation + 1
         return identity
-
-
-def _unpack_numbers(text: bytes | None) -> dict[str, int]:
-    """The last shared numbers that a rank has published, by key prefix."""
-    record = unpack(text or b"", numbers=dict) or {"numbers": {}}
-    return {prefix: number for prefix, number in record["numbers"].items() if type(number) is int}

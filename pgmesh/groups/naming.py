@@ -16,26 +16,6 @@ from pgmesh._util.formatting import as_range, format_ranks
 from pgmesh.options import GroupOptions
 
 
-class GroupKey:
-    """Key of a group in the cache. Its hash is computed once, although the cache asks for it several times."""
-
-    __slots__ = ("_hash", "options", "ranks", "tag")
-
-    def __init__(self, ranks: tuple[int, ...], options: GroupOptions, tag: str) -> None:
-        self.ranks, self.options, self.tag = ranks, options, tag
-        self._hash = hash((ranks, options, tag))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, GroupKey) and (self.tag, self.ranks, self.options) == (
-            other.tag,
-            other.ranks,
-            other.options,
-        )
-
-
 class Generations:
     """Counts releases and destroys. The counts are part of the name, so no name is used twice.
 
@@ -60,20 +40,19 @@ class Generations:
         # A lookup hashes the whole tuple of ranks, which may be long: none in an empty table.
         return self._released.get(ranks, 0) if self._released else 0
 
-    def path(self, key: GroupKey, asked: Mapping[str, Any]) -> str:
+    def path(self, ranks: tuple[int, ...], tag: str, asked: str) -> str:
         """The part of a group's name after the name of its mesh.
 
         Args:
-            asked: options of the call that differ from those configured. All members have to ask for the same ones.
-                Configured options are no part of the name: the members' fingerprints are compared instead.
+            asked: options of the call that differ from those configured, as text. All members have to ask for the same
+                ones. Configured options are no part of the name: the members' fingerprints are compared instead.
 
-        >>> generations, key = Generations(), GroupKey((0, 1), GroupOptions(), "")
+        >>> generations = Generations()
         >>> generations.release((0, 1))
-        >>> generations.path(key, {})
+        >>> generations.path((0, 1), "", encode_asked({}))
         '0-1/d2679e7ded091c43.1.0'
         """
-        variant = _variant(key.tag, str(sorted(asked.items())) if asked else "[]")
-        stem = f"{encode_ranks(key.ranks)}/{variant}.{self.releases(key.ranks)}"
+        stem = f"{encode_ranks(ranks)}/{_variant(tag, asked)}.{self.releases(ranks)}"
         return f"{stem}.{self._destroyed.get(stem, 0)}"
 
 
@@ -82,6 +61,11 @@ def asked_options(options: GroupOptions, default: GroupOptions) -> dict[str, Any
     if options is default or options == default:
         return {}
     return {name: value for name, value in options.given.items() if default.given.get(name) != value}
+
+
+def encode_asked(asked: Mapping[str, Any]) -> str:
+    """Encode the options asked for in a call."""
+    return str(sorted(asked.items())) if asked else "[]"
 
 
 def encode_ranks(ranks: range | tuple[int, ...]) -> str:

@@ -1,6 +1,6 @@
 """The group caches of this process in each world, and their end: with the world, the process or a fork.
 
-It does not import ``GroupCache``: caches call it, and it calls their ``records``, ``forget``, ``close``,
+It does not import ``GroupCache``: caches call it, and it calls their ``made``, ``forget``, ``close``,
 ``end_in_child`` and ``end_aborted``.
 """
 
@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +23,8 @@ import torch.distributed as dist
 
 from pgmesh import torch_private
 from pgmesh.errors import LifetimeError, NameTakenError, WorldError
-from pgmesh.groups import building, teardown
+from pgmesh.groups import teardown
+from pgmesh.groups.numbers import MeshNumbers
 from pgmesh.groups.watch import Watch
 from pgmesh.groups.world import store_address, world_options, world_rank_and_size, world_store
 from pgmesh.rendezvous.operations import Add, CompareSet, Delete, Operation, Raw, Read
@@ -75,11 +75,7 @@ class Registry:
         self._aborts: tuple[bytes | None, list[str]] = None, []
         self.at_heartbeat: list[Callable[[Callable[[Operation], Any]], bool]] = []  # until they return False
         self._thread: StoreThread | None = None  # started by the first store operation
-        # Numbers by key prefix, such as "pgmesh/train": see ``identity.py``, which fills the last three.
-        self._next_numbers: defaultdict[str, int] = defaultdict(int)  # local number of this process's next mesh
-        self.first_numbers: dict[str, int] = {}  # shared number of this process's first mesh
-        self.last_numbers: dict[str, int] = {}  # shared number of this rank's last mesh, in any process
-        self.predecessor_numbers: dict[str, int] | None = None  # last_numbers of the predecessor; None until read
+        self.numbers = MeshNumbers(world_rank_and_size()[0])
 
     def store_thread(self) -> StoreThread:
         """The store thread of this process. The first call starts it."""
@@ -91,7 +87,7 @@ class Registry:
             if self._thread is None:
                 rank, size = world_rank_and_size()
                 thread = self._thread = StoreThread(self.store, store_address(), rank, size)
-                self.watch = Watch(self._find_record, self.statuses)
+                self.watch = Watch(self.statuses)
                 thread.on_heartbeat = self._on_heartbeat
             return self._thread
 
@@ -161,7 +157,7 @@ class Registry:
                         f"  pgmesh.meshes()[{cache.name!r}].close()   # or close it first, or use another name"
                     )
             if cache.identity.generation == 0:  # a mesh created by ``shrink`` has its number
-                self._set_number(cache, count=cache.identity.pickled_number is None)
+                cache.identity.set_number(self.numbers, counts=cache.identity.pickled_number is None)
             self.caches[next(serials)] = cache
 
     def keep(self, cache: Any) -> None:
@@ -185,15 +181,8 @@ class Registry:
                         "# or name this one"
                     )
             if cache.identity.pickled_number is not None:  # only now, since ranks that load no mesh count none
-                self._set_number(cache, count=True)
+                cache.identity.set_number(self.numbers, counts=True)
             self.with_groups.add(cache)
-
-    def _set_number(self, cache: Any, *, count: bool) -> None:
-        """Set the local number of a mesh. If it counts, the next mesh gets another number."""
-        identity = cache.identity
-        identity.number = max(self._next_numbers[identity.prefix], identity.pickled_number or 0)
-        if count:
-            self._next_numbers[identity.prefix] = identity.number + 1
 
     def stop_keeping(self, cache: Any) -> None:
         """Keep a cache alive no longer: it has no groups."""
@@ -203,13 +192,6 @@ class Registry:
     def open_caches(self) -> list[Any]:
         """The caches that are not closed, in the order of creation."""
         return [cache for cache in self.caches.values() if cache.ended is None]
-
-    def _find_record(self, name: str) -> building.GroupRecord | None:
-        """The record of a group from its name in torch."""
-        with registering:
-            caches = tuple(self.caches.values())
-        records = (record for cache in caches for record, _, _ in cache.records())
-        return next((record for record in records if record.name == name), None)
 
     def leave(self, reason: str) -> None:
         """Leave the world: publish the reason, and end the store thread."""
@@ -285,8 +267,8 @@ def _end_world(reason: str) -> None:
 def _log_dead() -> None:
     """Log the members of one group that have ended: errors of asynchronous collectives do not name them."""
     deadline = time.monotonic() + _LOG_DEAD_SECONDS
-    for record in [record for cache in all_caches() for record, _, _ in cache.records()]:
-        if text := teardown.describe_dead(record):
+    for group in [group for cache in all_caches() for group in cache.made()]:
+        if text := teardown.describe_dead(group):
             log.warning("%s", text)
         if text or time.monotonic() > deadline:
             return

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from pgmesh import torch_private
 from pgmesh._util.formatting import name_ranks
 from pgmesh.errors import LifetimeError, MissingRanksError, PgmeshError
-from pgmesh.groups import building, connections
-from pgmesh.groups.building import GroupRecord
+from pgmesh.groups import connections
 from pgmesh.groups.flight_recorder import busy_seconds
+from pgmesh.groups.group import Group, find_group
 from pgmesh.rendezvous.polling_store import without_frames
 
 _FREE_SECONDS = 0.1
@@ -34,7 +34,7 @@ _CONNECTION_ERROR = re.compile("connect|timeout|timed out|peer|nccl", re.IGNOREC
 """Words of the errors of Gloo and NCCL that a lost member may have caused. Other errors are mistakes of the caller."""
 
 
-def explain(group: Any, error: BaseException) -> None:
+def explain(process_group: Any, error: BaseException) -> None:
     """Raise a better error for a failed collective, if there is one.
 
     It reads from the store, for half a second at most, whether a rank has published why the mesh cannot be used, and
@@ -44,42 +44,42 @@ def explain(group: Any, error: BaseException) -> None:
         # The work object keeps the error that ended it. Raised to the user, that error would refer to the user's
         # frames and so to the work: a reference cycle through C++ that Python cannot collect.
         raise without_frames(error.with_traceback(None))
-    if group is not None and group in torch_private.destroyed:
-        raise LifetimeError(torch_private.destroyed[group]) from error
-    record = None if group is None else building.record_of(group)
-    if record is not None and isinstance(error, RuntimeError) and _CONNECTION_ERROR.search(str(error)):
-        refusal = next((found for store in record.stores.values() if (found := store.ask_for_refusal(0.5))), None)
+    if process_group is not None and process_group in torch_private.destroyed:
+        raise LifetimeError(torch_private.destroyed[process_group]) from error
+    group = None if process_group is None else find_group(process_group.group_name)
+    if group is not None and isinstance(error, RuntimeError) and _CONNECTION_ERROR.search(str(error)):
+        refusal = next((found for store in group.stores.values() if (found := store.ask_for_refusal(0.5))), None)
         if refusal is not None and refusal.kind != "duplicate":
             if refusal.kind == "aborted":
-                record.on_abort(refusal.text)
+                group.on_abort(refusal.text)
             raise refusal.error() or error from error
-        dead = describe_dead(record)
+        dead = describe_dead(group)
         if not dead:  # the system may close the connections of a killed process before its listener
             time.sleep(0.05)
-            dead = describe_dead(record)
-        if text := "\n".join(filter(None, (dead, _recent_finding(record)))):
+            dead = describe_dead(group)
+        if text := "\n".join(filter(None, (dead, _recent_finding(group)))):
             raise MissingRanksError(text) from error
 
 
-def _recent_finding(record: GroupRecord) -> str:
+def _recent_finding(group: Group) -> str:
     """The reason why a collective of the group did not end, if it was found a moment ago."""
-    recent_until, text = record.finding
+    recent_until, text = group.finding
     return text if time.monotonic() < recent_until else ""
 
 
 torch_private.on_failure.append(explain)
 
 
-def describe_dead(record: GroupRecord) -> str:
+def describe_dead(group: Group) -> str:
     """Message about the members of a Gloo group whose processes ended or destroyed the group; "" for none."""
-    dead = connections.find_dead(record.endpoints())
+    dead = connections.find_dead(group.endpoints())
     lines = [
         f"\n  rank {rank}: its listener at {host}:{port} refuses connections" for rank, (host, port) in dead.items()
     ]
-    return f"{record.label}: {name_ranks(dead)} ended, or destroyed the group:{''.join(lines)}" if dead else ""
+    return f"{group.label}: {name_ranks(dead)} ended, or destroyed the group:{''.join(lines)}" if dead else ""
 
 
-def destroy(ended: Iterable[GroupRecord], reason: str, *, abort: bool = False, at_exit: bool = False) -> None:
+def destroy(groups: Iterable[Group], reason: str, *, abort: bool = False, at_exit: bool = False) -> None:
     """Unregister groups and end their backends. Later uses raise an error that names the group.
 
     Their connections are shut down too, so that blocked threads here and on the other members wake up.
@@ -90,43 +90,43 @@ def destroy(ended: Iterable[GroupRecord], reason: str, *, abort: bool = False, a
         at_exit: the process ends.
     """
     free_finished()
-    ended = list(ended)
-    endpoints = [record.endpoints() for record in ended]
-    known = [record.group for record in ended if torch_private.is_known(record.group)]
+    groups = list(groups)
+    endpoints = [group.endpoints() for group in groups]
+    known = [group.process_group for group in groups if torch_private.is_known(group.process_group)]
     if abort:
-        wake(ended)
+        wake(groups)
     with torch_private.aborting_together(known) if abort else contextlib.nullcontext():
-        for record in ended:
-            _end(record, abort=abort or at_exit)
-    for record in ended:
-        invalidate(record, reason)
+        for group in groups:
+            _end(group, abort=abort or at_exit)
+    for group in groups:  # a destroyed Gloo group would continue to work
+        torch_private.invalidate(group.process_group, f"{group.label} {reason}")
     connections.shut_down(endpoints)
-    if abort and ended:
-        in_background(_free_later, [record.group for record in ended])
+    if abort and groups:
+        in_background(_free_later, [group.process_group for group in groups])
 
 
-def wake(records: Iterable[GroupRecord]) -> None:
+def wake(groups: Iterable[Group]) -> None:
     """End this rank's waits for members that have not connected, in those groups that are in a collective.
 
     After a failed collective, Gloo would end the process when such a connection closes. So a group is left alone around
     the time at which Gloo itself gives up the wait.
     """
     busy = busy_seconds()
-    for record in records:
-        if record.gloo is None or record.name not in busy or not torch_private.is_known(record.group):
+    for group in groups:
+        if group.gloo is None or group.name not in busy or not torch_private.is_known(group.process_group):
             continue
-        if connections.waits_on(busy[record.name], record.gloo.timeout.total_seconds()):
-            connections.wake(record.endpoints())
+        if connections.waits_on(busy[group.name], group.gloo.timeout.total_seconds()):
+            connections.wake(group.endpoints())
 
 
-def _free_later(groups: list[Any]) -> None:
+def _free_later(process_groups: list[Any]) -> None:
     """Free aborted groups in a thread of their own.
 
     The destructor of a Gloo group waits for its collectives, and Gloo does not wake each of them when its connections
     end.
     """
     _exiting.wait(_FREE_SECONDS)  # until the callers have dropped their references
-    groups.clear()
+    process_groups.clear()
 
 
 _background: set[threading.Thread] = set()
@@ -153,51 +153,46 @@ def finish_background() -> None:
         _background.pop().join(max(0.0, deadline - time.monotonic()))
 
 
-def _end(record: GroupRecord, *, abort: bool) -> None:
+def _end(group: Group, *, abort: bool) -> None:
     """Unregister a group, and end its backends."""
-    group: Any = record.group
-    if not torch_private.is_known(group):
+    process_group: Any = group.process_group
+    if not torch_private.is_known(process_group):
         return
-    if record.created_by == "new_group":
-        dist.destroy_process_group(group)
+    if group.created_by == "new_group":
+        dist.destroy_process_group(process_group)
         return
-    torch_private.unregister(group)
+    torch_private.unregister(process_group)
     with contextlib.suppress(RuntimeError):  # a third-party backend may raise it
-        group.abort() if abort else group.shutdown()
+        process_group.abort() if abort else process_group.shutdown()
 
 
-def invalidate(record: GroupRecord, reason: str) -> None:
-    """Make later uses of a group raise an error that names it. A destroyed Gloo group would continue to work."""
-    torch_private.invalidate(record.group, f"{record.label} {reason}")
-
-
-def mark_destroyed(record: GroupRecord, reason: str) -> None:
+def mark_destroyed(group: Group, reason: str) -> None:
     """Mark a group that torch destroys, remove its tag from torch's tables, and shut its connections down."""
-    torch_private.destroyed[record.group] = f"{record.label} {reason}"
-    torch_private.unregister_tag(record.group)
-    connections.shut_down([record.endpoints()])
+    torch_private.destroyed[group.process_group] = f"{group.label} {reason}"
+    torch_private.unregister_tag(group.process_group)
+    connections.shut_down([group.endpoints()])
 
 
-_kept: list[tuple[GroupRecord, list[Any]]] = []
+_kept: list[tuple[Any, connections.Endpoints, list[Any]]] = []  # process groups, their listeners, their collectives
 
 
-def keep_until_done(record: GroupRecord, works: Iterable[Any]) -> None:
-    """Keep a group until collectives of it are over. Its destructor would wait for them, at the exit of Python too."""
+def keep_until_done(group: Group, works: Iterable[Any]) -> None:
+    """Keep a process group until collectives of it are over. Its destructor would wait for them, at exit too."""
     if running := [work for work in works if not work.is_completed()]:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(record.group))
-        _kept.append((record, running))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group.process_group))
+        _kept.append((group.process_group, group.endpoints(), running))
 
 
 def free_finished() -> None:
-    """Free the kept groups whose collectives are over."""
-    for kept in [each for each in _kept if all(work.is_completed() for work in each[1])]:
+    """Free the kept process groups whose collectives are over."""
+    for kept in [each for each in _kept if all(work.is_completed() for work in each[2])]:
         with contextlib.suppress(ValueError):  # another thread removed it
             _kept.remove(kept)
-            connections.shut_down([kept[0].endpoints()])  # a collective may have opened more of them
-            ctypes.pythonapi.Py_DecRef(ctypes.py_object(kept[0].group))
+            connections.shut_down([kept[1]])  # a collective may have opened more connections
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(kept[0]))
 
 
 def keep_all_groups() -> None:
     """Keep all groups alive in a forked child. Their destructors would wait for threads that do not exist."""
-    for group in {*torch_private.all_groups(), *torch_private.destroyed}:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    for process_group in {*torch_private.all_groups(), *torch_private.destroyed}:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(process_group))

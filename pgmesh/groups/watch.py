@@ -13,8 +13,8 @@ from typing import Any
 
 from pgmesh._util.formatting import name_ranks
 from pgmesh.groups import teardown
-from pgmesh.groups.building import GroupRecord
 from pgmesh.groups.flight_recorder import FlightRecorder
+from pgmesh.groups.group import Group, find_group
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Operation, Read
 from pgmesh.rendezvous.statuses import RunningCollective, Statuses
@@ -25,13 +25,12 @@ class Watch:
     """Finds out why collectives of this process do not end.
 
     Args:
-        find_record: returns the record of a group of pgmesh, from the group's name in torch.
         statuses: the statuses of other ranks.
     """
 
-    def __init__(self, find_record: Callable[[str], GroupRecord | None], statuses: Statuses) -> None:
-        self._find_record, self._statuses = find_record, statuses
-        self.flight_recorder = FlightRecorder(self._label_of)
+    def __init__(self, statuses: Statuses) -> None:
+        self._statuses = statuses
+        self.flight_recorder = FlightRecorder(_label_of)
         self._stuck_since: dict[tuple[str, int], float] = {}  # by name of a group, and number of its collective
         self._logged: set[tuple[str, int]] = set()  # name of a group, and number of its collective
 
@@ -45,42 +44,41 @@ class Watch:
         now, before = time.monotonic(), self._stuck_since
         self._stuck_since = {(each.name, each.number): before.get((each.name, each.number), now) for each in stuck}
         for collective in stuck:
-            record = self._find_record(collective.name)
-            if record is not None:
-                self._examine(perform, record, collective)
+            group = find_group(collective.name)
+            if group is not None:
+                self._examine(perform, group, collective)
                 once = (collective.name, collective.number)
-                if record.gloo is not None and now - self._stuck_since[once] >= record.gloo.timeout.total_seconds():
+                if group.gloo is not None and now - self._stuck_since[once] >= group.gloo.timeout.total_seconds():
                     self._stuck_since[once] = math.inf  # not again
-                    teardown.in_background(teardown.wake, [record])  # Gloo's wait for a connection ignores this timeout
+                    teardown.in_background(teardown.wake, [group])  # Gloo's wait for a connection ignores this timeout
         return stuck
 
-    def _examine(self, perform: Callable[[Operation], Any], record: GroupRecord, collective: RunningCollective) -> None:
+    def _examine(self, perform: Callable[[Operation], Any], group: Group, collective: RunningCollective) -> None:
         """Record why a collective does not end. Log a lost member at once, and an absent one after ``warn_after``."""
-        lost, absent = self._missing(perform, record)
+        lost, absent = self._missing(perform, group)
         if lost or absent:
             what = (
                 f"{name_ranks(lost or absent)} {'sent no heartbeat' if lost else 'did not reach the first collective'}"
             )
             reason = "".join([what, *(f"\n  {line}" for line in (lost or absent).values() if line)])
-            record.finding = (time.monotonic() + self._statuses.lost_after / 2, f"{record.label}: {reason}")
+            group.finding = (time.monotonic() + self._statuses.lost_after / 2, f"{group.label}: {reason}")
             once = (collective.name, collective.number)
             if once not in self._logged and (lost or collective.seconds >= timing.TIMING.warn_after):
                 self._logged.add(once)
                 warn_from_store_thread(f"this rank is {collective}: {reason}")
 
-    def _label_of(self, name: str) -> str:
-        record = self._find_record(name)
-        return record.label if record is not None else f"torch's group {name}"
-
-    def _missing(
-        self, perform: Callable[[Operation], Any], record: GroupRecord
-    ) -> tuple[dict[int, str], dict[int, str]]:
+    def _missing(self, perform: Callable[[Operation], Any], group: Group) -> tuple[dict[int, str], dict[int, str]]:
         """The members that are lost, and those that are absent, each with its last status."""
-        ranks = record.ranks[: timing.LIMITS.statuses]
+        ranks = group.ranks[: timing.LIMITS.statuses]
         self._statuses.read(lambda *reads: [*map(perform, reads)], ranks)
         lost = self._statuses.lost(ranks)
-        if record.gloo is None:
+        if group.gloo is None:
             return lost, {}
-        unseen = record.gloo.unseen_addresses()
+        unseen = group.gloo.unseen_addresses()
         absent = [rank for rank, key in unseen.items() if perform(Read(key)) is None]
         return lost, {rank: self._statuses.describe(rank) if self._statuses.get(rank) else "" for rank in absent}
+
+
+def _label_of(name: str) -> str:
+    group = find_group(name)
+    return f"torch's group {name}" if group is None else group.label

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from pgmesh._util.formatting import format_seconds, name_ranks
 from pgmesh.errors import LifetimeError, MembershipError, MismatchError, PgmeshError, WorldError
 from pgmesh.groups.backends import backends_of
-from pgmesh.groups.building import record_of
+from pgmesh.groups.group import find_group
 from pgmesh.groups.registry import store_thread
 from pgmesh.groups.teardown import keep_until_done
 from pgmesh.groups.world import device_of, world_options, world_rank_and_size
@@ -133,7 +133,7 @@ class Link:
                 abort_with(each, mesh)
             try:
                 mesh.connect(mesh.axes, timeout=self.left())
-                self._mesh, self._record = mesh, record_of(mesh.group())
+                self._mesh, self._record = mesh, find_group(mesh.group().group_name)
             except LifetimeError as error:  # a rank has aborted it with a mesh that was replaced since
                 mesh.close()
                 self._set_next_number()
@@ -264,13 +264,13 @@ class Link:
     def _collective(self, function: Callable[..., Any], *arguments: Any, end: float | None = None) -> None:
         """Perform a collective of torch."""
         with _catching_broken():
-            work = function(*arguments, group=self._record.group, async_op=True)
+            work = function(*arguments, group=self._record.process_group, async_op=True)
         self.wait(self._track([work]), end)
 
     def exchange(self, sends: Sequence[PeerVector], receives: Sequence[PeerVector]) -> Works:
         """Start sends and receives of contiguous vectors."""
         batch = [
-            dist.P2POp(operation, values.view(torch.uint8), peer, self._record.group)
+            dist.P2POp(operation, values.view(torch.uint8), peer, self._record.process_group)
             for operation, side in ((dist.irecv, receives), (dist.isend, sends))
             for peer, values in side
         ]

@@ -23,7 +23,7 @@ from pgmesh import (
     MissingRanksError,
     ProcessGroupMesh,
 )
-from pgmesh.groups import building
+from pgmesh.groups.group import find_group
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Raw, Read
 from tests.support.board import Fault, at_all_reduce, faults, key_of, writes
@@ -115,7 +115,7 @@ def talk_to_all(most=None, paired=False):
         mine, theirs = torch.full((group.size(),), float(mesh.rank)), torch.zeros(group.size())
         dist.all_to_all_single(theirs, mine, group=group)
         assert theirs.tolist() == list(map(float, mesh.ranks(*axes)))
-        store = building.record_of(group).gloo
+        store = find_group(group.group_name).gloo
         assert store.used
         asked[axes] = store.operations
     check_sums(groups_of(mesh))

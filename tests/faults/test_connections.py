@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
 from pgmesh._util.sockets import opened
-from pgmesh.groups import building
+from pgmesh.groups.group import find_group
 from pgmesh.launch import StoreProcess
 from tests.support.fake_world import fake_rank
 from tests.support.faults import (
@@ -96,7 +96,7 @@ def one_comes_late(folder: Path) -> tuple[str, Attempt]:
     beat_fast()
     mesh = ProcessGroupMesh(2, name="actor")
     group = mesh.group()
-    record = building.record_of(group)
+    record = find_group(group.group_name)
     assert record is not None
 
     def watch() -> None:
@@ -143,7 +143,7 @@ def one_lets_go(folder: Path, how: str) -> tuple[Attempt, float]:
     before = connections()
     mesh.connect(timeout=LONG_TIMEOUT)
     group = mesh.group()
-    record = building.record_of(group)
+    record = find_group(group.group_name)
     assert record is not None
     (listener,) = record.endpoints().own
     check_sums(groups_of(mesh))

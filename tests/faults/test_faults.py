@@ -334,9 +334,11 @@ def one_dies_before(folder: Path, has_status: bool) -> tuple[Attempt, Attempt, f
     bystander = beat_fast_with_bystander(3) if has_status else ProcessGroupMesh(3, ranks=range(3), name="bystander")
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     if mesh.rank == 3:
-        wait_until_waiting(0, 1, 2)
+        # A rank that reads from the store has a status soon.
+        wait_until_waiting(0, 1, 2) if has_status else wait_for_flags(folder, "connects", range(3))
         (folder / "died").write_text(str(time.monotonic()))
         kill_self()
+    set_flag(folder, f"connects {mesh.rank}")
     failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT if has_status else timedelta(seconds=D)))
     check_sums(groups_of(bystander))
     survivors = ProcessGroupMesh(3, ranks=range(3), name="survivors")

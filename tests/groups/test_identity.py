@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from pgmesh.groups.identity import MeshIdentity
+from pgmesh.groups.numbers import MeshNumbers
 from pgmesh.layout import Layout
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Operation, perform
@@ -22,10 +23,7 @@ class Process:
 
     def __init__(self, store: dist.Store, rank: int, *, replaces_process: bool = False) -> None:
         self.store, self.rank, self.replaces_process, self.same_rank = store, rank, replaces_process, ""
-        self.numbers: dict[str, int] = {}
-        self.registry: Any = SimpleNamespace(
-            store_thread=lambda: self, predecessor_numbers=None, first_numbers={}, last_numbers={}
-        )
+        self.registry: Any = SimpleNamespace(store_thread=lambda: self, numbers=MeshNumbers(rank))
 
     def run(self, *operations: Operation) -> list[Any]:
         return [perform(self.store, operation) for operation in operations]
@@ -37,7 +35,7 @@ class Process:
     def create(self, name: str, *, rejoin: bool = False) -> MeshIdentity:
         """The next mesh of this name in this process, registered."""
         identity = MeshIdentity(name, PAIR, None, self.rank, 2)
-        identity.number = self.numbers[name] = self.numbers.get(name, -1) + 1
+        identity.set_number(self.registry.numbers, counts=True)
         identity.register(self.registry, self.run, rejoin=rejoin)
         return identity
 

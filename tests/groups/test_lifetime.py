@@ -32,6 +32,7 @@ from pgmesh import (
     launch,
 )
 from pgmesh.groups import building as pgmesh_groups, registry as pgmesh_registry
+from pgmesh.groups.group import find_group
 from tests.support.collectives import COLLECTIVES
 from tests.support.faults import wait_until
 from tests.support.message_assertions import without_gloo_lines, without_hostname_warnings
@@ -304,7 +305,7 @@ def fields(error: pytest.ExceptionInfo[MismatchError]) -> list[str]:
 def begin(group: dist.ProcessGroup) -> Any:
     """Begin a first collective, and return once this rank has published its address."""
     work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
-    record = pgmesh_groups.record_of(group)
+    record = find_group(group.group_name)
     assert record is not None
     wait_until(lambda: record.gloo.operations > 3, "its address is written")
     return work
@@ -401,9 +402,7 @@ def test_different_options_fail_on_both_ranks():
 
 def ours() -> int:
     """How many groups and open families this process keeps."""
-    return sum(
-        len(family._records) + (family in family.registry.with_groups) for family in pgmesh_registry.all_caches()
-    )
+    return sum(len(family.made()) + (family in family.registry.with_groups) for family in pgmesh_registry.all_caches())
 
 
 def tables_and_keys() -> dict[str, int]:

@@ -216,8 +216,8 @@ def kept_timeout(set_timeout):
 def adopted_group_destroyed(adopt):
     def adopt_as_own(self, layout, axes, group):
         adopt(self, layout, axes, group)
-        for record in self._records.values():
-            record.created_by = "pgmesh"
+        for each in self.made():
+            each.created_by = "pgmesh"
 
     return adopt_as_own
 

@@ -369,7 +369,7 @@ def test_semantics_12_nccl_settings_take_either_name():
                 "hcp": {"max_ctas": 1},
             }
         )
-        options = {made.label: options for made, options, _ in _made(arrangement, "data+context", "pipeline", "tensor")}
+        options = {made.label: made.options for made in _made(arrangement, "data+context", "pipeline", "tensor")}
         nccl = {words.split(" of ")[0]: (each.high_priority, each.nccl) for words, each in options.items()}
         assert nccl == {
             "group dp, cp": (True, {"max_ctas": 8, "min_ctas": 4, "cga_cluster_size": 2}),
@@ -377,13 +377,13 @@ def test_semantics_12_nccl_settings_take_either_name():
             "group tp": (None, None),
         }
         (level, *_) = _made(arrangement, "context level 1")[-1:]
-        assert level[1].nccl == {"max_ctas": 1}
+        assert level.options.nccl == {"max_ctas": 1}
 
 
 def _made(arrangement: Arrangement, *names: str) -> list[Any]:
     for name in names:
         arrangement[name].group()
-    return arrangement.dense._group_cache.records()
+    return arrangement.dense._group_cache.made()
 
 
 YAML = """
@@ -438,7 +438,7 @@ def test_fairscale_gives_each_axis_its_backend_and_timeout():
         arrangement = recipes.fairscale(
             16, tp=2, pp=2, cp=2, dp_backend="fake", timeout=timedelta(minutes=3), name="fairscale"
         )
-        made = {made.label.split()[1]: options for made, options, _ in _made(arrangement, *arrangement)}
+        made = {made.label.split()[1]: made.options for made in _made(arrangement, *arrangement)}
         assert {axis: options.timeout for axis, options in made.items()} == dict.fromkeys(
             ["tp", "cp", "pp", "dp"], timedelta(minutes=3)
         )
@@ -474,7 +474,7 @@ def test_invalid_settings_of_nccl_set_nothing():
             with pytest.raises(OptionsError):
                 arrangement.configure_nccl({"dp": {"max_ctas": 8}, "tp": wrong})
         arrangement.configure_nccl({"dp_cp": {"max_ctas": 4}, "tp": {"max_ctas": 2}})  # dp has the ranks of dp_cp
-        options = {made.label: options for made, options, _ in _made(arrangement, "data", "tensor")}
+        options = {made.label: made.options for made in _made(arrangement, "data", "tensor")}
         assert [each.nccl for each in options.values()] == [{"max_ctas": 4}, {"max_ctas": 2}]
 
 

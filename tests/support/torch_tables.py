@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d as _c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from pgmesh.groups import building
+from pgmesh.groups.group import find_group
 from pgmesh.groups.registry import current_registry
 from pgmesh.rendezvous.operations import Board, Operation, Read, Result
 from pgmesh.rendezvous.statuses import status_key
@@ -131,7 +131,7 @@ def pgmesh_store() -> dist.Store:
 
 def address_is_published(group: dist.ProcessGroup) -> bool:
     """True if this rank's address in a Gloo group is in the store. The options of the group are there before it."""
-    record = building.record_of(group)
+    record = find_group(group.group_name)
     assert record is not None
     assert record.gloo is not None
     keys = [key for key in tuple(record.gloo.written) if not key.endswith("/options")]

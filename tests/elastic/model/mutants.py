@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pgmesh.elastic.agreement import Agreement
+from pgmesh.elastic.agreement import Agreement, View
 from pgmesh.elastic.records import Arrival, Outcome, Request
 from pgmesh.elastic.shrinking import ShrinkCall
 from pgmesh.layout import Layout
@@ -36,7 +36,7 @@ STOPPED = Faults(silences=1, long_times=1)
 
 class WaitsForNone(Agreement):
     def _inspect(self, request: Request, *, late: bool, warn: bool) -> Outcome | None:
-        return super()._inspect(request, late=late, warn=warn) or self._success(request, {}, {}, (), {})
+        return super()._inspect(request, late=late, warn=warn) or self._success(request, View())
 
 
 class OneListOfArrivals(Agreement):

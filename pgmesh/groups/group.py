@@ -1,0 +1,206 @@
+"""One process group of a mesh on this rank: its state, its texts for messages, and what is needed to end it.
+
+A group is found by its ranks, its tag and the options asked for in the call. It goes through these states:
+
+    new -------> made <------> connecting ------> connected
+                  ^                |                  |
+                  +---- broken <---+------------------+          every state ------> ended
+
+- *new*: torch knows no such group yet, or creating it has failed.
+- *made*: torch knows it. Nothing was communicated.
+- *connecting*: a thread is in ``connect`` with it.
+- *connected*: ``connect`` has run its first collective.
+- *broken*: that collective failed, here or on another member. The next use makes the group again, under a new name.
+- *ended*: it was released, destroyed or closed. The next group of these ranks is another one, with another path.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from pgmesh._util.formatting import format_ranks
+from pgmesh.groups.connections import Endpoints, endpoints_of
+from pgmesh.options import GroupOptions
+from pgmesh.rendezvous.polling_store import PollingStore
+from pgmesh.rendezvous.protocol import ConnectAttempt
+from pgmesh.rendezvous.records import Fingerprint
+
+if TYPE_CHECKING:
+    from pgmesh.layout import Axis, Layout
+
+
+class Members(NamedTuple):
+    """The members that a call of ``group`` or ``group_of`` asks for.
+
+    Args:
+        ranks: the members in group order.
+        tag: the tag.
+        layout: the ranks are this rank's block along ``axes`` of it; None for any ranks.
+    """
+
+    ranks: tuple[int, ...]
+    tag: str = ""
+    layout: Layout | None = None
+    axes: tuple[Axis, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """Their group in messages, such as "group dp, tp"."""
+        if self.layout is None:
+            place = f"of ranks {format_ranks(self.ranks)}"
+        else:
+            place = ", ".join(map(str, self.axes or self.layout.axes)) or f"of rank {self.ranks[0]}"
+        return f"group {place}{self._tagged}"
+
+    def describe(self, rank: int) -> str:
+        """Their group in profiles: its axes, and where this rank is on the others."""
+        place = f"ranks {format_ranks(self.ranks)}" if self.layout is None else self.layout.describe(rank, *self.axes)
+        return f"{place}{self._tagged}"
+
+    @property
+    def _tagged(self) -> str:
+        return f", tag={self.tag}" if self.tag else ""
+
+    def blocks(self) -> tuple[tuple[int, ...], ...]:
+        """All blocks of the partition; none for any ranks."""
+        return () if self.layout is None else tuple(self.layout.partition(*self.axes))
+
+
+class State(enum.Enum):
+    """The state of a group on this rank."""
+
+    NEW, MADE, CONNECTING, CONNECTED, BROKEN, ENDED = range(6)
+
+
+@dataclass(eq=False)
+class Group:
+    """A group. ``state`` says which of these there are.
+
+    Args:
+        group_label: the group in messages, such as "group dp, tp".
+        mesh_label: its mesh in messages, such as "mesh 'actor'".
+        ranks: its members in group order.
+        path: identifies the group in its mesh; "" for groups of ``new_group`` and adopted ones. Its name in torch is
+            the mesh's and this, with a number behind it if an earlier process group of this path broke.
+        tag: its tag.
+        releases: how many times groups of these ranks were released before.
+        options: its options.
+        fingerprint: its fingerprint on this rank; None if there are no other members.
+        process_group: torch's.
+        call_site: the line of code that asked for it.
+        stores: by backend, the store that was given to it.
+        created_by: "new_group" for a group of torch's ``new_group``, "adopted" for a group of the user.
+        attempt: the last attempt to connect it, which knows the numbers of those before it.
+        broken: the number of the attempt that connected the last broken process group; None before.
+        connecting: held by the thread that connects it.
+        finding: the time until which it is valid, and why a collective of the group does not end.
+        on_abort: called when another rank has aborted the mesh, with the text of that error.
+    """
+
+    group_label: str
+    mesh_label: str
+    ranks: tuple[int, ...]
+    path: str = ""
+    tag: str = ""
+    releases: int = 0
+    options: GroupOptions = field(default_factory=GroupOptions)
+    fingerprint: Fingerprint | None = None
+    process_group: Any = None
+    call_site: str = ""
+    stores: Mapping[str, PollingStore] = field(default_factory=dict)
+    created_by: Literal["pgmesh", "new_group", "adopted"] = "pgmesh"
+    attempt: ConnectAttempt | None = None
+    broken: int | None = None
+    connecting: threading.Lock = field(default_factory=threading.Lock)
+    finding: tuple[float, str] = (-math.inf, "")
+    on_abort: Callable[[str], object] = lambda text: None
+    state: State = field(default=State.NEW, init=False)
+
+    def _go(self, state: State, *before: State) -> None:
+        """Change the state, which has to be one of those before it."""
+        if self.state not in before:
+            raise AssertionError(f"{self.label} cannot become {state.name} from {self.state.name}.")
+        self.state = state
+
+    @property
+    def label(self) -> str:
+        """The group in messages, such as "group dp, tp of mesh 'actor'"."""
+        return f"{self.group_label} of {self.mesh_label}"
+
+    @property
+    def is_made(self) -> bool:
+        """True while torch knows its process group."""
+        return self.state in (State.MADE, State.CONNECTING, State.CONNECTED)
+
+    @property
+    def name(self) -> str:
+        """The name in torch."""
+        return str(self.process_group.group_name)
+
+    @property
+    def gloo(self) -> PollingStore | None:
+        """The store of the Gloo backend, if there is one."""
+        return self.stores.get("gloo")
+
+    def endpoints(self) -> Endpoints:
+        """The listeners of the Gloo backend."""
+        return endpoints_of(self.gloo)
+
+    # -- from one state to another --------------------------------------------------------------------------------
+
+    def make(self, process_group: Any, call_site: str, stores: Mapping[str, PollingStore]) -> None:
+        """Enter the state "made", with a process group that torch knows."""
+        self._go(State.MADE, State.NEW, State.BROKEN)
+        self.process_group, self.call_site, self.stores = process_group, call_site, stores
+        self.finding = (-math.inf, "")
+        _by_name[self.name] = self
+
+    def connect(self) -> None:
+        """Enter the state "connecting"."""
+        self._go(State.CONNECTING, State.MADE)
+
+    def end_connect(self, *, connected: bool) -> None:
+        """Leave the state "connecting", unless another thread has ended the group meanwhile."""
+        if self.state is State.CONNECTING:
+            self.state = State.CONNECTED if connected else State.MADE
+
+    def break_(self, reason: str) -> list[str]:
+        """Enter the state "broken". The members have the same last attempt, so its number is in the next name.
+
+        Returns:
+            The store keys to delete.
+        """
+        self._go(State.BROKEN, State.CONNECTING, State.CONNECTED)
+        self.broken = None if self.attempt is None else self.attempt.number
+        return self._cancel_waits(reason)
+
+    def end(self, reason: str) -> list[str]:
+        """Enter the state "ended".
+
+        Returns:
+            The store keys to delete.
+        """
+        self.state = State.ENDED
+        return self._cancel_waits(reason)
+
+    def take_attempts(self) -> list[ConnectAttempt]:
+        """The attempts whose store keys nobody on this rank needs any more. Each caller gets others."""
+        attempt, self.attempt = self.attempt, None
+        return [] if attempt is None else [attempt]
+
+    def _cancel_waits(self, reason: str) -> list[str]:
+        return [key for store in self.stores.values() for key in store.close(f"{self.label} {reason}")]
+
+
+_by_name: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
+
+
+def find_group(name: str) -> Group | None:
+    """A group from its name in torch; None if pgmesh neither made nor adopted it."""
+    return _by_name.get(name)
