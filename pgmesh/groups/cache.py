@@ -34,7 +34,6 @@ from pgmesh.groups.device_meshes import Dimensions, build_device_mesh, dimension
 from pgmesh.groups.group import Group, Members, State
 from pgmesh.groups.identity import MeshIdentity
 from pgmesh.groups.registry import current_registry, publish_abort
-from pgmesh.groups.world import world_rank_and_size
 from pgmesh.options import GroupOptions
 
 if TYPE_CHECKING:
@@ -82,7 +81,11 @@ class GroupCache:
         identity: MeshIdentity | None = None,
     ) -> None:
         self.layout, self.name = layout, name
-        self.rank, self.world_size = world_rank_and_size() if outside is None else (outside, 0)
+        if outside is None:
+            self.registry = current_registry()
+            self.rank, self.world_size = self.registry.rank, self.registry.size
+        else:
+            self.rank, self.world_size = outside, 0
         self.identity = identity or MeshIdentity(name, layout, call, self.rank, self.world_size, pickled_number)
         self.call_site = call_site()
         self.lock = threading.RLock()
@@ -105,7 +108,6 @@ class GroupCache:
         if outside is not None:
             self.ended = "was unpickled outside any world."
             return
-        self.registry = current_registry()
         self._configured = ConfiguredOptions(self.rank, self.registry.options)
         self.registry.add(self)
 

@@ -27,6 +27,7 @@ from pgmesh.groups import teardown
 from pgmesh.groups.numbers import MeshNumbers
 from pgmesh.groups.watch import Watch
 from pgmesh.groups.world import store_address, world_options, world_rank_and_size, world_store
+from pgmesh.options import GroupOptions
 from pgmesh.rendezvous.operations import Add, CompareSet, Delete, Operation, Raw, Read
 from pgmesh.rendezvous.records import Decision
 from pgmesh.rendezvous.statuses import RunningCollective, Statuses
@@ -62,11 +63,18 @@ def publish_abort(run: Callable[..., list[Any]], key: str, text: str) -> str:
 
 
 class Registry:
-    """The caches of this process in one world, the numbers of their meshes, and the store thread."""
+    """This process in one world: the store thread, the statuses of other ranks, the caches and their meshes' numbers.
 
-    def __init__(self) -> None:
-        self.store: Any = world_store()
-        self.options = world_options()
+    Args:
+        store: the world's store.
+        address: its host and port, for messages.
+        rank: this process's rank.
+        size: the number of ranks.
+        options: the options of a group for which nothing else is configured.
+    """
+
+    def __init__(self, store: Any, address: str, rank: int, size: int, options: GroupOptions) -> None:
+        self.store, self.address, self.rank, self.size, self.options = store, address, rank, size, options
         self.caches: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # in order of creation
         self.with_groups: set[Any] = set()  # caches that hold groups; kept alive
         self.forked = False  # this process is a forked child, and its parent is in the world
@@ -75,7 +83,7 @@ class Registry:
         self._aborts: tuple[bytes | None, list[str]] = None, []
         self.at_heartbeat: list[Callable[[Callable[[Operation], Any]], bool]] = []  # until they return False
         self._thread: StoreThread | None = None  # started by the first store operation
-        self.numbers = MeshNumbers(world_rank_and_size()[0])
+        self.numbers = MeshNumbers(rank)
 
     def store_thread(self) -> StoreThread:
         """The store thread of this process. The first call starts it."""
@@ -85,8 +93,7 @@ class Registry:
                     "this process was forked from a rank and shares its sockets, so it cannot use the store."
                 )
             if self._thread is None:
-                rank, size = world_rank_and_size()
-                thread = self._thread = StoreThread(self.store, store_address(), rank, size)
+                thread = self._thread = StoreThread(self.store, self.address, self.rank, self.size)
                 self.watch = Watch(self.statuses)
                 thread.on_heartbeat = self._on_heartbeat
             return self._thread
@@ -212,12 +219,18 @@ registering = threading.RLock()  # guards the registries; never held while waiti
 
 
 def current_registry() -> Registry:
-    """The registry of the current world."""
+    """This process in torch's default world.
+
+    Raises:
+        WorldError: torch.distributed is not initialised.
+    """
+    rank, size = world_rank_and_size()
     world: Any = dist.group.WORLD
     registry = _registries.get(world)
     if registry is None:
         with registering:
-            registry = _registries.setdefault(world, Registry())
+            of_default = Registry(world_store(), store_address(), rank, size, world_options())
+            registry = _registries.setdefault(world, of_default)
     return registry
 
 

@@ -8,7 +8,6 @@ from pgmesh.errors import RankError
 from pgmesh.groups import registry
 from pgmesh.groups.cache import GroupCache
 from pgmesh.groups.registry import current_registry
-from pgmesh.groups.world import world_rank_and_size
 from pgmesh.layout import Layout
 
 
@@ -19,7 +18,7 @@ def find_cache(name: str | None, number: int, layout: Layout, call: str, rank: i
     """
     if not dist.is_initialized() or current_registry().forked:
         return GroupCache(name, layout, call, outside=rank)
-    _, world = world_rank_and_size()
+    world = current_registry().size
     ranks = layout.ranks_in_order()
     highest = max(ranks[0], ranks[-1]) if isinstance(ranks, range) else max(ranks)
     if highest >= world:
