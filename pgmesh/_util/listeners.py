@@ -36,7 +36,9 @@ class Listener:
 
 def is_loopback(host: str) -> bool:
     """True for an address that every host has for itself."""
-    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    with contextlib.suppress(ValueError):  # not an address
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    return False
 
 
 def refuses(endpoint: tuple[str, int]) -> bool:

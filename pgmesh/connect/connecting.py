@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Union
 
-from pgmesh import torch_private
 from pgmesh._util.call_sites import call_site
 from pgmesh.connect.first_collective import FirstCollective
 from pgmesh.errors import LifetimeError, MissingRanksError, PgmeshError, WorldError
@@ -117,15 +116,28 @@ class _Call:
 
     def run(self) -> Connected:
         try:
-            self._find_groups()
-            with self._connecting_alone(self.groups, self.client.deadline):
-                self._find_groups()  # another thread may have connected or released them meanwhile
-                if self._discard_broken():
-                    self._find_groups()
-                self.groups = {each: axes for each, axes in self.groups.items() if each.state is State.MADE}
-                return self._connect() if self.groups else Connected()
+            connected = None
+            while connected is None:
+                self._find_groups()
+                with self._connecting_alone(self.groups, self.client.deadline):
+                    connected = self._connect_alone({*self.groups})
+            return connected
         finally:
             self.cache.operations += self.client.operations
+
+    def _connect_alone(self, alone: set[Group]) -> Connected | None:
+        """Connect the groups that are not connected yet; None if another thread has just released one.
+
+        Args:
+            alone: the groups that no other thread connects meanwhile.
+        """
+        self._find_groups()  # another thread may have connected or released them meanwhile
+        if self._discard_broken():
+            self._find_groups()
+        if not {*self.groups} <= alone:
+            return None
+        self.groups = {each: axes for each, axes in self.groups.items() if each.state is State.MADE}
+        return self._connect() if self.groups else Connected()
 
     def _find_groups(self) -> None:
         """Find or create the groups. If one cannot be created, publish the failure for it and for all others."""
@@ -176,7 +188,7 @@ class _Call:
             group.fingerprint,
             group.group_label,
             group.mesh_label,
-            address="" if store is None else store.address,
+            address="" if store is None else store.addresses.text,
         )
         if group.attempt is not None:
             attempt.continue_after(group.attempt)
@@ -217,9 +229,9 @@ class _Call:
 
     def _connect(self) -> Connected:
         try:
-            attempts = [self._attempt(group) for group in self.groups]
             for group in self.groups:
                 group.connect()
+            attempts = [self._attempt(group) for group in self.groups]
             self._participant(attempts, ready=self._ready).connect()
             self._warm_up()
         except BaseException as error:
@@ -246,7 +258,7 @@ class _Call:
     def _ready(self, attempt: ConnectAttempt) -> None:
         """Start the first collective of a group whose members have all arrived."""
         group = next(group for group, each in self.attempts.items() if each is attempt)
-        if group.state is State.ENDED or not torch_private.is_known(group.process_group):
+        if not group.is_known():
             raise LifetimeError(f"{group.label} was released while it was being connected.")
         self.met.update(dict.fromkeys(self.groups[group], self.client.now()))
         if group.gloo is not None and attempt.decision is not None:
@@ -319,7 +331,9 @@ class _Call:
             if collective.group not in done:
                 self.cache.discard(collective.group, "could not be connected; ask its mesh for it anew.")
                 collective.keep_until_done()
-        for group, attempt in self.attempts.items():
-            group.end_connect(connected=group in done)
+        for group in self.groups:
+            with self.cache.lock:
+                group.end_connect(connected=group in done)
             if group.state is State.ENDED and not self.cache.aborted:  # another thread released it meanwhile
-                self.cache.registry.clean_store(attempt.leave)
+                for attempt in group.take_attempt():
+                    self.cache.registry.clean_store(attempt.leave)

@@ -56,7 +56,7 @@ class FirstCollective:
     def keep_until_done(self) -> None:
         """Keep the group alive if its collective does not end although its connections were shut down."""
         if self._work is not None:
-            teardown.keep_until_done(self.group, [self._work])
+            teardown.keep_until_done(self._process_group, self.group.endpoints(), [self._work])
 
     def poll(self) -> None:
         """Check for the end of a running collective."""

@@ -116,7 +116,9 @@ def held(cache: GroupCache) -> tuple[Held, ...]:
     found = []
     for group in cache.made():
         used = any(store.used for store in group.stores.values()) if group.stores else None
-        options = repr(group.options)
+        options = repr(
+            group.options if group.new_timeout is None else group.options.but({"timeout": group.new_timeout})
+        )
         found.append(Held(group.label, group.name, group.ranks, options, group.releases, group.call_site, used))
     return tuple(found)
 

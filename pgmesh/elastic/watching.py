@@ -30,9 +30,9 @@ def abort_when_lost(cache: GroupCache, lost_after: float | None) -> None:
     statuses = registry.statuses
     if lost_after is not None:
         cache.lost_after = lost_after
-    cache.aborts_when_lost = True
     thread.run(Read(status_key(cache.rank)), seconds=timing.TIMING.late_answer)
-    if cache.rank not in ranks or len(ranks) == 1:
+    looks_already, cache.aborts_when_lost = cache.aborts_when_lost, True
+    if looks_already or cache.rank not in ranks or len(ranks) == 1:
         return
     place = ranks.index(cache.rank)
     next_rank, *others = [*ranks[place + 1 :], *ranks[:place]][: timing.LIMITS.statuses]

@@ -129,7 +129,7 @@ def _polling_store(backend: str, group: Group, path: str, identity: MeshIdentity
         group.fingerprint,
         group.ranks,
         timeout,
-        addresses=backend == "gloo",
+        writes_address=backend == "gloo",
         compares=group.options != registry.options,
         refusal_keys=lambda: (key(mismatch), identity.refusal_key),
     )
@@ -177,5 +177,6 @@ def set_timeout(group: Group, timeout: timedelta) -> None:
     process_group: Any = group.process_group
     if not backends_of(torch_private.backend_name(process_group)).fake:  # a fake backend never waits
         process_group.set_timeout(timeout)
+        group.new_timeout = timeout
         for store in group.stores.values():  # Gloo connects with the timeout of its creation
             store.new_timeout = timeout

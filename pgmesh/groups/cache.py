@@ -11,12 +11,12 @@ numbers (``identity.py``) and the configured options (``configuring.py``).
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ from pgmesh.groups import building, connections, naming, teardown
 from pgmesh.groups.backends import backends_of
 from pgmesh.groups.configuring import ConfiguredOptions, check_supported, format_verb
 from pgmesh.groups.device_meshes import Dimensions, build_device_mesh, dimensions_of
-from pgmesh.groups.group import Group, Members, State
+from pgmesh.groups.group import Group, Left, Members, State
 from pgmesh.groups.identity import MeshIdentity
 from pgmesh.groups.registry import current_registry, publish_abort
 from pgmesh.options import GroupOptions
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from pgmesh.layout import Axis, Layout
-    from pgmesh.rendezvous.protocol import ConnectAttempt
 
 
 _Key = tuple[tuple[int, ...], str, str]
@@ -48,14 +47,6 @@ _Key = tuple[tuple[int, ...], str, str]
 
 _ABORT_SECONDS = 0.5
 """The longest wait of ``abort`` for the store. The store thread publishes the abort later if there is no answer."""
-
-
-@dataclass
-class _Left:
-    """What destroyed groups leave in the store: keys, and decided attempts to connect."""
-
-    keys: list[str] = field(default_factory=list)
-    attempts: list[ConnectAttempt] = field(default_factory=list)
 
 
 class GroupCache:
@@ -90,6 +81,7 @@ class GroupCache:
         self.call_site = call_site()
         self.lock = threading.RLock()
         self.ended: str | None = None  # why, if all groups were destroyed
+        self._destroyed = False  # its groups are, or will be at once by a thread that has the lock
         self.aborted = False  # it ended by ``abort``, or it was replaced: it may be shrunk
         self.creation_seconds = 0.0
         self._groups: cachetools.Cache[_Key, Group] = cachetools.Cache(math.inf)
@@ -106,7 +98,7 @@ class GroupCache:
         self.aborts_when_lost = False
         self.lost_after: float | None = None  # seconds of silence after which a lost rank aborts the mesh
         if outside is not None:
-            self.ended = "was unpickled outside any world."
+            self.ended, self._destroyed = "was unpickled outside any world.", True
             return
         self._configured = ConfiguredOptions(self.rank, self.registry.options)
         self.registry.add(self)
@@ -178,7 +170,7 @@ class GroupCache:
             group = self._group(members, differing)
             if not group.is_made:
                 self._make(group, members, options, differing)
-            if group.created_by == "adopted" and not torch_private.is_known(group.process_group):
+            if group.created_by == "adopted" and not group.is_known():
                 raise LifetimeError(
                     f"{group.label} was adopted at {group.call_site}, and torch has destroyed it since.\n\n"
                     f"  mesh.{format_verb('release', axes) if layout else f'release(ranks={list(ranks)})'}   "
@@ -232,13 +224,12 @@ class GroupCache:
             if not self.made():
                 self.registry.stop_keeping(self)  # a cache without groups does not block its successor
             raise
+        if group.new_timeout is not None:
+            building.set_timeout(group, group.new_timeout)
         end_aborted = weakref.WeakMethod(self.end_aborted)  # or the group and the cache would refer to each other
         group.on_abort = lambda text: (end := end_aborted()) and end(text)
         self.creation_seconds += time.monotonic() - start
-        if self.ended is not None:  # by another thread meanwhile, which did not wait for this one
-            self._destroy(self.made(), self.ended, abort=True)
-            self.registry.stop_keeping(self)
-            self.check()
+        self.check()  # another thread may have ended the mesh, which did not wait for this one
 
     # -- options ------------------------------------------------------------------------------------------------
 
@@ -281,7 +272,7 @@ class GroupCache:
         with self.lock:
             found = [group for group in self.made() if chosen(group.ranks)]
             for group in found:
-                if torch_private.is_known(group.process_group):  # torch may have destroyed an adopted group
+                if group.is_known():  # torch may have destroyed an adopted group
                     building.set_timeout(group, timeout)
         return len(found)
 
@@ -332,7 +323,7 @@ class GroupCache:
                 group.created_by, group.path, group.fingerprint = "adopted", "", None
                 group.options = self.registry.options
                 group.make(process_group, call_site(), {})
-            elif group.process_group is not process_group:
+            elif not group.holds(process_group):
                 how = "adopted" if group.created_by == "adopted" else "created"
                 raise LifetimeError(
                     f"{label} was already {how} at {group.call_site}, and may be in use.\n\n"
@@ -376,6 +367,8 @@ class GroupCache:
         text = reason or f"was closed at {call_site()}."
         if not self._end(text, at_exit=at_exit, lock_seconds=-1 if reason is None else 1.0):
             self.ended = self.ended or text
+            if not at_exit:
+                teardown.in_background(functools.partial(self._end, text, lock_seconds=-1))
 
     def abort(self, why: str, where: str = "") -> None:
         """Destroy all groups without waiting for their collectives, and publish why.
@@ -412,9 +405,10 @@ class GroupCache:
         reason = text.removeprefix(f"{self.label} ")
         if not self._end(reason, aborted=True) and self.ended is None:
             self.ended, self.aborted = reason, True
-            self._clear_caches()  # the thread with the lock destroys the groups when it finds that the mesh has ended
+            self._clear_caches()
             teardown.wake(self.made())
             connections.shut_down([group.endpoints() for group in self.made()])
+            teardown.in_background(functools.partial(self._end, reason, aborted=True, lock_seconds=-1))
         for dependent in tuple(self._dependents):
             if (internal := dependent()) is not None:
                 internal.abort(text)
@@ -425,7 +419,7 @@ class GroupCache:
 
     def forget_store(self) -> None:
         """Delete what an aborted mesh has left in the store. It was replaced, so no rank reads that any more."""
-        attempts = [attempt for group in self._groups.values() for attempt in group.take_attempts()]
+        attempts = [attempt for group in self._groups.values() for attempt in group.take_attempt()]
         keys = [key for attempt in attempts for key in attempt.store_keys()]
         self.registry.delete_keys([*keys, *self.identity.store_keys()])
 
@@ -442,12 +436,14 @@ class GroupCache:
         """
         if not self.lock.acquire(timeout=lock_seconds):
             return False
-        left = _Left()
+        left = Left()
         try:
-            if self.ended is None:
-                self.ended, self.aborted = reason, aborted
-                left = self._destroy(list(self._groups.values()), reason, abort=aborted, at_exit=at_exit)
-                if not (aborted or at_exit):
+            if not self._destroyed:
+                self._destroyed = True
+                if self.ended is None:
+                    self.ended, self.aborted = reason, aborted
+                left = self._destroy(list(self._groups.values()), self.ended, abort=self.aborted, at_exit=at_exit)
+                if not (self.aborted or at_exit):
                     left.keys += self.identity.store_keys()
                 self.registry.stop_keeping(self)
         finally:
@@ -455,14 +451,14 @@ class GroupCache:
         self._clean_store(left)
         return True
 
-    def _clean_store(self, left: _Left) -> None:
+    def _clean_store(self, left: Left) -> None:
         """Delete what groups have left in the store. The caller does not hold the lock: this waits for the store."""
         for attempt in left.attempts:
             self.registry.clean_store(attempt.leave)
         if left.keys:  # none of a mesh outside any world
             self.registry.delete_keys(left.keys)
 
-    def _destroy(self, groups: list[Group], reason: str, *, abort: bool = False, at_exit: bool = False) -> _Left:
+    def _destroy(self, groups: list[Group], reason: str, *, abort: bool = False, at_exit: bool = False) -> Left:
         """End some groups, and return what they leave in the store.
 
         Args:
@@ -470,17 +466,16 @@ class GroupCache:
             at_exit: the process ends, so the store is left as it is.
         """
         self._clear_caches()
-        left = _Left()
+        left = Left()
         ours = [group for group in groups if group.is_made and group.created_by != "adopted"]
         for group in groups:
-            is_connecting = group.state is State.CONNECTING  # then that thread leaves the attempt
-            left.keys += group.end(reason)
-            if not (abort or at_exit or is_connecting):
-                left.attempts += group.take_attempts()
+            left.add(group.end(reason, keeps_attempt=abort))
         teardown.destroy(ours, reason, abort=abort, at_exit=at_exit)
+        for group in groups:
+            group.take_process_group()  # of adopted ones
         if not abort:
             self._drop(groups)
-        return _Left() if at_exit else left
+        return Left() if at_exit else left
 
     def _drop(self, groups: list[Group]) -> None:
         """Drop groups that have ended, so that the next call makes others."""
@@ -489,20 +484,18 @@ class GroupCache:
 
     def forget(self, process_group: Any) -> None:
         """Drop a group that torch destroys. The next group gets another name."""
-        if not any(group.process_group is process_group for group in self.made()):
+        if not any(group.holds(process_group) for group in self.made()):
             return  # without the lock: another thread may hold it while it creates a group collectively
-        left = _Left()
+        left = Left()
         with self.lock:
-            for group in [each for each in self.made() if each.process_group is process_group]:
+            for group in [each for each in self.made() if each.holds(process_group)]:
                 self._clear_caches()
                 if group.created_by == "adopted":  # the next call raises an error
                     continue
                 if group.path:  # torch names the groups of new_group
                     self._generations.destroy(group.path)
                 reason = "was destroyed; ask its mesh for it anew."
-                is_connecting = group.state is State.CONNECTING
-                left.keys += group.end(reason)
-                left.attempts += [] if is_connecting else group.take_attempts()
+                left.add(group.end(reason))
                 teardown.mark_destroyed(group, reason)
                 self._drop([group])
         self._clean_store(left)
@@ -515,7 +508,7 @@ class GroupCache:
     def end_in_child(self, reason: str) -> None:
         """Invalidate all groups in a forked child. They belong to the parent."""
         self.lock = threading.RLock()
-        self.ended = reason
+        self.ended, self._destroyed = reason, True
         self._clear_caches()
         for group in self.made():
             group.end(reason)

@@ -52,9 +52,10 @@ def endpoints_of(store: PollingStore | None) -> Endpoints:
     """The listeners of a group from the addresses that its members published."""
     if store is None:
         return Endpoints([], [], [])
-    own = map(torch_private.gloo_endpoint, store.own_addresses())
-    members = [(rank, torch_private.gloo_endpoint(address)) for rank, address in store.member_addresses()]
-    return Endpoints([*filter(None, own)], [(rank, each) for rank, each in members if each], store.other_places())
+    own = map(torch_private.gloo_endpoint, store.addresses.own.values())
+    members = [(rank, torch_private.gloo_endpoint(address)) for rank, address in store.addresses.members()]
+    places = store.addresses.other_places() if store.used else []
+    return Endpoints([*filter(None, own)], [(rank, each) for rank, each in members if each], places)
 
 
 def waits_on(seconds: float, timeout: float) -> bool:

@@ -22,9 +22,12 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from pgmesh import torch_private
 from pgmesh._util.formatting import format_ranks
+from pgmesh.errors import LifetimeError
 from pgmesh.groups.connections import Endpoints, endpoints_of
 from pgmesh.options import GroupOptions
 from pgmesh.rendezvous.polling_store import PollingStore
@@ -78,6 +81,24 @@ class State(enum.Enum):
     NEW, MADE, CONNECTING, CONNECTED, BROKEN, ENDED = range(6)
 
 
+@dataclass
+class Left:
+    """What groups that have ended leave in the store.
+
+    Args:
+        keys: keys that this rank has written.
+        attempts: decided attempts to connect, whose keys the last member deletes.
+    """
+
+    keys: list[str] = field(default_factory=list)
+    attempts: list[ConnectAttempt] = field(default_factory=list)
+
+    def add(self, other: Left) -> None:
+        """Add what other groups leave."""
+        self.keys += other.keys
+        self.attempts += other.attempts
+
+
 @dataclass(eq=False)
 class Group:
     """A group. ``state`` says which of these there are.
@@ -92,14 +113,14 @@ class Group:
         releases: how many times groups of these ranks were released before.
         options: its options.
         fingerprint: its fingerprint on this rank; None if there are no other members.
-        process_group: torch's.
         call_site: the line of code that asked for it.
         stores: by backend, the store that was given to it.
         created_by: "new_group" for a group of torch's ``new_group``, "adopted" for a group of the user.
         attempt: the last attempt to connect it, which knows the numbers of those before it.
         broken: the number of the attempt that connected the last broken process group; None before.
         connecting: held by the thread that connects it.
-        finding: the time until which it is valid, and why a collective of the group does not end.
+        new_timeout: the timeout that ``set_timeout`` set, if it did. A process group that is made again gets it too.
+        finding: why a collective of the group does not end, and the time until which that counts.
         on_abort: called when another rank has aborted the mesh, with the text of that error.
     """
 
@@ -111,19 +132,28 @@ class Group:
     releases: int = 0
     options: GroupOptions = field(default_factory=GroupOptions)
     fingerprint: Fingerprint | None = None
-    process_group: Any = None
     call_site: str = ""
     stores: Mapping[str, PollingStore] = field(default_factory=dict)
     created_by: Literal["pgmesh", "new_group", "adopted"] = "pgmesh"
     attempt: ConnectAttempt | None = None
     broken: int | None = None
-    connecting: threading.Lock = field(default_factory=threading.Lock)
+    connecting: Any = field(default_factory=threading.RLock)
+    new_timeout: timedelta | None = None
     finding: tuple[float, str] = (-math.inf, "")
     on_abort: Callable[[str], object] = lambda text: None
     state: State = field(default=State.NEW, init=False)
+    ended: str = field(default="", init=False)  # the reason
+    name: str = field(default="", init=False)  # of the process group, in torch
+    _process_group: Any = field(default=None, init=False)
 
     def _go(self, state: State, *before: State) -> None:
-        """Change the state, which has to be one of those before it."""
+        """Change the state, which has to be one of those before it.
+
+        Raises:
+            LifetimeError: the group has ended.
+        """
+        if self.state is State.ENDED:
+            raise LifetimeError(f"{self.label} {self.ended}")
         if self.state not in before:
             raise AssertionError(f"{self.label} cannot become {state.name} from {self.state.name}.")
         self.state = state
@@ -135,13 +165,27 @@ class Group:
 
     @property
     def is_made(self) -> bool:
-        """True while torch knows its process group."""
+        """True while it has a process group."""
         return self.state in (State.MADE, State.CONNECTING, State.CONNECTED)
 
     @property
-    def name(self) -> str:
-        """The name in torch."""
-        return str(self.process_group.group_name)
+    def process_group(self) -> Any:
+        """torch's process group.
+
+        Raises:
+            LifetimeError: there is none.
+        """
+        if self._process_group is None:  # torch would take None for the default group
+            raise LifetimeError(f"{self.label} {self.ended or 'has no process group.'}")
+        return self._process_group
+
+    def holds(self, process_group: Any) -> bool:
+        """True if this is its process group."""
+        return self._process_group is process_group
+
+    def is_known(self) -> bool:
+        """True unless torch has destroyed the process group. torch may do that with an adopted one at any time."""
+        return self._process_group is not None and torch_private.is_known(self._process_group)
 
     @property
     def gloo(self) -> PollingStore | None:
@@ -157,8 +201,8 @@ class Group:
     def make(self, process_group: Any, call_site: str, stores: Mapping[str, PollingStore]) -> None:
         """Enter the state "made", with a process group that torch knows."""
         self._go(State.MADE, State.NEW, State.BROKEN)
-        self.process_group, self.call_site, self.stores = process_group, call_site, stores
-        self.finding = (-math.inf, "")
+        self._process_group, self.call_site, self.stores = process_group, call_site, stores
+        self.name, self.finding = str(process_group.group_name), (-math.inf, "")
         _by_name[self.name] = self
 
     def connect(self) -> None:
@@ -177,22 +221,34 @@ class Group:
             The store keys to delete.
         """
         self._go(State.BROKEN, State.CONNECTING, State.CONNECTED)
-        self.broken = None if self.attempt is None else self.attempt.number
+        assert self.attempt is not None
+        self.broken = self.attempt.number
         return self._cancel_waits(reason)
 
-    def end(self, reason: str) -> list[str]:
+    def end(self, reason: str, *, keeps_attempt: bool = False) -> Left:
         """Enter the state "ended".
 
-        Returns:
-            The store keys to delete.
-        """
-        self.state = State.ENDED
-        return self._cancel_waits(reason)
+        Args:
+            keeps_attempt: the store keys of its attempts stay.
 
-    def take_attempts(self) -> list[ConnectAttempt]:
-        """The attempts whose store keys nobody on this rank needs any more. Each caller gets others."""
+        Returns:
+            What it leaves in the store. A thread that connects it leaves the attempts itself.
+        """
+        keeps_attempt = keeps_attempt or self.state is State.CONNECTING
+        self.state, self.ended = State.ENDED, reason
+        return Left(self._cancel_waits(reason), [] if keeps_attempt else self.take_attempt())
+
+    def take_attempt(self) -> list[ConnectAttempt]:
+        """Drop the attempt and return it; nothing if that was done before."""
         attempt, self.attempt = self.attempt, None
         return [] if attempt is None else [attempt]
+
+    def take_process_group(self) -> Any:
+        """Drop the process group, which has been destroyed, and return it."""
+        process_group, self._process_group = self._process_group, None
+        if process_group is not None:
+            _by_name.pop(self.name, None)
+        return process_group
 
     def _cancel_waits(self, reason: str) -> list[str]:
         return [key for store in self.stores.values() for key in store.close(f"{self.label} {reason}")]

@@ -119,7 +119,9 @@ class Registry:
                 if refusal is not None and refusal.kind == "aborted":  # in another thread: this one sends heartbeats
                     teardown.in_background(cache.end_aborted, refusal.text)
         self._aborts = aborts  # only now: if the store fails, the next heartbeat looks again
-        self.at_heartbeat[:] = [look for look in self.at_heartbeat if look(perform)]
+        for look in tuple(self.at_heartbeat):
+            if not look(perform):
+                self.at_heartbeat.remove(look)
         return self.watch.find_running(perform) if self.watch is not None else ()
 
     def heartbeat_thread(self) -> StoreThread:
@@ -198,7 +200,8 @@ class Registry:
 
     def open_caches(self) -> list[Any]:
         """The caches that are not closed, in the order of creation."""
-        return [cache for cache in self.caches.values() if cache.ended is None]
+        with registering:
+            return [cache for cache in self.caches.values() if cache.ended is None]
 
     def leave(self, reason: str) -> None:
         """Leave the world: publish the reason, and end the store thread."""

@@ -92,7 +92,7 @@ def destroy(groups: Iterable[Group], reason: str, *, abort: bool = False, at_exi
     free_finished()
     groups = list(groups)
     endpoints = [group.endpoints() for group in groups]
-    known = [group.process_group for group in groups if torch_private.is_known(group.process_group)]
+    known = [group.process_group for group in groups if group.is_known()]
     if abort:
         wake(groups)
     with torch_private.aborting_together(known) if abort else contextlib.nullcontext():
@@ -101,8 +101,9 @@ def destroy(groups: Iterable[Group], reason: str, *, abort: bool = False, at_exi
     for group in groups:  # a destroyed Gloo group would continue to work
         torch_private.invalidate(group.process_group, f"{group.label} {reason}")
     connections.shut_down(endpoints)
+    process_groups = [group.take_process_group() for group in groups]
     if abort and groups:
-        in_background(_free_later, [group.process_group for group in groups])
+        in_background(_free_later, process_groups)
 
 
 def wake(groups: Iterable[Group]) -> None:
@@ -113,7 +114,7 @@ def wake(groups: Iterable[Group]) -> None:
     """
     busy = busy_seconds()
     for group in groups:
-        if group.gloo is None or group.name not in busy or not torch_private.is_known(group.process_group):
+        if group.gloo is None or group.name not in busy or not group.is_known():
             continue
         if connections.waits_on(busy[group.name], group.gloo.timeout.total_seconds()):
             connections.wake(group.endpoints())
@@ -155,9 +156,9 @@ def finish_background() -> None:
 
 def _end(group: Group, *, abort: bool) -> None:
     """Unregister a group, and end its backends."""
-    process_group: Any = group.process_group
-    if not torch_private.is_known(process_group):
+    if not group.is_known():
         return
+    process_group: Any = group.process_group
     if group.created_by == "new_group":
         dist.destroy_process_group(process_group)
         return
@@ -171,16 +172,21 @@ def mark_destroyed(group: Group, reason: str) -> None:
     torch_private.destroyed[group.process_group] = f"{group.label} {reason}"
     torch_private.unregister_tag(group.process_group)
     connections.shut_down([group.endpoints()])
+    group.take_process_group()
 
 
 _kept: list[tuple[Any, connections.Endpoints, list[Any]]] = []  # process groups, their listeners, their collectives
 
 
-def keep_until_done(group: Group, works: Iterable[Any]) -> None:
-    """Keep a process group until collectives of it are over. Its destructor would wait for them, at exit too."""
+def keep_until_done(process_group: Any, endpoints: connections.Endpoints, works: Iterable[Any]) -> None:
+    """Keep a process group until collectives of it are over. Its destructor would wait for them, at exit too.
+
+    Args:
+        endpoints: its listeners.
+    """
     if running := [work for work in works if not work.is_completed()]:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group.process_group))
-        _kept.append((group.process_group, group.endpoints(), running))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(process_group))
+        _kept.append((process_group, endpoints, running))
 
 
 def free_finished() -> None:

@@ -74,7 +74,7 @@ class Watch:
         lost = self._statuses.lost(ranks)
         if group.gloo is None:
             return lost, {}
-        unseen = group.gloo.unseen_addresses()
+        unseen = group.gloo.unread_addresses()
         absent = [rank for rank, key in unseen.items() if perform(Read(key)) is None]
         return lost, {rank: self._statuses.describe(rank) if self._statuses.get(rank) else "" for rank in absent}
 

@@ -6,7 +6,6 @@ polls in the backend's thread.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import functools
 import math
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from pgmesh._util.formatting import format_ranks, name_ranks
 from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError, PgmeshError
 from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.addresses import Addresses
 from pgmesh.rendezvous.operations import CompareSet, Operation, Raw, Read
 from pgmesh.rendezvous.protocol import check_published, pauses
 from pgmesh.rendezvous.records import Decision, Fingerprint
@@ -71,7 +71,7 @@ class PollingStore(dist.Store):
         ranks: the members' ranks in the world, in group order.
         timeout: timeout of a wait for which the backend gives none.
         refusal_keys: returns the keys of a published mismatch of the group, and of a mismatch or an abort of the mesh.
-        addresses: True for Gloo: each member writes its address under a key that ends in its group rank. False for
+        writes_address: True for Gloo: each member writes its address under a key that ends in its group rank. False for
             NCCL: the first member writes for all. An address is published when this rank first waits, so it shows that
             the rank has entered a collective.
         compares: also compare the fingerprint with the one that the first rank published. It is needed where a rank may
@@ -87,18 +87,18 @@ class PollingStore(dist.Store):
         timeout: timedelta,
         *,
         refusal_keys: Callable[[], Sequence[str]],
-        addresses: bool,
+        writes_address: bool,
         compares: bool = False,
     ) -> None:
         super().__init__()
         self._thread, self._key_prefix, self._fingerprint = thread, key_prefix, fingerprint
         self._ranks, self._timeout = ranks, timeout
-        self._addresses, self._compares, self._refusal_keys = addresses, compares, refusal_keys
+        self._writes_address, self._compares, self._refusal_keys = writes_address, compares, refusal_keys
         self.new_timeout: timedelta | None = None  # if set, it overrides the timeout of the backend
         self._prefix = ""  # of the group's keys; known once this rank has written or waited
-        self._own_addresses: dict[str, bytes] = {}  # by key
-        self._address_unpublished = addresses
-        self.values: dict[str, bytes] = {}  # by key
+        self._address_unpublished = writes_address
+        self.values: dict[str, bytes] = {}  # that the backend has read, by key
+        self.addresses = Addresses(ranks, self.values)
         self._closed = ""  # the reason
         self.refusal: Decision | None = None  # a mismatch that a rank published, or that it aborted the mesh
         self.used = False  # the group has been in a collective
@@ -126,57 +126,26 @@ class PollingStore(dist.Store):
         self._prefix = self._prefix or self._key_prefix()
         return f"{self._prefix}/{key}"
 
-    # -- addresses ------------------------------------------------------------------------------------------------
-
-    @property
-    def address(self) -> str:
-        """This rank's address as text; "" if the backend has not set it."""
-        return ",".join(base64.b64encode(value).decode() for value in self._own_addresses.values())
-
-    def own_addresses(self) -> list[bytes]:
-        """This rank's addresses as the backend has set them: one for each network interface."""
-        return list(self._own_addresses.values())
-
     @property
     def timeout(self) -> timedelta:
         """The timeout of the group's collectives."""
         return self.new_timeout or self._timeout
 
-    def other_places(self) -> list[int]:
-        """The places of the other members in the group; none if this rank has entered no collective."""
-        own = {key.rpartition("/")[2] for key in self._own_addresses}
-        return [place for place in range(len(self._ranks)) if self.used and str(place) not in own]
+    # -- addresses ------------------------------------------------------------------------------------------------
 
-    def member_addresses(self) -> list[tuple[int, bytes]]:
-        """The addresses of members that this rank has read, each with the member's rank, in group order."""
-        found = [(key.rpartition("/")[2], value) for key, value in list(self.values.items()) if self._addresses]
-        return [(self._ranks[i], value) for i, value in sorted((int(i), value) for i, value in found if i.isdecimal())]
+    def unread_addresses(self) -> dict[int, str]:
+        """The first members whose addresses this rank has not read, each with the store key of its address.
 
-    def unseen_addresses(self) -> dict[int, str]:
-        """The first members whose addresses this rank has not read, each with the store key of its address."""
-        if not (self._prefix and self._addresses):
-            return {}  # this rank is in no first collective, or connect gave it all addresses
-        own = next(iter(self._own_addresses), "")
-        stem = own.rpartition("/")[0]
-        seen = {own, *self.values}
-        keys = {rank: f"{stem}/{i}" for i, rank in enumerate(self._ranks[: timing.LIMITS.statuses])}
-        return {rank: self._store_key(key) for rank, key in keys.items() if key not in seen}
+        None if this rank is in no first collective, or if ``connect`` gave it all addresses.
+        """
+        if not (self._prefix and self._writes_address):
+            return {}
+        return {rank: self._store_key(key) for rank, key in self.addresses.unread().items()}
 
     def set_addresses(self, encoded: Sequence[str]) -> None:
         """Set the addresses of all members, so that the backend need not read them from the store."""
-        try:
-            addresses = [[base64.b64decode(each, validate=True) for each in text.split(",")] for text in encoded]
-        except ValueError:
-            return
-        if (
-            {*map(len, addresses)} == {len(self._own_addresses)}
-            and len(encoded) == len(self._ranks)
-            and all(map(all, addresses))
-        ):
+        if self.addresses.set_all(encoded):
             self._address_unpublished = False
-            for key, values in zip(self._own_addresses, zip(*addresses)):
-                stem = key.rpartition("/")[0]
-                self.values.update((f"{stem}/{i}", value) for i, value in enumerate(values))
 
     # -- waiting ------------------------------------------------------------------------------------------------
 
@@ -291,7 +260,7 @@ class PollingStore(dist.Store):
         """
         self._raise_refusal()
         stem, _, last = key.rpartition("/")
-        if self._addresses:
+        if self._writes_address:
             keys: dict[object, str] = {rank: self._store_key(f"{stem}/{i}") for i, rank in enumerate(self._ranks)}
         else:  # NCCL's first member writes the id of the group. For other keys the writing rank is unknown
             keys = {self._ranks[0] if last.isdecimal() else f"that writes {key}": self._store_key(key)}
@@ -332,8 +301,8 @@ class PollingStore(dist.Store):
     # -- writing, and other operations --------------------------------------------------------------------------
 
     def set(self, key: str, value: Any) -> None:
-        if self._addresses:
-            self._own_addresses[key] = bytes(value)
+        if self._writes_address:
+            self.addresses.own[key] = bytes(value)
         if not self._address_unpublished:
             self.used = True
             self._write({key: bytes(value)})
@@ -348,7 +317,7 @@ class PollingStore(dist.Store):
             (first,) = self._ask(CompareSet(key, self._fingerprint.encoded.decode()))
             self._check_published(key, first)
         if self._address_unpublished:
-            self._write(self._own_addresses)
+            self._write(self.addresses.own)
             self._address_unpublished = False
 
     def _write(self, values: dict[str, bytes]) -> None:

@@ -175,10 +175,12 @@ class Statuses:
                 self._without[rank] = None if text is None else foreign_value(status_key(rank), text)
                 continue
             before = self._last.get(rank)
-            self._last[rank], self._read_at[rank] = status, began
-            # A new process of the rank counts its heartbeats from the beginning.
+            # A new process of the rank counts its heartbeats from the beginning, and may have the port of another one.
             if before is None or (before.heartbeat, before.sent) != (status.heartbeat, status.sent):
                 self.heard[rank] = (status.heartbeat, now)
+                self.ended.pop(rank, None)
+            self._read_at[rank] = began
+            self._last[rank] = status  # last: other threads look here first
 
     def get(self, rank: int) -> RankStatus | None:
         """The last status of a rank; None if it has none."""
@@ -213,7 +215,7 @@ class Statuses:
         Args:
             lost_after: as in the class, for this call.
         """
-        known = [self._last[rank] for rank in ranks if rank in self._last]
+        known = [status for rank in ranks if (status := self._last.get(rank)) is not None]
         return {each.rank: self.describe(each.rank, lost_after) for each in known if self._is_lost(each, lost_after)}
 
     def _is_lost(self, status: RankStatus, lost_after: float | None) -> bool:

@@ -20,7 +20,6 @@ import socket
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -31,6 +30,7 @@ from pgmesh._util.listeners import Listener, is_loopback, refuses
 from pgmesh._util.sockets import ending_when_cut
 from pgmesh.errors import MismatchError, PgmeshError, WorldError
 from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.batches import Batch, Queue
 from pgmesh.rendezvous.operations import Board, Delete, Operation, Raw, Read, can_be_repeated
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, RunningCollective, status_key
 from pgmesh.rendezvous.world_name import REPLACED, current_world, enter_world, leave_world, left_worlds
@@ -80,50 +80,6 @@ def warn_from_store_thread(text: str) -> None:
     threading.Thread(target=log.warning, args=("%s", text), name="pgmesh-warning", daemon=True).start()
 
 
-class _Batch:
-    """Operations of one caller, and their answers or the error that ended them."""
-
-    __slots__ = ("answers", "cancelled", "done", "error", "operations")
-
-    def __init__(self, operations: Sequence[Operation]) -> None:
-        self.operations = operations
-        self.answers: list[Any] = []
-        self.error: BaseException | None = None
-        self.cancelled = False
-        self.done = threading.Lock()  # held until the batch is done
-        self.done.acquire()
-
-
-class _Queue:
-    """A queue of batches. None tells the thread to end.
-
-    Up to Python 3.12, ``SimpleQueue.get`` may wait forever if its timeout has expired before it begins to wait.
-    """
-
-    def __init__(self) -> None:
-        self._batches: deque[_Batch | None] = deque()
-        self._signal = threading.Lock()  # released when there is a batch
-        self._signal.acquire()
-
-    def put(self, batch: _Batch | None) -> None:
-        self._batches.append(batch)
-        with contextlib.suppress(RuntimeError):  # already released
-            self._signal.release()
-
-    def wait(self, seconds: float) -> None:
-        """Wait for a batch with a timeout. The queue may still be empty afterwards."""
-        if not self._batches:
-            self._signal.acquire(timeout=min(max(seconds, 0.0), threading.TIMEOUT_MAX))
-
-    def take(self) -> _Batch | None:
-        """Remove and return the oldest batch.
-
-        Raises:
-            IndexError: the queue is empty.
-        """
-        return self._batches.popleft()
-
-
 class StoreThread:
     """The store thread of one process in one world.
 
@@ -150,7 +106,7 @@ class StoreThread:
         self.on_heartbeat: Callable[[Callable[[Operation], Any]], tuple[RunningCollective, ...]] = lambda perform: ()
         """Called at each heartbeat, with a function that performs one operation. It returns the running collectives."""
         self.pace, self.period = timing.pace(world_size), timing.heartbeat_period(world_size)
-        self._queue = _Queue()
+        self._queue = Queue()
         self._heartbeat_due = math.inf
         self._heartbeats = 0
         self._answered = 0.0, time.monotonic()  # answered_seconds at the last answered heartbeat, and its time
@@ -166,13 +122,14 @@ class StoreThread:
         self.until_end: dict[str, str] = {}  # by key: values that this process deletes when it ends
         self._server: tuple[str, int] | None = None  # numeric address of the store, once it has answered
         self._ended = False
+        self._warned = False  # of an error of ``on_heartbeat``
         self._process = os.getpid()  # a forked child has no such thread
         self._operation_start = math.inf  # of an operation that the store has not answered
         # The server while torch's client connects to it, which takes seconds if the server ends meanwhile. Callers see
         # at once that its port is closed. The kernel closes it last, so this is common when the store is killed.
         self._opening: tuple[str, int] | None = None
         self.listener: Listener | None = None  # shows other ranks that this process lives
-        self._asked: dict[object, float] = {}  # by listener: the time when it was last asked; inf once it refused
+        self._asked: dict[object, tuple[float, bool]] = {}  # by listener: when it was last asked, and if it refused
         self._thread = threading.Thread(target=self._run, name="pgmesh-store", daemon=True)
         self._thread.start()
 
@@ -207,7 +164,7 @@ class StoreThread:
 
     def _ask(self, operations: Sequence[Operation], seconds: float) -> list[Any]:
         """Hand a batch to the thread, and wait for the answers."""
-        start, waited, answered, batch = time.monotonic(), 0.0, 0, _Batch(operations)
+        start, waited, answered, batch = time.monotonic(), 0.0, 0, Batch(operations)
         if not self._is_running():
             raise WorldError(f"this process has left the world, so it cannot use the store at {self._address}.")
         try:
@@ -235,7 +192,7 @@ class StoreThread:
 
     def post(self, *operations: Operation) -> None:
         """Perform operations later, before the thread ends. Returns at once and never raises."""
-        self.board.request(operations, lambda: self._queue.put(_Batch(operations)))
+        self.board.request(operations, lambda: self._queue.put(Batch(operations)))
 
     def insist(self, task: Callable[[Callable[..., list[Any]]], None], seconds: float) -> None:
         """Let the thread perform a task, and repeat it after each failure of the store, until it has been done once.
@@ -283,7 +240,11 @@ class StoreThread:
 
     def set_status(self, activity: str) -> None:
         """Publish the activity of this process; "" for none. Returns at once."""
-        self._activities[threading.get_ident()] = activity
+        thread = threading.get_ident()
+        if activity:
+            self._activities[thread] = activity
+        else:
+            self._activities.pop(thread, None)
         self._publish_soon()
 
     def _publish_soon(self) -> None:
@@ -307,10 +268,11 @@ class StoreThread:
             return False
         if host != self.listener.host and seconds < _MISSED_PERIODS * self.period:
             return False
-        now = time.monotonic()
-        if now >= self._asked.get(status.endpoint, -math.inf) + timing.TIMING.ask_again:
-            self._asked[status.endpoint] = math.inf if refuses(status.endpoint) else now
-        return self._asked[status.endpoint] == math.inf
+        asked_at, refused = self._asked.get(status.endpoint, (-math.inf, False))
+        if time.monotonic() >= asked_at + timing.TIMING.ask_again:
+            refused = refuses(status.endpoint)
+            self._asked[status.endpoint] = time.monotonic(), refused
+        return refused
 
     def store_hint(self) -> str:
         """Return a reason why ranks may not find each other on this store, with a fix; "" for none."""
@@ -358,7 +320,7 @@ class StoreThread:
             self.close_listener()
             self._torch_store = self._store = None  # a mesh that outlives the world would keep the connection open
 
-    def _next(self) -> _Batch | None:
+    def _next(self) -> Batch | None:
         """The next batch; None at the end. Heartbeats are sent meanwhile."""
         while True:
             self._perform_tasks()
@@ -372,7 +334,7 @@ class StoreThread:
             with contextlib.suppress(Exception):  # the next call repeats it
                 task()
 
-    def _perform_batch(self, batch: _Batch) -> None:
+    def _perform_batch(self, batch: Batch) -> None:
         try:
             for operation in batch.operations:
                 if batch.cancelled:
@@ -402,7 +364,7 @@ class StoreThread:
         return RankStatus(
             self._rank,
             self._heartbeats,
-            "; ".join(filter(None, tuple(self._activities.values()))),
+            "; ".join(tuple(self._activities.values())),
             pending[: timing.LIMITS.statuses],
             () if self._reason else self._run_on_heartbeat(),
             self._reason,
@@ -411,16 +373,17 @@ class StoreThread:
         )
 
     def _run_on_heartbeat(self) -> tuple[RunningCollective, ...]:
-        """The running collectives. An error of ``on_heartbeat`` must not stop the heartbeats, so it is logged once."""
+        """The running collectives. An error of ``on_heartbeat`` must not stop the heartbeats; the first is logged."""
         try:
             return self.on_heartbeat(self._perform)
         except WorldError:
             return ()
         except Exception:
-            self.on_heartbeat = lambda perform: ()
-            warn_from_store_thread(
-                f"this rank no longer looks for stuck collectives and lost ranks: {traceback.format_exc()}"
-            )
+            if not self._warned:
+                self._warned = True
+                warn_from_store_thread(
+                    f"this rank could not look for stuck collectives and lost ranks: {traceback.format_exc()}"
+                )
             return ()
 
     def _leave(self) -> None:

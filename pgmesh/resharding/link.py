@@ -133,7 +133,8 @@ class Link:
                 abort_with(each, mesh)
             try:
                 mesh.connect(mesh.axes, timeout=self.left())
-                self._mesh, self._record = mesh, find_group(mesh.group().group_name)
+                self._mesh, self._process_group = mesh, mesh.group()
+                self._record = find_group(self._process_group.group_name)
             except LifetimeError as error:  # a rank has aborted it with a mesh that was replaced since
                 mesh.close()
                 self._set_next_number()
@@ -182,7 +183,7 @@ class Link:
         end = time.monotonic() + JOIN_SECONDS
         for works in self._running:
             works.join(max(0.0, end - time.monotonic()))
-        keep_until_done(self._record, self._running)
+        keep_until_done(self._process_group, self._record.endpoints(), self._running)
         self._running.clear()
 
     @contextlib.contextmanager
@@ -264,13 +265,13 @@ class Link:
     def _collective(self, function: Callable[..., Any], *arguments: Any, end: float | None = None) -> None:
         """Perform a collective of torch."""
         with _catching_broken():
-            work = function(*arguments, group=self._record.process_group, async_op=True)
+            work = function(*arguments, group=self._process_group, async_op=True)
         self.wait(self._track([work]), end)
 
     def exchange(self, sends: Sequence[PeerVector], receives: Sequence[PeerVector]) -> Works:
         """Start sends and receives of contiguous vectors."""
         batch = [
-            dist.P2POp(operation, values.view(torch.uint8), peer, self._record.process_group)
+            dist.P2POp(operation, values.view(torch.uint8), peer, self._process_group)
             for operation, side in ((dist.irecv, receives), (dist.isend, sends))
             for peer, values in side
         ]

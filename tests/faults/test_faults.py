@@ -31,7 +31,8 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh, launch, mesh as mesh_file
-from pgmesh.groups import backends, cache
+from pgmesh.groups import backends
+from pgmesh.groups.registry import current_registry
 from pgmesh.launch import StoreProcess
 from pgmesh.rendezvous import timing
 from tests.support import worlds
@@ -476,8 +477,8 @@ def wrong_world() -> Attempt:
     """Rank 1 takes the world of 2 for one of 3."""
     beat_fast()
     mistaken = dist.get_rank(), 2 + dist.get_rank()
-    here, there = (mock.patch.object(each, "world_rank_and_size", return_value=mistaken) for each in (cache, mesh_file))
-    with here, there:
+    here = mock.patch.object(mesh_file, "world_rank_and_size", return_value=mistaken)
+    with here, mock.patch.object(current_registry(), "size", mistaken[1]):
         if dist.get_rank() == 1:
             wait_until_waiting(0)
         mesh = ProcessGroupMesh(dp=2, ranks=range(2), name="actor")

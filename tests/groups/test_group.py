@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pgmesh.errors import LifetimeError
 from pgmesh.groups.group import Group, State, find_group
 
 STEPS: dict[str, Callable[[Group], Any]] = {
@@ -40,6 +41,7 @@ FOLLOWING = {
 
 def group_in(state: State) -> Group:
     group = Group("group tp", "mesh 'actor'", (0, 1))
+    group.attempt = SimpleNamespace(number=0)  # type: ignore[assignment]
     for step in LIVES[state]:
         STEPS[step](group)
     assert group.state is state
@@ -52,7 +54,7 @@ def test_illegal_transition_of_group_raises(state: State, step: str):
     group = group_in(state)
     if step in FOLLOWING[state]:
         STEPS[step](group)
-    else:
+    elif state is not State.ENDED:
         with pytest.raises(AssertionError, match=f"group tp of mesh 'actor' cannot become .* from {state.name}"):
             STEPS[step](group)
         assert group.state is state
@@ -76,3 +78,13 @@ def test_group_is_found_by_its_name():
     group = group_in(State.MADE)
     assert find_group(group.name) is group
     assert find_group("no such group") is None
+
+
+def test_ended_group_raises_its_reason():
+    group = group_in(State.ENDED)
+    for step in ("make", "connect", "break"):
+        with pytest.raises(LifetimeError, match="group tp of mesh 'actor' was released"):
+            STEPS[step](group)
+    group.take_process_group()
+    with pytest.raises(LifetimeError, match="was released"):
+        _ = group.process_group

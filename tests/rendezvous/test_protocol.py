@@ -148,7 +148,11 @@ class DirectThread:
 
 
 def polling(
-    store: dist.Store, mine: Fingerprint | None = None, *, ranks: tuple[int, ...] = (4, 6, 9), addresses: bool = True
+    store: dist.Store,
+    mine: Fingerprint | None = None,
+    *,
+    ranks: tuple[int, ...] = (4, 6, 9),
+    writes_address: bool = True,
 ) -> PollingStore:
     thread: Any = DirectThread(store)
     return PollingStore(
@@ -158,7 +162,7 @@ def polling(
         ranks,
         timedelta(seconds=0.1),
         refusal_keys=lambda: ("group/mismatch", "mesh/mismatch"),
-        addresses=addresses,
+        writes_address=writes_address,
     )
 
 
@@ -195,12 +199,12 @@ def test_addresses_of_two_network_interfaces_are_known():
     for device in "ab":
         one.set(f"{device}/0", f"own {device}".encode())
         one.values[f"{device}/2"] = f"other {device}".encode()
-    assert one.own_addresses() == [b"own a", b"own b"]
-    assert one.member_addresses() == [(9, b"other a"), (9, b"other b")]
+    assert [*one.addresses.own.values()] == [b"own a", b"own b"]
+    assert one.addresses.members() == [(9, b"other a"), (9, b"other b")]
 
 
 def test_missing_first_member_is_named_as_writer():
-    member = polling(dist.HashStore(), addresses=False)
+    member = polling(dist.HashStore(), writes_address=False)
     with pytest.raises(MissingRanksError, match=r"rank 4 did not reach the first collective in 0\.1 s"):
         member.get("id/0")
     with pytest.raises(MissingRanksError, match="rank that writes id/1:2 did not reach"):
@@ -209,7 +213,7 @@ def test_missing_first_member_is_named_as_writer():
 
 def test_first_member_writes_at_once():
     store = dist.HashStore()
-    first, other = polling(store, addresses=False), polling(store, addresses=False)
+    first, other = polling(store, writes_address=False), polling(store, writes_address=False)
     first.set("id/0", b"unique")
     assert other.get("id/0") == b"unique"
 
@@ -242,3 +246,18 @@ def test_abort_counts_after_mismatch():
     assert store.read_refusal(read).kind == "mismatch"
     published["mesh/mismatch"] = Decision("aborted", "mesh 'train' was aborted by rank 1").pack().encode()
     assert store.read_refusal(read).text == "mesh 'train' was aborted by rank 1"
+
+
+def test_new_heartbeat_shows_that_a_rank_lives():
+    """A new process may have the port of one that has ended."""
+    values = dict[str, bytes]()
+    statuses = Statuses(5.0, lambda: 0.0, lambda status, seconds: True)
+    seen = []
+    for heartbeat in (3, 3, 4):
+        values[status_key(1)] = RankStatus(1, heartbeat, endpoint=("127.0.0.1", 4000)).pack().encode()
+        run = MemoryClient(values=values).run
+        statuses.read(run, [1])
+        seen.append([*statuses.lost([1])])
+        if heartbeat == 3:
+            statuses.find_ended(run, [1])
+    assert seen == [[], [1], []]
