@@ -57,6 +57,7 @@ docs/launchers
 docs/see
 docs/preflight
 docs/parallel
+docs/methods
 docs/own_methods
 docs/recipes
 docs/resharding

@@ -85,7 +85,7 @@ def experts_not_averaged(all_reduce_gradients):
 
 @breaks(
     "of a sequence in 2n chunks, rank i of a ring holds chunks i and 2n-1-i",
-    page="parallel.md",
+    page="methods.md",
     target="parallel.context:ContextParallel._chunk_indices",
     tests="tests/parallel/test_context.py",
 )
@@ -155,7 +155,7 @@ def never_reduced(accumulate):
 
 @breaks(
     "layers are split evenly; the first stages have one more",
-    page="parallel.md",
+    page="methods.md",
     target="parallel.stage_cutting:partition_layers",
     tests="tests/parallel/test_methods.py -k do_not_divide",
 )

@@ -1,4 +1,4 @@
-"""Two pages: tables name every method, all that a method has, every level and schedule; a program runs as pasted."""
+"""Three pages: tables name every method, all that a method has, every level and schedule; a program runs as pasted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pgmesh.parallel.schedules import SCHEDULES
 from tests.support.programs import clean_env
 
 ROOT = Path(__file__).parents[2]
-PAGE = "".join((ROOT / "docs" / page).read_text("utf-8") for page in ("parallel.md", "own_methods.md"))
+PAGE = "".join((ROOT / "docs" / f"{page}.md").read_text("utf-8") for page in ("parallel", "methods", "own_methods"))
 
 
 def rows(heading: str) -> list[list[str]]:
