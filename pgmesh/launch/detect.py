@@ -264,9 +264,12 @@ def _read(launcher: Launcher, environ: Environ) -> LauncherInfo:
         info = replace(info, port=PORTS[zlib.crc32(job.encode()) % len(PORTS)])
     if rank >= size or (info.local_size or 1) > size or (info.local_rank or 0) >= (info.local_size or size):
         raise variables.error(f"variables of {launcher.name} contradict each other; ranks count from 0.")
-    address = LOCALHOST if info.local_size == size else info.address
+    if size == 1:
+        info = replace(info, address=None, port=None)  # a world of one needs no store
+    elif info.local_size == size:
+        info = replace(info, address=LOCALHOST)
     port = variables.number(("MASTER_PORT",), least=1, most=LAST_PORT)
-    return with_address(replace(info, address=address), variables.values.get("MASTER_ADDR"), port)
+    return with_address(info, variables.values.get("MASTER_ADDR"), port)
 
 
 def _read_step(info: LauncherInfo, variables: _Variables) -> LauncherInfo:

@@ -8,12 +8,15 @@ rack[1-2]n[01-02]-ib    rack1n01-ib rack1n02-ib rack2n01-ib rack2n02-ib
 from __future__ import annotations
 
 import itertools
+import math
 import re
 
 from pgmesh.errors import LaunchError
 
 MAX_HOSTS = 1 << 20
 """Largest accepted number of hosts in a list."""
+
+TOO_MANY = f"names more than {MAX_HOSTS:,} hosts"
 
 _NAME = re.compile(r"(?: [^\[\],\s] | \[ [0-9,-]+ \] )+", re.VERBOSE)
 _PART = re.compile(r"\[ ([0-9,-]+) \] | ([^\[\]]+)", re.VERBOSE)
@@ -29,7 +32,7 @@ def parse_hosts(text: str, variable: str = "the list") -> tuple[str, ...]:
         variable: the variable that contains it, for error messages.
 
     Raises:
-        LaunchError: the syntax is wrong, or a range has more than 1,048,576 numbers.
+        LaunchError: the syntax is wrong, or the list has more than 1,048,576 hosts.
 
     >>> parse_hosts("gpu[1-2]-ib,rack[1-2]n[09-10]")
     ('gpu1-ib', 'gpu2-ib', 'rack1n09', 'rack1n10', 'rack2n09', 'rack2n10')
@@ -41,6 +44,8 @@ def parse_hosts(text: str, variable: str = "the list") -> tuple[str, ...]:
     for name in names:
         parts = _PART.findall(name)
         pieces = [_expand_ranges(numbers, text, variable) if numbers else [word] for numbers, word in parts]
+        if math.prod(map(len, pieces)) > MAX_HOSTS - len(hosts):
+            raise _invalid(text, variable, TOO_MANY)
         hosts += map("".join, itertools.product(*pieces))
     return tuple(hosts)
 
@@ -51,10 +56,12 @@ def _expand_ranges(ranges: str, text: str, variable: str) -> list[str]:
     for part in ranges.split(","):
         read = _RANGE.fullmatch(part)
         low, high = (int(read[1]), int(read[2] or read[1])) if read else (1, 0)
-        if read is None or not low <= high < low + MAX_HOSTS:
+        if read is None or low > high:
             raise _invalid(
                 text, variable, f"is not a Slurm list of hosts: {part!r} is not a number or an ascending range"
             )
+        if high - low >= MAX_HOSTS - len(numbers):
+            raise _invalid(text, variable, TOO_MANY)
         numbers += (f"{number:0{len(read[1])}d}" for number in range(low, high + 1))
     return numbers
 

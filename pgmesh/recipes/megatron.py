@@ -157,8 +157,8 @@ def _check_pipelines(call: RecipeCall, order: str, dense: Layout, expert: Layout
     last = order.replace("pp-", "") + "-pp"
     raise ShapeError(
         f"{call}: pp is {pp} and not last in the order, so that experts need the data size and the pipelines of the "
-        f"rest. But expert data is {edp} and data {dp}: etp x ep has to be tp x cp = {dense.size('tp', 'cp')}. The "
-        f"first pipelines are {list(expert_pipeline)} and {list(pipeline)}.\n\n"
+        f"rest. But data is {edp} for experts and {dp} for the rest, and the first pipeline is "
+        f"{list(expert_pipeline)} for experts and {list(pipeline)} for the rest.\n\n"
         f"  order={last!r}   # pp last, which is slowest"
     )
 

@@ -150,6 +150,7 @@ def test_rank_or_size_alone_is_an_error(name):
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, None),
         (HYDRA, "127.0.0.1"),
         (HYDRA_ON_TWO, None),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}, None),
         (HYDRA_ON_TWO | {"MASTER_ADDR": "h1"}, "h1"),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, None),
         (TORCHRUN, "n1"),
@@ -493,8 +494,11 @@ def test_an_invalid_node_list_is_an_error(text):
         ),
         (
             "a[1-99999999999]",
-            "the list is 'a[1-99999999999]', which is not a Slurm list of hosts: '1-99999999999' is not a number or "
-            "an ascending range.",
+            "the list is 'a[1-99999999999]', which names more than 1,048,576 hosts.",
+        ),
+        *(
+            (text, f"the list is '{text}', which names more than 1,048,576 hosts.")
+            for text in ("a[0-999999,1-99999]", "a[0-999999],b[0-99999]", "a[0-9999]b[0-9999]")
         ),
     ],
 )

@@ -299,6 +299,11 @@ def test_tasks_of_slurm_join_through_a_store_process(tmp_path):
             {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "RANK": "7"},
             "rank 0 of 1: Slurm, because SLURM_STEP_ID is set",
         ),
+        (
+            "launch.join('gloo')",
+            {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"},
+            "rank 0 of 1, local rank 0 of 1: MPICH, because PMI_RANK is set",
+        ),
     ],
 )
 def test_world_of_one_needs_no_host_or_port(tmp_path, call, environ, line):

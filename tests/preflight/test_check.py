@@ -413,8 +413,8 @@ def test_check_finds_a_sum_over_other_ranks():
         world(4).run(check_with, f"tp=4 {QUICK}", f"{METHODS}.check_sum", rank_3_in_the_place_of_0), 1
     )
     assert text == (
-        "pgmesh check failed: MismatchError: group tp (ranks 0, 1, 2, 3): a sum of 8 bytes is wrong in 1 of "
-        "2 values; the first is value 0, 2 in place of 1.\n"
+        "pgmesh check failed: MismatchError: group tp (ranks 0, 1, 2, 3): a sum of 16 bytes is wrong in 2 of "
+        "4 values; the first is value 0, 2 in place of 1.\n"
     )
 
 
