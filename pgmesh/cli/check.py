@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -69,16 +69,15 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch would log each attempt to reach the store
     from pgmesh.preflight import preflight, staged_barrier  # these import torch
 
-    barrier, results = None, None
+    show, barrier, results = _step_printer(), None, None
     failure: UsageError | PgmeshError | None = None
     try:
-        with _progress() as show:
-            show("waiting for the other ranks")
-            preflight.join(args.backend, args.timeout)
-            hint = "Start every rank with the same software and the same command line."
-            barrier = staged_barrier.StagedBarrier("pgmesh check", args.timeout, hint)
-            show(f"waiting for {count_of(barrier.size, 'rank')}")
-            results = _check(args, sizes, topology, barrier, show)
+        show("waiting for the other ranks")
+        preflight.join(args.backend, args.timeout)
+        hint = "Start every rank with the same software and the same command line."
+        barrier = staged_barrier.StagedBarrier("pgmesh check", args.timeout, hint)
+        show(f"waiting for {count_of(barrier.size, 'rank')}")
+        results = _check(args, sizes, topology, barrier, show)
     except (UsageError, PgmeshError) as error:
         failure = error
     if barrier is None or barrier.rank == 0:
@@ -127,18 +126,9 @@ def _print(args: argparse.Namespace, results: CheckResults | None, failure: Exce
             print(json.dumps(data, indent=2), flush=True)
 
 
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """A function that shows the current step, on the terminal of rank 0 if rich is installed."""
-    is_shown = False
+def _step_printer() -> Callable[[str], None]:
+    """A function that prints the current step, on the terminal of rank 0."""
     with contextlib.suppress(LaunchError):  # joining raises it too
-        is_shown = styled_text.is_coloured(sys.stderr) and detect_launcher(os.environ).rank == 0
-    if not is_shown:
-        yield lambda step: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda step: progress.update(task, description=step, refresh=True)
+        if styled_text.is_terminal(sys.stderr) and detect_launcher(os.environ).rank == 0:
+            return lambda step: print(f"pgmesh check: {step}", file=sys.stderr)
+    return lambda step: None

@@ -13,15 +13,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from pgmesh._util.formatting import count_of
 from pgmesh.errors import RankError, ShapeError
 from pgmesh.layout import Layout
 from pgmesh.resharding.sharding import Part, Placements, Region, Sharding, overlaps, size_of, spans
-
-if TYPE_CHECKING:
-    from pgmesh.drawing import transfers
 
 MOST_ROUNDS = 50
 """Most rounds of ``balance``."""
@@ -173,37 +170,6 @@ class ReshardPlan:
     def _leaves(self, rank: int, other: int) -> bool:
         """True if two ranks are on different hosts."""
         return self._host_of[rank] != self._host_of[other]
-
-    def svg(self) -> str:
-        """A picture of who sends what to whom, as SVG. It has the first ranks of each side, at most ``MOST_ROWS``.
-
-        >>> plan = ReshardPlan((8,), Layout(tp=2), {"tp": 0}, Layout(tp=4, ranks=range(2, 6)), {"tp": 0}, itemsize=4)
-        >>> plan.svg().count("<path")
-        4
-        """
-        from pgmesh.drawing import transfers
-
-        source, target = self._drawn_side("source", self.source.layout), self._drawn_side("target", self.target.layout)
-        sent = {
-            (rank, each.peer): transfers.Sent(each.size * self.itemsize, self._leaves(rank, each.peer))
-            for rank in source.labels
-            for each in self.of(rank).sends
-        }
-        notes = ["a line: what one rank sends to another; thicker is more, dashed is to another host"]
-        if any(len(side.layout) > MOST_ROWS for side in (self.source, self.target)):
-            notes.append(f"a sample: the first {MOST_ROWS} ranks of each side")
-        title = f"shape {self.shape}, {count_of(self.itemsize, 'byte')} each"
-        return transfers.drawing(title, notes, source, target, sent)
-
-    def _drawn_side(self, word: str, layout: Layout) -> transfers.Side:
-        """The ranks of one side in the picture."""
-        from pgmesh.drawing import transfers
-
-        sizes = " ".join(f"{axis}={size}" for axis, size in zip(layout.axes, layout.shape))
-        labels = {rank: layout.label_of(rank) for rank in itertools.islice(layout, MOST_ROWS)}
-        if len(self._hosts) > 1:
-            labels = {rank: f"{label}, host {self._host_of[rank]}" for rank, label in labels.items()}
-        return transfers.Side(f"{word}: {sizes}", labels)
 
     def __str__(self) -> str:
         ranks = sorted(self.ranks)[:MOST_ROWS]

@@ -55,8 +55,8 @@ ON_TWO = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_S
               MPI_LOCALRANKID = 3
               MPI_LOCALNRANKS = 4
 
-              launch.join(port=29500)    # the same on every rank
-              export MASTER_PORT=29500   # or in the environment of every rank
+              launch.join(host='n1', port=29500)        # the same on every rank
+              export MASTER_ADDR=n1 MASTER_PORT=29500   # or in the environment of every rank
             """,
         ),
         (
@@ -71,8 +71,8 @@ ON_TWO = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_S
               OMPI_COMM_WORLD_LOCAL_SIZE = 2
               PMIX_NAMESPACE             = 1776680961
 
-              launch.join(host='n1')   # the same on every rank
-              export MASTER_ADDR=n1    # or in the environment of every rank
+              launch.join(host='n1', port=29500)        # the same on every rank
+              export MASTER_ADDR=n1 MASTER_PORT=29500   # or in the environment of every rank
             """,
         ),
         (
@@ -85,8 +85,8 @@ ON_TWO = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_S
               SLURM_JOB_ID  = 3
               SLURM_STEP_ID = 0
 
-              launch.join(host='n1')   # the same on every rank
-              export MASTER_ADDR=n1    # or in the environment of every rank
+              launch.join(host='n1', port=29500)        # the same on every rank
+              export MASTER_ADDR=n1 MASTER_PORT=29500   # or in the environment of every rank
             """,
         ),
     ],
