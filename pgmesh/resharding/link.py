@@ -14,6 +14,7 @@ import hashlib
 import re
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -378,19 +379,17 @@ class _Broken(Exception):
 
 @contextlib.contextmanager
 def _raising_broken() -> Iterator[None]:
-    """Raise an error of the backend as ``_Broken``.
+    """Raise an error of the backend as ``_Broken``, and one of ours as it is.
 
-    The traceback of the first error goes. Its frames refer to works, and the group is destroyed only after these; and
-    works that a batch started before it failed would write into the tensors as long as the error lives.
+    The frames of the error are cleared, since they refer to works. The group is destroyed only after these; and those
+    that a batch started before it failed would write into the tensors for as long as the error lives.
     """
     try:
         yield
-    except PgmeshError as error:
-        error.__traceback__ = None
-        raise type(error)(str(error)) from None
-    except RuntimeError as error:
-        error.__traceback__ = None
-        raise _Broken(str(error)) from None
+    except (PgmeshError, RuntimeError) as error:
+        traceback.clear_frames(error.__traceback__)
+        kind = type(error) if isinstance(error, PgmeshError) else _Broken
+        raise kind(str(error)) from None
 
 
 def _describe(side: ProcessGroupMesh | Layout) -> str:
