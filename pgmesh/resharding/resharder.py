@@ -272,28 +272,31 @@ def reshard(
             "reshard needs the ranks that hold the tensor, except where it is a DTensor.\n\n"
             "  reshard(None, target, placements, source=mesh)   # a mesh, a slice of one or a Layout"
         )
-    link = Link(source, target_mesh, timeout)
-    layout, placed = target_mesh.layout, parse_placements(target_mesh.layout, placements)
+    link, layout = Link(source, target_mesh, timeout), target_mesh.layout
+    placed = tuple(parse_placements(layout, placements))
     if link.rank in layout:
-        at = layout.shape, layout.ranks()
-        entries.append(Entry("target", "tensor", None, None if dtype is None else str(dtype), at, tuple(placed)))
+        mesh = layout.shape, layout.ranks()
+        entries.append(Entry("target", "tensor", None, None if dtype is None else str(dtype), mesh, placed))
     with link.handling_failures():
         tables = exchange(link, entries)
         (job,) = plan_jobs(link, tables)
-        first = next(iter(tables["source"]["tensor"]))
-        whole = torch.empty(first.shape, dtype=dtype_of(first.dtype), device="meta")
+        whole = next(iter(tables["source"]["tensor"])).on_meta()
         device = link.device if tensor is None else tensor.device
         result = whole.new_empty(shape_of(job.plan.wanted or ()), dtype=dtype, device=device)
         target = {} if job.plan.wanted is None else {"tensor": result}
         move(link, [[job]], Shards(locals_of(held), target, link.device))
-    if not target:
-        return None
-    placements = [
+    return _dtensor(result, whole, target_mesh, placements) if target else None
+
+
+def _dtensor(shard: torch.Tensor, whole: torch.Tensor, mesh: ProcessGroupMesh, placements: Placements) -> DTensor:
+    """The DTensor of a local shard. ``whole`` is on the meta device."""
+    found = [
         Replicate() if each is None else Shard(each) if isinstance(each, int) else each
-        for each in by_axis(layout, placements)
+        for each in by_axis(mesh.layout, placements)
     ]
-    mesh = target_mesh.device_mesh()
-    return DTensor.from_local(result, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+    return DTensor.from_local(
+        shard, mesh.device_mesh(), found, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
 
 # -- tensors and their descriptions --------------------------------------------------------------------------------
@@ -392,6 +395,10 @@ class Entry(NamedTuple):
     dtype: str | None = None
     mesh: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     placements: tuple[Sharded | None, ...] = ()
+
+    def on_meta(self) -> torch.Tensor:
+        """A tensor of this global shape and dtype on the meta device."""
+        return torch.empty(self.shape, dtype=dtype_of(self.dtype), device="meta")
 
     def on(self, ranks: Sequence[int]) -> tuple[Layout, Placements]:
         """The layout of the tensor and its placements there, if these ranks name it."""
