@@ -30,9 +30,6 @@ examples, each run by every rank of the job:
   torchrun --nproc-per-node 8 -m pgmesh check pp=2 dp=2 tp=2
   srun python -m pgmesh check dp=2 tp=8 --nodes 2x8
 
-Checks that all ranks join with the same arguments and are on the planned
-hosts, that the groups of each axis connect, and that all-reduces give correct
-sums. Then it times these all-reduces.
 Rank 0 prints the result. The exit status is the same on every rank: 0, or 1 if
 the check failed, or 2 if the command line is wrong."""
 
