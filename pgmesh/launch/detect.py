@@ -177,6 +177,11 @@ class LauncherInfo:
         local += "" if self.local_size is None else f" of {self.local_size}"
         return f"rank {self.rank} of {self.size}{local}: {self.launcher}, because {self.why}"
 
+    @property
+    def needs_store(self) -> bool:
+        """False for a world of one, unless its store has a host and a port."""
+        return self.size > 1 or (self.address is not None and self.port is not None)
+
     def end_point(self) -> tuple[str, int]:
         """Host and port of the store, which rank 0 hosts.
 
@@ -262,12 +267,9 @@ def _read(launcher: Launcher, environ: Environ) -> LauncherInfo:
         info = replace(info, port=PORTS[zlib.crc32(job.encode()) % len(PORTS)])
     if rank >= size or (info.local_size or 1) > size or (info.local_rank or 0) >= (info.local_size or size):
         raise variables.error(f"variables of {launcher.name} contradict each other; ranks count from 0.")
-    if size == 1:
-        info = replace(info, address=None, port=None)  # a world of one needs no store
-    elif info.local_size == size:
-        info = replace(info, address=LOCALHOST)
+    address = LOCALHOST if info.local_size == size else info.address
     port = variables.number(("MASTER_PORT",), least=1, most=LAST_PORT)
-    return with_address(info, variables.values.get("MASTER_ADDR"), port)
+    return with_address(replace(info, address=address), variables.values.get("MASTER_ADDR"), port)
 
 
 def _read_step(info: LauncherInfo, variables: _Variables) -> LauncherInfo:

@@ -154,7 +154,7 @@ def _initialize(detect: Callable[[], LauncherInfo], backend: str | None, timeout
     if backend is None:
         backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     _set_device(info, backend)
-    if info.size == 1 and info.address is None:
+    if not info.needs_store:
         log.info("joins as %s", info.line)
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
         return World(own=True)

@@ -202,7 +202,7 @@ def store_findings(environ: Mapping[str, str], launcher: LauncherInfo | None, se
     """Findings about the store: rank 0 must be able to host it, and every other rank to reach it."""
     if launcher is None:
         return
-    if launcher.size == 1 and launcher.address is None:
+    if not launcher.needs_store:
         yield Finding("--", "store", "a world of one needs no store")
         return
     try:

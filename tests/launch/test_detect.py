@@ -150,7 +150,6 @@ def test_rank_or_size_alone_is_an_error(name):
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, None),
         (HYDRA, "127.0.0.1"),
         (HYDRA_ON_TWO, None),
-        ({"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}, None),
         (HYDRA_ON_TWO | {"MASTER_ADDR": "h1"}, "h1"),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, None),
         (TORCHRUN, "n1"),

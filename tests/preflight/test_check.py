@@ -418,6 +418,19 @@ def test_check_finds_a_sum_over_other_ranks():
     )
 
 
+def rank_3_adds_nothing(self: Microbenchmarks, group: Any, ranks: Any, rank: int, *more: Any) -> None:
+    CHECK_SUM(self, group, ranks, -1 if rank == 3 else rank, *more)
+
+
+def test_check_finds_a_missing_value_in_8_bytes():
+    line = "dp=2 tp=2 --bytes 8 --repeats 1"
+    text = output_of_rank_0(world(4).run(check_with, line, f"{METHODS}.check_sum", rank_3_adds_nothing), 1)
+    assert text == (
+        "pgmesh check failed: MismatchError: group dp (ranks 1, 3): a sum of 16 bytes is wrong in 1 of "
+        "4 values; the first is value 3, 0 in place of 1.\n"
+    )
+
+
 def on_hosts(line: str, names: list[str]) -> Answer:
     places = Placement({rank: HostInfo(name, "") for rank, name in enumerate(names)})
     with mock.patch.object(host_mapping, "map_hosts", return_value=places):
