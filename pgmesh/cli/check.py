@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import sys
@@ -107,7 +106,7 @@ def _check(
 
 
 def _print(args: argparse.Namespace, results: CheckResults | None, failure: Exception | None) -> None:
-    """Print the results, or the failure as text on standard error and as JSON."""
+    """Print the results, or the failure on standard error."""
     if results is not None:
         from pgmesh.preflight import report
 
@@ -116,11 +115,7 @@ def _print(args: argparse.Namespace, results: CheckResults | None, failure: Exce
     elif isinstance(failure, USAGE_ERRORS):
         print(f"pgmesh check: {failure}", file=sys.stderr, flush=True)
     else:
-        kind = type(failure).__name__
-        print(f"pgmesh check failed: {kind}: {failure}", file=sys.stderr, flush=True)
-        if args.json:
-            data = {"format": 1, "status": "failed", "error": {"kind": kind, "text": str(failure)}}
-            print(json.dumps(data, indent=2), flush=True)
+        print(f"pgmesh check failed: {type(failure).__name__}: {failure}", file=sys.stderr, flush=True)
 
 
 def _step_printer() -> Callable[[str], None]:
