@@ -353,9 +353,8 @@ def check_that_writes_last(target: State) -> None:
         if tensor.data_ptr() != other[name].data_ptr():
             raise MethodError(
                 f"state_dict() of the target makes {name} anew in each call, so what is written there would be lost. "
-                "Pass the tensors that the module uses, and leave this one out of the source.\n\n"
-                "  Resharder(..., target=dict(module.named_parameters()))\n"
-                f"  Resharder(..., rename={{{name!r}: None}})   # on ranks of the source"
+                "Pass the tensors that the module uses, and the same ones on the source.\n\n"
+                "  Resharder(..., target={**dict(module.named_parameters()), **dict(module.named_buffers())})"
             )
 
 

@@ -342,7 +342,7 @@ def test_store_address_that_does_not_resolve_is_bad(rank):
 
 
 @pytest.mark.parametrize("address", ["n" * 64, "n1..cluster"])
-def test_store_address_that_is_no_host_name_is_bad(address):
+def test_store_address_that_is_no_name_is_bad(address):
     (finding,) = diagnosis.store_findings({}, found(rank=1, address=address, port=29500), 2.0)
     assert finding.text.startswith(f"the name {address} cannot be resolved: ")
 

@@ -519,14 +519,10 @@ def copies_of_a_target() -> list[Any]:
     Resharder(Layout(1), Layout(1), source=source, target=target)()
     moved = target.weight.tolist(), target.scale.tolist()
     target = nn.ModuleDict({"net": Scale(0.0, copies=True)})
-    text = refused(MethodError, {"net": source}, target)
-    Resharder(
-        Layout(1),
-        Layout(1),
-        source={"net": source},
-        target=dict(target.named_parameters()),
-        rename={"net._extra_state": None},
-    )()
+    source = nn.ModuleDict({"net": source})
+    text = refused(MethodError, source, target)
+    sides = [{**dict(module.named_parameters()), **dict(module.named_buffers())} for module in (source, target)]
+    Resharder(Layout(1), Layout(1), source=sides[0], target=sides[1])()
     return [moved, text, target["net"].weight.tolist(), target["net"].scale.tolist()]
 
 
