@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -30,9 +29,6 @@ examples, each run by every rank of the job:
   torchrun --nproc-per-node 8 -m pgmesh check pp=2 dp=2 tp=2
   srun python -m pgmesh check dp=2 tp=8 --nodes 2x8
 
-Checks that all ranks join with the same arguments and are on the planned
-hosts, that the groups of each axis connect, and that all-reduces give correct
-sums. Then it times these all-reduces.
 Rank 0 prints the result. The exit status is the same on every rank: 0, or 1 if
 the check failed, or 2 if the command line is wrong."""
 
@@ -69,16 +65,15 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch would log each attempt to reach the store
     from pgmesh.preflight import preflight, staged_barrier  # these import torch
 
-    barrier, results = None, None
+    show, barrier, results = _step_printer(), None, None
     failure: UsageError | PgmeshError | None = None
     try:
-        with _progress() as show:
-            show("waiting for the other ranks")
-            preflight.join(args.backend, args.timeout)
-            hint = "Start every rank with the same software and the same command line."
-            barrier = staged_barrier.StagedBarrier("pgmesh check", args.timeout, hint)
-            show(f"waiting for {count_of(barrier.size, 'rank')}")
-            results = _check(args, sizes, topology, barrier, show)
+        show("waiting for the other ranks")
+        preflight.join(args.backend, args.timeout)
+        hint = "Start every rank with the same software and the same command line."
+        barrier = staged_barrier.StagedBarrier("pgmesh check", args.timeout, hint)
+        show(f"waiting for {count_of(barrier.size, 'rank')}")
+        results = _check(args, sizes, topology, barrier, show)
     except (UsageError, PgmeshError) as error:
         failure = error
     if barrier is None or barrier.rank == 0:
@@ -111,7 +106,7 @@ def _check(
 
 
 def _print(args: argparse.Namespace, results: CheckResults | None, failure: Exception | None) -> None:
-    """Print the results, or the failure as text on standard error and as JSON."""
+    """Print the results, or the failure on standard error."""
     if results is not None:
         from pgmesh.preflight import report
 
@@ -120,25 +115,12 @@ def _print(args: argparse.Namespace, results: CheckResults | None, failure: Exce
     elif isinstance(failure, USAGE_ERRORS):
         print(f"pgmesh check: {failure}", file=sys.stderr, flush=True)
     else:
-        kind = type(failure).__name__
-        print(f"pgmesh check failed: {kind}: {failure}", file=sys.stderr, flush=True)
-        if args.json:
-            data = {"format": 1, "status": "failed", "error": {"kind": kind, "text": str(failure)}}
-            print(json.dumps(data, indent=2), flush=True)
+        print(f"pgmesh check failed: {type(failure).__name__}: {failure}", file=sys.stderr, flush=True)
 
 
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """A function that shows the current step, on the terminal of rank 0 if rich is installed."""
-    is_shown = False
+def _step_printer() -> Callable[[str], None]:
+    """A function that prints the current step, on the terminal of rank 0."""
     with contextlib.suppress(LaunchError):  # joining raises it too
-        is_shown = styled_text.is_coloured(sys.stderr) and detect_launcher(os.environ).rank == 0
-    if not is_shown:
-        yield lambda step: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda step: progress.update(task, description=step, refresh=True)
+        if styled_text.is_terminal(sys.stderr) and detect_launcher(os.environ).rank == 0:
+            return lambda step: print(f"pgmesh check: {step}", file=sys.stderr)
+    return lambda step: None

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 
 from pgmesh.cli import arguments, output
-from pgmesh.drawing import styled_text, svg, text
+from pgmesh.drawing import styled_text, svg
 from pgmesh.drawing.styled_text import Line
 from pgmesh.layout import Axis
 from pgmesh.planning import axis_heuristics, text_report
@@ -35,7 +34,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     arguments.add_list(parser, "--view", "VIEW", 'other axes over the same ranks: "moe: edp=-1 ep=8"')
     arguments.add_list(parser, "--compare", "ORDER", "other orders of the axes, in one table")
     parser.add_argument("--suggest", action="store_true", help="order the axes by traffic; dp fills the hosts")
-    parser.add_argument("--picture", action="store_true", help="draw the mesh in the terminal too")
     arguments.add_output(parser)
 
 
@@ -56,8 +54,7 @@ def run(args: argparse.Namespace) -> int:
     ]
 
     def lines(width: int) -> list[Line]:
-        report = lines_of(plans[0], width) if len(plans) == 1 else _comparison_lines(plans)
-        return [*why, *report, *(_figure_lines(plans[0], colour, width) if args.picture else [])]
+        return [*why, *(lines_of(plans[0], width) if len(plans) == 1 else _comparison_lines(plans))]
 
     def drawing() -> str:
         return svg.render([figure for each in plans for figure in figures_of(each, *colour)])
@@ -103,15 +100,3 @@ def _comparison_lines(plans: list[Plan]) -> list[Line]:
 def _comparison_data(plans: list[Plan]) -> dict[str, object]:
     best = best_plan(plans).order if plans[0].topology else None
     return {"format": 1, "plans": [each.data() for each in plans], "best": best}
-
-
-def _figure_lines(plan: Plan, colour: tuple[Axis, ...], width: int) -> list[Line]:
-    """The lines of the mesh's figure, then those of its views."""
-    lines: list[Line] = []
-    host = plan.topology[0] if plan.topology else None
-    coloured = styled_text.is_coloured(sys.stdout)
-    for name, layout in (("", plan.layout), *plan.views):
-        axes = axis_heuristics.axes_to_colour(layout) if name or not colour else colour
-        lines += [[], *([[(f"{name}:", "bold")]] if name else [])]
-        lines += text.lines(layout, *axes, host=host, width=width, coloured=coloured)
-    return lines

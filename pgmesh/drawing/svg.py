@@ -67,14 +67,7 @@ def render(figures: Sequence[Figure]) -> str:
         parts.append(moved(x, MARGIN, content))
         x += part_width + 3 * GUTTER
         height = max(height, part_height)
-    return document(x - 3 * GUTTER + MARGIN, height + 2 * MARGIN, parts)
-
-
-# -- elements ----------------------------------------------------------------------------------------------------------
-
-
-def document(width: int, height: int, parts: Iterable[str]) -> str:
-    """The SVG of parts on the background."""
+    width, height = x - 3 * GUTTER + MARGIN, height + 2 * MARGIN
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{FONT_NAMES}" fill="{palette.TEXT}" role="img">',
@@ -83,6 +76,9 @@ def document(width: int, height: int, parts: Iterable[str]) -> str:
         "</svg>\n",
     ]
     return "\n".join(lines)
+
+
+# -- elements ----------------------------------------------------------------------------------------------------------
 
 
 def moved(x: int, y: int, parts: Iterable[str]) -> str:
@@ -96,24 +92,6 @@ def text(kind: str, x: int, y: int, words: str, anchor: str = "start", size: int
     fill = palette.TEXT if kind in ("title", "panel", "rank") else palette.MUTED
     style = f'font-size="{size}" text-anchor="{anchor}" fill="{fill}" pointer-events="none"'
     return f'<text class="{kind}" x="{x}" y="{y}" {style}>{escape(words)}</text>'
-
-
-def tooltip(*lines: str) -> str:
-    """The lines that are shown next to the pointer. Empty ones are left out."""
-    content = "\n".join(filter(None, lines))
-    return f"<title>{escape(content)}</title>"
-
-
-def heading(title: str, notes: Iterable[str]) -> tuple[list[str], int]:
-    """The title and the notes of a figure, and the height that they take."""
-    parts, y = [], 0
-    if title:
-        parts.append(text("title", 0, TITLE_FONT, title, size=TITLE_FONT))
-        y += TITLE_FONT + GUTTER
-    for note in notes:
-        parts.append(text("note", 0, y + FONT, note))
-        y += LINE
-    return parts, y + GUTTER
 
 
 def width_of(size: int, texts: Iterable[str]) -> int:
@@ -155,7 +133,14 @@ def _figure(figure: Figure, room: int) -> tuple[list[str], int, int]:
     grid = _Grid(figure)
     hosts = f"a line around each {figure.host}" if figure.host else ""
     notes = [note for note in (figure.legend, hosts, figure.note) if note]
-    parts, y = heading(figure.title, notes)
+    parts, y = [], 0
+    if figure.title:
+        parts.append(text("title", 0, TITLE_FONT, figure.title, size=TITLE_FONT))
+        y += TITLE_FONT + GUTTER
+    for note in notes:
+        parts.append(text("note", 0, y + FONT, note))
+        y += LINE
+    y += GUTTER
     width = max(width_of(TITLE_FONT, [figure.title]), width_of(FONT, notes))
     for line in figure.lines_of_panels(max(1, (room + GUTTER) // (grid.width + GUTTER))):
         if line[0].follows_gap:
@@ -191,7 +176,9 @@ def _cell(cell: Cell, left: int, top: int, grid: _Grid) -> str:
     """The box of a rank in its place of the grid, with its tooltip."""
     inset = GAP_OF_CELLS // 2
     host = f"{grid.host} {cell.host:,}" if cell.host is not None else ""
-    title = tooltip(f"rank {cell.rank:,}", cell.label, cell.group and f"group {cell.group}", host)
+    words = [f"rank {cell.rank:,}", cell.label, cell.group and f"group {cell.group}", host]
+    content = "\n".join(filter(None, words))
+    title = f"<title>{escape(content)}</title>"  # shown next to the pointer
     size = f'width="{grid.column - GAP_OF_CELLS}" height="{CELL_HEIGHT}"'
     edge = palette.TEXT if cell.is_marked else "none"
     style = f'fill="{palette.colour(cell.colour)}" stroke="{edge}" stroke-width="2"'

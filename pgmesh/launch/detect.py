@@ -177,6 +177,11 @@ class LauncherInfo:
         local += "" if self.local_size is None else f" of {self.local_size}"
         return f"rank {self.rank} of {self.size}{local}: {self.launcher}, because {self.why}"
 
+    @property
+    def needs_store(self) -> bool:
+        """False for a world of one, unless its store has a host and a port."""
+        return self.size > 1 or (self.address is not None and self.port is not None)
+
     def end_point(self) -> tuple[str, int]:
         """Host and port of the store, which rank 0 hosts.
 
@@ -186,12 +191,10 @@ class LauncherInfo:
         if self.address is not None and self.port is not None:
             return self.address, self.port
         unknown = [word for word, value in (("host", self.address), ("port", self.port)) if value is None]
-        examples = {"host": ("host='n1'", "MASTER_ADDR=n1"), "port": ("port=29500", "MASTER_PORT=29500")}
-        arguments, variables = zip(*(examples[word] for word in unknown))
         raise self.error(
             f"{self.launcher} does not set the {' and the '.join(unknown)} of rank 0.",
-            (f"launch.join({', '.join(arguments)})", "the same on every rank"),
-            (f"export {' '.join(variables)}", "or in the environment of every rank"),
+            ("launch.join(host='n1', port=29500)", "the same on every rank"),
+            ("export MASTER_ADDR=n1 MASTER_PORT=29500", "or in the environment of every rank"),
         )
 
     def error(self, problem: str, *ways: tuple[str, str]) -> LaunchError:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pgmesh._util.formatting import format_calls
 from pgmesh.errors import LaunchError
 from pgmesh.launch.detect import (
     BY_HAND,
@@ -155,7 +154,7 @@ def _initialize(detect: Callable[[], LauncherInfo], backend: str | None, timeout
     if backend is None:
         backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     _set_device(info, backend)
-    if info.size == 1 and info.address is None:
+    if not info.needs_store:
         log.info("joins as %s", info.line)
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
         return World(own=True)
@@ -189,9 +188,9 @@ def _set_device(info: LauncherInfo, backend: str) -> None:
     if device_count == 1 and info.launcher == SLURM.name:
         local_rank = 0  # Slurm can make only one device visible to each task
     if local_rank >= device_count:
-        name = "LOCAL_RANK" if "LOCAL_RANK" in dict(info.read) else "the local rank"
-        ways = [(f"torchrun --nproc-per-node {device_count} script.py", "a rank for each device")] * (device_count > 0)
-        ways.append(('join("gloo")', "or ranks without a device" if device_count else "ranks without a device"))
-        problem = f"{name} is {local_rank}, but this process sees {device_count} CUDA devices."
-        raise LaunchError(f"{problem}\n\n{format_calls(ways)}")
+        raise info.error(
+            f"the local rank is {local_rank}, but this process sees {device_count} CUDA devices.",
+            (f"torchrun --nproc-per-node {max(device_count, 1)} script.py", "a rank for each device"),
+            ('join("gloo")', "or ranks without a device"),
+        )
     torch.cuda.set_device(local_rank)

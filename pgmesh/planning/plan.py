@@ -217,7 +217,7 @@ def plan(
     >>> print(plan(tp=4, dp=2, nodes="2x4").findings[0].text)
     tp spans 2 hosts: 2 of 4 hops of a ring leave the host.
     """
-    combinations, nodes, domains = [*combinations], _as_list(nodes), _as_list(domains)
+    combinations = [*combinations]
     topology = parse_topology(nodes, domains)
     arguments = {"nodes": nodes, "domains": domains, "views": views, "combinations": combinations}
     more = {word: Text(repr(value)) for word, value in arguments.items() if value}
@@ -226,9 +226,7 @@ def plan(
         given = shape if layout is None else (layout, *shape)
         layout = base = _layout_of_sizes(given, ranks, sizes, topology, more)
     elif shape or sizes or ranks is not None:
-        unexpected = [repr(size) for size in shape]
-        unexpected += [f"keyword argument {word!r}" for word in (*sizes, "ranks")]
-        raise TypeError(f"plan() with a layout got an unexpected {unexpected[0]}")
+        raise TypeError("plan() takes either a layout, or sizes and ranks")
     if topology:
         _check_hosts(base, topology[0], base is layout, more)
     view_layouts = tuple((name, base.view(axes)) for name, axes in (views or {}).items())
@@ -242,11 +240,6 @@ def plan(
         found.setdefault(each.name, each)
     findings = findings_of(base, [*found.values()], topology, view_layouts)
     return Plan(base, topology, tuple(found.values()), tuple(findings), view_layouts)
-
-
-def _as_list(hosts: Any) -> Any:
-    """Convert an array to a list; return text and lists as they are."""
-    return hosts.tolist() if hasattr(hosts, "tolist") else hosts
 
 
 def _layout_of_sizes(

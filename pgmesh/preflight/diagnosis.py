@@ -168,9 +168,9 @@ def interface_findings(environ: Mapping[str, str], interfaces: Sequence[str]) ->
     there, gloo, nccl = ", ".join(interfaces), "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
     for name in (gloo, nccl):
         setting = environ.get(name, "")
-        selected = nccl_interfaces(setting if name == nccl else f"={setting}", interfaces)
-        needed = 1 if name == nccl else setting.count(",") + 1  # Gloo needs each interface that is listed
-        if setting and len(selected) < needed:
+        words = setting.split(",")  # Gloo takes each as a name, and needs all of them
+        selected = nccl_interfaces(setting, interfaces) if name == nccl else [w for w in words if w in interfaces]
+        if setting and len(selected) < (1 if name == nccl else len(words)):
             fix = "set it to interfaces of this host, or unset it"
             yield Finding("bad", "interface", f"{name} is {setting}, but the interfaces are {there}", fix)
         elif setting:
@@ -202,7 +202,7 @@ def store_findings(environ: Mapping[str, str], launcher: LauncherInfo | None, se
     """Findings about the store: rank 0 must be able to host it, and every other rank to reach it."""
     if launcher is None:
         return
-    if launcher.size == 1 and launcher.address is None:
+    if not launcher.needs_store:
         yield Finding("--", "store", "a world of one needs no store")
         return
     try:
@@ -251,7 +251,7 @@ def _check_store(environ: Mapping[str, str], launcher: LauncherInfo, seconds: fl
     address, port = launcher.end_point()
     try:
         infos = call_with_timeout(lambda: socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM), seconds)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: no host can have this name
         text = f"the name {address} cannot be resolved: {_error_text(error)}"
         return Finding("bad", "store", text, ADDRESS_FIX)
     if hosts_store(environ, launcher):
@@ -305,9 +305,9 @@ def _listen_error(family: int, address: tuple[Any, ...]) -> OSError | None:
     return None
 
 
-def _error_text(error: OSError) -> str:
+def _error_text(error: Exception) -> str:
     """Text of an error, without its number."""
-    return error.strerror or str(error) or type(error).__name__
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def call_with_timeout(function: Callable[[], T], seconds: float) -> T:

@@ -83,13 +83,14 @@ class Microbenchmarks:
     def check_sum(self, group: Any, ranks: Sequence[int], rank: int, size: int, label: str) -> None:
         """Check every value of an all-reduce.
 
-        Each value has an owner, which is a rank of the world. It adds 1, and the others add 0.
+        Each value has an owner, which is a rank of the world. It adds 1, and the others add 0. Each rank owns at least
+        one value, so that no group sums zeros alone.
 
         Args:
             group: the group.
             ranks: its members.
             rank: this rank.
-            size: number of bytes of the tensor.
+            size: number of bytes of the tensor, or fewer than it has.
             label: name of the group, for the error.
 
         Raises:
@@ -97,15 +98,15 @@ class Microbenchmarks:
         """
         by_owner = torch.zeros(dist.get_world_size(), device=self.device)
         by_owner[list(ranks)] = 1
-        owners = torch.arange(element_count(size), device=self.device) % len(by_owner)
+        owners = torch.arange(max(element_count(size), len(by_owner)), device=self.device) % len(by_owner)
         values, expected = (owners == rank).float(), by_owner[owners]
         self._wait(dist.all_reduce(values, group=group, async_op=True))
         wrong = (values != expected).nonzero().flatten()
         if len(wrong):
             first = int(wrong[0])
             raise MismatchError(
-                f"{label}: a sum of {size:,} bytes is wrong in {len(wrong):,} of {len(values):,} values; the first is "
-                f"value {first}, {values[first].item():g} in place of {expected[first].item():g}."
+                f"{label}: a sum of {values.nbytes:,} bytes is wrong in {len(wrong):,} of {len(values):,} values; the "
+                f"first is value {first}, {values[first].item():g} in place of {expected[first].item():g}."
             )
 
     def _time(self, call: Callable[[], None], calls: int) -> float:

@@ -58,7 +58,7 @@ def join(backend: str | None, seconds: float) -> None:
         LaunchError: this process cannot join. The text is that of ``pgmesh doctor``.
     """
     launcher = None if dist.is_initialized() else detect_launcher(os.environ)
-    if launcher is not None and (launcher.size > 1 or launcher.address is not None):
+    if launcher is not None and launcher.needs_store:
         _open_store(launcher, seconds)
     try:
         joining.join(backend, timeout=seconds)

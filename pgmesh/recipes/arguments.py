@@ -42,15 +42,13 @@ class RecipeCall:
         recipes.megatron(16, tp=2)
         """
         who, world, first = f"recipes.{recipe.__name__}", arguments["world"], arguments.get("rank_offset", 0)
-        try:
-            ranks = range(first, first + world)
-        except TypeError:
-            ranks = range(0)
-        if not ranks or ranks[0] < 0:
+        if not isinstance(world, int) or world < 1 or first < 0:
             raise ShapeError(f"{who}: the world is a number of ranks, such as 8, not {world!r} from rank {first!r} on.")
         known = inspect.signature(recipe).parameters
         given = {name: value for name, value in arguments.items() if value != known[name].default}
-        return cls(who, ranks, {name: given[name] for name in given if name not in ("world", "of")})
+        return cls(
+            who, range(first, first + world), {name: given[name] for name in given if name not in ("world", "of")}
+        )
 
     def __str__(self) -> str:
         return self.with_changes()

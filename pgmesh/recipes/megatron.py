@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, Union
 
@@ -36,7 +36,7 @@ AXES = {
     "expert-tensor+expert+pipeline": "etp-ep-pp",
     "expert-data": "edp",
 }
-"""The names of groups along axes of the dense mesh or, if that lacks one of the axes, of the expert mesh."""
+"""The names of groups along axes, with the axes."""
 
 SHORT_NAMES = {
     "tp": "tensor",
@@ -125,18 +125,16 @@ def megatron(
     call = RecipeCall.of(megatron, locals())
     sizes = call.fill_sizes(call.parse_sizes(dp=-1, tp=tp, cp=cp, pp=pp))
     expert_sizes = call.parse_sizes(edp=-1, ep=ep, etp=tp if etp is None else etp)
-    sizes |= call.fill_sizes(expert_sizes, len(call.ranks) // sizes["pp"], "a pipeline stage")
-    largest = {axis: max(sizes[axis], sizes[EXPERT_AXIS.get(axis, axis)]) for axis in DEFAULT_ORDER.split("-")}
-    fastest_first = call.parse_order(order, DEFAULT_ORDER, "fastest axis first", largest)
+    expert_sizes = call.fill_sizes(expert_sizes, len(call.ranks) // sizes["pp"], "a pipeline stage")
+    fastest_first = _parse_order(call, order, {**sizes, **expert_sizes})
     slowest_first = fastest_first[::-1]  # the order of a mesh
-    dense = Layout({axis: sizes[axis] for axis in slowest_first if axis != "ep"}, ranks=call.ranks)
+    dense = Layout({axis: sizes[axis] for axis in slowest_first if axis in sizes}, ranks=call.ranks)
     expert_axes = [EXPERT_AXIS[axis] for axis in slowest_first if axis in EXPERT_AXIS]
-    expert = dense.view({axis: sizes[axis] for axis in expert_axes})
+    expert = dense.view({axis: {**sizes, **expert_sizes}[axis] for axis in expert_axes})
     _check_pipelines(call, order.lower(), dense, expert)
-    along_axes: dict[str, tuple[Axis, ...]] = {word: tuple(axes.split("-")) for word, axes in AXES.items()}
     levels = {} if hierarchical_cp is None else _context_levels(call, dense, hierarchical_cp)
     names = {
-        **{word: Along(dense if {*axes} <= {*dense.axes} else expert, axes) for word, axes in along_axes.items()},
+        **_along_axes(dense, expert),
         **levels,
         **(_hybrid_pieces(call, dense) if hybrid_cp else {}),
         "embedding": _stages(dense, embedding),
@@ -148,6 +146,22 @@ def megatron(
     return build(Arrangement(str(call), dense, names, expert, direction, short), call, of, name)
 
 
+def _parse_order(call: RecipeCall, order: str, sizes: Mapping[str, int]) -> list[str]:
+    """The axes of an order, fastest first. It names an axis of the dense mesh and that of the expert mesh at once."""
+    axes = DEFAULT_ORDER.split("-")
+    larger = {axis: max(sizes[axis], sizes[EXPERT_AXIS.get(axis, axis)]) for axis in axes}
+    return call.parse_order(order, DEFAULT_ORDER, "fastest axis first", larger)
+
+
+def _along_axes(dense: Layout, expert: Layout) -> dict[str, Along]:
+    """The groups along axes of the dense mesh or, if that lacks one of the axes, of the expert mesh."""
+    names = {}
+    for word, text in AXES.items():
+        axes = tuple(text.split("-"))
+        names[word] = Along(dense if {*axes} <= {*dense.axes} else expert, axes)
+    return names
+
+
 def _check_pipelines(call: RecipeCall, order: str, dense: Layout, expert: Layout) -> None:
     """Raise ShapeError if the dense and the expert mesh have different pipelines, or different data parallelism."""
     pp, dp, edp = dense.size("pp"), dense.size("dp"), expert.size("edp")
@@ -157,8 +171,8 @@ def _check_pipelines(call: RecipeCall, order: str, dense: Layout, expert: Layout
     last = order.replace("pp-", "") + "-pp"
     raise ShapeError(
         f"{call}: pp is {pp} and not last in the order, so that experts need the data size and the pipelines of the "
-        f"rest. But expert data is {edp} and data {dp}: etp x ep has to be tp x cp = {dense.size('tp', 'cp')}. The "
-        f"first pipelines are {list(expert_pipeline)} and {list(pipeline)}.\n\n"
+        f"rest. But data is {edp} for experts and {dp} for the rest, and the first pipeline is "
+        f"{list(expert_pipeline)} for experts and {list(pipeline)} for the rest.\n\n"
         f"  order={last!r}   # pp last, which is slowest"
     )
 
@@ -259,7 +273,7 @@ def _split(call: RecipeCall, mesh: Layout, axes: Sequence[Axis], size: int) -> P
     sizes: dict[Axis, int] = {}  # of the view, innermost axis first
     inside: list[Axis] = []
     between: list[Axis] = []
-    left = size
+    left = size  # the factor of ``size`` that the runs so far have not taken
     relevant = [axis for axis in reversed(mesh.axes) if axis in axes or mesh.size(axis) > 1]
     for is_cut, run in groupby(relevant, key=lambda axis: axis in axes):
         if not is_cut:

@@ -145,18 +145,21 @@ class ReshardPlan:
         >>> ReshardPlan((8,), Layout(2), [0], Layout(2, ranks=[1, 2]), [0]).of(1).receives
         (Transfer(peer=0, region=(((0, 4),),), start=0, stop=4),)
         """
-        mine = self.source.part_of(rank) if rank in self.source.layout else None
-        sends = () if mine is None else tuple(self._shares_of(mine).sent_by(rank))
-        wanted = self.target.region_of(rank) if rank in self.target.layout else None
-        copied, receives = None, list[Transfer]()
-        for part, overlap in () if wanted is None else self.source.parts_in(wanted):
-            if part == mine:
-                copied = overlap
-            else:
-                receives += self._shares_of(part).received_by(rank)
-        held = None if mine is None else self.source.region_of_part(mine)
+        mine, held, sends = None, None, list[Transfer]()
+        if rank in self.source.layout:
+            mine = self.source.part_of(rank)
+            held = self.source.region_of_part(mine)
+            sends += self._shares_of(mine).sent_by(rank)
+        wanted, copied, receives = None, None, list[Transfer]()
+        if rank in self.target.layout:
+            wanted = self.target.region_of(rank)
+            for part, overlap in self.source.parts_in(wanted):
+                if part == mine:
+                    copied = overlap
+                else:
+                    receives += self._shares_of(part).received_by(rank)
         leaving = sum(each.size for each in sends if self._leaves(rank, each.peer))
-        return RankPlan(rank, held, wanted, sends, tuple(receives), copied, self.itemsize, leaving)
+        return RankPlan(rank, held, wanted, tuple(sends), tuple(receives), copied, self.itemsize, leaving)
 
     def _shares_of(self, part: Part) -> Shares:
         """The shares of the replicas of a part of the source."""
@@ -168,41 +171,13 @@ class ReshardPlan:
         """True if two ranks are on different hosts."""
         return self._host_of[rank] != self._host_of[other]
 
-    def svg(self) -> str:
-        """A picture of who sends what to whom, as SVG. It has the first ranks of each side, at most ``MOST_ROWS``.
-
-        >>> plan = ReshardPlan((8,), Layout(tp=2), {"tp": 0}, Layout(tp=4, ranks=range(2, 6)), {"tp": 0}, itemsize=4)
-        >>> plan.svg().count("<path")
-        4
-        """
-        from pgmesh.drawing import transfers
-
-        sides = []
-        for word, layout in (("source", self.source.layout), ("target", self.target.layout)):
-            sizes = " ".join(f"{axis}={size}" for axis, size in zip(layout.axes, layout.shape))
-            ends = {rank: layout.label_of(rank) for rank in itertools.islice(layout, MOST_ROWS)}
-            if len(self._hosts) > 1:
-                ends = {rank: f"{label}, host {self._host_of[rank]}" for rank, label in ends.items()}
-            sides.append(transfers.Side(f"{word}: {sizes}", ends))
-        source, target = sides
-        sent = {
-            (rank, each.peer): transfers.Sent(each.size * self.itemsize, self._leaves(rank, each.peer))
-            for rank in source.labels
-            for each in self.of(rank).sends
-        }
-        notes = ["a line: what one rank sends to another; thicker is more, dashed is to another host"]
-        if any(len(side.layout) > MOST_ROWS for side in (self.source, self.target)):
-            notes.append(f"a sample: the first {MOST_ROWS} ranks of each side")
-        title = f"shape {self.shape}, {count_of(self.itemsize, 'byte')} each"
-        return transfers.drawing(title, notes, source, target, sent)
-
     def __str__(self) -> str:
-        plans = [self.of(rank) for rank in sorted(self.ranks)[:MOST_ROWS]]
-        table = [(each.rank, each.sent, each.leaving, each.received, each.floor) for each in plans]
-        rows = [[str(rank), *(f"{n * self.itemsize:,}" for n in counts)] for rank, *counts in table]
+        ranks = sorted(self.ranks)[:MOST_ROWS]
+        counts = [(each.sent, each.leaving, each.received, each.floor) for each in map(self.of, ranks)]
+        rows = [["rank", "sends", "to other hosts", "receives", "floor"]]
+        rows += [[str(rank), *map(self._bytes_of, row)] for rank, row in zip(ranks, counts)]
         if len(self.ranks) <= MOST_ROWS:
-            rows.append(["all", *(f"{sum(column) * self.itemsize:,}" for column in [*zip(*table)][1:])])
-        rows = [["rank", "sends", "to other hosts", "receives", "floor"], *rows]
+            rows.append(["all", *(self._bytes_of(sum(column)) for column in zip(*counts))])
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = ["  ".join(word.rjust(width) for word, width in zip(row, widths)) for row in rows]
         if len(self.ranks) > MOST_ROWS:
@@ -210,6 +185,12 @@ class ReshardPlan:
         size = count_of(self.itemsize, "byte")
         title = f"shape {self.shape}, {size} each, from {self.source.layout!r} to {self.target.layout!r}"
         return "\n".join([title, *lines])
+
+    def _bytes_of(self, count: int) -> str:
+        return f"{count * self.itemsize:,}"
+
+
+# -- the shares of replicas ----------------------------------------------------------------------------------------
 
 
 class Piece(NamedTuple):
@@ -249,11 +230,13 @@ class Shares:
     def __init__(self, plan: ReshardPlan, part: Part) -> None:
         self._plan, self._target = plan, plan.target
         self.replicas = plan.source.ranks_of(part)
+        # For each part of the target that overlaps this one: the part and the overlap, its number in this list, the
+        # size of a slot, and the start of its first slot on the line, where the slots of its replicas follow it
         self._wanted = self._target.parts_in(plan.source.region_of_part(part))
         self._numbers = {each: number for number, (each, _) in enumerate(self._wanted)}
-        self._sizes = [size_of(region) for _, region in self._wanted]  # of a slot, for each target part
+        self._sizes = [size_of(region) for _, region in self._wanted]
         sizes = (size * self._target.replicas for size in self._sizes)
-        self._starts = [*itertools.accumulate(sizes, initial=0)]  # of the first slot of each target part, on the line
+        self._starts = [*itertools.accumulate(sizes, initial=0)]
         self._own = self._slots(self.replicas)
         self.total = self._starts[-1] - sum(stop - start for start, stop in self._own.values())
         """Number of elements that the replicas send."""
@@ -288,24 +271,29 @@ class Shares:
     def pieces(self) -> list[Piece]:
         """All pieces, in the order of the line."""
         pieces, left = self._pieces_on_hosts()
-        taken = sorted([*self._own.values(), *(piece[:2] for piece in pieces)])
-        ends = [0, *(stop for _, stop in taken)]
-        free = [*zip(ends, [*(start for start, _ in taken), self._starts[-1]])]
-        places = spans(stop - start for start, stop in free)  # on the line without what is taken
-        for i, replica, start, stop in overlaps(places, spans(left)):
-            shift = free[i][0] - places[i][0]
+        taken = sorted([*self._own.values(), *((piece.start, piece.stop) for piece in pieces)])
+        starts, stops = zip(*taken) if taken else ((), ())
+        free = [*zip((0, *stops), (*starts, self._starts[-1]))]  # the intervals between those that are taken
+        # Join these intervals to a shorter line, and cut it into what is left of the share of each replica.
+        joined = spans(stop - start for start, stop in free)
+        for i, replica, start, stop in overlaps(joined, spans(left)):
+            shift = free[i][0] - joined[i][0]
             pieces.append(Piece(start + shift, stop + shift, replica))
         return sorted(pieces)
 
     def _pieces_on_hosts(self) -> tuple[list[Piece], list[int]]:
         """The pieces that replicas send to ranks of their own host, and what is left of the share of each replica."""
         hosts, host_of, left = self._plan._hosts, self._plan._host_of, [*self.counts]
-        replicas_on = defaultdict[int, list[int]](list)
-        for number, rank in enumerate(self.replicas if len(hosts) > 1 else ()):
+        if len(hosts) == 1:
+            return [], left
+        replicas_on = defaultdict[int, list[int]](list)  # by host, the numbers of the replicas there
+        for number, rank in enumerate(self.replicas):
             replicas_on[host_of[rank]].append(number)
         pieces = []
         for rank, (start, stop) in self._slots([rank for host in replicas_on for rank in hosts[host]]).items():
-            for number in () if rank in self._own else replicas_on[host_of[rank]]:
+            if rank in self._own:
+                continue
+            for number in replicas_on[host_of[rank]]:
                 size = min(left[number], stop - start)
                 if size:
                     pieces.append(Piece(start, start + size, number))
@@ -315,7 +303,7 @@ class Shares:
 
     def _slots(self, ranks: Sequence[int]) -> dict[int, tuple[int, int]]:
         """The slots of these ranks, without those that want nothing of the part."""
-        if len(ranks) > len(self._wanted) * self._target.replicas:  # fewer want it: go through these
+        if len(ranks) > len(self._wanted) * self._target.replicas:  # fewer ranks want the part: go through those
             some = {*ranks}
             ranks = [rank for part, _ in self._wanted for rank in self._target.ranks_of(part) if rank in some]
         return {rank: slot for rank in ranks if (slot := self._slot(rank))}
@@ -336,13 +324,14 @@ def split_evenly(total: int, loads: Sequence[int]) -> list[int]:
     [7, 0, 3]
     """
     order = sorted(range(len(loads)), key=lambda i: loads[i])
-    for n in range(len(order), 0, -1):  # the n least loaded get a part, and come to the same level
+    # The n least loaded ones get a part each, which brings them to the same level: the most n whose loads are below it.
+    for n in range(len(order), 0, -1):
         level, extra = divmod(total + sum(loads[i] for i in order[:n]), n)
         if level >= loads[order[n - 1]]:
             break
     parts = [0] * len(loads)
     for place, i in enumerate(order[:n]):
-        parts[i] = level + (place < extra) - loads[i]
+        parts[i] = level + (place < extra) - loads[i]  # the first ones get 1 more, if the total is not divisible by n
     return parts
 
 

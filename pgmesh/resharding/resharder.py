@@ -5,11 +5,12 @@ Before a byte moves, each rank describes its tensors as JSON. All ranks compare 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, Union
@@ -78,7 +79,8 @@ class Resharder:
     create and call several Resharders of the same meshes in the same order.
 
     The sides have the same names and shapes, and any placements, also on slices of the meshes. A tensor that is not a
-    DTensor is whole on each rank that has its name. Values of a state dict that are not tensors are not moved.
+    DTensor is whole on each rank that has its name. State dicts may have dicts, lists and modules inside; their values
+    that are not tensors are not moved.
 
     Args:
         source_mesh: a mesh or Layout of the ranks that send.
@@ -86,7 +88,7 @@ class Resharder:
         source: the module or (nested) state dict on this rank that is read.
         target: the module or (nested) state dict on this rank that is written.
         rename: maps a name of the source to that of the target, or to None to leave it out; a dict or a function. Only
-            ranks of the source use it.
+            ranks of the source use it. Keys that are no names on this rank are ignored, since stages can share a dict.
         staging_bytes: limit of the staging memory in bytes. A larger tensor exceeds it. Clones are not counted: of
             tensors of the source that share memory with another name of the target, or with a target on several device
             meshes.
@@ -94,7 +96,8 @@ class Resharder:
 
     Raises:
         MembershipError: this rank is in neither mesh.
-        MethodError: a tensor is a shard of an expert as a plain tensor.
+        MethodError: a tensor is a shard of an expert as a plain tensor. Or the state dict of the target has a copy of a
+            tensor, as from ``get_extra_state``: what is written there would be lost.
         MismatchError: names, shapes or arguments differ between ranks. The message has each of them. Or
             ``rename`` gives two tensors one name.
         MissingRanksError: a rank did not come. The message has its status.
@@ -117,20 +120,26 @@ class Resharder:
         self._link = link = Link(source_mesh, target_mesh, timeout)
         self._damage = Damage.NONE
         self._hook: Any = None  # of a torn module, which refuses to run
-        sides, shards = self._tensors()
-        self._planned = signatures(sides)
-        entries = [*describe("source", sides[0]), *describe("target", sides[1])]
-        with link.explaining():
-            self._jobs = plan_jobs(link, exchange(link, [*entries, Entry("argument", "staging_bytes", staging_bytes)]))
-            sizes = map(shards.staged_bytes, self._jobs)
-            *staged, self._number = link.maximum([*sizes, secrets.randbits(62)])  # the number is equal on all ranks
+        check_that_writes_last(target)
+        tensors = self._tensors()
+        shards = self._shards(tensors)
+        self._planned = signatures(tensors)
+        entries = [entry for side, named in tensors.items() for entry in describe(side, named)]
+        entries.append(Entry("argument", "staging_bytes", staging_bytes))
+        with link.handling_failures():
+            self._jobs = plan_jobs(link, exchange(link, entries))
+            sizes = [shards.staged_bytes(job) for job in self._jobs]
+            # of each job the size on the rank that stages most; and a number that all ranks of this Resharder have
+            *staged, self._number = link.maximum([*sizes, secrets.randbits(62)])
         self._buckets = fill_buckets(self._jobs, staged, staging_bytes // 2)
 
-    def _tensors(self) -> tuple[list[dict[str, torch.Tensor]], Shards]:
-        """The tensors of the source and of the target by name in the target, and their local shards."""
-        sides = [tensors_of(self._source, self._rename), tensors_of(self._target)]
-        held, wanted = map(locals_of, sides)
-        return sides, Shards(held, wanted, self._link.device)
+    def _tensors(self) -> dict[str, Tensors]:
+        """The tensors of each side, by their names in the target."""
+        return {"source": tensors_of(self._source, self._rename), "target": tensors_of(self._target)}
+
+    def _shards(self, tensors: Mapping[str, Tensors]) -> Shards:
+        """The local shards of the tensors of each side."""
+        return Shards(locals_of(tensors["source"]), locals_of(tensors["target"]), self._link.device)
 
     def __call__(self) -> Moved:
         """Move the current values into the target. All ranks of both meshes call it.
@@ -142,19 +151,13 @@ class Resharder:
         """
         began = time.monotonic()
         self._link.begin()
-        sides, shards = self._tensors()
-        self._compare(sides)
-        try:
-            with self._link.explaining():
-                staged = move(self._link, self._buckets, shards)
-                self._link.maximum([0])  # the target is whole if all ranks are done
-        except BaseException as error:
-            if shards.target:
-                self._set_damage(Damage.SOURCE_LOST if shards.in_place else Damage.TORN)
-            if self.torn and isinstance(error, PgmeshError):
-                raise type(error)(f"{error}\n\nThe target of this rank is torn. {self._remedy()}") from error
-            raise
-        self._set_damage(Damage.NONE)
+        tensors = self._tensors()
+        shards = self._shards(tensors)
+        with self._link.handling_failures():
+            self._compare(tensors)
+        with self._recording_damage(shards), self._link.handling_failures():
+            staged = move(self._link, self._buckets, shards)
+            self._link.maximum([0])  # the target is whole if all ranks are done
         plans = [job.plan for job in self._jobs]
         return Moved(
             sent=sum(plan.sent * plan.itemsize for plan in plans),
@@ -164,12 +167,12 @@ class Resharder:
             seconds=time.monotonic() - began,
         )
 
-    def _compare(self, sides: Sequence[Tensors]) -> None:
+    def _compare(self, tensors: Mapping[str, Tensors]) -> None:
         """Wait until all ranks call this Resharder, or raise MismatchError if one cannot or calls another."""
         reason = ""
         if self._damage is Damage.SOURCE_LOST:
             reason = f"on this rank {LOST_SOURCE}"
-        elif signatures(sides) != self._planned:
+        elif signatures(tensors) != self._planned:
             reason = "this rank has other tensors than those that were planned"
         if self._link.agree(-1 if reason else self._number) and not reason:
             return
@@ -205,6 +208,19 @@ class Resharder:
             return f"Also, {LOST_SOURCE}. Load the source again, and create a new Resharder on all ranks."
         return "Call the Resharder again on all ranks; when it succeeds, the target is whole."
 
+    @contextlib.contextmanager
+    def _recording_damage(self, shards: Shards) -> Iterator[None]:
+        """Record that the target is torn if the block fails, or whole if it succeeds."""
+        try:
+            yield
+        except BaseException as error:
+            if shards.target:
+                self._set_damage(Damage.SOURCE_LOST if shards.in_place else Damage.TORN)
+            if self.torn and isinstance(error, PgmeshError):
+                raise type(error)(f"{error}\n\nThe target of this rank is torn. {self._remedy()}") from error
+            raise
+        self._set_damage(Damage.NONE)
+
     def _set_damage(self, damage: Damage) -> None:
         """Set the state of the target. While it is torn, a module refuses to run."""
         self._damage = damage
@@ -234,7 +250,8 @@ def reshard(
         target_mesh: the mesh of the result.
         placements: the placements of the result, one for each axis, or by axis: ``{"tp": 0}`` shards dimension 0 along
             axis tp.
-        source: the mesh, slice or Layout whose ranks hold the tensor. Not needed where ``tensor`` is a DTensor.
+        source: the mesh, slice or Layout whose ranks hold the tensor. Not needed where ``tensor`` is a DTensor,
+            unless the ranks' DTensors are on several device meshes, such as slices: they would wait for each other.
         dtype: dtype of the result. Default: that of the tensor.
         timeout: timeout of the call, a timedelta or a number of seconds.
 
@@ -255,35 +272,38 @@ def reshard(
             "reshard needs the ranks that hold the tensor, except where it is a DTensor.\n\n"
             "  reshard(None, target, placements, source=mesh)   # a mesh, a slice of one or a Layout"
         )
-    link = Link(source, target_mesh, timeout)
-    layout, placed = target_mesh.layout, parse_placements(target_mesh.layout, placements)
+    link, layout = Link(source, target_mesh, timeout), target_mesh.layout
+    placed = tuple(parse_placements(layout, placements))
     if link.rank in layout:
-        at = layout.shape, layout.ranks()
-        entries.append(Entry("target", "tensor", None, None if dtype is None else str(dtype), at, tuple(placed)))
-    with link.explaining():
+        mesh = layout.shape, layout.ranks()
+        entries.append(Entry("target", "tensor", None, None if dtype is None else str(dtype), mesh, placed))
+    with link.handling_failures():
         tables = exchange(link, entries)
         (job,) = plan_jobs(link, tables)
-        first = next(iter(tables["source"]["tensor"]))
-        whole = torch.empty(first.shape, dtype=dtype_of(first.dtype), device="meta")
+        whole = next(iter(tables["source"]["tensor"])).on_meta()
         device = link.device if tensor is None else tensor.device
         result = whole.new_empty(shape_of(job.plan.wanted or ()), dtype=dtype, device=device)
         target = {} if job.plan.wanted is None else {"tensor": result}
         move(link, [[job]], Shards(locals_of(held), target, link.device))
-    if not target:
-        return None
-    placements = [
+    return _dtensor(result, whole, target_mesh, placements) if target else None
+
+
+def _dtensor(shard: torch.Tensor, whole: torch.Tensor, mesh: ProcessGroupMesh, placements: Placements) -> DTensor:
+    """The DTensor of a local shard. ``whole`` is on the meta device."""
+    found = [
         Replicate() if each is None else Shard(each) if isinstance(each, int) else each
-        for each in by_axis(layout, placements)
+        for each in by_axis(mesh.layout, placements)
     ]
-    mesh = target_mesh.device_mesh()
-    return DTensor.from_local(result, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+    return DTensor.from_local(
+        shard, mesh.device_mesh(), found, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
 
 # -- tensors and their descriptions --------------------------------------------------------------------------------
 
 
 def tensors_of(state: State, rename: Rename = None) -> dict[str, torch.Tensor]:
-    """The tensors of a module or a state dict by name. Those in nested dicts and modules have dotted names.
+    """The tensors of a module or a state dict by name. Those in nested dicts, lists and modules have dotted names.
 
     Args:
         state: the module or the state dict.
@@ -313,11 +333,29 @@ def _named_tensors(value: Any, name: str = "", place: str = "state") -> Iterator
     """Each tensor of a nested state dict, after its name and the expression for it."""
     if isinstance(value, nn.Module):
         value = value.state_dict(keep_vars=True)  # without detaching each
+    if isinstance(value, (list, tuple)):
+        value = dict(enumerate(value))
     if isinstance(value, torch.Tensor):
         yield name, place, value
     elif isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _named_tensors(inner, f"{name}.{key}" if name else f"{key}", f"{place}[{key!r}]")
+
+
+def check_that_writes_last(target: State) -> None:
+    """Check that the tensors of the target are those that its modules use: hooks may put copies into a state dict.
+
+    Raises:
+        MethodError: a tensor has other memory in each state dict.
+    """
+    one, other = (locals_of(tensors_of(target)) for _ in range(2))
+    for name, tensor in one.items():
+        if tensor.data_ptr() != other[name].data_ptr():
+            raise MethodError(
+                f"state_dict() of the target makes {name} anew in each call, so what is written there would be lost. "
+                "Pass the tensors that the module uses, and the same ones on the source.\n\n"
+                "  Resharder(..., target={**dict(module.named_parameters()), **dict(module.named_buffers())})"
+            )
 
 
 def locals_of(tensors: Tensors) -> dict[str, torch.Tensor]:
@@ -328,13 +366,14 @@ def locals_of(tensors: Tensors) -> dict[str, torch.Tensor]:
         }
 
 
-def signatures(sides: Sequence[Tensors]) -> list[dict[str, tuple[object, ...]]]:
-    """For each side and by name, the properties of tensors that must not change between calls."""
-    more = ("device_mesh", "placements", SHARD_MARK)  # where a tensor has them
-    return [
-        {name: (each.shape, each.dtype, *(getattr(each, word, None) for word in more)) for name, each in side.items()}
-        for side in sides
-    ]
+def signatures(tensors: Mapping[str, Tensors]) -> dict[tuple[str, str], list[object]]:
+    """By side and name, the properties of a tensor that must not change between calls."""
+    properties = ("shape", "dtype", "device_mesh", "placements", SHARD_MARK)  # plain tensors have the first two
+    return {
+        (side, name): [getattr(each, word, None) for word in properties]
+        for side, named in tensors.items()
+        for name, each in named.items()
+    }
 
 
 class Entry(NamedTuple):
@@ -356,6 +395,10 @@ class Entry(NamedTuple):
     mesh: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     placements: tuple[Sharded | None, ...] = ()
 
+    def on_meta(self) -> torch.Tensor:
+        """A tensor of this global shape and dtype on the meta device."""
+        return torch.empty(self.shape, dtype=dtype_of(self.dtype), device="meta")
+
     def on(self, ranks: Sequence[int]) -> tuple[Layout, Placements]:
         """The layout of the tensor and its placements there, if these ranks name it."""
         sizes, ranks = self.mesh or ((len(ranks),), ranks)
@@ -370,26 +413,27 @@ def describe(side: str, tensors: Tensors) -> list[Entry]:
         MethodError: one is a shard as a plain tensor, of an expert or of a method of another package.
         ShapeError: one is ``Partial``, or its local shard has another shape than its placements say.
     """
-    entries = []
-    for name, shard in locals_of(tensors).items():
-        tensor = tensors[name]
-        entry = Entry(side, name, tuple(tensor.shape), str(tensor.dtype))
-        if axes := getattr(tensor, SHARD_MARK, ""):  # FSDP may have made a DTensor of the shard
-            raise MethodError(
-                f"{name} is sharded along {axes} as a plain tensor: it would be moved as if this shard were the whole "
-                "tensor. Move whole experts (ExpertParallel without tensor=), or leave it out.\n\n"
-                f"  Resharder(..., rename={{{name!r}: None}})   # on the source; leave it out of the target too"
-            )
-        if isinstance(tensor, DTensor):
-            mesh, rank = tensor.device_mesh.mesh, tensor.device_mesh.get_rank()
-            entry = entry._replace(mesh=(tuple(mesh.shape), tuple(mesh.flatten().tolist())))
-            sharding = Sharding(tensor.shape, entry.on(())[0], tensor.placements)
-            expected = shape_of(sharding.region_of(rank)) if rank in sharding.layout else [*shard.shape]
-            if [*shard.shape] != expected:
-                raise ShapeError(f"the local shard of {name} is {tuple(shard.shape)}, not {tuple(expected)}.")
-            entry = entry._replace(placements=tuple(sharding.placements))
-        entries.append(entry)
-    return entries
+    return [_entry(side, name, tensors[name], shard) for name, shard in locals_of(tensors).items()]
+
+
+def _entry(side: str, name: str, tensor: torch.Tensor, shard: torch.Tensor) -> Entry:
+    """The entry of one tensor, whose local shard is ``shard``."""
+    entry = Entry(side, name, tuple(tensor.shape), str(tensor.dtype))
+    if axes := getattr(tensor, SHARD_MARK, ""):  # FSDP may have made a DTensor of the shard
+        raise MethodError(
+            f"{name} is sharded along {axes} as a plain tensor: it would be moved as if this shard were the whole "
+            "tensor. Move whole experts (ExpertParallel without tensor=), or leave it out.\n\n"
+            f"  Resharder(..., rename={{{name!r}: None}})   # on the source; leave it out of the target too"
+        )
+    if not isinstance(tensor, DTensor):
+        return entry
+    mesh, rank = tensor.device_mesh.mesh, tensor.device_mesh.get_rank()
+    entry = entry._replace(mesh=(tuple(mesh.shape), tuple(mesh.flatten().tolist())))
+    sharding = Sharding(tensor.shape, entry.on(())[0], tensor.placements)
+    expected = shape_of(sharding.region_of(rank)) if rank in sharding.layout else [*shard.shape]
+    if [*shard.shape] != expected:
+        raise ShapeError(f"the local shard of {name} is {tuple(shard.shape)}, not {tuple(expected)}.")
+    return entry._replace(placements=tuple(sharding.placements))
 
 
 # -- the exchange of descriptions ----------------------------------------------------------------------------------
@@ -433,47 +477,58 @@ def _outside(tables: Tables, sides: Mapping[str, Sequence[int]]) -> Iterator[str
             yield f"{name_ranks(sorted(outside))} passed a {side} outside its mesh, {mesh}: pass None there"
 
 
-def _differences(tables: Tables) -> list[str]:
+def _differences(tables: Tables) -> Iterator[str]:
     """A line for each difference between the ranks' descriptions."""
-    lines = []
-    shapes: defaultdict[str, dict[Any, list[int]]] = defaultdict(dict)  # by name, with their ranks
     for side, table in tables.items():
         for entry, ranks in (each for entries in table.values() for each in entries.items()):
-            if entry.shape is not None:
-                shapes[entry.name].setdefault(entry.shape, []).extend(ranks)
-            if absent := {*(entry.mesh[1] if entry.mesh else ())}.difference(ranks):
+            if entry.mesh is not None and (absent := {*entry.mesh[1]}.difference(ranks)):
                 here, there = name_ranks(sorted(ranks)), name_ranks(sorted(absent))
-                lines.append(f"{entry.name}: in the {side} on {here}, but not on {there}")
-    for name in {**tables["source"], **tables["target"], **tables["argument"]}:
-        text = ", ".join(f"{shape} on {name_ranks(sorted(ranks))}" for shape, ranks in shapes[name].items())
+                yield f"{entry.name}: in the {side} on {here}, but not on {there}"
+    for name in dict.fromkeys(name for table in tables.values() for name in table):
         sides = [side for side, table in tables.items() if name in table]
-        if sides in (["source"], ["target"]):
-            other = "target" if sides == ["source"] else "source"
-            lines.append(f"{name}: in the {sides[0]} ({text}), not in the {other}")
-        elif len(shapes[name]) > 1:
-            lines.append(f"{name}: {text}")
-    return lines
+        ranks_of = _ranks_by_shape(tables[side][name] for side in sides)
+        shapes = ", ".join(f"{shape} on {name_ranks(sorted(ranks))}" for shape, ranks in ranks_of.items())
+        if sides == ["source"]:
+            yield f"{name}: in the source ({shapes}), not in the target"
+        elif sides == ["target"]:
+            yield f"{name}: in the target ({shapes}), not in the source"
+        elif len(ranks_of) > 1:
+            yield f"{name}: {shapes}"
+
+
+def _ranks_by_shape(descriptions: Iterable[Mapping[Entry, Sequence[int]]]) -> dict[Any, list[int]]:
+    """The ranks that describe each shape of one tensor. Ranks that take over the shape of the source do not count."""
+    found: dict[Any, list[int]] = {}
+    for entries in descriptions:
+        for entry, ranks in entries.items():
+            if entry.shape is not None:
+                found.setdefault(entry.shape, []).extend(ranks)
+    return found
+
+
+# -- the plan of this rank -----------------------------------------------------------------------------------------
 
 
 def plan_jobs(link: Link, tables: Tables) -> list[Job]:
-    """The jobs of this rank, one for each entry of the target, in an order that is the same on all ranks."""
+    """The jobs of this rank, one for each entry of the target, in an order that is the same on all ranks.
+
+    A name on several device meshes of the source is one tensor that is tied: the first of them serves.
+    """
     hosts = [*link.gather_texts(this_host().identity).values()]
-    plans: dict[Any, ReshardPlan] = {}  # by their arguments: tensors with the same ones have one plan
-    tensors = []  # each with the key of its plan
+    plan_of: dict[Any, ReshardPlan] = {}  # by arguments: tensors with the same ones have one plan
+    planned: list[tuple[str, torch.dtype, ReshardPlan]] = []
     for name, entries in sorted(tables["target"].items()):
-        (held, holders), *_ = tables["source"][name].items()
+        held, holders = next(iter(tables["source"][name].items()))
         for wanted, takers in entries.items():
-            dtypes = [dtype_of(each.dtype or held.dtype) for each in (held, wanted)]
-            sent_as = min(dtypes, key=lambda dtype: dtype.itemsize)  # the narrower one
-            sides = *held.on(holders), *wanted.on(takers)
-            key = held.shape, sides, sent_as.itemsize
-            if key not in plans:
-                plans[key] = ReshardPlan(held.shape, *sides, itemsize=sent_as.itemsize, hosts=hosts)
-            tensors.append((name, sent_as, key))
-    counts = Counter(key for _, _, key in tensors)
-    balance([(plan, counts[key]) for key, plan in plans.items()])
-    mine = {key: plan.of(link.rank) for key, plan in plans.items()}
-    return sorted((Job(name, dtype, mine[key]) for name, dtype, key in tensors), key=lambda job: str(job.dtype))
+            dtype = min(dtype_of(held.dtype), dtype_of(wanted.dtype or held.dtype), key=lambda each: each.itemsize)
+            arguments = held.shape, *held.on(holders), *wanted.on(takers)
+            key = arguments, dtype.itemsize
+            if key not in plan_of:
+                plan_of[key] = ReshardPlan(*arguments, itemsize=dtype.itemsize, hosts=hosts)
+            planned.append((name, dtype, plan_of[key]))
+    balance([*Counter(plan for _, _, plan in planned).items()])
+    mine = {plan: plan.of(link.rank) for plan in plan_of.values()}
+    return sorted((Job(name, dtype, mine[plan]) for name, dtype, plan in planned), key=lambda job: str(job.dtype))
 
 
 def dtype_of(name: str | None) -> torch.dtype:

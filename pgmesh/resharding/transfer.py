@@ -1,5 +1,8 @@
 """The transfer of tensors by sends and receives, in buckets.
 
+``fill_buckets`` divides the tensors into buckets, and ``move`` moves them: it makes an ``Exchange`` of each bucket,
+which takes its messages from ``Shards``.
+
 Elements that are consecutive in the memory of a shard are sent from there and received there. The rest is staged:
 packed into a buffer, or received in one and unpacked. While one bucket is exchanged, the next one is packed. So two
 buckets are staged at once, each of at most half the limit.
@@ -44,8 +47,94 @@ class Job(NamedTuple):
         return part.size * self.plan.itemsize < SMALL
 
 
-Piece = tuple[torch.Tensor, torch.Tensor]
-"""Elements of a shard, and their place in a buffer. Both are views."""
+def move(link: Link, buckets: Sequence[Sequence[Job]], shards: Shards) -> int:
+    """Move all buckets; return the most bytes that were staged at once.
+
+    Args:
+        link: the connection of the ranks, which all call it.
+        buckets: the buckets, with the same jobs in the same order on all ranks.
+        shards: the local shards. Those of the target are written in place.
+    """
+    shards.clone_those_in_several(buckets)
+    most, before = 0, None
+    for bucket in buckets:
+        exchange = Exchange(link, bucket, shards)
+        most = max(most, exchange.staged_bytes + (before.staged_bytes if before else 0))
+        if before:
+            before.finish()
+        before = exchange
+    if before:
+        before.finish()
+    return most
+
+
+def fill_buckets(jobs: Sequence[Job], staged: Sequence[int], limit: int) -> list[list[Job]]:
+    """Buckets of jobs of one dtype each. A job larger than the limit is a bucket by itself.
+
+    Args:
+        jobs: the jobs in the same order on all ranks.
+        staged: for each job, the bytes that the rank that stages most of it stages.
+        limit: most bytes of a bucket.
+    """
+    buckets: list[list[Job]] = []
+    total = 0
+    for job, size in zip(jobs, staged):
+        if not buckets or total + size > limit or buckets[-1][0].dtype != job.dtype:
+            buckets.append([])
+            total = 0
+        buckets[-1].append(job)
+        total += size
+    return buckets
+
+
+class Exchange:
+    """The exchange of one bucket. It begins at once, and ends in ``finish``.
+
+    Args:
+        link: the connection of the ranks, which all exchange the same bucket.
+        bucket: the jobs.
+        shards: the local shards.
+    """
+
+    def __init__(self, link: Link, bucket: Sequence[Job], shards: Shards) -> None:
+        self._link = link
+        sends, receives = (shards.messages(bucket, side) for side in ("sends", "receives"))
+        packed = [piece for message in sends for piece in message.pieces]
+        for elements, place in packed:
+            place.copy_(elements)
+        self._works = link.exchange(
+            [(message.peer, message.values) for message in sends],
+            [(message.peer, message.values) for message in receives],
+        )
+        self._unpacked = [piece for message in receives for piece in message.pieces]
+        self._copy_held_elements(bucket, shards)
+        self.staged_bytes = sum(place.nbytes for _, place in (*packed, *self._unpacked))
+        """Bytes in buffers."""
+
+    def _copy_held_elements(self, bucket: Sequence[Job], shards: Shards) -> None:
+        """Copy what this rank holds already; within one memory only after the exchange, which still reads there."""
+        for job in bucket:
+            for elements, values in shards.held_elements(job):
+                if job.name in shards.in_place:
+                    self._unpacked.append(Piece(elements, values.to(job.dtype, copy=True)))
+                else:
+                    elements.copy_(values)
+
+    def finish(self) -> None:
+        """Wait until all has arrived, and write it into the target."""
+        self._link.wait(self._works)
+        self._unpack()
+
+    def _unpack(self) -> None:
+        for elements, values in self._unpacked:
+            elements.copy_(values)
+
+
+class Piece(NamedTuple):
+    """Some elements of a shard, and their place in a buffer. Both are views of one shape."""
+
+    elements: torch.Tensor
+    place: torch.Tensor
 
 
 class Message(NamedTuple):
@@ -84,6 +173,13 @@ class Shards:
         for name in {read for read, written in shared if read != written}:
             self.source[name] = source[name].clone()
 
+    def clone_those_in_several(self, buckets: Sequence[Sequence[Job]]) -> None:
+        """Clone tensors that are moved in place in several buckets: the first one writes what the others read."""
+        buckets_of = Counter(name for bucket in buckets for name in {job.name for job in bucket})
+        for name in self.in_place & self.source.keys():
+            if buckets_of[name] > 1:
+                self.source[name] = self.source[name].clone()
+
     def of(self, job: Job, side: str) -> tuple[torch.Tensor, Region]:
         """The shard that a job "sends" or "receives", and its region."""
         if side == "sends":
@@ -97,8 +193,8 @@ class Shards:
             side: "sends" or "receives".
         """
         shard, region = self.of(job, side)
-        is_overwritten = side == "receives" and job.name in self.in_place
-        if is_overwritten or job.is_small(part) or (shard.dtype, shard.device) != (job.dtype, self.device):
+        is_read_later = side == "receives" and job.name in self.in_place
+        if is_read_later or job.is_small(part) or (shard.dtype, shard.device) != (job.dtype, self.device):
             return None
         first, *more = itertools.islice(boxes(region, part.region), 2)
         if more or not shard[first].is_contiguous():
@@ -107,105 +203,52 @@ class Shards:
 
     def staged_bytes(self, job: Job) -> int:
         """Bytes of the buffers that this rank needs for a job."""
-        plan, sides = job.plan, {"sends": job.plan.sends, "receives": job.plan.receives}
-        parts = [part for side, parts in sides.items() for part in parts if self.view(job, part, side) is None]
-        kept = size_of(plan.copied) if plan.copied is not None and job.name in self.in_place else 0
-        return plan.itemsize * (sum(part.size for part in parts) + kept)
+        plan = job.plan
+        staged = sum(part.size for part in plan.sends if self.view(job, part, "sends") is None)
+        staged += sum(part.size for part in plan.receives if self.view(job, part, "receives") is None)
+        if plan.copied is not None and job.name in self.in_place:
+            staged += size_of(plan.copied)
+        return plan.itemsize * staged
 
     def messages(self, bucket: Sequence[Job], side: str) -> list[Message]:
         """What this rank "sends" or "receives" of a bucket, in the order of the other rank, with empty buffers.
 
         A transfer is one message, but all small ones of the bucket are one.
         """
-        parts: defaultdict[tuple[int, str], list[tuple[Job, Transfer]]] = defaultdict(list)
+        messages: list[Message] = []
+        small: defaultdict[int, list[tuple[Job, Transfer]]] = defaultdict(list)  # by the other rank
         for job in bucket:
             for part in getattr(job.plan, side):
-                parts[part.peer, "" if job.is_small(part) else job.name].append((job, part))
-        return [self._message(peer, each, side) for (peer, _), each in parts.items()]
+                if job.is_small(part):
+                    small[part.peer].append((job, part))
+                elif (values := self.view(job, part, side)) is not None:
+                    messages.append(Message(part.peer, values))
+                else:
+                    messages.append(self._staged_message([(job, part)], side))
+        return [*messages, *(self._staged_message(parts, side) for parts in small.values())]
 
-    def _message(self, peer: int, parts: list[tuple[Job, Transfer]], side: str) -> Message:
-        """One transfer, or all small ones."""
-        values = self.view(*parts[0], side)
-        if values is not None:
-            return Message(peer, values)
-        sizes, dtype = [part.size for _, part in parts], parts[0][0].dtype
-        values = torch.empty(sum(sizes), dtype=dtype, device=self.device)
+    def _staged_message(self, parts: list[tuple[Job, Transfer]], side: str) -> Message:
+        """Transfers with one other rank, one after the other in a buffer."""
+        (job, first), sizes = parts[0], [part.size for _, part in parts]
+        values = torch.empty(sum(sizes), dtype=job.dtype, device=self.device)
         buffers = zip(parts, torch.split(values, sizes))
-        return Message(peer, values, [piece for part, buffer in buffers for piece in self._pieces(*part, side, buffer)])
+        pieces = [piece for part, buffer in buffers for piece in self._pieces(*part, side, buffer)]
+        return Message(first.peer, values, pieces)
 
     def _pieces(self, job: Job, part: Transfer, side: str, buffer: torch.Tensor) -> Iterator[Piece]:
-        """The pieces of a transfer."""
+        """The pieces of a transfer, whose elements are consecutive in a buffer."""
         shard, whole = self.of(job, side)
         regions = [*blocks(part.region, part.start, part.stop)]
         for region, block in zip(regions, torch.split(buffer, [size_of(each) for each in regions])):
             for inside, place in zip(boxes(whole, region), boxes(region, region)):
-                yield shard[inside], block.view(shape_of(region))[place]
+                yield Piece(shard[inside], block.view(shape_of(region))[place])
 
-    def kept(self, job: Job) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def held_elements(self, job: Job) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The elements of the target that this rank holds already, each time with those of the source."""
         if job.plan.copied is not None:
             (source, held), (target, wanted) = self.of(job, "sends"), self.of(job, "receives")
             for old, new in zip(boxes(held, job.plan.copied), boxes(wanted, job.plan.copied)):
                 yield target[new], source[old]
-
-
-class Exchange:
-    """A bucket that is being exchanged.
-
-    Args:
-        link: the connection of the ranks, which all exchange the same bucket.
-        bucket: the jobs.
-        shards: the local shards.
-    """
-
-    def __init__(self, link: Link, bucket: Sequence[Job], shards: Shards) -> None:
-        self._link = link
-        sends, receives = (shards.messages(bucket, side) for side in ("sends", "receives"))
-        packed = [piece for message in sends for piece in message.pieces]
-        self._staged = [piece for message in receives for piece in message.pieces]
-        for elements, place in packed:
-            place.copy_(elements)
-        self._works = link.exchange(*([message[:2] for message in side] for side in (sends, receives)))
-        for job in bucket:
-            for elements, values in shards.kept(job):
-                if job.name in shards.in_place:
-                    self._staged.append((elements, values.to(job.dtype, copy=True)))
-                else:
-                    elements.copy_(values)
-        self.staged_bytes = sum(values.nbytes for _, values in (*packed, *self._staged))
-        """Bytes in buffers."""
-
-    def finish(self) -> None:
-        """Wait until all has arrived, and write it into the target."""
-        self._link.wait(self._works)
-        self._unpack()
-
-    def _unpack(self) -> None:
-        for elements, values in self._staged:
-            elements.copy_(values)
-
-
-def move(link: Link, buckets: Sequence[Sequence[Job]], shards: Shards) -> int:
-    """Move all buckets; return the most bytes that were staged at once.
-
-    Args:
-        link: the connection of the ranks, which all call it.
-        buckets: the buckets, with the same jobs in the same order on all ranks.
-        shards: the local shards. Those of the target are written in place.
-    """
-    buckets_of = Counter(name for bucket in buckets for name in {job.name for job in bucket})
-    for name in shards.in_place & shards.source.keys():
-        if buckets_of[name] > 1:  # the first bucket writes what the others read
-            shards.source[name] = shards.source[name].clone()
-    most, running = 0, list[Exchange]()
-    for bucket in buckets:
-        running.append(Exchange(link, bucket, shards))
-        most = max(most, sum(each.staged_bytes for each in running))
-        if len(running) == 2:
-            running.pop(0).finish()
-    for each in running:
-        each.finish()
-    return most
 
 
 def find_overlaps(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
@@ -228,25 +271,6 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start if last is None else last.data_ptr() + last.itemsize
 
 
-def fill_buckets(jobs: Sequence[Job], staged: Sequence[int], limit: int) -> list[list[Job]]:
-    """Buckets of jobs of one dtype each. A job larger than the limit is a bucket by itself.
-
-    Args:
-        jobs: the jobs in the same order on all ranks.
-        staged: for each job, the bytes that the rank that stages most of it stages.
-        limit: most bytes of a bucket.
-    """
-    buckets: list[list[Job]] = []
-    total = 0
-    for job, size in zip(jobs, staged):
-        if not buckets or total + size > limit or buckets[-1][0].dtype != job.dtype:
-            buckets.append([])
-            total = 0
-        buckets[-1].append(job)
-        total += size
-    return buckets
-
-
 def blocks(region: Region, start: int, stop: int) -> Iterator[Region]:
     """Regions with consecutive elements that together are elements ``start`` to ``stop`` of a region, in order.
 
@@ -256,10 +280,10 @@ def blocks(region: Region, start: int, stop: int) -> Iterator[Region]:
     if not region:
         yield region
         return
-    row = size_of(region[1:])
+    row = size_of(region[1:])  # number of elements with one index of the first dimension
     while start < stop:
         first, skipped = divmod(start, row)
-        rows = 1 if skipped else max((stop - start) // row, 1)
+        rows = 1 if skipped else max((stop - start) // row, 1)  # whole ones as far as possible, else a part of one
         end = min(stop, (first + rows) * row)
         inner = [region[1:]] if end - start == rows * row else blocks(region[1:], skipped, end - first * row)
         for rest in inner:
@@ -268,6 +292,8 @@ def blocks(region: Region, start: int, stop: int) -> Iterator[Region]:
 
 
 def boxes(whole: Region, part: Region) -> Iterator[tuple[slice, ...]]:
-    """The slices of each box of a part in a tensor of the region ``whole``."""
-    sides = zip(whole, part)
-    return itertools.product(*([slice(*positions(all_of_it, [each])[0]) for each in some] for all_of_it, some in sides))
+    """The slices of each box of a part in a tensor of the region ``whole``: one interval from each dimension."""
+    slices = []
+    for all_of_it, some in zip(whole, part):
+        slices.append([slice(start, stop) for interval in some for start, stop in positions(all_of_it, [interval])])
+    return itertools.product(*slices)

@@ -36,10 +36,9 @@ def output(capsys: pytest.CaptureFixture[str], line: str, status: int = 0) -> st
 ANSWERS = {
     "plan": f"plan {MESH} --view 'moe: ep=8 edp=-1' --combinations dp,cp",
     "plan-in-another-order": f"plan {MESH} --order tp,cp,dp,pp",
-    "plan-with-picture": "plan pp=2 dp=2 tp=2 --nodes 2x4 --picture --view 'moe: pp=2 edp=1 ep=4'",
     "plan-uneven": "plan dp=5 tp=4 --nodes 8,6,6",
     "plan-domains": "plan pp=4 dp=-1 tp=8 --domains 4x18x4",
-    "plan-numbered": "plan 2 2 2 --nodes 2x4 --combinations 0,2 --picture",
+    "plan-numbered": "plan 2 2 2 --nodes 2x4 --combinations 0,2",
     "show-numbered": "show --rank 5 2 2 2",
     "plan-a-million": "plan pp=16 dp=-1 cp=8 tp=16 --nodes 131072x8",
     "compare": f"plan {MESH} --compare tp,cp,dp,pp dp,pp,tp,cp",
@@ -289,7 +288,7 @@ def test_ascii_terminal_gets_an_answer():
 # ---- in a terminal ----
 
 
-@pytest.mark.parametrize("name", ["plan", "compare", "suggest", "show", "show-a-million", "plan-with-picture"])
+@pytest.mark.parametrize("name", ["plan", "compare", "suggest", "show", "show-a-million"])
 def test_terminal_shows_the_same_with_rich(capsys, name):
     pytest.importorskip("rich")
     plain = output(capsys, ANSWERS[name])

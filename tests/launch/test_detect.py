@@ -484,24 +484,12 @@ def test_an_invalid_node_list_is_an_error(text):
         parse_hosts(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        (
-            "a[3-1]",
-            "the list is 'a[3-1]', which is not a Slurm list of hosts: '3-1' is not a number or an ascending range.",
-        ),
-        (
-            "a[1-99999999999]",
-            "the list is 'a[1-99999999999]', which is not a Slurm list of hosts: '1-99999999999' is not a number or "
-            "an ascending range.",
-        ),
-    ],
-)
-def test_lists_that_are_too_long_or_descending(text, error):
+def test_descending_range_of_hosts_is_an_error():
     with pytest.raises(LaunchError) as caught:
-        parse_hosts(text)
-    assert str(caught.value) == error
+        parse_hosts("a[3-1]")
+    assert str(caught.value) == (
+        "the list is 'a[3-1]', which is not a Slurm list of hosts: '3-1' is not a number or an ascending range."
+    )
 
 
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 9)), min_size=1))
@@ -510,7 +498,7 @@ def test_task_counts_are_parsed(runs):
     assert parse_task_counts(text) == tuple(n for n, times in runs for _ in range(times))
 
 
-@pytest.mark.parametrize("text", ["", "x", "8,", "8(2)", "8(x)", "8(x0)", "(x2)", "-1", "1(x2)3", "8 ", "1(x99999999)"])
+@pytest.mark.parametrize("text", ["", "x", "8,", "8(2)", "8(x)", "8(x0)", "(x2)", "-1", "1(x2)3", "8 "])
 def test_invalid_list_of_task_counts_is_an_error(text):
     with pytest.raises(LaunchError, match=r"^SLURM_TASKS_PER_NODE is '.*', which is not a list of task counts: "):
         parse_task_counts(text, "SLURM_TASKS_PER_NODE")

@@ -55,8 +55,8 @@ ON_TWO = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_S
               MPI_LOCALRANKID = 3
               MPI_LOCALNRANKS = 4
 
-              launch.join(port=29500)    # the same on every rank
-              export MASTER_PORT=29500   # or in the environment of every rank
+              launch.join(host='n1', port=29500)        # the same on every rank
+              export MASTER_ADDR=n1 MASTER_PORT=29500   # or in the environment of every rank
             """,
         ),
         (
@@ -71,8 +71,8 @@ ON_TWO = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_S
               OMPI_COMM_WORLD_LOCAL_SIZE = 2
               PMIX_NAMESPACE             = 1776680961
 
-              launch.join(host='n1')   # the same on every rank
-              export MASTER_ADDR=n1    # or in the environment of every rank
+              launch.join(host='n1', port=29500)        # the same on every rank
+              export MASTER_ADDR=n1 MASTER_PORT=29500   # or in the environment of every rank
             """,
         ),
         (
@@ -85,8 +85,8 @@ ON_TWO = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_S
               SLURM_JOB_ID  = 3
               SLURM_STEP_ID = 0
 
-              launch.join(host='n1')   # the same on every rank
-              export MASTER_ADDR=n1    # or in the environment of every rank
+              launch.join(host='n1', port=29500)        # the same on every rank
+              export MASTER_ADDR=n1 MASTER_PORT=29500   # or in the environment of every rank
             """,
         ),
     ],
@@ -298,6 +298,11 @@ def test_tasks_of_slurm_join_through_a_store_process(tmp_path):
             "launch.from_slurm(backend='gloo')",
             {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "RANK": "7"},
             "rank 0 of 1: Slurm, because SLURM_STEP_ID is set",
+        ),
+        (
+            "launch.join('gloo')",
+            {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"},
+            "rank 0 of 1, local rank 0 of 1: MPICH, because PMI_RANK is set",
         ),
     ],
 )

@@ -360,7 +360,7 @@ def test_join_takes_the_device_of_its_local_rank(monkeypatch):
     for name, value in zip(TORCHRUN_VARIABLES, ("1", "2", "1", "127.0.0.1", "1"), strict=True):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(LaunchError, match="LOCAL_RANK is 1, but this process sees 1 CUDA devices"):
+    with pytest.raises(LaunchError, match="the local rank is 1, but this process sees 1 CUDA devices"):
         join("nccl")
 
 

@@ -37,7 +37,7 @@ def one_replica_sends(split_evenly):
     tests="tests/resharding/test_resharder.py -k listed_before",
 )
 def differences_not_listed(differences):
-    return lambda tables: differences(tables)[:1]
+    return lambda tables: [*differences(tables)][:1]
 
 
 @breaks(

@@ -239,6 +239,9 @@ def test_socket_variables_must_select_an_interface():
     assert brief([finding]) == [("bad", "NCCL_SOCKET_IFNAME is =ib, but the interfaces are lo, ib0")]
     (finding,) = diagnosis.interface_findings({"GLOO_SOCKET_IFNAME": "lo"}, ["lo"])
     assert brief([finding]) == [("ok", "GLOO_SOCKET_IFNAME is lo: lo")]
+    for setting in ("^lo", "=lo", "lo,ib1"):  # of NCCL's syntax, Gloo knows the commas only
+        (finding,) = diagnosis.interface_findings({"GLOO_SOCKET_IFNAME": setting}, ["lo"])
+        assert brief([finding]) == [("bad", f"GLOO_SOCKET_IFNAME is {setting}, but the interfaces are lo")]
 
 
 # ---- the store ----
@@ -336,6 +339,12 @@ def test_store_address_that_does_not_resolve_is_bad(rank):
         (finding,) = diagnosis.store_findings({}, found(rank=rank, address="nowhere", port=29500), 2.0)
     assert brief([finding]) == [("bad", "the name nowhere cannot be resolved: Name or service not known")]
     assert finding.fix == "set MASTER_ADDR to a name or an address of rank 0's host, the same on every rank"
+
+
+@pytest.mark.parametrize("address", ["n" * 64, "n1..cluster"])
+def test_store_address_that_is_no_name_is_bad(address):
+    (finding,) = diagnosis.store_findings({}, found(rank=1, address=address, port=29500), 2.0)
+    assert finding.text.startswith(f"the name {address} cannot be resolved: ")
 
 
 @pytest.mark.long

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import random
 import signal
+import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -496,6 +499,50 @@ def test_shards_of_experts_as_plain_tensors_are_refused():
     assert all("weight is sharded along etp=2 as a plain tensor" in text for text in texts)
 
 
+class Scale(nn.Module):
+    """Its extra state is a tensor, or a copy of one."""
+
+    def __init__(self, value: float, copies: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2,), value))
+        self.scale, self.copies = torch.full((3,), value), copies
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.scale.clone() if self.copies else self.scale
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.scale = state
+
+
+def copies_of_a_target() -> list[Any]:
+    source, target = Scale(1.0, copies=True), Scale(0.0, copies=False)
+    Resharder(Layout(1), Layout(1), source=source, target=target)()
+    moved = target.weight.tolist(), target.scale.tolist()
+    target = nn.ModuleDict({"net": Scale(0.0, copies=True)})
+    source = nn.ModuleDict({"net": source})
+    text = refused(MethodError, source, target)
+    sides = [{**dict(module.named_parameters()), **dict(module.named_buffers())} for module in (source, target)]
+    Resharder(Layout(1), Layout(1), source=sides[0], target=sides[1])()
+    return [moved, text, target["net"].weight.tolist(), target["net"].scale.tolist()]
+
+
+def test_copies_in_state_dict_of_target_are_refused():
+    ((moved, text, weight, scale),) = world(1).run(copies_of_a_target)
+    assert moved == ([1.0] * 2, [1.0] * 3)
+    assert text.startswith("state_dict() of the target makes net._extra_state anew in each call, so ")
+    assert (weight, scale) == ([1.0] * 2, [0.0] * 3)
+
+
+def tensors_in_lists() -> list[list[float]]:
+    source, target = ({"x": [torch.full((2,), value), (3, torch.full((1,), value))]} for value in (1.0, 0.0))
+    Resharder(Layout(1), Layout(1), source=source, target=target)()
+    return [target["x"][0].tolist(), target["x"][1][1].tolist()]
+
+
+def test_tensors_in_lists_of_state_dicts_are_moved():
+    assert world(1).run(tensors_in_lists) == [[[1.0, 1.0], [1.0]]]
+
+
 # ---- faults ----
 
 
@@ -645,6 +692,20 @@ def test_broken_connections_are_an_error_at_the_timeout():
     assert 1 <= seconds < 5
 
 
+def test_batch_that_fails_keeps_no_started_works():
+    """Works that it had started would write into the target for as long as they live."""
+    started = []
+
+    def batch() -> None:
+        work = threading.Event()
+        started.append(weakref.ref(work))
+        raise RuntimeError("connection reset by peer")
+
+    with pytest.raises(link._Broken) as caught, link._raising_broken():
+        batch()
+    assert started[0]() is None, caught  # while the error is kept
+
+
 class Generator(nn.Module):
     def __init__(self, names: list[str]) -> None:
         super().__init__()
@@ -735,6 +796,49 @@ def test_a_torn_target_is_whole_after_the_retry(who, step, bucket):
     assert [error == "ValueError" for error, *_ in results] == [rank == who for rank in range(4)]
     assert [torn for _, torn, *_ in results] == [False, False, True, True]
     assert [result[2:] for result in results] == [(("", ""), False, True, "")] * 4
+
+
+def interrupted(again: str) -> Any:
+    """Ctrl-C on rank 3, as a call begins on all ranks, or in a bucket and again in a step of the release."""
+    rank = dist.get_rank()
+    names = [f"w{i}" for i in range(6)]
+    source = {name: torch.full((1000,), 1.0) for name in names} if rank < 2 else None
+    target = {name: torch.zeros(1000) for name in names} if rank >= 2 else None
+    sync = Resharder(Layout(2), Layout(2, ranks=[2, 3]), source=source, target=target, staging_bytes=8000, timeout=10)
+    interrupts = mock.Mock(side_effect=KeyboardInterrupt)
+    owner, step = {"": (link.Link, "maximum"), "join": (link.Works, "join"), "close": (ProcessGroupMesh, "close")}[
+        again
+    ]
+    maximum = link.Link.maximum
+
+    def interrupt(each: Any, *arguments: Any) -> None:
+        if not again:
+            maximum(each, *arguments)
+        interrupts()
+
+    first = ("", "", 0.0)
+    try:
+        with contextlib.ExitStack() as stack:
+            if rank == 3:
+                stack.enter_context(mock.patch.object(owner, step, interrupt))
+                if again:
+                    stack.enter_context(before_step("receives", 2, interrupts))
+            first = outcome(sync)
+    except KeyboardInterrupt:
+        first = ("KeyboardInterrupt", "", 0.0)
+    retry = outcome(sync)
+    whole = target is None or all(tensor.tolist() == [1.0] * 1000 for tensor in target.values())
+    return first[0], retry, whole, interrupts.call_count
+
+
+@pytest.mark.parametrize("again", ["", "join", "close"])
+def test_call_succeeds_after_ctrl_c_once_or_twice(again):
+    results = world(4).run(interrupted, again)
+    assert [calls for *_, calls in results] == [0, 0, 0, 2 if again else 1]
+    for rank, (first, (error, text, seconds), whole, _) in enumerate(results):
+        assert first == "KeyboardInterrupt" if rank == 3 else first in ("WorldError", "MissingRanksError"), rank
+        assert (error, whole) == ("", True), (rank, text)
+        assert seconds < 5
 
 
 def fails_in_place() -> Any:
