@@ -25,12 +25,6 @@ if TYPE_CHECKING:
 ATTENTION_FUNCTIONS = ("scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention")
 """Names of torch's functions for attention."""
 
-ATTENTION_ATTRIBUTE = (
-    "  self.attention = scaled_dot_product_attention       # in __init__ of the attention module\n"
-    "  out = self.attention(q, k, v, is_causal=True)       # in its forward"
-)
-"""The calls that make attention replaceable, for errors."""
-
 
 class ContextParallel(Method):
     """Shards sequences along the axes. Attention covers the whole sequence, by a ring or by Ulysses.
@@ -88,20 +82,11 @@ class ContextParallel(Method):
             MethodError: no submodule has torch's scaled_dot_product_attention in an attribute.
             MethodError: a submodule calls attention by its name, as torch's MultiheadAttention does.
         """
-        if not self.cuts:
-            return
-        replaceable = [layer for _, layer, _ in attributes_with(module, scaled_dot_product_attention)]
-        for name, layer in module.named_modules():
-            function = _called_attention(layer)
-            if function and layer not in replaceable:
-                raise MethodError(
-                    f"{name or 'the module'}, which is {type(layer).__name__}, calls {function} by its name. It cannot "
-                    f"be replaced, and would cover the positions of one rank only.\n\n{ATTENTION_ATTRIBUTE}"
-                )
-        if not replaceable:
+        if self.cuts and (problem := _find_problem(module)):
             raise MethodError(
-                f"no submodule of {type(module).__name__} has torch's scaled_dot_product_attention in an attribute, so "
-                f"there is no attention to replace.\n\n{ATTENTION_ATTRIBUTE}"
+                f"{problem}\n\n"
+                "  self.attention = scaled_dot_product_attention       # in __init__ of the attention module\n"
+                "  out = self.attention(q, k, v, is_causal=True)       # in its forward"
             )
 
     def apply(self, module: nn.Module) -> nn.Module:
@@ -213,6 +198,17 @@ class ContextParallel(Method):
                 f"are {length} positions.\n\n"
                 "  together.share(batch)   # cuts sequences; shift labels before. together = compose(...)"
             )
+
+
+def _find_problem(module: nn.Module) -> str | None:
+    """Why the attention of a module cannot be replaced; None if it can."""
+    replaceable = [layer for _, layer, _ in attributes_with(module, scaled_dot_product_attention)]
+    for name, layer in module.named_modules():
+        if layer not in replaceable and (function := _called_attention(layer)):
+            kind = f"{name or 'the module'}, which is {type(layer).__name__},"
+            return f"{kind} calls {function} by its name. It would cover the positions of one rank only."
+    missing = f"no submodule of {type(module).__name__} has torch's scaled_dot_product_attention in an attribute"
+    return None if replaceable else f"{missing}, so there is no attention to replace."
 
 
 def _called_attention(layer: nn.Module) -> str | None:

@@ -112,8 +112,8 @@ class PipelineParallel(Method):
     def _check_places(self) -> None:
         """Raise an OptionsError if a module, or a module in it, has two places among layers, first and last."""
         modules = {"layers": (self.layers,), "first": self.first, "last": self.last}
-        for (place, outers), (other, inners) in itertools.permutations(modules.items(), 2):
-            for outer, inner in itertools.product(outers, inners):
+        for place, other in itertools.permutations(modules, 2):
+            for outer, inner in itertools.product(modules[place], modules[other]):
                 if f"{inner}.".startswith(f"{outer}."):
                     drop = outer if other == "layers" else inner
                     first = [name for name in self.first if name != drop or drop in self.last]
@@ -215,14 +215,14 @@ class PipelineParallel(Method):
                 f"({format_sizes(self.mesh, self.owns)}, {self.stages_per_rank} on each rank).\n\n"
                 f"  at least {count_of(self.stages, 'layer')}, or fewer stages, would do"
             )
-        present = [partition[self.stage(index)] for index in range(self.stages_per_rank)]
-        absent = [[name for i, name in enumerate(layers) if i not in each] for each in present]
-        return [self._cut_stage(module, index, each) for index, each in enumerate(absent)]
+        return [self._cut_stage(module, i, layers, partition[self.stage(i)]) for i in range(self.stages_per_rank)]
 
-    def _cut_stage(self, module: nn.Module, index: int, absent: list[str]) -> nn.Module:
-        """A stage of this rank, in which the absent layers are None."""
+    def _cut_stage(self, module: nn.Module, index: int, layers: list[str], present: range) -> nn.Module:
+        """A stage of this rank, with the layers of these indices."""
         is_first, is_last = self.is_first(index), self.is_last(index)
-        absent = [*absent, *(() if is_first else self.first), *(() if is_last else self.last)]
+        absent = [name for i, name in enumerate(layers) if i not in present]
+        absent += () if is_first else self.first
+        absent += () if is_last else self.last
         both_ends_here = is_last and not is_first and self.is_first()
         part = copy_stage(module, absent, self.last if both_ends_here and self.tied(module) else ())
         if self.stages > 1:
@@ -400,7 +400,7 @@ class Pipeline(nn.Module):
                 f"schedule {self.method.schedule!r} always runs forward and backward in torch 2.13.\n\n"
                 "  PipelineParallel(..., schedule='zero-bubble', stages_per_rank=2)   # can run only forward"
             )
-        tensors = list(_split_tensors({"inputs": inputs, **named}))
+        tensors = list(_split_tensors([("inputs", inputs), *named.items()]))
         self._check_rows(tensors)
         shapes = tuple((name, each.shape, each.dtype) for name, each in tensors)
         kind = device_of_stage(self, self.method.mesh.group(self.method.axis)).type
@@ -511,13 +511,13 @@ def _without_wrappers(name: str) -> str:
     return ".".join(word for word in name.split(".") if word not in ("module", "_orig_mod"))
 
 
-def _split_tensors(batch: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def _split_tensors(batch: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a batch, which torch splits into microbatches, each with the name of its argument.
 
     Raises:
         MethodError: there are tensors in an object that torch does not split, but gives whole to each microbatch.
     """
-    for name, value in batch.items():
+    for name, value in batch:
         for leaf in torch_private.nest_leaves(value):
             if isinstance(leaf, Tensor):
                 yield name, leaf

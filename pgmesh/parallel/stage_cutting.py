@@ -10,7 +10,7 @@ import copy
 import dis
 import itertools
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
@@ -50,27 +50,19 @@ def copy_stage(module: nn.Module, absent: Sequence[str], copied: Sequence[str] =
         copied: names of submodules to copy with their parameters, since another stage of this rank has them too.
     """
     modules = dict(module.named_modules(remove_duplicate=False))
-    parents = [modules[name] for name in _parent_names([*absent, *copied])]
+    changed = [f"{name}." for name in (*absent, *copied)]
+    parents = [each for name, each in modules.items() if not name or any(c.startswith(f"{name}.") for c in changed)]
     shared = [*_parts(module), *(value for each in parents for value in _unbound_attributes(each, parents))]
     memo: dict[int, Any] = {id(each): each for each in shared}
     for each in (*parents, *(part for name in copied for part in _parts(modules[name]))):
         memo.pop(id(each), None)
-    stage = copy.deepcopy(module, memo)  # which takes from the memo what is in it, and copies the rest
+    stage = copy.deepcopy(module, memo)  # it takes from the memo what is in it, and copies the rest
     for name in absent:  # by name, since one module may have several
         parent, _, child = name.rpartition(".")
         setattr(stage.get_submodule(parent), child, None)
     prefixes = tuple(f"{name}." for name in absent)
     setattr(stage, REMOVED_MARK, [name for name in modules if f"{name}.".startswith(prefixes)])
     return stage
-
-
-def _parent_names(names: Iterable[str]) -> set[str]:
-    """Names of all modules around some submodules; "" for the root."""
-    found = {""}
-    for name in names:
-        while name := name.rpartition(".")[0]:
-            found.add(name)
-    return found
 
 
 def _parts(module: nn.Module) -> list[object]:

@@ -294,11 +294,13 @@ def _statement_for(name: str, entry: Entry | None) -> str:
         side = "output" if isinstance(entry.style, RowwiseParallel) else "input"
         statement = f"  plan[{entry.pattern!r}].{side}_layouts = (Shard(1),)   # shards"
         return f"{statement}; whole: inside of a module that has the entry PrepareModuleInput()"
+    shards = "SequenceParallel(use_local_output=True)"
     if entry or not name:  # the module itself computes with both
         own = f"{name}.own".lstrip(".")
-        return f"  plan={{**plan, {own!r}: SequenceParallel()}}   # own: a new submodule for the parameters of this one"
-    shards = f"  plan={{**plan, {name!r}: SequenceParallel(use_local_output=True)}}   # shards"
-    return f"{shards}\n  plan={{**plan, {name!r}: PrepareModuleInput()}}   # whole"
+        return f"  plan={{**plan, {own!r}: {shards}}}   # own: a new submodule for the parameters of this one"
+    return (
+        f"  plan={{**plan, {name!r}: {shards}}}   # shards\n  plan={{**plan, {name!r}: PrepareModuleInput()}}   # whole"
+    )
 
 
 # ---- what styles say of sequences ----
