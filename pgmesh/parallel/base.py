@@ -147,6 +147,12 @@ class Method:
             if self.options and axes:
                 self.mesh.configure(*axes, **self.options)
 
+    def check(self, module: nn.Module) -> None:
+        """Raise an error if the method cannot be applied to the whole module; default: never.
+
+        ``Composition.apply`` calls it before any method is applied: a pipeline gives ``apply`` single stages.
+        """
+
     def apply(self, module: nn.Module) -> nn.Module:
         """Return the module to train: the given one, changed in place, or a wrapper of it.
 

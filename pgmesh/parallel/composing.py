@@ -113,12 +113,15 @@ class Composition:
 
         Raises:
             AxisError: ranks read different tokens, but no method averages gradients.
+            MethodError: ``check`` of a method raised it.
             MethodError: ranks start with different weights, or a method failed. The message has the method and its
                 axes; ``__cause__`` is the method's error. Groups along its axes that the call created are released.
         """
         self._settle()  # the methods may have been composed otherwise since
         groups_before = {group.ranks for group in self.mesh.held()}
         self._check_averages(module)
+        for method in self.methods:
+            method.check(module)
         self._compare_weights(module)
         was_on_meta = any(each.is_meta for each in module.parameters())
         application = Application()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from pgmesh.layout import Axis
     from pgmesh.mesh import ProcessGroupMesh
 
+ATTENTION_FUNCTIONS = ("scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention")
+"""Names of torch's functions for attention."""
+
 
 class ContextParallel(Method):
     """Shards sequences along the axes. Attention covers the whole sequence, by a ring or by Ulysses.
@@ -29,6 +33,9 @@ class ContextParallel(Method):
     ``apply`` replaces it by ``method.attention``, which has the same signature. All other layers of a transformer treat
     positions independently and stay as they are. Shard the inputs with ``cut``; ``positions`` has the positions of this
     rank.
+
+    Methods of modules that call torch's attention by its name raise. Attention in a function outside of modules, or
+    written out as a softmax of scores, is not seen: it would cover the positions of one rank only.
 
     Each rank's loss is the mean over its positions, so gradients are averaged along these axes too: ``compose`` widens
     the method that averages gradients. Untested on GPUs.
@@ -68,22 +75,30 @@ class ContextParallel(Method):
         self._balanced = self._ring and balanced
         self._ranks, self._axis_sizes = mesh.size(*self.owns), format_sizes(mesh, self.owns)
 
+    def check(self, module: nn.Module) -> None:
+        """Check the whole module: it has attention, all of which ``apply`` can replace.
+
+        Raises:
+            MethodError: no submodule has torch's scaled_dot_product_attention in an attribute.
+            MethodError: a submodule calls attention by its name, as torch's MultiheadAttention does.
+        """
+        if self.cuts and (problem := _find_problem(module)):
+            raise MethodError(
+                f"{problem}\n\n"
+                "  self.attention = scaled_dot_product_attention       # in __init__ of the attention module\n"
+                "  out = self.attention(q, k, v, is_causal=True)       # in its forward"
+            )
+
     def apply(self, module: nn.Module) -> nn.Module:
         """Replace torch's scaled_dot_product_attention by ``method.attention`` in all attributes of submodules.
 
         Raises:
-            MethodError: no submodule has it in an attribute. Single stages of a pipeline may have none.
+            MethodError: as in ``check``. Single stages of a pipeline may have no attention.
         """
-        layers = attributes_with(module, scaled_dot_product_attention) if self.cuts else []
-        for _, layer, attribute in layers:
+        if not is_stage(module):
+            self.check(module)
+        for _, layer, attribute in attributes_with(module, scaled_dot_product_attention) if self.cuts else ():
             setattr(layer, attribute, self.attention)
-        if self.cuts and not layers and not is_stage(module):
-            raise MethodError(
-                f"no submodule of {type(module).__name__} has torch's scaled_dot_product_attention in an attribute, so "
-                "there is no attention to replace.\n\n"
-                "  self.attention = scaled_dot_product_attention       # in __init__ of the attention module\n"
-                "  out = self.attention(q, k, v, is_causal=True)       # in its forward"
-            )
         self._group(*self.owns)
         return module
 
@@ -183,3 +198,24 @@ class ContextParallel(Method):
                 f"are {length} positions.\n\n"
                 "  together.share(batch)   # cuts sequences; shift labels before. together = compose(...)"
             )
+
+
+def _find_problem(module: nn.Module) -> str | None:
+    """Why the attention of a module cannot be replaced; None if it can."""
+    replaceable = [layer for _, layer, _ in attributes_with(module, scaled_dot_product_attention)]
+    for name, layer in module.named_modules():
+        if layer not in replaceable and (function := _called_attention(layer)):
+            kind = f"{name or 'the module'}, which is {type(layer).__name__},"
+            return f"{kind} calls {function} by its name. It would cover the positions of one rank only."
+    missing = f"no submodule of {type(module).__name__} has torch's scaled_dot_product_attention in an attribute"
+    return None if replaceable else f"{missing}, so there is no attention to replace."
+
+
+def _called_attention(layer: nn.Module) -> str | None:
+    """The function for attention that a method of the module's class calls by its name; None if there is none.
+
+    ``__init__`` is left out: it may keep the function in an attribute.
+    """
+    methods = [each for kind in type(layer).__mro__ for name, each in vars(kind).items() if name != "__init__"]
+    names = {name for each in methods if inspect.isfunction(each) for name in each.__code__.co_names}
+    return next((name for name in ATTENTION_FUNCTIONS if name in names), None)

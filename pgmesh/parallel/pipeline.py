@@ -1,6 +1,8 @@
 """Pipeline parallelism by the stages and schedules of torch.distributed.pipelining.
 
-``PipelineParallel`` splits a module into stages. ``Pipeline``, which it returns, runs this rank's stages.
+torch runs stages that a program has built, on microbatches of one shape. ``PipelineParallel`` cuts a module into these
+stages. ``Pipeline``, which its ``apply`` returns, runs those of this rank: on batches of any shape, with accumulated
+gradients and tied weights.
 """
 
 from __future__ import annotations
@@ -8,13 +10,13 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import cachetools
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
@@ -32,7 +34,7 @@ from pgmesh.parallel.gradients import local
 from pgmesh.parallel.nests import tensors_in
 from pgmesh.parallel.schedules import SCHEDULES, check_microbatches, check_stages
 from pgmesh.parallel.stage_cutting import copy_stage, partition_layers, skip_absent, tied_names
-from pgmesh.parallel.stage_shapes import Stage, device_of_stage, gradients_aside
+from pgmesh.parallel.stage_shapes import Stage, Tensors, device_of_stage, gradients_aside
 
 MAX_SCHEDULES = 8
 """Number of schedules that a pipeline keeps. Each has buffers for all activations between stages of a batch."""
@@ -90,7 +92,7 @@ class PipelineParallel(Method):
         layers: str,
         first: Iterable[str] = (),
         last: Iterable[str] = (),
-        loss: Callable[..., torch.Tensor] | None,
+        loss: Callable[..., Tensor] | None,
         microbatches: int,
         schedule: str = "1f1b",
         stages_per_rank: int = 1,
@@ -110,8 +112,8 @@ class PipelineParallel(Method):
     def _check_places(self) -> None:
         """Raise an OptionsError if a module, or a module in it, has two places among layers, first and last."""
         modules = {"layers": (self.layers,), "first": self.first, "last": self.last}
-        for (place, outers), (other, inners) in itertools.permutations(modules.items(), 2):
-            for outer, inner in itertools.product(outers, inners):
+        for place, other in itertools.permutations(modules, 2):
+            for outer, inner in itertools.product(modules[place], modules[other]):
                 if f"{inner}.".startswith(f"{outer}."):
                     drop = outer if other == "layers" else inner
                     first = [name for name in self.first if name != drop or drop in self.last]
@@ -126,8 +128,13 @@ class PipelineParallel(Method):
 
     @property
     def _end_stages(self) -> ProcessGroupMesh:
-        """Slice of the mesh with the first and the last stage, for tied parameters."""
+        """Slice of the mesh with the first and the last rank of each pipeline."""
         return self.mesh.at({self.axis: [0, -1]})
+
+    @property
+    def _end_group(self) -> dist.ProcessGroup | None:
+        """The group of the first and the last stage, for tied parameters; None if one rank has both stages."""
+        return self._end_stages.group(self.axis) if self.holder(0) != self.holder(self.stages - 1) else None
 
     @property
     def stages(self) -> int:
@@ -208,18 +215,19 @@ class PipelineParallel(Method):
                 f"({format_sizes(self.mesh, self.owns)}, {self.stages_per_rank} on each rank).\n\n"
                 f"  at least {count_of(self.stages, 'layer')}, or fewer stages, would do"
             )
-        parts = []
-        for index in range(self.stages_per_rank):
-            stage = self.stage(index)
-            absent = [layer for i, layer in enumerate(layers) if i not in partition[stage]]
-            absent += () if stage == 0 else self.first
-            absent += () if stage == self.stages - 1 else self.last
-            both = index > 0 and stage == self.stages - 1 and self._holders[0] == self.mesh.rank
-            copied = self.last if both and self.tied(module) else ()
-            parts.append(part := copy_stage(module, absent, copied))
-            if self.stages > 1:
-                skip_absent(part, self.layers)
-        return parts
+        return [self._cut_stage(module, i, layers, partition[self.stage(i)]) for i in range(self.stages_per_rank)]
+
+    def _cut_stage(self, module: nn.Module, index: int, layers: list[str], present: range) -> nn.Module:
+        """A stage of this rank, with the layers of these indices."""
+        is_first, is_last = self.is_first(index), self.is_last(index)
+        absent = [name for i, name in enumerate(layers) if i not in present]
+        absent += () if is_first else self.first
+        absent += () if is_last else self.last
+        both_ends_here = is_last and not is_first and self.is_first()
+        part = copy_stage(module, absent, self.last if both_ends_here and self.tied(module) else ())
+        if self.stages > 1:
+            skip_absent(part, self.layers)
+        return part
 
     def tied(self, module: nn.Module) -> list[tuple[str, str]]:
         """Names of each parameter tied between the first and the last stage: in the first, in the last."""
@@ -245,8 +253,9 @@ class PipelineParallel(Method):
 
     def _check_names(self, module: nn.Module) -> None:
         """Raise a MethodError if a name is not in the module, or no name has one of its parameters."""
+        known = [name for name, _ in module.named_modules(remove_duplicate=False)]
         for name in (self.layers, *self.first, *self.last):
-            if name not in (known := dict(module.named_modules(remove_duplicate=False))):
+            if name not in known:
                 hint = did_you_mean(closest_name(name, known))
                 raise MethodError(f"{self} cannot find the module {name!r} in {type(module).__name__}.{hint}")
         for name, _ in module.named_parameters():
@@ -293,19 +302,7 @@ class Pipeline(nn.Module):
         self.parts = nn.ModuleList(parts)
         """This rank's stages, with the names of the whole module."""
         self.tied, self.canonical_names = tied, names
-        if not torch_private.stages_are_supported(PipelineStage):
-            raise MethodError(
-                f"a pipeline needs the stages of torch 2.12: with those of torch {torch.__version__} some gradients "
-                "were wrong.\n\n  pip install 'torch>=2.12'"
-            )
-        hooked = any(map(torch_private.has_gradient_hooks, self.parameters()))
-        data = hooked or any(isinstance(part, (DistributedDataParallel, FSDPModule)) for part in parts)
-        if SCHEDULES[method.schedule].split_backward and data:
-            raise MethodError(
-                f"schedule {method.schedule!r} computes the gradients of weights in a separate pass: torch's "
-                "fully_shard then computes wrong ones, DDP is untested, and post-accumulate-grad hooks do not run.\n\n"
-                f"  PipelineParallel(..., schedule='interleaved')   # with data parallelism"
-            )
+        self._check_supported()
         for first, last in tied:
             self._check_tied(first, last)
         self.before_step: Callable[[Any], None] | None = None
@@ -315,7 +312,23 @@ class Pipeline(nn.Module):
         """The schedule for each shape of batches."""
         method.mesh.group(method.axis)
 
-    def step(self, *inputs: torch.Tensor, target: torch.Tensor, **keywords: Any) -> list[torch.Tensor]:
+    def _check_supported(self) -> None:
+        """Raise a MethodError if torch, or its schedule, would compute wrong gradients."""
+        if not torch_private.stages_are_supported(PipelineStage):
+            raise MethodError(
+                f"a pipeline needs the stages of torch 2.12: with those of torch {torch.__version__} some gradients "
+                "were wrong.\n\n  pip install 'torch>=2.12'"
+            )
+        hooked = any(map(torch_private.has_gradient_hooks, self.parameters()))
+        data = hooked or any(isinstance(part, (DistributedDataParallel, FSDPModule)) for part in self.parts)
+        if SCHEDULES[self.method.schedule].split_backward and data:
+            raise MethodError(
+                f"schedule {self.method.schedule!r} computes the gradients of weights in a separate pass: torch's "
+                "fully_shard then computes wrong ones, DDP is untested, and post-accumulate-grad hooks do not run.\n\n"
+                f"  PipelineParallel(..., schedule='interleaved')   # with data parallelism"
+            )
+
+    def step(self, *inputs: Tensor, target: Tensor, **keywords: Any) -> list[Tensor]:
         """Run forward and backward through all stages. Gradients of the batch's mean loss are added to ``grad``.
 
         Under ``torch.no_grad()`` only the forward pass runs, for the losses of validation data.
@@ -333,6 +346,7 @@ class Pipeline(nn.Module):
         Raises:
             OptionsError: the method has no loss.
             ShapeError: the rows of this rank cannot be split into equal microbatches.
+            MethodError: a keyword has tensors in an object that torch does not split, such as a dataclass.
             MethodError: a stage other than the last returns something other than plain tensors, or microbatches of
                 different shapes; or the schedule is "zero-bubble-v" and gradients are disabled.
         """
@@ -341,11 +355,11 @@ class Pipeline(nn.Module):
                 f"{self.method} has no loss, so a step has no backward pass.\n\n"
                 "  PipelineParallel(..., loss=cross_entropy)   # or model(inputs), which runs only the forward pass"
             )
-        losses: list[torch.Tensor] = []
-        self._run(inputs, keywords, target=target, losses=losses)
+        losses: list[Tensor] = []
+        self._run(inputs, keywords, target, losses)
         return losses
 
-    def forward(self, *inputs: torch.Tensor, **keywords: Any) -> Any:
+    def forward(self, *inputs: Tensor, **keywords: Any) -> Any:
         """Run only the forward pass, without gradients. For training, call ``step``. No loss is needed.
 
         Args:
@@ -363,39 +377,41 @@ class Pipeline(nn.Module):
         with torch.no_grad():
             return self._run(inputs, keywords)
 
-    def _run(self, inputs: tuple[torch.Tensor, ...], keywords: Mapping[str, Any], **last: Any) -> Any:
-        """Run a batch forward through all stages and, with gradients, backward. ``last`` is for the last stage."""
+    def _run(
+        self, inputs: Tensors, keywords: Mapping[str, Any], target: Tensor | None = None, losses: Any = None
+    ) -> Any:
+        """Run a batch forward through all stages and, with gradients, backward. Losses are added to ``losses``."""
         training = torch.is_grad_enabled()
         if training and self.before_step is not None:
-            self.before_step((inputs, last["target"], keywords))
-        schedule = self._schedule_for(inputs, {**keywords, "target": last.get("target")}, training)
+            self.before_step((inputs, target, keywords))
+        schedule = self._schedule_for(inputs, {**keywords, "target": target}, training)
         run, stage_inputs = schedule.step if training else schedule.eval, inputs if self._has_stage(0) else ()
+        of_last = {"target": target, "losses": losses} if self._has_stage(self.method.stages - 1) else {}
         with gradients_aside(self.parts):
-            of_last = last if self._has_stage(self.method.stages - 1) else {}
-            outputs = run(*stage_inputs, **of_last, **keywords, return_outputs=not last)
+            outputs = run(*stage_inputs, **of_last, **keywords, return_outputs=losses is None)
             if training:
                 self._all_reduce_tied()
         return outputs
 
-    def _schedule_for(self, inputs: tuple[torch.Tensor, ...], named: Mapping[str, Any], training: bool) -> Any:
+    def _schedule_for(self, inputs: Tensors, named: Mapping[str, Any], training: bool) -> Any:
         """torch's schedule for batches of these shapes, with a loss if ``named`` has a target."""
         if SCHEDULES[self.method.schedule].v_shape and not training:
             raise MethodError(
                 f"schedule {self.method.schedule!r} always runs forward and backward in torch 2.13.\n\n"
                 "  PipelineParallel(..., schedule='zero-bubble', stages_per_rank=2)   # can run only forward"
             )
-        tensors = [(name, each) for name, value in {"inputs": inputs, **named}.items() for each in tensors_in(value)]
+        tensors = list(_split_tensors([("inputs", inputs), *named.items()]))
         self._check_rows(tensors)
         shapes = tuple((name, each.shape, each.dtype) for name, each in tensors)
         kind = device_of_stage(self, self.method.mesh.group(self.method.axis)).type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        dtypes = autocast, frozenset(weight.dtype for weight in self.parameters())
-        signature = shapes, dtypes, training
+        dtypes = frozenset(weight.dtype for weight in self.parameters())
+        signature = shapes, autocast, dtypes, training
         if signature not in self.schedules:
             self.schedules[signature] = self._build_schedule(inputs, loss=named["target"] is not None)
         return self.schedules[signature]
 
-    def _build_schedule(self, inputs: tuple[torch.Tensor, ...], loss: bool) -> Any:
+    def _build_schedule(self, inputs: Tensors, loss: bool) -> Any:
         """torch's schedule for batches of these shapes, with or without a loss."""
         method, group = self.method, self.method.mesh.group(self.method.axis)
         info = SCHEDULES[method.schedule]
@@ -404,12 +420,12 @@ class Pipeline(nn.Module):
         argument = stages[0] if info.stages_per_rank == 1 else stages
         return info.torch_class(argument, method.microbatches, self._loss if loss else None)
 
-    def _loss(self, output: Any, target: torch.Tensor) -> torch.Tensor:
+    def _loss(self, output: Any, target: Tensor) -> Tensor:
         """The loss of a microbatch. torch detaches it in place, which fails for a view, such as that of a DTensor."""
         assert self.method.loss is not None
         return self.method.loss(output, target).clone()
 
-    def _check_rows(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def _check_rows(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
         """Raise a ShapeError if the tensors of a batch cannot be split into equal microbatches."""
         rows = [each.size(0) if each.ndim else 0 for _, each in tensors]
         most, microbatches = max(rows, default=0), self.method.microbatches
@@ -431,22 +447,20 @@ class Pipeline(nn.Module):
 
     def _all_reduce_tied(self) -> None:
         """Sum the gradients of tied parameters over the first and the last stage."""
-        method = self.method
         for first, last in self.tied:
-            here = [weight for weight in self._tied_ends(first, last).values() if weight.requires_grad]
-            for weight in here:
-                if weight.grad is None:  # the other end may have a gradient
-                    weight.grad = torch.zeros_like(weight)
-            gradients = [local(weight.grad) for weight in here if weight.grad is not None]
-            if not gradients:
-                continue
-            total = sum(gradients[1:], gradients[0])
-            if method.holder(0) != method.holder(method.stages - 1):
-                group = method._end_stages.group(method.axis)
-                with on_served_device(total, group) as summed:
-                    dist.all_reduce(summed, group=group)
-            for gradient in gradients:
-                gradient.copy_(total)
+            gradients = []
+            for weight in self._tied_ends(first, last).values():
+                if weight.requires_grad:
+                    if weight.grad is None:  # the other end may have a gradient
+                        weight.grad = torch.zeros_like(weight)
+                    gradients.append(local(weight.grad))
+            if gradients:
+                total = sum(gradients[1:], gradients[0])
+                if group := self.method._end_group:
+                    with on_served_device(total, group) as summed:
+                        dist.all_reduce(summed, group=group)
+                for gradient in gradients:
+                    gradient.copy_(total)
 
     def _check_tied(self, first: str, last: str) -> None:
         """Check that other methods shard both ends of a tied parameter in the same way. Ranks of both ends call it.
@@ -454,14 +468,13 @@ class Pipeline(nn.Module):
         Otherwise different parts of the gradients would be summed: of a weight of 8 x 8 on two ranks, rows 0 to 3 on
         the first stage, ``(4, 8) [Shard(dim=0)]``, and columns 0 to 3 on the last, ``(8, 4) [Shard(dim=1)]``.
         """
-        method = self.method
         ends = {
             name: f"{[*local(weight).shape]} {[*getattr(weight, 'placements', ())]}"
             for name, weight in self._tied_ends(first, last).items()
         }
-        if ends and method.holder(0) != method.holder(method.stages - 1):
+        if ends and (group := self.method._end_group):
             gathered = [ends, ends]
-            dist.all_gather_object(gathered, ends, group=method._end_stages.group(method.axis))
+            dist.all_gather_object(gathered, ends, group=group)
             ends = gathered[0] | gathered[1]
         if len({*ends.values()}) > 1:
             raise MethodError(
@@ -496,3 +509,26 @@ class Pipeline(nn.Module):
 def _without_wrappers(name: str) -> str:
     """Name of a parameter without the prefixes of DDP and torch.compile."""
     return ".".join(word for word in name.split(".") if word not in ("module", "_orig_mod"))
+
+
+def _split_tensors(batch: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a batch, which torch splits into microbatches, each with the name of its argument.
+
+    Raises:
+        MethodError: there are tensors in an object that torch does not split, but gives whole to each microbatch.
+    """
+    for name, value in batch:
+        for leaf in torch_private.nest_leaves(value):
+            if isinstance(leaf, Tensor):
+                yield name, leaf
+            elif any(True for _ in tensors_in(leaf)):
+                kind = type(leaf).__name__
+                call = (
+                    f"{name} = dict({name})"
+                    if isinstance(leaf, Mapping)
+                    else f"torch.export.register_dataclass({kind})"
+                )
+                raise MethodError(
+                    f"{name} has tensors in {kind}, which torch would not split into microbatches: each would get the "
+                    f"rows of all.\n\n  {call}   # before the step: torch splits it then"
+                )

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from pgmesh import torch_private
@@ -76,18 +77,37 @@ def ring_attention(
     scale, keys_values = q.size(-1) ** -0.5 if scale is None else scale, torch.cat([k, v], -1)
     if enable_gqa:  # (..., heads of k, heads of q per head of k, positions, width); 1 in the second place of k and v
         q, keys_values = torch.unflatten(q, -3, (k.size(-3), -1)), keys_values.unsqueeze(-3)
-    out: Tensor = _forward(q, keys_values, group.group_name, is_causal, scale, balanced)[0]
+    attend: Any = _forward_operator if torch.compiler.is_compiling() else _Ring.apply
+    out: Tensor = attend(q, keys_values, group.group_name, is_causal, scale, balanced)[0]
     return (out.flatten(-4, -3) if enable_gqa else out).to(q.dtype)
 
 
-# Forward and backward are operators of torch, since torch.compile cannot trace sends and receives.
+# ---- the ring ----
 
 
-@torch.library.custom_op("pgmesh::ring_forward", mutates_args=())
+class _Ring(torch.autograd.Function):
+    """The ring outside of torch.compile. The operators below compute the same, with a slower dispatch."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        outputs = _forward(*inputs)
+        _save_for_backward(ctx, inputs, outputs)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        return (*_backward(gradient, *ctx.saved_tensors, *ctx.settings), None, None, None, None)
+
+
 def _forward(
     q: Tensor, keys_values: Tensor, group_name: str, causal: bool, scale: float, balanced: bool
 ) -> tuple[Tensor, Tensor]:
-    """Attention, and the logarithm of the sum of the exponentials of each query's scores, both of ``_acc_dtype``."""
+    """Attention, and the logarithm of the sum of the exponentials of each query's scores, both of ``_acc_dtype``.
+
+    A softmax over blocks of keys: with each block the log-sum grows, the output is scaled by exp(old - new), and
+    exp(scores - new) @ values is added.
+    """
     group, acc_dtype, width = torch_private.group_named(group_name), _acc_dtype(q), q.size(-1)
     out = q.new_zeros((*q.shape[:-1], keys_values.size(-1) - width), dtype=acc_dtype)
     log_sum = q.new_full((*q.shape[:-1], 1), -torch.inf, dtype=acc_dtype)
@@ -104,14 +124,6 @@ def _forward(
     return out, log_sum
 
 
-@_forward.register_fake
-def _(q: Tensor, keys_values: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-    sizes, dtype = q.shape[:-1], _acc_dtype(q)
-    width = keys_values.size(-1) - q.size(-1)
-    return q.new_empty((*sizes, width), dtype=dtype), q.new_empty((*sizes, 1), dtype=dtype)
-
-
-@torch.library.custom_op("pgmesh::ring_backward", mutates_args=())
 def _backward(
     gradient: Tensor,
     q: Tensor,
@@ -123,7 +135,11 @@ def _backward(
     scale: float,
     balanced: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of queries, and of keys and values."""
+    """Gradients of queries, and of keys and values.
+
+    The sum of the gradients of a rank's keys and values follows these around the ring: each rank adds its block's, and
+    sends the sum on while it computes the next block.
+    """
     group, acc_dtype, width = torch_private.group_named(group_name), out.dtype, q.size(-1)
     grad_q = q.new_zeros(q.shape, dtype=acc_dtype)
     grad_keys_values, grad_works = keys_values.new_zeros((), dtype=acc_dtype), list[Any]()
@@ -146,21 +162,34 @@ def _backward(
     return grad_q.to(q.dtype), grad_keys_values.to(keys_values.dtype)
 
 
-@_backward.register_fake
-def _(gradient: Tensor, q: Tensor, keys_values: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), keys_values.new_empty(keys_values.shape)
-
-
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, keys_values, *ctx.settings = inputs
     ctx.save_for_backward(q, keys_values, *output)
 
 
+# torch.compile cannot trace sends and receives. For it, both passes are operators of torch.
+
+_forward_operator = torch.library.custom_op("pgmesh::ring_forward", _forward, mutates_args=())
+_backward_operator = torch.library.custom_op("pgmesh::ring_backward", _backward, mutates_args=())
+
+
+@_forward_operator.register_fake
+def _(q: Tensor, keys_values: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    sizes, dtype = q.shape[:-1], _acc_dtype(q)
+    width = keys_values.size(-1) - q.size(-1)
+    return q.new_empty((*sizes, width), dtype=dtype), q.new_empty((*sizes, 1), dtype=dtype)
+
+
+@_backward_operator.register_fake
+def _(gradient: Tensor, q: Tensor, keys_values: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), keys_values.new_empty(keys_values.shape)
+
+
 def _gradients(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return (*_backward(gradient, *ctx.saved_tensors, *ctx.settings), None, None, None, None)
+    return (*_backward_operator(gradient, *ctx.saved_tensors, *ctx.settings), None, None, None, None)
 
 
-_forward.register_autograd(_gradients, setup_context=_save_for_backward)
+_forward_operator.register_autograd(_gradients, setup_context=_save_for_backward)
 
 
 def _acc_dtype(q: Tensor) -> torch.dtype:
@@ -186,11 +215,15 @@ def _wait(works: Iterable[Work]) -> None:
 def _blocks(
     rank: int, source: int, q: Tensor, k: Tensor, causal: bool, balanced: bool
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Slices of queries and of keys from ``source`` to multiply, with a mask; at most QUERY_BLOCK queries each."""
+    """Slices of queries and of keys from ``source`` to multiply, with a mask; at most QUERY_BLOCK queries each.
+
+    What a causal mask leaves: of this rank's own keys, those up to each query; of earlier ranks, all keys, or the first
+    chunk of two; for keys of later ranks, no queries, or those of the second chunk.
+    """
     length, half = q.size(-2), k.size(-2) // 2
     start, keys, mask = 0, slice(0, k.size(-2)), None
     if causal and source != rank:
-        if balanced:  # earlier ranks: only the first chunk is visible; later ranks: only to the second half of queries
+        if balanced:
             start, keys = (0, slice(0, half)) if source < rank else (half, keys)
         elif source > rank:
             return
@@ -205,6 +238,9 @@ def _blocks(
 def _scores(query: Tensor, key: Tensor, scale: float, mask: Tensor | None) -> Tensor:
     scores = (query @ key.mT).mul_(scale)
     return scores if mask is None else scores.masked_fill_(mask, -torch.inf)
+
+
+# ---- Ulysses ----
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, **settings: Any) -> Tensor:

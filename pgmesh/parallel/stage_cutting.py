@@ -1,4 +1,8 @@
-"""Cutting a module into the stages of a pipeline, and finding what a stage lacks."""
+"""The stages of a pipeline: copies of a module in which the layers of other stages are None.
+
+torch cuts a traced graph, or runs stages that the program builds. Here the module's own ``forward`` runs on each stage,
+and its loops over layers skip those of other stages. Other methods find here what a stage has and what it lacks.
+"""
 
 from __future__ import annotations
 
@@ -19,82 +23,7 @@ from pgmesh.errors import MethodError
 REMOVED_MARK = "pgmesh_removed"
 """Attribute of a stage: the names of the modules of the whole module that it lacks."""
 
-
-class PresentLayers:
-    """Mixed into the ModuleList or Sequential of a stage, where layers of other stages are None: loops skip these.
-
-    Stage 1 of 2 of a list of four layers:
-
-    - ``for layer in layers`` has layers 2 and 3; ``layers[2]`` is layer 2, and ``layers[0]`` is None.
-    - ``len(layers)`` is 4, and ``layers[:3]`` has layer 2. Names in a state dict begin with "2." and "3.".
-    - ``enumerate(layers)`` and ``zip(layers, scales)`` would pair layer 2 with 0: they raise, as does ``list(layers)``.
-    """
-
-    pgmesh_name: str
-    """Name in the whole module."""
-    __repr__ = nn.Module.__repr__  # that of a ModuleList would number the present layers from 0
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        check_plain_loop(self.pgmesh_name)
-        return iter([layer for layer in super().__iter__() if layer is not None])  # type: ignore[misc]
-
-
-class PresentValues:
-    """Mixed into the ModuleDict of a stage, which has only the names of its own layers."""
-
-    pgmesh_name: str
-
-    def values(self) -> PlainLoop:
-        """The layers of this stage, for a plain loop."""
-        return PlainLoop(self.pgmesh_name, super().values())  # type: ignore[misc]
-
-
-@dataclass(frozen=True)
-class PlainLoop:
-    """The values of the ModuleDict of a stage."""
-
-    name: str
-    layers: Collection[nn.Module]
-
-    def __len__(self) -> int:
-        return len(self.layers)
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        check_plain_loop(self.name)
-        return iter(self.layers)
-
-
-def check_plain_loop(name: str) -> None:
-    """Check that a ``for`` has called ``__iter__``, and not a function such as enumerate, zip or list.
-
-    Only the bytecode of the frame that iterates tells them apart: GET_ITER starts a ``for``. A compiled stage is not
-    checked, since torch.compile has no such frame.
-
-    Raises:
-        MethodError: the caller is a function.
-    """
-    if torch.compiler.is_compiling():
-        return
-    frame = sys._getframe(2)
-    if dis.opname[frame.f_code.co_code[frame.f_lasti]] != "GET_ITER":
-        raise MethodError(
-            f"a stage of a pipeline has only some layers of {name}, so enumerate, zip and list would number them "
-            "wrongly. Only a plain for loop over them is right.\n\n"
-            f"  for name, layer in self.{name.rpartition('.')[2]}.named_children():   # names of the whole module"
-        )
-
-
-def skip_absent(stage: nn.Module, name: str) -> None:
-    """Let loops over the layers of a stage skip those of other stages, which are None."""
-    layers = stage.get_submodule(name)
-    kind = type(layers)
-    mixin: type = PresentLayers
-    if isinstance(layers, nn.ModuleDict):
-        mixin = PresentValues
-        for key in [key for key, layer in layers.items() if layer is None]:
-            del layers[key]
-    # fully_shard changes the class of a module in the same way
-    layers.__class__ = type(kind.__name__, (mixin, kind), {"pgmesh_name": name})
+# ---- cutting ----
 
 
 def partition_layers(layers: int, stages: int) -> list[range]:
@@ -120,19 +49,19 @@ def copy_stage(module: nn.Module, absent: Sequence[str], copied: Sequence[str] =
         absent: names of the submodules that other stages have.
         copied: names of submodules to copy with their parameters, since another stage of this rank has them too.
     """
-    changed = [f"{name}." for name in (*absent, *copied)]
     modules = dict(module.named_modules(remove_duplicate=False))
+    changed = [f"{name}." for name in (*absent, *copied)]
     parents = [each for name, each in modules.items() if not name or any(c.startswith(f"{name}.") for c in changed)]
-    attributes = [value for each in parents for value in _unbound_attributes(each, parents)]
-    memo: dict[int, Any] = {id(each): each for each in (*_parts(module), *attributes)}
+    shared = [*_parts(module), *(value for each in parents for value in _unbound_attributes(each, parents))]
+    memo: dict[int, Any] = {id(each): each for each in shared}
     for each in (*parents, *(part for name in copied for part in _parts(modules[name]))):
         memo.pop(id(each), None)
-    stage = copy.deepcopy(module, memo)  # which takes from the memo what is in it, and copies the rest
+    stage = copy.deepcopy(module, memo)  # it takes from the memo what is in it, and copies the rest
     for name in absent:  # by name, since one module may have several
         parent, _, child = name.rpartition(".")
         setattr(stage.get_submodule(parent), child, None)
-    gone = tuple(f"{name}." for name in absent)
-    setattr(stage, REMOVED_MARK, [name for name in modules if f"{name}.".startswith(gone)])
+    prefixes = tuple(f"{name}." for name in absent)
+    setattr(stage, REMOVED_MARK, [name for name in modules if f"{name}.".startswith(prefixes)])
     return stage
 
 
@@ -147,19 +76,136 @@ def _unbound_attributes(module: nn.Module, parents: Sequence[nn.Module]) -> Iter
     Those have to be copied, so that they are bound to the copy. A closure or a ``partial`` over a parent still means
     that of the whole module.
     """
-    of_torch = vars(nn.Module())
+    torch_attributes = vars(nn.Module())
+    values = list[object]()
     for name, value in vars(module).items():
-        values = [value] if name not in of_torch else value.values() if isinstance(value, dict) else ()
-        for each in values:
-            bound = any(getattr(each, "__self__", None) is parent for parent in parents)
-            if not bound and not hasattr(each, "with_module"):  # torch's wrapper of a hook, which has its module
-                yield each
+        if name not in torch_attributes:
+            values.append(value)
+        elif isinstance(value, dict):  # of hooks
+            values += value.values()
+    for each in values:
+        is_bound = any(getattr(each, "__self__", None) is parent for parent in parents)
+        if not is_bound and not hasattr(each, "with_module"):  # torch's wrapper of a hook, which has its module
+            yield each
+
+
+# ---- loops over the layers of a stage ----
+
+
+def skip_absent(stage: nn.Module, name: str) -> None:
+    """Let loops over the layers of a stage skip those of other stages, which are None."""
+    layers = stage.get_submodule(name)
+    kind = type(layers)
+    mixin = StageDict if isinstance(layers, nn.ModuleDict) else StageList
+    # fully_shard changes the class of a module in the same way
+    layers.__class__ = type(kind.__name__, (mixin, kind), {"pgmesh_name": name})
+
+
+class StageList:
+    """Mixed into the ModuleList or Sequential of a stage, where layers of other stages are None: loops skip these.
+
+    Stage 1 of 2 of a list of four layers:
+
+    - ``for layer in layers`` has layers 2 and 3; ``layers[2]`` is layer 2, and ``layers[0]`` is None.
+    - ``len(layers)`` is 4, and ``layers[:3]`` has layer 2. Names in a state dict begin with "2." and "3.".
+    - ``enumerate(layers)`` and ``zip(layers, scales)`` would pair layer 2 with 0: they raise, as does ``list(layers)``.
+    """
+
+    pgmesh_name: str
+    """Name in the whole module."""
+    __repr__ = nn.Module.__repr__  # that of a ModuleList would number the present layers from 0
+
+    def __iter__(self) -> Iterator[Any]:
+        check_plain_loop(self.pgmesh_name)
+        return iter([layer for layer in super().__iter__() if layer is not None])  # type: ignore[misc]
+
+    def children(self) -> PlainLoop:
+        """The layers of this stage."""
+        return PlainLoop(self.pgmesh_name, [*super().children()])  # type: ignore[misc]
+
+    def named_children(self) -> PlainLoop:
+        """The layers of this stage, with their names in the container of the whole module."""
+        return PlainLoop(self.pgmesh_name, [*super().named_children()])  # type: ignore[misc]
+
+
+class StageDict(StageList):
+    """Mixed into the ModuleDict of a stage. Loops skip layers of other stages, and ``len`` counts all."""
+
+    def __iter__(self) -> Iterator[str]:
+        check_plain_loop(self.pgmesh_name)
+        return iter(self._present())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._present()
+
+    def keys(self) -> PlainLoop:
+        """The names of the layers of this stage."""
+        return PlainLoop(self.pgmesh_name, self._present().keys())
+
+    def values(self) -> PlainLoop:
+        """The layers of this stage."""
+        return PlainLoop(self.pgmesh_name, self._present().values())
+
+    def items(self) -> PlainLoop:
+        """The names and the layers of this stage."""
+        return PlainLoop(self.pgmesh_name, self._present().items())
+
+    def _present(self) -> dict[str, nn.Module]:
+        return {name: layer for name, layer in super().items() if layer is not None}  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class PlainLoop:
+    """Layers of a stage, or their names, which only a plain ``for`` may take."""
+
+    name: str
+    items: Collection[Any]
+
+    def __iter__(self) -> Iterator[Any]:
+        check_plain_loop(self.name)
+        return iter(self.items)
+
+
+def check_plain_loop(name: str) -> None:
+    """Check that a ``for`` has called ``__iter__``, and not a function such as enumerate, zip or list.
+
+    Only the bytecode of the frame that iterates tells them apart: GET_ITER starts a ``for``. Functions of torch, which
+    do not number layers, may make lists. A compiled stage is not checked, since torch.compile has no such frame.
+
+    Raises:
+        MethodError: the caller is a function.
+    """
+    if torch.compiler.is_compiling():
+        return
+    frame = sys._getframe(2)
+    is_for = dis.opname[frame.f_code.co_code[frame.f_lasti]] == "GET_ITER"
+    if not is_for and not frame.f_globals.get("__name__", "").startswith("torch."):
+        raise MethodError(
+            f"a stage of a pipeline has only some layers of {name}, so enumerate, zip and list would number them "
+            "wrongly. Only a plain for loop over them is right.\n\n"
+            f"  for name, layer in self.{name.rpartition('.')[2]}.named_children():   # names of the whole module"
+        )
+
+
+# ---- what a module or a stage has ----
 
 
 def attributes_with(module: nn.Module, value: object) -> list[tuple[str, nn.Module, str]]:
     """The submodules that have a value in an attribute: the name of each, the submodule, and its attribute."""
-    found = [(name, each, vars(each)) for name, each in module.named_modules()]
-    return [(name, each, key) for name, each, values in found for key in values if values[key] is value]
+    return [
+        (name, layer, attribute)
+        for name, layer in module.named_modules()
+        for attribute, each in vars(layer).items()
+        if each is value
+    ]
+
+
+def tied_names(module: nn.Module) -> list[list[str]]:
+    """The names of each tied parameter."""
+    names: dict[int, list[str]] = {}
+    for name, weight in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(weight), []).append(name)
+    return [same for same in names.values() if len(same) > 1]
 
 
 def is_stage(module: nn.Module) -> bool:
@@ -188,11 +234,3 @@ def matches(name: str, pattern: str) -> bool:
     """Return True if a dotted name matches a pattern, part by part. Only "" matches "", the whole module."""
     parts, pattern_parts = name.split("."), pattern.split(".")
     return len(parts) == len(pattern_parts) and all(map(fnmatch, parts, pattern_parts)) and bool(name) == bool(pattern)
-
-
-def tied_names(module: nn.Module) -> list[list[str]]:
-    """The names of each tied parameter."""
-    names: dict[int, list[str]] = {}
-    for name, weight in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(weight), []).append(name)
-    return [same for same in names.values() if len(same) > 1]

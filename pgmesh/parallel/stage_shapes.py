@@ -93,8 +93,8 @@ class Stage(PipelineStage):
         returned = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         found = _describe(_as_tuple(returned))
         if not self.is_last and found != self.output_kinds:
-            wanted = f"the first returned {', '.join(self.output_kinds or ())}"
-            wanted = wanted if self.output_kinds else "has to return plain tensors"
+            kinds = self.output_kinds
+            wanted = f"the first returned {', '.join(kinds)}" if kinds else "has to return plain tensors"
             hint = "\n\n  return x.to_local()   # of a DTensor x, if the next stage takes this rank's shard"
             raise MethodError(
                 f"microbatch {fwd_chunk_id} of stage {self.stage_index} returned {', '.join(found)}, but {wanted}."

@@ -1,9 +1,14 @@
-"""Tensor parallelism by torch's parallelize_module. A plan gives each module one of torch's styles."""
+"""Tensor parallelism by torch's parallelize_module. A plan gives each module one of torch's styles.
+
+torch replaces the parameters of these modules by DTensors. ``TensorParallel`` also keeps what torch loses then (tied
+weights, frozen ones, Python attributes), and refuses plans of which torch would compute wrong results without an error.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,18 +29,13 @@ from torch.distributed.tensor.placement_types import Placement
 from pgmesh import torch_private
 from pgmesh._util.suggestions import closest_name, did_you_mean
 from pgmesh.errors import MethodError, OptionsError
-from pgmesh.parallel.base import Level, Method, format_axes, single_axis
+from pgmesh.parallel.base import Method, format_axes, single_axis
 from pgmesh.parallel.divisibility import divide_along_axes
 from pgmesh.parallel.stage_cutting import match_modules, on_other_stage, tied_names
 
 if TYPE_CHECKING:
     from pgmesh.layout import Axis
     from pgmesh.mesh import ProcessGroupMesh
-
-PREPARE = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
-"""The styles that leave parameters alone."""
-SEQUENCE_DIMS = (-3, -2, 0, 1)
-"""Dimensions of activations that can be positions, or rows."""
 
 
 def attention_plan(
@@ -118,7 +118,6 @@ class TensorParallel(Method):
     """
 
     differs = "weights"
-    level = Level.TENSOR
 
     def __init__(
         self,
@@ -131,19 +130,7 @@ class TensorParallel(Method):
         super().__init__(mesh, *axis, options=options)
         single_axis(self)
         self.plan = dict(plan)
-        wrong = {name: style for name, style in plan.items() if not isinstance(style, ParallelStyle)}
-        if wrong or not plan:
-            raise OptionsError(
-                f"TensorParallel: plan= maps module names to ParallelStyles of torch, and has {wrong}.\n\n"
-                f"  TensorParallel(mesh, {self.owns[0]!r}, plan={{'blocks.*.up': ColwiseParallel()}})"
-            )
-        self._shards_sequences = any(map(_sequence_dims, plan.values()))
-        if self._shards_sequences and all(_entry_dim(style) is None for style in plan.values()):
-            raise OptionsError(
-                "TensorParallel: styles of the plan take sharded sequences, but none shards them.\n\n"
-                "  plan={**plan, 'blocks.0': PrepareModuleInput(input_layouts=Replicate(), "
-                "desired_input_layouts=Shard(1), use_local_output=True)}"
-            )
+        _check_styles(self.owns[0], self.plan)
         for count in [heads] if isinstance(heads, int) else heads:
             divide_along_axes(count, f"{count} heads", "heads", mesh, self.owns)
 
@@ -157,46 +144,26 @@ class TensorParallel(Method):
             MethodError: a parameter that torch replaces has hooks.
             ShapeError: a layer is not divisible by the ranks.
         """
-        layers: dict[nn.Module, tuple[str, ParallelStyle]] = {}  # a module under two names has one style
-        for pattern, style in self.plan.items():
-            layers |= {module.get_submodule(name): (name, style) for name in self._matching_modules(module, pattern)}
-        if self._shards_sequences:
-            self._check_sequences(module, {layer: style for layer, (_, style) in layers.items()})
+        entries = self._entries_of(module)
+        if any(map(_sequence_dims, self.plan.values())):
+            _check_sequences(module, entries)
         tied, device_mesh = tied_names(module), self.mesh.device_mesh(*self.owns)
-        for layer, (name, style) in layers.items():
-            self._apply_style(name, layer, style, device_mesh)
+        for layer, entry in entries.items():
+            self._apply_style(entry.name, layer, entry.style, device_mesh)
         self._retie(module, tied)
         return module
 
-    def _matching_modules(self, module: nn.Module, pattern: str) -> list[str]:
-        """Names of modules that match a pattern, without modules of other pipeline stages."""
-        found = match_modules(module, pattern)
-        if not found and not on_other_stage(module, pattern):
-            known = sorted({re.sub(r"\.\d+\b", ".*", name) for name, _ in module.named_modules() if name})
-            hint = did_you_mean(closest_name(pattern, known)) or f" It has {format_axes(known) or 'no modules'}."
-            raise MethodError(f"the plan names {pattern!r}, which {type(module).__name__} does not have.{hint}")
-        return found
-
-    def _check_sequences(self, module: nn.Module, styles: Mapping[nn.Module, ParallelStyle]) -> None:
-        """Check that the plan says of each module with parameters whether it gets whole sequences or shards.
-
-        Covered are all modules inside of one that keeps whole sequences, and modules whose own style says it.
-        """
-        covered = {inner for layer, style in styles.items() if _keeps_whole(style) for inner in layer.modules()}
-        covered |= {layer for layer, style in styles.items() if _states_input(style, layer)}
-        for name, layer in module.named_modules():
-            if layer not in covered and next(layer.parameters(recurse=False), None) is not None:
-                shards, whole = "SequenceParallel(use_local_output=True)", name
-                style = styles.get(layer)
-                if isinstance(style, (ColwiseParallel, RowwiseParallel)):  # which has to stay
-                    side = "input" if isinstance(style, ColwiseParallel) else "output"
-                    shards, whole = f"{type(style).__name__}({side}_layouts=Shard(1))", name.rpartition(".")[0]
-                raise MethodError(
-                    "the plan shards sequences by positions, so it has to say of every module with parameters whether "
-                    f"it gets shards or whole sequences. It does not of {name or type(module).__name__}.\n\n"
-                    f"  plan={{**plan, {name!r}: {shards}}}   # shards\n"
-                    f"  plan={{**plan, {whole!r}: PrepareModuleInput()}}   # whole"
-                )
+    def _entries_of(self, module: nn.Module) -> dict[nn.Module, Entry]:
+        """The entry of each module that the plan names, without modules of other pipeline stages."""
+        entries: dict[nn.Module, Entry] = {}  # a module under two names has one
+        for pattern, style in self.plan.items():
+            names = match_modules(module, pattern)
+            if not names and not on_other_stage(module, pattern):
+                known = sorted({re.sub(r"\.\d+\b", ".*", name) for name, _ in module.named_modules() if name})
+                hint = did_you_mean(closest_name(pattern, known)) or f" It has {format_axes(known) or 'no modules'}."
+                raise MethodError(f"the plan names {pattern!r}, which {type(module).__name__} does not have.{hint}")
+            entries |= {module.get_submodule(name): Entry(name, pattern, style) for name in names}
+        return entries
 
     def _apply_style(self, name: str, layer: nn.Module, style: ParallelStyle, device_mesh: DeviceMesh) -> None:
         """Let torch shard a layer, and give the parameters that it replaces the properties of the old ones."""
@@ -259,14 +226,86 @@ class TensorParallel(Method):
                 setattr(module.get_submodule(owner), attribute, weights[0])
 
 
-# Attributes of styles (those of keyword arguments have ``kwarg`` in their names):
-#   input_layouts            inputs that the module is given
-#   desired_input_layouts    inputs that its forward computes with
-#   output_layouts           outputs that it returns; of PrepareModuleOutput: those of its forward
-#   desired_output_layouts   outputs that PrepareModuleOutput returns
-#   sequence_sharding        inputs and outputs of SequenceParallel
+def _match_placements(gradient: Tensor, like: tuple[Any, ...]) -> Tensor:
+    """Gradient with the placements of its parameter. torch returns replicated ones of embeddings, partial of norms."""
+    if isinstance(gradient, DTensor) and gradient.placements != like:
+        return gradient.redistribute(placements=like)
+    return gradient
+
+
+# ---- checks of a plan ----
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The entry of a plan that counts for a module."""
+
+    name: str
+    """Name of the module."""
+    pattern: str
+    """Key of the plan."""
+    style: ParallelStyle
+
+
+def _check_styles(axis: Axis, plan: Mapping[str, ParallelStyle]) -> None:
+    """Check that a plan has styles, and that one of them shards sequences if others take sharded ones."""
+    wrong: dict[str, Any] = {name: style for name, style in plan.items() if not isinstance(style, ParallelStyle)}
+    if wrong or not plan:
+        name, style = next(iter(wrong.items()), ("blocks.*.up", ColwiseParallel))
+        kind = style.__name__ if isinstance(style, type) else "ColwiseParallel"
+        raise OptionsError(
+            "TensorParallel: plan= maps module names to ParallelStyles of torch, and "
+            f"{f'has {wrong}' if wrong else 'is empty'}.\n\n"
+            f"  TensorParallel(mesh, {axis!r}, plan={{**plan, {name!r}: {kind}()}})"
+        )
+    users = [name for name, style in plan.items() if _sequence_dims(style)]
+    if users and all(_entry_dim(style) is None for style in plan.values()):
+        first_block = next((re.sub(r"\*.*", "0", name) for name in users if "*" in name), "blocks.0")
+        raise OptionsError(
+            "TensorParallel: styles of the plan take sharded sequences, but none shards them.\n\n"
+            f"  plan={{**plan, {first_block!r}: PrepareModuleInput(input_layouts=Replicate(), "
+            "desired_input_layouts=Shard(1), use_local_output=True)}"
+        )
+
+
+def _check_sequences(module: nn.Module, entries: Mapping[nn.Module, Entry]) -> None:
+    """Check that a plan says of each module with parameters whether it gets whole sequences or shards.
+
+    Covered are all modules inside of one that keeps whole sequences, and modules whose own style says it.
+    """
+    covered: set[nn.Module] = set()
+    for layer, entry in entries.items():
+        if _keeps_whole(entry.style):
+            covered.update(layer.modules())
+        elif _states_input(entry.style, layer):
+            covered.add(layer)
+    for name, layer in module.named_modules():
+        if layer not in covered and next(layer.parameters(recurse=False), None) is not None:
+            raise MethodError(
+                "the plan shards sequences by positions, so it has to say of every module with parameters whether "
+                f"it gets shards or whole sequences. It does not of {name or type(module).__name__}.\n\n"
+                f"{_statement_for(name, entries.get(layer))}"
+            )
+
+
+def _statement_for(name: str, entry: Entry | None) -> str:
+    """The change of a plan that says of a module whether it gets shards or whole sequences. It keeps other entries."""
+    if entry and not isinstance(entry.style, PREPARE):
+        side = "output" if isinstance(entry.style, RowwiseParallel) else "input"
+        statement = f"  plan[{entry.pattern!r}].{side}_layouts = (Shard(1),)   # shards"
+        return f"{statement}; whole: inside of a module that has the entry PrepareModuleInput()"
+    shards = "SequenceParallel(use_local_output=True)"
+    if entry or not name:  # the module itself computes with both
+        own = f"{name}.own".lstrip(".")
+        return f"  plan={{**plan, {own!r}: {shards}}}   # own: a new submodule for the parameters of this one"
+    return (
+        f"  plan={{**plan, {name!r}: {shards}}}   # shards\n  plan={{**plan, {name!r}: PrepareModuleInput()}}   # whole"
+    )
+
+
+# ---- what styles say of sequences ----
 #
-# What the functions below find for the plan in docs/parallel.md, in the order of activations (- is None or False):
+# Results for the plan in docs/parallel.md, in the order of activations (- is None or False):
 #
 #   style                                                        _entry_dim  _keeps_whole  _states_input
 #   tokens   RowwiseParallel(input_layouts=Replicate())          -           -             True
@@ -277,29 +316,40 @@ class TensorParallel(Method):
 #   out      RowwiseParallel(output_layouts=Shard(1))            -           -             True
 #   head     ColwiseParallel(), between sharded sequences        -           -             -, so it is an error
 
+PREPARE = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
+"""The styles that leave parameters alone."""
 
-def _layouts(style: ParallelStyle, *names: str) -> list[Placement]:
+SEQUENCE_DIMS = (-3, -2, 0, 1)
+"""Dimensions of activations that can be positions, or rows."""
+
+GIVEN = ("input_layouts", "input_kwarg_layouts", "sequence_sharding")
+"""Attributes of styles that have the layouts of the inputs that a module is given."""
+
+INSIDE = ("desired_input_layouts", "desired_input_kwarg_layouts", "output_layouts")
+"""Attributes of ``PREPARE`` that have the layouts of the inputs and outputs of a module's forward."""
+
+
+def _layouts(style: ParallelStyle, names: Iterable[str] = ()) -> list[Placement]:
     """The layouts of activations in attributes of a style, by default in all."""
     found = list[Any]()
     for name, value in vars(style).items():
         if isinstance(value, ParallelStyle):  # PrepareModuleInputOutput has two others
-            found += _layouts(value, *names)
-        elif isinstance(value, (tuple, dict)) and (name in names or not names):
-            found += value.values() if isinstance(value, dict) else value
+            found += _layouts(value, names)
+        elif name in names or not names:
+            found += value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ()
     return [each for each in found if isinstance(each, Placement)]
 
 
-def _sequence_dims(style: ParallelStyle, *names: str) -> list[int]:
-    """Dimensions of positions, or of rows, along which attributes of a style shard activations."""
-    return [each.dim for each in _layouts(style, *names) if isinstance(each, Shard) and each.dim in SEQUENCE_DIMS]
+def _sequence_dims(style: ParallelStyle, names: Iterable[str] = ()) -> list[int]:
+    """Dimensions of positions, or of rows, along which attributes of a style shard activations, by default all."""
+    return [each.dim for each in _layouts(style, names) if isinstance(each, Shard) and each.dim in SEQUENCE_DIMS]
 
 
 def _entry_dim(style: ParallelStyle) -> int | None:
     """Dimension along which a style splits a sequence that arrives whole; None if it splits none."""
-    incoming = _layouts(style, "input_layouts", "input_kwarg_layouts", "sequence_sharding")
-    incoming = incoming or _layouts(style, "output_layouts")  # of PrepareModuleOutput
+    given = _layouts(style, GIVEN) or _layouts(style, ["output_layouts"])  # of PrepareModuleOutput
     dims = _sequence_dims(style)
-    return dims[0] if dims and all(each.is_replicate() for each in incoming) else None
+    return dims[0] if dims and all(each.is_replicate() for each in given) else None
 
 
 def _sharded_input(style: ParallelStyle) -> int | str:
@@ -312,8 +362,7 @@ def _sharded_input(style: ParallelStyle) -> int | str:
 
 def _keeps_whole(style: ParallelStyle) -> bool:
     """Return True if a style leaves parameters alone, and its module computes with whole sequences."""
-    inside = ("desired_input_layouts", "desired_input_kwarg_layouts", "output_layouts")
-    return isinstance(style, PREPARE) and not _sequence_dims(style, *inside)
+    return isinstance(style, PREPARE) and not _sequence_dims(style, INSIDE)
 
 
 def _states_input(style: ParallelStyle, layer: nn.Module) -> bool:
@@ -323,10 +372,3 @@ def _states_input(style: ParallelStyle, layer: nn.Module) -> bool:
     wrong results if it is a shard. Other layers, such as an embedding, take no features that could be a shard.
     """
     return not isinstance(style, PREPARE) and (not isinstance(layer, nn.Linear) or bool(_sequence_dims(style)))
-
-
-def _match_placements(gradient: Tensor, like: tuple[Any, ...]) -> Tensor:
-    """Gradient with the placements of its parameter. torch returns replicated ones of embeddings, partial of norms."""
-    if isinstance(gradient, DTensor) and gradient.placements != like:
-        return gradient.redistribute(placements=like)
-    return gradient

@@ -7,15 +7,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor.experimental import context_parallel
+from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from pgmesh import MethodError, OptionsError, ProcessGroupMesh, ShapeError
-from pgmesh.parallel import ContextParallel, ring
+from pgmesh.parallel import ContextParallel, DataParallel, Method, PipelineParallel, compose, ring
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
-from tests.support.parallel_models import TinyGPT
+from tests.support.parallel_models import FIRST, LAST, TinyGPT
 from tests.support.worlds import check_sums, world
 
 pytestmark = pytest.mark.long
@@ -146,10 +149,10 @@ def test_ring_operators_pass_opcheck(mesh, dtype):
     group_name = mesh.view(pp=8, cp=1).group("cp").group_name
     q, k, v = transposed(heads=(2, 2, 2), dtype=dtype)
     inputs, settings = [q, torch.cat([k, v], -1).detach().requires_grad_()], (group_name, True, 0.3, True)
-    torch.library.opcheck(ring._forward, (*inputs, *settings))
+    torch.library.opcheck(ring._forward_operator, (*inputs, *settings))
     tensors = [each.detach() for each in inputs]
     out, log_sum = ring._forward(*tensors, *settings)
-    torch.library.opcheck(ring._backward, (torch.randn_like(out), *tensors, out, log_sum, *settings))
+    torch.library.opcheck(ring._backward_operator, (torch.randn_like(out), *tensors, out, log_sum, *settings))
 
 
 def gradients_of(out: torch.Tensor, given: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -206,7 +209,7 @@ def test_ring_refuses_a_second_derivative(mesh):
     q, k, v = transposed(heads=(2, 2, 2))
     out = ring.ring_attention(q, k, v, mesh.view(pp=8, cp=1).group("cp"), is_causal=True)
     (gradient,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"ring_backward\.default but no autograd formula was registered"):
+    with pytest.raises(RuntimeError, match="differentiate twice a function that was marked with @once_differentiable"):
         gradient.sum().backward()
 
 
@@ -214,6 +217,63 @@ def test_attention_is_replaced_where_it_is_kept(mesh):
     model, method = TinyGPT(layers=2), ContextParallel(mesh, "cp")
     assert method.apply(model) is model
     assert [block.attend for block in model.blocks] == [method.attention] * 2
+
+
+class Fixed(nn.Module):
+    """Attention that cannot be replaced, called in a method other than ``forward``."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attend(x)
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+class Flexible(nn.Module):
+    """Attention by another function of torch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return flex_attention(x, x, x)
+
+
+def model_with(layer: nn.Module) -> nn.Module:
+    """A model of which the last layer has this one, and the first attention that can be replaced."""
+    model = TinyGPT(layers=2)
+    model.blocks[1] = nn.Sequential(layer)
+    return model
+
+
+FIXED = [
+    (Fixed(), "0", "scaled_dot_product_attention"),
+    (Flexible(), "0", "flex_attention"),
+    (nn.TransformerEncoderLayer(16, 2), "0.self_attn", "multi_head_attention_forward"),
+]
+
+
+@pytest.mark.parametrize(("layer", "name", "function"), FIXED)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_attention_called_by_name_raises(layer, name, function, stages):
+    with fake_rank(0, 2 * stages), ProcessGroupMesh(pp=stages, dp=1, cp=2) as mesh:
+        methods: list[Method] = [ContextParallel(mesh, "cp"), DataParallel(mesh, "dp")]
+        if stages > 1:
+            methods.append(
+                PipelineParallel(mesh, "pp", layers="blocks", first=FIRST, last=LAST, loss=None, microbatches=2)
+            )
+        with pytest.raises(MethodError, match=rf"^blocks\.1\.{name}, which is \w+, calls {function} by its name\."):
+            compose(mesh, *methods).apply(model_with(layer))
+
+
+def test_pipeline_without_replaceable_attention_raises():
+    with fake_rank(0, 4), ProcessGroupMesh(pp=2, dp=1, cp=2) as mesh:
+        pipeline = PipelineParallel(mesh, "pp", layers="0", loss=None, microbatches=2)
+        together = compose(mesh, pipeline, ContextParallel(mesh, "cp"), DataParallel(mesh, "dp"))
+        with pytest.raises(MethodError, match=r"^no submodule of Sequential has torch's scaled_dot_product_attention"):
+            together.apply(nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))))
+
+
+def test_attention_of_program_may_be_called_by_name(mesh):
+    layer = Fixed()
+    assert ContextParallel(mesh, "cp", attention=None).apply(layer) is layer
 
 
 def test_indivisible_sequences_raise_with_the_numbers(mesh):
@@ -270,7 +330,7 @@ def test_what_attention_cannot_do_is_refused(mesh):
     )
     assert_raises(
         MethodError,
-        lambda: method.apply(torch.nn.Linear(2, 2)),
+        lambda: method.apply(nn.Linear(2, 2)),
         "no submodule of Linear has torch's scaled_dot_product_attention in an attribute, so there is no "
         "attention to replace.\n\n"
         "  self.attention = scaled_dot_product_attention       # in __init__ of the attention module\n"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from pgmesh import ProcessGroupMesh, ShapeError
+from pgmesh import MethodError, ProcessGroupMesh, ShapeError
 from pgmesh.parallel import DataParallel, PipelineParallel, ShardedDataParallel, compose
 from tests.support.parallel_models import assert_same, gradients_of
 from tests.support.pipelines import needs_pipelines
@@ -20,6 +22,14 @@ pytestmark = needs_pipelines
 torch.set_num_threads(1)  # ranks import this too, and share the cores
 
 WIDTH, LENGTH, LAYERS = 6, 5, 4
+
+
+@dataclass
+class Extra:
+    """Arguments in an object that torch does not split, until it is registered."""
+
+    mask: torch.Tensor
+    scale: float
 
 
 class Layer(nn.Module):
@@ -125,3 +135,44 @@ def test_mask_without_row_for_each_input_raises():
         for message, rows in zip(messages, ["1 row of mask", "0 rows of mask", "8 rows of mask, 16 rows of mask"]):
             batch = f"8 rows of inputs, {rows}, 8 rows of positions, 8 rows of target"
             assert message == f"{batch} cannot be split into 2 equal microbatches along pp=2."
+
+
+class Scaled(nn.Module):
+    """Each layer uses a mean over rows of a mask, which is another number for the rows of all microbatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.double()
+
+    def forward(self, x: torch.Tensor, extra: Any) -> torch.Tensor:
+        mask, scale = (extra["mask"], extra["scale"]) if isinstance(extra, dict) else (extra.mask, extra.scale)
+        for block in self.blocks:
+            x = block(x) * mask.mean() * scale
+        return x
+
+
+def in_objects() -> None:
+    with ProcessGroupMesh(pp=2) as mesh:
+        pipeline = PipelineParallel(mesh, "pp", layers="blocks", loss=loss_of, microbatches=2)
+        model, right = pipeline.apply(Scaled()), Scaled()
+        x, target, keywords = batch(0, 8, 5)
+        mask, scale = keywords["mask"] + torch.arange(8)[:, None], keywords["scale"]
+        for extra in (Extra(mask, scale), UserDict(mask=mask, scale=scale)):
+            with pytest.raises(
+                MethodError, match=f"^extra has tensors in {type(extra).__name__}, which torch"
+            ) as caught:
+                model.step(x, target=target, extra=extra)
+            names = {"torch": torch, "Extra": Extra, "extra": extra}
+            exec(str(caught.value).splitlines()[-1].strip(), names)
+            model.zero_grad()
+            model.step(x, target=target, extra=names["extra"])
+            right.zero_grad()
+            for rows in (slice(0, 4), slice(4, 8)):
+                (loss_of(right(x[rows], Extra(mask[rows], scale)), target[rows]) / 2).backward()
+            assert_same(type(extra).__name__, gradients_of(model), gradients_of(right))
+
+
+def test_keyword_in_object_is_split_once_registered():
+    world(2).run(in_objects)

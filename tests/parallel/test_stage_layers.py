@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint_sequential
 
 from pgmesh import MethodError, OptionsError, ProcessGroupMesh
 from pgmesh.parallel import ExpertParallel, PipelineParallel, TensorParallel, compose
@@ -88,7 +89,19 @@ def present_by_number(layers: Any, x: torch.Tensor) -> torch.Tensor:
 
 def in_values(layers: nn.ModuleDict, x: torch.Tensor) -> torch.Tensor:
     for layer in layers.values():
-        x = (x + layer(x)).tanh()
+        x = (x + layer(x)).tanh() / len(layers)
+    return x
+
+
+def in_names(layers: nn.ModuleDict, x: torch.Tensor) -> torch.Tensor:
+    for name in layers:
+        x = layers[name](x).tanh() + len(name)
+    return x
+
+
+def in_children(layers: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    for layer in layers.children():
+        x = layer(x).tanh()
     return x
 
 
@@ -105,9 +118,7 @@ RIGHT: list[tuple[type[nn.Module], Loop]] = [
     ),
     (nn.ModuleList, in_slices),
     (nn.Sequential, lambda layers, x: layers(x)),
-    (nn.ModuleDict, in_values),
-    (nn.ModuleDict, in_items),
-    (nn.ModuleDict, with_names),
+    *itertools.product((nn.ModuleDict,), (in_values, in_items, with_names, in_children, in_names)),
 ]
 
 
@@ -150,21 +161,26 @@ def listed(layers: Any, x: torch.Tensor) -> torch.Tensor:
     return first(x)
 
 
-def zipped_values(layers: nn.ModuleDict, x: torch.Tensor) -> torch.Tensor:
-    return zipped(layers.values(), x)
-
-
 @pytest.fixture
 def mesh() -> Iterator[ProcessGroupMesh]:
     with fake_rank(1, 2), ProcessGroupMesh(pp=2) as mesh:
         yield mesh
 
 
+def of(view: str, loop: Loop) -> Loop:
+    """The loop over what a method of the container returns."""
+    return lambda layers, x: loop(getattr(layers, view)(), x)
+
+
+VIEWS = [(nn.ModuleList, "children"), (nn.ModuleList, "named_children")]
+VIEWS += [(nn.ModuleDict, view) for view in ("keys", "values", "items", "children", "named_children")]
+
+
 @pytest.mark.parametrize(
     ("kind", "loop"),
     [
-        *itertools.product((nn.ModuleList, nn.Sequential), (numbered, zipped, listed)),
-        (nn.ModuleDict, zipped_values),
+        *itertools.product((nn.ModuleList, nn.Sequential, nn.ModuleDict), (numbered, zipped, listed)),
+        *((kind, of(view, loop)) for kind, view in VIEWS for loop in (numbered, zipped, listed)),
     ],
 )
 def test_layers_numbered_on_a_stage_raise(mesh, kind, loop):
@@ -184,6 +200,23 @@ def test_stage_compiles_to_one_graph(mesh, number):
     (stage,) = PipelineParallel(mesh, "pp", layers="layers", loss=None, microbatches=2).cut(Looping(*RIGHT[number]))
     rows = torch.ones(1, WIDTH, dtype=torch.float64)
     assert torch.compile(stage, backend="eager", fullgraph=True)(rows).equal(stage(rows))
+
+
+def test_stage_counts_layers_of_whole_model(mesh):
+    for kind in (nn.ModuleList, nn.Sequential, nn.ModuleDict):
+        module = Looping(kind, in_children)
+        (stage,) = PipelineParallel(mesh, "pp", layers="layers", loss=None, microbatches=2).cut(module)
+        assert len(stage.layers) == len(module.layers) == LAYERS
+    assert "layer4" in stage.layers
+    assert "layer0" not in stage.layers
+    assert stage.layers["layer0"] is None
+
+
+def test_functions_of_torch_may_list_stage_layers(mesh):
+    module = Looping(nn.Sequential, lambda layers, x: checkpoint_sequential(layers, 2, x, use_reentrant=False))
+    (stage,) = PipelineParallel(mesh, "pp", layers="layers", loss=None, microbatches=2).cut(module)
+    rows = torch.ones(1, WIDTH, dtype=torch.float64)
+    assert stage(rows).equal(module.layers[4](module.layers[3](rows)))
 
 
 def test_absent_layer_called_by_number_raises(mesh):

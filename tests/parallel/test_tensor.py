@@ -328,14 +328,25 @@ def test_a_plan_names_what_is_there(mesh):
     )
 
 
-@pytest.mark.parametrize("plan", [{}, {"tokens": "columns"}, {"tokens": RowwiseParallel}], ids=str)
-def test_a_plan_without_styles_raises(mesh, plan):
+@pytest.mark.parametrize(
+    ("plan", "call"),
+    [
+        ({}, "'blocks.*.up': ColwiseParallel()"),
+        ({"tokens": "columns", "head": ColwiseParallel()}, "'tokens': ColwiseParallel()"),
+        ({"tokens": RowwiseParallel}, "'tokens': RowwiseParallel()"),
+    ],
+    ids=str,
+)
+def test_a_plan_without_styles_raises(mesh, plan, call):
+    wrong = {name: style for name, style in plan.items() if name == "tokens"}
+    found = f"has {wrong}" if wrong else "is empty"
     assert_raises(
         OptionsError,
         lambda: TensorParallel(mesh, "tp", plan=plan),
-        f"TensorParallel: plan= maps module names to ParallelStyles of torch, and has {plan}.\n\n"
-        "  TensorParallel(mesh, 'tp', plan={'blocks.*.up': ColwiseParallel()})",
+        f"TensorParallel: plan= maps module names to ParallelStyles of torch, and {found}.\n\n"
+        f"  TensorParallel(mesh, 'tp', plan={{**plan, {call}}})",
     )
+    eval(f"TensorParallel(mesh, 'tp', plan={{**plan, {call}}})", globals() | {"plan": plan, "mesh": mesh})
 
 
 def test_a_wrong_argument_raises_at_construction(mesh):
@@ -375,12 +386,52 @@ def test_no_linear_layer_takes_shards_for_whole_sequences(mesh):
         lambda: TensorParallel(mesh, "tp", plan=plan).apply(TinyGPT(layers=1)),
         "the plan shards sequences by positions, so it has to say of every module with parameters whether it gets "
         "shards or whole sequences. It does not of blocks.0.up.\n\n"
-        "  plan={**plan, 'blocks.0.up': ColwiseParallel(input_layouts=Shard(1))}   # shards\n"
-        "  plan={**plan, 'blocks.0': PrepareModuleInput()}   # whole",
+        "  plan['blocks.*.up'].input_layouts = (Shard(1),)   # shards; whole: inside of a module that has the entry "
+        "PrepareModuleInput()",
     )
-    plan = {**plan, "blocks.0.up": ColwiseParallel(input_layouts=Shard(1))}
-    plan = {**plan, "blocks.0.down": RowwiseParallel(output_layouts=Shard(1))}
-    TensorParallel(mesh, "tp", plan=plan).apply(TinyGPT(layers=1))
+
+
+@pytest.mark.parametrize("head", [ColwiseParallel(use_local_output=False), RowwiseParallel(input_layouts=Replicate())])
+def test_printed_changes_of_plan_keep_other_entries(mesh, head):
+    plan = {**SEQUENCE_PLAN, **mlp_plan("blocks.*", ["up"], "down"), "head": head}
+    changes = []
+    for _ in range(3):
+        with pytest.raises(MethodError, match="It does not of") as caught:
+            TensorParallel(mesh, "tp", plan=plan).apply(TinyGPT(layers=2))
+        changes.append(str(caught.value).splitlines()[-1].partition("   #")[0].strip())
+        exec(changes[-1], globals() | {"plan": plan})
+    TensorParallel(mesh, "tp", plan=plan).apply(TinyGPT(layers=2))
+    side = "input" if isinstance(head, ColwiseParallel) else "output"
+    sides = {"blocks.*.up": "input", "blocks.*.down": "output", "head": side}
+    assert changes == [f"plan[{name!r}].{each}_layouts = (Shard(1),)" for name, each in sides.items()]
+    assert plan["head"].use_local_output == isinstance(head, RowwiseParallel)
+
+
+class Scaled(nn.Module):
+    """A module with a parameter of its own around others."""
+
+    def __init__(self, in_submodule: bool) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.LayerNorm(4))
+        self.scale = nn.Parameter(torch.ones(4))
+        if in_submodule:
+            self.own, self.scale = nn.LayerNorm(4), None
+
+
+@pytest.mark.parametrize("name", ["", "block"])
+def test_parameter_between_shards_needs_own_submodule(mesh, name):
+    enter = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True)
+    plan = {name: enter, f"{name}.inner.0".lstrip("."): SequenceParallel()}
+
+    def build(in_submodule: bool) -> nn.Module:
+        return nn.ModuleDict({name: Scaled(in_submodule)}) if name else Scaled(in_submodule)
+
+    with pytest.raises(MethodError, match=rf"It does not of {name or 'Scaled'}\.") as caught:
+        TensorParallel(mesh, "tp", plan=plan).apply(build(False))
+    call = str(caught.value).splitlines()[-1].partition("   #")[0].strip().removeprefix("plan=")
+    changed = eval(call, globals() | {"plan": plan})
+    assert changed.items() > plan.items()
+    TensorParallel(mesh, "tp", plan=changed).apply(build(True))
 
 
 def test_the_length_of_the_split_argument_counts(mesh):
@@ -400,14 +451,15 @@ def test_a_star_matches_children_alone(mesh):
     assert module[0].weight.placements == (Shard(0),)
 
 
-def test_sequences_nowhere_sharded_raise(mesh):
-    plan = {name: style for name, style in SEQUENCE_PLAN.items() if name != "blocks.0"}
+@pytest.mark.parametrize("layers", ["blocks", "model.layers"])
+def test_sequences_nowhere_sharded_raise(mesh, layers):
+    plan = {name.replace("blocks", layers): style for name, style in SEQUENCE_PLAN.items() if name != "blocks.0"}
     enter = "PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True)"
     assert_raises(
         OptionsError,
         lambda: TensorParallel(mesh, "tp", plan=plan),
         "TensorParallel: styles of the plan take sharded sequences, but none shards them.\n\n"
-        f"  plan={{**plan, 'blocks.0': {enter}}}",
+        f"  plan={{**plan, '{layers}.0': {enter}}}",
     )
 
 
