@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -84,13 +85,20 @@ class DataParallel(Method):
                 + (f"  module.set_submodule({inside[0]!r}, {found})" if inside[0] else "  module = module.module")
                 + "   # before apply: without DDP. One DataParallel has all axes"
             )
-        experts, axes = expert_tensors(module), [*self.average_axes]
+        experts = expert_tensors(module)
         for name, weight in module.named_parameters():
             if isinstance(weight, DTensor) and name not in experts:
-                raise MethodError(
-                    f"{name} is a DTensor, which torch's DDP does not support. fully_shard does.\n\n"
-                    f"  ShardedDataParallel(mesh, {', '.join(map(repr, self.owns))}, replicate={axes!r})"
-                )
+                raise self._dtensor_error(name, weight, module)
+
+    def _dtensor_error(self, name: str, weight: DTensor, module: nn.Module) -> MethodError:
+        axes = {*self.owns}
+        if any(isinstance(each, FSDPModule) for each in module.modules()):  # one method has the axes of both
+            axes |= {axis for axis in self.mesh.axes if str(axis) in (weight.device_mesh.mesh_dim_names or ())}
+        names = ", ".join(map(repr, self.mesh.along(*axes).axes))
+        return MethodError(
+            f"{name} is a DTensor, which torch's DDP does not support. fully_shard does.\n\n"
+            f"  ShardedDataParallel(mesh, {names}, replicate={[*self.average_axes]!r})   # on a new module"
+        )
 
     def accumulate(self, module: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:
         """Context manager for gradient accumulation: ranks average gradients only in the last backward pass.

@@ -299,9 +299,28 @@ def test_a_balance_loss_counts_what_all_ranks_chose():
     alone = balance_loss(probabilities, chosen)
     shares = torch.tensor([2, 1, 1, 2]) / 6
     torch.testing.assert_close(alone, 4 * (shares * probabilities.mean(0)).sum())
-    torch.testing.assert_close(balance_loss(probabilities, chosen, lambda counts: 5 * counts), alone)
-    skew = balance_loss(probabilities, chosen, lambda counts: counts + torch.tensor([6, 0, 0, 0]))
-    torch.testing.assert_close(skew, 4 * (torch.tensor([8, 1, 1, 2]) / 12 * probabilities.mean(0)).sum())
+
+
+def balance_of_parts(counts: list[int]) -> tuple[torch.Tensor, ...]:
+    """The loss and its gradient: of one process, and the means over ranks."""
+    with ProcessGroupMesh(dp=len(counts)) as mesh:
+        experts = ExpertParallel(mesh, "dp")
+        torch.manual_seed(0)
+        logits = torch.randn(sum(counts), EXPERTS, dtype=torch.float64)
+        whole, mine = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+        routed = [(each.softmax(-1), each.topk(TOP_K, -1).indices) for each in (whole, mine.split(counts)[mesh.rank])]
+        losses = balance_loss(*routed[0]), experts.balance_loss(*routed[1]) / mesh.size()
+        for each in losses:
+            each.backward()
+        found = torch.cat([losses[1].detach().view(1), mine.grad.flatten()])
+        dist.all_reduce(found)
+        return torch.cat([losses[0].detach().view(1), whole.grad.flatten()]), found
+
+
+@pytest.mark.parametrize("counts", [[3, 3], [5, 1], [4, 0]], ids=str)
+def test_balance_loss_of_unequal_parts_equals_one_process(counts: list[int]):
+    for expected, found in world(2).run(balance_of_parts, counts):
+        torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
 def test_indivisible_experts_raise_with_the_numbers(mesh):
@@ -394,7 +413,8 @@ def test_a_module_without_what_is_named_is_refused(mesh):
     assert_raises(
         MethodError,
         lambda: ExpertParallel(mesh, "ep", tensor="etp", columns=["gate"], rows=["down"]).apply(expert_layer()),
-        "Module.experts.0 has no linear layer 'gate'; it has up, down.",
+        "Module.experts.0 has parameters that are not sharded, up.bias, up.weight: each of the 2 ranks along etp=2 "
+        "would get a part of their gradients. Name their layers in columns= or rows=, or move them out of the experts.",
     )
     biased = expert_layer()
     biased.experts[0].down = nn.Linear(2 * WIDTH, WIDTH)
