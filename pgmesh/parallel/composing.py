@@ -46,7 +46,7 @@ from pgmesh.parallel.divisibility import format_sizes
 from pgmesh.parallel.exchange import broadcast_from_first
 from pgmesh.parallel.first_step import watch_first_step
 from pgmesh.parallel.gradients import local_shard, mean_over_ranks, norm_of_pieces, scale_gradients
-from pgmesh.parallel.local_experts import expert_tensors, names_of_experts
+from pgmesh.parallel.local_experts import expert_tensors, named_tensors, names_of_experts
 from pgmesh.parallel.mixture import Accumulation
 from pgmesh.parallel.nests import map_tensors, tensors_in
 from pgmesh.parallel.owners import check_all_owned, check_method, check_pair, unaveraged_error
@@ -165,11 +165,10 @@ class Composition:
             old_axes = method.average_axes
             method.settle(blocks_of(self._readers))
             if method in _applied_methods and method.average_axes != old_axes:
-                new_axes, method.average_axes = method.average_axes, old_axes
+                method.average_axes = old_axes
                 raise MethodError(
                     f"{method} was applied in another composition, in which it averages along {format_axes(old_axes)}, "
-                    f"and here it would average along {format_axes(new_axes) or 'no axes'}.\n\n"
-                    f"  {type(method).__name__}(mesh, ...)   # another one for each composition"
+                    f"and not in this one.\n\n  {type(method).__name__}(mesh, ...)   # another one for each composition"
                 )
 
     def _check_averages(self, module: nn.Module) -> None:
@@ -182,12 +181,11 @@ class Composition:
 
     def _compare_weights(self, module: nn.Module) -> None:
         """Compare the initial weights of ranks. DDP broadcasts those that are not experts to all but the first."""
-        tensors, broadcast = dict((*module.named_parameters(), *module.named_buffers())), set[str]()
-        data, receives = self._averaging, False
+        broadcast, receives, data = set[str](), False, self._averaging
         if isinstance(data, DataParallel):
             broadcast = broadcast_tensors(data, module).keys() - self._names_of_experts(module)
             receives = data.mesh.index(*data.average_axes) > 0
-        compare_weights(self.mesh, self._ranks, tensors, broadcast, receives)
+        compare_weights(self.mesh, self._ranks, named_tensors(module), broadcast, receives)
 
     def _compare_whole_weights(self, module: nn.Module) -> None:
         """Compare the weights that were on the meta device in ``apply``, where ranks have them whole."""
@@ -221,12 +219,11 @@ class Composition:
         >>> from pgmesh.parallel import compose
         >>> compose(mesh, unowned=mesh.axes).broadcast(torch.nn.Linear(2, 2))
         """
-        tensors = (*module.named_parameters(), *module.named_buffers())
-        experts = expert_tensors(module)
-        if sharded := [name for name, each in tensors if isinstance(each, DTensor) or name in experts]:
+        tensors, experts = named_tensors(module), expert_tensors(module)
+        if sharded := [name for name, each in tensors.items() if isinstance(each, DTensor) or name in experts]:
             raise MethodError(f"{sharded[0]} is sharded already: call broadcast(module) before apply(module).")
         if len(self._ranks) > 1:
-            broadcast_from_first((each for _, each in tensors), self.mesh.group_of(self._ranks))
+            broadcast_from_first(tensors.values(), self.mesh.group_of(self._ranks))
 
     # -- the optimizer ----------------------------------------------------------------------------------------------
 

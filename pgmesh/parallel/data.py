@@ -88,17 +88,14 @@ class DataParallel(Method):
         experts = expert_tensors(module)
         for name, weight in module.named_parameters():
             if isinstance(weight, DTensor) and name not in experts:
-                raise self._dtensor_error(name, weight, module)
-
-    def _dtensor_error(self, name: str, weight: DTensor, module: nn.Module) -> MethodError:
-        axes = {*self.owns}
-        if any(isinstance(each, FSDPModule) for each in module.modules()):  # one method has the axes of both
-            axes |= {axis for axis in self.mesh.axes if str(axis) in (weight.device_mesh.mesh_dim_names or ())}
-        names = ", ".join(map(repr, self.mesh.along(*axes).axes))
-        return MethodError(
-            f"{name} is a DTensor, which torch's DDP does not support. fully_shard does.\n\n"
-            f"  ShardedDataParallel(mesh, {names}, replicate={[*self.average_axes]!r})   # on a new module"
-        )
+                is_sharded = any(isinstance(each, FSDPModule) for each in module.modules())
+                sharded = weight.device_mesh.mesh_dim_names if is_sharded else None  # one method has these axes too
+                axes = [axis for axis in self.mesh.axes if axis in self.owns or str(axis) in (sharded or ())]
+                raise MethodError(
+                    f"{name} is a DTensor, which torch's DDP does not support. fully_shard does.\n\n  "
+                    f"ShardedDataParallel(mesh, {', '.join(map(repr, axes))}, replicate={[*self.average_axes]!r})"
+                    "   # on a new module"
+                )
 
     def accumulate(self, module: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:
         """Context manager for gradient accumulation: ranks average gradients only in the last backward pass.

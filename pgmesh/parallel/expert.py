@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pgmesh.errors import AxisError, MethodError
+from pgmesh.errors import MethodError
 from pgmesh.parallel import exchange, mixture
 from pgmesh.parallel.base import Method, format_axes
 from pgmesh.parallel.blocks import Blocks, connected_ranks, spanning_axes
@@ -59,9 +59,6 @@ class ExpertParallel(Method):
             treat each row alone, and to call its linear layers. Hooks on experts do not run.
         options: options of its groups, as in ``mesh.configure``.
 
-    Raises:
-        AxisError: ``tensor`` without ``columns`` and ``rows``, or these without ``tensor``.
-
     >>> from pgmesh.parallel import ExpertParallel
     >>> moe = mesh.view(edp=2, ep=2, etp=2)
     >>> ExpertParallel(moe, "ep", tensor="etp", columns=["up"], rows=["down"])
@@ -83,11 +80,6 @@ class ExpertParallel(Method):
         super().__init__(mesh, *axes, options=options)
         self._expert_axes, self._tensor_axes = self.owns, () if tensor is None else mesh.along(tensor).axes
         self._column_patterns, self._row_patterns, self._grouped = tuple(columns), tuple(rows), grouped
-        if bool(self._tensor_axes) != bool(self._column_patterns and self._row_patterns):
-            raise AxisError(
-                "ExpertParallel: an expert is sharded with tensor=, columns= and rows=, all three or none of them.\n\n"
-                f"  ExpertParallel(mesh, {self._expert_axes[0]!r}, tensor='etp', columns=['up'], rows=['down'])"
-            )
         self.owns = mesh.along(*self._expert_axes, *self._tensor_axes).axes
         self.configure(self._tensor_axes)
 
@@ -113,8 +105,8 @@ class ExpertParallel(Method):
         """Keep only this rank's experts, and replace ``mix`` and ``balance_loss`` in all attributes of submodules.
 
         Raises:
-            MethodError: another method has distributed the experts.
             MethodError: no submodule has ``mix`` in an attribute. Single stages of a pipeline may have none.
+            MethodError: another method has distributed the experts.
             MethodError: an expert has parameters in layers that ``columns`` and ``rows`` do not name.
             ShapeError: the experts, or the features of their layers, are not divisible by the ranks.
         """
@@ -131,16 +123,11 @@ class ExpertParallel(Method):
         return module
 
     def _check_layers(self, module: nn.Module, layers: Sequence[nn.Module]) -> None:
-        if any(isinstance(each, LocalExperts) for each in module.modules()):
-            axis_names = ", ".join(map(repr, self._expert_axes))
+        taken = any(isinstance(each, LocalExperts) for each in module.modules())
+        if taken or not (layers or is_stage(module)):
             raise MethodError(
-                f"another ExpertParallel has distributed the experts of {type(module).__name__}: one does it for all "
-                f"layers.\n\n  compose(mesh, ..., ExpertParallel(mesh, {axis_names}))   # alone, on a new module"
-            )
-        if not layers and not is_stage(module):
-            raise MethodError(
-                f"no submodule of {type(module).__name__} has pgmesh.parallel.mix in an attribute, so there are no "
-                "experts to distribute.\n\n"
+                f"no submodule of {type(module).__name__} has pgmesh.parallel.mix in an attribute, or another "
+                "ExpertParallel has distributed its experts: one does it, for all layers.\n\n"
                 "  self.mix, self.experts = mix, nn.ModuleList(...)            # in __init__ of the layer\n"
                 "  out = self.mix(tokens, weights, chosen, self.experts)       # in its forward"
             )

@@ -773,7 +773,7 @@ def test_an_unknown_name_is_answered_with_those_found():
         MethodError,
         lambda: find("ring"),
         f"""
-        no installed package provides a parallel method 'ring'; available: {", ".join(ours)}.
+        no installed packages provide a parallel method 'ring'; available: {", ".join(ours)}.
 
           [project.entry-points."pgmesh.parallel"]   # in the pyproject.toml of the package
           ring = "its_module:ItsMethod"
