@@ -134,14 +134,11 @@ class ExpertParallel(Method):
 
     def _keep_local_experts(self, name: str, layer: nn.Module) -> None:
         """Replace ``layer.experts`` by those of this rank: of 8 experts on 4 ranks, rank 1 keeps "2" and "3"."""
-        experts = getattr(layer, "experts", None)
-        if not isinstance(experts, (nn.ModuleList, nn.ModuleDict)):
-            kind = type(experts).__name__
-            raise MethodError(f"{name} has to be a ModuleList or a ModuleDict of experts, not {kind}.")
+        experts = [*layer.get_submodule("experts").named_children()]
         count = f"{name}: {len(experts)} experts"
         each = divide_along_axes(len(experts), count, "experts", self.mesh, self._expert_axes)
         first = self.mesh.index(*self._expert_axes) * each
-        kept = dict(list(experts.named_children())[first : first + each])
+        kept = dict(experts[first : first + each])
         if self._tensor_axes:
             for number, expert in kept.items():
                 self._shard_expert(f"{name}.{number}", expert)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from pgmesh.errors import MethodError
 
@@ -28,7 +29,7 @@ def watch_first_step(module: nn.Module, applied: nn.Module, check: Callable[[Any
         applied: the module that ``apply`` returned. Its copies share the call.
         check: takes the inputs of the step.
     """
-    pending, is_wrapped = [check], applied is not module
+    pending, is_wrapped, hooks = [check], applied is not module, list[RemovableHandle]()
 
     def before_step(inputs: Any) -> None:
         if is_wrapped:
@@ -40,16 +41,17 @@ def watch_first_step(module: nn.Module, applied: nn.Module, check: Callable[[Any
     def before_forward(trained: nn.Module, args: Any, keywords: Any) -> None:
         if is_training(trained):
             before_step((args, keywords))
-        if not pending:
-            hook.remove()
+        if not pending and not torch.compiler.is_compiling():
+            for each in hooks:
+                each.remove()
 
     if hasattr(applied, "before_step"):  # a pipeline
         vars(applied)["before_step"] = before_step
     else:  # prepend: before the hook of fully_shard, which gathers parameters
-        hook = applied.register_forward_pre_hook(before_forward, with_kwargs=True, prepend=True)
+        hooks.append(applied.register_forward_pre_hook(before_forward, with_kwargs=True, prepend=True))
     if is_wrapped:
         setattr(module, WRAPPED_MARK, id(module))
-        module.register_forward_pre_hook(refuse_without_wrapper)
+        hooks.append(module.register_forward_pre_hook(refuse_without_wrapper))
 
 
 def refuse_without_wrapper(module: nn.Module, _: Any) -> None:

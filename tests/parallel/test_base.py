@@ -640,11 +640,10 @@ def test_ranks_meet_where_a_plain_list_says_so(ranks: list[int] | None):
 
 def test_compose_takes_methods(mesh: ProcessGroupMesh):
     for given, shown in ((Data, f"{Data!r}"), ("tp", "'tp'")):
-        name = "Data" if given is Data else "DataParallel"
         assert_raises(
             MethodError,
             lambda given=given: compose(mesh, given, unowned=mesh.axes),
-            f"compose takes methods with their axes, such as {name}(mesh, 'pp'), not {shown}.",
+            f"compose takes methods with their axes, such as DataParallel(mesh, 'pp'), not {shown}.",
         )
 
 
