@@ -1,17 +1,20 @@
-"""Application of methods to a module, and the number of pieces into which they divide each parameter.
+"""Application of methods to a module, and the number of different pieces of each parameter afterwards.
 
-Each method applies the methods of lower levels by ``inner``, and then itself: to the whole module, or, inside a
-pipeline, to each stage.
+torch's functions, such as ``fully_shard``, are each applied by a method. This nests them: a pipeline around all others.
 
-A norm counts each piece once, so it has to know how many ranks hold the same piece. DTensors say it. For all other
-pieces the methods are known: stages of a pipeline, experts, and *plain shards*, which are recognized by their shapes.
-Example: on ``pp=2, tp=2``, a method along tp replaces a weight of shape (4, 4) by one of shape (2, 4), in one of two
-stages. So the weight has 2 plain shards, and each rank holds one of 2 x 2 different pieces.
+A gradient norm counts each piece of a parameter once, so it needs the number of different pieces. A DTensor knows its
+own. Otherwise there are more than one in three cases:
+
+- *Stages*: other stages of a pipeline hold other parameters under the same name.
+- *Experts*: other ranks hold other experts under the same name.
+- *Plain shards*: a method replaced a parameter by a smaller tensor, which is no DTensor. Example: on ``pp=2, tp=2``, a
+  method along tp replaces a weight of shape (4, 4) by one of shape (2, 4), in one of two stages. The weight has 2 plain
+  shards, and each rank holds one of 2 x 2 different pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -21,7 +24,7 @@ from pgmesh.parallel.divisibility import format_sizes
 from pgmesh.parallel.local_experts import expert_tensors, mark_shards
 
 Place = tuple[nn.Module, str]
-"""A module, and the name that a parameter or a buffer has there."""
+"""A module, and the name that a parameter or a buffer has there. Wrappers, such as DDP, do not change it."""
 
 
 class Application:
@@ -31,7 +34,7 @@ class Application:
         self.running: list[Method] = []
         """The methods that are being applied, outermost first. After an error, the last one has raised it."""
         self._shards: dict[Place, int] = {}
-        """Number of plain shards of each parameter and buffer; 1 if it is whole or a DTensor."""
+        """Number of plain shards of each parameter and buffer."""
 
     def run(self, methods: Sequence[Method], module: nn.Module) -> nn.Module:
         """Apply the last of the methods, which applies the others, and return the module to train.
@@ -43,12 +46,11 @@ class Application:
         if not methods:
             return module
         *lower_methods, method = methods
-        before: dict[str, tuple[torch.Size, int]] = {}
-        """The shape and the number of shards of each tensor, before this method is applied."""
+        before: dict[str, tuple[Place, torch.Size]] = {}
 
         def inner(part: nn.Module) -> nn.Module:
             part = self.run(lower_methods, part)
-            before.update((name, (shape, self._shards.get(place, 1))) for name, place, shape in places_in(part))
+            before.update(tensors_in_module(part))
             return part
 
         self.running.append(method)
@@ -56,14 +58,20 @@ class Application:
         if not isinstance(applied, nn.Module):
             raise TypeError(f"apply returned {applied!r}, not the module to train")
         self.running.pop()
-        for name, place, shape in places_in(applied):
-            if name in before:  # a wrapper, such as DDP, changes the name, and neither the place nor the shape
-                old_shape, shards = before[name]
-                if shape != old_shape and method.differs != "experts":  # LocalExperts knows its own shards
-                    shards *= method.mesh.size(*method.average_axes)
-                    mark_shards(place[0], format_sizes(method.mesh, method.average_axes), place[1])
-                self._shards[place] = shards
+        for name, (place, shape) in tensors_in_module(applied).items():
+            if name in before:
+                self._count_shards(method, *before[name], place, shape)
         return applied
+
+    def _count_shards(
+        self, method: Method, old_place: Place, old_shape: torch.Size, place: Place, shape: torch.Size
+    ) -> None:
+        """Note that a method changed the place or the shape of a parameter or a buffer."""
+        self._shards[place] = self._shards.get(old_place, 1)
+        if shape != old_shape and method.differs != "experts":  # LocalExperts knows its own shards
+            self._shards[place] *= method.mesh.size(*method.average_axes)
+            owner, name = place
+            mark_shards(owner, format_sizes(method.mesh, method.average_axes), name)
 
     def count_pieces(self, methods: Sequence[Method], applied: nn.Module) -> dict[str, int]:
         """The number of different pieces of each parameter, beyond those of DTensors, by name.
@@ -73,7 +81,7 @@ class Application:
             applied: the module that ``run`` returned.
         """
         experts, pieces = expert_tensors(applied), dict[str, int]()
-        for name, place, _ in places_in(applied):
+        for name, (place, _) in tensors_in_module(applied).items():
             pieces[name] = self._shards.get(place, 1)
             for method in methods:
                 if method.level is Level.PIPELINE or (method.differs == "experts" and name in experts):
@@ -81,12 +89,13 @@ class Application:
         return pieces
 
 
-def places_in(module: nn.Module) -> Iterator[tuple[str, Place, torch.Size]]:
-    """The name, the place and the shape of each parameter and buffer; of a DTensor, the shape of the whole."""
+def tensors_in_module(module: nn.Module) -> dict[str, tuple[Place, torch.Size]]:
+    """The place and the shape of each parameter and buffer, by name; of a DTensor, the shape of the whole."""
+    found: dict[str, tuple[Place, torch.Size]] = {}
     for owner_name, owner in module.named_modules():
-        for tensors in (owner.named_parameters(recurse=False), owner.named_buffers(recurse=False)):
-            for name, tensor in tensors:
-                yield f"{owner_name}.{name}".lstrip("."), (owner, name), tensor.shape
+        own = (*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False))
+        found |= {f"{owner_name}.{name}".lstrip("."): ((owner, name), tensor.shape) for name, tensor in own}
+    return found
 
 
 def release_new_groups(before: set[tuple[int, ...]], method: Method) -> None:

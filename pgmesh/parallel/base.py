@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from pgmesh._util.formatting import format_call
 from pgmesh.errors import AxisError, MethodError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
@@ -108,10 +109,7 @@ class Method:
         self.configure(self.owns)
 
     def _check_arguments(self, mesh: object, axes: tuple[Axis, ...]) -> None:
-        """Check that the class says what differs, and that there is a mesh and an axis.
-
-        The error without an axis shows the shortest axis that has the method's initials in its name, such as dp.
-        """
+        """Check that the class says what differs, and that there is a mesh and an axis."""
         name = type(self).__name__
         if getattr(self, "differs", None) not in LEVELS:
             raise MethodError(
@@ -122,12 +120,9 @@ class Method:
         if not isinstance(mesh, ProcessGroupMesh):
             raise AxisError(f"{name} takes a mesh and then its axes, such as {name}(mesh, 'dp'), not {mesh!r}.")
         if not axes:
-            initials = "".join(filter(str.isupper, name)).lower()[-2:]
-            likely = [axis for axis in mesh.axes if initials in str(axis)]
-            axis = min(likely, key=lambda axis: len(str(axis))) if likely else next(iter(mesh.axes), initials)
             raise AxisError(
                 f"{name} needs at least one axis; the mesh has {format_axes(mesh.axes)}.\n\n"
-                f"  {name}(mesh, {axis!r})   # the axes that it owns"
+                f"  {name}(mesh, {', '.join(map(repr, mesh.axes[:1]))})   # the axes that it owns"
             )
 
     def configure(self, *groups: tuple[Axis, ...]) -> None:
@@ -266,12 +261,18 @@ def single_axis(method: Method) -> Axis:
         AxisError: the method was given several axes.
     """
     if len(method.owns) > 1:
-        name, axis, size = type(method).__name__, str(method.owns[-1]), method.mesh.size(*method.owns)
+        name, axis = type(method).__name__, 0 if isinstance(method.owns[-1], int) else method.owns[-1]
+        view = format_call("view", {axis: method.mesh.size(*method.owns)})
         raise AxisError(
             f"{name} takes one axis, not {format_axes(method.owns)}: merge them in a view.\n\n"
-            f"  {name}(mesh.view(..., {axis}={size}), {axis!r}, ...)"
+            f"  merged = mesh.along({', '.join(map(repr, method.owns))}).{view}   # then {name}(merged, {axis!r}, ...)"
         )
     return method.owns[0]
+
+
+def blocks_of(methods: Iterable[Method]) -> Blocks:
+    """The layouts of methods, and the axes that they own there."""
+    return [(each.mesh.layout, each.owns) for each in methods]
 
 
 def format_axes(axes: Iterable[Axis]) -> str:

@@ -1,13 +1,15 @@
 """Checkpoints that can be saved on one mesh and loaded on a mesh of another shape.
 
-They are torch.distributed.checkpoint folders. Entries have the names of the whole model, without pipeline stages.
+torch.distributed.checkpoint writes and reads them, and reshards DTensors. This adds the keys: each tensor has its name
+in the whole model, so that a checkpoint of pipeline stages can be loaded into other stages, or into none.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,8 +27,11 @@ from pgmesh.errors import MethodError
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.pipeline import Pipeline
 
-# one entry for each parameter, by name: a stage cannot number parameters as the whole model does
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+"""Optimizer states by name of the parameter: a stage cannot number parameters as the whole model does."""
+
+NAME_IN_STAGE = re.compile(r"(state\.|param_groups\.|)parts\.\d+\.(.*)")
+"""A name in a pipeline: ``parts.1.head.weight``, and ``state.parts.1.head.weight.exp_avg`` in an optimizer."""
 
 
 def save(
@@ -48,7 +53,7 @@ def save(
 
     Source: https://docs.pytorch.org/docs/2.13/distributed.checkpoint.html
     """
-    state = {each.global_name: each.value for each in _entries(module, optimizer)}
+    state = _with_keys(_state_dicts(module, optimizer), module)
     checkpoint.save(state, checkpoint_id=folder, process_group=mesh.group())
 
 
@@ -69,70 +74,55 @@ def load(
         MethodError: there is no checkpoint in the folder; it lacks a parameter of the model, or has it in another
             shape; or a parameter is sharded as a plain tensor.
     """
-    entries = _entries(module, optimizer)
-    state = {each.global_name: each.value for each in entries}
+    dicts = _state_dicts(module, optimizer)
+    state = _with_keys(dicts, module)
     try:
         checkpoint.load(state, checkpoint_id=folder, process_group=mesh.group())
     except checkpoint.CheckpointException as error:  # a BaseException, with each rank's traceback in its text
-        reason = _metadata_error(folder) or str(error).strip().splitlines()[-1]
+        *_, reason = str(error).strip().splitlines()
         raise MethodError(f"{folder} has no checkpoint that this model can load: {reason}") from error
-    loaded: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
-    for entry in entries:
-        found = state[entry.global_name]
-        if isinstance(found, torch.Tensor) and found is not entry.value:  # a second name of a tied parameter
-            found = entry.value.copy_(found)
-        loaded[entry.kind][entry.local_name] = found
-    set_model_state_dict(module, loaded["model"])
+    for kind, values in dicts.items():
+        for name, value in values.items():
+            loaded = state[_key(kind, name, module)]
+            if isinstance(loaded, torch.Tensor) and loaded is not value:  # a second name of a tied parameter
+                value.copy_(loaded)
+            else:
+                values[name] = loaded
+    set_model_state_dict(module, dicts["model"])
     if optimizer is not None:
-        set_optimizer_state_dict(module, optimizer, loaded["optimizer"], options=FLAT)
+        set_optimizer_state_dict(module, optimizer, dicts["optimizer"], options=FLAT)
 
 
-def _metadata_error(folder: str | Path) -> str:
-    """The error when the metadata of a folder is read; "" without one. torch's has the name of another file."""
-    try:
-        if "://" not in str(folder):
-            checkpoint.FileSystemReader(Path(folder).absolute()).read_metadata()
-    except Exception as error:  # of any type: the file is a pickle
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-class _Entry(NamedTuple):
-    """An entry of a checkpoint. In a pipeline, ``parts.1.head.weight`` on a rank is ``head.weight`` in the model."""
-
-    kind: str
-    """Either model or optimizer."""
-    global_name: str
-    """Name in the whole model, after the kind and a slash."""
-    local_name: str
-    value: Any
-
-
-def _entries(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[_Entry]:
-    states: dict[str, dict[str, Any]] = {"model": get_model_state_dict(module)}
-    for name, tensor in states["model"].items():
+def _state_dicts(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Any]]:
+    """This rank's state dicts: of the model, and of the optimizer if there is one."""
+    dicts: dict[str, dict[str, Any]] = {"model": get_model_state_dict(module)}
+    for name, tensor in dicts["model"].items():
         if axes := getattr(tensor, SHARD_MARK, ""):
             raise MethodError(
                 f"{name} is sharded along {axes} as a plain tensor: a checkpoint would have only one of the shards. "
                 "Save whole experts (ExpertParallel without tensor=), and DTensors of a method of your own."
             )
     if optimizer is not None:
-        states["optimizer"] = get_optimizer_state_dict(module, optimizer, options=FLAT)
-    return [
-        _Entry(kind, f"{kind}/{_global_name(local_name, module)}", local_name, value)
-        for kind, state in states.items()
-        for local_name, value in state.items()
-    ]
+        dicts["optimizer"] = get_optimizer_state_dict(module, optimizer, options=FLAT)
+    return dicts
 
 
-def _global_name(local_name: str, module: nn.Module) -> str:
-    """Name of an entry in the whole model. Optimizer entries have the first name of a tied parameter."""
-    found = re.match(r"(state\.|param_groups\.)?parts\.\d+\.(.*)", local_name)
-    if not found or not isinstance(module, Pipeline):
-        return local_name
-    section, name = found[1] or "", found[2]
-    if section:
+def _with_keys(dicts: Mapping[str, Mapping[str, Any]], module: nn.Module) -> dict[str, Any]:
+    """The values of state dicts by their keys in a checkpoint."""
+    return {_key(kind, name, module): value for kind, values in dicts.items() for name, value in values.items()}
+
+
+def _key(kind: str, name: str, module: nn.Module) -> str:
+    """Key in a checkpoint: "model" or "optimizer", a slash, and the name in the whole model.
+
+    The optimizer state of a tied parameter has its first name.
+    """
+    found = NAME_IN_STAGE.fullmatch(name)
+    if not isinstance(module, Pipeline) or not found:
+        return f"{kind}/{name}"
+    section, whole_name = found.groups()
+    if kind == "optimizer":
         for other, first in module.canonical_names.items():
-            if name.startswith(f"{other}."):
-                name = first + name.removeprefix(other)
-    return section + name
+            if whole_name.startswith(f"{other}."):
+                whole_name = first + whole_name.removeprefix(other)
+    return f"{kind}/{section}{whole_name}"

@@ -1,9 +1,11 @@
 """Composition of several parallel methods on one mesh.
 
-``compose`` checks that all methods are on the mesh, or on views and slices of it, that an axis has one owner, and that
-at most one method averages gradients. Then ``Composition.apply`` takes five steps:
+torch has each method, but nothing that knows all of them. ``compose`` checks that the methods are on the mesh, or on
+views and slices of it, that an axis has one owner, and that at most one method averages gradients. The ``Composition``
+derives from what differs along the axes of all methods what a program would have to say by hand: where gradients are
+averaged, how the norm counts, which rows a rank reads, and the loss of the whole batch. ``apply`` takes five steps:
 
-1. From what differs along the axes of all methods, each method derives the axes along which it averages.
+1. Each method derives the axes along which it averages.
 2. If ranks read different tokens, trainable weights need a method that averages them.
 3. The initial weights of ranks are compared.
 4. The methods are applied: a pipeline splits the module into stages, and the others are applied to each stage in the
@@ -24,11 +26,10 @@ import contextlib
 import itertools
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -37,19 +38,58 @@ from pgmesh.errors import MethodError, ShapeError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.applying import Application, release_new_groups
-from pgmesh.parallel.base import Level, Method, format_axes, split_rows
-from pgmesh.parallel.blocks import Blocks, connected_ranks
+from pgmesh.parallel.base import Level, Method, blocks_of, format_axes, split_rows
+from pgmesh.parallel.blocks import connected_ranks
 from pgmesh.parallel.comparing import compare_inputs, compare_weights
 from pgmesh.parallel.data import DataParallel, broadcast_tensors
 from pgmesh.parallel.divisibility import format_sizes
-from pgmesh.parallel.exchange import broadcast_from_first, on_served_device
-from pgmesh.parallel.gradients import local_shard, norm_of_pieces, scale_gradients
-from pgmesh.parallel.local_experts import expert_tensors, names_of_experts
+from pgmesh.parallel.exchange import broadcast_from_first
+from pgmesh.parallel.first_step import watch_first_step
+from pgmesh.parallel.gradients import local_shard, mean_over_ranks, norm_of_pieces, scale_gradients
+from pgmesh.parallel.local_experts import expert_tensors, named_tensors, names_of_experts
+from pgmesh.parallel.mixture import Accumulation
 from pgmesh.parallel.nests import map_tensors, tensors_in
-from pgmesh.parallel.owners import check_all_owned, check_method, check_owners, unaveraged_error
+from pgmesh.parallel.owners import check_all_owned, check_method, check_pair, unaveraged_error
 
 _applied_methods = weakref.WeakSet[Method]()
 """Methods of any composition that were applied: no other composition may change the axes along which they average."""
+
+
+def compose(
+    mesh: ProcessGroupMesh, *methods: Method, unowned: Axis | Iterable[Axis] = (), equal_parts: bool = True
+) -> Composition:
+    """Check that parallel methods can be applied to one module together, and sort them by level.
+
+    Tensor methods are applied first, then context and expert methods, then sharding, then data methods. A pipeline is
+    outermost. Methods of the same level keep the order of the arguments.
+
+    Args:
+        mesh: the mesh.
+        methods: the methods, in any order, each on this mesh or on a view or slice of it.
+        unowned: axes of more than one rank that have no owner on purpose.
+        equal_parts: ranks that read different rows need the same number of them, since their losses are averaged.
+            False: parts may have different sizes, and the program computes its loss by ``mean(loss_sum, tokens)``.
+
+    Raises:
+        AxisError: an axis has two owners, or an axis of more than one rank has none.
+        AxisError: methods on different views or slices own the same ranks. Experts may lie on those of other methods.
+        AxisError: two methods average gradients, or one works across the shards or pipeline stages of another.
+        MethodError: an argument is not a method, or is on another mesh.
+
+    >>> from pgmesh.parallel import Method, compose
+    >>> class Rows(Method):
+    ...     differs = "rows"
+    >>> class Weights(Method):
+    ...     differs = "weights"
+    >>> compose(mesh, Rows(mesh, "dp"), Weights(mesh, "tp"), unowned=["pp"])
+    Composition(Weights along tp; Rows along dp)
+    """
+    for method in methods:
+        check_method(mesh, method)
+    for one, other in itertools.combinations(methods, 2):
+        check_pair(mesh, one, other)
+    check_all_owned(mesh, methods, unowned, equal_parts)
+    return Composition(mesh, tuple(sorted(methods, key=lambda method: method.level)), equal_parts)
 
 
 class Composition:
@@ -80,25 +120,6 @@ class Composition:
         self._token_ranks = self._ranks_along(self._readers)
         self._row_ranks = self._ranks_along(self._row_methods)
         """The ranks that read different rows, also in other replicas."""
-
-    # -- what follows from the methods ------------------------------------------------------------------------------
-
-    def _settle(self) -> None:
-        """Let each method derive the axes along which it averages."""
-        for method in self.methods:
-            old_axes = method.average_axes
-            method.settle(blocks_of(self._readers))
-            if method in _applied_methods and method.average_axes != old_axes:
-                new_axes, method.average_axes = method.average_axes, old_axes
-                raise MethodError(
-                    f"{method} was applied in another composition, in which it averages along {format_axes(old_axes)}, "
-                    f"and here it would average along {format_axes(new_axes) or 'no axes'}.\n\n"
-                    f"  {type(method).__name__}(mesh, ...)   # another one for each composition"
-                )
-
-    def _ranks_along(self, methods: Iterable[Method]) -> list[int]:
-        """The ranks that are connected with this one along the axes of methods, in the order of their group."""
-        return sorted(connected_ranks(self.mesh.rank, blocks_of(methods)), key=self.mesh.coord_of)
 
     # -- the module -------------------------------------------------------------------------------------------------
 
@@ -138,12 +159,20 @@ class Composition:
             ) from error
         _applied_methods.update(self.methods)
         self._pieces[applied] = application.count_pieces(self.methods, applied)
-        self._compare_first_inputs(applied, was_on_meta)
+        self._watch_first_step(module, applied, was_on_meta)
         return applied
 
-    def _names_of_experts(self, module: nn.Module) -> set[str]:
-        """Names of the experts' parameters and buffers in a whole module, if a method distributes experts."""
-        return names_of_experts(module) if any(each.differs == "experts" for each in self.methods) else set()
+    def _settle(self) -> None:
+        """Let each method derive the axes along which it averages."""
+        for method in self.methods:
+            old_axes = method.average_axes
+            method.settle(blocks_of(self._readers))
+            if method in _applied_methods and method.average_axes != old_axes:
+                method.average_axes = old_axes
+                raise MethodError(
+                    f"{method} was applied in another composition, in which it averages along {format_axes(old_axes)}, "
+                    f"and not in this one.\n\n  {type(method).__name__}(mesh, ...)   # another one for each composition"
+                )
 
     def _check_averages(self, module: nn.Module) -> None:
         """If ranks read different tokens, trainable weights need a method that averages them."""
@@ -155,12 +184,11 @@ class Composition:
 
     def _compare_weights(self, module: nn.Module) -> None:
         """Compare the initial weights of ranks. DDP broadcasts those that are not experts to all but the first."""
-        tensors, broadcast = dict((*module.named_parameters(), *module.named_buffers())), set[str]()
-        data, receives = self._averaging, False
+        broadcast, receives, data = set[str](), False, self._averaging
         if isinstance(data, DataParallel):
             broadcast = broadcast_tensors(data, module).keys() - self._names_of_experts(module)
             receives = data.mesh.index(*data.average_axes) > 0
-        compare_weights(self.mesh, self._ranks, tensors, broadcast, receives)
+        compare_weights(self.mesh, self._ranks, named_tensors(module), broadcast, receives)
 
     def _compare_whole_weights(self, module: nn.Module) -> None:
         """Compare the weights that were on the meta device in ``apply``, where ranks have them whole."""
@@ -169,13 +197,16 @@ class Composition:
         whole = {name: each for name, each in module.named_parameters() if self._pieces_of(module, name) == stages}
         compare_weights(self.mesh, ranks, whole)
 
-    def _pieces_of(self, module: nn.Module, name: str) -> int:
-        """The number of different pieces of a parameter of an applied module."""
-        if name not in self._pieces[module]:
-            raise MethodError(
-                f"{name} was added to the module after apply, so it is in no method: add it before apply."
-            )
-        return self._pieces[module][name]
+    def _watch_first_step(self, module: nn.Module, applied: nn.Module, was_on_meta: bool) -> None:
+        """Let the first training step compare the inputs of ranks, and weights that were on the meta device."""
+
+        def check(inputs: Any) -> None:
+            self.check_inputs(inputs)
+            if was_on_meta:
+                self._compare_whole_weights(applied)
+
+        if len(self._ranks) > 1:
+            watch_first_step(module, applied, check)
 
     def broadcast(self, module: nn.Module) -> None:
         """Give all ranks the parameters and buffers of the first one, before ``apply``: an equal start.
@@ -191,12 +222,13 @@ class Composition:
         >>> from pgmesh.parallel import compose
         >>> compose(mesh, unowned=mesh.axes).broadcast(torch.nn.Linear(2, 2))
         """
-        tensors = (*module.named_parameters(), *module.named_buffers())
-        experts = expert_tensors(module)
-        if sharded := [name for name, each in tensors if isinstance(each, DTensor) or name in experts]:
+        tensors, experts = named_tensors(module), expert_tensors(module)
+        if sharded := [name for name, each in tensors.items() if isinstance(each, DTensor) or name in experts]:
             raise MethodError(f"{sharded[0]} is sharded already: call broadcast(module) before apply(module).")
         if len(self._ranks) > 1:
-            broadcast_from_first((each for _, each in tensors), self.mesh.group_of(self._ranks))
+            broadcast_from_first(tensors.values(), self.mesh.group_of(self._ranks))
+
+    # -- the optimizer ----------------------------------------------------------------------------------------------
 
     def attach(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Register all methods' hooks on an optimizer, lowest level first, and return it.
@@ -217,14 +249,16 @@ class Composition:
         trained = {weight for module in self._pieces for weight in module.parameters()}
         if trained and trained.isdisjoint(weight for group in optimizer.param_groups for weight in group["params"]):
             raise MethodError(
-                "the optimizer has no parameter of the module that apply returned, so it would train nothing.\n\n"
-                "  optimizer = type(optimizer)(model.parameters())   # after model = together.apply(model)"
+                "the optimizer has no parameter of the module that apply returned, so it would train nothing. Make it "
+                "after model = together.apply(model), with the same settings, or give it the new parameters.\n\n"
+                "  optimizer.param_groups[0]['params'] = [*model.parameters()]   # if it has one group"
             )
         for method in self.methods:
             method.attach(optimizer)
         return optimizer
 
-    def accumulate(self, module: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def accumulate(self, module: nn.Module, *, last: bool, passes: int | None = None) -> Iterator[None]:
         """Context manager for gradient accumulation: ranks average gradients only in the last backward pass.
 
         Divide each loss by the number of passes, so that the sum of the gradients is a mean. A pipeline, and a method
@@ -233,12 +267,14 @@ class Composition:
         Args:
             module: the module that ``apply`` returned.
             last: True in the last pass.
+            passes: number of passes, by which the losses of ``with_loss`` are divided.
         """
         accumulate = getattr(self._averaging, "accumulate", None)
-        if accumulate is None or self._pipelines:
-            return contextlib.nullcontext()
-        context: contextlib.AbstractContextManager[None] = accumulate(module, last=last)
-        return context
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(Accumulation.of(passes))
+            if accumulate is not None and not self._pipelines:
+                stack.enter_context(accumulate(module, last=last))
+            yield
 
     # -- the batch --------------------------------------------------------------------------------------------------
 
@@ -281,20 +317,15 @@ class Composition:
 
     def _check_sizes(self, tensors: Sequence[Tensor]) -> None:
         """Check that all tensors of a batch have equally many rows and, if these are cut, positions."""
-        rows = [*dict.fromkeys(each.size(0) for each in tensors if each.ndim)]
-        if len(rows) > 1:
-            raise ShapeError(
-                f"the tensors of this batch have {' and '.join(map(str, rows))} rows, the first dimension.\n\n"
-                f"  positions = positions.expand({rows[0]}, -1)   # position ids: one row for each row of the batch"
-            )
-        lengths = sorted({each.size(1) for each in tensors if each.ndim > 1}) if self._cutting else []
-        if len(lengths) > 1:
-            raise ShapeError(
-                f"{', '.join(map(str, self._cutting))} cuts positions, the second dimension, but the tensors of this "
-                f"batch have {' and '.join(map(str, lengths))} of them.\n\n"
-                "  together.share(tensor)   # each alone\n"
-                "  tensor.chunk(together.num_replicas)[together.rank]   # one without positions: its rows"
-            )
+        for dimension, unit in enumerate(("rows", "positions") if self._cutting else ("rows",)):
+            sizes = [*dict.fromkeys(each.size(dimension) for each in tensors if each.ndim > dimension)]
+            if len(sizes) > 1:
+                call = (
+                    f"positions = positions.expand({sizes[0]}, -1)   # position ids: one row for each row of the batch",
+                    "tensor.chunk(together.num_replicas)[together.rank]   # of a tensor without positions: its rows",
+                )[dimension]
+                counts = " and ".join(map(str, sizes))
+                raise ShapeError(f"the tensors of this batch have {counts} {unit}, dimension {dimension}.\n\n  {call}")
 
     def _part_of(self, tensor: Tensor) -> Tensor:
         """This rank's part of one tensor of a batch."""
@@ -319,29 +350,6 @@ class Composition:
             ShapeError: ranks have different numbers; the same on every rank.
         """
         compare_inputs(self.mesh, self._ranks, self.methods, self.equal_parts, batch)
-
-    def _compare_first_inputs(self, module: nn.Module, was_on_meta: bool) -> None:
-        """Let the first training step compare the inputs of ranks, and weights that were on the meta device."""
-        pending = [module] if len(self._ranks) > 1 else []  # shared by copies of the module
-
-        def compare(inputs: Any) -> None:
-            if pending:
-                self.check_inputs(inputs)
-                if was_on_meta:
-                    self._compare_whole_weights(module)
-                pending.clear()
-
-        if hasattr(module, "before_step"):  # a pipeline
-            vars(module)["before_step"] = compare
-            return
-
-        def before_forward(trained: nn.Module, args: Any, keywords: Any) -> None:
-            if trained.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                compare((args, keywords))
-                hook.remove()
-
-        # prepend: before the hook of fully_shard, which gathers parameters
-        hook = module.register_forward_pre_hook(before_forward, with_kwargs=True, prepend=True)
 
     # -- losses and gradients ---------------------------------------------------------------------------------------
 
@@ -374,16 +382,7 @@ class Composition:
                 "parts may have different sizes, so a mean of means is not the loss of the batch.\n\n"
                 "  together.mean(loss_sum, tokens)   # the sum of the losses, and the number of tokens that count"
             )
-        loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
-        loss = loss.to(torch.promote_types(loss.dtype, torch.float32))  # a 16-bit float cannot count tokens
-        counted = torch.as_tensor(1 if tokens is None else tokens).to(loss)
-        sums, n = torch.stack([loss.detach(), counted]), len(self._token_ranks)
-        if n > 1:
-            group = self.mesh.group_of(self._token_ranks)
-            with on_served_device(sums, group) as summed:
-                dist.all_reduce(summed, group=group)
-        own = loss * (n / sums[1])  # its gradient is averaged over n ranks
-        return own + (sums[0] / sums[1] - own).detach()  # the value of the batch with the gradient of own
+        return mean_over_ranks(loss, 1 if tokens is None else tokens, self.mesh, self._token_ranks)
 
     def grad_norm(self, *, module: nn.Module | None = None, norm_type: float = 2.0) -> Tensor:
         """Norm of all gradients over all ranks, each weight counted once. Every rank of the composition calls it.
@@ -441,47 +440,23 @@ class Composition:
             )
         return known[0]
 
+    def _pieces_of(self, module: nn.Module, name: str) -> int:
+        """The number of different pieces of a parameter of an applied module."""
+        if name not in self._pieces[module]:
+            raise MethodError(
+                f"{name} was added to the module after apply, so it is in no method: add it before apply."
+            )
+        return self._pieces[module][name]
+
+    # -- helpers ----------------------------------------------------------------------------------------------------
+
+    def _ranks_along(self, methods: Iterable[Method]) -> list[int]:
+        """The ranks that are connected with this one along the axes of methods, in the order of their group."""
+        return sorted(connected_ranks(self.mesh.rank, blocks_of(methods)), key=self.mesh.coord_of)
+
+    def _names_of_experts(self, module: nn.Module) -> set[str]:
+        """Names of the experts' parameters and buffers in a whole module, if a method distributes experts."""
+        return names_of_experts(module) if any(each.differs == "experts" for each in self.methods) else set()
+
     def __repr__(self) -> str:
         return f"Composition({'; '.join(map(str, self.methods))})"
-
-
-def compose(
-    mesh: ProcessGroupMesh, *methods: Method, unowned: Axis | Iterable[Axis] = (), equal_parts: bool = True
-) -> Composition:
-    """Check that parallel methods can be applied to one module together, and sort them by level.
-
-    Tensor methods are applied first, then context and expert methods, then sharding, then data methods. A pipeline is
-    outermost. Methods of the same level keep the order of the arguments.
-
-    Args:
-        mesh: the mesh.
-        methods: the methods, in any order, each on this mesh or on a view or slice of it.
-        unowned: axes of more than one rank that have no owner on purpose.
-        equal_parts: ranks that read different rows need the same number of them, since their losses are averaged.
-            False: parts may have different sizes, and the program computes its loss by ``mean(loss_sum, tokens)``.
-
-    Raises:
-        AxisError: an axis has two owners, or an axis of more than one rank has none.
-        AxisError: methods on different views or slices own the same ranks. Experts may lie on those of other methods.
-        AxisError: two methods average gradients, or one works across the shards or pipeline stages of another.
-        MethodError: an argument is not a method, or is on another mesh.
-
-    >>> from pgmesh.parallel import Method, compose
-    >>> class Rows(Method):
-    ...     differs = "rows"
-    >>> class Weights(Method):
-    ...     differs = "weights"
-    >>> compose(mesh, Rows(mesh, "dp"), Weights(mesh, "tp"), unowned=["pp"])
-    Composition(Weights along tp; Rows along dp)
-    """
-    for method in methods:
-        check_method(mesh, method)
-    for one, other in itertools.combinations(methods, 2):
-        check_owners(one, other)
-    check_all_owned(mesh, methods, unowned)
-    return Composition(mesh, tuple(sorted(methods, key=lambda method: method.level)), equal_parts)
-
-
-def blocks_of(methods: Iterable[Method]) -> Blocks:
-    """The layouts of methods, and the axes that they own there."""
-    return [(each.mesh.layout, each.owns) for each in methods]

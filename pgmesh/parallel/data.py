@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -84,12 +85,16 @@ class DataParallel(Method):
                 + (f"  module.set_submodule({inside[0]!r}, {found})" if inside[0] else "  module = module.module")
                 + "   # before apply: without DDP. One DataParallel has all axes"
             )
-        experts, axes = expert_tensors(module), [*self.average_axes]
+        experts = expert_tensors(module)
         for name, weight in module.named_parameters():
             if isinstance(weight, DTensor) and name not in experts:
+                is_sharded = any(isinstance(each, FSDPModule) for each in module.modules())
+                sharded = weight.device_mesh.mesh_dim_names if is_sharded else None  # one method has these axes too
+                axes = [axis for axis in self.mesh.axes if axis in self.owns or str(axis) in (sharded or ())]
                 raise MethodError(
-                    f"{name} is a DTensor, which torch's DDP does not support. fully_shard does.\n\n"
-                    f"  ShardedDataParallel(mesh, {', '.join(map(repr, self.owns))}, replicate={axes!r})"
+                    f"{name} is a DTensor, which torch's DDP does not support. fully_shard does.\n\n  "
+                    f"ShardedDataParallel(mesh, {', '.join(map(repr, axes))}, replicate={[*self.average_axes]!r})"
+                    "   # on a new module"
                 )
 
     def accumulate(self, module: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:

@@ -1,16 +1,20 @@
-"""Expert parallelism: each rank holds some experts of a layer; tokens are sent to them by all-to-all."""
+"""Expert parallelism: each rank holds some experts of a layer, and tokens are sent to them by all-to-all.
+
+torch has the collectives and ``grouped_mm``. This adds the rest of a layer: the dispatch of tokens to the ranks of
+their experts and the combine of the outputs, the averages of the experts' gradients, and shards of single experts.
+Names are those of Megatron-Core: EP is ``axes``, expert-TP is ``tensor``, expert-DP are the replica axes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatch
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from pgmesh.errors import AxisError, MethodError
+from pgmesh.errors import MethodError
 from pgmesh.parallel import exchange, mixture
 from pgmesh.parallel.base import Method, format_axes
 from pgmesh.parallel.blocks import Blocks, connected_ranks, spanning_axes
@@ -55,9 +59,6 @@ class ExpertParallel(Method):
             treat each row alone, and to call its linear layers. Hooks on experts do not run.
         options: options of its groups, as in ``mesh.configure``.
 
-    Raises:
-        AxisError: ``tensor`` without ``columns`` and ``rows``, or these without ``tensor``.
-
     >>> from pgmesh.parallel import ExpertParallel
     >>> moe = mesh.view(edp=2, ep=2, etp=2)
     >>> ExpertParallel(moe, "ep", tensor="etp", columns=["up"], rows=["down"])
@@ -79,11 +80,6 @@ class ExpertParallel(Method):
         super().__init__(mesh, *axes, options=options)
         self._expert_axes, self._tensor_axes = self.owns, () if tensor is None else mesh.along(tensor).axes
         self._column_patterns, self._row_patterns, self._grouped = tuple(columns), tuple(rows), grouped
-        if bool(self._tensor_axes) != bool(self._column_patterns and self._row_patterns):
-            raise AxisError(
-                "ExpertParallel: an expert is sharded with tensor=, columns= and rows=, all three or none of them.\n\n"
-                f"  ExpertParallel(mesh, {self._expert_axes[0]!r}, tensor='etp', columns=['up'], rows=['down'])"
-            )
         self.owns = mesh.along(*self._expert_axes, *self._tensor_axes).axes
         self.configure(self._tensor_axes)
 
@@ -109,75 +105,70 @@ class ExpertParallel(Method):
         """Keep only this rank's experts, and replace ``mix`` and ``balance_loss`` in all attributes of submodules.
 
         Raises:
-            MethodError: another method has distributed the experts.
             MethodError: no submodule has ``mix`` in an attribute. Single stages of a pipeline may have none.
-            MethodError: an expert has no layer for a pattern, or parameters in layers without a pattern.
+            MethodError: another method has distributed the experts.
+            MethodError: an expert has parameters in layers that ``columns`` and ``rows`` do not name.
             ShapeError: the experts, or the features of their layers, are not divisible by the ranks.
         """
-        if any(isinstance(each, LocalExperts) for each in module.modules()):
-            axis_names = ", ".join(map(repr, self._expert_axes))
-            raise MethodError(
-                f"another ExpertParallel has distributed the experts of {type(module).__name__}: one does it for all "
-                f"layers.\n\n  compose(mesh, ..., ExpertParallel(mesh, {axis_names}))   # alone, on a new module"
-            )
         layers = attributes_with(module, mixture.mix)
+        self._check_layers(module, [layer for _, layer, _ in layers])
         for name, layer, attribute in layers:
             self._keep_local_experts(f"{name or type(layer).__name__}.experts", layer)
             setattr(layer, attribute, self.mix)
         for _, router, attribute in attributes_with(module, mixture.balance_loss):
             setattr(router, attribute, self.balance_loss)
-        if not layers and not is_stage(module):
-            raise MethodError(
-                f"no submodule of {type(module).__name__} has pgmesh.parallel.mix in an attribute, so there are no "
-                "experts to distribute.\n\n"
-                "  self.mix, self.experts = mix, nn.ModuleList(...)            # in __init__ of the layer\n"
-                "  out = self.mix(tokens, weights, chosen, self.experts)       # in its forward"
-            )
         for axes in (self._expert_axes, self._replica_axes, self._tensor_axes, self.average_axes):
             if axes:
                 self._group(*axes)
         return module
 
+    def _check_layers(self, module: nn.Module, layers: Sequence[nn.Module]) -> None:
+        taken = any(isinstance(each, LocalExperts) for each in module.modules())
+        if taken or not (layers or is_stage(module)):
+            raise MethodError(
+                f"no submodule of {type(module).__name__} has pgmesh.parallel.mix in an attribute, or another "
+                "ExpertParallel has distributed its experts: one does it, for all layers.\n\n"
+                "  self.mix, self.experts = mix, nn.ModuleList(...)            # in __init__ of the layer\n"
+                "  out = self.mix(tokens, weights, chosen, self.experts)       # in its forward"
+            )
+
     def _keep_local_experts(self, name: str, layer: nn.Module) -> None:
         """Replace ``layer.experts`` by those of this rank: of 8 experts on 4 ranks, rank 1 keeps "2" and "3"."""
-        experts = getattr(layer, "experts", None)
-        if not isinstance(experts, (nn.ModuleList, nn.ModuleDict)):
-            kind = type(experts).__name__
-            raise MethodError(f"{name} has to be a ModuleList or a ModuleDict of experts, not {kind}.")
+        experts = [*layer.get_submodule("experts").named_children()]
         count = f"{name}: {len(experts)} experts"
         each = divide_along_axes(len(experts), count, "experts", self.mesh, self._expert_axes)
         first = self.mesh.index(*self._expert_axes) * each
-        kept = dict(list(experts.named_children())[first : first + each])
-        for number, expert in kept.items() if self._tensor_axes else ():
-            self._shard_expert(f"{name}.{number}", expert)
+        kept = dict(experts[first : first + each])
+        if self._tensor_axes:
+            for number, expert in kept.items():
+                self._shard_expert(f"{name}.{number}", expert)
         layer.experts = LocalExperts(kept, format_sizes(self.mesh, self._tensor_axes), self._grouped)
 
     def _shard_expert(self, name: str, expert: nn.Module) -> None:
-        """Replace the layers of an expert that match a pattern by this rank's shards."""
-        not_sharded = {
-            f"{inner}.{key}".lstrip(".")
-            for inner, layer in expert.named_modules()
-            for key, _ in layer.named_parameters(recurse=False)
-        }
-        linear = {inner: layer for inner, layer in expert.named_modules() if isinstance(layer, nn.Linear)}
-        dimensions = [(pattern, 0) for pattern in self._column_patterns]
-        dimensions += [(pattern, 1) for pattern in self._row_patterns]
-        for pattern, dimension in dimensions:
-            matching = [inner for inner in linear if fnmatch(inner, pattern)]
-            if not matching:
-                raise MethodError(f"{name} has no linear layer {pattern!r}; it has {format_axes(linear) or 'none'}.")
-            for inner in matching:
-                self._shard_linear(f"{name}.{inner}", linear[inner], dimension)
-                not_sharded -= {f"{inner}.weight".lstrip("."), f"{inner}.bias".lstrip(".")}
-        if not_sharded:
+        """Keep this rank's shard of each linear layer of an expert that matches a pattern."""
+        whole = list[str]()
+        for inner, layer in expert.named_modules():
+            dimension = self._sharded_dimension(inner) if isinstance(layer, nn.Linear) else None
+            sharded = () if dimension is None else ("weight", "bias")
+            own = [key for key, _ in layer.named_parameters(recurse=False)]
+            whole += [f"{inner}.{key}".lstrip(".") for key in own if key not in sharded]
+            if dimension is not None:
+                self._shard_linear(f"{name}.{inner}", layer, dimension)
+        if whole:
             raise MethodError(
-                f"{name} has parameters that are not sharded, {format_axes(sorted(not_sharded))}: each of the "
+                f"{name} has parameters that are not sharded, {format_axes(sorted(whole))}: each of the "
                 f"{self._tensor_ranks()} would get a part of their gradients. Name their layers in columns= or rows=, "
                 "or move them out of the experts."
             )
 
+    def _sharded_dimension(self, name: str) -> int | None:
+        """The dimension of a layer's weight that is sharded: 0, its outputs; 1, its inputs; or None."""
+        if any(fnmatch(name, pattern) for pattern in self._column_patterns):
+            return 0
+        return 1 if any(fnmatch(name, pattern) for pattern in self._row_patterns) else None
+
     def _shard_linear(self, name: str, layer: nn.Linear, dimension: int) -> None:
-        """Keep this rank's outputs (dimension 0 of the weight) or inputs (dimension 1) of a layer, in place."""
+        """Keep this rank's shard of a layer along a dimension of its weight, in place."""
         size, what = layer.weight.size(dimension), ("outputs", "inputs")[dimension]
         part = divide_along_axes(size, f"{name}: {size} {what}", what, self.mesh, self._tensor_axes)
         start = self.mesh.index(*self._tensor_axes) * part
@@ -194,6 +185,21 @@ class ExpertParallel(Method):
     def _tensor_ranks(self) -> str:
         return f"{self.mesh.size(*self._tensor_axes)} ranks along {format_sizes(self.mesh, self._tensor_axes)}"
 
+    # -- a forward pass -------------------------------------------------------------------------------------------
+
+    def mix(self, tokens: Tensor, weights: Tensor, chosen: Tensor, experts: LocalExperts) -> Tensor:
+        """Weighted sum of the outputs of each token's experts, on any rank.
+
+        As ``pgmesh.parallel.mix``: ``experts`` are this rank's, ``chosen`` has experts of any rank.
+
+        Every rank along the axes calls it, forward and backward. Numbers of tokens may differ between ranks that read
+        different ones, and may be 0, if the program weights its losses.
+        """
+        parameters = self._averaged_parameters(experts, tokens)
+        rows, counts, order = mixture.permute(tokens, chosen, self.mesh.size(*self._expert_axes) * len(experts))
+        outputs = self._run_on_any_rank(rows, counts, experts, parameters)
+        return mixture.unpermute(outputs, weights, order)
+
     def _averaged_parameters(self, experts: LocalExperts, tokens: Tensor) -> dict[str, Tensor]:
         """The experts' parameters in the dtype of the tokens. The backward pass averages their gradients.
 
@@ -209,23 +215,9 @@ class ExpertParallel(Method):
             return parameters
         return {name: each.to(tokens.dtype) for name, each in parameters.items()}
 
-    # -- the tokens ------------------------------------------------------------------------------------------------
-
-    def mix(self, tokens: Tensor, weights: Tensor, chosen: Tensor, experts: LocalExperts) -> Tensor:
-        """Weighted sum of the outputs of each token's experts, on any rank.
-
-        As ``pgmesh.parallel.mix``: ``experts`` are this rank's, ``chosen`` has experts of any rank.
-
-        Every rank along the axes calls it, forward and backward. Numbers of tokens may differ between ranks that read
-        different ones, and may be 0, if the program weights its losses.
-        """
-        parameters = self._averaged_parameters(experts, tokens)
-        n_experts = self.mesh.size(*self._expert_axes) * len(experts)
-        return mixture.mix_with(
-            tokens, weights, chosen, n_experts, lambda rows, counts: self._route(rows, counts, experts, parameters)
-        )
-
-    def _route(self, rows: Tensor, counts: Tensor, experts: LocalExperts, parameters: Mapping[str, Tensor]) -> Tensor:
+    def _run_on_any_rank(
+        self, rows: Tensor, counts: Tensor, experts: LocalExperts, parameters: Mapping[str, Tensor]
+    ) -> Tensor:
         """Outputs of any rank's experts for this rank's rows: rows are sent, computed there, and sent back.
 
         Rank 0 of two, with two experts each, has 3, 1, 0 and 2 rows for the four experts; rank 1 has 2, 2, 1 and 1::
@@ -251,44 +243,49 @@ class ExpertParallel(Method):
             [send.sum(1), receive.sum(1), runs.sum((1, 2)), runs.sum((0, 1))]
         )
         rows = exchange.all_to_all_rows(rows, sent, received, group)
-        by_source = runs.flatten(0, 1)
-        outputs = self._along_tensor(
-            rows, gathered, lambda rows: _run_sorted(rows, by_source, by_expert, experts, parameters)
-        )
+        rows = self._copy_to_shards(rows, gathered)
+        outputs = run_sorted(rows, runs.flatten(0, 1), by_expert, experts, parameters)
+        outputs = self._sum_of_shards(outputs, gathered)
         return exchange.all_to_all_rows(outputs, received, sent, group)
 
-    def _along_tensor(self, rows: Tensor, counts: list[int], compute: Callable[[Tensor], Tensor]) -> Tensor:
-        """Outputs of this rank's experts, each summed over its shards.
+    def _copy_to_shards(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """The rows for this rank's shards of experts: its own, or those of all ranks along ``tensor``.
 
         Args:
-            rows: this rank's rows.
+            rows: the rows that this rank received.
             counts: number of rows of each rank along ``tensor``, if these are gathered.
-            compute: returns the outputs of this rank's shards of the experts.
         """
         if not self._tensor_axes:
-            return compute(rows)
+            return rows
         group = self._group(*self._tensor_axes)
         if not self._gathers_tokens:
-            return exchange.all_reduce_forward(compute(exchange.all_reduce_backward(rows, group)), group)
-        n, n_rows = group.size(), rows.size(0)
-        rows = exchange.all_to_all_rows(rows.expand(n, *rows.shape).flatten(0, 1), [n_rows] * n, counts, group)
-        parts = exchange.all_to_all_rows(compute(rows), counts, [n_rows] * n, group)
-        return parts.view(n, n_rows, *parts.shape[1:]).sum(0)
+            return exchange.all_reduce_backward(rows, group)
+        copies = rows.expand(group.size(), *rows.shape).flatten(0, 1)
+        return exchange.all_to_all_rows(copies, [rows.size(0)] * group.size(), counts, group)
 
-    @property
-    def balance_loss(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """``pgmesh.parallel.balance_loss`` with choices counted over all ranks. The mean over ranks is the exact loss.
+    def _sum_of_shards(self, outputs: Tensor, counts: list[int]) -> Tensor:
+        """The sum of the outputs of all shards, for the rows that this rank received. It undoes ``_copy_to_shards``."""
+        if not self._tensor_axes:
+            return outputs
+        group = self._group(*self._tensor_axes)
+        if not self._gathers_tokens:
+            return exchange.all_reduce_forward(outputs, group)
+        own = counts[group.rank()]
+        parts = exchange.all_to_all_rows(outputs, counts, [own] * group.size(), group)
+        return parts.view(group.size(), own, *parts.shape[1:]).sum(0)
 
-        Every rank along ``average_axes`` calls it, with the same number of tokens.
+    def balance_loss(self, probabilities: Tensor, chosen: Tensor) -> Tensor:
+        """``pgmesh.parallel.balance_loss`` of all ranks' tokens, as the mean over ranks.
+
+        Every rank along ``average_axes`` calls it. Numbers of tokens may differ: each token has the same weight.
         """
-        return partial(mixture.balance_loss, count=self._sum_over_ranks)
+        group = self._group(*self.average_axes)
+        counts = exchange.all_reduce_forward(mixture.count_choices(chosen, probabilities.size(-1)), group)
+        mean = probabilities.sum(0) / counts.sum() * chosen.size(1)  # counts has top_k choices of each token
+        return mixture.switch_loss(mean * group.size(), counts)
 
-    def _sum_over_ranks(self, counts: Tensor) -> Tensor:
-        """Sum of a tensor over all ranks that hold tokens."""
-        return exchange.all_reduce_forward(counts, self._group(*self.average_axes))
 
-
-def _run_sorted(
+def run_sorted(
     rows: Tensor,
     counts: Tensor,
     by_expert: list[int],

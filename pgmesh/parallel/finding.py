@@ -34,8 +34,7 @@ def find(name: str) -> type[Method]:
     if len(found) != 1:
         provided = ", ".join(sorted(f"{each.name} ({each.value})" for each in installed))
         raise MethodError(
-            f"{f'{len(found)} installed packages provide' if found else 'no installed package provides'} a parallel "
-            f"method {name!r}; available: {provided or 'none'}.\n\n"
+            f"{len(found) or 'no'} installed packages provide a parallel method {name!r}; available: {provided}.\n\n"
             f'  [project.entry-points."{ENTRY_POINT_GROUP}"]   # in the pyproject.toml of the package\n'
             f'  {name} = "its_module:ItsMethod"'
         )

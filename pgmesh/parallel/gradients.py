@@ -1,9 +1,9 @@
-"""Norm of the gradients of a parallel model over ranks, and clipping by it."""
+"""Mean loss over ranks, norm of the gradients over ranks, and clipping by it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,30 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import get_total_norm
 
-from pgmesh.parallel.exchange import collective_device
+from pgmesh.mesh import ProcessGroupMesh
+from pgmesh.parallel.exchange import collective_device, on_served_device
+
+
+def mean_over_ranks(loss: Tensor, tokens: Tensor | int, mesh: ProcessGroupMesh, ranks: Sequence[int]) -> Tensor:
+    """The sum of the losses of ranks, divided by the sum of their tokens. Every one of them calls it.
+
+    The gradient is that of this rank's loss, times the number of ranks: it is right once it is averaged over them.
+
+    Args:
+        loss: the sum of the losses of this rank's tokens.
+        tokens: number of this rank's tokens.
+        mesh: a mesh of the ranks.
+        ranks: the ranks.
+    """
+    loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+    loss = loss.to(torch.promote_types(loss.dtype, torch.float32))  # a 16-bit float cannot count tokens
+    sums = torch.stack([loss.detach(), torch.as_tensor(tokens).to(loss)])
+    if len(ranks) > 1:
+        group = mesh.group_of(ranks)
+        with on_served_device(sums, group) as summed:
+            dist.all_reduce(summed, group=group)
+    own = loss * (len(ranks) / sums[1])
+    return own + (sums[0] / sums[1] - own).detach()  # the value of all ranks with the gradient of own
 
 
 def local(tensor: Tensor) -> Tensor:

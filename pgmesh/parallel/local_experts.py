@@ -66,18 +66,21 @@ def _mark_in_state_dict(axes: str, name: str, module: nn.Module, state: dict[str
             setattr(state[f"{prefix}{each}"], SHARD_MARK, axes)
 
 
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a module by name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
 def expert_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers of experts in a module, by name: other ranks have those of other experts."""
     prefixes = _prefixes(name for name, each in module.named_modules() if isinstance(each, LocalExperts))
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    return {name: each for name, each in tensors if name.startswith(prefixes)}
+    return {name: each for name, each in named_tensors(module).items() if name.startswith(prefixes)}
 
 
 def names_of_experts(module: nn.Module) -> set[str]:
     """Names of the parameters and buffers of experts in a whole module, before ``ExpertParallel`` is applied."""
     prefixes = _prefixes(f"{name}.experts".lstrip(".") for name, *_ in attributes_with(module, mix))
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    return {name for name, _ in tensors if name.startswith(prefixes)}
+    return {name for name in named_tensors(module) if name.startswith(prefixes)}
 
 
 def _prefixes(modules: Iterable[str]) -> tuple[str, ...]:

@@ -5,8 +5,9 @@ It needs no mesh. ``ExpertParallel`` replaces ``mix`` and ``balance_loss`` by it
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -41,28 +42,29 @@ def mix(tokens: Tensor, weights: Tensor, chosen: Tensor, experts: nn.ModuleList 
     >>> mix(tokens, weights, chosen, torch.nn.ModuleList([twice, thrice])).flatten().tolist()
     [2.5, 2.0]
     """
-    return mix_with(
-        tokens, weights, chosen, len(experts), lambda rows, counts: run_experts(rows, counts.tolist(), experts)
-    )
+    rows, counts, order = permute(tokens, chosen, len(experts))
+    return unpermute(run_experts(rows, counts.tolist(), experts), weights, order)
 
 
-def mix_with(
-    tokens: Tensor, weights: Tensor, chosen: Tensor, experts: int, compute: Callable[[Tensor, Tensor], Tensor]
-) -> Tensor:
-    """Weighted sum of the experts' outputs, which ``compute`` returns.
+def permute(tokens: Tensor, chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Copy each token once for each of its experts, and sort the copies by expert.
 
     Args:
-        tokens: as in ``mix``, as are ``weights`` and ``chosen``.
-        weights: weight of each expert of a token.
+        tokens: as in ``mix``, as is ``chosen``.
         chosen: indices of the experts of a token.
         experts: number of experts.
-        compute: takes rows sorted by expert, and the number of rows of each expert; returns the output rows.
+
+    Returns:
+        The rows, the number of rows of each expert, and the order for ``unpermute``.
     """
     order = chosen.flatten().argsort(stable=True)
-    counts = count_choices(chosen, experts)
-    outputs = compute(tokens.index_select(0, order // chosen.size(1)), counts)
-    unsorted = outputs.index_select(0, order.argsort()).view(*chosen.shape, outputs.size(-1))
-    return (unsorted * weights.unsqueeze(-1)).sum(1)
+    return tokens.index_select(0, order // chosen.size(1)), count_choices(chosen, experts), order
+
+
+def unpermute(outputs: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+    """Weighted sum of the outputs of each token's experts, from the output rows of a ``permute``."""
+    by_token = outputs.index_select(0, order.argsort()).view(*weights.shape, outputs.size(-1))
+    return (by_token * weights.unsqueeze(-1)).sum(1)
 
 
 def count_choices(chosen: Tensor, experts: int) -> Tensor:
@@ -170,17 +172,14 @@ def can_group(rows: Tensor, parameters: Iterable[Tensor]) -> bool:
     return all(each.dtype is torch.bfloat16 and all(size % 8 == 0 for size in each.shape) for each in parameters)
 
 
-def balance_loss(probabilities: Tensor, chosen: Tensor, count: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+def balance_loss(probabilities: Tensor, chosen: Tensor) -> Tensor:
     """Load-balance loss of the Switch Transformer. It is 1 if all experts are chosen equally often.
 
-    It is the number of experts times the sum, over experts, of the fraction of choices times the mean probability:
-    https://arxiv.org/abs/2101.03961, section 2.2. In a module that has this function as an attribute,
-    ``ExpertParallel`` counts choices over all ranks.
+    In a module that has this function as an attribute, ``ExpertParallel`` counts choices over all ranks.
 
     Args:
         probabilities: probability of each expert for each token, (tokens, experts).
         chosen: indices of the experts of a token, (tokens, top_k).
-        count: sums this rank's counts of choices over all ranks; None for one rank.
 
     >>> import torch
     >>> balance_loss(torch.eye(2), torch.tensor([[0], [1]])).item()
@@ -188,11 +187,15 @@ def balance_loss(probabilities: Tensor, chosen: Tensor, count: Callable[[Tensor]
     >>> balance_loss(torch.eye(2)[[0, 0]], torch.tensor([[0], [0]])).item()
     2.0
     """
-    experts = probabilities.size(-1)
-    counts = count_choices(chosen, experts)
-    counts = counts if count is None else count(counts)
-    shares = counts.to(probabilities.dtype) / counts.sum()
-    return experts * (shares * probabilities.mean(0)).sum()
+    return switch_loss(probabilities.mean(0), count_choices(chosen, probabilities.size(-1)))
+
+
+def switch_loss(mean: Tensor, counts: Tensor) -> Tensor:
+    """The number of experts times the sum, over experts, of the fraction of choices times the mean probability.
+
+    https://arxiv.org/abs/2101.03961, section 2.2.
+    """
+    return len(mean) * (counts.to(mean.dtype) / counts.sum() * mean).sum()
 
 
 class Routes(NamedTuple):
@@ -247,7 +250,11 @@ def with_loss(tensor: Tensor, loss: Tensor) -> Tensor:
 
     The gradient of the loss is always 1, whatever gradient the tensor gets. So a pipeline stage can have a loss of its
     layers, such as the load-balance loss, although it returns only activations. A program that scales its loss, for
-    16-bit gradients for example, has to scale this one too.
+    16-bit gradients for example, has to scale this one too. ``Composition.accumulate(..., passes=n)`` divides it by n;
+    a program that accumulates without a composition divides it itself.
+
+    Raises:
+        MethodError: in a ``Composition.accumulate`` without ``passes``.
 
     >>> import torch
     >>> weight = torch.ones((), requires_grad=True)
@@ -255,8 +262,30 @@ def with_loss(tensor: Tensor, loss: Tensor) -> Tensor:
     >>> weight.grad
     tensor(3.)
     """
-    same: Tensor = _WithLoss.apply(tensor, loss)  # type: ignore[no-untyped-call]
+    if Accumulation.passes is None:
+        raise MethodError(
+            "with_loss adds its loss in each backward pass, so accumulate needs their number to add the mean.\n\n"
+            "  together.accumulate(model, last=last, passes=passes)"
+        )
+    same: Tensor = _WithLoss.apply(tensor, loss / Accumulation.passes)  # type: ignore[no-untyped-call]
     return same
+
+
+class Accumulation:
+    """The gradient accumulation of this process: not of a thread, since autograd's threads may run a forward again."""
+
+    passes: int | None = 1
+    """Number of backward passes; None if the program has not said it."""
+
+    @classmethod
+    @contextlib.contextmanager
+    def of(cls, passes: int | None) -> Iterator[None]:
+        """Set the number of passes for the block."""
+        before, cls.passes = cls.passes, passes
+        try:
+            yield
+        finally:
+            cls.passes = before
 
 
 class _WithLoss(torch.autograd.Function):

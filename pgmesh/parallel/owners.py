@@ -1,4 +1,4 @@
-"""Checks of ``compose``: an axis has one owner, also if methods are on different views and slices of a mesh.
+"""Checks of ``compose``: each axis has one owner, also if methods are on different views and slices of a mesh.
 
 Views and slices are compared by ranks, not by names of axes. Example: on ``pp=2, dp=2, tp=2``, axis dp of
 ``mesh.view(pp=2, edp=2, etp=2)`` is called edp there. Two methods along dp and edp own the same ranks: an error.
@@ -9,11 +9,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from pgmesh._util.formatting import count_of, format_call, name_ranks
+from pgmesh._util.formatting import Text, count_of, format_call, name_ranks
 from pgmesh.errors import AxisError, MethodError
 from pgmesh.layout import Axis, Layout
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.base import Level, Method, format_axes
+from pgmesh.parallel.base import Level, Method, blocks_of, format_axes
+from pgmesh.parallel.blocks import connected_ranks, spanning_axes
 from pgmesh.parallel.divisibility import format_sizes
 
 
@@ -24,52 +25,47 @@ def check_method(mesh: ProcessGroupMesh, method: Method) -> None:
         MethodError: it is not.
     """
     if not isinstance(method, Method):
-        name = method.__name__ if isinstance(method, type) else "DataParallel"
-        call = f"{name}(mesh, {mesh.axes[0]!r})"
+        call = f"DataParallel(mesh, {mesh.axes[0]!r})"
         raise MethodError(f"compose takes methods with their axes, such as {call}, not {method!r}.")
-    if not method.mesh.shares_groups(mesh):
+    ranks = method.mesh.ranks(*method.owns)
+    if not method.mesh.shares_groups(mesh) or not {*ranks} <= {*mesh}:
         raise MethodError(
-            f"{method} is on another mesh object, {method.mesh!r}, than the composition, {mesh!r}. All methods of a "
-            "composition are on one mesh, its views and its slices.\n\n"
-            f"  {type(method).__name__}(mesh, ...)   # the mesh of compose(mesh, ...)"
-        )
-    if not {*method.mesh.ranks(*method.owns)} <= {*mesh}:
-        raise MethodError(
-            f"{method} works on {name_ranks(method.mesh.ranks(*method.owns))}: not all in {mesh!r}, the mesh or slice "
-            "of the composition."
+            f"{method} is on {name_ranks(ranks)} of {method.mesh!r}, and the composition is on {mesh!r}. All methods "
+            "of a composition are on one mesh object, its views and its slices.\n\n"
+            f"  {type(method).__name__}(mesh, ...)   # the mesh or slice of compose(mesh, ...)"
         )
 
 
-def check_all_owned(mesh: ProcessGroupMesh, methods: Sequence[Method], unowned: Axis | Iterable[Axis]) -> None:
-    """Check that each axis of more than one rank has an owner, except for ``unowned``.
-
-    Raises:
-        AxisError: some have none.
-    """
-    names = (unowned,) if isinstance(unowned, (str, int)) else tuple(unowned)
-    allowed = mesh.along(*names).axes if names else ()
-    required = [axis for axis in mesh.axes if mesh.size(axis) > 1 and axis not in allowed]
-    if missing := [axis for axis in required if not any(owns_axis(method, mesh, axis) for method in methods)]:
-        owned = format_axes(axis for method in methods for axis in method.owns)
-        whose = "their" if missing[1:] else "its"
-        raise AxisError(
-            f"no method owns {format_sizes(mesh, missing)}, so {whose} {mesh.size(*missing)} ranks would do the same "
-            f"work without synchronization. Owned axes: {owned or 'none'}.\n\n"
-            f"  compose(mesh, ..., unowned={missing})   # if this is intended"
-        )
+# ---- two methods ----
 
 
-def check_owners(one: Method, other: Method) -> None:
-    """Check that two methods own different axes, and that only one of them averages gradients.
+def check_pair(mesh: ProcessGroupMesh, one: Method, other: Method) -> None:
+    """Check that two methods may be composed on the mesh.
 
     Raises:
         AxisError: an axis has two owners, two methods average gradients, or one works across the shards or stages of
             the other.
     """
-    is_one_of_experts = (one.differs == "experts") != (other.differs == "experts")
-    is_one_of_stages = Level.PIPELINE in (one.level, other.level)
-    if is_one_of_experts and not is_one_of_stages and not (one.averages_later or other.averages_later):
-        return  # experts are other weights than those of the other method, on the same ranks
+    if may_overlap(one, other):
+        return
+    check_no_overlap(one, other)
+    check_one_average(mesh, one, other)
+    check_same_weights(one, other)
+    check_same_weights(other, one)
+
+
+def may_overlap(one: Method, other: Method) -> bool:
+    """Return True if one method distributes experts on ranks of the other: they are other weights than the other's.
+
+    Not on ranks of a pipeline or of replicas that are averaged later: there, experts belong to a stage or a replica.
+    """
+    if (one.differs == "experts") == (other.differs == "experts"):
+        return False
+    return not any(each.level is Level.PIPELINE or each.averages_later for each in (one, other))
+
+
+def check_no_overlap(one: Method, other: Method) -> None:
+    """Check that no two ranks are in one block of both methods."""
     for axis, other_axis in itertools.product(one.owns, other.owns):
         if pair := shared_pair(one.mesh.layout, axis, other.mesh.layout, other_axis):
             raise AxisError(
@@ -78,22 +74,36 @@ def check_owners(one: Method, other: Method) -> None:
                 "lie on the ranks of other methods.\n\n"
                 f"  {type(other).__name__}(mesh, ...)   # along an axis that does not overlap {axis}"
             )
+
+
+def shared_pair(layout: Layout, axis: Axis, other: Layout, other_axis: Axis) -> tuple[int, int] | None:
+    """Two ranks that are in one block along ``axis`` and in one block along ``other_axis`` of another layout."""
+    block_of = {rank: number for number, block in enumerate(layout.partition(axis)) for rank in block}
+    for other_block in other.partition(other_axis):
+        first_in_block = dict[int, int]()
+        for rank in other_block:
+            if rank in block_of:
+                first = first_in_block.setdefault(block_of[rank], rank)
+                if first != rank:
+                    return first, rank
+    return None
+
+
+def check_one_average(mesh: ProcessGroupMesh, one: Method, other: Method) -> None:
+    """Check that only one of two methods averages gradients."""
     if one.averages_gradients and other.averages_gradients:
+        both = f"{one} and {other} both average gradients"
+        axes = spanning_axes(mesh, connected_ranks(mesh.rank, blocks_of([one, other])), f"{both}, of")
         raise AxisError(
-            f"{one} and {other} both average gradients. One method does it, for all axes.\n\n"
-            f"  {type(one).__name__}(mesh, {', '.join(map(repr, (*one.owns, *other.owns)))})   # in place of both"
+            f"{both}. One method does it, for all axes.\n\n"
+            f"  {type(one).__name__}(mesh, {', '.join(map(repr, axes))})   # in place of both"
         )
-    for sharding, method in ((one, other), (other, one)):
-        if sharding.differs == "weights" and sharding.mesh.layout != method.mesh.layout:
-            check_same_weights(sharding, method)
 
 
 def check_same_weights(sharding: Method, method: Method) -> None:
-    """Check that the ranks of a method hold the same shard or stage of a method on another view or slice.
-
-    Raises:
-        AxisError: ranks in one block along the axes of ``method`` hold different ones.
-    """
+    """Check that all ranks of a block of a method on another view or slice hold the same shard or stage."""
+    if sharding.differs != "weights" or sharding.mesh.layout == method.mesh.layout:
+        return
     blocks = sharding.mesh.layout.partition(*sharding.owns)
     index_of = {rank: index for block in blocks for index, rank in enumerate(block)}
     for block in method.mesh.layout.partition(*method.owns):
@@ -106,6 +116,38 @@ def check_same_weights(sharding: Method, method: Method) -> None:
             )
 
 
+# ---- all methods ----
+
+
+def check_all_owned(
+    mesh: ProcessGroupMesh, methods: Sequence[Method], unowned: Axis | Iterable[Axis], equal_parts: bool
+) -> None:
+    """Check that each axis of more than one rank has an owner, except for ``unowned``.
+
+    Args:
+        mesh: the mesh.
+        methods: all methods.
+        unowned: axes without an owner, on purpose.
+        equal_parts: as in ``compose``, for the message.
+
+    Raises:
+        AxisError: an axis has no owner.
+    """
+    names = (unowned,) if isinstance(unowned, (str, int)) else tuple(unowned)
+    allowed = mesh.along(*names).axes if names else ()
+    required = [axis for axis in mesh.axes if mesh.size(axis) > 1 and axis not in allowed]
+    if missing := [axis for axis in required if not any(owns_axis(method, mesh, axis) for method in methods)]:
+        owned = format_axes(axis for method in methods for axis in method.owns)
+        whose = "their" if missing[1:] else "its"
+        more = {"unowned": [*allowed, *missing], "equal_parts": None if equal_parts else False}
+        call = format_call("compose", {}, Text("mesh"), Text("*methods"), **more)
+        raise AxisError(
+            f"no method owns {format_sizes(mesh, missing)}, so {whose} {mesh.size(*missing)} ranks would do the same "
+            f"work without synchronization. Owned axes: {owned or 'none'}.\n\n"
+            f"  {call}   # if this is intended"
+        )
+
+
 def owns_axis(method: Method, mesh: ProcessGroupMesh, axis: Axis) -> bool:
     """Return True if a method owns an axis of the mesh, directly or as part of an axis of a view or slice.
 
@@ -116,21 +158,11 @@ def owns_axis(method: Method, mesh: ProcessGroupMesh, axis: Axis) -> bool:
         return axis in method.owns
     if method.differs == "experts":
         return False
-    blocks = [block for block in mesh.layout.partition(axis) if any(rank in layout for rank in block)]
-    return all(block[0] in layout and {*block} <= {*layout.block_of(block[0], *method.owns)} for block in blocks)
-
-
-def shared_pair(layout: Layout, axis: Axis, other: Layout, other_axis: Axis) -> tuple[int, int] | None:
-    """Two ranks that are in one block along ``axis`` and in one block along ``other_axis`` of another layout."""
-    block_of = {rank: number for number, block in enumerate(layout.partition(axis)) for rank in block}
-    first_of: dict[tuple[int, int], int] = {}  # the first rank that is in a block and in another one
-    for other_number, block in enumerate(other.partition(other_axis)):
-        for rank in block:
-            if rank in block_of:
-                first = first_of.setdefault((block_of[rank], other_number), rank)
-                if first != rank:
-                    return first, rank
-    return None
+    for block in mesh.layout.partition(axis):
+        inside = [rank for rank in block if rank in layout]  # a slice has only some blocks
+        if inside and not {*block} <= {*layout.block_of(inside[0], *method.owns)}:
+            return False
+    return True
 
 
 def unaveraged_error(reader: Method, trainable: Sequence[str]) -> AxisError:

@@ -116,10 +116,10 @@ def own_loss(mean):
 @breaks(
     "an axis with two owners is an error",
     page="parallel.md",
-    target="parallel.owners:check_owners",
+    target="parallel.owners:check_no_overlap",
     tests="tests/parallel/test_base.py -k owner",
 )
-def two_owners(check_owners):
+def two_owners(check_no_overlap):
     return lambda one, other: None
 
 
@@ -150,7 +150,7 @@ def seed_of_each_rank(seed_of):
     tests="tests/parallel/test_combinations.py -k accumulation",
 )
 def never_reduced(accumulate):
-    return lambda self, module, *, last: accumulate(self, module, last=False)
+    return lambda self, module, *, last, passes=None: accumulate(self, module, last=False, passes=passes)
 
 
 @breaks(

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,7 @@ from pgmesh.parallel import (
     local,
 )
 from pgmesh.parallel.schedules import SCHEDULES
+from tests.support import expert_models
 from tests.support.expert_models import ExpertBlock, ExpertBlockAgain, cut_like
 from tests.support.parallel_models import (
     CONTEXT,
@@ -183,7 +185,7 @@ def draw(seed: int) -> Drawn:
         drawn = replace(drawn, frozen=numbers.choice(["half", "norms"] + ["adapters"] * (drawn.experts is None)))
     if drawn.data in ("sharded", "hybrid") and numbers.chance(12):
         drawn = replace(drawn, half=True)
-    if drawn.size("dp") > 1 and not drawn.schedule and not drawn.experts and numbers.chance(15):
+    if drawn.size("dp") > 1 and not drawn.schedule and numbers.chance(15):
         drawn = replace(drawn, ragged=True, masked=True)
     return replace(drawn, omission=draw_omission(numbers, drawn)) if numbers.chance(12) else drawn
 
@@ -475,7 +477,8 @@ def backward_alone(drawn: Drawn, model: TinyGPT, codes: torch.Tensor, target: to
     inputs, labels, total = share(codes), share(target), 0.0
     tokens = sum(int((each != IGNORED).sum()) for per_pass in labels for each in per_pass)
     for rows, label in zip(itertools.chain(*inputs), itertools.chain(*labels), strict=True):
-        loss = token_loss(model(rows), label, "sum")
+        with mock.patch.object(expert_models, "BALANCE_WEIGHT", expert_models.BALANCE_WEIGHT / drawn.passes):
+            loss = token_loss(model(rows), label, "sum")
         loss = loss * drawn.microbatches / tokens
         loss.backward()
         total += loss.item() / drawn.microbatches
@@ -568,7 +571,7 @@ def backward(drawn: Drawn, together: Composition, model: nn.Module, loss: Losses
         with contextlib.ExitStack() as stack:
             if any(isinstance(each, TensorParallel) for each in together.methods):
                 stack.enter_context(loss_parallel())
-            stack.enter_context(together.accumulate(model, last=i == drawn.passes - 1))
+            stack.enter_context(together.accumulate(model, last=i == drawn.passes - 1, passes=drawn.passes))
             if drawn.schedule:
                 pieces = model.step(inputs, target=labels, **given)
                 values += [torch.stack(pieces).mean()] if pieces else []

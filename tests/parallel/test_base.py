@@ -209,7 +209,7 @@ def test_invalid_axes_raise_in_the_constructor(mesh: ProcessGroupMesh):
     assert_raises(
         AxisError,
         lambda: Data(mesh),
-        "Data needs at least one axis; the mesh has pp, dp, tp.\n\n  Data(mesh, 'dp')   # the axes that it owns",
+        "Data needs at least one axis; the mesh has pp, dp, tp.\n\n  Data(mesh, 'pp')   # the axes that it owns",
     )
     assert_raises(
         AxisError,
@@ -222,23 +222,6 @@ def test_invalid_axes_raise_in_the_constructor(mesh: ProcessGroupMesh):
     assert_raises(AxisError, lambda: Data(mesh, "dp", "dp"), "axis dp is named twice.")
     with pytest.raises(MembershipError, match="rank 5 is not in"):
         Data(mesh.at(pp=0), "dp")
-
-
-@pytest.mark.parametrize(
-    ("method", "axes", "owned"),
-    [
-        (DataParallel, ["pp", "dp", "tp"], "dp"),
-        (DataParallel, ["edp", "dp", "tp"], "dp"),
-        (ShardedDataParallel, ["tp", "fsdp"], "fsdp"),
-        (ContextParallel, ["dp", "cp"], "cp"),
-        (DataParallel, ["replicas", "tensor"], "replicas"),
-    ],
-)
-def test_method_without_axes_suggests_its_usual_axis(method: type[Method], axes: list[str], owned: str):
-    sizes = dict.fromkeys(axes, 2)
-    with fake_rank(0, 2 ** len(axes)), ProcessGroupMesh(sizes) as mesh, pytest.raises(AxisError) as caught:
-        method(mesh)
-    assert f"\n\n  {method.__name__}(mesh, {owned!r})   # the axes that it owns" in str(caught.value)
 
 
 def test_a_method_without_apply_says_so(mesh: ProcessGroupMesh):
@@ -338,11 +321,9 @@ def test_share_cuts_all_tensors_of_a_nest(mesh: ProcessGroupMesh):
         ShapeError,
         lambda: together.share((codes, torch.ones(4, 6))),
         """
-        ContextParallel along tp cuts positions, the second dimension, but the tensors of this batch have 4 and 6 of
-        them.
+        the tensors of this batch have 4 and 6 positions, dimension 1.
 
-          together.share(tensor)   # each alone
-          tensor.chunk(together.num_replicas)[together.rank]   # one without positions: its rows
+          tensor.chunk(together.num_replicas)[together.rank]   # of a tensor without positions: its rows
         """,
     )
     rows = compose(mesh, Data(mesh, "dp"), unowned=["pp", "tp"])
@@ -398,7 +379,7 @@ def test_share_of_different_numbers_of_rows_raises(mesh: ProcessGroupMesh):
             ShapeError,
             lambda together=together: together.share({"x": codes, "positions": positions, "scale": torch.tensor(2.0)}),
             """
-            the tensors of this batch have 4 and 8 rows, the first dimension.
+            the tensors of this batch have 4 and 8 rows, dimension 0.
 
               positions = positions.expand(4, -1)   # position ids: one row for each row of the batch
             """,
@@ -529,8 +510,10 @@ def test_compose_on_slice_refuses_methods_outside(mesh: ProcessGroupMesh):
     assert_raises(
         MethodError,
         lambda: compose(part, Data(mesh, "pp"), Tensor(part, "tp"), unowned=["dp"]),
-        "Data along pp works on ranks 1, 5: not all in ProcessGroupMesh(pp=2, dp=2, tp=2, "
-        "name='actor').at(pp=1), the mesh or slice of the composition.",
+        "Data along pp is on ranks 1, 5 of ProcessGroupMesh(pp=2, dp=2, tp=2, name='actor'), and the composition is on "
+        "ProcessGroupMesh(pp=2, dp=2, tp=2, name='actor').at(pp=1). All methods of a composition are on one mesh "
+        "object, its views and its slices.\n\n"
+        "  Data(mesh, ...)   # the mesh or slice of compose(mesh, ...)",
     )
 
 
@@ -543,7 +526,7 @@ def test_no_axis_is_forgotten(mesh: ProcessGroupMesh):
         lambda: compose(mesh, Data(mesh, "dp"), Tensor(mesh, "tp")),
         "no method owns pp=2, so its 2 ranks would do the same work without synchronization. Owned axes: "
         "dp, tp.\n\n"
-        "  compose(mesh, ..., unowned=['pp'])   # if this is intended",
+        "  compose(mesh, *methods, unowned=['pp'])   # if this is intended",
     )
     with pytest.raises(AxisError, match=r"^no method owns pp=2 x dp=2 x tp=2, so their 8 ranks .* Owned axes: none\."):
         compose(mesh)
@@ -560,10 +543,10 @@ def test_compose_takes_views_and_refuses_another_mesh(mesh: ProcessGroupMesh):
         assert_raises(
             MethodError,
             lambda: compose(mesh, Data(critic, "dp"), unowned=mesh.axes),
-            "Data along dp is on another mesh object, ProcessGroupMesh(dp=8, name='critic'), than the composition, "
-            "ProcessGroupMesh(pp=2, dp=2, tp=2, name='actor'). All methods of a composition are on one mesh, its views "
-            "and its slices.\n\n"
-            "  Data(mesh, ...)   # the mesh of compose(mesh, ...)",
+            "Data along dp is on ranks 0, 1, 2, 3, 4, 5, 6, 7 of ProcessGroupMesh(dp=8, name='critic'), and the "
+            "composition is on ProcessGroupMesh(pp=2, dp=2, tp=2, name='actor'). All methods of a composition are on "
+            "one mesh object, its views and its slices.\n\n"
+            "  Data(mesh, ...)   # the mesh or slice of compose(mesh, ...)",
         )
 
 
@@ -657,11 +640,10 @@ def test_ranks_meet_where_a_plain_list_says_so(ranks: list[int] | None):
 
 def test_compose_takes_methods(mesh: ProcessGroupMesh):
     for given, shown in ((Data, f"{Data!r}"), ("tp", "'tp'")):
-        name = "Data" if given is Data else "DataParallel"
         assert_raises(
             MethodError,
             lambda given=given: compose(mesh, given, unowned=mesh.axes),
-            f"compose takes methods with their axes, such as {name}(mesh, 'pp'), not {shown}.",
+            f"compose takes methods with their axes, such as DataParallel(mesh, 'pp'), not {shown}.",
         )
 
 
@@ -790,7 +772,7 @@ def test_an_unknown_name_is_answered_with_those_found():
         MethodError,
         lambda: find("ring"),
         f"""
-        no installed package provides a parallel method 'ring'; available: {", ".join(ours)}.
+        no installed packages provide a parallel method 'ring'; available: {", ".join(ours)}.
 
           [project.entry-points."pgmesh.parallel"]   # in the pyproject.toml of the package
           ring = "its_module:ItsMethod"

@@ -248,12 +248,11 @@ def test_a_model_may_call_its_layers_parts(tmp_path: Path):
 def absent_and_damaged(folder: Path) -> None:
     damaged, model = folder / "damaged", nn.Linear(4, 4)
     with ProcessGroupMesh(dp=2, name="a reader") as mesh:
-        for path in (folder / "step-100", folder, folder / "file" / "inside"):
-            absent = f"^{re.escape(str(path))} has no checkpoint .* directory: '{re.escape(str(path))}/.metadata'"
-            with pytest.raises(MethodError, match=absent):
+        for path in (folder / "step-100", folder, folder / "file" / "inside", damaged):
+            with pytest.raises(
+                MethodError, match=f"^{re.escape(str(path))} has no checkpoint that this model can load: "
+            ):
                 checkpoint.load(path, mesh, model)
-        with pytest.raises(MethodError, match=f"^{re.escape(str(damaged))} has no checkpoint .*: EOFError"):
-            checkpoint.load(damaged, mesh, model)
 
 
 def test_load_of_no_checkpoint_names_the_path(tmp_path: Path):

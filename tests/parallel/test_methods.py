@@ -375,7 +375,7 @@ def test_invalid_pipelines_raise():
             AxisError,
             lambda: PipelineParallel(mesh, "pp", "dp", layers="blocks", loss=None, microbatches=8),
             "PipelineParallel takes one axis, not pp, dp: merge them in a view.\n\n"
-            "  PipelineParallel(mesh.view(..., dp=8), 'dp', ...)",
+            "  merged = mesh.along('pp', 'dp').view(dp=8)   # then PipelineParallel(merged, 'dp', ...)",
         )
         assert_raises(
             OptionsError,

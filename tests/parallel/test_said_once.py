@@ -64,6 +64,8 @@ PROGRAMS = {
     "masked labels, tensor": four(dp=2, tp=2, data="sharded", tensor="vocabulary", masked=True),
     "masked labels, accumulation": four(dp=4, data="data", masked=True, passes=2),
     "masked labels, experts": four(dp=4, data="data", masked=True, experts=(2, 2, 1)),
+    "parts of unequal sizes, experts": four(dp=4, data="data", ragged=True, masked=True, experts=(2, 2, 1)),
+    "accumulation, experts": four(dp=4, data="data", passes=2, experts=(2, 2, 1)),
     "masked labels, pipeline": four(**PIPELINE, dp=2, data="data", masked=True, passes=2),
     "masked labels, pipeline and context": four(**PIPELINE, dp=1, cp=2, data="data", context="ring", masked=True),
     "sharded logits, split backward": four(

@@ -281,7 +281,7 @@ def experts_distributed_twice() -> None:
     with ProcessGroupMesh(pp=2, a=2, b=2) as mesh:
         stages = PipelineParallel(mesh, "pp", layers="blocks", first=FIRST, last=LAST, loss=loss_of, microbatches=2)
         both = compose(mesh, stages, ExpertParallel(mesh, "a"), ExpertParallel(mesh, "b"))
-        with pytest.raises(MethodError, match=r"(?s)another ExpertParallel has.*ExpertParallel\(mesh, '[ab]'\)"):
+        with pytest.raises(MethodError, match="another ExpertParallel has distributed its experts"):
             both.apply(expert_model())
 
 

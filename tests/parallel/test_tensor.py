@@ -354,7 +354,7 @@ def test_a_wrong_argument_raises_at_construction(mesh):
         AxisError,
         lambda: TensorParallel(mesh, "dp", "tp", plan=BLOCK_PLAN),
         "TensorParallel takes one axis, not dp, tp: merge them in a view.\n\n"
-        "  TensorParallel(mesh.view(..., tp=8), 'tp', ...)",
+        "  merged = mesh.along('dp', 'tp').view(tp=8)   # then TensorParallel(merged, 'tp', ...)",
     )
     with pytest.raises(TypeError, match="sequence"):
         TensorParallel(mesh, "tp", plan=BLOCK_PLAN, sequence=True)

@@ -1,0 +1,229 @@
+"""The calls that errors of the parallel methods print, run as printed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+from pgmesh import MethodError, PgmeshError, ProcessGroupMesh
+from pgmesh.parallel import (
+    DataParallel,
+    PipelineParallel,
+    ShardedDataParallel,
+    TensorParallel,
+    compose,
+    with_loss,
+)
+from tests.support.fake_world import fake_rank
+from tests.support.parallel_models import FIRST, LAST, TinyGPT, assert_same, batch, gradients_of, loss_of
+from tests.support.pipelines import needs_pipelines
+from tests.support.tensor_plans import BLOCK_PLAN
+from tests.support.worlds import world
+
+torch.set_num_threads(1)  # also on ranks, which import this: others share their cores
+
+
+@pytest.fixture
+def mesh() -> Iterator[ProcessGroupMesh]:
+    with fake_rank(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor") as mesh:
+        yield mesh
+
+
+def printed_call(call: Callable[[], object]) -> str:
+    """The last line of the error of a call."""
+    with pytest.raises(PgmeshError) as caught:
+        call()
+    return str(caught.value).splitlines()[-1].strip()
+
+
+def run_printed(call: Callable[[], object], **variables: Any) -> dict[str, Any]:
+    """The variables after the printed call of an error has run."""
+    exec(printed_call(call), globals(), variables)
+    return variables
+
+
+# ---- axes ----
+
+
+@pytest.mark.parametrize("axes", [("dp", "tp"), ("pp", "tp"), (1, 2)], ids=str)
+def test_several_axes_of_tensor_parallelism_are_merged(axes: tuple[str | int, ...]):
+    sizes = {0: 2, 1: 2, 2: 2} if axes == (1, 2) else {"pp": 2, "dp": 2, "tp": 2}
+    with fake_rank(5, 8), ProcessGroupMesh(sizes) as mesh:
+        merged = run_printed(lambda: TensorParallel(mesh, *axes, plan={}), mesh=mesh)["merged"]
+        method = TensorParallel(merged, merged.axes[0], plan={"0": ColwiseParallel()})
+        assert method.mesh.ranks(*method.owns) == mesh.ranks(*axes)
+        compose(mesh, method, unowned=[axis for axis in mesh.axes if axis not in axes])
+        assert merged.axes == (0 if axes == (1, 2) else axes[-1],)
+
+
+def test_two_averages_on_two_views_are_one_method(mesh: ProcessGroupMesh):
+    view = mesh.view(pp=2, edp=2, etp=2)
+    both = DataParallel(mesh, "dp"), ShardedDataParallel(view, "etp")
+    call = printed_call(lambda: compose(mesh, *both, unowned="pp"))
+    together = compose(mesh, eval(call, {**globals(), "mesh": mesh}), unowned="pp")
+    assert (together.num_replicas, str(together)) == (4, "Composition(DataParallel along dp, tp)")
+
+
+def test_printed_unowned_axes_keep_those_given(mesh: ProcessGroupMesh):
+    methods = [DataParallel(mesh, "dp")]
+    call = printed_call(lambda: compose(mesh, *methods, unowned="pp", equal_parts=False))
+    assert call.startswith("compose(mesh, *methods, unowned=['pp', 'tp'], equal_parts=False)")
+    assert eval(call).equal_parts is False
+
+
+# ---- data ----
+
+
+def whole_weights_of_tensor_parallelism() -> None:
+    with ProcessGroupMesh(dp=2, tp=2) as mesh:
+        tensor = TensorParallel(mesh, "tp", plan=BLOCK_PLAN)
+        call = printed_call(lambda: DataParallel(mesh, "dp").apply(tensor.apply(TinyGPT(layers=1))))
+        together = compose(mesh, eval(call), tensor)
+        check_gradients(together, together.apply(TinyGPT(layers=1)))
+
+
+def data_around_sharded_data() -> None:
+    with ProcessGroupMesh(a=2, b=2) as mesh:
+        sharded = ShardedDataParallel(mesh, "a").apply(TinyGPT(layers=1))
+        call = printed_call(lambda: DataParallel(mesh, "b").apply(sharded))
+        method = eval(call)
+        assert (method.owns, method.replicates) == (("a", "b"), ("b",))
+        together = compose(mesh, method)
+        check_gradients(together, together.apply(TinyGPT(layers=1)))
+
+
+def check_gradients(together: Any, model: nn.Module) -> None:
+    codes, target = batch(0)
+    expected = TinyGPT(layers=1)
+    loss_of(expected(codes), target).backward()
+    loss_of(model(together.share(codes)), together.share(target)).backward()
+    assert_same("gradients", gradients_of(model), gradients_of(expected))
+
+
+@pytest.mark.parametrize("program", [whole_weights_of_tensor_parallelism, data_around_sharded_data])
+def test_ddp_on_dtensors_prints_fully_shard(program: Callable[[], None]):
+    world(4).run(program)
+
+
+# ---- an optimizer from before apply ----
+
+
+def test_early_optimizer_gets_new_parameters_and_keeps_settings(mesh: ProcessGroupMesh):
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.125, weight_decay=0.0)
+    together = compose(mesh, ShardedDataParallel(mesh, "dp"), unowned=["pp", "tp"])
+    model = together.apply(model)
+    run_printed(lambda: together.attach(optimizer), optimizer=optimizer, model=model)
+    assert together.attach(optimizer) is optimizer
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["weight_decay"]) == (0.125, 0.0)
+    assert [*map(id, group["params"])] == [*map(id, model.parameters())]
+
+
+# ---- the result of apply is lost ----
+
+
+def methods_that_wrap(mesh: ProcessGroupMesh, kind: str) -> list[Any]:
+    if kind == "data":
+        return [DataParallel(mesh, "a")]
+    stages = {"layers": "blocks", "first": FIRST, "last": LAST, "loss": loss_of, "microbatches": 2}
+    return [PipelineParallel(mesh, "a", **stages)]
+
+
+def train_without_wrapper(kind: str) -> None:
+    with ProcessGroupMesh(a=2) as mesh:
+        together, codes, target = compose(mesh, *methods_that_wrap(mesh, kind)), *batch(0)
+        model = TinyGPT(layers=2)
+        together.apply(model)
+        with torch.no_grad():
+            model(codes)
+        model.eval()(codes)
+        call = printed_call(lambda: model.train()(codes))
+        variables = {"together": together, "model": model}
+        exec(call, variables)
+        applied = variables["model"]
+        if kind == "data":
+            loss_of(applied(together.share(codes)), together.share(target)).backward()
+            expected = TinyGPT(layers=2)
+            loss_of(expected(codes), target).backward()
+            assert_same("gradients", gradients_of(applied), gradients_of(expected))
+        else:
+            applied.step(codes, target=target)
+        model(codes)  # on purpose, since the wrapper was trained
+
+
+@pytest.mark.parametrize("kind", ["data", pytest.param("pipeline", marks=needs_pipelines)])
+def test_training_without_the_wrapper_of_apply_raises(kind: str):
+    world(2).run(train_without_wrapper, kind)
+
+
+def compiled_wrapper() -> None:
+    with ProcessGroupMesh(a=2) as mesh:
+        model = compose(mesh, DataParallel(mesh, "a")).apply(nn.Sequential(Prints(), nn.Linear(2, 2)))
+        torch.compile(model, backend="eager")(torch.ones(2, 2)).sum().backward()
+
+
+class Prints(nn.Module):
+    """Breaks the graph."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        print(end="")
+        return x
+
+
+def test_compiled_wrapper_is_known_after_graph_breaks():
+    world(2).run(compiled_wrapper)
+
+
+def copies_before_the_first_step() -> None:
+    with ProcessGroupMesh(a=2) as mesh:
+        model = compose(mesh, DataParallel(mesh, "a")).apply(nn.Linear(2, 2))
+        for each in (copy.deepcopy(model.module), pickle.loads(pickle.dumps(model.module))):
+            each(torch.ones(2, 2)).sum().backward()  # a module of its own
+
+
+def test_copy_of_wrapped_module_may_be_trained():
+    world(2).run(copies_before_the_first_step)
+
+
+# ---- accumulation of with_loss ----
+
+
+class WithBalance(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return with_loss(x * self.weight, 3 * self.weight.sum())
+
+
+@pytest.mark.parametrize("passes", [1, 4])
+def test_accumulation_adds_with_loss_once(mesh: ProcessGroupMesh, passes: int):
+    together = compose(mesh, unowned=mesh.axes)
+    model = together.apply(WithBalance())
+    for i in range(passes):
+        with together.accumulate(model, last=i == passes - 1, passes=passes):
+            (model(torch.full((1,), 2.0)).sum() / passes).backward()
+    assert model.weight.grad.item() == 2 + 3
+
+
+def test_accumulation_of_with_loss_needs_number_of_passes(mesh: ProcessGroupMesh):
+    together = compose(mesh, unowned=mesh.axes)
+    model, last, passes = together.apply(WithBalance()), True, 4
+
+    def forward() -> None:
+        with together.accumulate(model, last=last):
+            model(torch.ones(1))
+
+    with pytest.raises(MethodError, match="with_loss adds its loss in each backward pass"):
+        forward()
+    with eval(printed_call(forward), {"together": together, "model": model, "last": last, "passes": passes}):
+        model(torch.ones(1))
