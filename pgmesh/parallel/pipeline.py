@@ -107,7 +107,7 @@ class PipelineParallel(Method):
         check_microbatches(schedule, microbatches, mesh.size(self.axis), self.stages, format_sizes(mesh, self.owns))
         self._check_places()
         if options:
-            self._end_stages.configure(self.axis, **options)
+            mesh.at({self.axis: [0, -1]}).configure(self.axis, **options)  # for tied parameters
 
     def _check_places(self) -> None:
         """Raise an OptionsError if a module, or a module in it, has two places among layers, first and last."""
@@ -127,14 +127,11 @@ class PipelineParallel(Method):
     # -- stages -------------------------------------------------------------------------------------------------
 
     @property
-    def _end_stages(self) -> ProcessGroupMesh:
-        """Slice of the mesh with the first and the last rank of each pipeline."""
-        return self.mesh.at({self.axis: [0, -1]})
-
-    @property
     def _end_group(self) -> dist.ProcessGroup | None:
         """The group of the first and the last stage, for tied parameters; None if one rank has both stages."""
-        return self._end_stages.group(self.axis) if self.holder(0) != self.holder(self.stages - 1) else None
+        if self.holder(0) == self.holder(self.stages - 1):
+            return None
+        return self.mesh.at({self.axis: [0, -1]}).group(self.axis)
 
     @property
     def stages(self) -> int:

@@ -218,6 +218,7 @@ def plan(
     tp spans 2 hosts: 2 of 4 hops of a ring leave the host.
     """
     combinations = [*combinations]
+    nodes = nodes if nodes is None or isinstance(nodes, str) else [*map(int, nodes)]
     topology = parse_topology(nodes, domains)
     arguments = {"nodes": nodes, "domains": domains, "views": views, "combinations": combinations}
     more = {word: Text(repr(value)) for word, value in arguments.items() if value}
@@ -226,7 +227,9 @@ def plan(
         given = shape if layout is None else (layout, *shape)
         layout = base = _layout_of_sizes(given, ranks, sizes, topology, more)
     elif shape or sizes or ranks is not None:
-        raise TypeError("plan() takes either a layout, or sizes and ranks")
+        words = {**sizes, "ranks": ranks} if ranks is not None else sizes
+        extra = [*map(repr, shape), *(f"{word}={value!r}" for word, value in words.items())]
+        raise TypeError(f"plan() takes a layout, or sizes and ranks, not a layout and {', '.join(extra)}")
     if topology:
         _check_hosts(base, topology[0], base is layout, more)
     view_layouts = tuple((name, base.view(axes)) for name, axes in (views or {}).items())

@@ -207,7 +207,7 @@ def two_data_parallels() -> None:
         variables = {"module": each}
         exec(str(raised.value).splitlines()[-1].strip(), variables)
         DataParallel(mesh, "a", "b").apply(variables["module"])
-    with pytest.raises(MethodError, match=r"ShardedDataParallel\(mesh, 'b', replicate=\['b'\]\)"):
+    with pytest.raises(MethodError, match=r"ShardedDataParallel\(mesh, 'a', 'b', replicate=\['b'\]\)"):
         methods[1].apply(ShardedDataParallel(mesh, "a").apply(nn.Linear(2, 2)))
     for first in (methods[0], ShardedDataParallel(mesh, "a")):
         with pytest.raises(AxisError, match=rf"(?s)both average gradients.*  {type(first).__name__}\(mesh, 'a', 'b'\)"):
