@@ -443,7 +443,8 @@ class ProcessGroupMesh(RankMethods):
         Raises:
             LifetimeError: this is not the main thread, which alone can handle signals.
         """
-        from pgmesh.connect.report import print_on, report
+        from pgmesh.connect.report import report
+        from pgmesh.connect.signals import print_on
 
         cache = weakref.ref(self._group_cache)
         print_on(number, lambda: report(there) if (there := cache()) else "the mesh was garbage-collected")
