@@ -185,9 +185,14 @@ def draw(seed: int) -> Drawn:
         drawn = replace(drawn, frozen=numbers.choice(["half", "norms"] + ["adapters"] * (drawn.experts is None)))
     if drawn.data in ("sharded", "hybrid") and numbers.chance(12):
         drawn = replace(drawn, half=True)
-    if drawn.size("dp") > 1 and not drawn.schedule and numbers.chance(15):
+    may_be_ragged = drawn.size("dp") > 1 and not drawn.schedule
+    if may_be_ragged and not drawn.experts and numbers.chance(15):
         drawn = replace(drawn, ragged=True, masked=True)
-    return replace(drawn, omission=draw_omission(numbers, drawn)) if numbers.chance(12) else drawn
+    if numbers.chance(12):
+        return replace(drawn, omission=draw_omission(numbers, drawn))
+    if may_be_ragged and drawn.experts and numbers.chance(15):
+        drawn = replace(drawn, ragged=True, masked=True)
+    return drawn
 
 
 def draw_sizes(numbers: Numbers, n: int) -> dict[str, int]:
