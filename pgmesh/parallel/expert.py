@@ -7,7 +7,7 @@ Names are those of Megatron-Core: EP is ``axes``, expert-TP is ``tensor``, exper
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
@@ -110,9 +110,10 @@ class ExpertParallel(Method):
             MethodError: an expert has parameters in layers that ``columns`` and ``rows`` do not name.
             ShapeError: the experts, or the features of their layers, are not divisible by the ranks.
         """
-        layers = attributes_with(module, mixture.mix)
-        self._check_layers(module, [layer for _, layer, _ in layers])
-        for name, layer, attribute in layers:
+        taken = any(isinstance(each, LocalExperts) for each in module.modules())
+        if taken or not is_stage(module):
+            self.check(module)
+        for name, layer, attribute in attributes_with(module, mixture.mix):
             self._keep_local_experts(f"{name or type(layer).__name__}.experts", layer)
             setattr(layer, attribute, self.mix)
         for _, router, attribute in attributes_with(module, mixture.balance_loss):
@@ -122,9 +123,14 @@ class ExpertParallel(Method):
                 self._group(*axes)
         return module
 
-    def _check_layers(self, module: nn.Module, layers: Sequence[nn.Module]) -> None:
+    def check(self, module: nn.Module) -> None:
+        """Check the whole module: it has layers of experts, which no other method has distributed.
+
+        Raises:
+            MethodError: it has none, or another method has.
+        """
         taken = any(isinstance(each, LocalExperts) for each in module.modules())
-        if taken or not (layers or is_stage(module)):
+        if taken or not attributes_with(module, mixture.mix):
             raise MethodError(
                 f"no submodule of {type(module).__name__} has pgmesh.parallel.mix in an attribute, or another "
                 "ExpertParallel has distributed its experts: one does it, for all layers.\n\n"
