@@ -94,11 +94,13 @@ def start_command(ranks: int) -> tuple[str, str]:
     """The command that starts a script on this many ranks, on hosts of 8 if there are more, and its reason.
 
     >>> start_command(4)[0], start_command(64)[0]
-    ('torchrun --nproc-per-node 4 script.py', 'torchrun --nnodes 8 --nproc-per-node 8 script.py')
+    ('torchrun --nproc-per-node 4 script.py',
+     'torchrun --nnodes 8 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 script.py')
     """
     hosts = ranks // 8 if ranks > 8 and ranks % 8 == 0 else 1
-    several = f" --nnodes {hosts}" if hosts > 1 else ""
-    command = f"torchrun{several} --nproc-per-node {ranks // hosts} script.py"
+    nodes, meet = f" --nnodes {hosts}", " --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    several = hosts > 1
+    command = f"torchrun{nodes * several} --nproc-per-node {ranks // hosts}{meet * several} script.py"
     return command, f"start {ranks} ranks: a script by itself is a world of 1"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from pgmesh.errors import RankError
 from pgmesh.mesh import ProcessGroupMesh
 
 
@@ -39,7 +38,7 @@ def from_device_mesh(device_mesh: DeviceMesh, *, name: str | None = None) -> Pro
                 if mesh.ranks(axis) not in seen:
                     mesh.adopt(axis, device_mesh.get_group(i))
                 seen.add(mesh.ranks(axis))
-        except RankError:
+        except BaseException:
             mesh.close()
             raise
         if names == tuple(map(str, mesh.axes)):  # otherwise torch cannot slice it by these axes

@@ -262,7 +262,10 @@ def _run_call(rank: int, call: bytes, backend: str, timeout: timedelta | None) -
         problem = ""
         result = fn(*args, **kwargs)
         problem = f"returned a {type(result).__name__}, which does not pickle"
-        return pickle.dumps(Outcome(rank, result))
+        answer = pickle.dumps(Outcome(rank, result))
+        problem = f"returned a {type(result).__name__}, which pickles, but does not unpickle"
+        pickle.loads(answer)
+        return answer
     except BaseException as error:
         line = f"{problem or f'raised {type(error).__name__}'}: {error}".splitlines()[0]
         details = PICKLING if problem else traceback.format_exc()

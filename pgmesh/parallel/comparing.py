@@ -154,25 +154,29 @@ def raise_first_difference(per_rank: Mapping[int, Mapping[str, Description]]) ->
 # ---- inputs ----
 
 
-class Counts(NamedTuple):
-    """Numbers of a batch: rows, the first dimension; positions, the second; and tokens."""
+class Batch(NamedTuple):
+    """What ranks compare of a batch: its rows, the first dimension; its positions, the second; tokens; and values."""
 
     rows: int
     positions: int
     tokens: int
+    values: int
+    """Digest of samples of whole numbers; 0 for others, which ranks may have computed with other rounding."""
 
 
-def compared_units(method: Method) -> tuple[str, ...]:
-    """What all ranks along the axes of a method need the same number of, as fields of ``Counts``."""
+def compared_fields(method: Method) -> tuple[str, ...]:
+    """The fields of ``Batch`` that have to be equal on all ranks along the axes of a method."""
     if method.differs == "experts":
         return ("tokens",)
-    return ("rows",) if method.differs == "rows" or method.level is Level.PIPELINE else ("rows", "positions")
+    if method.differs == "rows" or method.level is Level.PIPELINE:
+        return ("rows",)
+    return ("rows", "positions", "values") if method.differs == "weights" else ("rows", "positions")
 
 
 def compare_inputs(
     mesh: ProcessGroupMesh, ranks: Sequence[int], methods: Iterable[Method], equal_parts: bool, inputs: object
 ) -> None:
-    """Compare the numbers of rows, positions and tokens of a batch, in all blocks, also in those without this rank.
+    """Compare a batch along the axes of each method, in all blocks, also in those without this rank.
 
     Args:
         mesh: the mesh.
@@ -184,15 +188,23 @@ def compare_inputs(
     Raises:
         ShapeError: some differ; the same on every rank.
     """
-    per_rank = {rank: Counts(*each) for rank, each in gather_numbers(mesh, ranks, count_inputs(inputs)).items()}
+    per_rank = {rank: Batch(*each) for rank, each in gather_numbers(mesh, ranks, describe_batch(inputs)).items()}
     for method in methods:
         depends_on_parts = method.differs in ("rows", "experts")
         if depends_on_parts and not equal_parts:
             continue
         axes = method.mesh.along(*{*method.owns, *method.average_axes}).axes
         blocks = [block for block in method.mesh.partition(*axes) if block[0] in per_rank]
-        for unit, block in itertools.product(compared_units(method), blocks):
+        for unit, block in itertools.product(compared_fields(method), blocks):
             holders = ranks_by_value({rank: getattr(per_rank[rank], unit) for rank in block})
+            if len(holders) > 1 and unit == "values":
+                texts = [name_ranks(these) for these in holders.values()]
+                raise ShapeError(
+                    f"{type(method).__name__} needs the same inputs on each rank along "
+                    f"{format_sizes(method.mesh, axes)}, but those of {' and of '.join(texts[:4])} differ.\n\n"
+                    "  DistributedSampler(dataset, num_replicas=together.num_replicas, rank=together.rank)\n"
+                    "  together.share(batch)   # of a batch that all ranks have; together = compose(...)"
+                )
             if len(holders) > 1:
                 texts = [f"{n} on {name_ranks(these)}" for n, these in holders.items()]
                 weighted = "\n  compose(..., equal_parts=False)   # with the loss of together.mean(loss_sum, tokens)"
@@ -205,11 +217,12 @@ def compare_inputs(
                 )
 
 
-def count_inputs(inputs: object) -> Counts:
-    """Numbers of the first tensor in a nest. A token is a whole number, or a vector of other numbers."""
+def describe_batch(inputs: object) -> Batch:
+    """Describe the first tensor in a nest. A token is a whole number, or a vector of other numbers."""
     first = next((each for each in tensors_in(inputs) if each.ndim and not each.is_nested), None)
     if first is None:
-        return Counts(0, 0, 0)
+        return Batch(0, 0, 0, 0)
     is_vectors = first.ndim > 1 and (first.is_floating_point() or first.is_complex())
     tokens = first.shape[:-1].numel() if is_vectors else first.numel()
-    return Counts(first.size(0), first.size(1) if first.ndim > 1 else 0, tokens)
+    values = 0 if first.is_floating_point() or first.is_complex() else digest(sample(first))
+    return Batch(first.size(0), first.size(1) if first.ndim > 1 else 0, tokens, values)

@@ -258,7 +258,8 @@ class PipelineParallel(Method):
         for name, _ in module.named_parameters():
             if not self._location(name):
                 hint = f"put {name} into a module, and name that in first= or last="
-                if (owner := name.rpartition(".")[0]) not in ("", self.layers):
+                owner = name.rpartition(".")[0]
+                if owner and not f"{self.layers}.".startswith(f"{owner}."):
                     hint = f"PipelineParallel(..., last={[*self.last, owner]!r})   # or first="
                 raise MethodError(
                     f"no stage has {name} of {type(module).__name__}: parameters have to be in {self.layers}, or in a "

@@ -141,7 +141,7 @@ def host_findings(environ: Mapping[str, str], seconds: float, launcher: Launcher
     name = socket.gethostname()
     try:
         infos = call_with_timeout(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), seconds)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # a label of more than 63 characters is no valid one
         text = f"the host name {name} does not resolve: {_error_text(error)}"
         yield Finding("warn", "host", text, f"add {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME")
         return

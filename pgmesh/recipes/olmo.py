@@ -62,14 +62,15 @@ def olmo(
     given = call.given.keys() - {"name"}
     data = hybrid if given & hybrid.keys() else {"dp": dp}
     if given and (data is hybrid) == (dp is not None):
-        suggestion = call.with_changes(dp=None if data is hybrid else -1)
+        by_experts = {"dp_shard": ep, "dp_replicate": -1} if ep is not None else {"dp": -1}
+        suggestion = call.with_changes(**({"dp": None} if data is hybrid else by_experts))
         raise ShapeError(f"{call}: data parallelism is dp, or dp_replicate x dp_shard.\n\n  {suggestion}")
     free = {axis: -1 if size is None else size for axis, size in data.items()}
     sizes = call.parse_sizes(pp=pp, **free, cp=cp, tp=tp)
     box = call.fill_sizes(sizes, ep=ep and -1)  # experts use the axis dp_shard
     misfit = tp is not None or data is not hybrid or ep not in (-1, box["dp_shard"])
     if ep is not None and misfit:
-        suggestion = call.with_changes(dp=None, tp=None, dp_shard=ep)
+        suggestion = call.with_changes(dp=None, tp=None, dp_shard=ep, dp_replicate=-1)
         raise ShapeError(f"{call}: experts are split along dp_shard, which is ep, without tp.\n\n  {suggestion}")
     mesh = Layout(box, ranks=call.ranks)
     loader = tuple(data)

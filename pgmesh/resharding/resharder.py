@@ -395,6 +395,11 @@ class Entry(NamedTuple):
     mesh: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     placements: tuple[Sharded | None, ...] = ()
 
+    def described(self) -> str:
+        """The dtype and the placements in messages."""
+        placements = ", ".join("Replicate()" if each is None else f"Shard({each[0]})" for each in self.placements)
+        return f"as [{placements}], {self.dtype or 'in the dtype of the source'},"
+
     def on_meta(self) -> torch.Tensor:
         """A tensor of this global shape and dtype on the meta device."""
         return torch.empty(self.shape, dtype=dtype_of(self.dtype), device="meta")
@@ -480,10 +485,16 @@ def _outside(tables: Tables, sides: Mapping[str, Sequence[int]]) -> Iterator[str
 def _differences(tables: Tables) -> Iterator[str]:
     """A line for each difference between the ranks' descriptions."""
     for side, table in tables.items():
-        for entry, ranks in (each for entries in table.values() for each in entries.items()):
-            if entry.mesh is not None and (absent := {*entry.mesh[1]}.difference(ranks)):
-                here, there = name_ranks(sorted(ranks)), name_ranks(sorted(absent))
-                yield f"{entry.name}: in the {side} on {here}, but not on {there}"
+        for name, entries in table.items():
+            for mesh in {entry.mesh: None for entry in entries if entry.mesh is not None}:
+                here = {entry: ranks for entry, ranks in entries.items() if entry.mesh == mesh}
+                having = {rank for ranks in here.values() for rank in ranks}
+                if absent := {*mesh[1]}.difference(having):
+                    there = name_ranks(sorted(absent))
+                    yield f"{name}: in the {side} on {name_ranks(sorted(having))}, but not on {there}"
+                elif len({(entry.dtype, entry.placements) for entry in here}) > 1:
+                    texts = [f"{entry.described()} on {name_ranks(sorted(ranks))}" for entry, ranks in here.items()]
+                    yield f"{name}: in the {side} {', '.join(texts)}"
     for name in dict.fromkeys(name for table in tables.values() for name in table):
         sides = [side for side, table in tables.items() if name in table]
         ranks_of = _ranks_by_shape(tables[side][name] for side in sides)

@@ -632,3 +632,28 @@ def compiled(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["blocks", "vocabulary", "sequence"])
 def test_fullgraph_compiles_after_tensor_parallelism(kind):
     world(2).run(compiled, kind)
+
+
+# ---- values of inputs ----
+
+
+def rows_of_each_rank() -> None:
+    """A sampler that counts ranks of the world gives ranks along tp other rows."""
+    with ProcessGroupMesh(other=2, dp=2) as mesh:
+        together = compose(mesh, *methods_of("tp, fsdp", mesh))
+        model = together.apply(model_of("tp, fsdp"))
+        inputs = torch.arange(16).view(2, 8) + mesh.rank
+        with pytest.raises(ShapeError) as caught:
+            model(inputs)
+        assert str(caught.value) == (
+            "TensorParallel needs the same inputs on each rank along other=2, but those of rank 0 and of rank 2 "
+            "differ.\n\n"
+            "  DistributedSampler(dataset, num_replicas=together.num_replicas, rank=together.rank)\n"
+            "  together.share(batch)   # of a batch that all ranks have; together = compose(...)"
+        )
+        model(torch.arange(16).view(2, 8) + together.rank)
+        check_sums(groups_of(mesh))
+
+
+def test_different_inputs_along_tensor_parallel_axis_raise():
+    world(4).run(rows_of_each_rank)

@@ -405,6 +405,8 @@ def mismatches() -> list[str]:
     source["x"] = torch.full((4,), 7.0)  # another tensor of that shape is no change
     sync()
     assert rank < 2 or target["x"].tolist() == [7.0] * 4
+    there = state_on(trainer, lambda *_: [Shard(0) if rank == 0 else Replicate()], 0, {"x": (4,)}).get("x")
+    attempt({"x": there}, {"x": y})
     return found
 
 
@@ -416,7 +418,10 @@ def test_mismatches_are_listed_before_a_byte_moves():
         assert "staging_bytes: 1000 on rank 0, 1001 on rank 1" in errors[1]
         assert "x: in the source on rank 0, but not on rank 1" in errors[2]
         assert f"{'this rank has' if rank == 1 else 'other ranks have'} other tensors than those" in errors[3]
-        assert len(errors) == 4
+        assert (
+            "x: in the source as [Shard(0)], torch.float32, on rank 0, as [Replicate()], torch.float32, on" in errors[4]
+        )
+        assert len(errors) == 5
 
 
 def refused(error: type[PgmeshError], source: Any, target: Any, **options: Any) -> str:
