@@ -93,9 +93,9 @@ def example_ranks(sizes: Mapping[str | int, int]) -> range:
 def start_command(ranks: int) -> tuple[str, str]:
     """The command that starts a script on this many ranks, on hosts of 8 if there are more, and its reason.
 
-    >>> start_command(4)[0], start_command(64)[0]
-    ('torchrun --nproc-per-node 4 script.py',
-     'torchrun --nnodes 8 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 script.py')
+    >>> print(start_command(4)[0], start_command(64)[0], sep=chr(10))
+    torchrun --nproc-per-node 4 script.py
+    torchrun --nnodes 8 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 script.py
     """
     hosts = ranks // 8 if ranks > 8 and ranks % 8 == 0 else 1
     nodes, meet = f" --nnodes {hosts}", " --rdzv-backend c10d --rdzv-endpoint HOST:29500"

@@ -350,7 +350,7 @@ def test_share_cuts_the_tensors_of_a_dataclass(mesh: ProcessGroupMesh):
 
 def check_rows(together: Composition, batch: object) -> None:
     """Compare the rows of a batch, while rank 7 has three."""
-    with mock.patch.object(comparing, "gather_numbers", lambda mesh, ranks, own: {5: [*own], 7: [3, 0, 3]}):
+    with mock.patch.object(comparing, "gather_numbers", lambda mesh, ranks, own: {5: [*own], 7: [3, 0, 3, 0]}):
         together.check_inputs(batch)
 
 
