@@ -158,7 +158,7 @@ class ReshardPlan:
                     copied = overlap
                 else:
                     receives += self._shares_of(part).received_by(rank)
-        leaving = sum(each.size for each in sends if self._leaves(rank, each.peer))
+        leaving = sum(each.size for each in sends if self._host_of[each.peer] != self._host_of[rank])
         return RankPlan(rank, held, wanted, tuple(sends), tuple(receives), copied, self.itemsize, leaving)
 
     def _shares_of(self, part: Part) -> Shares:
@@ -166,10 +166,6 @@ class ReshardPlan:
         if part not in self._shares:
             self._shares[part] = Shares(self, part)
         return self._shares[part]
-
-    def _leaves(self, rank: int, other: int) -> bool:
-        """True if two ranks are on different hosts."""
-        return self._host_of[rank] != self._host_of[other]
 
     def __str__(self) -> str:
         ranks = sorted(self.ranks)[:MOST_ROWS]
