@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from keyword import kwlist
+from typing import Any
 
 from pgmesh._util.keywords import RESERVED
 
@@ -123,6 +124,15 @@ def count_of(count: int, noun: str) -> str:
     ('1 rank', '2,048 ranks')
     """
     return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def format_sizes(sizes: Mapping[Any, int]) -> str:
+    """Sizes by axis, for a report. Those of numbered axes are written alone.
+
+    >>> format_sizes({"pp": 2, "dp": 4}), format_sizes({0: 2, 1: 4})
+    ('pp=2 dp=4', '2 4')
+    """
+    return " ".join(str(size) if isinstance(axis, int) else f"{axis}={size}" for axis, size in sizes.items())
 
 
 def format_seconds(seconds: float) -> str:

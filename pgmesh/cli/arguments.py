@@ -6,10 +6,11 @@ import argparse
 import re
 from collections.abc import Mapping, Sequence
 
+from pgmesh._util.formatting import format_sizes
 from pgmesh._util.validation import fill_sizes
 from pgmesh.errors import AxisError, ShapeError
 from pgmesh.layout import Axis, Layout
-from pgmesh.planning.text_report import format_hold, format_sizes
+from pgmesh.planning.text_report import format_hold
 from pgmesh.topology.hosts import Topology, parse_topology
 
 Sizes = dict[Axis, int]

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from pgmesh._util.formatting import count_of
+from pgmesh._util.formatting import count_of, format_sizes
 from pgmesh.cli import arguments, output
 from pgmesh.cli.arguments import USAGE_ERRORS, Sizes, UsageError
 from pgmesh.drawing import styled_text
 from pgmesh.errors import LaunchError, PgmeshError
 from pgmesh.launch.detect import detect_launcher
-from pgmesh.planning.text_report import format_sizes, layout_of
+from pgmesh.planning.text_report import layout_of
 from pgmesh.topology.hosts import Topology
 
 if TYPE_CHECKING:

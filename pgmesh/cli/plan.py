@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 
+from pgmesh._util.formatting import format_sizes
 from pgmesh.cli import arguments, output
 from pgmesh.drawing import styled_text, svg
 from pgmesh.drawing.styled_text import Line
 from pgmesh.layout import Axis
 from pgmesh.planning import axis_heuristics, text_report
 from pgmesh.planning.plan import Plan, best_plan, comparison_lines, figures_of, lines_of, plan
-from pgmesh.planning.text_report import format_sizes, layout_of
+from pgmesh.planning.text_report import layout_of
 from pgmesh.topology.hosts import Topology
 
 EXAMPLES = """\

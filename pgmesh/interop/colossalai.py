@@ -146,7 +146,11 @@ class ColossalMesh:
                 index % size if mode == "wrap" else min(max(index, 0), size - 1)
                 for index, size in zip(coord, layout.shape)
             )
-        _check_indices(coord, layout.shape, f"\n\n  ravel({coord}, {layout.shape}, 'wrap')   # wraps around; or 'clip'")
+        _check_indices(
+            coord,
+            layout.shape,
+            f"\n\n  ColossalMesh.ravel({coord}, {layout.shape}, 'wrap')   # wraps around; or 'clip'",
+        )
         return layout.rank_of(coord)
 
     @staticmethod
@@ -211,7 +215,7 @@ class ColossalMesh:
         if group is None or dist.get_rank(group) < 0:
             raise MembershipError(
                 f"rank {self.rank} is not a member of {group!r}.\n\n"
-                f"  get_ranks_in_group(get_group_along_axis(0))   # a group of this rank"
+                "  colossal.get_ranks_in_group(colossal.get_group_along_axis(0))   # a group of this rank"
             )
         return list(map(int, dist.get_process_group_ranks(group)))
 

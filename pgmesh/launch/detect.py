@@ -37,9 +37,6 @@ LOCALHOST = "127.0.0.1"
 LAST_PORT = 65_535
 MAX_NUMBER = 0xFFFFFFFF
 
-TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""The variables of torch's ``env://``, and LOCAL_RANK."""
-
 
 @dataclass(frozen=True)
 class Launcher:
@@ -69,7 +66,7 @@ class Launcher:
 BY_HAND = Launcher(
     "the environment",
     command="torchrun --nproc-per-node 8 script.py",
-    marks=TORCHRUN_VARIABLES,
+    marks=("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
     rank=("RANK",),
     size=("WORLD_SIZE",),
     local_rank=("LOCAL_RANK",),

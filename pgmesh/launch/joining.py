@@ -182,7 +182,7 @@ def _set_device(info: LauncherInfo, backend: str) -> None:
     if local_rank is None:
         raise info.error(
             f"{info.launcher} sets no local rank, so it is unknown which of {device_count} CUDA devices it uses.",
-            ('join("gloo")', "ranks without a device"),
+            ('launch.join("gloo")', "ranks without a device"),
             ("export LOCAL_RANK=...", "or the number of this rank's device"),
         )
     if device_count == 1 and info.launcher == SLURM.name:
@@ -191,6 +191,6 @@ def _set_device(info: LauncherInfo, backend: str) -> None:
         raise info.error(
             f"the local rank is {local_rank}, but this process sees {device_count} CUDA devices.",
             (f"torchrun --nproc-per-node {max(device_count, 1)} script.py", "a rank for each device"),
-            ('join("gloo")', "or ranks without a device"),
+            ('launch.join("gloo")', "or ranks without a device"),
         )
     torch.cuda.set_device(local_rank)

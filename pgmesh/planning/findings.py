@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pgmesh._util.formatting import count_of, join_words
+from pgmesh._util.formatting import count_of, format_sizes, join_words
 from pgmesh._util.suggestions import largest_divisor
 from pgmesh.layout import Axis, Layout
 from pgmesh.planning import axis_heuristics
 from pgmesh.planning.combinations import strides_of
 from pgmesh.planning.data import CombinationPlan, Finding
-from pgmesh.planning.text_report import format_range, format_sizes, format_units, layout_of
+from pgmesh.planning.text_report import format_range, format_units, layout_of
 from pgmesh.topology.hosts import HostLevel, Topology
 from pgmesh.topology.locality import Locality, locality_of
 

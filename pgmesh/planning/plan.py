@@ -280,16 +280,10 @@ def _check_hosts(layout: Layout, host: HostLevel, must_fill: bool, more: Mapping
     if must_fill and not layout.is_slice and last + 1 == count:
         if count != host.capacity:
             text, held = shorten(repr(layout), "layout"), count_of(count, "rank")
-            hosts = {"domains": None, "nodes": Text(repr(hosts_filled_by(host, count).spell()))}
-            call = format_call("plan", {}, Text(text), **{**more, **hosts})
+            size = host.runs[0][1]  # hosts of this size, and a smaller one for the rest
+            runs = [(count // size, size), (1, count % size)]
+            nodes = HostLevel(host.name, tuple(run for run in runs if 0 not in run)).spell()
+            call = format_call("plan", {}, Text(text), **{**more, "domains": None, "nodes": nodes})
             raise ShapeError(f"{text} holds {held}, but {format_hold(host)}.\n\n  {call}   # hosts for {held}")
     elif last >= host.capacity:
         raise ShapeError(f"{format_hold(host)}, but there is a rank {last:,}.")
-
-
-def hosts_filled_by(host: HostLevel, count: int) -> HostLevel:
-    """Hosts of the size of the first one that ``count`` ranks fill, and a smaller one for the rest."""
-    size = host.runs[0][1]
-    whole, rest = divmod(count, size)
-    runs = [(whole, size), (1, rest)]
-    return HostLevel(host.name, tuple(run for run in runs if 0 not in run))

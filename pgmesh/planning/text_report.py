@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from pgmesh._util.formatting import count_of
+from pgmesh._util.formatting import count_of, format_sizes
 from pgmesh.drawing.styled_text import Line, columns_with_ranks, wrapped
 from pgmesh.layout import Axis, Layout
 from pgmesh.planning.data import CombinationPlan, Finding
@@ -121,10 +121,6 @@ def spanned(plan: CombinationPlan) -> str:
 def layout_of(sizes: Mapping[Axis, int]) -> Layout:
     """The layout of these sizes. Axes may have any names."""
     return Layout.of(dict(sizes), range(math.prod(sizes.values())))
-
-
-def format_sizes(sizes: Mapping[Axis, int]) -> str:
-    return " ".join(str(size) if isinstance(axis, int) else f"{axis}={size}" for axis, size in sizes.items())
 
 
 def format_hold(level: HostLevel) -> str:

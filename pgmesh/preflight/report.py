@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from pgmesh._util.formatting import count_of, name_ranks
+from pgmesh._util.formatting import count_of, format_sizes, name_ranks
 from pgmesh.drawing.styled_text import Line, columns_with_ranks, marked, wrapped
-from pgmesh.planning.text_report import format_sizes, sample_of
+from pgmesh.planning.text_report import sample_of
 from pgmesh.preflight.results import STRAGGLER_FACTOR, CheckResults, RankResult
 from pgmesh.topology.hosts import hosts_from_names
 

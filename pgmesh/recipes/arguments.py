@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pgmesh._util.formatting import format_call
-from pgmesh._util.validation import fill_sizes, parse_sizes
+from pgmesh._util.formatting import format_call, join_words
+from pgmesh._util.suggestions import fit_sizes
+from pgmesh._util.validation import fill_sizes, parse_size
 from pgmesh.errors import ShapeError
 
 
@@ -19,12 +20,14 @@ class RecipeCall:
     Args:
         who: the function, such as "recipes.megatron".
         ranks: the ranks of the arrangement.
-        given: the arguments after the world. Those that are None are not written.
+        given: the arguments after the world but ``of``. Those that are None are not written.
+        mesh_class: the argument ``of``, which only suggested calls have.
     """
 
     who: str
     ranks: range
     given: Mapping[str, object]
+    mesh_class: object = None
 
     @classmethod
     def of(cls, recipe: Callable[..., object], arguments: Mapping[str, Any]) -> RecipeCall:
@@ -46,25 +49,23 @@ class RecipeCall:
             raise ShapeError(f"{who}: the world is a number of ranks, such as 8, not {world!r} from rank {first!r} on.")
         known = inspect.signature(recipe).parameters
         given = {name: value for name, value in arguments.items() if value != known[name].default}
-        return cls(
-            who, range(first, first + world), {name: given[name] for name in given if name not in ("world", "of")}
-        )
+        others = {name: value for name, value in given.items() if name not in ("world", "of")}
+        return cls(who, range(first, first + world), others, given.get("of"))
 
     def __str__(self) -> str:
-        return self.with_changes()
+        return format_call(self.who, {}, len(self.ranks), **self.given)
 
     def with_changes(self, **changes: object) -> str:
-        """The call with some arguments changed or added, as text."""
-        return format_call(self.who, {}, len(self.ranks), **{**self.given, **changes})
+        """A suggested call: this one with some arguments changed or added, as text."""
+        return format_call(self.who, {}, len(self.ranks), **{**self.given, **changes}, of=self.mesh_class)
 
     def parse_sizes(self, **sizes: int | None) -> dict[str, int]:
-        """Sizes as integers of at least 1, and at most one -1. Those that are None are left out.
+        """Sizes as integers of at least 1, or -1. Those that are None are left out.
 
         Raises:
             ShapeError: a value is no size.
         """
-        given = {axis: size for axis, size in sizes.items() if size is not None}
-        return {str(axis): size for axis, size in parse_sizes(self.who, (), given).items()}
+        return {axis: parse_size(self.who, axis, size) for axis, size in sizes.items() if size is not None}
 
     def fill_sizes(
         self, sizes: Mapping[str, int], count: int | None = None, holder: str = "the world", **changes: object
@@ -78,9 +79,15 @@ class RecipeCall:
             changes: further changes in a suggested call.
 
         Raises:
-            ShapeError: the sizes do not hold exactly ``count`` ranks.
+            ShapeError: several sizes are -1, or the sizes do not hold exactly ``count`` ranks.
         """
         count = len(self.ranks) if count is None else count
+        rest, *free = [axis for axis, size in sizes.items() if size == -1] or [""]
+        if free:
+            fitting, _, _ = fit_sizes({**sizes, rest: 1}, count)
+            meant = {axis: size for axis, size in fitting.items() if axis in self.given and size != sizes[axis]}
+            problem = f"{self}: {rest} is the remaining size, so {join_words(free)} cannot be -1."
+            raise ShapeError(f"{problem}\n\n  {self.with_changes(**{**meant, **changes})}")
 
         def call_with(who: str, box: Mapping[str, int], **more: object) -> str:
             return self.with_changes(**{axis: size for axis, size in box.items() if size != sizes[axis]}, **more)

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from pgmesh._util.formatting import format_ranks
+from pgmesh._util.formatting import format_ranks, format_sizes
 from pgmesh._util.suggestions import closest_name, did_you_mean
+from pgmesh.drawing.styled_text import columns, plain
 from pgmesh.errors import AxisError, MembershipError, ShapeError
 from pgmesh.layout import Axis, Layout, RankView
 from pgmesh.recipes import nccl
@@ -217,15 +218,12 @@ class Arrangement:
         lines = [self.call, self.order or f"the last axis varies fastest: {', '.join(map(str, self.dense.axes))}"]
         for word, mesh in {"dense": self.dense, "expert": self.expert}.items():
             if mesh is not None:
-                lines.append(f"{word:<6}  {' '.join(f'{axis}={size}' for axis, size in zip(mesh.axes, mesh.shape))}")
+                lines.append(f"{word:<6}  {format_sizes(dict(zip(mesh.axes, mesh.shape)))}")
         lines.append("")
         rank = "" if self.rank is None else f"of rank {self.rank}"
         rows = [["group", "axes", "size", "blocks", rank], *map(self._row, self.names)]
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        for row in rows:
-            cells = [f"{cell:{way}{width}}" for cell, way, width in zip(row, "<<>><", widths)]
-            lines.append("  ".join(cells).rstrip())
-        return "\n".join(lines)
+        table = columns([[(cell, "") for cell in row] for row in rows], [False, False, True, True, False])
+        return "\n".join([*lines, plain(table)])
 
     def _row(self, name: str) -> list[str]:
         """The cells of a name in the table."""

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any, NamedTuple, Union
 
 from pgmesh._util.formatting import format_ranks, join_words
-from pgmesh._util.suggestions import divisors
+from pgmesh._util.suggestions import divisors, fit_sizes
 from pgmesh.errors import ShapeError
 from pgmesh.layout import Axis, Layout
 from pgmesh.recipes.arguments import RecipeCall
@@ -179,10 +179,14 @@ def _check_pipelines(call: RecipeCall, order: str, dense: Layout, expert: Layout
 
 def _context_levels(call: RecipeCall, dense: Layout, sizes: Sequence[int]) -> dict[str, Along]:
     """The levels of context parallelism. The groups of the first level are contiguous; the others are strided."""
-    levels = call.parse_sizes(**{f"cp{level}": size for level, size in enumerate(sizes, 1)}) if sizes else {}
-    cp, product = dense.size("cp"), math.prod(levels.values())
-    if product != cp:
-        raise ShapeError(f"{call}: the product of hierarchical_cp must be cp, but it is {product} and cp is {cp}.")
+    levels = call.parse_sizes(**{f"cp{level}": size for level, size in enumerate(sizes, 1)})
+    cp = dense.size("cp")
+    if -1 in levels.values() or math.prod(levels.values()) != cp:
+        fitting, _, _ = fit_sizes(levels or {"cp1": cp}, cp)
+        raise ShapeError(
+            f"{call}: the sizes of hierarchical_cp are at least 1, and their product is cp, which is {cp}."
+            f"\n\n  {call.with_changes(hierarchical_cp=[*fitting.values()])}"
+        )
     box: dict[Axis, int] = {}
     for axis, size in zip(dense.axes, dense.shape):
         box.update(reversed(levels.items()) if axis == "cp" else {axis: size})

@@ -54,8 +54,10 @@ POLL_SECONDS = 0.5
 class Link:
     """The connection of all ranks of two layouts. Links of the same layouts share it.
 
-    A collective that fails or is late raises ``_Broken``. ``agree`` and ``handling_failures`` then close the internal
-    mesh, and connect another one.
+    - ``agree`` begins a call: it connects an internal mesh, unless one is connected, and waits for all ranks.
+    - To connect is to join the current internal mesh with all ranks. If some are missing, it raises which ones.
+    - A collective that fails or is late raises ``_Broken``. ``agree`` and ``handling_failures`` then release the mesh.
+    - To release is to close the internal mesh and forget it. Then they connect another one.
 
     Args:
         source: the first mesh or layout. If a mesh is aborted, so is the connection.

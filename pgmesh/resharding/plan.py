@@ -8,7 +8,6 @@ ranks hold a source part, they share what is wanted of it.
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 from pgmesh._util.formatting import count_of
 from pgmesh.errors import RankError, ShapeError
 from pgmesh.layout import Layout
-from pgmesh.resharding.sharding import Part, Placements, Region, Sharding, overlaps, size_of, spans
+from pgmesh.resharding.sharding import Part, Placements, Region, Sharding, overlaps, size_of
 
 MOST_ROUNDS = 50
 """Most rounds of ``balance``."""
@@ -158,7 +157,7 @@ class ReshardPlan:
                     copied = overlap
                 else:
                     receives += self._shares_of(part).received_by(rank)
-        leaving = sum(each.size for each in sends if self._leaves(rank, each.peer))
+        leaving = sum(each.size for each in sends if self._host_of[each.peer] != self._host_of[rank])
         return RankPlan(rank, held, wanted, tuple(sends), tuple(receives), copied, self.itemsize, leaving)
 
     def _shares_of(self, part: Part) -> Shares:
@@ -166,10 +165,6 @@ class ReshardPlan:
         if part not in self._shares:
             self._shares[part] = Shares(self, part)
         return self._shares[part]
-
-    def _leaves(self, rank: int, other: int) -> bool:
-        """True if two ranks are on different hosts."""
-        return self._host_of[rank] != self._host_of[other]
 
     def __str__(self) -> str:
         ranks = sorted(self.ranks)[:MOST_ROWS]
@@ -201,6 +196,15 @@ class Piece(NamedTuple):
     replica: int
 
 
+class Slots(NamedTuple):
+    """The slots on the line of a source part that belong to one part of the target, one for each of its replicas."""
+
+    part: Part  # of the target
+    overlap: Region  # what it wants of the source part
+    size: int  # number of elements of one slot
+    start: int  # start of the first slot on the line; the others follow it
+
+
 class Shares:
     """The shares of the replicas of one source part in what other ranks want of it.
 
@@ -230,15 +234,14 @@ class Shares:
     def __init__(self, plan: ReshardPlan, part: Part) -> None:
         self._plan, self._target = plan, plan.target
         self.replicas = plan.source.ranks_of(part)
-        # For each part of the target that overlaps this one: the part and the overlap, its number in this list, the
-        # size of a slot, and the start of its first slot on the line, where the slots of its replicas follow it
-        self._wanted = self._target.parts_in(plan.source.region_of_part(part))
-        self._numbers = {each: number for number, (each, _) in enumerate(self._wanted)}
-        self._sizes = [size_of(region) for _, region in self._wanted]
-        sizes = (size * self._target.replicas for size in self._sizes)
-        self._starts = [*itertools.accumulate(sizes, initial=0)]
+        self._wanted: list[Slots] = []
+        self._end = 0  # of the line
+        for wanted, overlap in self._target.parts_in(plan.source.region_of_part(part)):
+            self._wanted.append(Slots(wanted, overlap, size_of(overlap), self._end))
+            self._end += self._wanted[-1].size * self._target.replicas
+        self._slots_of = {each.part: each for each in self._wanted}
         self._own = self._slots(self.replicas)
-        self.total = self._starts[-1] - sum(stop - start for start, stop in self._own.values())
+        self.total = self._end - sum(stop - start for start, stop in self._own.values())
         """Number of elements that the replicas send."""
         self.counts = split_evenly(self.total, [0] * len(self.replicas))
         """Number of elements that each replica sends. ``balance`` changes it."""
@@ -251,7 +254,7 @@ class Shares:
     def received_by(self, rank: int) -> Iterator[Transfer]:
         """The transfers that a rank receives from the replicas."""
         if slot := self._slot(rank):
-            _, region = self._wanted[self._numbers[self._target.part_of(rank)]]
+            region = self._slots_of[self._target.part_of(rank)].overlap
             for _, i, start, stop in overlaps([slot], self.pieces):
                 yield Transfer(self.replicas[self.pieces[i].replica], region, start - slot[0], stop - slot[0])
 
@@ -260,11 +263,10 @@ class Shares:
         number = self._plan.source.replica_of(rank)
         for start, stop, replica in self.pieces:
             while replica == number and start < stop:  # a piece may have elements of several slots
-                i = bisect.bisect(self._starts, start) - 1
-                part, region = self._wanted[i]
-                slot, first = divmod(start - self._starts[i], self._sizes[i])
-                last = min(first + stop - start, self._sizes[i])
-                yield Transfer(self._target.ranks_of(part)[slot], region, first, last)
+                slots = self._wanted[bisect.bisect(self._wanted, start, key=lambda each: each.start) - 1]
+                number_of_slot, first = divmod(start - slots.start, slots.size)
+                last = min(first + stop - start, slots.size)
+                yield Transfer(self._target.ranks_of(slots.part)[number_of_slot], slots.overlap, first, last)
                 start += last - first
 
     @cached_property
@@ -273,12 +275,15 @@ class Shares:
         pieces, left = self._pieces_on_hosts()
         taken = sorted([*self._own.values(), *((piece.start, piece.stop) for piece in pieces)])
         starts, stops = zip(*taken) if taken else ((), ())
-        free = [*zip((0, *stops), (*starts, self._starts[-1]))]  # the intervals between those that are taken
-        # Join these intervals to a shorter line, and cut it into what is left of the share of each replica.
-        joined = spans(stop - start for start, stop in free)
-        for i, replica, start, stop in overlaps(joined, spans(left)):
-            shift = free[i][0] - joined[i][0]
-            pieces.append(Piece(start + shift, stop + shift, replica))
+        replica = 0
+        for start, stop in zip((0, *stops), (*starts, self._end)):  # the intervals between those that are taken
+            while start < stop:
+                if size := min(left[replica], stop - start):
+                    pieces.append(Piece(start, start + size, replica))
+                    left[replica] -= size
+                    start += size
+                else:  # the share of this replica is used up
+                    replica += 1
         return sorted(pieces)
 
     def _pieces_on_hosts(self) -> tuple[list[Piece], list[int]]:
@@ -305,16 +310,16 @@ class Shares:
         """The slots of these ranks, without those that want nothing of the part."""
         if len(ranks) > len(self._wanted) * self._target.replicas:  # fewer ranks want the part: go through those
             some = {*ranks}
-            ranks = [rank for part, _ in self._wanted for rank in self._target.ranks_of(part) if rank in some]
+            ranks = [rank for each in self._wanted for rank in self._target.ranks_of(each.part) if rank in some]
         return {rank: slot for rank in ranks if (slot := self._slot(rank))}
 
     def _slot(self, rank: int) -> tuple[int, int] | None:
         """The slot of a rank on the line; None if it wants nothing of the part."""
-        number = self._numbers.get(self._target.part_of(rank)) if rank in self._target.layout else None
-        if number is None:
+        slots = self._slots_of.get(self._target.part_of(rank)) if rank in self._target.layout else None
+        if slots is None:
             return None
-        start = self._starts[number] + self._target.replica_of(rank) * self._sizes[number]
-        return start, start + self._sizes[number]
+        start = slots.start + self._target.replica_of(rank) * slots.size
+        return start, start + slots.size
 
 
 def split_evenly(total: int, loads: Sequence[int]) -> list[int]:

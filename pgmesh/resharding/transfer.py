@@ -123,9 +123,6 @@ class Exchange:
     def finish(self) -> None:
         """Wait until all has arrived, and write it into the target."""
         self._link.wait(self._works)
-        self._unpack()
-
-    def _unpack(self) -> None:
         for elements, values in self._unpacked:
             elements.copy_(values)
 
@@ -213,7 +210,7 @@ class Shards:
     def messages(self, bucket: Sequence[Job], side: str) -> list[Message]:
         """What this rank "sends" or "receives" of a bucket, in the order of the other rank, with empty buffers.
 
-        A transfer is one message, but all small ones of the bucket are one.
+        A transfer is one message, but all small ones of the bucket to the same rank, or from it, are one.
         """
         messages: list[Message] = []
         small: defaultdict[int, list[tuple[Job, Transfer]]] = defaultdict(list)  # by the other rank

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
 from pgmesh.launch import join, spawn
-from pgmesh.launch.detect import TORCHRUN_VARIABLES
+from pgmesh.launch.detect import BY_HAND
 from pgmesh.launch.processes import GUARD, process_context
 from pgmesh.launch.spawning import PICKLING, Outcome, unwrap_results
 from tests.support.message_assertions import assert_raises, in_python_3_10_wording
@@ -331,12 +331,12 @@ def test_join_without_launcher_is_a_world_of_one(tmp_path):
         {"RANK": "3"},
         {"MASTER_ADDR": "localhost"},
         {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
-        dict.fromkeys(TORCHRUN_VARIABLES, "2"),  # rank 2 of 2
-        dict.fromkeys(TORCHRUN_VARIABLES, "x"),
+        dict.fromkeys(BY_HAND.marks, "2"),  # rank 2 of 2
+        dict.fromkeys(BY_HAND.marks, "x"),
     ],
 )
 def test_join_lists_incomplete_variables(monkeypatch, env):
-    for name in TORCHRUN_VARIABLES:
+    for name in BY_HAND.marks:
         monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
@@ -357,7 +357,7 @@ def test_join_names_the_address_that_does_not_answer(monkeypatch):
 
 
 def test_join_takes_the_device_of_its_local_rank(monkeypatch):
-    for name, value in zip(TORCHRUN_VARIABLES, ("1", "2", "1", "127.0.0.1", "1"), strict=True):
+    for name, value in zip(BY_HAND.marks, ("1", "2", "1", "127.0.0.1", "1"), strict=True):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(LaunchError, match="the local rank is 1, but this process sees 1 CUDA devices"):

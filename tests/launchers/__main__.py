@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from pgmesh.launch import StoreProcess
-from pgmesh.launch.detect import TORCHRUN_VARIABLES
+from pgmesh.launch.detect import BY_HAND
 from tests.launchers.cluster import free_ports, slurm
 from tests.launchers.install import MPICH, OPEN_MPI, PROGRAMS, SLURM, install
 
@@ -262,7 +262,7 @@ def main() -> int:
         "TORCHELASTIC",
         "PGMESH",
         "LOCAL_WORLD_SIZE",
-        *TORCHRUN_VARIABLES,
+        *BY_HAND.marks,
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pgmesh.launch.detect import TORCHRUN_VARIABLES
+from pgmesh.launch.detect import BY_HAND
 from pgmesh.launch.processes import process_context
 from tests.support.message_assertions import without_gloo_lines
 
@@ -109,5 +109,5 @@ def write_script(tmp_path: Path, text: str) -> str:
 
 def clean_env(**more: str) -> dict[str, str]:
     """This process's environment without torchrun's variables, with the repository on the Python path."""
-    env = {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}
+    env = {name: value for name, value in os.environ.items() if name not in BY_HAND.marks}
     return env | {"PYTHONPATH": str(ROOT)} | more
