@@ -123,6 +123,9 @@ class Exchange:
     def finish(self) -> None:
         """Wait until all has arrived, and write it into the target."""
         self._link.wait(self._works)
+        self._unpack()
+
+    def _unpack(self) -> None:
         for elements, values in self._unpacked:
             elements.copy_(values)
 

@@ -17,7 +17,7 @@ import pytest
 from pgmesh.errors import LaunchError
 from pgmesh.launch import StoreProcess, join
 from pgmesh.launch.detect import detect_launcher, with_replica
-from tests.support.faults import set_flag, wait_for_flag, wait_until
+from tests.support.faults import WAIT_TIMEOUT, set_flag, wait_for_flag, wait_until
 from tests.support.launcher_environments import TORCHRUN
 from tests.support.message_assertions import assert_raises
 from tests.support.programs import clean_env, write_script
@@ -100,7 +100,9 @@ class Replicas:
         for rank in ranks:
             (self.folder / f"rank {rank}").unlink(missing_ok=True)
         for rank in ranks:
-            wait_until(lambda rank=rank: self._ranks(rank) == str([*ranks]), f"rank {rank} sums over {ranks}")
+            what = f"rank {rank} sums over {ranks}"
+            # torchrun and new interpreters take long on a busy machine.
+            wait_until(lambda rank=rank: self._ranks(rank) == str([*ranks]), what, 3 * WAIT_TIMEOUT)
 
     def _ranks(self, rank: int) -> str:
         path = self.folder / f"rank {rank}"

@@ -61,11 +61,11 @@ def attempt(act: Callable[[], Any]) -> Attempt:
     return Attempt("", "", start, time.monotonic())
 
 
-def wait_until(condition: Callable[[], Any], what: str) -> Any:
+def wait_until(condition: Callable[[], Any], what: str, seconds: float = WAIT_TIMEOUT) -> Any:
     """Wait until a condition is true, and return its value."""
-    end = time.monotonic() + WAIT_TIMEOUT
+    end = time.monotonic() + seconds
     while not (found := condition()):
-        assert time.monotonic() < end, f"{what}: not in {WAIT_TIMEOUT} s"
+        assert time.monotonic() < end, f"{what}: not in {seconds} s"
         time.sleep(0.005)
     return found
 
