@@ -299,6 +299,7 @@ def _at_exit() -> None:
     teardown.finish_background()
     for cache in all_caches():
         cache.close("ended with its process.", at_exit=True)
+    teardown.wait_for_collectives()
 
 
 def _in_child() -> None:

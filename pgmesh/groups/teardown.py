@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from pgmesh import torch_private
 from pgmesh._util.formatting import name_ranks
@@ -152,6 +154,19 @@ def finish_background() -> None:
     deadline = time.monotonic() + _EXIT_SECONDS
     while _background:
         _background.pop().join(max(0.0, deadline - time.monotonic()))
+
+
+def wait_for_collectives() -> None:
+    """Wait until other threads have returned from the collectives that the end of their groups ends.
+
+    A thread that returns from C++ to Python while Python ends aborts the process.
+    """
+    deadline, me = time.monotonic() + _EXIT_SECONDS, threading.get_ident()
+    while time.monotonic() < deadline:
+        frames = [frame for thread, frame in sys._current_frames().items() if thread != me]
+        if not any(frame.f_globals.get("__name__") == c10d.__name__ for frame in frames):
+            return
+        time.sleep(0.005)
 
 
 def _end(group: Group, *, abort: bool) -> None:

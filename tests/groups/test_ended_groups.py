@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import LifetimeError, ProcessGroupMesh, torch_private
+from pgmesh.groups import teardown
 from tests.support.faults import attempt, wait_until
 from tests.support.worlds import check_sums, fresh_world, groups_of
 
@@ -82,3 +84,19 @@ def watch_twice() -> int:
 def test_second_abort_when_lost_adds_no_second_watch():
     with fresh_world(2) as own:
         assert own.run(watch_twice) == [1, 1]
+
+
+def test_exit_waits_for_threads_in_collectives():
+    """A thread of the program that returns from torch's C++ while Python ends would abort the process."""
+    code = {"__name__": dist.distributed_c10d.__name__, "sleep": time.sleep}
+    exec("def all_reduce(): sleep(0.5)", code)
+    thread = threading.Thread(target=code["all_reduce"], daemon=True)
+    thread.start()
+    start = time.monotonic()
+    teardown.wait_for_collectives()
+    assert 0.2 < time.monotonic() - start < 2.0
+    thread.join(1.0)
+    assert not thread.is_alive()
+    start = time.monotonic()
+    teardown.wait_for_collectives()
+    assert time.monotonic() - start < 0.2
