@@ -510,7 +510,7 @@ def no_rank_is_lost(lost):
     "a process that has ended is named within 0.5 s",
     page="faults.md",
     target="rendezvous.statuses:Statuses.find_ended",
-    tests="tests/rendezvous/test_protocol.py -k ended_member",
+    tests="tests/faults/test_faults.py -k rank_killed_before_arrival",
 )
 def no_listener_is_asked(find_ended):
     return lambda self, run, ranks, all_of_them=False: None
