@@ -193,7 +193,7 @@ def test_unknown_local_rank_selects_no_device(monkeypatch):
           PMIX_RANK = 5
           PMI_SIZE  = 8
 
-          join("gloo")            # ranks without a device
+          launch.join("gloo")     # ranks without a device
           export LOCAL_RANK=...   # or the number of this rank's device
         """,
     )
