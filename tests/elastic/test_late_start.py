@@ -16,6 +16,7 @@ from tests.support.faults import (
     SLACK,
     WAIT_TIMEOUT,
     Attempt,
+    H,
     attempt,
     beat_fast,
     read_result,
@@ -60,7 +61,10 @@ def test_dead_rank_is_named_while_another_never_starts(tmp_path: Path, watches: 
         for rank in (0, 3):
             failed = Attempt(*read_result(tmp_path, f"failed {rank}"))
             print(f"{failed.end - killed:.2f} s: {failed}")
-            assert f"rank {DIES} has ended: its listener at 127.0.0.1:" in failed.text
+            ended = f"rank {DIES} has ended: its listener at 127.0.0.1:" in failed.text
+            # On a busy machine, H may pass before the system has closed the listener.
+            is_silent = failed.end - killed >= H and f"rank {DIES} has sent no heartbeat for at least" in failed.text
+            assert ended or is_silent
             assert failed.end - killed < NAMED + (2 * BEAT if watches else 0.0) + SLACK
 
 
