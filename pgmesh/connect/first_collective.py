@@ -30,7 +30,7 @@ class FirstCollective:
 
     def __init__(self, group: Group, broken_key: str, statuses: Statuses) -> None:
         self.group, self.broken_key, self._statuses = group, broken_key, statuses
-        self._process_group: Any = group.process_group
+        self._process_group: Any = None  # from the start on: another thread may end the group
         self.error: PgmeshError | None = None
         self.done = 0.0  # the time
         self._published = False  # the error is in the store
@@ -42,6 +42,7 @@ class FirstCollective:
     def start(self) -> None:
         """Enter the collective, unless this rank has done so."""
         if self._work is None:
+            self._process_group = self.group.process_group
             self._ones = torch.ones(1, device=device_of(self._process_group))
             self._work = dist.all_reduce(self._ones, group=self._process_group, async_op=True)
 
