@@ -283,14 +283,14 @@ def use_with_process_of_another_past(port: int) -> str:
         if process != 2:
             dist.init_process_group("gloo", store=store, rank=process, world_size=2, timeout=DEADLINE)
             used(ProcessGroupMesh(dp=2, name="actor"), "connect")
-            tcp.set("joined", "")
             if process == 1:
                 wait_for(tcp, "done")
                 dist.destroy_process_group()
                 return ""
             dist.destroy_process_group()
+            tcp.set("left", "")
         else:
-            wait_for(tcp, "joined")
+            wait_for(tcp, "left")  # before that, process 1 and this one would be rank 1 of one world
         error = ""
         for attempt in ("first", "second"):
             with world_on(dist.PrefixStore(attempt, tcp), min(process, 1), 2):
