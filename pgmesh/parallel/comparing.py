@@ -197,24 +197,39 @@ def compare_inputs(
         blocks = [block for block in method.mesh.partition(*axes) if block[0] in per_rank]
         for unit, block in itertools.product(compared_fields(method), blocks):
             holders = ranks_by_value({rank: getattr(per_rank[rank], unit) for rank in block})
-            if len(holders) > 1 and unit == "values":
-                texts = [name_ranks(these) for these in holders.values()]
-                raise ShapeError(
-                    f"{type(method).__name__} needs the same inputs on each rank along "
-                    f"{format_sizes(method.mesh, axes)}, but those of {' and of '.join(texts[:4])} differ.\n\n"
-                    "  DistributedSampler(dataset, num_replicas=together.num_replicas, rank=together.rank)\n"
-                    "  together.share(batch)   # of a batch that all ranks have; together = compose(...)"
-                )
             if len(holders) > 1:
-                texts = [f"{n} on {name_ranks(these)}" for n, these in holders.items()]
-                weighted = "\n  compose(..., equal_parts=False)   # with the loss of together.mean(loss_sum, tokens)"
-                raise ShapeError(
-                    f"{type(method).__name__} needs the same number of {unit} on each rank along "
-                    f"{format_sizes(method.mesh, axes)}, but there are "
-                    f"{'; '.join([*texts[:4], *(['...'] if texts[4:] else [])])}.\n\n"
-                    "  together.share(batch)   # equal parts; together = compose(...)"
-                    + (weighted if depends_on_parts else "")
+                along = f"on each rank along {format_sizes(method.mesh, axes)}"
+                raise (
+                    _unequal_values(method, along, holders)
+                    if unit == "values"
+                    else _unequal_numbers(method, along, holders, unit, weighs=depends_on_parts)
                 )
+
+
+def _unequal_values(method: Method, along: str, holders: Mapping[Any, Sequence[int]]) -> ShapeError:
+    texts = [name_ranks(ranks) for ranks in holders.values()]
+    return ShapeError(
+        f"{type(method).__name__} needs the same inputs {along}, but those of {' and of '.join(texts[:4])} differ.\n\n"
+        "  DistributedSampler(dataset, num_replicas=together.num_replicas, rank=together.rank)\n"
+        "  together.share(batch)   # of a batch that all ranks have; together = compose(...)"
+    )
+
+
+def _unequal_numbers(
+    method: Method, along: str, holders: Mapping[Any, Sequence[int]], unit: str, *, weighs: bool
+) -> ShapeError:
+    """The error for unequal numbers of a unit.
+
+    Args:
+        weighs: the loss of ``mean`` would weigh them.
+    """
+    texts = [f"{number} on {name_ranks(ranks)}" for number, ranks in holders.items()]
+    weighted = "\n  compose(..., equal_parts=False)   # with the loss of together.mean(loss_sum, tokens)"
+    return ShapeError(
+        f"{type(method).__name__} needs the same number of {unit} {along}, but there are "
+        f"{'; '.join([*texts[:4], *(['...'] if texts[4:] else [])])}.\n\n"
+        "  together.share(batch)   # equal parts; together = compose(...)" + weighted * weighs
+    )
 
 
 def describe_batch(inputs: object) -> Batch:
@@ -222,7 +237,7 @@ def describe_batch(inputs: object) -> Batch:
     first = next((each for each in tensors_in(inputs) if each.ndim and not each.is_nested), None)
     if first is None:
         return Batch(0, 0, 0, 0)
-    is_vectors = first.ndim > 1 and (first.is_floating_point() or first.is_complex())
-    tokens = first.shape[:-1].numel() if is_vectors else first.numel()
-    values = 0 if first.is_floating_point() or first.is_complex() else digest(sample(first))
+    is_whole = not (first.is_floating_point() or first.is_complex())
+    tokens = first.numel() if is_whole or first.ndim == 1 else first.shape[:-1].numel()
+    values = digest(sample(first)) if is_whole else 0
     return Batch(first.size(0), first.size(1) if first.ndim > 1 else 0, tokens, values)
