@@ -263,14 +263,6 @@ def test_attention_called_by_name_raises(layer, name, function, stages):
             compose(mesh, *methods).apply(model_with(layer))
 
 
-def test_pipeline_without_replaceable_attention_raises():
-    with fake_rank(0, 4), ProcessGroupMesh(pp=2, dp=1, cp=2) as mesh:
-        pipeline = PipelineParallel(mesh, "pp", layers="0", loss=None, microbatches=2)
-        together = compose(mesh, pipeline, ContextParallel(mesh, "cp"), DataParallel(mesh, "dp"))
-        with pytest.raises(MethodError, match=r"^no submodule of Sequential has torch's scaled_dot_product_attention"):
-            together.apply(nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))))
-
-
 def test_attention_of_program_may_be_called_by_name(mesh):
     layer = Fixed()
     assert ContextParallel(mesh, "cp", attention=None).apply(layer) is layer

@@ -15,7 +15,6 @@ from pgmesh.parallel import (
     ContextParallel,
     DataParallel,
     ExpertParallel,
-    PipelineParallel,
     Router,
     TensorParallel,
     balance_loss,
@@ -393,14 +392,6 @@ def test_stage_without_experts_or_attention_is_accepted(mesh):
     assert ExpertParallel(mesh, "ep").apply(stage) is stage
     assert ContextParallel(mesh, "ep").apply(stage) is stage
     assert TensorParallel(mesh, "ep", plan={"1": ColwiseParallel(), "1.0": RowwiseParallel()}).apply(stage) is stage
-
-
-def test_pipeline_without_experts_raises():
-    with fake_rank(0, 4), ProcessGroupMesh(pp=2, dp=1, ep=2) as mesh:
-        pipeline = PipelineParallel(mesh, "pp", layers="0", loss=None, microbatches=2)
-        together = compose(mesh, pipeline, ExpertParallel(mesh, "ep"), DataParallel(mesh, "dp"))
-        with pytest.raises(MethodError, match=r"^no submodule of Sequential has pgmesh\.parallel\.mix in an attribute"):
-            together.apply(nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))))
 
 
 def test_a_module_without_what_is_named_is_refused(mesh):

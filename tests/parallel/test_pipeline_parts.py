@@ -14,7 +14,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.nn.functional import cross_entropy
 
 from pgmesh import AxisError, MethodError, ProcessGroupMesh, torch_private
-from pgmesh.parallel import DataParallel, Method, PipelineParallel, ShardedDataParallel, TensorParallel, compose
+from pgmesh.parallel import (
+    ContextParallel,
+    DataParallel,
+    ExpertParallel,
+    Method,
+    PipelineParallel,
+    ShardedDataParallel,
+    TensorParallel,
+    compose,
+)
 from tests.support.fake_world import fake_rank
 from tests.support.pipelines import needs_pipelines
 from tests.support.worlds import world
@@ -86,6 +95,21 @@ def tied_weights_in_a_wrapper() -> None:
 
 
 @needs_pipelines
+@pytest.mark.parametrize(
+    ("method", "what"),
+    [
+        (ContextParallel, r"torch's scaled_dot_product_attention"),
+        (ExpertParallel, r"pgmesh\.parallel\.mix in an attribute"),
+    ],
+)
+def test_pipeline_without_what_method_replaces_raises(method: type[Method], what: str):
+    with fake_rank(0, 4), ProcessGroupMesh(pp=2, dp=1, tokens=2) as mesh:
+        pipeline = PipelineParallel(mesh, "pp", layers="0", loss=None, microbatches=2)
+        together = compose(mesh, pipeline, method(mesh, "tokens"), DataParallel(mesh, "dp"))
+        with pytest.raises(MethodError, match=f"^no submodule of Sequential has {what}"):
+            together.apply(nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))))
+
+
 def test_tied_weights_are_found_in_compiled_stage():
     world(2).run(tied_weights_in_a_wrapper)
 
