@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import subprocess
+import sys
 import threading
 import time
 import weakref
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from pgmesh import LifetimeError, ProcessGroupMesh, torch_private
 from pgmesh.groups import teardown
-from tests.support.faults import attempt, wait_until
+from tests.support.faults import LONG_TIMEOUT, Attempt, attempt, wait_until
+from tests.support.torch_tables import timeout_of
 from tests.support.worlds import check_sums, fresh_world, groups_of
 
 
@@ -100,3 +106,68 @@ def test_exit_waits_for_threads_in_collectives():
     start = time.monotonic()
     teardown.wait_for_collectives()
     assert time.monotonic() - start < 0.2
+
+
+EXITING = """
+import atexit
+import sys
+import threading
+import time
+
+import torch.distributed as dist
+
+code = {"__name__": dist.distributed_c10d.__name__, "sleep": time.sleep}
+exec("def all_reduce(): sleep(0.5)", code)
+thread = threading.Thread(target=code["all_reduce"], daemon=True)
+atexit.register(lambda: print("it runs" if thread.is_alive() else "it has returned"))  # after that of pgmesh
+
+import pgmesh.mesh
+
+thread.start()
+"""
+
+
+def test_process_ends_after_its_threads_left_collectives():
+    done = subprocess.run([sys.executable, "-c", EXITING], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "it has returned\n"
+
+
+def break_and_make_again() -> tuple[bool, float]:
+    mesh = ProcessGroupMesh(2, name="actor")
+    mesh.connect()
+    mesh.set_timeout(timeout=7)
+    (group,) = mesh._group_cache.made()
+    before = group.name
+    mesh._group_cache.discard(group, "broke.")
+    again = mesh.group()
+    check_sums(groups_of(mesh))
+    return again.group_name != before, timeout_of(again).total_seconds()
+
+
+def test_group_that_is_made_again_keeps_its_timeout():
+    with fresh_world(2) as own:
+        assert own.run(break_and_make_again) == [(True, 7.0)] * 2
+
+
+def fails_after_it_has_begun() -> Attempt:
+    """Rank 0 finds both groups, and cannot find the second one again once no other thread connects them."""
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    cache, calls = mesh._group_cache, itertools.count(1)
+    find = cache.find
+
+    def fail(*arguments: Any) -> Any:
+        if next(calls) == 4:
+            raise OSError("no descriptor is left")
+        return find(*arguments)
+
+    with mock.patch.object(cache, "find", fail) if mesh.rank == 0 else contextlib.nullcontext():
+        return attempt(lambda: mesh.connect(timeout=LONG_TIMEOUT))
+
+
+def test_members_learn_that_rank_cannot_make_group_again():
+    with fresh_world(4) as own:
+        seen = own.run(fails_after_it_has_begun)
+    assert seen[0].kind == "OSError"
+    for failed in seen[1:3]:
+        assert failed.kind == "MissingRanksError"
+        assert "no descriptor is left" in failed.text

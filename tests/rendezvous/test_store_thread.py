@@ -221,3 +221,18 @@ def test_store_that_ends_during_connection_fails_at_once():
             with pytest.raises(WorldError, match="the store at the proxy failed: connection refused"):
                 thread.run(Read("key"), seconds=LONG)
         assert time.monotonic() - start < 2.0 < timing.TIMING.late_answer
+
+
+def test_error_at_one_heartbeat_stops_no_later_look(store_thread: StoreThread):
+    looks: list[int] = []
+
+    def look(perform: Any) -> tuple[()]:
+        looks.append(len(looks))
+        if len(looks) == 1:
+            raise KeyError("a race")
+        return ()
+
+    store_thread.on_heartbeat = look
+    for number in (1, 2):
+        store_thread.set_status(f"step {number}")
+        wait_until(lambda number=number: len(looks) >= number, f"look {number}")
