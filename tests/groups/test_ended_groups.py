@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from pgmesh import LifetimeError, ProcessGroupMesh, torch_private
 from pgmesh.groups import teardown
-from tests.support.faults import LONG_TIMEOUT, Attempt, attempt, wait_until
+from tests.support.faults import LONG_TIMEOUT, Attempt, attempt, wait_until, wait_until_waiting
 from tests.support.torch_tables import timeout_of
 from tests.support.worlds import check_sums, fresh_world, groups_of
 
@@ -157,6 +157,7 @@ def fails_after_it_has_begun() -> Attempt:
 
     def fail(*arguments: Any) -> Any:
         if next(calls) == 4:
+            wait_until_waiting(1, 2)  # a member that arrives after the failure waits for the next attempt
             raise OSError("no descriptor is left")
         return find(*arguments)
 
