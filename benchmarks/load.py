@@ -21,11 +21,13 @@ from unittest import mock
 
 from benchmarks.sides import FAMILIES, compared_sizes
 from pgmesh import Layout
-from pgmesh.rendezvous import protocol, records
+from pgmesh.rendezvous import group_rounds, records
+from pgmesh.rendezvous.comparing import register_mesh
+from pgmesh.rendezvous.group_rounds import ConnectJudge, GroupRound
 from pgmesh.rendezvous.operations import Operation, Raw, Read, perform
-from pgmesh.rendezvous.protocol import ConnectAttempt, Participant, register_mesh
 from pgmesh.rendezvous.records import Fingerprint, pack
-from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, status_key
+from pgmesh.rendezvous.rounds import Rounds
+from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, Statuses, status_key
 from pgmesh.rendezvous.store_thread import meshes_key
 from pgmesh.rendezvous.timing import LIMITS, TIMING
 
@@ -101,11 +103,11 @@ class Rank:
         self.answers: list[Any] = []
         self.pending: tuple[PendingConnect, ...] = ()
         self.done = False
-        self.attempts = [connect_attempt(layout, rank, axes) for axes in FAMILIES]
+        rounds = [group_round(layout, rank, axes) for axes in FAMILIES]
         who = f"process {rank + 1000} on host{rank // 8}"
-        self.participant = Participant(
-            rank, self.attempts, self, "train.py:360", who, deadline=3600.0, lost_after=math.inf, pace=pace
-        )
+        statuses = Statuses(math.inf, self.now)
+        judge = ConnectJudge(rank, self, "train.py:360", who, 3600.0, statuses, pace=pace)
+        self.rounds = Rounds(self, rounds, judge, 3600.0, pace=pace)
         self._thread = threading.Thread(target=self._connect, daemon=True)
         self._resume, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
 
@@ -122,7 +124,7 @@ class Rank:
             fingerprint = Fingerprint(self.rank, {"ranks": "all"}, MESH, "")
             numbers = Raw("set", (meshes_key(self.rank), pack(numbers={MESH: 0})))
             self.run(Read(meshes_key(self.rank)), numbers, *register_mesh(MESH, fingerprint))
-            self.participant.connect()
+            self.rounds.run()
         finally:
             self.done = True
             self._stopped.release()
@@ -150,11 +152,11 @@ class Rank:
         self.pending = pending
 
 
-def connect_attempt(layout: Layout, rank: int, axes: tuple[str, ...]) -> ConnectAttempt:
-    """The attempt of a rank to connect its group along these axes."""
+def group_round(layout: Layout, rank: int, axes: tuple[str, ...]) -> GroupRound:
+    """The round of a rank and its group along these axes."""
     ranks, group = layout.block_of(rank, *axes), f"group {', '.join(axes)}"
     fingerprint = Fingerprint(rank, {"backend": "nccl"}, f"{group} of {MESH}", "")
-    return ConnectAttempt(f"{MESH}/{'-'.join(axes)}.{ranks[0]}", ranks, fingerprint, group, MESH)
+    return GroupRound(f"{MESH}/{'-'.join(axes)}.{ranks[0]}", ranks, fingerprint, group, MESH)
 
 
 def simulate(size: int, rate: float, spread: float, seed: int = 0) -> Load:
@@ -173,7 +175,7 @@ def simulate(size: int, rate: float, spread: float, seed: int = 0) -> Load:
     events = [(rank.start, rank.rank) for rank in ranks]
     heapq.heapify(events)
     cached = functools.cache(records.unpack)  # otherwise most of the time is spent on reading the same arrivals
-    with mock.patch.object(protocol, "unpack", cached):
+    with mock.patch.object(group_rounds, "unpack", cached):
         while events:
             time, number = heapq.heappop(events)
             rank = ranks[number]
@@ -184,7 +186,7 @@ def simulate(size: int, rate: float, spread: float, seed: int = 0) -> Load:
                 rank.step()
             if not rank.done:
                 heapq.heappush(events, (rank.time, number))
-    if not all(attempt.is_made() for rank in ranks for attempt in rank.attempts):
+    if not all(each.is_made() for rank in ranks for each in rank.rounds.rounds):
         raise RuntimeError("a simulated group was not connected")
     return Load(size, max(rank.time for rank in ranks), store.operations, store.moved, store.longest_queue)
 

@@ -26,7 +26,10 @@ FLOORS = [
     "rendezvous/operations",
     "rendezvous/records",
     "rendezvous/statuses",
-    "rendezvous/protocol",
+    "rendezvous/circles",
+    "rendezvous/rounds",
+    "rendezvous/comparing",
+    "rendezvous/group_rounds",
     "torch_private",
     "rendezvous",
     "groups",
@@ -53,7 +56,7 @@ An entry is a file, or a folder without the files that have an entry of their ow
 top: it exports names of all others, and none of them imports it."""
 
 NEVER = {
-    **dict.fromkeys([*FLOORS[: FLOORS.index("rendezvous/protocol") + 1], "planning", "cli", "__main__"], "torch"),
+    **dict.fromkeys([*FLOORS[: FLOORS.index("rendezvous/group_rounds") + 1], "planning", "cli", "__main__"], "torch"),
     **dict.fromkeys(["resharding/sharding", "resharding/plan"], "torch"),
 }
 """Packages that an entry never imports, although they are below it."""

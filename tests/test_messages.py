@@ -25,7 +25,7 @@ from pgmesh.rendezvous.records import Fingerprint
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, status_key
 from tests.support import golden_files
 from tests.support.fake_world import fake_rank
-from tests.support.memory_client import MemoryClient, attempt_of, participant_of
+from tests.support.memory_client import MemoryClient, round_of, rounds_of
 
 GOLDEN = {file.name: golden_files.read(file.name) for file in sorted(golden_files.FOLDER.glob("messages*.txt"))}
 """The messages, by the name of their file."""
@@ -33,8 +33,8 @@ GOLDEN = {file.name: golden_files.read(file.name) for file in sorted(golden_file
 
 def connect_without_rank_1(status: RankStatus) -> None:
     """Connect a group of ranks 0 and 1 as rank 0, until the deadline."""
-    attempt = attempt_of()
-    participant_of(MemoryClient(values={status_key(1): status.pack().encode()}), attempt).connect()
+    attempt = round_of()
+    rounds_of(MemoryClient(values={status_key(1): status.pack().encode()}), attempt).run()
     assert attempt.decision is not None
     error = attempt.decision.error()
     assert error is not None

@@ -1,7 +1,7 @@
 """The collective call ``connect``: members arrive, compare fingerprints, and run each group's first collective.
 
 If ranks are missing, every member that arrived raises an error that names them and their last status. The protocol is
-in ``rendezvous/protocol.py``.
+in ``rendezvous/group_rounds.py``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from pgmesh.groups.cache import GroupCache
 from pgmesh.groups.group import Group, State
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.client import CallClient
+from pgmesh.rendezvous.group_rounds import ConnectJudge, GroupRound
 from pgmesh.rendezvous.operations import Read
-from pgmesh.rendezvous.protocol import ConnectAttempt, Participant, pauses
-from pgmesh.rendezvous.records import error_text
+from pgmesh.rendezvous.records import Decision, error_text
+from pgmesh.rendezvous.rounds import Rounds, pauses
 from pgmesh.rendezvous.store_thread import StoreThread, process_label
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class _Client(CallClient):
 
 
 class _Call:
-    """One call of ``connect`` on one rank: its attempts, and the first collective of each connected group."""
+    """One call of ``connect`` on one rank: its rounds, and the first collective of each connected group."""
 
     def __init__(
         self, cache: GroupCache, layout: Layout, combinations: Sequence[tuple[Axis, ...]], seconds: float
@@ -110,7 +111,7 @@ class _Call:
         self.client = _Client(cache.registry.heartbeat_thread(), seconds)
         self.statuses = cache.registry.new_statuses()
         self.groups: dict[Group, list[GroupAxes]] = {}  # those to connect, each with its axes
-        self.attempts: dict[Group, ConnectAttempt] = {}
+        self.rounds: dict[Group, GroupRound] = {}
         self.collectives = self.client.collectives
         self.met: dict[GroupAxes, float] = {}
 
@@ -169,20 +170,20 @@ class _Call:
     def _discard_broken(self) -> bool:
         """Discard those connected groups whose ``broken`` key another member has set. True if there are any."""
         connected = {
-            each: each.attempt for each in self.groups if each.state is State.CONNECTED and each.attempt is not None
+            each: each.round for each in self.groups if each.state is State.CONNECTED and each.round is not None
         }
-        reads = [Read(f"{attempt.name}/broken") for attempt in connected.values()]
+        reads = [Read(f"{each.name}/broken") for each in connected.values()]
         answers = self.client.run(*reads) if reads else []
         broken = [group for group, answer in zip(connected, answers) if answer is not None]
         for group in broken:
             self.cache.discard(group, "was cancelled by another member; ask its mesh for it anew.")
         return bool(broken)
 
-    def _attempt(self, group: Group) -> ConnectAttempt:
-        """The next attempt to connect a group."""
+    def _new_round(self, group: Group) -> GroupRound:
+        """The round of a group in this call. It continues after that of the call before."""
         assert group.fingerprint is not None
         store = group.gloo if len(group.ranks) <= timing.LIMITS.shared_addresses else None
-        attempt = ConnectAttempt(
+        new = GroupRound(
             self.cache.identity.store_key(self.cache.registry, group.path, self.client.timeout()),
             group.ranks,
             group.fingerprint,
@@ -190,26 +191,29 @@ class _Call:
             group.mesh_label,
             address="" if store is None else store.addresses.text,
         )
-        if group.attempt is not None:
-            attempt.continue_after(group.attempt)
-        self.attempts[group] = group.attempt = attempt
-        return attempt
+        if group.round is not None:
+            new.continue_after(group.round)
+        self.rounds[group] = group.round = new
+        return new
 
-    def _participant(self, attempts: Sequence[ConnectAttempt], ready: Callable[[ConnectAttempt], None]) -> Participant:
-        thread = self.client.thread
-        return Participant(
+    def _decide(
+        self, rounds: Sequence[GroupRound], ready: Callable[[GroupRound], None]
+    ) -> Rounds[GroupRound, Decision]:
+        """The rounds of this call, before they run."""
+        pace = self.client.thread.pace
+        judge = ConnectJudge(
             self.cache.rank,
-            attempts,
             self.client,
-            call_site=self.call_site,
-            process=process_label(),
-            deadline=self.seconds,
-            statuses=self.statuses,
-            mesh_mismatch_key=self.cache.identity.refusal_key,
-            pace=thread.pace,
+            self.call_site,
+            process_label(),
+            self.seconds,
+            self.statuses,
+            self.cache.identity.refusal_key,
+            pace=pace,
             warn=self._warn,
             ready=ready,
         )
+        return Rounds(self.client, rounds, judge, self.seconds, pace=pace, warn=self._warn)
 
     def _warn(self, text: str) -> None:
         """Log a text, unless it repeats an error that this rank has raised."""
@@ -217,22 +221,19 @@ class _Call:
             log.warning("%s", text)
 
     def _cancel(self, error: BaseException, absent: Sequence[tuple[Axis, ...]]) -> None:
-        """Decide that the attempts of this call failed, also those of groups that this rank has not created."""
+        """Decide that the rounds of this call failed, also those of groups that this rank has not created."""
         self.client.interrupted = not isinstance(error, Exception)
         # The caller raises the first error. Where another thread connects one of the groups, nothing is published.
         with contextlib.suppress(PgmeshError), self._connecting_alone(self.groups, time.monotonic()):
             groups = [*self.groups, *(self.cache.find_unmade(self.cache.members(self.layout, axes)) for axes in absent)]
-            attempts = [
-                self._attempt(each) for each in groups if each.fingerprint and each.state is not State.CONNECTED
-            ]
-            self._participant(attempts, ready=lambda attempt: None).cancel(error)
+            unconnected = [each for each in groups if each.fingerprint and each.state is not State.CONNECTED]
+            self._decide([*map(self._new_round, unconnected)], ready=lambda made: None).cancel(error)
 
     def _connect(self) -> Connected:
         try:
             for group in self.groups:
                 group.connect()
-            attempts = [self._attempt(group) for group in self.groups]
-            self._participant(attempts, ready=self._ready).connect()
+            self._decide([*map(self._new_round, self.groups)], self._ready).run()
             self._warm_up()
         except BaseException as error:
             self.client.interrupted = True
@@ -246,7 +247,7 @@ class _Call:
         return Connected(self.met, warm, self.client.operations)
 
     def _raise_errors(self) -> None:
-        errors = [failure for each in self.attempts.values() if each.decision and (failure := each.decision.error())]
+        errors = [failure for each in self.rounds.values() if each.decision and (failure := each.decision.error())]
         errors += [each.error for each in self.collectives if each.error]
         self.cache.last_errors = set(map(str, errors))
         if errors:
@@ -255,23 +256,23 @@ class _Call:
             text = "\n\n".join(dict.fromkeys(map(str, errors[:8])))
             raise type(errors[0])(f"{text}{hint}") from errors[0].__cause__
 
-    def _ready(self, attempt: ConnectAttempt) -> None:
+    def _ready(self, made: GroupRound) -> None:
         """Start the first collective of a group whose members have all arrived."""
-        group = next(group for group, each in self.attempts.items() if each is attempt)
+        group = next(group for group, each in self.rounds.items() if each is made)
         if not group.is_known():
             raise LifetimeError(f"{group.label} was released while it was being connected.")
         self.met.update(dict.fromkeys(self.groups[group], self.client.now()))
-        if group.gloo is not None and attempt.decision is not None:
-            group.gloo.set_addresses(attempt.decision.addresses)
-        collective = self._collective(group, attempt)
+        if group.gloo is not None and made.decision is not None:
+            group.gloo.set_addresses(made.decision.addresses)
+        collective = self._collective(group, made)
         self.collectives.append(collective)
-        # Gloo connects in a background thread. NCCL connects in this one, so it waits until all attempts are decided,
+        # Gloo connects in a background thread. NCCL connects in this one, so it waits until all rounds are decided,
         # and then uses the same order on all ranks.
         if connects_in_background(group.process_group):
             collective.start()
 
-    def _collective(self, group: Group, attempt: ConnectAttempt) -> FirstCollective:
-        return FirstCollective(group, f"{attempt.name}/broken", self.statuses)
+    def _collective(self, group: Group, made: GroupRound) -> FirstCollective:
+        return FirstCollective(group, f"{made.name}/broken", self.statuses)
 
     # -- the first collectives --------------------------------------------------------------------------------------
 
@@ -315,9 +316,9 @@ class _Call:
     def _publish_failed_call(self, error: BaseException) -> None:
         """Publish that this rank stopped, for connected groups whose first collective is not done."""
         started = {collective.group for collective in self.collectives}
-        for group, attempt in self.attempts.items():
-            if attempt.is_made() and group not in started:
-                self.collectives.append(self._collective(group, attempt))
+        for group, each in self.rounds.items():
+            if each.is_made() and group not in started:
+                self.collectives.append(self._collective(group, each))
         for collective in self.collectives:
             if not collective.done:
                 why = f"rank {self.cache.rank} stopped connecting at {self.call_site}: {error_text(error)}"
@@ -335,5 +336,5 @@ class _Call:
             with self.cache.lock:
                 group.end_connect(connected=group in done)
             if group.state is State.ENDED and not self.cache.aborted:  # another thread released it meanwhile
-                for attempt in group.take_attempt():
-                    self.cache.registry.clean_store(attempt.leave)
+                for each in group.take_round():
+                    self.cache.registry.clean_store(each.leave)

@@ -1,4 +1,4 @@
-"""The records of an agreement on lost ranks: the arguments of ``shrink``, a rank's arrival, and the decision."""
+"""The records of a decision on lost ranks: the arguments of ``shrink``, a rank's arrival, and the decision."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from pgmesh._util.call_sites import call_site
 from pgmesh._util.formatting import name_ranks
-from pgmesh.elastic.agreement import Agreement, standing_by
+from pgmesh.elastic.judging import MeshRound, ShrinkJudge, StandByJudge, SurvivorJudge, standing_by
 from pgmesh.elastic.records import Outcome, Request
 from pgmesh.elastic.successor import successor
 from pgmesh.elastic.watching import abort_when_lost
@@ -20,6 +20,7 @@ from pgmesh.layout import Layout
 from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.operations import Read
 from pgmesh.rendezvous.records import error_text
+from pgmesh.rendezvous.rounds import Rounds
 from pgmesh.rendezvous.store_thread import process_id, process_key, process_label
 
 log = logging.getLogger("pgmesh")
@@ -127,7 +128,7 @@ class ShrinkCall:
         lost_after: seconds without a heartbeat after which a rank is lost; None for the default.
         process: a word that no other process of this rank has.
         warn: called with text for the log.
-        agreement: makes the agreement on one mesh.
+        judges: make the judge of a call of ``shrink``, and of ``stand_by``.
     """
 
     cache: GroupCache
@@ -137,7 +138,7 @@ class ShrinkCall:
     lost_after: float | None = None
     process: str = field(default_factory=process_id)
     warn: Callable[[str], None] = field(default=lambda text: log.warning("%s", text))
-    agreement: Callable[..., Agreement] = Agreement
+    judges: tuple[Callable[..., SurvivorJudge], Callable[..., SurvivorJudge]] = (ShrinkJudge, StandByJudge)
 
     def run(self) -> GroupCache:
         """Agree on the mesh that replaces this one, and create it."""
@@ -195,29 +196,32 @@ class ShrinkCall:
                 return str(error)
             return ""
 
-        agreement = self.agreement(
-            key=key,
-            label=cache.label,
-            members=layout.ranks(),
-            rank=cache.rank,
-            process=self.process,
-            request=self.request,
-            client=self.client,
-            deadline=self.seconds,
-            statuses=cache.registry.statuses,
-            lost_after=self.lost_after,
-            check=problem_of,
-            options=cache.configured_options(),
-            warn=self.warn,
-            number=cache.shrink_attempts.get(key, 0),
-        )
+        common = {
+            "label": cache.label,
+            "members": layout.ranks(),
+            "rank": cache.rank,
+            "process": self.process,
+            "client": self.client,
+            "deadline": self.seconds,
+            "statuses": cache.registry.statuses,
+            "lost_after": self.lost_after,
+            "warn": self.warn,
+        }
+        shrinks, stands_by = self.judges
+        if self.request is None:
+            judge = stands_by(**common)
+        else:
+            judge = shrinks(**common, request=self.request, check=problem_of, options=cache.configured_options())
+        each = MeshRound(f"{key}/shrink", number=cache.shrink_attempts.get(key, 0))
         try:
-            outcome = agreement.agree()
+            Rounds(self.client, [each], judge, self.seconds, warn=self.warn).run()
         finally:
-            cache.shrink_attempts[key] = agreement.number  # a retry begins there
+            cache.shrink_attempts[key] = each.number  # a retry begins there
+        outcome = each.decision
+        assert outcome is not None
         cache.shrink_attempts[key] += bool(outcome.failed)
         outcome.check()
-        return outcome, agreement.missed(outcome)
+        return outcome, judge.missed(outcome)
 
 
 def _check_not_replaced(cache: GroupCache, client: CallClient) -> None:

@@ -419,8 +419,8 @@ class GroupCache:
 
     def forget_store(self) -> None:
         """Delete what an aborted mesh has left in the store. It was replaced, so no rank reads that any more."""
-        attempts = [attempt for group in self._groups.values() for attempt in group.take_attempt()]
-        keys = [key for attempt in attempts for key in attempt.store_keys()]
+        rounds = [each for group in self._groups.values() for each in group.take_round()]
+        keys = [key for each in rounds for key in each.store_keys()]
         self.registry.delete_keys([*keys, *self.identity.store_keys()])
 
     def _end(self, reason: str, *, aborted: bool = False, at_exit: bool = False, lock_seconds: float = 1.0) -> bool:
@@ -453,8 +453,8 @@ class GroupCache:
 
     def _clean_store(self, left: Left) -> None:
         """Delete what groups have left in the store. The caller does not hold the lock: this waits for the store."""
-        for attempt in left.attempts:
-            self.registry.clean_store(attempt.leave)
+        for each in left.rounds:
+            self.registry.clean_store(each.leave)
         if left.keys:  # none of a mesh outside any world
             self.registry.delete_keys(left.keys)
 
@@ -462,14 +462,14 @@ class GroupCache:
         """End some groups, and return what they leave in the store.
 
         Args:
-            abort: do not wait for collectives. The groups keep their attempts, for ``forget_store``.
+            abort: do not wait for collectives. The groups keep their rounds, for ``forget_store``.
             at_exit: the process ends, so the store is left as it is.
         """
         self._clear_caches()
         left = Left()
         ours = [group for group in groups if group.is_made and group.created_by != "adopted"]
         for group in groups:
-            left.add(group.end(reason, keeps_attempt=abort))
+            left.add(group.end(reason, keeps_round=abort))
         teardown.destroy(ours, reason, abort=abort, at_exit=at_exit)
         for group in groups:
             group.take_process_group()  # of adopted ones

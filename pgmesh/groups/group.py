@@ -30,8 +30,8 @@ from pgmesh._util.formatting import format_ranks
 from pgmesh.errors import LifetimeError
 from pgmesh.groups.connections import Endpoints, endpoints_of
 from pgmesh.options import GroupOptions
+from pgmesh.rendezvous.group_rounds import GroupRound
 from pgmesh.rendezvous.polling_store import PollingStore
-from pgmesh.rendezvous.protocol import ConnectAttempt
 from pgmesh.rendezvous.records import Fingerprint
 
 if TYPE_CHECKING:
@@ -87,16 +87,16 @@ class Left:
 
     Args:
         keys: keys that this rank has written.
-        attempts: decided attempts to connect, whose keys the last member deletes.
+        rounds: decided rounds, whose keys the last member deletes.
     """
 
     keys: list[str] = field(default_factory=list)
-    attempts: list[ConnectAttempt] = field(default_factory=list)
+    rounds: list[GroupRound] = field(default_factory=list)
 
     def add(self, other: Left) -> None:
         """Add what other groups leave."""
         self.keys += other.keys
-        self.attempts += other.attempts
+        self.rounds += other.rounds
 
 
 @dataclass(eq=False)
@@ -116,7 +116,7 @@ class Group:
         call_site: the line of code that asked for it.
         stores: by backend, the store that was given to it.
         created_by: "new_group" for a group of torch's ``new_group``, "adopted" for a group of the user.
-        attempt: the last attempt to connect it, which knows the numbers of those before it.
+        round: the round of the last call of ``connect``, which knows the attempts before it.
         broken: the number of the attempt that connected the last broken process group; None before.
         connecting: held by the thread that connects it.
         new_timeout: the timeout that ``set_timeout`` set, if it did. A process group that is made again gets it too.
@@ -135,7 +135,7 @@ class Group:
     call_site: str = ""
     stores: Mapping[str, PollingStore] = field(default_factory=dict)
     created_by: Literal["pgmesh", "new_group", "adopted"] = "pgmesh"
-    attempt: ConnectAttempt | None = None
+    round: GroupRound | None = None
     broken: int | None = None
     connecting: Any = field(default_factory=threading.RLock)
     new_timeout: timedelta | None = None
@@ -221,27 +221,27 @@ class Group:
             The store keys to delete.
         """
         self._go(State.BROKEN, State.CONNECTING, State.CONNECTED)
-        assert self.attempt is not None
-        self.broken = self.attempt.number
+        assert self.round is not None
+        self.broken = self.round.number
         return self._cancel_waits(reason)
 
-    def end(self, reason: str, *, keeps_attempt: bool = False) -> Left:
+    def end(self, reason: str, *, keeps_round: bool = False) -> Left:
         """Enter the state "ended".
 
         Args:
-            keeps_attempt: the store keys of its attempts stay.
+            keeps_round: the store keys of its round stay.
 
         Returns:
-            What it leaves in the store. A thread that connects it leaves the attempts itself.
+            What it leaves in the store. A thread that connects it leaves the round itself.
         """
-        keeps_attempt = keeps_attempt or self.state is State.CONNECTING
+        keeps_round = keeps_round or self.state is State.CONNECTING
         self.state, self.ended = State.ENDED, reason
-        return Left(self._cancel_waits(reason), [] if keeps_attempt else self.take_attempt())
+        return Left(self._cancel_waits(reason), [] if keeps_round else self.take_round())
 
-    def take_attempt(self) -> list[ConnectAttempt]:
-        """Drop the attempt and return it; nothing if that was done before."""
-        attempt, self.attempt = self.attempt, None
-        return [] if attempt is None else [attempt]
+    def take_round(self) -> list[GroupRound]:
+        """Drop the round and return it; nothing if that was done before."""
+        taken, self.round = self.round, None
+        return [] if taken is None else [taken]
 
     def take_process_group(self) -> Any:
         """Drop the process group, which has been destroyed, and return it."""

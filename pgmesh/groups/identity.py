@@ -38,8 +38,8 @@ from pgmesh.errors import MismatchError
 from pgmesh.groups.naming import describe_ranks, encode_rank_set
 from pgmesh.groups.numbers import MeshNumbers
 from pgmesh.groups.registry import Registry
+from pgmesh.rendezvous.comparing import check_mesh, register_mesh
 from pgmesh.rendezvous.operations import CompareSet
-from pgmesh.rendezvous.protocol import check_mesh, register_mesh
 from pgmesh.rendezvous.records import Decision, Fingerprint
 from pgmesh.rendezvous.store_thread import process_label
 

@@ -1,7 +1,7 @@
 """A barrier of all ranks of the world with several stages.
 
-At the end of each stage all ranks continue, or all ranks raise the same error. A stage is one connect attempt of
-``rendezvous/protocol.py``, without a group: a rank arrives when it has finished its work. The last one to arrive
+At the end of each stage all ranks continue, or all ranks raise the same error. A stage is a round of
+``rendezvous/group_rounds.py``, without a group: a rank arrives when it has finished its work. The last one to arrive
 decides that all continue. A rank whose work failed decides that all fail, with its error. The first decision holds.
 """
 
@@ -19,9 +19,10 @@ from pgmesh.groups.world import world_rank_and_size
 from pgmesh.layout import Layout
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.client import CallClient
+from pgmesh.rendezvous.group_rounds import ConnectJudge, GroupRound
 from pgmesh.rendezvous.operations import Add, CompareSet, Operation, Read
-from pgmesh.rendezvous.protocol import ConnectAttempt, Participant
 from pgmesh.rendezvous.records import Decision, Fingerprint
+from pgmesh.rendezvous.rounds import Rounds
 from pgmesh.rendezvous.store_thread import process_label
 
 
@@ -56,38 +57,39 @@ class StagedBarrier:
             MismatchError: the ranks' fields differ.
             WorldError: the store does not answer.
         """
-        attempt = ConnectAttempt(
+        stage = GroupRound(
             key=f"{self._prefix}/stage{next(self._numbers)}",
             ranks=range(self.size),
             fingerprint=Fingerprint(self.rank, fields, self.subject, self.hint),
             group=f"{self.subject}, {activity}",
             mesh=self.subject,
         )
-        self._thread.set_status(attempt.group)
+        self._thread.set_status(stage.group)
         try:
             yield
         except WorldError:  # the store is lost, so the ranks cannot agree
             raise
         except PgmeshError as error:
-            text = self._run(CompareSet(attempt.decision_key, Decision.of(error, str(error)).pack()))
-            raise Decision.unpack(attempt.decision_key, text).error() or error from error
-        self._arrive(attempt)
-        if attempt.decision is not None and (failure := attempt.decision.error()) is not None:
+            self._rounds(stage, timing.TIMING.late_answer).decide(stage, Decision.of(error, str(error)))
+            raise (stage.decision and stage.decision.error()) or error from error
+        self._rounds(stage, self.seconds).run()
+        if stage.decision is not None and (failure := stage.decision.error()) is not None:
             raise failure
 
-    def _arrive(self, attempt: ConnectAttempt) -> None:
-        """Arrive at a stage, and wait until it is decided."""
-        Participant(
+    def _rounds(self, stage: GroupRound, seconds: float) -> Rounds[GroupRound, Decision]:
+        """The round of a stage, before it runs."""
+        client, pace = CallClient(self._thread, seconds), self._thread.pace
+        judge = ConnectJudge(
             self.rank,
-            [attempt],
-            CallClient(self._thread, self.seconds),
-            call_site=attempt.group,
-            process=process_label(),
-            deadline=self.seconds,
-            statuses=self._cache.registry.new_statuses(),
+            client,
+            stage.group,
+            process_label(),
+            seconds,
+            self._cache.registry.new_statuses(),
             skip_decided=False,  # the decision of a stage holds for ranks that arrive later
-            pace=self._thread.pace,
-        ).connect()
+            pace=pace,
+        )
+        return Rounds(client, [stage], judge, seconds, pace=pace)
 
     def publish(self, key: str, value: str) -> None:
         """Publish a text for the other ranks. It never changes."""

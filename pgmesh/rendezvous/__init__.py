@@ -1,1 +1,1 @@
-"""The connect protocol, the thread that talks to the store, and the store that is given to backends."""
+"""Decisions of ranks through the store, the thread that talks to it, and the store that is given to backends."""

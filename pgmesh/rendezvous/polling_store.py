@@ -22,9 +22,10 @@ from pgmesh._util.formatting import format_ranks, name_ranks
 from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError, PgmeshError
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.addresses import Addresses
+from pgmesh.rendezvous.comparing import check_published
 from pgmesh.rendezvous.operations import CompareSet, Operation, Raw, Read
-from pgmesh.rendezvous.protocol import check_published, pauses
 from pgmesh.rendezvous.records import Decision, Fingerprint
+from pgmesh.rendezvous.rounds import pauses
 from pgmesh.rendezvous.statuses import Statuses
 from pgmesh.rendezvous.store_thread import StoreThread
 

@@ -1,4 +1,4 @@
-"""The statuses that ranks publish with their heartbeats, and two faults found from them: lost ranks and circles.
+"""The statuses that ranks publish with their heartbeats, and the lost ranks that are found from them.
 
 ``Statuses`` is what a process, or one call, knows of the other ranks of its world.
 
@@ -7,11 +7,11 @@ A status is a record in the store under ``pgmesh/status/<rank>``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from pgmesh._util.formatting import format_ranks, name_ranks
+from pgmesh._util.formatting import name_ranks
 from pgmesh._util.listeners import ANSWER_SECONDS
 from pgmesh.rendezvous.operations import Read
 from pgmesh.rendezvous.records import foreign_value, pack, unpack
@@ -253,49 +253,3 @@ class Statuses:
         now = self.now()
         losses = (heard + self.lost_after - now for _, heard in self.heard.values())
         return min([period, *(each for each in losses if each > 0)])
-
-
-# -- circles of ranks that wait for each other ------------------------------------------------------------------------
-
-Circle = Sequence[tuple[int, PendingConnect]]
-"""Ranks that wait for each other, each with the pending group whose missing member is the next rank."""
-
-
-def find_circle(rank: int, pending: Mapping[int, Sequence[PendingConnect]]) -> Circle:
-    """A shortest path from a rank back to itself, along the ranks that wait for each other; empty if there is none.
-
-    Args:
-        pending: the groups that each rank waits for.
-    """
-    paths: list[list[tuple[int, PendingConnect]]] = [[(rank, wait)] for wait in pending.get(rank, ())]
-    seen: set[int] = set()
-    for path in paths:  # grows below
-        for missing in path[-1][1].missing:
-            if missing == rank:
-                return path
-            if missing not in seen:
-                seen.add(missing)
-                paths += [[*path, (missing, wait)] for wait in pending.get(missing, ())]
-    return []
-
-
-def circle_text(circle: Circle) -> str:
-    """Message about ranks that wait for each other. It begins at the lowest rank."""
-    first = min(range(len(circle)), key=lambda i: circle[i][0])
-    circle = [*circle[first:], *circle[:first]]
-    lines = [
-        f"\n  rank {rank} connects {wait.label} at {wait.call_site}, and waits for rank {waited_for}"
-        for (rank, wait), (waited_for, _) in zip(circle, [*circle[1:], circle[0]])
-    ]
-    waits = {wait.name: wait for _, wait in circle}.values()
-    meshes = {wait.mesh: rank for rank, wait in reversed(circle)}
-    hint = "Connect the groups in one call on every rank, as in mesh.connect('dp', 'tp'), or in the same order."
-    if len({(wait.group, wait.ranks) for wait in waits}) == 1 and len(meshes) > 1:
-        each = ", ".join(f"{mesh} on rank {rank}" for mesh, rank in sorted(meshes.items()))
-        hint = f"These are different meshes: {each}. Create the mesh with the same name on every rank."
-    elif len({wait.label for wait in waits}) < len(waits):
-        hint = (
-            "These are different groups with the same label: the ranks have created, closed or released them a "
-            "different number of times. Create and close the same meshes in the same order on every rank."
-        )
-    return f"ranks {format_ranks([rank for rank, _ in circle])} wait for each other:{''.join(lines)}\n\n{hint}"

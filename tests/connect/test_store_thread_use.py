@@ -12,19 +12,21 @@ import pytest
 
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.client import CallClient
-from pgmesh.rendezvous.protocol import Participant
+from pgmesh.rendezvous.group_rounds import GroupRound
+from pgmesh.rendezvous.records import Decision
+from pgmesh.rendezvous.rounds import Rounds
 from pgmesh.rendezvous.statuses import Statuses
 from pgmesh.rendezvous.store_thread import StoreThread
 from tests.support.board import Fault, FaultyBoard, faults, raises, slow_store
-from tests.support.memory_client import attempt_of, participant_of
+from tests.support.memory_client import round_of, rounds_of
 
 LONG = 20.0
 
 
-def participant(client: CallClient, members: int) -> Participant:
+def rounds(client: CallClient, members: int) -> Rounds[GroupRound, Decision]:
     """Rank 0 of a group, before its call."""
     more: dict[str, Any] = {"deadline": client.deadline - client.start, "statuses": Statuses(LONG, client.now)}
-    return participant_of(client, attempt_of(ranks=tuple(range(members))), **more)
+    return rounds_of(client, round_of(ranks=tuple(range(members))), **more)
 
 
 def stopped_store(stopped: threading.Event) -> contextlib.AbstractContextManager[FaultyBoard]:
@@ -36,7 +38,7 @@ def test_second_interrupt_is_raised_at_once(store_thread: StoreThread):
     client = CallClient(store_thread, LONG)
     start = time.monotonic()
     with faults(Fault(before=raises(KeyboardInterrupt()), in_caller=True)), pytest.raises(KeyboardInterrupt):
-        participant(client, 2).connect()
+        rounds(client, 2).run()
     assert client.interrupted
     assert time.monotonic() - start < LONG / 2
 
@@ -52,7 +54,7 @@ def test_interrupt_waits_briefly_for_a_stopped_store(store_thread: StoreThread):
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         start = time.monotonic()
         with stopped_store(stopped), pytest.raises(KeyboardInterrupt):
-            participant(client, 2).connect()
+            rounds(client, 2).run()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -64,10 +66,10 @@ def test_interrupt_waits_briefly_for_a_stopped_store(store_thread: StoreThread):
 def test_slow_store_is_not_reported_as_silent(store_thread: StoreThread):
     """Forty ranks are missing, and each of their statuses takes 30 ms: longer than the time for one answer."""
     client = CallClient(store_thread, 1.0)
-    waiting = participant(client, 40)
+    waiting = rounds(client, 40)
     with slow_store(0.03):
-        waiting.connect()
-    decision = waiting.attempts[0].decision
+        waiting.run()
+    decision = waiting.rounds[0].decision
     assert decision is not None
     assert decision.kind == "missing"
     assert "ranks 1, 2, 3" in decision.text

@@ -9,13 +9,14 @@ from unittest import mock
 
 import pytest
 
-from pgmesh.elastic.agreement import Agreement
+from pgmesh.elastic.judging import MeshRound, ShrinkJudge, StandByJudge
 from pgmesh.elastic.records import Arrival, Outcome, Request
 from pgmesh.elastic.successor import successor
 from pgmesh.errors import MismatchError, MissingRanksError, WorldError
 from pgmesh.layout import Layout
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.records import pack
+from pgmesh.rendezvous.rounds import Rounds
 from pgmesh.rendezvous.statuses import RankStatus, Statuses, status_key
 from tests.support.memory_client import MemoryClient
 
@@ -66,19 +67,24 @@ class Rank:
         self.client = MemoryClient(rank, more.pop("values", None))
         self.warnings: list[str] = []
         self.layout = Layout(dp=size)
-        self.agreement = Agreement(
-            "m",
+        self.deadline = more.pop("deadline", 30.0)
+        self.statuses = Statuses(
+            5.0, lambda: UPTIME + self.client.clock, lambda status, seconds: self.has_ended(status)
+        )
+        common = (
             "mesh 'm'",
             range(size),
             rank,
             more.pop("process", f"process {rank}"),
-            request,
             self.client,
-            more.pop("deadline", 30.0),
-            Statuses(5.0, lambda: UPTIME + self.client.clock, lambda status, seconds: self.has_ended(status)),
-            check=self._check,
-            warn=self.warnings.append,
+            self.deadline,
+            self.statuses,
         )
+        if request is None:
+            self.judge: ShrinkJudge | StandByJudge = StandByJudge(*common, warn=self.warnings.append)
+        else:
+            self.judge = ShrinkJudge(*common, warn=self.warnings.append, request=request, check=self._check)
+        self.round = MeshRound("m/shrink")
         assert not more
 
     def _check(self, outcome: Outcome) -> str:
@@ -92,7 +98,9 @@ class Rank:
         return status.rank in self.ended
 
     def agree(self) -> Outcome:
-        return self.agreement.agree()
+        Rounds(self.client, [self.round], self.judge, self.deadline, warn=self.warnings.append).run()
+        assert self.round.decision is not None
+        return self.round.decision
 
     def decision(self, number: int = 0) -> Outcome:
         key = f"m/shrink/{number}/decision"
@@ -216,7 +224,7 @@ def test_late_rank_joins_the_next_attempt():
     failed = Outcome(failed="rank 0 did not call").pack().encode()
     one = Rank(values={"m/shrink/0/decision": failed, "m/shrink/1/arrivals": arrivals(arrival(1))})
     assert one.agree() == Outcome(axis="dp")
-    assert (one.agreement.number, one.agreement.came_late) == (1, False)
+    assert (one.round.number, one.judge.came_late) == (1, False)
     assert one.warnings == ["an earlier attempt failed before rank 0 arrived: rank 0 did not call"]
 
 
@@ -313,4 +321,4 @@ def test_spare_awaits_ranks_without_a_status():
 def test_rank_without_status_is_lost_in_time():
     one = Rank()
     assert one.agree().lost == {1: f"rank 1 has published no status in {one.client.clock:.0f} s"}
-    assert one.agreement.statuses.lost_after <= one.client.clock < one.agreement.statuses.lost_after + 0.5
+    assert one.statuses.lost_after <= one.client.clock < one.statuses.lost_after + 0.5

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from pgmesh.elastic.agreement import Agreement
+from pgmesh.elastic.judging import MeshRound, ShrinkJudge, StandByJudge
 from pgmesh.elastic.records import Arrival, Outcome, Request
 from pgmesh.rendezvous.operations import Append, Operation, Read, perform
+from pgmesh.rendezvous.rounds import Rounds
 from pgmesh.rendezvous.statuses import RankStatus, Statuses, status_key
 from tests.support.board import MemoryStore
 
@@ -70,18 +71,22 @@ class Simulation:
     def _run(self, rank: int, client: Client) -> None:
         client.thread.acquire()
         try:
-            outcome = Agreement(
-                key="m",
-                label="mesh 'm'",
-                members=self.members,
-                rank=rank,
-                process=f"1234567/{rank:08x}",
-                request=self.request if rank in self.members else None,
-                client=client,
-                deadline=60.0,
-                statuses=Statuses(5.0, client.now, client.has_ended),
-                check=lambda outcome: "",
-            ).agree()
+            common = {
+                "label": "mesh 'm'",
+                "members": self.members,
+                "rank": rank,
+                "process": f"1234567/{rank:08x}",
+                "client": client,
+                "deadline": 60.0,
+                "statuses": Statuses(5.0, client.now, client.has_ended),
+            }
+            judge: ShrinkJudge | StandByJudge = StandByJudge(**common)
+            if rank in self.members:
+                judge = ShrinkJudge(**common, request=self.request, check=lambda outcome: "")
+            each = MeshRound("m/shrink")
+            Rounds(client, [each], judge, 60.0).run()
+            outcome = each.decision
+            assert outcome is not None
             self.outcomes[rank] = outcome, self.clock.now
         finally:
             self.clock.end_turn()
@@ -101,7 +106,7 @@ class Client:
         self.simulation.clock.pause(max(seconds, OPERATION), self.thread)
 
     def set_pending(self, pending: object) -> None:
-        raise AssertionError("shrink connects nothing")
+        assert not pending, "shrink connects nothing"
 
     def has_ended(self, status: RankStatus, seconds: float) -> bool:
         self.simulation.counts["connections"] += 1

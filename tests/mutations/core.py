@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 
@@ -326,13 +327,13 @@ def unchecked_sum(poll):
 @breaks(
     "the first decision holds for all members",
     page="groups.md",
-    target="rendezvous.protocol:Participant._decide",
+    target="rendezvous.rounds:Rounds.decide",
     tests="tests/rendezvous/test_model.py -k keep_laws",
 )
 def own_decision(decide):
-    def decide_alone(self, attempt, decision):
-        decide(self, attempt, decision)
-        attempt.decision = decision
+    def decide_alone(self, each, decision):
+        decide(self, each, decision)
+        each.decision = decision
 
     return decide_alone
 
@@ -350,7 +351,7 @@ def later_deadline(connect):
 @breaks(
     "ranks wait for each other in a circle: both the warning and the error say so",
     page="faults.md",
-    target="rendezvous.statuses:find_circle",
+    target="rendezvous.circles:find_circle",
     tests="tests/rendezvous/test_protocol.py -k circle",
 )
 def circle_not_seen(find_circle):
@@ -360,7 +361,7 @@ def circle_not_seen(find_circle):
 @breaks(
     "an interrupt while connecting: the other members get MissingRanksError with the reason",
     page="faults.md",
-    target="rendezvous.protocol:Participant.cancel",
+    target="rendezvous.rounds:Rounds.cancel",
     tests="tests/rendezvous/test_protocol.py -k interrupt",
 )
 def silent_interrupt(cancel):
@@ -370,11 +371,11 @@ def silent_interrupt(cancel):
 @breaks(
     "a living member does not come: a warning in the log, before the deadline",
     page="faults.md",
-    target="rendezvous.protocol:Participant._warn",
+    target="rendezvous.group_rounds:ConnectJudge.waits_for",
     tests="tests/rendezvous/test_detection_latency.py -k awaited",
 )
-def no_warning(warn):
-    return lambda self, now: None
+def no_warning(waits_for):
+    return lambda self, rounds: ""
 
 
 @breaks(
@@ -469,11 +470,11 @@ def silent_leave(leave):
 @breaks(
     "each lost rank is replaced by a spare, in the order of spares",
     page="elastic.md",
-    target="elastic.agreement:Agreement._success",
+    target="elastic.judging:ShrinkJudge.success",
     tests="tests/elastic/test_agreement.py -k order",
 )
 def last_spare_first(success):
-    return lambda self, request, arrivals, lost, ready, gone: success(self, request, arrivals, lost, ready[::-1], gone)
+    return lambda self, view: success(self, dataclasses.replace(view, ready=view.ready[::-1]))
 
 
 @breaks(

@@ -12,20 +12,21 @@ import torch.distributed as dist
 from hypothesis import given, strategies as st
 
 from pgmesh import MismatchError, MissingRanksError, WorldError
+from pgmesh.rendezvous.circles import circle_text, find_circle
 from pgmesh.rendezvous.operations import Operation, Read, perform
 from pgmesh.rendezvous.polling_store import SEPARATOR, PollingStore
 from pgmesh.rendezvous.records import Decision, Fingerprint
-from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, Statuses, circle_text, find_circle, status_key
-from tests.support.memory_client import MADE, MemoryClient, arrival, attempt_of, fingerprint, participant_of
+from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, Statuses, status_key
+from tests.support.memory_client import MADE, MemoryClient, arrival, fingerprint, round_of, rounds_of
 
 # -- attempts ---------------------------------------------------------------------------------------------------------
 
 
 def test_mismatch_published_by_a_backend_ends_attempt():
     decision = Decision("mismatch", "rank 2 has another timeout")
-    client, attempt = MemoryClient(values={"group/mismatch": decision.pack().encode()}), attempt_of()
-    participant_of(client, attempt).connect()
-    assert attempt.decision == decision
+    client, each = MemoryClient(values={"group/mismatch": decision.pack().encode()}), round_of()
+    rounds_of(client, each).run()
+    assert each.decision == decision
     assert client.clock < 0.1
 
 
@@ -33,9 +34,9 @@ def test_interrupt_is_published_with_its_reason():
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    client, attempt = MemoryClient(between=interrupt), attempt_of()
+    client, each = MemoryClient(between=interrupt), round_of()
     with pytest.raises(KeyboardInterrupt):
-        participant_of(client, attempt).connect()
+        rounds_of(client, each).run()
     text = Decision.unpack("", client.values["group/0/decision"]).text
     assert "was cancelled because rank 0 stopped connecting at train.py:0: KeyboardInterrupt" in text
 
@@ -51,12 +52,12 @@ def test_member_that_dies_after_it_arrived_is_named(late: range):
     }
     if len(late) == 2:
         del values[status_key(late[-1])]
-    client, attempt = MemoryClient(values=values), attempt_of(ranks=(0, 1, *late))
-    participant_of(client, attempt, deadline=30.0).connect()
-    assert attempt.decision is not None
-    assert isinstance(attempt.decision.error(), MissingRanksError)
+    client, each = MemoryClient(values=values), round_of(ranks=(0, 1, *late))
+    rounds_of(client, each, deadline=30.0).run()
+    assert each.decision is not None
+    assert isinstance(each.decision.error(), MissingRanksError)
     assert client.clock < 5.3
-    first, lost, *_ = attempt.decision.text.splitlines()
+    first, lost, *_ = each.decision.text.splitlines()
     assert first.endswith("did not arrive, and rank 1 was lost after it had arrived."), first
     assert lost == "  rank 1 has sent no heartbeat for at least 5 s; its last status: waiting"
 
@@ -64,10 +65,10 @@ def test_member_that_dies_after_it_arrived_is_named(late: range):
 def test_retry_takes_success_of_its_earlier_attempt():
     """The store failed after this rank had arrived. The others connected, so it must not arrive at a later attempt."""
     values = {"group/0/decision": MADE.pack().encode(), "group/0/arrivals": arrival(0) + arrival(1)}
-    attempt = attempt_of()
-    attempt.sent_to.add(0)
-    participant_of(MemoryClient(values=values), attempt).connect()
-    assert (attempt.number, attempt.decision) == (0, MADE)
+    each = round_of()
+    each.sent_to.add(0)
+    rounds_of(MemoryClient(values=values), each).run()
+    assert (each.number, each.decision) == (0, MADE)
 
 
 def test_unanswered_arrival_is_recorded_as_sent():
@@ -78,11 +79,11 @@ def test_unanswered_arrival_is_recorded_as_sent():
             super().run(*operations)
             raise WorldError("the store did not answer")
 
-    client, attempt = Late(), attempt_of()
+    client, each = Late(), round_of()
     with pytest.raises(WorldError):
-        participant_of(client, attempt).connect()
-    assert attempt.sent_to == {0}
-    assert attempt.arrived_at == []
+        rounds_of(client, each).run()
+    assert each.sent_to == {0}
+    assert each.arrived_at == []
 
 
 def test_unread_status_is_not_called_absent():

@@ -18,11 +18,12 @@ from pgmesh.connect.report import Report, _read_statuses
 from pgmesh.errors import MismatchError, PgmeshError
 from pgmesh.layout import Layout
 from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.comparing import check_mesh, check_published, register_mesh
+from pgmesh.rendezvous.group_rounds import GroupRound
 from pgmesh.rendezvous.operations import CompareSet
-from pgmesh.rendezvous.protocol import ConnectAttempt, check_mesh, check_published, register_mesh
 from pgmesh.rendezvous.records import ERRORS, VERSION, Decision, unpack
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, RunningCollective, Statuses, status_key
-from tests.support.memory_client import MADE, MemoryClient, arrival, attempt_of, fingerprint, participant_of
+from tests.support.memory_client import MADE, MemoryClient, arrival, fingerprint, judge_of, round_of, rounds_of
 
 words = st.text(st.characters(codec=None), max_size=12)  # with lone surrogates, which JSON can spell
 plain = st.one_of(
@@ -166,21 +167,23 @@ def test_written_record_is_read_unchanged(activity, rank, name, line):
     assert Decision.unpack("key", decision.pack().encode()) == decision
 
 
-# -- under the keys of an attempt --------------------------------------------------------------------------------------
+# -- under the keys of an each --------------------------------------------------------------------------------------
 
 
-def judged(arrivals: bytes) -> tuple[ConnectAttempt, MemoryClient]:
-    """An attempt after one look at its arrivals."""
-    client, attempt = MemoryClient(0, {"group/0/arrivals": arrivals}), attempt_of()
-    participant_of(client, attempt)._read_arrivals([attempt])
-    return attempt, client
+def judged(arrivals: bytes) -> tuple[GroupRound, MemoryClient]:
+    """A round after one look at its arrivals."""
+    client, each = MemoryClient(), round_of()
+    decision = judge_of(client).decision_from_arrivals(each, arrivals)
+    if decision is not None:
+        rounds_of(client, each).decide(each, decision)
+    return each, client
 
 
-def after_reading(decision: bytes) -> ConnectAttempt:
-    """An attempt after one look at its decision."""
-    attempt = attempt_of()
-    participant_of(MemoryClient(0, {"group/0/decision": decision}), attempt)._read_decisions()
-    return attempt
+def after_reading(decision: bytes) -> GroupRound:
+    """A round after one look at its decision."""
+    each = round_of()
+    each.decision = judge_of(MemoryClient()).learn(each, decision)
+    return each
 
 
 MINE, OTHER = (arrival(rank).rstrip(b"\n") for rank in (0, 1))
@@ -193,18 +196,18 @@ MINE, OTHER = (arrival(rank).rstrip(b"\n") for rank in (0, 1))
 @example([MINE, OTHER, OTHER])
 @example([MINE, OTHER, arrival(1, process="process 2")])
 def test_foreign_arrivals_are_a_mismatch(lines):
-    attempt, client = judged(b"".join(line + b"\n" for line in lines))
-    assert client.written <= {attempt.decision_key}
+    each, client = judged(b"".join(line + b"\n" for line in lines))
+    assert client.written <= {each.decision_key}
     all_lines = [line for each in lines for line in (each + b"\n").splitlines()]
-    if attempt.decision == MADE:
+    if each.decision == MADE:
         ranks = [unpack(line, rank=int, call_site=str, process=str, fingerprint=str, address=str) for line in all_lines]
         assert {each["rank"] for each in ranks if each} == {0, 1}
         assert None not in ranks
     records = [unpack(line) for line in all_lines]
     if None in records or any(not str((each or {}).get("address", "")).isascii() for each in records):
-        assert attempt.decision is not None  # an address that is not ASCII is longer in the store than it seems
-        assert attempt.decision.kind in ("mismatch", "duplicate")
-        assert attempt.fingerprint.subject in attempt.decision.text
+        assert each.decision is not None  # an address that is not ASCII is longer in the store than it seems
+        assert each.decision.kind in ("mismatch", "duplicate")
+        assert each.fingerprint.subject in each.decision.text
 
 
 @pytest.mark.parametrize(
@@ -213,19 +216,19 @@ def test_foreign_arrivals_are_a_mismatch(lines):
 def test_decision_holds_addresses_if_known_and_short(mine, theirs, all_known):
     """Otherwise each member reads the addresses that it needs one by one."""
     lines = [arrival(rank, address="A" * size) for rank, size in ((0, mine), (1, theirs))]
-    attempt, client = judged(b"".join(lines))
-    assert attempt.decision == MADE
-    assert attempt.decision.addresses == (("A" * mine, "A" * theirs) if all_known else ())
+    each, client = judged(b"".join(lines))
+    assert each.decision == MADE
+    assert each.decision.addresses == (("A" * mine, "A" * theirs) if all_known else ())
     assert Decision.unpack("", client.values["group/0/decision"]) == MADE
 
 
 @given(foreign_value)
 def test_foreign_decision_is_a_mismatch_with_key(text):
     assert after_reading(text).decision == Decision.unpack("group/0/decision", text)
-    attempt = attempt_of()
-    participant_of(MemoryClient(0, {"group/mismatch": text}), attempt).connect()
-    assert attempt.decision is not None
-    assert attempt.decision.kind == Decision.unpack("group/mismatch", text).kind
+    each = round_of()
+    rounds_of(MemoryClient(0, {"group/mismatch": text}), each).run()
+    assert each.decision is not None
+    assert each.decision.kind == Decision.unpack("group/mismatch", text).kind
 
 
 @pytest.mark.fault("the store has a value that pgmesh did not write")
@@ -235,12 +238,12 @@ def test_foreign_decision_is_a_mismatch_with_key(text):
 @example(b"", b"", json.dumps({**RECORDS[3], "pending": [["no attempt", "\ud800", "", "", "", [0, 1, True]]]}).encode())
 def test_foreign_values_of_one_group_never_touch_another(arrivals, decision, status_of_one):
     """One group and its member have foreign values; the other group is made all the same."""
-    bad, good = attempt_of(key="bad"), attempt_of(key="good", ranks=(0, 2))
+    bad, good = round_of(key="bad"), round_of(key="good", ranks=(0, 2))
     values = {"good/0/arrivals": arrival(2), "good/0/count": b"1", status_key(1): status_of_one}
     values |= {"bad/0/arrivals": arrivals} if arrivals else {}
     values |= {"bad/0/decision": decision} if decision else {}
     client = MemoryClient(0, values)
-    participant_of(client, bad, good).connect()
+    rounds_of(client, bad, good).run()
     assert good.decision == MADE
     assert client.values["good/0/decision"] == MADE.pack().encode()
     assert bad.decision is not None
@@ -255,9 +258,9 @@ def test_foreign_values_of_one_group_never_touch_another(arrivals, decision, sta
 
 @pytest.mark.fault("the store has a value that pgmesh did not write")
 def test_invalid_fingerprint_is_named_with_its_key():
-    attempt, _ = judged(arrival(0) + arrival(1, fingerprint="1 nonsense"))
-    assert attempt.decision is not None
-    assert attempt.decision.text == (
+    each, _ = judged(arrival(0) + arrival(1, fingerprint="1 nonsense"))
+    assert each.decision is not None
+    assert each.decision.text == (
         "group tp of mesh 'actor': the store's key group/0/arrivals holds b'1 nonsense', which pgmesh did not write."
     )
     for name, values in [
@@ -278,12 +281,12 @@ def test_invalid_fingerprint_is_named_with_its_key():
 
 
 def test_member_with_invalid_status_is_not_silent():
-    client, attempt = MemoryClient(0, {status_key(1): b"nonsense"}), attempt_of()
-    participant_of(client, attempt).connect()
-    assert attempt.decision is not None
+    client, each = MemoryClient(0, {status_key(1): b"nonsense"}), round_of()
+    rounds_of(client, each).run()
+    assert each.decision is not None
     assert (
         "\n  rank 1: the store's key pgmesh/status/1 holds b'nonsense', which pgmesh did not write\n"
-        in attempt.decision.text
+        in each.decision.text
     )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from pgmesh.rendezvous.group_rounds import ConnectJudge, GroupRound
 from pgmesh.rendezvous.operations import Delete, Operation, Read, perform
-from pgmesh.rendezvous.protocol import ConnectAttempt, Participant
 from pgmesh.rendezvous.records import Decision, Fingerprint, pack
+from pgmesh.rendezvous.rounds import Rounds
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, Statuses, status_key
 from tests.support.board import MemoryStore, key_of
 
@@ -55,13 +56,18 @@ def fingerprint(rank: int = 0, **fields: object) -> Fingerprint:
     return Fingerprint(rank, fields or {"shape": [2], "timeout": 30.0}, "group tp of mesh 'actor'", "Fix it.")
 
 
-def attempt_of(rank: int = 0, key: str = "group", ranks: tuple[int, ...] = (0, 1), **fields: object) -> ConnectAttempt:
-    return ConnectAttempt(key, ranks, fingerprint(rank, **fields), "group tp", "mesh 'actor'")
+def round_of(rank: int = 0, key: str = "group", ranks: tuple[int, ...] = (0, 1), **fields: object) -> GroupRound:
+    return GroupRound(key, ranks, fingerprint(rank, **fields), "group tp", "mesh 'actor'")
 
 
-def participant_of(client: Any, *attempts: ConnectAttempt, rank: int = 0, **more: Any) -> Participant:
-    more = {"deadline": 1.0, "statuses": Statuses(5.0, client.now), "process": f"process {rank}", **more}
-    return Participant(rank, attempts, client, f"train.py:{rank}", **more)
+def judge_of(client: Any, rank: int = 0, deadline: float = 1.0, **more: Any) -> ConnectJudge:
+    more = {"statuses": Statuses(5.0, client.now), "process": f"process {rank}", **more}
+    return ConnectJudge(rank, client, f"train.py:{rank}", deadline=deadline, **more)
+
+
+def rounds_of(client: Any, *rounds: GroupRound, deadline: float = 1.0, **more: Any) -> Rounds[GroupRound, Decision]:
+    """The rounds of a call of ``connect``, before they run."""
+    return Rounds(client, rounds, judge_of(client, deadline=deadline, **more), deadline)
 
 
 def arrival(rank: int, **more: Any) -> bytes:

@@ -1,16 +1,16 @@
-"""Mutants of the agreement: subclasses, boards and statuses, each with the law that it breaks."""
+"""Mutants of shrink and stand_by: subclasses, boards and statuses, each with the law that it breaks."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from pgmesh.elastic.agreement import Agreement, View
-from pgmesh.elastic.records import Arrival, Outcome, Request
+from pgmesh.elastic.judging import MeshRound, ShrinkJudge, StandByJudge, View
+from pgmesh.elastic.records import Arrival, Outcome
 from pgmesh.elastic.shrinking import ShrinkCall
+from pgmesh.errors import WorldError
 from pgmesh.layout import Layout
-from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import Operation, Read
+from pgmesh.rendezvous.operations import Append, Operation, Read
 from tests.elastic.model.processes import Code, Program
 from tests.elastic.model.programs import DROP, NEW_AND_AGAIN, PAIR, SECOND_DIES, SPARE, members, with_new, with_spare
 from tests.elastic.model.space import ALL_ARRIVED, CAUSE, NOT_IN, ONE_SUCCESSOR, TRUE_LOST
@@ -34,66 +34,61 @@ STOPPED = Faults(silences=1, long_times=1)
 # -- judges: what a rank decides from what it reads -------------------------------------------------------------------
 
 
-class WaitsForNone(Agreement):
-    def _inspect(self, request: Request, *, late: bool, warn: bool) -> Outcome | None:
-        return super()._inspect(request, late=late, warn=warn) or self._success(request, View())
+class WaitsForNone(ShrinkJudge):
+    def look(self, each: MeshRound, *, late: bool) -> Outcome | None:
+        return super().look(each, late=late) or self.success(View())
 
 
-class OneListOfArrivals(Agreement):
-    arrivals_key = property(lambda self: f"{self.key}/shrink/arrivals")  # type: ignore[assignment]
+class QuietInterrupt(ShrinkJudge):
+    def stopped(self, each: MeshRound, error: BaseException) -> Outcome:
+        raise WorldError("it publishes nothing")
 
 
-class QuietInterrupt(Agreement):
-    def _decide(self, outcome: Outcome) -> Outcome:
-        return outcome if "stopped" in outcome.failed else super()._decide(outcome)
+class OnAnotherClock(ShrinkJudge):
+    def period(self) -> float:
+        return self.statuses.now() + super().period()
 
 
-class OnAnotherClock(Agreement):
-    def _look(self) -> Outcome | None:
-        outcome = super()._look()
-        self.waiting.inspection = self.statuses.now() + timing.TIMING.inspection
+class FailsFromOutside(StandByJudge):
+    def look(self, each: MeshRound, *, late: bool) -> Outcome | None:
+        return self.failure("no rank called shrink", "missing") if late else super().look(each, late=late)
+
+
+class OneForAll(StandByJudge):
+    def look(self, each: MeshRound, *, late: bool) -> Outcome | None:
+        outcome = super().look(each, late=late)
+        if outcome is None and self.lost([rank for rank in self.members if rank != self.rank]):
+            return self.failure("no other rank of it is left", "over")
         return outcome
 
 
-class FailsFromOutside(Agreement):
-    def _look_for_members(self, *, late: bool) -> Outcome | None:
-        return self._failure("no rank called shrink", "missing") if late else super()._look_for_members(late=late)
-
-
-class OneForAll(Agreement):
-    def _look_for_members(self, *, late: bool) -> Outcome | None:
-        outcome = super()._look_for_members(late=late)
-        if outcome is None and self._lost([rank for rank in self.members if rank != self.rank]):
-            return self._failure("no other rank of it is left", "over")
-        return outcome
-
-
-class LooksForNone(Agreement):
-    def _look_for_members(self, *, late: bool) -> Outcome | None:
+class LooksForNone(StandByJudge):
+    def look(self, each: MeshRound, *, late: bool) -> Outcome | None:
         return None
 
 
-class EndsWithTheOthers(Agreement):
+class EndsWithTheOthers(ShrinkJudge):
     def goes_on_after(self, outcome: Outcome) -> bool:
         return outcome.error != "over" and super().goes_on_after(outcome)
 
 
-class LeavesOutAttempts(Agreement):
-    def _attempt(self) -> Outcome:
-        self.number += bool(self.outcomes)
-        return super()._attempt()
+class LeavesOutAttempts(ShrinkJudge):
+    def tries_again(self, each: MeshRound) -> bool:
+        again = super().tries_again(each)
+        each.number += again
+        return again
 
 
-class TakesMeshOfAnother(Agreement):
+class TakesMeshOfAnother(StandByJudge):
     def missed(self, outcome: Outcome) -> bool:
         return self.came_late and super().missed(outcome)
 
 
-class ExpectsArrivals(Agreement):
-    def _inspect(self, request: Request, *, late: bool, warn: bool) -> Outcome | None:
-        (text,) = self.client.run(Read(self.arrivals_key))
+class ExpectsArrivals(ShrinkJudge):
+    def look(self, each: MeshRound, *, late: bool) -> Outcome | None:
+        (text,) = self.client.run(Read(each.arrivals_key))
         text.splitlines()
-        return super()._inspect(request, late=late, warn=warn)
+        return super().look(each, late=late)
 
 
 class NewForEver(ShrinkCall):
@@ -109,6 +104,13 @@ class ComesBack(ShrinkCall):
 class KeepsLost(ShrinkCall):
     def successor(self, layout: Layout, outcome: Outcome) -> Layout:
         return super().successor(layout, outcome if self.cache.rank else replace(outcome, lost={}))
+
+
+class OneListOfArrivals(MutantBoard):
+    def perform(self, store: Any, operation: Operation) -> Any:
+        if isinstance(operation, (Append, Read)) and operation.key.endswith("/arrivals"):
+            operation = operation._replace(key="m/shrink/arrivals")
+        return super().perform(store, operation)
 
 
 class OneCall(MutantBoard):
@@ -134,7 +136,7 @@ def in_pair(name: str, law: str, programs: tuple[Program, ...], faults: Faults, 
 
 MUTANTS = [
     Mutant("no rank is waited for", ALL_ARRIVED, TWO, NO_FAULTS, Code(WaitsForNone)),
-    Mutant("the arrivals of earlier attempts count", ALL_ARRIVED, TWO, INTERRUPT, Code(OneListOfArrivals)),
+    Mutant("the arrivals of earlier attempts count", ALL_ARRIVED, TWO, INTERRUPT, Code(board=OneListOfArrivals)),
     Mutant("a rank that is interrupted publishes nothing", ALL_ARRIVED, TWO, INTERRUPT, Code(QuietInterrupt)),
     Mutant("different arguments are not compared", ALL_ARRIVED, DIFFERENT, NO_FAULTS, Code(board=OneCall)),
     in_pair("a new process counts as the old one", ALL_ARRIVED, with_new(), SECOND_DIES, Code(board=OneCall)),
@@ -163,15 +165,17 @@ MUTANTS = [
         CAUSE,
         with_spare(),
         DEADLINE,
-        Code(FailsFromOutside),
+        Code(spare=FailsFromOutside),
     ),
-    in_pair("a rank that stands by takes one lost member for all of them", CAUSE, with_spare(), CRASH, Code(OneForAll)),
+    in_pair(
+        "a rank that stands by takes one lost member for all of them", CAUSE, with_spare(), CRASH, Code(spare=OneForAll)
+    ),
     in_pair(
         "a rank that stands by does not look for members",
         NO_WAIT,
         with_spare(),
         Faults(crashes=2),
-        Code(LooksForNone),
+        Code(spare=LooksForNone),
     ),
     in_pair(
         "members end their call if a rank that stands by has found none of them",
@@ -192,7 +196,7 @@ MUTANTS = [
         NOT_IN,
         with_new(),
         SECOND_DIES,
-        Code(TakesMeshOfAnother),
+        Code(spare=TakesMeshOfAnother),
     ),
     in_pair(
         "a rank that was taken for lost takes the mesh of its new process",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Union
 
-from pgmesh.elastic.agreement import Agreement
+from pgmesh.elastic.judging import MeshRound, ShrinkJudge, StandByJudge, SurvivorJudge
 from pgmesh.elastic.records import Outcome, Request
 from pgmesh.elastic.shrinking import ShrinkCall
 from pgmesh.errors import MembershipError, MismatchError, MissingRanksError
@@ -49,12 +49,14 @@ class Code:
     """The code under the checker. A mutant replaces a part.
 
     Args:
-        agreement, call, statuses: the classes of the package.
+        member, spare: the judges of ranks that shrink and that stand by.
+        call, statuses: other classes of the package.
         board: wraps the board of each call.
         asks: the listeners of other processes are asked whether these have ended.
     """
 
-    agreement: type[Agreement] = Agreement
+    member: type[ShrinkJudge] = ShrinkJudge
+    spare: type[StandByJudge] = StandByJudge
     call: type[ShrinkCall] = ShrinkCall
     statuses: type[Statuses] = Statuses
     board: Callable[[Board], Board] = as_it_is
@@ -126,18 +128,30 @@ class Shrink(Call):
         self.code, self.process, self.program = code, process, program
         self.time = 0.0  # a deadline comes without a silence of the others
         self.looked = b""  # the arrivals when they were last read
-        self.agreements: list[Agreement] = []
+        self.learnt: dict[str, Outcome] = {}  # by decision key, the decisions that this call has taken
+        self.round: MeshRound | None = None  # the last one
+        self.judge: SurvivorJudge | None = None
         self.thread = SimpleNamespace(replaces_process=program.replaces is not None)
         super().__init__(memory, answers, code.board)
 
-    def _new_agreement(self, **arguments: Any) -> Agreement:
-        self.agreements.append(self.code.agreement(**arguments))
-        return self.agreements[-1]
+    def _seen(self, judge: type[SurvivorJudge]) -> type[SurvivorJudge]:
+        """The judge, which tells this call of its round and of the decisions."""
+        call = self
+
+        class Seen(judge):  # type: ignore[valid-type, misc]
+            def arrival(self, each: MeshRound) -> Any:
+                call.judge, call.round = self, each
+                return super().arrival(each)
+
+            def decided(self, each: MeshRound) -> None:
+                super().decided(each)
+                call.learnt[each.decision_key] = each.decision
+
+        return Seen
 
     def known(self) -> frozenset[tuple[str, str]]:
         """By key, the decisions that this process has acted on."""
-        learnt = [item for each in self.agreements for item in each.outcomes.items()]
-        return frozenset(self.memory.outcomes.union((key, plain(outcome)) for key, outcome in learnt))
+        return frozenset(self.memory.outcomes.union((key, plain(each)) for key, each in self.learnt.items()))
 
     def finish(self) -> Memory:
         memory = replace(self.memory, count=self.memory.count + 1)
@@ -151,7 +165,7 @@ class Shrink(Call):
             DEADLINE,
             process=f"process {self.process}",
             warn=lambda text: None,
-            agreement=self._new_agreement,
+            judges=(self._seen(self.code.member), self._seen(self.code.spare)),
         )
         try:
             mesh = shrinking.run()
@@ -159,13 +173,14 @@ class Shrink(Call):
             if isinstance(error, KeyboardInterrupt) and not self.interrupted:
                 raise AssertionError("nobody pressed Ctrl-C") from error
             again = memory.calls if self.program.retries and memory.count < MOST_CALLS else ()
-            left = memory.left.union(each.decision_key for each in self.agreements[-1:])
+            left = memory.left.union([self.round.decision_key] if self.round else [])
             return replace(memory, calls=again, left=left, outcomes=self.known())
         except MembershipError:
             again = (None, *others) if self.program.comes_back else ()
             return replace(memory, calls=again, outcomes=self.known())
         ranks = mesh.layout.ranks()
-        result = Result(self.agreements[-1].decision_key, self.agreements[-1].key, ranks)
+        assert self.round is not None
+        result = Result(self.round.decision_key, mesh_key(self.round), ranks)
         return replace(
             memory,
             calls=tuple(others) if self.program.rank in ranks else (None,) * len(others),
@@ -203,15 +218,17 @@ class Shrink(Call):
         )
 
     def explicit_state(self) -> object:
-        """What the last agreement offers."""
-        agreement = self.agreements[-1]
-        heard = agreement.statuses.heard
+        """What the last round and its judge offer."""
+        each, judge = self.round, self.judge
+        assert each is not None
+        assert judge is not None
+        heard = judge.statuses.heard
         return (
             self.memory,
             self.known(),
-            repr([getattr(agreement, name) for name in ("key", "members", "request", "number", "came_late")]),
+            repr([each.name, judge.members, judge.call, judge.came_late]),
             tuple(sorted((rank, beat, (at - SINCE_BOOT) // LONG) for rank, (beat, at) in heard.items())),
-            tuple(sorted(agreement.statuses.ended.items())),
+            tuple(sorted(judge.statuses.ended.items())),
         )
 
     # -- the client -----------------------------------------------------------------------------------------------
@@ -231,9 +248,17 @@ class Shrink(Call):
     def timeout(self) -> float:
         return 1.0
 
+    def set_pending(self, pending: tuple[object, ...]) -> None:
+        assert not pending
+
     def wake(self, choice: str) -> None:
         self.time = self.beats * LONG + self.time % LONG + PAUSE
         self.clock = DEADLINE if choice == "deadline" else self.time
+
+
+def mesh_key(each: MeshRound) -> str:
+    """The key of the mesh that a round is about."""
+    return each.key.removesuffix("/shrink")
 
 
 def plain(outcome: Any) -> str:
@@ -247,7 +272,7 @@ def plain(outcome: Any) -> str:
 class Standing(Node):
     """One state of one process.
 
-    Its ``mesh``, ``number``, ``layout`` and ``request`` are those of its last agreement.
+    Its ``mesh``, ``number``, ``layout`` and ``request`` are those of its last round.
     """
 
     kept = ("outcomes", "results")
@@ -255,11 +280,11 @@ class Standing(Node):
     def __init__(self, rank: int, memory: Memory, call: Shrink | None, answers: tuple[Any, ...] = ()) -> None:
         super().__init__(memory, call, answers)
         self.rank = rank
-        agreement = call.agreements[-1] if call and call.agreements else None
-        self.mesh = agreement.key if agreement else ""
-        self.number = agreement.number if agreement else 0
-        self.layout = agreement.members if agreement else ()
-        self.request = agreement.request if agreement else None
+        each, judge = (call.round, call.judge) if call else (None, None)
+        self.mesh = mesh_key(each) if each else ""
+        self.number = each.number if each else 0
+        self.layout = judge.members if judge else ()
+        self.request = judge.request if isinstance(judge, ShrinkJudge) else None
         self.outcomes = call.known() if call else memory.outcomes
         self.looked = call.looked if call else b""
         self.interrupted = call.interrupted if call else False

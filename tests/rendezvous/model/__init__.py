@@ -1,6 +1,7 @@
 """A model checker for the connect protocol: every interleaving, crash and timeout of small programs.
 
-Ranks run small programs, each a sequence of calls of connect, with the code of ``pgmesh/rendezvous/protocol.py``. The
+Ranks run small programs, each a sequence of calls of connect, with the code of ``pgmesh/rendezvous/rounds.py`` and
+``group_rounds.py``. The
 method is that of ``tests/support/model``.
 
 The laws:

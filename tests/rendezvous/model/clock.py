@@ -1,6 +1,6 @@
 """Ranks on a simulated clock: detection times to the millisecond, independent of the load of this machine.
 
-Each caller runs ``Participant.connect`` in a thread of its own, and only one of them runs at a time. Every store
+Each caller runs its rounds in a thread of its own, and only one of them runs at a time. Every store
 operation takes ``ANSWER`` seconds, every pause its own time, and each rank sends a heartbeat once a second until it
 dies.
 """
@@ -16,9 +16,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pgmesh.errors import MismatchError, PgmeshError
+from pgmesh.rendezvous.comparing import check_mesh, register_mesh
+from pgmesh.rendezvous.group_rounds import ConnectJudge, GroupRound
 from pgmesh.rendezvous.operations import Operation, Read, perform
-from pgmesh.rendezvous.protocol import ConnectAttempt, Participant, check_mesh, register_mesh
 from pgmesh.rendezvous.records import Fingerprint
+from pgmesh.rendezvous.rounds import Rounds
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, Statuses, status_key
 from tests.support.board import MemoryStore
 
@@ -82,31 +84,31 @@ class Caller:
     def _call(self) -> None:
         """Its call, in the steps of ``connecting.py``."""
         keys = [f"group-{'-'.join(map(str, ranks))}" for ranks in self.groups]
-        attempts = [
-            ConnectAttempt(key, ranks, Fingerprint(self.rank, {"means": self.variant}, key, "Fix it."), key, "mesh 'm'")
+        rounds = [
+            GroupRound(key, ranks, Fingerprint(self.rank, {"means": self.variant}, key, "Fix it."), key, "mesh 'm'")
             for key, ranks in zip(keys, self.groups)
         ]
-        participant = Participant(
+        judge = ConnectJudge(
             self.rank,
-            attempts,
             self,
             call_site="train.py:3",
             process=self.process or f"process {self.rank}",
             deadline=self.deadline,
             statuses=Statuses(H * self.clock.pace, self.now),
-            mesh_mismatch_key="m/mismatch",
+            refusal_key="m/mismatch",
             pace=self.clock.pace,
             warn=self._warn,
         )
+        call = Rounds(self, rounds, judge, self.deadline, pace=self.clock.pace, warn=self._warn)
         fingerprint = Fingerprint(self.rank, {"shape": self.mesh}, "mesh 'm'", "Fix it.")
         try:
             *_, first = self.run(*register_mesh("m", fingerprint))
             check_mesh(self.run, "m", fingerprint, first)
-            participant.connect()
+            call.run()
         except MismatchError as error:
-            self.outcomes = [error] * len(attempts)
+            self.outcomes = [error] * len(rounds)
         else:
-            self.outcomes = [attempt.decision.error() if attempt.decision else None for attempt in attempts]
+            self.outcomes = [each.decision.error() if each.decision else None for each in rounds]
 
     def _warn(self, text: str) -> None:
         self.warned_at.append(self.clock.now)

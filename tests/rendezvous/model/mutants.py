@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pgmesh.rendezvous.circles import Circle, search_circle
+from pgmesh.rendezvous.group_rounds import ConnectJudge, GroupRound
 from pgmesh.rendezvous.operations import Append, Board, CompareSet, Operation, Read
-from pgmesh.rendezvous.protocol import ConnectAttempt, Participant
 from pgmesh.rendezvous.records import Decision
-from pgmesh.rendezvous.statuses import Circle
+from pgmesh.rendezvous.rounds import Rounds
 from tests.rendezvous.model.programs import PAIRS_AND_TRIPLE, at_once, one_after_another
 from tests.rendezvous.model.ranks import Code, SetPending
 from tests.rendezvous.model.space import (
@@ -33,80 +34,85 @@ KNOT = (one_after_another(AB, AC), one_after_another(BC, AB), one_after_another(
 DEADLINE, CRASH = Faults(deadlines=1), Faults(crashes=1)
 
 
-# -- judges: what a participant decides from what it reads ------------------------------------------------------------
+# -- judges: what a rank decides from what it reads -------------------------------------------------------------------
+
+Decisions = Iterator[tuple[GroupRound, Decision]]
 
 
-class MadeByTheFirst(Participant):
-    def _decision_from_arrivals(self, attempt: ConnectAttempt, text: bytes) -> Decision | None:
-        return super()._decision_from_arrivals(attempt, text) or Decision("made")
+class MadeByTheFirst(ConnectJudge):
+    def decision_from_arrivals(self, each: GroupRound, text: bytes) -> Decision | None:
+        return super().decision_from_arrivals(each, text) or Decision("made")
 
 
-class Uncompared(Participant):
-    def _decision_from_arrivals(self, attempt: ConnectAttempt, text: bytes) -> Decision | None:
-        decision = super()._decision_from_arrivals(attempt, text)
+class Uncompared(ConnectJudge):
+    def decision_from_arrivals(self, each: GroupRound, text: bytes) -> Decision | None:
+        decision = super().decision_from_arrivals(each, text)
         if decision is None or decision.kind != "mismatch":
             return decision
-        return None if attempt.missing else Decision("made")
+        return None if each.missing else Decision("made")
 
 
-class QuietAtDeadline(Participant):
-    def _give_up(self) -> None:
-        self._read_arrivals(self._undecided())
-        for attempt in self._undecided():
-            attempt.decision = Decision("missing")
+class QuietAtDeadline(ConnectJudge):
+    def give_up(self, rounds: Sequence[GroupRound]) -> Decisions:
+        yield from self.read_arrivals(rounds)
+        for each in rounds:
+            each.decision = each.decision or Decision("missing")
 
 
-class Uncancelled(Participant):
+class Uncancelled(Rounds[GroupRound, Decision]):
     def cancel(self, error: BaseException) -> None:
         pass
 
 
-class Blind(Participant):
+class Blind(ConnectJudge):
     """It reads no arrivals while it is blind."""
 
     blind = False
 
-    def _read_arrivals(self, attempts: Iterable[ConnectAttempt]) -> None:
-        if not self.blind:
-            super()._read_arrivals(attempts)
+    def read_arrivals(self, rounds: Sequence[GroupRound]) -> Decisions:
+        return iter(()) if self.blind else super().read_arrivals(rounds)
 
 
 class BlindAfterStatuses(Blind):
-    def _look(self) -> None:
+    def judge(self, rounds: Sequence[GroupRound], *, late: bool) -> Decisions:
         self.blind = False
-        super()._look()
+        return super().judge(rounds, late=late)
 
-    def _read_statuses(self, others: Iterable[int] = ()) -> None:
-        super()._read_statuses(others)
+    def read_statuses(self, rounds: Iterable[GroupRound]) -> None:
+        super().read_statuses(rounds)
         self.blind = True
 
 
 class BlindAtDeadline(Blind):
-    def _give_up(self) -> None:
+    def give_up(self, rounds: Sequence[GroupRound]) -> Decisions:
         self.blind = True
-        super()._give_up()
+        return super().give_up(rounds)
 
 
-class BelievesCircles(Participant):
-    def _is_closed(self, circle: Circle) -> bool:
-        return True
+class BelievesCircles(ConnectJudge):
+    unread: tuple[str, ...] = ("/decision", "/arrivals")
+
+    def find_circle(self, rounds: Sequence[GroupRound]) -> Circle:
+        def run(*reads: Read) -> list[Any]:
+            return [None if each.key.endswith(self.unread) else self.client.run(each)[0] for each in reads]
+
+        return search_circle(run, self.statuses, self.rank, self.pending(rounds))
 
 
-class ChecksDecisionsOfCircles(Participant):
-    def _is_closed(self, circle: Circle) -> bool:
-        return not any(self.client.run(*(Read(f"{wait.name}/decision") for _, wait in circle)))
+class ChecksDecisionsOfCircles(BelievesCircles):
+    unread = ("/arrivals",)
 
 
 @dataclass
-class TakesDecided(Participant):
+class TakesDecided(ConnectJudge):
     skip_decided: bool = False
 
 
-class NumberZero(ConnectAttempt):
-    name = property(lambda attempt: f"{attempt.key}/0")  # type: ignore[assignment]
+class NumberZero(GroupRound):
+    name = property(lambda each: f"{each.key}/0")  # type: ignore[assignment]
 
 
-class LeavesOutAttempts(ConnectAttempt):
+class LeavesOutAttempts(GroupRound):
     def __setattr__(self, name: str, value: Any) -> None:
         skips = name == "number" and vars(self).get("number") == value - 1
         super().__setattr__(name, value + 1 if skips else value)
@@ -203,7 +209,9 @@ MUTANTS = [
     ),
     Mutant("each rank counts as lost", NO_FAILURE, PAIR, NO_FAULTS, Code(statuses=AllLost)),
     Mutant("no rank counts as lost", LOSS_FOUND, PAIR, CRASH, Code(statuses=NoneLost)),
-    Mutant("an interrupted rank publishes no decision", LOSS_FOUND, PAIR, Faults(interrupts=1), Code(Uncancelled)),
+    Mutant(
+        "an interrupted rank publishes no decision", LOSS_FOUND, PAIR, Faults(interrupts=1), Code(rounds=Uncancelled)
+    ),
     Mutant("a circle of statuses is believed", TRUE_CIRCLE, CROSSED, DEADLINE, Code(BelievesCircles)),
     Mutant(
         "a circle is checked by its decisions, and not by the arrivals",
@@ -221,5 +229,5 @@ MUTANTS = [
         DEADLINE,
         Code(TakesDecided, NumberZero),
     ),
-    Mutant("a late rank leaves out an attempt", RETRY, RETRIES, DEADLINE, Code(attempt=LeavesOutAttempts)),
+    Mutant("a late rank leaves out an attempt", RETRY, RETRIES, DEADLINE, Code(round=LeavesOutAttempts)),
 ]

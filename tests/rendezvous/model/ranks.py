@@ -6,18 +6,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from pgmesh.rendezvous.group_rounds import ConnectJudge, GroupRound
 from pgmesh.rendezvous.operations import Append, Board, CompareSet
-from pgmesh.rendezvous.protocol import ConnectAttempt, Participant
 from pgmesh.rendezvous.records import Decision, Fingerprint
+from pgmesh.rendezvous.rounds import Rounds
 from pgmesh.rendezvous.statuses import PendingConnect, Statuses
 from tests.rendezvous.model.programs import Call as Groups, Group, Program
 from tests.support.model.processes import DEADLINE, LONG, MOST_CALLS, Call, Node, as_it_is
 
-CONSTANTS = {
-    *("rank", "attempts", "client", "call_site", "process", "deadline", "statuses", "warn", "ready"),
-    *("waiting", "circle"),  # the first is a part of the state without its times, the second is found anew
-}
-"""Fields of a participant that are no part of its explicit state."""
+CONSTANTS = {"rank", "client", "call_site", "process", "deadline", "statuses", "warn", "ready", "circle"}
+"""Fields of a judge that are no part of its explicit state. The circle is found anew."""
 
 
 class SetPending(NamedTuple):
@@ -34,12 +32,13 @@ class Code:
     """The code under the checker. A mutant replaces a part.
 
     Args:
-        participant, attempt, statuses: the classes of the protocol.
+        judge, round, rounds, statuses: the classes of the protocol.
         board: wraps the board of each call.
     """
 
-    participant: type[Participant] = Participant
-    attempt: type[ConnectAttempt] = ConnectAttempt
+    judge: type[ConnectJudge] = ConnectJudge
+    round: type[GroupRound] = GroupRound
+    rounds: type[Rounds[GroupRound, Decision]] = Rounds
     statuses: type[Statuses] = Statuses
     board: Callable[[Board], Board] = as_it_is
 
@@ -91,24 +90,24 @@ class Connect(Call):
         self.attempts = [self._attempt(group, numbers.get(group, 0)) for group in memory.calls[0]]
         super().__init__(memory, answers, code.board)
 
-    def _attempt(self, group: Group, number: int) -> ConnectAttempt:
+    def _attempt(self, group: Group, number: int) -> GroupRound:
         name = spell(group)
         fingerprint = Fingerprint(self.rank, {"means": self.program.variant}, name, "Fix it.")
-        return self.code.attempt(name, group, fingerprint, name, "mesh 'm'", number)
+        return self.code.round(name, group, fingerprint, name, "mesh 'm'", number=number)
 
     def finish(self) -> Memory:
-        self.participant = self.code.participant(
+        self.judge = self.code.judge(
             self.rank,
-            self.attempts,
             self,
             call_site="train.py:1",
             process=f"process {self.rank}",
             deadline=DEADLINE,
             statuses=self.code.statuses(LONG, self.now),
         )
+        self.rounds = self.code.rounds(self, self.attempts, self.judge, DEADLINE)
         interrupted = False
         try:
-            self.participant.connect()
+            self.rounds.run()
         except KeyboardInterrupt:
             interrupted = True
         return self._remember(interrupted)
@@ -138,18 +137,18 @@ class Connect(Call):
         )
 
     def explicit_state(self) -> object:
-        """What the participant and its attempts offer. A new field is a part of it by default."""
-        fields = [(name, value) for name, value in vars(self.participant).items() if name not in CONSTANTS]
+        """What the judge and its rounds offer. A new field is a part of it by default."""
+        fields = [(name, value) for name, value in vars(self.judge).items() if name not in CONSTANTS]
         attempts = []
         for attempt in self.attempts:
             unused = ["ranks", "fingerprint", "group", "mesh", *(["missing", "count_seen"] if attempt.decision else [])]
             attempts.append([(name, value) for name, value in vars(attempt).items() if name not in unused])
-        heartbeats = self.participant.statuses.heard  # the statuses themselves are read again after a pause
+        heartbeats = self.judge.statuses.heard  # the statuses themselves are read again after a pause
         return (
             self.memory,
             frozenset(self.arrived),
             self.published,
-            self.participant.waiting.warning,
+            self.rounds.warning,
             repr((fields, attempts)),
             tuple(sorted((rank, beat, at // LONG) for rank, (beat, at) in heartbeats.items())),
         )
@@ -160,7 +159,7 @@ class Connect(Call):
             return None
         decision = Decision.unpack("", self.step.value.encode())
         if decision.kind == "circle":
-            return "circle", tuple((rank, wait.name) for rank, wait in self.participant.circle)
+            return "circle", tuple((rank, wait.name) for rank, wait in self.judge.circle)
         missing = [each.missing for each in self.attempts if each.decision_key == self.step.key]
         return ("missing", missing[0]) if "did not arrive" in decision.text else None
 

@@ -1,0 +1,291 @@
+"""The rounds in which the members of groups connect.
+
+A member that has read the arrivals of all members decides that the group is made; this is usually the last one to
+arrive. A member decides that the attempt failed if it finds a reason: a different fingerprint, a lost member, an error
+of its own, or its deadline. A rank that arrives later logs that failure and arrives at the next attempt. A mismatch is
+permanent, so that rank raises it.
+
+An attempt has three store keys besides those of every round:
+
+    <group>/<number>/count      the number of arrivals
+    <group>/<number>/broken     the reason, if the first collective failed on a member after the decision
+    <group>/<number>/left       the number of members that have released the group. The last one deletes the keys
+
+and a group has one more:
+
+    <group>/mismatch            a mismatch that the store of a backend found
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pgmesh._util.formatting import format_ranks, name_ranks
+from pgmesh.errors import MismatchError
+from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.circles import Circle, circle_text, search_circle
+from pgmesh.rendezvous.operations import Add, Append, CompareSet, Delete, Operation, Read
+from pgmesh.rendezvous.records import Decision, Fingerprint, error_text, pack, quoted, unpack
+from pgmesh.rendezvous.rounds import Client, Judge, Round, run_each
+from pgmesh.rendezvous.statuses import PendingConnect, Statuses
+
+
+@dataclass(eq=False)
+class GroupRound(Round[Decision]):
+    """One rank's part in the round of a group.
+
+    Args:
+        ranks: the members.
+        fingerprint: the group's fingerprint on this rank.
+        group: the group in messages, such as "group dp".
+        mesh: its mesh in messages, such as "mesh 'actor'".
+        address: this rank's address, for the arrivals; "" for none.
+        missing: the members that had not arrived when the arrivals were last read.
+        count_seen: the count of arrivals at that time.
+    """
+
+    ranks: Sequence[int]
+    fingerprint: Fingerprint
+    group: str
+    mesh: str
+    address: str = ""
+    missing: tuple[int, ...] = field(default=(), kw_only=True)
+    count_seen: bytes | None = field(default=b"", kw_only=True)
+
+    @property
+    def label(self) -> str:
+        return f"{self.fingerprint.subject} (ranks {format_ranks(tuple(self.ranks))})"
+
+    @property
+    def mismatch_key(self) -> str:
+        """Store key under which the store of a backend publishes a mismatch."""
+        return f"{self.key}/mismatch"
+
+    def continue_after(self, before: GroupRound) -> None:
+        """Begin where an earlier call ended: at its last attempt if that is undecided, otherwise at the next one."""
+        self.number = before.number if before.decision is None else before.number + 1
+        self.arrived_at, self.sent_to = before.arrived_at, before.sent_to
+
+    def is_made(self) -> bool:
+        return self.decision is not None and self.decision.kind == "made"
+
+    def leave(self, run: Callable[..., list[Any]]) -> None:
+        """Release the keys of all attempts. The last of the members that arrived at one deletes its keys."""
+        for number in self.arrived_at:  # twice, if an error of the store made this rank arrive again
+            left, arrived = run(Add(f"{self.key}/{number}/left"), Read(f"{self.key}/{number}/count"))
+            if left >= int(arrived or b"0"):
+                run(Delete(self._keys_of(number)))
+
+    def store_keys(self) -> list[str]:
+        """The store keys of all attempts that this rank arrived at."""
+        return [key for number in {*self.arrived_at} for key in self._keys_of(number)]
+
+    def _keys_of(self, number: int) -> tuple[str, ...]:
+        return tuple(f"{self.key}/{number}/{key}" for key in ("arrivals", "count", "decision", "broken", "left"))
+
+
+@dataclass
+class ConnectJudge(Judge[GroupRound, Decision]):
+    """Decides whether the members of groups have all arrived, and are the same on all ranks.
+
+    Args:
+        rank: this rank.
+        client: the store and the clock.
+        call_site: the line of code that called.
+        process: description of this process. It reveals two processes that have the same rank.
+        deadline: seconds from the start of the call, for messages.
+        statuses: the statuses of the other ranks, which this call reads.
+        refusal_key: store key under which a rank publishes a mismatch of the mesh, or that it aborted the mesh; "" for
+            none.
+        skip_decided: arrive at the next attempt if the current one was decided before this rank arrived.
+        pace: factor of the time between two looks.
+        warn: called with text for the log.
+        ready: called with each group that is made.
+        circle: the ranks that wait for each other, this one among them, as they were last found; empty for none.
+    """
+
+    rank: int
+    client: Client
+    call_site: str
+    process: str
+    deadline: float
+    statuses: Statuses
+    refusal_key: str = ""
+    skip_decided: bool = True
+    pace: float = 1.0
+    warn: Callable[[str], None] = field(default=lambda text: None)
+    ready: Callable[[GroupRound], None] = field(default=lambda each: None)
+    circle: Circle = field(default=(), init=False)
+
+    # -- arriving -------------------------------------------------------------------------------------------------
+
+    def arrival(self, each: GroupRound) -> tuple[Operation, Operation]:
+        arrival = pack(
+            rank=self.rank,
+            call_site=self.call_site,
+            process=self.process,
+            fingerprint=each.fingerprint.encoded.decode(),
+            address=each.address,
+        )
+        return Append(each.arrivals_key, f"{arrival}\n"), Add(f"{each.name}/count")
+
+    def arrived(self, answers: Mapping[GroupRound, Sequence[Any]]) -> Iterator[tuple[GroupRound, Decision]]:
+        return self.read_arrivals([each for each, (_, count) in answers.items() if count >= len(each.ranks)])
+
+    def learn(self, each: GroupRound, text: bytes) -> Decision:
+        return Decision.unpack(each.decision_key, text)
+
+    def skips(self, each: GroupRound, decision: Decision, *, sent_before: bool) -> bool:
+        if decision.is_permanent or not self.skip_decided or (sent_before and decision.kind == "made"):
+            return False
+        if text := decision.text:
+            self.warn(f"an earlier attempt to connect failed before rank {self.rank} arrived: {text}")
+        return True
+
+    def decided(self, each: GroupRound) -> None:
+        if each.is_made():
+            self.ready(each)
+
+    def stopped(self, each: GroupRound, error: BaseException) -> Decision:
+        why = f"rank {self.rank} stopped connecting at {self.call_site}: {error_text(error)}"
+        return Decision.of(error, f"{each.label} was cancelled because {why}")
+
+    def refused(self, text: bytes) -> BaseException:
+        return Decision.unpack(self.refusal_key, text).error() or MismatchError("")
+
+    # -- the arrivals ---------------------------------------------------------------------------------------------
+
+    def read_arrivals(self, rounds: Sequence[GroupRound]) -> Iterator[tuple[GroupRound, Decision]]:
+        """Read the arrivals of some rounds, and decide on a mismatch or on success."""
+        texts = self.client.run(*(Read(each.arrivals_key) for each in rounds)) if rounds else ()
+        for each, text in zip(rounds, texts):
+            decision = self.decision_from_arrivals(each, text or b"")
+            if decision is not None:
+                yield each, decision
+
+    def decision_from_arrivals(self, each: GroupRound, text: bytes) -> Decision | None:
+        """The decision that follows from the arrivals; None if members are missing."""
+        records: dict[int, dict[str, Any]] = {}
+        members = {*each.ranks}
+        for line in text.splitlines():
+            record = unpack(line, rank=int, call_site=str, process=str, fingerprint=str, address=str)
+            if record is None or record["rank"] not in members or not record["address"].isascii():
+                foreign = f"the store's key {each.arrivals_key} holds {quoted(line)}, which no member wrote."
+                return Decision("mismatch", f"{each.label}: {foreign}")
+            first = records.setdefault(record["rank"], record)
+            if first["process"] != record["process"]:
+                both = f"both {first['process']} and {record['process']} connect as rank {record['rank']}"
+                return Decision("duplicate", f"{each.label}: {both}.")
+        each.missing = tuple(rank for rank in each.ranks if rank not in records)
+        seen = [record["fingerprint"].encode() for record in records.values()]
+        mismatch = each.fingerprint.mismatch(seen, each.arrivals_key)
+        if mismatch is not None:
+            return Decision("mismatch", mismatch)
+        if each.missing:
+            return None
+        addresses = tuple(records[rank]["address"] for rank in each.ranks)
+        all_fit = all(addresses) and sum(map(len, addresses)) < timing.LIMITS.record_chars // 8
+        return Decision("made", addresses=addresses if all_fit else ())
+
+    # -- looks ----------------------------------------------------------------------------------------------------
+
+    def judge(self, rounds: Sequence[GroupRound], *, late: bool) -> Iterator[tuple[GroupRound, Decision]]:
+        return self.give_up(rounds) if late else self.inspect(rounds)
+
+    def inspect(self, rounds: Sequence[GroupRound]) -> Iterator[tuple[GroupRound, Decision]]:
+        """Read the arrivals that are new, publish this rank's status, and look for members that were lost."""
+        answers = run_each(self.client, ([Read(each.mismatch_key), Read(f"{each.name}/count")] for each in rounds))
+        changed = []
+        for each, (mismatch, count) in zip(rounds, answers):
+            if mismatch is not None:
+                yield each, Decision.unpack(each.mismatch_key, mismatch)
+            elif count != each.count_seen:
+                each.count_seen = count
+                changed.append(each)
+        yield from self.read_arrivals(changed)
+        self.client.set_pending(self.pending(rounds))
+        self.read_statuses(rounds)
+        self.statuses.find_ended(self.client.run, self._to_ask(rounds), all_of_them=True)
+        with_lost = [each for each in _undecided(rounds) if self.statuses.lost(self._watched(each))]
+        yield from self.read_arrivals(with_lost)  # a rank that died between its arrival and the count has arrived
+        for each in _undecided(with_lost):
+            if self.statuses.lost(self._watched(each)):
+                yield each, Decision("missing", self._describe_missing(each))
+
+    def give_up(self, rounds: Sequence[GroupRound]) -> Iterator[tuple[GroupRound, Decision]]:
+        """Decide that all rounds failed at the deadline."""
+        yield from self.read_arrivals(rounds)
+        self.read_statuses(rounds)
+        self.circle = self.find_circle(rounds)
+        if self.circle:  # rounds of other groups in the circle too, so that all ranks fail and can try again
+            # In the order of the circle: a rank fails after the attempt that waits for it, so it cannot arrive there.
+            text = Decision("circle", circle_text(self.circle)).pack()
+            self.client.run(*(CompareSet(f"{wait.name}/decision", text) for _, wait in self.circle))
+        for each in _undecided(rounds):
+            yield each, Decision("missing", self._describe_missing(each, f" in {self.deadline:g} s"))
+
+    def period(self) -> float:
+        return self.statuses.next_inspection(timing.TIMING.inspection * self.pace)
+
+    def waits_for(self, rounds: Sequence[GroupRound]) -> str:
+        when = f" in {self.client.now():.0f} s so far"
+        texts = [self._describe_missing(each, when) for each in rounds]
+        self.circle = self.find_circle(rounds)
+        if self.circle:
+            texts.append(circle_text(self.circle))
+        return "\n".join(texts)
+
+    def find_circle(self, rounds: Sequence[GroupRound]) -> Circle:
+        """Ranks that wait for each other, this one among them; empty if there are none."""
+        return search_circle(self.client.run, self.statuses, self.rank, self.pending(rounds))
+
+    def pending(self, rounds: Iterable[GroupRound]) -> tuple[PendingConnect, ...]:
+        return tuple(
+            PendingConnect(
+                each.name,
+                each.group,
+                each.mesh,
+                format_ranks(tuple(each.ranks)),
+                self.call_site,
+                each.missing[: timing.LIMITS.statuses],
+            )
+            for each in _undecided(rounds)
+        )
+
+    # -- other ranks ----------------------------------------------------------------------------------------------
+
+    def _watched(self, each: GroupRound) -> list[int]:
+        """The next member after this rank that has arrived, which may have been lost since, and the missing ones.
+
+        Each member that waits watches one other, so the first of several lost ones in a row is noticed.
+        """
+        place, missing = each.ranks.index(self.rank), {*each.missing}
+        others = (*each.ranks[place + 1 :], *each.ranks[:place])
+        return [*[rank for rank in others if missing and rank not in missing][:1], *each.missing]
+
+    def _to_ask(self, rounds: Iterable[GroupRound]) -> list[int]:
+        """The ranks whose listeners this rank asks. The first members that have arrived ask for all others."""
+        ranks: list[int] = []
+        for each in _undecided(rounds):
+            before = {*each.ranks[: each.ranks.index(self.rank)]} - {*each.missing}
+            ranks += self._watched(each) if len(before) < timing.LIMITS.asking else ()
+        return [*dict.fromkeys(ranks)][: timing.LIMITS.statuses]
+
+    def read_statuses(self, rounds: Iterable[GroupRound]) -> None:
+        """Read the statuses of the ranks that this one watches."""
+        watched = dict.fromkeys(rank for each in _undecided(rounds) for rank in self._watched(each))
+        self.statuses.read(self.client.run, [*watched][: timing.LIMITS.statuses])
+
+    def _describe_missing(self, each: GroupRound, when: str = "") -> str:
+        """Message about the missing ranks and the last status of each."""
+        lost = self.statuses.lost(self._watched(each))
+        lines = [f"\n  {self.statuses.describe(rank)}" for rank in [*dict.fromkeys((*lost, *each.missing))][:8]]
+        arrived = [f", and rank {rank} was lost after it had arrived" for rank in lost if rank not in each.missing]
+        missing = f"{each.label}: {name_ranks(each.missing)} did not arrive{when}{''.join(arrived)}."
+        return f"{missing}{''.join(lines)}\n\nRank {self.rank} waited at {self.call_site}."
+
+
+def _undecided(rounds: Iterable[GroupRound]) -> list[GroupRound]:
+    return [each for each in rounds if each.decision is None]

@@ -1,0 +1,319 @@
+"""Rounds: decisions of some ranks in the store, the same for all of them.
+
+``connect``, ``shrink``, ``stand_by`` and ``pgmesh check`` decide in rounds. What they decide, and when, is said by a
+``Judge``. The code is straight-line, in the caller's thread, over a ``Client``: the store, a clock and a pause. So the
+same code runs on the world's store and under a model checker that tries every interleaving, crash and timeout.
+
+A round may need several attempts. They are numbered from 0, and each has these store keys:
+
+    <round>/<number>/arrivals   a record of each rank that arrived
+    <round>/<number>/decision   the decision. The first rank to write it decides, and it never changes
+
+In one batch, a rank reads the decision of an attempt and arrives at it. If the attempt was already decided, the judge
+says whether the rank takes that decision or goes on to the next attempt. Otherwise the rank reads the decision again
+and again. From time to time the judge looks at the arrivals and at the statuses of the others, and may decide. At the
+deadline it has to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from pgmesh.errors import WorldError
+from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.operations import CompareSet, Operation, Read
+from pgmesh.rendezvous.statuses import PendingConnect
+
+
+class Packable(Protocol):
+    """A decision."""
+
+    def pack(self) -> str:
+        """Encode it for the store."""
+
+
+D = TypeVar("D", bound=Packable)
+"""The type of the decisions."""
+
+
+class Client(Protocol):
+    """The store and the clock of one call."""
+
+    def run(self, *operations: Operation) -> list[Any]:
+        """Perform operations on the store in this order, and return its answers."""
+
+    def now(self) -> float:
+        """Seconds since the start of the call."""
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+
+    def set_pending(self, pending: tuple[PendingConnect, ...]) -> None:
+        """Publish the groups that this rank waits for."""
+
+
+def pauses(pace: float = 1.0, first: float = 0.0) -> Iterator[float]:
+    """Pauses between reads of the store, in seconds: each is 1.5 times the one before, up to a limit.
+
+    Args:
+        pace: factor of the limit; greater than 1 in a large world.
+        first: shortest first pause.
+
+    >>> [round(pause, 4) for pause, _ in zip(pauses(), range(10))]
+    [0.002, 0.003, 0.0045, 0.0068, 0.0101, 0.0152, 0.0228, 0.0342, 0.05, 0.05]
+    """
+    longest = timing.TIMING.longest_pause * pace
+    pause = min(max(first, timing.TIMING.first_pause), longest)
+    while True:
+        yield pause
+        pause = min(pause * 1.5, longest)
+
+
+def run_each(client: Client, batches: Iterable[Sequence[Operation]]) -> list[list[Any]]:
+    """Perform several lists of operations at once; return the answers to each list."""
+    batches = list(batches)
+    answers = iter(client.run(*itertools.chain(*batches)) if batches else ())
+    return [[next(answers) for _ in batch] for batch in batches]
+
+
+@dataclass(eq=False)
+class Round(Generic[D]):
+    """One rank's part in a round.
+
+    Args:
+        key: prefix of the store keys.
+        number: number of the current attempt, the lowest one whose decision this rank does not know.
+        decision: that of the current attempt, once it is known.
+        arrived_at: the numbers of the attempts that this rank arrived at.
+        sent_to: the same, with those whose arrival the store did not answer.
+    """
+
+    key: str
+    number: int = field(default=0, kw_only=True)
+    decision: D | None = field(default=None, kw_only=True)
+    arrived_at: list[int] = field(default_factory=list, kw_only=True)
+    sent_to: set[int] = field(default_factory=set, kw_only=True)
+
+    @property
+    def name(self) -> str:
+        """Prefix of the store keys of the current attempt."""
+        return f"{self.key}/{self.number}"
+
+    @property
+    def decision_key(self) -> str:
+        return f"{self.name}/decision"
+
+    @property
+    def arrivals_key(self) -> str:
+        return f"{self.name}/arrivals"
+
+
+R = TypeVar("R", bound="Round[Any]")
+"""The type of the rounds."""
+
+
+class Judge(Generic[R, D]):
+    """What the ranks of some rounds decide. Its calls are the only ones that know what a round is about.
+
+    Args:
+        refusal_key: store key that is read with the decisions. Its value ends the call; "" for none.
+        shortest_pause: seconds between two reads of the store, at least.
+    """
+
+    refusal_key = ""
+    shortest_pause = 0.0
+
+    def arrival(self, each: R) -> Sequence[Operation]:
+        """The operations with which this rank arrives at the current attempt."""
+        raise NotImplementedError
+
+    def arrived(self, answers: Mapping[R, Sequence[Any]]) -> Iterator[tuple[R, D]]:
+        """Take the answers to ``arrival`` in rounds that were not decided before, and yield decisions."""
+        return iter(())
+
+    def learn(self, each: R, text: bytes) -> D:
+        """Decode the decision of the current attempt."""
+        raise NotImplementedError
+
+    def skips(self, each: R, decision: D, *, sent_before: bool) -> bool:
+        """True if this rank goes on to the next attempt after one that was decided before it arrived.
+
+        Args:
+            sent_before: this rank may have arrived in an earlier call.
+        """
+        raise NotImplementedError
+
+    def tries_again(self, each: R) -> bool:
+        """True if this rank goes on to the next attempt after the decision of one that it took part in."""
+        return False
+
+    def judge(self, rounds: Sequence[R], *, late: bool) -> Iterator[tuple[R, D]]:
+        """Look at arrivals and statuses, and yield decisions. After each, the round has the one that holds.
+
+        Args:
+            rounds: those without a decision.
+            late: the deadline has passed, so every round has to be decided.
+        """
+        raise NotImplementedError
+
+    def period(self) -> float:
+        """Seconds until it looks again."""
+        return timing.TIMING.inspection
+
+    def waits_for(self, rounds: Sequence[R]) -> str:
+        """Text for the log about what this rank waits for; "" for none."""
+        return ""
+
+    def stopped(self, each: R, error: BaseException) -> D:
+        """The decision after an error of this rank."""
+        raise NotImplementedError
+
+    def refused(self, text: bytes) -> BaseException:
+        """The error with which the value under ``refusal_key`` ends the call."""
+        raise NotImplementedError
+
+    def decided(self, each: R) -> None:
+        """Act on the decision that this rank takes."""
+
+
+class Rounds(Generic[R, D]):
+    """The rounds of one call, all at once.
+
+    Args:
+        client: the store and the clock.
+        rounds: the rounds.
+        judge: what they decide.
+        deadline: seconds from the start of the call.
+        pace: factor of all pauses, to spare the store in a large world.
+        warn: called with text for the log.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        rounds: Sequence[R],
+        judge: Judge[R, D],
+        deadline: float,
+        *,
+        pace: float = 1.0,
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.client, self.rounds, self.judge, self.deadline, self.pace = client, rounds, judge, deadline, pace
+        self._warn, self.warning = warn, min(deadline / 3, timing.TIMING.stragglers)  # inf once it was logged
+        self._next_look = 0.0
+
+    def run(self) -> None:
+        """Arrive at every round, and wait until all are decided.
+
+        Raises:
+            WorldError: the store has failed.
+            BaseException: what the judge raises, or an interrupt. The other ranks then get ``Judge.stopped``.
+        """
+        arriving = self.rounds
+        try:
+            while arriving:
+                began = self.client.now()
+                self._arrive(arriving)
+                self._wait(self.client.now() - began)
+                arriving = [each for each in self.rounds if self.judge.tries_again(each)]
+                for each in arriving:
+                    each.number, each.decision = each.number + 1, None
+        except WorldError:
+            raise
+        except BaseException as error:  # the others need not wait for this rank
+            with contextlib.suppress(WorldError):
+                self.cancel(error)
+            raise
+        finally:
+            self.client.set_pending(())
+
+    def cancel(self, error: BaseException) -> None:
+        """Decide all undecided rounds because of an error on this rank."""
+        for each in self._undecided():
+            self.decide(each, self.judge.stopped(each, error))
+
+    def decide(self, each: R, decision: D) -> None:
+        """Publish a decision, or take the one that is already there."""
+        (text,) = self.client.run(CompareSet(each.decision_key, decision.pack()))
+        self._take(each, self.judge.learn(each, text))
+
+    def _decide_all(self, decisions: Iterable[tuple[R, D]]) -> None:
+        for each, decision in decisions:
+            self.decide(each, decision)
+
+    def _take(self, each: R, decision: D) -> None:
+        each.decision = decision
+        self.judge.decided(each)
+
+    def _undecided(self) -> list[R]:
+        return [each for each in self.rounds if each.decision is None]
+
+    def _arrive(self, arriving: Sequence[R]) -> None:
+        """Arrive at the first attempt of each round whose decision this rank does not skip."""
+        arrived: dict[R, Sequence[Any]] = {}
+        while arriving:
+            sent_before = [each.number in each.sent_to for each in arriving]
+            for each in arriving:
+                each.sent_to.add(each.number)
+            answers = run_each(self.client, ([Read(each.decision_key), *self.judge.arrival(each)] for each in arriving))
+            again = []
+            for each, sent, (earlier, *more) in zip(arriving, sent_before, answers):
+                each.arrived_at.append(each.number)
+                if earlier is None:
+                    arrived[each] = more
+                    continue
+                decision = self.judge.learn(each, earlier)
+                if self.judge.skips(each, decision, sent_before=sent):
+                    each.number += 1
+                    again.append(each)
+                else:
+                    self._take(each, decision)
+            arriving = again
+        self._decide_all(self.judge.arrived(arrived))
+
+    def _wait(self, took: float) -> None:
+        """Wait until all rounds are decided.
+
+        Args:
+            took: seconds of the arrival. On a slow store, early looks would make it slower.
+        """
+        slow = min(took, timing.TIMING.longest_start_delay)
+        self._next_look = self.client.now() + max(timing.TIMING.first_inspection * self.pace, slow)
+        for pause in pauses(self.pace, took / 4):
+            self._look()
+            if not self._undecided():
+                return
+            pause = max(pause, self.judge.shortest_pause)
+            self.client.sleep(min(pause, max(0.0, self.deadline - self.client.now())))
+
+    def _look(self) -> None:
+        """Read the decisions, and let the judge decide if it is time."""
+        self._read_decisions()
+        undecided, now = self._undecided(), self.client.now()
+        late = now >= self.deadline
+        if not undecided or (not late and now < self._next_look):
+            return
+        self._decide_all(self.judge.judge(undecided, late=late))
+        self._next_look = self.client.now() + self.judge.period()
+        undecided = self._undecided()
+        if undecided and now >= self.warning and (text := self.judge.waits_for(undecided)):
+            self.warning = math.inf
+            self._warn(text)
+
+    def _read_decisions(self) -> None:
+        """Read the decisions, and whether the call is refused."""
+        undecided = self._undecided()
+        if not undecided:
+            return
+        keys = [each.decision_key for each in undecided]
+        texts = self.client.run(*map(Read, [*keys, self.judge.refusal_key] if self.judge.refusal_key else keys))
+        for each, text in zip(undecided, texts):
+            if text is not None:
+                self._take(each, self.judge.learn(each, text))
+        if self.judge.refusal_key and texts[-1] is not None:
+            raise self.judge.refused(texts[-1])
