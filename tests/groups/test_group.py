@@ -41,7 +41,7 @@ FOLLOWING = {
 
 def group_in(state: State) -> Group:
     group = Group("group tp", "mesh 'actor'", (0, 1))
-    group.attempt = SimpleNamespace(number=0)  # type: ignore[assignment]
+    group.round = SimpleNamespace(number=0)  # type: ignore[assignment]
     for step in LIVES[state]:
         STEPS[step](group)
     assert group.state is state
