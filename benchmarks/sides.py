@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from pgmesh import Layout, ProcessGroupMesh, torch_private
 from pgmesh.groups import building, teardown
+from pgmesh.groups.default_world import world_options, world_store
 from pgmesh.groups.group import Group
-from pgmesh.groups.world import world_options, world_store
 
 FAMILIES = (("tp",), ("cp",), ("pp",), ("dp",), ("dp", "cp"), ("cp", "tp"))
 

@@ -1,6 +1,6 @@
 """ProcessGroupMesh: a layout, this process's rank in it, and the process groups along its axes.
 
-The arithmetic is in ``Layout``. The groups are in a ``GroupCache``, which a mesh shares with its views and slices.
+The arithmetic is in ``Layout``. The groups are in a ``MeshGroups``, which a mesh shares with its views and slices.
 Verbs that a program may never use (connect, locality, report) are imported when they are first called.
 """
 
@@ -18,11 +18,11 @@ from pgmesh._util.call_sites import call_site
 from pgmesh._util.formatting import Text, format_call, format_calls, format_ranks, other_arguments
 from pgmesh._util.validation import Sizes, fill_sizes, parse_ranks, parse_sizes, whole_number
 from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, RankError, ShapeError
-from pgmesh.groups.cache import GroupCache
+from pgmesh.groups.default_world import world_rank_and_size
 from pgmesh.groups.device_meshes import parse_dimensions
-from pgmesh.groups.registry import open_caches_by_name
-from pgmesh.groups.unpickling import find_cache
-from pgmesh.groups.world import world_rank_and_size
+from pgmesh.groups.mesh_groups import MeshGroups
+from pgmesh.groups.unpickling import find_mesh_groups
+from pgmesh.groups.world import open_meshes_by_name
 from pgmesh.layout import Axis, Keep, Layout, RankMethods, taken
 from pgmesh.options import Timeout, named_timeout, to_timedelta
 from pgmesh.rendezvous.timing import heartbeat_period
@@ -71,9 +71,9 @@ class ProcessGroupMesh(RankMethods):
     ((2, 2, 2), ('pp', 'dp', 'tp'), 5, (1, 0, 1))
     """
 
-    __slots__ = ("__weakref__", "_cached", "_calls", "_group_cache", "_groups", "_part_of", "_slices", "layout")
+    __slots__ = ("__weakref__", "_cached", "_calls", "_groups", "_mesh_groups", "_part_of", "_slices", "layout")
 
-    _group_cache: GroupCache
+    _mesh_groups: MeshGroups
     _part_of: Layout  # the layout whose DeviceMesh is the root of this mesh's DeviceMeshes
     _groups: dict[tuple[Axis, ...], ProcessGroup]
     _slices: dict[Any, ProcessGroupMesh]
@@ -98,12 +98,14 @@ class ProcessGroupMesh(RankMethods):
         count_text = f"the world has {world}" if given is None else f"ranks= has {len(order)}"
         box = fill_sizes(who, box, len(order), count_text, is_world=given is None, more=more)
         layout = Layout.of(box, order)
-        self._set(layout, GroupCache(name, layout), way=(), part_of=layout)
+        self._set(layout, MeshGroups(name, layout), way=(), part_of=layout)
 
-    def _set(self, layout: Layout, cache: GroupCache, *, way: tuple[tuple[str, Layout], ...], part_of: Layout) -> None:
-        self.layout, self._group_cache, self._calls, self._part_of = layout, cache, way, part_of
+    def _set(
+        self, layout: Layout, mesh_groups: MeshGroups, *, way: tuple[tuple[str, Layout], ...], part_of: Layout
+    ) -> None:
+        self.layout, self._mesh_groups, self._calls, self._part_of = layout, mesh_groups, way, part_of
         self._groups, self._slices, self._cached = {}, {}, {}
-        cache.track(self)
+        mesh_groups.track(self)
 
     def _clear_groups(self) -> None:
         """Clear the cached groups: some of them were destroyed."""
@@ -111,7 +113,7 @@ class ProcessGroupMesh(RankMethods):
 
     def _derive(self, verb: str, layout: Layout, *, part_of: Layout | None = None) -> ProcessGroupMesh:
         mesh = object.__new__(ProcessGroupMesh)
-        mesh._set(layout, self._group_cache, way=(*self._calls, (verb, self.layout)), part_of=part_of or layout)
+        mesh._set(layout, self._mesh_groups, way=(*self._calls, (verb, self.layout)), part_of=part_of or layout)
         return mesh
 
     # -- ranks, coords and indices ------------------------------------------------------------------------------
@@ -119,7 +121,7 @@ class ProcessGroupMesh(RankMethods):
     @property
     def name(self) -> str | None:
         """The name, which identifies the mesh on every rank; None for an unnamed one."""
-        return self._group_cache.name
+        return self._mesh_groups.name
 
     @property
     def is_closed(self) -> bool:
@@ -128,7 +130,7 @@ class ProcessGroupMesh(RankMethods):
         >>> mesh.is_closed
         False
         """
-        return self._group_cache.ended is not None
+        return self._mesh_groups.ended is not None
 
     def shares_groups(self, other: ProcessGroupMesh) -> bool:
         """True if both meshes have the same groups, as views and slices of one mesh do.
@@ -136,7 +138,7 @@ class ProcessGroupMesh(RankMethods):
         >>> mesh.shares_groups(mesh.at(pp=1)), mesh.shares_groups(ProcessGroupMesh(8, name="other"))
         (True, False)
         """
-        return self._group_cache is other._group_cache
+        return self._mesh_groups is other._mesh_groups
 
     @property
     def rank(self) -> int:  # type: ignore[override]
@@ -145,7 +147,7 @@ class ProcessGroupMesh(RankMethods):
         >>> mesh.rank, mesh.rank in mesh, mesh.rank in mesh.at(pp=0)
         (5, True, False)
         """
-        return self._group_cache.rank
+        return self._mesh_groups.rank
 
     def size(self, *axes: Axis) -> int:
         try:
@@ -226,9 +228,9 @@ class ProcessGroupMesh(RankMethods):
                 pass
         self._check_member()
         if options:
-            return self._group_cache.group(self.layout, axes, _tag(options.pop("tag", None)), options)
-        with self._group_cache.lock:  # so that no release intervenes
-            return self._groups.setdefault(axes, self._group_cache.group(self.layout, axes, "", {}))
+            return self._mesh_groups.group(self.layout, axes, _tag(options.pop("tag", None)), options)
+        with self._mesh_groups.lock:  # so that no release intervenes
+            return self._groups.setdefault(axes, self._mesh_groups.group(self.layout, axes, "", {}))
 
     def group_of(self, ranks: Iterable[int], *, tag: str | None = None, **options: Any) -> ProcessGroup:
         """The process group of any ranks of the mesh. Only its members call, in any order.
@@ -246,7 +248,7 @@ class ProcessGroupMesh(RankMethods):
         >>> dist.get_process_group_ranks(mesh.group_of([5, 0, 3]))
         [0, 3, 5]
         """
-        return self._group_cache.group_of(self._members(ranks), _tag(tag), options)
+        return self._mesh_groups.group_of(self._members(ranks), _tag(tag), options)
 
     def _members(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Ranks of the mesh in mesh order, checked to include this rank."""
@@ -278,7 +280,7 @@ class ProcessGroupMesh(RankMethods):
 
         >>> mesh.configure("pp", timeout=600)
         """
-        self._group_cache.configure(self.layout, axes, _tag(tag), options)
+        self._mesh_groups.configure(self.layout, axes, _tag(tag), options)
 
     def set_timeout(self, *axes: Axis, timeout: Timeout | None = None) -> None:
         """Change the timeout of existing groups on this rank, from the next collective on.
@@ -304,7 +306,7 @@ class ProcessGroupMesh(RankMethods):
         limit = named_timeout("mesh", axes, timeout, of="axes", known=self.axes)
         if axes:
             block = self.layout.block_of(self.rank, *axes)
-            if not self._group_cache.set_timeout(limit, lambda ranks: ranks == block):
+            if not self._mesh_groups.set_timeout(limit, lambda ranks: ranks == block):
                 words = ", ".join([*map(repr, axes), f"timeout={limit.total_seconds():g}"])
                 raise OptionsError(
                     f"this rank has no group along {', '.join(map(str, axes))} yet, so there is no timeout to change."
@@ -312,7 +314,7 @@ class ProcessGroupMesh(RankMethods):
                     f"  mesh.configure({words})   # on every member, before the group is created"
                 )
         else:
-            self._group_cache.set_timeout(limit, frozenset(self.layout.ranks()).issuperset)
+            self._mesh_groups.set_timeout(limit, frozenset(self.layout.ranks()).issuperset)
 
     def adopt(self, axis: Axis, group: ProcessGroup) -> None:
         """Use a group made elsewhere as the group along an axis. The mesh never destroys it.
@@ -330,7 +332,7 @@ class ProcessGroupMesh(RankMethods):
         self._check_member()
         if hasattr(axis, "group_name"):
             raise RankError(f"adopt takes an axis and then a group.\n\n  mesh.adopt({group!r}, group)")
-        self._group_cache.adopt(self.layout, (axis,), group)
+        self._mesh_groups.adopt(self.layout, (axis,), group)
 
     def connect(self, *axes: Axis | tuple[Axis, ...], timeout: Timeout = CONNECT_TIMEOUT) -> Connected:
         """Connect and warm up groups with all their members, or raise by the deadline who is missing and why.
@@ -367,7 +369,7 @@ class ProcessGroupMesh(RankMethods):
         from pgmesh.connect.connecting import connect
 
         combinations = [each if isinstance(each, tuple) else (each,) for each in axes or self.axes]
-        return connect(self._group_cache, self.layout, combinations, seconds)
+        return connect(self._mesh_groups, self.layout, combinations, seconds)
 
     def locality(self, *axes: Axis, timeout: Timeout = CONNECT_TIMEOUT) -> Locality:
         """The locality of the groups along these axes: each inside one host, each rank on another host, or mixed.
@@ -413,7 +415,7 @@ class ProcessGroupMesh(RankMethods):
     def _map_hosts(self, timeout: Timeout) -> Placement:
         """The host of each rank of the mesh."""
         self._check_member()
-        self._group_cache.check()
+        self._mesh_groups.check()
         from pgmesh.topology.host_mapping import map_hosts
 
         return map_hosts(self.layout.ranks(), timeout=timeout)
@@ -433,7 +435,7 @@ class ProcessGroupMesh(RankMethods):
         """
         from pgmesh.connect.report import report
 
-        return report(self._group_cache)
+        return report(self._mesh_groups)
 
     def report_on(self, number: int) -> None:
         """Print the report to stderr on each signal of this number: ``mesh.report_on(signal.SIGUSR1)``.
@@ -446,8 +448,8 @@ class ProcessGroupMesh(RankMethods):
         from pgmesh.connect.report import report
         from pgmesh.connect.signals import print_on
 
-        cache = weakref.ref(self._group_cache)
-        print_on(number, lambda: report(there) if (there := cache()) else "the mesh was garbage-collected")
+        mesh_groups = weakref.ref(self._mesh_groups)
+        print_on(number, lambda: report(there) if (there := mesh_groups()) else "the mesh was garbage-collected")
 
     def held(self) -> tuple[Held, ...]:
         """The groups that this rank holds of this mesh, its views and slices.
@@ -458,7 +460,7 @@ class ProcessGroupMesh(RankMethods):
         """
         from pgmesh.connect.report import held
 
-        return held(self._group_cache)
+        return held(self._mesh_groups)
 
     def stats(self) -> Stats:
         """Counters of this mesh, its views and slices on this rank.
@@ -468,7 +470,7 @@ class ProcessGroupMesh(RankMethods):
         """
         from pgmesh.connect.report import stats
 
-        return stats(self._group_cache)
+        return stats(self._mesh_groups)
 
     def release(self, *axes: Axis, ranks: Iterable[int] | None = None) -> None:
         """Destroy this rank's groups along these axes, those with tags or other backends included.
@@ -489,11 +491,11 @@ class ProcessGroupMesh(RankMethods):
         """
         self._check_member()
         if ranks is None:
-            self._group_cache.release(self.layout.block_of(self.rank, *axes))
+            self._mesh_groups.release(self.layout.block_of(self.rank, *axes))
         elif axes:
             raise AxisError(f"release takes axes ({', '.join(map(str, axes))}) or ranks, not both.")
         else:
-            self._group_cache.release(self._members(ranks))
+            self._mesh_groups.release(self._members(ranks))
 
     def close(self) -> None:
         """Destroy every group of this mesh, its views and slices. Their ranks and coords stay available.
@@ -504,7 +506,7 @@ class ProcessGroupMesh(RankMethods):
             LifetimeError: this is a view or a slice; its groups belong to the mesh that it was taken from.
         """
         self._check_root()
-        self._group_cache.close()
+        self._mesh_groups.close()
 
     def __enter__(self) -> ProcessGroupMesh:
         self._check_root()
@@ -527,7 +529,7 @@ class ProcessGroupMesh(RankMethods):
             LifetimeError: this is a view or a slice.
         """
         self._check_root()
-        self._group_cache.abort(why, call_site())
+        self._mesh_groups.abort(why, call_site())
 
     def abort_when_lost(self, lost_after: Timeout | None = None) -> None:
         """Abort the mesh as soon as a rank is lost: it has left the world, or has sent no heartbeat for a while.
@@ -543,10 +545,11 @@ class ProcessGroupMesh(RankMethods):
             LifetimeError: this is a view or a slice, or the mesh is closed.
         """
         self._check_root()
-        self._group_cache.check()
+        self._mesh_groups.check()
         from pgmesh.elastic.watching import abort_when_lost
 
-        abort_when_lost(self._group_cache, _parse_lost_after(lost_after, self._group_cache.world_size))
+        limit = _parse_lost_after(lost_after, self._mesh_groups.world_size)
+        abort_when_lost(self._mesh_groups, limit, CONNECT_TIMEOUT.total_seconds())
 
     def shrink(
         self,
@@ -596,10 +599,15 @@ class ProcessGroupMesh(RankMethods):
             self.layout.size(axis)
         from pgmesh.elastic.records import Request
         from pgmesh.elastic.shrinking import shrink
+        from pgmesh.elastic.watching import ElasticState
 
-        cache = self._group_cache
-        request = Request(axis, tuple(places), _parse_lost_after(lost_after, cache.world_size) or cache.lost_after)
-        return _of_cache(shrink(cache, request, to_timedelta(timeout).total_seconds()))
+        mesh_groups = self._mesh_groups
+        request = Request(
+            axis,
+            tuple(places),
+            _parse_lost_after(lost_after, mesh_groups.world_size) or mesh_groups.state_of(ElasticState).lost_after,
+        )
+        return _root_mesh(shrink(mesh_groups, request, to_timedelta(timeout).total_seconds()))
 
     def stand_by(self, timeout: Timeout = CONNECT_TIMEOUT, *, lost_after: Timeout | None = None) -> ProcessGroupMesh:
         """Wait until the ranks of this mesh call ``shrink``, and return the mesh that replaces it.
@@ -625,13 +633,15 @@ class ProcessGroupMesh(RankMethods):
         self._check_root()
         from pgmesh.elastic.shrinking import stand_by
 
-        cache, seconds = self._group_cache, to_timedelta(timeout).total_seconds()
-        return _of_cache(stand_by(cache, seconds, _parse_lost_after(lost_after, cache.world_size)))
+        mesh_groups, seconds = self._mesh_groups, to_timedelta(timeout).total_seconds()
+        return _root_mesh(stand_by(mesh_groups, seconds, _parse_lost_after(lost_after, mesh_groups.world_size)))
 
     @property
     def shrunk(self) -> Shrunk | None:
         """The change that ``shrink`` made, to print; None for a mesh that the program created."""
-        change: Shrunk | None = self._group_cache.shrunk
+        from pgmesh.elastic.watching import ElasticState
+
+        change: Shrunk | None = self._mesh_groups.state_of(ElasticState).shrunk
         return change
 
     def __exit__(
@@ -739,7 +749,7 @@ class ProcessGroupMesh(RankMethods):
         """
         self._check_member()
         dimensions = parse_dimensions(self.layout, self.rank, axes, merged)
-        return self._group_cache.device_mesh(self._part_of, self.layout, dimensions)
+        return self._mesh_groups.device_mesh(self._part_of, self.layout, dimensions)
 
     def adopt_device_mesh(self, device_mesh: DeviceMesh) -> None:
         """Make ``device_mesh`` return slices of this DeviceMesh. Call ``adopt`` for its groups first.
@@ -750,14 +760,14 @@ class ProcessGroupMesh(RankMethods):
         >>> mesh.adopt_device_mesh(mesh.device_mesh())
         """
         self._check_member()
-        self._group_cache.adopt_device_mesh(self.layout, device_mesh)
+        self._mesh_groups.adopt_device_mesh(self.layout, device_mesh)
 
     # -- text and pickling --------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         layouts = [*(layout for _, layout in self._calls), self.layout]
         calls = map(_call_of, (verb for verb, _ in self._calls), layouts, layouts[1:])
-        return self._group_cache.call + "".join(calls)
+        return self._mesh_groups.call + "".join(calls)
 
     def __str__(self) -> str:
         from pgmesh.drawing import text  # only to print
@@ -771,11 +781,11 @@ class ProcessGroupMesh(RankMethods):
 
     def __reduce__(self) -> tuple[Any, ...]:
         root = (
-            self._group_cache.name,
-            self._group_cache.identity.number,
-            self._group_cache.layout,
-            self._group_cache.call,
-            self._group_cache.rank,
+            self._mesh_groups.name,
+            self._mesh_groups.identity.number,
+            self._mesh_groups.layout,
+            self._mesh_groups.call,
+            self._mesh_groups.rank,
         )
         return _unpickle, (root, self.layout, self._calls, self._part_of)
 
@@ -800,14 +810,14 @@ def abort_with(mesh: ProcessGroupMesh, internal: ProcessGroupMesh) -> None:
     Raises:
         LifetimeError: it was aborted.
     """
-    mesh._group_cache.add_dependent(internal._group_cache)
+    mesh._mesh_groups.add_dependent(internal._mesh_groups)
     check_not_aborted(mesh)
 
 
 def check_not_aborted(mesh: ProcessGroupMesh) -> None:
     """Raise LifetimeError if a mesh was aborted."""
-    if mesh._group_cache.aborted:
-        mesh._group_cache.check()
+    if mesh._mesh_groups.aborted:
+        mesh._mesh_groups.check()
 
 
 def meshes() -> dict[str, ProcessGroupMesh]:
@@ -820,13 +830,13 @@ def meshes() -> dict[str, ProcessGroupMesh]:
     >>> pgmesh.meshes()["example"].group("tp") is mesh.group("tp")
     True
     """
-    return {key: _of_cache(cache) for key, cache in open_caches_by_name().items()}
+    return {key: _root_mesh(mesh_groups) for key, mesh_groups in open_meshes_by_name().items()}
 
 
-def _of_cache(cache: GroupCache) -> ProcessGroupMesh:
-    """The root mesh of a cache."""
+def _root_mesh(mesh_groups: MeshGroups) -> ProcessGroupMesh:
+    """The root mesh of these groups."""
     mesh = object.__new__(ProcessGroupMesh)
-    mesh._set(cache.layout, cache, way=(), part_of=cache.layout)
+    mesh._set(mesh_groups.layout, mesh_groups, way=(), part_of=mesh_groups.layout)
     return mesh
 
 
@@ -851,7 +861,7 @@ def _check_name(who: str, name: object) -> None:
 
 
 def _cache_key(indices: Mapping[str, Keep]) -> tuple[object, ...] | None:
-    """The arguments of ``at`` as a cache key; None if a value is not a plain int, slice, list or tuple of ints."""
+    """The arguments of ``at`` as a key; None if a value is not a plain int, slice, list or tuple of ints."""
     key: list[object] = [...]  # a key that no axis has
     for axis, keep in indices.items():
         parts = (keep.start, keep.stop, keep.step) if type(keep) is slice else keep
@@ -870,7 +880,7 @@ _PLAIN_TYPES = frozenset({int, type(None)})
 def _call_for_torch(mesh: ProcessGroupMesh, verb: str, axes: Iterable[Axis]) -> str:
     """The call of a verb on the root mesh, called ``mesh``, that does the same as on this mesh."""
     along = f".along({', '.join(map(repr, mesh.axes))})"
-    calls = repr(mesh).removeprefix(mesh._group_cache.call).removesuffix(along)
+    calls = repr(mesh).removeprefix(mesh._mesh_groups.call).removesuffix(along)
     return f"mesh{calls}.{verb}({', '.join(map(repr, axes))})"
 
 
@@ -926,10 +936,10 @@ def _kept(keep: int | range | tuple[int, ...]) -> str:
 def _unpickle(
     root: tuple[Any, ...], layout: Layout, way: tuple[tuple[str, Layout], ...], part_of: Layout
 ) -> ProcessGroupMesh:
-    """Rebuild a mesh. It uses the open GroupCache with this identity, or a new one."""
+    """Rebuild a mesh. It uses the open MeshGroups with this identity, or a new one."""
     mesh = object.__new__(ProcessGroupMesh)
-    cache = find_cache(*root)
-    if cache.rank != root[-1]:  # on this rank, along() would give another slice
+    mesh_groups = find_mesh_groups(*root)
+    if mesh_groups.rank != root[-1]:  # on this rank, along() would give another slice
         way = tuple(("at" if verb == "along" else verb, before) for verb, before in way)
-    mesh._set(layout, cache, way=way, part_of=part_of)
+    mesh._set(layout, mesh_groups, way=way, part_of=part_of)
     return mesh

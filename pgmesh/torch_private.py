@@ -54,7 +54,7 @@ SEAM: dict[str, str] = {
     "distributed_c10d._get_default_store": "the world's store",
     "distributed_c10d._register_process_group": "functional collectives look groups up by name",
     "distributed_c10d._resolve_process_group": "operators that torch compiles take the name of a group",
-    "distributed_c10d._unregister_process_group": "the registry keeps a group alive until this call",
+    "distributed_c10d._unregister_process_group": "the world keeps a group alive until this call",
     "distributed_c10d._get_default_timeout": "the timeout of a world whose backend has none",
     "device_mesh.DeviceMesh.__eq__": "compares _thread_id: meshes with different groups must be unequal",
     "nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": "excludes parameters",

@@ -25,7 +25,7 @@ import pgmesh
 from pgmesh import GroupOptions, ProcessGroupMesh, torch_private
 from pgmesh._util.torch_versions import TRIED_ON
 from pgmesh.groups import building
-from pgmesh.groups.world import default_device, device_of
+from pgmesh.groups.default_world import default_device, device_of
 from tests.support.fake_world import fake_rank
 
 SHAPES = {
@@ -300,7 +300,7 @@ def test_threads_create_meshes_with_different_names(mesh):
         start.wait()
         for _ in range(50):
             with ProcessGroupMesh(dp=8, ranks=range(8)) as own:
-                names.append(own._group_cache.identity.group_name(""))
+                names.append(own._mesh_groups.identity.group_name(""))
                 mesh.view(2, 4).release(0)
 
     threads = [threading.Thread(target=make) for _ in range(8)]

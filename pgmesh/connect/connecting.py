@@ -17,8 +17,8 @@ from pgmesh._util.call_sites import call_site
 from pgmesh.connect.first_collective import FirstCollective
 from pgmesh.errors import LifetimeError, MissingRanksError, PgmeshError, WorldError
 from pgmesh.groups.backends import connects_in_background
-from pgmesh.groups.cache import GroupCache
 from pgmesh.groups.group import Group, State
+from pgmesh.groups.mesh_groups import MeshGroups
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.group_rounds import ConnectJudge, GroupRound
@@ -60,20 +60,33 @@ class Connected:
         return "\n".join([*lines, f"{self.operations} store operations"])
 
 
-def connect(cache: GroupCache, layout: Layout, combinations: Sequence[tuple[Axis, ...]], seconds: float) -> Connected:
+def connect(mesh: MeshGroups, layout: Layout, combinations: Sequence[tuple[Axis, ...]], seconds: float) -> Connected:
     """Connect this rank's groups along each combination of axes.
 
     Args:
         seconds: the timeout of the whole call.
     """
-    cache.check()
+    mesh.check()
     for axes in combinations:
         layout.size(*axes)  # raises for unknown axes, before anything is published
-    if cache.is_fake():
+    if mesh.is_fake():
         for axes in combinations:
-            cache.group(layout, axes, "", {})
+            mesh.group(layout, axes, "", {})
         return Connected()
-    return _Call(cache, layout, combinations, seconds).run()
+    return _Call(mesh, layout, combinations, seconds).run()
+
+
+@dataclass
+class ConnectState:
+    """What a mesh remembers of its calls of ``connect``.
+
+    Args:
+        operations: their store operations.
+        last_errors: those of the last failed call; a retry does not log them again.
+    """
+
+    operations: int = 0
+    last_errors: set[str] = field(default_factory=set)
 
 
 class _Client(CallClient):
@@ -104,12 +117,12 @@ class _Call:
     """One call of ``connect`` on one rank: its rounds, and the first collective of each connected group."""
 
     def __init__(
-        self, cache: GroupCache, layout: Layout, combinations: Sequence[tuple[Axis, ...]], seconds: float
+        self, mesh: MeshGroups, layout: Layout, combinations: Sequence[tuple[Axis, ...]], seconds: float
     ) -> None:
-        self.cache, self.layout, self.combinations, self.seconds = cache, layout, combinations, seconds
-        self.call_site = call_site()
-        self.client = _Client(cache.registry.heartbeat_thread(), seconds)
-        self.statuses = cache.registry.new_statuses()
+        self.mesh, self.layout, self.combinations, self.seconds = mesh, layout, combinations, seconds
+        self.call_site, self.state = call_site(), mesh.state_of(ConnectState)
+        self.client = _Client(mesh.world.heartbeat_thread(), seconds)
+        self.statuses = mesh.world.new_statuses()
         self.groups: dict[Group, list[GroupAxes]] = {}  # those to connect, each with its axes
         self.rounds: dict[Group, GroupRound] = {}
         self.collectives = self.client.collectives
@@ -124,7 +137,7 @@ class _Call:
                     connected = self._connect_alone({*self.groups})
             return connected
         finally:
-            self.cache.operations += self.client.operations
+            self.state.operations += self.client.operations
 
     def _connect_alone(self, alone: set[Group]) -> Connected | None:
         """Connect the groups that are not connected yet; None if another thread has just released one.
@@ -145,7 +158,7 @@ class _Call:
         self.groups = {}
         for i, axes in enumerate(self.combinations):
             try:
-                group = self.cache.find(self.cache.members(self.layout, axes), {})
+                group = self.mesh.find(self.mesh.members(self.layout, axes), {})
             except BaseException as error:
                 self._cancel(error, self.combinations[i:])
                 raise
@@ -162,7 +175,7 @@ class _Call:
         with contextlib.ExitStack() as stack:
             for group in sorted(groups, key=lambda each: each.path):
                 if not group.connecting.acquire(timeout=max(0.0, deadline - time.monotonic())):
-                    label = self.cache.label
+                    label = self.mesh.label
                     raise WorldError(f"{label}: another thread of this process still connects the same group.")
                 stack.callback(group.connecting.release)
             yield
@@ -176,7 +189,7 @@ class _Call:
         answers = self.client.run(*reads) if reads else []
         broken = [group for group, answer in zip(connected, answers) if answer is not None]
         for group in broken:
-            self.cache.discard(group, "was cancelled by another member; ask its mesh for it anew.")
+            self.mesh.discard(group, "was cancelled by another member; ask its mesh for it anew.")
         return bool(broken)
 
     def _new_round(self, group: Group) -> GroupRound:
@@ -184,7 +197,7 @@ class _Call:
         assert group.fingerprint is not None
         store = group.gloo if len(group.ranks) <= timing.LIMITS.shared_addresses else None
         new = GroupRound(
-            self.cache.identity.store_key(self.cache.registry, group.path, self.client.timeout()),
+            self.mesh.identity.store_key(self.mesh.world, group.path, self.client.timeout()),
             group.ranks,
             group.fingerprint,
             group.group_label,
@@ -202,13 +215,13 @@ class _Call:
         """The rounds of this call, before they run."""
         pace = self.client.thread.pace
         judge = ConnectJudge(
-            self.cache.rank,
+            self.mesh.rank,
             self.client,
             self.call_site,
             process_label(),
             self.seconds,
             self.statuses,
-            self.cache.identity.refusal_key,
+            self.mesh.identity.refusal_key,
             pace=pace,
             warn=self._warn,
             ready=ready,
@@ -217,7 +230,7 @@ class _Call:
 
     def _warn(self, text: str) -> None:
         """Log a text, unless it repeats an error that this rank has raised."""
-        if not any(text.endswith(error) for error in self.cache.last_errors):
+        if not any(text.endswith(error) for error in self.state.last_errors):
             log.warning("%s", text)
 
     def _cancel(self, error: BaseException, absent: Sequence[tuple[Axis, ...]]) -> None:
@@ -225,7 +238,10 @@ class _Call:
         self.client.interrupted = not isinstance(error, Exception)
         # The caller raises the first error. Where another thread connects one of the groups, nothing is published.
         with contextlib.suppress(PgmeshError), self._connecting_alone(self.groups, time.monotonic()):
-            groups = [*self.groups, *(self.cache.find_unmade(self.cache.members(self.layout, axes)) for axes in absent)]
+            groups = [
+                *self.groups,
+                *(self.mesh.find_unmade(self.mesh.members(self.layout, axes)) for axes in absent),
+            ]
             unconnected = [each for each in groups if each.fingerprint and each.state is not State.CONNECTED]
             self._decide([*map(self._new_round, unconnected)], ready=lambda made: None).cancel(error)
 
@@ -249,7 +265,7 @@ class _Call:
     def _raise_errors(self) -> None:
         errors = [failure for each in self.rounds.values() if each.decision and (failure := each.decision.error())]
         errors += [each.error for each in self.collectives if each.error]
-        self.cache.last_errors = set(map(str, errors))
+        self.state.last_errors = set(map(str, errors))
         if errors:
             ranks_missing = any(isinstance(error, MissingRanksError) for error in errors)
             hint = self.client.thread.store_hint() if ranks_missing else ""
@@ -301,7 +317,7 @@ class _Call:
     def _inspect(self, running: Sequence[FirstCollective]) -> None:
         """Read whether another member failed, and the statuses of the members."""
         members = {rank for each in running for rank in each.group.ranks[: timing.LIMITS.statuses + 1]}
-        self.statuses.read(self.client.run, members - {self.cache.rank})
+        self.statuses.read(self.client.run, members - {self.mesh.rank})
         following = {rank for each in running for rank in each.following(timing.LIMITS.asking)}
         self.statuses.find_ended(self.client.run, following, all_of_them=True)
         broken = dict(zip(running, self.client.run(*(Read(each.broken_key) for each in running))))
@@ -321,20 +337,20 @@ class _Call:
                 self.collectives.append(self._collective(group, each))
         for collective in self.collectives:
             if not collective.done:
-                why = f"rank {self.cache.rank} stopped connecting at {self.call_site}: {error_text(error)}"
+                why = f"rank {self.mesh.rank} stopped connecting at {self.call_site}: {error_text(error)}"
                 collective.fail(f"was cancelled because {why}")
         self._publish_failures()
 
     def _clean_up(self) -> None:
-        """Record the connected groups in the cache, and discard groups that cannot be used."""
+        """Record the connected groups, and discard groups that cannot be used."""
         done = {each.group for each in self.collectives if each.done and not each.error}
         for collective in self.collectives:
             if collective.group not in done:
-                self.cache.discard(collective.group, "could not be connected; ask its mesh for it anew.")
+                self.mesh.discard(collective.group, "could not be connected; ask its mesh for it anew.")
                 collective.keep_until_done()
         for group in self.groups:
-            with self.cache.lock:
+            with self.mesh.lock:
                 group.end_connect(connected=group in done)
-            if group.state is State.ENDED and not self.cache.aborted:  # another thread released it meanwhile
+            if group.state is State.ENDED and not self.mesh.aborted:  # another thread released it meanwhile
                 for each in group.take_round():
-                    self.cache.registry.clean_store(each.leave)
+                    self.mesh.world.clean_store(each.leave)

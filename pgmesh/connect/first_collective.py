@@ -12,8 +12,8 @@ import torch.distributed as dist
 from pgmesh._util.formatting import name_ranks
 from pgmesh.errors import MismatchError, MissingRanksError, PgmeshError
 from pgmesh.groups import teardown
+from pgmesh.groups.default_world import device_of
 from pgmesh.groups.group import Group
-from pgmesh.groups.world import device_of
 from pgmesh.rendezvous.operations import CompareSet, Operation
 from pgmesh.rendezvous.records import Decision
 from pgmesh.rendezvous.statuses import Statuses

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 from pgmesh import torch_private
 from pgmesh._util.formatting import count_of, format_ranks, name_ranks
 from pgmesh._util.listeners import ANSWER_SECONDS
+from pgmesh.connect.connecting import ConnectState
 from pgmesh.errors import WorldError
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.statuses import RankStatus, RunningCollective, Statuses
 
 if TYPE_CHECKING:
-    from pgmesh.groups.cache import GroupCache
+    from pgmesh.groups.mesh_groups import MeshGroups
 
 
 @dataclass(frozen=True)
@@ -103,10 +104,10 @@ class Stats:
     waiting: float
 
 
-def held(cache: GroupCache) -> tuple[Held, ...]:
+def held(mesh: MeshGroups) -> tuple[Held, ...]:
     """The groups of this rank."""
     found = []
-    for group in cache.made():
+    for group in mesh.made():
         used = any(store.used for store in group.stores.values()) if group.stores else None
         options = repr(
             group.options if group.new_timeout is None else group.options.but({"timeout": group.new_timeout})
@@ -115,7 +116,7 @@ def held(cache: GroupCache) -> tuple[Held, ...]:
     return tuple(found)
 
 
-def report(cache: GroupCache) -> Report:
+def report(mesh: MeshGroups) -> Report:
     """The groups of this rank, its running collectives, and the last status of the others.
 
     Each answer of the store has a second.
@@ -123,28 +124,28 @@ def report(cache: GroupCache) -> Report:
     statuses = Statuses(math.inf, time.monotonic)
     running: tuple[RunningCollective, ...] = ()
     trouble = ""
-    if cache.ended is not None:
-        trouble = f"not available: the mesh {cache.ended}"
-    elif not cache.is_fake():
-        trouble = _read_statuses(cache, statuses)
-        running = cache.registry.watch.flight_recorder.running() if cache.registry.watch else ()
-    lines = tuple(_describe_running(cache, each, statuses) for each in running)
+    if mesh.ended is not None:
+        trouble = f"not available: the mesh {mesh.ended}"
+    elif not mesh.is_fake():
+        trouble = _read_statuses(mesh, statuses)
+        running = mesh.world.watch.flight_recorder.running() if mesh.world.watch else ()
+    lines = tuple(_describe_running(mesh, each, statuses) for each in running)
     deadline = time.monotonic() + ANSWER_SECONDS
     others = {
-        rank: text if (status := statuses.get(rank)) is None else _describe_status(cache, status, deadline)
-        for rank in cache.layout.ranks()
+        rank: text if (status := statuses.get(rank)) is None else _describe_status(mesh, status, deadline)
+        for rank in mesh.layout.ranks()
         if (text := statuses.text(rank)) is not None
     }
-    return Report(cache.call, cache.rank, held(cache), others, trouble, lines)
+    return Report(mesh.call, mesh.rank, held(mesh), others, trouble, lines)
 
 
-def _describe_status(cache: GroupCache, status: RankStatus, deadline: float) -> str:
+def _describe_status(mesh: MeshGroups, status: RankStatus, deadline: float) -> str:
     """The status of a rank; also the time of its last heartbeat, if the rank has ended or that is long ago.
 
     Args:
         deadline: no listener is asked after that time.
     """
-    thread, age = cache.registry.store_thread(), time.time() - status.sent
+    thread, age = mesh.world.store_thread(), time.time() - status.sent
     ended = age >= thread.period and not status.exited and time.monotonic() < deadline and thread.has_ended(status, age)
     if not (ended or status.exited or age >= thread.lost_after):
         return str(status)
@@ -153,28 +154,28 @@ def _describe_status(cache: GroupCache, status: RankStatus, deadline: float) -> 
     return f"{end}its last heartbeat was at {at} by its clock, {age:.0f} s ago by this one; its last status: {status}"
 
 
-def _read_statuses(cache: GroupCache, statuses: Statuses) -> str:
+def _read_statuses(mesh: MeshGroups, statuses: Statuses) -> str:
     """Read the statuses of the other ranks; return the reason for missing ones."""
-    ranks = [rank for rank in cache.layout.ranks() if rank != cache.rank]
+    ranks = [rank for rank in mesh.layout.ranks() if rank != mesh.rank]
     deadline = time.monotonic() + timing.TIMING.report_answer
     for start in range(0, len(ranks), timing.LIMITS.statuses):
         some, left = ranks[start : start + timing.LIMITS.statuses], deadline - time.monotonic()
         if start and left < 0.2:
             return f"and {len(ranks) - start} more ranks, too many to read in a second"
         try:
-            statuses.read(functools.partial(cache.registry.heartbeat_thread().run, seconds=left), some)
+            statuses.read(functools.partial(mesh.world.heartbeat_thread().run, seconds=left), some)
         except WorldError as error:
             return str(error)
     return ""
 
 
-def _describe_running(cache: GroupCache, mine: RunningCollective, statuses: Statuses) -> str:
+def _describe_running(mesh: MeshGroups, mine: RunningCollective, statuses: Statuses) -> str:
     """A collective that this rank is in, with the members that have entered it according to their last status."""
-    members = next((group.ranks for group in cache.made() if group.name == mine.name), ())
-    entered = [cache.rank] * (cache.rank in members)
+    members = next((group.ranks for group in mesh.made() if group.name == mine.name), ())
+    entered = [mesh.rank] * (mesh.rank in members)
     entered += [
         rank
-        for rank in cache.layout.ranks()
+        for rank in mesh.layout.ranks()
         if (status := statuses.get(rank))
         and any(each.name == mine.name and each.number >= mine.number for each in status.running)
     ]
@@ -184,14 +185,14 @@ def _describe_running(cache: GroupCache, mine: RunningCollective, statuses: Stat
     return f"this rank is {mine}{also}{missing}"
 
 
-def stats(cache: GroupCache) -> Stats:
+def stats(mesh: MeshGroups) -> Stats:
     """Counts of the mesh on this rank."""
-    groups = cache.made()
+    groups = mesh.made()
     stores = [store for group in groups for store in group.stores.values()]
     return Stats(
         len(groups),
         max(0, len(torch_private.all_groups()) - 1),  # without the world's
-        sum(store.operations for store in stores) + cache.operations,
-        cache.creation_seconds,
+        sum(store.operations for store in stores) + mesh.state_of(ConnectState).operations,
+        mesh.creation_seconds,
         sum(store.waited for store in stores),
     )

@@ -12,10 +12,10 @@ from pgmesh._util.formatting import name_ranks
 from pgmesh.elastic.judging import MeshRound, ShrinkJudge, StandByJudge, SurvivorJudge, standing_by
 from pgmesh.elastic.records import Outcome, Request
 from pgmesh.elastic.successor import successor
-from pgmesh.elastic.watching import abort_when_lost
+from pgmesh.elastic.watching import ElasticState, abort_when_lost
 from pgmesh.errors import LifetimeError, MembershipError, MissingRanksError
-from pgmesh.groups.cache import GroupCache
-from pgmesh.groups.registry import publish_abort
+from pgmesh.groups.aborts import publish_abort
+from pgmesh.groups.mesh_groups import MeshGroups
 from pgmesh.layout import Layout
 from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.operations import Read
@@ -69,7 +69,7 @@ class Shrunk:
         return "\n".join(lines)
 
 
-def shrink(cache: GroupCache, request: Request, seconds: float) -> GroupCache:
+def shrink(mesh: MeshGroups, request: Request, seconds: float) -> MeshGroups:
     """Abort a mesh, agree with its other ranks on those that are lost, and return the mesh that replaces it.
 
     Raises:
@@ -79,15 +79,15 @@ def shrink(cache: GroupCache, request: Request, seconds: float) -> GroupCache:
         MismatchError: ranks passed different arguments.
         WorldError: the store has failed.
     """
-    client = _client(cache, seconds)  # first: the abort counts towards the timeout
+    client = _client(mesh, seconds)  # first: the abort counts towards the timeout
     error = sys.exc_info()[1]  # which the caller handles
     after = "" if error is None else f" after {error_text(error).splitlines()[0].rstrip(':')}"
-    if cache.rank in cache.layout:  # a spare may call before anything went wrong
-        cache.abort(f"it called {request}{after}", call_site())
-    return ShrinkCall(cache, request, client, seconds, request.lost_after).run()
+    if mesh.rank in mesh.layout:  # a spare may call before anything went wrong
+        mesh.abort(f"it called {request}{after}", call_site())
+    return ShrinkCall(mesh, request, client, seconds, request.lost_after).run()
 
 
-def stand_by(cache: GroupCache, seconds: float, lost_after: float | None) -> GroupCache:
+def stand_by(mesh: MeshGroups, seconds: float, lost_after: float | None) -> MeshGroups:
     """Wait until the ranks of a mesh shrink it, and return the mesh that replaces it.
 
     Args:
@@ -99,19 +99,20 @@ def stand_by(cache: GroupCache, seconds: float, lost_after: float | None) -> Gro
         MissingRanksError: no rank called ``shrink`` in time, or none is left that could.
         WorldError: the store has failed.
     """
-    client = _client(cache, seconds)
-    client.thread.set_status(standing_by(cache.label))
+    lost_after = mesh.state_of(ElasticState).lost_after if lost_after is None else lost_after
+    client = _client(mesh, seconds)
+    client.thread.set_status(standing_by(mesh.label))
     try:
-        return ShrinkCall(cache, None, client, seconds, cache.lost_after if lost_after is None else lost_after).run()
+        return ShrinkCall(mesh, None, client, seconds, lost_after).run()
     finally:
         client.thread.set_status("")
 
 
-def _client(cache: GroupCache, seconds: float) -> CallClient:
+def _client(mesh: MeshGroups, seconds: float) -> CallClient:
     """The store and the clock of one call."""
-    if cache.ended is not None and not cache.aborted:
-        raise LifetimeError(f"{cache.label} {cache.ended} It cannot be replaced.")
-    return CallClient(cache.registry.heartbeat_thread(), seconds)
+    if mesh.ended is not None and not mesh.aborted:
+        raise LifetimeError(f"{mesh.label} {mesh.ended} It cannot be replaced.")
+    return CallClient(mesh.world.heartbeat_thread(), seconds)
 
 
 @dataclass
@@ -131,7 +132,7 @@ class ShrinkCall:
         judges: make the judge of a call of ``shrink``, and of ``stand_by``.
     """
 
-    cache: GroupCache
+    mesh: MeshGroups
     request: Request | None
     client: CallClient
     seconds: float
@@ -140,42 +141,45 @@ class ShrinkCall:
     warn: Callable[[str], None] = field(default=lambda text: log.warning("%s", text))
     judges: tuple[Callable[..., SurvivorJudge], Callable[..., SurvivorJudge]] = (ShrinkJudge, StandByJudge)
 
-    def run(self) -> GroupCache:
+    def run(self) -> MeshGroups:
         """Agree on the mesh that replaces this one, and create it."""
-        cache, client = self.cache, self.client
-        cache.identity.register(cache.registry, client.run, rejoin=True)
-        _check_not_replaced(cache, client)
+        mesh, client = self.mesh, self.client
+        mesh.identity.register(mesh.world, client.run, rejoin=True)
+        _check_not_replaced(mesh, client)
         if self.is_new():
             self.request = None
-        layout, identity = cache.layout, cache.identity
+        layout, identity = mesh.layout, mesh.identity
         missed = True
         while missed:
             before = layout
             outcome, missed = self._agree(identity.key, before)
             layout = self.successor(before, outcome)
             identity = identity.successor(layout)
-            if missed and cache.rank in layout:  # with a process of this rank that has ended
-                _check_not_replaced(cache, client)
-                text = f"{cache.label} was aborted by rank {cache.rank}, which is a new process and stands by"
+            if missed and mesh.rank in layout:  # with a process of this rank that has ended
+                _check_not_replaced(mesh, client)
+                text = f"{mesh.label} was aborted by rank {mesh.rank}, which is a new process and stands by"
                 publish_abort(client.run, identity.refusal_key, text)
-        cache.forget_store()
+        mesh.forget_store()
         if self.was_taken_for_lost(outcome):
-            raise MembershipError(_taken_for_lost(cache, outcome))
-        cache.end_aborted(f"{cache.label} was replaced by shrink.")  # on a rank that stood by
-        after = cache.replacement(layout, identity)
+            raise MembershipError(_taken_for_lost(mesh, outcome))
+        mesh.end_aborted(f"{mesh.label} was replaced by shrink.")  # on a rank that stood by
+        after = mesh.replacement(layout, identity)
         after.configure_all(outcome.options)
         ranks, stood_by = (before.ranks(), layout.ranks()), self.request is None
-        after.shrunk = Shrunk(cache.label, *ranks, outcome.lost, outcome.replaced, client.now(), stood_by)
-        if cache.aborts_when_lost:
-            abort_when_lost(after, cache.lost_after)
+        after.state_of(ElasticState).shrunk = Shrunk(
+            mesh.label, *ranks, outcome.lost, outcome.replaced, client.now(), stood_by
+        )
+        state = mesh.state_of(ElasticState)
+        if state.aborts_when_lost:
+            abort_when_lost(after, state.lost_after, client.timeout())
         return after
 
     def is_new(self) -> bool:
         """True for a new process in the place of a lost one, which stands by."""
-        return self.cache.identity.rejoined
+        return self.mesh.identity.rejoined
 
     def was_taken_for_lost(self, outcome: Outcome) -> bool:
-        return self.request is not None and self.cache.rank in outcome.lost
+        return self.request is not None and self.mesh.rank in outcome.lost
 
     def successor(self, layout: Layout, outcome: Outcome) -> Layout:
         """The layout after a decision."""
@@ -187,7 +191,7 @@ class ShrinkCall:
         Returns:
             The decision, and whether this process stands by and has missed it.
         """
-        cache = self.cache
+        mesh = self.mesh
 
         def problem_of(outcome: Outcome) -> str:
             try:
@@ -197,13 +201,13 @@ class ShrinkCall:
             return ""
 
         common = {
-            "label": cache.label,
+            "label": mesh.label,
             "members": layout.ranks(),
-            "rank": cache.rank,
+            "rank": mesh.rank,
             "process": self.process,
             "client": self.client,
             "deadline": self.seconds,
-            "statuses": cache.registry.statuses,
+            "statuses": mesh.world.statuses,
             "lost_after": self.lost_after,
             "warn": self.warn,
         }
@@ -211,33 +215,34 @@ class ShrinkCall:
         if self.request is None:
             judge = stands_by(**common)
         else:
-            judge = shrinks(**common, request=self.request, check=problem_of, options=cache.configured_options())
-        each = MeshRound(f"{key}/shrink", number=cache.shrink_attempts.get(key, 0))
+            judge = shrinks(**common, request=self.request, check=problem_of, options=mesh.configured_options())
+        attempts = mesh.state_of(ElasticState).attempts
+        each = MeshRound(f"{key}/shrink", number=attempts.get(key, 0))
         try:
             Rounds(self.client, [each], judge, self.seconds, warn=self.warn).run()
         finally:
-            cache.shrink_attempts[key] = each.number  # a retry begins there
+            attempts[key] = each.number  # a retry begins there
         outcome = each.decision
         assert outcome is not None
-        cache.shrink_attempts[key] += bool(outcome.failed)
+        attempts[key] += bool(outcome.failed)
         outcome.check()
         return outcome, judge.missed(outcome)
 
 
-def _check_not_replaced(cache: GroupCache, client: CallClient) -> None:
+def _check_not_replaced(mesh: MeshGroups, client: CallClient) -> None:
     """Raise MembershipError if a new process has this rank: the mesh may have that one."""
-    (newest,) = client.run(Read(process_key(cache.rank)))
+    (newest,) = client.run(Read(process_key(mesh.rank)))
     if newest is not None and newest.decode() != process_label():
         name = newest.decode().rpartition("/")[0]
         raise MembershipError(
-            f"{cache.label}: {name} has taken the place of this process as rank {cache.rank}, so this one cannot come "
+            f"{mesh.label}: {name} has taken the place of this process as rank {mesh.rank}, so this one cannot come "
             "back. End it."
         )
 
 
-def _taken_for_lost(cache: GroupCache, outcome: Outcome) -> str:
+def _taken_for_lost(mesh: MeshGroups, outcome: Outcome) -> str:
     return (
-        f"{cache.label}: the other ranks went on without rank {cache.rank}: {outcome.lost[cache.rank]}. It can come "
+        f"{mesh.label}: the other ranks went on without rank {mesh.rank}: {outcome.lost[mesh.rank]}. It can come "
         "back as a spare:\n\n"
         "  mesh = mesh.stand_by()   # until a later shrink(..., spares=[...]) names this rank"
     )

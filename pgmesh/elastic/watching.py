@@ -8,40 +8,60 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
-from pgmesh.groups.cache import GroupCache
+from pgmesh.groups.mesh_groups import MeshGroups
 from pgmesh.groups.teardown import in_background
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Operation, Read
 from pgmesh.rendezvous.statuses import status_key
 
 
-def abort_when_lost(cache: GroupCache, lost_after: float | None) -> None:
+@dataclass
+class ElasticState:
+    """What a mesh remembers of its verbs for lost ranks.
+
+    Args:
+        shrunk: the change, if ``shrink`` created this mesh.
+        attempts: by prefix of a mesh's store keys, the number of the attempt at which a retry of ``shrink`` begins.
+        aborts_when_lost: ``abort_when_lost`` was called.
+        lost_after: seconds of silence after which a lost rank aborts the mesh; None for the default.
+    """
+
+    shrunk: Any = None
+    attempts: dict[str, int] = field(default_factory=dict)
+    aborts_when_lost: bool = False
+    lost_after: float | None = None
+
+
+def abort_when_lost(mesh: MeshGroups, lost_after: float | None, seconds: float) -> None:
     """Abort a mesh as soon as the next rank of the mesh is lost. Each rank watches one other rank.
 
     It returns once this rank's first heartbeat is in the store, so that the rank can be missed from then on.
 
     Args:
         lost_after: seconds without a heartbeat after which it is lost; None for the default.
+        seconds: timeout for the store's answer.
     """
-    registry, ranks = cache.registry, cache.layout.ranks()
-    thread = registry.heartbeat_thread()
-    statuses = registry.statuses
+    world, ranks = mesh.world, mesh.layout.ranks()
+    thread = world.heartbeat_thread()
+    statuses = world.statuses
+    state = mesh.state_of(ElasticState)
     if lost_after is not None:
-        cache.lost_after = lost_after
-    thread.run(Read(status_key(cache.rank)), seconds=timing.TIMING.late_answer)
-    looks_already, cache.aborts_when_lost = cache.aborts_when_lost, True
-    if looks_already or cache.rank not in ranks or len(ranks) == 1:
+        state.lost_after = lost_after
+    thread.run(Read(status_key(mesh.rank)), seconds=seconds)
+    looks_already, state.aborts_when_lost = state.aborts_when_lost, True
+    if looks_already or mesh.rank not in ranks or len(ranks) == 1:
         return
-    place = ranks.index(cache.rank)
+    place = ranks.index(mesh.rank)
     next_rank, *others = [*ranks[place + 1 :], *ranks[:place]][: timing.LIMITS.statuses]
-    reference = weakref.ref(cache)
+    reference = weakref.ref(mesh)
 
     def next_rank_lives(perform: Callable[[Operation], Any]) -> bool:
         """Look at the next rank; abort the mesh if it is lost. False ends these looks."""
-        cache = reference()
-        if cache is None or cache.ended is not None:
+        mesh = reference()
+        if mesh is None or mesh.ended is not None:
             return False
 
         def run(*reads: Operation) -> list[Any]:
@@ -55,9 +75,9 @@ def abort_when_lost(cache: GroupCache, lost_after: float | None) -> None:
         watched = [rank for rank in (next_rank, *others) if statuses.get(rank)][:1]
         if is_silent:
             statuses.find_ended(run, watched)
-        lost = statuses.lost(watched, cache.lost_after)
+        lost = statuses.lost(watched, state.lost_after)
         if lost:  # in another thread: this one sends the heartbeats
-            in_background(cache.abort, *lost.values())
+            in_background(mesh.abort, *lost.values())
         return not lost
 
-    registry.at_heartbeat.append(next_rank_lives)
+    world.at_heartbeat.append(next_rank_lives)

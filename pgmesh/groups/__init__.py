@@ -1,1 +1,1 @@
-"""Creation, names, cache and destruction of process groups."""
+"""Creation, names, states and destruction of process groups."""

@@ -18,10 +18,10 @@ from pgmesh import torch_private
 from pgmesh._util.call_sites import call_site
 from pgmesh.errors import OptionsError
 from pgmesh.groups.backends import CONSTRUCTORS, backends_of
+from pgmesh.groups.default_world import world_rank_and_size
 from pgmesh.groups.group import Group
 from pgmesh.groups.identity import MeshIdentity
-from pgmesh.groups.registry import Registry
-from pgmesh.groups.world import world_rank_and_size
+from pgmesh.groups.world import World
 from pgmesh.options import GroupOptions
 from pgmesh.rendezvous.polling_store import ASKED_FOR, PollingStore
 from pgmesh.rendezvous.records import Fingerprint
@@ -95,7 +95,7 @@ def set_options(group: Group, rank: int, options: GroupOptions, differing: Mappi
         group.fingerprint = Fingerprint(rank, options.given, subject, hint)
 
 
-def make_by_members(group: Group, identity: MeshIdentity, registry: Registry, description: str) -> None:
+def make_by_members(group: Group, identity: MeshIdentity, world: World, description: str) -> None:
     """Make a group without the other ranks of the world.
 
     Args:
@@ -107,13 +107,13 @@ def make_by_members(group: Group, identity: MeshIdentity, registry: Registry, de
     path = group.path if group.broken is None else f"{group.path}.{group.broken}"
     stores: dict[str, Any] = {}
     if group.fingerprint is not None:
-        stores = {each: _polling_store(each, group, path, identity, registry) for each in backends.names}
+        stores = {each: _polling_store(each, group, path, identity, world) for each in backends.names}
     name, inner = identity.group_name(path), stores or dict.fromkeys(backends.names, dist.HashStore())
-    process_group = build(name, group.ranks, identity.rank, group.options, registry.store, inner, description)
+    process_group = build(name, group.ranks, identity.rank, group.options, world.store, inner, description)
     group.make(process_group, call_site(), stores)
 
 
-def _polling_store(backend: str, group: Group, path: str, identity: MeshIdentity, registry: Registry) -> PollingStore:
+def _polling_store(backend: str, group: Group, path: str, identity: MeshIdentity, world: World) -> PollingStore:
     """The store that one backend of a group reads through.
 
     Args:
@@ -121,16 +121,16 @@ def _polling_store(backend: str, group: Group, path: str, identity: MeshIdentity
     """
     assert group.fingerprint is not None
     timeout = group.options.timeout or timedelta()
-    key = functools.partial(identity.store_key, registry, seconds=timeout.total_seconds())
+    key = functools.partial(identity.store_key, world, seconds=timeout.total_seconds())
     mismatch = f"{group.path}/mismatch"
     return PollingStore(
-        registry.store_thread,
+        world.store_thread,
         lambda: f"{key(path)}/use",
         group.fingerprint,
         group.ranks,
         timeout,
         writes_address=backend == "gloo",
-        compares=group.options != registry.options,
+        compares=group.options != world.options,
         refusal_keys=lambda: (key(mismatch), identity.refusal_key),
     )
 

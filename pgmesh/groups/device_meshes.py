@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pgmesh import torch_private
 from pgmesh.errors import AxisError
-from pgmesh.groups.world import default_device
+from pgmesh.groups.default_world import default_device
 from pgmesh.layout import Axis, Layout
 
 Dimensions = Mapping[str, tuple[Axis, ...]]

@@ -37,7 +37,7 @@ from pgmesh import torch_private
 from pgmesh.errors import MismatchError
 from pgmesh.groups.naming import describe_ranks, encode_rank_set
 from pgmesh.groups.numbers import MeshNumbers
-from pgmesh.groups.registry import Registry
+from pgmesh.groups.world import World
 from pgmesh.rendezvous.comparing import check_mesh, register_mesh
 from pgmesh.rendezvous.operations import CompareSet
 from pgmesh.rendezvous.records import Decision, Fingerprint
@@ -118,7 +118,7 @@ class MeshIdentity:
 
     # -- the store ----------------------------------------------------------------------------------------------
 
-    def register(self, registry: Registry, run: Callable[..., list[Any]], *, rejoin: bool = False) -> None:
+    def register(self, world: World, run: Callable[..., list[Any]], *, rejoin: bool = False) -> None:
         """Find the shared number, publish the fingerprint, and compare it with the first one; once per rank.
 
         Args:
@@ -132,7 +132,7 @@ class MeshIdentity:
         """
         if self.registered:
             return
-        thread, numbers = registry.store_thread(), registry.numbers
+        thread, numbers = world.store_thread(), world.numbers
         numbers.read_predecessor(run, replaces_process=lambda: thread.replaces_process)
         self.rejoined = self.rejoined or (rejoin and numbers.rejoin(self.prefix))
         others = [rank for rank in self.layout.ranks_in_order() if rank != self.rank]
@@ -157,14 +157,14 @@ class MeshIdentity:
         """Store key under which a rank publishes why the mesh cannot be used: a mismatch, or that it was aborted."""
         return f"{self.key}/mismatch"
 
-    def store_key(self, registry: Registry, path: str, seconds: float) -> str:
+    def store_key(self, world: World, path: str, seconds: float) -> str:
         """Prefix of the store keys of a group. The first call registers the mesh in the store.
 
         Raises:
             MismatchError: another rank has a different mesh of this name.
         """
         if not self.registered:
-            self.register(registry, functools.partial(registry.store_thread().run, seconds=seconds))
+            self.register(world, functools.partial(world.store_thread().run, seconds=seconds))
         return f"{self.key}/{path}"
 
     def store_keys(self) -> list[str]:

@@ -1,72 +1,233 @@
-"""The world of torch.distributed: rank, size, options, store and device."""
+"""This process in each of its worlds, with the index of its meshes.
+
+It does not import ``MeshGroups``: meshes add themselves. ``ending.py`` ends them with the world, the process or a fork.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from pgmesh import torch_private
-from pgmesh.errors import WorldError
-from pgmesh.groups.backends import backends_of, default_backends
+from pgmesh.errors import LifetimeError, NameTakenError, WorldError
+from pgmesh.groups.aborts import Aborts
+from pgmesh.groups.default_world import store_address, world_options, world_rank_and_size, world_store
+from pgmesh.groups.numbers import MeshNumbers
+from pgmesh.groups.watch import Watch
 from pgmesh.options import GroupOptions
-from pgmesh.rendezvous.store_thread import underlying
+from pgmesh.rendezvous.operations import Delete, Operation
+from pgmesh.rendezvous.statuses import RunningCollective, Statuses
+from pgmesh.rendezvous.store_thread import StoreThread
 
 
-def world_rank_and_size() -> tuple[int, int]:
-    """This process's rank and the size of the world.
+class World:
+    """This process in one world: the store thread, the statuses of other ranks, its meshes and their numbers.
+
+    Args:
+        store: the world's store.
+        address: its host and port, for messages.
+        rank: this process's rank.
+        size: the number of ranks.
+        options: the options of a group for which nothing else is configured.
+    """
+
+    def __init__(self, store: Any, address: str, rank: int, size: int, options: GroupOptions) -> None:
+        self.store, self.address, self.rank, self.size, self.options = store, address, rank, size, options
+        self.meshes: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # in order of creation
+        self.with_groups: set[Any] = set()  # meshes that hold groups; kept alive
+        self.forked = False  # this process is a forked child, and its parent is in the world
+        self.watch: Watch | None = None  # started with the thread
+        self._aborts = Aborts()
+        self.at_heartbeat: list[Callable[[Callable[[Operation], Any]], bool]] = []  # until they return False
+        self._thread: StoreThread | None = None  # started by the first store operation
+        self.numbers = MeshNumbers(rank)
+
+    def store_thread(self) -> StoreThread:
+        """The store thread of this process. The first call starts it."""
+        with registering:
+            if self.forked:
+                raise LifetimeError(
+                    "this process was forked from a rank and shares its sockets, so it cannot use the store."
+                )
+            if self._thread is None:
+                thread = self._thread = StoreThread(self.store, self.address, self.rank, self.size)
+                self.watch = Watch(self.statuses)
+                thread.on_heartbeat = self._on_heartbeat
+            return self._thread
+
+    def new_statuses(self) -> Statuses:
+        """For one call, which gives ranks that were cut off before it the time to send a heartbeat."""
+        thread = self.store_thread()
+        return Statuses(thread.lost_after, thread.answered_seconds, thread.has_ended)
+
+    @functools.cached_property
+    def statuses(self) -> Statuses:
+        """For the watch and for ``shrink``: a silence is measured from its beginning, whoever reads."""
+        return self.new_statuses()
+
+    def _on_heartbeat(self, perform: Callable[[Operation], Any]) -> tuple[RunningCollective, ...]:
+        """Look for aborted meshes, for lost ranks, and for collectives of this process that do not end."""
+        self._aborts.look(perform, [mesh for mesh in self.open_meshes() if mesh.identity.registered])
+        for look in tuple(self.at_heartbeat):
+            if not look(perform):
+                self.at_heartbeat.remove(look)
+        return self.watch.find_running(perform) if self.watch is not None else ()
+
+    def heartbeat_thread(self) -> StoreThread:
+        """The store thread of this process, with its heartbeat started."""
+        thread = self.store_thread()
+        thread.start_heartbeat()
+        return thread
+
+    def clean_store(self, clean: Callable[[Callable[..., list[Any]]], object]) -> None:
+        """Let a function delete store keys. A failed or stalled store is ignored."""
+        with contextlib.suppress(WorldError, LifetimeError):
+            thread = self.store_thread()
+            if not thread.stalled:
+                clean(lambda *operations: thread.run(*operations, seconds=1.0))
+
+    def delete_keys(self, keys: Sequence[str]) -> None:
+        """Delete store keys. A failed or stalled store is ignored."""
+        if keys:
+            self.clean_store(lambda run: run(Delete(tuple(keys))))
+
+    # -- meshes -------------------------------------------------------------------------------------------------
+
+    def add(self, mesh: Any) -> None:
+        """Add a new mesh. Its mesh gets its local number.
+
+        Raises:
+            LifetimeError: this process is a forked child.
+            NameTakenError: an open mesh has the same name.
+        """
+        if self.forked:
+            raise LifetimeError(
+                f"{mesh.call}: this process was forked from rank {mesh.rank} and shares its sockets, so it cannot "
+                "create groups.\n\n"
+                "  pgmesh.Layout(dp=2, tp=2)   # a layout needs no processes"
+            )
+        with registering:
+            for other in self.open_meshes():
+                if mesh.name is not None and other.name == mesh.name:
+                    raise NameTakenError(
+                        f"a mesh named {mesh.name!r} already exists, created at {other.call_site}: {other.call}.\n\n"
+                        f"  mesh = pgmesh.meshes()[{mesh.name!r}]    # use that one\n"
+                        f"  pgmesh.meshes()[{mesh.name!r}].close()   # or close it first, or use another name"
+                    )
+            if mesh.identity.generation == 0:  # a mesh created by ``shrink`` has its number
+                mesh.identity.set_number(self.numbers, counts=mesh.identity.pickled_number is None)
+            self.meshes[next(serials)] = mesh
+
+    def keep(self, mesh: Any) -> None:
+        """Keep a mesh alive, from its first group on. An unpickled mesh is counted now.
+
+        Raises:
+            NameTakenError: it has no name, and the layout of another open mesh without a name.
+        """
+        if mesh in self.with_groups:
+            return
+        with registering:
+            for other in self.open_meshes():
+                if mesh.name is None and other is not mesh and (other.name, other.layout) == (None, mesh.layout):
+                    key = next(key for key, each in open_meshes_by_name().items() if each is other)
+                    raise NameTakenError(
+                        f"two unnamed meshes differ only in the order of creation: {mesh.call}, created at "
+                        f"{other.call_site} and at {mesh.call_site}. Ranks that use them in different orders would "
+                        "use different groups.\n\n"
+                        f"  pgmesh.meshes()[{key!r}].close()   # close the other, if it is no longer used\n"
+                        f"  {mesh.layout.spell('ProcessGroupMesh', world=mesh.world_size, name='actor')}   "
+                        "# or name this one"
+                    )
+            if mesh.identity.pickled_number is not None:  # only now, since ranks that load no mesh count none
+                mesh.identity.set_number(self.numbers, counts=True)
+            self.with_groups.add(mesh)
+
+    def stop_keeping(self, mesh: Any) -> None:
+        """Keep a mesh alive no longer: it has no groups."""
+        with registering:
+            self.with_groups.discard(mesh)
+
+    def open_meshes(self) -> list[Any]:
+        """The meshes that are not closed, in the order of creation."""
+        with registering:
+            return [mesh for mesh in self.meshes.values() if mesh.ended is None]
+
+    def leave(self, reason: str) -> None:
+        """Leave the world: publish the reason, and end the store thread."""
+        if self._thread is not None:
+            self._thread.stop(reason)
+        self.store = None  # else a mesh that outlives the world keeps the connection open
+
+    def fork(self) -> None:
+        """Mark this process as a forked child."""
+        if self._thread is not None:
+            self._thread.close_listener()
+        self.forked, self._thread = True, None
+
+
+_worlds: weakref.WeakKeyDictionary[Any, World] = weakref.WeakKeyDictionary()
+serials = itertools.count()  # of meshes
+registering = threading.RLock()  # guards the worlds; never held while waiting for a mesh's lock
+
+
+def current_world() -> World:
+    """This process in torch's default world.
 
     Raises:
         WorldError: torch.distributed is not initialised.
     """
+    rank, size = world_rank_and_size()
+    default: Any = dist.group.WORLD
+    world = _worlds.get(default)
+    if world is None:
+        with registering:
+            new = World(world_store(), store_address(), rank, size, world_options())
+            world = _worlds.setdefault(default, new)
+    return world
+
+
+def store_thread() -> StoreThread:
+    """The store thread of this process."""
+    return current_world().store_thread()
+
+
+def open_meshes_by_name() -> dict[str, Any]:
+    """The open meshes of this world in the order of creation.
+
+    The keys are names; for unnamed meshes the call, with a number if the same call created several.
+    """
     if not dist.is_initialized():
-        raise WorldError(
-            "torch.distributed is not initialised, so there are no ranks to arrange.\n\n"
-            "  pgmesh.launch.join()                     # in a script that torchrun starts\n"
-            "  pgmesh.Layout(dp=2, tp=2)                # to plan a mesh without processes"
-        )
-    world: Any = dist.group.WORLD
-    return world.rank(), world.size()
+        return {}
+    with registering:
+        meshes = current_world().open_meshes()
+    names, found = {mesh.name for mesh in meshes}, dict[str, Any]()
+    for mesh in meshes:
+        calls = (mesh.call + f" ({number})" * (number > 1) for number in itertools.count(1))
+        key = mesh.name or next(call for call in calls if call not in found and call not in names)
+        found[key] = mesh
+    return found
 
 
-def world_options() -> GroupOptions:
-    """The options of the default group, which other groups inherit."""
-    group: Any = dist.group.WORLD
-    backend = torch_private.backend_name(group).lower()
-    if backend == "undefined":
-        backend = default_backends()
-    timeout = torch_private.timeout_of(group)
-    return GroupOptions(backend=backend, timeout=timeout or torch_private.default_timeout(backend))
+def all_worlds() -> list[World]:
+    """All worlds of this process, those that have ended too."""
+    with registering:
+        return list(_worlds.values())
 
 
-def world_store() -> Any:
-    """The world's store."""
-    return torch_private.default_store()
+def all_meshes() -> list[Any]:
+    """The meshes of all worlds of this process, closed ones too."""
+    return [mesh for world in all_worlds() for mesh in list(world.meshes.values())]
 
 
-def store_address() -> str:
-    """Host and port of the world's store, for messages."""
-    store = underlying(world_store())
-    host, port = getattr(store, "host", None), getattr(store, "port", None)
-    return f"{host}:{port}" if host else type(store).__name__
-
-
-def default_device() -> str:
-    """Device type for collectives: this host's accelerator if the backend supports it, otherwise its first device."""
-    devices = list(backends_of(world_options().backend).by_device)
-    accelerator = _accelerator()
-    return accelerator.type if accelerator is not None and accelerator.type in devices else devices[0]
-
-
-def device_of(group: Any) -> torch.device:
-    """Device for a group's collectives: this host's accelerator if the group supports it."""
-    devices = torch_private.device_types(group)
-    accelerator = _accelerator()
-    here = [device for device in devices if accelerator is not None and device.type == accelerator.type]
-    return here[0] if here else min(devices, key=str)
-
-
-def _accelerator() -> torch.device | None:
-    # Without check_available, torch returns the device that it was built for even if there is no driver.
-    return torch.accelerator.current_accelerator(check_available=True)
+def fork() -> None:
+    """Mark this process as a forked child."""
+    global registering
+    registering = threading.RLock()  # a thread of the parent may hold the old one
+    if dist.is_initialized():
+        current_world().fork()

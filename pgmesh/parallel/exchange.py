@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from pgmesh import torch_private
-from pgmesh.groups.world import device_of
+from pgmesh.groups.default_world import device_of
 
 if TYPE_CHECKING:
     from torch import Tensor

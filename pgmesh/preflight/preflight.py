@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from pgmesh._util.formatting import format_ranks
 from pgmesh.errors import LaunchError, MismatchError, MissingRanksError, PgmeshError
-from pgmesh.groups.world import device_of, world_options
+from pgmesh.groups.default_world import device_of, world_options
 from pgmesh.launch import joining
 from pgmesh.launch.detect import LauncherInfo, detect_launcher
 from pgmesh.layout import Axis

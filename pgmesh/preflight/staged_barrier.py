@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from pgmesh.errors import PgmeshError, WorldError
-from pgmesh.groups.cache import GroupCache
-from pgmesh.groups.world import world_rank_and_size
+from pgmesh.groups.default_world import world_rank_and_size
+from pgmesh.groups.mesh_groups import MeshGroups
 from pgmesh.layout import Layout
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.client import CallClient
@@ -38,9 +38,9 @@ class StagedBarrier:
     def __init__(self, subject: str, seconds: float, hint: str) -> None:
         self.rank, self.size = world_rank_and_size()
         self.subject, self.seconds, self.hint = subject, seconds, hint
-        self._cache = GroupCache(f"all ranks of {subject}", Layout(self.size), subject)
-        self._thread = self._cache.registry.heartbeat_thread()
-        self._prefix = self._cache.identity.group_name("barrier")
+        self._mesh = MeshGroups(f"all ranks of {subject}", Layout(self.size), subject)
+        self._thread = self._mesh.world.heartbeat_thread()
+        self._prefix = self._mesh.identity.group_name("barrier")
         self._numbers = itertools.count()
 
     @contextlib.contextmanager
@@ -85,7 +85,7 @@ class StagedBarrier:
             stage.group,
             process_label(),
             seconds,
-            self._cache.registry.new_statuses(),
+            self._mesh.world.new_statuses(),
             skip_decided=False,  # the decision of a stage holds for ranks that arrive later
             pace=pace,
         )
@@ -120,7 +120,7 @@ class StagedBarrier:
             if self.rank == 0:
                 self._wait(lambda: int(self.read("left") or 0) >= self.size, end)
             self._thread.set_status("")
-            self._cache.close()
+            self._mesh.close()
         return reported
 
     def _wait(self, condition: Callable[[], bool], end: float) -> bool:

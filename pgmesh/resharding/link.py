@@ -24,10 +24,10 @@ import torch.distributed as dist
 from pgmesh._util.formatting import format_seconds, name_ranks
 from pgmesh.errors import LifetimeError, MembershipError, MismatchError, PgmeshError, WorldError
 from pgmesh.groups.backends import backends_of
+from pgmesh.groups.default_world import device_of, world_options, world_rank_and_size
 from pgmesh.groups.group import Group, find_group
-from pgmesh.groups.registry import store_thread
 from pgmesh.groups.teardown import keep_until_done
-from pgmesh.groups.world import device_of, world_options, world_rank_and_size
+from pgmesh.groups.world import store_thread
 from pgmesh.layout import Layout
 from pgmesh.mesh import ProcessGroupMesh, abort_with, meshes
 from pgmesh.options import Timeout, to_timedelta

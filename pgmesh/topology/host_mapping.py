@@ -22,8 +22,8 @@ import torch.distributed as dist
 from pgmesh._util.formatting import as_range, format_ranks, name_ranks
 from pgmesh.errors import MissingRanksError
 from pgmesh.groups.backends import backends_of
-from pgmesh.groups.registry import store_thread
-from pgmesh.groups.world import world_options, world_rank_and_size
+from pgmesh.groups.default_world import world_options, world_rank_and_size
+from pgmesh.groups.world import store_thread
 from pgmesh.layout import Axis, Layout
 from pgmesh.options import Timeout, to_timedelta
 from pgmesh.rendezvous import timing

@@ -194,7 +194,8 @@ class Driver(threading.Thread):
                 self.wait_for_steps("the last fault")
                 self.check_told()
         except AssertionError as error:
-            self.trouble = f"{error}\n{self.stacks()}"
+            told = "\n".join(f"{path.name}: {path.read_text()}" for path in sorted(self.folder.glob("told *[0-9]")))
+            self.trouble = f"{error}\n{self.done}, {self.gone_at}\n{told}\n{self.stacks()}"
         finally:
             set_flag(self.folder, "over")
             for rank in self.stopped - self.dead:

@@ -31,7 +31,7 @@ def run(rank: int, port: int, folder: Path, process: int) -> None:
         try:
             mesh.connect("dp", "tp", ("dp", "tp"), timeout=LONG_TIMEOUT)  # nothing to do where they are connected
             check_sums(groups_of(mesh))
-            round_ = mesh._group_cache.identity.generation
+            round_ = mesh._mesh_groups.identity.generation
             assert [*mesh] == [*range(RANKS)]
             set_flag(folder, f"round {round_} rank {rank} process {process}")
         except (PgmeshError, RuntimeError):

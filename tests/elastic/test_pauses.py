@@ -12,6 +12,10 @@ import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh, launch
 from pgmesh.launch import StoreProcess
+from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.operations import Read
+from pgmesh.rendezvous.statuses import status_key
+from tests.support.board import Fault, faults
 from tests.support.faults import (
     BEAT,
     LONG_TIMEOUT,
@@ -195,3 +199,18 @@ def test_abort_before_exit_reaches_others(tmp_path: Path):
             time.sleep(0.7)  # longer than a process waits at its end for a store that does not answer
         for rank in (1, 2):
             assert "was aborted by rank 0 at " in Attempt(*read_result(tmp_path, f"failed {rank}")).text
+
+
+def shrink_while_the_store_pauses() -> Attempt:
+    """The pause begins once the new mesh is decided, and is longer than the answer to a call without a timeout."""
+    beat_fast()
+    mesh = ProcessGroupMesh(dp=2, name="train")
+    mesh.abort_when_lost()
+    pause = Fault(Read(status_key(mesh.rank)), before=lambda: time.sleep(4 * timing.TIMING.late_answer), times=1)
+    with faults(pause):
+        return attempt(lambda: mesh.shrink("dp", timeout=LONG_TIMEOUT).connect(timeout=LONG_TIMEOUT))
+
+
+def test_shrink_outlives_pause_after_its_decision():
+    with fresh_world(2) as own:
+        assert [each.kind for each in own.run(shrink_while_the_store_pauses)] == ["", ""]

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from pgmesh import ProcessGroupMesh, launch
 from pgmesh._util.sockets import connections
 from pgmesh.errors import WorldError
-from pgmesh.groups.registry import store_thread
+from pgmesh.groups.world import store_thread
 from pgmesh.launch import StoreProcess
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import CompareSet, Read

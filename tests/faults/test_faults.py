@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh, launch, mesh as mesh_file
 from pgmesh.groups import backends
-from pgmesh.groups.registry import current_registry
+from pgmesh.groups.world import current_world
 from pgmesh.launch import StoreProcess
 from pgmesh.rendezvous import timing
 from tests.support import worlds
@@ -478,7 +478,7 @@ def wrong_world() -> Attempt:
     beat_fast()
     mistaken = dist.get_rank(), 2 + dist.get_rank()
     here = mock.patch.object(mesh_file, "world_rank_and_size", return_value=mistaken)
-    with here, mock.patch.object(current_registry(), "size", mistaken[1]):
+    with here, mock.patch.object(current_world(), "size", mistaken[1]):
         if dist.get_rank() == 1:
             wait_until_waiting(0)
         mesh = ProcessGroupMesh(dp=2, ranks=range(2), name="actor")

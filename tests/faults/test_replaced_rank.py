@@ -34,7 +34,7 @@ TIMES = 2  # how often the ranks make the mesh "train" before one of them is los
 def key_of(mesh: ProcessGroupMesh) -> str:
     """The prefix of a mesh's store keys, once its sums are right. Every rank calls this at the same time."""
     check_sums(groups_of(mesh))
-    return mesh._group_cache.identity.key
+    return mesh._mesh_groups.identity.key
 
 
 def survive(folder: Path, order: str) -> str:

@@ -312,7 +312,7 @@ def use_with_process_of_another_past(port: int) -> str:
 
 
 def store_thread_of(mesh: ProcessGroupMesh) -> StoreThread:
-    return mesh._group_cache.registry.store_thread()
+    return mesh._mesh_groups.world.store_thread()
 
 
 @pytest.mark.fault("a used store; some processes were in its first world and others were not")

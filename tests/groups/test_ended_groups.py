@@ -46,7 +46,7 @@ def abort_during_call() -> None:
     held, may_go_on = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with mesh._group_cache.lock:
+        with mesh._mesh_groups.lock:
             held.set()
             may_go_on.wait(30.0)
 
@@ -84,7 +84,7 @@ def watch_twice() -> int:
     mesh = ProcessGroupMesh(2, name="actor")
     mesh.abort_when_lost()
     mesh.abort_when_lost(lost_after=30)
-    return len(mesh._group_cache.registry.at_heartbeat)
+    return len(mesh._mesh_groups.world.at_heartbeat)
 
 
 def test_second_abort_when_lost_adds_no_second_watch():
@@ -136,9 +136,9 @@ def break_and_make_again() -> tuple[bool, float]:
     mesh = ProcessGroupMesh(2, name="actor")
     mesh.connect()
     mesh.set_timeout(timeout=7)
-    (group,) = mesh._group_cache.made()
+    (group,) = mesh._mesh_groups.made()
     before = group.name
-    mesh._group_cache.discard(group, "broke.")
+    mesh._mesh_groups.discard(group, "broke.")
     again = mesh.group()
     check_sums(groups_of(mesh))
     return again.group_name != before, timeout_of(again).total_seconds()
@@ -152,7 +152,7 @@ def test_group_that_is_made_again_keeps_its_timeout():
 def fails_after_it_has_begun() -> Attempt:
     """Rank 0 finds both groups, and cannot find the second one again once no other thread connects them."""
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
-    cache, calls = mesh._group_cache, itertools.count(1)
+    cache, calls = mesh._mesh_groups, itertools.count(1)
     find = cache.find
 
     def fail(*arguments: Any) -> Any:

@@ -23,7 +23,7 @@ class Process:
 
     def __init__(self, store: dist.Store, rank: int, *, replaces_process: bool = False) -> None:
         self.store, self.rank, self.replaces_process, self.same_rank = store, rank, replaces_process, ""
-        self.registry: Any = SimpleNamespace(store_thread=lambda: self, numbers=MeshNumbers(rank))
+        self.world: Any = SimpleNamespace(store_thread=lambda: self, numbers=MeshNumbers(rank))
 
     def run(self, *operations: Operation) -> list[Any]:
         return [perform(self.store, operation) for operation in operations]
@@ -35,8 +35,8 @@ class Process:
     def create(self, name: str, *, rejoin: bool = False) -> MeshIdentity:
         """The next mesh of this name in this process, registered."""
         identity = MeshIdentity(name, PAIR, None, self.rank, 2)
-        identity.set_number(self.registry.numbers, counts=True)
-        identity.register(self.registry, self.run, rejoin=rejoin)
+        identity.set_number(self.world.numbers, counts=True)
+        identity.register(self.world, self.run, rejoin=rejoin)
         return identity
 
 

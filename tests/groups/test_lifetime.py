@@ -31,7 +31,7 @@ from pgmesh import (
     ProcessGroupMesh,
     launch,
 )
-from pgmesh.groups import building as pgmesh_groups, registry as pgmesh_registry
+from pgmesh.groups import building as pgmesh_groups, world as pgmesh_world
 from pgmesh.groups.group import find_group
 from tests.support.collectives import COLLECTIVES
 from tests.support.faults import wait_until
@@ -402,7 +402,7 @@ def test_different_options_fail_on_both_ranks():
 
 def ours() -> int:
     """How many groups and open families this process keeps."""
-    return sum(len(family.made()) + (family in family.registry.with_groups) for family in pgmesh_registry.all_caches())
+    return sum(len(family.made()) + (family in family.world.with_groups) for family in pgmesh_world.all_meshes())
 
 
 def tables_and_keys() -> dict[str, int]:

@@ -22,7 +22,7 @@ adds(
     "private_name_of_torch",
     "only torch_private.py uses private names of torch",
     page="contributing.md",
-    module="groups.world",
+    module="groups.default_world",
     addition="def _late():\n    return dist.distributed_c10d._world",
     tests="tests/test_imports.py",
 )
@@ -181,7 +181,7 @@ def ignored_options(configure):
 @breaks(
     "two equal unnamed meshes: the first group of either is an error that asks for names",
     page="groups.md",
-    target="groups.registry:Registry.keep",
+    target="groups.world:World.keep",
     tests="tests/test_mesh_messages.py -k equal_unnamed",
 )
 def unnamed_meshes_alike(keep):
@@ -191,7 +191,7 @@ def unnamed_meshes_alike(keep):
 @breaks(
     "views and slices share groups with their mesh",
     page="README.md",
-    target="groups.cache:GroupCache.group",
+    target="groups.mesh_groups:MeshGroups.group",
     tests="tests/groups/test_groups.py -k view_shares_groups",
 )
 def views_apart(group):
@@ -211,7 +211,7 @@ def kept_timeout(set_timeout):
 @breaks(
     "a mesh uses groups that torch made and never destroys them",
     page="coming_from/device_mesh.md",
-    target="groups.cache:GroupCache.adopt",
+    target="groups.mesh_groups:MeshGroups.adopt",
     tests="tests/interop/test_device_mesh.py -k from_device_mesh_returns",
 )
 def adopted_group_destroyed(adopt):
@@ -246,7 +246,7 @@ def group_left_in_torch(unregister):
 @breaks(
     "release and close free the group's store keys",
     page="groups.md",
-    target="groups.registry:Registry.delete_keys",
+    target="groups.world:World.delete_keys",
     tests="tests/groups/test_lifetime.py -k nothing_in_torch_or_store",
 )
 def keys_left_in_store(delete_keys):
@@ -276,7 +276,7 @@ def released_group_answers(invalidate):
 @breaks(
     "a process forks: the mesh of the child raises an error that says so",
     page="faults.md",
-    target="groups.cache:GroupCache.end_in_child",
+    target="groups.mesh_groups:MeshGroups.end_in_child",
     tests="tests/test_mesh.py -k forked_child",
 )
 def mesh_lives_in_child(end_in_child):
@@ -286,11 +286,11 @@ def mesh_lives_in_child(end_in_child):
 @breaks(
     "a copied mesh keeps its ranks and axes, and shares the groups of the open one",
     page="faults.md",
-    target="groups.unpickling:find_cache",
+    target="groups.unpickling:find_mesh_groups",
     tests="tests/groups/test_lifetime.py -k pickle",
 )
-def copies_apart(find_cache):
-    return lambda name, number, layout, call, rank: find_cache(f"{name} again", number, layout, call, rank)
+def copies_apart(find_mesh_groups):
+    return lambda name, number, layout, call, rank: find_mesh_groups(f"{name} again", number, layout, call, rank)
 
 
 # -- connect --
@@ -424,7 +424,7 @@ def pause_is_silence(answered_seconds):
 @breaks(
     "the other members learn of an abort at their next heartbeat",
     page="elastic.md",
-    target="groups.registry:publish_abort",
+    target="groups.world:publish_abort",
     tests="tests/elastic/test_shrink.py -k abort_wakes",
 )
 def unpublished_abort(publish_abort):
@@ -460,7 +460,7 @@ def sleeping_ranks(wake):
 @breaks(
     "all ranks of the mesh leave the world: the ranks that stand by learn how that is known of each",
     page="elastic.md",
-    target="groups.registry:Registry.leave",
+    target="groups.world:World.leave",
     tests="tests/elastic/test_spares.py -k members_ended",
 )
 def silent_leave(leave):
@@ -490,7 +490,7 @@ def another_axis_dropped(successor):
 @breaks(
     "options set with configure on the mesh are carried over to the next one",
     page="elastic.md",
-    target="groups.cache:GroupCache.configure_all",
+    target="groups.mesh_groups:MeshGroups.configure_all",
     tests="tests/elastic/test_options.py",
 )
 def options_lost(configure_all):

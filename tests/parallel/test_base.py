@@ -201,7 +201,7 @@ def test_options_apply_to_every_group_of_a_method(made: Callable[..., Any], rank
     minutes = timedelta(minutes=3)
     with fake_rank(rank, 8), ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor") as mesh:
         ranks = {tuple(dist.get_process_group_ranks(each)) for each in made(mesh, {"timeout": minutes})}
-        timeouts = {each.ranks: each.options.timeout for each in mesh._group_cache.made()}
+        timeouts = {each.ranks: each.options.timeout for each in mesh._mesh_groups.made()}
         assert timeouts == dict.fromkeys(ranks, minutes)
 
 

@@ -383,7 +383,7 @@ def test_semantics_12_nccl_settings_take_either_name():
 def _made(arrangement: Arrangement, *names: str) -> list[Any]:
     for name in names:
         arrangement[name].group()
-    return arrangement.dense._group_cache.made()
+    return arrangement.dense._mesh_groups.made()
 
 
 YAML = """
@@ -462,8 +462,8 @@ def test_a_recipe_that_raises_creates_nothing():
                 eval(call, {"recipes": named})
             assert held.tb is not None
             assert table_sizes() == before, call
-        cache = named.megatron(8, tp=2).dense._group_cache
-        assert cache.registry.open_caches() == [cache]
+        cache = named.megatron(8, tp=2).dense._mesh_groups
+        assert cache.world.open_meshes() == [cache]
         assert cache.identity.number == 0  # the first mesh of this name, as on a rank that was not refused
 
 

@@ -297,8 +297,8 @@ def test_report_names_keys_of_invalid_statuses():
     }
     values[status_key(7)] = b"nonsense"
     thread = SimpleNamespace(run=lambda *operations, seconds: MemoryClient(0, values).run(*operations))
-    registry = SimpleNamespace(heartbeat_thread=lambda: thread)
-    cache: Any = SimpleNamespace(rank=150, layout=Layout(200), registry=registry)
+    world = SimpleNamespace(heartbeat_thread=lambda: thread)
+    cache: Any = SimpleNamespace(rank=150, layout=Layout(200), world=world)
     statuses = Statuses(math.inf, time.monotonic)
     assert _read_statuses(cache, statuses) == ""
     assert {rank for rank in range(200) if statuses.get(rank)} == {*range(100)} - {7}

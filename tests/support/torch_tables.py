@@ -14,7 +14,7 @@ from torch.distributed import device_mesh, distributed_c10d as _c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from pgmesh.groups.group import find_group
-from pgmesh.groups.registry import current_registry
+from pgmesh.groups.world import current_world
 from pgmesh.rendezvous.operations import Board, Operation, Read, Result
 from pgmesh.rendezvous.statuses import status_key
 from pgmesh.rendezvous.store_thread import underlying
@@ -111,11 +111,11 @@ class _Recorder(Board):
 def record_operations() -> Iterator[list[str]]:
     """Record the operations of this process on the world's store, without those of its heartbeats."""
     done: list[str] = []
-    current_registry().store_thread()  # the thread keeps the store that it starts with
+    current_world().store_thread()  # the thread keeps the store that it starts with
     store = RecordingStore(c10d._get_default_store(), done)
     with (
         mock.patch.object(c10d, "_get_default_store", return_value=store),
-        mock.patch.object(current_registry(), "store", store),
+        mock.patch.object(current_world(), "store", store),
         use_board(_Recorder(done)),
     ):
         yield done
@@ -125,7 +125,7 @@ def pgmesh_store() -> dist.Store:
     """The world's store under pgmesh's prefix."""
     store = c10d._get_default_store()
     if not store.check([WORLD_KEY]):  # the first operation of a store thread sets it
-        current_registry().store_thread().run(Read(status_key(0)), seconds=30.0)
+        current_world().store_thread().run(Read(status_key(0)), seconds=30.0)
     return dist.PrefixStore(f"pgmesh.{store.get(WORLD_KEY).decode()}", underlying(store))
 
 

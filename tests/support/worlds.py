@@ -134,9 +134,9 @@ def _checked(fn: Callable[..., Any], *args: Any) -> Any:
 
 def after_run() -> None:
     """Close every mesh after a successful run, so that the next run starts without any."""
-    registry = sys.modules.get("pgmesh.groups.registry")
+    registry = sys.modules.get("pgmesh.groups.world")
     if registry is not None:
-        for cache in registry.all_caches():
+        for cache in registry.all_meshes():
             cache.close()
 
 

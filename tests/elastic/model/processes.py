@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Union
 from pgmesh.elastic.judging import MeshRound, ShrinkJudge, StandByJudge, SurvivorJudge
 from pgmesh.elastic.records import Outcome, Request
 from pgmesh.elastic.shrinking import ShrinkCall
+from pgmesh.elastic.watching import ElasticState
 from pgmesh.errors import MembershipError, MismatchError, MissingRanksError
 from pgmesh.groups.identity import MeshIdentity
 from pgmesh.layout import Layout
@@ -203,19 +204,20 @@ class Shrink(Call):
         return SimpleNamespace(
             identity=identity,
             layout=layout,
-            registry=SimpleNamespace(statuses=statuses),
+            world=SimpleNamespace(statuses=statuses),
             rank=self.program.rank,
             label="mesh 'm'",
-            lost_after=None,
-            shrink_attempts={},
-            aborts_when_lost=False,
+            state_of=self._state_of,
             configured_options=list,
             forget_store=nothing,
             end_aborted=nothing,
             replacement=lambda layout, identity: SimpleNamespace(
-                layout=layout, identity=identity, configure_all=nothing
+                layout=layout, identity=identity, configure_all=nothing, state_of=self._state_of
             ),
         )
+
+    def _state_of(self, kind: type[ElasticState]) -> ElasticState:
+        return kind()
 
     def explicit_state(self) -> object:
         """What the last round and its judge offer."""

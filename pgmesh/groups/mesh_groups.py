@@ -1,11 +1,11 @@
-"""The cache of a mesh's process groups: create, find, configure, adopt, release and close them.
+"""The process groups of a mesh: create, find, configure, adopt, release and close them.
 
-Views and slices of a mesh share one ``GroupCache``. Creating a group communicates nothing: its name is computed
+Views and slices of a mesh share one ``MeshGroups``. Creating a group communicates nothing: its name is computed
 (``naming.py``), and its backend connects at its first use, through the store of ``rendezvous/polling_store.py``.
 
-A cache holds the groups (``group.py``) and the lock that guards them. Its other data has files of its own: the mesh's
+It holds the groups (``group.py``) and the lock that guards them. Its other data has files of its own: the mesh's
 numbers (``identity.py``) and the configured options (``configuring.py``).
-``registry.py`` has all caches of this process.
+``world.py`` has all meshes of this process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import cachetools
 import torch.distributed as dist
@@ -27,13 +27,14 @@ from pgmesh import torch_private
 from pgmesh._util.call_sites import call_site
 from pgmesh._util.formatting import format_ranks
 from pgmesh.errors import LifetimeError, OptionsError, PgmeshError, RankError
-from pgmesh.groups import building, connections, naming, teardown
+from pgmesh.groups import building, connections, ending, naming, teardown
+from pgmesh.groups.aborts import publish_abort
 from pgmesh.groups.backends import backends_of
 from pgmesh.groups.configuring import ConfiguredOptions, check_supported, format_verb
 from pgmesh.groups.device_meshes import Dimensions, build_device_mesh, dimensions_of
 from pgmesh.groups.group import Group, Left, Members, State
 from pgmesh.groups.identity import MeshIdentity
-from pgmesh.groups.registry import current_registry, publish_abort
+from pgmesh.groups.world import current_world
 from pgmesh.options import GroupOptions
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from pgmesh.layout import Axis, Layout
 
 
+S = TypeVar("S")
+
 _Key = tuple[tuple[int, ...], str, str]
 """The ranks of a group, its tag, and the options asked for in the call."""
 
@@ -49,7 +52,7 @@ _ABORT_SECONDS = 0.5
 """The longest wait of ``abort`` for the store. The store thread publishes the abort later if there is no answer."""
 
 
-class GroupCache:
+class MeshGroups:
     """The groups of a mesh, its views and its slices. They are found by their properties and closed together.
 
     Args:
@@ -57,7 +60,7 @@ class GroupCache:
         layout: layout of the root mesh, the same on every rank.
         call: the call that created the root mesh, for messages. Default: derived from the layout.
         pickled_number: local number of an unpickled mesh where it was created. It is the same here unless taken.
-        outside: rank of an unpickled mesh outside any world; the cache is then closed.
+        outside: rank of an unpickled mesh outside any world; the mesh is then closed.
         identity: identity of a mesh that replaces another one. Default: a new one, from name and layout.
     """
 
@@ -73,8 +76,8 @@ class GroupCache:
     ) -> None:
         self.layout, self.name = layout, name
         if outside is None:
-            self.registry = current_registry()
-            self.rank, self.world_size = self.registry.rank, self.registry.size
+            self.world = current_world()
+            self.rank, self.world_size = self.world.rank, self.world.size
         else:
             self.rank, self.world_size = outside, 0
         self.identity = identity or MeshIdentity(name, layout, call, self.rank, self.world_size, pickled_number)
@@ -88,20 +91,13 @@ class GroupCache:
         self._generations = naming.Generations()
         self._device_meshes: dict[Any, DeviceMesh] = {}  # by layout and dimensions
         self._meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # meshes that hold references to groups
-        self._dependents: set[weakref.ref[GroupCache]] = set()  # internal meshes that are aborted with it
-        # ``connect`` keeps these here.
-        self.operations = 0  # its store operations
-        self.last_errors: set[str] = set()  # of its last failed call; a retry does not log them again
-        # ``elastic`` keeps these here.
-        self.shrunk: Any = None  # the change, if shrink created this mesh
-        self.shrink_attempts: dict[str, int] = {}  # by prefix of a mesh's store keys
-        self.aborts_when_lost = False
-        self.lost_after: float | None = None  # seconds of silence after which a lost rank aborts the mesh
+        self._dependents: set[weakref.ref[MeshGroups]] = set()  # internal meshes that are aborted with it
+        self._states: dict[type, Any] = {}
         if outside is not None:
             self.ended, self._destroyed = "was unpickled outside any world.", True
             return
-        self._configured = ConfiguredOptions(self.rank, self.registry.options)
-        self.registry.add(self)
+        self._configured = ConfiguredOptions(self.rank, self.world.options)
+        self.world.add(self)
 
     @property
     def call(self) -> str:
@@ -115,7 +111,11 @@ class GroupCache:
 
     def is_fake(self) -> bool:
         """True in a fake world, which has no other processes."""
-        return backends_of(self.registry.options.backend).fake
+        return backends_of(self.world.options.backend).fake
+
+    def state_of(self, kind: type[S]) -> S:
+        """The state that a verb of other folders, such as ``shrink``, has for this mesh."""
+        return self._states.setdefault(kind, kind())  # type: ignore[no-any-return]
 
     def track(self, mesh: Any) -> None:
         """Register a mesh whose references to groups are cleared when groups end."""
@@ -123,7 +123,7 @@ class GroupCache:
             self._meshes.add(mesh)
 
     def check(self) -> None:
-        """Raise LifetimeError if the cache is closed, the world has ended, or this process is a forked child."""
+        """Raise LifetimeError if the mesh is closed, the world has ended, or this process is a forked child."""
         if self.ended is not None:
             raise LifetimeError(
                 f"{self.label} {self.ended.rstrip('.')}. Its layout can still be used, but it has no groups."
@@ -210,23 +210,23 @@ class GroupCache:
         try:
             if differing and len(members.ranks) > 1:
                 self._configured.warn_of_timeout(differing, members.axes, group.label)
-            if options is not self.registry.options:
+            if options is not self.world.options:
                 check_supported(options, group.label)
-            self.registry.keep(self)
+            self.world.keep(self)
             group.mesh_label = self.label  # the number of an unpickled mesh is known now
             building.set_options(group, self.rank, options, differing)
             description = options.description or f"{self.name or 'mesh'}[{members.describe(self.rank)}]"
             if backends_of(options.backend).by_members:
-                building.make_by_members(group, self.identity, self.registry, description)
+                building.make_by_members(group, self.identity, self.world, description)
             else:
                 building.make_collectively(group, members.blocks(), description)
         except BaseException:
             if not self.made():
-                self.registry.stop_keeping(self)  # a cache without groups does not block its successor
+                self.world.stop_keeping(self)  # a mesh without groups does not block its successor
             raise
         if group.new_timeout is not None:
             building.set_timeout(group, group.new_timeout)
-        end_aborted = weakref.WeakMethod(self.end_aborted)  # or the group and the cache would refer to each other
+        end_aborted = weakref.WeakMethod(self.end_aborted)  # or the group and its mesh would refer to each other
         group.on_abort = lambda text: (end := end_aborted()) and end(text)
         self.creation_seconds += time.monotonic() - start
         self.check()  # another thread may have ended the mesh, which did not wait for this one
@@ -319,9 +319,9 @@ class GroupCache:
                 )
             group = self._group(self.members(layout, axes), {})
             if not group.is_made:
-                self.registry.keep(self)
+                self.world.keep(self)
                 group.created_by, group.path, group.fingerprint = "adopted", "", None
-                group.options = self.registry.options
+                group.options = self.world.options
                 group.make(process_group, call_site(), {})
             elif not group.holds(process_group):
                 how = "adopted" if group.created_by == "adopted" else "created"
@@ -352,13 +352,13 @@ class GroupCache:
         with self.lock:
             if group.state is State.ENDED:  # by another thread
                 return
-            self._clear_caches()
+            self._clear_references()
             written = group.break_(reason)
             teardown.destroy([group], reason, abort=True)
-        self.registry.delete_keys(written)
+        self.world.delete_keys(written)
 
     def close(self, reason: str | None = None, *, at_exit: bool = False) -> None:
-        """Destroy all groups. The cache creates no more.
+        """Destroy all groups. The mesh creates no more.
 
         Args:
             reason: the reason, if the user did not call ``close``: the end of the world or of the process.
@@ -384,15 +384,15 @@ class GroupCache:
         texts = [f"{self.label} was aborted by rank {self.rank}{f' at {where}' if where else ''}: {why}"]
 
         def publish(run: Callable[..., list[Any]]) -> None:
-            self.identity.register(self.registry, run, rejoin=True)
+            self.identity.register(self.world, run, rejoin=True)
             texts.append(publish_abort(run, self.identity.refusal_key, texts[0]))
 
         with contextlib.suppress(PgmeshError):
             # First, so that a member whose connection ends finds the reason. The first rank to publish one wins.
-            self.registry.heartbeat_thread().insist(publish, _ABORT_SECONDS)
+            self.world.heartbeat_thread().insist(publish, _ABORT_SECONDS)
         self.end_aborted(texts[-1])
 
-    def add_dependent(self, internal: GroupCache) -> None:
+    def add_dependent(self, internal: MeshGroups) -> None:
         """Abort an internal mesh when this one is aborted."""
         self._dependents.add(weakref.ref(internal))
 
@@ -405,7 +405,7 @@ class GroupCache:
         reason = text.removeprefix(f"{self.label} ")
         if not self._end(reason, aborted=True) and self.ended is None:
             self.ended, self.aborted = reason, True
-            self._clear_caches()
+            self._clear_references()
             teardown.wake(self.made())
             connections.shut_down([group.endpoints() for group in self.made()])
             teardown.in_background(functools.partial(self._end, reason, aborted=True, lock_seconds=-1))
@@ -413,18 +413,18 @@ class GroupCache:
             if (internal := dependent()) is not None:
                 internal.abort(text)
 
-    def replacement(self, layout: Layout, identity: MeshIdentity) -> GroupCache:
+    def replacement(self, layout: Layout, identity: MeshIdentity) -> MeshGroups:
         """The groups of the mesh that replaces this one."""
-        return GroupCache(self.name, layout, identity=identity)
+        return MeshGroups(self.name, layout, identity=identity)
 
     def forget_store(self) -> None:
         """Delete what an aborted mesh has left in the store. It was replaced, so no rank reads that any more."""
         rounds = [each for group in self._groups.values() for each in group.take_round()]
         keys = [key for each in rounds for key in each.store_keys()]
-        self.registry.delete_keys([*keys, *self.identity.store_keys()])
+        self.world.delete_keys([*keys, *self.identity.store_keys()])
 
     def _end(self, reason: str, *, aborted: bool = False, at_exit: bool = False, lock_seconds: float = 1.0) -> bool:
-        """Destroy all groups, unless that was done before. The cache creates no more.
+        """Destroy all groups, unless that was done before. The mesh creates no more.
 
         Args:
             aborted: do not wait for collectives. What the mesh has in the store stays until ``forget_store``.
@@ -445,7 +445,7 @@ class GroupCache:
                 left = self._destroy(list(self._groups.values()), self.ended, abort=self.aborted, at_exit=at_exit)
                 if not (self.aborted or at_exit):
                     left.keys += self.identity.store_keys()
-                self.registry.stop_keeping(self)
+                self.world.stop_keeping(self)
         finally:
             self.lock.release()
         self._clean_store(left)
@@ -454,9 +454,9 @@ class GroupCache:
     def _clean_store(self, left: Left) -> None:
         """Delete what groups have left in the store. The caller does not hold the lock: this waits for the store."""
         for each in left.rounds:
-            self.registry.clean_store(each.leave)
+            self.world.clean_store(each.leave)
         if left.keys:  # none of a mesh outside any world
-            self.registry.delete_keys(left.keys)
+            self.world.delete_keys(left.keys)
 
     def _destroy(self, groups: list[Group], reason: str, *, abort: bool = False, at_exit: bool = False) -> Left:
         """End some groups, and return what they leave in the store.
@@ -465,7 +465,7 @@ class GroupCache:
             abort: do not wait for collectives. The groups keep their rounds, for ``forget_store``.
             at_exit: the process ends, so the store is left as it is.
         """
-        self._clear_caches()
+        self._clear_references()
         left = Left()
         ours = [group for group in groups if group.is_made and group.created_by != "adopted"]
         for group in groups:
@@ -489,7 +489,7 @@ class GroupCache:
         left = Left()
         with self.lock:
             for group in [each for each in self.made() if each.holds(process_group)]:
-                self._clear_caches()
+                self._clear_references()
                 if group.created_by == "adopted":  # the next call raises an error
                     continue
                 if group.path:  # torch names the groups of new_group
@@ -500,7 +500,7 @@ class GroupCache:
                 self._drop([group])
         self._clean_store(left)
 
-    def _clear_caches(self) -> None:
+    def _clear_references(self) -> None:
         self._device_meshes.clear()
         for mesh in list(self._meshes):
             mesh._clear_groups()
@@ -509,9 +509,12 @@ class GroupCache:
         """Invalidate all groups in a forked child. They belong to the parent."""
         self.lock = threading.RLock()
         self.ended, self._destroyed = reason, True
-        self._clear_caches()
+        self._clear_references()
         for group in self.made():
             group.end(reason)
             torch_private.destroyed[group.process_group] = f"{group.label} {reason}"
             torch_private.forget_group(group.process_group)
         self._groups.clear()
+
+
+ending.install()

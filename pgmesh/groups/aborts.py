@@ -1,0 +1,56 @@
+"""Aborts of meshes: one rank publishes its abort, and the others find it at their next heartbeat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pgmesh.groups import teardown
+from pgmesh.rendezvous.operations import Add, CompareSet, Operation, Raw, Read
+from pgmesh.rendezvous.records import Decision
+
+ABORTS_KEY = "pgmesh/aborts"
+"""Store key with the number of aborts of meshes in this world."""
+
+
+def publish_abort(run: Callable[..., list[Any]], key: str, text: str) -> str:
+    """Publish that a mesh is aborted. All ranks of the world look for it at their next heartbeat.
+
+    Args:
+        run: performs operations on the store.
+        key: store key under which the ranks of the mesh find it.
+        text: the error message.
+
+    Returns:
+        The text of the rank that was first.
+    """
+    mine = Decision("aborted", text)
+    (first,) = run(CompareSet(key, mine.pack()))
+    if Decision.unpack(key, first).kind != "aborted":  # a mismatch ends no mesh that is connected
+        run(Raw("set", (key, mine.pack())))
+        first = mine.pack().encode()
+    run(Add(ABORTS_KEY))
+    return Decision.unpack(key, first).text
+
+
+class Aborts:
+    """The aborts that this process has seen: how many there were, and the keys of its registered meshes then."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[bytes | None, list[str]] = None, []
+
+    def look(self, perform: Callable[[Operation], Any], meshes: Sequence[Any]) -> None:
+        """End those meshes that another rank has aborted.
+
+        Args:
+            perform: performs one operation on the store.
+            meshes: the registered meshes.
+        """
+        seen = perform(Read(ABORTS_KEY)), [mesh.identity.key for mesh in meshes]
+        if seen != self._seen and seen[0] is not None:
+            for mesh in meshes:
+                text = perform(Read(mesh.identity.refusal_key))
+                refusal = None if text is None else Decision.unpack(mesh.identity.refusal_key, text)
+                if refusal is not None and refusal.kind == "aborted":  # in another thread: this one sends heartbeats
+                    teardown.in_background(mesh.end_aborted, refusal.text)
+        self._seen = seen  # only now: if the store fails, the next heartbeat looks again
