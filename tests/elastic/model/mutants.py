@@ -103,7 +103,7 @@ class ComesBack(ShrinkCall):
 
 class KeepsLost(ShrinkCall):
     def successor(self, layout: Layout, outcome: Outcome) -> Layout:
-        return super().successor(layout, outcome if self.cache.rank else replace(outcome, lost={}))
+        return super().successor(layout, outcome if self.mesh.rank else replace(outcome, lost={}))
 
 
 class OneListOfArrivals(MutantBoard):
