@@ -81,7 +81,8 @@ def parse_sizes(
         given = shape[0]
     box = {_parse_axis(who, axis): parse_size(who, axis, size) for axis, size in given.items()}
     if not box:
-        size = 2 if who == "Layout" and more.get("ranks") is None else -1
+        has_count = who not in ("Layout", "plan") or any(more.get(word) for word in ("ranks", "nodes", "domains"))
+        size = -1 if has_count else 2
         raise ShapeError(f"{who} needs at least one axis, such as {format_call(who, {'dp': size}, **more)}.")
     if len(box) < len(given):  # equal numbers of different types
         raise ShapeError(f"{who}: an axis is given twice: {given!r}.")

@@ -10,6 +10,7 @@ from pgmesh._util.formatting import format_sizes
 from pgmesh._util.validation import fill_sizes
 from pgmesh.errors import AxisError, ShapeError
 from pgmesh.layout import Axis, Layout
+from pgmesh.options import to_timedelta
 from pgmesh.planning.text_report import format_hold
 from pgmesh.topology.hosts import Topology, parse_topology
 
@@ -66,7 +67,12 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def add_timeout(parser: argparse.ArgumentParser, default: float, text: str) -> None:
     """Declare ``--timeout``, in seconds."""
     text = f"{text} ({default:g})"
-    parser.add_argument("--timeout", type=float, default=default, metavar="SECONDS", help=text)
+    parser.add_argument("--timeout", type=seconds, default=default, metavar="SECONDS", help=text)
+
+
+def seconds(text: str) -> float:
+    """The type of ``--timeout``."""
+    return to_timedelta(float(text)).total_seconds()
 
 
 # -- the mesh and its hosts --------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 
 from pgmesh._util.formatting import format_sizes
 from pgmesh.cli import arguments, output
@@ -77,7 +78,7 @@ def _order_by_traffic(args: argparse.Namespace, sizes: dict[Axis, int], topology
 
 def _reasons(args: argparse.Namespace, sizes: dict[Axis, int]) -> list[Line]:
     """The suggested command line, and the traffic of each axis."""
-    hosts = [f"--{name} {value}" for name, value in vars(args).items() if name in ("nodes", "domains") and value]
+    hosts = [f"--{name} {shlex.quote(vars(args)[name])}" for name in ("nodes", "domains") if vars(args)[name]]
     command = " ".join(["pgmesh plan", format_sizes(sizes), *hosts])
     lines: list[Line] = [[(command, "bold")], [], [("The axes by traffic, innermost first:", "")]]
     rows = []

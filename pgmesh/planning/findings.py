@@ -6,6 +6,7 @@ less often.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from pgmesh._util.formatting import count_of, format_sizes, join_words
@@ -100,5 +101,7 @@ def _better_order(
     after = locality_of(layout_of(sizes), plan.axes, level)
     if (after.high, after.hops_high, -after.intra) >= (locality.high, locality.hops_high, -locality.intra):
         return None
-    option = f"--view '{plan.view}: {format_sizes(sizes)}'" if plan.view else f"--order {','.join(order)}"
+    option = f"--order {shlex.quote(','.join(order))}"
+    if plan.view:
+        option = f"--view {shlex.quote(f'{plan.view}: {format_sizes(sizes)}')}"
     return option, f"{plan.name} on {format_units(after.low, after.high, level.name)}"

@@ -111,6 +111,11 @@ def test_suggest_orders_axes_and_fills_the_hosts(capsys, line, suggested):
     assert output(capsys, f"plan --suggest {line}").startswith(f"pgmesh plan {suggested}\n")
 
 
+def test_suggested_command_line_quotes_hosts_for_the_shell(capsys):
+    first = output(capsys, "plan --suggest tp=4 --nodes '4, 4'").splitlines()[0]
+    assert output(capsys, first.removeprefix("pgmesh ")).startswith("8 ranks: dp=2 tp=4 on 2 hosts of 4\n")
+
+
 # ---- errors ----
 
 INVALID = [
@@ -181,6 +186,9 @@ def test_standard_output_takes_one_output(capsys, line):
         "plan dp=8 --knots 8x8",
         "plan dp=8 --nodes 1x8 --domains 1x2x4",
         "show dp=8",
+        "doctor --timeout -1",
+        "doctor --timeout inf",
+        "check dp=8 --timeout 0",
     ],
 )
 def test_unknown_commands_and_options_are_usage_errors(capsys, line):
