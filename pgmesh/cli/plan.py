@@ -95,8 +95,7 @@ def _comparison_lines(plans: list[Plan]) -> list[Line]:
     if not first.topology:
         return lines
     best = best_plan(plans)
-    findings = text_report.findings_report(best.findings, best.combinations)
-    return [*lines, [(f"Best by traffic: {best.order}", "green")], *findings]
+    return [*lines, [(f"Best by traffic: {best.order}", "green")], *text_report.findings_report(best.findings)]
 
 
 def _comparison_data(plans: list[Plan]) -> dict[str, object]:

@@ -80,10 +80,9 @@ def _description(plan: CombinationPlan, locality: Locality) -> str:
     level = locality.level
     if locality.intra:
         cut = plan.groups - locality.intra
-        about = "" if locality.exact else "About "
         verb = "spans" if cut == 1 else "span"
         most = f"up to {locality.high}" if locality.high > 2 else "2"
-        return f"{about}{cut:,} of {plan.groups:,} {plan.name} groups {verb} {most} {level}s, across an edge."
+        return f"{cut:,} of {plan.groups:,} {plan.name} groups {verb} {most} {level}s, across an edge."
     hops = f"{format_range(locality.hops_low, locality.hops_high)} of {plan.size} hops of a ring leave"
     if locality.hops_low == plan.size:
         hops = "every hop leaves"

@@ -161,7 +161,7 @@ def lines_of(plan: Plan, width: int = 80) -> list[Line]:
         [],
         *text_report.communicators_report(plan.communicators, plan.combinations, width),
         [],
-        *text_report.findings_report(plan.findings, plan.combinations, width),
+        *text_report.findings_report(plan.findings, width),
     ]
 
 

@@ -60,9 +60,8 @@ def table(combinations: Combinations, topology: Topology, width: int = 80) -> li
 def _locality_cells(locality: Locality, size: int) -> Line:
     """The cells of one level: the number of units, the kind, and the hops that leave."""
     units = format_range(locality.low, locality.high)
-    kind = locality.kind if locality.exact else f"{locality.kind}~"
     hops = f"{format_range(locality.hops_low, locality.hops_high)} of {size:,}" if size > 1 else "-"
-    return [(units, ""), (kind, STYLES[locality.kind]), (hops, "")]
+    return [(units, ""), (locality.kind, STYLES[locality.kind]), (hops, "")]
 
 
 def _stride(plan: CombinationPlan) -> str:
@@ -86,7 +85,7 @@ def communicators_report(communicators: int, combinations: Combinations, width: 
     return lines
 
 
-def findings_report(findings: Sequence[Finding], combinations: Combinations, width: int = 80) -> list[Line]:
+def findings_report(findings: Sequence[Finding], width: int = 80) -> list[Line]:
     """The findings, problems in red; then the fixes."""
     lines: list[Line] = []
     results: dict[str, list[str]] = {}  # of each fix
@@ -98,8 +97,6 @@ def findings_report(findings: Sequence[Finding], combinations: Combinations, wid
     for fix, found in results.items():
         comment = f"   # {'; '.join(found)}" if any(found) else ""
         lines.append([(f"  {fix}", "bold"), (comment, "dim")])
-    if any(not locality.exact for plan in combinations for locality in plan.localities):
-        lines += wrapped("~ Counted on a sample of the groups, because the ranks or the hosts are irregular.", width)
     return lines
 
 

@@ -562,8 +562,8 @@ def outcome(call: Callable[[], Any]) -> tuple[str, str, float]:
 
 
 def before_step(side: str, bucket: int, do: Callable[[], object]) -> Any:
-    """Call ``do`` before a bucket is packed ("sends") or unpacked ("receives")."""
-    name = "__init__" if side == "sends" else "_unpack"
+    """Call ``do`` before a bucket is packed ("sends") or arrives ("receives")."""
+    name = "__init__" if side == "sends" else "finish"
     method, called = getattr(transfer.Exchange, name), []
 
     def counting(exchange: transfer.Exchange, *arguments: Any) -> None:
