@@ -32,7 +32,7 @@ from pgmesh.drawing.styled_text import Line
 from pgmesh.errors import RankError, ShapeError
 from pgmesh.layout import Axis, Layout
 from pgmesh.planning import text_report
-from pgmesh.planning.axis_heuristics import axes_to_colour, order_by_traffic
+from pgmesh.planning.axis_heuristics import axes_to_colour
 from pgmesh.planning.combinations import combination_plan
 from pgmesh.planning.data import CombinationPlan, Finding
 from pgmesh.planning.findings import findings_of
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """The result of ``plan``. It can be printed, compared with ``==`` or in a table, drawn, and converted to JSON.
+    """The result of ``plan``. It can be printed, compared with ``==``, drawn, and converted to JSON.
 
     ``plan["tp"]`` and ``plan["dp x cp"]`` are the groups along these axes, ``plan["moe: ep"]`` those of a view.
 
@@ -68,22 +68,10 @@ class Plan:
     views: tuple[tuple[str, Layout], ...] = ()
 
     def __getitem__(self, name: str) -> CombinationPlan:
-        by_name = self._by_name()
+        by_name = {each.name: each for each in self.combinations}
         if name not in by_name:
             raise RankError(f"there are no groups along {name!r}; there are {', '.join(by_name)}.")
         return by_name[name]
-
-    def _by_name(self) -> dict[str, CombinationPlan]:
-        return {each.name: each for each in self.combinations}
-
-    @property
-    def order(self) -> str:
-        """The axes, outermost first, in the notation of the command line.
-
-        >>> plan(layout).order
-        'pp,dp,tp'
-        """
-        return ",".join(map(str, self.layout.axes))
 
     @property
     def communicators(self) -> int:
@@ -93,17 +81,6 @@ class Plan:
         4
         """
         return len([each for each in self.combinations if each.size > 1 and not each.same_as])
-
-    def compare(self, *others: Plan) -> str:
-        """A table of this plan and others: the hosts that each group spans.
-
-        >>> print(plan(layout, nodes="2x4").compare(plan(Layout(tp=2, dp=2, pp=2), nodes="2x4")))
-             pp,dp,tp            tp,dp,pp
-        pp   2 hosts, 2/2 hops   1 host
-        dp   1 host              1 host
-        tp   1 host              2 hosts, 2/2 hops
-        """
-        return styled_text.plain(comparison_lines([self, *others]))
 
     def data(self) -> dict[str, Any]:
         """The plan as JSON data."""
@@ -163,26 +140,6 @@ def lines_of(plan: Plan, width: int = 80) -> list[Line]:
         [],
         *text_report.findings_report(plan.findings, width),
     ]
-
-
-def comparison_lines(plans: Sequence[Plan]) -> list[Line]:
-    """A row for each combination of axes and a column for each plan: the hosts that a group spans, and the hops."""
-    rows = [[("", ""), *((each.order, "bold") for each in plans)]]
-    by_names = [each._by_name() for each in plans]
-    for name in dict.fromkeys(name for by_name in by_names for name in by_name):
-        texts = [text_report.spanned(by_name[name]) if name in by_name else "-" for by_name in by_names]
-        rows.append([(name, "bold"), *((text, "") for text in texts)])
-    return styled_text.columns(rows, [False] * len(rows[0]), gap="   ")
-
-
-def best_plan(plans: Sequence[Plan]) -> Plan:
-    """The plan with the fewest hosts per group of the axes with most traffic; the first one if several are equal."""
-
-    def hosts(each: Plan) -> list[int]:
-        by_traffic = reversed(order_by_traffic([*map(str, each.layout.axes)]))
-        return [locality.high for axis in by_traffic for locality in reversed(each[axis].localities)]
-
-    return min(plans, key=hosts)
 
 
 def plan(

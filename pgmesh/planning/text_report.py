@@ -100,18 +100,6 @@ def findings_report(findings: Sequence[Finding], width: int = 80) -> list[Line]:
     return lines
 
 
-def spanned(plan: CombinationPlan) -> str:
-    """``2 hosts, 4/4 hops``; the stride if the hosts are unknown."""
-    if not plan.localities:
-        return f"stride {_stride(plan)}"
-    words = []
-    for locality in plan.localities:
-        words.append(format_units(locality.low, locality.high, locality.level))
-        if locality.hops_high:
-            words.append(f"{format_range(locality.hops_low, locality.hops_high)}/{plan.size} hops")
-    return ", ".join(words)
-
-
 # -- sizes, ranges and samples -----------------------------------------------------------------------------------------
 
 

@@ -49,10 +49,6 @@ def test_plan_json_equals_golden_file(name):
     golden.check(f"plan-{name}.json", planned.json() + "\n")
 
 
-def test_compared_plans_equal_golden_file():
-    golden.check("plans-compared.txt", plan(BASE, nodes="8x8").compare(plan(TURNED, nodes="8x8")) + "\n")
-
-
 def test_plans_of_equal_content_are_equal():
     assert plan(BASE, nodes="8x8") == plan(BASE, nodes=[8] * 8)
     assert plan(BASE, nodes="8x8") != plan(BASE, nodes="16x4")
