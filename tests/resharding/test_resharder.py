@@ -697,6 +697,27 @@ def test_broken_connections_are_an_error_at_the_timeout():
     assert 1 <= seconds < 5
 
 
+def works_that_end_while_others_leave() -> bool:
+    """Works end after the last look at them, and before the look at the other ranks, which have gone on and left."""
+    one = link.Link(Layout(1), Layout(1), timeout=20)
+    assert one.agree(0)
+    ends = threading.Event()
+    works = one._connection.track([mock.Mock(wait=ends.wait)])
+
+    def is_over(meshes: link.InternalMeshes) -> bool:
+        ends.set()
+        works.join()
+        return True
+
+    with mock.patch.object(link.InternalMeshes, "is_over", is_over):
+        one.wait(works)
+    return works.is_completed()
+
+
+def test_works_that_just_ended_are_not_given_up():
+    assert world(1).run(works_that_end_while_others_leave) == [True]
+
+
 def test_batch_that_fails_keeps_no_started_works():
     """Works that it had started would write into the target for as long as they live."""
     started = []
