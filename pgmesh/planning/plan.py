@@ -27,7 +27,7 @@ from pgmesh._util.formatting import Text, count_of, format_call, shorten
 from pgmesh._util.suggestions import example_ranks
 from pgmesh._util.validation import Sizes, fill_sizes, parse_sizes
 from pgmesh.drawing import styled_text, svg
-from pgmesh.drawing.figures import Figure, make_figure
+from pgmesh.drawing.figures import make_figure
 from pgmesh.drawing.styled_text import Line
 from pgmesh.errors import RankError, ShapeError
 from pgmesh.layout import Axis, Layout
@@ -106,7 +106,12 @@ class Plan:
         >>> plan(layout, nodes="2x4").svg("dp").count('<rect class="cell"')
         8
         """
-        return svg.render(figures_of(self, *axes))
+        host = self.topology[0] if self.topology else None
+        figures = [make_figure(self.layout, *(axes or axes_to_colour(self.layout)), host=host)]
+        for name, view in self.views:
+            title = f"{name}: {text_report.sizes_text(view)}"
+            figures.append(make_figure(view, *axes_to_colour(view), host=host, title=title))
+        return svg.render(figures)
 
     def _repr_html_(self) -> str:
         return self.svg()
@@ -116,17 +121,6 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"<Plan of {text_report.title(self.layout, self.topology)}>"
-
-
-def figures_of(plan: Plan, *axes: Axis) -> list[Figure]:
-    """The figures of the mesh of a plan and of its views. The groups along ``axes`` of the mesh are coloured."""
-    host = plan.topology[0] if plan.topology else None
-    axes = axes or axes_to_colour(plan.layout)
-    figures = [make_figure(plan.layout, *axes, host=host)]
-    for name, view in plan.views:
-        title = f"{name}: {text_report.sizes_text(view)}"
-        figures.append(make_figure(view, *axes_to_colour(view), host=host, title=title))
-    return figures
 
 
 def lines_of(plan: Plan, width: int = 80) -> list[Line]:
@@ -147,7 +141,7 @@ def plan(
     *shape: int,
     ranks: Iterable[int] | None = None,
     nodes: str | Sequence[int] | None = None,
-    domains: str | Sequence[int] | None = None,
+    domains: str | None = None,
     views: Mapping[str, Sizes] | None = None,
     combinations: Iterable[Sequence[Axis]] = (),
     **sizes: int,
@@ -162,7 +156,7 @@ def plan(
         shape: further sizes of numbered axes.
         ranks: as for ``Layout``, with sizes.
         nodes: the hosts. ``"8x8"`` is 8 hosts of 8 ranks; ``"8,8,4"`` or ``[8, 8, 4]`` lists the ranks of each host.
-        domains: instead of ``nodes``, nested levels. ``"4x18x4"`` is 4 domains of 18 hosts of 4 ranks.
+        domains: instead of ``nodes``, hosts in domains. ``"4x18x4"`` is 4 domains of 18 hosts of 4 ranks.
         views: other axes over the same ranks: ``{"moe": {"edp": -1, "ep": 8}}``.
         combinations: combinations of axes to include in addition to the single axes: ``[("dp", "cp")]``.
         sizes: the sizes of named axes.
@@ -189,7 +183,7 @@ def plan(
         raise TypeError(f"plan() takes a layout, or sizes and ranks, not a layout and {', '.join(extra)}")
     if topology:
         _check_hosts(base, topology[0], base is layout, more)
-    view_layouts = tuple((name, base.view(axes)) for name, axes in (views or {}).items())
+    view_layouts = tuple((name, base.view(_fill_view(base, name, axes, more))) for name, axes in (views or {}).items())
     requested: list[tuple[str, Layout, tuple[Axis, ...]]] = [("", base, (axis,)) for axis in base.axes]
     requested += [("", base, tuple(axes)) for axes in combinations]
     requested += [(name, view, (axis,)) for name, view in view_layouts for axis in view.axes]
@@ -220,6 +214,16 @@ def _layout_of_sizes(
         raise ShapeError(f"{format_call('plan', box)} cannot infer the size of -1: give it hosts, such as {call}.")
     host = topology[0]
     return layout_of(fill_sizes("plan", box, host.capacity, format_hold(host), more=more))
+
+
+def _fill_view(base: Layout, name: str, sizes: Sizes, more: Mapping[str, object]) -> Sizes:
+    """The sizes of a view of the mesh, with -1 inferred."""
+
+    def call_of(_: str, box: Sizes, **__: object) -> str:
+        return format_call("plan", {}, Text(shorten(repr(base), "layout")), **{**more, "views": {name: box}})
+
+    box, count = parse_sizes("view", (sizes,), {}), len(base)
+    return fill_sizes("view", box, count, f"the mesh has {count:,}", call_of=call_of)
 
 
 # -- layouts that do not fill their hosts ------------------------------------------------------------------------------

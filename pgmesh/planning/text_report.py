@@ -40,8 +40,6 @@ def sizes_text(layout: Layout) -> str:
 
 def table(combinations: Combinations, topology: Topology, width: int = 80) -> list[Line]:
     """A row for each combination of axes: its groups, and their units, kind and hops on each level."""
-    if not combinations:
-        return [[("No axes, so no groups.", "")]]
     head = ["axes", "size", "groups", "stride"]
     for level in topology:
         head += [f"{level.name}s", "", "hops out"]

@@ -168,6 +168,13 @@ def test_plan_suggested_without_axes_runs(arguments, ranks):
     assert len(eval(suggested).layout) == ranks
 
 
+def test_plan_suggested_for_a_view_runs():
+    with pytest.raises(ShapeError, match="holds 6 ranks, but the mesh has 64") as caught:
+        plan(BASE, nodes="8x8", views={"moe": {"ep": 6}})
+    suggested = str(caught.value).splitlines()[-1].partition("   # ")[0].strip()
+    assert eval(suggested)["moe: ep"].size == 64
+
+
 def test_fixes_reduce_the_hops():
     for layout in (TURNED, Layout(tp=8, dp=8), Layout(cp=2, tp=4, dp=8), Layout(ep=8, pp=4, tp=2)):
         worse = plan(layout, nodes="8x8")
