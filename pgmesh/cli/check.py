@@ -17,7 +17,6 @@ from pgmesh.cli.arguments import USAGE_ERRORS, Sizes, UsageError
 from pgmesh.drawing import styled_text
 from pgmesh.errors import LaunchError, PgmeshError
 from pgmesh.launch.detect import detect_launcher
-from pgmesh.planning.text_report import layout_of
 from pgmesh.topology.hosts import Topology
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ def byte_sizes(text: str) -> list[int]:
 
 
 def run(args: argparse.Namespace) -> int:
-    sizes, topology = arguments.parse_mesh(args, fit=bool(args.nodes or args.domains))
+    sizes, topology = arguments.parse_mesh(args)
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # torch's Gloo groups then connect at first use
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch would log each attempt to reach the store
     from pgmesh.preflight import preflight, staged_barrier  # these import torch
@@ -97,7 +96,7 @@ def _check(
         pass
     world = f"the world has {barrier.size:,}" if barrier.size > 1 else "without a launcher the world has 1"
     sizes = arguments.fill(sizes, barrier.size, world)
-    layout = layout_of(sizes)
+    layout = arguments.layout_of(sizes)
     axes = [*((axis,) for axis in layout.axes), *(arguments.parse_axes(text, layout) for text in args.combinations)]
     combinations = {frozenset(each): each for each in axes}.values()
     planned = topology[0] if topology else None

@@ -273,7 +273,7 @@ def ring_not_closed(locality_of):
 
 
 @breaks(
-    "--suggest puts the axes in the order of their traffic, tensor innermost",
+    "a fix puts the axes in the order of their traffic, tensor innermost",
     page="see.md",
     target="planning.axis_heuristics:order_by_traffic",
     tests="tests/planning/test_plan.py -k ordered_by_traffic",
