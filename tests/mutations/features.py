@@ -57,7 +57,7 @@ def transfer_outlives_abort(abort_with):
     "the norm counts each weight once: tied copies",
     page="parallel.md",
     target="parallel.pipeline:Pipeline.copies",
-    tests="tests/parallel/test_methods.py -k counts_a_tied_weight_once",
+    tests="tests/parallel/test_combinations.py -k 'norm and tied'",
 )
 def tied_weight_twice(copies):
     return lambda self: []
@@ -107,7 +107,7 @@ def whole_batch(share):
     "mean(loss) is the loss of the whole batch",
     page="parallel.md",
     target="parallel.composing:Composition.mean",
-    tests="tests/parallel/test_said_once.py -k one_process",
+    tests="tests/parallel/test_combinations.py -k 'masked and ring'",
 )
 def own_loss(mean):
     return lambda self, loss, tokens=None: loss if tokens is None else loss / tokens
