@@ -128,31 +128,6 @@ def test_copy_of_model_compares_inputs_once():
     assert world(2).run(compared_steps) == [1, 1]
 
 
-# ---- ranks in the order of the mesh ----
-
-
-def different_weights_on_permuted_ranks() -> str:
-    with ProcessGroupMesh(dp=4, ranks=[3, 1, 0, 2]) as mesh:
-        together = compose(mesh, ShardedDataParallel(mesh, "dp"))
-        model = nn.Linear(2, 2, bias=False)
-        nn.init.constant_(model.weight, 1.0 if mesh.rank == 3 else 2.0)
-        together._pieces[model] = {"weight": 1}
-        with pytest.raises(MethodError) as caught:
-            together._compare_whole_weights(model)
-        return str(caught.value).splitlines()[0]
-
-
-def test_different_weights_name_ranks_of_permuted_mesh():
-    found = {*world(4).run(different_weights_on_permuted_ranks)}
-    assert found == {
-        "ranks start with different weights, of which the first is weight: (2, 2) torch.float32 True on rank 3; "
-        "(2, 2) torch.float32 True, other values on ranks 0, 1, 2."
-    } or found == {
-        "ranks start with different weights, of which the first is weight: (2, 2) torch.float32 True on rank 3; "
-        "(2, 2) torch.float32 True, other values on ranks 1, 0, 2."
-    }
-
-
 # ---- parameters that apply has not seen ----
 
 
