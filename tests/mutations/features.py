@@ -117,7 +117,7 @@ def own_loss(mean):
     "an axis with two owners is an error",
     page="parallel.md",
     target="parallel.owners:check_no_overlap",
-    tests="tests/parallel/test_base.py -k owner",
+    tests="tests/parallel/test_method_messages.py -k dp",
 )
 def two_owners(check_no_overlap):
     return lambda one, other: None
