@@ -19,15 +19,9 @@ from pgmesh import MethodError, ProcessGroupMesh
 from pgmesh.parallel import Level, Method, PipelineParallel, ShardedDataParallel, TensorParallel, compose
 from pgmesh.parallel.local_experts import LocalExperts
 from tests.support.fake_world import fake_rank
+from tests.support.parallel_models import assert_same_run
 from tests.support.pipelines import needs_pipelines
-from tests.support.small_model import (
-    FIRST_STAGE,
-    SmallModel,
-    assert_same_training,
-    loss_of,
-    train,
-    train_alone,
-)
+from tests.support.small_model import FIRST_STAGE, SmallModel, loss_of, train, train_alone
 from tests.support.tensor_plans import TWO_LAYERS
 from tests.support.worlds import check_sums, groups_of, world
 
@@ -85,7 +79,7 @@ def compose_average(page: str) -> None:
     for kind, frozen in (("tensor", ()), ("two stages", ()), ("pipeline", FIRST_STAGE)):
         with ProcessGroupMesh(dp=2, x=2, name=f"{page}, {kind}, {len(frozen)} frozen") as mesh:
             together = compose(mesh, averages(mesh, "dp"), *partners(mesh, kind))
-            assert_same_training(train(together.apply(SmallModel(frozen)), together.share), train_alone(frozen))
+            assert_same_run(train(together.apply(SmallModel(frozen)), together.share), train_alone(frozen))
             check_sums(groups_of(mesh))
 
 
@@ -99,7 +93,7 @@ def compose_average_with_two() -> None:
     average = AVERAGES["docs"]()
     with ProcessGroupMesh(pp=2, dp=2, x=2, name="two stages, tensor") as mesh:
         together = compose(mesh, average(mesh, "dp"), *partners(mesh, "two stages", "pp"), *partners(mesh, "tensor"))
-        assert_same_training(train(together.apply(SmallModel()), together.share), train_alone())
+        assert_same_run(train(together.apply(SmallModel()), together.share), train_alone())
         check_sums(groups_of(mesh))
 
 
@@ -116,7 +110,7 @@ def compose_split() -> None:
     for kind in ("sharding", "two stages"):
         with ProcessGroupMesh(x=2, tp=2, name=f"split, {kind}") as mesh:
             together = compose(mesh, *partners(mesh, kind), split(mesh, "tp"))
-            assert_same_training(train(together.apply(SmallModel()), together.share), train_alone())
+            assert_same_run(train(together.apply(SmallModel()), together.share), train_alone())
             check_sums(groups_of(mesh))
 
 
