@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch import nn
 from pgmesh import MethodError, ProcessGroupMesh
 from pgmesh.parallel import Level, Method, PipelineParallel, ShardedDataParallel, TensorParallel, compose
 from pgmesh.parallel.local_experts import LocalExperts
-from tests.support.fake_world import fake_rank
 from tests.support.parallel_models import assert_same_run
 from tests.support.pipelines import needs_pipelines
 from tests.support.small_model import FIRST_STAGE, SmallModel, loss_of, train, train_alone
@@ -144,12 +142,6 @@ class Keeps(Method):
     def apply(self, module: nn.Module) -> nn.Module:
         self.kept = [*module.parameters()]
         return module
-
-
-@pytest.fixture
-def mesh() -> Iterator[ProcessGroupMesh]:
-    with fake_rank(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor") as mesh:
-        yield mesh
 
 
 def test_sharding_is_applied_before_methods_that_keep_weights(mesh: ProcessGroupMesh):
