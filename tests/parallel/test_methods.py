@@ -74,9 +74,9 @@ def train_and_check(composition: Composition, **model: Any) -> nn.Module:
     found, right = train_parallel(module, composition.share), expected(**model)
     assert_same_run(found, right)
     mesh = composition.mesh
-    told = torch.tensor([*found.losses, 1.0] if found.losses else [0.0] * 4, dtype=torch.float64)
-    dist.all_reduce(told, group=mesh.group())
-    torch.testing.assert_close(told[:3] / told[3], torch.tensor(right.losses, dtype=torch.float64), rtol=0, atol=1e-12)
+    sums = torch.tensor([*found.losses, 1.0] if found.losses else [0.0] * 4, dtype=torch.float64)
+    dist.all_reduce(sums, group=mesh.group())
+    torch.testing.assert_close(sums[:3] / sums[3], torch.tensor(right.losses, dtype=torch.float64), rtol=0, atol=1e-12)
     check_sums(groups_of(mesh))
     return module
 
