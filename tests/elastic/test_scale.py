@@ -128,7 +128,9 @@ class Client:
         return perform(MemoryStore(values), operation)
 
 
-@pytest.mark.parametrize("dead", [{999}, {*range(200, 264)}], ids=["one is lost", "64 are lost"])
+@pytest.mark.parametrize(
+    "dead", [{999}, pytest.param({*range(200, 264)}, marks=pytest.mark.long)], ids=["one is lost", "64 are lost"]
+)
 def test_agreement_among_1000_ranks_needs_few_operations(monkeypatch: pytest.MonkeyPatch, dead: set[int]):
     """The counts of docs/elastic.md. Without limits, there are 470,000 reads of statuses, and as many connections."""
     for record in Arrival, RankStatus:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,13 +15,6 @@ from pgmesh.parallel.composing import Composition
 from tests.support.expert_models import expert_model
 from tests.support.fake_world import fake_rank
 from tests.support.worlds import check_sums, groups_of, world
-
-
-@pytest.fixture
-def mesh() -> Iterator[ProcessGroupMesh]:
-    with fake_rank(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor") as mesh:
-        yield mesh
-
 
 # ---- what was derived stays ----
 
@@ -126,31 +118,6 @@ def compared_steps() -> int:
 
 def test_copy_of_model_compares_inputs_once():
     assert world(2).run(compared_steps) == [1, 1]
-
-
-# ---- ranks in the order of the mesh ----
-
-
-def different_weights_on_permuted_ranks() -> str:
-    with ProcessGroupMesh(dp=4, ranks=[3, 1, 0, 2]) as mesh:
-        together = compose(mesh, ShardedDataParallel(mesh, "dp"))
-        model = nn.Linear(2, 2, bias=False)
-        nn.init.constant_(model.weight, 1.0 if mesh.rank == 3 else 2.0)
-        together._pieces[model] = {"weight": 1}
-        with pytest.raises(MethodError) as caught:
-            together._compare_whole_weights(model)
-        return str(caught.value).splitlines()[0]
-
-
-def test_different_weights_name_ranks_of_permuted_mesh():
-    found = {*world(4).run(different_weights_on_permuted_ranks)}
-    assert found == {
-        "ranks start with different weights, of which the first is weight: (2, 2) torch.float32 True on rank 3; "
-        "(2, 2) torch.float32 True, other values on ranks 0, 1, 2."
-    } or found == {
-        "ranks start with different weights, of which the first is weight: (2, 2) torch.float32 True on rank 3; "
-        "(2, 2) torch.float32 True, other values on ranks 1, 0, 2."
-    }
 
 
 # ---- parameters that apply has not seen ----

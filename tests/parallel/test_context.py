@@ -14,10 +14,9 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from pgmesh import MethodError, OptionsError, ProcessGroupMesh, ShapeError
+from pgmesh import MethodError, ProcessGroupMesh
 from pgmesh.parallel import ContextParallel, DataParallel, Method, PipelineParallel, compose, ring
 from tests.support.fake_world import fake_rank
-from tests.support.message_assertions import assert_raises
 from tests.support.parallel_models import FIRST, LAST, TinyGPT
 from tests.support.worlds import check_sums, world
 
@@ -266,65 +265,3 @@ def test_attention_called_by_name_raises(layer, name, function, stages):
 def test_attention_of_program_may_be_called_by_name(mesh):
     layer = Fixed()
     assert ContextParallel(mesh, "cp", attention=None).apply(layer) is layer
-
-
-def test_indivisible_sequences_raise_with_the_numbers(mesh):
-    balanced = ContextParallel(mesh, "cp")
-    assert_raises(
-        ShapeError,
-        lambda: balanced.cut(torch.zeros(2, 30)),
-        "a sequence of 30 positions cannot be split evenly along cp=4: 30 is not divisible by 8, two "
-        "chunks for each of 4 ranks.\n\n"
-        "  24 or 32 positions would do",
-    )
-    assert_raises(
-        ShapeError,
-        lambda: ContextParallel(mesh, "cp", balanced=False).positions(3),
-        "a sequence of 3 positions cannot be split evenly along cp=4: 3 is not divisible by 4.\n\n"
-        "  4 positions would do",
-    )
-    q = torch.zeros(1, 6, 3, 4)
-    assert_raises(
-        ShapeError,
-        lambda: balanced.attention(q, q, q),
-        "a balanced part of a sequence along cp=4 has two chunks of the same length, but here are 3 "
-        "positions.\n\n"
-        "  together.share(batch)   # cuts sequences; shift labels before. together = compose(...)",
-    )
-    assert_raises(
-        ShapeError,
-        lambda: ContextParallel(mesh, "cp", attention="ulysses").attention(q, q, q),
-        "6 heads cannot be split evenly along cp=4: 6 is not divisible by 4.\n\n"
-        "  4 or 8 heads would do, or attention='ring', with any number of heads",
-    )
-    assert_raises(
-        ShapeError,
-        lambda: ring.ring_attention(q, q[..., :2, :], q[..., :2, :], mesh.group("cp"), is_causal=True),
-        "causal attention needs as many queries as keys, not 3 and 2.",
-    )
-    with pytest.raises(ShapeError, match=r"^queries and keys need the same width, not 4 and 2\.$"):
-        ring.ring_attention(q, q[..., :2], q, mesh.group("cp"))
-
-
-def test_what_attention_cannot_do_is_refused(mesh):
-    method, q = ContextParallel(mesh, "cp"), torch.zeros(1, 4, 2, 4)
-    for unsupported in ({"attn_mask": torch.zeros(2, 2)}, {"dropout_p": 0.1}):
-        assert_raises(
-            OptionsError,
-            lambda unsupported=unsupported: method.attention(q, q, q, **unsupported),
-            f"attention along cp=4 supports neither attn_mask= nor dropout_p={unsupported.get('dropout_p', 0.0)}.\n\n"
-            "  attention(query, key, value, is_causal=True)   # the causal mask alone",
-        )
-    assert_raises(
-        OptionsError,
-        lambda: ContextParallel(mesh, "cp", attention="rings"),
-        "ContextParallel: attention is 'ring', 'ulysses' or None, not 'rings'.",
-    )
-    assert_raises(
-        MethodError,
-        lambda: method.apply(nn.Linear(2, 2)),
-        "no submodule of Linear has torch's scaled_dot_product_attention in an attribute, so there is no "
-        "attention to replace.\n\n"
-        "  self.attention = scaled_dot_product_attention       # in __init__ of the attention module\n"
-        "  out = self.attention(q, k, v, is_causal=True)       # in its forward",
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,12 +28,6 @@ from tests.support.tensor_plans import BLOCK_PLAN
 from tests.support.worlds import world
 
 torch.set_num_threads(1)  # also on ranks, which import this: others share their cores
-
-
-@pytest.fixture
-def mesh() -> Iterator[ProcessGroupMesh]:
-    with fake_rank(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor") as mesh:
-        yield mesh
 
 
 def printed_call(call: Callable[[], object]) -> str:
