@@ -57,10 +57,12 @@ def abort_during_call() -> None:
     assert not aborting.kind
     assert aborting.took < 10.0
     assert mesh.is_closed
+    for use in (lambda: mesh.group("tp"), lambda: mesh.group("dp")):
+        refused = attempt(use)
+        assert refused.kind == "LifetimeError"
+        assert refused.took < 10.0
     may_go_on.set()
     thread.join(30.0)
-    for use in (lambda: mesh.group("tp"), lambda: mesh.group("dp")):
-        assert attempt(use).kind == "LifetimeError"
     wait_until(lambda: not torch_private.is_known(group), "the group is destroyed")
     assert attempt(lambda: dist.all_reduce(torch.ones(1), group=group)).kind == LifetimeError.__name__
 
