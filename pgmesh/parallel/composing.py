@@ -44,7 +44,7 @@ from pgmesh.parallel.comparing import compare_inputs, compare_weights
 from pgmesh.parallel.data import DataParallel, broadcast_tensors
 from pgmesh.parallel.divisibility import format_sizes
 from pgmesh.parallel.exchange import broadcast_from_first
-from pgmesh.parallel.first_step import watch_first_step
+from pgmesh.parallel.first_step import FirstStep
 from pgmesh.parallel.gradients import local_shard, mean_over_ranks, norm_of_pieces, scale_gradients
 from pgmesh.parallel.local_experts import expert_tensors, named_tensors, names_of_experts
 from pgmesh.parallel.mixture import Accumulation
@@ -206,7 +206,7 @@ class Composition:
                 self._compare_whole_weights(applied)
 
         if len(self._ranks) > 1:
-            watch_first_step(module, applied, check)
+            FirstStep(module, applied, check)
 
     def broadcast(self, module: nn.Module) -> None:
         """Give all ranks the parameters and buffers of the first one, before ``apply``: an equal start.
