@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from pgmesh import AxisError, MethodError, ProcessGroupMesh
-from pgmesh.parallel import ContextParallel, DataParallel, ExpertParallel, Method, ShardedDataParallel, compose
+from pgmesh.parallel import (
+    ContextParallel,
+    DataParallel,
+    ExpertParallel,
+    Method,
+    PipelineParallel,
+    ShardedDataParallel,
+    compose,
+)
 from pgmesh.parallel.composing import Composition
 from tests.support.expert_models import expert_model
 from tests.support.fake_world import fake_rank
+from tests.support.parallel_models import FIRST, LAST, TinyGPT, assert_same, batch, gradients_of, loss_of
+from tests.support.pipelines import needs_pipelines
 from tests.support.worlds import check_sums, groups_of, world
 
 
@@ -230,6 +242,50 @@ def mean_of_parts(losses: list[float], tokens: list[int]) -> tuple[float, float]
         together = compose(mesh, DataParallel(mesh, "dp"), equal_parts=False)
         loss = together.mean(torch.tensor(losses[mesh.rank]), tokens=tokens[mesh.rank])
         return loss.item(), together.mean([loss, 2 * loss]).item()
+
+
+def pipeline_of_unequal_parts() -> None:
+    """Ranks along dp have 2 and 6 of 8 rows."""
+    with ProcessGroupMesh(pp=2, dp=2) as mesh:
+
+        def train(loss: Any) -> nn.Module:
+            places = {"layers": "blocks", "first": FIRST, "last": LAST}
+            stages = PipelineParallel(mesh, "pp", **places, loss=loss, microbatches=microbatches)
+            together = compose(mesh, stages, DataParallel(mesh, "dp"), equal_parts=False)
+            variables["together"], model = together, together.apply(TinyGPT(layers=2))
+            model.step(codes[own], target=target[own])
+            return model
+
+        microbatches, (codes, target) = 2, batch(0)
+        own = slice(0, 2) if mesh.index("dp") == 0 else slice(2, 8)
+        variables = {"microbatches": microbatches, "n": target[own].numel()}
+        variables["loss_sum"] = lambda output, labels: cross_entropy(
+            output.flatten(0, 1), labels.flatten(), reduction="sum"
+        )
+        variables["PipelineParallel"] = lambda _, loss: loss
+        if mesh.index("pp") == 1:
+            message = message_of_unweighed_loss(mesh)
+            loss = eval(message.splitlines()[-1].strip(), variables)
+        else:
+            loss = loss_of
+        model, alone = train(loss), TinyGPT(layers=2)
+        loss_of(alone(codes), target).backward()
+        assert_same("gradients", gradients_of(model), gradients_of(alone))
+
+
+def message_of_unweighed_loss(mesh: ProcessGroupMesh) -> str:
+    """The error of a loss that is a mean of this rank's tokens, from the loss of an applied pipeline of one stage."""
+    alone = mesh.at(pp=1).view(pp=1, dp=2)
+    stages = PipelineParallel(alone, "pp", layers="blocks", first=FIRST, last=LAST, loss=loss_of, microbatches=1)
+    model = compose(alone, stages, DataParallel(alone, "dp"), equal_parts=False).apply(TinyGPT(layers=2))
+    with pytest.raises(MethodError, match=r"has not called together\.mean") as caught:
+        model.step(*[batch(0)[0]], target=batch(0)[1])
+    return str(caught.value)
+
+
+@needs_pipelines
+def test_pipeline_loss_of_unequal_parts_counts_tokens():
+    world(4).run(pipeline_of_unequal_parts)
 
 
 def test_mean_of_unequal_parts_losses_needs_no_tokens():

@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 
 from pgmesh import MethodError, OptionsError, ProcessGroupMesh
 from pgmesh.parallel import DataParallel, PipelineParallel, ShardedDataParallel, compose
-from pgmesh.parallel.pipeline import MAX_SCHEDULES
+from pgmesh.parallel.running import MAX_SCHEDULES
 from pgmesh.parallel.schedules import SCHEDULES
 from pgmesh.parallel.stage_shapes import Stage
 from tests.support.fake_world import fake_rank
