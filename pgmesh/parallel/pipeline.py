@@ -21,7 +21,8 @@ from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Level, Method, single_axis
 from pgmesh.parallel.divisibility import format_sizes
 from pgmesh.parallel.running import Loss, Pipeline
-from pgmesh.parallel.stage_cutting import copy_stage, partition_layers, skip_absent, tied_names
+from pgmesh.parallel.stage_cutting import copy_stage, partition_layers, tied_names
+from pgmesh.parallel.stage_loops import skip_absent
 from pgmesh.parallel.stages import Stages
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

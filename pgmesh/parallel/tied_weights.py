@@ -78,7 +78,8 @@ class TiedWeights:
                 "the first and the last stage share one tied parameter, of which each rank has another part: "
                 f"{first} is {shards[first]}, and {last} is {shards[last]}. Shard both along the same dimension.\n\n"
                 f"  plan={{**plan, {first.rpartition('.')[0]!r}: RowwiseParallel(input_layouts=Replicate()), "
-                f"{last.rpartition('.')[0]!r}: ColwiseParallel(use_local_output=False)}}   # an embedding and a Linear"
+                f"{last.rpartition('.')[0]!r}: ColwiseParallel(output_layouts=Replicate())}}"
+                "   # an embedding and a Linear"
             )
 
     def _copies(self, first: str, last: str) -> dict[str, nn.Parameter]:

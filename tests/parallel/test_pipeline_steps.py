@@ -190,6 +190,22 @@ def test_before_step_is_called_first_in_training_alone():
         assert len(calls) == 2
 
 
+def test_suggested_schedule_runs_the_microbatches_it_names():
+    with fake_rank(0, 2), ProcessGroupMesh(pp=2) as mesh:
+
+        def build(**changes: Any) -> PipelineParallel:
+            return pipeline_on(
+                mesh, **{"schedule": "zero-bubble-v", "stages_per_rank": 2, "microbatches": 5, **changes}
+            )
+
+        module = nn.Module()
+        module.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH).double() for _ in range(4))
+        with pytest.raises(MethodError, match="always runs forward and backward") as caught:
+            build().apply(module)(rows_of(5, 2))
+        call = str(caught.value).splitlines()[-1].strip().replace("PipelineParallel(..., ", "build(")
+        assert eval(call, {"build": build}).microbatches == 4
+
+
 def torch_accepts(mesh: ProcessGroupMesh, schedule: str, count: int, microbatches: int) -> bool:
     info, size = SCHEDULES[schedule], mesh.size("pp")
     stages = [Stage(nn.Identity(), i * size, size * count, [], mesh.group("pp")) for i in range(count)]
