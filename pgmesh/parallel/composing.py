@@ -394,7 +394,7 @@ class Composition:
         tensor(1.7321, dtype=torch.float64)
         """
         applied = self._applied_module(module)
-        tied = getattr(applied, "tied", None)  # of a pipeline: the first stage counts them
+        tied: Any = vars(applied).get("tied") if self._pipelines else None  # the first stage counts them
         copies = {id(weight) for weight in tied.last_copies()} if tied else set()
         pieces = []
         for name, weight in applied.named_parameters():

@@ -41,7 +41,7 @@ class FirstStep:
     def __init__(self, module: nn.Module, applied: nn.Module, check: Callable[[Any], None]) -> None:
         self._module, self._check, self._is_checked = module, check, False
         self._hooks: list[RemovableHandle] = []
-        if hasattr(applied, "before_step"):  # a Pipeline; its import would load torch's pipelines
+        if "before_step" in vars(applied):  # a Pipeline; its import would load torch's pipelines
             vars(applied)["before_step"] = self.before_step
         else:  # prepend: before the hook of fully_shard, which gathers parameters
             hook = applied.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)

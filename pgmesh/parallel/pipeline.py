@@ -34,8 +34,8 @@ class PipelineParallel(Method):
     Layers are split evenly; if they are not divisible, the first stages have one more. On a stage, a plain loop
     ``for layer in self.layers`` has only its own layers; by index, those of other stages are None. Modules in
     ``first`` and ``last`` are None on all other stages; ``forward`` has to skip them. All other modules stay on every
-    stage. They must not have parameters. A stage keeps the names of the whole module. Methods of lower levels are
-    applied to each stage.
+    stage, and run there. They must have no parameters, dropout or statistics. A stage keeps the names of the whole
+    module. Methods of lower levels are applied to each stage.
 
     ``apply`` returns a ``Pipeline``, whose ``step`` runs forward and backward. Clip gradients by the composition,
     ``together.clip_grad_norm_(1.0)``: see ``Pipeline``.
@@ -179,15 +179,14 @@ class PipelineParallel(Method):
                 f"({format_sizes(self.mesh, self.owns)}, {self.stages_per_rank} on each rank).\n\n"
                 f"  at least {count_of(self.stages, 'layer')}, or fewer stages, would do"
             )
-        return [self._cut_stage(module, i, layers, partition[self.stage(i)]) for i in range(self.stages_per_rank)]
+        return [self._cut_stage(module, stage, layers, partition[stage]) for stage in self._stages.own]
 
-    def _cut_stage(self, module: nn.Module, index: int, layers: list[str], present: range) -> nn.Module:
+    def _cut_stage(self, module: nn.Module, stage: int, layers: list[str], present: range) -> nn.Module:
         """A stage of this rank, with the layers of these indices."""
-        is_first, is_last = self.is_first(index), self.is_last(index)
         absent = [name for i, name in enumerate(layers) if i not in present]
-        absent += () if is_first else self.first
-        absent += () if is_last else self.last
-        both_ends_here = is_last and not is_first and self.is_first()
+        absent += () if stage == 0 else self.first
+        absent += () if stage == self._stages.last else self.last
+        both_ends_here = 0 < stage == self._stages.last and 0 in self._stages.own
         part = copy_stage(module, absent, self.last if both_ends_here and self.tied(module) else ())
         if self.stages > 1:
             skip_absent(part, self.layers)
@@ -241,7 +240,7 @@ class PipelineParallel(Method):
 
     def _check_repeated(self, module: nn.Module) -> None:
         """Raise a MethodError if every stage would run dropout, or keep statistics of other activations."""
-        for name, each in module.named_modules() if self.stages > 1 else ():
+        for name, each in module.named_modules(remove_duplicate=False) if self.stages > 1 else ():
             draws = isinstance(each, DROPOUTS) and each.p > 0
             if (draws or getattr(each, "track_running_stats", False)) and not self._location(f"{name}."):
                 raise MethodError(

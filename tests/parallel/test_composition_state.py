@@ -290,3 +290,35 @@ def test_pipeline_loss_of_unequal_parts_counts_tokens():
 
 def test_mean_of_unequal_parts_losses_needs_no_tokens():
     assert world(2).run(mean_of_parts, [6.0, 2.0], [3, 1]) == [(2.0, 3.0)] * 2
+
+
+# ---- names of a module's own ----
+
+
+class OwnNames(nn.Linear):
+    """A module with names that a pipeline has too."""
+
+    tied = True
+
+    def __init__(self) -> None:
+        super().__init__(2, 2, bias=False)
+        self.loss = self.tied = True
+
+    def before_step(self) -> None:
+        raise AssertionError("this is a method of the program")
+
+
+def module_with_own_names() -> int:
+    with ProcessGroupMesh(tp=2) as mesh:
+        torch.manual_seed(0)
+        together, compared = compose(mesh, Replaces(mesh, "tp")), list[int]()
+        model = together.apply(OwnNames())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Composition, "check_inputs", lambda *args: compared.append(1))
+            model(torch.ones(2, 2)).sum().backward()
+        together.grad_norm()
+        return len(compared)
+
+
+def test_module_may_have_the_names_of_a_pipeline():
+    assert world(2).run(module_with_own_names) == [1, 1]
