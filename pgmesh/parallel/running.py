@@ -93,7 +93,7 @@ class Pipeline(nn.Module):
         compares them with those of other ranks."""
         self.schedules: cachetools.LRUCache[BatchKind, Any] = cachetools.LRUCache(MAX_SCHEDULES)
         """The schedule for each kind of batch."""
-        stages.group  # noqa: B018  # created in apply
+        stages.mesh.group(stages.axis)  # exists after apply
 
     def _check_supported(self) -> None:
         """Raise a MethodError if torch, or its schedule, would compute wrong gradients."""

@@ -384,6 +384,9 @@ def test_share_of_different_numbers_of_rows_raises(mesh: ProcessGroupMesh):
               positions = positions.expand(4, -1)   # position ids: one row for each row of the batch
             """,
         )
+        with pytest.raises(ShapeError, match=r"1 and 4 rows") as caught:
+            together.share((positions[None], codes))
+        assert "positions = positions.expand(4, -1) " in str(caught.value)
         shared = together.share((codes, positions.expand(4, -1)))
         assert shared[0].shape == shared[1].shape
 
