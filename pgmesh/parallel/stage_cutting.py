@@ -47,10 +47,9 @@ def copy_stage(module: nn.Module, absent: Sequence[str], copied: Sequence[str] =
     modules = dict(module.named_modules(remove_duplicate=False))
     changed = [f"{name}." for name in (*absent, *copied)]
     parents = [each for name, each in modules.items() if not name or any(c.startswith(f"{name}.") for c in changed)]
-    shared = [*_parts(module), *(value for each in parents for value in _unbound_attributes(each, parents))]
-    memo: dict[int, Any] = {id(each): each for each in shared}
-    for each in (*parents, *(part for name in copied for part in _parts(modules[name]))):
-        memo.pop(id(each), None)
+    not_shared = {id(each) for each in (*parents, *(part for name in copied for part in _parts(modules[name])))}
+    attributes = (value for each in parents for value in _unbound_attributes(each, parents))
+    memo: dict[int, Any] = {id(each): each for each in (*_parts(module), *attributes) if id(each) not in not_shared}
     stage = copy.deepcopy(module, memo)  # it takes from the memo what is in it, and copies the rest
     for name in absent:  # by name, since one module may have several
         parent, _, child = name.rpartition(".")
