@@ -8,6 +8,7 @@ the program trains what ``apply`` returned. Until then, hooks on the module insi
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -49,7 +50,8 @@ class FirstStep:
         if applied is not module:
             setattr(module, WRAPPED_MARK, id(module))
             self._hooks.append(module.register_forward_pre_hook(refuse_forward))
-            refuse = functools.partial(refuse_without_wrapper, module)
+            # weak: Python cannot collect a circle through the hook of a tensor
+            refuse = functools.partial(refuse_gradient, weakref.ref(module))
             trainable = [weight for weight in module.parameters() if weight.requires_grad]
             self._hooks += [weight.register_hook(refuse) for weight in trainable]  # type: ignore[no-untyped-call]
 
@@ -84,8 +86,15 @@ def refuse_forward(module: nn.Module, _: Any) -> None:
         refuse_without_wrapper(module)
 
 
-def refuse_without_wrapper(module: nn.Module, _: Any = None) -> None:
-    """Raise a MethodError if the wrapper of a module is untrained. Called for its gradients too: methods need no hook.
+def refuse_gradient(reference: weakref.ref[nn.Module], _: Any) -> None:
+    """Hook on a parameter of a wrapped module: a method of the module, called without the wrapper, ends here too."""
+    module = reference()
+    if module is not None:
+        refuse_without_wrapper(module)
+
+
+def refuse_without_wrapper(module: nn.Module) -> None:
+    """Raise a MethodError if the wrapper of a module is untrained.
 
     A forward pass of the wrapper prepares the averages of its backward pass. Without it, DDP averages nothing.
     """

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -198,6 +200,19 @@ def train_by_method() -> None:
 
 def test_method_of_module_in_ddp_raises():
     world(2).run(train_by_method)
+
+
+def untrained_module() -> None:
+    with ProcessGroupMesh(a=2) as mesh:
+        model = compose(mesh, DataParallel(mesh, "a")).apply(WithMethod())
+        reference = weakref.ref(model.module)
+        del model
+        gc.collect()
+        assert reference() is None
+
+
+def test_module_that_was_never_trained_is_freed():
+    world(2).run(untrained_module)
 
 
 def train_in_evaluation_mode() -> None:
