@@ -15,7 +15,8 @@ _MODULE_OF = {
     **dict.fromkeys(["TensorParallel", "attention_plan", "mlp_plan"], "tensor"),
     "DataParallel": "data",
     "ShardedDataParallel": "sharded",
-    **dict.fromkeys(["PipelineParallel", "Pipeline"], "pipeline"),
+    "PipelineParallel": "pipeline",
+    "Pipeline": "running",
     "ContextParallel": "context",
     "ExpertParallel": "expert",
     **dict.fromkeys(["Router", "Routes", "balance_loss", "mix", "with_loss"], "mixture"),
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
         mix as mix,
         with_loss as with_loss,
     )
-    from pgmesh.parallel.pipeline import Pipeline as Pipeline, PipelineParallel as PipelineParallel
+    from pgmesh.parallel.pipeline import PipelineParallel as PipelineParallel
+    from pgmesh.parallel.running import Pipeline as Pipeline
     from pgmesh.parallel.seeds import seed_of as seed_of, seeded_rng as seeded_rng
     from pgmesh.parallel.sharded import ShardedDataParallel as ShardedDataParallel
     from pgmesh.parallel.tensor import (

@@ -56,10 +56,10 @@ def transfer_outlives_abort(abort_with):
 @breaks(
     "the norm counts each weight once: tied copies",
     page="parallel.md",
-    target="parallel.pipeline:Pipeline.copies",
+    target="parallel.tied_weights:TiedWeights.last_copies",
     tests="tests/parallel/test_combinations.py -k 'norm and tied'",
 )
-def tied_weight_twice(copies):
+def tied_weight_twice(last_copies):
     return lambda self: []
 
 

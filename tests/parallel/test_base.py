@@ -292,6 +292,27 @@ def test_share_keeps_values_that_have_no_rows(mesh: ProcessGroupMesh):
     assert together.share(("one", 2, 3.0, None, b"4", True)) == ("one", 2, 3.0, None, b"4", True)
 
 
+def test_share_of_different_numbers_of_rows_raises(mesh: ProcessGroupMesh):
+    """Position ids of one dimension would be cut by rows, and rank 5 would get those of another half."""
+    context = ContextParallel(mesh, "tp", attention="ulysses")
+    codes, positions = torch.arange(32).view(4, 8), torch.arange(8)
+    for together in (compose(mesh, Data(mesh, "dp"), context, unowned=["pp"]), compose(mesh, unowned=mesh.axes)):
+        assert_raises(
+            ShapeError,
+            lambda together=together: together.share({"x": codes, "positions": positions, "scale": torch.tensor(2.0)}),
+            """
+            the tensors of this batch have 4 and 8 rows, dimension 0.
+
+              positions = positions.expand(4, -1)   # position ids: one row for each row of the batch
+            """,
+        )
+        with pytest.raises(ShapeError, match=r"1 and 4 rows") as caught:
+            together.share((positions[None], codes))
+        assert "positions = positions.expand(4, -1) " in str(caught.value)
+        shared = together.share((codes, positions.expand(4, -1)))
+        assert shared[0].shape == shared[1].shape
+
+
 # ---- the ranks that read different tokens ----
 
 

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from pgmesh import AxisError, MethodError, ProcessGroupMesh
-from pgmesh.parallel import ContextParallel, DataParallel, ExpertParallel, Method, ShardedDataParallel, compose
+from pgmesh.parallel import (
+    ContextParallel,
+    DataParallel,
+    ExpertParallel,
+    Method,
+    PipelineParallel,
+    ShardedDataParallel,
+    compose,
+)
 from pgmesh.parallel.composing import Composition
 from tests.support.expert_models import expert_model
 from tests.support.fake_world import fake_rank
+from tests.support.parallel_models import FIRST, LAST, TinyGPT, assert_same, batch, gradients_of, loss_of
+from tests.support.pipelines import needs_pipelines
 from tests.support.worlds import check_sums, groups_of, world
 
 # ---- what was derived stays ----
@@ -199,5 +211,81 @@ def mean_of_parts(losses: list[float], tokens: list[int]) -> tuple[float, float]
         return loss.item(), together.mean([loss, 2 * loss]).item()
 
 
+def pipeline_of_unequal_parts() -> None:
+    """Ranks along dp have 2 and 6 of 8 rows."""
+    with ProcessGroupMesh(pp=2, dp=2) as mesh:
+
+        def train(loss: Any) -> nn.Module:
+            places = {"layers": "blocks", "first": FIRST, "last": LAST}
+            stages = PipelineParallel(mesh, "pp", **places, loss=loss, microbatches=microbatches)
+            together = compose(mesh, stages, DataParallel(mesh, "dp"), equal_parts=False)
+            variables["together"], model = together, together.apply(TinyGPT(layers=2))
+            model.step(codes[own], target=target[own])
+            return model
+
+        microbatches, (codes, target) = 2, batch(0)
+        own = slice(0, 2) if mesh.index("dp") == 0 else slice(2, 8)
+        variables = {"microbatches": microbatches, "n": target[own].numel()}
+        variables["loss_sum"] = lambda output, labels: cross_entropy(
+            output.flatten(0, 1), labels.flatten(), reduction="sum"
+        )
+        variables["PipelineParallel"] = lambda _, loss: loss
+        if mesh.index("pp") == 1:
+            message = message_of_unweighed_loss(mesh)
+            loss = eval(message.splitlines()[-1].strip(), variables)
+        else:
+            loss = loss_of
+        model, alone = train(loss), TinyGPT(layers=2)
+        loss_of(alone(codes), target).backward()
+        assert_same("gradients", gradients_of(model), gradients_of(alone))
+
+
+def message_of_unweighed_loss(mesh: ProcessGroupMesh) -> str:
+    """The error of a loss that is a mean of this rank's tokens, from the loss of an applied pipeline of one stage."""
+    alone = mesh.at(pp=1).view(pp=1, dp=2)
+    stages = PipelineParallel(alone, "pp", layers="blocks", first=FIRST, last=LAST, loss=loss_of, microbatches=1)
+    model = compose(alone, stages, DataParallel(alone, "dp"), equal_parts=False).apply(TinyGPT(layers=2))
+    with pytest.raises(MethodError, match=r"has not called together\.mean") as caught:
+        model.step(*[batch(0)[0]], target=batch(0)[1])
+    return str(caught.value)
+
+
+@needs_pipelines
+def test_pipeline_loss_of_unequal_parts_counts_tokens():
+    world(4).run(pipeline_of_unequal_parts)
+
+
 def test_mean_of_unequal_parts_losses_needs_no_tokens():
     assert world(2).run(mean_of_parts, [6.0, 2.0], [3, 1]) == [(2.0, 3.0)] * 2
+
+
+# ---- names of a module's own ----
+
+
+class OwnNames(nn.Linear):
+    """A module with names that a pipeline has too."""
+
+    tied = True
+
+    def __init__(self) -> None:
+        super().__init__(2, 2, bias=False)
+        self.loss = self.tied = True
+
+    def before_step(self) -> None:
+        raise AssertionError("this is a method of the program")
+
+
+def module_with_own_names() -> int:
+    with ProcessGroupMesh(tp=2) as mesh:
+        torch.manual_seed(0)
+        together, compared = compose(mesh, Replaces(mesh, "tp")), list[int]()
+        model = together.apply(OwnNames())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Composition, "check_inputs", lambda *args: compared.append(1))
+            model(torch.ones(2, 2)).sum().backward()
+        together.grad_norm()
+        return len(compared)
+
+
+def test_module_may_have_the_names_of_a_pipeline():
+    assert world(2).run(module_with_own_names) == [1, 1]

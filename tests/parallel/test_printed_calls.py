@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -156,6 +158,65 @@ def train_without_wrapper(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["data", pytest.param("pipeline", marks=needs_pipelines)])
 def test_training_without_the_wrapper_of_apply_raises(kind: str):
     world(2).run(train_without_wrapper, kind)
+
+
+class WithMethod(nn.Module):
+    """A model whose loss is a method of its own, which ``forward`` calls too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).tanh()).square().mean()
+
+    forward = loss
+
+
+def train_by_method() -> None:
+    with ProcessGroupMesh(a=2) as mesh:
+        together, alone = compose(mesh, DataParallel(mesh, "a")), WithMethod()
+        model = together.apply(WithMethod())
+        rows = torch.arange(32.0, dtype=torch.float64).reshape(8, 4).sin()
+        inputs = together.share(rows)
+        with pytest.raises(MethodError, match=r"also by a method of model\.module") as caught:
+            model.module.loss(inputs).backward()
+        variables = {"model": model, "inputs": inputs}
+        exec(str(caught.value).splitlines()[-2].strip(), variables)
+        variables["loss"].backward()
+        alone(rows).backward()
+        assert_same("gradients", gradients_of(model), gradients_of(alone))
+        for layer in model.modules():
+            assert not layer._forward_pre_hooks
+        assert not any(weight._backward_hooks for weight in model.parameters())
+
+
+def test_method_of_module_in_ddp_raises():
+    world(2).run(train_by_method)
+
+
+def untrained_module() -> None:
+    with ProcessGroupMesh(a=2) as mesh:
+        model = compose(mesh, DataParallel(mesh, "a")).apply(WithMethod())
+        reference = weakref.ref(model.module)
+        del model
+        gc.collect()
+        assert reference() is None
+
+
+def test_module_that_was_never_trained_is_freed():
+    world(2).run(untrained_module)
+
+
+def train_in_evaluation_mode() -> None:
+    with ProcessGroupMesh(a=2) as mesh:
+        model = compose(mesh, DataParallel(mesh, "a")).apply(WithMethod())
+        model.eval()(torch.ones(2, 4, dtype=torch.float64)).backward()
+
+
+def test_wrapper_in_evaluation_mode_may_be_trained():
+    world(2).run(train_in_evaluation_mode)
 
 
 def compiled_wrapper() -> None:
