@@ -112,6 +112,33 @@ def test_ddp_on_dtensors_prints_fully_shard(program: Callable[[], None]):
     world(4).run(program)
 
 
+def unfrozen_after_apply(kind: str) -> None:
+    with ProcessGroupMesh(dp=2) as mesh:
+        model = TinyGPT(layers=1)
+        (model if kind == "all" else model.head).requires_grad_(False)
+        together = compose(mesh, DataParallel(mesh, "dp"))
+        applied = together.apply(model).requires_grad_(True)
+        codes, _ = batch(0)
+        with pytest.raises(MethodError) as caught:
+            applied(together.share(codes))
+        name = "tokens" if kind == "all" else "head"
+        assert str(caught.value).startswith(f"{name}.weight was frozen in apply, and is trained now")
+        with torch.no_grad():
+            applied(together.share(codes))
+        before, sharded = (line.strip() for line in str(caught.value).splitlines()[-2:])
+        model = TinyGPT(layers=1).requires_grad_(False)
+        exec(before, {"model": model})
+        check_gradients(together, together.apply(model))
+        together = compose(mesh, eval(sharded))
+        model = together.apply(TinyGPT(layers=1).requires_grad_(False)).requires_grad_(True)
+        check_gradients(together, model)
+
+
+@pytest.mark.parametrize("kind", ["all", "head"])
+def test_parameters_unfrozen_after_ddp_raise(kind: str):
+    world(2).run(unfrozen_after_apply, kind)
+
+
 # ---- an optimizer from before apply ----
 
 
