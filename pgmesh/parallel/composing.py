@@ -180,7 +180,7 @@ class Composition:
             experts = self._names_of_experts(module)
             trainable = [name for name, each in module.named_parameters() if each.requires_grad and name not in experts]
             if trainable:
-                raise unaveraged_error(self._readers[0], trainable)
+                raise unaveraged_error(self.mesh, self._readers[0], trainable)
 
     def _compare_weights(self, module: nn.Module) -> None:
         """Compare the initial weights of ranks. DDP broadcasts those that are not experts to all but the first."""

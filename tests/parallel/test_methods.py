@@ -306,7 +306,8 @@ def test_axes_that_cannot_be_sharded_along_raise():
             AxisError,
             lambda: compose(mesh, ShardedDataParallel(mesh, "dp", replicate="tp"), unowned=["pp", "tp"]),
             "ShardedDataParallel averages along dp, but replicate= has tp, and has to be part of these axes.\n\n"
-            "  ShardedDataParallel(mesh, 'dp', 'tp', replicate=('tp',))",
+            "  ShardedDataParallel(mesh, 'dp', 'tp', replicate=['tp'])   # these axes split rows too\n"
+            "  ShardedDataParallel(mesh, 'dp', replicate=[])   # these axes have another method",
         )
         assert_raises(
             MethodError,

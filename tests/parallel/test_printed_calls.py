@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from pgmesh import MethodError, PgmeshError, ProcessGroupMesh
+from pgmesh import AxisError, MethodError, PgmeshError, ProcessGroupMesh
 from pgmesh.parallel import (
+    ContextParallel,
     DataParallel,
     PipelineParallel,
     ShardedDataParallel,
@@ -69,6 +70,35 @@ def test_two_averages_on_two_views_are_one_method(mesh: ProcessGroupMesh):
     call = printed_call(lambda: compose(mesh, *both, unowned="pp"))
     together = compose(mesh, eval(call, {**globals(), "mesh": mesh}), unowned="pp")
     assert (together.num_replicas, str(together)) == (4, "Composition(DataParallel along dp, tp)")
+
+
+def test_one_average_in_place_of_two_keeps_replicas(mesh: ProcessGroupMesh):
+    both = ShardedDataParallel(mesh, "dp", replicate="dp"), DataParallel(mesh, "tp")
+    method = eval(printed_call(lambda: compose(mesh, *both, unowned="pp")))
+    compose(mesh, method, unowned="pp")
+    assert (method.owns, method.replicates) == (("dp", "tp"), ("dp",))
+
+
+def test_replicas_along_axis_of_other_rows_or_weights(mesh: ProcessGroupMesh):
+    tensor = TensorParallel(mesh, "tp", plan=BLOCK_PLAN)
+    for others, unowned, line in (([], ["pp", "tp"], -2), ([tensor], ["pp"], -1)):
+        with pytest.raises(AxisError) as caught:
+            compose(mesh, *others, ShardedDataParallel(mesh, "dp", replicate="tp"), unowned=unowned)
+        method = eval(str(caught.value).splitlines()[line].strip())
+        compose(mesh, *others, method, unowned=["pp"]).apply(TinyGPT(layers=1))
+        assert method.replicates == (() if others else ("tp",))
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2, "cp": 2, "x": 2}, {0: 2, 1: 2, 2: 2}], ids=str)
+@pytest.mark.parametrize("where", ["mesh", "view", "slice"])
+def test_unaveraged_positions_print_data_parallel(sizes: dict[str | int, int], where: str):
+    with fake_rank(3, 8), ProcessGroupMesh(sizes) as mesh:
+        axes = mesh.axes
+        whole_or_part = {"mesh": mesh, "view": mesh.view(a=2, b=2, c=2), "slice": mesh.at({axes[0]: 0})}[where]
+        context = ContextParallel(whole_or_part, "b" if where == "view" else axes[1])
+        data = eval(printed_call(lambda: compose(mesh, context, unowned=axes).apply(TinyGPT(layers=1))))
+        compose(mesh, context, data, unowned=axes).apply(TinyGPT(layers=1))
+        assert data.mesh.ranks(*data.average_axes) == context.mesh.ranks(*context.owns)
 
 
 def test_printed_unowned_axes_keep_those_given(mesh: ProcessGroupMesh):
