@@ -19,6 +19,7 @@ from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Method
 from pgmesh.parallel.exchange import broadcast_from_first
+from pgmesh.parallel.first_step import is_training
 from pgmesh.parallel.local_experts import expert_tensors
 from pgmesh.torch_private import exclude_from_ddp
 
@@ -61,7 +62,7 @@ class DataParallel(Method):
         DDP rejects a module without trainable parameters, such as a frozen stage of a pipeline. Such a module is
         returned without a wrapper.
 
-        Parameters that are frozen now have to stay frozen: a training step with a gradient of one raises.
+        Parameters that are frozen now have to stay frozen: a training step in which one is not raises.
 
         Raises:
             MethodError: a parameter is a DTensor, which DDP does not support, or the module contains DDP already.
@@ -103,9 +104,9 @@ class DataParallel(Method):
                     f"  {self._as_sharded(axes)}"
                 )
 
-    def _check_frozen(self, frozen: Mapping[str, nn.Parameter], *_: Any) -> None:
+    def _check_frozen(self, frozen: Mapping[str, nn.Parameter], module: nn.Module, _: Any) -> None:
         """Forward pre-hook: check that parameters are as frozen as in ``apply``, since DDP averages those of then."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not is_training(module):
             return
         for name, weight in frozen.items():
             if weight.requires_grad:

@@ -8,6 +8,7 @@ this rank's heads, gets a part of its gradient on each rank, and torch adds the 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,13 +81,14 @@ class GradientComparison:
         experts, hooks = expert_tensors(module), dict[str, RemovableHandle]()
         for name, weight in module.named_parameters():
             if name in self._entries and weight.requires_grad and name not in experts:
-
-                def keep(weight: Tensor, name: str = name) -> None:
-                    if weight.grad is not None:
-                        self._summaries[name] = summarize(weight.grad)
-
+                keep = partial(self._keep_summary, name)
                 hooks[name] = weight.register_post_accumulate_grad_hook(keep)  # type: ignore[no-untyped-call]
         return hooks
+
+    def _keep_summary(self, name: str, weight: Tensor) -> None:
+        """Hook of a weight."""
+        if weight.grad is not None:
+            self._summaries[name] = summarize(weight.grad)
 
     def _compare(self, hooks: dict[str, RemovableHandle]) -> None:
         """Compare the summaries of all ranks, and remove the hooks of weights that were compared.

@@ -1,7 +1,7 @@
 """Plans of tensor parallelism: two ready ones, the entries of a plan for a module, and checks of a plan.
 
 A plan maps module names to torch's styles. torch computes wrong results of some plans without an error: the checks
-refuse these. What a style says of sequences, in the plan of docs/methods.md (- is None or False)::
+refuse these. What styles say of sequences, between sharded ones (- is None or False)::
 
     style                                                        sequence_dims  split_of          gets_whole
     tokens   RowwiseParallel(input_layouts=Replicate())          -              -                 -
@@ -10,7 +10,7 @@ refuse these. What a style says of sequences, in the plan of docs/methods.md (- 
     norm     SequenceParallel()                                  1              -                 -
     qkv, up  ColwiseParallel(input_layouts=Shard(1))             1              -                 -
     out      RowwiseParallel(output_layouts=Shard(1))            1              -                 -
-    head     ColwiseParallel(), between sharded sequences        -              -                 -, so it is an error
+    head     ColwiseParallel()                                   -              -                 -, so it is an error
 """
 
 from __future__ import annotations
