@@ -128,11 +128,6 @@ def grouped_template(experts: nn.ModuleDict) -> nn.Module:
         MethodError: the experts have different modules or attributes, or tensors outside of linear layers.
     """
     first = next(iter(experts.children()))
-    if attribute := differing_attribute(experts):
-        raise MethodError(
-            f"grouped=True runs the forward of the first expert for all, but experts differ in their {attribute}.\n\n"
-            "  ExpertParallel(..., grouped=False)   # one expert after another"
-        )
     tensors = {id(each) for each in (*experts.parameters(), *experts.buffers())}
     linear = {id(each) for layer in experts.modules() if type(layer) is nn.Linear for each in layer.parameters()}
     if type(first) is nn.Linear or tensors != linear or len({repr(each) for each in experts.children()}) > 1:
@@ -140,38 +135,27 @@ def grouped_template(experts: nn.ModuleDict) -> nn.Module:
             "grouped=True needs experts of the same modules, with parameters in torch.nn.Linear layers alone.\n\n"
             "  ExpertParallel(..., grouped=False)   # one expert after another"
         )
+    attributes = _attributes(first)
+    for other in map(_attributes, experts.children()):
+        if differing := [name for name in attributes | other if attributes.get(name) != other.get(name)]:
+            raise MethodError(
+                f"grouped=True runs the first forward for all experts, which differ in their {differing[0]}."
+                "\n\n  ExpertParallel(..., grouped=False)   # one expert after another"
+            )
     memo: dict[int, Any] = {id(each): each for each in first.modules() if not any(True for _ in each.parameters())}
     memo |= {id(each): GroupedLinear() for each in first.modules() if type(each) is nn.Linear}
     return copy.deepcopy(first, memo)
 
 
-def differing_attribute(experts: nn.ModuleDict) -> str | None:
-    """The first Python attribute in which experts differ; None if there is none."""
-    first, *others = [_attributes(each) for each in experts.children()]
-    for other in others:
-        for name in first | other:
-            if not _is_same(first.get(name), other.get(name)):
-                return name
-    return None
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes of all submodules by name, without what each module of torch has."""
+def _attributes(module: nn.Module) -> dict[str, str]:
+    """The texts of the attributes of all submodules by name, without what each module of torch has."""
     of_torch = vars(nn.Module())
     return {
-        f"{name}.{key}".lstrip("."): value
+        f"{name}.{key}".lstrip("."): repr(value)
         for name, each in module.named_modules()
         for key, value in vars(each).items()
         if key not in of_torch
     }
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Return True if two values are equal. Arrays of several numbers, which have no such answer, are not."""
-    try:
-        return bool(one is other or one == other)
-    except (RuntimeError, ValueError):
-        return False
 
 
 def run_experts_grouped(

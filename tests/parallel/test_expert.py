@@ -228,9 +228,7 @@ def test_grouped_experts_need_equal_attributes(name, value):
     experts = experts_of()
     owner, _, attribute = name.rpartition(".")
     setattr(experts["2"].get_submodule(owner), attribute, value)
-    with pytest.raises(
-        MethodError, match=rf"but experts differ in their {name}\.\n\n  ExpertParallel\(\.\.\., grouped"
-    ):
+    with pytest.raises(MethodError, match=rf"which differ in their {name}\.\n\n  ExpertParallel\(\.\.\., grouped"):
         LocalExperts(experts, grouped=True)
     for expert in experts.values():
         setattr(expert.get_submodule(owner), attribute, value)
