@@ -191,13 +191,12 @@ class Composition:
         compare_weights(self.mesh, self._ranks, named_tensors(module), broadcast, receives)
 
     def _compare_whole_weights(self, module: nn.Module) -> None:
-        """Compare the weights that were on the meta device in ``apply``, where ranks have them whole."""
+        """Compare the weights that were on the meta device in ``apply``: whole ones, and replicated shards."""
         ranks = self._ranks_along(each for each in self.methods if each.level is not Level.PIPELINE)
         stages = math.prod(each.mesh.size(*each.owns) for each in self._pipelines)
         whole = {name: each for name, each in module.named_parameters() if self._pieces_of(module, name) == stages}
         compare_weights(self.mesh, ranks, whole)
-        replicates = getattr(self._averaging, "replicates", ())  # hybrid sharding: the same shards on several ranks
-        if self._averaging is not None and replicates:
+        if self._averaging and (replicates := getattr(self._averaging, "replicates", ())):  # hybrid sharding
             experts = expert_tensors(module)
             shards = {name: local(each) for name, each in module.named_parameters() if name not in experts}
             compare_weights(self.mesh, self._averaging.mesh.ranks(*replicates), shards)
