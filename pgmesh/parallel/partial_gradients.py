@@ -62,8 +62,7 @@ class GradientComparison:
         """The hook of each weight that is still compared, by name; None before the first training pass."""
         self._summaries: dict[str, Tensor] = {}
         self._passes = 0
-        # prepend: before the hook of fully_shard, which replaces sharded parameters by whole ones
-        self._of_module = module.register_forward_pre_hook(self._before_forward, prepend=True)
+        self._of_module = module.register_forward_pre_hook(self._before_forward)
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         """Forward pre-hook of the module."""

@@ -14,13 +14,13 @@ from torch.distributed.tensor.parallel import ParallelStyle, loss_parallel
 from torch.nn.functional import gelu
 from torch.utils.checkpoint import checkpoint
 
-from pgmesh import LaunchError, MethodError, ProcessGroupMesh
+from pgmesh import MethodError, ProcessGroupMesh
 from pgmesh.parallel import Method, PipelineParallel, ShardedDataParallel, TensorParallel, compose, partial_gradients
 from tests.support.parallel_models import FIRST, LAST, Block, TinyGPT, batch, loss_of, train_alone
 from tests.support.parallel_training import train_and_compare
 from tests.support.pipelines import needs_pipelines
 from tests.support.tensor_plans import BLOCK_PLAN, SEQUENCE_PLAN
-from tests.support.worlds import check_sums, groups_of, world
+from tests.support.worlds import check_sums, fresh_world, groups_of, world
 
 pytestmark = pytest.mark.long
 
@@ -91,8 +91,8 @@ def train(kind: str, passes: int = 1) -> tuple[int, str]:
                         model.step(codes, target=target)
                     else:
                         loss_of(model(codes), target).backward()
-                except MethodError as error:
-                    return step, str(error)
+                except (MethodError, RuntimeError) as error:  # RuntimeError: of torch's stage
+                    return step, str(error.__cause__ or error)
             if step % passes == passes - 1:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -119,9 +119,27 @@ def test_partial_gradients_raise_in_next_training_pass(kind: str, passes: int, r
 
 @needs_pipelines
 def test_partial_gradients_of_a_stage_raise():
-    with pytest.raises(LaunchError) as caught:
-        world(4).run(train, "pipeline")
-    assert HEAD_NORM.partition("\n")[0] in str(caught.value)
+    with fresh_world(4) as ranks:  # the second stage, ranks 2 and 3, loses the first one
+        assert ranks.run(train, "pipeline")[:2] == [(1, HEAD_NORM)] * 2
+
+
+def train_sharded() -> list[str]:
+    """Errors of plans without entries for norms that ``fully_shard`` shards with the whole module, and with a block."""
+    errors = list[str]()
+    with ProcessGroupMesh(dp=2, tp=2) as mesh:
+        for name in ("norm", "blocks.*.norm*"):
+            tensor = TensorParallel(mesh, "tp", plan=without(SEQUENCE_PLAN, name))
+            together = compose(mesh, ShardedDataParallel(mesh, "dp"), tensor)
+            model, codes = together.apply(TinyGPT(layers=1)), together.share(batch(0)[0])
+            model(codes).to_local().square().sum().backward()
+            with pytest.raises(MethodError) as caught:
+                model(codes)
+            errors.append(str(caught.value).partition(" ")[0])
+    return errors
+
+
+def test_partial_gradients_of_sharded_weights_raise():
+    assert world(4).run(train_sharded) == [["norm.weight", "blocks.0.norm1.weight"]] * 4
 
 
 # ---- the printed entries ----
