@@ -38,7 +38,7 @@ from pgmesh.parallel.local_experts import expert_tensors, mark_shards
 
 
 class Place(NamedTuple):
-    """Where a parameter or a buffer is. Wrappers, such as DDP, change its name in the module, but not its place."""
+    """The place of a parameter or a buffer. Wrappers, such as DDP, change its name in the module, but not its place."""
 
     owner: nn.Module
     name: str

@@ -81,7 +81,7 @@ NOT_COMPARED = 0
 
 @dataclass(frozen=True)
 class Description:
-    """What ranks compare of a parameter or buffer."""
+    """The compared properties of a parameter or buffer."""
 
     kind: str
     """Shape, dtype and ``requires_grad``."""
@@ -158,7 +158,7 @@ def raise_first_difference(per_rank: Mapping[int, Mapping[str, Description]]) ->
 
 
 class Batch(NamedTuple):
-    """What ranks compare of a batch: its rows, the first dimension; its positions, the second; tokens; and values."""
+    """The compared properties of a batch: rows, the first dimension; positions, the second; tokens; and values."""
 
     rows: int
     positions: int

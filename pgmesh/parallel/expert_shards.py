@@ -22,7 +22,7 @@ OUTPUTS, INPUTS = 0, 1
 
 @dataclass(frozen=True)
 class ExpertShards:
-    """Which layers of experts are sharded, and along which axes."""
+    """The layers of experts that are sharded, and the axes along which they are."""
 
     mesh: ProcessGroupMesh
     axes: tuple[Axis, ...]
