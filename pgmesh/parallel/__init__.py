@@ -12,7 +12,8 @@ _MODULE_OF = {
     "compose": "composing",
     "Composition": "composing",
     "find": "finding",
-    **dict.fromkeys(["TensorParallel", "attention_plan", "mlp_plan"], "tensor"),
+    "TensorParallel": "tensor",
+    **dict.fromkeys(["attention_plan", "mlp_plan"], "tensor_plans"),
     "DataParallel": "data",
     "ShardedDataParallel": "sharded",
     "PipelineParallel": "pipeline",
@@ -46,8 +47,5 @@ if TYPE_CHECKING:
     from pgmesh.parallel.running import Pipeline as Pipeline
     from pgmesh.parallel.seeds import seed_of as seed_of, seeded_rng as seeded_rng
     from pgmesh.parallel.sharded import ShardedDataParallel as ShardedDataParallel
-    from pgmesh.parallel.tensor import (
-        TensorParallel as TensorParallel,
-        attention_plan as attention_plan,
-        mlp_plan as mlp_plan,
-    )
+    from pgmesh.parallel.tensor import TensorParallel as TensorParallel
+    from pgmesh.parallel.tensor_plans import attention_plan as attention_plan, mlp_plan as mlp_plan

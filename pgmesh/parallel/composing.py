@@ -42,7 +42,7 @@ from pgmesh.parallel.data import DataParallel, broadcast_tensors
 from pgmesh.parallel.divisibility import format_sizes
 from pgmesh.parallel.exchange import broadcast_from_first
 from pgmesh.parallel.first_step import FirstStep
-from pgmesh.parallel.gradients import local_shard, mean_over_ranks, norm_of_pieces, scale_gradients
+from pgmesh.parallel.gradients import local, local_shard, mean_over_ranks, norm_of_pieces, scale_gradients
 from pgmesh.parallel.local_experts import expert_tensors, named_tensors, names_of_experts
 from pgmesh.parallel.mixture import Accumulation
 from pgmesh.parallel.owners import check_all_owned, check_method, check_pair, unaveraged_error
@@ -172,7 +172,7 @@ class Composition:
             experts = self._names_of_experts(module)
             trainable = [name for name, each in module.named_parameters() if each.requires_grad and name not in experts]
             if trainable:
-                raise unaveraged_error(token_readers(self.methods)[0], trainable)
+                raise unaveraged_error(self.mesh, token_readers(self.methods)[0], trainable)
 
     def _compare_weights(self, module: nn.Module) -> None:
         """Compare the initial weights of ranks. DDP broadcasts those that are not experts to all but the first."""
@@ -183,11 +183,15 @@ class Composition:
         compare_weights(self.mesh, self._ranks.all, named_tensors(module), broadcast, receives)
 
     def _compare_whole_weights(self, module: nn.Module) -> None:
-        """Compare the weights that were on the meta device in ``apply``, where ranks have them whole."""
+        """Compare the weights that were on the meta device in ``apply``: whole ones, and replicated shards."""
         ranks = ranks_along(self.mesh, [each for each in self.methods if each.level is not Level.PIPELINE])
         stages = math.prod(each.mesh.size(*each.owns) for each in self._pipelines)
         whole = {name: each for name, each in module.named_parameters() if self._pieces_of(module, name) == stages}
         compare_weights(self.mesh, ranks, whole)
+        if self._averaging and (replicates := getattr(self._averaging, "replicates", ())):  # hybrid sharding
+            experts = expert_tensors(module)
+            shards = {name: local(each) for name, each in module.named_parameters() if name not in experts}
+            compare_weights(self.mesh, self._averaging.mesh.ranks(*replicates), shards)
 
     def _watch_first_step(self, module: nn.Module, applied: nn.Module, was_on_meta: bool) -> None:
         """Let the first training step compare the inputs of ranks, and weights that were on the meta device."""
@@ -231,7 +235,8 @@ class Composition:
             optimizer: an optimizer of the module that ``apply`` returned.
 
         Raises:
-            MethodError: the optimizer has no parameter of such a module. Methods may replace parameters.
+            MethodError: the optimizer has no parameter of such a module, since methods may replace parameters, or also
+                parameters of another module.
 
         >>> from pgmesh.parallel import compose
         >>> together = compose(mesh, unowned=mesh.axes)
@@ -239,11 +244,18 @@ class Composition:
         >>> optimizer = together.attach(torch.optim.SGD(model.parameters(), lr=0.1))
         """
         trained = {weight for module in self._pieces for weight in module.parameters()}
-        if trained and trained.isdisjoint(weight for group in optimizer.param_groups for weight in group["params"]):
+        given = {weight for group in optimizer.param_groups for weight in group["params"]}
+        if trained and trained.isdisjoint(given):
             raise MethodError(
                 "the optimizer has no parameter of the module that apply returned, so it would train nothing. Make it "
                 "after model = together.apply(model), with the same settings, or give it the new parameters.\n\n"
                 "  optimizer.param_groups[0]['params'] = [*model.parameters()]   # if it has one group"
+            )
+        if trained and (unknown := given - trained):
+            raise MethodError(
+                f"the optimizer has {count_of(len(unknown), 'parameter')} of no module that apply returned, one of "
+                f"shape {tuple(next(iter(unknown)).shape)}: no method averages their gradients.\n\n"
+                "  other = together.apply(other)   # each module that it trains, before the optimizer is made"
             )
         for method in self.methods:
             method.attach(optimizer)

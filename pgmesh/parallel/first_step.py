@@ -66,7 +66,7 @@ class FirstStep:
 
     def _before_forward(self, trained: nn.Module, args: Any, keywords: Any) -> None:
         """Forward pre-hook of the module to train, or of a copy of it."""
-        if trained.training and torch.is_grad_enabled():
+        if is_training(trained):
             self.before_step((args, keywords))
         elif torch.is_grad_enabled():  # a wrapper in evaluation mode has gradients too
             self._note_use_of_wrapper()
@@ -82,7 +82,7 @@ class FirstStep:
 
 def refuse_forward(module: nn.Module, _: Any) -> None:
     """Forward pre-hook of a wrapped module."""
-    if module.training and torch.is_grad_enabled():
+    if is_training(module):
         refuse_without_wrapper(module)
 
 
@@ -105,3 +105,8 @@ def refuse_without_wrapper(module: nn.Module) -> None:
             "  loss = model(inputs)   # if model is what apply returned: forward may call other methods\n"
             "  model = together.apply(model)   # otherwise, and train this one; without gradients, use either"
         )
+
+
+def is_training(module: nn.Module) -> bool:
+    """Return True if a forward pass now is one of training."""
+    return module.training and torch.is_grad_enabled()

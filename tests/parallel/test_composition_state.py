@@ -160,6 +160,32 @@ def test_shards_that_were_on_meta_may_differ():
     world(2).run(shards_on_meta)
 
 
+def replicas_on_meta(seed_by_rank: bool) -> str:
+    """Hybrid sharding: ranks 0 and 2 hold the same shards, as do ranks 1 and 3."""
+    with ProcessGroupMesh(outer=2, inner=2) as mesh:
+        together = compose(mesh, ShardedDataParallel(mesh, "outer", "inner", replicate="outer"))
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model = together.apply(model)
+        model.to_empty(device="cpu")
+        torch.manual_seed(mesh.rank if seed_by_rank else mesh.index("inner"))
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.to_local().normal_()
+        try:
+            model(torch.ones(2, 4)).sum().backward()
+        except MethodError as error:
+            return str(error).partition("\n")[0]
+        return ""
+
+
+def test_replicated_shards_from_meta_are_compared():
+    assert world(4).run(replicas_on_meta, False) == [""] * 4
+    start = "ranks start with different weights, of which the first is 0.weight: (2, 4) torch.float32 True on rank "
+    found = [start + f"{i}; (2, 4) torch.float32 True, other values on rank {i + 2}." for i in (0, 1)]
+    assert world(4).run(replicas_on_meta, True) == found * 2
+
+
 def test_one_unowned_axis_needs_no_list(mesh: ProcessGroupMesh):
     compose(mesh, DataParallel(mesh, "dp"), unowned=["pp", "tp"])
     compose(mesh.view(dp=4, tp=2), DataParallel(mesh.view(dp=4, tp=2), "dp"), unowned="tp")
@@ -187,6 +213,32 @@ def test_an_optimizer_from_before_apply_raises(mesh: ProcessGroupMesh):
     with pytest.raises(MethodError, match="has no parameter of the module that apply returned"):
         together.attach(early)
     together.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def unknown_parameters() -> None:
+    with ProcessGroupMesh(dp=2) as mesh:
+        torch.manual_seed(0)
+        together = compose(mesh, DataParallel(mesh, "dp"))
+        model, other = together.apply(nn.Linear(2, 2)), nn.Linear(2, 1)
+
+        def optimizer() -> torch.optim.Optimizer:
+            return torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+
+        with pytest.raises(MethodError) as caught:
+            together.attach(optimizer())
+        assert str(caught.value).startswith("the optimizer has 2 parameters of no module that apply returned")
+        variables = {"together": together, "other": other}
+        exec(str(caught.value).splitlines()[-1].strip(), variables)
+        other = variables["other"]
+        together.attach(optimizer())
+        other(model(torch.full((1, 2), float(mesh.rank)))).sum().backward()
+        mean = other.module.weight.grad.clone()
+        dist.all_reduce(mean, group=mesh.group())
+        torch.testing.assert_close(other.module.weight.grad, mean / 2)
+
+
+def test_optimizer_of_another_module_needs_apply():
+    world(2).run(unknown_parameters)
 
 
 def test_unequal_parts_need_the_number_of_tokens(mesh: ProcessGroupMesh):

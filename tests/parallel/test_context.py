@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import pytest
@@ -11,13 +12,14 @@ from torch import nn
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn import functional
 from torch.nn.attention.flex_attention import flex_attention
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention, scaled_dot_product_attention as attention_of_torch
 from torch.utils.checkpoint import checkpoint
 
 from pgmesh import MethodError, ProcessGroupMesh
 from pgmesh.parallel import ContextParallel, DataParallel, Method, PipelineParallel, compose, ring
 from tests.support.fake_world import fake_rank
-from tests.support.parallel_models import FIRST, LAST, TinyGPT
+from tests.support.parallel_models import FIRST, LAST, Block, TinyGPT, train_alone
+from tests.support.parallel_training import train_and_compare
 from tests.support.worlds import check_sums, world
 
 pytestmark = pytest.mark.long
@@ -41,7 +43,7 @@ def attend(mesh, axes, kind, balanced, causal, heads, kv_heads, dtype=torch.floa
     mine = [method.cut(each.detach(), along=2).requires_grad_() for each in whole]
     out = method.attention(*mine, is_causal=causal, enable_gqa=gqa)
     out.backward(method.cut(given, along=2))
-    return method.join(out, along=2), truth, [method.join(m.grad, along=2) for m in mine], [w.grad for w in whole]
+    return out, method.cut(truth, along=2), [m.grad for m in mine], [method.cut(w.grad, along=2) for w in whole]
 
 
 HOW = [
@@ -228,6 +230,21 @@ class Fixed(nn.Module):
         return functional.scaled_dot_product_attention(x, x, x, is_causal=True)
 
 
+class Renamed(nn.Module):
+    """Attention by another name."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return attention_of_torch(x, x, x)
+
+
+class Stored(nn.Module):
+    """Attention in a function of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = lambda x: functional.scaled_dot_product_attention(x, x, x)
+
+
 class Flexible(nn.Module):
     """Attention by another function of torch."""
 
@@ -244,6 +261,8 @@ def model_with(layer: nn.Module) -> nn.Module:
 
 FIXED = [
     (Fixed(), "0", "scaled_dot_product_attention"),
+    (Renamed(), "0", "scaled_dot_product_attention"),
+    (Stored(), "0", "scaled_dot_product_attention"),
     (Flexible(), "0", "flex_attention"),
     (nn.TransformerEncoderLayer(16, 2), "0.self_attn", "multi_head_attention_forward"),
 ]
@@ -260,6 +279,37 @@ def test_attention_called_by_name_raises(layer, name, function, stages):
             )
         with pytest.raises(MethodError, match=rf"^blocks\.1\.{name}, which is \w+, calls {function} by its name\."):
             compose(mesh, *methods).apply(model_with(layer))
+
+
+class Given(Block):
+    """Attention with some arguments given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = functools.partial(scaled_dot_product_attention, is_causal=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, self.head))
+        q, k, v = heads.transpose(1, 2).unbind(3)
+        x = x + self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+
+def given_and_plain() -> TinyGPT:
+    model = TinyGPT(layers=2)
+    model.blocks[1] = Given().double()
+    return model
+
+
+def partial_attention() -> None:
+    with ProcessGroupMesh(dp=1, cp=2) as mesh:
+        context = ContextParallel(mesh, "cp")
+        together = compose(mesh, DataParallel(mesh, "dp"), context)
+        train_and_compare(together, together.apply(given_and_plain()), train_alone(given_and_plain()), context=context)
+
+
+def test_partial_of_attention_is_replaced():
+    world(2).run(partial_attention)
 
 
 def test_attention_of_program_may_be_called_by_name(mesh):
