@@ -107,7 +107,7 @@ class Rank:
         who = f"process {rank + 1000} on host{rank // 8}"
         statuses = Statuses(math.inf, self.now)
         judge = ConnectJudge(rank, self, "train.py:360", who, 3600.0, statuses, pace=pace)
-        self.rounds = Rounds(self, rounds, judge, 3600.0, pace=pace)
+        self.rounds = Rounds(rounds, judge)
         self._thread = threading.Thread(target=self._connect, daemon=True)
         self._resume, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
 

@@ -547,10 +547,11 @@ class ProcessGroupMesh(RankMethods):
         """
         self._check_root()
         self._mesh_groups.check()
-        from pgmesh.elastic.watching import abort_when_lost
+        from pgmesh.elastic.watching import abort_when_lost, wait_for_heartbeat
 
         limit = _parse_lost_after(lost_after, self._mesh_groups.world_size)
-        abort_when_lost(self._mesh_groups, limit, CONNECT_TIMEOUT.total_seconds())
+        abort_when_lost(self._mesh_groups, limit)
+        wait_for_heartbeat(self._mesh_groups, CONNECT_TIMEOUT.total_seconds())
 
     def shrink(
         self,

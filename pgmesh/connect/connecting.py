@@ -1,7 +1,7 @@
 """The collective call ``connect``: members arrive, compare fingerprints, and run each group's first collective.
 
-If ranks are missing, every member that arrived raises an error that names them and their last status. The protocol is
-in ``rendezvous/group_rounds.py``.
+If ranks are missing, every member that arrived raises an error that names them and their last status. The round in
+which they decide is in ``rendezvous/group_rounds.py``.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class _Call:
         if not {*self.groups} <= alone:
             return None
         self.groups = {each: axes for each, axes in self.groups.items() if each.state is State.MADE}
-        return self._connect() if self.groups else Connected()
+        return self._connect() if self.groups else Connected(operations=self.client.operations)
 
     def _find_groups(self) -> None:
         """Find or create the groups. If one cannot be created, publish the failure for it and for all others."""
@@ -213,7 +213,6 @@ class _Call:
         self, rounds: Sequence[GroupRound], ready: Callable[[GroupRound], None]
     ) -> Rounds[GroupRound, Decision]:
         """The rounds of this call, before they run."""
-        pace = self.client.thread.pace
         judge = ConnectJudge(
             self.mesh.rank,
             self.client,
@@ -222,11 +221,11 @@ class _Call:
             self.seconds,
             self.statuses,
             self.mesh.identity.refusal_key,
-            pace=pace,
+            pace=self.client.thread.pace,
             warn=self._warn,
             ready=ready,
         )
-        return Rounds(self.client, rounds, judge, self.seconds, pace=pace, warn=self._warn)
+        return Rounds(rounds, judge)
 
     def _warn(self, text: str) -> None:
         """Log a text, unless it repeats an error that this rank has raised."""
@@ -247,9 +246,11 @@ class _Call:
 
     def _connect(self) -> Connected:
         try:
-            for group in self.groups:
-                group.connect()
-            self._decide([*map(self._new_round, self.groups)], self._ready).run()
+            rounds = [*map(self._new_round, self.groups)]
+            with self.mesh.lock:
+                for group in self.groups:
+                    group.connect()
+            self._decide(rounds, self._ready).run()
             self._warm_up()
         except BaseException as error:
             self.client.interrupted = True
@@ -330,7 +331,9 @@ class _Call:
             self.client.run(*operations)
 
     def _publish_failed_call(self, error: BaseException) -> None:
-        """Publish that this rank stopped, for connected groups whose first collective is not done."""
+        """Publish that this rank stopped: to undecided rounds, and to groups whose first collective is not done."""
+        undecided = [each for each in self.rounds.values() if each.decision is None]
+        self._decide(undecided, ready=lambda made: None).cancel(error)
         started = {collective.group for collective in self.collectives}
         for group, each in self.rounds.items():
             if each.is_made() and group not in started:

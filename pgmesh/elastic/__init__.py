@@ -1,1 +1,1 @@
-"""A mesh that goes on without the ranks it lost: abort, agreement on the survivors, and their mesh."""
+"""A mesh that goes on without the ranks it lost: abort, decision on the survivors, and their mesh."""

@@ -67,7 +67,7 @@ class SurvivorJudge(Judge[MeshRound, Outcome]):
         rank: this rank.
         process: a word that no other process of this rank has.
         client: the store and the clock.
-        deadline: seconds from the start of the call, for messages.
+        deadline: seconds from the start of the call.
         statuses: the statuses of the other ranks.
         lost_after: seconds without a heartbeat after which a rank is lost; None for the default.
         warn: called with text for the log.

@@ -119,7 +119,7 @@ def _client(mesh: MeshGroups, seconds: float) -> CallClient:
 class ShrinkCall:
     """One call of ``shrink`` or ``stand_by``, after it has aborted the mesh.
 
-    A process that stands by may have missed the agreement on this mesh. Then it takes part in the one on the next mesh,
+    A process that stands by may have missed the decision on this mesh. Then it takes part in the one on the next mesh,
     and so on. The layouts of the meshes in between follow from the decisions in the store.
 
     Args:
@@ -152,7 +152,7 @@ class ShrinkCall:
         missed = True
         while missed:
             before = layout
-            outcome, missed = self._agree(identity.key, before)
+            outcome, missed = self._decide(identity.key, before)
             layout = self.successor(before, outcome)
             identity = identity.successor(layout)
             if missed and mesh.rank in layout:  # with a process of this rank that has ended
@@ -171,7 +171,7 @@ class ShrinkCall:
         )
         state = mesh.state_of(ElasticState)
         if state.aborts_when_lost:
-            abort_when_lost(after, state.lost_after, client.timeout())
+            abort_when_lost(after, state.lost_after)
         return after
 
     def is_new(self) -> bool:
@@ -185,8 +185,8 @@ class ShrinkCall:
         """The layout after a decision."""
         return successor(layout, outcome.lost, outcome.replaced, outcome.axis)
 
-    def _agree(self, key: str, layout: Layout) -> tuple[Outcome, bool]:
-        """Take part in the agreement on the mesh of this layout, whose store keys begin with ``key``.
+    def _decide(self, key: str, layout: Layout) -> tuple[Outcome, bool]:
+        """Take part in the decision on the mesh of this layout, whose store keys begin with ``key``.
 
         Returns:
             The decision, and whether this process stands by and has missed it.
@@ -219,7 +219,7 @@ class ShrinkCall:
         attempts = mesh.state_of(ElasticState).attempts
         each = MeshRound(f"{key}/shrink", number=attempts.get(key, 0))
         try:
-            Rounds(self.client, [each], judge, self.seconds, warn=self.warn).run()
+            Rounds([each], judge).run()
         finally:
             attempts[key] = each.number  # a retry begins there
         outcome = each.decision

@@ -35,22 +35,22 @@ class ElasticState:
     lost_after: float | None = None
 
 
-def abort_when_lost(mesh: MeshGroups, lost_after: float | None, seconds: float) -> None:
-    """Abort a mesh as soon as the next rank of the mesh is lost. Each rank watches one other rank.
+def wait_for_heartbeat(mesh: MeshGroups, seconds: float) -> None:
+    """Wait until this rank's first heartbeat is in the store, so that the rank can be missed from then on."""
+    mesh.world.heartbeat_thread().run(Read(status_key(mesh.rank)), seconds=seconds)
 
-    It returns once this rank's first heartbeat is in the store, so that the rank can be missed from then on.
+
+def abort_when_lost(mesh: MeshGroups, lost_after: float | None) -> None:
+    """Abort a mesh as soon as the next rank of the mesh is lost. Each rank watches one other rank.
 
     Args:
         lost_after: seconds without a heartbeat after which it is lost; None for the default.
-        seconds: timeout for the store's answer.
     """
     world, ranks = mesh.world, mesh.layout.ranks()
-    thread = world.heartbeat_thread()
     statuses = world.statuses
     state = mesh.state_of(ElasticState)
     if lost_after is not None:
         state.lost_after = lost_after
-    thread.run(Read(status_key(mesh.rank)), seconds=seconds)
     looks_already, state.aborts_when_lost = state.aborts_when_lost, True
     if looks_already or mesh.rank not in ranks or len(ranks) == 1:
         return

@@ -221,8 +221,8 @@ class Group:
             The store keys to delete.
         """
         self._go(State.BROKEN, State.CONNECTING, State.CONNECTED)
-        assert self.round is not None
-        self.broken = self.round.number
+        if self.round is not None:  # else the mesh was replaced meanwhile
+            self.broken = self.round.number
         return self._cancel_waits(reason)
 
     def end(self, reason: str, *, keeps_round: bool = False) -> Left:

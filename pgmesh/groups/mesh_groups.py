@@ -145,11 +145,15 @@ class MeshGroups:
 
     def made(self) -> list[Group]:
         """The groups that torch knows. It does not wait for the lock."""
+        return [group for group in self._held() if group.is_made]
+
+    def _held(self) -> list[Group]:
+        """All groups. It does not wait for the lock."""
         found = []
         for key in tuple(self._groups):
             with contextlib.suppress(KeyError):  # another thread has just released it
                 found.append(self._groups[key])
-        return [group for group in found if group.is_made]
+        return found
 
     def find(self, members: Members, asked: Mapping[str, Any]) -> Group:
         """The group of some members. It is made at its first use.
@@ -157,7 +161,7 @@ class MeshGroups:
         Args:
             asked: the options of the call.
         """
-        self.check()  # without the lock
+        self.check()  # without the lock, which another thread may hold for long: of new_group, or of a slow call
         with self.lock:
             self.check()
             ranks, tag, layout, axes = members
@@ -420,7 +424,7 @@ class MeshGroups:
 
     def forget_store(self) -> None:
         """Delete what an aborted mesh has left in the store. It was replaced, so no rank reads that any more."""
-        rounds = [each for group in self._groups.values() for each in group.take_round()]
+        rounds = [each for group in self._held() for each in group.take_round()]
         keys = [key for each in rounds for key in each.store_keys()]
         self.world.delete_keys([*keys, *self.identity.store_keys()])
 

@@ -100,7 +100,7 @@ class World:
     # -- meshes -------------------------------------------------------------------------------------------------
 
     def add(self, mesh: Any) -> None:
-        """Add a new mesh. Its mesh gets its local number.
+        """Add a new mesh. It gets its local number.
 
         Raises:
             LifetimeError: this process is a forked child.

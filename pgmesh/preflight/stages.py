@@ -78,7 +78,7 @@ class Stages:
 
     def _rounds(self, stage: GroupRound, seconds: float) -> Rounds[GroupRound, Decision]:
         """The round of a stage, before it runs."""
-        client, pace = CallClient(self._thread, seconds), self._thread.pace
+        client = CallClient(self._thread, seconds)
         judge = ConnectJudge(
             self.rank,
             client,
@@ -87,9 +87,9 @@ class Stages:
             seconds,
             self._mesh.world.new_statuses(),
             skip_decided=False,  # the decision of a stage holds for ranks that arrive later
-            pace=pace,
+            pace=self._thread.pace,
         )
-        return Rounds(client, [stage], judge, seconds, pace=pace)
+        return Rounds([stage], judge)
 
     def publish(self, key: str, value: str) -> None:
         """Publish a text for the other ranks. It never changes."""

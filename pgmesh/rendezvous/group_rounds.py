@@ -2,8 +2,8 @@
 
 A member that has read the arrivals of all members decides that the group is made; this is usually the last one to
 arrive. A member decides that the attempt failed if it finds a reason: a different fingerprint, a lost member, an error
-of its own, or its deadline. A rank that arrives later logs that failure and arrives at the next attempt. A mismatch is
-permanent, so that rank raises it.
+of its own, or its deadline. A rank that arrives later logs that failure and arrives at the next attempt, as it does
+after one that was made without it. A mismatch is permanent, so that rank raises it.
 
 An attempt has three store keys besides those of every round:
 
@@ -95,12 +95,12 @@ class ConnectJudge(Judge[GroupRound, Decision]):
         client: the store and the clock.
         call_site: the line of code that called.
         process: description of this process. It reveals two processes that have the same rank.
-        deadline: seconds from the start of the call, for messages.
+        deadline: seconds from the start of the call.
         statuses: the statuses of the other ranks, which this call reads.
         refusal_key: store key under which a rank publishes a mismatch of the mesh, or that it aborted the mesh; "" for
             none.
         skip_decided: arrive at the next attempt if the current one was decided before this rank arrived.
-        pace: factor of the time between two looks.
+        pace: factor of all pauses, and of the time between two looks.
         warn: called with text for the log.
         ready: called with each group that is made.
         circle: the ranks that wait for each other, this one among them, as they were last found; empty for none.

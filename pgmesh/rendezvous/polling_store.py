@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
 import threading
 import time
 import weakref
@@ -50,6 +51,8 @@ def without_frames(error: PgmeshError, hint: str = "") -> PgmeshError:
 
 
 _raising = threading.Lock()  # guards _raised
+if hasattr(os, "register_at_fork"):  # a thread of the parent may hold it
+    os.register_at_fork(after_in_child=lambda: globals().update(_raising=threading.Lock()))
 _raised: weakref.WeakKeyDictionary[PgmeshError, weakref.ref[PollingStore]] = weakref.WeakKeyDictionary()
 """Errors that were raised in a backend, each with the store that raised it.
 

@@ -87,7 +87,7 @@ class Round(Generic[D]):
 
     Args:
         key: prefix of the store keys.
-        number: number of the current attempt, the lowest one whose decision this rank does not know.
+        number: number of the current attempt. A rank begins at the lowest one whose decision it does not know.
         decision: that of the current attempt, once it is known.
         arrived_at: the numbers of the attempts that this rank arrived at.
         sent_to: the same, with those whose arrival the store did not answer.
@@ -120,11 +120,23 @@ R = TypeVar("R", bound="Round[Any]")
 class Judge(Generic[R, D]):
     """What the ranks of some rounds decide. Its calls are the only ones that know what a round is about.
 
+    ``Rounds`` calls ``arrival``; then ``learn`` and ``skips`` for an attempt that was decided before, and ``arrived``
+    for the others; then ``judge`` from time to time. It calls ``learn`` for each decision that it reads, ``decided``
+    for those that hold for this rank, and ``tries_again`` at the end.
+
     Args:
+        client: the store and the clock.
+        deadline: seconds from the start of the call.
+        warn: called with text for the log.
+        pace: factor of all pauses, to spare the store in a large world.
         refusal_key: store key that is read with the decisions. Its value ends the call; "" for none.
         shortest_pause: seconds between two reads of the store, at least.
     """
 
+    client: Client
+    deadline: float
+    warn: Callable[[str], None]
+    pace: float = 1.0
     refusal_key = ""
     shortest_pause = 0.0
 
@@ -137,7 +149,7 @@ class Judge(Generic[R, D]):
         return iter(())
 
     def learn(self, each: R, text: bytes) -> D:
-        """Decode the decision of the current attempt."""
+        """Decode the decision of the current attempt, and delete what is not needed after it."""
         raise NotImplementedError
 
     def skips(self, each: R, decision: D, *, sent_before: bool) -> bool:
@@ -185,26 +197,14 @@ class Rounds(Generic[R, D]):
     """The rounds of one call, all at once.
 
     Args:
-        client: the store and the clock.
         rounds: the rounds.
-        judge: what they decide.
-        deadline: seconds from the start of the call.
-        pace: factor of all pauses, to spare the store in a large world.
-        warn: called with text for the log.
+        judge: what they decide, the store and the clock.
+        warning: when the log says what this rank waits for, in seconds of the call; inf once it has.
     """
 
-    def __init__(
-        self,
-        client: Client,
-        rounds: Sequence[R],
-        judge: Judge[R, D],
-        deadline: float,
-        *,
-        pace: float = 1.0,
-        warn: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        self.client, self.rounds, self.judge, self.deadline, self.pace = client, rounds, judge, deadline, pace
-        self._warn, self.warning = warn, min(deadline / 3, timing.TIMING.stragglers)  # inf once it was logged
+    def __init__(self, rounds: Sequence[R], judge: Judge[R, D]) -> None:
+        self.rounds, self.judge, self.client, self.deadline = rounds, judge, judge.client, judge.deadline
+        self.warning = math.inf
         self._next_look = 0.0
 
     def run(self) -> None:
@@ -233,14 +233,24 @@ class Rounds(Generic[R, D]):
             self.client.set_pending(())
 
     def cancel(self, error: BaseException) -> None:
-        """Decide all undecided rounds because of an error on this rank."""
+        """Decide all undecided rounds because of an error on this rank. It acts on no decision any more."""
         for each in self._undecided():
-            self.decide(each, self.judge.stopped(each, error))
+            mine = self.judge.stopped(each, error)
+            # Others may wait at a later attempt than the one that a rank which never arrived knows.
+            while not self._publish(each, mine) and each.number not in each.sent_to:
+                each.number += 1
 
     def decide(self, each: R, decision: D) -> None:
         """Publish a decision, or take the one that is already there."""
-        (text,) = self.client.run(CompareSet(each.decision_key, decision.pack()))
-        self._take(each, self.judge.learn(each, text))
+        self._publish(each, decision)
+        self.judge.decided(each)
+
+    def _publish(self, each: R, decision: D) -> bool:
+        """Publish a decision, and give the round the one that holds. True if it is this one."""
+        mine = decision.pack()
+        (text,) = self.client.run(CompareSet(each.decision_key, mine))
+        each.decision = self.judge.learn(each, text)
+        return bool(text == mine.encode())
 
     def _decide_all(self, decisions: Iterable[tuple[R, D]]) -> None:
         for each, decision in decisions:
@@ -283,8 +293,9 @@ class Rounds(Generic[R, D]):
             took: seconds of the arrival. On a slow store, early looks would make it slower.
         """
         slow = min(took, timing.TIMING.longest_start_delay)
-        self._next_look = self.client.now() + max(timing.TIMING.first_inspection * self.pace, slow)
-        for pause in pauses(self.pace, took / 4):
+        self.warning = min(self.deadline / 3, timing.TIMING.stragglers)
+        self._next_look = self.client.now() + max(timing.TIMING.first_inspection * self.judge.pace, slow)
+        for pause in pauses(self.judge.pace, took / 4):
             self._look()
             if not self._undecided():
                 return
@@ -303,7 +314,7 @@ class Rounds(Generic[R, D]):
         undecided = self._undecided()
         if undecided and now >= self.warning and (text := self.judge.waits_for(undecided)):
             self.warning = math.inf
-            self._warn(text)
+            self.judge.warn(text)
 
     def _read_decisions(self) -> None:
         """Read the decisions, and whether the call is refused."""

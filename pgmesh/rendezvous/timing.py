@@ -1,4 +1,4 @@
-"""The pauses, timeouts and limits of the store protocol, as two constants that tests can replace.
+"""The pauses, timeouts and limits of what ranks do through the store, as two constants that tests can replace.
 
 Code reads ``timing.TIMING.x`` at call time and keeps no copy. This file imports nothing of pgmesh.
 """

@@ -98,7 +98,7 @@ class Rank:
         return status.rank in self.ended
 
     def agree(self) -> Outcome:
-        Rounds(self.client, [self.round], self.judge, self.deadline, warn=self.warnings.append).run()
+        Rounds([self.round], self.judge).run()
         assert self.round.decision is not None
         return self.round.decision
 

@@ -71,7 +71,7 @@ class Simulation:
     def _run(self, rank: int, client: Client) -> None:
         client.thread.acquire()
         try:
-            common = {
+            common: dict[str, Any] = {
                 "label": "mesh 'm'",
                 "members": self.members,
                 "rank": rank,
@@ -84,7 +84,7 @@ class Simulation:
             if rank in self.members:
                 judge = ShrinkJudge(**common, request=self.request, check=lambda outcome: "")
             each = MeshRound("m/shrink")
-            Rounds(client, [each], judge, 60.0).run()
+            Rounds([each], judge).run()
             outcome = each.decision
             assert outcome is not None
             self.outcomes[rank] = outcome, self.clock.now

@@ -367,7 +367,7 @@ def test_check_of_other_world_size_is_usage_error():
     ("line", "problem"),
     [
         ("dp=2 --bytes 5X", "argument --bytes: sizes are written 8,64K,16M, not '5X'"),
-        ("dp=2 --timeout soon", "argument --timeout: invalid float value: 'soon'"),
+        ("dp=2 --timeout soon", "argument --timeout: invalid seconds value: 'soon'"),
         ("dp:2", "pgmesh check: sizes are written pp=2, at least 1, or -1 to infer it, not 'dp:2'."),
     ],
 )

@@ -11,8 +11,9 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, strategies as st
 
-from pgmesh import MismatchError, MissingRanksError, WorldError
+from pgmesh import LifetimeError, MismatchError, MissingRanksError, WorldError
 from pgmesh.rendezvous.circles import circle_text, find_circle
+from pgmesh.rendezvous.group_rounds import GroupRound
 from pgmesh.rendezvous.operations import Operation, Read, perform
 from pgmesh.rendezvous.polling_store import SEPARATOR, PollingStore
 from pgmesh.rendezvous.records import Decision, Fingerprint
@@ -39,6 +40,29 @@ def test_interrupt_is_published_with_its_reason():
         rounds_of(client, each).run()
     text = Decision.unpack("", client.values["group/0/decision"]).text
     assert "was cancelled because rank 0 stopped connecting at train.py:0: KeyboardInterrupt" in text
+
+
+def test_error_reaches_the_attempt_that_others_are_at():
+    """The others have given up attempt 0, of which this rank knows nothing, and wait at attempt 1."""
+    failed = Decision("missing", "rank 0 did not arrive").pack().encode()
+    client = MemoryClient(values={"group/0/decision": failed})
+    rounds_of(client, round_of()).cancel(OSError("no descriptor is left"))
+    assert client.values["group/0/decision"] == failed
+    assert "no descriptor is left" in Decision.unpack("", client.values["group/1/decision"]).text
+
+
+def test_error_reaches_all_groups_beside_a_made_one():
+    """The group was made, and released by another thread before its first collective."""
+
+    def released(made: GroupRound) -> None:
+        raise LifetimeError("it was released")
+
+    client = MemoryClient(values={"group/0/decision": MADE.pack().encode()})
+    made, other = round_of(), round_of(key="other")
+    made.sent_to.add(0)
+    rounds_of(client, made, other, ready=released).cancel(OSError("no descriptor is left"))
+    assert made.is_made()
+    assert "no descriptor is left" in Decision.unpack("", client.values["other/0/decision"]).text
 
 
 @pytest.mark.fault("a member dies after it arrived, while another is late")

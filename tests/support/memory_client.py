@@ -67,7 +67,7 @@ def judge_of(client: Any, rank: int = 0, deadline: float = 1.0, **more: Any) -> 
 
 def rounds_of(client: Any, *rounds: GroupRound, deadline: float = 1.0, **more: Any) -> Rounds[GroupRound, Decision]:
     """The rounds of a call of ``connect``, before they run."""
-    return Rounds(client, rounds, judge_of(client, deadline=deadline, **more), deadline)
+    return Rounds(rounds, judge_of(client, deadline=deadline, **more))
 
 
 def arrival(rank: int, **more: Any) -> bytes:

@@ -99,7 +99,7 @@ class Caller:
             pace=self.clock.pace,
             warn=self._warn,
         )
-        call = Rounds(self, rounds, judge, self.deadline, pace=self.clock.pace, warn=self._warn)
+        call = Rounds(rounds, judge)
         fingerprint = Fingerprint(self.rank, {"shape": self.mesh}, "mesh 'm'", "Fix it.")
         try:
             *_, first = self.run(*register_mesh("m", fingerprint))

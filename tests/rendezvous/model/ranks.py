@@ -104,7 +104,7 @@ class Connect(Call):
             deadline=DEADLINE,
             statuses=self.code.statuses(LONG, self.now),
         )
-        self.rounds = self.code.rounds(self, self.attempts, self.judge, DEADLINE)
+        self.rounds = self.code.rounds(self.attempts, self.judge)
         interrupted = False
         try:
             self.rounds.run()
