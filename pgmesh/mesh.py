@@ -229,6 +229,7 @@ class ProcessGroupMesh(RankMethods):
         self._check_member()
         if options:
             return self._mesh_groups.group(self.layout, axes, _tag(options.pop("tag", None)), options)
+        self._mesh_groups.check()  # without the lock, which another thread may hold for long
         with self._mesh_groups.lock:  # so that no release intervenes
             return self._groups.setdefault(axes, self._mesh_groups.group(self.layout, axes, "", {}))
 

@@ -72,7 +72,7 @@ def offences(path: str, source: str) -> list[str]:
     floor = floor_of(path.removesuffix(".py").removesuffix("/__init__"))
     if floor is None:
         return [f"{path} has no floor: give {Path(path).parts[0].removesuffix('.py')} its place in FLOORS"]
-    tree = ast.parse(source)
+    tree = parsed(source)
     imports = [(line, whole) for line, _, whole in names_imported(path, tree)]
     found = {(line, f"imports {name}, which is above it") for line, name in imports if not may_import(floor, name)}
     found |= {(line, f"imports {name}") for line, name in imports if is_in(NEVER.get(floor, "-"), name)}
@@ -82,6 +82,16 @@ def offences(path: str, source: str) -> list[str]:
     return [f"{path}:{line} {what}" for line, what in sorted(found)]
 
 
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+@functools.cache
+def nodes_of(tree: ast.AST) -> list[ast.AST]:
+    return [*ast.walk(tree)]
+
+
 def floor_of(module: str) -> str | None:
     """The entry of FLOORS for a module given as a path: its own, else that of its folder."""
     return next((each for each in (module, module.partition("/")[0]) if each in FLOORS), None)
@@ -89,7 +99,7 @@ def floor_of(module: str) -> str | None:
 
 def names_imported(path: str, tree: ast.AST) -> Iterator[tuple[int, str, str]]:
     """The line of each import, the name it binds and the whole name behind it."""
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.asname or alias.name, alias.name
@@ -117,7 +127,7 @@ def private_names(path: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
     imports = list(names_imported(path, tree))
     behind = {bound: whole for _, bound, whole in imports}
     used = [(line, whole) for line, _, whole in imports]
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Attribute):
             root, *rest = dotted(node)
             used.append((node.lineno, ".".join([behind.get(root, root), *rest])))
@@ -135,7 +145,7 @@ def foreign_names(path: str, tree: ast.AST, ours: set[str]) -> Iterator[tuple[in
     called alike here and there goes unseen.
     """
     modules = {bound for _, bound, _ in names_imported(path, tree)}
-    for node in (node for node in ast.walk(tree) if isinstance(node, ast.Attribute)):
+    for node in (node for node in nodes_of(tree) if isinstance(node, ast.Attribute)):
         private = node.attr.startswith("_") and not node.attr.startswith("__")
         if private and node.attr not in ours | NAMED_TUPLE and dotted(node)[0] not in modules:
             yield node.lineno, ".".join(dotted(node))
@@ -149,7 +159,7 @@ def ours() -> set[str]:
 def defined_names(source: str) -> set[str]:
     """The names that a file gives to something: functions, classes, what is assigned to, and slots."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(parsed(source)):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
@@ -180,7 +190,7 @@ def test_imports_point_down_only(file):
 def imported_files(path: str, source: str, files: set[str]) -> set[str]:
     """The other files of the package that a file imports, by their names without ``.py``."""
     found = set()
-    for _, _, name in names_imported(path, ast.parse(source)):
+    for _, _, name in names_imported(path, parsed(source)):
         parts = name.split(".")[1:] if name.startswith("pgmesh.") else []
         homes = ("/".join(parts[:end]) for end in range(len(parts), 0, -1))
         home = next((each for each in homes if each in files), None)
@@ -207,6 +217,7 @@ def test_imports_form_no_circle():
 # ---- a mesh's private attributes ----
 
 
+@functools.cache
 def private_slots() -> set[str]:
     """The private attributes of ``ProcessGroupMesh``, read from its ``__slots__``."""
     for node in ast.walk(ast.parse((PACKAGE / "mesh.py").read_text())):
@@ -220,7 +231,7 @@ def slots_read(path: str, source: str, slots: set[str]) -> list[str]:
     floor = floor_of(path.removesuffix(".py").removesuffix("/__init__"))
     if floor is None or FLOORS.index(floor) <= FLOORS.index("mesh"):
         return []
-    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute) and node.attr in slots)
+    nodes = (node for node in nodes_of(parsed(source)) if isinstance(node, ast.Attribute) and node.attr in slots)
     return [f"{path}:{node.lineno} {ast.unparse(node)}" for node in nodes if ast.unparse(node.value) != "self"]
 
 
@@ -240,8 +251,8 @@ def groups_made(path: str, source: str) -> list[str]:
     if path.startswith("groups/") or path.removesuffix(".py") == SEAM:
         return []
     found = []
-    for node in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
-        name = ast.unparse(node.func).rpartition(".")[2]
+    for node in (node for node in nodes_of(parsed(source)) if isinstance(node, ast.Call)):
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         if name in MAKERS or (name == "destroy_process_group" and (node.args or node.keywords)):
             found.append(f"{path}:{node.lineno} {ast.unparse(node)}")
     return found

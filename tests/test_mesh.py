@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import itertools
 import math
-import os
 import pickle
 import random
 import subprocess
@@ -98,20 +96,6 @@ def test_index_is_the_group_rank(size, sizes, permuted):
                 assert group.size() == mesh.size(*combo) == len(mesh.ranks(*combo))
 
 
-def test_group_along_size_1_has_one_rank():
-    with fake_rank(3, 4):
-        mesh = ProcessGroupMesh(dp=4, tp=1)
-        assert order_of(mesh.group("tp")) == (3,)
-        assert mesh.group("dp", "tp") is mesh.group("dp") is not dist.group.WORLD
-
-
-def test_along_keeps_the_order_of_the_mesh(mesh):
-    assert mesh["tp", "pp"].axes == ("pp", "tp")
-    assert mesh["tp"].ranks() == (4, 5)
-    assert mesh.along().ranks() == mesh.ranks()
-    assert mesh.along("tp", "pp") is mesh["tp", "pp"]
-
-
 @pytest.mark.parametrize("count", [4, 40])
 def test_impossible_view_suggests_a_mesh(count):
     with fake_rank(0, 6 * count):
@@ -120,13 +104,6 @@ def test_impossible_view_suggests_a_mesh(count):
             mesh.view(-1, 2)
         call = str(caught.value).splitlines()[-1].partition("   #")[0]
         assert eval(call).ranks() == mesh.ranks()
-
-
-def test_numbered_axes_keep_their_numbers():
-    with fake_rank(5, 8):
-        mesh = ProcessGroupMesh(2, 2, 2)
-        assert mesh.at({1: 0}).axes == (0, 2)
-        assert mesh.at({1: 0}).group(2) is mesh.group(2) is mesh.along(0, 2).group(2)
 
 
 def test_group_names_ignore_the_order_of_creation():
@@ -202,22 +179,6 @@ def test_names_of_torch_groups_ignore_our_groups(mesh):
     assert c10d._hash_ranks_to_str([0, 1]) == before
     assert all(group in c10d._world.pg_names for group in c10d._world.pg_map)
     assert c10d._world.pg_config_info, "torch's own look at its tables still works"
-
-
-def test_pickled_mesh_works_in_another_world():
-    with fake_rank(5, 8):
-        mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor")
-        mesh.group("tp")
-        sent, part = pickle.dumps(mesh), pickle.dumps(mesh.at(pp=0))
-    outside = pickle.loads(sent)
-    assert (outside.shape, outside.rank, outside.coord) == ((2, 2, 2), 5, (1, 0, 1))
-    with pytest.raises(pgmesh.LifetimeError, match="outside any world"):
-        outside.group("tp")
-    with fake_rank(2, 8):
-        arrived, stage = pickle.loads(sent), pickle.loads(part)
-        assert arrived.rank == 2
-        assert order_of(arrived.group("tp")) == (2, 3)
-        assert stage.group("tp") is arrived.group("tp"), "what left together arrives together"
 
 
 def test_unpickled_mesh_without_use_takes_no_number():
@@ -314,43 +275,6 @@ def test_threads_create_meshes_with_different_names(mesh):
     finally:
         sys.setswitchinterval(interval)
     assert len(set(names)) == len(names) == 400
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_forked_child_creates_no_groups(mesh):
-    mesh.group("tp")
-    roads = {
-        "the mesh": lambda: mesh.group("tp"),
-        "a copy": lambda: copy.deepcopy(mesh).group("tp"),
-        "a new one": lambda: ProcessGroupMesh(dp=8, name="child"),
-    }
-    ours, childs = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        status_key = []
-        for road, take in roads.items():
-            try:
-                take()
-            except pgmesh.LifetimeError:
-                status_key.append(road)
-        status_key.append(str(copy.deepcopy(mesh).coord))
-        os.write(childs, "; ".join(status_key).encode())
-        os._exit(0)
-    os.close(childs)
-    with os.fdopen(ours) as pipe:
-        assert pipe.read() == "the mesh; a copy; a new one; (1, 0, 1)"
-    assert os.waitpid(pid, 0)[1] == 0
-    assert mesh.group("tp").size() == 2
-
-
-def test_mesh_name_is_free_after_close():
-    with fake_rank(5, 8):
-        names = set()
-        for _ in range(3):
-            with ProcessGroupMesh(dp=8, name="actor") as mesh:
-                names.add(mesh.group("dp").group_name)
-        assert len(names) == 3
 
 
 def test_mesh_works_in_world_of_a_million():

@@ -1,7 +1,6 @@
-"""Attribute names of other libraries and the call of a mesh that does the same, shown in the AttributeError.
+"""Attribute names of DeviceMesh and the call of a mesh that does the same, shown in the AttributeError.
 
-The names are those of DeviceMesh, torch.distributed, Megatron and ColossalAI. ``add_hints`` puts a descriptor for each
-on the class of meshes.
+``add_hints`` puts a descriptor for each on the class of meshes.
 """
 
 from __future__ import annotations
@@ -10,26 +9,18 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from pgmesh._util.formatting import format_call
-
 CALLS = {
     "mesh_dim_names": "mesh.axes",
     "ndim": "len(mesh.axes)",
-    "_unflatten": "mesh.view({sizes})",
     "_flatten": "mesh.group({axes})",
-    **dict.fromkeys(("get_world_size", "world_size"), "mesh.size()"),
     "get_rank": "mesh.rank",
     "get_local_rank": "mesh.index({axis})",
-    **dict.fromkeys(("get_coordinate", "coordinate"), "mesh.coord"),
-    **dict.fromkeys(("get_process_group_ranks", "get_ranks_in_group"), "mesh.ranks({axis})"),
+    "get_coordinate": "mesh.coord",
     "neighbour": "mesh.neighbor({axis})",
-    **dict.fromkeys(("get_group", "get_process_group", "get_group_along_axis"), "mesh.group({axis})"),
-    **dict.fromkeys(("new_group", "create_group"), "mesh.group_of(mesh.ranks({axis}))"),
+    "get_group": "mesh.group({axis})",
     "get_all_groups": "[mesh.group(axis) for axis in mesh.axes]",
     "device_type": "mesh.device_mesh().device_type",
     "mesh": "mesh.device_mesh().mesh",
-    "barrier": "torch.distributed.barrier(group=mesh.group())",
-    "destroy": "mesh.close()",
 }
 """The call for each name. ``{axis}`` is the last axis, ``{axes}`` the last two."""
 
@@ -49,8 +40,7 @@ class _Absent:
         if sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
             raise AttributeError(self.for_torch(mesh))
         axes = [repr(axis) for axis in mesh.axes]
-        sizes = format_call("", dict(zip(mesh.axes, mesh.shape)))[1:-1]
-        call = self.call.format(axis=", ".join(axes[-1:]), axes=", ".join(axes[-2:]), sizes=sizes)
+        call = self.call.format(axis=axes[-1], axes=", ".join(axes[-2:]))
         if "{ax" in self.call:
             call += "   # for example: name the axes that you mean"
         raise AttributeError(f"{kind.__name__!r} object has no attribute {self.name!r}.\n\n  {call}")

@@ -91,17 +91,8 @@ def example_ranks(sizes: Mapping[str | int, int]) -> range:
 
 
 def start_command(ranks: int) -> tuple[str, str]:
-    """The command that starts a script on this many ranks, on hosts of 8 if there are more, and its reason.
-
-    >>> print(start_command(4)[0], start_command(64)[0], sep=chr(10))
-    torchrun --nproc-per-node 4 script.py
-    torchrun --nnodes 8 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 script.py
-    """
-    hosts = ranks // 8 if ranks > 8 and ranks % 8 == 0 else 1
-    nodes, meet = f" --nnodes {hosts}", " --rdzv-backend c10d --rdzv-endpoint HOST:29500"
-    several = hosts > 1
-    command = f"torchrun{nodes * several} --nproc-per-node {ranks // hosts}{meet * several} script.py"
-    return command, f"start {ranks} ranks: a script by itself is a world of 1"
+    """The command that starts a script on this many ranks of one host, and its reason."""
+    return f"torchrun --nproc-per-node {ranks} script.py", f"start {ranks} ranks: a script by itself is a world of 1"
 
 
 # -- names ----------------------------------------------------------------------------------------------------------

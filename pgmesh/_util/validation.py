@@ -10,6 +10,7 @@ import contextlib
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pgmesh._util.formatting import Text, as_range, count_of, format_call, format_calls, format_ranks
@@ -45,6 +46,31 @@ def whole_number(value: Any) -> int:
     return operator.index(value)
 
 
+@dataclass(frozen=True)
+class SizesCall:
+    """A call that gives sizes, for messages.
+
+    Args:
+        who: the function or class called.
+        more: its other arguments, which suggested calls repeat.
+        count: the number of ranks; None if it is unknown.
+    """
+
+    who: str
+    more: Mapping[str, object]
+    count: int | None = None
+
+    def valid(self, given: Any) -> list[tuple[str, str]]:
+        """The call with these sizes, and no reason; none if they are invalid, or do not hold ``count`` ranks."""
+        if isinstance(given, (tuple, list)):
+            given = dict(enumerate(given))
+        with contextlib.suppress(ShapeError, TypeError):
+            box = parse_sizes(self.who, (given,), {})
+            if infer_size(box, self.count) if self.count else -1 not in box.values():
+                return [(format_call(self.who, box, **self.more), "")]
+        return []
+
+
 def parse_sizes(
     who: str,
     shape: Sequence[Any],
@@ -65,32 +91,36 @@ def parse_sizes(
         ShapeError: a value is no size, or a keyword is no axis.
         OptionsError: a keyword is an option of groups.
     """
-    more = more or {}
+    call = SizesCall(who, more or {}, count)
     if shape and isinstance(shape[0], str) and (shape[1:] or sizes):  # a call of init_device_mesh or DeviceMesh
         sizes, shape = {"device_type": shape[0], **sizes}, shape[1:]
     if any(word in RESERVED for word in sizes):
-        raise _reserved_error(who, shape, sizes, more, count)
-    if len(shape) == 1 and not sizes and isinstance(shape[0], (tuple, list)):
-        problem = f"{who}: sizes are given one by one, not as {shape[0]!r}."
-        raise ShapeError(_with_calls(problem, _valid_call(who, shape[0], more, count)))
-    if (shape and sizes) or (len(shape) > 1 and any(isinstance(part, Mapping) for part in shape)):
-        call = format_call(who, {}, *shape, **sizes)
-        raise ShapeError(f"{call}: give all sizes by position, by keyword, or in one mapping.")
-    given: Mapping[Any, Any] = dict(enumerate(shape)) if shape else sizes
-    if shape and isinstance(shape[0], Mapping):
-        given = shape[0]
+        raise _reserved_error(call, shape, sizes)
+    given = _sizes_by_axis(call, shape, sizes)
     box = {_parse_axis(who, axis): parse_size(who, axis, size) for axis, size in given.items()}
     if not box:
-        size = 2 if who == "Layout" and more.get("ranks") is None else -1
-        raise ShapeError(f"{who} needs at least one axis, such as {format_call(who, {'dp': size}, **more)}.")
-    if len(box) < len(given):  # equal numbers of different types
-        raise ShapeError(f"{who}: an axis is given twice: {given!r}.")
+        has_count = who not in ("Layout", "plan") or any(call.more.get(word) for word in ("ranks", "nodes", "domains"))
+        example = format_call(who, {"dp": -1 if has_count else 2}, **call.more)
+        raise ShapeError(f"{who} needs at least one axis, such as {example}.")
     if len({isinstance(axis, int) for axis in box}) > 1:
         raise ShapeError(f"{who}: give every axis a name or every axis a number, not both: {given!r}.")
     free = [str(axis) for axis, size in box.items() if size == -1]
     if len(free) > 1:
         raise ShapeError(f"{format_call(who, box)}: at most one size may be -1 (inferred); here are {', '.join(free)}.")
     return box
+
+
+def _sizes_by_axis(call: SizesCall, shape: Sequence[Any], sizes: Mapping[str, Any]) -> Mapping[Any, Any]:
+    """The sizes of a call by axis, from one of the three ways to give them."""
+    if len(shape) == 1 and not sizes and isinstance(shape[0], (tuple, list)):
+        problem = f"{call.who}: sizes are given one by one, not as {shape[0]!r}."
+        raise ShapeError(f"{problem}\n\n{format_calls(call.valid(shape[0]))}".rstrip())
+    if (shape and sizes) or (len(shape) > 1 and any(isinstance(part, Mapping) for part in shape)):
+        wrong = format_call(call.who, {}, *shape, **sizes)
+        raise ShapeError(f"{wrong}: give all sizes by position, by keyword, or in one mapping.")
+    if shape and isinstance(shape[0], Mapping):
+        return shape[0]
+    return dict(enumerate(shape)) if shape else sizes
 
 
 def _parse_axis(who: str, axis: Any) -> str | int:
@@ -103,31 +133,29 @@ def _parse_axis(who: str, axis: Any) -> str | int:
     raise ShapeError(f"{who}: an axis is a word that can be printed, or a number from 0 on, not {axis!r}.")
 
 
-def _reserved_error(
-    who: str, shape: Sequence[Any], sizes: Mapping[str, Any], more: Mapping[str, object], count: int | None
-) -> ShapeError | OptionsError:
+def _reserved_error(call: SizesCall, shape: Sequence[Any], sizes: Mapping[str, Any]) -> ShapeError | OptionsError:
     """The error for reserved keywords. It suggests calls if all other arguments are valid sizes."""
     words = [word for word in sizes if word in RESERVED]
-    problem = f"{who}: " + " ".join(f"{word} is no axis; it {RESERVED[word]}." for word in words)
-    calls = _valid_call(who, _meant_sizes(shape, sizes), more, count)
+    problem = f"{call.who}: " + " ".join(f"{word} is no axis; it {RESERVED[word]}." for word in words)
     options = {word: sizes[word] for word in words if word in GROUP_KEYWORDS}
-    if not options:
-        if not shape:
-            calls += [f"{call}   # with axes of these names" for call in _valid_call(who, sizes, more, count)]
-        return ShapeError(_with_calls(problem, calls))
-    if who in ("Layout", "plan"):
-        problem += " A layout has no groups."
-    elif calls:
-        calls = [f"mesh = {'mesh.' if who == 'view' else ''}{calls[0]}", *_calls_for_groups(options)]
-    return OptionsError(_with_calls(problem, calls))
+    calls = call.valid(_meant_sizes(shape, sizes))
+    if not options and not shape:
+        calls += [(text, "with axes of these names") for text, _ in call.valid(sizes)]
+    if options and calls and call.who not in ("Layout", "plan"):  # these have no groups
+        calls = [(f"mesh = {'mesh.' if call.who == 'view' else ''}{calls[0][0]}", ""), *_calls_for_groups(options)]
+    return (OptionsError if options else ShapeError)(f"{problem}\n\n{format_calls(calls)}".rstrip())
 
 
-def _calls_for_groups(options: dict[str, Any]) -> list[str]:
-    """The calls that give a tag and options to the groups of ``mesh``. Torch's and invalid options are left out."""
-    calls = ["mesh.group(mesh.axes[0], tag='own')"] if options.pop("tag", None) is not None else []
+def _calls_for_groups(options: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The calls that give options and a tag to the groups of ``mesh``. Torch's and invalid options are left out."""
+    calls = []
+    configured = {word: value for word, value in options.items() if word != "tag"}
     with contextlib.suppress(OptionsError):
-        if GroupOptions.of(options) != GroupOptions():
-            calls.insert(0, f"for axis in mesh.axes: {format_call('mesh.configure', {}, Text('axis'), **options)}")
+        if GroupOptions.of(configured) != GroupOptions():
+            configure = format_call("mesh.configure", {}, Text("axis"), **configured)
+            calls.append((f"for axis in mesh.axes: {configure}", ""))
+    if options.get("tag") is not None:
+        calls.append(("mesh.group(mesh.axes[0], tag='own')", ""))
     return calls
 
 
@@ -144,22 +172,6 @@ def _meant_sizes(shape: Sequence[Any], sizes: Mapping[str, Any]) -> Any:
     with contextlib.suppress(TypeError, ValueError):  # no sequences, or of different lengths
         return dict(zip(names, given, strict=True))
     return given
-
-
-def _valid_call(who: str, given: Any, more: Mapping[str, object], count: int | None) -> list[str]:
-    """The call with these sizes; none if they are invalid, or do not hold ``count`` ranks."""
-    if isinstance(given, (tuple, list)):
-        given = dict(enumerate(given))
-    with contextlib.suppress(ShapeError, TypeError):
-        box = parse_sizes(who, (given,), {})
-        if infer_size(box, count) if count else -1 not in box.values():
-            return [format_call(who, box, **more)]
-    return []
-
-
-def _with_calls(problem: str, calls: Sequence[str]) -> str:
-    """A message that ends with corrected calls, one a line."""
-    return "\n".join([problem, "", *(f"  {call}" for call in calls)]).rstrip()
 
 
 def parse_size(who: str, axis: str | int, size: Any) -> int:

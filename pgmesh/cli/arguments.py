@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from pgmesh._util.formatting import format_sizes
 from pgmesh._util.validation import fill_sizes
 from pgmesh.errors import AxisError, ShapeError
 from pgmesh.layout import Axis, Layout
+from pgmesh.options import to_timedelta
+from pgmesh.planning import text_report
 from pgmesh.planning.text_report import format_hold
 from pgmesh.topology.hosts import Topology, parse_topology
 
@@ -66,22 +68,30 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def add_timeout(parser: argparse.ArgumentParser, default: float, text: str) -> None:
     """Declare ``--timeout``, in seconds."""
     text = f"{text} ({default:g})"
-    parser.add_argument("--timeout", type=float, default=default, metavar="SECONDS", help=text)
+    parser.add_argument("--timeout", type=seconds, default=default, metavar="SECONDS", help=text)
+
+
+def seconds(text: str) -> float:
+    """The type of ``--timeout``."""
+    return to_timedelta(float(text)).total_seconds()
 
 
 # -- the mesh and its hosts --------------------------------------------------------------------------------------------
 
 
-def parse_mesh(args: argparse.Namespace, *, fit: bool = True) -> tuple[Sizes, Topology]:
-    """Parse the sizes and the topology.
-
-    Args:
-        fit: True if the sizes have to fill the hosts exactly.
-    """
+def parse_mesh(args: argparse.Namespace) -> tuple[Sizes, Topology]:
+    """Parse the sizes and the topology. If there are hosts, the sizes fill them."""
     sizes, topology = parse_sizes(args.sizes), parse_topology(args.nodes, args.domains)
-    if fit:
-        sizes = fill_hosts(sizes, topology)
-    return reorder(sizes, args.order) if args.order is not None else sizes, topology
+    if topology:
+        sizes = fill(sizes, topology[0].capacity, format_hold(topology[0]))
+    return reorder(sizes, args.order), topology
+
+
+def layout_of(sizes: Sizes) -> Layout:
+    """The layout of sizes without -1."""
+    if -1 in sizes.values():
+        raise UsageError("a size of -1 fills the hosts, so name the hosts, such as --nodes 8x8.")
+    return text_report.layout_of(sizes)
 
 
 def parse_sizes(words: Sequence[str]) -> Sizes:
@@ -102,15 +112,6 @@ def parse_sizes(words: Sequence[str]) -> Sizes:
         sizes[axis] = int(size)
     if [*sizes.values()].count(-1) > 1:
         raise UsageError(f"one size may be -1, not several: {format_sizes(sizes)}.")
-    return sizes
-
-
-def fill_hosts(sizes: Sizes, topology: Topology) -> Sizes:
-    """The sizes, with -1 replaced so that they fill the hosts."""
-    if topology:
-        return fill(sizes, topology[0].capacity, format_hold(topology[0]))
-    if -1 in sizes.values():
-        raise UsageError("a size of -1 fills the hosts, so name the hosts, such as --nodes 8x8.")
     return sizes
 
 
@@ -141,19 +142,16 @@ def parse_axes(text: str, layout: Layout) -> tuple[Axis, ...]:
     return axes
 
 
-def reorder(sizes: Mapping[Axis, int], order: str) -> Sizes:
-    """The sizes with their axes in another order."""
-    require_names(sizes, "an order is one of names")
+def reorder(sizes: Sizes, order: str | None) -> Sizes:
+    """The sizes with their axes in another order, if one is given."""
+    if order is None:
+        return sizes
+    if 0 in sizes:
+        raise UsageError("an order is one of names, and these axes are numbered: name them, as in dp=2 tp=4.")
     names = order.split(",")
     if sorted(names) != sorted(map(str, sizes)):
         raise UsageError(f"the order {order} does not name each axis once: the axes are {', '.join(map(str, sizes))}.")
     return {name: sizes[name] for name in names}
-
-
-def require_names(sizes: Mapping[Axis, int], reason: str) -> None:
-    """Raise UsageError if the axes are numbered."""
-    if 0 in sizes:
-        raise UsageError(f"{reason}, and these axes are numbered: name them, as in dp=2 tp=4.")
 
 
 def parse_views(args: argparse.Namespace, layout: Layout) -> dict[str, Sizes]:

@@ -17,12 +17,11 @@ from pgmesh.cli.arguments import USAGE_ERRORS, Sizes, UsageError
 from pgmesh.drawing import styled_text
 from pgmesh.errors import LaunchError, PgmeshError
 from pgmesh.launch.detect import detect_launcher
-from pgmesh.planning.text_report import layout_of
 from pgmesh.topology.hosts import Topology
 
 if TYPE_CHECKING:
     from pgmesh.preflight.results import CheckResults
-    from pgmesh.preflight.staged_barrier import StagedBarrier
+    from pgmesh.preflight.stages import Stages
 
 EXAMPLES = """\
 examples, each run by every rank of the job:
@@ -60,32 +59,32 @@ def byte_sizes(text: str) -> list[int]:
 
 
 def run(args: argparse.Namespace) -> int:
-    sizes, topology = arguments.parse_mesh(args, fit=bool(args.nodes or args.domains))
+    sizes, topology = arguments.parse_mesh(args)
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # torch's Gloo groups then connect at first use
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch would log each attempt to reach the store
-    from pgmesh.preflight import preflight, staged_barrier  # these import torch
+    from pgmesh.preflight import preflight, stages  # these import torch
 
-    show, barrier, results = _step_printer(), None, None
+    show, task, results = _step_printer(), None, None
     failure: UsageError | PgmeshError | None = None
     try:
         show("waiting for the other ranks")
         preflight.join(args.backend, args.timeout)
         hint = "Start every rank with the same software and the same command line."
-        barrier = staged_barrier.StagedBarrier("pgmesh check", args.timeout, hint)
-        show(f"waiting for {count_of(barrier.size, 'rank')}")
-        results = _check(args, sizes, topology, barrier, show)
+        task = stages.Stages("pgmesh check", args.timeout, hint)
+        show(f"waiting for {count_of(task.size, 'rank')}")
+        results = _check(args, sizes, topology, task, show)
     except (UsageError, PgmeshError) as error:
         failure = error
-    if barrier is None or barrier.rank == 0:
+    if task is None or task.rank == 0:
         _print(args, results, failure)
-    is_printed = barrier is None or barrier.leave(LEAVE_TIMEOUT)
+    is_printed = task is None or task.leave(LEAVE_TIMEOUT)
     if failure is not None and not is_printed:  # rank 0 is lost, so each rank prints
         _print(args, results, failure)
     return 0 if failure is None else 2 if isinstance(failure, USAGE_ERRORS) else 1
 
 
 def _check(
-    args: argparse.Namespace, sizes: Sizes, topology: Topology, barrier: StagedBarrier, show: Callable[[str], None]
+    args: argparse.Namespace, sizes: Sizes, topology: Topology, task: Stages, show: Callable[[str], None]
 ) -> CheckResults | None:
     """Run the check. Returns the results on rank 0, None on other ranks."""
     from pgmesh.mesh import ProcessGroupMesh
@@ -93,16 +92,16 @@ def _check(
 
     names = ("nodes", "domains", "combinations", "bytes", "repeats", "backend")
     shared = {**preflight.versions(), "sizes": format_sizes(sizes), **{name: getattr(args, name) for name in names}}
-    with barrier.stage("at the start", {**shared, "ranks": barrier.size}):
+    with task.stage("at the start", {**shared, "ranks": task.size}):
         pass
-    world = f"the world has {barrier.size:,}" if barrier.size > 1 else "without a launcher the world has 1"
-    sizes = arguments.fill(sizes, barrier.size, world)
-    layout = layout_of(sizes)
+    world = f"the world has {task.size:,}" if task.size > 1 else "without a launcher the world has 1"
+    sizes = arguments.fill(sizes, task.size, world)
+    layout = arguments.layout_of(sizes)
     axes = [*((axis,) for axis in layout.axes), *(arguments.parse_axes(text, layout) for text in args.combinations)]
     combinations = {frozenset(each): each for each in axes}.values()
     planned = topology[0] if topology else None
     with ProcessGroupMesh(sizes, name="check") as mesh:
-        return preflight.Preflight(barrier, mesh, [*combinations], planned, args.bytes, args.repeats, show).run()
+        return preflight.Preflight(task, mesh, [*combinations], planned, args.bytes, args.repeats, show).run()
 
 
 def _print(args: argparse.Namespace, results: CheckResults | None, failure: Exception | None) -> None:

@@ -12,7 +12,6 @@ from pgmesh.drawing.figures import make_figure
 from pgmesh.drawing.styled_text import Line
 from pgmesh.planning.axis_heuristics import axes_to_colour
 from pgmesh.planning.rank_report import rank_report_of
-from pgmesh.planning.text_report import layout_of
 
 EXAMPLES = """\
 examples:
@@ -28,7 +27,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     sizes, topology = arguments.parse_mesh(args)
-    layout, rank = layout_of(sizes), args.rank
+    layout, rank = arguments.layout_of(sizes), args.rank
     if rank not in layout:
         raise UsageError(f"there is no rank {rank:,}: the ranks are 0 to {len(layout) - 1:,}.")
     report = rank_report_of(layout, rank, topology)

@@ -157,6 +157,7 @@ class MeshGroups:
         Args:
             asked: the options of the call.
         """
+        self.check()  # without the lock
         with self.lock:
             self.check()
             ranks, tag, layout, axes = members

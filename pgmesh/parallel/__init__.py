@@ -12,10 +12,12 @@ _MODULE_OF = {
     "compose": "composing",
     "Composition": "composing",
     "find": "finding",
-    **dict.fromkeys(["TensorParallel", "attention_plan", "mlp_plan"], "tensor"),
+    "TensorParallel": "tensor",
+    **dict.fromkeys(["attention_plan", "mlp_plan"], "tensor_plans"),
     "DataParallel": "data",
     "ShardedDataParallel": "sharded",
-    **dict.fromkeys(["PipelineParallel", "Pipeline"], "pipeline"),
+    "PipelineParallel": "pipeline",
+    "Pipeline": "running",
     "ContextParallel": "context",
     "ExpertParallel": "expert",
     **dict.fromkeys(["Router", "Routes", "balance_loss", "mix", "with_loss"], "mixture"),
@@ -41,11 +43,9 @@ if TYPE_CHECKING:
         mix as mix,
         with_loss as with_loss,
     )
-    from pgmesh.parallel.pipeline import Pipeline as Pipeline, PipelineParallel as PipelineParallel
+    from pgmesh.parallel.pipeline import PipelineParallel as PipelineParallel
+    from pgmesh.parallel.running import Pipeline as Pipeline
     from pgmesh.parallel.seeds import seed_of as seed_of, seeded_rng as seeded_rng
     from pgmesh.parallel.sharded import ShardedDataParallel as ShardedDataParallel
-    from pgmesh.parallel.tensor import (
-        TensorParallel as TensorParallel,
-        attention_plan as attention_plan,
-        mlp_plan as mlp_plan,
-    )
+    from pgmesh.parallel.tensor import TensorParallel as TensorParallel
+    from pgmesh.parallel.tensor_plans import attention_plan as attention_plan, mlp_plan as mlp_plan

@@ -1,9 +1,19 @@
 """Application of methods to a module, and the number of different pieces of each parameter afterwards.
 
-torch's functions, such as ``fully_shard``, are each applied by a method. This nests them: a pipeline around all others.
+torch's functions, such as ``fully_shard``, are each applied by a method. This nests them, a pipeline around all others.
+For ``[tensor, data, pipeline]``, ``Application.run`` makes these calls::
 
-A gradient norm counts each piece of a parameter once, so it needs the number of different pieces. A DTensor knows its
-own. Otherwise there are more than one in three cases:
+    pipeline.around(module, apply_lower)       cuts the module into stages; for each of this rank:
+        apply_lower(stage)
+            data.around(stage, apply_lower)
+                apply_lower(stage)
+                    tensor.around(stage, ...)  is tensor.apply(stage)
+                data.apply(stage)              is DDP(stage)
+
+Before and after each ``apply``, the tensors of the module are noted, to see which ones the method replaced by shards.
+
+A gradient norm counts each piece of a parameter once, so ``count_pieces`` gives the number of different pieces. A
+DTensor knows its own. Otherwise there are more than one in three cases:
 
 - *Stages*: other stages of a pipeline hold other parameters under the same name.
 - *Experts*: other ranks hold other experts under the same name.
@@ -15,6 +25,9 @@ own. Otherwise there are more than one in three cases:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -23,8 +36,22 @@ from pgmesh.parallel.base import Level, Method
 from pgmesh.parallel.divisibility import format_sizes
 from pgmesh.parallel.local_experts import expert_tensors, mark_shards
 
-Place = tuple[nn.Module, str]
-"""A module, and the name that a parameter or a buffer has there. Wrappers, such as DDP, do not change it."""
+
+class Place(NamedTuple):
+    """The place of a parameter or a buffer. Wrappers, such as DDP, change its name in the module, but not its place."""
+
+    owner: nn.Module
+    name: str
+    """The name in the owner."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A parameter or a buffer at some time."""
+
+    place: Place
+    shape: torch.Size
+    """Of a DTensor, the shape of the whole."""
 
 
 class Application:
@@ -37,7 +64,7 @@ class Application:
         """Number of plain shards of each parameter and buffer."""
 
     def run(self, methods: Sequence[Method], module: nn.Module) -> nn.Module:
-        """Apply the last of the methods, which applies the others, and return the module to train.
+        """Apply the last of the methods around the others, and return the module to train.
 
         Args:
             methods: lowest level first.
@@ -46,32 +73,29 @@ class Application:
         if not methods:
             return module
         *lower_methods, method = methods
-        before: dict[str, tuple[Place, torch.Size]] = {}
-
-        def inner(part: nn.Module) -> nn.Module:
-            part = self.run(lower_methods, part)
-            before.update(tensors_in_module(part))
-            return part
-
+        before: dict[str, Found] = {}
         self.running.append(method)
-        applied = method.around(module, inner)
+        applied = method.around(module, partial(self._apply_lower, lower_methods, before))
         if not isinstance(applied, nn.Module):
             raise TypeError(f"apply returned {applied!r}, not the module to train")
         self.running.pop()
-        for name, (place, shape) in tensors_in_module(applied).items():
+        for name, found in tensors_in_module(applied).items():
             if name in before:
-                self._count_shards(method, *before[name], place, shape)
+                self._count_shards(method, before[name], found)
         return applied
 
-    def _count_shards(
-        self, method: Method, old_place: Place, old_shape: torch.Size, place: Place, shape: torch.Size
-    ) -> None:
-        """Note that a method changed the place or the shape of a parameter or a buffer."""
-        self._shards[place] = self._shards.get(old_place, 1)
-        if shape != old_shape and method.differs != "experts":  # LocalExperts knows its own shards
-            self._shards[place] *= method.mesh.size(*method.average_axes)
-            owner, name = place
-            mark_shards(owner, format_sizes(method.mesh, method.average_axes), name)
+    def _apply_lower(self, methods: Sequence[Method], before: dict[str, Found], part: nn.Module) -> nn.Module:
+        """Apply the methods of lower levels to a part of the module, and add its tensors then to ``before``."""
+        applied = self.run(methods, part)
+        before.update(tensors_in_module(applied))
+        return applied
+
+    def _count_shards(self, method: Method, before: Found, after: Found) -> None:
+        """Note the number of plain shards of a parameter or a buffer, of which a method changed the place or shape."""
+        self._shards[after.place] = self._shards.get(before.place, 1)
+        if after.shape != before.shape and method.differs != "experts":  # LocalExperts knows its own shards
+            self._shards[after.place] *= method.mesh.size(*method.average_axes)
+            mark_shards(after.place.owner, format_sizes(method.mesh, method.average_axes), after.place.name)
 
     def count_pieces(self, methods: Sequence[Method], applied: nn.Module) -> dict[str, int]:
         """The number of different pieces of each parameter, beyond those of DTensors, by name.
@@ -81,20 +105,20 @@ class Application:
             applied: the module that ``run`` returned.
         """
         experts, pieces = expert_tensors(applied), dict[str, int]()
-        for name, (place, _) in tensors_in_module(applied).items():
-            pieces[name] = self._shards.get(place, 1)
+        for name, found in tensors_in_module(applied).items():
+            pieces[name] = self._shards.get(found.place, 1)
             for method in methods:
                 if method.level is Level.PIPELINE or (method.differs == "experts" and name in experts):
                     pieces[name] *= method.mesh.size(*method.owns)
         return pieces
 
 
-def tensors_in_module(module: nn.Module) -> dict[str, tuple[Place, torch.Size]]:
-    """The place and the shape of each parameter and buffer, by name; of a DTensor, the shape of the whole."""
-    found: dict[str, tuple[Place, torch.Size]] = {}
+def tensors_in_module(module: nn.Module) -> dict[str, Found]:
+    """The parameters and buffers of a module, by name."""
+    found: dict[str, Found] = {}
     for owner_name, owner in module.named_modules():
-        own = (*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False))
-        found |= {f"{owner_name}.{name}".lstrip("."): ((owner, name), tensor.shape) for name, tensor in own}
+        for name, tensor in (*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)):
+            found[f"{owner_name}.{name}".lstrip(".")] = Found(Place(owner, name), tensor.shape)
     return found
 
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from pgmesh._util.marks import SHARD_MARK
 from pgmesh.errors import MethodError
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.pipeline import Pipeline
+from pgmesh.parallel.running import Pipeline
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 """Optimizer states by name of the parameter: a stage cannot number parameters as the whole model does."""

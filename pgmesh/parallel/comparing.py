@@ -1,6 +1,8 @@
 """Comparisons of ranks: of the initial weights when methods are applied, and of the inputs of the first training step.
 
-Ranks exchange a few integers. A difference is an error on every rank of the exchange.
+``Composition.apply`` calls ``compare_weights``, and its hook in the first training step ``compare_inputs``. In both,
+each rank describes what it has by a few integers, ``gather_numbers`` gives every rank those of all, and a difference is
+the same error on every rank.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from pgmesh._util.formatting import name_ranks
 from pgmesh.errors import MethodError, ShapeError
+from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Level, Method
 from pgmesh.parallel.divisibility import format_sizes
@@ -72,18 +75,21 @@ def ranks_by_value(values: Mapping[int, Any]) -> dict[Any, list[int]]:
 
 # ---- weights ----
 
+NOT_COMPARED = 0
+"""In the place of the digest of values which this rank does not compare. No digest is 0."""
+
 
 @dataclass(frozen=True)
 class Description:
-    """What ranks compare of a parameter or buffer."""
+    """The compared properties of a parameter or buffer."""
 
     kind: str
     """Shape, dtype and ``requires_grad``."""
     value: int
-    """Digest of samples of its values; 0 if they are not compared on this rank."""
+    """Digest of samples of its values, or ``NOT_COMPARED``."""
 
 
-MISSING = Description("is missing", 0)
+MISSING = Description("is missing", NOT_COMPARED)
 
 
 def compare_weights(
@@ -95,32 +101,30 @@ def compare_weights(
 ) -> None:
     """Compare names, shapes, dtypes, ``requires_grad`` and samples of the values of parameters and buffers.
 
-    Ranks first exchange two digests each, and their descriptions only if some digests differ. Example: on
-    ``dp=2, tp=2``, DDP broadcasts along dp. So the values of ranks 0 and 1 are compared, which send them, and those of
-    ranks 2 and 3 are not.
+    Values that DDP overwrites are compared between the ranks that send them alone. Example: on ``dp=2, tp=2``, DDP
+    broadcasts along dp. So the values of ranks 0 and 1 are compared, and those of ranks 2 and 3 are not.
+
+    Ranks first exchange two digests each, and their descriptions only if some digests differ.
 
     Args:
         mesh: the mesh.
         ranks: the ranks that compare, with this one, in mesh order.
         tensors: the parameters and buffers by name.
-        broadcast: names of the tensors that DDP overwrites where ``receives`` is True.
-        receives: True if this rank gets them.
+        broadcast: names of the tensors that DDP broadcasts.
+        receives: True if this rank receives them; False if it sends them.
 
     Raises:
         MethodError: some differ.
     """
-    described = {
-        name: Description(
-            f"{tuple(each.shape)} {each.dtype} {each.requires_grad}",
-            0 if receives and name in broadcast else digest(sample(each)),
-        )
-        for name, each in tensors.items()
-    }
-    of_senders = [each.value for name, each in described.items() if name in broadcast]
+    described: dict[str, Description] = {}
+    for name, each in tensors.items():
+        value = NOT_COMPARED if receives and name in broadcast else digest(sample(each))
+        described[name] = Description(f"{tuple(each.shape)} {each.dtype} {each.requires_grad}", value)
     of_all = [(name, each.kind, None if name in broadcast else each.value) for name, each in described.items()]
-    digests = [digest(of_all), 0 if receives else digest(of_senders)]
+    of_senders = [described[name].value for name in described if name in broadcast]
+    digests = [digest(of_all), NOT_COMPARED if receives else digest(of_senders)]
     per_rank = gather_numbers(mesh, ranks, digests).values()
-    if all(len({*numbers} - {0}) == 1 for numbers in zip(*per_rank)):
+    if all(len({*column} - {NOT_COMPARED}) == 1 for column in zip(*per_rank)):
         return
     gathered = [described] * len(ranks)
     dist.all_gather_object(gathered, described, group=exchange_group(mesh, ranks))
@@ -135,13 +139,12 @@ def raise_first_difference(per_rank: Mapping[int, Mapping[str, Description]]) ->
     """
     for name in dict.fromkeys(itertools.chain(*per_rank.values())):
         described = {rank: each.get(name, MISSING) for rank, each in per_rank.items()}
-        first_value = next((each.value for each in described.values() if each.value), 0)
-        holders = ranks_by_value(
-            {
-                rank: each.kind if each.value in (0, first_value) else f"{each.kind}, other values"
-                for rank, each in described.items()
-            }
-        )
+        first_value = next((each.value for each in described.values() if each.value != NOT_COMPARED), NOT_COMPARED)
+        texts: dict[int, str] = {}
+        for rank, each in described.items():
+            is_first = each.value in (NOT_COMPARED, first_value)
+            texts[rank] = each.kind if is_first else f"{each.kind}, other values"
+        holders = ranks_by_value(texts)
         if len(holders) > 1:
             found = [f"{text} on {name_ranks(ranks)}" for text, ranks in holders.items()]
             raise MethodError(
@@ -155,7 +158,7 @@ def raise_first_difference(per_rank: Mapping[int, Mapping[str, Description]]) ->
 
 
 class Batch(NamedTuple):
-    """What ranks compare of a batch: its rows, the first dimension; its positions, the second; tokens; and values."""
+    """The compared properties of a batch: rows, the first dimension; positions, the second; tokens; and values."""
 
     rows: int
     positions: int
@@ -190,45 +193,53 @@ def compare_inputs(
     """
     per_rank = {rank: Batch(*each) for rank, each in gather_numbers(mesh, ranks, describe_batch(inputs)).items()}
     for method in methods:
-        depends_on_parts = method.differs in ("rows", "experts")
-        if depends_on_parts and not equal_parts:
-            continue
-        axes = method.mesh.along(*{*method.owns, *method.average_axes}).axes
-        blocks = [block for block in method.mesh.partition(*axes) if block[0] in per_rank]
-        for unit, block in itertools.product(compared_fields(method), blocks):
-            holders = ranks_by_value({rank: getattr(per_rank[rank], unit) for rank in block})
-            if len(holders) > 1:
-                along = f"on each rank along {format_sizes(method.mesh, axes)}"
-                raise (
-                    _unequal_values(method, along, holders)
-                    if unit == "values"
-                    else _unequal_numbers(method, along, holders, unit, weighs=depends_on_parts)
-                )
+        if equal_parts or not reads_parts(method):
+            compare_blocks(method, per_rank)
 
 
-def _unequal_values(method: Method, along: str, holders: Mapping[Any, Sequence[int]]) -> ShapeError:
-    texts = [name_ranks(ranks) for ranks in holders.values()]
-    return ShapeError(
-        f"{type(method).__name__} needs the same inputs {along}, but those of {' and of '.join(texts[:4])} differ.\n\n"
-        "  DistributedSampler(dataset, num_replicas=together.num_replicas, rank=together.rank)\n"
-        "  together.share(batch)   # of a batch that all ranks have; together = compose(...)"
-    )
+def reads_parts(method: Method) -> bool:
+    """Return True if ranks along the axes of a method read other rows, which ``equal_parts`` is about."""
+    return method.differs in ("rows", "experts")
 
 
-def _unequal_numbers(
-    method: Method, along: str, holders: Mapping[Any, Sequence[int]], unit: str, *, weighs: bool
-) -> ShapeError:
-    """The error for unequal numbers of a unit.
+def compare_blocks(method: Method, per_rank: Mapping[int, Batch]) -> None:
+    """Compare the fields that have to be equal inside of each block along the axes of a method.
 
     Args:
-        weighs: the loss of ``mean`` would weigh them.
+        method: the method.
+        per_rank: the batch of each rank.
     """
+    axes = method.mesh.along(*{*method.owns, *method.average_axes}).axes
+    blocks = [block for block in method.mesh.partition(*axes) if block[0] in per_rank]
+    for field, block in itertools.product(compared_fields(method), blocks):
+        holders = ranks_by_value({rank: getattr(per_rank[rank], field) for rank in block})
+        if len(holders) > 1:
+            raise unequal_error(method, axes, field, holders)
+
+
+def unequal_error(method: Method, axes: Sequence[Axis], field: str, holders: Mapping[Any, Sequence[int]]) -> ShapeError:
+    """The error for a field of ``Batch`` that differs in a block.
+
+    Args:
+        method: the method that needs it equal.
+        axes: the axes of the block.
+        field: the field.
+        holders: the ranks with each value of the field.
+    """
+    name, along = type(method).__name__, f"on each rank along {format_sizes(method.mesh, axes)}"
+    if field == "values":
+        texts = [name_ranks(ranks) for ranks in holders.values()]
+        return ShapeError(
+            f"{name} needs the same inputs {along}, but those of {' and of '.join(texts[:4])} differ.\n\n"
+            "  DistributedSampler(dataset, num_replicas=together.num_replicas, rank=together.rank)\n"
+            "  together.share(batch)   # of a batch that all ranks have; together = compose(...)"
+        )
     texts = [f"{number} on {name_ranks(ranks)}" for number, ranks in holders.items()]
     weighted = "\n  compose(..., equal_parts=False)   # with the loss of together.mean(loss_sum, tokens)"
     return ShapeError(
-        f"{type(method).__name__} needs the same number of {unit} {along}, but there are "
+        f"{name} needs the same number of {field} {along}, but there are "
         f"{'; '.join([*texts[:4], *(['...'] if texts[4:] else [])])}.\n\n"
-        "  together.share(batch)   # equal parts; together = compose(...)" + weighted * weighs
+        f"  together.share(batch)   # equal parts; together = compose(...){weighted if reads_parts(method) else ''}"
     )
 
 

@@ -2,22 +2,20 @@
 
 torch has each method, but nothing that knows all of them. ``compose`` checks that the methods are on the mesh, or on
 views and slices of it, that an axis has one owner, and that at most one method averages gradients. The ``Composition``
-derives from what differs along the axes of all methods what a program would have to say by hand: where gradients are
-averaged, how the norm counts, which rows a rank reads, and the loss of the whole batch. ``apply`` takes five steps:
+derives from what differs along the axes of all methods what a program would have to say by hand:
+
+- where gradients are averaged: each method derives it in ``settle``;
+- over which ranks the loss and the norm are taken, and which rows a rank reads: ``rank_sets.py``;
+- how often a norm counts a weight that ranks hold in pieces: ``applying.py``.
+
+``apply`` takes five steps:
 
 1. Each method derives the axes along which it averages.
 2. If ranks read different tokens, trainable weights need a method that averages them.
 3. The initial weights of ranks are compared.
 4. The methods are applied: a pipeline splits the module into stages, and the others are applied to each stage in the
    order tensor, token, shard, data.
-5. A hook is registered that compares the inputs of ranks in the first training step.
-
-Three sets of ranks around this one are used. Example: replicas that average later along ``late=2``, data along
-``dp=2``, context along ``cp=2``, tensor parallelism along ``tp=2``, so 16 ranks.
-
-- The *token ranks* read different tokens, and the gradient is a mean over them: the 4 ranks along dp and cp.
-- The *replica ranks* train one replica, and norms are over them: the 8 ranks along dp, cp and tp.
-- All ranks of the composition compare weights and inputs: here 16.
+5. Hooks are registered that compare the inputs of ranks in the first training step: ``first_step.py``.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ import contextlib
 import itertools
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,22 +32,22 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pgmesh._util.formatting import count_of
-from pgmesh.errors import MethodError, ShapeError
+from pgmesh.errors import MethodError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.applying import Application, release_new_groups
-from pgmesh.parallel.base import Level, Method, blocks_of, format_axes, split_rows
-from pgmesh.parallel.blocks import connected_ranks
+from pgmesh.parallel.base import Level, Method, blocks_of, format_axes
 from pgmesh.parallel.comparing import compare_inputs, compare_weights
 from pgmesh.parallel.data import DataParallel, broadcast_tensors
 from pgmesh.parallel.divisibility import format_sizes
 from pgmesh.parallel.exchange import broadcast_from_first
-from pgmesh.parallel.first_step import watch_first_step
-from pgmesh.parallel.gradients import local_shard, mean_over_ranks, norm_of_pieces, scale_gradients
+from pgmesh.parallel.first_step import FirstStep
+from pgmesh.parallel.gradients import local, local_shard, mean_over_ranks, norm_of_pieces, scale_gradients
 from pgmesh.parallel.local_experts import expert_tensors, named_tensors, names_of_experts
 from pgmesh.parallel.mixture import Accumulation
-from pgmesh.parallel.nests import map_tensors, tensors_in
 from pgmesh.parallel.owners import check_all_owned, check_method, check_pair, unaveraged_error
+from pgmesh.parallel.rank_sets import RankSets, ranks_along, token_readers
+from pgmesh.parallel.sharing import part_of_batch
 
 _applied_methods = weakref.WeakSet[Method]()
 """Methods of any composition that were applied: no other composition may change the axes along which they average."""
@@ -108,18 +106,10 @@ class Composition:
         self._averaging = next((each for each in methods if each.averages_gradients), None)
         """The method that averages gradients."""
         self._pipelines = [each for each in methods if each.level is Level.PIPELINE]
-        self._row_methods = [each for each in methods if each.differs == "rows"]
-        self._cutting = [each for each in methods if each.differs == "positions" and hasattr(each, "cut")]
-        """The methods that cut sequences."""
-        in_replica = [each for each in methods if not each.averages_later]
-        self._readers = [each for each in in_replica if each.differs in ("rows", "positions")]
-        """The methods along whose axes the ranks of a replica read different tokens."""
         self._settle()
-        self._ranks = self._ranks_along(methods)
-        self._replica_ranks = self._ranks_along(in_replica)
-        self._token_ranks = self._ranks_along(self._readers)
-        self._row_ranks = self._ranks_along(self._row_methods)
-        """The ranks that read different rows, also in other replicas."""
+        self._ranks = RankSets.of(mesh, methods)
+        self._has_weighed_loss = False
+        """True since the last call of ``mean`` with ``tokens``."""
 
     # -- the module -------------------------------------------------------------------------------------------------
 
@@ -159,6 +149,8 @@ class Composition:
             ) from error
         _applied_methods.update(self.methods)
         self._pieces[applied] = application.count_pieces(self.methods, applied)
+        if self._pipelines and not self.equal_parts and len(self._ranks.tokens) > 1:
+            vars(applied)["loss"] = self._checked_loss(vars(applied).get("loss"))
         self._watch_first_step(module, applied, was_on_meta)
         return applied
 
@@ -166,7 +158,7 @@ class Composition:
         """Let each method derive the axes along which it averages."""
         for method in self.methods:
             old_axes = method.average_axes
-            method.settle(blocks_of(self._readers))
+            method.settle(blocks_of(token_readers(self.methods)))
             if method in _applied_methods and method.average_axes != old_axes:
                 method.average_axes = old_axes
                 raise MethodError(
@@ -176,11 +168,11 @@ class Composition:
 
     def _check_averages(self, module: nn.Module) -> None:
         """If ranks read different tokens, trainable weights need a method that averages them."""
-        if self._averaging is None and len(self._token_ranks) > 1:
+        if self._averaging is None and len(self._ranks.tokens) > 1:
             experts = self._names_of_experts(module)
             trainable = [name for name, each in module.named_parameters() if each.requires_grad and name not in experts]
             if trainable:
-                raise unaveraged_error(self._readers[0], trainable)
+                raise unaveraged_error(self.mesh, token_readers(self.methods)[0], trainable)
 
     def _compare_weights(self, module: nn.Module) -> None:
         """Compare the initial weights of ranks. DDP broadcasts those that are not experts to all but the first."""
@@ -188,14 +180,18 @@ class Composition:
         if isinstance(data, DataParallel):
             broadcast = broadcast_tensors(data, module).keys() - self._names_of_experts(module)
             receives = data.mesh.index(*data.average_axes) > 0
-        compare_weights(self.mesh, self._ranks, named_tensors(module), broadcast, receives)
+        compare_weights(self.mesh, self._ranks.all, named_tensors(module), broadcast, receives)
 
     def _compare_whole_weights(self, module: nn.Module) -> None:
-        """Compare the weights that were on the meta device in ``apply``, where ranks have them whole."""
-        ranks = self._ranks_along(each for each in self.methods if each.level is not Level.PIPELINE)
+        """Compare the weights that were on the meta device in ``apply``: whole ones, and replicated shards."""
+        ranks = ranks_along(self.mesh, [each for each in self.methods if each.level is not Level.PIPELINE])
         stages = math.prod(each.mesh.size(*each.owns) for each in self._pipelines)
         whole = {name: each for name, each in module.named_parameters() if self._pieces_of(module, name) == stages}
         compare_weights(self.mesh, ranks, whole)
+        if self._averaging and (replicates := getattr(self._averaging, "replicates", ())):  # hybrid sharding
+            experts = expert_tensors(module)
+            shards = {name: local(each) for name, each in module.named_parameters() if name not in experts}
+            compare_weights(self.mesh, self._averaging.mesh.ranks(*replicates), shards)
 
     def _watch_first_step(self, module: nn.Module, applied: nn.Module, was_on_meta: bool) -> None:
         """Let the first training step compare the inputs of ranks, and weights that were on the meta device."""
@@ -205,8 +201,8 @@ class Composition:
             if was_on_meta:
                 self._compare_whole_weights(applied)
 
-        if len(self._ranks) > 1:
-            watch_first_step(module, applied, check)
+        if len(self._ranks.all) > 1:
+            FirstStep(module, applied, check)
 
     def broadcast(self, module: nn.Module) -> None:
         """Give all ranks the parameters and buffers of the first one, before ``apply``: an equal start.
@@ -225,8 +221,8 @@ class Composition:
         tensors, experts = named_tensors(module), expert_tensors(module)
         if sharded := [name for name, each in tensors.items() if isinstance(each, DTensor) or name in experts]:
             raise MethodError(f"{sharded[0]} is sharded already: call broadcast(module) before apply(module).")
-        if len(self._ranks) > 1:
-            broadcast_from_first(tensors.values(), self.mesh.group_of(self._ranks))
+        if len(self._ranks.all) > 1:
+            broadcast_from_first(tensors.values(), self.mesh.group_of(self._ranks.all))
 
     # -- the optimizer ----------------------------------------------------------------------------------------------
 
@@ -239,7 +235,8 @@ class Composition:
             optimizer: an optimizer of the module that ``apply`` returned.
 
         Raises:
-            MethodError: the optimizer has no parameter of such a module. Methods may replace parameters.
+            MethodError: the optimizer has no parameter of such a module, since methods may replace parameters, or also
+                parameters of another module.
 
         >>> from pgmesh.parallel import compose
         >>> together = compose(mesh, unowned=mesh.axes)
@@ -247,11 +244,18 @@ class Composition:
         >>> optimizer = together.attach(torch.optim.SGD(model.parameters(), lr=0.1))
         """
         trained = {weight for module in self._pieces for weight in module.parameters()}
-        if trained and trained.isdisjoint(weight for group in optimizer.param_groups for weight in group["params"]):
+        given = {weight for group in optimizer.param_groups for weight in group["params"]}
+        if trained and trained.isdisjoint(given):
             raise MethodError(
                 "the optimizer has no parameter of the module that apply returned, so it would train nothing. Make it "
                 "after model = together.apply(model), with the same settings, or give it the new parameters.\n\n"
                 "  optimizer.param_groups[0]['params'] = [*model.parameters()]   # if it has one group"
+            )
+        if trained and (unknown := given - trained):
+            raise MethodError(
+                f"the optimizer has {count_of(len(unknown), 'parameter')} of no module that apply returned, one of "
+                f"shape {tuple(next(iter(unknown)).shape)}: no method averages their gradients.\n\n"
+                "  other = together.apply(other)   # each module that it trains, before the optimizer is made"
             )
         for method in self.methods:
             method.attach(optimizer)
@@ -286,12 +290,12 @@ class Composition:
         >>> compose(mesh, unowned=mesh.axes).num_replicas
         1
         """
-        return len(self._row_ranks)
+        return len(self._ranks.rows)
 
     @property
     def rank(self) -> int:
         """Not the global rank: index of this rank's part of the rows, ``rank`` of a DistributedSampler."""
-        return self._row_ranks.index(self.mesh.rank)
+        return self._ranks.rows.index(self.mesh.rank)
 
     def share(self, batch: Any) -> Any:
         """This rank's part of a batch: its rows, and with context parallelism its positions.
@@ -312,30 +316,9 @@ class Composition:
         >>> compose(mesh, DataParallel(mesh, "dp"), unowned=["pp", "tp"]).share({"x": torch.arange(6)})
         {'x': tensor([0, 1, 2])}
         """
-        self._check_sizes([*tensors_in(batch)])
-        return map_tensors(self._part_of, batch)
-
-    def _check_sizes(self, tensors: Sequence[Tensor]) -> None:
-        """Check that all tensors of a batch have equally many rows and, if these are cut, positions."""
-        for dimension, unit in enumerate(("rows", "positions") if self._cutting else ("rows",)):
-            sizes = [*dict.fromkeys(each.size(dimension) for each in tensors if each.ndim > dimension)]
-            if len(sizes) > 1:
-                call = (
-                    f"positions = positions.expand({sizes[0]}, -1)   # position ids: one row for each row of the batch",
-                    "tensor.chunk(together.num_replicas)[together.rank]   # of a tensor without positions: its rows",
-                )[dimension]
-                counts = " and ".join(map(str, sizes))
-                raise ShapeError(f"the tensors of this batch have {counts} {unit}, dimension {dimension}.\n\n  {call}")
-
-    def _part_of(self, tensor: Tensor) -> Tensor:
-        """This rank's part of one tensor of a batch."""
-        if tensor.ndim:
-            axes = " x ".join(format_sizes(each.mesh, each.owns) for each in self._row_methods)
-            tensor = split_rows(tensor, self.num_replicas, self.rank, axes)
-        if tensor.ndim > 1:
-            for method in self._cutting:
-                tensor = method.cut(tensor)
-        return tensor
+        axes = " x ".join(format_sizes(each.mesh, each.owns) for each in self.methods if each.differs == "rows")
+        cutting: list[Any] = [each for each in self.methods if each.differs == "positions" and hasattr(each, "cut")]
+        return part_of_batch(batch, self.rank, self.num_replicas, axes, cutting)
 
     def check_inputs(self, batch: Any) -> None:
         """Compare the rows, positions and tokens of this rank's part of a batch with those of other ranks.
@@ -349,7 +332,7 @@ class Composition:
         Raises:
             ShapeError: ranks have different numbers; the same on every rank.
         """
-        compare_inputs(self.mesh, self._ranks, self.methods, self.equal_parts, batch)
+        compare_inputs(self.mesh, self._ranks.all, self.methods, self.equal_parts, batch)
 
     # -- losses and gradients ---------------------------------------------------------------------------------------
 
@@ -382,7 +365,26 @@ class Composition:
                 "parts may have different sizes, so a mean of means is not the loss of the batch.\n\n"
                 "  together.mean(loss_sum, tokens)   # the sum of the losses, and the number of tokens that count"
             )
-        return mean_over_ranks(loss, 1 if tokens is None else tokens, self.mesh, self._token_ranks)
+        self._has_weighed_loss = self._has_weighed_loss or tokens is not None
+        return mean_over_ranks(loss, 1 if tokens is None else tokens, self.mesh, self._ranks.tokens)
+
+    def _checked_loss(self, loss: Callable[..., Tensor] | None) -> Callable[..., Tensor] | None:
+        """The loss of a pipeline of unequal parts, which has to call ``mean`` with the number of tokens."""
+
+        def checked(output: Any, target: Tensor) -> Tensor:
+            assert loss is not None
+            self._has_weighed_loss = False
+            found = loss(output, target)
+            if not self._has_weighed_loss:
+                raise MethodError(
+                    "parts may have different sizes, so a mean of means is not the loss of the batch, and the loss= of "
+                    "this pipeline has not called together.mean(loss_sum, tokens).\n\n"
+                    "  PipelineParallel(..., loss=lambda output, target: "
+                    "together.mean(loss_sum(output, target), tokens=n / microbatches))   # n: of this rank's batch"
+                )
+            return found
+
+        return checked if loss else None
 
     def grad_norm(self, *, module: nn.Module | None = None, norm_type: float = 2.0) -> Tensor:
         """Norm of all gradients over all ranks, each weight counted once. Every rank of the composition calls it.
@@ -404,14 +406,14 @@ class Composition:
         tensor(1.7321, dtype=torch.float64)
         """
         applied = self._applied_module(module)
-        copies_of_pipeline = getattr(applied, "copies", None)  # of tied weights, which another stage counts
-        copies = {id(weight) for weight in copies_of_pipeline()} if copies_of_pipeline else set()
+        tied: Any = vars(applied).get("tied") if self._pipelines else None  # the first stage counts them
+        copies = {id(weight) for weight in tied.last_copies()} if tied else set()
         pieces = []
         for name, weight in applied.named_parameters():
             if weight.grad is not None and id(weight) not in copies:
                 shard, shards = local_shard(weight.grad)
                 pieces.append((shard, shards * self._pieces_of(applied, name)))
-        return norm_of_pieces(pieces, norm_type, self.mesh.group_of(self._replica_ranks))
+        return norm_of_pieces(pieces, norm_type, self.mesh.group_of(self._ranks.replica))
 
     def clip_grad_norm_(self, max_norm: float, *, module: nn.Module | None = None, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``, as torch's function does on one process.
@@ -449,10 +451,6 @@ class Composition:
         return self._pieces[module][name]
 
     # -- helpers ----------------------------------------------------------------------------------------------------
-
-    def _ranks_along(self, methods: Iterable[Method]) -> list[int]:
-        """The ranks that are connected with this one along the axes of methods, in the order of their group."""
-        return sorted(connected_ranks(self.mesh.rank, blocks_of(methods)), key=self.mesh.coord_of)
 
     def _names_of_experts(self, module: nn.Module) -> set[str]:
         """Names of the experts' parameters and buffers in a whole module, if a method distributes experts."""

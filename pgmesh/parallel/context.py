@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -12,9 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from pgmesh.errors import MethodError, OptionsError, ShapeError
 from pgmesh.parallel.base import Method
 from pgmesh.parallel.divisibility import divide_along_axes, divide_evenly, format_sizes
-from pgmesh.parallel.exchange import all_gather_stacked
 from pgmesh.parallel.ring import ring_attention, ulysses_attention
-from pgmesh.parallel.stage_cutting import attributes_with, is_stage
+from pgmesh.parallel.stage_cutting import is_stage
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -29,12 +29,12 @@ ATTENTION_FUNCTIONS = ("scaled_dot_product_attention", "multi_head_attention_for
 class ContextParallel(Method):
     """Shards sequences along the axes. Attention covers the whole sequence, by a ring or by Ulysses.
 
-    A module has to keep its attention function in an attribute: ``self.attention = scaled_dot_product_attention``.
-    ``apply`` replaces it by ``method.attention``, which has the same signature. All other layers of a transformer treat
-    positions independently and stay as they are. Shard the inputs with ``cut``; ``positions`` has the positions of this
-    rank.
+    A module has to keep its attention function in an attribute: ``self.attention = scaled_dot_product_attention``, or a
+    ``functools.partial`` of it. ``apply`` replaces it by ``method.attention``, which has the same signature. All other
+    layers of a transformer treat positions independently and stay as they are. Shard the inputs with ``cut``;
+    ``positions`` has the positions of this rank.
 
-    Methods of modules that call torch's attention by its name raise. Attention in a function outside of modules, or
+    Methods of modules that call torch's attention by a name raise. Attention in a function outside of modules, or
     written out as a softmax of scores, is not seen: it would cover the positions of one rank only.
 
     Each rank's loss is the mean over its positions, so gradients are averaged along these axes too: ``compose`` widens
@@ -80,7 +80,7 @@ class ContextParallel(Method):
 
         Raises:
             MethodError: no submodule has torch's scaled_dot_product_attention in an attribute.
-            MethodError: a submodule calls attention by its name, as torch's MultiheadAttention does.
+            MethodError: a submodule calls attention by a name, as torch's MultiheadAttention does.
         """
         if self.cuts and (problem := _find_problem(module)):
             raise MethodError(
@@ -97,8 +97,9 @@ class ContextParallel(Method):
         """
         if not is_stage(module):
             self.check(module)
-        for _, layer, attribute in attributes_with(module, scaled_dot_product_attention) if self.cuts else ():
-            setattr(layer, attribute, self.attention)
+        for layer, attribute, value in [*_attention_attributes(module)] if self.cuts else ():
+            given = partial(self.attention, *value.args, **value.keywords) if isinstance(value, partial) else None
+            setattr(layer, attribute, given or self.attention)
         self._group(*self.owns)
         return module
 
@@ -156,25 +157,6 @@ class ContextParallel(Method):
         parts, index = whole.chunk(chunks, along), self.mesh.index(*self.owns)
         return torch.cat([parts[i] for i in self._chunk_indices(index)], along)
 
-    def join(self, part: Tensor, along: int = 1) -> Tensor:
-        """All-gather the parts of a sequence into the whole sequence, on every rank.
-
-        Gradients are reduce-scattered (sum). Every rank along the axes calls it, forward and, if there is a gradient,
-        backward.
-
-        Args:
-            part: this rank's part, as returned by ``cut``.
-            along: the dimension of positions.
-
-        Raises:
-            ShapeError: a balanced part has an odd length. Parts of unequal lengths are not compared here.
-        """
-        self._check_balanced(part.size(along))
-        chunks: dict[int, Tensor] = {}
-        for index, each in enumerate(all_gather_stacked(part, self.mesh.group(*self.owns))):
-            chunks.update(zip(self._chunk_indices(index), each.chunk(1 + self._balanced, along)))
-        return torch.cat([chunk for _, chunk in sorted(chunks.items())], along)
-
     def positions(self, length: int, device: torch.device | str | None = None) -> Tensor:
         """Positions of this rank in a sequence of this length, for position embeddings.
 
@@ -200,9 +182,17 @@ class ContextParallel(Method):
             )
 
 
+def _attention_attributes(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """The submodules with torch's attention, or a partial of it, in an attribute: submodule, attribute, and value."""
+    for layer in module.modules():
+        for attribute, value in vars(layer).items():
+            if (value.func if isinstance(value, partial) else value) is scaled_dot_product_attention:
+                yield layer, attribute, value
+
+
 def _find_problem(module: nn.Module) -> str | None:
     """Why the attention of a module cannot be replaced; None if it can."""
-    replaceable = [layer for _, layer, _ in attributes_with(module, scaled_dot_product_attention)]
+    replaceable = [layer for layer, *_ in _attention_attributes(module)]
     for name, layer in module.named_modules():
         if layer not in replaceable and (function := _called_attention(layer)):
             kind = f"{name or 'the module'}, which is {type(layer).__name__},"
@@ -212,10 +202,16 @@ def _find_problem(module: nn.Module) -> str | None:
 
 
 def _called_attention(layer: nn.Module) -> str | None:
-    """The function for attention that a method of the module's class calls by its name; None if there is none.
+    """The function for attention that a module calls by a name, also of an import; None if there is none.
 
-    ``__init__`` is left out: it may keep the function in an attribute.
+    Searched are the methods of its class, and functions in its attributes. ``__init__`` is left out: it may keep
+    attention in an attribute.
     """
+    own = [getattr(each, "func", each) for each in vars(layer).values()]
     methods = [each for kind in type(layer).__mro__ for name, each in vars(kind).items() if name != "__init__"]
-    names = {name for each in methods if inspect.isfunction(each) for name in each.__code__.co_names}
-    return next((name for name in ATTENTION_FUNCTIONS if name in names), None)
+    for function in filter(inspect.isfunction, (*own, *methods)):
+        names = function.__code__.co_names
+        called = {*names, *(getattr(function.__globals__.get(name), "__name__", "") for name in names)}
+        if found := [name for name in ATTENTION_FUNCTIONS if name in called]:
+            return found[0]
+    return None

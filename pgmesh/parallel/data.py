@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -17,6 +19,7 @@ from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Method
 from pgmesh.parallel.exchange import broadcast_from_first
+from pgmesh.parallel.first_step import is_training
 from pgmesh.parallel.local_experts import expert_tensors
 from pgmesh.torch_private import exclude_from_ddp
 
@@ -59,14 +62,19 @@ class DataParallel(Method):
         DDP rejects a module without trainable parameters, such as a frozen stage of a pipeline. Such a module is
         returned without a wrapper.
 
+        Parameters that are frozen now have to stay frozen: a training step in which one is not raises.
+
         Raises:
             MethodError: a parameter is a DTensor, which DDP does not support, or the module contains DDP already.
         """
         self._check_module(module)
         if experts := expert_tensors(module):
             exclude_from_ddp(module, [*experts])
+        named = [(name, each) for name, each in module.named_parameters() if name not in experts]
+        if frozen := {name: each for name, each in named if not each.requires_grad}:
+            module.register_forward_pre_hook(partial(self._check_frozen, frozen))
         group = self.mesh.group(*self.average_axes)
-        if next(self.weights(module), None) is None:
+        if len(frozen) == len(named):
             broadcast_from_first(broadcast_tensors(self, module).values(), group)
             return module
         wrapped = DistributedDataParallel(module, process_group=group, **self.keywords)
@@ -92,10 +100,27 @@ class DataParallel(Method):
                 sharded = weight.device_mesh.mesh_dim_names if is_sharded else None  # one method has these axes too
                 axes = [axis for axis in self.mesh.axes if axis in self.owns or str(axis) in (sharded or ())]
                 raise MethodError(
-                    f"{name} is a DTensor, which torch's DDP does not support. fully_shard does.\n\n  "
-                    f"ShardedDataParallel(mesh, {', '.join(map(repr, axes))}, replicate={[*self.average_axes]!r})"
-                    "   # on a new module"
+                    f"{name} is a DTensor, which torch's DDP does not support. fully_shard does.\n\n"
+                    f"  {self._as_sharded(axes)}"
                 )
+
+    def _check_frozen(self, frozen: Mapping[str, nn.Parameter], module: nn.Module, _: Any) -> None:
+        """Forward pre-hook: check that parameters are as frozen as in ``apply``, since DDP averages those of then."""
+        if torch.compiler.is_compiling() or not is_training(module):
+            return
+        for name, weight in frozen.items():
+            if weight.requires_grad:
+                raise MethodError(
+                    f"{name} was frozen in apply, and is trained now: ranks would not average its gradients, since "
+                    "torch's DDP averages those that were trained then. fully_shard averages it.\n\n"
+                    "  model.requires_grad_(True)   # before together.apply(model)\n"
+                    f"  {self._as_sharded(self.owns)}"
+                )
+
+    def _as_sharded(self, axes: Iterable[Axis]) -> str:
+        """The call of the method that does the same by fully_shard."""
+        names = ", ".join(map(repr, axes))
+        return f"ShardedDataParallel(mesh, {names}, replicate={[*self.average_axes]!r})   # on a new module"
 
     def accumulate(self, module: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:
         """Context manager for gradient accumulation: ranks average gradients only in the last backward pass.

@@ -1,14 +1,37 @@
 """Expert parallelism: each rank holds some experts of a layer, and tokens are sent to them by all-to-all.
 
 torch has the collectives and ``grouped_mm``. This adds the rest of a layer: the dispatch of tokens to the ranks of
-their experts and the combine of the outputs, the averages of the experts' gradients, and shards of single experts.
-Names are those of Megatron-Core: EP is ``axes``, expert-TP is ``tensor``, expert-DP are the replica axes.
+their experts and the combine of the outputs, and the averages of the experts' gradients.
+
+The axes of an ``ExpertParallel(view, "ep", tensor="etp")``, on a view ``edp=2, ep=2, etp=2``, if all ranks but those
+along etp read different tokens:
+
+==============  =======  ===============  ===========================================================================
+axes            here     Megatron-Core    ranks along them
+==============  =======  ===============  ===========================================================================
+expert axes     ep       EP               hold other experts, and send one another tokens
+tensor axes     etp      expert-TP        hold other shards of the same experts
+owned axes      ep, etp                   both: along these the method makes ranks differ
+average axes    edp, ep                   send different tokens to the same experts or to copies of them: gradients
+                                          are divided by their number
+replica axes    edp      expert-DP        hold copies of the same experts, over which gradients are all-reduced: the
+                                          average axes that are not owned
+==============  =======  ===============  ===========================================================================
+
+If ranks along etp read different tokens too, etp is an average axis as well, and ``_gathers_tokens`` is True.
+``settle`` derives the average axes from the other methods.
+
+A forward pass of a layer, in which ``mix`` was replaced by ``ExpertParallel.mix``:
+
+1. ``mixture.permute`` copies each token for each of its experts, and sorts the copies by expert.
+2. ``_run_on_any_rank`` sends them along the expert axes, and ``_copy_to_shards`` along the tensor axes.
+3. ``run_sorted`` runs this rank's experts.
+4. ``_sum_of_shards`` and a second all-to-all take the outputs back, and ``mixture.unpermute`` weighs them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +39,10 @@ from torch import nn
 
 from pgmesh.errors import MethodError
 from pgmesh.parallel import exchange, mixture
-from pgmesh.parallel.base import Method, format_axes
+from pgmesh.parallel.base import Method
 from pgmesh.parallel.blocks import Blocks, connected_ranks, spanning_axes
 from pgmesh.parallel.divisibility import divide_along_axes, format_sizes
+from pgmesh.parallel.expert_shards import ExpertShards
 from pgmesh.parallel.local_experts import LocalExperts
 from pgmesh.parallel.stage_cutting import attributes_with, is_stage
 
@@ -79,8 +103,9 @@ class ExpertParallel(Method):
     ) -> None:
         super().__init__(mesh, *axes, options=options)
         self._expert_axes, self._tensor_axes = self.owns, () if tensor is None else mesh.along(tensor).axes
-        self._column_patterns, self._row_patterns, self._grouped = tuple(columns), tuple(rows), grouped
         self.owns = mesh.along(*self._expert_axes, *self._tensor_axes).axes
+        self._shards = ExpertShards(mesh, self._tensor_axes, tuple(columns), tuple(rows))
+        self._grouped = grouped
         self.configure(self._tensor_axes)
 
     def settle(self, readers: Blocks) -> None:
@@ -147,49 +172,8 @@ class ExpertParallel(Method):
         kept = dict(experts[first : first + each])
         if self._tensor_axes:
             for number, expert in kept.items():
-                self._shard_expert(f"{name}.{number}", expert)
+                self._shards.shard(f"{name}.{number}", expert)
         layer.experts = LocalExperts(kept, format_sizes(self.mesh, self._tensor_axes), self._grouped)
-
-    def _shard_expert(self, name: str, expert: nn.Module) -> None:
-        """Keep this rank's shard of each linear layer of an expert that matches a pattern."""
-        whole = list[str]()
-        for inner, layer in expert.named_modules():
-            dimension = self._sharded_dimension(inner) if isinstance(layer, nn.Linear) else None
-            sharded = () if dimension is None else ("weight", "bias")
-            own = [key for key, _ in layer.named_parameters(recurse=False)]
-            whole += [f"{inner}.{key}".lstrip(".") for key in own if key not in sharded]
-            if dimension is not None:
-                self._shard_linear(f"{name}.{inner}", layer, dimension)
-        if whole:
-            raise MethodError(
-                f"{name} has parameters that are not sharded, {format_axes(sorted(whole))}: each of the "
-                f"{self._tensor_ranks()} would get a part of their gradients. Name their layers in columns= or rows=, "
-                "or move them out of the experts."
-            )
-
-    def _sharded_dimension(self, name: str) -> int | None:
-        """The dimension of a layer's weight that is sharded: 0, its outputs; 1, its inputs; or None."""
-        if any(fnmatch(name, pattern) for pattern in self._column_patterns):
-            return 0
-        return 1 if any(fnmatch(name, pattern) for pattern in self._row_patterns) else None
-
-    def _shard_linear(self, name: str, layer: nn.Linear, dimension: int) -> None:
-        """Keep this rank's shard of a layer along a dimension of its weight, in place."""
-        size, what = layer.weight.size(dimension), ("outputs", "inputs")[dimension]
-        part = divide_along_axes(size, f"{name}: {size} {what}", what, self.mesh, self._tensor_axes)
-        start = self.mesh.index(*self._tensor_axes) * part
-        layer.weight = _parameter(layer.weight, layer.weight.narrow(dimension, start, part))
-        setattr(layer, ("out_features", "in_features")[dimension], part)
-        if layer.bias is not None:
-            if dimension == 1:
-                raise MethodError(
-                    f"{name} has a bias, which all {self._tensor_ranks()} would add to the sum.\n\n"
-                    "  nn.Linear(..., bias=False)   # for layers whose inputs are sharded"
-                )
-            layer.bias = _parameter(layer.bias, layer.bias.narrow(0, start, part))
-
-    def _tensor_ranks(self) -> str:
-        return f"{self.mesh.size(*self._tensor_axes)} ranks along {format_sizes(self.mesh, self._tensor_axes)}"
 
     # -- a forward pass -------------------------------------------------------------------------------------------
 
@@ -320,7 +304,3 @@ def run_sorted(
     else:
         outputs = mixture.run_experts(sorted_rows, by_expert, experts, parameters)
     return outputs.index_select(0, order.argsort())
-
-
-def _parameter(old: Tensor, part: Tensor) -> nn.Parameter:
-    return nn.Parameter(part.detach().clone(), requires_grad=old.requires_grad)

@@ -94,9 +94,12 @@ def check_one_average(mesh: ProcessGroupMesh, one: Method, other: Method) -> Non
     if one.averages_gradients and other.averages_gradients:
         both = f"{one} and {other} both average gradients"
         axes = spanning_axes(mesh, connected_ranks(mesh.rank, blocks_of([one, other])), f"{both}, of")
+        arguments = [*map(repr, axes)]
+        if replicated := [axis for axis in getattr(one, "replicates", ()) if axis in axes]:
+            arguments.append(f"replicate={replicated!r}")
         raise AxisError(
             f"{both}. One method does it, for all axes.\n\n"
-            f"  {type(one).__name__}(mesh, {', '.join(map(repr, axes))})   # in place of both"
+            f"  {type(one).__name__}(mesh, {', '.join(arguments)})   # in place of both"
         )
 
 
@@ -165,19 +168,21 @@ def owns_axis(method: Method, mesh: ProcessGroupMesh, axis: Axis) -> bool:
     return True
 
 
-def unaveraged_error(reader: Method, trainable: Sequence[str]) -> AxisError:
+def unaveraged_error(mesh: ProcessGroupMesh, reader: Method, trainable: Sequence[str]) -> AxisError:
     """The error for trainable parameters that no method averages, though ranks read different tokens.
 
     Args:
+        mesh: the mesh of the composition.
         reader: a method along whose axes they do.
         trainable: the names of the parameters.
     """
-    mesh = reader.mesh
-    new = "data" if "data" not in mesh.axes else "data_"
+    # a view has the axes of its methods; a slice is a part of the mesh
+    viewed = reader.mesh if reader.mesh.size() == mesh.size() else mesh
+    new = "data" if "data" not in viewed.axes else "data_"
     sizes: dict[str | int, int] = {new: 1}
-    sizes |= {axis if isinstance(axis, str) else f"axis{axis}": mesh.size(axis) for axis in mesh.axes}
+    sizes |= {axis if isinstance(axis, str) else f"axis{axis}": viewed.size(axis) for axis in viewed.axes}
     return AxisError(
-        f"ranks along {format_sizes(mesh, reader.owns)} read different tokens, but no method averages the gradients of "
-        f"{count_of(len(trainable), 'trainable parameter')}, for example {trainable[0]}.\n\n"
+        f"ranks along {format_sizes(reader.mesh, reader.owns)} read different tokens, but no method averages "
+        f"the gradients of {count_of(len(trainable), 'trainable parameter')}, for example {trainable[0]}.\n\n"
         f"  DataParallel({format_call('mesh.view', sizes)}, {new!r})   # averages along all axes of positions"
     )

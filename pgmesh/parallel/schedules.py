@@ -13,9 +13,6 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from pgmesh._util.formatting import count_of
-from pgmesh.errors import OptionsError
-
 
 @dataclass(frozen=True)
 class ScheduleInfo:
@@ -43,44 +40,3 @@ SCHEDULES = {
     "zero-bubble-v": ScheduleInfo(ScheduleZBVZeroBubble, stages_per_rank=2, v_shape=True, split_backward=True),
 }
 """Orders of forward and backward passes, by the name that ``schedule=`` takes."""
-
-
-def check_stages(schedule: str, stages_per_rank: int) -> None:
-    """Check the arguments of a pipeline.
-
-    Raises:
-        OptionsError: there is no such schedule, or it needs another number of stages on each rank.
-    """
-    if schedule not in SCHEDULES:
-        raise OptionsError(f"there is no schedule {schedule!r}; available: {', '.join(SCHEDULES)}.")
-    info = SCHEDULES[schedule]
-    needed = info.stages_per_rank or max(1, stages_per_rank)
-    if stages_per_rank != needed:
-        raise OptionsError(
-            f"schedule {schedule!r} has {count_of(needed, 'stage')} on each rank, not {stages_per_rank}.\n\n"
-            f"  PipelineParallel(..., schedule={schedule!r}, stages_per_rank={needed})"
-            "   # 'interleaved' runs any number"
-        )
-
-
-def check_microbatches(schedule: str, microbatches: int, ranks: int, stages: int, along: str) -> None:
-    """Check the number of microbatches of a schedule.
-
-    Args:
-        schedule: name of the schedule.
-        microbatches: the number.
-        ranks: number of ranks of the pipeline.
-        stages: number of stages of the pipeline.
-        along: the axis and its size, for the message.
-
-    Raises:
-        OptionsError: the schedule cannot run this number of microbatches.
-    """
-    info = SCHEDULES[schedule]
-    rounds = max(1, microbatches // ranks) if info.in_rounds else 1
-    possible = max(stages if info.microbatch_for_each_stage else 1, microbatches - microbatches % rounds)
-    if microbatches != possible:
-        raise OptionsError(
-            f"schedule {schedule!r} cannot run microbatches={microbatches} along {along}.\n\n"
-            f"  PipelineParallel(..., microbatches={possible})"
-        )

@@ -88,11 +88,14 @@ class ShardedDataParallel(Method):
 
     def _check_replicates(self) -> None:
         if not set(self.replicates) <= set(self.average_axes):
-            both = self.mesh.along(*self.owns, *self.replicates).axes
+            both = ", ".join(map(repr, self.mesh.along(*self.owns, *self.replicates).axes))
+            own = ", ".join(map(repr, self.owns))
+            averaged = [axis for axis in self.replicates if axis in self.average_axes]
             raise AxisError(
                 f"ShardedDataParallel averages along {format_axes(self.average_axes)}, but replicate= has "
                 f"{format_axes(self.replicates)}, and has to be part of these axes.\n\n"
-                f"  {type(self).__name__}(mesh, {', '.join(map(repr, both))}, replicate={self.replicates!r})"
+                f"  ShardedDataParallel(mesh, {both}, replicate={[*self.replicates]!r})   # these axes split rows too\n"
+                f"  ShardedDataParallel(mesh, {own}, replicate={averaged!r})   # these axes have another method"
             )
 
     def device_mesh(self) -> DeviceMesh:

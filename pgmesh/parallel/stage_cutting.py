@@ -1,24 +1,19 @@
 """The stages of a pipeline: copies of a module in which the layers of other stages are None.
 
 torch cuts a traced graph, or runs stages that the program builds. Here the module's own ``forward`` runs on each stage,
-and its loops over layers skip those of other stages. Other methods find here what a stage has and what it lacks.
+and its loops over layers skip those of other stages (``stage_loops.py``). Other methods find here what a stage has and
+what it lacks.
 """
 
 from __future__ import annotations
 
 import copy
-import dis
 import itertools
-import sys
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
-import torch
 from torch import nn
-
-from pgmesh.errors import MethodError
 
 REMOVED_MARK = "pgmesh_removed"
 """Attribute of a stage: the names of the modules of the whole module that it lacks."""
@@ -52,10 +47,9 @@ def copy_stage(module: nn.Module, absent: Sequence[str], copied: Sequence[str] =
     modules = dict(module.named_modules(remove_duplicate=False))
     changed = [f"{name}." for name in (*absent, *copied)]
     parents = [each for name, each in modules.items() if not name or any(c.startswith(f"{name}.") for c in changed)]
-    shared = [*_parts(module), *(value for each in parents for value in _unbound_attributes(each, parents))]
-    memo: dict[int, Any] = {id(each): each for each in shared}
-    for each in (*parents, *(part for name in copied for part in _parts(modules[name]))):
-        memo.pop(id(each), None)
+    not_shared = {id(each) for each in (*parents, *(part for name in copied for part in _parts(modules[name])))}
+    attributes = (value for each in parents for value in _unbound_attributes(each, parents))
+    memo: dict[int, Any] = {id(each): each for each in (*_parts(module), *attributes) if id(each) not in not_shared}
     stage = copy.deepcopy(module, memo)  # it takes from the memo what is in it, and copies the rest
     for name in absent:  # by name, since one module may have several
         parent, _, child = name.rpartition(".")
@@ -87,104 +81,6 @@ def _unbound_attributes(module: nn.Module, parents: Sequence[nn.Module]) -> Iter
         is_bound = any(getattr(each, "__self__", None) is parent for parent in parents)
         if not is_bound and not hasattr(each, "with_module"):  # torch's wrapper of a hook, which has its module
             yield each
-
-
-# ---- loops over the layers of a stage ----
-
-
-def skip_absent(stage: nn.Module, name: str) -> None:
-    """Let loops over the layers of a stage skip those of other stages, which are None."""
-    layers = stage.get_submodule(name)
-    kind = type(layers)
-    mixin = StageDict if isinstance(layers, nn.ModuleDict) else StageList
-    # fully_shard changes the class of a module in the same way
-    layers.__class__ = type(kind.__name__, (mixin, kind), {"pgmesh_name": name})
-
-
-class StageList:
-    """Mixed into the ModuleList or Sequential of a stage, where layers of other stages are None: loops skip these.
-
-    Stage 1 of 2 of a list of four layers:
-
-    - ``for layer in layers`` has layers 2 and 3; ``layers[2]`` is layer 2, and ``layers[0]`` is None.
-    - ``len(layers)`` is 4, and ``layers[:3]`` has layer 2. Names in a state dict begin with "2." and "3.".
-    - ``enumerate(layers)`` and ``zip(layers, scales)`` would pair layer 2 with 0: they raise, as does ``list(layers)``.
-    """
-
-    pgmesh_name: str
-    """Name in the whole module."""
-    __repr__ = nn.Module.__repr__  # that of a ModuleList would number the present layers from 0
-
-    def __iter__(self) -> Iterator[Any]:
-        check_plain_loop(self.pgmesh_name)
-        return iter([layer for layer in super().__iter__() if layer is not None])  # type: ignore[misc]
-
-    def children(self) -> PlainLoop:
-        """The layers of this stage."""
-        return PlainLoop(self.pgmesh_name, [*super().children()])  # type: ignore[misc]
-
-    def named_children(self) -> PlainLoop:
-        """The layers of this stage, with their names in the container of the whole module."""
-        return PlainLoop(self.pgmesh_name, [*super().named_children()])  # type: ignore[misc]
-
-
-class StageDict(StageList):
-    """Mixed into the ModuleDict of a stage. Loops skip layers of other stages, and ``len`` counts all."""
-
-    def __iter__(self) -> Iterator[str]:
-        check_plain_loop(self.pgmesh_name)
-        return iter(self._present())
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._present()
-
-    def keys(self) -> PlainLoop:
-        """The names of the layers of this stage."""
-        return PlainLoop(self.pgmesh_name, self._present().keys())
-
-    def values(self) -> PlainLoop:
-        """The layers of this stage."""
-        return PlainLoop(self.pgmesh_name, self._present().values())
-
-    def items(self) -> PlainLoop:
-        """The names and the layers of this stage."""
-        return PlainLoop(self.pgmesh_name, self._present().items())
-
-    def _present(self) -> dict[str, nn.Module]:
-        return {name: layer for name, layer in super().items() if layer is not None}  # type: ignore[misc]
-
-
-@dataclass(frozen=True)
-class PlainLoop:
-    """Layers of a stage, or their names, which only a plain ``for`` may take."""
-
-    name: str
-    items: Collection[Any]
-
-    def __iter__(self) -> Iterator[Any]:
-        check_plain_loop(self.name)
-        return iter(self.items)
-
-
-def check_plain_loop(name: str) -> None:
-    """Check that a ``for`` has called ``__iter__``, and not a function such as enumerate, zip or list.
-
-    Only the bytecode of the frame that iterates tells them apart: GET_ITER starts a ``for``. Functions of torch, which
-    do not number layers, may make lists. A compiled stage is not checked, since torch.compile has no such frame.
-
-    Raises:
-        MethodError: the caller is a function.
-    """
-    if torch.compiler.is_compiling():
-        return
-    frame = sys._getframe(2)
-    is_for = dis.opname[frame.f_code.co_code[frame.f_lasti]] == "GET_ITER"
-    if not is_for and not frame.f_globals.get("__name__", "").startswith("torch."):
-        raise MethodError(
-            f"a stage of a pipeline has only some layers of {name}, so enumerate, zip and list would number them "
-            "wrongly. Only a plain for loop over them is right.\n\n"
-            f"  for name, layer in self.{name.rpartition('.')[2]}.named_children():   # names of the whole module"
-        )
 
 
 # ---- what a module or a stage has ----

@@ -15,27 +15,19 @@ from pgmesh.layout import Axis, Layout
 
 
 class Method(NamedTuple):
-    """A parallel method: the usual names of its axes, and the traffic of its groups."""
+    """A parallel method, and the usual names of its axes."""
 
     name: str
     axis_names: tuple[str, ...]
-    traffic: str
     is_heavy: bool  # True if its traffic is hardly overlapped: its groups should stay on one host
 
 
 METHODS = (
-    Method("pipeline", ("pp", "pipeline", "pipe", "stage"), "sends activations once per micro-batch", False),
-    Method(
-        "data",
-        ("dp", "edp", "ddp", "fsdp", "hsdp", "zero", "data", "replicate", "replica", "shard"),
-        "reduces gradients once per step, during the backward pass",
-        False,
-    ),
-    Method("expert", ("ep", "expert", "moe"), "exchanges tokens all-to-all, twice per layer", True),
-    Method(
-        "context", ("cp", "sp", "context", "seq", "sequence"), "sends keys and values around a ring in each layer", True
-    ),
-    Method("tensor", ("tp", "etp", "mp", "tensor", "model"), "reduces activations several times per layer", True),
+    Method("pipeline", ("pp", "pipeline", "pipe", "stage"), False),
+    Method("data", ("dp", "edp", "ddp", "fsdp", "hsdp", "zero", "data", "replicate", "replica", "shard"), False),
+    Method("expert", ("ep", "expert", "moe"), True),
+    Method("context", ("cp", "sp", "context", "seq", "sequence"), True),
+    Method("tensor", ("tp", "etp", "mp", "tensor", "model"), True),
 )
 """The methods by traffic, least first; this is their order from the outermost to the innermost axis."""
 

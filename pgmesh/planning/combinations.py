@@ -11,7 +11,7 @@ from pgmesh.layout import Axis, Layout
 from pgmesh.planning.data import CombinationPlan
 from pgmesh.planning.text_report import sample_of
 from pgmesh.topology.hosts import Topology
-from pgmesh.topology.locality import MAX_ENUMERATED, locality_of, strided_runs
+from pgmesh.topology.locality import locality_of, strided_runs
 
 
 def combination_plan(
@@ -57,6 +57,4 @@ def _identity_of_groups(layout: Layout, plan: CombinationPlan) -> object:
     """A value that is equal for the same groups: their strides, or the groups themselves of an irregular layout."""
     if None not in strided_runs(layout, plan.axes):
         return (plan.sample[0], plan.size, plan.strides, len(layout), strides_of(layout))
-    if len(layout) <= MAX_ENUMERATED:
-        return frozenset(frozenset(block) for block in layout.partition(*plan.axes))
-    return object()
+    return frozenset(frozenset(block) for block in layout.partition(*plan.axes))

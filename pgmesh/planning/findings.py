@@ -6,6 +6,7 @@ less often.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 from pgmesh._util.formatting import count_of, format_sizes, join_words
@@ -79,10 +80,9 @@ def _description(plan: CombinationPlan, locality: Locality) -> str:
     level = locality.level
     if locality.intra:
         cut = plan.groups - locality.intra
-        about = "" if locality.exact else "About "
         verb = "spans" if cut == 1 else "span"
         most = f"up to {locality.high}" if locality.high > 2 else "2"
-        return f"{about}{cut:,} of {plan.groups:,} {plan.name} groups {verb} {most} {level}s, across an edge."
+        return f"{cut:,} of {plan.groups:,} {plan.name} groups {verb} {most} {level}s, across an edge."
     hops = f"{format_range(locality.hops_low, locality.hops_high)} of {plan.size} hops of a ring leave"
     if locality.hops_low == plan.size:
         hops = "every hop leaves"
@@ -100,5 +100,7 @@ def _better_order(
     after = locality_of(layout_of(sizes), plan.axes, level)
     if (after.high, after.hops_high, -after.intra) >= (locality.high, locality.hops_high, -locality.intra):
         return None
-    option = f"--view '{plan.view}: {format_sizes(sizes)}'" if plan.view else f"--order {','.join(order)}"
+    option = f"--order {shlex.quote(','.join(order))}"
+    if plan.view:
+        option = f"--view {shlex.quote(f'{plan.view}: {format_sizes(sizes)}')}"
     return option, f"{plan.name} on {format_units(after.low, after.high, level.name)}"

@@ -27,12 +27,12 @@ from pgmesh._util.formatting import Text, count_of, format_call, shorten
 from pgmesh._util.suggestions import example_ranks
 from pgmesh._util.validation import Sizes, fill_sizes, parse_sizes
 from pgmesh.drawing import styled_text, svg
-from pgmesh.drawing.figures import Figure, make_figure
+from pgmesh.drawing.figures import make_figure
 from pgmesh.drawing.styled_text import Line
 from pgmesh.errors import RankError, ShapeError
 from pgmesh.layout import Axis, Layout
 from pgmesh.planning import text_report
-from pgmesh.planning.axis_heuristics import axes_to_colour, order_by_traffic
+from pgmesh.planning.axis_heuristics import axes_to_colour
 from pgmesh.planning.combinations import combination_plan
 from pgmesh.planning.data import CombinationPlan, Finding
 from pgmesh.planning.findings import findings_of
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """The result of ``plan``. It can be printed, compared with ``==`` or in a table, drawn, and converted to JSON.
+    """The result of ``plan``. It can be printed, compared with ``==``, drawn, and converted to JSON.
 
     ``plan["tp"]`` and ``plan["dp x cp"]`` are the groups along these axes, ``plan["moe: ep"]`` those of a view.
 
@@ -68,22 +68,10 @@ class Plan:
     views: tuple[tuple[str, Layout], ...] = ()
 
     def __getitem__(self, name: str) -> CombinationPlan:
-        by_name = self._by_name()
+        by_name = {each.name: each for each in self.combinations}
         if name not in by_name:
             raise RankError(f"there are no groups along {name!r}; there are {', '.join(by_name)}.")
         return by_name[name]
-
-    def _by_name(self) -> dict[str, CombinationPlan]:
-        return {each.name: each for each in self.combinations}
-
-    @property
-    def order(self) -> str:
-        """The axes, outermost first, in the notation of the command line.
-
-        >>> plan(layout).order
-        'pp,dp,tp'
-        """
-        return ",".join(map(str, self.layout.axes))
 
     @property
     def communicators(self) -> int:
@@ -93,17 +81,6 @@ class Plan:
         4
         """
         return len([each for each in self.combinations if each.size > 1 and not each.same_as])
-
-    def compare(self, *others: Plan) -> str:
-        """A table of this plan and others: the hosts that each group spans.
-
-        >>> print(plan(layout, nodes="2x4").compare(plan(Layout(tp=2, dp=2, pp=2), nodes="2x4")))
-             pp,dp,tp            tp,dp,pp
-        pp   2 hosts, 2/2 hops   1 host
-        dp   1 host              1 host
-        tp   1 host              2 hosts, 2/2 hops
-        """
-        return styled_text.plain(comparison_lines([self, *others]))
 
     def data(self) -> dict[str, Any]:
         """The plan as JSON data."""
@@ -129,7 +106,12 @@ class Plan:
         >>> plan(layout, nodes="2x4").svg("dp").count('<rect class="cell"')
         8
         """
-        return svg.render(figures_of(self, *axes))
+        host = self.topology[0] if self.topology else None
+        figures = [make_figure(self.layout, *(axes or axes_to_colour(self.layout)), host=host)]
+        for name, view in self.views:
+            title = f"{name}: {text_report.sizes_text(view)}"
+            figures.append(make_figure(view, *axes_to_colour(view), host=host, title=title))
+        return svg.render(figures)
 
     def _repr_html_(self) -> str:
         return self.svg()
@@ -141,17 +123,6 @@ class Plan:
         return f"<Plan of {text_report.title(self.layout, self.topology)}>"
 
 
-def figures_of(plan: Plan, *axes: Axis) -> list[Figure]:
-    """The figures of the mesh of a plan and of its views. The groups along ``axes`` of the mesh are coloured."""
-    host = plan.topology[0] if plan.topology else None
-    axes = axes or axes_to_colour(plan.layout)
-    figures = [make_figure(plan.layout, *axes, host=host)]
-    for name, view in plan.views:
-        title = f"{name}: {text_report.sizes_text(view)}"
-        figures.append(make_figure(view, *axes_to_colour(view), host=host, title=title))
-    return figures
-
-
 def lines_of(plan: Plan, width: int = 80) -> list[Line]:
     """A plan as styled text."""
     return [
@@ -161,28 +132,8 @@ def lines_of(plan: Plan, width: int = 80) -> list[Line]:
         [],
         *text_report.communicators_report(plan.communicators, plan.combinations, width),
         [],
-        *text_report.findings_report(plan.findings, plan.combinations, width),
+        *text_report.findings_report(plan.findings, width),
     ]
-
-
-def comparison_lines(plans: Sequence[Plan]) -> list[Line]:
-    """A row for each combination of axes and a column for each plan: the hosts that a group spans, and the hops."""
-    rows = [[("", ""), *((each.order, "bold") for each in plans)]]
-    by_names = [each._by_name() for each in plans]
-    for name in dict.fromkeys(name for by_name in by_names for name in by_name):
-        texts = [text_report.spanned(by_name[name]) if name in by_name else "-" for by_name in by_names]
-        rows.append([(name, "bold"), *((text, "") for text in texts)])
-    return styled_text.columns(rows, [False] * len(rows[0]), gap="   ")
-
-
-def best_plan(plans: Sequence[Plan]) -> Plan:
-    """The plan with the fewest hosts per group of the axes with most traffic; the first one if several are equal."""
-
-    def hosts(each: Plan) -> list[int]:
-        by_traffic = reversed(order_by_traffic([*map(str, each.layout.axes)]))
-        return [locality.high for axis in by_traffic for locality in reversed(each[axis].localities)]
-
-    return min(plans, key=hosts)
 
 
 def plan(
@@ -190,7 +141,7 @@ def plan(
     *shape: int,
     ranks: Iterable[int] | None = None,
     nodes: str | Sequence[int] | None = None,
-    domains: str | Sequence[int] | None = None,
+    domains: str | None = None,
     views: Mapping[str, Sizes] | None = None,
     combinations: Iterable[Sequence[Axis]] = (),
     **sizes: int,
@@ -205,7 +156,7 @@ def plan(
         shape: further sizes of numbered axes.
         ranks: as for ``Layout``, with sizes.
         nodes: the hosts. ``"8x8"`` is 8 hosts of 8 ranks; ``"8,8,4"`` or ``[8, 8, 4]`` lists the ranks of each host.
-        domains: instead of ``nodes``, nested levels. ``"4x18x4"`` is 4 domains of 18 hosts of 4 ranks.
+        domains: instead of ``nodes``, hosts in domains. ``"4x18x4"`` is 4 domains of 18 hosts of 4 ranks.
         views: other axes over the same ranks: ``{"moe": {"edp": -1, "ep": 8}}``.
         combinations: combinations of axes to include in addition to the single axes: ``[("dp", "cp")]``.
         sizes: the sizes of named axes.
@@ -232,7 +183,7 @@ def plan(
         raise TypeError(f"plan() takes a layout, or sizes and ranks, not a layout and {', '.join(extra)}")
     if topology:
         _check_hosts(base, topology[0], base is layout, more)
-    view_layouts = tuple((name, base.view(axes)) for name, axes in (views or {}).items())
+    view_layouts = tuple((name, base.view(_fill_view(base, name, axes, more))) for name, axes in (views or {}).items())
     requested: list[tuple[str, Layout, tuple[Axis, ...]]] = [("", base, (axis,)) for axis in base.axes]
     requested += [("", base, tuple(axes)) for axes in combinations]
     requested += [(name, view, (axis,)) for name, view in view_layouts for axis in view.axes]
@@ -263,6 +214,16 @@ def _layout_of_sizes(
         raise ShapeError(f"{format_call('plan', box)} cannot infer the size of -1: give it hosts, such as {call}.")
     host = topology[0]
     return layout_of(fill_sizes("plan", box, host.capacity, format_hold(host), more=more))
+
+
+def _fill_view(base: Layout, name: str, sizes: Sizes, more: Mapping[str, object]) -> Sizes:
+    """The sizes of a view of the mesh, with -1 inferred."""
+
+    def call_of(_: str, box: Sizes, **__: object) -> str:
+        return format_call("plan", {}, Text(shorten(repr(base), "layout")), **{**more, "views": {name: box}})
+
+    box, count = parse_sizes("view", (sizes,), {}), len(base)
+    return fill_sizes("view", box, count, f"the mesh has {count:,}", call_of=call_of)
 
 
 # -- layouts that do not fill their hosts ------------------------------------------------------------------------------

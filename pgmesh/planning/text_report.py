@@ -40,8 +40,6 @@ def sizes_text(layout: Layout) -> str:
 
 def table(combinations: Combinations, topology: Topology, width: int = 80) -> list[Line]:
     """A row for each combination of axes: its groups, and their units, kind and hops on each level."""
-    if not combinations:
-        return [[("No axes, so no groups.", "")]]
     head = ["axes", "size", "groups", "stride"]
     for level in topology:
         head += [f"{level.name}s", "", "hops out"]
@@ -60,9 +58,8 @@ def table(combinations: Combinations, topology: Topology, width: int = 80) -> li
 def _locality_cells(locality: Locality, size: int) -> Line:
     """The cells of one level: the number of units, the kind, and the hops that leave."""
     units = format_range(locality.low, locality.high)
-    kind = locality.kind if locality.exact else f"{locality.kind}~"
     hops = f"{format_range(locality.hops_low, locality.hops_high)} of {size:,}" if size > 1 else "-"
-    return [(units, ""), (kind, STYLES[locality.kind]), (hops, "")]
+    return [(units, ""), (locality.kind, STYLES[locality.kind]), (hops, "")]
 
 
 def _stride(plan: CombinationPlan) -> str:
@@ -86,7 +83,7 @@ def communicators_report(communicators: int, combinations: Combinations, width: 
     return lines
 
 
-def findings_report(findings: Sequence[Finding], combinations: Combinations, width: int = 80) -> list[Line]:
+def findings_report(findings: Sequence[Finding], width: int = 80) -> list[Line]:
     """The findings, problems in red; then the fixes."""
     lines: list[Line] = []
     results: dict[str, list[str]] = {}  # of each fix
@@ -98,21 +95,7 @@ def findings_report(findings: Sequence[Finding], combinations: Combinations, wid
     for fix, found in results.items():
         comment = f"   # {'; '.join(found)}" if any(found) else ""
         lines.append([(f"  {fix}", "bold"), (comment, "dim")])
-    if any(not locality.exact for plan in combinations for locality in plan.localities):
-        lines += wrapped("~ Counted on a sample of the groups, because the ranks or the hosts are irregular.", width)
     return lines
-
-
-def spanned(plan: CombinationPlan) -> str:
-    """``2 hosts, 4/4 hops``; the stride if the hosts are unknown."""
-    if not plan.localities:
-        return f"stride {_stride(plan)}"
-    words = []
-    for locality in plan.localities:
-        words.append(format_units(locality.low, locality.high, locality.level))
-        if locality.hops_high:
-            words.append(f"{format_range(locality.hops_low, locality.hops_high)}/{plan.size} hops")
-    return ", ".join(words)
 
 
 # -- sizes, ranges and samples -----------------------------------------------------------------------------------------

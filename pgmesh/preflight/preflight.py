@@ -30,7 +30,7 @@ from pgmesh.preflight import results
 from pgmesh.preflight.diagnosis import call_with_timeout, explain_store, hosts_store
 from pgmesh.preflight.microbenchmarks import LARGE_MESSAGE, SMALL_MESSAGE, Microbenchmarks, ring_links
 from pgmesh.preflight.results import CheckResults, RankMeasurements
-from pgmesh.preflight.staged_barrier import StagedBarrier
+from pgmesh.preflight.stages import Stages
 from pgmesh.topology import host_mapping
 from pgmesh.topology.hosts import HostLevel, hosts_from_names, placement_faults
 
@@ -48,7 +48,7 @@ def versions() -> dict[str, str]:
 
 
 def join(backend: str | None, seconds: float) -> None:
-    """Join the world. It waits for the store of rank 0 only, so that the first barrier can name missing ranks.
+    """Join the world. It waits for the store of rank 0 only, so that the first stage can name missing ranks.
 
     Args:
         backend: name of the backend, as in ``launch.join``.
@@ -97,7 +97,7 @@ class Preflight:
     """The check of a mesh, on one rank.
 
     Args:
-        barrier: the staged barrier of all ranks.
+        task: its stages, of all ranks.
         mesh: the mesh to check. It is closed if a backend fails.
         combinations: the combinations of axes whose groups are checked.
         planned: the planned hosts, if they were given.
@@ -106,7 +106,7 @@ class Preflight:
         on_step: called with the name of each step when it begins.
     """
 
-    barrier: StagedBarrier
+    task: Stages
     mesh: ProcessGroupMesh
     combinations: Sequence[tuple[Axis, ...]]
     planned: HostLevel | None
@@ -121,30 +121,30 @@ class Preflight:
             MissingRanksError, MismatchError, CircleError: the check failed, with the same text on all ranks.
             WorldError: the store does not respond. Other ranks raise when their stage times out.
         """
-        barrier, mesh = self.barrier, self.mesh
+        task, mesh = self.task, self.mesh
         measured = RankMeasurements(mesh.rank)
         hosts = self._compare_hosts()
         with self._stage("connecting"):
             start = time.monotonic()
             for axes in self.combinations:
-                mesh.configure(*axes, timeout=barrier.seconds)
-            mesh.connect(*self.combinations, timeout=barrier.seconds)
+                mesh.configure(*axes, timeout=task.seconds)
+            mesh.connect(*self.combinations, timeout=task.seconds)
             measured.connect_seconds = time.monotonic() - start
         device = device_of(mesh.group(mesh.axes[0]))
         with self._stage("computing"):
-            benchmarks = Microbenchmarks(device, self.repeats, barrier.seconds)
+            benchmarks = Microbenchmarks(device, self.repeats, task.seconds)
             measured.compute_seconds = benchmarks.local_compute()
         for axes in self.combinations:
             with self._stage(f"measuring {results.label_of(axes)}"):
                 self._measure(axes, benchmarks, measured)
         with self._stage("collecting the results"):
-            barrier.publish(f"measured/{mesh.rank}", json.dumps(vars(measured)))
-        return self._collect(hosts, device) if barrier.rank == 0 else None
+            task.publish(f"measured/{mesh.rank}", json.dumps(vars(measured)))
+        return self._collect(hosts, device) if task.rank == 0 else None
 
     def _collect(self, hosts: list[str], device: torch.device) -> CheckResults:
         """The results of all ranks."""
-        barrier, mesh = self.barrier, self.mesh
-        texts = [barrier.read(f"measured/{rank}") for rank in range(barrier.size)]
+        task, mesh = self.task, self.mesh
+        texts = [task.read(f"measured/{rank}") for rank in range(task.size)]
         measurements = [RankMeasurements(**json.loads(text or "{}")) for text in texts]
         links = results.link_results(measurements, hosts)
         groups = {results.label_of(axes): mesh.partition(*axes) for axes in self.combinations}
@@ -167,7 +167,7 @@ class Preflight:
         """Run one stage between two barriers. A failure of the backend on one rank fails on all."""
         self.on_step(activity)
         failure: RuntimeError | None = None
-        with self.barrier.stage(activity):  # if a rank has died, this names it
+        with self.task.stage(activity):  # if a rank has died, this names it
             try:
                 yield
             except PgmeshError:
@@ -175,17 +175,17 @@ class Preflight:
             except RuntimeError as error:
                 self.mesh.close()  # so that ranks waiting for this one fail too
                 failure = error
-        with self.barrier.stage(f"after {activity}"):
+        with self.task.stage(f"after {activity}"):
             if failure is not None:
                 raise MissingRanksError(f"{activity} failed: {str(failure).splitlines()[0]}") from failure
 
     def _compare_hosts(self) -> list[str]:
         """The name of each rank's host. Hosts of the same name are numbered."""
         with self._stage("comparing hosts"):
-            placement = host_mapping.map_hosts(timeout=self.barrier.seconds)
+            placement = host_mapping.map_hosts(timeout=self.task.seconds)
             names = [placement.host_infos[ranks[0]].host for ranks in placement.hosts]
             names = [f"{name} ({i})" if names.count(name) > 1 else name for i, name in enumerate(names)]
-            hosts = [names[placement.host_of[rank]] for rank in range(self.barrier.size)]
+            hosts = [names[placement.host_of[rank]] for rank in range(self.task.size)]
             if faults := placement_faults(self.planned, hosts) if self.planned else []:
                 actual = hosts_from_names(hosts)
                 fix = "The ranks of a host are not consecutive: configure the launcher to number them host by host."

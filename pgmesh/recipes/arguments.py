@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pgmesh._util.formatting import format_call, join_words
+from pgmesh._util.formatting import Text, format_call, join_words
 from pgmesh._util.suggestions import fit_sizes
 from pgmesh._util.validation import fill_sizes, parse_size
 from pgmesh.errors import ShapeError
@@ -20,7 +20,8 @@ class RecipeCall:
     Args:
         who: the function, such as "recipes.megatron".
         ranks: the ranks of the arrangement.
-        given: the arguments after the world but ``of``. Those that are None are not written.
+        given: the arguments after the world but ``of``. Those that are None are not written. A function without a name
+            is the variable of the argument's name.
         mesh_class: the argument ``of``, which only suggested calls have.
     """
 
@@ -49,7 +50,7 @@ class RecipeCall:
             raise ShapeError(f"{who}: the world is a number of ranks, such as 8, not {world!r} from rank {first!r} on.")
         known = inspect.signature(recipe).parameters
         given = {name: value for name, value in arguments.items() if value != known[name].default}
-        others = {name: value for name, value in given.items() if name not in ("world", "of")}
+        others = {name: _readable(name, value) for name, value in given.items() if name not in ("world", "of")}
         return cls(who, range(first, first + world), others, given.get("of"))
 
     def __str__(self) -> str:
@@ -117,3 +118,9 @@ class RecipeCall:
         if problems:
             raise ShapeError(f"{self}: {problems[0]}.\n\n  order={default!r}   # {direction}")
         return [*asked, *(axis for axis in known if axis not in asked)]
+
+
+def _readable(name: str, value: object) -> object:
+    """The value of an argument; the argument's name in place of a function without a name, such as a lambda."""
+    has_name = str(getattr(value, "__name__", "")).isidentifier()
+    return Text(name) if callable(value) and not has_name else value

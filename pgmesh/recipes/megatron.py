@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, Union
 
-from pgmesh._util.formatting import format_ranks, join_words
+from pgmesh._util.formatting import format_call, format_ranks, join_words
 from pgmesh._util.suggestions import divisors, fit_sizes
 from pgmesh.errors import ShapeError
 from pgmesh.layout import Axis, Layout
@@ -65,7 +66,36 @@ SHORT_NAMES = {
 Stages = Union[int, Sequence[int], Pick]
 """Stages of a pipeline: their numbers, or a function that selects some of a pipeline's ranks."""
 
+KEYWORDS = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "etp",
+    "hierarchical_context_parallel_sizes": "hierarchical_cp",
+    "num_distributed_optimizer_instances": "optimizer_instances",
+    "get_embedding_ranks": "embedding",
+    "get_position_embedding_ranks": "position_embedding",
+}
+"""The arguments here for those of Megatron's ``initialize_model_parallel``."""
 
+
+def _translating(recipe: Callable[..., Arrangement]) -> Callable[..., Arrangement]:
+    """The recipe, which answers a call with Megatron's keywords with an error that has the translated call."""
+
+    @functools.wraps(recipe)
+    def call(*args: Any, **given: Any) -> Arrangement:
+        if theirs := [word for word in given if word in KEYWORDS]:
+            ours = {KEYWORDS.get(word, word): value for word, value in given.items()}
+            known = {word: value for word, value in ours.items() if word in recipe.__annotations__}
+            translated = format_call("recipes.megatron", {}, *args, **known)
+            raise ShapeError(f"recipes.megatron has no argument {join_words(theirs, 'or')}.\n\n  {translated}")
+        return recipe(*args, **given)
+
+    return call
+
+
+@_translating
 def megatron(
     world: int,
     *,

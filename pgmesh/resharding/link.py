@@ -3,8 +3,8 @@
 Its group belongs to an internal mesh, which stays connected between calls. After a failure each rank closes the
 internal mesh, so that the other ranks notice, and all of them connect a new one. Connecting names missing ranks.
 
-``Link`` has the collectives and handles their failures. ``InternalMeshes`` agrees on the internal mesh. ``Works`` waits
-for works of torch in a thread.
+``Link`` has the collectives and handles their failures. ``InternalMeshes`` agrees on the internal mesh. ``Connection``
+is the current one, connected. ``Works`` waits for works of torch in a thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pgmesh._util.formatting import format_seconds, name_ranks
 from pgmesh.errors import LifetimeError, MembershipError, MismatchError, PgmeshError, WorldError
 from pgmesh.groups.backends import backends_of
 from pgmesh.groups.default_world import device_of, world_options, world_rank_and_size
-from pgmesh.groups.group import Group, find_group
+from pgmesh.groups.group import find_group
 from pgmesh.groups.teardown import keep_until_done
 from pgmesh.groups.world import store_thread
 from pgmesh.layout import Layout
@@ -89,11 +89,7 @@ class Link:
         self.seconds = to_timedelta(timeout).total_seconds()
         self._user_meshes = [each for each in (source, target) if isinstance(each, ProcessGroupMesh)]
         self._internal_meshes = InternalMeshes([*self.sides.values()], self.ranks, self.rank)
-        self._mesh: ProcessGroupMesh | None = None  # the internal mesh, once it is connected
-        self._group: Group | None = None  # its group
-        self._process_group: Any = None  # torch's, which outlives the group if collectives hang
-        self._running: list[Works] = []
-        self._is_broken = False  # True from the start of ``_release`` to its end
+        self._connection: Connection | None = None
         self.begin()
 
     # -- calls ----------------------------------------------------------------------------------------------------
@@ -184,13 +180,14 @@ class Link:
 
     def exchange(self, sends: Sequence[PeerVector], receives: Sequence[PeerVector]) -> Works:
         """Start sends and receives of contiguous vectors."""
+        connection = self._connected()
         batch = [
-            dist.P2POp(operation, values.view(torch.uint8), peer, self._process_group)
-            for operation, side in ((dist.irecv, receives), (dist.isend, sends))
-            for peer, values in side
+            dist.P2POp(operation, values.view(torch.uint8), peer, connection.process_group)
+            for operation, vectors in ((dist.irecv, receives), (dist.isend, sends))
+            for peer, values in vectors
         ]
         with _raising_broken():
-            return self._track(dist.batch_isend_irecv(batch) if batch else [])
+            return connection.track(dist.batch_isend_irecv(batch) if batch else [])
 
     def wait(self, works: Works, end: float | None = None) -> None:
         """Wait until works have ended, or the deadline has passed. Ctrl-C is delivered meanwhile.
@@ -203,24 +200,26 @@ class Link:
         """
         end = self.deadline if end is None else end
         while not works.ended.wait(min(max(end - time.monotonic(), 0.1), POLL_SECONDS)):
-            if self._internal_meshes.is_over():  # the backend does not always notice
-                raise _Broken("another rank has ended the connection")
-            if time.monotonic() >= end:
-                raise _Broken(f"not done in {format_seconds(self.seconds)}")
+            reason = self._reason_to_give_up(end)
+            if reason and not works.ended.is_set():  # they may have ended meanwhile
+                raise _Broken(reason)
         with _raising_broken():
             if works.error is not None:
                 raise works.error
-        self._running.remove(works)
+        self._connected().running.remove(works)
+
+    def _reason_to_give_up(self, end: float) -> str:
+        """The reason why works that have not ended are waited for no longer; empty if there is none."""
+        if self._internal_meshes.is_over():  # the backend does not always notice
+            return "another rank has ended the connection"
+        return f"not done in {format_seconds(self.seconds)}" if time.monotonic() >= end else ""
 
     def _collective(self, function: Callable[..., Any], *arguments: Any, end: float | None = None) -> None:
         """Perform a collective of torch."""
+        connection = self._connected()
         with _raising_broken():
-            work = function(*arguments, group=self._process_group, async_op=True)
-        self.wait(self._track([work]), end)
-
-    def _track(self, works: Sequence[Any]) -> Works:
-        self._running.append(Works(works, self.device))
-        return self._running[-1]
+            work = function(*arguments, group=connection.process_group, async_op=True)
+        self.wait(connection.track([work]), end)
 
     def _bytes(self, data: bytes) -> torch.Tensor:
         """A vector of bytes on the device of the collectives."""
@@ -228,22 +227,27 @@ class Link:
 
     # -- the internal mesh ----------------------------------------------------------------------------------------
 
+    def _connected(self) -> Connection:
+        """The connection. Each call begins with ``agree``, which connects."""
+        if self._connection is None:
+            raise _Broken("this rank is not connected")
+        return self._connection
+
     def _connect(self) -> None:
         """Connect the current internal mesh unless it is connected, or raise which ranks are missing.
 
         Raises:
             LifetimeError: a mesh of the user was aborted.
         """
-        if self._is_broken:
+        if self._connection is not None and self._connection.is_broken:
             self._release()
-        while self._mesh is None or self._mesh.is_closed:
+        while self._connection is None or self._connection.mesh.is_closed:
             mesh = self._internal_meshes.current(self._seconds_left())
             for each in self._user_meshes:
                 abort_with(each, mesh)
             try:
                 mesh.connect(mesh.axes, timeout=self._seconds_left())
-                self._mesh, self._process_group = mesh, mesh.group()
-                self._group = find_group(self._process_group.group_name)
+                self._connection = Connection(mesh, self.device)
             except LifetimeError as error:  # a rank has aborted it with a mesh that was replaced since
                 mesh.close()
                 self._internal_meshes.end_current()
@@ -256,18 +260,13 @@ class Link:
 
         If Ctrl-C interrupts it, the next call begins with it.
         """
-        if self._mesh is None:
+        if self._connection is None:
             return
-        self._is_broken = True
-        self._mesh.close()
+        self._connection.is_broken = True
+        self._connection.mesh.close()
         self._internal_meshes.end_current()
-        end = time.monotonic() + JOIN_SECONDS
-        for works in self._running:
-            works.join(max(0.0, end - time.monotonic()))
-        if self._group is not None:
-            keep_until_done(self._process_group, self._group.endpoints(), self._running)
-        self._running.clear()
-        self._mesh, self._group, self._process_group, self._is_broken = None, None, None, False
+        self._connection.wait_until_over()
+        self._connection = None
 
     def _seconds_left(self) -> float:
         """Seconds until the deadline, in tenths: errors print them."""
@@ -278,6 +277,38 @@ class Link:
         internal = rf"(group 0 of )?mesh '{self._internal_meshes.name} \d+'( \(ranks [^)]*\))?"
         text = re.sub(internal, lambda _: self.label, text)
         return re.sub("did not arrive in [0-9.]+ s", f"did not arrive in {format_seconds(self.seconds)}", text)
+
+
+class Connection:
+    """An internal mesh that is connected, and what runs on its group.
+
+    Args:
+        mesh: the internal mesh.
+        device: the device of the tensors.
+    """
+
+    def __init__(self, mesh: ProcessGroupMesh, device: torch.device) -> None:
+        self.mesh, self._device = mesh, device
+        self.process_group: Any = mesh.group()
+        """That of torch. It outlives the mesh if works hang."""
+        self._group = find_group(self.process_group.group_name)
+        self.running: list[Works] = []
+        """The works that have not been waited for."""
+        self.is_broken = False
+        """True once its release has begun."""
+
+    def track(self, works: Sequence[Any]) -> Works:
+        """Begin to wait for works of torch."""
+        self.running.append(Works(works, self._device))
+        return self.running[-1]
+
+    def wait_until_over(self) -> None:
+        """Wait for all works after the mesh was closed. Keep the process group while some hang."""
+        end = time.monotonic() + JOIN_SECONDS
+        for works in self.running:
+            works.join(max(0.0, end - time.monotonic()))
+        if self._group is not None:
+            keep_until_done(self.process_group, self._group.endpoints(), self.running)
 
 
 class InternalMeshes:

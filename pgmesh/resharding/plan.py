@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from pgmesh._util.formatting import count_of
+from pgmesh.drawing.styled_text import columns, plain
 from pgmesh.errors import RankError, ShapeError
 from pgmesh.layout import Layout
 from pgmesh.resharding.sharding import Part, Placements, Region, Sharding, overlaps, size_of
@@ -173,8 +174,7 @@ class ReshardPlan:
         rows += [[str(rank), *map(self._bytes_of, row)] for rank, row in zip(ranks, counts)]
         if len(self.ranks) <= MOST_ROWS:
             rows.append(["all", *(self._bytes_of(sum(column)) for column in zip(*counts))])
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = ["  ".join(word.rjust(width) for word, width in zip(row, widths)) for row in rows]
+        lines = [plain(columns([[(word, "") for word in row] for row in rows], [True] * len(rows[0])))]
         if len(self.ranks) > MOST_ROWS:
             lines.append(f"and {len(self.ranks) - MOST_ROWS:,} more ranks: print(plan.of(rank)) shows one")
         size = count_of(self.itemsize, "byte")
@@ -194,6 +194,26 @@ class Piece(NamedTuple):
     start: int
     stop: int
     replica: int
+
+
+class Cut:
+    """The pieces of a line so far, and what is left of the share of each replica.
+
+    Args:
+        counts: number of elements that each replica sends.
+    """
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.pieces: list[Piece] = []
+        self._left = [*counts]
+
+    def give(self, replica: int, start: int, stop: int) -> int:
+        """Give these elements to a replica, as far as its share goes; return the first one that it does not get."""
+        size = min(self._left[replica], stop - start)
+        if size:
+            self.pieces.append(Piece(start, start + size, replica))
+            self._left[replica] -= size
+        return start + size
 
 
 class Slots(NamedTuple):
@@ -246,10 +266,12 @@ class Shares:
         self.counts = split_evenly(self.total, [0] * len(self.replicas))
         """Number of elements that each replica sends. ``balance`` changes it."""
 
-    def add_to(self, load: Counter[int], itemsize: int) -> None:
-        """Add what each replica sends to the bytes that each rank sends."""
-        for rank, count in zip(self.replicas, self.counts):
-            load[rank] += count * itemsize
+        self.weight = plan.itemsize
+        """Bytes that an element stands for. ``balance`` multiplies it by the number of tensors."""
+
+    def bytes_sent(self) -> dict[int, int]:
+        """Bytes that each replica sends."""
+        return {rank: count * self.weight for rank, count in zip(self.replicas, self.counts)}
 
     def received_by(self, rank: int) -> Iterator[Transfer]:
         """The transfers that a rank receives from the replicas."""
@@ -272,39 +294,27 @@ class Shares:
     @cached_property
     def pieces(self) -> list[Piece]:
         """All pieces, in the order of the line."""
-        pieces, left = self._pieces_on_hosts()
-        taken = sorted([*self._own.values(), *((piece.start, piece.stop) for piece in pieces)])
+        cut = Cut(self.counts)
+        if len(self._plan._hosts) > 1:
+            self._serve_own_hosts(cut)
+        taken = sorted([*self._own.values(), *((piece.start, piece.stop) for piece in cut.pieces)])
         starts, stops = zip(*taken) if taken else ((), ())
         replica = 0
         for start, stop in zip((0, *stops), (*starts, self._end)):  # the intervals between those that are taken
-            while start < stop:
-                if size := min(left[replica], stop - start):
-                    pieces.append(Piece(start, start + size, replica))
-                    left[replica] -= size
-                    start += size
-                else:  # the share of this replica is used up
-                    replica += 1
-        return sorted(pieces)
+            while (start := cut.give(replica, start, stop)) < stop:  # the share of this replica is used up
+                replica += 1
+        return sorted(cut.pieces)
 
-    def _pieces_on_hosts(self) -> tuple[list[Piece], list[int]]:
-        """The pieces that replicas send to ranks of their own host, and what is left of the share of each replica."""
-        hosts, host_of, left = self._plan._hosts, self._plan._host_of, [*self.counts]
-        if len(hosts) == 1:
-            return [], left
+    def _serve_own_hosts(self, cut: Cut) -> None:
+        """Let the replicas serve the slots of ranks on their own hosts."""
+        hosts, host_of = self._plan._hosts, self._plan._host_of
         replicas_on = defaultdict[int, list[int]](list)  # by host, the numbers of the replicas there
         for number, rank in enumerate(self.replicas):
             replicas_on[host_of[rank]].append(number)
-        pieces = []
         for rank, (start, stop) in self._slots([rank for host in replicas_on for rank in hosts[host]]).items():
-            if rank in self._own:
-                continue
-            for number in replicas_on[host_of[rank]]:
-                size = min(left[number], stop - start)
-                if size:
-                    pieces.append(Piece(start, start + size, number))
-                    left[number] -= size
-                    start += size
-        return pieces, left
+            if rank not in self._own:
+                for number in replicas_on[host_of[rank]]:
+                    start = cut.give(number, start, stop)
 
     def _slots(self, ranks: Sequence[int]) -> dict[int, tuple[int, int]]:
         """The slots of these ranks, without those that want nothing of the part."""
@@ -340,7 +350,7 @@ def split_evenly(total: int, loads: Sequence[int]) -> list[int]:
     return parts
 
 
-def balance(plans: Sequence[tuple[ReshardPlan, int]]) -> None:
+def balance(plans: Mapping[ReshardPlan, int]) -> None:
     """Set the shares of the replicas so that over several tensors the greatest sender sends least.
 
     Each plan alone gives the replicas of a part equal shares. But a rank may hold replicas of some tensors, and the
@@ -348,22 +358,24 @@ def balance(plans: Sequence[tuple[ReshardPlan, int]]) -> None:
     in several rounds, until they stay.
 
     Args:
-        plans: plans that have computed nothing yet, each with the number of tensors that it is for.
+        plans: the number of tensors of each plan. The plans have computed nothing yet.
     """
-    if all(plan.source.replicas == 1 for plan, _ in plans):
+    if all(plan.source.replicas == 1 for plan in plans):
         return
-    # the shares of each part, and the bytes that an element of it stands for
-    parts = [(plan._shares_of(part), plan.itemsize * count) for plan, count in plans for part in plan.source.parts()]
     load: Counter[int] = Counter()  # by rank: the bytes that it sends
-    for shares, itemsize in parts:
-        shares.add_to(load, itemsize)
-    parts = [(shares, itemsize) for shares, itemsize in parts if len(shares.replicas) > 1]
+    shared: list[Shares] = []
+    for plan, count in plans.items():
+        for shares in map(plan._shares_of, plan.source.parts()):
+            shares.weight *= count
+            load.update(shares.bytes_sent())
+            if len(shares.replicas) > 1:
+                shared.append(shares)
     for _ in range(MOST_ROUNDS):
         before = load.copy()
-        for shares, itemsize in parts:
-            shares.add_to(load, -itemsize)
-            shares.counts = split_evenly(shares.total, [load[rank] // itemsize for rank in shares.replicas])
-            shares.add_to(load, itemsize)
+        for shares in shared:
+            load.subtract(shares.bytes_sent())
+            shares.counts = split_evenly(shares.total, [load[rank] // shares.weight for rank in shares.replicas])
+            load.update(shares.bytes_sent())
         if load == before:
             break
 

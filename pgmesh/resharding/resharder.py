@@ -537,7 +537,7 @@ def plan_jobs(link: Link, tables: Tables) -> list[Job]:
             if key not in plan_of:
                 plan_of[key] = ReshardPlan(*arguments, itemsize=dtype.itemsize, hosts=hosts)
             planned.append((name, dtype, plan_of[key]))
-    balance([*Counter(plan for _, _, plan in planned).items()])
+    balance(Counter(plan for _, _, plan in planned))
     mine = {plan: plan.of(link.rank) for plan in plan_of.values()}
     return sorted((Job(name, dtype, mine[plan]) for name, dtype, plan in planned), key=lambda job: str(job.dtype))
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,13 @@ from pgmesh.resharding.sharding import Region, indices_at, positions, shape_of, 
 
 SMALL = 1 << 16
 """Smaller transfers of a bucket between two ranks are one message. In bytes."""
+
+
+class Side(Enum):
+    """The two sides of a transfer."""
+
+    SOURCE = "source"
+    TARGET = "target"
 
 
 class Job(NamedTuple):
@@ -41,6 +49,14 @@ class Job(NamedTuple):
     name: str
     dtype: torch.dtype
     plan: RankPlan
+
+    def region(self, side: Side) -> Region:
+        """The region of the shard of a side; only for a rank that has one."""
+        return (self.plan.held if side is Side.SOURCE else self.plan.wanted) or ()
+
+    def parts(self, side: Side) -> Sequence[Transfer]:
+        """The transfers that begin or end on a side of this rank."""
+        return self.plan.sends if side is Side.SOURCE else self.plan.receives
 
     def is_small(self, part: Transfer) -> bool:
         """True if a transfer goes in one message with others."""
@@ -98,7 +114,7 @@ class Exchange:
 
     def __init__(self, link: Link, bucket: Sequence[Job], shards: Shards) -> None:
         self._link = link
-        sends, receives = (shards.messages(bucket, side) for side in ("sends", "receives"))
+        sends, receives = (shards.messages(bucket, side) for side in Side)
         packed = [piece for message in sends for piece in message.pieces]
         for elements, place in packed:
             place.copy_(elements)
@@ -106,9 +122,9 @@ class Exchange:
             [(message.peer, message.values) for message in sends],
             [(message.peer, message.values) for message in receives],
         )
-        self._unpacked = [piece for message in receives for piece in message.pieces]
+        self._unwritten = [piece for message in receives for piece in message.pieces]
         self._copy_held_elements(bucket, shards)
-        self.staged_bytes = sum(place.nbytes for _, place in (*packed, *self._unpacked))
+        self.staged_bytes = sum(place.nbytes for _, place in (*packed, *self._unwritten))
         """Bytes in buffers."""
 
     def _copy_held_elements(self, bucket: Sequence[Job], shards: Shards) -> None:
@@ -116,17 +132,14 @@ class Exchange:
         for job in bucket:
             for elements, values in shards.held_elements(job):
                 if job.name in shards.in_place:
-                    self._unpacked.append(Piece(elements, values.to(job.dtype, copy=True)))
+                    self._unwritten.append(Piece(elements, values.to(job.dtype, copy=True)))
                 else:
                     elements.copy_(values)
 
     def finish(self) -> None:
         """Wait until all has arrived, and write it into the target."""
         self._link.wait(self._works)
-        self._unpack()
-
-    def _unpack(self) -> None:
-        for elements, values in self._unpacked:
+        for elements, values in self._unwritten:
             elements.copy_(values)
 
 
@@ -180,23 +193,17 @@ class Shards:
             if buckets_of[name] > 1:
                 self.source[name] = self.source[name].clone()
 
-    def of(self, job: Job, side: str) -> tuple[torch.Tensor, Region]:
-        """The shard that a job "sends" or "receives", and its region."""
-        if side == "sends":
-            return self.source[job.name], job.plan.held or ()
-        return self.target[job.name], job.plan.wanted or ()
+    def of(self, job: Job, side: Side) -> torch.Tensor:
+        """The shard of a job on a side."""
+        return (self.source if side is Side.SOURCE else self.target)[job.name]
 
-    def view(self, job: Job, part: Transfer, side: str) -> torch.Tensor | None:
-        """The elements of a transfer in the memory of the shard; None if they have to be staged.
-
-        Args:
-            side: "sends" or "receives".
-        """
-        shard, region = self.of(job, side)
-        is_read_later = side == "receives" and job.name in self.in_place
+    def view(self, job: Job, part: Transfer, side: Side) -> torch.Tensor | None:
+        """The elements of a transfer in the memory of the shard; None if they have to be staged."""
+        shard = self.of(job, side)
+        is_read_later = side is Side.TARGET and job.name in self.in_place
         if is_read_later or job.is_small(part) or (shard.dtype, shard.device) != (job.dtype, self.device):
             return None
-        first, *more = itertools.islice(boxes(region, part.region), 2)
+        first, *more = itertools.islice(boxes(job.region(side), part.region), 2)
         if more or not shard[first].is_contiguous():
             return None
         return shard[first].view(-1)[part.start : part.stop]
@@ -204,21 +211,20 @@ class Shards:
     def staged_bytes(self, job: Job) -> int:
         """Bytes of the buffers that this rank needs for a job."""
         plan = job.plan
-        staged = sum(part.size for part in plan.sends if self.view(job, part, "sends") is None)
-        staged += sum(part.size for part in plan.receives if self.view(job, part, "receives") is None)
+        staged = sum(part.size for side in Side for part in job.parts(side) if self.view(job, part, side) is None)
         if plan.copied is not None and job.name in self.in_place:
             staged += size_of(plan.copied)
         return plan.itemsize * staged
 
-    def messages(self, bucket: Sequence[Job], side: str) -> list[Message]:
-        """What this rank "sends" or "receives" of a bucket, in the order of the other rank, with empty buffers.
+    def messages(self, bucket: Sequence[Job], side: Side) -> list[Message]:
+        """The messages of a bucket from or to a side of this rank, in the order of the other rank, with empty buffers.
 
         A transfer is one message, but all small ones of the bucket to the same rank, or from it, are one.
         """
         messages: list[Message] = []
         small: defaultdict[int, list[tuple[Job, Transfer]]] = defaultdict(list)  # by the other rank
         for job in bucket:
-            for part in getattr(job.plan, side):
+            for part in job.parts(side):
                 if job.is_small(part):
                     small[part.peer].append((job, part))
                 elif (values := self.view(job, part, side)) is not None:
@@ -227,7 +233,7 @@ class Shards:
                     messages.append(self._staged_message([(job, part)], side))
         return [*messages, *(self._staged_message(parts, side) for parts in small.values())]
 
-    def _staged_message(self, parts: list[tuple[Job, Transfer]], side: str) -> Message:
+    def _staged_message(self, parts: list[tuple[Job, Transfer]], side: Side) -> Message:
         """Transfers with one other rank, one after the other in a buffer."""
         (job, first), sizes = parts[0], [part.size for _, part in parts]
         values = torch.empty(sum(sizes), dtype=job.dtype, device=self.device)
@@ -235,9 +241,9 @@ class Shards:
         pieces = [piece for part, buffer in buffers for piece in self._pieces(*part, side, buffer)]
         return Message(first.peer, values, pieces)
 
-    def _pieces(self, job: Job, part: Transfer, side: str, buffer: torch.Tensor) -> Iterator[Piece]:
+    def _pieces(self, job: Job, part: Transfer, side: Side, buffer: torch.Tensor) -> Iterator[Piece]:
         """The pieces of a transfer, whose elements are consecutive in a buffer."""
-        shard, whole = self.of(job, side)
+        shard, whole = self.of(job, side), job.region(side)
         regions = [*blocks(part.region, part.start, part.stop)]
         for region, block in zip(regions, torch.split(buffer, [size_of(each) for each in regions])):
             for inside, place in zip(boxes(whole, region), boxes(region, region)):
@@ -246,9 +252,9 @@ class Shards:
     def held_elements(self, job: Job) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The elements of the target that this rank holds already, each time with those of the source."""
         if job.plan.copied is not None:
-            (source, held), (target, wanted) = self.of(job, "sends"), self.of(job, "receives")
-            for old, new in zip(boxes(held, job.plan.copied), boxes(wanted, job.plan.copied)):
-                yield target[new], source[old]
+            boxes_of = {side: boxes(job.region(side), job.plan.copied) for side in Side}
+            for old, new in zip(boxes_of[Side.SOURCE], boxes_of[Side.TARGET]):
+                yield self.target[job.name][new], self.source[job.name][old]
 
 
 def find_overlaps(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:

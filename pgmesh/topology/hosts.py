@@ -10,7 +10,6 @@ Consecutive units of one size are stored as one run, so 100,000 equal hosts need
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,9 +18,6 @@ from itertools import accumulate, groupby
 
 from pgmesh._util.formatting import count_of, join_words, name_ranks
 from pgmesh.errors import ShapeError
-
-LEVEL_NAMES = ("host", "domain")
-"""The names of the two innermost levels. The others are named by their number."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +94,12 @@ Topology = tuple[HostLevel, ...]
 """The levels, innermost first; empty if the hosts are unknown."""
 
 
-def parse_topology(nodes: str | Sequence[int] | None, domains: str | Sequence[int] | None = None) -> Topology:
+def parse_topology(nodes: str | Sequence[int] | None, domains: str | None = None) -> Topology:
     """Parse the hosts, or the nested domains, of a job.
 
     Args:
         nodes: the hosts. ``"8x8"`` is 8 hosts of 8 ranks; ``"8,8,4"`` or ``[8, 8, 4]`` lists the ranks of each host.
-        domains: nested levels, outermost first. ``"4x18x4"`` is 4 domains of 18 hosts of 4 ranks.
+        domains: the hosts in domains. ``"4x18x4"`` is 4 domains of 18 hosts of 4 ranks.
 
     Raises:
         ShapeError: the notation is invalid, or both arguments are given.
@@ -114,7 +110,7 @@ def parse_topology(nodes: str | Sequence[int] | None, domains: str | Sequence[in
     if nodes is not None and domains is not None:
         raise ShapeError("give nodes or domains, not both: domains='4x18x4' includes the hosts, 4 x 18 of 4 ranks.")
     if domains is not None:
-        return tuple(_nested(domains))
+        return _nested(domains)
     return () if nodes is None else (HostLevel("host", _join(_runs(nodes))),)
 
 
@@ -137,14 +133,12 @@ def _join(runs: Iterator[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     return joined
 
 
-def _nested(domains: str | Sequence[int]) -> Iterator[HostLevel]:
-    words = domains.replace(" ", "").lower().split("x") if isinstance(domains, str) else [str(size) for size in domains]
-    if len(words) < 3 or not all(word.isdecimal() and int(word) for word in words):
-        raise ShapeError(f"domains are written 4x18x4, for 4 domains of 18 hosts of 4 ranks, not {domains!r}.")
-    sizes = [int(word) for word in words]
-    for i in range(1, len(sizes)):
-        name = LEVEL_NAMES[i - 1] if i <= len(LEVEL_NAMES) else f"level-{i} unit"
-        yield HostLevel(name, ((math.prod(sizes[:-i]), math.prod(sizes[-i:])),))
+def _nested(text: str) -> Topology:
+    words = text.replace(" ", "").lower().split("x")
+    if len(words) != 3 or not all(word.isdecimal() and int(word) for word in words):
+        raise ShapeError(f"domains are written 4x18x4, for 4 domains of 18 hosts of 4 ranks, not {text!r}.")
+    domains, hosts, ranks = map(int, words)
+    return HostLevel("host", ((domains * hosts, ranks),)), HostLevel("domain", ((domains, hosts * ranks),))
 
 
 # -- the actual hosts of the ranks ------------------------------------------------------------------------------------
@@ -160,7 +154,7 @@ def hosts_from_names(names: Sequence[str]) -> HostLevel | None:
     runs = [(name, len(list(same))) for name, same in groupby(names)]
     if len({name for name, _ in runs}) < len(runs):
         return None
-    return HostLevel(LEVEL_NAMES[0], _join((1, size) for _, size in runs))
+    return HostLevel("host", _join((1, size) for _, size in runs))
 
 
 def placement_faults(hosts: HostLevel, names: Sequence[str]) -> list[str]:

@@ -13,13 +13,14 @@ indices run over its axes. The starts themselves have the same form, over the ot
 3. The ranks of a regular group ascend, so its ring enters each unit once. On ``n > 1`` units, ``n`` hops leave.
 
 The cost depends on the host size and the number of axes, not on the number of ranks. Irregular layouts, and hosts of
-several sizes or of more than ``MAX_ENUMERATED`` ranks, are counted rank by rank. Then at most about ``MAX_ENUMERATED``
-ranks are looked at; if these are not all groups, the result has ``exact=False``.
+several sizes, are counted rank by rank.
 """
 
 from __future__ import annotations
 
 import math
+import operator
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
 StridedRuns = tuple[tuple[int, int], ...]
 """Pairs of (number of indices, stride in ranks), one for each axis of size over 1, outermost first."""
 
-MAX_ENUMERATED = 1 << 16
-"""The most ranks that are counted one by one: beyond it, groups are sampled. Hosts in the arithmetic are not larger."""
-
 
 @dataclass(frozen=True)
 class Locality:
@@ -43,7 +41,7 @@ class Locality:
 
     >>> from pgmesh.topology.hosts import HostLevel
     >>> locality_of(layout, ("dp",), HostLevel("host", ((2, 4),)))
-    Locality(level='host', kind='intra', low=1, high=1, intra=4, hops_low=0, hops_high=0, exact=True)
+    Locality(level='host', kind='intra', low=1, high=1, intra=4, hops_low=0, hops_high=0)
     """
 
     level: str
@@ -53,29 +51,27 @@ class Locality:
     intra: int  # the number of groups on one unit
     hops_low: int  # the fewest hops of a group's ring that leave a unit
     hops_high: int  # the most
-    exact: bool  # False if only a sample of the groups was counted
 
 
 def locality_of(layout: Layout, axes: Sequence[Axis], level: HostLevel) -> Locality:
     """The locality of the groups along some axes, on the units of a level."""
     size = layout.size(*axes) if axes else 1
-    counts, exact = _group_counts(layout, axes, level)
-    units, hops, _ = zip(*counts)
+    units, hops, _ = zip(*(counts := _group_counts(layout, axes, level)))
     low, high = min(units), max(units)
     kind = "intra" if high == 1 else "inter" if low == size else "mixed"
     intra = sum(groups for spanned, _, groups in counts if spanned == 1)
-    return Locality(level.name, kind, low, high, intra, min(hops), max(hops), exact)
+    return Locality(level.name, kind, low, high, intra, min(hops), max(hops))
 
 
-def _group_counts(layout: Layout, axes: Sequence[Axis], level: HostLevel) -> tuple[list[tuple[int, int, int]], bool]:
-    """Triples of (units, hops, number of groups with these), and True if they cover every group."""
+def _group_counts(layout: Layout, axes: Sequence[Axis], level: HostLevel) -> list[tuple[int, int, int]]:
+    """Triples of (units, hops, number of groups with these)."""
     along, others = strided_runs(layout, axes)
-    if along is None or others is None or len(level.runs) > 1 or level.largest > MAX_ENUMERATED:
+    if along is None or others is None or len(level.runs) > 1:
         return _enumerate_groups(layout, axes, level)
     unit = level.largest
     classes = _residue_classes(layout.rank_of([0] * len(layout.axes)) % unit, others, unit)
     counts = [(_count_units(unit, start, along), count) for start, count in classes.items()]
-    return [(units, units if units > 1 else 0, count) for units, count in counts], True
+    return [(units, units if units > 1 else 0, count) for units, count in counts]
 
 
 def strided_runs(layout: Layout, axes: Sequence[Axis]) -> tuple[StridedRuns | None, StridedRuns | None]:
@@ -132,19 +128,12 @@ def _count_units(unit: int, phase: int, steps: StridedRuns) -> int:
 # -- other layouts and hosts: rank by rank --------------------------------------------------------------------------
 
 
-def _enumerate_groups(
-    layout: Layout, axes: Sequence[Axis], level: HostLevel
-) -> tuple[list[tuple[int, int, int]], bool]:
-    """The same counts rank by rank, over evenly spaced groups. Each represents the groups up to the next one."""
+def _enumerate_groups(layout: Layout, axes: Sequence[Axis], level: HostLevel) -> list[tuple[int, int, int]]:
+    """The same counts, rank by rank."""
     if not axes:
-        return [(1, 0, layout.size())], True
-    blocks = layout.partition(*axes)
-    total = len(blocks)
-    sampled = min(total, max(2, MAX_ENUMERATED // layout.size(*axes)))
-    chosen = sorted({i * (total - 1) // max(1, sampled - 1) for i in range(sampled)})
-    counts = []
-    for i, number in enumerate(chosen):
-        units = [level.unit_of(rank) for rank in blocks[number]]
-        hops = sum(a != b for a, b in zip(units, units[1:] + units[:1])) if len(units) > 1 else 0
-        counts.append((len(set(units)), hops, len(range(i, total, len(chosen)))))
-    return counts, sampled == total
+        return [(1, 0, layout.size())]
+    found: Counter[tuple[int, int]] = Counter()
+    for block in layout.partition(*axes):
+        units = [*map(level.unit_of, block)]
+        found[len({*units}), sum(map(operator.ne, units, units[1:] + units[:1]))] += 1
+    return [(units, hops, count) for (units, hops), count in found.items()]

@@ -9,7 +9,6 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given, strategies as st
 
 import pgmesh
@@ -18,7 +17,6 @@ from pgmesh import (
     OptionsError,
     PgmeshError,
     ProcessGroupMesh,
-    ShapeError,
     plan,
 )
 from pgmesh._util.keywords import RESERVED
@@ -191,8 +189,3 @@ def test_reserved_keywords_are_refused_as_axes(world, word):
         assert "=-1" not in str(caught.value)
         assert isinstance(caught.value, ValueError)
         assert Layout({word: 8}).axes == (word,)
-
-
-def test_axis_given_by_two_numbers_is_refused():
-    with pytest.raises(ShapeError, match=r"^Layout: an axis is given twice: \{.*1.*: 2, tensor\(1\): 3\}\.$"):
-        Layout({np.int64(1): 2, torch.tensor(1): 3})

@@ -165,20 +165,6 @@ def test_unstarted_first_collective_fails_at_the_deadline(tmp_path):
             )
 
 
-def one_by_one_and_at_once():
-    mesh = ProcessGroupMesh(dp=2, tp=2)
-    if mesh.rank == 0:
-        mesh.connect("dp", "tp", timeout=20)
-    else:
-        mesh.connect("dp", timeout=20)
-        mesh.connect("tp", timeout=20)
-    check_sums(groups_of(mesh))
-
-
-def test_one_call_connects_with_separate_calls_of_others():
-    world(4).run(one_by_one_and_at_once)
-
-
 def connect_again():
     mesh = ProcessGroupMesh(dp=2, tp=2)
     mesh.connect()

@@ -22,7 +22,7 @@ needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="there is n
 
 
 def recipe(*words: str) -> list[str]:
-    """The commands that make would run, whatever the make that runs these tests was told."""
+    """The commands that make would run, whatever the make that runs these tests was given."""
     environ = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     command = ["make", "--dry-run", *words]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)

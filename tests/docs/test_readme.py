@@ -35,19 +35,39 @@ ROWS = {
 of_torch_2_13 = pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the table is about torch 2.13")
 
 
+((PROGRAM, COMMAND, SHOWN),) = re.findall(
+    r"```python\n(.*?)```\n\n```console\n\$ torchrun (.*?) script.py\n(.*?)```", README, re.DOTALL
+)
+
+
+def check_shown(output: str) -> None:
+    # The processes share the pipe, so line ends may come late; Gloo of torch 2.9 prints too.
+    lines = re.findall(r"dp\d-tp\d: \(\d, \d\) sum to \d+\.0", output)
+    assert sorted(lines) == SHOWN.splitlines()
+
+
 def test_its_script_prints_what_it_shows(tmp_path: Path):
-    ((program, command, shown),) = re.findall(
-        r"```python\n(.*?)```\n\n```console\n\$ torchrun (.*?) script.py\n(.*?)```", README, re.DOTALL
-    )
-    assert len(list(filter(None, program.splitlines()))) == 7
+    """With the variables of torchrun."""
+    assert len(list(filter(None, PROGRAM.splitlines()))) == 7
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environs = [torchrun_environ(rank, 4, store.port) for rank in range(4)]
+    check_shown("".join(out for out, _ in run_programs(tmp_path, PROGRAM, environs=environs)))
+
+
+def torchrun_environ(rank: int, size: int, port: int) -> dict[str, str]:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    given = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return clean_env(**given, **{name: str(value) for name, value in place.items()})
+
+
+@pytest.mark.long
+def test_its_script_runs_under_torchrun(tmp_path: Path):
     script = tmp_path / "script.py"
-    script.write_text(program, encoding="utf-8")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", *command.split(), str(script)]
+    script.write_text(PROGRAM, encoding="utf-8")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", *COMMAND.split(), str(script)]
     done = subprocess.run(torchrun, cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    # The processes share the pipe, so line ends may come late; Gloo of torch 2.9 prints too.
-    lines = re.findall(r"dp\d-tp\d: \(\d, \d\) sum to \d+\.0", done.stdout)
-    assert sorted(lines) == shown.splitlines()
+    check_shown(done.stdout)
 
 
 def test_readme_names_version_in_under_100_lines():

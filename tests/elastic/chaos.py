@@ -88,14 +88,14 @@ def live(folder: Path) -> list[str]:
         except (RuntimeError, TimeoutError) as error:
             if (folder / "over").exists():
                 break
-            write_result(folder, f"told {mesh.rank} {time.monotonic_ns()}", time.monotonic(), str(error), {})
+            write_result(folder, f"report {mesh.rank} {time.monotonic_ns()}", time.monotonic(), str(error), {})
             after = next_mesh(mesh, error)
             if after is None:
                 set_flag(folder, f"ended {mesh.rank}")
                 break
             mesh = after
         seen.append(repr(mesh))
-        write_result(folder, f"told {mesh.rank} {time.monotonic_ns()}", time.monotonic(), "", mesh.shrunk.lost)
+        write_result(folder, f"report {mesh.rank} {time.monotonic_ns()}", time.monotonic(), "", mesh.shrunk.lost)
         is_ready = False
         if mesh.rank in mesh.shrunk.replaced_by.values():  # in another place than before
             weights = None
@@ -187,12 +187,12 @@ class Driver(threading.Thread):
             self.wait_for([f"ready {rank}" for rank in range(RANKS)], "the start")
             for _ in range(self.faults):
                 goes_on = self.pause_alone() if self.chance.random() < 0.3 else self.strike()
-                self.check_told()
+                self.check_reports()
                 if not goes_on:
                     break
             else:
                 self.wait_for_steps("the last fault")
-                self.check_told()
+                self.check_reports()
         except AssertionError as error:
             told = "\n".join(f"{path.name}: {path.read_text()}" for path in sorted(self.folder.glob("told *[0-9]")))
             self.trouble = f"{error}\n{self.done}, {self.gone_at}\n{told}\n{self.stacks()}"
@@ -249,15 +249,15 @@ class Driver(threading.Thread):
     def pause_alone(self) -> bool:
         """A pause without another fault: nothing happens. False once too few ranks are left."""
         generation = self.wait_for_steps("the fault before a pause")
-        told = sorted(self.folder.glob("told *[0-9]"))
+        earlier = sorted(self.folder.glob("report *[0-9]"))
         if not generation:
             return False
         self.pause("alone")
         self.wait_for_steps("a pause")
         time.sleep(self.chance.uniform(0.0, H))  # a rank that is taken for lost is noticed meanwhile
         after = self.wait_for_steps("a pause, again")
-        new = [json.loads(path.read_text())[1:] for path in self.folder.glob("told *[0-9]") if path not in told]
-        known = [json.loads(path.read_text())[1:] for path in told]
+        new = [json.loads(path.read_text())[1:] for path in self.folder.glob("report *[0-9]") if path not in earlier]
+        known = [json.loads(path.read_text())[1:] for path in earlier]
         new = [each for each in new if each[0] or each not in known]  # a spare may get the last mesh late
         assert (after, new) == (generation, []), f"a pause alone, and mesh {generation} became {after}: {new}"
         return True
@@ -286,9 +286,9 @@ class Driver(threading.Thread):
         assert not ended or len(left) < 4, f"{ended} gave up, but {left} are left: four always hold a whole replica"
         return bool(ended)
 
-    def check_told(self) -> None:
+    def check_reports(self) -> None:
         """Assert that no living rank is lost, and that each sentence about a lost rank is true."""
-        for path in self.folder.glob("told *[0-9]"):
+        for path in self.folder.glob("report *[0-9]"):
             at, text, lost = json.loads(path.read_text())
             text += "".join(f"\n{why}" for why in lost.values())
             what = f"{path.name}, {at:.2f}: {text}\n  signals: {self.gone_at}"

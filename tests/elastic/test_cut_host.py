@@ -31,7 +31,7 @@ VICTIM = 1
 
 
 def train(folder: Path) -> None:
-    """One of six ranks: take steps until the link is cut, and go on when it is mended."""
+    """One of six ranks: take steps until the link is cut, and go on when it is restored."""
     beat_fast()
     launch.join("gloo", timeout=WAIT_TIMEOUT)
     mesh = ProcessGroupMesh(dp=2, tp=3, name="train")
@@ -48,12 +48,12 @@ def train(folder: Path) -> None:
         mesh = mesh.shrink(spares=FAR, timeout=WAIT_TIMEOUT)
     else:
         write_result(folder, f"cut {mesh.rank}", *attempt(lambda: mesh.shrink("dp", timeout=TIMEOUT)))
-        wait_for_flag(folder, "mended")
+        wait_for_flag(folder, "restored")
         set_flag(folder, f"stands by {mesh.rank}")
         mesh = mesh.stand_by(timeout=WAIT_TIMEOUT)
     if mesh.rank in mesh:
         check_sums(groups_of(mesh))
-    write_result(folder, f"mended {mesh.rank}", list(mesh), str(mesh.shrunk))
+    write_result(folder, f"restored {mesh.rank}", list(mesh), str(mesh.shrunk))
     wait_for_flag(folder, "over")
 
 
@@ -91,11 +91,11 @@ def test_mesh_shrinks_during_a_cut(hosts: tuple[str, str], tmp_path: Path, end: 
             assert failed.kind == "WorldError"
             assert failed.end - cut < 2 * TIMEOUT + 1.0 + SLACK
         set_link(hosts[end], "up")
-        set_flag(tmp_path, "mended")
+        set_flag(tmp_path, "restored")
         wait_for_flags(tmp_path, "stands by", FAR)
         ranks[VICTIM].kill()
-        members, shrunk = read_result(tmp_path, f"mended {NEAR[0]}")
+        members, shrunk = read_result(tmp_path, f"restored {NEAR[0]}")
         (came,) = (rank for rank in members if rank in FAR)
         assert members == [0, came, 2], shrunk
         for rank in (NEAR[2], came):  # the other far ranks may have stood by too late, and wait for the next shrink
-            assert read_result(tmp_path, f"mended {rank}")[0] == members
+            assert read_result(tmp_path, f"restored {rank}")[0] == members

@@ -103,6 +103,7 @@ def test_killed_rank_changes_no_loss(tmp_path: Path, start: Callable[..., surviv
     assert sorted(lines(ranks, NO_RANK_LEFT)) == [7]
 
 
+@long
 def test_stopped_rank_returns_as_a_spare(tmp_path: Path, start: Callable[..., survive.Ranks]):
     ranks = start(2)
     ranks.wait_for("step 5:")
@@ -117,7 +118,8 @@ def test_stopped_rank_returns_as_a_spare(tmp_path: Path, start: Callable[..., su
     assert lines(ranks, GOES_ON).count(2) > 1
 
 
-@pytest.mark.parametrize(("fast", "late"), [(True, 3 * H), pytest.param(False, 75.0, marks=long)])
+@long
+@pytest.mark.parametrize(("fast", "late"), [(True, 3 * H), (False, 75.0)])
 def test_example_waits_for_a_late_rank(tmp_path: Path, start: Callable[..., survive.Ranks], fast: bool, late: float):
     ranks = start(1, but=(4,), fast=fast)
     time.sleep(late)

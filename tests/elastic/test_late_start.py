@@ -2,44 +2,35 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from pathlib import Path
 
 import pytest
 
-from pgmesh import ProcessGroupMesh, launch
+from pgmesh import ProcessGroupMesh
 from tests.support.faults import (
     BEAT,
     LONG_TIMEOUT,
     NAMED,
     SLACK,
-    WAIT_TIMEOUT,
     Attempt,
     H,
     attempt,
-    beat_fast,
     read_result,
     set_flag,
     wait_for_flag,
     wait_for_flags,
     write_result,
 )
-from tests.support.rank_processes import RankProcesses
+from tests.support.rank_processes import RankProcesses, join_world
 from tests.support.worlds import check_sums, groups_of
 
 NEVER, DIES = 1, 2
 
 
-def start(rank: int, port: int, replicas: int) -> None:
-    signal.alarm(int(4 * WAIT_TIMEOUT))  # it does not outlive the test
-    beat_fast()
-    launch.join("gloo", timeout=WAIT_TIMEOUT, replica=rank, replicas=replicas, host="127.0.0.1", port=port)
-
-
 def wait_in_connect(rank: int, port: int, folder: Path, watches: int) -> None:
     """One of the ranks 0, 2 and 3. Each shares a group with rank 1, and only rank 1 precedes rank 2."""
-    start(rank, port, 4)
+    join_world(rank, port, 4)
     mesh = ProcessGroupMesh(dp=2, tp=2, name="train")
     if watches:
         mesh.abort_when_lost()
@@ -70,7 +61,7 @@ def test_dead_rank_is_named_while_another_never_starts(tmp_path: Path, watches: 
 
 def train_with_spares(rank: int, port: int, folder: Path, _: int) -> None:
     """Ranks 0 and 1 train, and ranks 2 and 3 stand by."""
-    start(rank, port, 4)
+    join_world(rank, port, 4)
     mesh = ProcessGroupMesh(dp=2, ranks=range(2), name="train")
     if rank < 2:
         mesh.connect(timeout=LONG_TIMEOUT)

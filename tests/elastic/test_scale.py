@@ -128,8 +128,10 @@ class Client:
         return perform(MemoryStore(values), operation)
 
 
-@pytest.mark.parametrize("dead", [{999}, {*range(200, 264)}], ids=["one is lost", "64 are lost"])
-def test_agreement_among_1000_ranks_needs_few_operations(monkeypatch: pytest.MonkeyPatch, dead: set[int]):
+@pytest.mark.parametrize(
+    "dead", [{999}, pytest.param({*range(200, 264)}, marks=pytest.mark.long)], ids=["one is lost", "64 are lost"]
+)
+def test_shrink_among_1000_ranks_needs_few_operations(monkeypatch: pytest.MonkeyPatch, dead: set[int]):
     """The counts of docs/limits.md. Without limits, there are 470,000 reads of statuses, and as many connections."""
     for record in Arrival, RankStatus:
         monkeypatch.setattr(record, "unpack", functools.lru_cache(maxsize=None)(record.unpack))

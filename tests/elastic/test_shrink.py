@@ -253,39 +253,6 @@ def test_two_stopped_ranks_are_lost_together(tmp_path: Path):
         assert end - stopped[0] < 3 * H + 3 * BEAT + SLACK
 
 
-def return_as_a_spare(folder: Path) -> list[str]:
-    """Rank 1 of three is taken for lost, stands by, and replaces rank 2, which is killed."""
-    mesh = connected(folder, range(3), dp=3)
-    if mesh.rank == 1:
-        wait_for_flag(folder, "replaced")
-        refused = attempt(lambda: mesh.shrink("dp", timeout=LONG_TIMEOUT))
-        assert refused.kind == "MembershipError", refused
-        set_flag(folder, "refused")
-        return [checked(mesh.stand_by(timeout=LONG_TIMEOUT))]
-    first = mesh.shrink("dp", lost_after=H, timeout=LONG_TIMEOUT)
-    texts = [checked(first)]
-    set_flag(folder, f"first {mesh.rank}")
-    steps_until_one_fails(first)
-    return [*texts, checked(first.shrink(spares=[1], timeout=LONG_TIMEOUT))]
-
-
-def test_replaced_rank_returns_as_a_spare(tmp_path: Path):
-    def act(own: World) -> None:
-        own.kill(1, signal.SIGSTOP)
-        wait_for_flags(tmp_path, "first", (0, 2))
-        os.kill(own.pids[1], signal.SIGCONT)
-        set_flag(tmp_path, "replaced")
-        wait_for_flag(tmp_path, "refused")
-        own.kill(2, signal.SIGKILL)
-
-    zero, one = run(tmp_path, 3, return_as_a_spare, act, [2])
-    assert zero == [
-        "ProcessGroupMesh(dp=2, ranks=range(0, 4, 2), name='train')",
-        "ProcessGroupMesh(dp=2, ranks=range(2), name='train')",
-    ]
-    assert one == zero[1:]
-
-
 # ---- arguments and ranks that differ ----
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from pgmesh import ProcessGroupMesh, launch
+from pgmesh import ProcessGroupMesh
 from tests.support.faults import (
     BEAT,
     LONG_TIMEOUT,
@@ -19,14 +19,13 @@ from tests.support.faults import (
     Attempt,
     H,
     attempt,
-    beat_fast,
     read_result,
     set_flag,
     wait_for_flag,
     wait_for_flags,
     write_result,
 )
-from tests.support.rank_processes import RankProcesses
+from tests.support.rank_processes import RankProcesses, join_world
 from tests.support.worlds import check_sums, groups_of
 
 MEMBERS, SPARE = 3, 3
@@ -37,9 +36,7 @@ KILLED = r"rank {} has (ended: its listener at 127\.0\.0\.1:\d+ refuses connecti
 
 def run(rank: int, port: int, folder: Path, leaves: int) -> None:
     """One rank: it trains until the flag "end" is set, or stands by. It may leave the world at its end."""
-    signal.alarm(int(4 * WAIT_TIMEOUT))  # it does not outlive the test
-    beat_fast()
-    launch.join("gloo", timeout=WAIT_TIMEOUT, replica=rank, replicas=MEMBERS + 1, host="127.0.0.1", port=port)
+    join_world(rank, port, MEMBERS + 1)
     mesh = ProcessGroupMesh(dp=MEMBERS, ranks=range(MEMBERS), name="train")
     if rank == SPARE:
         wait_for_flag(folder, "training")
@@ -82,9 +79,7 @@ def test_spare_gets_error_after_all_members_ended(tmp_path: Path, end: str):
 
 def stand_by_with_another(rank: int, port: int, folder: Path, _: int) -> None:
     """Ranks 1 and 2 of three stand by, as ranks that were taken for lost do. Rank 0 ends."""
-    signal.alarm(int(4 * WAIT_TIMEOUT))  # it does not outlive the test
-    beat_fast()
-    launch.join("gloo", timeout=WAIT_TIMEOUT, replica=rank, replicas=3, host="127.0.0.1", port=port)
+    join_world(rank, port, 3)
     mesh = ProcessGroupMesh(dp=3, name="train")
     mesh.connect(timeout=LONG_TIMEOUT)
     set_flag(folder, f"connected {rank}")

@@ -291,16 +291,16 @@ def test_fault_at_its_moment_breaks_no_promise(kind: tuple[str, str, str], tmp_p
             assert outcome.exitcode == -getattr(signal, case.fault)
     peers = {rank: each.failed for rank, each in seen.items() if rank in case.members and rank != case.rank}
     check_peers(case, peers)
-    told = "".join(failed.text for failed in peers.values())
+    texts = "".join(failed.text for failed in peers.values())
     for rank, each in seen.items():
-        check_rest(case, rank, each, told)
+        check_rest(case, rank, each, texts)
 
 
 def check_peers(case: Case, peers: dict[int, Attempt]) -> None:
-    """Assert what the members other than the victim are told, and when."""
+    """Assert the errors of the members other than the victim, and their times."""
     kinds = {failed.kind for failed in peers.values()}
-    told = "\n".join(f"rank {rank}: {failed}, {failed.took:.2f} s" for rank, failed in peers.items())
-    print(told)
+    texts = "\n".join(f"rank {rank}: {failed}, {failed.took:.2f} s" for rank, failed in peers.items())
+    print(texts)
     assert max(failed.took for failed in peers.values()) < limit_of(case)
     assert kinds <= {"", "MissingRanksError"} | ({"WorldError"} if case.victim == "store" else set())
     if case.fault == "exception" and case.victim == "member" and case.phase == "after arriving":
@@ -314,7 +314,7 @@ def check_peers(case: Case, peers: dict[int, Attempt]) -> None:
         assert all(f"rank {case.rank}" in failed.text for failed in peers.values() if failed.kind)
 
 
-def check_rest(case: Case, rank: int, seen: Seen, told: str) -> None:
+def check_rest(case: Case, rank: int, seen: Seen, texts: str) -> None:
     """Assert that older groups and a retry work, and that nothing stays."""
     assert not seen.sums, f"an older group on rank {rank}"
     is_gone = case.victim == "store" and case.fault == "SIGKILL"
@@ -328,7 +328,7 @@ def check_rest(case: Case, rank: int, seen: Seen, told: str) -> None:
             "descriptors": 2 + N,
         }  # of one group
         stays = {what: more for what, more in stays.items() if more > stays["unfinished"] * holds.get(what, 0)}
-        assert "first collective" in told or case.victim == "store", f"rank {rank} kept a group"
+        assert "first collective" in texts or case.victim == "store", f"rank {rank} kept a group"
     assert not stays, f"rank {rank} holds more than before"
 
 

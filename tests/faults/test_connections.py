@@ -217,13 +217,6 @@ def broadcast(group: dist.ProcessGroup, rank: int) -> None:
     expect(value, 1)
 
 
-def all_gather(group: dist.ProcessGroup, rank: int) -> None:
-    parts = [torch.zeros(3000) for _ in range(4)]
-    dist.all_gather(parts, torch.full((3000,), float(rank)), group=group)
-    for i, part in enumerate(parts):
-        expect(part, i)
-
-
 def reduce(group: dist.ProcessGroup, rank: int) -> None:
     total = torch.full((5000,), 2.0**rank)
     dist.reduce(total, 2, group=group)
@@ -245,22 +238,6 @@ def scatter(group: dist.ProcessGroup, rank: int) -> None:
     expect(part, rank)
 
 
-def all_to_all(group: dist.ProcessGroup, rank: int) -> None:
-    parts = torch.zeros(4)
-    dist.all_to_all_single(parts, torch.full((4,), float(rank)), group=group)
-    assert parts.tolist() == [0, 1, 2, 3]
-
-
-def barrier(group: dist.ProcessGroup, rank: int) -> None:
-    dist.barrier(group=group)
-
-
-def reduce_scatter(group: dist.ProcessGroup, rank: int) -> None:
-    part = torch.zeros(10)
-    dist.reduce_scatter(part, [torch.full((10,), 2.0**rank)] * 4, group=group)
-    expect(part, 15)
-
-
 def send_and_receive(group: dist.ProcessGroup, rank: int) -> None:
     value = torch.full((200_000,), float(rank))
     if rank < 2:
@@ -270,25 +247,7 @@ def send_and_receive(group: dist.ProcessGroup, rank: int) -> None:
         expect(value, rank - 2)
 
 
-def all_gather_object(group: dist.ProcessGroup, rank: int) -> None:
-    parts: list[Any] = [None] * 4
-    dist.all_gather_object(parts, ("x" * 5000, rank), group=group)
-    assert [number for _, number in parts] == [0, 1, 2, 3]
-
-
-CHECKED_COLLECTIVES: list[Callable[[dist.ProcessGroup, int], None]] = [
-    all_reduce,
-    broadcast,
-    all_gather,
-    reduce,
-    gather,
-    scatter,
-    all_to_all,
-    barrier,
-    reduce_scatter,
-    send_and_receive,
-    all_gather_object,
-]
+CHECKED_COLLECTIVES = [all_reduce, broadcast, reduce, gather, scatter, send_and_receive]
 
 
 def close_at_once(times: int, seed: int) -> tuple[list[str], dict[str, int]]:
@@ -321,7 +280,7 @@ def close_at_once(times: int, seed: int) -> tuple[list[str], dict[str, int]]:
 
 
 @pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")
-@pytest.mark.parametrize("times", [110, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("times", [48, pytest.param(1000, marks=pytest.mark.long)])
 def test_close_after_own_part_loses_no_message(times: int):
     """What was sent still arrives on the members that are slower."""
     seed = 5

@@ -191,6 +191,10 @@ import os, signal, sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
+from pgmesh import ProcessGroupMesh, launch
+from tests.support.faults import set_flag, wait_for_flag, wait_until
+from tests.support.programs import wait_until_gone
+from tests.support.torch_tables import address_is_published
 
 def be(rank, pids, port, seconds):
     signal.alarm(100)  # none outlives the test
@@ -198,10 +202,6 @@ def be(rank, pids, port, seconds):
                       RANK=str(rank), WORLD_SIZE="3", LOCAL_RANK=str(rank))
     os.dup2(os.open(f"{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Gloo of torch 2.9 prints there
-    from pgmesh import ProcessGroupMesh, launch
-    from tests.support.faults import set_flag, wait_for_flag, wait_until
-    from tests.support.programs import wait_until_gone
-    from tests.support.torch_tables import address_is_published
     launch.join("gloo")
     mesh = ProcessGroupMesh(3, name="actor")
     mesh.configure(0, timeout=seconds)

@@ -422,42 +422,6 @@ def test_group_that_failed_on_one_rank_reconnects(tmp_path: Path, release: bool)
         assert not again.kind, again
 
 
-def at_the_deadline(seed: int, times: int) -> list[tuple[Attempt, Attempt]]:
-    """Rank 3 arrives as the others give up, a little sooner or later each time."""
-    beat_fast_with_bystander()
-    mesh, limit, seen = ProcessGroupMesh(dp=2, tp=2, name="actor"), 0.2, []
-    chance = random.Random(f"{seed} {dist.get_rank() == 3}")
-    for _ in range(times):
-        dist.barrier()
-        if mesh.rank == 3:
-            time.sleep(limit + chance.uniform(-0.02, 0.02))  # this is the chance that the test takes, not luck
-        failed = attempt(lambda: mesh.connect(mesh.axes, timeout=timedelta(seconds=limit if mesh.rank < 3 else 20)))
-        again = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
-        check_sums({"all": (mesh.group(), mesh.ranks())})
-        dist.barrier()
-        mesh.release()
-        seen.append((failed, again))
-    return seen
-
-
-@pytest.mark.fault("a rank arrives while another gives up")
-def test_all_ranks_share_one_outcome_at_deadline():
-    seed = 7
-    print("seed", seed)
-    with fresh_world(4) as own:
-        outcomes = results(own.outcomes(at_the_deadline, seed, 12))
-        made = 0
-        for tries in zip(*outcomes):
-            assert len({failed.kind for failed, _ in tries[:3]}) == 1, tries
-            made += not tries[0][0].kind
-            # Rank 3 connects with the others or with their retry, or it arrived as they decided and fails with them.
-            assert tries[3][0].kind in {"", tries[0][0].kind}, tries
-            assert all(failed.took < 0.2 + SLACK for failed, _ in tries)
-            assert not any(again.kind for _, again in tries)
-        print(f"made {made} of {len(outcomes[0])}")
-        assert keys(own) == KEYS_OF_FOUR_RANKS
-
-
 KEYS_OF_FOUR_RANKS = {f"pgmesh/{kind}/{rank}" for kind in ("status", "process", "meshes") for rank in range(4)}
 """The keys of a world that stay until its end."""
 
@@ -825,13 +789,6 @@ def test_retries_without_a_store_leave_nothing_behind():
 
 
 # ---- a rank dies at any of its operations ----
-
-
-@pytest.mark.fault("a member dies at any of its operations on the store")
-def test_rank_may_die_at_any_store_operation(tmp_path: Path):
-    """A sample of the operations."""
-    points = [(1, "together"), (2, "first"), (3, "last"), (3, "first"), (4, "last"), (6, "together")]
-    print([*zip(points, die_at_each(tmp_path, points))])
 
 
 @pytest.mark.fault("a member dies at any of its operations on the store")

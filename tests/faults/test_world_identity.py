@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from pgmesh import LifetimeError, MissingRanksError, ProcessGroupMesh
 from pgmesh.launch import StoreProcess
@@ -36,6 +36,7 @@ PROCESSES = range(4)
 WORLDS = st.tuples(st.booleans(), st.sets(st.sampled_from(PROCESSES), min_size=1), st.sets(st.sampled_from(PROCESSES)))
 
 
+@settings(max_examples=50)
 @given(st.lists(WORLDS, max_size=6), st.randoms())
 def test_ranks_agree_on_the_name_of_a_world(worlds: list[tuple[bool, set[int], set[int]]], order: random.Random):
     """On a fresh store all members get one name, and so do those with one past; others can detect that they do not.

@@ -55,7 +55,7 @@ def connected() -> None:
         is_right("all_reduce", mesh.group("dp", "tp"))
 
 
-def test_connect_meets_all_members():
+def test_connect_reaches_all_members():
     skip_without(["all_reduce"])
     run(8, SHARED, connected)
 

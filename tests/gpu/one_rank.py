@@ -153,9 +153,9 @@ def test_timeouts_are_those_that_were_configured_or_set():
 def settings() -> None:
     with ProcessGroupMesh(**AXES, name="settings") as mesh:
         mesh.configure("dp", nccl={"max_ctas": 4, "min_ctas": 1, "cga_cluster_size": 2}, high_priority=True)
-        told = options_of(group := mesh.group("dp"))
-        assert (told.config.max_ctas, told.config.min_ctas, told.config.cga_cluster_size) == (4, 1, 2)
-        assert told.is_high_priority_stream is True
+        found = options_of(group := mesh.group("dp"))
+        assert (found.config.max_ctas, found.config.min_ctas, found.config.cga_cluster_size) == (4, 1, 2)
+        assert found.is_high_priority_stream is True
         is_right("all_reduce", group)
         other = options_of(mesh.group("pp", tag="other"))
         assert other.config.max_ctas != 4, "a setting came to another group"

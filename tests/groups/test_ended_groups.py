@@ -53,10 +53,14 @@ def abort_during_call() -> None:
     thread = threading.Thread(target=hold)
     thread.start()
     held.wait(30.0)
-    mesh.abort()
+    aborting = attempt(mesh.abort)
+    assert not aborting.kind
+    assert aborting.took < 10.0
     assert mesh.is_closed
     for use in (lambda: mesh.group("tp"), lambda: mesh.group("dp")):
-        assert attempt(use).kind == "LifetimeError"
+        refused = attempt(use)
+        assert refused.kind == "LifetimeError"
+        assert refused.took < 10.0
     may_go_on.set()
     thread.join(30.0)
     wait_until(lambda: not torch_private.is_known(group), "the group is destroyed")

@@ -277,7 +277,7 @@ def released_group_answers(invalidate):
     "a process forks: the mesh of the child raises an error that says so",
     page="faults.md",
     target="groups.mesh_groups:MeshGroups.end_in_child",
-    tests="tests/test_mesh.py -k forked_child",
+    tests="tests/groups/test_lifetime.py -k forked_child",
 )
 def mesh_lives_in_child(end_in_child):
     return lambda self, reason: None
@@ -352,7 +352,7 @@ def later_deadline(connect):
     "ranks wait for each other in a circle: both the warning and the error say so",
     page="faults.md",
     target="rendezvous.circles:find_circle",
-    tests="tests/rendezvous/test_protocol.py -k circle",
+    tests="tests/rendezvous/test_rounds.py -k circle",
 )
 def circle_not_seen(find_circle):
     return lambda rank, pending: []
@@ -362,7 +362,7 @@ def circle_not_seen(find_circle):
     "an interrupt while connecting: the other members get MissingRanksError with the reason",
     page="faults.md",
     target="rendezvous.rounds:Rounds.cancel",
-    tests="tests/rendezvous/test_protocol.py -k interrupt",
+    tests="tests/rendezvous/test_rounds.py -k interrupt",
 )
 def silent_interrupt(cancel):
     return lambda self, error: None
@@ -471,7 +471,7 @@ def silent_leave(leave):
     "each lost rank is replaced by a spare, in the order of spares",
     page="elastic.md",
     target="elastic.judging:ShrinkJudge.success",
-    tests="tests/elastic/test_agreement.py -k order",
+    tests="tests/elastic/test_judging.py -k order",
 )
 def last_spare_first(success):
     return lambda self, view: success(self, dataclasses.replace(view, ready=view.ready[::-1]))
@@ -501,7 +501,7 @@ def options_lost(configure_all):
     "a rank without a new heartbeat for five seconds counts as lost",
     page="groups.md",
     target="rendezvous.statuses:Statuses.lost",
-    tests="tests/elastic/test_agreement.py -k silent_rank",
+    tests="tests/elastic/test_judging.py -k silent_rank",
 )
 def no_rank_is_lost(lost):
     return lambda self, ranks, lost_after=None: {}

@@ -56,10 +56,10 @@ def transfer_outlives_abort(abort_with):
 @breaks(
     "the norm counts each weight once: tied copies",
     page="parallel.md",
-    target="parallel.pipeline:Pipeline.copies",
-    tests="tests/parallel/test_methods.py -k counts_a_tied_weight_once",
+    target="parallel.tied_weights:TiedWeights.last_copies",
+    tests="tests/parallel/test_combinations.py -k 'norm and tied'",
 )
-def tied_weight_twice(copies):
+def tied_weight_twice(last_copies):
     return lambda self: []
 
 
@@ -107,7 +107,7 @@ def whole_batch(share):
     "mean(loss) is the loss of the whole batch",
     page="parallel.md",
     target="parallel.composing:Composition.mean",
-    tests="tests/parallel/test_said_once.py -k one_process",
+    tests="tests/parallel/test_combinations.py -k 'masked and ring'",
 )
 def own_loss(mean):
     return lambda self, loss, tokens=None: loss if tokens is None else loss / tokens
@@ -117,7 +117,7 @@ def own_loss(mean):
     "an axis with two owners is an error",
     page="parallel.md",
     target="parallel.owners:check_no_overlap",
-    tests="tests/parallel/test_base.py -k owner",
+    tests="tests/parallel/test_method_messages.py -k dp",
 )
 def two_owners(check_no_overlap):
     return lambda one, other: None
@@ -273,7 +273,7 @@ def ring_not_closed(locality_of):
 
 
 @breaks(
-    "--suggest puts the axes in the order of their traffic, tensor innermost",
+    "a fix puts the axes in the order of their traffic, tensor innermost",
     page="see.md",
     target="planning.axis_heuristics:order_by_traffic",
     tests="tests/planning/test_plan.py -k ordered_by_traffic",

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from pgmesh import AxisError, MethodError, ProcessGroupMesh
-from pgmesh.parallel import ContextParallel, DataParallel, ExpertParallel, Method, ShardedDataParallel, compose
+from pgmesh.parallel import (
+    ContextParallel,
+    DataParallel,
+    ExpertParallel,
+    Method,
+    PipelineParallel,
+    ShardedDataParallel,
+    compose,
+)
 from pgmesh.parallel.composing import Composition
 from tests.support.expert_models import expert_model
 from tests.support.fake_world import fake_rank
+from tests.support.parallel_models import FIRST, LAST, TinyGPT, assert_same, batch, gradients_of, loss_of
+from tests.support.pipelines import needs_pipelines
 from tests.support.worlds import check_sums, groups_of, world
-
-
-@pytest.fixture
-def mesh() -> Iterator[ProcessGroupMesh]:
-    with fake_rank(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor") as mesh:
-        yield mesh
-
 
 # ---- what was derived stays ----
 
@@ -128,31 +132,6 @@ def test_copy_of_model_compares_inputs_once():
     assert world(2).run(compared_steps) == [1, 1]
 
 
-# ---- ranks in the order of the mesh ----
-
-
-def different_weights_on_permuted_ranks() -> str:
-    with ProcessGroupMesh(dp=4, ranks=[3, 1, 0, 2]) as mesh:
-        together = compose(mesh, ShardedDataParallel(mesh, "dp"))
-        model = nn.Linear(2, 2, bias=False)
-        nn.init.constant_(model.weight, 1.0 if mesh.rank == 3 else 2.0)
-        together._pieces[model] = {"weight": 1}
-        with pytest.raises(MethodError) as caught:
-            together._compare_whole_weights(model)
-        return str(caught.value).splitlines()[0]
-
-
-def test_different_weights_name_ranks_of_permuted_mesh():
-    found = {*world(4).run(different_weights_on_permuted_ranks)}
-    assert found == {
-        "ranks start with different weights, of which the first is weight: (2, 2) torch.float32 True on rank 3; "
-        "(2, 2) torch.float32 True, other values on ranks 0, 1, 2."
-    } or found == {
-        "ranks start with different weights, of which the first is weight: (2, 2) torch.float32 True on rank 3; "
-        "(2, 2) torch.float32 True, other values on ranks 1, 0, 2."
-    }
-
-
 # ---- parameters that apply has not seen ----
 
 
@@ -179,6 +158,32 @@ def shards_on_meta() -> None:
 
 def test_shards_that_were_on_meta_may_differ():
     world(2).run(shards_on_meta)
+
+
+def replicas_on_meta(seed_by_rank: bool) -> str:
+    """Hybrid sharding: ranks 0 and 2 hold the same shards, as do ranks 1 and 3."""
+    with ProcessGroupMesh(outer=2, inner=2) as mesh:
+        together = compose(mesh, ShardedDataParallel(mesh, "outer", "inner", replicate="outer"))
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model = together.apply(model)
+        model.to_empty(device="cpu")
+        torch.manual_seed(mesh.rank if seed_by_rank else mesh.index("inner"))
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.to_local().normal_()
+        try:
+            model(torch.ones(2, 4)).sum().backward()
+        except MethodError as error:
+            return str(error).partition("\n")[0]
+        return ""
+
+
+def test_replicated_shards_from_meta_are_compared():
+    assert world(4).run(replicas_on_meta, False) == [""] * 4
+    start = "ranks start with different weights, of which the first is 0.weight: (2, 4) torch.float32 True on rank "
+    found = [start + f"{i}; (2, 4) torch.float32 True, other values on rank {i + 2}." for i in (0, 1)]
+    assert world(4).run(replicas_on_meta, True) == found * 2
 
 
 def test_one_unowned_axis_needs_no_list(mesh: ProcessGroupMesh):
@@ -210,6 +215,32 @@ def test_an_optimizer_from_before_apply_raises(mesh: ProcessGroupMesh):
     together.attach(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+def unknown_parameters() -> None:
+    with ProcessGroupMesh(dp=2) as mesh:
+        torch.manual_seed(0)
+        together = compose(mesh, DataParallel(mesh, "dp"))
+        model, other = together.apply(nn.Linear(2, 2)), nn.Linear(2, 1)
+
+        def optimizer() -> torch.optim.Optimizer:
+            return torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+
+        with pytest.raises(MethodError) as caught:
+            together.attach(optimizer())
+        assert str(caught.value).startswith("the optimizer has 2 parameters of no module that apply returned")
+        variables = {"together": together, "other": other}
+        exec(str(caught.value).splitlines()[-1].strip(), variables)
+        other = variables["other"]
+        together.attach(optimizer())
+        other(model(torch.full((1, 2), float(mesh.rank)))).sum().backward()
+        mean = other.module.weight.grad.clone()
+        dist.all_reduce(mean, group=mesh.group())
+        torch.testing.assert_close(other.module.weight.grad, mean / 2)
+
+
+def test_optimizer_of_another_module_needs_apply():
+    world(2).run(unknown_parameters)
+
+
 def test_unequal_parts_need_the_number_of_tokens(mesh: ProcessGroupMesh):
     together = compose(mesh, unowned=mesh.axes, equal_parts=False)
     with pytest.raises(MethodError, match=r"together\.mean\(loss_sum, tokens\)"):
@@ -232,5 +263,81 @@ def mean_of_parts(losses: list[float], tokens: list[int]) -> tuple[float, float]
         return loss.item(), together.mean([loss, 2 * loss]).item()
 
 
+def pipeline_of_unequal_parts() -> None:
+    """Ranks along dp have 2 and 6 of 8 rows."""
+    with ProcessGroupMesh(pp=2, dp=2) as mesh:
+
+        def train(loss: Any) -> nn.Module:
+            places = {"layers": "blocks", "first": FIRST, "last": LAST}
+            stages = PipelineParallel(mesh, "pp", **places, loss=loss, microbatches=microbatches)
+            together = compose(mesh, stages, DataParallel(mesh, "dp"), equal_parts=False)
+            variables["together"], model = together, together.apply(TinyGPT(layers=2))
+            model.step(codes[own], target=target[own])
+            return model
+
+        microbatches, (codes, target) = 2, batch(0)
+        own = slice(0, 2) if mesh.index("dp") == 0 else slice(2, 8)
+        variables = {"microbatches": microbatches, "n": target[own].numel()}
+        variables["loss_sum"] = lambda output, labels: cross_entropy(
+            output.flatten(0, 1), labels.flatten(), reduction="sum"
+        )
+        variables["PipelineParallel"] = lambda _, loss: loss
+        if mesh.index("pp") == 1:
+            message = message_of_unweighed_loss(mesh)
+            loss = eval(message.splitlines()[-1].strip(), variables)
+        else:
+            loss = loss_of
+        model, alone = train(loss), TinyGPT(layers=2)
+        loss_of(alone(codes), target).backward()
+        assert_same("gradients", gradients_of(model), gradients_of(alone))
+
+
+def message_of_unweighed_loss(mesh: ProcessGroupMesh) -> str:
+    """The error of a loss that is a mean of this rank's tokens, from the loss of an applied pipeline of one stage."""
+    alone = mesh.at(pp=1).view(pp=1, dp=2)
+    stages = PipelineParallel(alone, "pp", layers="blocks", first=FIRST, last=LAST, loss=loss_of, microbatches=1)
+    model = compose(alone, stages, DataParallel(alone, "dp"), equal_parts=False).apply(TinyGPT(layers=2))
+    with pytest.raises(MethodError, match=r"has not called together\.mean") as caught:
+        model.step(*[batch(0)[0]], target=batch(0)[1])
+    return str(caught.value)
+
+
+@needs_pipelines
+def test_pipeline_loss_of_unequal_parts_counts_tokens():
+    world(4).run(pipeline_of_unequal_parts)
+
+
 def test_mean_of_unequal_parts_losses_needs_no_tokens():
     assert world(2).run(mean_of_parts, [6.0, 2.0], [3, 1]) == [(2.0, 3.0)] * 2
+
+
+# ---- names of a module's own ----
+
+
+class OwnNames(nn.Linear):
+    """A module with names that a pipeline has too."""
+
+    tied = True
+
+    def __init__(self) -> None:
+        super().__init__(2, 2, bias=False)
+        self.loss = self.tied = True
+
+    def before_step(self) -> None:
+        raise AssertionError("this is a method of the program")
+
+
+def module_with_own_names() -> int:
+    with ProcessGroupMesh(tp=2) as mesh:
+        torch.manual_seed(0)
+        together, compared = compose(mesh, Replaces(mesh, "tp")), list[int]()
+        model = together.apply(OwnNames())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Composition, "check_inputs", lambda *args: compared.append(1))
+            model(torch.ones(2, 2)).sum().backward()
+        together.grad_norm()
+        return len(compared)
+
+
+def test_module_may_have_the_names_of_a_pipeline():
+    assert world(2).run(module_with_own_names) == [1, 1]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,9 @@ from torch import nn
 from pgmesh import MethodError, ProcessGroupMesh
 from pgmesh.parallel import Level, Method, PipelineParallel, ShardedDataParallel, TensorParallel, compose
 from pgmesh.parallel.local_experts import LocalExperts
-from tests.support.fake_world import fake_rank
+from tests.support.parallel_models import assert_same_run
 from tests.support.pipelines import needs_pipelines
-from tests.support.small_model import (
-    FIRST_STAGE,
-    SmallModel,
-    assert_same_training,
-    loss_of,
-    train,
-    train_alone,
-)
+from tests.support.small_model import FIRST_STAGE, SmallModel, loss_of, train, train_alone
 from tests.support.tensor_plans import TWO_LAYERS
 from tests.support.worlds import check_sums, groups_of, world
 
@@ -77,18 +69,15 @@ def partners(mesh: ProcessGroupMesh, kind: str, axis: str = "x") -> list[Method]
     }[kind]()
 
 
-KINDS = ("sharding", "tensor", "pipeline", "two stages")
-
-
 # ---- averages of gradients ----
 
 
 def compose_average(page: str) -> None:
     averages = AVERAGES[page]()
-    for kind, frozen in (*((kind, ()) for kind in KINDS if kind != "sharding"), ("pipeline", FIRST_STAGE)):
+    for kind, frozen in (("tensor", ()), ("two stages", ()), ("pipeline", FIRST_STAGE)):
         with ProcessGroupMesh(dp=2, x=2, name=f"{page}, {kind}, {len(frozen)} frozen") as mesh:
             together = compose(mesh, averages(mesh, "dp"), *partners(mesh, kind))
-            assert_same_training(train(together.apply(SmallModel(frozen)), together.share), train_alone(frozen))
+            assert_same_run(train(together.apply(SmallModel(frozen)), together.share), train_alone(frozen))
             check_sums(groups_of(mesh))
 
 
@@ -102,7 +91,7 @@ def compose_average_with_two() -> None:
     average = AVERAGES["docs"]()
     with ProcessGroupMesh(pp=2, dp=2, x=2, name="two stages, tensor") as mesh:
         together = compose(mesh, average(mesh, "dp"), *partners(mesh, "two stages", "pp"), *partners(mesh, "tensor"))
-        assert_same_training(train(together.apply(SmallModel()), together.share), train_alone())
+        assert_same_run(train(together.apply(SmallModel()), together.share), train_alone())
         check_sums(groups_of(mesh))
 
 
@@ -116,10 +105,10 @@ def test_an_average_composed_with_two_other_methods():
 
 def compose_split() -> None:
     split = of_program("examples/10_own_method.py", "Split")
-    for kind in (kind for kind in KINDS if kind != "tensor"):
+    for kind in ("sharding", "two stages"):
         with ProcessGroupMesh(x=2, tp=2, name=f"split, {kind}") as mesh:
             together = compose(mesh, *partners(mesh, kind), split(mesh, "tp"))
-            assert_same_training(train(together.apply(SmallModel()), together.share), train_alone())
+            assert_same_run(train(together.apply(SmallModel()), together.share), train_alone())
             check_sums(groups_of(mesh))
 
 
@@ -153,12 +142,6 @@ class Keeps(Method):
     def apply(self, module: nn.Module) -> nn.Module:
         self.kept = [*module.parameters()]
         return module
-
-
-@pytest.fixture
-def mesh() -> Iterator[ProcessGroupMesh]:
-    with fake_rank(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor") as mesh:
-        yield mesh
 
 
 def test_sharding_is_applied_before_methods_that_keep_weights(mesh: ProcessGroupMesh):

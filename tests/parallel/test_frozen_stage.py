@@ -10,8 +10,9 @@ from torch import nn
 
 from pgmesh import ProcessGroupMesh
 from pgmesh.parallel import DataParallel, PipelineParallel, ShardedDataParallel, TensorParallel, compose
+from tests.support.parallel_models import assert_same_run
 from tests.support.pipelines import needs_pipelines
-from tests.support.small_model import FIRST_STAGE, SmallModel, assert_same_training, loss_of, train, train_alone
+from tests.support.small_model import FIRST_STAGE, SmallModel, loss_of, train, train_alone
 from tests.support.tensor_plans import TWO_LAYERS
 from tests.support.worlds import check_sums, groups_of, world
 
@@ -28,7 +29,7 @@ def next_to_a_frozen_stage(
         if kind is DataParallel and mesh.index("dp"):
             for weight in model.parameters():
                 nn.init.zeros_(weight)
-        assert_same_training(train(together.apply(model), together.share), train_alone(frozen))
+        assert_same_run(train(together.apply(model), together.share), train_alone(frozen))
         check_sums(groups_of(mesh))
 
 
@@ -49,7 +50,7 @@ def cut_and_frozen() -> None:
         tensor = TensorParallel(mesh, "tp", plan=TWO_LAYERS)
         pipeline = PipelineParallel(mesh, "pp", layers="blocks", first="012", loss=loss_of, microbatches=4)
         together = compose(mesh, tensor, pipeline)
-        assert_same_training(train(together.apply(SmallModel(FIRST_STAGE)), together.share), train_alone(FIRST_STAGE))
+        assert_same_run(train(together.apply(SmallModel(FIRST_STAGE)), together.share), train_alone(FIRST_STAGE))
 
 
 @needs_pipelines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import threading
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -252,3 +253,46 @@ def test_pipeline_on_torch_with_older_stages_raises():
         method = PipelineParallel(mesh, "pp", layers="0", loss=None, microbatches=1)
         with pytest.raises(MethodError, match=r"^a pipeline needs the stages of torch 2\.12: with those of torch 2\."):
             method.apply(nn.Sequential(nn.Sequential(nn.Tanh())))
+
+
+# ---- modules that every stage would run ----
+
+
+class Regular(nn.Module):
+    """A module without parameters between the embedding and the layers."""
+
+    def __init__(self, between: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.between = nn.Linear(4, 4), between
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.tokens is not None:
+            x = self.between(self.tokens(x))
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("between", [nn.Dropout(0.5), nn.BatchNorm1d(4, affine=False)])
+def test_dropout_or_statistics_on_every_stage_raise(between: nn.Module):
+    with fake_rank(0, 2), ProcessGroupMesh(pp=2) as mesh:
+
+        def build(**changes: Any) -> PipelineParallel:
+            return PipelineParallel(mesh, "pp", **{"layers": "layers", "loss": None, "microbatches": 2, **changes})
+
+        with pytest.raises(MethodError, match=r"^between \(\w+\) is not in layers, first= or last=") as caught:
+            build(first=["tokens"]).cut(Regular(between))
+        call = str(caught.value).splitlines()[-1].strip().replace("PipelineParallel(..., ", "build(")
+        (stage,) = eval(call, {"build": build}).cut(Regular(between))
+        assert stage(torch.ones(2, 4)).shape == (2, 4)
+    with fake_rank(0, 1), ProcessGroupMesh(pp=1) as mesh:
+        build(first=["tokens"]).cut(Regular(between))  # the only stage
+
+
+def test_module_of_loss_is_no_part_of_the_pipeline():
+    with fake_rank(0, 1), ProcessGroupMesh(pp=1) as mesh:
+        loss = nn.CrossEntropyLoss(weight=torch.ones(4))
+        method = PipelineParallel(mesh, "pp", layers="0", loss=loss, microbatches=1)
+        assert not method.apply(nn.Sequential(nn.Sequential(nn.Tanh()))).state_dict()

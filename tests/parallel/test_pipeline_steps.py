@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 
 from pgmesh import MethodError, OptionsError, ProcessGroupMesh
 from pgmesh.parallel import DataParallel, PipelineParallel, ShardedDataParallel, compose
-from pgmesh.parallel.pipeline import MAX_SCHEDULES
+from pgmesh.parallel.running import MAX_SCHEDULES
 from pgmesh.parallel.schedules import SCHEDULES
 from pgmesh.parallel.stage_shapes import Stage
 from tests.support.fake_world import fake_rank
@@ -188,6 +188,22 @@ def test_before_step_is_called_first_in_training_alone():
         with pytest.raises(ValueError, match="3 rows of inputs, 4 rows of target cannot be split"):
             model.step(batch[:3], target=batch)
         assert len(calls) == 2
+
+
+def test_suggested_schedule_runs_the_microbatches_it_names():
+    with fake_rank(0, 2), ProcessGroupMesh(pp=2) as mesh:
+
+        def build(**changes: Any) -> PipelineParallel:
+            return pipeline_on(
+                mesh, **{"schedule": "zero-bubble-v", "stages_per_rank": 2, "microbatches": 5, **changes}
+            )
+
+        module = nn.Module()
+        module.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH).double() for _ in range(4))
+        with pytest.raises(MethodError, match="always runs forward and backward") as caught:
+            build().apply(module)(rows_of(5, 2))
+        call = str(caught.value).splitlines()[-1].strip().replace("PipelineParallel(..., ", "build(")
+        assert eval(call, {"build": build}).microbatches == 4
 
 
 def torch_accepts(mesh: ProcessGroupMesh, schedule: str, count: int, microbatches: int) -> bool:

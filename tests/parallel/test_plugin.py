@@ -22,8 +22,8 @@ from torch.optim import SGD
 from pgmesh import ProcessGroupMesh
 from pgmesh.parallel import Method, PipelineParallel, ShardedDataParallel, TensorParallel, compose, find
 from tests.support.installed_package import pip_install
-from tests.support.parallel_models import full_tensor, named_weights
-from tests.support.small_model import FIRST_STAGE, SmallModel, batch, loss_of, optimizer_of
+from tests.support.parallel_models import full_tensor, named_weights, optimizer_of
+from tests.support.small_model import FIRST_STAGE, SmallModel, batch, loss_of
 from tests.support.tensor_plans import TWO_LAYERS
 from tests.support.worlds import check_sums, groups_of, world
 
@@ -66,7 +66,7 @@ def model_of(replica: int, frozen: tuple[str, ...]) -> SmallModel:
 def plain_loop(outer: str, frozen: tuple[str, ...] = ()) -> tuple[list[list[float]], list[SmallModel]]:
     """Losses of each replica's steps, and the replicas, after training in one process."""
     replicas = [model_of(i, frozen) for i in range(REPLICAS)]
-    optimizers = [optimizer_of(replica) for replica in replicas]
+    optimizers = [optimizer_of(replica.parameters()) for replica in replicas]
     trainable = [[weight for weight in each.parameters() if weight.requires_grad] for each in replicas]
     losses: list[list[float]] = [[] for _ in replicas]
     with torch.no_grad():
@@ -121,7 +121,7 @@ def trained(site: Path, sizes: dict[str, int], kind: str, outer: str, frozen: tu
         model = model_of(mine, frozen)
         together.broadcast(model)
         model = together.apply(model)
-        optimizer = together.attach(optimizer_of(model))
+        optimizer = together.attach(optimizer_of(model.parameters()))
         furthest = 0.0
         for step in range(STEPS):
             rows, target = map(together.share, batch(step))

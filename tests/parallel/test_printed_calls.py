@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from pgmesh import MethodError, PgmeshError, ProcessGroupMesh
+from pgmesh import AxisError, MethodError, PgmeshError, ProcessGroupMesh
 from pgmesh.parallel import (
+    ContextParallel,
     DataParallel,
     PipelineParallel,
     ShardedDataParallel,
@@ -28,12 +31,6 @@ from tests.support.tensor_plans import BLOCK_PLAN
 from tests.support.worlds import world
 
 torch.set_num_threads(1)  # also on ranks, which import this: others share their cores
-
-
-@pytest.fixture
-def mesh() -> Iterator[ProcessGroupMesh]:
-    with fake_rank(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor") as mesh:
-        yield mesh
 
 
 def printed_call(call: Callable[[], object]) -> str:
@@ -69,6 +66,35 @@ def test_two_averages_on_two_views_are_one_method(mesh: ProcessGroupMesh):
     call = printed_call(lambda: compose(mesh, *both, unowned="pp"))
     together = compose(mesh, eval(call, {**globals(), "mesh": mesh}), unowned="pp")
     assert (together.num_replicas, str(together)) == (4, "Composition(DataParallel along dp, tp)")
+
+
+def test_one_average_in_place_of_two_keeps_replicas(mesh: ProcessGroupMesh):
+    both = ShardedDataParallel(mesh, "dp", replicate="dp"), DataParallel(mesh, "tp")
+    method = eval(printed_call(lambda: compose(mesh, *both, unowned="pp")))
+    compose(mesh, method, unowned="pp")
+    assert (method.owns, method.replicates) == (("dp", "tp"), ("dp",))
+
+
+def test_replicas_along_axis_of_other_rows_or_weights(mesh: ProcessGroupMesh):
+    tensor = TensorParallel(mesh, "tp", plan=BLOCK_PLAN)
+    for others, unowned, line in (([], ["pp", "tp"], -2), ([tensor], ["pp"], -1)):
+        with pytest.raises(AxisError) as caught:
+            compose(mesh, *others, ShardedDataParallel(mesh, "dp", replicate="tp"), unowned=unowned)
+        method = eval(str(caught.value).splitlines()[line].strip())
+        compose(mesh, *others, method, unowned=["pp"]).apply(TinyGPT(layers=1))
+        assert method.replicates == (() if others else ("tp",))
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2, "cp": 2, "x": 2}, {0: 2, 1: 2, 2: 2}], ids=str)
+@pytest.mark.parametrize("where", ["mesh", "view", "slice"])
+def test_unaveraged_positions_print_data_parallel(sizes: dict[str | int, int], where: str):
+    with fake_rank(3, 8), ProcessGroupMesh(sizes) as mesh:
+        axes = mesh.axes
+        whole_or_part = {"mesh": mesh, "view": mesh.view(a=2, b=2, c=2), "slice": mesh.at({axes[0]: 0})}[where]
+        context = ContextParallel(whole_or_part, "b" if where == "view" else axes[1])
+        data = eval(printed_call(lambda: compose(mesh, context, unowned=axes).apply(TinyGPT(layers=1))))
+        compose(mesh, context, data, unowned=axes).apply(TinyGPT(layers=1))
+        assert data.mesh.ranks(*data.average_axes) == context.mesh.ranks(*context.owns)
 
 
 def test_printed_unowned_axes_keep_those_given(mesh: ProcessGroupMesh):
@@ -110,6 +136,33 @@ def check_gradients(together: Any, model: nn.Module) -> None:
 @pytest.mark.parametrize("program", [whole_weights_of_tensor_parallelism, data_around_sharded_data])
 def test_ddp_on_dtensors_prints_fully_shard(program: Callable[[], None]):
     world(4).run(program)
+
+
+def unfrozen_after_apply(kind: str) -> None:
+    with ProcessGroupMesh(dp=2) as mesh:
+        model = TinyGPT(layers=1)
+        (model if kind == "all" else model.head).requires_grad_(False)
+        together = compose(mesh, DataParallel(mesh, "dp"))
+        applied = together.apply(model).requires_grad_(True)
+        codes, _ = batch(0)
+        with pytest.raises(MethodError) as caught:
+            applied(together.share(codes))
+        name = "tokens" if kind == "all" else "head"
+        assert str(caught.value).startswith(f"{name}.weight was frozen in apply, and is trained now")
+        with torch.no_grad():
+            applied(together.share(codes))
+        before, sharded = (line.strip() for line in str(caught.value).splitlines()[-2:])
+        model = TinyGPT(layers=1).requires_grad_(False)
+        exec(before, {"model": model})
+        check_gradients(together, together.apply(model))
+        together = compose(mesh, eval(sharded))
+        model = together.apply(TinyGPT(layers=1).requires_grad_(False)).requires_grad_(True)
+        check_gradients(together, model)
+
+
+@pytest.mark.parametrize("kind", ["all", "head"])
+def test_parameters_unfrozen_after_ddp_raise(kind: str):
+    world(2).run(unfrozen_after_apply, kind)
 
 
 # ---- an optimizer from before apply ----
@@ -162,6 +215,65 @@ def train_without_wrapper(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["data", pytest.param("pipeline", marks=needs_pipelines)])
 def test_training_without_the_wrapper_of_apply_raises(kind: str):
     world(2).run(train_without_wrapper, kind)
+
+
+class WithMethod(nn.Module):
+    """A model whose loss is a method of its own, which ``forward`` calls too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).tanh()).square().mean()
+
+    forward = loss
+
+
+def train_by_method() -> None:
+    with ProcessGroupMesh(a=2) as mesh:
+        together, alone = compose(mesh, DataParallel(mesh, "a")), WithMethod()
+        model = together.apply(WithMethod())
+        rows = torch.arange(32.0, dtype=torch.float64).reshape(8, 4).sin()
+        inputs = together.share(rows)
+        with pytest.raises(MethodError, match=r"also by a method of model\.module") as caught:
+            model.module.loss(inputs).backward()
+        variables = {"model": model, "inputs": inputs}
+        exec(str(caught.value).splitlines()[-2].strip(), variables)
+        variables["loss"].backward()
+        alone(rows).backward()
+        assert_same("gradients", gradients_of(model), gradients_of(alone))
+        for layer in model.modules():
+            assert not layer._forward_pre_hooks
+        assert not any(weight._backward_hooks for weight in model.parameters())
+
+
+def test_method_of_module_in_ddp_raises():
+    world(2).run(train_by_method)
+
+
+def untrained_module() -> None:
+    with ProcessGroupMesh(a=2) as mesh:
+        model = compose(mesh, DataParallel(mesh, "a")).apply(WithMethod())
+        reference = weakref.ref(model.module)
+        del model
+        gc.collect()
+        assert reference() is None
+
+
+def test_module_that_was_never_trained_is_freed():
+    world(2).run(untrained_module)
+
+
+def train_in_evaluation_mode() -> None:
+    with ProcessGroupMesh(a=2) as mesh:
+        model = compose(mesh, DataParallel(mesh, "a")).apply(WithMethod())
+        model.eval()(torch.ones(2, 4, dtype=torch.float64)).backward()
+
+
+def test_wrapper_in_evaluation_mode_may_be_trained():
+    world(2).run(train_in_evaluation_mode)
 
 
 def compiled_wrapper() -> None:

@@ -1,8 +1,4 @@
-"""What a program does not say, the composition derives, or raises an error: four ranks against one process.
-
-Each program of the first table says only which axes a method owns. All losses, gradients, norms and weights of three
-steps have to be those of one process.
-"""
+"""What a program does not say, the composition derives, or raises an error: four ranks against one process."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from torch.nn.functional import gelu
 
 from pgmesh import AxisError, MethodError, ProcessGroupMesh
 from pgmesh.parallel import DataParallel, ExpertParallel, Method, ShardedDataParallel, compose
-from tests.parallel.random_compositions import AverageLater, Drawn, train
+from tests.parallel.random_compositions import AverageLater
 from tests.support.expert_models import expert_model
 from tests.support.parallel_models import (
     WIDTH,
@@ -34,50 +30,6 @@ from tests.support.worlds import world
 pytestmark = pytest.mark.long
 
 torch.set_num_threads(1)  # ranks import this too, and share the cores
-
-
-def four(*ranks: int, **what: Any) -> Drawn:
-    """A composition on four ranks; the axes are among ``what``."""
-    sizes = {axis: what.pop(axis) for axis in ("late", "pp", "dp", "cp", "tp") if axis in what}
-    return Drawn(0, sizes, ranks or (0, 1, 2, 3), **what)
-
-
-PIPELINE: dict[str, Any] = {"pp": 2, "schedule": "1f1b", "microbatches": 2}
-
-PROGRAMS = {
-    "context and data": four(dp=2, cp=2, data="data", context="ring"),
-    "context and sharded data": four(dp=2, cp=2, data="sharded", context="ulysses"),
-    "context alone reads other tokens": four(dp=1, cp=4, data="data", context="ring"),
-    "experts on a view with replicas": four(dp=4, data="data", experts=(2, 2, 1)),
-    "experts on a view, sharded": four(dp=4, data="sharded", experts=(1, 2, 2)),
-    "norm of a pipeline": four(**PIPELINE, dp=2, data="data", clip=True),
-    "norm of experts in a pipeline": four(**PIPELINE, dp=2, data="data", experts=(1, 2, 1), clip=True),
-    "norm of tied embeddings in a pipeline": four(**PIPELINE, dp=2, data="sharded", tied=True, clip=True),
-    "norm of tied shards in a pipeline": four(**PIPELINE, tp=2, tensor="blocks", tied=True, clip=True),
-    "accumulation, tied embeddings in a pipeline": four(**PIPELINE, dp=2, data="sharded", tied=True, passes=2),
-    "accumulation, tied embeddings under DDP": four(**PIPELINE, dp=2, data="data", tied=True, passes=2),
-    "norm of each replica": four(late=2, dp=2, data="sharded", clip=True),
-    "experts of each replica": four(late=2, dp=2, data="data", experts=(1, 2, 1), clip=True),
-    "masked labels, data": four(dp=4, data="data", masked=True),
-    "masked labels, context": four(dp=2, cp=2, data="sharded", context="ring", masked=True),
-    "parts of unequal sizes": four(0, 2, 1, 3, dp=2, cp=2, data="data", context="ring", ragged=True, masked=True),
-    "masked labels, tensor": four(dp=2, tp=2, data="sharded", tensor="vocabulary", masked=True),
-    "masked labels, accumulation": four(dp=4, data="data", masked=True, passes=2),
-    "masked labels, experts": four(dp=4, data="data", masked=True, experts=(2, 2, 1)),
-    "parts of unequal sizes, experts": four(dp=4, data="data", ragged=True, masked=True, experts=(2, 2, 1)),
-    "accumulation, experts": four(dp=4, data="data", passes=2, experts=(2, 2, 1)),
-    "masked labels, pipeline": four(**PIPELINE, dp=2, data="data", masked=True, passes=2),
-    "masked labels, pipeline and context": four(**PIPELINE, dp=1, cp=2, data="data", context="ring", masked=True),
-    "sharded logits, split backward": four(
-        pp=2, tp=2, tensor="vocabulary", schedule="zero-bubble", stages_per_rank=2, microbatches=2, layers=4
-    ),
-    "experts in bfloat16": four(dp=4, data="sharded", experts=(2, 2, 1), half=True),
-}
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_program_with_axes_alone_equals_one_process(name: str) -> None:
-    world(4).run(train, PROGRAMS[name])
 
 
 # ---- a method of the program ----

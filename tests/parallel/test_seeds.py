@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,12 +16,6 @@ from pgmesh import AxisError, MembershipError, OptionsError, ProcessGroupMesh
 from pgmesh.parallel import seed_of, seeded_rng
 from tests.support.fake_world import fake_rank
 from tests.support.worlds import world
-
-
-@pytest.fixture
-def mesh() -> Iterator[ProcessGroupMesh]:
-    with fake_rank(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor") as mesh:
-        yield mesh
 
 
 def draws(axes: tuple[str, ...], ranks: list[int]) -> dict[tuple[int, ...], int]:

@@ -22,7 +22,7 @@ from pgmesh import MethodError, OptionsError, ProcessGroupMesh
 from pgmesh.parallel import ExpertParallel, PipelineParallel, TensorParallel, compose
 from tests.support.expert_models import expert_model
 from tests.support.fake_world import fake_rank
-from tests.support.parallel_models import FIRST, LAST, TinyGPT, assert_same, gradients_of, loss_of
+from tests.support.parallel_models import FIRST, LAST, TinyGPT, assert_same, batch, gradients_of, loss_of
 from tests.support.pipelines import needs_pipelines
 from tests.support.tensor_plans import BLOCK_PLAN
 from tests.support.worlds import world
@@ -254,20 +254,28 @@ def test_module_in_two_places_raises(mesh, places):
 # ---- tied weights ----
 
 
+STYLES = {"RowwiseParallel": RowwiseParallel, "ColwiseParallel": ColwiseParallel, "Replicate": Replicate}
+
+
 def tied_in_different_shards() -> None:
     with ProcessGroupMesh(pp=2, tp=2) as mesh:
         stages = PipelineParallel(
             mesh, "pp", layers="blocks", first=FIRST, last=LAST, loss=loss_of, microbatches=2, schedule="gpipe"
         )
         columns = {"tokens": ColwiseParallel(), "head": ColwiseParallel(output_layouts=Replicate())}
-        rows = {**columns, "tokens": RowwiseParallel(input_layouts=Replicate())}
-        model = TinyGPT(tied=True, vocabulary=16)  # as wide as it is high
+        model, alone = (TinyGPT(tied=True, vocabulary=16) for _ in range(2))  # as wide as it is high
         for plan, one in ((columns, "[16, 8] [Shard(dim=1)]"), ({"head": columns["head"]}, "[16, 16] []")):
             tensor = TensorParallel(mesh, "tp", plan={**BLOCK_PLAN, **plan})
             text = f"tokens.weight is {one}, and head.weight is [8, 16] [Shard(dim=0)]."
-            with pytest.raises(MethodError, match=re.escape(text)):
+            with pytest.raises(MethodError, match=re.escape(text)) as caught:
                 compose(mesh, stages, tensor).apply(TinyGPT(tied=True, vocabulary=16))
-        compose(mesh, stages, TensorParallel(mesh, "tp", plan={**BLOCK_PLAN, **rows})).apply(model)
+        call = str(caught.value.__cause__).splitlines()[-1].strip().partition("   #")[0]
+        rows = eval(f"dict({call})", STYLES, {"plan": {**BLOCK_PLAN, **columns}})["plan"]
+        model = compose(mesh, stages, TensorParallel(mesh, "tp", plan=rows)).apply(model)
+        codes, target = batch(0, vocabulary=16)
+        model.step(codes, target=target)
+        loss_of(alone(codes), target).backward()
+        assert_same("gradients", gradients_of(model), gradients_of(alone))
 
 
 def test_tied_ends_in_different_shards_raise():

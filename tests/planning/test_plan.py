@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 
 import pytest
 
@@ -46,10 +47,6 @@ def test_plan_json_equals_golden_file(name):
     planned = PLANS[name]()
     assert json.loads(planned.json()) == json.loads(json.dumps(planned.data()))
     golden.check(f"plan-{name}.json", planned.json() + "\n")
-
-
-def test_compared_plans_equal_golden_file():
-    golden.check("plans-compared.txt", plan(BASE, nodes="8x8").compare(plan(TURNED, nodes="8x8")) + "\n")
 
 
 def test_plans_of_equal_content_are_equal():
@@ -156,6 +153,26 @@ def test_fix_for_a_view_is_a_view():
         ("moe: ep spans 8 hosts: every hop leaves the host.", True, "--view 'moe: edp=8 ep=8'"),
     ]
     assert planned.findings[0].result == "moe: ep on 1 host"
+
+
+def test_fix_for_a_view_is_quoted_for_the_shell():
+    (finding,) = plan(BASE, nodes="8x8", views={"moe's": {"ep": 8, "edp": -1}}).findings
+    assert shlex.split(finding.fix) == ["--view", "moe's: edp=8 ep=8"]
+
+
+@pytest.mark.parametrize(("arguments", "ranks"), [({}, 2), ({"nodes": "2x4"}, 8)])
+def test_plan_suggested_without_axes_runs(arguments, ranks):
+    with pytest.raises(ShapeError) as caught:
+        plan(**arguments)
+    suggested = str(caught.value).partition("such as ")[2].removesuffix(".")
+    assert len(eval(suggested).layout) == ranks
+
+
+def test_plan_suggested_for_a_view_runs():
+    with pytest.raises(ShapeError, match="holds 6 ranks, but the mesh has 64") as caught:
+        plan(BASE, nodes="8x8", views={"moe": {"ep": 6}})
+    suggested = str(caught.value).splitlines()[-1].partition("   # ")[0].strip()
+    assert eval(suggested)["moe: ep"].size == 64
 
 
 def test_fixes_reduce_the_hops():

@@ -742,6 +742,36 @@ def test_call_that_olmo_proposes_is_right():
     assert set(taken) == {0, 1}
 
 
+@pytest.mark.parametrize(
+    ("given", "right"),
+    [
+        ({"tensor_model_parallel_size": 2}, "recipes.megatron(8, tp=2)"),
+        (
+            {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 2], "of": Layout},
+            "recipes.megatron(8, cp=4, hierarchical_cp=[2, 2], of=Layout)",
+        ),
+        (
+            {"pipeline_model_parallel_size": 2, "order": "tp-dp-pp", "distributed_timeout_minutes": 10},
+            "recipes.megatron(8, pp=2, order='tp-dp-pp')",
+        ),
+    ],
+)
+def test_megatrons_own_call_is_translated(given, right):
+    with pytest.raises(ShapeError, match="has no argument") as caught:
+        recipes.megatron(8, **given)
+    assert str(caught.value).endswith(f"\n\n  {right}")
+    with fake_rank(0, 8):
+        assert eval(right).call.removesuffix(")") in right
+
+
+def test_call_suggested_for_a_lambda_runs():
+    embedding = lambda ranks: ranks[:1]  # noqa: E731
+    with pytest.raises(ShapeError) as caught:
+        recipes.megatron(8, tp=3, embedding=embedding, of=Layout)
+    suggested = str(caught.value).partition("\n\n  ")[2]
+    assert eval(suggested).partition("embedding")[0] == (0,)
+
+
 def test_a_plan_and_another_rank_make_no_groups():
     with fake_rank(5, 8):
         arrangement = recipes.megatron(8, tp=2, name="seen")

@@ -109,7 +109,7 @@ def test_load_of_a_model_is_even(seed):
         (ReshardPlan(*case[:5], itemsize=1 + number % 2, hosts=case.hosts), count)
         for number, (case, count) in enumerate(model)
     ]
-    balance(plans)
+    balance(dict(plans))
     load: Counter[int] = Counter()
     sent: Counter[tuple[int, ...]] = Counter()  # by the ranks that could send it
     for (plan, count), (case, _) in zip(plans, model):
@@ -125,7 +125,7 @@ def test_load_of_a_model_is_even(seed):
 def test_replicas_relieve_ranks_that_hold_a_tensor_alone():
     shared = ReshardPlan((1200,), Layout(4), None, Layout(1, ranks=[4]), None)
     alone = ReshardPlan((300,), Layout(1), None, Layout(1, ranks=[4]), None)
-    balance([(shared, 1), (alone, 1)])
+    balance({shared: 1, alone: 1})
     assert [shared.of(rank).sent + alone.of(rank).sent for rank in range(4)] == [375] * 4
     assert [shared.of(rank).sent for rank in range(4)] == [75, 375, 375, 375]
 
@@ -202,12 +202,12 @@ MUTATIONS = [
     ("level + (place < extra) - loads[i]", "level - loads[i]"),
     ("split_evenly(self.total, [0] * len(self.replicas))", "[self.total] + [0] * (len(self.replicas) - 1)"),
     ("self._end - sum(", "self._end - 0 * sum("),
-    ("if len(hosts) == 1:", "if len(hosts) > 1:"),
-    ("left[number] -= size", "left[number] -= size + 1"),
-    ("left[number] -= size\n                    start += size", "left[number] -= size"),
-    ("if rank in self._own:", "if False:"),
+    ("if len(self._plan._hosts) > 1:", "if len(self._plan._hosts) == 1:"),
+    ("self._left[replica] -= size", "self._left[replica] -= size + 1"),
+    ("start = cut.give(number, start, stop)", "cut.give(number, start, stop)"),
+    ("if rank not in self._own:", "if True:"),
     ("taken = sorted([*self._own.values(), *(", "taken = sorted([*("),
-    ("min(left[replica], stop - start)", "stop - start"),
+    ("min(self._left[replica], stop - start)", "stop - start"),
     ("if part == mine:", "if part == mine and part:"),
     ("bisect.bisect(self._wanted, start, ", "bisect.bisect_left(self._wanted, start, "),
     ("last = min(first + stop - start, slots.size)", "last = first + stop - start"),

@@ -69,7 +69,7 @@ def random_transfers(seeds: range) -> int:
     return moved
 
 
-@pytest.mark.parametrize(("ranks", "seeds"), [(4, range(25)), (8, range(100, 120))])
+@pytest.mark.parametrize(("ranks", "seeds"), [(4, range(12)), (8, range(100, 110))])
 def test_any_tensor_between_any_meshes_stays_equal(ranks, seeds):
     assert sum(world(ranks).run(random_transfers, seeds)) > len(seeds)
 

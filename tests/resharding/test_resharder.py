@@ -562,8 +562,8 @@ def outcome(call: Callable[[], Any]) -> tuple[str, str, float]:
 
 
 def before_step(side: str, bucket: int, do: Callable[[], object]) -> Any:
-    """Call ``do`` before a bucket is packed ("sends") or unpacked ("receives")."""
-    name = "__init__" if side == "sends" else "_unpack"
+    """Call ``do`` before a bucket is packed ("sends") or arrives ("receives")."""
+    name = "__init__" if side == "sends" else "finish"
     method, called = getattr(transfer.Exchange, name), []
 
     def counting(exchange: transfer.Exchange, *arguments: Any) -> None:
@@ -695,6 +695,27 @@ def test_broken_connections_are_an_error_at_the_timeout():
     assert kind == "WorldError"
     assert "did not begin in 1 s: their connection broke again and again, at last with: connection reset" in text
     assert 1 <= seconds < 5
+
+
+def works_that_end_while_others_leave() -> bool:
+    """Works end after the last look at them, and before the look at the other ranks, which have gone on and left."""
+    one = link.Link(Layout(1), Layout(1), timeout=20)
+    assert one.agree(0)
+    ends = threading.Event()
+    works = one._connection.track([mock.Mock(wait=ends.wait)])
+
+    def is_over(meshes: link.InternalMeshes) -> bool:
+        ends.set()
+        works.join()
+        return True
+
+    with mock.patch.object(link.InternalMeshes, "is_over", is_over):
+        one.wait(works)
+    return works.is_completed()
+
+
+def test_works_that_just_ended_are_not_given_up():
+    assert world(1).run(works_that_end_while_others_leave) == [True]
 
 
 def test_batch_that_fails_keeps_no_started_works():

@@ -2,103 +2,40 @@
 
 from __future__ import annotations
 
-MEGATRON = {
-    "get_nccl_options": "pg_name nccl_comm_cfgs",
-    "update_pg_timeout": "timeout pg",
-    "create_group": "ranks timeout backend pg_options use_local_synchronization group_desc",
-    "generate_masked_orthogonal_rank_groups": "world_size parallel_size mask",
-    "create_hierarchical_groups": "rank ranks hierarchical_group_sizes create_gloo_process_groups pg_options timeout "
-    "group_desc",
-    "RankGenerator": "tp ep dp pp cp order rank_offset",
-    "default_embedding_ranks": "pp_ranks",
-    "default_position_embedding_ranks": "pp_ranks",
-    "overwrite_nccl_comm_cfgs": "nccl_comm_cfgs pg_name key_value_pair",
-    "initialize_model_parallel": "tensor_model_parallel_size pipeline_model_parallel_size "
-    "virtual_pipeline_model_parallel_size pipeline_model_parallel_comm_backend use_sharp "
-    "context_parallel_size hierarchical_context_parallel_sizes expert_model_parallel_size "
-    "num_distributed_optimizer_instances expert_tensor_parallel_size "
-    "nccl_communicator_config_path distributed_timeout_minutes order get_embedding_ranks "
-    "get_position_embedding_ranks create_gloo_process_groups high_priority_stream_groups "
-    "sharp_enabled_group",
-    "is_initialized": "",
-    "is_unitialized": "",
-    "model_parallel_is_initialized": "",
-    "get_model_parallel_group": "check_initialized",
-    "get_tensor_model_parallel_group": "check_initialized",
-    "get_pipeline_model_parallel_group": "check_initialized",
-    "get_data_parallel_group": "with_context_parallel partial_data_parallel",
-    "get_data_parallel_group_gloo": "with_context_parallel partial_data_parallel",
-    "get_context_parallel_group": "check_initialized",
-    "get_context_parallel_global_ranks": "check_initialized",
-    "get_hierarchical_context_parallel_groups": "check_initialized",
-    "get_embedding_group": "check_initialized",
-    "get_position_embedding_group": "check_initialized",
-    "get_amax_reduction_group": "with_context_parallel tp_only_amax_red",
-    "get_tensor_and_data_parallel_group": "check_initialized with_context_parallel",
-    "get_tensor_and_context_parallel_group": "check_initialized",
-    "set_tensor_model_parallel_world_size": "world_size",
-    "set_pipeline_model_parallel_world_size": "world_size",
-    "set_virtual_pipeline_model_parallel_world_size": "world_size",
-    "get_tensor_model_parallel_world_size": "",
-    "get_pipeline_model_parallel_world_size": "",
-    "set_tensor_model_parallel_rank": "rank",
-    "set_pipeline_model_parallel_rank": "rank",
-    "get_tensor_model_parallel_rank": "",
-    "get_pipeline_model_parallel_rank": "",
-    "is_pipeline_first_stage": "ignore_virtual vp_stage",
-    "is_pipeline_last_stage": "ignore_virtual vp_stage",
-    "is_rank_in_embedding_group": "ignore_virtual vp_stage",
-    "is_rank_in_position_embedding_group": "",
-    "get_virtual_pipeline_model_parallel_rank": "",
-    "set_virtual_pipeline_model_parallel_rank": "rank",
-    "get_virtual_pipeline_model_parallel_world_size": "",
-    "get_tensor_model_parallel_src_rank": "",
-    "get_model_parallel_src_rank": "",
-    "get_data_parallel_src_rank": "with_context_parallel",
-    "get_pipeline_model_parallel_first_rank": "",
-    "get_pipeline_model_parallel_last_rank": "",
-    "get_pipeline_model_parallel_next_rank": "",
-    "get_pipeline_model_parallel_prev_rank": "",
-    "get_data_parallel_world_size": "with_context_parallel partial_data_parallel",
-    "set_data_parallel_rank": "rank",
-    "get_data_parallel_rank": "with_context_parallel partial_data_parallel",
-    "get_context_parallel_world_size": "",
-    "get_context_parallel_rank": "",
-    "get_tensor_and_context_parallel_world_size": "",
-    "get_tensor_and_context_parallel_rank": "",
-    "get_expert_model_parallel_group": "check_initialized",
-    "get_expert_model_parallel_src_rank": "",
-    "get_expert_model_parallel_world_size": "",
-    "set_expert_model_parallel_world_size": "world_size",
-    "get_expert_model_parallel_rank": "",
-    "set_expert_model_parallel_rank": "rank",
-    "get_expert_tensor_parallel_group": "check_initialized",
-    "get_expert_tensor_parallel_world_size": "",
-    "set_expert_tensor_parallel_world_size": "world_size",
-    "get_expert_tensor_parallel_rank": "",
-    "set_expert_tensor_parallel_rank": "rank",
-    "get_expert_tensor_and_model_parallel_group": "check_initialized",
-    "get_expert_tensor_and_model_parallel_world_size": "",
-    "get_expert_tensor_and_model_parallel_rank": "",
-    "get_expert_tensor_model_pipeline_parallel_group": "check_initialized",
-    "get_expert_data_parallel_group": "check_initialized partial_expert_data_parallel",
-    "get_data_modulo_expert_parallel_group": "partial_expert_data_parallel",
-    "get_expert_data_parallel_group_gloo": "partial_expert_data_parallel",
-    "get_expert_data_parallel_rank": "partial_expert_data_parallel",
-    "get_expert_data_parallel_world_size": "partial_expert_data_parallel",
-    "get_intra_distributed_optimizer_instance_group": "check_initialized",
-    "get_inter_distributed_optimizer_instance_group": "check_initialized",
-    "_set_global_memory_buffer": "",
-    "_set_global_symmetric_memory_buffer": "",
-    "get_global_memory_buffer": "",
-    "get_global_symmetric_memory_buffer": "",
-    "destroy_global_memory_buffer": "",
-    "destroy_global_symmetric_memory_buffer": "",
-    "get_all_ranks": "",
-    "destroy_model_parallel": "",
-    "get_mask": "order token",
-    "get_ranks": "token",
+import ast
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+NEWER = {
+    *("create_hybrid_dp_cp_groups", "get_hybrid_data_context_parallel_groups", "has_separate_all_gather_group"),
+    *("hybrid_context_parallel", "create_all_gather_group", "independent_all_gather"),
 }
+"""Functions and parameters of Megatron-Core that its documentation does not have yet."""
+
+
+def megatron() -> dict[str, str]:
+    """Every function, and the parameters of a class, of the installed Megatron-Core's ``parallel_state``."""
+    spec = importlib.util.find_spec("megatron")
+    if spec is None:
+        pytest.skip("Megatron-Core is not installed")
+    source = Path(next(iter(spec.submodule_search_locations or ())), "core", "parallel_state.py")
+    found = {}
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = _parameters(node)
+        elif isinstance(node, ast.ClassDef):
+            methods = {each.name: _parameters(each) for each in node.body if isinstance(each, ast.FunctionDef)}
+            found |= {node.name: methods.pop("__init__"), **methods}
+    return {name: parameters for name, parameters in found.items() if name not in NEWER}
+
+
+def _parameters(function: ast.FunctionDef) -> str:
+    names = [each.arg for each in function.args.args]
+    return " ".join(name for name in names if name not in ("self", *NEWER))
+
+
 OLMO = {
     "get_world_mesh": "",
     "build_world_mesh": "dp tp cp pp ep device_type",
@@ -119,26 +56,15 @@ OLMO = {
     "flatten_mesh": "device_mesh name",
 }
 FAIRSCALE = {
+    **{
+        f"get_{axis}_parallel_{what}": ""
+        for axis in ("context", "data", "pipeline", "tensor")
+        for what in ("group", "rank", "ranks", "world_size")
+    },
     "destroy_tensor_parallel": "",
     "divide_and_check_no_remainder": "numerator denominator",
     "ensure_divisibility": "numerator denominator",
-    "get_context_parallel_group": "",
-    "get_context_parallel_rank": "",
-    "get_context_parallel_ranks": "",
-    "get_context_parallel_world_size": "",
-    "get_data_parallel_group": "",
-    "get_data_parallel_rank": "",
-    "get_data_parallel_ranks": "",
-    "get_data_parallel_world_size": "",
-    "get_pipeline_parallel_group": "",
-    "get_pipeline_parallel_rank": "",
-    "get_pipeline_parallel_ranks": "",
-    "get_pipeline_parallel_world_size": "",
-    "get_tensor_parallel_group": "",
-    "get_tensor_parallel_rank": "",
-    "get_tensor_parallel_ranks": "",
     "get_tensor_parallel_src_rank": "",
-    "get_tensor_parallel_world_size": "",
     "initialize_tensor_parallel": "tensor_parallel_size pipeline_parallel_size context_parallel_size "
     "tensor_parallel_backend pipeline_parallel_backend context_parallel_backend "
     "data_parallel_backend timeout",

@@ -1,13 +1,15 @@
-"""A program of one rank that ends soon after an abort or a shrink: python -m tests.support.exiting HOW DELAY ...
+"""Ranks that end soon after an abort or a shrink: python -m tests.support.exiting HOW DELAY END PORT STATUS
 
-    python -m tests.support.exiting abort 0.09 leaves RANK PORT STATUS
+    python -m tests.support.exiting abort 0.09 leaves PORT STATUS
 
-It is a program of its own, since processes of multiprocessing end without the destructors of C++.
+Each is forked before anything was started and ends as an interpreter does: processes of multiprocessing end without the
+destructors of C++. The program prints their exit statuses.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -41,7 +43,7 @@ def end_mesh(mesh: ProcessGroupMesh, how: str) -> None:
     return None
 
 
-def main(how: str, delay: float, leaves: bool, rank: int, port: int, status: int) -> None:
+def be(rank: int, how: str, delay: float, leaves: bool, port: int, status: int) -> None:
     launch.join("gloo", timeout=60, replica=rank, replicas=RANKS, host="127.0.0.1", port=port)
     mesh = ProcessGroupMesh(dp=2, tp=2, name="train")
     mesh.connect(timeout=60)
@@ -53,5 +55,15 @@ def main(how: str, delay: float, leaves: bool, rank: int, port: int, status: int
     sys.exit(status)
 
 
+def main(how: str, delay: str, end: str, port: str, status: str) -> None:
+    pids = []
+    for rank in range(RANKS):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            be(rank, how, float(delay), end == "leaves", int(port), int(status))
+    ended = dict(os.waitpid(-1, 0) for _ in pids)
+    print(*(os.waitstatus_to_exitcode(ended[pid]) for pid in pids))
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]), sys.argv[3] == "leaves", *map(int, sys.argv[4:]))
+    main(*sys.argv[1:])

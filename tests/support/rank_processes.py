@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from pgmesh import launch
 from pgmesh.launch import StoreProcess
 from pgmesh.launch.processes import process_context
+from tests.support.faults import WAIT_TIMEOUT, beat_fast
+
+
+def join_world(rank: int, port: int, replicas: int) -> None:
+    """Join the world of these processes, with fast heartbeats. The process does not outlive its test."""
+    signal.alarm(int(4 * WAIT_TIMEOUT))
+    beat_fast()
+    launch.join("gloo", timeout=WAIT_TIMEOUT, replica=rank, replicas=replicas, host="127.0.0.1", port=port)
 
 
 class RankProcesses:

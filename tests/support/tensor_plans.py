@@ -32,7 +32,6 @@ GATHERED_PLAN = {**VOCABULARY_PLAN, "head": ColwiseParallel(output_layouts=Repli
 SEQUENCE_PLAN = {
     **block_plan(sequence=True),
     "tokens": RowwiseParallel(input_layouts=Replicate()),
-    "places": PrepareModuleInput(),
     "blocks.0": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True),
     "blocks.*.norm*": SequenceParallel(),
     "norm": SequenceParallel(),

@@ -28,7 +28,7 @@ def by_hand(layout: Layout, axes: list[str], level: HostLevel) -> Locality:
         hops.append(sum(hosts[i] != hosts[(i + 1) % len(hosts)] for i in range(len(hosts))))
         kinds.append("intra" if units[-1] == 1 else "inter" if units[-1] == len(block) else "mixed")
     kind = kinds[0] if len({*kinds}) == 1 else "mixed"
-    return Locality(level.name, kind, min(units), max(units), kinds.count("intra"), min(hops), max(hops), True)
+    return Locality(level.name, kind, min(units), max(units), kinds.count("intra"), min(hops), max(hops))
 
 
 @st.composite
@@ -54,19 +54,12 @@ def levels(draw, ranks: int) -> HostLevel:
     return HostLevel("host", tuple(runs))
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(layouts(), st.data())
 def test_locality_equals_a_count_of_each_rank(layout, data):
     level = data.draw(levels(max(layout.ranks()) + 1))
     axes = data.draw(st.lists(st.sampled_from(layout.axes), unique=True))
-    with pytest.MonkeyPatch.context() as patch:
-        if len(level.runs) == 1:
-            patch.setattr(locality, "_enumerate_groups", never)
-        assert locality_of(layout, axes, level) == by_hand(layout, axes, level)
-
-
-def never(*_: object) -> None:
-    raise AssertionError("looked at ranks one by one where arithmetic would do")
+    assert locality_of(layout, axes, level) == by_hand(layout, axes, level)
 
 
 @settings(max_examples=50)
@@ -112,26 +105,15 @@ def test_locality_of_a_million_ranks_is_exact(nodes):
         sys.setprofile(None)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-    assert all(each.exact for family in planned.combinations for each in family.localities)
+    assert planned["tp"].localities[0].intra == len(layout) // 16 * (int(nodes.partition("x")[2]) >= 16)
     assert calls < 100_000  # of a million ranks, in eleven combinations of axes
     assert peak < 2_000_000
 
 
-@pytest.mark.parametrize("nodes", ["2x524288", "100000x8,62144x4"])
-def test_locality_on_large_or_uneven_hosts_is_sampled(nodes):
-    planned = plan(Layout(**A_MILLION), nodes=nodes)
-    assert not planned["tp"].localities[0].exact
-    assert "Counted on a sample of the groups" in str(planned)
-
-
-def test_locality_of_permuted_ranks_is_sampled():
+def test_locality_of_many_permuted_ranks_is_exact():
     ranks = [rank ^ 1 for rank in range(1 << 17)]
-    planned = plan(Layout(dp=1 << 14, tp=8, ranks=ranks), nodes="16384x8")
-    found = planned["tp"].localities[0]
-    assert not found.exact
-    assert (found.low, found.high, found.kind) == (1, 1, "intra")
-    assert found.intra == planned["tp"].groups
-    assert "Counted on a sample of the groups" in str(planned)
+    found = plan(Layout(dp=1 << 14, tp=8, ranks=ranks), nodes="16384x8")["tp"].localities[0]
+    assert (found.low, found.high, found.intra, found.kind) == (1, 1, 1 << 14, "intra")
 
 
 # ---- topologies ----
@@ -155,9 +137,9 @@ def test_parse_topology_reads_hosts(nodes, spelled):
 
 
 def test_parse_topology_reads_domains_innermost_first():
-    hosts, domains, rooms = parse_topology(None, "2x4x18x4")
+    hosts, domains = parse_topology(None, "8x18x4")
     assert (hosts.name, hosts.spell(), str(hosts)) == ("host", "144x4", "144 hosts of 4")
-    assert (domains.name, domains.spell(), rooms.spell()) == ("domain", "8x72", "2x288")
+    assert (domains.name, domains.spell()) == ("domain", "8x72")
 
 
 @pytest.mark.parametrize(

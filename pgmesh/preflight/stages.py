@@ -1,4 +1,4 @@
-"""A barrier of all ranks of the world with several stages.
+"""A task of all ranks of the world, in several stages.
 
 At the end of each stage all ranks continue, or all ranks raise the same error. A stage is a round of
 ``rendezvous/group_rounds.py``, without a group: a rank arrives when it has finished its work. The last one to arrive
@@ -26,7 +26,7 @@ from pgmesh.rendezvous.rounds import Rounds
 from pgmesh.rendezvous.store_thread import process_label
 
 
-class StagedBarrier:
+class Stages:
     """The stages of a task of all ranks.
 
     Args:
@@ -40,7 +40,7 @@ class StagedBarrier:
         self.subject, self.seconds, self.hint = subject, seconds, hint
         self._mesh = MeshGroups(f"all ranks of {subject}", Layout(self.size), subject)
         self._thread = self._mesh.world.heartbeat_thread()
-        self._prefix = self._mesh.identity.group_name("barrier")
+        self._prefix = self._mesh.identity.group_name("task")
         self._numbers = itertools.count()
 
     @contextlib.contextmanager
@@ -101,7 +101,7 @@ class StagedBarrier:
         return None if text is None else text.decode()
 
     def leave(self, seconds: float) -> bool:
-        """Leave the barrier. Every rank calls this once; rank 0 calls it after it has printed its report.
+        """End the task. Every rank calls this once; rank 0 calls it after it has printed its report.
 
         The other ranks wait until rank 0 has reported, and rank 0, which may host the store, until they have left.
 

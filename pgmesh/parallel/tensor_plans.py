@@ -1,0 +1,224 @@
+"""Plans of tensor parallelism: two ready ones, the entries of a plan for a module, and checks of a plan.
+
+A plan maps module names to torch's styles. torch computes wrong results of some plans without an error: the checks
+refuse these. What styles say of sequences, between sharded ones (- is None or False)::
+
+    style                                                        sequence_dims  split_of          gets_whole
+    tokens   RowwiseParallel(input_layouts=Replicate())          -              -                 -
+    places   PrepareModuleInput()                                -              -                 True
+    blocks.0 PrepareModuleInput(Replicate(), Shard(1))           1              Split(0, dim=1)   -
+    norm     SequenceParallel()                                  1              -                 -
+    qkv, up  ColwiseParallel(input_layouts=Shard(1))             1              -                 -
+    out      RowwiseParallel(output_layouts=Shard(1))            1              -                 -
+    head     ColwiseParallel()                                   -              -                 -, so it is an error
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+)
+from torch.distributed.tensor.placement_types import Placement
+
+from pgmesh._util.suggestions import closest_name, did_you_mean
+from pgmesh.errors import MethodError, OptionsError
+from pgmesh.parallel.base import format_axes
+from pgmesh.parallel.stage_cutting import match_modules, on_other_stage
+
+if TYPE_CHECKING:
+    from pgmesh.layout import Axis
+
+
+def attention_plan(
+    where: str, into: Iterable[str] = ("q_proj", "k_proj", "v_proj"), out: str = "o_proj", *, sequence: bool = False
+) -> dict[str, ParallelStyle]:
+    """Plan for attention: input projections are column-sharded by heads; the output is row-sharded and all-reduced.
+
+    The rows of a fused projection to queries, keys and values have to be sorted by head. The module has to compute the
+    number of heads from its input, since each rank has fewer.
+
+    Args:
+        where: the modules, such as "blocks.*".
+        into: their input projections.
+        out: their output projection.
+        sequence: the input and the output are sharded by positions, the second dimension.
+
+    >>> from pgmesh.parallel import attention_plan
+    >>> list(attention_plan("blocks.*", ["qkv"], "out"))
+    ['blocks.*.qkv', 'blocks.*.out']
+    """
+    between = Shard(1) if sequence else Replicate()
+    plan: dict[str, ParallelStyle] = {f"{where}.{name}": ColwiseParallel(input_layouts=between) for name in into}
+    return {**plan, f"{where}.{out}": RowwiseParallel(output_layouts=between)}
+
+
+def mlp_plan(
+    where: str, into: Iterable[str] = ("gate_proj", "up_proj"), out: str = "down_proj", *, sequence: bool = False
+) -> dict[str, ParallelStyle]:
+    """Plan for an MLP: up projections are column-sharded; the down projection is row-sharded and all-reduced.
+
+    Args:
+        where: the modules, such as "blocks.*".
+        into: their up projections.
+        out: their down projection.
+        sequence: the input and the output are sharded by positions, the second dimension.
+
+    >>> from pgmesh.parallel import mlp_plan
+    >>> list(mlp_plan("blocks.*", ["up"], "down"))
+    ['blocks.*.up', 'blocks.*.down']
+    """
+    return attention_plan(where, into, out, sequence=sequence)
+
+
+# ---- entries ----
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The entry of a plan that counts for a module."""
+
+    name: str
+    """Name of the module."""
+    pattern: str
+    """Key of the plan."""
+    style: ParallelStyle
+
+
+def entries_of(module: nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[nn.Module, Entry]:
+    """The entry of each submodule that the plan names, without modules of other pipeline stages.
+
+    Raises:
+        MethodError: the module has no submodule of such a name.
+    """
+    entries: dict[nn.Module, Entry] = {}  # a module under two names has one
+    for pattern, style in plan.items():
+        names = match_modules(module, pattern)
+        if not names and not on_other_stage(module, pattern):
+            known = sorted({re.sub(r"\.\d+\b", ".*", name) for name, _ in module.named_modules() if name})
+            hint = did_you_mean(closest_name(pattern, known)) or f" It has {format_axes(known) or 'no modules'}."
+            raise MethodError(f"the plan names {pattern!r}, which {type(module).__name__} does not have.{hint}")
+        entries |= {module.get_submodule(name): Entry(name, pattern, style) for name in names}
+    return entries
+
+
+# ---- checks ----
+
+
+def check_styles(axis: Axis, plan: Mapping[str, ParallelStyle]) -> None:
+    """Check that a plan has styles, and that one of them shards sequences if others take sharded ones.
+
+    Raises:
+        OptionsError: it has not.
+    """
+    wrong: dict[str, Any] = {name: style for name, style in plan.items() if not isinstance(style, ParallelStyle)}
+    if wrong or not plan:
+        name, style = next(iter(wrong.items()), ("blocks.*.up", ColwiseParallel))
+        kind = style.__name__ if isinstance(style, type) else "ColwiseParallel"
+        raise OptionsError(
+            "TensorParallel: plan= maps module names to ParallelStyles of torch, and "
+            f"{f'has {wrong}' if wrong else 'is empty'}.\n\n"
+            f"  TensorParallel(mesh, {axis!r}, plan={{**plan, {name!r}: {kind}()}})"
+        )
+    users = [name for name, style in plan.items() if sequence_dims(style)]
+    if users and all(split_of(style) is None for style in plan.values()):
+        first_block = next((re.sub(r"\*.*", "0", name) for name in users if "*" in name), "blocks.0")
+        raise OptionsError(
+            "TensorParallel: styles of the plan take sharded sequences, but none shards them.\n\n"
+            f"  plan={{**plan, {first_block!r}: PrepareModuleInput(input_layouts=Replicate(), "
+            "desired_input_layouts=Shard(1), use_local_output=True)}"
+        )
+
+
+def check_linear_layers(entries: Mapping[nn.Module, Entry]) -> None:
+    """Check that a plan that shards sequences says so of each linear layer, except inside of modules with whole ones.
+
+    ``ColwiseParallel()`` does not: torch takes the input for whole, and adds up outputs of different positions if it is
+    a shard.
+
+    Raises:
+        MethodError: it does not say so of a layer.
+    """
+    if not any(sequence_dims(entry.style) for entry in entries.values()):
+        return
+    whole = {each for layer, entry in entries.items() if gets_whole(entry.style) for each in layer.modules()}
+    for layer, entry in entries.items():
+        shards_layer = isinstance(layer, nn.Linear) and not isinstance(entry.style, PREPARE)
+        if shards_layer and layer not in whole and not sequence_dims(entry.style):
+            side = "output" if isinstance(entry.style, RowwiseParallel) else "input"
+            raise MethodError(
+                "the plan shards sequences by positions, so it has to say of every linear layer whether it gets shards "
+                f"or whole sequences. It does not of {entry.name or type(layer).__name__}.\n\n"
+                f"  plan[{entry.pattern!r}].{side}_layouts = (Shard(1),)   # shards; whole: inside of a module that "
+                "has the entry PrepareModuleInput()"
+            )
+
+
+# ---- what styles say of sequences ----
+
+PREPARE = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
+"""The styles that leave parameters alone."""
+
+SEQUENCE_DIMS = (-3, -2, 0, 1)
+"""Dimensions of activations that can be positions, or rows."""
+
+GIVEN = ("input_layouts", "input_kwarg_layouts", "sequence_sharding")
+"""Attributes of styles that have the layouts of the inputs that a module is given."""
+
+INSIDE = ("desired_input_layouts", "desired_input_kwarg_layouts", "output_layouts")
+"""Attributes of ``PREPARE`` that have the layouts of the inputs and outputs of a module's forward."""
+
+
+def sequence_dims(style: ParallelStyle, names: Iterable[str] = ()) -> list[int]:
+    """Dimensions of positions, or of rows, along which attributes of a style shard activations, by default all."""
+    return [each.dim for each in _layouts(style, names) if isinstance(each, Shard) and each.dim in SEQUENCE_DIMS]
+
+
+def gets_whole(style: ParallelStyle) -> bool:
+    """Return True if a style leaves parameters alone, and its module computes with whole sequences."""
+    return isinstance(style, PREPARE) and not sequence_dims(style, INSIDE)
+
+
+@dataclass(frozen=True)
+class Split:
+    """The split of a whole sequence by a style."""
+
+    argument: int | str
+    """The argument of the module's forward, by position or keyword."""
+    dim: int
+    """The dimension of positions."""
+
+
+def split_of(style: ParallelStyle) -> Split | None:
+    """The split of a sequence that arrives whole; None if the style splits none."""
+    given = _layouts(style, GIVEN) or _layouts(style, ["output_layouts"])  # of PrepareModuleOutput
+    dims = sequence_dims(style)
+    if not dims or not all(each.is_replicate() for each in given):
+        return None
+    inputs = vars(getattr(style, "prepare_module_input", style))
+    layouts: dict[int | str, Any] = dict(enumerate(inputs.get("desired_input_layouts") or ()))
+    layouts.update(inputs.get("desired_input_kwarg_layouts") or {})
+    sharded = [key for key, each in layouts.items() if isinstance(each, Shard) and each.dim in SEQUENCE_DIMS]
+    return Split(next(iter(sharded), 0), dims[0])
+
+
+def _layouts(style: ParallelStyle, names: Iterable[str] = ()) -> list[Placement]:
+    """The layouts of activations in attributes of a style, by default in all."""
+    found = list[Any]()
+    for name, value in vars(style).items():
+        if isinstance(value, ParallelStyle):  # PrepareModuleInputOutput has two others
+            found += _layouts(value, names)
+        elif name in names or not names:
+            found += value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ()
+    return [each for each in found if isinstance(each, Placement)]

@@ -1,0 +1,110 @@
+"""Weights that the first and the last stage of a pipeline share, such as an embedding and the head of the model.
+
+Each of the two stages has a copy, and its backward pass computes a part of the gradient. After each step the parts are
+summed. The copies start equal and get equal gradients, so an optimizer keeps them equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pgmesh.errors import MethodError
+from pgmesh.parallel.exchange import on_served_device
+from pgmesh.parallel.gradients import local
+from pgmesh.parallel.stages import Stages
+
+
+class TiedWeights:
+    """The tied weights on this rank, which has the first stage, the last, both or neither of them.
+
+    Args:
+        stages: the stages of the pipeline.
+        parts: this rank's stages, after other methods were applied to them.
+        names: names of each tied parameter: in the first stage, and in the last.
+
+    Raises:
+        MethodError: other methods gave a parameter another name, or sharded its copies differently.
+    """
+
+    def __init__(self, stages: Stages, parts: nn.ModuleList, names: Sequence[tuple[str, str]]) -> None:
+        self.stages, self.parts, self.names = stages, parts, names
+        for first, last in names:
+            self._check_same_shards(first, last)
+
+    def last_copies(self) -> list[nn.Parameter]:
+        """The copies in the last stage, if this rank has it."""
+        return [weight for _, last in self.names for weight in self._find(self.stages.last, last)]
+
+    def sum_gradients(self) -> None:
+        """Replace the gradients of both copies of each weight by their sum."""
+        for first, last in self.names:
+            gradients = [*map(local, self._gradients(first, last))]
+            if gradients:
+                total = sum(gradients[1:], gradients[0])
+                if group := self.stages.end_group:
+                    with on_served_device(total, group) as summed:
+                        dist.all_reduce(summed, group=group)
+                for gradient in gradients:
+                    gradient.copy_(total)
+
+    def _gradients(self, first: str, last: str) -> Iterator[torch.Tensor]:
+        """The gradients of this rank's copies of a weight, unless it is frozen."""
+        for weight in self._copies(first, last).values():
+            if weight.requires_grad:
+                if weight.grad is None:  # the other copy may have a gradient
+                    weight.grad = torch.zeros_like(weight)
+                yield weight.grad
+
+    def _check_same_shards(self, first: str, last: str) -> None:
+        """Check that other methods shard both copies of a weight in the same way. Ranks of both stages call it.
+
+        Otherwise different parts of the gradients would be summed: of a weight of 8 x 8 on two ranks, rows 0 to 3 on
+        the first stage, ``(4, 8) [Shard(dim=0)]``, and columns 0 to 3 on the last, ``(8, 4) [Shard(dim=1)]``.
+        """
+        shards = {
+            name: f"{[*local(weight).shape]} {[*getattr(weight, 'placements', ())]}"
+            for name, weight in self._copies(first, last).items()
+        }
+        if shards and (group := self.stages.end_group):
+            gathered = [shards, shards]
+            dist.all_gather_object(gathered, shards, group=group)
+            shards = gathered[0] | gathered[1]
+        if len({*shards.values()}) > 1:
+            raise MethodError(
+                "the first and the last stage share one tied parameter, of which each rank has another part: "
+                f"{first} is {shards[first]}, and {last} is {shards[last]}. Shard both along the same dimension.\n\n"
+                f"  plan={{**plan, {first.rpartition('.')[0]!r}: RowwiseParallel(input_layouts=Replicate()), "
+                f"{last.rpartition('.')[0]!r}: ColwiseParallel(output_layouts=Replicate())}}"
+                "   # an embedding and a Linear"
+            )
+
+    def _copies(self, first: str, last: str) -> dict[str, nn.Parameter]:
+        """This rank's copies of a weight, by name: none to two."""
+        ends = (0, first), (self.stages.last, last)
+        return {name: weight for stage, name in ends for weight in self._find(stage, name)}
+
+    def _find(self, stage: int, name: str) -> list[nn.Parameter]:
+        """The parameter of this name in a stage; an empty list if this rank does not have the stage.
+
+        Raises:
+            MethodError: the stage has no such parameter.
+        """
+        if stage not in self.stages.own:
+            return []
+        part = self.parts[self.stages.own.index(stage)]
+        for full_name, weight in part.named_parameters(remove_duplicate=False):
+            if _without_wrappers(full_name) == _without_wrappers(name):
+                return [weight]
+        raise MethodError(
+            f"{name}, which is tied to a parameter of another stage, is not found in stage {stage} after other "
+            "methods. A method has to keep the names of parameters; it may only prefix them by 'module.'."
+        )
+
+
+def _without_wrappers(name: str) -> str:
+    """Name of a parameter without the prefixes of DDP and torch.compile."""
+    return ".".join(word for word in name.split(".") if word not in ("module", "_orig_mod"))

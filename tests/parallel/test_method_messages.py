@@ -1,0 +1,102 @@
+"""Errors of parallel methods: each call, with the facts of its message, is in ``tests/golden/method-messages.txt``.
+
+To add one, add a line ``== call`` and run this file with ``GOLDEN=write``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from pgmesh import PgmeshError, ProcessGroupMesh
+from pgmesh.parallel import (
+    ContextParallel,
+    DataParallel,
+    ExpertParallel,
+    Method,
+    PipelineParallel,
+    ShardedDataParallel,
+    TensorParallel,
+    compose,
+)
+from pgmesh.parallel.ring import ring_attention
+from tests.support import golden_files
+from tests.support.expert_models import expert_layer
+from tests.support.fake_world import fake_rank
+from tests.support.message_assertions import facts
+from tests.support.parallel_models import FIRST, LAST, TinyGPT, loss_of
+from tests.support.tensor_plans import BLOCK_PLAN
+
+NAME = "method-messages.txt"
+
+
+class Rows(Method):
+    differs = "rows"
+
+
+class Positions(Method):
+    differs = "positions"
+
+
+class Weights(Method):
+    differs = "weights"
+
+
+def stages(mesh: ProcessGroupMesh, **changes: Any) -> PipelineParallel:
+    """A pipeline of the tiny GPT with four stages."""
+    given = {"layers": "blocks", "first": FIRST, "last": LAST, "loss": loss_of, "microbatches": 4, **changes}
+    return PipelineParallel(mesh.view(pp=4, dp=2), "pp", **given)
+
+
+def gpt_inside(*, layer_weight: bool = False, own_weight: bool = False) -> torch.nn.Module:
+    """A module with the tiny GPT, and perhaps a weight next to it, or one that is in no layer."""
+    outer = torch.nn.Module()
+    outer.gpt = TinyGPT()
+    if own_weight:
+        outer.scale = torch.nn.Parameter(torch.ones(2))
+    if layer_weight:
+        outer.gpt.blocks.scale = torch.nn.Parameter(torch.ones(2))
+    return outer
+
+
+def with_shared_layer() -> TinyGPT:
+    shared = TinyGPT()
+    shared.blocks[2].up = shared.blocks[0].up
+    return shared
+
+
+BY_NAME = {
+    **{each.__name__: each for each in (Rows, Positions, Weights, Method, compose, stages, gpt_inside, TinyGPT)},
+    **{each.__name__: each for each in (ContextParallel, DataParallel, ExpertParallel, ShardedDataParallel)},
+    **{each.__name__: each for each in (PipelineParallel, TensorParallel, expert_layer, with_shared_layer)},
+    "torch": torch,
+    "BLOCK_PLAN": BLOCK_PLAN,
+    "ring_attention": ring_attention,
+    "ProcessGroupMesh": ProcessGroupMesh,
+    "inside": {"layers": "gpt.blocks", "first": ["gpt.tokens", "gpt.places"], "last": ["gpt.norm", "gpt.head"]},
+}
+
+
+def message(call: str) -> str:
+    """The error of a call as rank 5; ``mesh`` is pp=2, dp=2, tp=2, named "actor"."""
+    with fake_rank(5, 8), pytest.raises(PgmeshError) as caught:
+        eval(call, {**BY_NAME, "mesh": ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor")})
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+MESSAGES = dict(re.findall(r"^== (.*)\n((?:(?!== ).*\n)*)", golden_files.read(NAME), re.MULTILINE))
+
+
+if os.environ.get("GOLDEN") == "write":
+    golden_files.check(NAME, "\n\n".join(f"== {call}\n{message(call)}" for call in MESSAGES) + "\n")
+
+
+@pytest.mark.parametrize("call", MESSAGES)
+def test_error_of_method_has_these_facts(call: str):
+    found, expected = message(call), MESSAGES[call]
+    assert found.partition(":")[0] == expected.partition(":")[0]
+    assert facts(found) == facts(expected), found
