@@ -1,6 +1,6 @@
 """What torch's own groups do, which pgmesh does otherwise: ``python -m tests.torch_facts`` prints a row for each fact.
 
-docs/groups.md has the rows. Once a fact is no longer true, torch has changed, and what pgmesh does about it may go.
+Once a fact is no longer true, torch has changed, and what pgmesh does about it may go.
 """
 
 from __future__ import annotations

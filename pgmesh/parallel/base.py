@@ -91,6 +91,7 @@ class Method:
     its axes have different weights, as replicas that train on their own."""
 
     mesh: ProcessGroupMesh
+    """The mesh, or a view or slice of it."""
     options: Mapping[str, Any] | None
     """The options of its groups."""
     owns: tuple[Axis, ...]

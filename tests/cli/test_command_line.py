@@ -75,7 +75,7 @@ def test_command_writes_svg_to_a_file(capsys, tmp_path):
 def test_command_output_equals_the_docs(capsys):
     text = (ROOT / "docs" / "see.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```console\n\$ pgmesh (.*?)\n(.*?)```", text, flags=re.DOTALL)
-    assert len(blocks) >= 5
+    assert len(blocks) == 2  # the other commands have golden files
     for line, answer in blocks:
         assert output(capsys, line) == answer
 

@@ -45,7 +45,7 @@ def connect_in_any_order():
     return str(connected)
 
 
-@pytest.mark.fault("ranks ask for groups in different orders")
+@pytest.mark.fault("ranks ask for groups in different orders, or threads connect groups at once")
 def test_connect_succeeds_with_axes_in_any_order():
     for text in world(8).run(connect_in_any_order):
         *lines, operations = text.splitlines()

@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pgmesh import Layout, launch, recipes
+from pgmesh import Layout, PgmeshError, launch, recipes
 from pgmesh.parallel import PipelineParallel
-from tests.support import doc_tables
+from tests.support import doc_tables, port_values
 from tests.support.fake_world import fake_rank
 from tests.support.worlds import world
 
@@ -32,31 +32,59 @@ PAGES: dict[str, Callable[[], Mapping[str, str]]] = {
 """The functions of each system, with their parameters."""
 
 
+GETTERS = {
+    "group": ".group().size()",
+    "group_gloo": '.group(backend="gloo").size()',
+    "world_size": ".size()",
+    "rank": ".index()",
+    "src_rank": ".ranks()[0]",
+    "ranks": ".ranks()",
+    "global_ranks": ".ranks()",
+}
+"""What the getters of Megatron and fairscale are here, by the end of their names."""
+
+OSLO_GETTERS = {"get_local_rank": ".index()", "get_world_size": ".size()"}
+
+
 class Row(NamedTuple):
     page: str
     before: list[str]  # what one used to write
-    now: list[str]
-    gives: str | None  # None where the table has no such column
+    now: str
 
     def __str__(self) -> str:
-        return f"{self.page}-{self.before[0].partition('(')[0]}"
+        return f"{self.page}-{self.before[0].removesuffix(')').replace('(', '-')}"
 
 
-def rows(page: str) -> Iterator[Row]:
-    """The lines of each table "you used to write / now" on a page."""
-    table = False
+def rows(page: str, functions: Mapping[str, str] | None = None) -> Iterator[Row]:
+    """The lines of each table "you used to write / now" on a page, and a line for each getter among these functions."""
+    read = None
     for line in (DOCS / f"{page}.md").read_text().splitlines():
         if not line.startswith("|"):
-            table = False
-        elif line.startswith("| you used to write | now |"):
-            table, gives = True, "gives" in line
-        elif table and not line.startswith("|---"):
-            cells = [re.findall(r"`([^`]+)`", cell) for cell in line.strip("|").split(" | ")]
-            before, now, *more = cells
-            yield Row(page, before, now, (more[0][0] if more[0] else "") if gives else None)
+            read = None
+        elif line == "| you used to write | now |":
+            read = lambda cells: [Row(page, cells[0], cells[1][0])]  # noqa: E731
+        elif line.startswith("| `get_..._group()` and so on |"):
+            read = lambda cells: getters(page, functions or {}, *cells[0], name=cells[-1][0])  # noqa: E731
+        elif line == "| `ParallelMode` | here |":
+            read = lambda cells: oslo_getters(*cells[0], name=cells[1][0])  # noqa: E731
+        elif read is not None and not line.startswith("|---"):
+            yield from read([re.findall(r"`([^`]+)`", cell) for cell in line.strip("|").split(" | ")])
 
 
-ROWS = [row for page in PAGES for row in rows(page)]
+def getters(page: str, functions: Mapping[str, str], kind: str, *options: str, name: str) -> Iterator[Row]:
+    """The getters of one kind of group, of which each has all of these options."""
+    for function, given in functions.items():
+        end = function.removeprefix(f"get_{kind}_")
+        if function.startswith(f"get_{kind}_") and end in GETTERS and {*options} <= {*given.split()}:
+            yield Row(page, [f"{function}({', '.join(options)})"], f'arrangement["{name}"]{GETTERS[end]}')
+
+
+def oslo_getters(mode: str, name: str) -> Iterator[Row]:
+    for function, end in OSLO_GETTERS.items():
+        yield Row("oslo", [f"{function}({mode})"], f'context["{name}"]{end}')
+
+
+JOBS = [row for page in PAGES for row in rows(page) if row.now.startswith("launch.")]
 
 
 def namespace(page: str) -> dict[str, Any]:
@@ -68,23 +96,36 @@ def namespace(page: str) -> dict[str, Any]:
         if re.match(r"\w+ = ", example.source):
             exec(example.source, names)
     for row in rows(page):
-        if re.match(r"\w+ = ", row.now[0]):
-            exec(row.now[0], names)
+        if re.match(r"\w+ = ", row.now):
+            exec(row.now, names)
     return names
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.gives is not None], ids=str)
-def test_each_line_gives_what_it_shows(row: Row):
+def value_of(line: str, names: dict[str, Any]) -> str:
+    """The repr of an expression, or the name of the exception that it raises."""
+    try:
+        return repr(eval(line, names))
+    except PgmeshError as error:
+        return type(error).__name__
+
+
+@pytest.mark.parametrize(
+    ("page", "line"), [(page, line) for page, values in port_values.VALUES.items() for line in values], ids=str
+)
+def test_each_line_gives_its_value(page: str, line: str):
     with fake_rank(5, 8, dist.HashStore()):
-        names = namespace(row.page)
-        if re.match(r"\w+ = ", row.now[0]):
-            return  # it ran
-        assert repr(eval(row.now[0], names)) == (row.gives or "None")
+        assert value_of(line, namespace(page)) == port_values.VALUES[page][line]
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.gives is None], ids=str)
+@pytest.mark.parametrize("page", PAGES)
+def test_each_line_has_a_value_or_gives_a_name(page: str):
+    lines = [row.now for row in rows(page, PAGES[page]()) if row not in JOBS]
+    assert [line for line in lines if line not in port_values.VALUES[page] and not re.match(r"\w+ = ", line)] == []
+
+
+@pytest.mark.parametrize("row", JOBS, ids=str)
 def test_each_line_for_jobs_names_a_function(row: Row):
-    call = ast.parse(row.now[0], mode="eval").body
+    call = ast.parse(row.now, mode="eval").body
     assert isinstance(call, ast.Call)
     assert callable(eval(ast.unparse(call.func), {"launch": launch}))
 
@@ -130,12 +171,20 @@ def test_the_script_of_a_page_runs(page: str):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_is_complete(page: str):
+    functions = PAGES[page]()
     named: dict[str, set[str]] = {}
-    for row in rows(page):
+    without = (
+        {"check_initialized"}
+        if "`check_initialized` has no counterpart" in (DOCS / f"{page}.md").read_text()
+        else set()
+    )
+    for row in rows(page, functions):
         for call in row.before:
             function, _, given = call.removesuffix(")").partition("(")
             named.setdefault(function, set()).update(filter(None, given.split(", ")))
-    assert named == {function: set(given.split()) for function, given in PAGES[page]().items()}
+    assert {function: given - without for function, given in named.items()} == {
+        function: {*given.split()} - without for function, given in functions.items()
+    }
 
 
 def test_olmo_page_has_all_exported_names():
@@ -146,8 +195,7 @@ def test_olmo_page_has_all_exported_names():
 
 
 def test_megatron_page_has_all_short_names():
-    table = (DOCS / "megatron.md").read_text().partition("## Short names")[2].partition("## Beyond")[0]
-    found = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)`", table, re.MULTILINE))
+    found = dict(re.findall(r"^\| .* \| `(\w+)` \| `([^`]+)`", (DOCS / "megatron.md").read_text(), re.MULTILINE))
     arrangement = recipes.megatron(4, cp=4, hierarchical_cp=[2, 2], of=Layout)
     assert found == {short: names[0] for short, names in arrangement.short.items()}
     assert all(name in arrangement.names for names in arrangement.short.values() for name in names)

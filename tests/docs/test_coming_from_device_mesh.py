@@ -1,4 +1,4 @@
-"""docs/coming_from/device_mesh.md: every public name of DeviceMesh, and both columns of each row give what they say."""
+"""docs/coming_from/device_mesh.md: every public name of DeviceMesh, and the values of both columns of each row."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import pgmesh
 from pgmesh import ProcessGroupMesh
+from tests.support import port_values
 from tests.support.fake_world import fake_rank
 from tests.support.programs import clean_env
 
@@ -38,20 +39,18 @@ SPECIAL = {
 
 class Row(NamedTuple):
     theirs: str
-    theirs_gives: str  # the repr of the result, the name of an exception, or nothing
     ours: str
-    ours_gives: str
 
 
 def rows() -> Iterator[Row]:
     table = False
     for line in PAGE.splitlines():
-        if line == "| DeviceMesh | gives | here | gives |":
+        if line == "| DeviceMesh | here |":
             table = True
         elif not line.startswith("|"):
             table = False
         elif table and not line.startswith("|---"):
-            yield Row(*(cell.strip().removeprefix("`").removesuffix("`") for cell in line[1:-1].split(" |")))
+            yield Row(*re.findall(r"`([^`]+)`", line))
 
 
 ROWS = list(rows())
@@ -69,16 +68,16 @@ def given_by(code: str, names: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.theirs)
-def test_both_columns_give_what_they_say(row: Row):
+def test_both_columns_give_their_values(row: Row):
     with fake_rank(5, 8):
         names: dict[str, Any] = {name: getattr(pgmesh, name) for name in pgmesh.__all__}
         names |= {"init_device_mesh": init_device_mesh, "DeviceMesh": DeviceMesh}
         names["device_mesh"] = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
         names["mesh"] = ProcessGroupMesh(pp=2, dp=2, tp=2, name="train")
-        for code, shown in ((row.theirs, row.theirs_gives), (row.ours, row.ours_gives)):
-            given = given_by(code, names)
-            if shown:
-                assert given == shown
+        for code in row:
+            given, expected = given_by(code, names), port_values.DEVICE_MESH[code]
+            if expected:
+                assert given == expected
             else:
                 assert not given.endswith(("Error", "Exception")), given
 
@@ -119,3 +118,10 @@ def test_page_has_each_parameter_of_init_device_mesh():
     parameters = {*inspect.signature(init_device_mesh).parameters} - {"mesh_shape"}  # given in each call
     assert [name for name in parameters if not re.search(rf"\b{name}\b", PAGE)] == []
     assert "init_device_mesh(" in "\n".join(row.theirs for row in ROWS)
+
+
+def test_page_names_the_exception_of_each_line():
+    lines = PAGE.splitlines()
+    for code, expected in port_values.DEVICE_MESH.items():
+        if expected.endswith("Error"):
+            assert any(re.search(rf"`{re.escape(code)}`: an? {expected} \|", line) for line in lines), code

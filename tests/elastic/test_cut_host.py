@@ -70,6 +70,7 @@ def step_until_fault(mesh: ProcessGroupMesh) -> None:
 
 
 @pytest.mark.fault("one host of two is cut off")
+@pytest.mark.fault("the network is split, with `abort_when_lost`")
 @pytest.mark.long
 @pytest.mark.parametrize("end", [0, 1], ids=["near end", "far end"])
 def test_mesh_shrinks_during_a_cut(hosts: tuple[str, str], tmp_path: Path, end: int) -> None:

@@ -132,7 +132,7 @@ class Client:
     "dead", [{999}, pytest.param({*range(200, 264)}, marks=pytest.mark.long)], ids=["one is lost", "64 are lost"]
 )
 def test_shrink_among_1000_ranks_needs_few_operations(monkeypatch: pytest.MonkeyPatch, dead: set[int]):
-    """The counts of docs/elastic.md. Without limits, there are 470,000 reads of statuses, and as many connections."""
+    """The counts of docs/limits.md. Without limits, there are 470,000 reads of statuses, and as many connections."""
     for record in Arrival, RankStatus:
         monkeypatch.setattr(record, "unpack", functools.lru_cache(maxsize=None)(record.unpack))
     seen = Simulation(1000, 64, dead, spread=0.3)

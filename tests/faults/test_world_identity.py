@@ -251,7 +251,7 @@ def use_after_different_pasts(port: int, how: str) -> None:
             used(mesh, how)
 
 
-@pytest.mark.fault("a fresh store; some processes were in other worlds before")
+@pytest.mark.fault("a fresh store after other worlds, or a second world on the same store")
 @pytest.mark.parametrize("how", ["connect", "first collectives"])
 def test_ranks_with_different_pasts_use_fresh_store(how: str):
     with StoreProcess() as server, fresh_world(2) as own:
@@ -269,7 +269,7 @@ def use_the_store_four_times(port: int, how: str) -> None:
             wait_for_both(store, f"left {number}")
 
 
-@pytest.mark.fault("a second world in the same processes, on the same store")
+@pytest.mark.fault("a fresh store after other worlds, or a second world on the same store")
 @pytest.mark.parametrize("how", ["connect", "first collectives"])
 def test_processes_with_same_past_reuse_the_store(how: str):
     with StoreProcess() as server, fresh_world(2) as own:
