@@ -424,7 +424,7 @@ def pause_is_silence(answered_seconds):
 @breaks(
     "the other members learn of an abort at their next heartbeat",
     page="elastic.md",
-    target="groups.world:publish_abort",
+    target="groups.aborts:publish_abort",
     tests="tests/elastic/test_shrink.py -k abort_wakes",
 )
 def unpublished_abort(publish_abort):
