@@ -37,7 +37,7 @@ from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.applying import Application, release_new_groups
 from pgmesh.parallel.base import Level, Method, blocks_of, format_axes
-from pgmesh.parallel.comparing import compare_inputs, compare_weights
+from pgmesh.parallel.comparing import SAME_VALUES_FROM_META, compare_inputs, compare_weights
 from pgmesh.parallel.data import DataParallel, broadcast_tensors
 from pgmesh.parallel.divisibility import format_sizes
 from pgmesh.parallel.exchange import broadcast_from_first
@@ -109,7 +109,7 @@ class Composition:
         self._settle()
         self._ranks = RankSets.of(mesh, methods)
         self._has_weighed_loss = False
-        """True since the last call of ``mean`` with ``tokens``."""
+        """True if ``mean`` was called with ``tokens``, also long ago: ``_checked_loss`` resets it before each loss."""
 
     # -- the module -------------------------------------------------------------------------------------------------
 
@@ -187,11 +187,12 @@ class Composition:
         ranks = ranks_along(self.mesh, [each for each in self.methods if each.level is not Level.PIPELINE])
         stages = math.prod(each.mesh.size(*each.owns) for each in self._pipelines)
         whole = {name: each for name, each in module.named_parameters() if self._pieces_of(module, name) == stages}
-        compare_weights(self.mesh, ranks, whole)
+        compare_weights(self.mesh, ranks, whole, same_values=SAME_VALUES_FROM_META)
         if self._averaging and (replicates := getattr(self._averaging, "replicates", ())):  # hybrid sharding
             experts = expert_tensors(module)
             shards = {name: local(each) for name, each in module.named_parameters() if name not in experts}
-            compare_weights(self.mesh, self._averaging.mesh.ranks(*replicates), shards)
+            replicas = self._averaging.mesh.ranks(*replicates)
+            compare_weights(self.mesh, replicas, shards, same_values=SAME_VALUES_FROM_META)
 
     def _watch_first_step(self, module: nn.Module, applied: nn.Module, was_on_meta: bool) -> None:
         """Let the first training step compare the inputs of ranks, and weights that were on the meta device."""
