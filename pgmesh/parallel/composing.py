@@ -48,6 +48,8 @@ from pgmesh.parallel.mixture import Accumulation
 from pgmesh.parallel.owners import check_all_owned, check_method, check_pair, unaveraged_error
 from pgmesh.parallel.rank_sets import RankSets, ranks_along, token_readers
 from pgmesh.parallel.sharing import part_of_batch
+from pgmesh.parallel.tensor import TensorParallel
+from pgmesh.parallel.tensor_plans import check_experts
 
 _applied_methods = weakref.WeakSet[Method]()
 """Methods of any composition that were applied: no other composition may change the axes along which they average."""
@@ -124,7 +126,7 @@ class Composition:
 
         Raises:
             AxisError: ranks read different tokens, but no method averages gradients.
-            MethodError: ``check`` of a method raised it.
+            MethodError: ``check`` of a method raised it, or layers of experts may get shards of sequences.
             MethodError: ranks start with different weights, or a method failed. The message has the method and its
                 axes; ``__cause__`` is the method's error. Groups along its axes that the call created are released.
         """
@@ -133,6 +135,7 @@ class Composition:
         self._check_averages(module)
         for method in self.methods:
             method.check(module)
+        self._check_experts(module)
         self._compare_weights(module)
         was_on_meta = any(each.is_meta for each in module.parameters())
         application = Application()
@@ -173,6 +176,13 @@ class Composition:
             trainable = [name for name, each in module.named_parameters() if each.requires_grad and name not in experts]
             if trainable:
                 raise unaveraged_error(self.mesh, token_readers(self.methods)[0], trainable)
+
+    def _check_experts(self, module: nn.Module) -> None:
+        """Layers of experts need whole sequences along axes of tensor parallelism."""
+        if any(each.differs == "experts" for each in self.methods):
+            for method in self.methods:
+                if isinstance(method, TensorParallel):
+                    check_experts(method, module, method.plan)
 
     def _compare_weights(self, module: nn.Module) -> None:
         """Compare the initial weights of ranks. DDP broadcasts those that are not experts to all but the first."""
