@@ -6,6 +6,7 @@ gets its process groups from the mesh. ``composing.py`` checks several methods a
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import IntEnum
 from typing import Any, ClassVar, Literal
@@ -119,11 +120,13 @@ class Method:
                 f"      differs = 'rows'   # or one of {', '.join(map(repr, [*LEVELS][1:]))}"
             )
         if not isinstance(mesh, ProcessGroupMesh):
-            raise AxisError(f"{name} takes a mesh and then its axes, such as {name}(mesh, 'dp'), not {mesh!r}.")
+            call = f"{name}({', '.join(['mesh', repr('dp'), *required_keywords(type(self))])})"
+            raise AxisError(f"{name} takes a mesh and then its axes, such as {call}, not {mesh!r}.")
         if not axes:
+            axis = repr(mesh.axes[0]) if mesh.axes else "..."
             raise AxisError(
-                f"{name} needs at least one axis; the mesh has {format_axes(mesh.axes)}.\n\n"
-                f"  {name}(mesh, {', '.join(map(repr, mesh.axes[:1]))})   # the axes that it owns"
+                f"{name} needs at least one axis; the mesh has {format_axes(mesh.axes) or 'none'}.\n\n"
+                f"  {name}({', '.join(['mesh', axis, *required_keywords(type(self))])})   # the axes that it owns"
             )
 
     def configure(self, *groups: tuple[Axis, ...]) -> None:
@@ -279,6 +282,13 @@ def blocks_of(methods: Iterable[Method]) -> Blocks:
 def format_axes(axes: Iterable[Axis]) -> str:
     """Axes, separated by commas."""
     return ", ".join(map(str, axes))
+
+
+def required_keywords(function: Callable[..., Any]) -> list[str]:
+    """The keywords that a call of a function or class needs, as a message prints them: ``plan=...``."""
+    parameters = inspect.signature(function).parameters.values()
+    required = [each for each in parameters if each.kind is each.KEYWORD_ONLY and each.default is each.empty]
+    return [f"{each.name}=..." for each in required]
 
 
 def split_rows(rows: torch.Tensor, size: int, index: int, axes: str) -> torch.Tensor:

@@ -28,7 +28,7 @@ from pgmesh.parallel.divisibility import format_sizes
 from pgmesh.parallel.nests import tensors_in
 
 SAMPLES = 64
-"""Number of values of a tensor that are compared at most, evenly spaced."""
+"""Number of values of a tensor that are compared at most, evenly spaced from the first to the last."""
 
 
 def exchange_group(mesh: ProcessGroupMesh, ranks: Sequence[int]) -> ProcessGroup:
@@ -61,7 +61,9 @@ def sample(tensor: Tensor) -> list[Any]:
     if tensor.is_meta:
         return []
     flat = tensor.detach().reshape(-1)
-    values: list[Any] = flat[:: max(1, -(-flat.numel() // SAMPLES))].tolist()
+    count = min(flat.numel(), SAMPLES)
+    places = torch.arange(count, device=flat.device) * (flat.numel() - 1) // max(1, count - 1)
+    values: list[Any] = flat[places].tolist()
     return values
 
 
@@ -91,6 +93,14 @@ class Description:
 
 MISSING = Description("is missing", NOT_COMPARED)
 
+SAME_MODULE = "  model = Model(...)   # with the same names, shapes, dtypes and requires_grad on all ranks"
+
+SAME_VALUES = """\
+  torch.manual_seed(0)   # on all ranks, before the module is built
+  together.broadcast(module)   # before apply: the values of the first rank; together = compose(...)"""
+
+SAME_VALUES_FROM_META = "  torch.manual_seed(0)   # on all ranks, before weights from the meta device get their values"
+
 
 def compare_weights(
     mesh: ProcessGroupMesh,
@@ -98,6 +108,7 @@ def compare_weights(
     tensors: Mapping[str, Tensor],
     broadcast: Collection[str] = (),
     receives: bool = False,
+    same_values: str = SAME_VALUES,
 ) -> None:
     """Compare names, shapes, dtypes, ``requires_grad`` and samples of the values of parameters and buffers.
 
@@ -112,6 +123,7 @@ def compare_weights(
         tensors: the parameters and buffers by name.
         broadcast: names of the tensors that DDP broadcasts.
         receives: True if this rank receives them; False if it sends them.
+        same_values: the calls that give all ranks the same values, for the message.
 
     Raises:
         MethodError: some differ.
@@ -128,14 +140,15 @@ def compare_weights(
         return
     gathered = [described] * len(ranks)
     dist.all_gather_object(gathered, described, group=exchange_group(mesh, ranks))
-    raise_first_difference(dict(zip(ranks, gathered)))
+    raise_first_difference(dict(zip(ranks, gathered)), same_values)
 
 
-def raise_first_difference(per_rank: Mapping[int, Mapping[str, Description]]) -> None:
+def raise_first_difference(per_rank: Mapping[int, Mapping[str, Description]], same_values: str) -> None:
     """Raise the error of the first tensor that differs.
 
     Args:
         per_rank: for each rank, the descriptions by name.
+        same_values: the calls of the message if only values differ.
     """
     for name in dict.fromkeys(itertools.chain(*per_rank.values())):
         described = {rank: each.get(name, MISSING) for rank, each in per_rank.items()}
@@ -147,10 +160,10 @@ def raise_first_difference(per_rank: Mapping[int, Mapping[str, Description]]) ->
         holders = ranks_by_value(texts)
         if len(holders) > 1:
             found = [f"{text} on {name_ranks(ranks)}" for text, ranks in holders.items()]
+            is_same_kind = len({each.kind for each in described.values()}) == 1
             raise MethodError(
                 f"ranks start with different weights, of which the first is {name}: {'; '.join(found[:4])}.\n\n"
-                "  torch.manual_seed(0)   # on all ranks, before the module is built\n"
-                "  together.broadcast(module)   # before apply: the values of the first rank; together = compose(...)"
+                f"{same_values if is_same_kind else SAME_MODULE}"
             )
 
 

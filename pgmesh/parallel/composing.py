@@ -37,7 +37,7 @@ from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.applying import Application, release_new_groups
 from pgmesh.parallel.base import Level, Method, blocks_of, format_axes
-from pgmesh.parallel.comparing import compare_inputs, compare_weights
+from pgmesh.parallel.comparing import SAME_VALUES_FROM_META, compare_inputs, compare_weights
 from pgmesh.parallel.data import DataParallel, broadcast_tensors
 from pgmesh.parallel.divisibility import format_sizes
 from pgmesh.parallel.exchange import broadcast_from_first
@@ -48,6 +48,8 @@ from pgmesh.parallel.mixture import Accumulation
 from pgmesh.parallel.owners import check_all_owned, check_method, check_pair, unaveraged_error
 from pgmesh.parallel.rank_sets import RankSets, ranks_along, token_readers
 from pgmesh.parallel.sharing import part_of_batch
+from pgmesh.parallel.tensor import TensorParallel
+from pgmesh.parallel.tensor_plans import check_experts
 
 _applied_methods = weakref.WeakSet[Method]()
 """Methods of any composition that were applied: no other composition may change the axes along which they average."""
@@ -109,7 +111,7 @@ class Composition:
         self._settle()
         self._ranks = RankSets.of(mesh, methods)
         self._has_weighed_loss = False
-        """True since the last call of ``mean`` with ``tokens``."""
+        """True if ``mean`` was called with ``tokens``, also long ago: ``_checked_loss`` resets it before each loss."""
 
     # -- the module -------------------------------------------------------------------------------------------------
 
@@ -124,7 +126,7 @@ class Composition:
 
         Raises:
             AxisError: ranks read different tokens, but no method averages gradients.
-            MethodError: ``check`` of a method raised it.
+            MethodError: ``check`` of a method raised it, or layers of experts may get shards of sequences.
             MethodError: ranks start with different weights, or a method failed. The message has the method and its
                 axes; ``__cause__`` is the method's error. Groups along its axes that the call created are released.
         """
@@ -133,6 +135,7 @@ class Composition:
         self._check_averages(module)
         for method in self.methods:
             method.check(module)
+        self._check_experts(module)
         self._compare_weights(module)
         was_on_meta = any(each.is_meta for each in module.parameters())
         application = Application()
@@ -174,6 +177,13 @@ class Composition:
             if trainable:
                 raise unaveraged_error(self.mesh, token_readers(self.methods)[0], trainable)
 
+    def _check_experts(self, module: nn.Module) -> None:
+        """Layers of experts need whole sequences along axes of tensor parallelism."""
+        if any(each.differs == "experts" for each in self.methods):
+            for method in self.methods:
+                if isinstance(method, TensorParallel):
+                    check_experts(method, module, method.plan)
+
     def _compare_weights(self, module: nn.Module) -> None:
         """Compare the initial weights of ranks. DDP broadcasts those that are not experts to all but the first."""
         broadcast, receives, data = set[str](), False, self._averaging
@@ -187,11 +197,12 @@ class Composition:
         ranks = ranks_along(self.mesh, [each for each in self.methods if each.level is not Level.PIPELINE])
         stages = math.prod(each.mesh.size(*each.owns) for each in self._pipelines)
         whole = {name: each for name, each in module.named_parameters() if self._pieces_of(module, name) == stages}
-        compare_weights(self.mesh, ranks, whole)
+        compare_weights(self.mesh, ranks, whole, same_values=SAME_VALUES_FROM_META)
         if self._averaging and (replicates := getattr(self._averaging, "replicates", ())):  # hybrid sharding
             experts = expert_tensors(module)
             shards = {name: local(each) for name, each in module.named_parameters() if name not in experts}
-            compare_weights(self.mesh, self._averaging.mesh.ranks(*replicates), shards)
+            replicas = self._averaging.mesh.ranks(*replicates)
+            compare_weights(self.mesh, replicas, shards, same_values=SAME_VALUES_FROM_META)
 
     def _watch_first_step(self, module: nn.Module, applied: nn.Module, was_on_meta: bool) -> None:
         """Let the first training step compare the inputs of ranks, and weights that were on the meta device."""

@@ -120,7 +120,8 @@ class DataParallel(Method):
     def _as_sharded(self, axes: Iterable[Axis]) -> str:
         """The call of the method that does the same by fully_shard."""
         names = ", ".join(map(repr, axes))
-        return f"ShardedDataParallel(mesh, {names}, replicate={[*self.average_axes]!r})   # on a new module"
+        call = f"ShardedDataParallel(mesh, {names}, replicate={[*self.average_axes]!r})"
+        return f"{call}   # on a new module; mesh: the mesh, view or slice of DataParallel"
 
     def accumulate(self, module: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:
         """Context manager for gradient accumulation: ranks average gradients only in the last backward pass.

@@ -33,10 +33,14 @@ def find(name: str) -> type[Method]:
     found = {point.value: point for point in installed if point.name == name}
     if len(found) != 1:
         provided = ", ".join(sorted(f"{each.name} ({each.value})" for each in installed))
+        calls = [f"  from {each.module} import {each.attr}" for _, each in sorted(found.items())]
+        calls = calls or [
+            f'  [project.entry-points."{ENTRY_POINT_GROUP}"]   # in the pyproject.toml of the package',
+            f'  {name} = "its_module:ItsMethod"',
+        ]
         raise MethodError(
             f"{len(found) or 'no'} installed packages provide a parallel method {name!r}; available: {provided}.\n\n"
-            f'  [project.entry-points."{ENTRY_POINT_GROUP}"]   # in the pyproject.toml of the package\n'
-            f'  {name} = "its_module:ItsMethod"'
+            + "\n".join(calls)
         )
     (point,) = found.values()
     method: type[Method] = point.load()

@@ -25,7 +25,7 @@ def check_method(mesh: ProcessGroupMesh, method: Method) -> None:
         MethodError: it is not.
     """
     if not isinstance(method, Method):
-        call = f"DataParallel(mesh, {mesh.axes[0]!r})"
+        call = f"DataParallel(mesh, {repr(mesh.axes[0]) if mesh.axes else '...'})"
         raise MethodError(f"compose takes methods with their axes, such as {call}, not {method!r}.")
     ranks = method.mesh.ranks(*method.owns)
     if not method.mesh.shares_groups(mesh) or not {*ranks} <= {*mesh}:

@@ -15,6 +15,7 @@ refuse these. What styles say of sequences, between sharded ones (- is None or F
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -34,8 +35,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from pgmesh._util.suggestions import closest_name, did_you_mean
 from pgmesh.errors import MethodError, OptionsError
-from pgmesh.parallel.base import format_axes
-from pgmesh.parallel.stage_cutting import match_modules, on_other_stage
+from pgmesh.parallel.base import Method, format_axes, required_keywords
+from pgmesh.parallel.mixture import mix
+from pgmesh.parallel.stage_cutting import attributes_with, match_modules, on_other_stage
 
 if TYPE_CHECKING:
     from pgmesh.layout import Axis
@@ -125,19 +127,22 @@ def check_styles(axis: Axis, plan: Mapping[str, ParallelStyle]) -> None:
     wrong: dict[str, Any] = {name: style for name, style in plan.items() if not isinstance(style, ParallelStyle)}
     if wrong or not plan:
         name, style = next(iter(wrong.items()), ("blocks.*.up", ColwiseParallel))
-        kind = style.__name__ if isinstance(style, type) else "ColwiseParallel"
+        is_style = isinstance(style, type) and issubclass(style, ParallelStyle) and not inspect.isabstract(style)
+        kind = style if is_style else ColwiseParallel
+        arguments = ", ".join(required_keywords(kind))
         raise OptionsError(
             "TensorParallel: plan= maps module names to ParallelStyles of torch, and "
             f"{f'has {wrong}' if wrong else 'is empty'}.\n\n"
-            f"  TensorParallel(mesh, {axis!r}, plan={{**plan, {name!r}: {kind}()}})"
+            f"  TensorParallel(mesh, {axis!r}, plan={{**plan, {name!r}: {kind.__name__}({arguments})}})"
         )
     users = [name for name, style in plan.items() if sequence_dims(style)]
     if users and all(split_of(style) is None for style in plan.values()):
-        first_block = next((re.sub(r"\*.*", "0", name) for name in users if "*" in name), "blocks.0")
+        first_block = next((re.sub(r"\*.*", "0", name) for name in users if "*" in name), None)
+        which = "" if first_block else "   # ...: the name of the first module that gets shards"
         raise OptionsError(
             "TensorParallel: styles of the plan take sharded sequences, but none shards them.\n\n"
-            f"  plan={{**plan, {first_block!r}: PrepareModuleInput(input_layouts=Replicate(), "
-            "desired_input_layouts=Shard(1), use_local_output=True)}"
+            f"  plan={{**plan, {repr(first_block) if first_block else '...'}: PrepareModuleInput("
+            f"input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True)}}{which}"
         )
 
 
@@ -162,6 +167,37 @@ def check_linear_layers(entries: Mapping[nn.Module, Entry]) -> None:
                 f"or whole sequences. It does not of {entry.name or type(layer).__name__}.\n\n"
                 f"  plan[{entry.pattern!r}].{side}_layouts = (Shard(1),)   # shards; whole: inside of a module that "
                 "has the entry PrepareModuleInput()"
+            )
+
+
+def check_experts(tensor: Method, module: nn.Module, plan: Mapping[str, ParallelStyle]) -> None:
+    """Check that layers of experts, which another method distributes, get whole sequences if a plan shards any.
+
+    The method of the experts counts ranks along the axis of the plan as readers of the same tokens. If each has other
+    positions, it divides their gradients by too many.
+
+    Args:
+        tensor: the method of the plan.
+        module: the whole module, before any method is applied to it.
+        plan: the plan.
+
+    Raises:
+        MethodError: the plan does not say that such a layer gets whole sequences.
+    """
+    if tensor.mesh.size(*tensor.owns) == 1 or all(split_of(style) is None for style in plan.values()):
+        return
+    entries = entries_of(module, plan)
+    whole = {each for layer, entry in entries.items() if gets_whole(entry.style) for each in layer.modules()}
+    for name, layer, _ in attributes_with(module, mix):
+        if layer not in whole:
+            pattern = re.sub(r"\.\d+\b", ".*", name)
+            raise MethodError(
+                f"{tensor} shards sequences by positions, and gradients of experts would be too small if these got "
+                f"shards. {name or type(layer).__name__} is in no module of the plan that gets whole sequences. Gather "
+                "them, or use a plan without sharded positions.\n\n"
+                f"  plan={{**plan, {pattern!r}: PrepareModuleInputOutput(input_layouts=Shard(1), desired_input_layouts="
+                "Replicate(), use_local_input=True, output_layouts=Replicate(), desired_output_layouts=Shard(1))}\n"
+                f"  plan={{**plan, {pattern!r}: PrepareModuleInput()}}   # if it gets whole sequences already"
             )
 
 

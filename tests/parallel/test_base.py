@@ -609,3 +609,4 @@ def test_invalid_entry_points_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         find("ring")
     assert str(caught.value).startswith("2 installed packages provide a parallel method 'ring'; available: ")
     assert "ring (one:Ring), ring (two:Ring)" in str(caught.value)
+    assert str(caught.value).endswith("\n\n  from one import Ring\n  from two import Ring")

@@ -198,6 +198,8 @@ def different_modules() -> None:
                 with pytest.raises(MethodError) as caught:
                     together.apply(module)
                 assert f" the first is {found}\n\n" in str(caught.value)
+                differs_in_values = kind in ("buffer", "one value")
+                assert str(caught.value).endswith(comparing.SAME_VALUES if differs_in_values else comparing.SAME_MODULE)
             together.apply(normed())
         check_sums(groups_of(mesh))
     with ProcessGroupMesh(dp=4, ranks=[3, 1, 0, 2], name="permuted") as mesh:
@@ -273,6 +275,14 @@ def test_long_lists_of_numbers_are_shortened(monkeypatch: pytest.MonkeyPatch):
         )
         rows = [1] * 8
         together.check_inputs(())
+
+
+@pytest.mark.parametrize("numel", [0, 1, 2, 63, 64, 65, 127, 128, 1000])
+def test_sample_has_first_and_last_value(numel: int):
+    values = comparing.sample(torch.arange(numel))
+    assert values == sorted({*values})
+    assert len(values) == min(numel, comparing.SAMPLES)
+    assert values[:1] + values[-1:] == ([0, numel - 1] if numel else [])
 
 
 def test_jagged_inputs_are_not_counted():

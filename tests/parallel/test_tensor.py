@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import (
     ParallelStyle,
     PrepareModuleInput,
     PrepareModuleInputOutput,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
@@ -21,10 +22,32 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.functional import linear
 
 from pgmesh import AxisError, MethodError, OptionsError, ProcessGroupMesh, ShapeError
-from pgmesh.parallel import Composition, PipelineParallel, TensorParallel, attention_plan, compose, mlp_plan
+from pgmesh.parallel import (
+    Composition,
+    ExpertParallel,
+    PipelineParallel,
+    ShardedDataParallel,
+    TensorParallel,
+    attention_plan,
+    compose,
+    mlp_plan,
+)
+from tests.support.expert_models import expert_layer
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
-from tests.support.parallel_models import FIRST, LAST, Adapted, TinyGPT, TrainingRun, train_alone
+from tests.support.parallel_models import (
+    FIRST,
+    LAST,
+    WIDTH,
+    Adapted,
+    TinyGPT,
+    TrainingRun,
+    assert_same,
+    batch,
+    gradients_of,
+    loss_of,
+    train_alone,
+)
 from tests.support.parallel_training import train_and_compare
 from tests.support.tensor_plans import BLOCK_PLAN, EMBEDDED_PLAN, GATHERED_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
 from tests.support.worlds import check_sums, groups_of, world
@@ -307,6 +330,7 @@ def test_a_plan_names_what_is_there(mesh):
         ({}, "'blocks.*.up': ColwiseParallel()"),
         ({"tokens": "columns", "head": ColwiseParallel()}, "'tokens': ColwiseParallel()"),
         ({"tokens": RowwiseParallel}, "'tokens': RowwiseParallel()"),
+        ({"tokens": nn.Embedding}, "'tokens': ColwiseParallel()"),
     ],
     ids=str,
 )
@@ -320,6 +344,13 @@ def test_a_plan_without_styles_raises(mesh, plan, call):
         f"  TensorParallel(mesh, 'tp', plan={{**plan, {call}}})",
     )
     eval(f"TensorParallel(mesh, 'tp', plan={{**plan, {call}}})", globals() | {"plan": plan, "mesh": mesh})
+
+
+def test_class_of_style_prints_arguments_that_it_needs(mesh):
+    with pytest.raises(OptionsError) as caught:
+        TensorParallel(mesh, "tp", plan={"places": PrepareModuleOutput})
+    call = "PrepareModuleOutput(output_layouts=..., desired_output_layouts=...)"
+    assert str(caught.value).endswith(f"  TensorParallel(mesh, 'tp', plan={{**plan, 'places': {call}}})")
 
 
 def test_a_wrong_argument_raises_at_construction(mesh):
@@ -393,6 +424,14 @@ def test_sequences_nowhere_sharded_raise(mesh, layers):
     )
 
 
+def test_sequences_nowhere_sharded_print_no_unknown_name(mesh):
+    with pytest.raises(OptionsError) as caught:
+        TensorParallel(mesh, "tp", plan={"norm": SequenceParallel()})
+    enter = "PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True)"
+    last = str(caught.value).splitlines()[-1]
+    assert last == f"  plan={{**plan, ...: {enter}}}   # ...: the name of the first module that gets shards"
+
+
 def test_a_module_around_others_may_gather_sequences(mesh):
     gathered = PrepareModuleInputOutput(
         input_layouts=Shard(1),
@@ -403,6 +442,58 @@ def test_a_module_around_others_may_gather_sequences(mesh):
     )
     plan = {**EMBEDDED_PLAN, "blocks.1": gathered, "blocks.1.*p": ColwiseParallel(), "blocks.1.down": RowwiseParallel()}
     TensorParallel(mesh, "tp", plan=plan).apply(TinyGPT(layers=2))
+
+
+class Mixed(nn.Module):
+    """A layer of experts, which serve the positions in turn, after a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(WIDTH), expert_layer()
+        self.layer.forward = self.mixed
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, 1)
+        chosen = (tokens[:, :2] > 0).sum(-1, keepdim=True)
+        weights = torch.ones_like(chosen, dtype=x.dtype)
+        return self.layer.mix(tokens, weights, chosen, self.layer.experts).view_as(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layer(self.norm(x))
+
+
+MIXED_PLAN = {
+    **{name: style for name, style in SEQUENCE_PLAN.items() if name.partition(".")[0] != "blocks"},
+    "blocks.0": SEQUENCE_PLAN["blocks.0"],
+    "blocks.*.norm": SequenceParallel(use_local_output=True),
+    "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+}
+
+
+def experts_between_sequences() -> None:
+    codes, target = batch(0)
+    expected = TinyGPT(layers=1, block=Mixed)
+    loss_of(expected(codes), target).backward()
+    with ProcessGroupMesh(dp=2, tp=2) as mesh:
+
+        def composed(plan: dict[str, ParallelStyle], experts: ExpertParallel) -> Composition:
+            return compose(mesh, ShardedDataParallel(mesh, "dp"), TensorParallel(mesh, "tp", plan=plan), experts)
+
+        for experts in (ExpertParallel(mesh.view(ep=4), "ep"), ExpertParallel(mesh, "tp")):
+            with pytest.raises(MethodError, match=r"blocks\.0\.layer is in no module of the plan that gets") as caught:
+                composed(MIXED_PLAN, experts).apply(TinyGPT(layers=1, block=Mixed))
+            variables = {"plan": MIXED_PLAN}
+            exec(str(caught.value).splitlines()[-2].strip(), globals(), variables)
+            together = composed(variables["plan"], experts)
+            model = together.apply(TinyGPT(layers=1, block=Mixed))
+            loss_of(model(together.share(codes)), together.share(target)).backward()
+            found, right = gradients_of(model), gradients_of(expected)
+            assert_same("gradients", found, {name: right[name] for name in found})
+        check_sums(groups_of(mesh))
+
+
+def test_experts_between_sharded_sequences_raise_until_gathered():
+    world(4).run(experts_between_sequences)
 
 
 def test_tied_weights_are_sharded_in_the_same_way(mesh):
