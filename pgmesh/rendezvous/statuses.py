@@ -134,6 +134,11 @@ def _typed(kind: Any, values: object, types: tuple[type, ...]) -> Any:
 # -- lost ranks -------------------------------------------------------------------------------------------------------
 
 
+READ_SECONDS = 0.02
+"""Seconds that a read of a status takes at most on a store that is not busy. A silence begins after one and ends before
+one, and the clock counts no more than a period between two heartbeats: without it, whole periods seem too short."""
+
+
 class Statuses:
     """The last status of other ranks, each with the time when its heartbeat was first read.
 
@@ -225,7 +230,7 @@ class Statuses:
         return bool(status.endpoint) and self.ended.get(status.rank) == status.endpoint
 
     def _is_silent(self, rank: int, lost_after: float | None) -> bool:
-        return self._silence(rank) >= self.limit(lost_after)
+        return self._silence(rank) + READ_SECONDS >= self.limit(lost_after)
 
     def limit(self, lost_after: float | None) -> float:
         """Seconds of silence after which a rank is lost: those given, or the default."""
@@ -245,7 +250,7 @@ class Statuses:
             return f"rank {rank} has ended: its listener at {':'.join(map(str, status.endpoint))} refuses connections"
         if status.exited or not self._is_silent(rank, lost_after):
             return f"rank {rank}: {status}"
-        seconds = int(self._silence(rank))
+        seconds = int(self._silence(rank) + READ_SECONDS)
         return f"rank {rank} has sent no heartbeat for at least {seconds} s; its last status: {status}"
 
     def next_inspection(self, period: float) -> float:

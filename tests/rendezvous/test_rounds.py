@@ -117,6 +117,17 @@ def test_unread_status_is_not_called_absent():
     assert statuses.describe(2) == "rank 2: its status was not read"
 
 
+def test_silence_of_whole_periods_is_one():
+    """Of two looks five periods apart, the first counts after its read, and the second before it."""
+    times = iter([0.0, 0.0003, 5.0, 5.0003])
+    statuses = Statuses(5.0, lambda: next(times))
+    run = MemoryClient(values={status_key(1): RankStatus(1, 3).pack().encode()}).run
+    statuses.read(run, [1])
+    assert not statuses.lost([1])
+    statuses.read(run, [1])
+    assert statuses.lost([1])[1].startswith("rank 1 has sent no heartbeat for at least 5 s")
+
+
 def test_new_process_with_same_heartbeat_is_not_silent():
     clock, values = [0.0], dict[str, bytes]()
     statuses = Statuses(5.0, lambda: clock[0])
