@@ -10,7 +10,6 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from pgmesh import Layout, ShapeError, plan
-from pgmesh.topology import locality
 from pgmesh.topology.hosts import HostLevel, parse_topology
 from pgmesh.topology.locality import Locality, locality_of
 
@@ -94,7 +93,6 @@ def test_locality_of_a_million_ranks_is_exact(nodes):
         nonlocal calls
         calls += event == "call"
 
-    locality._count_units.cache_clear()
     tracemalloc.start()
     sys.setprofile(count)
     try:
