@@ -66,7 +66,7 @@ class SizesCall:
         with contextlib.suppress(ShapeError, TypeError):
             box = parse_sizes(self.who, (given,), {})
             if infer_size(box, self.count) if self.count else -1 not in box.values():
-                return [(format_call(self.who, box, **self.more), "")]
+                return [(format_call("mesh.view" if self.who == "view" else self.who, box, **self.more), "")]
         return []
 
 

@@ -168,7 +168,7 @@ def plan(
     >>> print(plan(tp=4, dp=2, nodes="2x4").findings[0].text)
     tp spans 2 hosts: 2 of 4 hops of a ring leave the host.
     """
-    combinations = [*combinations]
+    combinations = [combinations] if isinstance(combinations, str) else [*combinations]
     topology = parse_topology(nodes, domains)
     nodes, domains, views = _plain(nodes), _plain(domains), dict(views or {})
     arguments = {"nodes": nodes, "domains": domains, "views": views, "combinations": combinations}
@@ -185,7 +185,7 @@ def plan(
         _check_hosts(base, topology[0], base is layout, more)
     view_layouts = tuple((name, base.view(_fill_view(base, name, views, more))) for name in views)
     requested: list[tuple[str, Layout, tuple[Axis, ...]]] = [("", base, (axis,)) for axis in base.axes]
-    requested += [("", base, tuple(axes)) for axes in combinations]
+    requested += [("", base, (axes,) if isinstance(axes, (str, int)) else tuple(axes)) for axes in combinations]
     requested += [(name, view, (axis,)) for name, view in view_layouts for axis in view.axes]
     known: dict[object, str] = {}
     found: dict[str, CombinationPlan] = {}

@@ -107,7 +107,7 @@ def torch_findings(load: Callable[[str], Any]) -> Iterator[Finding]:
         torch, dist = load("torch"), load("torch.distributed")
     except Exception as error:  # besides ImportError, an incompatible library can raise anything
         text = f"torch cannot be imported: {type(error).__name__}: {error}".splitlines()[0]
-        yield Finding("bad", "torch", text, "pip install torch; pgmesh plan and show work without it")
+        yield Finding("bad", "torch", text, "pip install torch   # pgmesh plan and show work without it")
         return
     version = f"torch {torch.__version__}"
     if not dist.is_available():

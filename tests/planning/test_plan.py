@@ -281,6 +281,10 @@ def test_plan_reads_domains_in_a_list():
     assert "level-3 units" in str(plan(dp=16, domains="2x1x2x4"))
 
 
+def test_combinations_as_one_word_name_one_axis():
+    assert plan(dp=2, tp=4, combinations="dp") == plan(dp=2, tp=4, combinations=["dp"]) == plan(dp=2, tp=4)
+
+
 def test_suggested_plan_keeps_the_other_views():
     with pytest.raises(ShapeError) as caught:
         plan(dp=8, views={"moe": {"ep": 3}, "x": {"a": 8}})
