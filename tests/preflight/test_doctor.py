@@ -22,6 +22,7 @@ import torch
 
 from pgmesh.__main__ import main
 from pgmesh._util.torch_versions import TRIED_ON
+from pgmesh.cli import doctor
 from pgmesh.errors import UnsupportedTorchError
 from pgmesh.launch.detect import LAUNCHERS, LauncherInfo
 from pgmesh.preflight import diagnosis
@@ -109,6 +110,12 @@ def test_doctor_output_has_the_form_in_the_docs(capsys, monkeypatch):
     for given, shown in samples:
         with mock.patch.dict(os.environ, dict(word.split("=") for word in given.split())):
             assert shape(said(capsys, "", int("bad  " in shown))) == shape(shown)
+
+
+def test_doctor_prints_each_fix_on_one_line(capsys, monkeypatch):
+    fix = f"export MASTER_ADDR={'n' * 90} MASTER_PORT=29500   # the same on every rank"
+    monkeypatch.setattr(doctor, "diagnose", lambda *_: [Finding("bad", "store", "no address", fix)])
+    assert f"\n        {fix}\n" in said(capsys, "", 1)
 
 
 # ---- without torch, and with another one ----
