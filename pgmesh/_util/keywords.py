@@ -21,9 +21,9 @@ NAME_KEYWORDS = ("mesh_dim_names", "dim_names", "axis_names", "names", "axes")
 """Keywords by which other libraries take the names of all axes."""
 
 RESERVED = {
-    **dict.fromkeys(OPTION_KEYWORDS, "is an option of groups"),
+    **dict.fromkeys(OPTION_KEYWORDS, "is an option of groups: see mesh.configure"),
     **dict.fromkeys(TORCH_OPTION_KEYWORDS, "stands for options of groups: see mesh.configure"),
-    "tag": "tells groups on the same ranks apart",
+    "tag": "tells groups on the same ranks apart: see mesh.group",
     **dict.fromkeys(("device", "device_type", "device_id"), "follows from the backend of a group"),
     **dict.fromkeys(SHAPE_KEYWORDS, "stands for all sizes"),
     **dict.fromkeys((*NAME_KEYWORDS, "axis", "dim", "ndim"), "stands for the axes"),

@@ -1,4 +1,4 @@
-"""Attribute names of DeviceMesh and the call of a mesh that does the same, shown in the AttributeError.
+"""Attribute names of DeviceMesh and ColossalAI and the call of a mesh that does the same, shown in the AttributeError.
 
 ``add_hints`` puts a descriptor for each on the class of meshes.
 """
@@ -12,17 +12,18 @@ from typing import Any
 CALLS = {
     "mesh_dim_names": "mesh.axes",
     "ndim": "len(mesh.axes)",
+    "_unflatten": "mesh.view({sizes})",
     "_flatten": "mesh.group({axes})",
     "get_rank": "mesh.rank",
     "get_local_rank": "mesh.index({axis})",
     "get_coordinate": "mesh.coord",
     "neighbour": "mesh.neighbor({axis})",
-    "get_group": "mesh.group({axis})",
+    **dict.fromkeys(("get_group", "get_group_along_axis"), "mesh.group({axis})"),
     "get_all_groups": "[mesh.group(axis) for axis in mesh.axes]",
     "device_type": "mesh.device_mesh().device_type",
     "mesh": "mesh.device_mesh().mesh",
 }
-"""The call for each name. ``{axis}`` is the last axis, ``{axes}`` the last two."""
+"""The call for each name. ``{axis}`` is the last axis, ``{axes}`` the last two, ``{sizes}`` all sizes."""
 
 
 class _Absent:
@@ -40,7 +41,8 @@ class _Absent:
         if sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
             raise AttributeError(self.for_torch(mesh))
         axes = [repr(axis) for axis in mesh.axes]
-        call = self.call.format(axis=axes[-1], axes=", ".join(axes[-2:]))
+        sizes = dict(zip(mesh.axes, mesh.shape))
+        call = self.call.format(axis=", ".join(axes[-1:]), axes=", ".join(axes[-2:]), sizes=sizes)
         if "{ax" in self.call:
             call += "   # for example: name the axes that you mean"
         raise AttributeError(f"{kind.__name__!r} object has no attribute {self.name!r}.\n\n  {call}")

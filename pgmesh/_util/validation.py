@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pgmesh._util.formatting import Text, as_range, count_of, format_call, format_calls, format_ranks
+from pgmesh._util.formatting import as_range, count_of, format_call, format_calls, format_ranks
 from pgmesh._util.keywords import GROUP_KEYWORDS, NAME_KEYWORDS, RESERVED, SHAPE_KEYWORDS
 from pgmesh._util.suggestions import A, fit_sizes, infer_size, known_product, start_command
 from pgmesh.errors import OptionsError, ShapeError
-from pgmesh.options import GroupOptions
 
 Sizes = Mapping[Any, int]
 """Sizes by axis in one mapping. The axes have names, or numbers from 0 on."""
@@ -67,7 +66,7 @@ class SizesCall:
         with contextlib.suppress(ShapeError, TypeError):
             box = parse_sizes(self.who, (given,), {})
             if infer_size(box, self.count) if self.count else -1 not in box.values():
-                return [(format_call(self.who, box, **self.more), "")]
+                return [(format_call("mesh.view" if self.who == "view" else self.who, box, **self.more), "")]
         return []
 
 
@@ -102,6 +101,8 @@ def parse_sizes(
         has_count = who not in ("Layout", "plan") or any(call.more.get(word) for word in ("ranks", "nodes", "domains"))
         example = format_call(who, {"dp": -1 if has_count else 2}, **call.more)
         raise ShapeError(f"{who} needs at least one axis, such as {example}.")
+    if len(box) < len(given):  # equal numbers of different types
+        raise ShapeError(f"{who}: an axis is given twice: {given!r}.")
     if len({isinstance(axis, int) for axis in box}) > 1:
         raise ShapeError(f"{who}: give every axis a name or every axis a number, not both: {given!r}.")
     free = [str(axis) for axis, size in box.items() if size == -1]
@@ -137,26 +138,11 @@ def _reserved_error(call: SizesCall, shape: Sequence[Any], sizes: Mapping[str, A
     """The error for reserved keywords. It suggests calls if all other arguments are valid sizes."""
     words = [word for word in sizes if word in RESERVED]
     problem = f"{call.who}: " + " ".join(f"{word} is no axis; it {RESERVED[word]}." for word in words)
-    options = {word: sizes[word] for word in words if word in GROUP_KEYWORDS}
+    options = [word for word in words if word in GROUP_KEYWORDS]
     calls = call.valid(_meant_sizes(shape, sizes))
     if not options and not shape:
         calls += [(text, "with axes of these names") for text, _ in call.valid(sizes)]
-    if options and calls and call.who not in ("Layout", "plan"):  # these have no groups
-        calls = [(f"mesh = {'mesh.' if call.who == 'view' else ''}{calls[0][0]}", ""), *_calls_for_groups(options)]
     return (OptionsError if options else ShapeError)(f"{problem}\n\n{format_calls(calls)}".rstrip())
-
-
-def _calls_for_groups(options: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The calls that give options and a tag to the groups of ``mesh``. Torch's and invalid options are left out."""
-    calls = []
-    configured = {word: value for word, value in options.items() if word != "tag"}
-    with contextlib.suppress(OptionsError):
-        if GroupOptions.of(configured) != GroupOptions():
-            configure = format_call("mesh.configure", {}, Text("axis"), **configured)
-            calls.append((f"for axis in mesh.axes: {configure}", ""))
-    if options.get("tag") is not None:
-        calls.append(("mesh.group(mesh.axes[0], tag='own')", ""))
-    return calls
 
 
 def _meant_sizes(shape: Sequence[Any], sizes: Mapping[str, Any]) -> Any:

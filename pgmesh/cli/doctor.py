@@ -36,6 +36,5 @@ def _lines(findings: list[Finding], width: int) -> list[Line]:
     lines: list[Line] = []
     for finding in findings:
         lines += styled_text.marked(finding.mark, f"{finding.what}: {finding.text}", width)
-        for fix in finding.fix.splitlines():
-            lines += styled_text.wrapped(fix, width, "bold", " " * 8) if fix.strip() else [[]]
+        lines += [[(f"{' ' * 8}{fix.strip()}", "bold")] for fix in finding.fix.splitlines()]  # whole, to be pasted
     return lines

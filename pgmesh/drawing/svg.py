@@ -41,7 +41,7 @@ MIN_CELL_WIDTH, CELL_HEIGHT, GAP_OF_CELLS = 32, 24, 6
 ROW = CELL_HEIGHT + GAP_OF_CELLS
 
 
-def draw(*layouts: Drawable, along: Sequence[Axis] = (), mark: int | None = None) -> str:
+def draw(layout: Drawable, *others: Drawable, along: Sequence[Axis] = (), mark: int | None = None) -> str:
     """Layouts as one SVG, next to each other, such as two meshes over the same ranks.
 
     Args:
@@ -54,7 +54,7 @@ def draw(*layouts: Drawable, along: Sequence[Axis] = (), mark: int | None = None
     >>> draw(layout, layout.view(edp=2, ep=4)).count('<rect class="cell"')
     16
     """
-    return render([make_figure(layout, *along, mark=mark) for layout in layouts])
+    return render([make_figure(each, *along, mark=mark) for each in (layout, *others)])
 
 
 def render(figures: Sequence[Figure]) -> str:

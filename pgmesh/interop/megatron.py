@@ -179,7 +179,7 @@ def _groups(arrangement: Arrangement, gloo: bool, all_gather: bool) -> dict[str,
 def _group(arrangement: Arrangement, name: str, **options: Any) -> Any:
     """This rank's group of a name, None if it has none, or a list of groups for the levels of context parallelism."""
     if name == "hcp":
-        return [_group(arrangement, level, **options) for level in arrangement.short[name]] or None
+        return [_group(arrangement, level, **options) for level in arrangement.short.get(name, ())] or None
     part = arrangement[name]
     is_single = name == "between instances" and part.size() == 1
     return part.group(**options) if arrangement.rank in part and not is_single else None

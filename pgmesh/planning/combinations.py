@@ -55,6 +55,6 @@ def strides_of(layout: Layout) -> tuple[int, ...]:
 
 def _identity_of_groups(layout: Layout, plan: CombinationPlan) -> object:
     """A value that is equal for the same groups: their strides, or the groups themselves of an irregular layout."""
-    if None not in strided_runs(layout, plan.axes):
+    if strided_runs(layout, plan.axes) is not None:
         return (plan.sample[0], plan.size, plan.strides, len(layout), strides_of(layout))
     return frozenset(frozenset(block) for block in layout.partition(*plan.axes))

@@ -141,7 +141,7 @@ def plan(
     *shape: int,
     ranks: Iterable[int] | None = None,
     nodes: str | Sequence[int] | None = None,
-    domains: str | None = None,
+    domains: str | Sequence[int] | None = None,
     views: Mapping[str, Sizes] | None = None,
     combinations: Iterable[Sequence[Axis]] = (),
     **sizes: int,
@@ -156,7 +156,7 @@ def plan(
         shape: further sizes of numbered axes.
         ranks: as for ``Layout``, with sizes.
         nodes: the hosts. ``"8x8"`` is 8 hosts of 8 ranks; ``"8,8,4"`` or ``[8, 8, 4]`` lists the ranks of each host.
-        domains: instead of ``nodes``, hosts in domains. ``"4x18x4"`` is 4 domains of 18 hosts of 4 ranks.
+        domains: instead of ``nodes``, hosts in domains. ``"4x18x4"`` or ``[4, 18, 4]`` is 4 domains of 18 hosts of 4.
         views: other axes over the same ranks: ``{"moe": {"edp": -1, "ep": 8}}``.
         combinations: combinations of axes to include in addition to the single axes: ``[("dp", "cp")]``.
         sizes: the sizes of named axes.
@@ -168,9 +168,9 @@ def plan(
     >>> print(plan(tp=4, dp=2, nodes="2x4").findings[0].text)
     tp spans 2 hosts: 2 of 4 hops of a ring leave the host.
     """
-    combinations = [*combinations]
-    nodes = nodes if nodes is None or isinstance(nodes, str) else [*map(int, nodes)]
+    combinations = [combinations] if isinstance(combinations, str) else [*combinations]
     topology = parse_topology(nodes, domains)
+    nodes, domains, views = _plain(nodes), _plain(domains), dict(views or {})
     arguments = {"nodes": nodes, "domains": domains, "views": views, "combinations": combinations}
     more = {word: Text(repr(value)) for word, value in arguments.items() if value}
     base = getattr(layout, "layout", layout)
@@ -183,9 +183,9 @@ def plan(
         raise TypeError(f"plan() takes a layout, or sizes and ranks, not a layout and {', '.join(extra)}")
     if topology:
         _check_hosts(base, topology[0], base is layout, more)
-    view_layouts = tuple((name, base.view(_fill_view(base, name, axes, more))) for name, axes in (views or {}).items())
+    view_layouts = tuple((name, base.view(_fill_view(base, name, views, more))) for name in views)
     requested: list[tuple[str, Layout, tuple[Axis, ...]]] = [("", base, (axis,)) for axis in base.axes]
-    requested += [("", base, tuple(axes)) for axes in combinations]
+    requested += [("", base, (axes,) if isinstance(axes, (str, int)) else tuple(axes)) for axes in combinations]
     requested += [(name, view, (axis,)) for name, view in view_layouts for axis in view.axes]
     known: dict[object, str] = {}
     found: dict[str, CombinationPlan] = {}
@@ -216,13 +216,18 @@ def _layout_of_sizes(
     return layout_of(fill_sizes("plan", box, host.capacity, format_hold(host), more=more))
 
 
-def _fill_view(base: Layout, name: str, sizes: Sizes, more: Mapping[str, object]) -> Sizes:
+def _plain(hosts: str | Sequence[int] | None) -> str | list[int] | None:
+    """Hosts for suggested calls: numbers of numpy become plain ones."""
+    return hosts if hosts is None or isinstance(hosts, str) else [*map(int, hosts)]
+
+
+def _fill_view(base: Layout, name: str, views: Mapping[str, Sizes], more: Mapping[str, object]) -> Sizes:
     """The sizes of a view of the mesh, with -1 inferred."""
 
     def call_of(_: str, box: Sizes, **__: object) -> str:
-        return format_call("plan", {}, Text(shorten(repr(base), "layout")), **{**more, "views": {name: box}})
+        return format_call("plan", {}, Text(shorten(repr(base), "layout")), **{**more, "views": {**views, name: box}})
 
-    box, count = parse_sizes("view", (sizes,), {}), len(base)
+    box, count = parse_sizes("view", (views[name],), {}), len(base)
     return fill_sizes("view", box, count, f"the mesh has {count:,}", call_of=call_of)
 
 

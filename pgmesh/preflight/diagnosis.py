@@ -107,7 +107,7 @@ def torch_findings(load: Callable[[str], Any]) -> Iterator[Finding]:
         torch, dist = load("torch"), load("torch.distributed")
     except Exception as error:  # besides ImportError, an incompatible library can raise anything
         text = f"torch cannot be imported: {type(error).__name__}: {error}".splitlines()[0]
-        yield Finding("bad", "torch", text, "pip install torch; pgmesh plan and show work without it")
+        yield Finding("bad", "torch", text, "pip install torch   # pgmesh plan and show work without it")
         return
     version = f"torch {torch.__version__}"
     if not dist.is_available():
@@ -231,7 +231,7 @@ def explain_store(environ: Mapping[str, str], launcher: LauncherInfo, seconds: f
     text, fix = finding.text, finding.fix
     if finding.mark == "ok":
         text = f"{where} does not answer like torch's store: {str(error).splitlines()[0]}"
-        fix = "export MASTER_PORT=<the port of rank 0's store>"
+        fix = "export MASTER_PORT=...   # the port of rank 0's store"
     elif finding.mark == "--":
         text = f"no process listened at {where} in {format_seconds(seconds)}: rank 0, which hosts the store, did not "
         text, fix = f"{text}start", "start rank 0, and check its output for errors"
@@ -284,7 +284,7 @@ def _check_hosting(address: str, port: int, infos: Sequence[tuple[Any, ...]]) ->
         reason = os.strerror(error.errno or 0)
         text = f"this process, rank 0, hosts the store, but cannot listen at port {port}: {reason}"
         near = range(port + 1, min(port + 100, LAST_PORT))
-        free = next((str(other) for other in near if _port_error(other) is None), "<a free port>")
+        free = next((str(other) for other in near if _port_error(other) is None), "...")
         return Finding("bad", "store", text, f"export MASTER_PORT={free}   # the same on every rank")
     text = f"port {port} is free on this host, {address}; this process, rank 0, listens there after it joins"
     return Finding("ok", "store", text)

@@ -9,7 +9,7 @@ from typing import Any
 
 from pgmesh._util.formatting import Text, format_call, join_words
 from pgmesh._util.suggestions import fit_sizes
-from pgmesh._util.validation import fill_sizes, parse_size
+from pgmesh._util.validation import fill_sizes, parse_size, whole_number
 from pgmesh.errors import ShapeError
 
 
@@ -46,12 +46,16 @@ class RecipeCall:
         recipes.megatron(16, tp=2)
         """
         who, world, first = f"recipes.{recipe.__name__}", arguments["world"], arguments.get("rank_offset", 0)
-        if not isinstance(world, int) or world < 1 or first < 0:
+        try:
+            start, count = whole_number(first), whole_number(world)
+        except TypeError:
+            start = count = -1
+        if start < 0 or count < 1:
             raise ShapeError(f"{who}: the world is a number of ranks, such as 8, not {world!r} from rank {first!r} on.")
         known = inspect.signature(recipe).parameters
         given = {name: value for name, value in arguments.items() if value != known[name].default}
-        others = {name: _readable(name, value) for name, value in given.items() if name not in ("world", "of")}
-        return cls(who, range(first, first + world), others, given.get("of"))
+        others = {name: readable(name, value) for name, value in given.items() if name not in ("world", "of")}
+        return cls(who, range(start, start + count), others, given.get("of"))
 
     def __str__(self) -> str:
         return format_call(self.who, {}, len(self.ranks), **self.given)
@@ -120,7 +124,7 @@ class RecipeCall:
         return [*asked, *(axis for axis in known if axis not in asked)]
 
 
-def _readable(name: str, value: object) -> object:
+def readable(name: str, value: object) -> object:
     """The value of an argument; the argument's name in place of a function without a name, such as a lambda."""
     has_name = str(getattr(value, "__name__", "")).isidentifier()
     return Text(name) if callable(value) and not has_name else value

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, Union
 
-from pgmesh._util.formatting import format_call, format_ranks, join_words
+from pgmesh._util.formatting import Text, format_call, format_ranks, join_words
 from pgmesh._util.suggestions import divisors, fit_sizes
 from pgmesh.errors import ShapeError
 from pgmesh.layout import Axis, Layout
-from pgmesh.recipes.arguments import RecipeCall
+from pgmesh.recipes.arguments import RecipeCall, readable
 from pgmesh.recipes.arrangement import Along, Arrangement, Pick, build
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
@@ -85,11 +85,13 @@ def _translating(recipe: Callable[..., Arrangement]) -> Callable[..., Arrangemen
 
     @functools.wraps(recipe)
     def call(*args: Any, **given: Any) -> Arrangement:
-        if theirs := [word for word in given if word in KEYWORDS]:
+        if KEYWORDS.keys() & given.keys():
+            unknown = [word for word in given if word not in recipe.__annotations__]
             ours = {KEYWORDS.get(word, word): value for word, value in given.items()}
-            known = {word: value for word, value in ours.items() if word in recipe.__annotations__}
-            translated = format_call("recipes.megatron", {}, *args, **known)
-            raise ShapeError(f"recipes.megatron has no argument {join_words(theirs, 'or')}.\n\n  {translated}")
+            known = {word: readable(word, value) for word, value in ours.items() if word in recipe.__annotations__}
+            world = args or [known.pop("world", Text("torch.distributed.get_world_size()"))]
+            translated = format_call("recipes.megatron", {}, *world, **known)
+            raise ShapeError(f"recipes.megatron has no argument {join_words(unknown, 'or')}.\n\n  {translated}")
         return recipe(*args, **given)
 
     return call
@@ -209,6 +211,7 @@ def _check_pipelines(call: RecipeCall, order: str, dense: Layout, expert: Layout
 
 def _context_levels(call: RecipeCall, dense: Layout, sizes: Sequence[int]) -> dict[str, Along]:
     """The levels of context parallelism. The groups of the first level are contiguous; the others are strided."""
+    sizes = sizes if isinstance(sizes, Iterable) else [sizes]
     levels = call.parse_sizes(**{f"cp{level}": size for level, size in enumerate(sizes, 1)})
     cp = dense.size("cp")
     if -1 in levels.values() or math.prod(levels.values()) != cp:

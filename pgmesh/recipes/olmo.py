@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from pgmesh.errors import ShapeError
@@ -63,15 +64,15 @@ def olmo(
     data = hybrid if given & hybrid.keys() else {"dp": dp}
     if given and (data is hybrid) == (dp is not None):
         by_experts = {"dp_shard": ep, "dp_replicate": -1} if ep is not None else {"dp": -1}
-        suggestion = call.with_changes(**({"dp": None} if data is hybrid else by_experts))
-        raise ShapeError(f"{call}: data parallelism is dp, or dp_replicate x dp_shard.\n\n  {suggestion}")
+        suggestion = _suggest(call, **({"dp": None} if data is hybrid else by_experts))
+        raise ShapeError(f"{call}: data parallelism is dp, or dp_replicate x dp_shard.{suggestion}")
     free = {axis: -1 if size is None else size for axis, size in data.items()}
     sizes = call.parse_sizes(pp=pp, **free, cp=cp, tp=tp)
     box = call.fill_sizes(sizes, ep=ep and -1)  # experts use the axis dp_shard
     misfit = tp is not None or data is not hybrid or ep not in (-1, box["dp_shard"])
     if ep is not None and misfit:
-        suggestion = call.with_changes(dp=None, tp=None, dp_shard=ep, dp_replicate=-1)
-        raise ShapeError(f"{call}: experts are split along dp_shard, which is ep, without tp.\n\n  {suggestion}")
+        suggestion = _suggest(call, dp=None, tp=None, dp_shard=ep, dp_replicate=-1)
+        raise ShapeError(f"{call}: experts are split along dp_shard, which is ep, without tp.{suggestion}")
     mesh = Layout(box, ranks=call.ranks)
     loader = tuple(data)
     names = dict.fromkeys(("model", "loader"), Along(mesh, loader))
@@ -83,6 +84,15 @@ def olmo(
     if pp is not None:
         names["stage"] = Along(mesh, mesh.axes[1:])
     return build(Arrangement(str(call), mesh, names), call, of, name)
+
+
+def _suggest(call: RecipeCall, **changes: Any) -> str:
+    """The end of a message with the changed call; empty if that call is refused too."""
+    arguments: dict[str, Any] = {**call.given, **changes, "of": Layout}
+    with suppress(ShapeError):
+        olmo(len(call.ranks), **arguments)
+        return f"\n\n  {call.with_changes(**changes)}"
+    return ""
 
 
 def olmo_experts(world: int, *, ep: int = -1, of: Any = None, name: str | None = None) -> Arrangement:

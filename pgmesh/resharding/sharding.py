@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple, Union
 
 from pgmesh.errors import AxisError, ShapeError
@@ -247,14 +248,15 @@ def parse_placements(layout: Layout, placements: Placements) -> list[Sharded | N
         if hasattr(each, "is_partial"):  # a placement of DTensor, known without torch
             if each.is_partial():
                 raise ShapeError(
-                    f"the tensor is {each} along axis {axis}: its ranks hold summands, not values. Sum them first:\n\n"
-                    f"  tensor.redistribute(placements=[... Replicate() in place of {each} ...])"
+                    f"the tensor is {each} along axis {axis}: its ranks hold summands, not values. Sum them first.\n\n"
+                    "  tensor = tensor.redistribute(placements=[Replicate() if each.is_partial() else each "
+                    "for each in tensor.placements])"
                 )
             found.append(None if each.is_replicate() else Sharded(each.dim, getattr(each, "split_factor", 1)))
         elif each is None or isinstance(each, Sharded):
             found.append(each)
-        elif type(each) is int:
-            found.append(Sharded(each))
+        elif isinstance(each, Integral) and not isinstance(each, bool):
+            found.append(Sharded(int(each)))
         else:
             raise ShapeError(f"a placement is Shard(0), Replicate() or a dimension to shard, such as 0, not {each!r}.")
     return found

@@ -10,13 +10,16 @@ Consecutive units of one size are stored as one run, so 100,000 equal hosts need
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby
 
 from pgmesh._util.formatting import count_of, join_words, name_ranks
+from pgmesh._util.validation import whole_number
 from pgmesh.errors import ShapeError
 
 
@@ -94,12 +97,12 @@ Topology = tuple[HostLevel, ...]
 """The levels, innermost first; empty if the hosts are unknown."""
 
 
-def parse_topology(nodes: str | Sequence[int] | None, domains: str | None = None) -> Topology:
+def parse_topology(nodes: str | Sequence[int] | None, domains: str | Sequence[int] | None = None) -> Topology:
     """Parse the hosts, or the nested domains, of a job.
 
     Args:
         nodes: the hosts. ``"8x8"`` is 8 hosts of 8 ranks; ``"8,8,4"`` or ``[8, 8, 4]`` lists the ranks of each host.
-        domains: the hosts in domains. ``"4x18x4"`` is 4 domains of 18 hosts of 4 ranks.
+        domains: nested levels, outermost first. ``"4x18x4"`` or ``[4, 18, 4]`` is 4 domains of 18 hosts of 4 ranks.
 
     Raises:
         ShapeError: the notation is invalid, or both arguments are given.
@@ -110,14 +113,22 @@ def parse_topology(nodes: str | Sequence[int] | None, domains: str | None = None
     if nodes is not None and domains is not None:
         raise ShapeError("give nodes or domains, not both: domains='4x18x4' includes the hosts, 4 x 18 of 4 ranks.")
     if domains is not None:
-        return _nested(domains)
+        return tuple(_nested(domains))
     return () if nodes is None else (HostLevel("host", _join(_runs(nodes))),)
 
 
+def _words(given: str | Sequence[int], separator: str) -> list[str]:
+    """The words of a notation, or the numbers of a sequence. Other values are one word that is no number."""
+    if isinstance(given, str):
+        return given.replace(" ", "").lower().split(separator)
+    with suppress(TypeError):
+        return [str(whole_number(size)) for size in given]
+    return ["?"]
+
+
 def _runs(nodes: str | Sequence[int]) -> Iterator[tuple[int, int]]:
-    words = nodes.replace(" ", "").split(",") if isinstance(nodes, str) else [str(size) for size in nodes]
-    for word in words:
-        numbers = word.lower().split("x")
+    for word in _words(nodes, ","):
+        numbers = word.split("x")
         if len(numbers) > 2 or not all(number.isdecimal() and int(number) for number in numbers):
             raise ShapeError(
                 f"nodes are written 8x8, for 8 hosts of 8 ranks, or 8,8,4, for the ranks of each host, not {nodes!r}."
@@ -133,12 +144,14 @@ def _join(runs: Iterator[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     return joined
 
 
-def _nested(text: str) -> Topology:
-    words = text.replace(" ", "").lower().split("x")
-    if len(words) != 3 or not all(word.isdecimal() and int(word) for word in words):
-        raise ShapeError(f"domains are written 4x18x4, for 4 domains of 18 hosts of 4 ranks, not {text!r}.")
-    domains, hosts, ranks = map(int, words)
-    return HostLevel("host", ((domains * hosts, ranks),)), HostLevel("domain", ((domains, hosts * ranks),))
+def _nested(domains: str | Sequence[int]) -> Iterator[HostLevel]:
+    words = _words(domains, "x")
+    if len(words) < 3 or not all(word.isdecimal() and int(word) for word in words):
+        raise ShapeError(f"domains are written 4x18x4, for 4 domains of 18 hosts of 4 ranks, not {domains!r}.")
+    sizes = [*map(int, words)]
+    for depth in range(1, len(sizes)):
+        name = {1: "host", 2: "domain"}.get(depth, f"level-{depth} unit")
+        yield HostLevel(name, ((math.prod(sizes[:-depth]), math.prod(sizes[-depth:])),))
 
 
 # -- the actual hosts of the ranks ------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given, strategies as st
 
 import pgmesh
@@ -17,6 +18,7 @@ from pgmesh import (
     OptionsError,
     PgmeshError,
     ProcessGroupMesh,
+    ShapeError,
     plan,
 )
 from pgmesh._util.keywords import RESERVED
@@ -189,3 +191,8 @@ def test_reserved_keywords_are_refused_as_axes(world, word):
         assert "=-1" not in str(caught.value)
         assert isinstance(caught.value, ValueError)
         assert Layout({word: 8}).axes == (word,)
+
+
+def test_axis_given_by_two_numbers_raises_shape_error():
+    with pytest.raises(ShapeError, match=r"^Layout: an axis is given twice: \{.*1.*: 2, tensor\(1\): 3\}\.$"):
+        Layout({1: 2, torch.tensor(1): 3})

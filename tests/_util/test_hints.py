@@ -45,11 +45,20 @@ def hint_of(of: object, name: str) -> str:
         ("mesh", "mesh.device_mesh().mesh"),
         ("_flatten", "mesh.group('dp', 'tp')"),
         ("neighbour", "mesh.neighbor('tp')"),
+        ("get_group_along_axis", "mesh.group('tp')"),
     ],
 )
 def test_missing_attribute_of_mesh_shows_call(mesh, name, call):
     assert hint_of(mesh, name) == call
     assert hint_of(mesh.at(pp=1), name) == call
+
+
+def test_unflatten_shows_view_of_all_sizes(mesh):
+    assert hint_of(mesh, "_unflatten") == "mesh.view({'pp': 2, 'dp': 2, 'tp': 2})"
+
+
+def test_slice_without_axes_raises_attribute_error(mesh):
+    assert hint_of(mesh.at(pp=1, dp=0, tp=1), "get_group") == "mesh.group()"
 
 
 def test_hint_with_axes_calls_them_an_example(mesh):

@@ -338,3 +338,8 @@ def test_browser_measures_overlap_only_in_broken_drawings(tmp_path):
     assert long_ranks["held"] < long_ranks["cells"]
     assert near_cells["faults"]
     assert small["smallest"] < READABLE
+
+
+def test_svg_without_layouts_raises_type_error():
+    with pytest.raises(TypeError, match="layout"):
+        svg.draw()

@@ -270,6 +270,28 @@ def test_layout_that_leaves_hosts_empty_suggests_hosts(call, text):
         eval(better)
 
 
+def test_nodes_of_no_whole_numbers_raise_shape_error():
+    for nodes in ([4.9, 4.2], ["a"], 8):
+        with pytest.raises(ShapeError, match=r"^nodes are written 8x8, "):
+            plan(dp=8, nodes=nodes)
+
+
+def test_plan_reads_domains_in_a_list():
+    assert plan(dp=8, domains=[1, 2, 4]) == plan(dp=8, domains="1x2x4")
+    assert "level-3 units" in str(plan(dp=16, domains="2x1x2x4"))
+
+
+def test_combinations_as_one_word_name_one_axis():
+    assert plan(dp=2, tp=4, combinations="dp") == plan(dp=2, tp=4, combinations=["dp"]) == plan(dp=2, tp=4)
+
+
+def test_suggested_plan_keeps_the_other_views():
+    with pytest.raises(ShapeError) as caught:
+        plan(dp=8, views={"moe": {"ep": 3}, "x": {"a": 8}})
+    better = str(caught.value).splitlines()[-1].partition("   # ")[0].strip()
+    assert [name for name, _ in eval(better).views] == ["moe", "x"]
+
+
 def test_slices_and_meshes_may_leave_hosts_empty():
     for pp in (0, 1, [0], slice(1)):
         assert len(plan(BASE.at(pp=pp), nodes="8x8").layout) == 32

@@ -303,7 +303,7 @@ def test_check_times_out_at_a_foreign_listener(monkeypatch):
         f"pgmesh check failed: LaunchError: rank 1 of 4 cannot join: 127.0.0.1:{port} does not answer like "
         "torch's store: "
     )
-    assert said.endswith("\n\n  export MASTER_PORT=<the port of rank 0's store>\n")
+    assert said.endswith("\n\n  export MASTER_PORT=...   # the port of rank 0's store\n")
 
 
 def test_check_reports_an_unknown_gloo_interface(monkeypatch):

@@ -22,6 +22,7 @@ import torch
 
 from pgmesh.__main__ import main
 from pgmesh._util.torch_versions import TRIED_ON
+from pgmesh.cli import doctor
 from pgmesh.errors import UnsupportedTorchError
 from pgmesh.launch.detect import LAUNCHERS, LauncherInfo
 from pgmesh.preflight import diagnosis
@@ -111,6 +112,12 @@ def test_doctor_output_has_the_form_in_the_docs(capsys, monkeypatch):
             assert shape(said(capsys, "", int("bad  " in shown))) == shape(shown)
 
 
+def test_doctor_prints_each_fix_on_one_line(capsys, monkeypatch):
+    fix = f"export MASTER_ADDR={'n' * 90} MASTER_PORT=29500   # the same on every rank"
+    monkeypatch.setattr(doctor, "diagnose", lambda *_: [Finding("bad", "store", "no address", fix)])
+    assert f"\n        {fix}\n" in said(capsys, "", 1)
+
+
 # ---- without torch, and with another one ----
 
 
@@ -120,7 +127,7 @@ def test_doctor_works_without_torch():
     assert ran.returncode == 1, ran.stderr
     flat = re.sub(r"\n {6,8}", " ", ran.stdout)
     assert "bad   torch: torch cannot be imported: ModuleNotFoundError: import of torch halted" in flat
-    assert "pip install torch; pgmesh plan and show work without it" in flat
+    assert "pip install torch   # pgmesh plan and show work without it" in flat
     assert "store:" in flat
     assert "cannot create groups" not in flat
 
@@ -318,7 +325,7 @@ def test_store_port_of_rank_0_is_not_permitted():
     with mock.patch.object(diagnosis, "_port_error", return_value=PermissionError(13, "Permission denied")):
         (finding,) = diagnosis.store_findings({}, found(address="127.0.0.1", port=80), 2.0)
     assert brief([finding]) == [("bad", f"{HOSTS}, but cannot listen at port 80: Permission denied")]
-    assert finding.fix == "export MASTER_PORT=<a free port>   # the same on every rank"
+    assert finding.fix == "export MASTER_PORT=...   # the same on every rank"
 
 
 def test_store_address_of_another_host_is_bad():

@@ -14,6 +14,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -760,8 +761,40 @@ def test_megatrons_own_call_is_translated(given, right):
     with pytest.raises(ShapeError, match="has no argument") as caught:
         recipes.megatron(8, **given)
     assert str(caught.value).endswith(f"\n\n  {right}")
+    assert {*given} - {"order", "of"} <= {*re.findall(r"\w+", str(caught.value))}
     with fake_rank(0, 8):
         assert eval(right).call.removesuffix(")") in right
+
+
+def test_translated_call_without_world_or_lambda_names_runs():
+    with pytest.raises(ShapeError) as caught:
+        recipes.megatron(tensor_model_parallel_size=2, get_embedding_ranks=lambda ranks: ranks[:1])
+    translated = str(caught.value).rpartition("\n  ")[2]
+    with fake_rank(0, 8):
+        made = eval(translated, {"recipes": recipes, "torch": torch, "embedding": lambda ranks: ranks[:1]})
+        assert made["tensor"].ranks() == (0, 1)
+
+
+@pytest.mark.parametrize("arguments", [{"world": True}, {"world": 8.0}, {"world": 8, "rank_offset": "a"}])
+def test_world_of_no_whole_number_raises_shape_error(arguments):
+    with pytest.raises(ShapeError, match=r"^recipes\.megatron: the world is a number of ranks, such as 8, not "):
+        recipes.megatron(of=Layout, **arguments)
+
+
+def test_megatron_accepts_numpy_world_and_single_level():
+    arrangement = plan(np.int64(8), cp=4, hierarchical_cp=4)
+    assert arrangement.partition("context level 1") == plan(8, cp=4).partition("context")
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"cp": 3}, {"dp": -1, "dp_replicate": -1}, {"dp": 8, "ep": -1}, {"dp_shard": 4, "ep": 3}, {"dp": 8, "ep": 4}],
+)
+def test_call_suggested_by_olmo_is_accepted(sizes):
+    with pytest.raises(ShapeError) as caught:
+        recipes.olmo(8, of=Layout, **sizes)
+    for suggested in re.findall(r"^  (recipes\.\S.*\))", str(caught.value), flags=re.MULTILINE):
+        assert len(eval(suggested).dense) == 8
 
 
 def test_call_suggested_for_a_lambda_runs():

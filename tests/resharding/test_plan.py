@@ -11,6 +11,7 @@ import types
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -170,6 +171,11 @@ def timed(plan: ReshardPlan, rank: int) -> RankPlan:
 def test_wrong_arguments(arguments, error, text):
     with pytest.raises(error, match=re.escape(text)):
         ReshardPlan(*arguments)
+
+
+def test_numpy_integer_is_a_placement():
+    plans = [ReshardPlan((4,), Layout(2), [dim], Layout(2), None) for dim in (0, np.int64(0))]
+    assert str(plans[0]) == str(plans[1])
 
 
 def test_a_rank_without_a_host_is_an_error():

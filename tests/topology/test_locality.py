@@ -10,7 +10,6 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from pgmesh import Layout, ShapeError, plan
-from pgmesh.topology import locality
 from pgmesh.topology.hosts import HostLevel, parse_topology
 from pgmesh.topology.locality import Locality, locality_of
 
@@ -94,7 +93,6 @@ def test_locality_of_a_million_ranks_is_exact(nodes):
         nonlocal calls
         calls += event == "call"
 
-    locality._count_units.cache_clear()
     tracemalloc.start()
     sys.setprofile(count)
     try:
@@ -140,6 +138,12 @@ def test_parse_topology_reads_domains_innermost_first():
     hosts, domains = parse_topology(None, "8x18x4")
     assert (hosts.name, hosts.spell(), str(hosts)) == ("host", "144x4", "144 hosts of 4")
     assert (domains.name, domains.spell()) == ("domain", "8x72")
+    assert parse_topology(None, [8, 18, 4]) == (hosts, domains)
+
+
+def test_parse_topology_reads_levels_above_domains():
+    hosts, domains, pods = parse_topology(None, "2x4x18x4")
+    assert (hosts.spell(), domains.spell(), str(pods)) == ("144x4", "8x72", "2 level-3 units of 288")
 
 
 @pytest.mark.parametrize(
@@ -155,7 +159,16 @@ def test_parse_topology_reads_domains_innermost_first():
             None,
             "nodes are written 8x8, for 8 hosts of 8 ranks, or 8,8,4, for the ranks of each host, not '8x0'.",
         ),
+        *(
+            (
+                nodes,
+                None,
+                f"nodes are written 8x8, for 8 hosts of 8 ranks, or 8,8,4, for the ranks of each host, not {nodes!r}.",
+            )
+            for nodes in ([4.9, 4.2], ["a"], 8)
+        ),
         ([], None, "there is no host in nodes=[]."),
+        (None, [4, 18], "domains are written 4x18x4, for 4 domains of 18 hosts of 4 ranks, not [4, 18]."),
         (None, "4x18", "domains are written 4x18x4, for 4 domains of 18 hosts of 4 ranks, not '4x18'."),
         ("8x8", "4x18x4", "give nodes or domains, not both: domains='4x18x4' includes the hosts, 4 x 18 of 4 ranks."),
     ],
