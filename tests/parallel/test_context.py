@@ -305,7 +305,7 @@ def partial_attention() -> None:
     with ProcessGroupMesh(dp=1, cp=2) as mesh:
         context = ContextParallel(mesh, "cp")
         together = compose(mesh, DataParallel(mesh, "dp"), context)
-        train_and_compare(together, together.apply(given_and_plain()), train_alone(given_and_plain()), context=context)
+        train_and_compare(together, together.apply(given_and_plain()), train_alone(given_and_plain()))
 
 
 def test_partial_of_attention_is_replaced():
