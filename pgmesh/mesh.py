@@ -550,8 +550,8 @@ class ProcessGroupMesh(RankMethods):
         from pgmesh.elastic.watching import abort_when_lost, wait_for_heartbeat
 
         limit = _parse_lost_after(lost_after, self._mesh_groups.world_size)
-        abort_when_lost(self._mesh_groups, limit)
         wait_for_heartbeat(self._mesh_groups, CONNECT_TIMEOUT.total_seconds())
+        abort_when_lost(self._mesh_groups, limit)
 
     def shrink(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Union
 
@@ -209,9 +209,7 @@ class _Call:
         self.rounds[group] = group.round = new
         return new
 
-    def _decide(
-        self, rounds: Sequence[GroupRound], ready: Callable[[GroupRound], None]
-    ) -> Rounds[GroupRound, Decision]:
+    def _decide(self, rounds: Iterable[GroupRound]) -> Rounds[GroupRound, Decision]:
         """The rounds of this call, before they run."""
         judge = ConnectJudge(
             self.mesh.rank,
@@ -223,9 +221,9 @@ class _Call:
             self.mesh.identity.refusal_key,
             pace=self.client.thread.pace,
             warn=self._warn,
-            ready=ready,
+            ready=self._ready,
         )
-        return Rounds(rounds, judge)
+        return Rounds([*rounds], judge)
 
     def _warn(self, text: str) -> None:
         """Log a text, unless it repeats an error that this rank has raised."""
@@ -242,7 +240,7 @@ class _Call:
                 *(self.mesh.find_unmade(self.mesh.members(self.layout, axes)) for axes in absent),
             ]
             unconnected = [each for each in groups if each.fingerprint and each.state is not State.CONNECTED]
-            self._decide([*map(self._new_round, unconnected)], ready=lambda made: None).cancel(error)
+            self._decide(map(self._new_round, unconnected)).cancel(error)
 
     def _connect(self) -> Connected:
         try:
@@ -250,7 +248,7 @@ class _Call:
             with self.mesh.lock:
                 for group in self.groups:
                     group.connect()
-            self._decide(rounds, self._ready).run()
+            self._decide(rounds).run()
             self._warm_up()
         except BaseException as error:
             self.client.interrupted = True
@@ -332,8 +330,7 @@ class _Call:
 
     def _publish_failed_call(self, error: BaseException) -> None:
         """Publish that this rank stopped: to undecided rounds, and to groups whose first collective is not done."""
-        undecided = [each for each in self.rounds.values() if each.decision is None]
-        self._decide(undecided, ready=lambda made: None).cancel(error)
+        self._decide(self.rounds.values()).cancel(error)
         started = {collective.group for collective in self.collectives}
         for group, each in self.rounds.items():
             if each.is_made() and group not in started:

@@ -120,13 +120,13 @@ class Method:
                 f"      differs = 'rows'   # or one of {', '.join(map(repr, [*LEVELS][1:]))}"
             )
         if not isinstance(mesh, ProcessGroupMesh):
-            call = f"{name}({', '.join(['mesh', repr('dp'), *required_keywords(type(self))])})"
+            call = shortest_call(type(self), "'dp'")
             raise AxisError(f"{name} takes a mesh and then its axes, such as {call}, not {mesh!r}.")
         if not axes:
-            axis = repr(mesh.axes[0]) if mesh.axes else "..."
+            call = shortest_call(type(self), repr(mesh.axes[0]) if mesh.axes else "...")
             raise AxisError(
                 f"{name} needs at least one axis; the mesh has {format_axes(mesh.axes) or 'none'}.\n\n"
-                f"  {name}({', '.join(['mesh', axis, *required_keywords(type(self))])})   # the axes that it owns"
+                f"  {call}   # the axes that it owns"
             )
 
     def configure(self, *groups: tuple[Axis, ...]) -> None:
@@ -282,6 +282,11 @@ def blocks_of(methods: Iterable[Method]) -> Blocks:
 def format_axes(axes: Iterable[Axis]) -> str:
     """Axes, separated by commas."""
     return ", ".join(map(str, axes))
+
+
+def shortest_call(method: type[Method], axis: str) -> str:
+    """The call of a method with one axis, for a message."""
+    return f"{method.__name__}({', '.join(['mesh', axis, *required_keywords(method)])})"
 
 
 def required_keywords(function: Callable[..., Any]) -> list[str]:

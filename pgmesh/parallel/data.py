@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -19,7 +18,7 @@ from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Method
 from pgmesh.parallel.exchange import broadcast_from_first
-from pgmesh.parallel.first_step import is_training
+from pgmesh.parallel.first_step import can_be_checked
 from pgmesh.parallel.local_experts import expert_tensors
 from pgmesh.torch_private import exclude_from_ddp
 
@@ -106,7 +105,7 @@ class DataParallel(Method):
 
     def _check_frozen(self, frozen: Mapping[str, nn.Parameter], module: nn.Module, _: Any) -> None:
         """Forward pre-hook: check that parameters are as frozen as in ``apply``, since DDP averages those of then."""
-        if torch.compiler.is_compiling() or not is_training(module):
+        if not can_be_checked(module):
             return
         for name, weight in frozen.items():
             if weight.requires_grad:

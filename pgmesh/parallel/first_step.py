@@ -110,3 +110,8 @@ def refuse_without_wrapper(module: nn.Module) -> None:
 def is_training(module: nn.Module) -> bool:
     """Return True if a forward pass now is one of training."""
     return module.training and torch.is_grad_enabled()
+
+
+def can_be_checked(module: nn.Module) -> bool:
+    """Return True if a forward pass now is one of training, and not compiled: a graph has no checks."""
+    return is_training(module) and not torch.compiler.is_compiling()

@@ -21,7 +21,7 @@ from pgmesh.errors import MethodError
 from pgmesh.parallel.base import Method
 from pgmesh.parallel.divisibility import format_sizes
 from pgmesh.parallel.exchange import collective_device
-from pgmesh.parallel.first_step import is_training
+from pgmesh.parallel.first_step import can_be_checked
 from pgmesh.parallel.gradients import local
 from pgmesh.parallel.local_experts import expert_tensors
 
@@ -66,7 +66,7 @@ class GradientComparison:
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         """Forward pre-hook of the module."""
-        if torch.compiler.is_compiling() or not is_training(module):
+        if not can_be_checked(module):
             return
         if self._hooks is None:
             self._hooks = self._watch(module)

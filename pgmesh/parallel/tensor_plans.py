@@ -157,7 +157,7 @@ def check_linear_layers(entries: Mapping[nn.Module, Entry]) -> None:
     """
     if not any(sequence_dims(entry.style) for entry in entries.values()):
         return
-    whole = {each for layer, entry in entries.items() if gets_whole(entry.style) for each in layer.modules()}
+    whole = modules_with_whole(entries)
     for layer, entry in entries.items():
         shards_layer = isinstance(layer, nn.Linear) and not isinstance(entry.style, PREPARE)
         if shards_layer and layer not in whole and not sequence_dims(entry.style):
@@ -187,7 +187,7 @@ def check_experts(tensor: Method, module: nn.Module, plan: Mapping[str, Parallel
     if tensor.mesh.size(*tensor.owns) == 1 or all(split_of(style) is None for style in plan.values()):
         return
     entries = entries_of(module, plan)
-    whole = {each for layer, entry in entries.items() if gets_whole(entry.style) for each in layer.modules()}
+    whole = modules_with_whole(entries)
     for name, layer, _ in attributes_with(module, mix):
         if layer not in whole:
             pattern = re.sub(r"\.\d+\b", ".*", name)
@@ -224,6 +224,11 @@ def sequence_dims(style: ParallelStyle, names: Iterable[str] = ()) -> list[int]:
 def gets_whole(style: ParallelStyle) -> bool:
     """Return True if a style leaves parameters alone, and its module computes with whole sequences."""
     return isinstance(style, PREPARE) and not sequence_dims(style, INSIDE)
+
+
+def modules_with_whole(entries: Mapping[nn.Module, Entry]) -> set[nn.Module]:
+    """The modules that compute with whole sequences: those whose entry says so, and all inside of them."""
+    return {each for layer, entry in entries.items() if gets_whole(entry.style) for each in layer.modules()}
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.circles import Circle, circle_text, search_circle
 from pgmesh.rendezvous.operations import Add, Append, CompareSet, Delete, Operation, Read
 from pgmesh.rendezvous.records import Decision, Fingerprint, error_text, pack, quoted, unpack
-from pgmesh.rendezvous.rounds import Client, Judge, Round, run_each
+from pgmesh.rendezvous.rounds import Client, Judge, Round, run_each, undecided
 from pgmesh.rendezvous.statuses import PendingConnect, Statuses
 
 
@@ -208,9 +208,9 @@ class ConnectJudge(Judge[GroupRound, Decision]):
         self.client.set_pending(self.pending(rounds))
         self.read_statuses(rounds)
         self.statuses.find_ended(self.client.run, self._to_ask(rounds), all_of_them=True)
-        with_lost = [each for each in _undecided(rounds) if self.statuses.lost(self._watched(each))]
+        with_lost = [each for each in undecided(rounds) if self.statuses.lost(self._watched(each))]
         yield from self.read_arrivals(with_lost)  # a rank that died between its arrival and the count has arrived
-        for each in _undecided(with_lost):
+        for each in undecided(with_lost):
             if self.statuses.lost(self._watched(each)):
                 yield each, Decision("missing", self._describe_missing(each))
 
@@ -223,7 +223,7 @@ class ConnectJudge(Judge[GroupRound, Decision]):
             # In the order of the circle: a rank fails after the attempt that waits for it, so it cannot arrive there.
             text = Decision("circle", circle_text(self.circle)).pack()
             self.client.run(*(CompareSet(f"{wait.name}/decision", text) for _, wait in self.circle))
-        for each in _undecided(rounds):
+        for each in undecided(rounds):
             yield each, Decision("missing", self._describe_missing(each, f" in {self.deadline:g} s"))
 
     def period(self) -> float:
@@ -251,7 +251,7 @@ class ConnectJudge(Judge[GroupRound, Decision]):
                 self.call_site,
                 each.missing[: timing.LIMITS.statuses],
             )
-            for each in _undecided(rounds)
+            for each in undecided(rounds)
         )
 
     # -- other ranks ----------------------------------------------------------------------------------------------
@@ -268,14 +268,14 @@ class ConnectJudge(Judge[GroupRound, Decision]):
     def _to_ask(self, rounds: Iterable[GroupRound]) -> list[int]:
         """The ranks whose listeners this rank asks. The first members that have arrived ask for all others."""
         ranks: list[int] = []
-        for each in _undecided(rounds):
+        for each in undecided(rounds):
             before = {*each.ranks[: each.ranks.index(self.rank)]} - {*each.missing}
             ranks += self._watched(each) if len(before) < timing.LIMITS.asking else ()
         return [*dict.fromkeys(ranks)][: timing.LIMITS.statuses]
 
     def read_statuses(self, rounds: Iterable[GroupRound]) -> None:
         """Read the statuses of the ranks that this one watches."""
-        watched = dict.fromkeys(rank for each in _undecided(rounds) for rank in self._watched(each))
+        watched = dict.fromkeys(rank for each in undecided(rounds) for rank in self._watched(each))
         self.statuses.read(self.client.run, [*watched][: timing.LIMITS.statuses])
 
     def _describe_missing(self, each: GroupRound, when: str = "") -> str:
@@ -285,7 +285,3 @@ class ConnectJudge(Judge[GroupRound, Decision]):
         arrived = [f", and rank {rank} was lost after it had arrived" for rank in lost if rank not in each.missing]
         missing = f"{each.label}: {name_ranks(each.missing)} did not arrive{when}{''.join(arrived)}."
         return f"{missing}{''.join(lines)}\n\nRank {self.rank} waited at {self.call_site}."
-
-
-def _undecided(rounds: Iterable[GroupRound]) -> list[GroupRound]:
-    return [each for each in rounds if each.decision is None]

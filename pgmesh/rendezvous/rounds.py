@@ -117,6 +117,11 @@ R = TypeVar("R", bound="Round[Any]")
 """The type of the rounds."""
 
 
+def undecided(rounds: Iterable[R]) -> list[R]:
+    """Those rounds that this rank knows no decision of."""
+    return [each for each in rounds if each.decision is None]
+
+
 class Judge(Generic[R, D]):
     """What the ranks of some rounds decide. Its calls are the only ones that know what a round is about.
 
@@ -234,7 +239,7 @@ class Rounds(Generic[R, D]):
 
     def cancel(self, error: BaseException) -> None:
         """Decide all undecided rounds because of an error on this rank. It acts on no decision any more."""
-        for each in self._undecided():
+        for each in undecided(self.rounds):
             mine = self.judge.stopped(each, error)
             # Others may wait at a later attempt than the one that a rank which never arrived knows.
             while not self._publish(each, mine) and each.number not in each.sent_to:
@@ -259,9 +264,6 @@ class Rounds(Generic[R, D]):
     def _take(self, each: R, decision: D) -> None:
         each.decision = decision
         self.judge.decided(each)
-
-    def _undecided(self) -> list[R]:
-        return [each for each in self.rounds if each.decision is None]
 
     def _arrive(self, arriving: Sequence[R]) -> None:
         """Arrive at the first attempt of each round whose decision this rank does not skip."""
@@ -297,7 +299,7 @@ class Rounds(Generic[R, D]):
         self._next_look = self.client.now() + max(timing.TIMING.first_inspection * self.judge.pace, slow)
         for pause in pauses(self.judge.pace, took / 4):
             self._look()
-            if not self._undecided():
+            if not undecided(self.rounds):
                 return
             pause = max(pause, self.judge.shortest_pause)
             self.client.sleep(min(pause, max(0.0, self.deadline - self.client.now())))
@@ -305,25 +307,25 @@ class Rounds(Generic[R, D]):
     def _look(self) -> None:
         """Read the decisions, and let the judge decide if it is time."""
         self._read_decisions()
-        undecided, now = self._undecided(), self.client.now()
+        open_rounds, now = undecided(self.rounds), self.client.now()
         late = now >= self.deadline
-        if not undecided or (not late and now < self._next_look):
+        if not open_rounds or (not late and now < self._next_look):
             return
-        self._decide_all(self.judge.judge(undecided, late=late))
+        self._decide_all(self.judge.judge(open_rounds, late=late))
         self._next_look = self.client.now() + self.judge.period()
-        undecided = self._undecided()
-        if undecided and now >= self.warning and (text := self.judge.waits_for(undecided)):
+        open_rounds = undecided(self.rounds)
+        if open_rounds and now >= self.warning and (text := self.judge.waits_for(open_rounds)):
             self.warning = math.inf
             self.judge.warn(text)
 
     def _read_decisions(self) -> None:
         """Read the decisions, and whether the call is refused."""
-        undecided = self._undecided()
-        if not undecided:
+        open_rounds = undecided(self.rounds)
+        if not open_rounds:
             return
-        keys = [each.decision_key for each in undecided]
+        keys = [each.decision_key for each in open_rounds]
         texts = self.client.run(*map(Read, [*keys, self.judge.refusal_key] if self.judge.refusal_key else keys))
-        for each, text in zip(undecided, texts):
+        for each, text in zip(open_rounds, texts):
             if text is not None:
                 self._take(each, self.judge.learn(each, text))
         if self.judge.refusal_key and texts[-1] is not None:
