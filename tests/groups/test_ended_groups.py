@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from pgmesh import LifetimeError, ProcessGroupMesh, torch_private
 from pgmesh.groups import teardown
+from pgmesh.groups.group import find_group
 from tests.support.faults import LONG_TIMEOUT, Attempt, attempt, wait_until, wait_until_waiting
 from tests.support.torch_tables import timeout_of
 from tests.support.worlds import check_sums, fresh_world, groups_of
@@ -176,3 +177,25 @@ def test_members_learn_that_rank_cannot_make_group_again():
     for failed in seen[1:3]:
         assert failed.kind == "MissingRanksError"
         assert "no descriptor is left" in failed.text
+
+
+def ends_before_its_round() -> Attempt:
+    """On rank 0, another thread ends a group between the arrival of the other members and its own."""
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+
+    def ended() -> None:
+        wait_until_waiting(1, 2)
+        raise LifetimeError("another thread has released it")
+
+    if mesh.rank == 0:
+        group: Any = find_group(mesh.group("tp").group_name)
+        group.connect = ended
+    return attempt(lambda: mesh.connect(timeout=LONG_TIMEOUT))
+
+
+def test_members_learn_of_group_that_ended_before_its_round():
+    with fresh_world(4) as own:
+        seen = own.run(ends_before_its_round)
+    assert seen[0].kind == "LifetimeError"
+    for failed in seen[1:3]:
+        assert "another thread has released it" in failed.text
