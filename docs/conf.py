@@ -122,12 +122,12 @@ def swap_colons(app: Sphinx, kind: str, name: str, value: object, options: objec
 
 
 def break_names(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: object) -> None:
-    """Let code in tables break after an underscore, a dot or a parenthesis, so that no name breaks in the middle."""
+    """Let code in tables break after ``_``, ``+``, ``.``, ``(`` and ``[``, so that no word breaks in the middle."""
     parts = re.split("(<table.*?</table>)", context.get("body", ""), flags=re.DOTALL)
     parts[1::2] = [
         re.sub(
             '(?<=<span class="pre">)[^<]+',
-            lambda word: re.sub(r"((?<=\w)_(?=\w)|(?<=\w)\.(?=[a-zA-Z_])|\((?!\)))", r"\1<wbr>", word[0]),
+            lambda word: re.sub(r"((?<=\w)[_+](?=\w)|[\w\])]\.(?=[a-zA-Z_])|[(\[](?![)\]]))", r"\1<wbr>", word[0]),
             table,
         )
         for table in parts[1::2]
