@@ -29,7 +29,7 @@ def format_call(who: str, box: Mapping[str | int, object], /, *first: object, **
     Axes 0..n-1 are positional, names are keywords, and others are one mapping.
 
     Args:
-        who: the function, method or class. ``plan`` always gets a mapping, and ``at`` gets one for numbered axes.
+        who: the function, method or class. ``plan`` always gets a mapping, and ``mesh.at`` one for numbered axes.
         box: the value by axis, such as its size.
         first: positional arguments before the axes.
         more: further arguments. Those that are None are left out.
@@ -41,11 +41,11 @@ def format_call(who: str, box: Mapping[str | int, object], /, *first: object, **
     >>> format_call("at", {"pp": 1}), format_call("at", {0: [1, 2]}), format_call("recipes.megatron", {}, 8, tp=2)
     ('at(pp=1)', 'at({0: [1, 2]})', 'recipes.megatron(8, tp=2)')
     """
-    words = [format_value(value) for value in first]
+    words, verb = [format_value(value) for value in first], who.rpartition(".")[2]
     values = {axis: format_value(value) for axis, value in box.items()}
-    if who != "plan" and all(is_keyword_name(axis) and axis not in RESERVED for axis in box):
+    if verb != "plan" and all(is_keyword_name(axis) and axis not in RESERVED for axis in box):
         words += [f"{axis}={value}" for axis, value in values.items()]
-    elif who not in ("plan", "at", ".at") and list(box) == list(range(len(box))):
+    elif verb not in ("plan", "at") and list(box) == list(range(len(box))):
         words += values.values()
     elif box:
         words.append(f"{{{', '.join(f'{axis!r}: {value}' for axis, value in values.items())}}}")
@@ -63,27 +63,16 @@ def is_keyword_name(axis: str | int) -> bool:
 
 
 def format_value(value: object) -> str:
-    """The expression of a value. Sequences of more than 64 integers are written with ranges, functions by name.
+    """The expression of a value; functions by name.
 
-    >>> format_value(range(4)), format_value((*range(50), *range(60, 90, 2)))
-    ('range(4)', '(*range(50), *range(60, 90, 2))')
+    >>> format_value(range(4)), format_value(format_value), format_value(timedelta(minutes=2))
+    ('range(4)', 'format_value', 'timedelta(seconds=120)')
     """
     if isinstance(value, range):
         return f"range({len(value)})" if value == range(len(value)) else repr(value)
     if isinstance(value, timedelta):
         return f"timedelta(seconds={value.total_seconds():.15g})"
-    if not isinstance(value, (tuple, list)) or len(value) <= 64:
-        return getattr(value, "__name__", repr(value))
-    words: list[str] = []
-    run: list[int] = []  # evenly spaced
-    for number in [*value, None]:
-        if number is not None and (len(run) < 2 or number - run[-1] == run[1] - run[0]):
-            run.append(number)
-            continue
-        straight = as_range(tuple(run)) if len(run) > 3 else None
-        words += [f"*{format_value(straight)}"] if straight else map(str, run)
-        run = [number]
-    return f"({', '.join(words)},)" if len(words) == 1 else f"({', '.join(words)})"
+    return getattr(value, "__name__", repr(value))
 
 
 def other_arguments(ranks: range | tuple[int, ...] | None, **more: object) -> dict[str, object]:

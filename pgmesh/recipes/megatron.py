@@ -2,118 +2,64 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Union
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Union
 
-from pgmesh._util.formatting import Text, format_ranks, join_words
+from pgmesh._util.formatting import format_ranks, join_words
 from pgmesh._util.suggestions import divisors, fit_sizes
-from pgmesh.errors import ShapeError
 from pgmesh.layout import Axis, Layout
-from pgmesh.recipes.arguments import (
-    P,
-    Refused,
-    call_of,
-    fill_sizes,
-    parse_order,
-    parse_sizes,
-    parse_world,
-    recipe,
-    suggested_calls,
-)
+from pgmesh.recipes.arguments import Refused, fill_sizes, parse_order, parse_sizes, parse_world, recipe
 from pgmesh.recipes.arrangement import Along, Arrangement, Pick, build
 from pgmesh.recipes.pieces import Pieces, cut_blocks
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
-DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXIS = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
 """The axis of the expert mesh for each axis of an order."""
 
-AXES = {
-    "tensor": "tp",
-    "pipeline": "pp",
-    "model": "pp-tp",
-    "data": "dp",
-    "data+context": "dp-cp",
-    "context": "cp",
-    "tensor+data": "tp-dp",
-    "tensor+data+context": "tp-dp-cp",
-    "tensor+context": "tp-cp",
-    "amax": "tp-dp",
-    "expert": "ep",
-    "expert-tensor": "etp",
-    "expert-tensor+expert": "etp-ep",
-    "expert-tensor+expert+pipeline": "etp-ep-pp",
-    "expert-data": "edp",
-}
-"""The names of groups along axes, with the axes."""
 
-SHORT_NAMES = {
-    "tp": "tensor",
-    "pp": "pipeline",
-    "mp": "model",
-    "dp": "data",
-    "dp_cp": "data+context",
-    "intra_dp_cp": "data+context in instance",
-    "cp": "context",
-    "tp_dp": "tensor+data",
-    "tp_dp_cp": "tensor+data+context",
-    "tp_cp": "tensor+context",
-    "embd": "embedding",
-    "pos_embd": "position embedding",
-    "ep": "expert",
-    "ep_tp": "expert-tensor",
-    "tp_ep_mp": "expert-tensor+expert",
-    "tp_ep_pp": "expert-tensor+expert+pipeline",
-    "ep_dp": "expert-data",
-    "intra_ep_dp": "expert-data in instance",
-    "inter_ep_dp": "between instances",
-    "intra_dist_opt_instance": "instance",
+class GroupName(NamedTuple):
+    """A name of groups.
+
+    Args:
+        axes: the axes that the groups are along, joined by ``-``; empty if other functions of this file define them.
+        short: the name in Megatron's settings for NCCL; empty if there is none.
+    """
+
+    axes: str
+    short: str
+
+
+NAMES = {
+    "tensor": GroupName("tp", "tp"),
+    "pipeline": GroupName("pp", "pp"),
+    "model": GroupName("pp-tp", "mp"),
+    "data": GroupName("dp", "dp"),
+    "data+context": GroupName("dp-cp", "dp_cp"),
+    "context": GroupName("cp", "cp"),
+    "tensor+data": GroupName("tp-dp", "tp_dp"),
+    "tensor+data+context": GroupName("tp-dp-cp", "tp_dp_cp"),
+    "tensor+context": GroupName("tp-cp", "tp_cp"),
+    "amax": GroupName("tp-dp", ""),
+    "expert": GroupName("ep", "ep"),
+    "expert-tensor": GroupName("etp", "ep_tp"),
+    "expert-tensor+expert": GroupName("etp-ep", "tp_ep_mp"),
+    "expert-tensor+expert+pipeline": GroupName("etp-ep-pp", "tp_ep_pp"),
+    "expert-data": GroupName("edp", "ep_dp"),
+    "embedding": GroupName("", "embd"),
+    "position embedding": GroupName("", "pos_embd"),
+    "data+context in instance": GroupName("", "intra_dp_cp"),
+    "expert-data in instance": GroupName("", "intra_ep_dp"),
+    "instance": GroupName("", "intra_dist_opt_instance"),
+    "between instances": GroupName("", "inter_ep_dp"),
 }
-"""The names of groups in Megatron's settings for NCCL."""
+"""The names of groups. The levels of context parallelism have names too, by their number."""
 
 Stages = Union[int, Sequence[int], Pick]
 """Stages of a pipeline: their numbers, or a function that selects some of a pipeline's ranks."""
 
-KEYWORDS = {
-    "tensor_model_parallel_size": "tp",
-    "pipeline_model_parallel_size": "pp",
-    "context_parallel_size": "cp",
-    "expert_model_parallel_size": "ep",
-    "expert_tensor_parallel_size": "etp",
-    "hierarchical_context_parallel_sizes": "hierarchical_cp",
-    "num_distributed_optimizer_instances": "optimizer_instances",
-    "get_embedding_ranks": "embedding",
-    "get_position_embedding_ranks": "position_embedding",
-}
-"""The arguments here for those of Megatron's ``initialize_model_parallel``."""
 
-
-def _translating(function: Callable[P, Arrangement]) -> Callable[P, Arrangement]:
-    """A decorator of the recipe: a call with Megatron's keywords is an error, which has the translated call."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **keywords: P.kwargs) -> Arrangement:
-        if not KEYWORDS.keys() & keywords.keys():
-            return function(*args, **keywords)
-        known = inspect.signature(function).parameters
-        unknown = join_words([word for word in keywords if word not in known], "or")
-        ours = {KEYWORDS.get(word, word): value for word, value in keywords.items()}
-        arguments = dict(zip(known, args)) | {word: value for word, value in ours.items() if word in known}
-        if "world" in arguments:
-            calls = suggested_calls(inspect.unwrap(function), arguments)
-        else:
-            world = Text("torch.distributed.get_world_size()")
-            calls = [f"  {call_of(function, {'world': world, **arguments})}"]
-        raise ShapeError("\n\n".join([f"recipes.megatron has no argument {unknown}.", *calls]))
-
-    return call
-
-
-@_translating
 @recipe
 def megatron(
     world: int,
@@ -175,9 +121,11 @@ def megatron(
     sizes = fill_sizes({"dp": -1, "tp": tp, "cp": cp, "pp": pp}, len(ranks))
     expert_sizes = {"edp": -1, "ep": ep, "etp": tp if etp is None else etp}
     sizes |= fill_sizes(expert_sizes, len(ranks) // sizes["pp"], "a pipeline stage")
-    fastest_first = _parse_order(order, sizes)
+    # an order names an axis of the dense mesh and that of the expert mesh at once
+    larger = {axis: max(sizes[axis], sizes[EXPERT_AXIS.get(axis, axis)]) for axis in DEFAULT_ORDER.split("-")}
+    fastest_first = parse_order(order, DEFAULT_ORDER, "fastest axis first", larger)
     slowest_first = fastest_first[::-1]  # the order of a mesh
-    dense = Layout({axis: sizes[axis] for axis in slowest_first if axis in DENSE_AXES}, ranks=ranks)
+    dense = Layout({axis: sizes[axis] for axis in slowest_first if axis != "ep"}, ranks=ranks)
     expert_axes = [EXPERT_AXIS[axis] for axis in slowest_first if axis in EXPERT_AXIS]
     expert = dense.view({axis: sizes[axis] for axis in expert_axes})
     _check_pipelines(fastest_first, dense, expert)
@@ -191,23 +139,17 @@ def megatron(
         **_instances(dense, expert, optimizer_instances),
     }
     direction = f"fastest axis first: {'-'.join(fastest_first)}"
-    short = {**{each: [word] for each, word in SHORT_NAMES.items()}, "hcp": [*levels]}
+    short = {**{name.short: [word] for word, name in NAMES.items() if name.short}, "hcp": [*levels]}
     return build(Arrangement(dense, names, expert, direction, short), of, name)
-
-
-def _parse_order(order: str, sizes: Mapping[str, int]) -> list[str]:
-    """The axes of an order, fastest first. It names an axis of the dense mesh and that of the expert mesh at once."""
-    axes = DEFAULT_ORDER.split("-")
-    larger = {axis: max(sizes[axis], sizes[EXPERT_AXIS.get(axis, axis)]) for axis in axes}
-    return parse_order(order, DEFAULT_ORDER, "fastest axis first", larger)
 
 
 def _along_axes(dense: Layout, expert: Layout) -> dict[str, Along]:
     """The groups along axes of the dense mesh or, if that lacks one of the axes, of the expert mesh."""
     names = {}
-    for word, text in AXES.items():
+    for word, (text, _) in NAMES.items():
         axes = tuple(text.split("-"))
-        names[word] = Along(dense if {*axes} <= {*dense.axes} else expert, axes)
+        if text:
+            names[word] = Along(dense if {*axes} <= {*dense.axes} else expert, axes)
     return names
 
 

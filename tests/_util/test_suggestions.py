@@ -17,7 +17,7 @@ from pgmesh import Layout, LifetimeError, PgmeshError, ProcessGroupMesh, ShapeEr
 from pgmesh.planning.plan import Plan
 from tests.support.fake_world import fake_rank
 
-CALL = re.compile(r"^  (?!torchrun|launch\.)(\S.*?)(?:   +# (.*))?$|such as (\w+\(.*\))\.$", re.MULTILINE)
+CALL = re.compile(r"^  (?!torchrun|launch\.)(\S.*?)(?:   +# (.*))?$|such as ([\w.]+\(.*\))\.$", re.MULTILINE)
 """A suggested call and its reason, on a line of its own or at the end of a sentence."""
 
 Call = tuple[list[Any], dict[str, Any], int]
@@ -135,7 +135,7 @@ def test_suggested_views_keep_ranks(call, ranks):
         mesh = ProcessGroupMesh(len(ranks), ranks=ranks)
         error = caught(lambda: mesh.layout.view(*shape, **sizes))
         if error is not None:
-            names = {"view": mesh.view, "mesh": mesh, "timedelta": timedelta}
+            names = {"mesh": mesh, "timedelta": timedelta}
             check(error, names, lambda made, _: made.layout.ranks() == tuple(ranks), mistakes)
         mesh.close()
 
@@ -178,7 +178,3 @@ def test_ranks_too_long_to_print_are_named():
     ((call, _),) = suggested(info.value)
     assert call == "Layout(dp=-1, ranks=ranks)"
     assert eval(call).ranks() == tuple(ranks)
-    with pytest.raises(ShapeError) as info:
-        Layout(dp=2, ranks=[*range(300), *range(400, 700)])
-    ((call, _),) = suggested(info.value)
-    assert call == "Layout(dp=-1, ranks=(*range(300), *range(400, 700)))"
