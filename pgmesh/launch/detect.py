@@ -24,8 +24,6 @@ from pgmesh.errors import LaunchError
 from pgmesh.launch.launcher import LAST_PORT, PORTS, Environ, Launcher, LauncherInfo, Variables, launch_error
 from pgmesh.launch.slurm import SLURM, is_in_step, is_step_of_daemons, read_step
 
-LOCALHOST = "127.0.0.1"
-
 BY_HAND = Launcher(
     "the environment",
     command="torchrun --nproc-per-node 8 script.py",
@@ -190,7 +188,7 @@ def _read(launcher: Launcher, environ: Environ) -> LauncherInfo:
         info = replace(info, port=PORTS[zlib.crc32(job.encode()) % len(PORTS)])
     if rank >= size or (info.local_size or 1) > size or (info.local_rank or 0) >= (info.local_size or size):
         raise variables.error(f"variables of {launcher.name} contradict each other; ranks count from 0.")
-    address = LOCALHOST if info.local_size == size else info.address
+    address = "127.0.0.1" if info.local_size == size else info.address
     port = variables.number(("MASTER_PORT",), least=1, most=LAST_PORT)
     return with_address(replace(info, address=address), variables.values.get("MASTER_ADDR"), port)
 
