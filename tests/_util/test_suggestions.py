@@ -159,7 +159,7 @@ def test_suggested_plans_keep_ranks_and_views(sizes, nodes, form, views):
             kept = count == 1 or form != "permuted" or made.layout.ranks() == tuple(order)
             return kept and [name for name, _ in made.views] == ["one"] * views
 
-        check(error, {"Layout": Layout, "plan": plan}, is_right, 1)
+        check(error, {"Layout": Layout, "plan": plan, "layout": layout}, is_right, 1)
 
 
 def test_suggested_plan_fits_its_views():
