@@ -63,16 +63,27 @@ def is_keyword_name(axis: str | int) -> bool:
 
 
 def format_value(value: object) -> str:
-    """The expression of a value; functions by name.
+    """The expression of a value. Sequences of more than 64 integers are written with ranges, functions by name.
 
-    >>> format_value(range(4)), format_value(format_value), format_value(timedelta(minutes=2))
-    ('range(4)', 'format_value', 'timedelta(seconds=120)')
+    >>> format_value(range(4)), format_value((*range(50), *range(60, 90, 2)))
+    ('range(4)', '(*range(50), *range(60, 90, 2))')
     """
     if isinstance(value, range):
         return f"range({len(value)})" if value == range(len(value)) else repr(value)
     if isinstance(value, timedelta):
         return f"timedelta(seconds={value.total_seconds():.15g})"
-    return getattr(value, "__name__", repr(value))
+    if not isinstance(value, (tuple, list)) or len(value) <= 64:
+        return getattr(value, "__name__", repr(value))
+    words: list[str] = []
+    run: list[int] = []  # evenly spaced
+    for number in [*value, None]:
+        if number is not None and (len(run) < 2 or number - run[-1] == run[1] - run[0]):
+            run.append(number)
+            continue
+        straight = as_range(tuple(run)) if len(run) > 3 else None
+        words += [f"*{format_value(straight)}"] if straight else map(str, run)
+        run = [number]
+    return f"({', '.join(words)},)" if len(words) == 1 else f"({', '.join(words)})"
 
 
 def other_arguments(ranks: range | tuple[int, ...] | None, **more: object) -> dict[str, object]:

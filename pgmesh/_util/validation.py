@@ -21,6 +21,9 @@ from pgmesh.errors import OptionsError, ShapeError
 Sizes = Mapping[Any, int]
 """Sizes by axis in one mapping. The axes have names, or numbers from 0 on."""
 
+Suggest = Callable[[Any], list[tuple[str, str]]]
+"""A function from sizes to suggested calls, each with its reason."""
+
 
 def is_boolean(value: object) -> bool:
     """Check for True or False, of Python, numpy or torch.
@@ -118,12 +121,7 @@ def _valid_calls(who: str, more: Mapping[str, object], count: int | None, given:
     return []
 
 
-def _reserved_error(
-    who: str,
-    shape: Sequence[Any],
-    sizes: Mapping[str, Any],
-    suggest: Callable[[Any], list[tuple[str, str]]],
-) -> ShapeError | OptionsError:
+def _reserved_error(who: str, shape: Sequence[Any], sizes: Mapping[str, Any], suggest: Suggest) -> Exception:
     """The error for reserved keywords. It suggests calls if all other arguments are valid sizes."""
     words = [word for word in sizes if word in RESERVED]
     problem = f"{who}: " + " ".join(f"{word} is no axis; it {RESERVED[word]}." for word in words)

@@ -38,6 +38,10 @@ def draw(layout: Drawable, mark: int | None = None, width: int = 80) -> str:
     return plain(lines(layout, mark=mark, width=width))
 
 
+_COLOURED = [f"{palette.TEXT} on {background}" for background in palette.GROUPS]
+"""The styles of groups. A figure of many ranks holds each once."""
+
+
 def lines(
     layout: Drawable,
     *axes: Axis,
@@ -109,5 +113,5 @@ def _rows(figure: Figure) -> Iterator[Line]:
 
 def _rank(cell: Cell) -> tuple[str, str]:
     """The text of a cell and its style."""
-    style = "" if cell.rank is None else f"{palette.TEXT} on {palette.colour(cell.colour)}"
+    style = "" if cell.rank is None else _COLOURED[cell.colour % len(_COLOURED)]
     return (f" [{cell.text}]", f"bold {style}".rstrip()) if cell.is_marked else (f" {cell.text}", style)

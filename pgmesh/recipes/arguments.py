@@ -141,8 +141,7 @@ def fill_sizes(
     if filled is not None:
         return filled
     if others:
-        fitting, _, _ = fit_sizes({axis: size for axis, size in sizes.items() if axis != rest}, count)
-        why = ""
+        fitting, why = fit_sizes({axis: size for axis, size in sizes.items() if axis != rest}, count)[0], ""
         problem = f"{rest} is the remaining size, so {join_words(others)} cannot be -1."
     else:
         fitting, inferred, why = fit_sizes(sizes, count)

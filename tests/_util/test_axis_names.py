@@ -106,6 +106,10 @@ def test_repr_of_any_layout_recreates_it(axes, data):
         (Layout(2, 2, 2).at({0: 1}), "Layout({1: 2, 2: 2}, ranks=range(4, 8))"),
         (Layout({"timeout": 2, "dp": 2}), "Layout({'timeout': 2, 'dp': 2})"),
         (Layout(ODD).at({"class": 0}), "Layout({'data-parallel': 2, 'timeout': 2}, ranks=range(0, 8, 2))"),
+        (
+            Layout(a=2, b=100, ranks=[*range(50), *range(100, 250)]),
+            "Layout(a=2, b=100, ranks=(*range(50), *range(100, 250)))",
+        ),
     ],
 )
 def test_repr_uses_mapping_for_names_unlike_keywords(layout, call):
