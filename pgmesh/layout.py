@@ -426,7 +426,9 @@ class Layout:
                 continue
             if not kept:
                 has = _index_range(len(old))
-                raise ShapeError(f"{format_call('at', {axis: keep})} keeps nothing of axis {axis}, which has {has}.")
+                raise ShapeError(
+                    f"{format_call('mesh.at', {axis: keep})} keeps nothing of axis {axis}, which has {has}."
+                )
             offset += kept[0]
             offsets[i] = strided.rebase(strided.as_offsets(kept))
         return self._replace(
@@ -462,8 +464,8 @@ class Layout:
         >>> layout.along(5, "pp", "tp").view(n=4).ranks()      # merges axes that are not adjacent
         (0, 1, 4, 5)
         """
-        count = len(self)
-        box = fill_sizes("view", parse_sizes("view", shape, sizes, count=count), count, f"the mesh has {count}")
+        who, count = "mesh.view", len(self)
+        box = fill_sizes(who, parse_sizes(who, shape, sizes, count=count), count, f"the mesh has {count}")
         fixed = ((axis, index) for axis, index in self._all_axes if index is not None and axis not in box)
         all_axes, new_sizes = (*fixed, *((axis, None) for axis in box)), tuple(box.values())
         offsets = strided.reshape(self._offsets, new_sizes)
@@ -472,7 +474,7 @@ class Layout:
         if offsets is None and not self._has_ranks_for(new_sizes):
             call = format_call("ProcessGroupMesh", box, ranks=Text(shorten(self._ranks_written(), "mesh.ranks()")))
             raise ShapeError(
-                f"{format_call('view', box)} would split {self._brief()} where its ranks ({self._listed()}) are not "
+                f"{format_call(who, box)} would split {self._brief()} where its ranks ({self._listed()}) are not "
                 f"evenly spaced.\n\n"
                 f"  {call}   # a new mesh takes any ranks"
             )
@@ -597,7 +599,9 @@ class Layout:
         axis, indices = self._axes[i], [index for index, keeps in enumerate(kept) if keeps]
         if not indices:
             raise RankError(f"axis {axis} is given a mask that keeps nothing; it takes indices.")
-        raise RankError(f"axis {axis} is given a mask; it takes indices.\n\n  {format_call('at', {axis: indices})}")
+        raise RankError(
+            f"axis {axis} is given a mask; it takes indices.\n\n  {format_call('mesh.at', {axis: indices})}"
+        )
 
     # -- positions and ranks ------------------------------------------------------------------------------------
 

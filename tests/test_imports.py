@@ -20,6 +20,7 @@ FLOORS = [
     "drawing",
     "layout",
     "topology/locality",
+    "launch/launcher",
     "launch/slurm",
     "launch/detect",
     "rendezvous/timing",

@@ -120,9 +120,9 @@ def test_bool_is_no_index_and_no_size(box, truth):
 @pytest.mark.parametrize(
     ("mask", "call"),
     [
-        ([True, False, False, True], "at(pp=[0, 3])"),
-        ([False, True, False, False], "at(pp=[1])"),
-        ([True] * 4, "at(pp=[0, 1, 2, 3])"),
+        ([True, False, False, True], "mesh.at(pp=[0, 3])"),
+        ([False, True, False, False], "mesh.at(pp=[1])"),
+        ([True] * 4, "mesh.at(pp=[0, 1, 2, 3])"),
     ],
 )
 def test_mask_error_shows_the_indices(kind, mask, call):

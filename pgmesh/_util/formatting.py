@@ -29,7 +29,7 @@ def format_call(who: str, box: Mapping[str | int, object], /, *first: object, **
     Axes 0..n-1 are positional, names are keywords, and others are one mapping.
 
     Args:
-        who: the function, method or class. ``plan`` always gets a mapping, and ``at`` gets one for numbered axes.
+        who: the function, method or class. ``plan`` always gets a mapping, and ``mesh.at`` one for numbered axes.
         box: the value by axis, such as its size.
         first: positional arguments before the axes.
         more: further arguments. Those that are None are left out.
@@ -41,11 +41,11 @@ def format_call(who: str, box: Mapping[str | int, object], /, *first: object, **
     >>> format_call("at", {"pp": 1}), format_call("at", {0: [1, 2]}), format_call("recipes.megatron", {}, 8, tp=2)
     ('at(pp=1)', 'at({0: [1, 2]})', 'recipes.megatron(8, tp=2)')
     """
-    words = [format_value(value) for value in first]
+    words, verb = [format_value(value) for value in first], who.rpartition(".")[2]
     values = {axis: format_value(value) for axis, value in box.items()}
-    if who != "plan" and all(is_keyword_name(axis) and axis not in RESERVED for axis in box):
+    if verb != "plan" and all(is_keyword_name(axis) and axis not in RESERVED for axis in box):
         words += [f"{axis}={value}" for axis, value in values.items()]
-    elif who not in ("plan", "at", ".at") and list(box) == list(range(len(box))):
+    elif verb not in ("plan", "at") and list(box) == list(range(len(box))):
         words += values.values()
     elif box:
         words.append(f"{{{', '.join(f'{axis!r}: {value}' for axis, value in values.items())}}}")

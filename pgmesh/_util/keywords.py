@@ -1,9 +1,13 @@
-"""Keywords that are never axes, because they have another meaning in pgmesh or torch.
+"""Keywords that are never axes, because they have another meaning in pgmesh or torch, and the sizes that they mean.
 
 Validation refuses them with the call that the user meant. A mapping of sizes may use them as names of axes.
 """
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 OPTION_KEYWORDS = ("backend", "timeout", "high_priority", "nccl", "description")
 """The options of groups."""
@@ -35,3 +39,21 @@ RESERVED = {
     "layout": "is made from the sizes",
 }
 """Keywords that are never axes, each with the end of the sentence "it ..."."""
+
+
+def meant_sizes(shape: Sequence[Any], sizes: Mapping[str, Any]) -> Any:
+    """The sizes in a call with reserved keywords: a mapping, a sequence or one number, which may be invalid.
+
+    They are the sizes of axes; without them the argument ``mesh_shape`` or the like, or torch's list of sizes after a
+    device type. Torch's list of names makes a mapping of a list of sizes.
+
+    >>> meant_sizes((), {"device_type": "cuda", "mesh_shape": (2, 4), "mesh_dim_names": ("dp", "tp")})
+    {'dp': 2, 'tp': 4}
+    """
+    last = shape[-1] if shape and isinstance(shape[-1], (Mapping, tuple, list)) else shape
+    axes = {axis: size for axis, size in sizes.items() if axis not in RESERVED}
+    given = next((sizes[word] for word in SHAPE_KEYWORDS if word in sizes), axes or last)
+    names: Any = next((sizes[word] for word in NAME_KEYWORDS if word in sizes), None)
+    with contextlib.suppress(TypeError, ValueError):  # no sequences, or of different lengths
+        return dict(zip(names, given, strict=True))
+    return given

@@ -1,7 +1,7 @@
-"""Validate the sizes and ranks in a call. Invalid ones raise an error, with a corrected call where there is one.
+"""Checks of the sizes and ranks in a call. Invalid ones raise an error, with a corrected call where there is one.
 
-``parse_sizes`` is the single entry for the sizes of meshes, layouts, views and plans. ``fill_sizes`` then infers a -1.
-``_util.keywords`` lists the reserved keywords, which cannot be axes. ``_util.suggestions`` finds sizes that fit.
+Meshes, layouts, views and plans take sizes in the same ways, and check them in two steps: ``parse_sizes`` makes a
+mapping from axes to sizes of the arguments, and ``fill_sizes`` infers a size of -1 and checks the number of ranks.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ import contextlib
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pgmesh._util.formatting import as_range, count_of, format_call, format_calls, format_ranks
-from pgmesh._util.keywords import GROUP_KEYWORDS, NAME_KEYWORDS, RESERVED, SHAPE_KEYWORDS
+from pgmesh._util.keywords import GROUP_KEYWORDS, RESERVED, meant_sizes
 from pgmesh._util.suggestions import A, fit_sizes, infer_size, known_product, start_command
 from pgmesh.errors import OptionsError, ShapeError
 
 Sizes = Mapping[Any, int]
 """Sizes by axis in one mapping. The axes have names, or numbers from 0 on."""
+
+Suggest = Callable[[Any], list[tuple[str, str]]]
+"""A function from sizes to suggested calls, each with its reason."""
 
 
 def is_boolean(value: object) -> bool:
@@ -45,31 +48,6 @@ def whole_number(value: Any) -> int:
     return operator.index(value)
 
 
-@dataclass(frozen=True)
-class SizesCall:
-    """A call that gives sizes, for messages.
-
-    Args:
-        who: the function or class called.
-        more: its other arguments, which suggested calls repeat.
-        count: the number of ranks; None if it is unknown.
-    """
-
-    who: str
-    more: Mapping[str, object]
-    count: int | None = None
-
-    def valid(self, given: Any) -> list[tuple[str, str]]:
-        """The call with these sizes, and no reason; none if they are invalid, or do not hold ``count`` ranks."""
-        if isinstance(given, (tuple, list)):
-            given = dict(enumerate(given))
-        with contextlib.suppress(ShapeError, TypeError):
-            box = parse_sizes(self.who, (given,), {})
-            if infer_size(box, self.count) if self.count else -1 not in box.values():
-                return [(format_call("mesh.view" if self.who == "view" else self.who, box, **self.more), "")]
-        return []
-
-
 def parse_sizes(
     who: str,
     shape: Sequence[Any],
@@ -84,23 +62,34 @@ def parse_sizes(
         shape: the positional arguments: the sizes of numbered axes, or one mapping of all sizes.
         sizes: the keyword arguments.
         more: the other arguments of the call, which suggested calls repeat.
-        count: the number of ranks if it is known, to check suggested calls against.
+        count: the number of ranks that the sizes have to hold; None if it is unknown.
 
     Raises:
         ShapeError: a value is no size, or a keyword is no axis.
         OptionsError: a keyword is an option of groups.
     """
-    call = SizesCall(who, more or {}, count)
+    suggest = partial(_valid_calls, who, more or {}, count)
     if shape and isinstance(shape[0], str) and (shape[1:] or sizes):  # a call of init_device_mesh or DeviceMesh
         sizes, shape = {"device_type": shape[0], **sizes}, shape[1:]
     if any(word in RESERVED for word in sizes):
-        raise _reserved_error(call, shape, sizes)
-    given = _sizes_by_axis(call, shape, sizes)
-    box = {_parse_axis(who, axis): parse_size(who, axis, size) for axis, size in given.items()}
+        raise _reserved_error(who, shape, sizes, suggest)
+    if len(shape) == 1 and not sizes and isinstance(shape[0], (tuple, list)):
+        problem = f"{who}: sizes are given one by one, not as {shape[0]!r}."
+        raise ShapeError(f"{problem}\n\n{format_calls(suggest(shape[0]))}".rstrip())
+    if (shape and sizes) or (len(shape) > 1 and any(isinstance(part, Mapping) for part in shape)):
+        wrong = format_call(who, {}, *shape, **sizes)
+        raise ShapeError(f"{wrong}: give all sizes by position, by keyword, or in one mapping.")
+    by_position = shape[0] if shape and isinstance(shape[0], Mapping) else dict(enumerate(shape))
+    box = _parse_mapping(who, by_position or sizes)
     if not box:
-        has_count = who not in ("Layout", "plan") or any(call.more.get(word) for word in ("ranks", "nodes", "domains"))
-        example = format_call(who, {"dp": -1 if has_count else 2}, **call.more)
+        example = format_call(who, {"dp": 2 if count is None else -1}, **(more or {}))
         raise ShapeError(f"{who} needs at least one axis, such as {example}.")
+    return box
+
+
+def _parse_mapping(who: str, given: Mapping[Any, Any]) -> dict[str | int, int]:
+    """The axes and sizes of a mapping as plain ones."""
+    box = {_parse_axis(who, axis): parse_size(who, axis, size) for axis, size in given.items()}
     if len(box) < len(given):  # equal numbers of different types
         raise ShapeError(f"{who}: an axis is given twice: {given!r}.")
     if len({isinstance(axis, int) for axis in box}) > 1:
@@ -109,19 +98,6 @@ def parse_sizes(
     if len(free) > 1:
         raise ShapeError(f"{format_call(who, box)}: at most one size may be -1 (inferred); here are {', '.join(free)}.")
     return box
-
-
-def _sizes_by_axis(call: SizesCall, shape: Sequence[Any], sizes: Mapping[str, Any]) -> Mapping[Any, Any]:
-    """The sizes of a call by axis, from one of the three ways to give them."""
-    if len(shape) == 1 and not sizes and isinstance(shape[0], (tuple, list)):
-        problem = f"{call.who}: sizes are given one by one, not as {shape[0]!r}."
-        raise ShapeError(f"{problem}\n\n{format_calls(call.valid(shape[0]))}".rstrip())
-    if (shape and sizes) or (len(shape) > 1 and any(isinstance(part, Mapping) for part in shape)):
-        wrong = format_call(call.who, {}, *shape, **sizes)
-        raise ShapeError(f"{wrong}: give all sizes by position, by keyword, or in one mapping.")
-    if shape and isinstance(shape[0], Mapping):
-        return shape[0]
-    return dict(enumerate(shape)) if shape else sizes
 
 
 def _parse_axis(who: str, axis: Any) -> str | int:
@@ -134,30 +110,26 @@ def _parse_axis(who: str, axis: Any) -> str | int:
     raise ShapeError(f"{who}: an axis is a word that can be printed, or a number from 0 on, not {axis!r}.")
 
 
-def _reserved_error(call: SizesCall, shape: Sequence[Any], sizes: Mapping[str, Any]) -> ShapeError | OptionsError:
+def _valid_calls(who: str, more: Mapping[str, object], count: int | None, given: Any) -> list[tuple[str, str]]:
+    """The call with these sizes, and no reason; none if they are invalid, or do not hold ``count`` ranks."""
+    if not isinstance(given, Mapping):
+        given = dict(enumerate(given if isinstance(given, (tuple, list)) else [given]))
+    with contextlib.suppress(ShapeError, TypeError):
+        box = _parse_mapping(who, given)
+        if infer_size(box, count) if count else box and -1 not in box.values():
+            return [(format_call(who, box, **more), "")]
+    return []
+
+
+def _reserved_error(who: str, shape: Sequence[Any], sizes: Mapping[str, Any], suggest: Suggest) -> Exception:
     """The error for reserved keywords. It suggests calls if all other arguments are valid sizes."""
     words = [word for word in sizes if word in RESERVED]
-    problem = f"{call.who}: " + " ".join(f"{word} is no axis; it {RESERVED[word]}." for word in words)
+    problem = f"{who}: " + " ".join(f"{word} is no axis; it {RESERVED[word]}." for word in words)
     options = [word for word in words if word in GROUP_KEYWORDS]
-    calls = call.valid(_meant_sizes(shape, sizes))
+    calls = suggest(meant_sizes(shape, sizes))
     if not options and not shape:
-        calls += [(text, "with axes of these names") for text, _ in call.valid(sizes)]
+        calls += [(text, "with axes of these names") for text, _ in suggest(sizes)]
     return (OptionsError if options else ShapeError)(f"{problem}\n\n{format_calls(calls)}".rstrip())
-
-
-def _meant_sizes(shape: Sequence[Any], sizes: Mapping[str, Any]) -> Any:
-    """The sizes in a call with reserved keywords, in a mapping, a sequence or one number.
-
-    They are those of axes, the argument ``mesh_shape`` or the like, or torch's positional list after a device type.
-    Torch's list of names makes a mapping of a sequence.
-    """
-    last = shape[-1] if shape and isinstance(shape[-1], (Mapping, tuple, list)) else shape
-    axes = {axis: size for axis, size in sizes.items() if axis not in RESERVED}
-    given = next((sizes[word] for word in SHAPE_KEYWORDS if word in sizes), axes or last)
-    names: Any = next((sizes[word] for word in NAME_KEYWORDS if word in sizes), None)
-    with contextlib.suppress(TypeError, ValueError):  # no sequences, or of different lengths
-        return dict(zip(names, given, strict=True))
-    return given
 
 
 def parse_size(who: str, axis: str | int, size: Any) -> int:

@@ -11,7 +11,6 @@ from pgmesh._util.validation import fill_sizes
 from pgmesh.errors import AxisError, ShapeError
 from pgmesh.layout import Axis, Layout
 from pgmesh.options import to_timedelta
-from pgmesh.planning import text_report
 from pgmesh.planning.text_report import format_hold
 from pgmesh.topology.hosts import Topology, parse_topology
 
@@ -91,7 +90,7 @@ def layout_of(sizes: Sizes) -> Layout:
     """The layout of sizes without -1."""
     if -1 in sizes.values():
         raise UsageError("a size of -1 fills the hosts, so name the hosts, such as --nodes 8x8.")
-    return text_report.layout_of(sizes)
+    return Layout(sizes)
 
 
 def parse_sizes(words: Sequence[str]) -> Sizes:

@@ -63,7 +63,6 @@ class Panel:
     title: str  # pp0 cp1
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
-    follows_gap: bool  # True if panels are left out before it
 
 
 @dataclass(frozen=True)
@@ -77,15 +76,10 @@ class Figure:
     panels_across: int  # the number of panels along the innermost outer axis
     host: str  # the name of the level: host, domain, or ""
 
-    def lines_of_panels(self, fit: int) -> list[list[Panel]]:
+    def lines_of_panels(self, fit: int) -> list[tuple[Panel, ...]]:
         """The panels in lines of at most ``fit``. A line has whole runs of the innermost outer axis if they fit."""
         across = fit // self.panels_across * self.panels_across or fit
-        lines: list[list[Panel]] = []
-        for panel in self.panels:
-            if not lines or panel.follows_gap or len(lines[-1]) == across:
-                lines.append([])
-            lines[-1].append(panel)
-        return lines
+        return [self.panels[i : i + across] for i in range(0, len(self.panels), across)]
 
 
 def make_figure(
@@ -206,17 +200,12 @@ def _panels(axes: Sequence[Axis], shown: Sequence[ShownCoord], cut: int, maker: 
     """
     columns = list(product(*shown[cut:][-1:]))
     column_names = tuple(_coord_text(axes[-1:], column) for column in columns if column)
-    follows_gap = False
-    for outer in product(*shown[:cut]):
-        if GAP in outer:
-            follows_gap = True
-            continue
+    for outer in product(*map(_without_gaps, shown[:cut])):
         rows = []
         for row in product(*shown[cut:-1]):
             cells = tuple(maker.cell_at((*outer, *row, *column)) for column in columns)
             rows.append(Row(_coord_text(axes[cut:-1], row), cells, maker.hosts_of(cells)))
-        yield Panel(_coord_text(axes[:cut], outer), column_names, tuple(rows), follows_gap)
-        follows_gap = False
+        yield Panel(_coord_text(axes[:cut], outer), column_names, tuple(rows))
 
 
 def _coord_text(axes: Sequence[Axis], coord: ShownCoord) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
 from pgmesh.drawing import palette
-from pgmesh.drawing.figures import GAP, Cell, Figure, Panel, make_figure
+from pgmesh.drawing.figures import Cell, Figure, Panel, make_figure
 
 if TYPE_CHECKING:
     from pgmesh.drawing.drawable import Axis, Drawable
@@ -143,9 +143,6 @@ def _figure(figure: Figure, room: int) -> tuple[list[str], int, int]:
     y += GUTTER
     width = max(width_of(TITLE_FONT, [figure.title]), width_of(FONT, notes))
     for line in figure.lines_of_panels(max(1, (room + GUTTER) // (grid.width + GUTTER))):
-        if line[0].follows_gap:
-            parts.append(text("gap", 0, y + FONT, GAP, size=TITLE_FONT))
-            y += LINE + GUTTER
         for number, panel in enumerate(line):
             parts.append(moved(number * (grid.width + GUTTER), y, _panel(panel, grid)))
         width = max(width, len(line) * (grid.width + GUTTER) - GUTTER)

@@ -10,7 +10,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from pgmesh.drawing import palette
-from pgmesh.drawing.figures import GAP, MAX_COLUMNS, Cell, Figure, make_figure
+from pgmesh.drawing.figures import MAX_COLUMNS, Cell, Figure, make_figure
 from pgmesh.drawing.styled_text import Line, columns, length, plain, wrapped
 
 if TYPE_CHECKING:
@@ -77,8 +77,6 @@ def lines(
     drawn: list[Line] = []
     remaining = iter(panels)
     for strip in figure.lines_of_panels(max(1, (width + 2) // (panel_width + 2))):
-        if strip[0].follows_gap:
-            drawn.append([(GAP, "dim")])
         for parts in zip(*(next(remaining) for _ in strip)):
             drawn.append([piece for part in parts for piece in part])
     for note in (figure.note, figure.legend if coloured else ""):

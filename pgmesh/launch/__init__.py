@@ -9,7 +9,8 @@ from pgmesh._util.lazy_names import lazy_names
 # The module of each public name. Modules are imported lazily, so that detect_launcher needs no torch.
 _MODULES = {
     "StoreProcess": "store",
-    **dict.fromkeys(("LauncherInfo", "detect_launcher"), "detect"),
+    "LauncherInfo": "launcher",
+    "detect_launcher": "detect",
     "fake_world": "faking",
     **dict.fromkeys(("World", "from_openmpi", "from_slurm", "from_torch", "join"), "joining"),
     "spawn": "spawning",
@@ -19,7 +20,7 @@ __all__, __getattr__, __dir__ = lazy_names(__name__, _MODULES)
 
 
 if TYPE_CHECKING:
-    from pgmesh.launch.detect import LauncherInfo as LauncherInfo, detect_launcher as detect_launcher
+    from pgmesh.launch.detect import detect_launcher as detect_launcher
     from pgmesh.launch.faking import fake_world as fake_world
     from pgmesh.launch.joining import (
         World as World,
@@ -28,5 +29,6 @@ if TYPE_CHECKING:
         from_torch as from_torch,
         join as join,
     )
+    from pgmesh.launch.launcher import LauncherInfo as LauncherInfo
     from pgmesh.launch.spawning import spawn as spawn
     from pgmesh.launch.store import StoreProcess as StoreProcess

@@ -12,16 +12,9 @@ import torch
 import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
-from pgmesh.launch.detect import (
-    BY_HAND,
-    OPEN_MPI,
-    SLURM,
-    LauncherInfo,
-    detect_launcher,
-    detect_one,
-    with_address,
-    with_replica,
-)
+from pgmesh.launch.detect import BY_HAND, OPEN_MPI, detect_launcher, detect_one, with_address, with_replica
+from pgmesh.launch.launcher import LauncherInfo
+from pgmesh.launch.slurm import SLURM
 from pgmesh.options import Timeout, to_timedelta
 
 log = logging.getLogger("pgmesh")

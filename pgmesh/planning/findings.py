@@ -15,7 +15,7 @@ from pgmesh.layout import Axis, Layout
 from pgmesh.planning import axis_heuristics
 from pgmesh.planning.combinations import strides_of
 from pgmesh.planning.data import CombinationPlan, Finding
-from pgmesh.planning.text_report import format_range, format_units, layout_of
+from pgmesh.planning.text_report import format_range, format_units
 from pgmesh.topology.hosts import HostLevel, Topology
 from pgmesh.topology.locality import Locality, locality_of
 
@@ -97,7 +97,7 @@ def _better_order(
     if order == layout.axes or strides_of(layout) != (1,) or 0 not in layout:
         return None
     sizes: dict[Axis, int] = {axis: layout.size(axis) for axis in order}
-    after = locality_of(layout_of(sizes), plan.axes, level)
+    after = locality_of(Layout(sizes), plan.axes, level)
     if (after.high, after.hops_high, -after.intra) >= (locality.high, locality.hops_high, -locality.intra):
         return None
     option = f"--order {shlex.quote(','.join(order))}"

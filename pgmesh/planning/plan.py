@@ -36,7 +36,7 @@ from pgmesh.planning.axis_heuristics import axes_to_colour
 from pgmesh.planning.combinations import combination_plan
 from pgmesh.planning.data import CombinationPlan, Finding
 from pgmesh.planning.findings import findings_of
-from pgmesh.planning.text_report import format_hold, layout_of
+from pgmesh.planning.text_report import format_hold
 from pgmesh.topology.hosts import HostLevel, Topology, parse_topology
 
 if TYPE_CHECKING:
@@ -206,14 +206,14 @@ def _layout_of_sizes(
     """The layout of the sizes in a call of ``plan``, with -1 replaced so that they fill the hosts."""
     if ranks is not None:
         return Layout(*given, ranks=ranks, **sizes)
-    box = parse_sizes("plan", given, sizes, more)
+    box = parse_sizes("plan", given, sizes, more, topology[0].capacity if topology else None)
     if -1 not in box.values():
-        return layout_of(box)
+        return Layout(box)
     if not topology:
         call = format_call("plan", box, **{"nodes": f"1x{len(example_ranks(box))}", **more})
         raise ShapeError(f"{format_call('plan', box)} cannot infer the size of -1: give it hosts, such as {call}.")
     host = topology[0]
-    return layout_of(fill_sizes("plan", box, host.capacity, format_hold(host), more=more))
+    return Layout(fill_sizes("plan", box, host.capacity, format_hold(host), more=more))
 
 
 def _plain(hosts: str | Sequence[int] | None) -> str | list[int] | None:

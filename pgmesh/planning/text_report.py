@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from pgmesh._util.formatting import count_of, format_sizes
 from pgmesh.drawing.styled_text import Line, columns_with_ranks, wrapped
-from pgmesh.layout import Axis, Layout
+from pgmesh.layout import Layout
 from pgmesh.planning.data import CombinationPlan, Finding
 from pgmesh.topology.hosts import HostLevel, Topology
 from pgmesh.topology.locality import Locality
@@ -99,11 +98,6 @@ def findings_report(findings: Sequence[Finding], width: int = 80) -> list[Line]:
 
 
 # -- sizes, ranges and samples -----------------------------------------------------------------------------------------
-
-
-def layout_of(sizes: Mapping[Axis, int]) -> Layout:
-    """The layout of these sizes. Axes may have any names."""
-    return Layout.of(dict(sizes), range(math.prod(sizes.values())))
 
 
 def format_hold(level: HostLevel) -> str:

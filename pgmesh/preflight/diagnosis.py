@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 from pgmesh._util.formatting import count_of, format_seconds
 from pgmesh._util.torch_versions import TRIED_ON
 from pgmesh.errors import LaunchError, UnsupportedTorchError
-from pgmesh.launch.detect import LAST_PORT, LAUNCHERS, LauncherInfo, detect_launcher
+from pgmesh.launch.detect import LAUNCHERS, detect_launcher
+from pgmesh.launch.launcher import LAST_PORT, LauncherInfo
 
 T = TypeVar("T")
 

@@ -23,7 +23,8 @@ from pgmesh._util.formatting import format_ranks
 from pgmesh.errors import LaunchError, MismatchError, MissingRanksError, PgmeshError
 from pgmesh.groups.default_world import device_of, world_options
 from pgmesh.launch import joining
-from pgmesh.launch.detect import LauncherInfo, detect_launcher
+from pgmesh.launch.detect import detect_launcher
+from pgmesh.launch.launcher import LauncherInfo
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.preflight import results

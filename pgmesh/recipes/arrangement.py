@@ -17,7 +17,6 @@ from pgmesh.drawing.styled_text import columns, plain
 from pgmesh.errors import AxisError, MembershipError, ShapeError
 from pgmesh.layout import Axis, Layout, RankView
 from pgmesh.recipes import nccl
-from pgmesh.recipes.arguments import RecipeCall
 
 Mesh = Any
 """A ProcessGroupMesh; in a plan a Layout, or a RankView if a rank sees the plan. All have axes, slices and views."""
@@ -75,12 +74,12 @@ class Arrangement:
     in it: ``arrangement.rank in arrangement["embedding"]`` is False.
 
     Args:
-        call: the call of the recipe, as text.
         dense: the mesh for all layers but experts. Its ``close`` destroys all groups of the arrangement.
         names: the groups of each name.
         expert: a view of the mesh for experts, or None.
         order: the order of the ranks, as text. Default: the last axis varies fastest.
         short: the system's short names, as used in its settings, and the names that each stands for.
+        call: the call of the recipe, as text.
 
     >>> from pgmesh import Layout, recipes
     >>> print(recipes.fairscale(8, tp=2, pp=2, of=Layout).seen_by(5))
@@ -98,12 +97,12 @@ class Arrangement:
     ((4, 5), 2, 1, 2)
     """
 
-    call: str
     dense: Mesh
     names: Mapping[str, Along]
     expert: Mesh | None = None
     order: str = ""
     short: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    call: str = ""
 
     @property
     def rank(self) -> int | None:
@@ -235,12 +234,11 @@ class Arrangement:
         return [name, axes, str(len(ranks)), str(len(blocks)), format_ranks(ranks) if self.rank in ranks else "-"]
 
 
-def build(plan: Arrangement, call: RecipeCall, of: Any, name: str | None) -> Arrangement:
+def build(plan: Arrangement, of: Any, name: str | None) -> Arrangement:
     """The arrangement of a plan over a new mesh.
 
     Args:
         plan: it was checked, so that an error creates no mesh.
-        call: the call of the recipe.
         of: class of the mesh. Default: ProcessGroupMesh. With Layout, the result is the plan.
         name: name of the mesh.
 
@@ -251,5 +249,5 @@ def build(plan: Arrangement, call: RecipeCall, of: Any, name: str | None) -> Arr
         return plan
     from pgmesh.mesh import ProcessGroupMesh  # only here, since plans need no torch
 
-    of = of or ProcessGroupMesh
-    return plan._over(of(dict(zip(plan.dense.axes, plan.dense.shape)), ranks=call.ranks, name=name))
+    of, dense = of or ProcessGroupMesh, plan.dense
+    return plan._over(of(dict(zip(dense.axes, dense.shape)), ranks=dense.ranks_in_order(), name=name))

@@ -6,10 +6,11 @@ from typing import Any
 
 from pgmesh.layout import Layout
 from pgmesh.options import GroupOptions, Timeout
-from pgmesh.recipes.arguments import RecipeCall
+from pgmesh.recipes.arguments import fill_sizes, parse_world, recipe
 from pgmesh.recipes.arrangement import Along, Arrangement, build
 
 
+@recipe
 def fairscale(
     world: int,
     *,
@@ -43,14 +44,14 @@ def fairscale(
     >>> recipes.fairscale(8, tp=2, of=Layout).partition("data")
     ((0, 2, 4, 6), (1, 3, 5, 7))
     """
-    call = RecipeCall.of(fairscale, locals())
-    sizes = call.fill_sizes(call.parse_sizes(dp=-1, tp=tp, cp=cp, pp=pp))
-    mesh = Layout({axis: sizes[axis] for axis in ("dp", "pp", "cp", "tp")}, ranks=call.ranks)
+    ranks = parse_world(world)
+    sizes = fill_sizes({"dp": -1, "tp": tp, "cp": cp, "pp": pp}, len(ranks))
+    mesh = Layout({axis: sizes[axis] for axis in ("dp", "pp", "cp", "tp")}, ranks=ranks)
     axes = {"tensor": "tp", "context": "cp", "pipeline": "pp", "data": "dp"}
     names = {word: Along(mesh, (axis,)) for word, axis in axes.items()}
     backends = {"tp": tp_backend, "cp": cp_backend, "pp": pp_backend, "dp": dp_backend}
     options = {axis: GroupOptions(backend, timeout) for axis, backend in backends.items()}
-    arrangement = build(Arrangement(str(call), mesh, names), call, of, name)
+    arrangement = build(Arrangement(mesh, names), of, name)
     if of is not Layout:
         for axis, each in options.items():
             arrangement.dense.configure(axis, **each.keywords())

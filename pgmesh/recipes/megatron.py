@@ -2,102 +2,65 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Union
 
-from pgmesh._util.formatting import Text, format_call, format_ranks, join_words
+from pgmesh._util.formatting import format_ranks, join_words
 from pgmesh._util.suggestions import divisors, fit_sizes
-from pgmesh.errors import ShapeError
 from pgmesh.layout import Axis, Layout
-from pgmesh.recipes.arguments import RecipeCall, readable
+from pgmesh.recipes.arguments import Refused, fill_sizes, parse_order, parse_sizes, parse_world, recipe
 from pgmesh.recipes.arrangement import Along, Arrangement, Pick, build
+from pgmesh.recipes.pieces import Pieces, cut_blocks
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
 EXPERT_AXIS = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
 """The axis of the expert mesh for each axis of an order."""
 
-AXES = {
-    "tensor": "tp",
-    "pipeline": "pp",
-    "model": "pp-tp",
-    "data": "dp",
-    "data+context": "dp-cp",
-    "context": "cp",
-    "tensor+data": "tp-dp",
-    "tensor+data+context": "tp-dp-cp",
-    "tensor+context": "tp-cp",
-    "amax": "tp-dp",
-    "expert": "ep",
-    "expert-tensor": "etp",
-    "expert-tensor+expert": "etp-ep",
-    "expert-tensor+expert+pipeline": "etp-ep-pp",
-    "expert-data": "edp",
-}
-"""The names of groups along axes, with the axes."""
 
-SHORT_NAMES = {
-    "tp": "tensor",
-    "pp": "pipeline",
-    "mp": "model",
-    "dp": "data",
-    "dp_cp": "data+context",
-    "intra_dp_cp": "data+context in instance",
-    "cp": "context",
-    "tp_dp": "tensor+data",
-    "tp_dp_cp": "tensor+data+context",
-    "tp_cp": "tensor+context",
-    "embd": "embedding",
-    "pos_embd": "position embedding",
-    "ep": "expert",
-    "ep_tp": "expert-tensor",
-    "tp_ep_mp": "expert-tensor+expert",
-    "tp_ep_pp": "expert-tensor+expert+pipeline",
-    "ep_dp": "expert-data",
-    "intra_ep_dp": "expert-data in instance",
-    "inter_ep_dp": "between instances",
-    "intra_dist_opt_instance": "instance",
+class GroupName(NamedTuple):
+    """A name of groups.
+
+    Args:
+        axes: the axes that the groups are along, joined by ``-``; empty if other functions of this file define them.
+        short: the name in Megatron's settings for NCCL; empty if there is none.
+    """
+
+    axes: str
+    short: str
+
+
+NAMES = {
+    "tensor": GroupName("tp", "tp"),
+    "pipeline": GroupName("pp", "pp"),
+    "model": GroupName("pp-tp", "mp"),
+    "data": GroupName("dp", "dp"),
+    "data+context": GroupName("dp-cp", "dp_cp"),
+    "context": GroupName("cp", "cp"),
+    "tensor+data": GroupName("tp-dp", "tp_dp"),
+    "tensor+data+context": GroupName("tp-dp-cp", "tp_dp_cp"),
+    "tensor+context": GroupName("tp-cp", "tp_cp"),
+    "amax": GroupName("tp-dp", ""),
+    "expert": GroupName("ep", "ep"),
+    "expert-tensor": GroupName("etp", "ep_tp"),
+    "expert-tensor+expert": GroupName("etp-ep", "tp_ep_mp"),
+    "expert-tensor+expert+pipeline": GroupName("etp-ep-pp", "tp_ep_pp"),
+    "expert-data": GroupName("edp", "ep_dp"),
+    "embedding": GroupName("", "embd"),
+    "position embedding": GroupName("", "pos_embd"),
+    "data+context in instance": GroupName("", "intra_dp_cp"),
+    "expert-data in instance": GroupName("", "intra_ep_dp"),
+    "instance": GroupName("", "intra_dist_opt_instance"),
+    "between instances": GroupName("", "inter_ep_dp"),
 }
-"""The names of groups in Megatron's settings for NCCL."""
+"""The names of groups. The levels of context parallelism have names too, by their number."""
 
 Stages = Union[int, Sequence[int], Pick]
 """Stages of a pipeline: their numbers, or a function that selects some of a pipeline's ranks."""
 
-KEYWORDS = {
-    "tensor_model_parallel_size": "tp",
-    "pipeline_model_parallel_size": "pp",
-    "context_parallel_size": "cp",
-    "expert_model_parallel_size": "ep",
-    "expert_tensor_parallel_size": "etp",
-    "hierarchical_context_parallel_sizes": "hierarchical_cp",
-    "num_distributed_optimizer_instances": "optimizer_instances",
-    "get_embedding_ranks": "embedding",
-    "get_position_embedding_ranks": "position_embedding",
-}
-"""The arguments here for those of Megatron's ``initialize_model_parallel``."""
 
-
-def _translating(recipe: Callable[..., Arrangement]) -> Callable[..., Arrangement]:
-    """The recipe, which answers a call with Megatron's keywords with an error that has the translated call."""
-
-    @functools.wraps(recipe)
-    def call(*args: Any, **given: Any) -> Arrangement:
-        if KEYWORDS.keys() & given.keys():
-            unknown = [word for word in given if word not in recipe.__annotations__]
-            ours = {KEYWORDS.get(word, word): value for word, value in given.items()}
-            known = {word: readable(word, value) for word, value in ours.items() if word in recipe.__annotations__}
-            world = args or [known.pop("world", Text("torch.distributed.get_world_size()"))]
-            translated = format_call("recipes.megatron", {}, *world, **known)
-            raise ShapeError(f"recipes.megatron has no argument {join_words(unknown, 'or')}.\n\n  {translated}")
-        return recipe(*args, **given)
-
-    return call
-
-
-@_translating
+@recipe
 def megatron(
     world: int,
     *,
@@ -154,72 +117,66 @@ def megatron(
     model                          pp, tp                  4       2  0, 1, 4, 5
     ...
     """
-    call = RecipeCall.of(megatron, locals())
-    sizes = call.fill_sizes(call.parse_sizes(dp=-1, tp=tp, cp=cp, pp=pp))
-    expert_sizes = call.parse_sizes(edp=-1, ep=ep, etp=tp if etp is None else etp)
-    expert_sizes = call.fill_sizes(expert_sizes, len(call.ranks) // sizes["pp"], "a pipeline stage")
-    fastest_first = _parse_order(call, order, {**sizes, **expert_sizes})
+    ranks = parse_world(world, rank_offset)
+    sizes = fill_sizes({"dp": -1, "tp": tp, "cp": cp, "pp": pp}, len(ranks))
+    expert_sizes = {"edp": -1, "ep": ep, "etp": tp if etp is None else etp}
+    sizes |= fill_sizes(expert_sizes, len(ranks) // sizes["pp"], "a pipeline stage")
+    # an order names an axis of the dense mesh and that of the expert mesh at once
+    larger = {axis: max(sizes[axis], sizes[EXPERT_AXIS.get(axis, axis)]) for axis in DEFAULT_ORDER.split("-")}
+    fastest_first = parse_order(order, DEFAULT_ORDER, "fastest axis first", larger)
     slowest_first = fastest_first[::-1]  # the order of a mesh
-    dense = Layout({axis: sizes[axis] for axis in slowest_first if axis in sizes}, ranks=call.ranks)
+    dense = Layout({axis: sizes[axis] for axis in slowest_first if axis != "ep"}, ranks=ranks)
     expert_axes = [EXPERT_AXIS[axis] for axis in slowest_first if axis in EXPERT_AXIS]
-    expert = dense.view({axis: {**sizes, **expert_sizes}[axis] for axis in expert_axes})
-    _check_pipelines(call, order.lower(), dense, expert)
-    levels = {} if hierarchical_cp is None else _context_levels(call, dense, hierarchical_cp)
+    expert = dense.view({axis: sizes[axis] for axis in expert_axes})
+    _check_pipelines(fastest_first, dense, expert)
+    levels = {} if hierarchical_cp is None else _context_levels(dense, hierarchical_cp)
     names = {
         **_along_axes(dense, expert),
         **levels,
-        **(_hybrid_pieces(call, dense) if hybrid_cp else {}),
+        **(_hybrid_pieces(dense) if hybrid_cp else {}),
         "embedding": _stages(dense, embedding),
         "position embedding": _stages(dense, position_embedding),
-        **_instances(call, dense, expert, optimizer_instances),
+        **_instances(dense, expert, optimizer_instances),
     }
     direction = f"fastest axis first: {'-'.join(fastest_first)}"
-    short = {**{each: [word] for each, word in SHORT_NAMES.items()}, "hcp": [*levels]}
-    return build(Arrangement(str(call), dense, names, expert, direction, short), call, of, name)
-
-
-def _parse_order(call: RecipeCall, order: str, sizes: Mapping[str, int]) -> list[str]:
-    """The axes of an order, fastest first. It names an axis of the dense mesh and that of the expert mesh at once."""
-    axes = DEFAULT_ORDER.split("-")
-    larger = {axis: max(sizes[axis], sizes[EXPERT_AXIS.get(axis, axis)]) for axis in axes}
-    return call.parse_order(order, DEFAULT_ORDER, "fastest axis first", larger)
+    short = {**{name.short: [word] for word, name in NAMES.items() if name.short}, "hcp": [*levels]}
+    return build(Arrangement(dense, names, expert, direction, short), of, name)
 
 
 def _along_axes(dense: Layout, expert: Layout) -> dict[str, Along]:
     """The groups along axes of the dense mesh or, if that lacks one of the axes, of the expert mesh."""
     names = {}
-    for word, text in AXES.items():
+    for word, (text, _) in NAMES.items():
         axes = tuple(text.split("-"))
-        names[word] = Along(dense if {*axes} <= {*dense.axes} else expert, axes)
+        if text:
+            names[word] = Along(dense if {*axes} <= {*dense.axes} else expert, axes)
     return names
 
 
-def _check_pipelines(call: RecipeCall, order: str, dense: Layout, expert: Layout) -> None:
-    """Raise ShapeError if the dense and the expert mesh have different pipelines, or different data parallelism."""
+def _check_pipelines(order: Sequence[str], dense: Layout, expert: Layout) -> None:
+    """Check that the dense and the expert mesh have the same pipelines and, if pp is not last, the same data size."""
     pp, dp, edp = dense.size("pp"), dense.size("dp"), expert.size("edp")
     pipeline, expert_pipeline = dense.partition("pp")[0], expert.partition("pp")[0]
-    if pp == 1 or order.endswith("pp") or (dp == edp and pipeline == expert_pipeline):
+    if pp == 1 or order[-1] == "pp" or (dp == edp and pipeline == expert_pipeline):
         return
-    last = order.replace("pp-", "") + "-pp"
-    raise ShapeError(
-        f"{call}: pp is {pp} and not last in the order, so that experts need the data size and the pipelines of the "
+    raise Refused(
+        f"pp is {pp} and not last in the order, so that experts need the data size and the pipelines of the "
         f"rest. But data is {edp} for experts and {dp} for the rest, and the first pipeline is "
-        f"{list(expert_pipeline)} for experts and {list(pipeline)} for the rest.\n\n"
-        f"  order={last!r}   # pp last, which is slowest"
+        f"{list(expert_pipeline)} for experts and {list(pipeline)} for the rest.",
+        "pp last, which is slowest",
+        order="-".join([*(axis for axis in order if axis != "pp"), "pp"]),
     )
 
 
-def _context_levels(call: RecipeCall, dense: Layout, sizes: Sequence[int]) -> dict[str, Along]:
+def _context_levels(dense: Layout, sizes: Sequence[int]) -> dict[str, Along]:
     """The levels of context parallelism. The groups of the first level are contiguous; the others are strided."""
     sizes = sizes if isinstance(sizes, Iterable) else [sizes]
-    levels = call.parse_sizes(**{f"cp{level}": size for level, size in enumerate(sizes, 1)})
+    levels = parse_sizes({f"cp{level}": size for level, size in enumerate(sizes, 1)})
     cp = dense.size("cp")
     if -1 in levels.values() or math.prod(levels.values()) != cp:
         fitting, _, _ = fit_sizes(levels or {"cp1": cp}, cp)
-        raise ShapeError(
-            f"{call}: the sizes of hierarchical_cp are at least 1, and their product is cp, which is {cp}."
-            f"\n\n  {call.with_changes(hierarchical_cp=[*fitting.values()])}"
-        )
+        problem = f"the sizes of hierarchical_cp are at least 1, and their product is cp, which is {cp}."
+        raise Refused(problem, hierarchical_cp=[*fitting.values()])
     box: dict[Axis, int] = {}
     for axis, size in zip(dense.axes, dense.shape):
         box.update(reversed(levels.items()) if axis == "cp" else {axis: size})
@@ -227,13 +184,26 @@ def _context_levels(call: RecipeCall, dense: Layout, sizes: Sequence[int]) -> di
     return {f"context level {level}": Along(view, (axis,)) for level, axis in enumerate(levels, 1)}
 
 
-def _hybrid_pieces(call: RecipeCall, dense: Layout) -> dict[str, Along]:
+def _hybrid_pieces(dense: Layout) -> dict[str, Along]:
     """The pieces of the data+context groups, of every power of two between 1 and the whole."""
     total = dense.size("dp", "cp")
     if total & (total - 1):
-        raise ShapeError(f"{call}: data+context has {total} ranks; hybrid context parallelism needs a power of two.")
+        raise Refused(f"data+context has {total} ranks; hybrid context parallelism needs a power of two.")
     powers = [2**exponent for exponent in range(1, total.bit_length() - 1)]
-    return {f"data+context by {size}": Along(*_split(call, dense, ("dp", "cp"), size)[:2]) for size in powers}
+    pieces = {size: _pieces(dense, ("dp", "cp"), size) for size in powers}
+    return {f"data+context by {size}": Along(each.view, each.inside) for size, each in pieces.items()}
+
+
+def _pieces(mesh: Layout, axes: tuple[Axis, ...], size: int) -> Pieces:
+    """The pieces of so many ranks of the blocks along some axes.
+
+    Raises:
+        Refused: they are not along any axes.
+    """
+    if (pieces := cut_blocks(mesh, axes, size)) is None:
+        problem = f"in this order, pieces of {size} ranks of {' x '.join(map(str, axes))} are not along any axes."
+        raise Refused(problem, "fastest axis first", order=DEFAULT_ORDER)
+    return pieces
 
 
 def _stages(dense: Layout, stages: Any) -> Along:
@@ -247,7 +217,7 @@ def _stages(dense: Layout, stages: Any) -> Along:
     return along
 
 
-def _instances(call: RecipeCall, dense: Layout, expert: Layout, count: int) -> dict[str, Along]:
+def _instances(dense: Layout, expert: Layout, count: int) -> dict[str, Along]:
     """The groups of the optimizer's instances. Each instance has all of the optimizer's state, sharded over its ranks.
 
     Dense and expert parameters have a group each inside an instance. They share the group between instances, which
@@ -256,18 +226,20 @@ def _instances(call: RecipeCall, dense: Layout, expert: Layout, count: int) -> d
     data, expert_data = dense.size("dp", "cp"), expert.size("edp")
     possible = divisors(math.gcd(data, expert_data))
     if count not in possible:
-        raise ShapeError(
-            f"{call}: optimizer_instances must divide data x context, which is {data}, and expert data, which is "
-            f"{expert_data}, so it may be {join_words(possible, 'or')}."
+        raise Refused(
+            f"optimizer_instances must divide data x context, which is {data}, and expert data, which is "
+            f"{expert_data}, so it may be {join_words(possible, 'or')}.",
+            optimizer_instances=max(n for n in possible if n == 1 or n <= count),
         )
-    pieces = _split(call, dense, ("dp", "cp"), data // count)
-    expert_pieces = _split(call, expert, ("edp",), expert_data // count)
+    pieces = _pieces(dense, ("dp", "cp"), data // count)
+    expert_pieces = _pieces(expert, ("edp",), expert_data // count)
     first, expert_first = (each.view.partition(*each.between)[0] for each in (pieces, expert_pieces))
     if first != expert_first:
-        raise ShapeError(
-            f"{call}: dense and expert parameters share the group between optimizer instances, but in this order its "
-            f"ranks are {format_ranks(first)} for dense and {format_ranks(expert_first)} for expert parameters."
-            f"\n\n  order={DEFAULT_ORDER!r}   # fastest axis first; the same ranks for both"
+        raise Refused(
+            "dense and expert parameters share the group between optimizer instances, but in this order its ranks are "
+            f"{format_ranks(first)} for dense and {format_ranks(expert_first)} for expert parameters.",
+            "fastest axis first; the same ranks for both",
+            order=DEFAULT_ORDER,
         )
     whole = tuple(axis for axis in expert_pieces.view.axes if axis not in expert_pieces.between)
     return {
@@ -276,56 +248,3 @@ def _instances(call: RecipeCall, dense: Layout, expert: Layout, count: int) -> d
         "instance": Along(expert_pieces.view, whole),
         "between instances": Along(pieces.view, pieces.between),
     }
-
-
-class Pieces(NamedTuple):
-    """The blocks along some axes of a mesh, each cut into pieces.
-
-    Args:
-        view: a view of the mesh.
-        inside: the axes of the view inside a piece.
-        between: the axes of the view from piece to piece of a block.
-    """
-
-    view: Layout
-    inside: tuple[Axis, ...]
-    between: tuple[Axis, ...]
-
-
-def _split(call: RecipeCall, mesh: Layout, axes: Sequence[Axis], size: int) -> Pieces:
-    """Cut each block along some axes into pieces of ``size`` consecutive ranks of the block.
-
-    The axes become two of the view: "instance" from piece to piece, and "member" inside a piece. If another axis is
-    between them, each run of neighbouring ones becomes two. The innermost run takes as much of ``size`` as it can.
-
-    Raises:
-        ShapeError: no view has such axes.
-
-    >>> call = RecipeCall.of(megatron, {"world": 16})
-    >>> _split(call, Layout(dp=8, tp=2), ["dp"], 4)
-    Pieces(view=Layout(instance=2, member=4, tp=2), inside=('member',), between=('instance',))
-    >>> _split(call, Layout(dp=4, tp=2, cp=2), ["dp", "cp"], 4).view
-    Layout(instance1=2, member1=2, tp=2, instance=1, member=2)
-    """
-    sizes: dict[Axis, int] = {}  # of the view, innermost axis first
-    inside: list[Axis] = []
-    between: list[Axis] = []
-    left = size  # the factor of ``size`` that the runs so far have not taken
-    relevant = [axis for axis in reversed(mesh.axes) if axis in axes or mesh.size(axis) > 1]
-    for is_cut, run in groupby(relevant, key=lambda axis: axis in axes):
-        if not is_cut:
-            sizes |= {axis: mesh.size(axis) for axis in run}
-            continue
-        count = mesh.size(*run)
-        within = math.gcd(count, left)
-        if within not in (count, left):
-            raise ShapeError(
-                f"{call}: in this order, pieces of {size} ranks of {' x '.join(map(str, axes))} are not along any axes."
-                f"\n\n  order={DEFAULT_ORDER!r}   # fastest axis first"
-            )
-        number = len(inside) or ""
-        inside.append(f"member{number}")
-        between.append(f"instance{number}")
-        sizes |= {inside[-1]: within, between[-1]: count // within}
-        left //= within
-    return Pieces(mesh.view(dict(reversed(sizes.items()))), tuple(inside), tuple(between))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
-from pgmesh.errors import ShapeError
 from pgmesh.layout import Axis, Layout
-from pgmesh.recipes.arguments import RecipeCall
+from pgmesh.recipes.arguments import Refused, fill_sizes, parse_world, recipe
 from pgmesh.recipes.arrangement import Along, Arrangement, build
 
 AXIS_OF_WORD: dict[str, Axis] = {
@@ -20,6 +18,7 @@ AXIS_OF_WORD: dict[str, Axis] = {
 }
 
 
+@recipe
 def olmo(
     world: int,
     *,
@@ -58,43 +57,41 @@ def olmo(
     >>> olmo.partition("model"), olmo.partition("loader")
     (((0, 2, 4, 6), (1, 3, 5, 7)), ((0, 4), (1, 5), (2, 6), (3, 7)))
     """
-    call = RecipeCall.of(olmo, locals())
-    hybrid = {"dp_replicate": dp_replicate, "dp_shard": dp_shard}
-    given = call.given.keys() - {"name"}
-    data = hybrid if given & hybrid.keys() else {"dp": dp}
-    if given and (data is hybrid) == (dp is not None):
-        by_experts = {"dp_shard": ep, "dp_replicate": -1} if ep is not None else {"dp": -1}
-        suggestion = _suggest(call, **({"dp": None} if data is hybrid else by_experts))
-        raise ShapeError(f"{call}: data parallelism is dp, or dp_replicate x dp_shard.{suggestion}")
-    free = {axis: -1 if size is None else size for axis, size in data.items()}
-    sizes = call.parse_sizes(pp=pp, **free, cp=cp, tp=tp)
-    box = call.fill_sizes(sizes, ep=ep and -1)  # experts use the axis dp_shard
-    misfit = tp is not None or data is not hybrid or ep not in (-1, box["dp_shard"])
-    if ep is not None and misfit:
-        suggestion = _suggest(call, dp=None, tp=None, dp_shard=ep, dp_replicate=-1)
-        raise ShapeError(f"{call}: experts are split along dp_shard, which is ep, without tp.{suggestion}")
-    mesh = Layout(box, ranks=call.ranks)
-    loader = tuple(data)
-    names = dict.fromkeys(("model", "loader"), Along(mesh, loader))
-    if cp is not None:  # for gradients, context parallel ranks have copies of the model
-        merged = {"dp_cp" if axis == loader[-1] else axis: size for axis, size in box.items() if axis != "cp"}
-        merged["dp_cp"] *= box["cp"]
-        names["model"] = Along(mesh.view(merged), (*loader[:-1], "dp_cp"))
+    ranks = parse_world(world)
+    is_hybrid = dp_replicate is not None or dp_shard is not None
+    no_data = "data parallelism is dp, or dp_replicate x dp_shard."
+    if is_hybrid and dp is not None:
+        raise Refused(no_data, dp=None)
+    if not is_hybrid and dp is None and ep is not None:
+        raise Refused(no_data, dp_shard=ep, dp_replicate=-1)
+    if not is_hybrid and dp is None and (pp, cp, tp) != (None, None, None):
+        raise Refused(no_data, dp=-1)
+    given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard} if is_hybrid else {"dp": dp}
+    data = {axis: -1 if size is None else size for axis, size in given.items()}
+    box = fill_sizes({"pp": pp, **data, "cp": cp, "tp": tp}, len(ranks), ep=None if ep is None else -1)
+    if ep is not None and not (is_hybrid and tp is None and ep in (-1, box["dp_shard"])):
+        problem = "experts are split along dp_shard, which is ep, without tp."
+        raise Refused(problem, dp=None, tp=None, dp_shard=ep, dp_replicate=-1)
+    mesh = Layout(box, ranks=ranks)
+    names = dict.fromkeys(("model", "loader"), Along(mesh, tuple(data)))
+    if cp is not None:
+        names["model"] = _with_context(mesh, tuple(data))
     names |= {word: Along(mesh, (axis,)) for word, axis in AXIS_OF_WORD.items() if axis in box}
     if pp is not None:
         names["stage"] = Along(mesh, mesh.axes[1:])
-    return build(Arrangement(str(call), mesh, names), call, of, name)
+    return build(Arrangement(mesh, names), of, name)
 
 
-def _suggest(call: RecipeCall, **changes: Any) -> str:
-    """The end of a message with the changed call; empty if that call is refused too."""
-    arguments: dict[str, Any] = {**call.given, **changes, "of": Layout}
-    with suppress(ShapeError):
-        olmo(len(call.ranks), **arguments)
-        return f"\n\n  {call.with_changes(**changes)}"
-    return ""
+def _with_context(mesh: Layout, data: tuple[Axis, ...]) -> Along:
+    """The groups for gradients: the last data axis and cp, which follows it, are one axis of a view."""
+    *outer, last = data
+    sizes = {axis: mesh.size(axis) for axis in mesh.axes}
+    merged = {"dp_cp" if axis == last else axis: size for axis, size in sizes.items() if axis != "cp"}
+    merged["dp_cp"] *= sizes["cp"]
+    return Along(mesh.view(merged), (*outer, "dp_cp"))
 
 
+@recipe
 def olmo_experts(world: int, *, ep: int = -1, of: Any = None, name: str | None = None) -> Arrangement:
     """OLMo-core's mesh for experts alone, outermost axis first: ep_replicate, ep_shard, which varies fastest.
 
@@ -111,9 +108,9 @@ def olmo_experts(world: int, *, ep: int = -1, of: Any = None, name: str | None =
     >>> recipes.olmo_experts(8, ep=4, of=Layout).partition("expert")
     ((0, 1, 2, 3), (4, 5, 6, 7))
     """
-    call = RecipeCall.of(olmo_experts, locals())
-    sizes = call.fill_sizes(call.parse_sizes(ep_replicate=1 if ep == -1 else -1, ep=ep))
-    mesh = Layout(ep_replicate=sizes["ep_replicate"], ep_shard=sizes["ep"], ranks=call.ranks)
+    ranks = parse_world(world)
+    sizes = fill_sizes({"ep_replicate": 1 if ep == -1 else -1, "ep": ep}, len(ranks))
+    mesh = Layout(ep_replicate=sizes["ep_replicate"], ep_shard=sizes["ep"], ranks=ranks)
     names = dict.fromkeys(("model", "loader"), Along(mesh.view(dp=len(mesh)), ("dp",)))
     names |= {"expert": Along(mesh, ("ep_shard",)), "replicate": Along(mesh, ("ep_replicate",))}
-    return build(Arrangement(str(call), mesh, names), call, of, name)
+    return build(Arrangement(mesh, names), of, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pgmesh.layout import Layout
-from pgmesh.recipes.arguments import RecipeCall
+from pgmesh.recipes.arguments import fill_sizes, parse_order, parse_world, recipe
 from pgmesh.recipes.arrangement import Along, Arrangement, build
 
 AXIS_OF_MODE = {"pipeline": "pp", "data": "dp", "expert": "ep", "sequence": "sp", "tensor": "tp"}
@@ -14,6 +14,7 @@ AXIS_OF_MODE = {"pipeline": "pp", "data": "dp", "expert": "ep", "sequence": "sp"
 DEFAULT_ORDER = "-".join(AXIS_OF_MODE)
 
 
+@recipe
 def oslo(
     world: int,
     *,
@@ -47,10 +48,10 @@ def oslo(
     >>> context["tensor"].ranks(), context["data"].index(), context["global"].size()
     ((4, 5), 0, 8)
     """
-    call = RecipeCall.of(oslo, locals())
-    given = call.parse_sizes(data=data, tensor=tensor, pipeline=pipeline, sequence=sequence, expert=expert)
-    sizes = call.fill_sizes(given)
-    outermost_first = call.parse_order(order, DEFAULT_ORDER, "outermost axis first", sizes)
-    mesh = Layout({AXIS_OF_MODE[mode]: sizes[mode] for mode in outermost_first}, ranks=call.ranks)
+    ranks = parse_world(world)
+    given = {"data": data, "tensor": tensor, "pipeline": pipeline, "sequence": sequence, "expert": expert}
+    sizes = fill_sizes(given, len(ranks))
+    outermost_first = parse_order(order, DEFAULT_ORDER, "outermost axis first", sizes)
+    mesh = Layout({AXIS_OF_MODE[mode]: sizes[mode] for mode in outermost_first}, ranks=ranks)
     names = {"global": Along(mesh, mesh.axes), **{mode: Along(mesh, (AXIS_OF_MODE[mode],)) for mode in sizes}}
-    return build(Arrangement(str(call), mesh, names), call, of, name)
+    return build(Arrangement(mesh, names), of, name)

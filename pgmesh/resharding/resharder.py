@@ -41,15 +41,13 @@ STAGING_BYTES = 16 << 20
 MOST_LINES = 20
 """Differences that an error lists."""
 
-LOST_SOURCE = "the source is in the memory of the target, and a transfer that failed has overwritten it"
-
 
 class Damage(Enum):
     """The state of the target of this rank."""
 
     NONE = "it is whole"
     TORN = "a call failed while it wrote: some tensors are new, others old"
-    SOURCE_LOST = "it is torn, and the source was in its memory"
+    SOURCE_LOST = "the source is in the memory of the target, and a transfer that failed has overwritten it"
 
 
 @dataclass(frozen=True)
@@ -171,7 +169,7 @@ class Resharder:
         """Wait until all ranks call this Resharder, or raise MismatchError if one cannot or calls another."""
         reason = ""
         if self._damage is Damage.SOURCE_LOST:
-            reason = f"on this rank {LOST_SOURCE}"
+            reason = f"on this rank {self._damage.value}"
         elif signatures(tensors) != self._planned:
             reason = "this rank has other tensors than those that were planned"
         if self._link.agree(-1 if reason else self._number) and not reason:
@@ -205,7 +203,7 @@ class Resharder:
 
     def _remedy(self) -> str:
         if self._damage is Damage.SOURCE_LOST:
-            return f"Also, {LOST_SOURCE}. Load the source again, and create a new Resharder on all ranks."
+            return f"Also, {self._damage.value}. Load the source again, and create a new Resharder on all ranks."
         return "Call the Resharder again on all ranks; when it succeeds, the target is whole."
 
     @contextlib.contextmanager

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pgmesh.errors import LaunchError
-from pgmesh.launch.detect import LAUNCHERS, PORTS, detect_launcher, detect_one, with_address
+from pgmesh.launch.detect import LAUNCHERS, detect_launcher, detect_one, with_address
+from pgmesh.launch.launcher import PORTS
 from pgmesh.launch.slurm import parse_hosts, parse_task_counts
 from tests.launchers import __main__ as launchers
 from tests.support import debian

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
 from pgmesh.launch import StoreProcess, detect, from_openmpi, from_slurm, from_torch, join
-from pgmesh.launch.detect import PORTS, LauncherInfo, detect_launcher, detect_one, with_address
+from pgmesh.launch.detect import detect_launcher, detect_one, with_address
+from pgmesh.launch.launcher import PORTS, LauncherInfo
 from tests.launchers.install import PROGRAMS, SLURM, install
 from tests.support.fake_world import fake_rank
 from tests.support.launcher_environments import BY_HAND, HYDRA, HYDRA_ON_TWO, ONE_HOST, OPEN_MPI, SRUN, TORCHRUN

@@ -174,11 +174,11 @@ def last_stage_longer(partition_layers):
 @breaks(
     "order= of recipes.megatron names the fastest axis first",
     page="recipes.md",
-    target="recipes.arguments:RecipeCall.parse_order",
+    target="recipes.arguments:parse_order",
     tests="tests/recipes/test_recipes.py -k lists_of_its_page",
 )
 def slowest_axis_first(parse_order):
-    return lambda self, *arguments: parse_order(self, *arguments)[::-1]
+    return lambda *arguments: parse_order(*arguments)[::-1]
 
 
 @breaks(

@@ -24,7 +24,8 @@ from pgmesh.__main__ import main
 from pgmesh._util.torch_versions import TRIED_ON
 from pgmesh.cli import doctor
 from pgmesh.errors import UnsupportedTorchError
-from pgmesh.launch.detect import LAUNCHERS, LauncherInfo
+from pgmesh.launch.detect import LAUNCHERS
+from pgmesh.launch.launcher import LauncherInfo
 from pgmesh.preflight import diagnosis
 from pgmesh.preflight.diagnosis import Finding
 
