@@ -23,9 +23,10 @@ from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.group_rounds import ConnectJudge, GroupRound
 from pgmesh.rendezvous.operations import Read
+from pgmesh.rendezvous.processes import process_label
 from pgmesh.rendezvous.records import Decision, error_text
 from pgmesh.rendezvous.rounds import Rounds, pauses
-from pgmesh.rendezvous.store_thread import StoreThread, process_label
+from pgmesh.rendezvous.store_thread import StoreThread
 
 if TYPE_CHECKING:
     from pgmesh.layout import Axis, Layout

@@ -27,6 +27,7 @@ from pgmesh.launch import StoreProcess
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import CompareSet, Read
 from pgmesh.rendezvous.store_thread import StoreThread
+from pgmesh.rendezvous.world_store import WorldStore
 from tests.support.faults import (
     BEAT,
     SLACK,
@@ -165,7 +166,7 @@ def local_store() -> Iterator[tuple[StoreProcess, StoreThread]]:
     """A store on this host, and a store thread that has used it."""
     with StoreProcess() as store:
         client = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=LONG))
-        thread = StoreThread(client, "the store", 0, 2, set())
+        thread = StoreThread(WorldStore(client, "the store", 0, 2, set()))
         thread.run(CompareSet("a key", "a value"), seconds=LONG)
         try:
             yield store, thread

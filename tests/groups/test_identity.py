@@ -22,11 +22,12 @@ class Process:
     """A process of a rank: the numbers that it counts, and operations on the store that all share."""
 
     def __init__(self, store: dist.Store, rank: int, *, replaces_process: bool = False) -> None:
-        self.store, self.rank, self.replaces_process, self.same_rank = store, rank, replaces_process, ""
-        self.world: Any = SimpleNamespace(store_thread=lambda: self, numbers=MeshNumbers(rank))
+        self.torch_store, self.rank = store, rank
+        thread = SimpleNamespace(store=SimpleNamespace(replaces_process=replaces_process, same_rank=""))
+        self.world: Any = SimpleNamespace(store_thread=lambda: thread, numbers=MeshNumbers(rank))
 
     def run(self, *operations: Operation) -> list[Any]:
-        return [perform(self.store, operation) for operation in operations]
+        return [perform(self.torch_store, operation) for operation in operations]
 
     def register(self, name: str, *, rejoin: bool = False) -> str:
         """The store keys' prefix of the next mesh of this name in this process."""
