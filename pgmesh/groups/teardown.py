@@ -24,7 +24,7 @@ from pgmesh.errors import LifetimeError, MissingRanksError, PgmeshError
 from pgmesh.groups import connections
 from pgmesh.groups.flight_recorder import busy_seconds
 from pgmesh.groups.group import Group, find_group
-from pgmesh.rendezvous.polling_store import without_frames
+from pgmesh.rendezvous.backend_errors import without_frames
 
 _FREE_SECONDS = 0.1
 """The time after which aborted groups are freed."""
