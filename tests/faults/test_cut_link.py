@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import os
 import signal
@@ -182,7 +181,7 @@ def limits_of_silence(port: int) -> dict[Any, int]:
 
 @pytest.mark.fault("that link is mended, for instance after 30 s")
 def test_paused_store_keeps_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "TIMING", dataclasses.replace(timing.TIMING, store_silence=1.0))
+    monkeypatch.setattr(timing, "TIMING", timing.TIMING._replace(store_silence=1.0))
     with local_store() as (store, thread), ThreadPoolExecutor() as pool:
         before = limits_of_silence(store.port)
         assert sorted(before.values()) == [0, 1000]  # torch's own connection, and that of the thread

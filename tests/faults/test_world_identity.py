@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import os
 import random
@@ -141,7 +140,7 @@ def test_world_name_set_during_deletion_is_kept():
 
 
 def test_ranks_enter_after_unfinished_deletion_of_world_name(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(timing, "TIMING", dataclasses.replace(timing.TIMING, world_end=0.02))
+    monkeypatch.setattr(timing, "TIMING", timing.TIMING._replace(world_end=0.02))
     store = dist.HashStore()
     store.set(world_name.WORLD_KEY, world_name.OVER)
     assert enter_world(store, set()) == enter_world(store, set())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,7 +78,7 @@ def test_third_process_takes_numbers_of_the_first():
 
 
 def test_names_registered_last_are_kept(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(timing, "LIMITS", dataclasses.replace(timing.LIMITS, published_names=2))
+    monkeypatch.setattr(timing, "LIMITS", timing.LIMITS._replace(published_names=2))
     store = dist.HashStore()
     first = Process(store, 1)
     for name in ("actor", "critic", "reference", "actor"):
