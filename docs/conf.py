@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
@@ -121,7 +121,22 @@ def swap_colons(app: Sphinx, kind: str, name: str, value: object, options: objec
         lines[:end] = [line.translate(SWAP) for line in lines[:end]]
 
 
+def break_names(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: object) -> None:
+    """Let code in tables break after ``_``, ``+``, ``.``, ``(`` and ``[``, so that no word breaks in the middle."""
+    parts = re.split("(<table.*?</table>)", context.get("body", ""), flags=re.DOTALL)
+    parts[1::2] = [
+        re.sub(
+            '(?<=<span class="pre">)[^<]+',
+            lambda word: re.sub(r"((?<=\w)[_+](?=\w)|[\w\])]\.(?=[a-zA-Z_])|[(\[](?![)\]]))", r"\1<wbr>", word[0]),
+            table,
+        )
+        for table in parts[1::2]
+    ]
+    context["body"] = "".join(parts)
+
+
 def setup(app: Sphinx) -> None:
     app.connect("source-read", prepare_page)
+    app.connect("html-page-context", break_names)
     app.connect("autodoc-process-docstring", swap_colons, priority=400)
     app.connect("autodoc-process-docstring", swap_colons, priority=600)

@@ -83,6 +83,13 @@ def test_porting_tables_are_not_cut_off(site: Path, tmp_path: Path, width: int):
     assert {name: more for name, more in found.items() if more > MARGIN} == {}
 
 
+def test_code_in_tables_breaks_between_words(site: Path):
+    page = (site / "docs" / "parallel.html").read_text(encoding="utf-8")
+    assert "ShardedDataParallel(<wbr>mesh," in page
+    assert "parallelize_<wbr>module" in page
+    assert "<wbr>" not in re.sub("<table.*?</table>", "", page, flags=re.DOTALL)
+
+
 def test_the_search_index_has_the_pages(site: Path):
     index = (site / "searchindex.js").read_text(encoding="utf-8")
     assert "docs/why_does_it_hang" in index
