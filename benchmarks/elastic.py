@@ -27,7 +27,7 @@ from pgmesh.launch.processes import process_context
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Board, Operation
 from pgmesh.rendezvous.statuses import status_key
-from pgmesh.rendezvous.store_thread import StoreThread
+from pgmesh.rendezvous.world_store import WorldStore
 
 RANKS, VICTIM, SIZES = 8, 3, {"dp": 4, "tp": 2}
 STEPS_BEFORE, COUNTED = 5, 20
@@ -205,7 +205,7 @@ def _counted() -> int:
     mesh, weights = ProcessGroupMesh(SIZES, name="train"), torch.eye(64)
     mesh.connect("dp", "tp")
     board = RecordingBoard()
-    with mock.patch.object(StoreThread, "board", board):
+    with mock.patch.object(WorldStore, "board", board):
         for _ in range(COUNTED):
             step(mesh, weights)
     dist.barrier()

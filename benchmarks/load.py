@@ -25,10 +25,10 @@ from pgmesh.rendezvous import group_rounds, records
 from pgmesh.rendezvous.comparing import register_mesh
 from pgmesh.rendezvous.group_rounds import ConnectJudge, GroupRound
 from pgmesh.rendezvous.operations import Operation, Raw, Read, perform
+from pgmesh.rendezvous.processes import meshes_key
 from pgmesh.rendezvous.records import Fingerprint, pack
 from pgmesh.rendezvous.rounds import Rounds
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, Statuses, status_key
-from pgmesh.rendezvous.store_thread import meshes_key
 from pgmesh.rendezvous.timing import LIMITS, TIMING
 
 ROUND_TRIP = 200e-6

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import settings
 
 from pgmesh.rendezvous.store_thread import StoreThread
+from pgmesh.rendezvous.world_store import WorldStore
 from tests.support.faults import busy_processes
 from tests.support.hosts import NoHostsError, two_hosts
 from tests.support.worlds import STARVED
@@ -58,7 +59,7 @@ LONGEST = (
 @pytest.fixture
 def store_thread() -> Iterator[StoreThread]:
     """A store thread over a store in memory."""
-    thread = StoreThread(dist.HashStore(), "nowhere", 0, 1)
+    thread = StoreThread(WorldStore(dist.HashStore(), "nowhere", 0, 1))
     yield thread
     thread.stop()
 

@@ -14,18 +14,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Union
 
 from pgmesh._util.call_sites import call_site
-from pgmesh.connect.first_collective import FirstCollective
+from pgmesh.connect.first_collectives import FirstCollectives, PollingClient
 from pgmesh.errors import LifetimeError, MissingRanksError, PgmeshError, WorldError
-from pgmesh.groups.backends import connects_in_background
 from pgmesh.groups.group import Group, State
 from pgmesh.groups.mesh_groups import MeshGroups
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.group_rounds import ConnectJudge, GroupRound
 from pgmesh.rendezvous.operations import Read
+from pgmesh.rendezvous.processes import process_label
 from pgmesh.rendezvous.records import Decision, error_text
-from pgmesh.rendezvous.rounds import Rounds, pauses
-from pgmesh.rendezvous.store_thread import StoreThread, process_label
+from pgmesh.rendezvous.rounds import Rounds
 
 if TYPE_CHECKING:
     from pgmesh.layout import Axis, Layout
@@ -89,30 +87,6 @@ class ConnectState:
     last_errors: set[str] = field(default_factory=set)
 
 
-class _Client(CallClient):
-    """The store and the clock of one call. Its pauses poll the first collectives.
-
-    It does not refer to the call: the collectives hold groups, and a reference cycle would keep them until the next
-    garbage collection.
-    """
-
-    def __init__(self, thread: StoreThread, seconds: float) -> None:
-        super().__init__(thread, seconds)
-        self.collectives: list[FirstCollective] = []
-
-    def sleep(self, seconds: float) -> None:
-        """Wait."""
-        self.poll()
-        super().sleep(seconds)
-
-    def poll(self) -> list[FirstCollective]:
-        """Poll the first collectives; return those that still run."""
-        for collective in self.collectives:
-            if collective.is_running():
-                collective.poll()
-        return [collective for collective in self.collectives if collective.is_running()]
-
-
 class _Call:
     """One call of ``connect`` on one rank: its rounds, and the first collective of each connected group."""
 
@@ -121,11 +95,11 @@ class _Call:
     ) -> None:
         self.mesh, self.layout, self.combinations, self.seconds = mesh, layout, combinations, seconds
         self.call_site, self.state = call_site(), mesh.state_of(ConnectState)
-        self.client = _Client(mesh.world.heartbeat_thread(), seconds)
+        self.client = PollingClient(mesh.world.heartbeat_thread(), seconds)
         self.statuses = mesh.world.new_statuses()
+        self.collectives = FirstCollectives(self.client, self.statuses, mesh.rank, seconds)
         self.groups: dict[Group, list[GroupAxes]] = {}  # those to connect, each with its axes
         self.rounds: dict[Group, GroupRound] = {}
-        self.collectives = self.client.collectives
         self.met: dict[GroupAxes, float] = {}
 
     def run(self) -> Connected:
@@ -249,7 +223,7 @@ class _Call:
                 for group in self.groups:
                     group.connect()
             self._decide(rounds).run()
-            self._warm_up()
+            self.collectives.run()
         except BaseException as error:
             self.client.interrupted = True
             with contextlib.suppress(WorldError):
@@ -279,71 +253,17 @@ class _Call:
         self.met.update(dict.fromkeys(self.groups[group], self.client.now()))
         if group.gloo is not None and made.decision is not None:
             group.gloo.set_addresses(made.decision.addresses)
-        collective = self._collective(group, made)
-        self.collectives.append(collective)
-        # Gloo connects in a background thread. NCCL connects in this one, so it waits until all rounds are decided,
-        # and then uses the same order on all ranks.
-        if connects_in_background(group.process_group):
-            collective.start()
-
-    def _collective(self, group: Group, made: GroupRound) -> FirstCollective:
-        return FirstCollective(group, f"{made.name}/broken", self.statuses)
-
-    # -- the first collectives --------------------------------------------------------------------------------------
-
-    def _warm_up(self) -> None:
-        """Run every first collective to its end."""
-        thread = self.client.thread
-        for collective in sorted(self.collectives, key=lambda each: each.group.name):
-            collective.start()
-        # The last member may have arrived at the deadline. This leaves time to detect ranks that were lost since.
-        deadline = max(self.client.deadline, time.monotonic() + thread.lost_after + 1.0)
-        inspection = time.monotonic() + timing.TIMING.inspection
-        for pause in pauses():
-            running = self.client.poll()
-            if not running:
-                break
-            now = time.monotonic()
-            if now >= inspection:
-                inspection = now + timing.TIMING.inspection * thread.pace
-                self._inspect(running)
-            if now >= deadline:
-                for collective in self.client.poll():
-                    collective.fail(f"did not finish in time: the deadline was {self.seconds:g} s")
-            time.sleep(pause)
-        self._publish_failures()
-
-    def _inspect(self, running: Sequence[FirstCollective]) -> None:
-        """Read whether another member failed, and the statuses of the members."""
-        members = {rank for each in running for rank in each.group.ranks[: timing.LIMITS.statuses + 1]}
-        self.statuses.read(self.client.run, members - {self.mesh.rank})
-        following = {rank for each in running for rank in each.following(timing.LIMITS.asking)}
-        self.statuses.find_ended(self.client.run, following, all_of_them=True)
-        broken = dict(zip(running, self.client.run(*(Read(each.broken_key) for each in running))))
-        for collective in self.client.poll():  # again, since a member whose collective is done may have left
-            collective.inspect(broken[collective])
-
-    def _publish_failures(self) -> None:
-        operations = [step for collective in self.collectives for step in collective.publish_failure()]
-        if operations:
-            self.client.run(*operations)
+        self.collectives.start(group, made)
 
     def _publish_failed_call(self, error: BaseException) -> None:
         """Publish that this rank stopped: to undecided rounds, and to groups whose first collective is not done."""
         self._decide(self.rounds.values()).cancel(error)
-        started = {collective.group for collective in self.collectives}
-        for group, each in self.rounds.items():
-            if each.is_made() and group not in started:
-                self.collectives.append(self._collective(group, each))
-        for collective in self.collectives:
-            if not collective.done:
-                why = f"rank {self.mesh.rank} stopped connecting at {self.call_site}: {error_text(error)}"
-                collective.fail(f"was cancelled because {why}")
-        self._publish_failures()
+        why = f"rank {self.mesh.rank} stopped connecting at {self.call_site}: {error_text(error)}"
+        self.collectives.cancel(why, {group: each for group, each in self.rounds.items() if each.is_made()})
 
     def _clean_up(self) -> None:
         """Record the connected groups, and discard groups that cannot be used."""
-        done = {each.group for each in self.collectives if each.done and not each.error}
+        done = self.collectives.done()
         for collective in self.collectives:
             if collective.group not in done:
                 self.mesh.discard(collective.group, "could not be connected; ask its mesh for it anew.")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pgmesh._util.formatting import name_ranks
 from pgmesh.errors import MismatchError, MissingRanksError, PgmeshError
-from pgmesh.groups import teardown
+from pgmesh.groups import background, failures
 from pgmesh.groups.default_world import device_of
 from pgmesh.groups.group import Group
 from pgmesh.rendezvous.operations import CompareSet, Operation
@@ -57,7 +57,7 @@ class FirstCollective:
     def keep_until_done(self) -> None:
         """Keep the group alive if its collective does not end although its connections were shut down."""
         if self._work is not None:
-            teardown.keep_until_done(self._process_group, self.group.endpoints(), [self._work])
+            background.keep_until_done(self._process_group, self.group.endpoints(), [self._work])
 
     def poll(self) -> None:
         """Check for the end of a running collective."""
@@ -72,7 +72,7 @@ class FirstCollective:
             return
         except Exception as error:
             self._failure, self._failed_at = error.with_traceback(None), self._statuses.now()
-            self._dead = teardown.describe_dead(self.group)
+            self._dead = failures.describe_dead(self.group)
             return
         size = self._process_group.size()
         if total == size:

@@ -146,7 +146,12 @@ def _describe_status(mesh: MeshGroups, status: RankStatus, deadline: float) -> s
         deadline: no listener is asked after that time.
     """
     thread, age = mesh.world.store_thread(), time.time() - status.sent
-    ended = age >= thread.period and not status.exited and time.monotonic() < deadline and thread.has_ended(status, age)
+    ended = (
+        age >= thread.period
+        and not status.exited
+        and time.monotonic() < deadline
+        and thread.store.has_ended(status, age)
+    )
     if not (ended or status.exited or age >= thread.lost_after):
         return str(status)
     where, at = ":".join(map(str, status.endpoint)), time.strftime("%H:%M:%S UTC", time.gmtime(status.sent))

@@ -19,9 +19,9 @@ from pgmesh.groups.mesh_groups import MeshGroups
 from pgmesh.layout import Layout
 from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.operations import Read
+from pgmesh.rendezvous.processes import process_id, process_key, process_label
 from pgmesh.rendezvous.records import error_text
 from pgmesh.rendezvous.rounds import Rounds
-from pgmesh.rendezvous.store_thread import process_id, process_key, process_label
 
 log = logging.getLogger("pgmesh")
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from pgmesh.groups.background import in_background
 from pgmesh.groups.mesh_groups import MeshGroups
-from pgmesh.groups.teardown import in_background
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Operation, Read
 from pgmesh.rendezvous.statuses import status_key

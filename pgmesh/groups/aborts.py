@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pgmesh.groups import teardown
+from pgmesh.groups import background
 from pgmesh.rendezvous.operations import Add, CompareSet, Operation, Raw, Read
 from pgmesh.rendezvous.records import Decision
 
@@ -52,5 +52,5 @@ class Aborts:
                 text = perform(Read(mesh.identity.refusal_key))
                 refusal = None if text is None else Decision.unpack(mesh.identity.refusal_key, text)
                 if refusal is not None and refusal.kind == "aborted":  # in another thread: this one sends heartbeats
-                    teardown.in_background(mesh.end_aborted, refusal.text)
+                    background.in_background(mesh.end_aborted, refusal.text)
         self._seen = seen  # only now: if the store fails, the next heartbeat looks again

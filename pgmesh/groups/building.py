@@ -23,7 +23,8 @@ from pgmesh.groups.group import Group
 from pgmesh.groups.identity import MeshIdentity
 from pgmesh.groups.world import World
 from pgmesh.options import GroupOptions
-from pgmesh.rendezvous.polling_store import ASKED_FOR, PollingStore
+from pgmesh.rendezvous.missing import ASKED_FOR
+from pgmesh.rendezvous.polling_store import PollingStore
 from pgmesh.rendezvous.records import Fingerprint
 
 

@@ -7,24 +7,19 @@ or whose other end is the listener of a member.
 from __future__ import annotations
 
 import contextlib
-import os
-import select
 import socket
 import time
-from collections.abc import Collection, Iterable
-from pathlib import Path
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from pgmesh import torch_private
 from pgmesh._util.listeners import ANSWER_SECONDS, refuses
-from pgmesh._util.sockets import connections, descriptors, opened
+from pgmesh._util.sockets import connections
+from pgmesh.groups.event_loops import end_events
 from pgmesh.rendezvous.polling_store import PollingStore
 
 Endpoint = tuple[str, int]
 """Host and port of a listener."""
-
-_CLOSING_SECONDS = 0.2
-"""The wait until Gloo has closed its connections after they were shut down. It usually takes less than 1 ms."""
 
 
 _GLOO_TIMEOUTS = 5
@@ -99,49 +94,7 @@ def shut_down(groups: Iterable[Endpoints]) -> None:
         if here[:2] in own or there[:2] in members:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-    _end_events(own)
-
-
-def _end_events(own: Collection[Endpoint]) -> None:
-    """Wait until Gloo has closed the connections of some groups, and remove the others from its event loops.
-
-    A Gloo group ends its event loop once there are 10 ms without an event, and its destructor waits for that. After a
-    failed collective, Gloo may never read the rest of a message whose buffer is gone, so the event for it repeats for
-    ever.
-
-    Args:
-        own: the listeners of these groups. The event loop of each has its listener.
-    """
-    loops = [number for number in descriptors() if any(is_listener for _, is_listener in _watched(number, own))]
-    deadline = time.monotonic() + _CLOSING_SECONDS
-    while loops := [loop for loop in loops if not all(is_listener for _, is_listener in _watched(loop, own))]:
-        if time.monotonic() < deadline:
-            time.sleep(0.001)
-            continue
-        for loop in loops:
-            with contextlib.suppress(OSError), select.epoll.fromfd(os.dup(loop)) as events:
-                for number, is_listener in _watched(loop, own):
-                    if not is_listener:
-                        events.unregister(number)
-        return
-
-
-def _watched(number: int, own: Collection[Endpoint]) -> list[tuple[int, bool]]:
-    """The TCP sockets that an event loop waits for, each with whether it is one of these listeners.
-
-    Not those that it ignores: connections that no pair of ranks has taken yet. None for other descriptors.
-    """
-    found: list[tuple[int, bool]] = []
-    with contextlib.suppress(OSError):
-        if os.readlink(f"/proc/self/fd/{number}") != "anon_inode:[eventpoll]":
-            return found
-        lines = Path(f"/proc/self/fdinfo/{number}").read_text().splitlines()
-        entries = [line.split() for line in lines if line.startswith("tfd:")]  # "tfd: 38 events: 19 data: ..."
-        for watched in (int(entry[1]) for entry in entries if int(entry[3], 16) & select.EPOLLIN):
-            with contextlib.suppress(OSError), opened(watched) as each:
-                is_listening = each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                found.append((watched, bool(is_listening) and each.getsockname()[:2] in own))
-    return found
+    end_events(own)
 
 
 def find_dead(group: Endpoints) -> dict[int, Endpoint]:

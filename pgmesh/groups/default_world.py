@@ -11,7 +11,7 @@ from pgmesh import torch_private
 from pgmesh.errors import WorldError
 from pgmesh.groups.backends import backends_of, default_backends
 from pgmesh.options import GroupOptions
-from pgmesh.rendezvous.store_thread import underlying
+from pgmesh.rendezvous.world_store import underlying
 
 
 def world_rank_and_size() -> tuple[int, int]:

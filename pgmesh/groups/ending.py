@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from pgmesh import torch_private
-from pgmesh.groups import teardown
+from pgmesh.groups import background, failures
 from pgmesh.groups.world import all_meshes, all_worlds, fork
 
 log = logging.getLogger("pgmesh")
@@ -35,7 +35,7 @@ def _log_dead() -> None:
     """Log the members of one group that have ended: errors of asynchronous collectives do not name them."""
     deadline = time.monotonic() + _LOG_DEAD_SECONDS
     for group in [group for mesh in all_meshes() for group in mesh.made()]:
-        if text := teardown.describe_dead(group):
+        if text := failures.describe_dead(group):
             log.warning("%s", text)
         if text or time.monotonic() > deadline:
             return
@@ -47,15 +47,15 @@ def _at_exit() -> None:
         world.leave("its process has exited")
     if getattr(sys, "last_value", None) is not None:  # an error ends the process
         _log_dead()
-    teardown.finish_background()
+    background.finish_background()
     for mesh in all_meshes():
         mesh.close("ended with its process.", at_exit=True)
-    teardown.wait_for_collectives()
+    background.wait_for_collectives()
 
 
 def _in_child() -> None:
     """Invalidate all groups in a forked child: their threads do not exist there."""
-    teardown.keep_all_groups()
+    background.keep_all_groups()
     fork()
     for mesh in all_meshes():
         mesh.end_in_child("was created before this process was forked.")

@@ -40,8 +40,8 @@ from pgmesh.groups.numbers import MeshNumbers
 from pgmesh.groups.world import World
 from pgmesh.rendezvous.comparing import check_mesh, register_mesh
 from pgmesh.rendezvous.operations import CompareSet
+from pgmesh.rendezvous.processes import process_label
 from pgmesh.rendezvous.records import Decision, Fingerprint
-from pgmesh.rendezvous.store_thread import process_label
 
 if TYPE_CHECKING:
     from pgmesh.layout import Layout
@@ -133,12 +133,12 @@ class MeshIdentity:
         if self.registered:
             return
         thread, numbers = world.store_thread(), world.numbers
-        numbers.read_predecessor(run, replaces_process=lambda: thread.replaces_process)
+        numbers.read_predecessor(run, replaces_process=lambda: thread.store.replaces_process)
         self.rejoined = self.rejoined or (rejoin and numbers.rejoin(self.prefix))
         others = [rank for rank in self.layout.ranks_in_order() if rank != self.rank]
         self.shared_number = shared = numbers.shared(self.prefix, self.number, others, run)
-        if thread.same_rank:
-            both = " and ".join(label.rpartition("/")[0] for label in (thread.same_rank, process_label()))
+        if thread.store.same_rank:
+            both = " and ".join(label.rpartition("/")[0] for label in (thread.store.same_rank, process_label()))
             text = f"{self.label}: both {both} connect as rank {self.rank}. Start each rank once."
             thread.until_end[self.refusal_key] = Decision("duplicate", text).pack()
             run(CompareSet(self.refusal_key, thread.until_end[self.refusal_key]))

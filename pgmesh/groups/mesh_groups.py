@@ -27,7 +27,7 @@ from pgmesh import torch_private
 from pgmesh._util.call_sites import call_site
 from pgmesh._util.formatting import format_ranks
 from pgmesh.errors import LifetimeError, OptionsError, PgmeshError, RankError
-from pgmesh.groups import building, connections, ending, naming, teardown
+from pgmesh.groups import background, building, connections, ending, naming, teardown
 from pgmesh.groups.aborts import publish_abort
 from pgmesh.groups.backends import backends_of
 from pgmesh.groups.configuring import ConfiguredOptions, check_supported, format_verb
@@ -373,7 +373,7 @@ class MeshGroups:
         if not self._end(text, at_exit=at_exit, lock_seconds=-1 if reason is None else 1.0):
             self.ended = self.ended or text
             if not at_exit:
-                teardown.in_background(functools.partial(self._end, text, lock_seconds=-1))
+                background.in_background(functools.partial(self._end, text, lock_seconds=-1))
 
     def abort(self, why: str, where: str = "") -> None:
         """Destroy all groups without waiting for their collectives, and publish why.
@@ -413,7 +413,7 @@ class MeshGroups:
             self._clear_references()
             teardown.wake(self.made())
             connections.shut_down([group.endpoints() for group in self.made()])
-            teardown.in_background(functools.partial(self._end, reason, aborted=True, lock_seconds=-1))
+            background.in_background(functools.partial(self._end, reason, aborted=True, lock_seconds=-1))
         for dependent in tuple(self._dependents):
             if (internal := dependent()) is not None:
                 internal.abort(text)

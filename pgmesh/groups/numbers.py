@@ -11,8 +11,8 @@ from typing import Any
 
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Operation, Raw, Read
+from pgmesh.rendezvous.processes import meshes_key
 from pgmesh.rendezvous.records import pack, unpack
-from pgmesh.rendezvous.store_thread import meshes_key
 
 
 class MeshNumbers:

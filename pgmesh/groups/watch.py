@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pgmesh._util.formatting import name_ranks
-from pgmesh.groups import teardown
+from pgmesh.groups import background, teardown
 from pgmesh.groups.flight_recorder import FlightRecorder
 from pgmesh.groups.group import Group, find_group
 from pgmesh.rendezvous import timing
@@ -50,7 +50,9 @@ class Watch:
                 once = (collective.name, collective.number)
                 if group.gloo is not None and now - self._stuck_since[once] >= group.gloo.timeout.total_seconds():
                     self._stuck_since[once] = math.inf  # not again
-                    teardown.in_background(teardown.wake, [group])  # Gloo's wait for a connection ignores this timeout
+                    background.in_background(
+                        teardown.wake, [group]
+                    )  # Gloo's wait for a connection ignores this timeout
         return stuck
 
     def _examine(self, perform: Callable[[Operation], Any], group: Group, collective: RunningCollective) -> None:

@@ -24,6 +24,7 @@ from pgmesh.options import GroupOptions
 from pgmesh.rendezvous.operations import Delete, Operation
 from pgmesh.rendezvous.statuses import RunningCollective, Statuses
 from pgmesh.rendezvous.store_thread import StoreThread
+from pgmesh.rendezvous.world_store import WorldStore
 
 
 class World:
@@ -56,7 +57,7 @@ class World:
                     "this process was forked from a rank and shares its sockets, so it cannot use the store."
                 )
             if self._thread is None:
-                thread = self._thread = StoreThread(self.store, self.address, self.rank, self.size)
+                thread = self._thread = StoreThread(WorldStore(self.store, self.address, self.rank, self.size))
                 self.watch = Watch(self.statuses)
                 thread.on_heartbeat = self._on_heartbeat
             return self._thread
@@ -64,7 +65,7 @@ class World:
     def new_statuses(self) -> Statuses:
         """For one call, which gives ranks that were cut off before it the time to send a heartbeat."""
         thread = self.store_thread()
-        return Statuses(thread.lost_after, thread.answered_seconds, thread.has_ended)
+        return Statuses(thread.lost_after, thread.answered_seconds, thread.store.has_ended)
 
     @functools.cached_property
     def statuses(self) -> Statuses:
@@ -167,7 +168,7 @@ class World:
     def fork(self) -> None:
         """Mark this process as a forked child."""
         if self._thread is not None:
-            self._thread.close_listener()
+            self._thread.store.close_listener()
         self.forked, self._thread = True, None
 
 

@@ -21,9 +21,9 @@ from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.group_rounds import ConnectJudge, GroupRound
 from pgmesh.rendezvous.operations import Add, CompareSet, Operation, Read
+from pgmesh.rendezvous.processes import process_label
 from pgmesh.rendezvous.records import Decision, Fingerprint
 from pgmesh.rendezvous.rounds import Rounds
-from pgmesh.rendezvous.store_thread import process_label
 
 
 class Stages:

@@ -72,7 +72,7 @@ def perform(store: Any, operation: Operation) -> Any:
 class Board:
     """The way of this process's operations to the store.
 
-    Every operation passes through ``StoreThread.board``. Tests put another one there, to observe operations and to
+    Every operation passes through ``WorldStore.board``. Tests put another one there, to observe operations and to
     inject faults.
     """
 

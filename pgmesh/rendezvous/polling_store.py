@@ -8,57 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
-import os
-import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from pgmesh._util.formatting import format_ranks, name_ranks
 from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError, PgmeshError
-from pgmesh.rendezvous import timing
+from pgmesh.rendezvous import backend_errors, timing
 from pgmesh.rendezvous.addresses import Addresses
 from pgmesh.rendezvous.comparing import check_published
+from pgmesh.rendezvous.missing import activity, describe_missing
 from pgmesh.rendezvous.operations import CompareSet, Operation, Raw, Read
 from pgmesh.rendezvous.records import Decision, Fingerprint
 from pgmesh.rendezvous.rounds import pauses
-from pgmesh.rendezvous.statuses import Statuses
 from pgmesh.rendezvous.store_thread import StoreThread
 
 SEPARATOR = b"\0"
 """Separates a rank's fingerprint from the value that it wrote."""
-
-ASKED_FOR = " (asked for with "
-"""Separates the label of a group from the options that were asked for in the call."""
-
-_IN_FIRST_COLLECTIVE = "in the first collective of "
-
-
-def without_frames(error: PgmeshError, hint: str = "") -> PgmeshError:
-    """A copy of an error without its frames, which refer to the backend that reads through the failed store.
-
-    Args:
-        hint: text to append to the message.
-    """
-    copy = type(error)(f"{error}{hint}")
-    copy.__cause__ = error.__cause__
-    return copy
-
-
-_raising = threading.Lock()  # guards _raised
-if hasattr(os, "register_at_fork"):  # a thread of the parent may hold it
-    os.register_at_fork(after_in_child=lambda: globals().update(_raising=threading.Lock()))
-_raised: weakref.WeakKeyDictionary[PgmeshError, weakref.ref[PollingStore]] = weakref.WeakKeyDictionary()
-"""Errors that were raised in a backend, each with the store that raised it.
-
-The backend keeps the error, and the error's traceback keeps the backend: a cycle through C++ that Python cannot
-collect. The traceback is cleared when any group is closed after the one of the error.
-"""
 
 
 class PollingStore(dist.Store):
@@ -100,25 +68,27 @@ class PollingStore(dist.Store):
         self._writes_address, self._compares, self._refusal_keys = writes_address, compares, refusal_keys
         self.new_timeout: timedelta | None = None  # if set, it overrides the timeout of the backend
         self._prefix = ""  # of the group's keys; known once this rank has written or waited
-        self._address_unpublished = writes_address
+        # What this rank has read and written:
         self.values: dict[str, bytes] = {}  # that the backend has read, by key
         self.addresses = Addresses(ranks, self.values)
-        self._closed = ""  # the reason
-        self.refusal: Decision | None = None  # a mismatch that a rank published, or that it aborted the mesh
-        self.used = False  # the group has been in a collective
-        self.operations, self.waited = 0, 0.0  # number of store operations; seconds of waiting
+        self._address_unpublished = writes_address
         self.written: set[str] = set()  # store keys
+        self.used = False  # the group has been in a collective
+        # Why it waits no longer:
+        self.refusal: Decision | None = None  # a mismatch that a rank published, or that it aborted the mesh
+        self._closed = ""  # the reason
+        # For ``mesh.stats``:
+        self.operations, self.waited = 0, 0.0  # number of store operations; seconds of waiting
 
     def close(self, reason: str) -> list[str]:
         """End every wait; return the store keys that this rank has written."""
         self._closed = reason
-        with _raising:
-            raised = list(_raised.items())
-        for error, raised_by in raised:
-            store = raised_by()
-            if store is None or store._closed:
-                error.__traceback__ = None
+        backend_errors.clear_frames()
         return [*self.written]
+
+    @property
+    def is_closed(self) -> bool:
+        return bool(self._closed)
 
     def _ask(self, *operations: Operation) -> list[Any]:
         """Perform operations. Their timeout is a second more than that of the group's collectives."""
@@ -162,13 +132,13 @@ class PollingStore(dist.Store):
             self._wait(keys, self.new_timeout or (self._timeout if timeout is None else timeout), start)
             return
         except PgmeshError as error:
-            copy = without_frames(error, self._thread().store_hint() if isinstance(error, MissingRanksError) else "")
+            hint = self._thread().store_hint() if isinstance(error, MissingRanksError) else ""
+            copy = backend_errors.without_frames(error, hint)
             if isinstance(error, MismatchError):
                 self.refusal = Decision("mismatch", str(error))
         finally:
             self.waited += time.monotonic() - start
-        with _raising:
-            _raised[copy] = weakref.ref(self)
+        backend_errors.will_raise(copy, self)
         try:
             raise copy
         finally:
@@ -190,7 +160,7 @@ class PollingStore(dist.Store):
                         self._raise_refusal()
                     if now >= status:
                         status = end
-                        self._thread().set_status(self._activity)
+                        self._thread().set_status(activity(self._subject))
                     time.sleep(min(seconds, end - now))
         finally:
             if status == end:
@@ -199,10 +169,6 @@ class PollingStore(dist.Store):
     @property
     def _subject(self) -> str:
         return self._fingerprint.subject
-
-    @property
-    def _activity(self) -> str:
-        return f"{_IN_FIRST_COLLECTIVE}{self._subject}, waiting for its members"
 
     def read_refusal(self, run: Callable[..., list[Any]]) -> Decision | None:
         """The refusal that a rank has published; None if there is none, or before this rank has written or waited.
@@ -265,7 +231,7 @@ class PollingStore(dist.Store):
         self._raise_refusal()
         stem, _, last = key.rpartition("/")
         if self._writes_address:
-            keys: dict[object, str] = {rank: self._store_key(f"{stem}/{i}") for i, rank in enumerate(self._ranks)}
+            keys: dict[int | str, str] = {rank: self._store_key(f"{stem}/{i}") for i, rank in enumerate(self._ranks)}
         else:  # NCCL's first member writes the id of the group. For other keys the writing rank is unknown
             keys = {self._ranks[0] if last.isdecimal() else f"that writes {key}": self._store_key(key)}
         seen = dict(zip(keys, self._ask(*map(Read, keys.values()))))
@@ -275,32 +241,7 @@ class PollingStore(dist.Store):
             for rank, value in seen.items():
                 self._check_published(keys[rank], (value or b"").partition(SEPARATOR)[0])
             return f"{self._subject}: {key} was still missing after {seconds}, and was written just afterwards."
-        known = [rank for rank in missing[:8] if isinstance(rank, int)]
-        statuses = Statuses(math.inf, time.monotonic)
-        statuses.read(self._ask, known)
-        found = {rank: status for rank in known if (status := statuses.get(rank))}
-        details = "".join(f"\n  last status of rank {rank}: {status}" for rank, status in found.items())
-        details += self._hint_for([status.activity for status in found.values()])
-        return (
-            f"{self._subject}: {name_ranks(missing)} did not reach the first collective in {seconds}. "
-            f"The group's ranks are {format_ranks(self._ranks)}.{details}"
-        )
-
-    def _hint_for(self, activities: Sequence[str]) -> str:
-        """A hint if missing ranks wait in a different group with the same label."""
-        if self._activity in activities:
-            return (
-                "\nThese are different groups with the same label: unnamed meshes are numbered in the order of "
-                "creation, and groups by the number of their releases. Name the meshes, and release groups on all "
-                "members."
-            )
-        label = self._subject.partition(ASKED_FOR)[0]
-        if any(activity.startswith(f"{_IN_FIRST_COLLECTIVE}{label}") for activity in activities):
-            return (
-                "\nThese are different groups: an option asked for in a call makes a different group. Use "
-                "mesh.configure for options, with the same options on all ranks."
-            )
-        return ""
+        return describe_missing(self._ask, self._subject, self._ranks, missing, seconds)
 
     # -- writing, and other operations --------------------------------------------------------------------------
 

@@ -5,11 +5,10 @@ Code reads ``timing.TIMING.x`` at call time and keeps no copy. This file imports
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Timing:
+class Timing(NamedTuple):
     """Pauses and timeouts in seconds.
 
     Args:
@@ -63,8 +62,7 @@ class Timing:
 TIMING = Timing()
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(NamedTuple):
     """Sizes and counts that bound the load on the store.
 
     Args:

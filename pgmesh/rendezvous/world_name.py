@@ -1,14 +1,18 @@
 """The unique name of a world on its store. All keys of that world begin with it.
 
-A store may serve several worlds, one after another. The first rank of a world that asks sets its name, and the last
-rank that leaves deletes it.
+A store may serve several worlds, one after another. ``WORLD_KEY`` has one of these values:
+
+- none: no world is on the store. The first rank that enters sets a name.
+- a name: the ranks of that world enter. Two counters beside it say how many have entered, and how many have left.
+- a name that ends in ``REPLACED``: the world before it left its name behind.
+- ``OVER``: the last rank to leave a world deletes its name. Ranks that enter wait for that.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from pgmesh.rendezvous import timing
@@ -21,7 +25,7 @@ REPLACED = "+"
 """Last character of the name of a world that replaced an earlier one whose name was still on the store."""
 
 OVER = "over"
-"""Value of ``WORLD_KEY`` while the last rank of a world deletes it. Other ranks wait for up to ``world_end``."""
+"""Value of ``WORLD_KEY`` while the last rank of a world deletes it. Ranks that enter wait for up to ``world_end``."""
 
 left_worlds: set[str] = set()
 """The names of the worlds that this process has left."""
@@ -43,22 +47,34 @@ def enter_world(store: Any, left_worlds: Collection[str]) -> str:
         store: the world's store, with the prefix of the world.
         left_worlds: the names of the worlds that this process has left.
     """
-    new, deadline = secrets.token_hex(4), time.monotonic() + timing.TIMING.world_end
     while True:
-        name = store.compare_set(WORLD_KEY, "", new).decode()
-        if name == OVER and time.monotonic() < deadline:
-            time.sleep(0.005)  # until the last rank of that world has deleted the key
-        elif name == OVER or name in left_worlds:
-            if store.compare_set(WORLD_KEY, name, new + REPLACED).decode() == new + REPLACED:
-                name = new + REPLACED
-                break  # otherwise another rank was faster, or the key was deleted: read again
-        else:
-            break
-    store.add(f"{WORLD_KEY}.{name}.entered", 1)
-    while (now := current_world(store)) == OVER and time.monotonic() < deadline:
-        time.sleep(0.005)  # the last rank looks whether another one has entered
-    # Otherwise all ranks of that world have left meanwhile.
-    return str(name) if now == name else enter_world(store, left_worlds)
+        deadline = time.monotonic() + timing.TIMING.world_end
+        name = _find_or_set_name(store, left_worlds, deadline)
+        store.add(f"{WORLD_KEY}.{name}.entered", 1)
+        if _wait_while_over(lambda: current_world(store), deadline) == name:
+            return name
+        # All ranks of that world have left meanwhile.
+
+
+def _find_or_set_name(store: Any, left_worlds: Collection[str], deadline: float) -> str:
+    """The name on the store; a new one if there is none, if it is that of a world that this process has left, or if
+    the rank that was deleting it has died.
+    """
+    new = secrets.token_hex(4)
+    while True:
+        name = _wait_while_over(lambda: str(store.compare_set(WORLD_KEY, "", new).decode()), deadline)
+        if name != OVER and name not in left_worlds:
+            return name
+        if store.compare_set(WORLD_KEY, name, new + REPLACED).decode() == new + REPLACED:
+            return new + REPLACED
+        # Another rank was faster, or the key was deleted.
+
+
+def _wait_while_over(read: Callable[[], str], deadline: float) -> str:
+    """Read the value of ``WORLD_KEY`` until it is not ``OVER``, or until the deadline."""
+    while (name := read()) == OVER and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return name
 
 
 def leave_world(store: Any, name: str) -> bool:

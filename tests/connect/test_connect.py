@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import os
 import re
@@ -106,7 +105,7 @@ def talk_to_all(most=None, paired=False):
             dist.send(torch.ones(1), group=mesh.group("tp"), group_dst=0)
         else:
             dist.recv(torch.ones(1), group=mesh.group("tp"), group_src=1)
-    limits = dataclasses.replace(timing.LIMITS, shared_addresses=most or timing.LIMITS.shared_addresses)
+    limits = timing.LIMITS._replace(shared_addresses=most or timing.LIMITS.shared_addresses)
     with mock.patch.object(timing, "LIMITS", limits):
         mesh.connect("dp", "tp", ("dp", "tp"))
     asked = {}
@@ -238,7 +237,7 @@ def test_connect_in_fake_world_costs_no_operation():
 def wait_long(folder):
     mesh = ProcessGroupMesh(dp=2, tp=2, name="watched")
     usual = timing.TIMING
-    timing.TIMING = dataclasses.replace(usual, warn_after=0.3, status_after=0.05)
+    timing.TIMING = usual._replace(warn_after=0.3, status_after=0.05)
     total = torch.tensor([2.0**mesh.rank])
 
     def release_rank_1() -> None:

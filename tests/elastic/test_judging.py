@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -161,7 +160,7 @@ def test_oversized_decision_fails_the_attempt():
     size = 12_000
     one = Rank(size=size, values={k: v for r in range(1, size) for k, v in status(r, exited="gone " * 40).items()})
     problem = "a decision on 11999 lost ranks and 0 spares does not fit into one record"
-    with mock.patch.object(timing, "LIMITS", dataclasses.replace(timing.LIMITS, record_chars=1 << 17)):
+    with mock.patch.object(timing, "LIMITS", timing.LIMITS._replace(record_chars=1 << 17)):
         assert problem in one.agree().failed
         assert problem in one.decision().failed
 

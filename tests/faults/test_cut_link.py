@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import os
 import signal
@@ -27,6 +26,7 @@ from pgmesh.launch import StoreProcess
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import CompareSet, Read
 from pgmesh.rendezvous.store_thread import StoreThread
+from pgmesh.rendezvous.world_store import WorldStore
 from tests.support.faults import (
     BEAT,
     SLACK,
@@ -165,7 +165,7 @@ def local_store() -> Iterator[tuple[StoreProcess, StoreThread]]:
     """A store on this host, and a store thread that has used it."""
     with StoreProcess() as store:
         client = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=LONG))
-        thread = StoreThread(client, "the store", 0, 2, set())
+        thread = StoreThread(WorldStore(client, "the store", 0, 2, set()))
         thread.run(CompareSet("a key", "a value"), seconds=LONG)
         try:
             yield store, thread
@@ -181,7 +181,7 @@ def limits_of_silence(port: int) -> dict[Any, int]:
 
 @pytest.mark.fault("that link is mended, for instance after 30 s")
 def test_paused_store_keeps_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "TIMING", dataclasses.replace(timing.TIMING, store_silence=1.0))
+    monkeypatch.setattr(timing, "TIMING", timing.TIMING._replace(store_silence=1.0))
     with local_store() as (store, thread), ThreadPoolExecutor() as pool:
         before = limits_of_silence(store.port)
         assert sorted(before.values()) == [0, 1000]  # torch's own connection, and that of the thread

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import gc
 import os
 import random
@@ -191,7 +190,7 @@ def test_circle_error_shows_every_rank_in_it():
 
 def asks_with_another_option() -> Attempt:
     beat_fast_with_bystander()
-    with mock.patch.object(timing, "TIMING", dataclasses.replace(timing.TIMING, status_after=0.0)):
+    with mock.patch.object(timing, "TIMING", timing.TIMING._replace(status_after=0.0)):
         group = ProcessGroupMesh(dp=2, name="actor").group(timeout=timedelta(seconds=D + 0.1 * dist.get_rank()))
         return attempt(lambda: dist.all_reduce(torch.ones(1), group=group))
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
-from pgmesh.groups import backends, teardown
+from pgmesh.groups import backends, background
 from tests.support.board import Fault, at_all_reduce, faults, raises
 from tests.support.faults import (
     BEAT,
@@ -225,7 +225,7 @@ def repeat(fault: Callable[[ProcessGroupMesh], None], times: int) -> int:
         mesh.close()
         del mesh
     memory = resident_kib()  # which collects what is garbage first
-    wait_until(lambda: teardown.free_finished() or not teardown._kept, "collectives that hang in Gloo end")
+    wait_until(lambda: background.free_finished() or not background._kept, "collectives that hang in Gloo end")
     dist.barrier()
     return memory
 

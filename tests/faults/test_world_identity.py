@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import os
 import random
@@ -23,6 +22,7 @@ from pgmesh.rendezvous import timing, world_name
 from pgmesh.rendezvous.operations import CompareSet
 from pgmesh.rendezvous.store_thread import StoreThread
 from pgmesh.rendezvous.world_name import REPLACED, enter_world, leave_world
+from pgmesh.rendezvous.world_store import WorldStore
 from tests.support.resource_counts import CAN_COUNT, count_resources, growth
 from tests.support.worlds import check_sums, fresh_world, groups_of
 
@@ -140,7 +140,7 @@ def test_world_name_set_during_deletion_is_kept():
 
 
 def test_ranks_enter_after_unfinished_deletion_of_world_name(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(timing, "TIMING", dataclasses.replace(timing.TIMING, world_end=0.02))
+    monkeypatch.setattr(timing, "TIMING", timing.TIMING._replace(world_end=0.02))
     store = dist.HashStore()
     store.set(world_name.WORLD_KEY, world_name.OVER)
     assert enter_world(store, set()) == enter_world(store, set())
@@ -180,7 +180,7 @@ def test_fast_reentry_keeps_ranks_in_one_world():
 
 def test_last_rank_to_leave_deletes_store_keys():
     store = dist.HashStore()
-    threads = [StoreThread(store, "here", rank, 3, set()) for rank in range(3)]
+    threads = [StoreThread(WorldStore(store, "here", rank, 3, set())) for rank in range(3)]
     for each in threads:
         each.start_heartbeat()
         each.run(CompareSet("key", "value"), seconds=10.0)

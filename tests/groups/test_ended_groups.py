@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import LifetimeError, ProcessGroupMesh, torch_private
-from pgmesh.groups import teardown
+from pgmesh.groups import background
 from pgmesh.groups.group import find_group
 from tests.support.faults import LONG_TIMEOUT, Attempt, attempt, wait_until, wait_until_waiting
 from tests.support.torch_tables import timeout_of
@@ -104,12 +104,12 @@ def test_exit_waits_for_threads_in_collectives():
     thread = threading.Thread(target=code["all_reduce"], daemon=True)
     thread.start()
     start = time.monotonic()
-    teardown.wait_for_collectives()
+    background.wait_for_collectives()
     assert 0.2 < time.monotonic() - start < 2.0
     thread.join(1.0)
     assert not thread.is_alive()
     start = time.monotonic()
-    teardown.wait_for_collectives()
+    background.wait_for_collectives()
     assert time.monotonic() - start < 0.2
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,11 +21,12 @@ class Process:
     """A process of a rank: the numbers that it counts, and operations on the store that all share."""
 
     def __init__(self, store: dist.Store, rank: int, *, replaces_process: bool = False) -> None:
-        self.store, self.rank, self.replaces_process, self.same_rank = store, rank, replaces_process, ""
-        self.world: Any = SimpleNamespace(store_thread=lambda: self, numbers=MeshNumbers(rank))
+        self.torch_store, self.rank = store, rank
+        thread = SimpleNamespace(store=SimpleNamespace(replaces_process=replaces_process, same_rank=""))
+        self.world: Any = SimpleNamespace(store_thread=lambda: thread, numbers=MeshNumbers(rank))
 
     def run(self, *operations: Operation) -> list[Any]:
-        return [perform(self.store, operation) for operation in operations]
+        return [perform(self.torch_store, operation) for operation in operations]
 
     def register(self, name: str, *, rejoin: bool = False) -> str:
         """The store keys' prefix of the next mesh of this name in this process."""
@@ -78,7 +78,7 @@ def test_third_process_takes_numbers_of_the_first():
 
 
 def test_names_registered_last_are_kept(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(timing, "LIMITS", dataclasses.replace(timing.LIMITS, published_names=2))
+    monkeypatch.setattr(timing, "LIMITS", timing.LIMITS._replace(published_names=2))
     store = dist.HashStore()
     first = Process(store, 1)
     for name in ("actor", "critic", "reference", "actor"):

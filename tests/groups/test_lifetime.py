@@ -627,7 +627,7 @@ import torch
 import torch.distributed as dist
 from datetime import timedelta
 from pgmesh import ProcessGroupMesh, launch
-from pgmesh.rendezvous import polling_store
+from pgmesh.rendezvous import backend_errors
 
 def used(mesh):
     dist.all_reduce(torch.ones(1), group=mesh.group("tp"))
@@ -670,7 +670,7 @@ def in_a_fork(mesh):
     used(mesh)
     group, errors = mesh.group("tp"), []
     warnings.filterwarnings("ignore", "This process", DeprecationWarning)  # of a fork beside threads, from 3.12 on
-    with polling_store._raising:  # another thread holds it, whose first collective fails
+    with backend_errors._lock:  # another thread holds it, whose first collective fails
         child = os.fork()
     if child == 0:
         for ask in (lambda: mesh.group("tp"), lambda: dist.all_reduce(torch.ones(1), group=group), mesh.close,

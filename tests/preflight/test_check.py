@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import json
 import os
@@ -479,7 +478,7 @@ def dying(line: str, who: int) -> Answer:
             os.kill(os.getpid(), signal.SIGKILL)
         real(self, *args)
 
-    fast = dataclasses.replace(timing.TIMING, heartbeat=0.2)
+    fast = timing.TIMING._replace(heartbeat=0.2)
     with mock.patch.object(Microbenchmarks, "check_sum", end), mock.patch.object(timing, "TIMING", fast):
         return hurried(line)
 

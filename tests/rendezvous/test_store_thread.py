@@ -16,10 +16,13 @@ import torch.distributed as dist
 
 from pgmesh import WorldError, launch
 from pgmesh._util.listeners import Listener
-from pgmesh.rendezvous import store_thread as module, timing
+from pgmesh.rendezvous import timing, world_store as module
 from pgmesh.rendezvous.operations import Add, Append, CompareSet, Delete, Raw, Read, perform
+from pgmesh.rendezvous.processes import process_key
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, status_key
 from pgmesh.rendezvous.store_thread import StoreThread
+from pgmesh.rendezvous.world_name import current_world, enter_world
+from pgmesh.rendezvous.world_store import WorldStore
 from tests.support.board import Fault, faults, slow_store
 from tests.support.faults import wait_until
 from tests.support.proxy import Proxy
@@ -29,7 +32,7 @@ LONG = 20.0
 
 def status_of(store: dist.Store, rank: int = 0) -> RankStatus | None:
     """The status of a rank, read from the store itself."""
-    prefixed = dist.PrefixStore(f"pgmesh.{module.current_world(store)}", store)
+    prefixed = dist.PrefixStore(f"pgmesh.{current_world(store)}", store)
     return RankStatus.unpack(rank, perform(prefixed, Read(status_key(rank))))
 
 
@@ -65,16 +68,16 @@ def closed_port(host: str) -> tuple[str, int]:
 
 
 def test_process_of_a_closed_listener_has_ended(store_thread: StoreThread):
-    store_thread.listener = Listener("127.0.0.1")
-    assert store_thread.has_ended(RankStatus(1, endpoint=closed_port("127.0.0.1")), 0.0)
-    assert not store_thread.has_ended(RankStatus(1), LONG)
+    store_thread.store.listener = Listener("127.0.0.1")
+    assert store_thread.store.has_ended(RankStatus(1, endpoint=closed_port("127.0.0.1")), 0.0)
+    assert not store_thread.store.has_ended(RankStatus(1), LONG)
 
 
 def test_refusal_of_another_host_needs_missed_heartbeat(store_thread: StoreThread):
-    store_thread.listener = Listener("127.0.0.1")
+    store_thread.store.listener = Listener("127.0.0.1")
     status = RankStatus(1, endpoint=closed_port("127.0.0.2"))
-    assert not store_thread.has_ended(status, store_thread.period)
-    assert store_thread.has_ended(status, 2 * store_thread.period)
+    assert not store_thread.store.has_ended(status, store_thread.period)
+    assert store_thread.store.has_ended(status, 2 * store_thread.period)
 
 
 def test_timeout_skips_the_rest_of_a_batch(store_thread: StoreThread):
@@ -88,7 +91,10 @@ def test_timeout_skips_the_rest_of_a_batch(store_thread: StoreThread):
 
 def test_half_entered_world_is_entered_again():
     """The store failed after it gave the world's name. The process's own key is missing, but the store is the same."""
-    thread, failures = StoreThread(dist.HashStore(), "here", 0, 2, set()), [RuntimeError("the connection was reset")]
+    thread, failures = (
+        StoreThread(WorldStore(dist.HashStore(), "here", 0, 2, set())),
+        [RuntimeError("the connection was reset")],
+    )
 
     def label() -> str:
         if failures:
@@ -97,15 +103,15 @@ def test_half_entered_world_is_entered_again():
 
     with mock.patch.object(module, "process_label", label):
         assert thread.run(Read("key"), seconds=LONG) == [None]
-    assert thread.run(Read(module.process_key(0)), seconds=LONG) == [b"process 1"]
+    assert thread.run(Read(process_key(0)), seconds=LONG) == [b"process 1"]
     thread.stop()
 
 
 def test_posted_operations_are_performed_before_the_thread_ends():
     store = dist.HashStore()
-    thread = StoreThread(store, "here", 0, 2, set())
+    thread = StoreThread(WorldStore(store, "here", 0, 2, set()))
     thread.run(Read("key"), seconds=LONG)
-    name = module.current_world(store)
+    name = current_world(store)
     thread.post(CompareSet("key", "value"))
     thread.stop()
     assert perform(dist.PrefixStore(f"pgmesh.{name}", store), Read("key")) == b"value"
@@ -117,7 +123,7 @@ def test_posted_operations_are_performed_before_the_thread_ends():
 
 
 def test_long_batch_does_not_delay_a_heartbeat():
-    thread = StoreThread(dist.HashStore(), "here", 0, 2, set())
+    thread = StoreThread(WorldStore(dist.HashStore(), "here", 0, 2, set()))
     thread.period = 0.05
     thread.start_heartbeat()
     thread.run(Add("started"), seconds=LONG)
@@ -131,8 +137,8 @@ def test_long_batch_does_not_delay_a_heartbeat():
 
 def test_pending_groups_are_published_for_each_thread():
     store = dist.HashStore()
-    module.enter_world(store, set())  # another rank, so that the keys are not deleted at the end
-    thread = StoreThread(store, "here", 0, 2, set())
+    enter_world(store, set())  # another rank, so that the keys are not deleted at the end
+    thread = StoreThread(WorldStore(store, "here", 0, 2, set()))
     thread.period = LONG
     waits = [PendingConnect(f"g/{i}", "group tp", "mesh 'm'", "0, 1", "train.py:7", (1,)) for i in range(2)]
     thread.set_pending((waits[0],))
@@ -159,7 +165,7 @@ def store_behind_proxy() -> Iterator[tuple[launch.StoreProcess, Proxy, StoreThre
     with launch.StoreProcess() as store:
         proxy = Proxy(store.port)
         client = dist.TCPStore("127.0.0.1", proxy.port, is_master=False, timeout=timedelta(seconds=LONG))
-        thread = StoreThread(client, "the proxy", 0, 2, set())
+        thread = StoreThread(WorldStore(client, "the proxy", 0, 2, set()))
         thread.start_heartbeat()
         thread.run(CompareSet("key", "value"), seconds=LONG)
         try:
@@ -172,7 +178,7 @@ def store_behind_proxy() -> Iterator[tuple[launch.StoreProcess, Proxy, StoreThre
 def test_wait_inside_torch_delays_no_later_operation():
     with launch.StoreProcess() as store:
         client = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=LONG))
-        thread = StoreThread(client, "the store", 0, 2, set())
+        thread = StoreThread(WorldStore(client, "the store", 0, 2, set()))
         thread.run(CompareSet("key", "value"), seconds=LONG)
 
         waiting = threading.Thread(target=client.wait, args=(["a key"], timedelta(seconds=LONG)))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from pgmesh.errors import MissingRanksError
 from pgmesh.rendezvous.operations import Board, CompareSet, Delete, Operation, Raw, Result
-from pgmesh.rendezvous.store_thread import StoreThread
+from pgmesh.rendezvous.world_store import WorldStore
 
 Act = Callable[[], object]
 """A fault: it raises, sleeps, waits, sends a signal, sets a flag."""
@@ -104,7 +104,7 @@ class FaultyBoard(Board):
 @contextlib.contextmanager
 def use_board(board: Board) -> Iterator[Any]:
     """Let all store threads of this process use a board."""
-    with mock.patch.object(StoreThread, "board", board):
+    with mock.patch.object(WorldStore, "board", board):
         yield board
 
 

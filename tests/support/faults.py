@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
@@ -122,7 +121,7 @@ def read_result(folder: Path, name: str) -> list[Any]:
 
 def beat_fast() -> None:
     """Shorten the interval of heartbeats and the timeout of the final status message."""
-    timing.TIMING = dataclasses.replace(timing.TIMING, heartbeat=BEAT, late_answer=5.0 if STARVED else 0.5)
+    timing.TIMING = timing.TIMING._replace(heartbeat=BEAT, late_answer=5.0 if STARVED else 0.5)
     logging.getLogger("pgmesh").addHandler(logging.NullHandler())  # keeps warnings off stderr
 
 

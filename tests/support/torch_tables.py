@@ -17,8 +17,8 @@ from pgmesh.groups.group import find_group
 from pgmesh.groups.world import current_world
 from pgmesh.rendezvous.operations import Board, Operation, Read, Result
 from pgmesh.rendezvous.statuses import status_key
-from pgmesh.rendezvous.store_thread import underlying
 from pgmesh.rendezvous.world_name import WORLD_KEY
+from pgmesh.rendezvous.world_store import underlying
 from tests.support.board import use_board
 
 c10d: Any = _c10d

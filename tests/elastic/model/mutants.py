@@ -93,7 +93,7 @@ class ExpectsArrivals(ShrinkJudge):
 
 class NewForEver(ShrinkCall):
     def is_new(self) -> bool:
-        return self.client.thread.replaces_process
+        return self.client.thread.store.replaces_process
 
 
 class ComesBack(ShrinkCall):

@@ -15,8 +15,8 @@ from pgmesh.errors import MembershipError, MismatchError, MissingRanksError
 from pgmesh.groups.identity import MeshIdentity
 from pgmesh.layout import Layout
 from pgmesh.rendezvous.operations import Board, Operation, Read
+from pgmesh.rendezvous.processes import process_key
 from pgmesh.rendezvous.statuses import Statuses
-from pgmesh.rendezvous.store_thread import process_key
 from tests.support.model.processes import DEADLINE, LONG, MOST_CALLS, Call, Node, as_it_is
 
 SINCE_BOOT = 1e12
@@ -132,7 +132,7 @@ class Shrink(Call):
         self.learnt: dict[str, Outcome] = {}  # by decision key, the decisions that this call has taken
         self.round: MeshRound | None = None  # the last one
         self.judge: SurvivorJudge | None = None
-        self.thread = SimpleNamespace(replaces_process=program.replaces is not None)
+        self.thread = SimpleNamespace(store=SimpleNamespace(replaces_process=program.replaces is not None))
         super().__init__(memory, answers, code.board)
 
     def _seen(self, judge: type[SurvivorJudge]) -> type[SurvivorJudge]:

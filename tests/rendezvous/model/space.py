@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
@@ -73,7 +72,7 @@ class ConnectSpace(Space):
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         stragglers = 0.0 if self.faults.warns else float("inf")
-        warns = dataclasses.replace(timing.TIMING, stragglers=stragglers)
+        warns = timing.TIMING._replace(stragglers=stragglers)
         with super().running(), mock.patch.object(timing, "TIMING", warns):
             yield
 

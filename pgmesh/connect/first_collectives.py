@@ -1,0 +1,125 @@
+"""The first collectives of the groups that one call of ``connect`` connects: they run at once, and each may fail."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from pgmesh.connect.first_collective import FirstCollective
+from pgmesh.groups.backends import connects_in_background
+from pgmesh.groups.group import Group
+from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.client import CallClient
+from pgmesh.rendezvous.group_rounds import GroupRound
+from pgmesh.rendezvous.operations import Read
+from pgmesh.rendezvous.rounds import pauses
+from pgmesh.rendezvous.statuses import Statuses
+from pgmesh.rendezvous.store_thread import StoreThread
+
+
+class PollingClient(CallClient):
+    """The store and the clock of one call. Its pauses poll the first collectives.
+
+    It does not refer to the call: the collectives hold groups, and a reference cycle would keep them until the next
+    garbage collection.
+    """
+
+    def __init__(self, thread: StoreThread, seconds: float) -> None:
+        super().__init__(thread, seconds)
+        self.collectives: list[FirstCollective] = []
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        self.poll()
+        super().sleep(seconds)
+
+    def poll(self) -> list[FirstCollective]:
+        """Poll the first collectives; return those that still run."""
+        for collective in self.collectives:
+            if collective.is_running():
+                collective.poll()
+        return [collective for collective in self.collectives if collective.is_running()]
+
+
+class FirstCollectives:
+    """Those of one call on one rank.
+
+    Args:
+        client: the store and the clock of the call, and the collectives.
+        statuses: the last statuses of the other ranks.
+        rank: this rank.
+        seconds: the deadline of the call, for messages.
+    """
+
+    def __init__(self, client: PollingClient, statuses: Statuses, rank: int, seconds: float) -> None:
+        self._client, self._statuses, self._rank, self._seconds = client, statuses, rank, seconds
+
+    def __iter__(self) -> Iterator[FirstCollective]:
+        return iter(self._client.collectives)
+
+    def start(self, group: Group, made: GroupRound) -> None:
+        """Start the first collective of a group whose members have all arrived.
+
+        Gloo connects in a background thread. NCCL connects in this one, so it waits until all rounds are decided, and
+        then uses the same order on all ranks.
+        """
+        collective = self._add(group, made)
+        if connects_in_background(group.process_group):
+            collective.start()
+
+    def _add(self, group: Group, made: GroupRound) -> FirstCollective:
+        collective = FirstCollective(group, f"{made.name}/broken", self._statuses)
+        self._client.collectives.append(collective)
+        return collective
+
+    def done(self) -> set[Group]:
+        """The groups that can be used."""
+        return {each.group for each in self if each.done and not each.error}
+
+    def run(self) -> None:
+        """Run every first collective to its end, and publish those that failed."""
+        thread = self._client.thread
+        for collective in sorted(self, key=lambda each: each.group.name):
+            collective.start()
+        # The last member may have arrived at the deadline. This leaves time to detect ranks that were lost since.
+        deadline = max(self._client.deadline, time.monotonic() + thread.lost_after + 1.0)
+        inspection = time.monotonic() + timing.TIMING.inspection
+        for pause in pauses():
+            running = self._client.poll()
+            if not running:
+                break
+            now = time.monotonic()
+            if now >= inspection:
+                inspection = now + timing.TIMING.inspection * thread.pace
+                self._inspect(running)
+            if now >= deadline:
+                for collective in self._client.poll():
+                    collective.fail(f"did not finish in time: the deadline was {self._seconds:g} s")
+            time.sleep(pause)
+        self._publish_failures()
+
+    def cancel(self, why: str, made: dict[Group, GroupRound]) -> None:
+        """Publish that this rank stopped before the collectives of these groups were done."""
+        started = {collective.group for collective in self}
+        for group in made:
+            if group not in started:
+                self._add(group, made[group])
+        for collective in self:
+            if not collective.done:
+                collective.fail(f"was cancelled because {why}")
+        self._publish_failures()
+
+    def _inspect(self, running: Sequence[FirstCollective]) -> None:
+        """Read whether another member failed, and the statuses of the members."""
+        members = {rank for each in running for rank in each.group.ranks[: timing.LIMITS.statuses + 1]}
+        self._statuses.read(self._client.run, members - {self._rank})
+        following = {rank for each in running for rank in each.following(timing.LIMITS.asking)}
+        self._statuses.find_ended(self._client.run, following, all_of_them=True)
+        broken = dict(zip(running, self._client.run(*(Read(each.broken_key) for each in running))))
+        for collective in self._client.poll():  # again, since a member whose collective is done may have left
+            collective.inspect(broken[collective])
+
+    def _publish_failures(self) -> None:
+        operations = [step for collective in self for step in collective.publish_failure()]
+        if operations:
+            self._client.run(*operations)

@@ -1,0 +1,55 @@
+"""Errors that a backend keeps, without the frames that would keep the backend alive.
+
+A backend keeps the error that ended a collective. The frames of its traceback refer to their callers, and so to the
+backend: a cycle through C++ that Python cannot collect.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import Protocol
+
+from pgmesh.errors import PgmeshError
+
+
+class Closable(Protocol):
+    """What raises such an error: it is closed or not."""
+
+    @property
+    def is_closed(self) -> bool: ...
+
+
+_lock = threading.Lock()  # guards _raised
+if hasattr(os, "register_at_fork"):  # a thread of the parent may hold it
+    os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.Lock()))
+_raised: weakref.WeakKeyDictionary[PgmeshError, weakref.ref[Closable]] = weakref.WeakKeyDictionary()
+"""Errors that were raised inside a backend, each with the store that raised it."""
+
+
+def without_frames(error: PgmeshError, hint: str = "") -> PgmeshError:
+    """A copy of an error without its frames.
+
+    Args:
+        hint: text to append to the message.
+    """
+    copy = type(error)(f"{error}{hint}")
+    copy.__cause__ = error.__cause__
+    return copy
+
+
+def will_raise(error: PgmeshError, store: Closable) -> None:
+    """Record an error that a store is about to raise inside a backend."""
+    with _lock:
+        _raised[error] = weakref.ref(store)
+
+
+def clear_frames() -> None:
+    """Clear the frames of the errors whose stores are closed. Each later close clears those raised since."""
+    with _lock:
+        raised = list(_raised.items())
+    for error, raised_by in raised:
+        store = raised_by()
+        if store is None or store.is_closed:
+            error.__traceback__ = None

@@ -1,0 +1,65 @@
+"""The message about members that did not reach the first collective of a group, from the statuses that they publish."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pgmesh._util.formatting import format_ranks, name_ranks
+from pgmesh.rendezvous.statuses import Statuses
+
+ASKED_FOR = " (asked for with "
+"""Separates the label of a group from the options that were asked for in the call."""
+
+_IN_FIRST_COLLECTIVE = "in the first collective of "
+
+_NAMED = 8
+"""The number of missing ranks whose status the message has."""
+
+
+def activity(subject: str) -> str:
+    """What a rank publishes while it waits in the first collective of a group."""
+    return f"{_IN_FIRST_COLLECTIVE}{subject}, waiting for its members"
+
+
+def describe_missing(
+    run: Callable[..., list[Any]], subject: str, ranks: Sequence[int], missing: Sequence[int | str], seconds: str
+) -> str:
+    """The message, with the last statuses of missing ranks and a hint if they wait in a similar group.
+
+    Args:
+        run: performs operations on the store.
+        subject: the label of the group, with the options asked for.
+        ranks: the members' ranks in the world.
+        missing: the missing ones; text if it is not known which rank is missing.
+        seconds: the timeout that passed.
+    """
+    known = [rank for rank in missing[:_NAMED] if isinstance(rank, int)]
+    statuses = Statuses(math.inf, time.monotonic)
+    statuses.read(run, known)
+    found = {rank: status for rank in known if (status := statuses.get(rank))}
+    details = "".join(f"\n  last status of rank {rank}: {status}" for rank, status in found.items())
+    details += _hint(subject, [status.activity for status in found.values()])
+    return (
+        f"{subject}: {name_ranks(missing)} did not reach the first collective in {seconds}. "
+        f"The group's ranks are {format_ranks(ranks)}.{details}"
+    )
+
+
+def _hint(subject: str, activities: Sequence[str]) -> str:
+    """A hint if missing ranks wait in a different group with the same label."""
+    if activity(subject) in activities:
+        return (
+            "\nThese are different groups with the same label: unnamed meshes are numbered in the order of "
+            "creation, and groups by the number of their releases. Name the meshes, and release groups on all "
+            "members."
+        )
+    label = subject.partition(ASKED_FOR)[0]
+    if any(each.startswith(f"{_IN_FIRST_COLLECTIVE}{label}") for each in activities):
+        return (
+            "\nThese are different groups: an option asked for in a call makes a different group. Use "
+            "mesh.configure for options, with the same options on all ranks."
+        )
+    return ""

@@ -1,0 +1,237 @@
+"""This process's connection to the world's store, with which it enters the world and leaves it.
+
+It is opened by the first operation, and opened again after it broke. Only the store thread performs operations, since
+a call into torch's client may block; other threads read the attributes and ask listeners.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import socket
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from pgmesh._util.listeners import Listener, is_loopback, refuses
+from pgmesh._util.sockets import ending_when_cut
+from pgmesh.errors import PgmeshError, WorldError
+from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.operations import Board, Delete, Operation, Raw, Read, can_be_repeated
+from pgmesh.rendezvous.processes import meshes_key, process_key, process_label
+from pgmesh.rendezvous.statuses import RankStatus, status_key
+from pgmesh.rendezvous.world_name import REPLACED, current_world, enter_world, leave_world, left_worlds
+
+AFTER_FAILURE = "Connected groups continue to work. No group can be connected without the store."
+
+WORLD_NAME = Raw("the name of the world", ())
+"""Stands for reading the name of the world that is on the store now. That key lies outside the world's prefix."""
+
+_CUT = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN)
+"""Errors of a network that is cut."""
+
+_MISSED_PERIODS = 1.5
+"""A heartbeat is missing after this many periods."""
+
+
+def underlying(store: Any) -> Any:
+    """The store inside any ``PrefixStore`` wrappers."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+class WorldStore:
+    """The store of one world, as one rank reaches it.
+
+    Args:
+        store: the world's store.
+        address: the store's host and port, for messages.
+        rank: this process's rank in the world.
+        world_size: the number of ranks.
+        left: the names of the worlds that this process has left. ``leave`` expects the name of this world there.
+    """
+
+    board = Board()
+
+    def __init__(self, store: Any, address: str, rank: int, world_size: int, left: set[str] | None = None) -> None:
+        self._torch_store, self.address, self.rank, self.world_size = store, address, rank, world_size
+        self._left_worlds = left_worlds if left is None else left
+        self._connection: Any = None  # with this world's prefix; None before the first operation and after a failure
+        self._name = ""  # of the world
+        self._entered = False  # this process's key is in the store
+        self.replaces_process = False  # another process had this rank before; known after the first operation
+        self.same_rank = ""  # label of a process that has this rank too; known after the first operation
+        self._server: tuple[str, int] | None = None  # numeric address of the store, once it has answered
+        # The server while torch's client connects to it, which takes seconds if the server ends meanwhile. Callers see
+        # at once that its port is closed. The kernel closes it last, so this is common when the store is killed.
+        self._opening: tuple[str, int] | None = None
+        self._operation_start = math.inf  # of an operation that the store has not answered
+        self.listener: Listener | None = None  # shows other ranks that this process lives
+        self._asked: dict[object, tuple[float, bool]] = {}  # by listener: when it was last asked, and if it refused
+
+    @property
+    def is_open(self) -> bool:
+        """True if the last operation succeeded, so that a connection to the store is open."""
+        return self._connection is not None
+
+    @property
+    def silent_seconds(self) -> float:
+        """For how long the store has not answered the operation that runs; 0.0 or less if none runs."""
+        return time.monotonic() - self._operation_start
+
+    def is_gone(self) -> bool:
+        """True if the server's port is closed while this process connects to it."""
+        return (server := self._opening) is not None and refuses(server)
+
+    def error(self, reason: str) -> WorldError:
+        return WorldError(f"the store at {self.address} failed: {reason}. {AFTER_FAILURE}")
+
+    # -- operations -----------------------------------------------------------------------------------------------
+
+    def perform(self, operation: Operation) -> Any:
+        """Perform an operation. If that fails and it can be repeated, perform it once more on a new connection."""
+        again = can_be_repeated(operation)
+        while True:
+            self._operation_start = time.monotonic()
+            try:
+                if self._connection is None:
+                    self._connection = self._connect()
+                if operation is WORLD_NAME:
+                    return current_world(self._torch_store)
+                return self.board.perform(self._connection, operation)
+            except RuntimeError as error:
+                if isinstance(error, PgmeshError):
+                    raise
+                self._connection = None
+                if not again:
+                    raise self.error(str(error).splitlines()[0].rstrip(".")) from error
+                again = False
+            finally:
+                self._operation_start = math.inf
+
+    def _connect(self) -> Any:
+        """Open the connection, and enter the world if this process is not in it yet."""
+        store = underlying(self._torch_store)
+        if isinstance(store, dist.TCPStore):
+            store = self._open(store)
+        self._name = self._name or enter_world(self._torch_store, self._left_worlds)
+        prefixed = dist.PrefixStore(f"pgmesh.{self._name}", store)
+        if not self._entered:
+            self._enter(prefixed)
+        elif not prefixed.check([process_key(self.rank)]):
+            raise self.error("another store answers there now, without the keys of this world")
+        return prefixed
+
+    def _open(self, store: Any) -> Any:
+        """Open another connection to the server of a store, and the listener at this end of it."""
+        try:  # torch's client would wait long for a server that is gone
+            with self._reach(self._server or (store.host, store.port)) as connection:
+                host, port = self._opening = self._server = connection.getpeername()[:2]
+                if self.listener is None:
+                    self.listener = Listener(connection.getsockname()[0])  # where the store's host can reach it
+        except OSError as error:
+            raise self.error(str(error)) from error
+        try:
+            limit = timedelta(seconds=timing.TIMING.late_answer)
+            with ending_when_cut(port, timing.TIMING.store_silence):
+                return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+        finally:
+            self._opening = None
+
+    def _reach(self, server: tuple[str, int]) -> socket.socket:
+        """Connect to the server's port. If the network is cut later, try again until this process leaves the world."""
+        while True:
+            try:
+                return socket.create_connection(server, 2.0)  # the kernel would try again at growing intervals
+            except OSError as error:
+                is_cut = isinstance(error, TimeoutError) or error.errno in _CUT
+                if not is_cut or self._server is None or self._name in self._left_worlds:
+                    raise
+                time.sleep(0.2)
+
+    # -- entering and leaving the world ------------------------------------------------------------------------------
+
+    def _enter(self, store: Any) -> None:
+        """Publish which process has this rank, unless another process that has it too still lives."""
+        me = process_label()
+        before = store.compare_set(process_key(self.rank), "", me).decode()
+        if before != me and self._sends_heartbeats(store):
+            self.same_rank = before
+        elif before != me:
+            self.replaces_process = True
+            store.set(process_key(self.rank), me)
+        self._entered = True
+
+    def _sends_heartbeats(self, store: Any) -> bool:
+        """True if the process that had this rank before still sends heartbeats. It may take two periods to know."""
+
+        def status_of(rank: int) -> RankStatus | None:
+            return RankStatus.unpack(rank, self.board.perform(store, Read(status_key(rank))))
+
+        before = now = status_of(self.rank)
+        if before is not None and self.has_ended(before, 0.0):
+            return False
+        ranks = {self.rank, *range(min(self.world_size, timing.LIMITS.statuses))}
+        if any(status and status.exited for status in map(status_of, ranks)):
+            return False  # ranks leave the world: the store serves another one
+        period = timing.heartbeat_period(self.world_size)
+        for _ in range(round(2 * period / timing.TIMING.longest_pause)):  # a pause of the store adds no time
+            if now != before:
+                break
+            time.sleep(timing.TIMING.longest_pause)
+            now = status_of(self.rank)
+        return now != before and now is not None and not now.exited
+
+    def mark_left(self) -> None:
+        """Record that this process leaves the world, which ends the attempts to reach its store over a cut network."""
+        if self._name:
+            self._left_worlds.add(self._name)
+
+    def leave(self) -> None:
+        """Leave the world. The last rank to leave deletes the keys of its ranks."""
+        if self._name and self._connection is not None and leave_world(self._torch_store, self._name):
+            keys = [key(rank) for rank in range(self.world_size) for key in (status_key, process_key, meshes_key)]
+            self.board.perform(self._connection, Delete(tuple(keys)))
+
+    def close(self) -> None:
+        """Close the connection and the listener. A mesh that outlives the world would keep them open."""
+        self.close_listener()
+        self._torch_store = self._connection = None
+
+    def close_listener(self) -> None:
+        """Close the listener, or the copy of it in a forked child, which would keep the port open."""
+        if self.listener is not None:
+            self.listener.close()
+
+    # -- called by other threads -------------------------------------------------------------------------------------
+
+    def is_known_by(self, names: Sequence[str]) -> bool:
+        """True if these are the names of the world on the store, and no earlier world was there."""
+        return not self._name.endswith(REPLACED) and [*names] == [self._name]
+
+    def has_ended(self, status: RankStatus, seconds: float) -> bool:
+        """True if the process that published a status has ended: its listener refuses a connection.
+
+        A firewall of another host refuses too. So there a heartbeat must be missing as well. A listener is asked a few
+        times in a second at most: it has room for 128 connections until the next heartbeat.
+
+        Args:
+            seconds: the time without a new heartbeat.
+        """
+        if not status.endpoint or self.listener is None:
+            return False
+        host = status.endpoint[0]
+        # A rank that reaches the store over its loopback is on the store's host. Elsewhere that address means another.
+        if is_loopback(host) != is_loopback(self.listener.host):
+            return False
+        if host != self.listener.host and seconds < _MISSED_PERIODS * timing.heartbeat_period(self.world_size):
+            return False
+        asked_at, refused = self._asked.get(status.endpoint, (-math.inf, False))
+        if time.monotonic() >= asked_at + timing.TIMING.ask_again:
+            refused = refuses(status.endpoint)
+            self._asked[status.endpoint] = time.monotonic(), refused
+        return refused
