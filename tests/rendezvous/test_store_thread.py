@@ -221,6 +221,9 @@ def test_store_that_ends_during_connection_fails_at_once():
             with pytest.raises(WorldError, match="the store at the proxy failed: connection refused"):
                 thread.run(Read("key"), seconds=LONG)
         assert time.monotonic() - start < 2.0 < timing.TIMING.late_answer
+        proxy.ends = False
+        proxy.listen()  # or the thread would still try at the end of a process, which aborts
+        assert thread.run(Read("key"), seconds=LONG) == [b"value"]
 
 
 def test_error_at_one_heartbeat_stops_no_later_look(store_thread: StoreThread):
