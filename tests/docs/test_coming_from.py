@@ -118,7 +118,7 @@ def test_each_line_gives_its_value(page: str, line: str):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_each_line_has_a_value_or_gives_a_name(page: str):
+def test_each_line_has_a_value_or_name(page: str):
     lines = [row.now for row in rows(page, PAGES[page]()) if row not in JOBS]
     assert [line for line in lines if line not in port_values.VALUES[page] and not re.match(r"\w+ = ", line)] == []
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pgmesh.elastic.records import Outcome, Request
+from pgmesh.elastic.records import Request
 from pgmesh.layout import Layout
 from tests.elastic.model.mutants import MUTANTS
 from tests.elastic.model.processes import Program
@@ -168,15 +168,3 @@ def test_skipped_orders_reach_the_same_decisions():
         assert not some.broken + every.broken
         assert some.states < every.states
         assert decisions_of(spaces[0]) == decisions_of(spaces[1])
-
-
-def test_faults_reach_every_kind_of_outcome():
-    """The laws hold of outcomes that are reached: a lost rank, a spare in its place, and a failure."""
-    space = ShrinkSpace(with_spare(SPARE_ONLY), Faults(crashes=1, deadlines=1), layout=PAIR)
-    space.explore(10_000)
-    seen = {
-        (bool(outcome.failed), tuple(outcome.lost), tuple(outcome.replaced.items()))
-        for key, value in decisions_of(space)
-        for outcome in [Outcome.unpack(key, value)]
-    }
-    assert {(False, (), ()), (False, (1,), ((1, 2),)), (False, (0,), ((0, 2),)), (True, (), ())} <= seen

@@ -20,7 +20,6 @@ from tests.support.faults import (
     results,
     set_flag,
     wait_for_flag,
-    wait_for_flags,
     wait_until,
 )
 from tests.support.worlds import check_sums, fresh_world, groups_of
@@ -83,26 +82,3 @@ def test_abort_wakes_ranks_without_connection(tmp_path: Path, collective: str):
             continue  # it did not need the absent rank
         assert seconds < 1.0 + SLACK, f"without {absent}: {seconds:.1f} s after the abort, {failed}"
         assert failed.kind == "LifetimeError" or "onnection" in failed.text, failed
-
-
-def time_out(folder: Path) -> Attempt:
-    """Rank 0 stays out of a collective in which the others wait for it."""
-    beat_fast()
-    mesh = connected("late", 3.0)
-    group = mesh.group()
-    if mesh.rank == 0:
-        wait_for_flags(folder, "out", range(1, RANKS))
-        return Attempt("", "", 0.0, 0.0)
-    failed = attempt(lambda: COLLECTIVES["broadcast"](group))
-    set_flag(folder, f"out {mesh.rank}")
-    return failed
-
-
-@pytest.mark.fault("a rank of an aborted mesh is blocked in a collective, also in the first one between two ranks")
-def test_collective_without_peer_ends_at_timeout(tmp_path: Path):
-    with fresh_world(RANKS) as own:
-        seen = results(own.outcomes(time_out, tmp_path))
-    for failed in seen[1:]:
-        print(failed)
-        assert failed.kind, "no error without the root"
-        assert 2.5 < failed.took < 3.0 + 1.0 + SLACK, failed

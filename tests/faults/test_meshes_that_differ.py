@@ -12,6 +12,7 @@ from tests.support.faults import (
     attempt,
     beat_fast_with_bystander,
     connect_and_check,
+    fast_world,
     results,
 )
 from tests.support.logs import logged_lines
@@ -49,8 +50,7 @@ def give_ranks_in_another_form() -> None:
 
 
 def test_ranks_argument_of_any_type_connects():
-    with fresh_world(4) as own:
-        results(own.outcomes(give_ranks_in_another_form))
+    results(fast_world(4).outcomes(give_ranks_in_another_form))
 
 
 def ask_for_timeouts() -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -72,30 +71,6 @@ def go_on_while_one_waits() -> None:
 
 def test_pending_first_collective_blocks_no_other_group():
     world(4).run(go_on_while_one_waits)
-
-
-def in_threads() -> None:
-    """Six threads on every rank make and use six groups, each rank in another order."""
-    mesh = ProcessGroupMesh(dp=2, tp=2)
-    wanted = [(axes, tag) for axes in [("dp",), ("tp",), ()] for tag in ("", "again")]
-    groups: dict[Any, Any] = {}
-    ready = threading.Barrier(len(wanted))
-
-    def use(axes: tuple[str, ...], tag: str) -> None:
-        ready.wait(10)
-        groups[axes, tag] = (mesh.group(*axes, tag=tag), mesh.ranks(*axes))
-        for _ in range(3):
-            check_sums({f"{axes} {tag}": groups[axes, tag]})
-
-    with ThreadPoolExecutor(len(wanted)) as pool:
-        for running in [pool.submit(use, *what) for what in random.Random(mesh.rank).sample(wanted, len(wanted))]:
-            running.result()
-    assert len({group for group, _ in groups.values()}) == len(wanted)
-    check_sums({f"{what}": groups[what] for what in wanted})
-
-
-def test_six_threads_use_six_groups_at_once():
-    world(4).run(in_threads)
 
 
 # ---- what a group leaves behind ----

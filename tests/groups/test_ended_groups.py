@@ -7,7 +7,6 @@ import itertools
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from typing import Any
 from unittest import mock
@@ -16,11 +15,10 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import LifetimeError, ProcessGroupMesh, torch_private
-from pgmesh.groups import teardown
 from pgmesh.groups.group import find_group
 from tests.support.faults import LONG_TIMEOUT, Attempt, attempt, wait_until, wait_until_waiting
 from tests.support.torch_tables import timeout_of
-from tests.support.worlds import check_sums, fresh_world, groups_of
+from tests.support.worlds import check_sums, fresh_world, groups_of, world
 
 
 def abort_and_wait() -> None:
@@ -34,8 +32,7 @@ def abort_and_wait() -> None:
 
 
 def test_abort_frees_process_groups():
-    with fresh_world(2) as own:
-        own.run(abort_and_wait)
+    world(2).run(abort_and_wait)
 
 
 def abort_during_call() -> None:
@@ -69,8 +66,7 @@ def abort_during_call() -> None:
 
 
 def test_abort_during_another_call_destroys_groups():
-    with fresh_world(2) as own:
-        own.run(abort_during_call)
+    world(2).run(abort_during_call)
 
 
 def set_and_report() -> str:
@@ -81,8 +77,7 @@ def set_and_report() -> str:
 
 
 def test_report_has_the_timeout_that_was_set():
-    with fresh_world(2) as own:
-        assert all("timeout=datetime.timedelta(seconds=7)" in text for text in own.run(set_and_report))
+    assert all("timeout=datetime.timedelta(seconds=7)" in text for text in world(2).run(set_and_report))
 
 
 def watch_twice() -> int:
@@ -95,22 +90,6 @@ def watch_twice() -> int:
 def test_second_abort_when_lost_adds_no_second_watch():
     with fresh_world(2) as own:
         assert own.run(watch_twice) == [1, 1]
-
-
-def test_exit_waits_for_threads_in_collectives():
-    """A thread of the program that returns from torch's C++ while Python ends would abort the process."""
-    code = {"__name__": dist.distributed_c10d.__name__, "sleep": time.sleep}
-    exec("def all_reduce(): sleep(0.5)", code)
-    thread = threading.Thread(target=code["all_reduce"], daemon=True)
-    thread.start()
-    start = time.monotonic()
-    teardown.wait_for_collectives()
-    assert 0.2 < time.monotonic() - start < 2.0
-    thread.join(1.0)
-    assert not thread.is_alive()
-    start = time.monotonic()
-    teardown.wait_for_collectives()
-    assert time.monotonic() - start < 0.2
 
 
 EXITING = """
@@ -150,8 +129,7 @@ def break_and_make_again() -> tuple[bool, float]:
 
 
 def test_group_that_is_made_again_keeps_its_timeout():
-    with fresh_world(2) as own:
-        assert own.run(break_and_make_again) == [(True, 7.0)] * 2
+    assert world(2).run(break_and_make_again) == [(True, 7.0)] * 2
 
 
 def fails_after_it_has_begun() -> Attempt:
@@ -193,7 +171,7 @@ def ends_before_its_round() -> Attempt:
     return attempt(lambda: mesh.connect(timeout=LONG_TIMEOUT))
 
 
-def test_members_learn_of_group_that_ended_before_its_round():
+def test_members_learn_of_group_that_ended_early():
     with fresh_world(4) as own:
         seen = own.run(ends_before_its_round)
     assert seen[0].kind == "LifetimeError"

@@ -277,7 +277,7 @@ def released_group_answers(invalidate):
     "a process forks: the mesh of the child raises an error that says so",
     page="faults.md",
     target="groups.mesh_groups:MeshGroups.end_in_child",
-    tests="tests/groups/test_lifetime.py -k forked_child",
+    tests="tests/faults/test_exits.py -k forked_child",
 )
 def mesh_lives_in_child(end_in_child):
     return lambda self, reason: None

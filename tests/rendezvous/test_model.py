@@ -101,10 +101,6 @@ def test_rank_may_die_at_any_step(long_times):
     explore((at_once(AB), at_once(AB)), Faults(crashes=1, long_times=long_times))
 
 
-def test_one_of_three_may_die_at_any_step():
-    explore((at_once(ABC),) * 3, Faults(crashes=1))
-
-
 def test_remaining_ranks_connect_without_the_lost_one():
     programs = (at_once(ABC, otherwise=((AB,),)), at_once(ABC, otherwise=((AB,),)), at_once(ABC))
     explore(programs, Faults(crashes=1, mortal=frozenset([2])))

@@ -27,7 +27,7 @@ from pgmesh.rendezvous.statuses import RankStatus, status_key
 from tests.support import board
 from tests.support.programs import send_signal
 from tests.support.torch_tables import pgmesh_store
-from tests.support.worlds import STARVED, check_sums, fresh_world, groups_of
+from tests.support.worlds import STARVED, World, check_sums, fresh_world, groups_of, world
 
 BEAT = 1.0 if STARVED else 0.2
 H = BEAT * timing.TIMING.missed_heartbeats  # seconds of silence after which a rank is suspected
@@ -124,6 +124,11 @@ def beat_fast() -> None:
     """Shorten the interval of heartbeats and the timeout of the final status message."""
     timing.TIMING = dataclasses.replace(timing.TIMING, heartbeat=BEAT, late_answer=5.0 if STARVED else 0.5)
     logging.getLogger("pgmesh").addHandler(logging.NullHandler())  # keeps warnings off stderr
+
+
+def fast_world(n: int) -> World:
+    """The shared world of n ranks for tests that call ``beat_fast``, and in which all ranks create the same meshes."""
+    return world(n, "fast")
 
 
 def connect_and_beat(mesh: ProcessGroupMesh) -> None:
