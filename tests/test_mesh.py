@@ -210,12 +210,6 @@ def test_destroyed_group_does_not_rename_tagged_one(mesh):
     assert again.group("dp", tag="second").group_name.split("/")[-1] == before.split("/")[-1]
 
 
-def test_released_group_gets_a_new_name(mesh):
-    name = mesh.group("tp").group_name
-    mesh.release("tp")
-    assert mesh.group("tp").group_name != name
-
-
 def test_configured_group_gets_new_name_after_failure(mesh):
     names = []
     for seconds in (10, 20, 30):

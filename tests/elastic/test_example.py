@@ -32,7 +32,7 @@ GOES_ON = "goes on after step"
 TAKEN_FOR_LOST = "mesh 'train': the other ranks went on without rank"
 NO_RANK_LEFT = "mesh 'train': no other rank of it is left, so none can call shrink"
 
-long = pytest.mark.long
+pytestmark = pytest.mark.long
 
 
 def run(folder: Path, fast: bool, rank: int, port: int, fsdp: int, pipe: Any) -> None:
@@ -87,13 +87,12 @@ def lines(ranks: survive.Ranks, pattern: str) -> list[int]:
     return [event.rank for event in ranks.events if re.match(pattern, event.text)]
 
 
-@pytest.mark.parametrize("fsdp", [1, pytest.param(2, marks=long)])
-def test_killed_rank_changes_no_loss(tmp_path: Path, start: Callable[..., survive.Ranks], fsdp: int):
+def test_killed_rank_changes_no_loss(tmp_path: Path, start: Callable[..., survive.Ranks]):
     seed = random.randrange(10_000)
     chosen = random.Random(seed)
     victim, step, wait = chosen.randrange(6), chosen.randrange(1, STEPS - 1), 0.05 * chosen.random()
     print(f"seed {seed}: rank {victim} is killed {wait:.3f} s after step {step}")
-    ranks = start(fsdp)
+    ranks = start(2)
     ranks.wait_for(f"step {step}:")
     time.sleep(wait)
     ranks.processes[victim].kill()
@@ -103,7 +102,6 @@ def test_killed_rank_changes_no_loss(tmp_path: Path, start: Callable[..., surviv
     assert sorted(lines(ranks, NO_RANK_LEFT)) == [7]
 
 
-@long
 def test_stopped_rank_returns_as_a_spare(tmp_path: Path, start: Callable[..., survive.Ranks]):
     ranks = start(2)
     ranks.wait_for("step 5:")
@@ -118,7 +116,6 @@ def test_stopped_rank_returns_as_a_spare(tmp_path: Path, start: Callable[..., su
     assert lines(ranks, GOES_ON).count(2) > 1
 
 
-@long
 @pytest.mark.parametrize(("fast", "late"), [(True, 3 * H), (False, 75.0)])
 def test_example_waits_for_a_late_rank(tmp_path: Path, start: Callable[..., survive.Ranks], fast: bool, late: float):
     ranks = start(1, but=(4,), fast=fast)
@@ -129,7 +126,6 @@ def test_example_waits_for_a_late_rank(tmp_path: Path, start: Callable[..., surv
     assert sorted(lines(ranks, "(?!goes|step)")) == [6, 7]
 
 
-@long
 def test_replaced_late_rank_stands_by(tmp_path: Path, start: Callable[..., survive.Ranks]):
     ranks = start(1, but=(4,))
     time.sleep(H)
@@ -156,14 +152,12 @@ def run_failing(times: int, folder: Path, fast: bool, rank: int, port: int, fsdp
     run(folder, fast, rank, port, fsdp, pipe)
 
 
-@long
 def test_step_that_fails_once_is_repeated(tmp_path: Path, start: Callable[..., survive.Ranks]):
     ranks = start(2, run=functools.partial(run_failing, 1))
     check_end(tmp_path, ranks)
     assert sorted(lines(ranks, GOES_ON)) == sorted([*range(6)] * 2)
 
 
-@long
 def test_step_that_fails_twice_ends_the_program(tmp_path: Path, start: Callable[..., survive.Ranks]):
     ranks = start(2, run=functools.partial(run_failing, 2))
     statuses = ranks.end()
@@ -171,7 +165,6 @@ def test_step_that_fails_twice_ends_the_program(tmp_path: Path, start: Callable[
     assert set(statuses.values()) <= {0, 1}
 
 
-@long
 @pytest.mark.parametrize("fsdp", [1, 2])
 def test_example_runs_unchanged(fsdp: int):
     command = [sys.executable, str(EXAMPLES / "elastic.py"), "--fsdp", str(fsdp)]

@@ -387,12 +387,18 @@ def test_wrong_arguments_raise_before_the_abort():
             (lambda: mesh.at(pp=1).stand_by(), "LifetimeError", "Close that mesh"),
             (lambda: mesh.at(pp=1).abort(), "LifetimeError", "Close that mesh"),
             (lambda: mesh.shrink("dp", timeout=0), "OptionsError", "0"),
+            (
+                lambda: mesh.shrink("dp", lost_after=1),
+                "OptionsError",
+                "three heartbeats, which take 3 s here",
+            ),
             (lambda: mesh.shrink(spares=[1, 1]), "ShapeError", "repeats 1"),
         ]:
             failed = attempt(act)
             assert failed.kind == kind, failed
             assert text in failed.text
         assert not mesh.is_closed
+        assert "pgmesh-store" not in [thread.name for thread in threading.enumerate()]
         mesh.close()
         failed = attempt(lambda: mesh.shrink("dp"))
         assert failed.kind == "LifetimeError"

@@ -41,7 +41,6 @@ from tests.support.faults import (
     BEAT,
     LONG_TIMEOUT,
     NAMED,
-    ORDERS,
     SLACK,
     WAIT_TIMEOUT,
     Attempt,
@@ -50,7 +49,6 @@ from tests.support.faults import (
     beat_fast,
     beat_fast_with_bystander,
     connect_and_check,
-    die_at_each,
     fast_world,
     kill_self,
     meanwhile,
@@ -778,22 +776,6 @@ def test_retries_without_a_store_leave_nothing_behind():
     with StoreProcess() as store, fresh_world(2, store) as own:
         own.run(dist.get_rank)
         assert results(own.outcomes(try_without_a_store, store.process.pid, 6)) == [{}] * 2
-
-
-# ---- a rank dies at any of its operations ----
-
-
-@pytest.mark.fault("a member dies at any of its operations on the store")
-@pytest.mark.long
-def test_rank_may_die_at_each_store_operation(tmp_path: Path):
-    """At the first, the second, ... until it has done all that it had to do."""
-    orders, k = [*ORDERS], 0
-    while orders and k < 200:
-        k += 1
-        outcomes = die_at_each(tmp_path, [(k, order) for order in orders])
-        print(k, dict(zip(orders, outcomes)))
-        orders = [order for order, outcome in zip(orders, outcomes) if outcome]
-    assert not orders
 
 
 # ---- a process ends ----

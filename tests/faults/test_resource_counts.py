@@ -141,11 +141,6 @@ def cannot_make(mesh: ProcessGroupMesh) -> None:
     one_stops("OSError", mesh, broken)
 
 
-def is_interrupted(mesh: ProcessGroupMesh) -> None:
-    stop = raises(KeyboardInterrupt())
-    one_stops("KeyboardInterrupt", mesh, mock.patch.dict(backends.CONSTRUCTORS, gloo=lambda *arguments: stop()))
-
-
 def is_interrupted_in_the_first_collective(mesh: ProcessGroupMesh) -> None:
     """The others hang in Gloo until the group's timeout."""
     mesh.configure(*ALL, timeout=SOON)
@@ -173,7 +168,6 @@ FAULTS: list[Callable[[ProcessGroupMesh], None]] = [
     is_released_as_it_begins,
     is_refused,
     cannot_make,
-    is_interrupted,
     is_interrupted_in_the_first_collective,
 ]
 

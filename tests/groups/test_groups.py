@@ -21,7 +21,7 @@ import torch.distributed as dist
 from pgmesh import Layout, OptionsError, ProcessGroupMesh, ShapeError, torch_private
 from tests.support.programs import clean_env, run_programs
 from tests.support.torch_tables import record_operations
-from tests.support.worlds import DEADLINE, Groups, axis_combinations, check_sums, fresh_world, groups_of, world
+from tests.support.worlds import DEADLINE, axis_combinations, check_sums, fresh_world, groups_of, world
 
 BOXES: dict[str, tuple[int, dict[str, int], Sequence[int] | None]] = {
     "4 in a line": (4, {"dp": 4}, None),
@@ -198,29 +198,6 @@ def new_group_of_all(odd: Sequence[int]) -> Any:
 @pytest.mark.parametrize("seed", range(6))
 def test_ranks_create_groups_in_any_order(seed: int):
     world(8).run(make_in_any_order, seed)
-
-
-# ---- any ranks ----
-
-
-def lists_of_ranks(seed: int) -> None:
-    me, alike, mine = dist.get_rank(), random.Random(seed), random.Random(f"{seed} on rank {dist.get_rank()}")
-    mesh = ProcessGroupMesh(dp=4, tp=2, ranks=alike.sample(range(8), 8))
-    lists = [alike.sample(range(8), alike.randint(1, 8)) for _ in range(20)]
-    groups: Groups = {}
-    for i in mine.sample(range(len(lists)), len(lists)):
-        if me in (ranks := lists[i]):
-            asked = mine.sample(ranks, len(ranks))
-            groups[f"list {i}, {asked}, seed {seed}"] = (
-                mesh.group_of(asked),
-                [rank for rank in mesh.ranks() if rank in ranks],
-            )
-    check_sums(groups)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_group_of_takes_ranks_in_any_order(seed: int):
-    world(8).run(lists_of_ranks, seed)
 
 
 # ---- tags and options ----

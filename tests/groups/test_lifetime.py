@@ -22,7 +22,6 @@ from pgmesh import (
     LifetimeError,
     MismatchError,
     MissingRanksError,
-    NameTakenError,
     OptionsError,
     ProcessGroupMesh,
     launch,
@@ -447,25 +446,6 @@ def test_close_leaves_nothing_in_torch_or_store():
 # ---- names, configuration ----
 
 
-def names_taken() -> None:
-    actor = ProcessGroupMesh(dp=4, name="actor")
-    with pytest.raises(NameTakenError, match=r"a mesh named 'actor' already exists, created at test_lifetime\.py:"):
-        ProcessGroupMesh(dp=2, tp=2, name="actor")
-    first, second = ProcessGroupMesh(dp=2, tp=2), ProcessGroupMesh(dp=2, tp=2)
-    for mesh in (second, first):
-        with pytest.raises(NameTakenError, match="two unnamed meshes differ only in the order of creation"):
-            mesh.group("dp")
-    second.close()
-    summed(first)
-    summed(actor)
-    summed(ProcessGroupMesh(dp=2, tp=2, name="critic"))
-    summed(ProcessGroupMesh(a=2, b=2))
-
-
-def test_equal_names_are_refused_until_close():
-    world(4).run(names_taken)
-
-
 def unnamed_one_after_another() -> None:
     """Each is gone when the next is created, closed or not."""
     for _ in range(3):
@@ -606,8 +586,10 @@ def test_unpickled_mesh_outside_a_world_keeps_coords():
     mesh, stage, moe, block = pickle.loads(data[3])
     assert (mesh.shape, mesh.axes, mesh.rank, mesh.coord) == ((2, 2), ("pp", "tp"), 3, (1, 1))
     assert (stage.ranks(), moe.shape, block.mesh.label()) == ((2, 3), (4,), "pp1-tp1")
-    for part in (mesh, stage, moe, block.mesh):
+    asks: list[Callable[[], Any]] = [part.group for part in (mesh, stage, moe, block.mesh)]
+    asks += [lambda: mesh.shrink("tp", lost_after=3), mesh.stand_by, lambda: mesh.abort_when_lost(lost_after=3)]
+    for ask in asks:
         with pytest.raises(LifetimeError, match="mesh 'actor' was unpickled outside any world"):
-            part.group()
+            ask()
     assert pickle.loads(pickle.dumps(mesh)).coord == (1, 1)
     mesh.close()
