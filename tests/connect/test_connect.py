@@ -244,25 +244,6 @@ def test_long_first_collective_logs_the_missing_rank(tmp_path):
     assert "pgmesh-store" not in threads  # which may not wait for a handler
 
 
-def time_out_once(folder):
-    mesh = ProcessGroupMesh(dp=4, name="status")
-    mesh.connect()
-    failure = ""
-    if mesh.rank == 0:
-        with pytest.raises(MissingRanksError) as caught:
-            dist.all_reduce(torch.ones(1), group=mesh.group_of([0, 3], timeout=0.5))
-        failure = str(caught.value)
-        set_flag(Path(folder), "failed")
-    wait_for_flag(Path(folder), "failed")
-    check_sums({"dp": (mesh.group("dp"), mesh.ranks("dp"))})
-    return failure
-
-
-def test_timeout_error_shows_status_of_missing_rank(tmp_path):
-    text = world(4).run(time_out_once, str(tmp_path))[0]
-    assert re.search(r"The group's ranks are 0, 3\.\n  last status of rank 3: \w", text)
-
-
 # ---- report and stats ----
 
 

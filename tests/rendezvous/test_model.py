@@ -14,7 +14,6 @@ from tests.rendezvous.model.programs import (
     Program,
     at_once,
     one_after_another,
-    orders_of_two_groups,
     random_faults,
     random_programs,
 )
@@ -67,20 +66,6 @@ def test_ranks_connect_in_one_call_after_a_circle():
     programs = [Program(each.calls, otherwise=(mine,)) for each, mine in zip(KNOT, groups)]
     assert explore(programs).circles
     assert explore(programs, Faults(deadlines=1), 40_000).circles
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("deadlines", [0, 1])
-def test_every_order_of_two_groups_on_three_ranks(deadlines):
-    """Of the larger spaces, a part is tried, and then random walks."""
-    total, chance = Seen(), random.Random(7)
-    for programs in orders_of_two_groups():
-        seen = explore(programs, Faults(deadlines=deadlines), 70_000)
-        if seen.cut_short:
-            seen.add(walk(programs, Faults(deadlines=deadlines), 30, chance))
-        total.add(seen)
-    print(total)
-    assert total.circles > 30
 
 
 @pytest.mark.parametrize("ranks", [8, 16, 24])
