@@ -30,7 +30,7 @@ LONGEST = (
     "resharding/test_resharder",
     "elastic/test_pauses",
     "interop/test_device_mesh",
-    "elastic/test_unconnected_peers",
+    "elastic/test_blocked_ranks",
     "parallel/test_pipeline_shapes",
     "elastic/test_shrink",
     "elastic/test_model",
@@ -48,7 +48,6 @@ LONGEST = (
     "resharding/test_reshard",
     "connect/test_connect",
     "parallel/test_checkpoint",
-    "elastic/test_blocked_senders",
     "docs/test_readme",
     "rendezvous/test_detection_latency",
 )

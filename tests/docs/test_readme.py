@@ -35,8 +35,8 @@ ROWS = {
 of_torch_2_13 = pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the table is about torch 2.13")
 
 
-((PROGRAM, COMMAND, SHOWN),) = re.findall(
-    r"```python\n(.*?)```\n\n```console\n\$ torchrun (.*?) script.py\n(.*?)```", README, re.DOTALL
+((PROGRAM, SHOWN),) = re.findall(
+    r"```python\n(.*?)```\n\n```console\n\$ torchrun .*? script.py\n(.*?)```", README, re.DOTALL
 )
 
 
@@ -58,16 +58,6 @@ def torchrun_environ(rank: int, size: int, port: int) -> dict[str, str]:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     given = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     return clean_env(**given, **{name: str(value) for name, value in place.items()})
-
-
-@pytest.mark.long
-def test_its_script_runs_under_torchrun(tmp_path: Path):
-    script = tmp_path / "script.py"
-    script.write_text(PROGRAM, encoding="utf-8")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", *COMMAND.split(), str(script)]
-    done = subprocess.run(torchrun, cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    check_shown(done.stdout)
 
 
 def test_readme_names_version_in_under_100_lines():

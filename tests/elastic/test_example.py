@@ -35,13 +35,12 @@ NO_RANK_LEFT = "mesh 'train': no other rank of it is left, so none can call shri
 pytestmark = pytest.mark.long
 
 
-def run(folder: Path, fast: bool, rank: int, port: int, fsdp: int, pipe: Any) -> None:
+def run(folder: Path, rank: int, port: int, fsdp: int, pipe: Any) -> None:
     """One rank of the example. It does not begin its last step before the test has set the flag "end"."""
     signal.alarm(240)  # it does not outlive the test
-    if fast:
-        beat_fast()
-        join = elastic.launch.join
-        elastic.launch.join = lambda *args, **options: join(*args, **options | {"timeout": GROUP_TIMEOUT})
+    beat_fast()
+    join = elastic.launch.join
+    elastic.launch.join = lambda *args, **options: join(*args, **options | {"timeout": GROUP_TIMEOUT})
     train_one_step = elastic.train_one_step
 
     def train_but_the_last(mesh: ProcessGroupMesh, model: Any, optimizer: Any, step: int) -> float:
@@ -63,8 +62,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     monkeypatch.setattr(elastic, "STEPS", STEPS)
     started: list[survive.Ranks] = []
 
-    def start(fsdp: int, *, but: tuple[int, ...] = (), fast: bool = True, run: Any = run) -> survive.Ranks:
-        started.append(survive.Ranks(fsdp, functools.partial(run, tmp_path, fast)))
+    def start(fsdp: int, *, but: tuple[int, ...] = (), run: Any = run) -> survive.Ranks:
+        started.append(survive.Ranks(fsdp, functools.partial(run, tmp_path)))
         started[-1].start(*(rank for rank in range(WORLD) if rank not in but))
         return started[-1]
 
@@ -116,10 +115,9 @@ def test_stopped_rank_returns_as_a_spare(tmp_path: Path, start: Callable[..., su
     assert lines(ranks, GOES_ON).count(2) > 1
 
 
-@pytest.mark.parametrize(("fast", "late"), [(True, 3 * H), (False, 75.0)])
-def test_example_waits_for_a_late_rank(tmp_path: Path, start: Callable[..., survive.Ranks], fast: bool, late: float):
-    ranks = start(1, but=(4,), fast=fast)
-    time.sleep(late)
+def test_example_waits_for_a_late_rank(tmp_path: Path, start: Callable[..., survive.Ranks]):
+    ranks = start(1, but=(4,))
+    time.sleep(GROUP_TIMEOUT + H)  # also longer than the timeout of ``join``
     ranks.start(4)
     check_end(tmp_path, ranks)
     assert sorted(lines(ranks, GOES_ON)) == [*range(6)]
@@ -138,7 +136,7 @@ def test_replaced_late_rank_stands_by(tmp_path: Path, start: Callable[..., survi
     check_end(tmp_path, ranks, 0, 1)
 
 
-def run_failing(times: int, folder: Path, fast: bool, rank: int, port: int, fsdp: int, pipe: Any) -> None:
+def run_failing(times: int, folder: Path, rank: int, port: int, fsdp: int, pipe: Any) -> None:
     """One rank of the example. Step 8 fails on rank 3, several times."""
     batch_of_example, left = elastic.batch_of, [times]
 
@@ -149,7 +147,7 @@ def run_failing(times: int, folder: Path, fast: bool, rank: int, port: int, fsdp
         return batch_of_example(step)
 
     elastic.batch_of = batch_of
-    run(folder, fast, rank, port, fsdp, pipe)
+    run(folder, rank, port, fsdp, pipe)
 
 
 def test_step_that_fails_once_is_repeated(tmp_path: Path, start: Callable[..., survive.Ranks]):

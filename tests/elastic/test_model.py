@@ -126,16 +126,6 @@ def test_rank_that_missed_a_mesh_stands_by():
 
 
 @pytest.mark.long
-def test_members_agree_in_larger_spaces():
-    """All of them."""
-    explore(members(3, retries=True), Faults(deadlines=1))
-    explore(members(3, comes_back=True), Faults(silences=1, long_times=1))
-    explore(members(3), Faults(crashes=1, listeners=False, long_times=1))
-    explore(with_spare(retries=True), Faults(deadlines=1), layout=PAIR)
-    explore(with_new(retries=True), Faults(crashes=1, interrupts=1, mortal=frozenset([1])), layout=PAIR)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("number", range(12))
 def test_random_programs_agree_in_every_order(number: int):
     programs, faults, more = random_programs(random.Random(f"{SEED} {number}"))

@@ -23,7 +23,6 @@ from pgmesh import ProcessGroupMesh
 from pgmesh._util.sockets import opened
 from pgmesh.groups.group import find_group
 from pgmesh.launch import StoreProcess
-from tests.support.fake_world import fake_rank
 from tests.support.faults import (
     LONG_TIMEOUT,
     SLACK,
@@ -361,18 +360,6 @@ def test_methods_of_a_released_group_raise(axis: str):
         first = seen["allreduce"]
         assert first.kind == "LifetimeError"
         assert f"group {axis} of mesh 'actor' was released at test_connections.py:" in first.text
-
-
-def test_methods_of_a_released_fake_group_raise():
-    with fake_rank(0, 4):
-        mesh = ProcessGroupMesh(4, name="actor")
-        group = mesh.group()
-        for name, call in own_methods(group, 0).items():
-            assert not attempt(call).kind, name
-        mesh.release()
-        for name, call in own_methods(group, 0).items():
-            assert attempt(call).kind, name
-        assert attempt(lambda: dist.all_reduce(torch.ones(1), group=group)).kind == "LifetimeError"
 
 
 # ---- the connection to the store is cut ----

@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -32,7 +32,7 @@ from tests.support.faults import (
     wait_until_waiting,
 )
 from tests.support.resource_counts import CAN_COUNT, count_resources, count_with_keys, growth, resident_kib
-from tests.support.worlds import World, check_sums, fresh_world
+from tests.support.worlds import World, check_sums, fresh_world, world
 
 pytestmark = pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")
 
@@ -249,21 +249,12 @@ def again_and_again(fault: Callable[[ProcessGroupMesh], None]) -> dict[str, int]
     return more
 
 
-@pytest.fixture(scope="module")
-def started() -> Iterator[list[World]]:
+@pytest.fixture
+def four() -> World:
+    """The world of this file."""
     # torch's flight record has 2,000 entries by default: read at some heartbeat, it would take more memory than a leak.
     with mock.patch.dict(os.environ, TORCH_FR_BUFFER_SIZE="64"):
-        yield (worlds := [World(4)])
-        worlds[-1].close()
-
-
-@pytest.fixture
-def four(started: list[World]) -> World:
-    """The world of this file, started again after a rank has failed in it."""
-    if not started[-1].usable:
-        started[-1].close()
-        started.append(World(4))
-    return started[-1]
+        return world(4, "small flight record")
 
 
 @pytest.mark.fault("connect, use, release, 500 times; any fault that a process survives, repeatedly")

@@ -1,22 +1,28 @@
-"""Groups that have ended are freed, also if their mesh ends while another thread works with it."""
+"""Groups that have ended are freed, also while other threads work with their mesh or wait for the store."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import signal
 import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from pgmesh import LifetimeError, ProcessGroupMesh, torch_private
 from pgmesh.groups.group import find_group
+from pgmesh.launch import StoreProcess
 from tests.support.faults import LONG_TIMEOUT, Attempt, attempt, wait_until, wait_until_waiting
+from tests.support.programs import send_signal
 from tests.support.torch_tables import timeout_of
 from tests.support.worlds import check_sums, fresh_world, groups_of, world
 
@@ -177,3 +183,57 @@ def test_members_learn_of_group_that_ended_early():
     assert seen[0].kind == "LifetimeError"
     for failed in seen[1:3]:
         assert "another thread has released it" in failed.text
+
+
+# ---- no thread waits for the store with the lock of a mesh ----
+
+
+WAIT_TIMEOUT = 30.0
+
+
+def with_stopped_store(act: Callable[[ProcessGroupMesh, threading.Thread], Any], store_pid: int) -> Any:
+    """What ``act`` returns on rank 0, while its other thread releases a connected group and the store is stopped."""
+    mesh = ProcessGroupMesh(dp=2, tp=1, name="train")
+    mesh.connect("dp")
+    dist.barrier()  # over the group of the world: the other rank is past its use of the store
+    if mesh.rank != 0:
+        dist.barrier()
+        mesh.close()
+        return None
+    send_signal(store_pid, signal.SIGSTOP)
+    release = threading.Thread(target=mesh.release, args=("dp",))
+    try:
+        release.start()
+        while mesh.held():  # the group is destroyed; now the thread waits for the store
+            assert release.is_alive()
+        return act(mesh, release)
+    finally:
+        os.kill(store_pid, signal.SIGCONT)
+        release.join(WAIT_TIMEOUT)
+        dist.barrier()
+        mesh.close()
+
+
+def create_group(mesh: ProcessGroupMesh, release: threading.Thread) -> tuple[int, bool]:
+    return mesh.group("tp").size(), release.is_alive()
+
+
+def abort_and_ask(mesh: ProcessGroupMesh, _release: threading.Thread) -> str:
+    mesh.group("tp")
+    mesh.abort("a test did")
+    with pytest.raises(LifetimeError) as raised:
+        mesh.group("tp")
+    return str(raised.value)
+
+
+def run(act: Callable[[ProcessGroupMesh, threading.Thread], Any]) -> Any:
+    with StoreProcess() as store, fresh_world(2, store) as own:
+        return own.run(with_stopped_store, act, store.process.pid)[0]
+
+
+def test_group_is_created_while_release_waits():
+    assert run(create_group) == (1, True)
+
+
+def test_abort_ends_groups_while_release_waits():
+    assert "mesh 'train' was aborted by rank 0" in run(abort_and_ask)

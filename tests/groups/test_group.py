@@ -6,8 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from pgmesh.connect.first_collective import FirstCollective
 from pgmesh.errors import LifetimeError
 from pgmesh.groups.group import Group, State
+from pgmesh.rendezvous.operations import CompareSet
+from pgmesh.rendezvous.statuses import Statuses
 
 
 @pytest.mark.parametrize("connected", [True, False])
@@ -21,3 +24,18 @@ def test_connect_leaves_group_that_another_thread_ended(connected: bool):
     assert group.state is State.ENDED
     with pytest.raises(LifetimeError, match="group tp of mesh 'actor' was released"):
         group.connect()
+
+
+# ---- its first collective ----
+
+
+def test_failure_of_ended_group_is_published():
+    group = Group("group tp", "mesh 'actor'", (0, 1))
+    group.make(SimpleNamespace(group_name="pgmesh/actor.0/0-1"), "train.py:7", {})
+    group.end("was released")
+    group.take_process_group()
+    collective = FirstCollective(group, "group/0/broken", Statuses(5.0, lambda: 0.0))
+    collective.fail("was cancelled")
+    (step,) = collective.publish_failure()
+    assert isinstance(step, CompareSet)
+    assert step.key == "group/0/broken"

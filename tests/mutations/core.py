@@ -309,7 +309,7 @@ def types_not_checked(unpack):
     "two processes have the same rank: both are named",
     page="faults.md",
     target="rendezvous.store_thread:process_label",
-    tests="tests/faults/test_two_processes_of_a_rank.py -k named_everywhere",
+    tests="tests/faults/test_processes_of_a_rank.py -k named_everywhere",
 )
 def processes_alike(process_label):
     return lambda: "process 1 on host/1"
@@ -342,7 +342,7 @@ def unpublished_abort(publish_abort):
     "an abort wakes ranks that wait for another one to connect",
     page="elastic.md",
     target="groups.connections:wake",
-    tests="tests/elastic/test_unconnected_peers.py -k without_connection",
+    tests="tests/elastic/test_blocked_ranks.py -k without_connection",
 )
 def sleeping_ranks(wake):
     return lambda group: None
@@ -372,7 +372,7 @@ def last_spare_first(success):
     "options set with configure on the mesh are carried over to the next one",
     page="elastic.md",
     target="groups.mesh_groups:MeshGroups.configure_all",
-    tests="tests/elastic/test_options.py",
+    tests="tests/elastic/test_shrink.py -k options_survive",
 )
 def options_lost(configure_all):
     return lambda self, configured: None
