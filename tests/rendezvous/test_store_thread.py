@@ -250,9 +250,6 @@ def test_error_at_one_heartbeat_stops_no_later_look(store_thread: StoreThread):
 # ---- a call of connect and the store thread: errors and signals end the wait on both sides ----
 
 
-LONG = 20.0
-
-
 def rounds(client: CallClient, members: int) -> Rounds[GroupRound, Decision]:
     """Rank 0 of a group, before its call."""
     more: dict[str, Any] = {"deadline": client.deadline - client.start, "statuses": Statuses(LONG, client.now)}
