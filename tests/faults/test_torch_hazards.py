@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,35 +13,8 @@ import torch.distributed as dist
 from pgmesh import ProcessGroupMesh
 from tests.support.releases import check_cycles
 from tests.support.resource_counts import CAN_COUNT
-from tests.support.torch_tables import c10d, count_new_groups
+from tests.support.torch_tables import count_new_groups
 from tests.support.worlds import check_sums, groups_of, world
-
-# ---- a world that is bound to a device ----
-
-
-def never_split() -> None:
-    """With a device bound, torch splits a new group off the world, which needs ranks outside the group.
-
-    NCCL alone really splits. What can be seen without it: the world says that it is bound, and making a group
-    asks torch neither to split nor to make one.
-    """
-    mesh = ProcessGroupMesh(dp=2, tp=2)
-    refusal = mock.Mock(side_effect=AssertionError("a group was split off the world"))
-    world_group: Any = dist.group.WORLD
-    names = [name for name in ("_get_split_source", "_new_process_group_helper", "split_group") if hasattr(c10d, name)]
-    assert "_new_process_group_helper" in names
-    with mock.patch.multiple(c10d, **dict.fromkeys(names, refusal)):
-        world_group.bound_device_id = torch.device("cpu", 0)
-        try:
-            groups = groups_of(mesh)
-        finally:
-            world_group.bound_device_id = None
-    check_sums(groups)
-
-
-def test_group_is_never_split_off_the_world():
-    world(4).run(never_split)
-
 
 # ---- one group waits, the others go on ----
 
