@@ -163,9 +163,8 @@ def test_step_that_fails_twice_ends_the_program(tmp_path: Path, start: Callable[
     assert set(statuses.values()) <= {0, 1}
 
 
-@pytest.mark.parametrize("fsdp", [1, 2])
-def test_example_runs_unchanged(fsdp: int):
-    command = [sys.executable, str(EXAMPLES / "elastic.py"), "--fsdp", str(fsdp)]
+def test_example_runs_unchanged():
+    command = [sys.executable, str(EXAMPLES / "elastic.py"), "--fsdp", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     losses = {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss (\S+)", done.stdout)}
