@@ -28,11 +28,12 @@ from tests.support.faults import (
     BEAT,
     LONG_TIMEOUT,
     beat_fast_with_bystander,
+    fast_world,
     wait_until,
     wait_until_waiting,
 )
 from tests.support.resource_counts import CAN_COUNT, count_resources, count_with_keys, growth, resident_kib
-from tests.support.worlds import World, check_sums, fresh_world, world
+from tests.support.worlds import World, check_sums, world
 
 pytestmark = pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")
 
@@ -203,8 +204,7 @@ def cycles_without_collection(times: int) -> dict[str, int]:
 
 
 def test_close_frees_groups_without_the_garbage_collector():
-    with fresh_world(4) as own:
-        assert own.run(cycles_without_collection, 6) == [{}] * 4
+    assert fast_world(4).run(cycles_without_collection, 6) == [{}] * 4
 
 
 # ---- the counts ----
