@@ -38,7 +38,6 @@ from tests.support.torch_tables import address_is_published
 from tests.support.worlds import STARVED, check_sums, fresh_world, groups_of
 
 D = 1.5  # seconds
-POLL = 0.2  # seconds between two inspections of the store
 SHORT = 10.0 if STARVED else 0.6  # seconds; the timeout of a group that loses a member
 
 

@@ -431,6 +431,7 @@ def closing_leaves_nothing() -> None:
         counts.append(tables_and_keys())
         dist.barrier()
         with ProcessGroupMesh(dp=2, tp=2, name=name) as mesh:
+            mesh.connect(*mesh.axes, mesh.axes)
             mesh.device_mesh()
             mesh.group("dp", tag="other")
             summed(mesh)
