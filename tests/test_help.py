@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pydoc
 import subprocess
 import sys
@@ -18,15 +17,9 @@ def test_help_page_names_every_public_name():
         assert f"``{name}``" in HELP, name
 
 
-def test_help_of_one_name_is_complete():
-    shown = pydoc.render_doc(pgmesh.ProcessGroupMesh, renderer=pydoc.plaintext)
-    assert "group(self, *axes" in shown
-    assert len(shown.splitlines()) > 300
-
-
 def test_help_loads_no_torch():
     program = "import sys, pydoc, pgmesh; pydoc.render_doc(pgmesh); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], timeout=60, env={**os.environ}).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
 
 
 def test_dir_shows_only_public_names():

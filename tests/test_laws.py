@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from itertools import combinations, pairwise, product
+from itertools import combinations, product
 from math import prod
 from random import Random
 
@@ -316,10 +316,6 @@ def some_of(axes: Sequence[Axis]) -> st.SearchStrategy[list[Axis]]:
     return st.lists(st.sampled_from(axes), unique=True) if axes else st.just([])
 
 
-def is_one_run(ranks: Sequence[int]) -> bool:
-    return len({after - before for before, after in pairwise(ranks)}) < 2
-
-
 def has_steps(places: Sequence[int], sizes: Sequence[int]) -> bool:
     """Whether each axis of these sizes moves one along these places by the same steps from everywhere."""
     table = LayoutOracle(range(len(sizes)), sizes, places).table
@@ -338,17 +334,3 @@ def test_laws_hold_after_at_along_and_view(root, steps, data):
     for step in steps:
         step(walk, data)
     walk.check(data)
-
-
-@settings(max_examples=100)
-@given(st.integers(3, 8), st.integers(1, 2), st.integers(2, 3), st.data())
-def test_equal_slices_make_equal_layouts(a, b, cuts, data):
-    layout, plain = pair((a, b), range(a * b))
-    for _ in range(cuts):
-        keep = data.draw(parts(layout.size("a")))
-        layout, plain = layout.at(a=keep), plain.at({"a": keep})
-    direct = Layout(a=plain.size("a"), b=b, ranks=plain.ranks())
-    assert layout == direct
-    assert hash(layout) == hash(direct)
-    if is_one_run(plain.ranks()):
-        assert layout.view(c=-1) == Layout(c=-1, ranks=plain.ranks())

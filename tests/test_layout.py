@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-import pgmesh
 from pgmesh import AxisError, Layout, PgmeshError, RankError, ShapeError
 from pgmesh.layout import Partition
 from tests.support.memory import memory
@@ -381,14 +380,6 @@ def test_slices_of_permuted_layout_share_its_table():
         held, peak = memory(ask)
         assert held < 4 * KIB
         assert peak < 16 * KIB
-
-
-def test_every_public_name_is_reachable():
-    for name in pgmesh.__all__:
-        assert name in dir(pgmesh)
-        assert getattr(pgmesh, name).__name__ == name
-    with pytest.raises(AttributeError, match="module 'pgmesh' has no attribute 'nothing'"):
-        _ = pgmesh.nothing
 
 
 @pytest.mark.parametrize("ranks", [None, "offset", "shuffled"])

@@ -210,12 +210,6 @@ def test_destroyed_group_does_not_rename_tagged_one(mesh):
     assert again.group("dp", tag="second").group_name.split("/")[-1] == before.split("/")[-1]
 
 
-def test_released_group_gets_a_new_name(mesh):
-    name = mesh.group("tp").group_name
-    mesh.release("tp")
-    assert mesh.group("tp").group_name != name
-
-
 def test_configured_group_gets_new_name_after_failure(mesh):
     names = []
     for seconds in (10, 20, 30):
@@ -288,18 +282,6 @@ def test_mesh_works_in_world_of_a_million():
 
 def test_torch_has_all_private_names():
     assert torch_private.missing_names() == {}, "this torch lacks private names that pgmesh needs: see groups.SEAM"
-
-
-def test_missing_private_names_are_listed_with_reasons():
-    class Torch:
-        _C = None
-
-        class distributed:  # noqa: N801
-            distributed_c10d = None
-
-    gone = torch_private.missing_names(Torch)
-    assert gone == torch_private.SEAM
-    assert all(reason for reason in gone.values())
 
 
 NEWER = """

@@ -14,7 +14,6 @@ from pgmesh import ProcessGroupMesh
 from tests.support.fake_world import fake_rank
 
 ROOT = "ProcessGroupMesh(pp=2, dp=2, tp=2, name='example')"
-NUMBERED = "ProcessGroupMesh(2, 2, 2)"
 WIDE = "ProcessGroupMesh(n=100, t=2)"
 
 

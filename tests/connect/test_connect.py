@@ -27,9 +27,8 @@ from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Raw, Read
 from tests.support.board import Fault, at_all_reduce, faults, key_of, writes
 from tests.support.fake_world import fake_rank
-from tests.support.faults import attempt, beat_fast, set_flag, wait_for_flag, wait_for_flags, wait_until
+from tests.support.faults import attempt, beat_fast, fast_world, set_flag, wait_for_flag, wait_for_flags, wait_until
 from tests.support.logs import logged_lines
-from tests.support.resource_counts import count_with_keys, growth
 from tests.support.worlds import check_sums, fresh_world, groups_of, world
 
 # ---- it connects ----
@@ -155,13 +154,12 @@ def begin_late_on_rank_1(folder):
 
 
 def test_unstarted_first_collective_fails_at_the_deadline(tmp_path):
-    with fresh_world(2) as own:
-        for failed in own.run(begin_late_on_rank_1, tmp_path):
-            assert failed.kind == "MissingRanksError"
-            assert failed.text == (
-                "group dp of mesh 'actor': its first collective did not finish in time: the deadline was 2 s. "
-                "Its members are ranks 0, 1."
-            )
+    for failed in fast_world(2).run(begin_late_on_rank_1, tmp_path):
+        assert failed.kind == "MissingRanksError"
+        assert failed.text == (
+            "group dp of mesh 'actor': its first collective did not finish in time: the deadline was 2 s. "
+            "Its members are ranks 0, 1."
+        )
 
 
 def connect_again():
@@ -208,24 +206,6 @@ def test_retry_skips_groups_that_are_connected():
     assert all("rank 3 did not arrive in 0.5 s" in line for line in outcomes[3][1])
 
 
-def count_keys_left():
-    dist.barrier()
-    before = count_with_keys()
-    dist.barrier()
-    for _ in range(3):
-        with ProcessGroupMesh(dp=2, tp=2) as mesh:
-            mesh.connect("dp", "tp", ("dp", "tp"))
-            mesh.connect()
-            check_sums(groups_of(mesh))
-    dist.barrier()
-    return growth([{"keys": before["keys"]}], count_with_keys)
-
-
-def test_close_deletes_the_keys_of_connect():
-    world(4).run(count_keys_left)  # the first time, each rank's key of what it does is new
-    assert world(4).run(count_keys_left) == [{}] * 4
-
-
 def test_connect_in_fake_world_costs_no_operation():
     with fake_rank(3, 64):
         assert ProcessGroupMesh(dp=8, tp=8).connect().operations == 0
@@ -261,25 +241,6 @@ def test_long_first_collective_logs_the_missing_rank(tmp_path):
     assert re.match(r"this rank is in all_reduce \(collective 1\) of group tp of mesh 'watched' for \d+ s: ", lines[0])
     assert "rank 1 did not reach the first collective" in lines[0]
     assert "pgmesh-store" not in threads  # which may not wait for a handler
-
-
-def time_out_once(folder):
-    mesh = ProcessGroupMesh(dp=4, name="status")
-    mesh.connect()
-    failure = ""
-    if mesh.rank == 0:
-        with pytest.raises(MissingRanksError) as caught:
-            dist.all_reduce(torch.ones(1), group=mesh.group_of([0, 3], timeout=0.5))
-        failure = str(caught.value)
-        set_flag(Path(folder), "failed")
-    wait_for_flag(Path(folder), "failed")
-    check_sums({"dp": (mesh.group("dp"), mesh.ranks("dp"))})
-    return failure
-
-
-def test_timeout_error_shows_status_of_missing_rank(tmp_path):
-    text = world(4).run(time_out_once, str(tmp_path))[0]
-    assert re.search(r"The group's ranks are 0, 3\.\n  last status of rank 3: \w", text)
 
 
 # ---- report and stats ----

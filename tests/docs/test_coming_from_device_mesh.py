@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +18,7 @@ import pgmesh
 from pgmesh import ProcessGroupMesh
 from tests.support import port_values
 from tests.support.fake_world import fake_rank
-from tests.support.programs import clean_env
+from tests.support.programs import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the page is about torch 2.13")
 
@@ -87,11 +85,7 @@ def test_both_columns_give_their_values(row: Row):
 def test_both_scripts_print_what_the_page_shows(tmp_path: Path, program: int):
     script = re.findall(r"^```python\n(import.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[program]
     (shown,) = re.findall(r"^```console\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    (tmp_path / "script.py").write_text(script)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8", "script.py"]
-    ran = subprocess.run(command, cwd=tmp_path, env=clean_env(), capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout == shown
+    assert run_ranks(tmp_path, script, 8) == shown
 
 
 def test_configured_backend_and_timeout_reach_the_group():

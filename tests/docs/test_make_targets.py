@@ -1,4 +1,4 @@
-"""Targets of the Makefile that install or need much, and the workflow that runs `make test`."""
+"""Targets of the Makefile that need a GPU or a checkout, and the workflow that runs `make test`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,11 @@ import pytest
 import torch
 
 from tests.support.programs import run_programs
-from tests.support.torch_version import check
 
 ROOT = Path(__file__).parents[2]
 RUNNER = "import sys; from tests.gpu.__main__ import main; sys.exit(main([]))"
 
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
-
-
-def recipe(*words: str) -> list[str]:
-    """The commands that make would run, whatever the make that runs these tests was given."""
-    environ = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-    command = ["make", "--dry-run", *words]
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
-    return done.stdout.replace("\\\n", " ").splitlines()
 
 
 # ---- test-gpu ----
@@ -38,13 +29,6 @@ def test_gpu_tests_are_skipped_without_a_gpu(tmp_path):
     ((out, err),) = run_programs(tmp_path, RUNNER, environs=[environ])  # which exits with 0
     assert out == f"test-gpu: skipped, torch {torch.__version__} of {sys.executable} sees no GPU.\n"
     assert err == ""
-
-
-@needs_make
-def test_own_python_for_gpu_tests_installs_nothing():
-    assert [line.rstrip() for line in recipe("test-gpu", "GPU_PYTHON=python9")] == [
-        "RES_OPTIONS=attempts:0 python9 -m tests.gpu"
-    ]
 
 
 @pytest.mark.long
@@ -62,47 +46,6 @@ def test_gpu_tests_pass_on_a_cpu():
     assert (record["GPU"], record["torch"], record["failed"]) == ("none", torch.__version__, "0")
     assert int(record["passed"]) >= 25
     assert int(record["skipped"]) == len(re.findall(r"^skipped test_\w+.*: .*NCCL$", done.stdout, re.MULTILINE)) == 2
-
-
-# ---- test-torch ----
-
-
-@needs_make
-def test_other_torch_is_asserted_and_never_replaced():
-    commands = recipe("test-torch", "TORCH=9.8.7", "TESTS=tests/test_x.py")
-    installs = [line for line in commands if "pip install" in line]
-    assert len(installs) == 3
-    assert all(line.startswith("env -u PIP_CONSTRAINT .venv-torch-9.8.7/bin/python -m pip") for line in installs)
-    assert installs[0].endswith(" install --quiet torch==9.8.7")  # which alone takes what it depends on
-    assert all(" --no-deps " in line for line in installs[1:])
-    assert installs[1].endswith(" --editable .")
-    asserted, tested = commands[-2:]
-    assert asserted == ".venv-torch-9.8.7/bin/python -m tests.support.torch_version 9.8.7"
-    assert " PGMESH_TORCH=9.8.7 .venv-torch-9.8.7/bin/python -m pytest -q -p tests.support.torch_version " in tested
-    assert tested.endswith(" -m 'not long' tests/test_x.py")
-
-
-def test_unexpected_torch_version_is_an_error():
-    version = str(torch.__version__).partition("+")[0]
-    check(version)
-    check(str(torch.__version__))
-    for other in (version.rpartition(".")[0], f"{version}0", "0.0.1"):
-        with pytest.raises(pytest.UsageError, match=rf"^this is torch {version}.* and not torch {other}, which"):
-            check(other)
-
-
-# ---- package and release-check ----
-
-
-@needs_make
-@pytest.mark.parametrize("target", ["package", "release-check"])
-def test_package_installs_only_build_and_twine(target: str):
-    commands = recipe("--always-make", target)
-    installs = [line for line in commands if " pip install " in line]
-    assert set(installs) == {".venv-package/bin/python -m pip install --quiet build twine"}
-    assert not [line for line in commands if ".venv/" in line or "upload" in line]
-    assert commands[-1] == ".venv-package/bin/python -m twine check --strict dist/*"
-    assert (".venv-package/bin/python -m tests.support.release" in commands) == (target == "release-check")
 
 
 # ---- the workflow ----
@@ -127,10 +70,3 @@ def test_upstream_without_a_checkout_asks_for_one():
     assert done.returncode == 2
     says = r"test-upstream: give a checkout of pytorch near torch [\d.]+: make test-upstream PYTORCH=../pytorch\n"
     assert re.fullmatch(says, done.stdout)
-
-
-@needs_make
-def test_upstream_installs_what_the_tests_import():
-    commands = recipe("--always-make", "test-upstream", "PYTORCH=../pytorch", "ARGS=--only tensor/")
-    assert ".venv/bin/python -m pip install --quiet expecttest" in commands
-    assert commands[-1].endswith('.venv/bin/python -m tests.upstream "../pytorch" --only tensor/')

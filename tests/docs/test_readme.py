@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import pgmesh
 from pgmesh import Layout, MismatchError, MissingRanksError, ProcessGroupMesh
-from tests.support.programs import clean_env, run_programs
+from tests.support.programs import clean_env, run_programs, run_ranks
 from tests.support.torch_tables import table_sizes
 from tests.support.worlds import World, check_sums, fresh_world, groups_of, world
 
@@ -35,8 +35,8 @@ ROWS = {
 of_torch_2_13 = pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the table is about torch 2.13")
 
 
-((PROGRAM, COMMAND, SHOWN),) = re.findall(
-    r"```python\n(.*?)```\n\n```console\n\$ torchrun (.*?) script.py\n(.*?)```", README, re.DOTALL
+((PROGRAM, SHOWN),) = re.findall(
+    r"```python\n(.*?)```\n\n```console\n\$ torchrun .*? script.py\n(.*?)```", README, re.DOTALL
 )
 
 
@@ -49,25 +49,7 @@ def check_shown(output: str) -> None:
 def test_its_script_prints_what_it_shows(tmp_path: Path):
     """With the variables of torchrun."""
     assert len(list(filter(None, PROGRAM.splitlines()))) == 7
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environs = [torchrun_environ(rank, 4, store.port) for rank in range(4)]
-    check_shown("".join(out for out, _ in run_programs(tmp_path, PROGRAM, environs=environs)))
-
-
-def torchrun_environ(rank: int, size: int, port: int) -> dict[str, str]:
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-    given = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    return clean_env(**given, **{name: str(value) for name, value in place.items()})
-
-
-@pytest.mark.long
-def test_its_script_runs_under_torchrun(tmp_path: Path):
-    script = tmp_path / "script.py"
-    script.write_text(PROGRAM, encoding="utf-8")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", *COMMAND.split(), str(script)]
-    done = subprocess.run(torchrun, cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    check_shown(done.stdout)
+    check_shown(run_ranks(tmp_path, PROGRAM, 4))
 
 
 def test_readme_names_version_in_under_100_lines():

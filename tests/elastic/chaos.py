@@ -194,8 +194,10 @@ class Driver(threading.Thread):
                 self.wait_for_steps("the last fault")
                 self.check_reports()
         except AssertionError as error:
-            told = "\n".join(f"{path.name}: {path.read_text()}" for path in sorted(self.folder.glob("told *[0-9]")))
-            self.trouble = f"{error}\n{self.done}, {self.gone_at}\n{told}\n{self.stacks()}"
+            reports = "\n".join(
+                f"{path.name}: {path.read_text()}" for path in sorted(self.folder.glob("report *[0-9]"))
+            )
+            self.trouble = f"{error}\n{self.done}, {self.gone_at}\n{reports}\n{self.stacks()}"
         finally:
             set_flag(self.folder, "over")
             for rank in self.stopped - self.dead:

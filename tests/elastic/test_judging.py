@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -39,19 +38,6 @@ def arrival(rank: int, request: Request | None = DP, process: str = "") -> Arriv
 def status(rank: int, **more: Any) -> dict[str, bytes]:
     more = {"heartbeat": 1, "endpoint": ("host", 100 + rank), **more}
     return {status_key(rank): RankStatus(rank, **more).pack().encode()}
-
-
-def arrive_at(client: MemoryClient, when: float, *lines: Arrival, number: int = 0) -> Callable[[], None]:
-    """Let ranks arrive at an attempt at a time of the client's clock."""
-    waiting = [lines]
-
-    def between() -> None:
-        if waiting and client.clock >= when:
-            key = f"m/shrink/{number}/arrivals"
-            client.values[key] = client.values.get(key, b"") + arrivals(*waiting.pop())
-
-    client.between = between
-    return between
 
 
 class Rank:
@@ -104,23 +90,6 @@ class Rank:
     def decision(self, number: int = 0) -> Outcome:
         key = f"m/shrink/{number}/decision"
         return Outcome.unpack(key, self.client.values[key])
-
-
-# -- all arrive -------------------------------------------------------------------------------------------------------
-
-
-def test_rank_waits_for_a_living_late_rank():
-    one = Rank(values=status(1))
-    arrive_at(one.client, 3.0, arrival(1))
-    one.between = one.client.between
-
-    def between() -> None:
-        one.client.values |= status(1, heartbeat=int(one.client.clock))
-        one.between()
-
-    one.client.between = between
-    assert one.agree() == Outcome(axis="dp")
-    assert 3.0 <= one.client.clock < 3.3
 
 
 # -- lost ranks -------------------------------------------------------------------------------------------------------
@@ -298,12 +267,6 @@ def test_ended_spares_replace_no_lost_rank():
     assert (one.agree().replaced, one.client.clock < 0.1) == ({}, True)
     forever = Rank(request=spares(4, axis=None), values=before, ended={1, 4}, deadline=3.0)
     assert "rank 4 has ended: its listener" in forever.agree().failed
-
-
-def test_spare_times_out_without_a_member_call():
-    spare = Rank(rank=4, request=None, deadline=9.0)
-    assert "no rank called shrink in 9 s" in spare.agree().failed
-    assert spare.decision().error == "left"
 
 
 # -- no member is left ------------------------------------------------------------------------------------------------

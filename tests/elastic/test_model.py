@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pgmesh.elastic.records import Outcome, Request
+from pgmesh.elastic.records import Request
 from pgmesh.layout import Layout
 from tests.elastic.model.mutants import MUTANTS
 from tests.elastic.model.processes import Program
@@ -126,16 +126,6 @@ def test_rank_that_missed_a_mesh_stands_by():
 
 
 @pytest.mark.long
-def test_members_agree_in_larger_spaces():
-    """All of them."""
-    explore(members(3, retries=True), Faults(deadlines=1))
-    explore(members(3, comes_back=True), Faults(silences=1, long_times=1))
-    explore(members(3), Faults(crashes=1, listeners=False, long_times=1))
-    explore(with_spare(retries=True), Faults(deadlines=1), layout=PAIR)
-    explore(with_new(retries=True), Faults(crashes=1, interrupts=1, mortal=frozenset([1])), layout=PAIR)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("number", range(12))
 def test_random_programs_agree_in_every_order(number: int):
     programs, faults, more = random_programs(random.Random(f"{SEED} {number}"))
@@ -168,15 +158,3 @@ def test_skipped_orders_reach_the_same_decisions():
         assert not some.broken + every.broken
         assert some.states < every.states
         assert decisions_of(spaces[0]) == decisions_of(spaces[1])
-
-
-def test_faults_reach_every_kind_of_outcome():
-    """The laws hold of outcomes that are reached: a lost rank, a spare in its place, and a failure."""
-    space = ShrinkSpace(with_spare(SPARE_ONLY), Faults(crashes=1, deadlines=1), layout=PAIR)
-    space.explore(10_000)
-    seen = {
-        (bool(outcome.failed), tuple(outcome.lost), tuple(outcome.replaced.items()))
-        for key, value in decisions_of(space)
-        for outcome in [Outcome.unpack(key, value)]
-    }
-    assert {(False, (), ()), (False, (1,), ((1, 2),)), (False, (0,), ((0, 2),)), (True, (), ())} <= seen

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import heapq
-import itertools
 import random
-import threading
 from collections import Counter
 from typing import Any
 
@@ -18,45 +15,17 @@ from pgmesh.rendezvous.operations import Append, Operation, Read, perform
 from pgmesh.rendezvous.rounds import Rounds
 from pgmesh.rendezvous.statuses import RankStatus, Statuses, status_key
 from tests.support.board import MemoryStore
+from tests.support.simulated_clock import SimulatedClock
 
 OPERATION, CONNECTION = 1e-4, 2e-4
 """Seconds that a rank waits for an answer of the store, and for a connection to another rank."""
-
-
-class Clock:
-    """The clock of all ranks. One thread runs at a time: the one whose pause ends first."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._pauses: list[tuple[float, int, threading.Semaphore]] = []
-        self._numbers = itertools.count()
-        self._paused = threading.Semaphore(0)
-
-    def wake_at(self, when: float, thread: threading.Semaphore) -> None:
-        heapq.heappush(self._pauses, (when, next(self._numbers), thread))
-
-    def pause(self, seconds: float, thread: threading.Semaphore) -> None:
-        """Let other threads run for some seconds."""
-        self.wake_at(self.now + seconds, thread)
-        self.end_turn()
-        thread.acquire()
-
-    def end_turn(self) -> None:
-        self._paused.release()
-
-    def run(self) -> None:
-        """Run all threads to their end."""
-        while self._pauses:
-            self.now, _, thread = heapq.heappop(self._pauses)
-            thread.release()
-            self._paused.acquire()
 
 
 class Simulation:
     """A mesh along dp, its spares, and the operations of their agreement."""
 
     def __init__(self, members: int, spares: int, dead: set[int], spread: float) -> None:
-        self.clock, self.values, self.counts = Clock(), dict[str, bytes](), Counter[str]()
+        self.clock, self.values, self.counts = SimulatedClock(), dict[str, bytes](), Counter[str]()
         self.members, self.dead = range(members), dead
         self.request = Request("dp", tuple(range(members, members + spares)))
         self.outcomes: dict[int, tuple[Outcome, float]] = {}
@@ -65,57 +34,51 @@ class Simulation:
             self.values[status_key(rank)] = RankStatus(rank, 1, endpoint=("host", rank)).pack().encode()
             if rank not in dead:
                 client = Client(self, chance.uniform(0.0, spread) if rank < members else 0.0)
-                threading.Thread(target=self._run, args=(rank, client), daemon=True).start()
+                self.clock.start(client.start, functools.partial(self._run, rank, client))
         self.clock.run()
 
     def _run(self, rank: int, client: Client) -> None:
-        client.thread.acquire()
-        try:
-            common: dict[str, Any] = {
-                "label": "mesh 'm'",
-                "members": self.members,
-                "rank": rank,
-                "process": f"1234567/{rank:08x}",
-                "client": client,
-                "deadline": 60.0,
-                "statuses": Statuses(5.0, client.now, client.has_ended),
-            }
-            judge: ShrinkJudge | StandByJudge = StandByJudge(**common)
-            if rank in self.members:
-                judge = ShrinkJudge(**common, request=self.request, check=lambda outcome: "")
-            each = MeshRound("m/shrink")
-            Rounds([each], judge).run()
-            outcome = each.decision
-            assert outcome is not None
-            self.outcomes[rank] = outcome, self.clock.now
-        finally:
-            self.clock.end_turn()
+        common: dict[str, Any] = {
+            "label": "mesh 'm'",
+            "members": self.members,
+            "rank": rank,
+            "process": f"1234567/{rank:08x}",
+            "client": client,
+            "deadline": 60.0,
+            "statuses": Statuses(5.0, client.now, client.has_ended),
+        }
+        judge: ShrinkJudge | StandByJudge = StandByJudge(**common)
+        if rank in self.members:
+            judge = ShrinkJudge(**common, request=self.request, check=lambda outcome: "")
+        each = MeshRound("m/shrink")
+        Rounds([each], judge).run()
+        assert each.decision is not None
+        self.outcomes[rank] = each.decision, self.clock.now
 
 
 class Client:
     """The store and the clock of one rank."""
 
     def __init__(self, simulation: Simulation, start: float) -> None:
-        self.simulation, self.start, self.thread = simulation, start, threading.Semaphore(0)
-        simulation.clock.wake_at(start, self.thread)
+        self.simulation, self.start = simulation, start
 
     def now(self) -> float:
         return self.simulation.clock.now - self.start
 
     def sleep(self, seconds: float) -> None:
-        self.simulation.clock.pause(max(seconds, OPERATION), self.thread)
+        self.simulation.clock.pause(max(seconds, OPERATION))
 
     def set_pending(self, pending: object) -> None:
         assert not pending, "shrink connects nothing"
 
     def has_ended(self, status: RankStatus, seconds: float) -> bool:
         self.simulation.counts["connections"] += 1
-        self.simulation.clock.pause(CONNECTION, self.thread)
+        self.simulation.clock.pause(CONNECTION)
         return status.rank in self.simulation.dead
 
     def run(self, *operations: Operation) -> list[Any]:
         answers = [self._perform(operation) for operation in operations]
-        self.simulation.clock.pause(OPERATION * len(operations), self.thread)
+        self.simulation.clock.pause(OPERATION * len(operations))
         return answers
 
     def _perform(self, operation: Operation) -> Any:

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pgmesh import ProcessGroupMesh
+from pgmesh import ProcessGroupMesh, torch_private
 from pgmesh.launch import StoreProcess
 from tests.support.fake_world import fake_rank
 from tests.support.faults import (
@@ -27,6 +28,7 @@ from tests.support.faults import (
     H,
     attempt,
     beat_fast,
+    kill_self,
     meanwhile,
     results,
     set_flag,
@@ -387,13 +389,96 @@ def test_wrong_arguments_raise_before_the_abort():
             (lambda: mesh.at(pp=1).stand_by(), "LifetimeError", "Close that mesh"),
             (lambda: mesh.at(pp=1).abort(), "LifetimeError", "Close that mesh"),
             (lambda: mesh.shrink("dp", timeout=0), "OptionsError", "0"),
+            (
+                lambda: mesh.shrink("dp", lost_after=1),
+                "OptionsError",
+                "three heartbeats, which take 3 s here",
+            ),
             (lambda: mesh.shrink(spares=[1, 1]), "ShapeError", "repeats 1"),
         ]:
             failed = attempt(act)
             assert failed.kind == kind, failed
             assert text in failed.text
         assert not mesh.is_closed
+        assert "pgmesh-store" not in [thread.name for thread in threading.enumerate()]
         mesh.close()
         failed = attempt(lambda: mesh.shrink("dp"))
         assert failed.kind == "LifetimeError"
         assert "cannot be replaced" in failed.text
+
+
+# ---- a mesh is aborted before its first use on a rank ----
+
+
+def use_after_abort(folder: Path) -> Attempt | None:
+    """Rank 0 aborts the mesh. Only then do the others use it, in groups without rank 0."""
+    beat_fast()
+    mesh = ProcessGroupMesh(dp=3, name="train")
+    other = ProcessGroupMesh(3, name="other")
+    other.connect(timeout=LONG_TIMEOUT)
+    if mesh.rank == 0:
+        mesh.abort("rank 0 has enough")
+        time.sleep(3 * BEAT)  # the others' heartbeats have counted it
+        set_flag(folder, "aborted")
+        wait_for_flag(folder, "done")
+        return None
+    wait_for_flag(folder, "aborted")
+    group = mesh.group_of([1, 2])
+
+    def steps() -> None:
+        while True:
+            dist.all_reduce(torch.ones(1), group=group)
+
+    failed = attempt(steps)
+    set_flag(folder, "done")
+    return failed
+
+
+def test_first_use_after_abort_fails_within_heartbeats(tmp_path: Path):
+    with StoreProcess() as store, fresh_world(3, store) as own:
+        for failed in results(own.outcomes(use_after_abort, tmp_path))[1:]:
+            print(failed)
+            assert failed.kind in ("LifetimeError", "MissingRanksError", "RuntimeError")
+            assert failed.took < 3 * BEAT + 1.0 + SLACK
+
+
+# ---- the options of the mesh that replaces another one ----
+
+
+def shrink_configured(folder: Path) -> list[timedelta | None]:
+    """Rank 1 is killed, and rank 4 takes its place. It has configured nothing."""
+    beat_fast()
+    mesh = ProcessGroupMesh(dp=2, tp=2, ranks=range(4), name="train")
+    if mesh.rank in mesh:
+        mesh.configure("dp", timeout=11)
+        mesh.configure(timeout=timedelta(seconds=13))
+        mesh.configure("tp", tag="second", timeout=17)
+        mesh.along("tp").configure(tag="third", timeout=19)  # a slice of one group
+        mesh.connect(timeout=LONG_TIMEOUT)
+        set_flag(folder, f"connected {mesh.rank}")
+        if mesh.rank == 1:
+            wait_for_flags(folder, "connected", range(4))
+            kill_self(signal.SIGKILL)
+        attempt(lambda: [dist.all_reduce(torch.ones(1), group=mesh.group("tp")) for _ in range(10**6)])
+        mesh = mesh.shrink(spares=[4], timeout=LONG_TIMEOUT)
+    else:
+        mesh = mesh.stand_by(timeout=LONG_TIMEOUT)
+    check_sums(groups_of(mesh))
+    again = ProcessGroupMesh(4, ranks=[*mesh], name="again")  # the sums show that all members have one timeout
+    check_sums(groups_of(again))
+    groups = [
+        mesh.group("dp"),
+        mesh.group(),
+        mesh.group("tp", tag="second"),
+        mesh.group("tp", tag="third"),
+        mesh.group("tp"),
+    ]
+    return [torch_private.timeout_of(group) for group in groups]
+
+
+def test_configured_options_survive_shrink(tmp_path: Path):
+    with fresh_world(5) as own:
+        seen = results(own.outcomes(shrink_configured, tmp_path), 1)
+    for *configured, of_world in seen:
+        assert configured == [timedelta(seconds=seconds) for seconds in (11, 13, 17, 19)]
+        assert of_world == timedelta(seconds=60)

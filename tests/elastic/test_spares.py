@@ -1,4 +1,4 @@
-"""A rank that stands by until the training ends: the ranks of the mesh leave the world, or are killed."""
+"""Ranks that stand by: until the training ends, or while ranks are lost that others wait for."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pgmesh import ProcessGroupMesh
 from tests.support.faults import (
     BEAT,
     LONG_TIMEOUT,
+    NAMED,
     SLACK,
     WAIT_TIMEOUT,
     Attempt,
@@ -104,3 +105,40 @@ def test_spares_do_not_await_each_other(tmp_path: Path):
             assert re.search(KILLED.format(0), failed.text), failed
             assert re.search(r"rank [12] stands by too", failed.text), failed
             assert failed.end - ended < 2 * H + SLACK
+
+
+# ---- ranks are lost while others wait ----
+
+
+NEVER, DIES = 1, 2
+
+
+def wait_in_connect(rank: int, port: int, folder: Path, watches: int) -> None:
+    """One of the ranks 0, 2 and 3. Each shares a group with rank 1, and only rank 1 precedes rank 2."""
+    join_world(rank, port, 4)
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="train")
+    if watches:
+        mesh.abort_when_lost()
+    set_flag(folder, f"connects {rank}")
+    failed = attempt(lambda: mesh.connect(*(mesh.axes if watches else ()), mesh.axes, timeout=LONG_TIMEOUT))
+    write_result(folder, f"failed {rank}", *failed)
+
+
+@pytest.mark.fault("a member dies after it arrived, while another is late")
+@pytest.mark.parametrize("watches", [0, 1], ids=["connect", "abort_when_lost"])
+def test_dead_rank_is_named_while_another_never_starts(tmp_path: Path, watches: int):
+    with RankProcesses(wait_in_connect, tmp_path) as ranks:
+        for rank in (0, DIES, 3):
+            ranks.start(rank, watches)
+        wait_for_flags(tmp_path, "connects", (0, DIES, 3))
+        time.sleep(3 * BEAT)  # so that each rank has arrived, and its heartbeats were read
+        ranks.newest[DIES].kill()
+        killed = time.monotonic()
+        for rank in (0, 3):
+            failed = Attempt(*read_result(tmp_path, f"failed {rank}"))
+            print(f"{failed.end - killed:.2f} s: {failed}")
+            ended = f"rank {DIES} has ended: its listener at 127.0.0.1:" in failed.text
+            # On a busy machine, H may pass before the system has closed the listener.
+            is_silent = failed.end - killed >= H and f"rank {DIES} has sent no heartbeat for at least" in failed.text
+            assert ended or is_silent
+            assert failed.end - killed < NAMED + (2 * BEAT if watches else 0.0) + SLACK

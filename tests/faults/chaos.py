@@ -276,6 +276,7 @@ def name_of(kind: tuple[str, str, str]) -> str:
     return ", ".join(kind) + (", starved" if fault in HARMLESS and victim != "outsider" else "")
 
 
+@pytest.mark.fault("a member dies at any of its operations on the store")
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 def test_fault_at_its_moment_breaks_no_promise(kind: tuple[str, str, str], tmp_path: Path):
     chance = random.Random(f"{SEED} {kind}")

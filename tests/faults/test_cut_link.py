@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from pgmesh import ProcessGroupMesh, launch
+from pgmesh import PgmeshError, ProcessGroupMesh, launch
 from pgmesh._util.sockets import connections
 from pgmesh.errors import WorldError
 from pgmesh.groups.world import store_thread
@@ -29,7 +29,9 @@ from pgmesh.rendezvous.store_thread import StoreThread
 from pgmesh.rendezvous.world_store import WorldStore
 from tests.support.faults import (
     BEAT,
+    LONG_TIMEOUT,
     SLACK,
+    WAIT_TIMEOUT,
     Attempt,
     H,
     attempt,
@@ -224,3 +226,82 @@ def test_store_thread_ends_during_a_cut(monkeypatch: pytest.MonkeyPatch) -> None
             thread.run(Read("a key"), seconds=0.1)
         thread.stop()
         wait_until(lambda: not thread._thread.is_alive(), "the end of the thread")
+
+
+# ---- a mesh on both hosts: the side of the store goes on, and takes in a rank of the other side later ----
+
+
+NEAR, FAR = (0, 1, 2), (3, 4, 5)  # the ranks on the host of the store, and those on the other one
+SHORT = H + 2.0  # seconds: of collectives, and of shrink on the far host
+VICTIM = 1
+
+
+def train(folder: Path) -> None:
+    """One of six ranks: take steps until the link is cut, and go on when it is restored."""
+    beat_fast()
+    launch.join("gloo", timeout=WAIT_TIMEOUT)
+    mesh = ProcessGroupMesh(dp=2, tp=3, name="train")
+    mesh.abort_when_lost()
+    check_sums(groups_of(mesh))
+    mesh.set_timeout(timeout=SHORT)
+    set_flag(folder, f"ready {mesh.rank}")
+    step_until_fault(mesh)
+    if mesh.rank in NEAR:
+        mesh = mesh.shrink("dp", timeout=LONG_TIMEOUT)
+        check_sums(groups_of(mesh))
+        write_result(folder, f"cut {mesh.rank}", time.monotonic(), repr(mesh), str(mesh.shrunk))
+        step_until_fault(mesh)
+        mesh = mesh.shrink(spares=FAR, timeout=WAIT_TIMEOUT)
+    else:
+        write_result(folder, f"cut {mesh.rank}", *attempt(lambda: mesh.shrink("dp", timeout=SHORT)))
+        wait_for_flag(folder, "restored")
+        set_flag(folder, f"stands by {mesh.rank}")
+        mesh = mesh.stand_by(timeout=WAIT_TIMEOUT)
+    if mesh.rank in mesh:
+        check_sums(groups_of(mesh))
+    write_result(folder, f"restored {mesh.rank}", list(mesh), str(mesh.shrunk))
+    wait_for_flag(folder, "over")
+
+
+def step_until_fault(mesh: ProcessGroupMesh) -> None:
+    """Sum until a collective fails."""
+    end = time.monotonic() + WAIT_TIMEOUT
+    while time.monotonic() < end:
+        try:
+            check_sums(groups_of(mesh))
+        except (RuntimeError, PgmeshError) as error:
+            print(f"rank {mesh.rank}: {error}", flush=True)
+            return
+    raise AssertionError(f"no fault in {WAIT_TIMEOUT:g} s")
+
+
+@pytest.mark.fault("one host of two is cut off")
+@pytest.mark.fault("the network is split, with `abort_when_lost`")
+@pytest.mark.long
+@pytest.mark.parametrize("end", [0, 1], ids=["near end", "far end"])
+def test_mesh_shrinks_during_a_cut(hosts: tuple[str, str], tmp_path: Path, end: int) -> None:
+    with ranks_on(hosts, 3, train, tmp_path) as ranks:
+        wait_for_flags(tmp_path, "ready", (*NEAR, *FAR))
+        cut = time.monotonic()
+        set_link(hosts[end], "down")
+        for rank in NEAR:
+            stepped, mesh, shrunk = read_result(tmp_path, f"cut {rank}")
+            print(f"rank {rank}, {stepped - cut:.2f} s: {shrunk}")
+            assert mesh == "ProcessGroupMesh(dp=1, tp=3, ranks=range(3), name='train')"
+            for lost in FAR:
+                assert f"lost: rank {lost} has sent no heartbeat for" in shrunk
+            assert stepped - cut < H + 3.0 + SLACK
+        for rank in FAR:
+            failed = Attempt(*read_result(tmp_path, f"cut {rank}"))
+            print(f"rank {rank}, {failed.end - cut:.2f} s: {failed}")
+            assert failed.kind == "WorldError"
+            assert failed.end - cut < 2 * SHORT + 1.0 + SLACK
+        set_link(hosts[end], "up")
+        set_flag(tmp_path, "restored")
+        wait_for_flags(tmp_path, "stands by", FAR)
+        ranks[VICTIM].kill()
+        members, shrunk = read_result(tmp_path, f"restored {NEAR[0]}")
+        (came,) = (rank for rank in members if rank in FAR)
+        assert members == [0, came, 2], shrunk
+        for rank in (NEAR[2], came):  # the other far ranks may have stood by too late, and wait for the next shrink
+            assert read_result(tmp_path, f"restored {rank}")[0] == members

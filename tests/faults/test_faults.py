@@ -40,7 +40,6 @@ from tests.support.faults import (
     BEAT,
     LONG_TIMEOUT,
     NAMED,
-    ORDERS,
     SLACK,
     WAIT_TIMEOUT,
     Attempt,
@@ -49,7 +48,7 @@ from tests.support.faults import (
     beat_fast,
     beat_fast_with_bystander,
     connect_and_check,
-    die_at_each,
+    fast_world,
     kill_self,
     meanwhile,
     read_result,
@@ -65,7 +64,7 @@ from tests.support.programs import send_signal
 from tests.support.rank_processes import RankProcesses
 from tests.support.resource_counts import CAN_COUNT, count_resources, growth
 from tests.support.torch_tables import record_operations, table_sizes
-from tests.support.worlds import STARVED, World, check_sums, fresh_world, groups_of, world
+from tests.support.worlds import STARVED, check_sums, fresh_world, groups_of, world
 
 # ---- meshes and options that differ ----
 
@@ -106,8 +105,7 @@ def differ() -> dict[str, tuple[Attempt, Attempt]]:
 @pytest.mark.fault("shape, axes, order of ranks or options differ")
 def test_mismatch_is_raised_on_all_arrived_ranks():
     """Once, though several groups differ; a retry works at once. test_detection_latency.py has the exact time."""
-    with fresh_world(4) as own:
-        ranks = results(own.outcomes(differ))
+    ranks = results(fast_world(4).outcomes(differ))
     for what, (_, words) in DIFFER.items():
         came = ranks[3][what][0].start
         for failed, again in (seen[what] for seen in ranks):
@@ -153,10 +151,9 @@ def ask_wrongly() -> tuple[list[float], list[str]]:
 )
 def test_local_errors_are_raised_without_store_operations():
     """The text of each error is in test_messages.py."""
-    with fresh_world(2) as own:
-        for took, done in results(own.outcomes(ask_wrongly)):
-            assert done == []
-            assert max(took) < (SLACK if STARVED else 0.01)
+    for took, done in results(fast_world(2).outcomes(ask_wrongly)):
+        assert done == []
+        assert max(took) < (SLACK if STARVED else 0.01)
 
 
 # ---- the order of asking ----
@@ -173,8 +170,7 @@ def in_a_circle() -> tuple[Attempt, Attempt]:
 
 @pytest.mark.fault("ranks wait for each other in a circle")
 def test_circle_error_shows_every_rank_in_it():
-    with fresh_world(4) as own:
-        seen = results(own.outcomes(in_a_circle))
+    seen = results(fast_world(4).outcomes(in_a_circle))
     last = max(failed.start for failed, _ in seen)
     for failed, again in seen:
         print(failed, failed.end - last)
@@ -197,8 +193,7 @@ def asks_with_another_option() -> Attempt:
 
 @pytest.mark.fault("ranks ask for a group with different options in the call, which gives different groups")
 def test_missing_rank_error_shows_differing_call_options():
-    with fresh_world(2) as own:
-        first, second = results(own.outcomes(asks_with_another_option))
+    first, second = results(fast_world(2).outcomes(asks_with_another_option))
     assert first.kind == second.kind == "MissingRanksError"
     assert "rank 1 did not reach the first collective" in first.text
     assert first.text.startswith("group dp of mesh 'actor' (asked for with timeout=1.5): ")
@@ -237,11 +232,10 @@ def adds_two() -> tuple[Attempt, Attempt]:
 
 @pytest.mark.fault("the first sum of a group is wrong")
 def test_wrong_first_sum_fails_on_all_ranks():
-    with fresh_world(4) as own:
-        for failed, again in results(own.outcomes(adds_two)):
-            assert failed.kind == "MismatchError", failed.text
-            assert "group dp, tp of mesh 'actor' has 4 members, but the sum of one from each is 5." in failed.text
-            assert not again.kind, again.text
+    for failed, again in results(fast_world(4).outcomes(adds_two)):
+        assert failed.kind == "MismatchError", failed.text
+        assert "group dp, tp of mesh 'actor' has 4 members, but the sum of one from each is 5." in failed.text
+        assert not again.kind, again.text
 
 
 def in_threads() -> None:
@@ -268,8 +262,7 @@ def in_threads() -> None:
 
 @pytest.mark.fault("ranks ask for groups in different orders, or threads connect groups at once")
 def test_threads_connect_groups_in_any_order():
-    with fresh_world(4) as own:
-        results(own.outcomes(in_threads))
+    results(fast_world(4).outcomes(in_threads))
 
 
 # ---- a member does not arrive ----
@@ -301,8 +294,7 @@ def one_never_comes(folder: Path) -> tuple[Attempt, list[LogLine], Attempt]:
 
 @pytest.mark.fault("a living member does not come")
 def test_missing_rank_is_named_with_its_status(tmp_path: Path):
-    with fresh_world(4) as own:
-        seen = results(own.outcomes(one_never_comes, tmp_path))
+    seen = results(fast_world(4).outcomes(one_never_comes, tmp_path))
     early, late = seen[:2], seen[2:]
     for failed, lines, again in early:
         print(failed, lines)
@@ -413,24 +405,11 @@ def lost_on_one(folder: Path, release: bool) -> tuple[Attempt, Attempt]:
 @pytest.mark.fault("a first collective completes on one member and fails on another")
 @pytest.mark.parametrize("release", [True, False], ids=["released", "still held"])
 def test_group_that_failed_on_one_rank_reconnects(tmp_path: Path, release: bool):
-    with fresh_world(4) as own:
-        seen = results(own.outcomes(lost_on_one, tmp_path, release))
+    seen = results(fast_world(4).outcomes(lost_on_one, tmp_path, release))
     for rank, (failed, again) in enumerate(seen):
         print(failed)
         assert failed.kind == ("MissingRanksError" if rank == 3 else "")
         assert not again.kind, again
-
-
-KEYS_OF_FOUR_RANKS = {f"pgmesh/{kind}/{rank}" for kind in ("status", "process", "meshes") for rank in range(4)}
-"""The keys of a world that stay until its end."""
-
-
-def keys(own: World) -> set[str]:
-    """What the store of a world holds, beside what torch's own groups wrote. torch 2.9 cannot list keys."""
-    store: Any = own._store
-    if not hasattr(store, "list_keys"):
-        return KEYS_OF_FOUR_RANKS
-    return {re.sub(r"^.*?(?=pgmesh/)", "", key) for key in store.list_keys() if "pgmesh/" in key}
 
 
 # ---- a rank that takes the world for larger ----
@@ -718,8 +697,7 @@ def one_is_interrupted(where: str) -> tuple[Attempt, Attempt]:
 @pytest.mark.fault("Ctrl-C or SIGTERM while connecting, or any exception")
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_interrupt_before_or_after_arrival_reaches_peers(where: str):
-    with fresh_world(4) as own:
-        seen = results(own.outcomes(one_is_interrupted, where))
+    seen = results(fast_world(4).outcomes(one_is_interrupted, where))
     for failed, again in seen:
         print(failed)
         assert failed.kind == ("KeyboardInterrupt" if failed is seen[3][0] else "MissingRanksError")
@@ -746,9 +724,7 @@ def one_cannot_make() -> tuple[Attempt, Attempt]:
 
 @pytest.mark.fault("creating a group raises an error")
 def test_retry_succeeds_after_failed_group_creation():
-    with fresh_world(4) as own:
-        seen = results(own.outcomes(one_cannot_make))
-        assert keys(own) <= KEYS_OF_FOUR_RANKS
+    seen = results(fast_world(4).outcomes(one_cannot_make))
     for failed, again in seen:
         print(failed)
         assert not again.kind, again.text
@@ -787,22 +763,6 @@ def test_retries_without_a_store_leave_nothing_behind():
         assert results(own.outcomes(try_without_a_store, store.process.pid, 6)) == [{}] * 2
 
 
-# ---- a rank dies at any of its operations ----
-
-
-@pytest.mark.fault("a member dies at any of its operations on the store")
-@pytest.mark.long
-def test_rank_may_die_at_each_store_operation(tmp_path: Path):
-    """At the first, the second, ... until it has done all that it had to do."""
-    orders, k = [*ORDERS], 0
-    while orders and k < 200:
-        k += 1
-        outcomes = die_at_each(tmp_path, [(k, order) for order in orders])
-        print(k, dict(zip(orders, outcomes)))
-        orders = [order for order, outcome in zip(orders, outcomes) if outcome]
-    assert not orders
-
-
 # ---- a process ends ----
 
 
@@ -823,7 +783,7 @@ def end_or_connect(rank: int, port: int, folder: Path, _: int) -> None:
 
 @pytest.mark.fault("a process ends without `close`")
 def test_process_exit_after_connect_is_named_at_once(tmp_path: Path):
-    """Its status and its standard error are in test_lifetime.py."""
+    """Its status and its standard error are in test_exits.py."""
     with RankProcesses(end_or_connect, tmp_path) as ranks:
         for rank in range(2):
             ranks.start(rank, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
 
 from pgmesh import ProcessGroupMesh
 from tests.support.faults import (
@@ -40,17 +39,6 @@ def test_circle_error_shows_different_mesh_names():
         assert "mesh 'trian' on rank 3. Create the mesh with the same name on every rank." in failed.text
         assert failed.took < D + SLACK
         assert not again.kind, again.text
-
-
-def give_ranks_in_another_form() -> None:
-    forms: list[Any] = [range(4), (0, 1, 2, 3), [0, 1, 2, 3], None]
-    rank = beat_fast_with_bystander().rank
-    connect_and_check(ProcessGroupMesh(dp=2, tp=2, ranks=forms[rank], name="actor"), "dp", "tp")
-
-
-def test_ranks_argument_of_any_type_connects():
-    with fresh_world(4) as own:
-        results(own.outcomes(give_ranks_in_another_form))
 
 
 def ask_for_timeouts() -> list[str]:

@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -28,11 +28,12 @@ from tests.support.faults import (
     BEAT,
     LONG_TIMEOUT,
     beat_fast_with_bystander,
+    fast_world,
     wait_until,
     wait_until_waiting,
 )
 from tests.support.resource_counts import CAN_COUNT, count_resources, count_with_keys, growth, resident_kib
-from tests.support.worlds import World, check_sums, fresh_world
+from tests.support.worlds import World, check_sums, world
 
 pytestmark = pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")
 
@@ -72,7 +73,7 @@ def one_connects_too_late(mesh: ProcessGroupMesh) -> None:
 
 def one_skips_first_collective(mesh: ProcessGroupMesh) -> None:
     if mesh.rank < 3:  # rank 1, whose neighbours in the ring arrive, gets the error from the heartbeat thread
-        group = mesh.group(timeout=3 * BEAT)
+        group = mesh.group(timeout=5 * BEAT)  # a busy machine needs some time to find the reason
         fails("MissingRanksError", lambda: dist.all_reduce(torch.ones(1), group=group))
 
 
@@ -141,11 +142,6 @@ def cannot_make(mesh: ProcessGroupMesh) -> None:
     one_stops("OSError", mesh, broken)
 
 
-def is_interrupted(mesh: ProcessGroupMesh) -> None:
-    stop = raises(KeyboardInterrupt())
-    one_stops("KeyboardInterrupt", mesh, mock.patch.dict(backends.CONSTRUCTORS, gloo=lambda *arguments: stop()))
-
-
 def is_interrupted_in_the_first_collective(mesh: ProcessGroupMesh) -> None:
     """The others hang in Gloo until the group's timeout."""
     mesh.configure(*ALL, timeout=SOON)
@@ -173,7 +169,6 @@ FAULTS: list[Callable[[ProcessGroupMesh], None]] = [
     is_released_as_it_begins,
     is_refused,
     cannot_make,
-    is_interrupted,
     is_interrupted_in_the_first_collective,
 ]
 
@@ -209,8 +204,7 @@ def cycles_without_collection(times: int) -> dict[str, int]:
 
 
 def test_close_frees_groups_without_the_garbage_collector():
-    with fresh_world(4) as own:
-        assert own.run(cycles_without_collection, 6) == [{}] * 4
+    assert fast_world(4).run(cycles_without_collection, 6) == [{}] * 4
 
 
 # ---- the counts ----
@@ -255,21 +249,12 @@ def again_and_again(fault: Callable[[ProcessGroupMesh], None]) -> dict[str, int]
     return more
 
 
-@pytest.fixture(scope="module")
-def started() -> Iterator[list[World]]:
+@pytest.fixture
+def four() -> World:
+    """The world of this file."""
     # torch's flight record has 2,000 entries by default: read at some heartbeat, it would take more memory than a leak.
     with mock.patch.dict(os.environ, TORCH_FR_BUFFER_SIZE="64"):
-        yield (worlds := [World(4)])
-        worlds[-1].close()
-
-
-@pytest.fixture
-def four(started: list[World]) -> World:
-    """The world of this file, started again after a rank has failed in it."""
-    if not started[-1].usable:
-        started[-1].close()
-        started.append(World(4))
-    return started[-1]
+        return world(4, "small flight record")
 
 
 @pytest.mark.fault("connect, use, release, 500 times; any fault that a process survives, repeatedly")

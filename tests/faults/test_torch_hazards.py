@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,35 +13,8 @@ import torch.distributed as dist
 from pgmesh import ProcessGroupMesh
 from tests.support.releases import check_cycles
 from tests.support.resource_counts import CAN_COUNT
-from tests.support.torch_tables import c10d, count_new_groups
+from tests.support.torch_tables import count_new_groups
 from tests.support.worlds import check_sums, groups_of, world
-
-# ---- a world that is bound to a device ----
-
-
-def never_split() -> None:
-    """With a device bound, torch splits a new group off the world, which needs ranks outside the group.
-
-    NCCL alone really splits. What can be seen without it: the world says that it is bound, and making a group
-    asks torch neither to split nor to make one.
-    """
-    mesh = ProcessGroupMesh(dp=2, tp=2)
-    refusal = mock.Mock(side_effect=AssertionError("a group was split off the world"))
-    world_group: Any = dist.group.WORLD
-    names = [name for name in ("_get_split_source", "_new_process_group_helper", "split_group") if hasattr(c10d, name)]
-    assert "_new_process_group_helper" in names
-    with mock.patch.multiple(c10d, **dict.fromkeys(names, refusal)):
-        world_group.bound_device_id = torch.device("cpu", 0)
-        try:
-            groups = groups_of(mesh)
-        finally:
-            world_group.bound_device_id = None
-    check_sums(groups)
-
-
-def test_group_is_never_split_off_the_world():
-    world(4).run(never_split)
-
 
 # ---- one group waits, the others go on ----
 
@@ -72,30 +43,6 @@ def go_on_while_one_waits() -> None:
 
 def test_pending_first_collective_blocks_no_other_group():
     world(4).run(go_on_while_one_waits)
-
-
-def in_threads() -> None:
-    """Six threads on every rank make and use six groups, each rank in another order."""
-    mesh = ProcessGroupMesh(dp=2, tp=2)
-    wanted = [(axes, tag) for axes in [("dp",), ("tp",), ()] for tag in ("", "again")]
-    groups: dict[Any, Any] = {}
-    ready = threading.Barrier(len(wanted))
-
-    def use(axes: tuple[str, ...], tag: str) -> None:
-        ready.wait(10)
-        groups[axes, tag] = (mesh.group(*axes, tag=tag), mesh.ranks(*axes))
-        for _ in range(3):
-            check_sums({f"{axes} {tag}": groups[axes, tag]})
-
-    with ThreadPoolExecutor(len(wanted)) as pool:
-        for running in [pool.submit(use, *what) for what in random.Random(mesh.rank).sample(wanted, len(wanted))]:
-            running.result()
-    assert len({group for group, _ in groups.values()}) == len(wanted)
-    check_sums({f"{what}": groups[what] for what in wanted})
-
-
-def test_six_threads_use_six_groups_at_once():
-    world(4).run(in_threads)
 
 
 # ---- what a group leaves behind ----

@@ -1,26 +1,30 @@
-"""Groups that have ended are freed, also if their mesh ends while another thread works with it."""
+"""Groups that have ended are freed, also while other threads work with their mesh or wait for the store."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from pgmesh import LifetimeError, ProcessGroupMesh, torch_private
-from pgmesh.groups import background
 from pgmesh.groups.group import find_group
+from pgmesh.launch import StoreProcess
 from tests.support.faults import LONG_TIMEOUT, Attempt, attempt, wait_until, wait_until_waiting
+from tests.support.programs import send_signal
 from tests.support.torch_tables import timeout_of
-from tests.support.worlds import check_sums, fresh_world, groups_of
+from tests.support.worlds import check_sums, fresh_world, groups_of, world
 
 
 def abort_and_wait() -> None:
@@ -34,8 +38,7 @@ def abort_and_wait() -> None:
 
 
 def test_abort_frees_process_groups():
-    with fresh_world(2) as own:
-        own.run(abort_and_wait)
+    world(2).run(abort_and_wait)
 
 
 def abort_during_call() -> None:
@@ -69,8 +72,7 @@ def abort_during_call() -> None:
 
 
 def test_abort_during_another_call_destroys_groups():
-    with fresh_world(2) as own:
-        own.run(abort_during_call)
+    world(2).run(abort_during_call)
 
 
 def set_and_report() -> str:
@@ -81,8 +83,7 @@ def set_and_report() -> str:
 
 
 def test_report_has_the_timeout_that_was_set():
-    with fresh_world(2) as own:
-        assert all("timeout=datetime.timedelta(seconds=7)" in text for text in own.run(set_and_report))
+    assert all("timeout=datetime.timedelta(seconds=7)" in text for text in world(2).run(set_and_report))
 
 
 def watch_twice() -> int:
@@ -95,22 +96,6 @@ def watch_twice() -> int:
 def test_second_abort_when_lost_adds_no_second_watch():
     with fresh_world(2) as own:
         assert own.run(watch_twice) == [1, 1]
-
-
-def test_exit_waits_for_threads_in_collectives():
-    """A thread of the program that returns from torch's C++ while Python ends would abort the process."""
-    code = {"__name__": dist.distributed_c10d.__name__, "sleep": time.sleep}
-    exec("def all_reduce(): sleep(0.5)", code)
-    thread = threading.Thread(target=code["all_reduce"], daemon=True)
-    thread.start()
-    start = time.monotonic()
-    background.wait_for_collectives()
-    assert 0.2 < time.monotonic() - start < 2.0
-    thread.join(1.0)
-    assert not thread.is_alive()
-    start = time.monotonic()
-    background.wait_for_collectives()
-    assert time.monotonic() - start < 0.2
 
 
 EXITING = """
@@ -150,8 +135,7 @@ def break_and_make_again() -> tuple[bool, float]:
 
 
 def test_group_that_is_made_again_keeps_its_timeout():
-    with fresh_world(2) as own:
-        assert own.run(break_and_make_again) == [(True, 7.0)] * 2
+    assert world(2).run(break_and_make_again) == [(True, 7.0)] * 2
 
 
 def fails_after_it_has_begun() -> Attempt:
@@ -193,9 +177,63 @@ def ends_before_its_round() -> Attempt:
     return attempt(lambda: mesh.connect(timeout=LONG_TIMEOUT))
 
 
-def test_members_learn_of_group_that_ended_before_its_round():
+def test_members_learn_of_group_that_ended_early():
     with fresh_world(4) as own:
         seen = own.run(ends_before_its_round)
     assert seen[0].kind == "LifetimeError"
     for failed in seen[1:3]:
         assert "another thread has released it" in failed.text
+
+
+# ---- no thread waits for the store with the lock of a mesh ----
+
+
+WAIT_TIMEOUT = 30.0
+
+
+def with_stopped_store(act: Callable[[ProcessGroupMesh, threading.Thread], Any], store_pid: int) -> Any:
+    """What ``act`` returns on rank 0, while its other thread releases a connected group and the store is stopped."""
+    mesh = ProcessGroupMesh(dp=2, tp=1, name="train")
+    mesh.connect("dp")
+    dist.barrier()  # over the group of the world: the other rank is past its use of the store
+    if mesh.rank != 0:
+        dist.barrier()
+        mesh.close()
+        return None
+    send_signal(store_pid, signal.SIGSTOP)
+    release = threading.Thread(target=mesh.release, args=("dp",))
+    try:
+        release.start()
+        while mesh.held():  # the group is destroyed; now the thread waits for the store
+            assert release.is_alive()
+        return act(mesh, release)
+    finally:
+        os.kill(store_pid, signal.SIGCONT)
+        release.join(WAIT_TIMEOUT)
+        dist.barrier()
+        mesh.close()
+
+
+def create_group(mesh: ProcessGroupMesh, release: threading.Thread) -> tuple[int, bool]:
+    return mesh.group("tp").size(), release.is_alive()
+
+
+def abort_and_ask(mesh: ProcessGroupMesh, _release: threading.Thread) -> str:
+    mesh.group("tp")
+    mesh.abort("a test did")
+    with pytest.raises(LifetimeError) as raised:
+        mesh.group("tp")
+    return str(raised.value)
+
+
+def run(act: Callable[[ProcessGroupMesh, threading.Thread], Any]) -> Any:
+    with StoreProcess() as store, fresh_world(2, store) as own:
+        return own.run(with_stopped_store, act, store.process.pid)[0]
+
+
+def test_group_is_created_while_release_waits():
+    assert run(create_group) == (1, True)
+
+
+def test_abort_ends_groups_while_release_waits():
+    assert "mesh 'train' was aborted by rank 0" in run(abort_and_ask)

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from pgmesh.launch import StoreProcess
 from pgmesh.launch.detect import BY_HAND
@@ -31,8 +32,17 @@ SECONDS = 150
 failures: list[str] = []
 
 
-def run(title: str, command: str, env: dict[str, str]) -> tuple[int, str]:
-    """Exit code and output of a command. After ``SECONDS`` the command and its children are killed."""
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    output: str
+    seconds: float
+
+
+def run(title: str, command: str, env: dict[str, str]) -> Ended:
+    """Run a command. After ``SECONDS`` it and its children are killed."""
+    start = time.monotonic()
     process = subprocess.Popen(
         ["bash", "-c", command],
         env=env,
@@ -50,52 +60,43 @@ def run(title: str, command: str, env: dict[str, str]) -> tuple[int, str]:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
         output += f"\n{title} did not end in {SECONDS} s"
-    return process.returncode, output
+    return Ended(process.returncode, output, time.monotonic() - start)
 
 
 def check_join(
     title: str, command: str, env: dict[str, str], expected: str, local: list[int], address: str = ""
 ) -> None:
     """Check that all four ranks pass with this launcher, these local ranks and this address of rank 0."""
-    start = time.monotonic()
-    code, output = run(title, command, env)
-    passed = sorted(re.findall(r"PASS rank (\d) of 4, local ranks (\[.*\])", output))
-    lines = re.findall(
-        r"joins as rank \d of 4, local rank \d(?: of \d)?: (.*?); rank 0 is at (.*):\d+$", output, re.MULTILINE
-    )
-    good = passed == [(str(rank), str(local)) for rank in range(4)] and not code
+    ended = run(title, command, env)
+    passed = sorted(re.findall(r"PASS rank (\d) of 4, local ranks (\[.*\])", ended.output))
+    joined = r"joins as rank \d of 4, local rank \d(?: of \d)?: (.*?); rank 0 is at (.*):\d+$"
+    lines = re.findall(joined, ended.output, re.MULTILINE)
+    good = passed == [(str(rank), str(local)) for rank in range(4)] and not ended.code
     good = good and len(lines) == 4 and all(why.startswith(expected) for why, _ in lines)
     good = good and all(where == address for _, where in lines if address)
-    report(title, good, f"exit code {code}\n{output}", time.monotonic() - start)
+    report(title, good, ended)
 
 
 def check_failure(title: str, command: str, env: dict[str, str], words: str) -> None:
     """Check that a command fails and prints these words."""
-    start = time.monotonic()
-    code, output = run(title, command, env)
-    report(
-        title,
-        code != 0 and words in output and "PASS" not in output,
-        f"exit code {code}\n{output}",
-        time.monotonic() - start,
-    )
+    ended = run(title, command, env)
+    report(title, ended.code != 0 and words in ended.output and "PASS" not in ended.output, ended)
 
 
 def check_preflight(title: str, command: str, env: dict[str, str]) -> None:
     """Check that ``pgmesh check`` passes on four ranks of one host, and that only rank 0 prints, without colour."""
-    start = time.monotonic()
-    code, output = run(title, f"{command} {CHECK}", env)
-    lines = output.splitlines()
+    ended = run(title, f"{command} {CHECK}", env)
+    lines = ended.output.splitlines()
     expected_lines = [
         "4 ranks over gloo on cpu",
         "ok    4 ranks joined with the same arguments: dp=2 tp=2",
         "ok    ranks are on the planned hosts: 1 host of 4",
         "ok    every sum is correct, of 8 B, 64 KiB",
     ]
-    good = code == 0 and all(lines.count(line) == 1 for line in expected_lines) and "\x1b" not in output
-    good = good and len(re.findall(r"^(dp|tp) +2 +8 B ", output, re.MULTILINE)) == 2
-    good = good and len(re.findall(r"its\s+fastest\s+link", output)) == 1
-    report(title, good, f"exit code {code}\n{output}", time.monotonic() - start)
+    good = ended.code == 0 and all(lines.count(line) == 1 for line in expected_lines) and "\x1b" not in ended.output
+    good = good and len(re.findall(r"^(dp|tp) +2 +8 B ", ended.output, re.MULTILINE)) == 2
+    good = good and len(re.findall(r"its\s+fastest\s+link", ended.output)) == 1
+    report(title, good, ended)
 
 
 def check_exit(title: str, start: str, words: str, env: dict[str, str], status: int, says: str, ranks: int = 0) -> None:
@@ -106,23 +107,20 @@ def check_exit(title: str, start: str, words: str, env: dict[str, str], status: 
         words: arguments of ``pgmesh``.
         ranks: number of ranks that must print this exit status themselves.
     """
-    began = time.monotonic()
     each = f"{PGMESH} {words}; status=$?; [ {ranks} = 0 ] || echo a rank ends with $status; exit $status"
-    code, output = run(title, f"{start} bash -c {shlex.quote(each)}", env)
-    good = code == status and output.count(says) == 1 and output.count(f"a rank ends with {status}") == ranks
-    report(title, good, f"exit code {code}\n{output}", time.monotonic() - began)
+    ended = run(title, f"{start} bash -c {shlex.quote(each)}", env)
+    good = ended.code == status and ended.output.count(says) == 1
+    report(title, good and ended.output.count(f"a rank ends with {status}") == ranks, ended)
 
 
 def check_doctor(title: str, command: str, env: dict[str, str], ranks: int, expected: str) -> None:
     """Check that ``pgmesh doctor`` prints the rank and the launcher on each rank, and finds nothing bad."""
-    start = time.monotonic()
-    code, output = run(title, f"{command} {PGMESH} doctor", env)
-    flat = re.sub(r"\n {6}", " ", output)
+    ended = run(title, f"{command} {PGMESH} doctor", env)
+    flat = re.sub(r"\n {6}", " ", ended.output)
     found = re.findall(
         rf"^ok    launcher: rank (\d) of {ranks}, local rank \d[ of0-9]*: {expected}", flat, re.MULTILINE
     )
-    good = code == 0 and sorted(found) == [str(rank) for rank in range(ranks)]
-    report(title, good, f"exit code {code}\n{output}", time.monotonic() - start)
+    report(title, ended.code == 0 and sorted(found) == [str(rank) for rank in range(ranks)], ended)
 
 
 def check_replicas(title: str, start: str, env: dict[str, str]) -> None:
@@ -131,21 +129,21 @@ def check_replicas(title: str, start: str, env: dict[str, str]) -> None:
     Args:
         start: the command that starts one replica.
     """
-    began = time.monotonic()
     with StoreProcess() as store:
         replicas = [f"{start} {REPLICA} {replica} {store.port} & " for replica in range(3)]
-        _, output = run(title, f"{''.join(replicas)} wait", env)
-    passed = sorted(re.findall(r"^PASS rank (.*)", output, re.MULTILINE))
+        ended = run(title, f"{''.join(replicas)} wait", env)
+    passed = sorted(re.findall(r"^PASS rank (.*)", ended.output, re.MULTILINE))
     expected = [f"{rank} [0, 1, 2, 3]" for rank in range(4)]
     expected.append("4 was dropped, and has learnt that no rank is left")
-    report(title, passed == expected, output, time.monotonic() - began)
+    report(title, passed == expected, ended)
 
 
-def report(title: str, good: bool, output: str, seconds: float) -> None:
-    print(f"{'passed' if good else 'FAILED'}  {title}  ({seconds:.1f} s)", flush=True)
+def report(title: str, good: bool, ended: Ended) -> None:
+    print(f"{'passed' if good else 'FAILED'}  {title}  ({ended.seconds:.1f} s)", flush=True)
     if not good:
         failures.append(title)
-        print("\n".join(f"    {line}" for line in output.splitlines()[-40:]), flush=True)
+        print(f"    exit code {ended.code}")
+        print("\n".join(f"    {line}" for line in ended.output.splitlines()[-40:]), flush=True)
 
 
 def under_torchrun(env: dict[str, str]) -> None:

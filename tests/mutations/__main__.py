@@ -127,9 +127,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description="Break each promise, and test it.")
     parser.add_argument("--only", nargs="+", choices=MUTATIONS, default=[*MUTATIONS], metavar="NAME")
     parser.add_argument("--list", action="store_true", help="print the promises and run nothing")
-    parser.add_argument(
-        "--verbose", action="store_true", help="print the output of each run, not only of those that show nothing"
-    )
     given = parser.parse_args()
     chosen = {name: MUTATIONS[name] for name in given.only}
     if given.list:
@@ -149,7 +146,7 @@ def main() -> int:
             if problem:
                 survivors.append(name)
                 print(f"    {name}: {problem}", flush=True)
-            if given.verbose or (problem and run.status != 0):
+            if problem and run.status != 0:
                 print(textwrap.indent(run.output, "    "), flush=True)
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutations were caught.")
     if survivors:

@@ -19,14 +19,6 @@ adds(
     tests="tests/test_imports.py",
 )
 adds(
-    "private_name_of_torch",
-    "only torch_private.py uses private names of torch",
-    page="contributing.md",
-    module="groups.default_world",
-    addition="def _late():\n    return dist.distributed_c10d._world",
-    tests="tests/test_imports.py",
-)
-adds(
     "group_made_above",
     "only groups/ creates or destroys process groups",
     page="contributing.md",
@@ -54,16 +46,6 @@ adds(
 )
 def index_counts_down(index_of):
     return lambda self, rank, *axes: self.size(*axes) - 1 - index_of(self, rank, *axes)
-
-
-@breaks(
-    "mesh.neighbor(axis, +1, wrap=True) continues at the other end, as in a ring",
-    page="recipes.md",
-    target="layout:Layout.neighbor_of",
-    tests="tests/test_laws.py -k neighbor",
-)
-def ring_with_an_end(neighbor_of):
-    return lambda self, rank, axis, step=1, *, wrap=False: neighbor_of(self, rank, axis, step)
 
 
 @breaks(
@@ -108,26 +90,6 @@ def names_count_groups(path):
 )
 def sorted_ranks(build):
     return lambda name, ranks, *more: build(name, sorted(ranks), *more)
-
-
-@breaks(
-    "mesh.group('tp', 'dp') is mesh.group('dp', 'tp')",
-    page="README.md",
-    target="mesh:ProcessGroupMesh.group",
-    tests="tests/groups/test_groups.py -k ignores_the_order_of_axes",
-)
-def ordered_axes(group):
-    return lambda self, *axes, **options: group(self, *axes, **{"tag": str(axes), **options})
-
-
-@breaks(
-    "tag= asks for a second communicator on the same ranks",
-    page="groups.md",
-    target="mesh:ProcessGroupMesh.group",
-    tests="tests/groups/test_groups.py -k tag",
-)
-def ignored_tag(group):
-    return lambda self, *axes, tag=None, **options: group(self, *axes, **options)
 
 
 @breaks(
@@ -189,16 +151,6 @@ def unnamed_meshes_alike(keep):
 
 
 @breaks(
-    "views and slices share groups with their mesh",
-    page="README.md",
-    target="groups.mesh_groups:MeshGroups.group",
-    tests="tests/groups/test_groups.py -k view_shares_groups",
-)
-def views_apart(group):
-    return lambda self, layout, axes, tag, asked: group(self, layout, axes, tag or str(layout.shape), asked)
-
-
-@breaks(
     "set_timeout changes the timeout of existing groups",
     page="why_does_it_hang.md",
     target="groups.building:set_timeout",
@@ -209,31 +161,6 @@ def kept_timeout(set_timeout):
 
 
 @breaks(
-    "a mesh uses groups that torch made and never destroys them",
-    page="coming_from/device_mesh.md",
-    target="groups.mesh_groups:MeshGroups.adopt",
-    tests="tests/interop/test_device_mesh.py -k from_device_mesh_returns",
-)
-def adopted_group_destroyed(adopt):
-    def adopt_as_own(self, layout, axes, group):
-        adopt(self, layout, axes, group)
-        for each in self.made():
-            each.created_by = "pgmesh"
-
-    return adopt_as_own
-
-
-@breaks(
-    "groups of pgmesh do not count in the names that torch gives to its own groups",
-    page="groups.md",
-    target="torch_private:_Names.__len__",
-    tests="tests/test_mesh.py -k names_of_torch_groups",
-)
-def counted_by_torch(length):
-    return lambda self: dict.__len__(self)
-
-
-@breaks(
     "release and close remove a group from torch's tables",
     page="groups.md",
     target="torch_private:unregister",
@@ -241,16 +168,6 @@ def counted_by_torch(length):
 )
 def group_left_in_torch(unregister):
     return lambda group: None
-
-
-@breaks(
-    "release and close free the group's store keys",
-    page="groups.md",
-    target="groups.world:World.delete_keys",
-    tests="tests/groups/test_lifetime.py -k nothing_in_torch_or_store",
-)
-def keys_left_in_store(delete_keys):
-    return lambda self, keys: None
 
 
 @breaks(
@@ -277,7 +194,7 @@ def released_group_answers(invalidate):
     "a process forks: the mesh of the child raises an error that says so",
     page="faults.md",
     target="groups.mesh_groups:MeshGroups.end_in_child",
-    tests="tests/groups/test_lifetime.py -k forked_child",
+    tests="tests/faults/test_exits.py -k forked_child",
 )
 def mesh_lives_in_child(end_in_child):
     return lambda self, reason: None
@@ -369,16 +286,6 @@ def silent_interrupt(cancel):
 
 
 @breaks(
-    "a living member does not come: a warning in the log, before the deadline",
-    page="faults.md",
-    target="rendezvous.group_rounds:ConnectJudge.waits_for",
-    tests="tests/rendezvous/test_detection_latency.py -k awaited",
-)
-def no_warning(waits_for):
-    return lambda self, rounds: ""
-
-
-@breaks(
     "connect skips a connected group, unless another member has published that it broke",
     page="groups.md",
     target="connect.connecting:_Call._discard_broken",
@@ -402,7 +309,7 @@ def types_not_checked(unpack):
     "two processes have the same rank: both are named",
     page="faults.md",
     target="rendezvous.world_store:process_label",
-    tests="tests/faults/test_two_processes_of_a_rank.py -k named_everywhere",
+    tests="tests/faults/test_processes_of_a_rank.py -k named_everywhere",
 )
 def processes_alike(process_label):
     return lambda: "process 1 on host/1"
@@ -432,26 +339,10 @@ def unpublished_abort(publish_abort):
 
 
 @breaks(
-    "an abort does not affect other meshes",
-    page="elastic.md",
-    target="mesh:ProcessGroupMesh.abort",
-    tests="tests/elastic/test_shrink.py -k abort_wakes",
-)
-def all_meshes_aborted(abort):
-    def abort_all(self, why="the program aborted it"):
-        import pgmesh
-
-        for mesh in pgmesh.meshes().values():
-            abort(mesh, why)
-
-    return abort_all
-
-
-@breaks(
     "an abort wakes ranks that wait for another one to connect",
     page="elastic.md",
     target="groups.connections:wake",
-    tests="tests/elastic/test_unconnected_peers.py -k without_connection",
+    tests="tests/elastic/test_blocked_ranks.py -k without_connection",
 )
 def sleeping_ranks(wake):
     return lambda group: None
@@ -478,20 +369,10 @@ def last_spare_first(success):
 
 
 @breaks(
-    "where spares are missing, the indices of the given axis are dropped",
-    page="elastic.md",
-    target="elastic.successor:successor",
-    tests="tests/elastic/test_shrink.py -k after_kill",
-)
-def another_axis_dropped(successor):
-    return lambda layout, lost, replaced, axis: successor(layout, lost, replaced, axis and layout.axes[-1])
-
-
-@breaks(
     "options set with configure on the mesh are carried over to the next one",
     page="elastic.md",
     target="groups.mesh_groups:MeshGroups.configure_all",
-    tests="tests/elastic/test_options.py",
+    tests="tests/elastic/test_shrink.py -k options_survive",
 )
 def options_lost(configure_all):
     return lambda self, configured: None

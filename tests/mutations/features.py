@@ -31,16 +31,6 @@ def one_replica_sends(split_evenly):
 
 
 @breaks(
-    "names or shapes differ between ranks: MismatchError on all ranks, which lists them",
-    page="resharding.md",
-    target="resharding.resharder:_differences",
-    tests="tests/resharding/test_resharder.py -k listed_before",
-)
-def differences_not_listed(differences):
-    return lambda tables: [*differences(tables)][:1]
-
-
-@breaks(
     "the source or target mesh is aborted: LifetimeError on all ranks of both",
     page="resharding.md",
     target="mesh:abort_with",
@@ -94,16 +84,6 @@ def chunks_in_a_row(chunk_indices):
 
 
 @breaks(
-    "share(batch) cuts rows: each rank gets its own",
-    page="parallel.md",
-    target="parallel.composing:Composition.share",
-    tests="tests/parallel/test_base.py -k share",
-)
-def whole_batch(share):
-    return lambda self, batch: batch
-
-
-@breaks(
     "mean(loss) is the loss of the whole batch",
     page="parallel.md",
     target="parallel.composing:Composition.mean",
@@ -124,16 +104,6 @@ def two_owners(check_no_overlap):
 
 
 @breaks(
-    "when a method raises, groups that it created are released",
-    page="parallel.md",
-    target="parallel.applying:release_new_groups",
-    tests="tests/parallel/test_base.py -k failed_apply_releases",
-)
-def groups_of_failed_method(release_new_groups):
-    return lambda before, method: None
-
-
-@breaks(
     "seeds of seed_of differ along the given axes, and are equal along the others",
     page="parallel.md",
     target="parallel.seeds:seed_of",
@@ -141,31 +111,6 @@ def groups_of_failed_method(release_new_groups):
 )
 def seed_of_each_rank(seed_of):
     return lambda mesh, *axes, seed, tag="": seed_of(mesh, *mesh.axes, seed=seed, tag=tag)
-
-
-@breaks(
-    "gradients accumulate over several backward passes, and are reduced in the last",
-    page="parallel.md",
-    target="parallel.composing:Composition.accumulate",
-    tests="tests/parallel/test_combinations.py -k accumulation",
-)
-def never_reduced(accumulate):
-    return lambda self, module, *, last, passes=None: accumulate(self, module, last=False, passes=passes)
-
-
-@breaks(
-    "layers are split evenly; the first stages have one more",
-    page="methods.md",
-    target="parallel.stage_cutting:partition_layers",
-    tests="tests/parallel/test_methods.py -k do_not_divide",
-)
-def last_stage_longer(partition_layers):
-    def partition(layers, stages):
-        sizes = [len(each) for each in partition_layers(layers, stages)][::-1]
-        starts = [sum(sizes[:stage]) for stage in range(stages + 1)]
-        return [range(starts[stage], starts[stage + 1]) for stage in range(stages)]
-
-    return partition
 
 
 # -- recipes --
@@ -179,16 +124,6 @@ def last_stage_longer(partition_layers):
 )
 def slowest_axis_first(parse_order):
     return lambda *arguments: parse_order(*arguments)[::-1]
-
-
-@breaks(
-    "a rank that has no group of a name is not in arrangement[name]",
-    page="recipes.md",
-    target="recipes.arrangement:Along.ranks_of",
-    tests="tests/recipes/test_recipes.py -k semantics_8",
-)
-def embedding_everywhere(ranks_of):
-    return lambda self, block: block
 
 
 # -- launchers and hosts --
@@ -206,16 +141,6 @@ def slurm_before_torchrun(detect_launcher):
         return detect_launcher({name: value for name, value in environ.items() if name != hidden})
 
     return detect
-
-
-@breaks(
-    "inside a world that is initialized, the end of the block of join() destroys nothing",
-    page="launchers.md",
-    target="launch.joining:World.__init__",
-    tests="tests/launch/test_joining.py -k existing_world",
-)
-def block_ends_world(init):
-    return lambda self, own: init(self, True)
 
 
 @breaks(
@@ -240,19 +165,6 @@ def replicas_interleaved(with_replica):
 )
 def results_backwards(unwrap_results):
     return lambda outcomes: unwrap_results(outcomes)[::-1]
-
-
-@breaks(
-    "two ranks are on the same host if their boot ids are equal",
-    page="launchers.md",
-    target="topology.host_mapping:Placement.__init__",
-    tests="tests/topology/test_host_mapping.py -k boot",
-)
-def hosts_by_name(init):
-    def init_without_boot(self, host_infos):
-        init(self, {rank: dataclasses.replace(info, boot="") for rank, info in host_infos.items()})
-
-    return init_without_boot
 
 
 # -- plans, checks and pictures --
@@ -283,16 +195,6 @@ def tensor_outermost(order_by_traffic):
 
 
 @breaks(
-    "only tensor, context and expert axes are judged",
-    page="see.md",
-    target="planning.axis_heuristics:heavy_axes",
-    tests="tests/planning/test_plan.py -k findings",
-)
-def all_axes_judged(heavy_axes):
-    return lambda axes: [*axes]
-
-
-@breaks(
     "pgmesh check finds a sum that is not over exactly the ranks of the group",
     page="preflight.md",
     target="preflight.microbenchmarks:Microbenchmarks.check_sum",
@@ -310,16 +212,6 @@ def sums_not_checked(check_sum):
 )
 def doctor_content(run):
     return lambda args: run(args) * 0
-
-
-@breaks(
-    "a line is drawn around the ranks of each host",
-    page="see.md",
-    target="drawing.svg:_host_lines",
-    tests="tests/drawing/test_figures.py -k lines",
-)
-def hosts_not_drawn(host_lines):
-    return lambda panel, grid: ""
 
 
 # -- other libraries --
@@ -352,13 +244,3 @@ def globals_left(published):
         vars(parallel_state)[name] = group
 
     return published_for_good
-
-
-@breaks(
-    "another backend is another group",
-    page="coming_from/colossalai.md",
-    target="interop.colossalai:ColossalMesh.get_group",
-    tests="tests/interop/test_colossalai.py -k another_backend",
-)
-def backend_ignored(get_group):
-    return lambda self, ranks_in_group, backend=None: get_group(self, ranks_in_group)

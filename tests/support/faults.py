@@ -23,10 +23,9 @@ from pgmesh.launch.spawning import Outcome
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Read, perform
 from pgmesh.rendezvous.statuses import RankStatus, status_key
-from tests.support import board
 from tests.support.programs import send_signal
 from tests.support.torch_tables import pgmesh_store
-from tests.support.worlds import STARVED, check_sums, fresh_world, groups_of
+from tests.support.worlds import STARVED, World, check_sums, world
 
 BEAT = 1.0 if STARVED else 0.2
 H = BEAT * timing.TIMING.missed_heartbeats  # seconds of silence after which a rank is suspected
@@ -125,6 +124,11 @@ def beat_fast() -> None:
     logging.getLogger("pgmesh").addHandler(logging.NullHandler())  # keeps warnings off stderr
 
 
+def fast_world(n: int) -> World:
+    """The shared world of n ranks for tests that call ``beat_fast``, and in which all ranks create the same meshes."""
+    return world(n, "fast")
+
+
 def connect_and_beat(mesh: ProcessGroupMesh) -> None:
     """Connect a mesh, and return once all its ranks send heartbeats."""
     mesh.connect(timeout=LONG_TIMEOUT)
@@ -188,58 +192,3 @@ def results(outcomes: Sequence[Outcome], *but: int) -> list[Any]:
     for outcome in outcomes:
         assert outcome.rank in but or not outcome.error, f"rank {outcome.rank} {outcome.error}\n{outcome.details}"
     return [outcome.result for outcome in outcomes if outcome.rank not in but]
-
-
-ORDERS = ("first", "together", "last")
-
-
-def die_at(folder: Path, points: Sequence[tuple[int, str]]) -> tuple[Attempt, Attempt]:
-    """In each group of three ranks, kill the middle one at its k-th operation on the store."""
-    me = dist.get_rank()
-    beat_fast()
-    three, (k, order) = me // 3, points[me // 3]
-    first, victim, last = members = range(three * 3, three * 3 + 3)
-    connect_and_beat(ProcessGroupMesh(3, ranks=members, name=f"beating {three}"))
-    mesh = ProcessGroupMesh(3, ranks=members, name=f"actor {three}")
-
-    def die() -> None:
-        set_flag(folder, f"dead {three} {k} {order}")
-        kill_self()
-
-    if me == victim and order == "last":
-        wait_until_waiting(first, last)
-    if me != victim and order == "first":
-        dead = folder / f"dead {three} {k} {order}"
-        wait_until(
-            lambda: dead.exists() or ((status := last_status(victim)) and status.pending),
-            "the victim waits, or is dead",
-        )
-    with board.faults(*([board.Fault(before=die, skip=k - 1)] if me == victim else [])):
-        failed = attempt(lambda: mesh.connect(timeout=LONG_TIMEOUT))
-    survivors = ProcessGroupMesh(2, ranks=[first, last], name=f"survivors {three}")
-    return failed, attempt(lambda: connect_and_check(survivors) if me != victim else check_sums(groups_of(mesh)))
-
-
-def die_at_each(folder: Path, points: Sequence[tuple[int, str]]) -> list[str]:
-    """Outcome of each crash point; "" if the victim had finished before its k-th operation."""
-    with fresh_world(3 * len(points)) as own:
-        outcomes = own.outcomes(die_at, folder, points)
-    words = []
-    for three, (k, order) in enumerate(points):
-        first, victim, last = outcomes[three * 3 : three * 3 + 3]
-        seen: list[tuple[Attempt, Attempt]] = results([first, last])
-        point = f"operation {k}, {order}: {[failed for failed, _ in seen]}"
-        kinds = {failed.kind for failed, _ in seen}
-        warming = any("first collective" in failed.text for failed, _ in seen)
-        assert len(kinds) == 1 or warming, point  # in the first collective, one may be done as the other is not
-        assert kinds <= {"", "MissingRanksError"}, point
-        assert all(f"rank {victim.rank}" in failed.text for failed, _ in seen if failed.kind), point
-        assert all(failed.took < 2 * (H + BEAT) + SLACK for failed, _ in seen), point
-        assert not any(again.kind for _, again in seen), f"{point} {[again for _, again in seen]}"
-        if not victim.error:
-            results([victim])
-            assert kinds == {""}, point
-        else:
-            assert victim.exitcode == -signal.SIGKILL, victim
-        words.append("" if not victim.error else "in the first collective" if warming else f"{kinds.pop() or 'made'}")
-    return words

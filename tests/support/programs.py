@@ -13,6 +13,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch.distributed as dist
+
 from pgmesh.launch.detect import BY_HAND
 from pgmesh.launch.processes import process_context
 from tests.support.message_assertions import without_gloo_lines
@@ -50,6 +52,15 @@ def run_programs(
     said = [(without_gloo_lines(out.read_text()), err.read_text()) for out, err in files]
     assert {process.exitcode for process in running} <= {*statuses}, said
     return said
+
+
+def run_ranks(folder: Path, program: str, size: int) -> str:
+    """Run a program as the ranks of a world, with the variables of torchrun; return the standard output of all."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{store.port}", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    given |= {"WORLD_SIZE": f"{size}", "LOCAL_WORLD_SIZE": f"{size}"}
+    environs = [clean_env(**given, RANK=f"{rank}", LOCAL_RANK=f"{rank}") for rank in range(size)]
+    return "".join(out for out, _ in run_programs(folder, program, environs=environs))
 
 
 def _run(program: str, words: Sequence[str], environ: dict[str, str], out: str, err: str) -> None:

@@ -23,16 +23,6 @@ def pytest_configure(config: pytest.Config) -> None:
     check(os.environ["PGMESH_TORCH"])
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    return f"torch {torch.__version__}, as asked for"
-
-
-@pytest.fixture(autouse=True, scope="session")
-def torch_as_asked_for() -> None:
-    """Check the version in every process that runs tests."""
-    check(os.environ["PGMESH_TORCH"])
-
-
 if __name__ == "__main__":
     try:
         check(sys.argv[1])

@@ -94,16 +94,21 @@ class World(LocalWorld):
         return outcomes
 
 
-_worlds: dict[int, World] = {}
+_worlds: dict[tuple[int, str], World] = {}
 
 
-def world(n: int) -> World:
-    """The shared world of n ranks, started again after a rank has failed in it."""
-    if n in _worlds and not _worlds[n].usable:
-        _worlds.pop(n).close()
-    if n not in _worlds:
-        _worlds[n] = World(n)
-    return _worlds[n]
+def world(n: int, kind: str = "") -> World:
+    """The shared world of n ranks, started again after a rank has failed in it.
+
+    Args:
+        kind: worlds of another kind share no ranks with it, such as those with other intervals of heartbeats.
+    """
+    key = n, kind
+    if key in _worlds and not _worlds[key].usable:
+        _worlds.pop(key).close()
+    if key not in _worlds:
+        _worlds[key] = World(n)
+    return _worlds[key]
 
 
 @contextmanager

@@ -53,7 +53,6 @@ class Code:
         member, spare: the judges of ranks that shrink and that stand by.
         call, statuses: other classes of the package.
         board: wraps the board of each call.
-        asks: the listeners of other processes are asked whether these have ended.
     """
 
     member: type[ShrinkJudge] = ShrinkJudge
@@ -61,7 +60,6 @@ class Code:
     call: type[ShrinkCall] = ShrinkCall
     statuses: type[Statuses] = Statuses
     board: Callable[[Board], Board] = as_it_is
-    asks: bool = True
 
 
 @dataclass(frozen=True)
@@ -199,7 +197,7 @@ class Shrink(Call):
         identity.rejoined = self.program.replaces is not None and generation == 0
         identity.register = lambda *arguments, **more: None
         nothing = lambda *arguments: None  # noqa: E731
-        asks = lambda status, seconds: self.code.asks and self.ask(Ended(status.endpoint[1]))  # noqa: E731
+        asks = lambda status, seconds: self.ask(Ended(status.endpoint[1]))  # noqa: E731
         statuses = self.code.statuses(LONG, lambda: self.time + SINCE_BOOT, asks)
         return SimpleNamespace(
             identity=identity,

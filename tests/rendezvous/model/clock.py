@@ -7,10 +7,8 @@ dies.
 
 from __future__ import annotations
 
-import heapq
-import itertools
+import contextlib
 import math
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +21,7 @@ from pgmesh.rendezvous.records import Fingerprint
 from pgmesh.rendezvous.rounds import Rounds
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, Statuses, status_key
 from tests.support.board import MemoryStore
+from tests.support.simulated_clock import SimulatedClock
 
 ANSWER = 0.0005
 """Seconds that a store operation takes."""
@@ -67,19 +66,12 @@ class Caller:
     warnings: list[str] = field(default_factory=list)
     done: list[tuple[float, Operation]] = field(default_factory=list)
     clock: Clock = field(init=False)
-    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
     def live(self) -> None:
         """The thread of this process."""
-        self.turn.acquire()
-        try:
+        with contextlib.suppress(Died):
             self._call()
             self.finished_at = self.clock.now
-        except Died:
-            pass
-        except BaseException as error:
-            self.clock.error = error
-        self.clock.go_on()
 
     def _call(self) -> None:
         """Its call, in the steps of ``connecting.py``."""
@@ -128,9 +120,7 @@ class Caller:
         return self.clock.now - self.arrives
 
     def sleep(self, seconds: float) -> None:
-        self.clock.call(self, seconds)
-        self.clock.go_on()
-        self.turn.acquire()
+        self.clock.pause(seconds)
         if self.clock.now >= self.dies:
             raise Died
 
@@ -138,43 +128,20 @@ class Caller:
         self.clock.values[status_key(self.rank)] = RankStatus(self.rank, pending=pending).pack().encode()
 
 
-class Clock:
+class Clock(SimulatedClock):
     """The time, the store, and all callers."""
 
     def __init__(self, *callers: Caller, pace: float = 1.0) -> None:
-        self.now, self.callers, self.pace = 0.0, callers, pace
+        super().__init__()
+        self.callers, self.pace = callers, pace
         self.values = {
             status_key(each.rank): RankStatus(each.rank).pack().encode() for each in callers if not each.silent
         }
         self._store = MemoryStore(self.values)
-        self.error: BaseException | None = None
-        self._due: list[tuple[float, int, Caller]] = []
-        self._numbers = itertools.count()
-        self._end = threading.Event()
-
-    def run(self) -> None:
-        """Run until all callers are done or dead."""
-        for caller in self.callers:
+        for caller in callers:
             caller.clock = self
             if caller.arrives < caller.dies:
-                threading.Thread(target=caller.live, daemon=True).start()
-                self.call(caller, caller.arrives)
-        self.go_on()
-        assert self._end.wait(60.0)
-        if self.error is not None:
-            raise self.error
-
-    def call(self, caller: Caller, seconds: float) -> None:
-        """Give this caller its next turn after some seconds."""
-        heapq.heappush(self._due, (self.now + seconds, next(self._numbers), caller))
-
-    def go_on(self) -> None:
-        """Let the next caller go on."""
-        if self._due:
-            self.now, _, caller = heapq.heappop(self._due)
-            caller.turn.release()
-        else:
-            self._end.set()
+                self.start(caller.arrives, caller.live)
 
     def perform(self, operation: Operation) -> Any:
         """Perform one store operation."""

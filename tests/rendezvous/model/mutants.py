@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pgmesh.rendezvous.circles import Circle, search_circle
 from pgmesh.rendezvous.group_rounds import ConnectJudge, GroupRound
-from pgmesh.rendezvous.operations import Append, Board, CompareSet, Operation, Read
+from pgmesh.rendezvous.operations import Board, CompareSet, Operation, Read
 from pgmesh.rendezvous.records import Decision
-from pgmesh.rendezvous.rounds import Rounds
 from tests.rendezvous.model.programs import PAIRS_AND_TRIPLE, at_once, one_after_another
-from tests.rendezvous.model.ranks import Code, SetPending
+from tests.rendezvous.model.ranks import Code
 from tests.rendezvous.model.space import (
     ALL_ARRIVED,
     CIRCLE_STATED,
@@ -23,7 +21,7 @@ from tests.rendezvous.model.space import (
     TRUE_CIRCLE,
     TRUE_MISSING,
 )
-from tests.support.model.boards import AllLost, Forgetful, MutantBoard, NoneLost, Overwriting, Stubborn
+from tests.support.model.boards import AllLost, MutantBoard, NoneLost, Overwriting, Stubborn
 from tests.support.model.space import NEVER_CHANGES, NO_FAULTS, NO_WAIT, ONE_DECISION, RETRY, Faults, Mutant
 
 AB, AC, BC, ABC = PAIRS_AND_TRIPLE
@@ -52,64 +50,27 @@ class Uncompared(ConnectJudge):
         return None if each.missing else Decision("made")
 
 
-class QuietAtDeadline(ConnectJudge):
-    def give_up(self, rounds: Sequence[GroupRound]) -> Decisions:
-        yield from self.read_arrivals(rounds)
-        for each in rounds:
-            each.decision = each.decision or Decision("missing")
-
-
-class Uncancelled(Rounds[GroupRound, Decision]):
-    def cancel(self, error: BaseException) -> None:
-        pass
-
-
-class Blind(ConnectJudge):
-    """It reads no arrivals while it is blind."""
+class BlindAtDeadline(ConnectJudge):
+    """It reads no arrivals at its deadline."""
 
     blind = False
 
     def read_arrivals(self, rounds: Sequence[GroupRound]) -> Decisions:
         return iter(()) if self.blind else super().read_arrivals(rounds)
 
-
-class BlindAfterStatuses(Blind):
-    def judge(self, rounds: Sequence[GroupRound], *, late: bool) -> Decisions:
-        self.blind = False
-        return super().judge(rounds, late=late)
-
-    def read_statuses(self, rounds: Iterable[GroupRound]) -> None:
-        super().read_statuses(rounds)
-        self.blind = True
-
-
-class BlindAtDeadline(Blind):
     def give_up(self, rounds: Sequence[GroupRound]) -> Decisions:
         self.blind = True
         return super().give_up(rounds)
 
 
 class BelievesCircles(ConnectJudge):
-    unread: tuple[str, ...] = ("/decision", "/arrivals")
+    """It checks the decisions of a circle, and not the arrivals."""
 
     def find_circle(self, rounds: Sequence[GroupRound]) -> Circle:
         def run(*reads: Read) -> list[Any]:
-            return [None if each.key.endswith(self.unread) else self.client.run(each)[0] for each in reads]
+            return [None if each.key.endswith("/arrivals") else self.client.run(each)[0] for each in reads]
 
         return search_circle(run, self.statuses, self.rank, self.pending(rounds))
-
-
-class ChecksDecisionsOfCircles(BelievesCircles):
-    unread = ("/arrivals",)
-
-
-@dataclass
-class TakesDecided(ConnectJudge):
-    skip_decided: bool = False
-
-
-class NumberZero(GroupRound):
-    name = property(lambda each: f"{each.key}/0")  # type: ignore[assignment]
 
 
 class LeavesOutAttempts(GroupRound):
@@ -121,13 +82,6 @@ class LeavesOutAttempts(GroupRound):
 # -- boards: what is written and read ---------------------------------------------------------------------------------
 
 
-class OneListOfArrivals(MutantBoard):
-    def perform(self, store: Any, operation: Operation) -> Any:
-        if isinstance(operation, (Append, Read)) and operation.key.endswith("/arrivals"):
-            operation = operation._replace(key=f"{operation.key.split('/')[0]}/arrivals")
-        return super().perform(store, operation)
-
-
 class RetriesMismatch(MutantBoard):
     """A rank that arrives late takes a mismatch for another failure."""
 
@@ -135,12 +89,6 @@ class RetriesMismatch(MutantBoard):
         answer = super().perform(store, operation)
         arrives = isinstance(operation, Read) and self.performed.count(operation) == 1
         return answer.replace(b"mismatch", b"missing") if arrives and isinstance(answer, bytes) else answer
-
-
-class NoCounts(MutantBoard):
-    def perform(self, store: Any, operation: Operation) -> Any:
-        answer = super().perform(store, operation)
-        return b"" if isinstance(operation, Read) and operation.key.endswith("/count") else answer
 
 
 class FirstCounts(MutantBoard):
@@ -165,69 +113,22 @@ class OneDecisionOfCircle(MutantBoard):
         return super().perform(store, operation)
 
 
-class NoStatuses(MutantBoard):
-    def perform(self, store: Any, operation: Any) -> Any:
-        return None if isinstance(operation, SetPending) else super().perform(store, operation)
-
-
+TRIPLE = (at_once(ABC),) * 3
 TRIPLE_DIFFERS = (at_once(ABC), at_once(ABC, variant=1), at_once(ABC))
-CROSSED = (one_after_another(AB, AC), one_after_another(AB, BC), one_after_another(BC, AC))
 NESTED = (at_once(ABC), at_once(AB, ABC), at_once(BC, ABC))
 
 MUTANTS = [
-    Mutant(
-        "the first member to read the arrivals decides that the group is made",
-        ALL_ARRIVED,
-        PAIR,
-        NO_FAULTS,
-        Code(MadeByTheFirst),
-    ),
-    Mutant("the arrivals of earlier attempts count", ALL_ARRIVED, RETRIES, DEADLINE, Code(board=OneListOfArrivals)),
+    Mutant("the first member to read the arrivals decides alone", ALL_ARRIVED, PAIR, NO_FAULTS, Code(MadeByTheFirst)),
     Mutant("fingerprints are not compared", EQUAL, DIFFERENT, NO_FAULTS, Code(Uncompared)),
     Mutant("a mismatch is tried again", MISMATCH_FOUND, TRIPLE_DIFFERS, NO_FAULTS, Code(board=RetriesMismatch)),
     Mutant("a decision is overwritten", NEVER_CHANGES, RETRIES, DEADLINE, Code(board=Overwriting)),
-    Mutant(
-        "an existing decision is ignored by a rank that decides otherwise",
-        ONE_DECISION,
-        PAIR,
-        DEADLINE,
-        Code(board=Stubborn),
-    ),
-    Mutant("a rank at its deadline publishes no decision", ONE_DECISION, PAIR, DEADLINE, Code(QuietAtDeadline)),
-    Mutant("decisions are not published", ONE_DECISION, PAIR, NO_FAULTS, Code(board=Forgetful)),
-    Mutant("only the last member to arrive reads the arrivals", LOSS_FOUND, PAIR, CRASH, Code(board=NoCounts)),
+    Mutant("an existing decision is ignored", ONE_DECISION, PAIR, DEADLINE, Code(board=Stubborn)),
     Mutant("the arrivals are not read again", NO_WAIT, PAIR, Faults(crashes=1, heard=False), Code(board=FirstCounts)),
-    Mutant(
-        "a rank counts as lost without a second look at the arrivals",
-        TRUE_MISSING,
-        PAIR,
-        Faults(silences=1, long_times=1),
-        Code(BlindAfterStatuses),
-    ),
-    Mutant(
-        "a rank at its deadline reads no arrivals", TRUE_MISSING, (at_once(ABC),) * 3, DEADLINE, Code(BlindAtDeadline)
-    ),
+    Mutant("a rank at its deadline reads no arrivals", TRUE_MISSING, TRIPLE, DEADLINE, Code(BlindAtDeadline)),
     Mutant("each rank counts as lost", NO_FAILURE, PAIR, NO_FAULTS, Code(statuses=AllLost)),
     Mutant("no rank counts as lost", LOSS_FOUND, PAIR, CRASH, Code(statuses=NoneLost)),
-    Mutant(
-        "an interrupted rank publishes no decision", LOSS_FOUND, PAIR, Faults(interrupts=1), Code(rounds=Uncancelled)
-    ),
-    Mutant("a circle of statuses is believed", TRUE_CIRCLE, CROSSED, DEADLINE, Code(BelievesCircles)),
-    Mutant(
-        "a circle is checked by its decisions, and not by the arrivals",
-        TRUE_CIRCLE,
-        NESTED,
-        DEADLINE,
-        Code(ChecksDecisionsOfCircles),
-    ),
+    Mutant("a circle is checked without arrivals", TRUE_CIRCLE, NESTED, DEADLINE, Code(BelievesCircles)),
     Mutant("a circle is published for one rank of it", CIRCLE_STATED, KNOT, NO_FAULTS, Code(board=OneDecisionOfCircle)),
-    Mutant("no status is published", CIRCLE_STATED, KNOT, NO_FAULTS, Code(board=NoStatuses)),
-    Mutant(
-        "a retry begins at the number of the failed attempt",
-        RETRY,
-        RETRIES,
-        DEADLINE,
-        Code(TakesDecided, NumberZero),
-    ),
     Mutant("a late rank leaves out an attempt", RETRY, RETRIES, DEADLINE, Code(round=LeavesOutAttempts)),
 ]
+"""One for each law."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,26 +44,6 @@ def at_once(*groups: Group, **more: Any) -> Program:
 
 
 PAIRS_AND_TRIPLE: tuple[Group, ...] = ((0, 1), (0, 2), (1, 2), (0, 1, 2))
-
-
-def orders_of_two_groups() -> list[tuple[Program, ...]]:
-    """Three ranks, each of which connects two of its three groups, one after another.
-
-    Of the 216 programs, these are the 38 that differ by more than the numbers of the ranks.
-    """
-    ways = [itertools.permutations([g for g in PAIRS_AND_TRIPLE if r in g], 2) for r in range(3)]
-    return list({_first_renamed(choice): None for choice in itertools.product(*ways)})
-
-
-def _first_renamed(choice: Sequence[Call]) -> tuple[Program, ...]:
-    """The same program for all that differ only in the numbers of their ranks."""
-
-    def renamed(order: Sequence[int]) -> tuple[Call, ...]:
-        new = {order[r]: tuple(tuple(sorted(order[m] for m in g)) for g in way) for r, way in enumerate(choice)}
-        return tuple(new[rank] for rank in range(len(choice)))
-
-    first = min(renamed(order) for order in itertools.permutations(range(len(choice))))
-    return tuple(one_after_another(*way) for way in first)
 
 
 def random_programs(chance: random.Random, ranks: int, retries_at_once: bool = False) -> tuple[Program, ...]:

@@ -32,13 +32,12 @@ class Code:
     """The code under the checker. A mutant replaces a part.
 
     Args:
-        judge, round, rounds, statuses: the classes of the protocol.
+        judge, round, statuses: the classes of the protocol.
         board: wraps the board of each call.
     """
 
     judge: type[ConnectJudge] = ConnectJudge
     round: type[GroupRound] = GroupRound
-    rounds: type[Rounds[GroupRound, Decision]] = Rounds
     statuses: type[Statuses] = Statuses
     board: Callable[[Board], Board] = as_it_is
 
@@ -104,7 +103,7 @@ class Connect(Call):
             deadline=DEADLINE,
             statuses=self.code.statuses(LONG, self.now),
         )
-        self.rounds = self.code.rounds(self.attempts, self.judge)
+        self.rounds = Rounds(self.attempts, self.judge)
         interrupted = False
         try:
             self.rounds.run()

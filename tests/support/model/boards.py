@@ -44,13 +44,6 @@ class Stubborn(_Decides):
         super(_Decides, self).perform(store, operation)
 
 
-class Forgetful(_Decides):
-    """It does not publish a decision."""
-
-    def decide(self, store: Any, operation: CompareSet) -> None:
-        pass
-
-
 class AllLost(Statuses):
     """Each rank counts as lost."""
 
