@@ -35,7 +35,7 @@ from pgmesh._util.formatting import count_of
 from pgmesh.errors import MethodError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.applying import Application, release_new_groups
+from pgmesh.parallel.applying import apply_methods, count_pieces, release_new_groups
 from pgmesh.parallel.base import Level, Method, blocks_of, format_axes
 from pgmesh.parallel.comparing import SAME_VALUES_FROM_META, compare_inputs, compare_weights
 from pgmesh.parallel.data import DataParallel, broadcast_tensors
@@ -128,7 +128,7 @@ class Composition:
             AxisError: ranks read different tokens, but no method averages gradients.
             MethodError: ``check`` of a method raised it, or layers of experts may get shards of sequences.
             MethodError: ranks start with different weights, or a method failed. The message has the method and its
-                axes; ``__cause__`` is the method's error. Groups along its axes that the call created are released.
+                axes; ``__cause__`` is the method's error. Groups that the call created are released.
         """
         self._settle()  # the methods may have been composed otherwise since
         groups_before = {group.ranks for group in self.mesh.held()}
@@ -138,20 +138,19 @@ class Composition:
         self._check_experts(module)
         self._compare_weights(module)
         was_on_meta = any(each.is_meta for each in module.parameters())
-        application = Application()
+        running = list[Method]()
         try:
-            applied = application.run(self.methods, module)
+            applied = apply_methods(running, self.methods, module)
         except BaseException as error:
-            for method in application.running:
-                release_new_groups(groups_before, method)
+            release_new_groups(groups_before, self.mesh)
             if not isinstance(error, Exception):
                 raise
             raise MethodError(
-                f"{application.running[-1]} failed in apply: {type(error).__name__}: {error}\n\n"
+                f"{running[-1]} failed in apply: {type(error).__name__}: {error}\n\n"
                 "New groups along its axes were released. The module may be partly changed: build it again."
             ) from error
         _applied_methods.update(self.methods)
-        self._pieces[applied] = application.count_pieces(self.methods, applied)
+        self._pieces[applied] = count_pieces(self.methods, applied)
         if self._pipelines and not self.equal_parts and len(self._ranks.tokens) > 1:
             vars(applied)["loss"] = self._checked_loss(vars(applied).get("loss"))
         self._watch_first_step(module, applied, was_on_meta)

@@ -35,9 +35,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from pgmesh._util.suggestions import closest_name, did_you_mean
 from pgmesh.errors import MethodError, OptionsError
+from pgmesh.parallel.attributes import find_function
 from pgmesh.parallel.base import Method, format_axes, required_keywords
 from pgmesh.parallel.mixture import mix
-from pgmesh.parallel.stage_cutting import attributes_with, match_modules, on_other_stage
+from pgmesh.parallel.stage_cutting import match_modules, on_other_stage
 
 if TYPE_CHECKING:
     from pgmesh.layout import Axis
@@ -188,7 +189,7 @@ def check_experts(tensor: Method, module: nn.Module, plan: Mapping[str, Parallel
         return
     entries = entries_of(module, plan)
     whole = modules_with_whole(entries)
-    for name, layer, _ in attributes_with(module, mix):
+    for name, layer, *_ in find_function(module, mix):
         if layer not in whole:
             pattern = re.sub(r"\.\d+\b", ".*", name)
             raise MethodError(
