@@ -13,8 +13,9 @@ from pgmesh.errors import MethodError, OptionsError, ShapeError
 from pgmesh.parallel.attributes import find_function, replace_function
 from pgmesh.parallel.base import Method
 from pgmesh.parallel.divisibility import divide_along_axes, divide_evenly, format_sizes
-from pgmesh.parallel.ring import ring_attention, ulysses_attention
+from pgmesh.parallel.ring import ring_attention
 from pgmesh.parallel.stage_cutting import is_stage
+from pgmesh.parallel.ulysses import ulysses_attention
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
