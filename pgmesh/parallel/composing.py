@@ -12,7 +12,7 @@ derives from what differs along the axes of all methods what a program would hav
 
 1. Each method derives the axes along which it averages.
 2. If ranks read different tokens, trainable weights need a method that averages them.
-3. The initial weights of ranks are compared.
+3. The initial weights of ranks are compared, or broadcast, as DDP does.
 4. The methods are applied: a pipeline splits the module into stages, and the others are applied to each stage in the
    order tensor, token, shard, data.
 5. Hooks are registered that compare the inputs of ranks in the first training step: ``first_step.py``.
@@ -38,7 +38,7 @@ from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.applying import apply_methods, count_pieces, release_new_groups
 from pgmesh.parallel.base import Level, Method, blocks_of
 from pgmesh.parallel.comparing import SAME_VALUES_FROM_META, compare_inputs, compare_weights
-from pgmesh.parallel.data import DataParallel, broadcast_tensors
+from pgmesh.parallel.data import DataParallel
 from pgmesh.parallel.divisibility import format_sizes
 from pgmesh.parallel.exchange import broadcast_from_first
 from pgmesh.parallel.first_step import FirstStep
@@ -111,7 +111,8 @@ class Composition:
     def apply(self, module: nn.Module) -> nn.Module:
         """Apply all methods, lowest level first, and return the module to train.
 
-        The initial weights of ranks are compared before, and their inputs in the first training step. Methods may
+        The initial weights of ranks are compared before, and their inputs in the first training step. With a
+        ``DataParallel`` the values of the first rank are broadcast to all, as torch's DDP does. Methods may
         change the module in place. After an error, build the module again before the next attempt.
 
         On a pipeline call this composition's ``clip_grad_norm_``: torch's would clip each stage by its own norm.
@@ -128,7 +129,7 @@ class Composition:
         self._check_averages(module)
         for method in self.methods:
             method.check(module)
-        self._compare_weights(module)
+        self._start_equal(module)
         was_on_meta = any(each.is_meta for each in module.parameters())
         running = list[Method]()
         try:
@@ -158,13 +159,13 @@ class Composition:
             if trainable:
                 raise unaveraged_error(self.mesh, token_readers(self.methods)[0], trainable)
 
-    def _compare_weights(self, module: nn.Module) -> None:
-        """Compare the initial weights of ranks. DDP broadcasts those that are not experts to all but the first."""
-        broadcast, receives, data = set[str](), False, self._averaging
-        if isinstance(data, DataParallel):
-            broadcast = broadcast_tensors(data, module).keys() - self._names_of_experts(module)
-            receives = data.mesh.index(*data.average_axes) > 0
-        compare_weights(self.mesh, self._ranks.all, named_tensors(module), broadcast, receives)
+    def _start_equal(self, module: nn.Module) -> None:
+        """Compare the initial weights of ranks. Under DDP, which broadcasts them, all ranks get those of the first."""
+        tensors, data = named_tensors(module), self._averaging
+        broadcasts = isinstance(data, DataParallel) and data.broadcasts
+        compare_weights(self.mesh, self._ranks.all, tensors, values=not broadcasts)
+        if broadcasts:
+            self._broadcast(each for each in tensors.values() if not (each.is_meta or isinstance(each, DTensor)))
 
     def _compare_whole_weights(self, module: nn.Module) -> None:
         """Compare the weights that were on the meta device in ``apply``: whole ones, and replicated shards."""
@@ -206,8 +207,12 @@ class Composition:
         tensors, experts = named_tensors(module), expert_tensors(module)
         if sharded := [name for name, each in tensors.items() if isinstance(each, DTensor) or name in experts]:
             raise MethodError(f"{sharded[0]} is sharded already: call broadcast(module) before apply(module).")
+        self._broadcast(tensors.values())
+
+    def _broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Give all ranks of the composition the values of the first one."""
         if len(self._ranks.all) > 1:
-            broadcast_from_first(tensors.values(), self.mesh.group_of(self._ranks.all))
+            broadcast_from_first(tensors, self.mesh.group_of(self._ranks.all))
 
     # -- the optimizer ----------------------------------------------------------------------------------------------
 
