@@ -58,7 +58,6 @@ SEAM: dict[str, str] = {
     "distributed_c10d._get_default_timeout": "the timeout of a world whose backend has none",
     "device_mesh.DeviceMesh.__eq__": "compares _thread_id: meshes with different groups must be unequal",
     "nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": "excludes parameters",
-    "Tensor._backward_hooks": "torch loses these hooks when it shards a parameter",
     "Tensor._post_accumulate_grad_hooks": "some pipeline schedules would skip these hooks",
     "ProcessGroup._set_default_backend": "sets the backend of a group that is built directly",
     "ProcessGroup._register_backend": "the same for each device",
@@ -207,11 +206,6 @@ def exclude_from_ddp(module: torch.nn.Module, names: Sequence[str]) -> None:
 def has_gradient_hooks(weight: torch.Tensor) -> bool:
     """True if hooks are registered for the gradient of a weight."""
     return bool(weight._post_accumulate_grad_hooks)
-
-
-def has_hooks(weight: torch.Tensor) -> bool:
-    """True if any hooks are registered on a weight."""
-    return bool(weight._backward_hooks) or has_gradient_hooks(weight)
 
 
 def stages_are_supported(stage: type) -> bool:

@@ -6,7 +6,8 @@ of earlier steps, and sums those of tied weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from pgmesh._util.formatting import count_of
 from pgmesh.errors import MethodError, OptionsError, ShapeError
 from pgmesh.parallel.divisibility import format_sizes, nearest_multiples
 from pgmesh.parallel.nests import tensors_in
-from pgmesh.parallel.stage_shapes import Stage, Tensors, device_of_stage, gradients_aside
+from pgmesh.parallel.stage_shapes import Stage, Tensors, device_of_stage
 from pgmesh.parallel.stages import Stages
 from pgmesh.parallel.tied_weights import TiedWeights
 
@@ -231,3 +232,24 @@ class Pipeline(nn.Module):
                 f"{format_sizes(self.stages.mesh, [self.stages.axis])}.\n\n"
                 f"  {nearest_multiples(most, microbatches)} rows of each would do"
             )
+
+
+@contextlib.contextmanager
+def gradients_aside(parts: nn.Module) -> Iterator[None]:
+    """Hide present gradients, and add them back at exit: torch divides all of ``grad`` by the microbatches.
+
+    They are copied, since others may own their memory: DDP writes the next gradients into the same buckets. The exit
+    also shards the parameters of FSDP again: after a pass that failed or had no backward pass, torch leaves some
+    unsharded, without gradients.
+    """
+    before = [(weight, weight.grad.clone()) for weight in parts.parameters() if weight.grad is not None]
+    for weight, _ in before:
+        weight.grad = None
+    try:
+        yield
+    finally:
+        for module in parts.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        for weight, gradient in before:
+            weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)

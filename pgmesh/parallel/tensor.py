@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from pgmesh import torch_private
 from pgmesh.errors import MethodError
 from pgmesh.parallel.base import Method, single_axis
 from pgmesh.parallel.divisibility import divide_along_axes
@@ -104,7 +103,6 @@ class TensorParallel(Method):
             MethodError: the module lacks a layer of the plan, or torch cannot use the style for it.
             MethodError: sequences are sharded, and the plan does not say of a linear layer whether it gets shards or
                 whole ones.
-            MethodError: a parameter that torch replaces has hooks.
             ShapeError: a layer is not divisible by the ranks.
         """
         entries = entries_of(module, self.plan)
@@ -134,10 +132,6 @@ class TensorParallel(Method):
 
     def _keep_properties(self, name: str, old: nn.Parameter, new: nn.Parameter) -> None:
         """Give a parameter what torch loses when it replaces one: attributes, and whether it is frozen."""
-        if torch_private.has_hooks(old):
-            raise MethodError(
-                f"{name} has hooks, which torch loses when it shards parameters: register them after apply."
-            )
         placements = getattr(new, "placements", ())
         for dim in [each.dim for each in placements if each.is_shard()]:
             size, unit = new.size(dim), "columns" if dim else "rows"
