@@ -147,10 +147,10 @@ def check_linear_layers(entries: Mapping[nn.Module, Entry]) -> None:
 
 
 def check_experts(tensor: Method, module: nn.Module, plan: Mapping[str, ParallelStyle]) -> None:
-    """Check that layers of experts, which another method distributes, get whole sequences if a plan shards any.
+    """Check that layers of experts get whole sequences if a plan shards any.
 
-    The method of the experts counts ranks along the axis of the plan as readers of the same tokens. If each has other
-    positions, it divides their gradients by too many.
+    ``ExpertParallel`` counts ranks along the axis of the plan as readers of the same tokens. If each has other
+    positions, it divides their gradients by too many. Without it, each rank gets a part of their gradients.
 
     Args:
         tensor: the method of the plan.

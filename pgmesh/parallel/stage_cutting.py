@@ -45,13 +45,14 @@ def copy_stage(module: nn.Module, absent: Sequence[str], copied: Sequence[str] =
         copied: names of submodules to copy with their parameters, since another stage of this rank has them too.
     """
     modules = dict(module.named_modules(remove_duplicate=False))
-    changed = [f"{name}." for name in (*absent, *copied)]
+    changed = [*absent, *copied]
     parents = [each for name, each in modules.items() if not name or any(c.startswith(f"{name}.") for c in changed)]
     copies = {id(each): copy.copy(each) for each in parents}
     for one in copies.values():
         _refer_to_copies(one, copies)
     stage: nn.Module = copies[id(module)]
-    replaced = dict.fromkeys(absent) | {name: copy.deepcopy(modules[name]) for name in copied}
+    memo = dict[int, Any](copies)  # deepcopy takes from it what is in it, and copies the rest
+    replaced = dict.fromkeys(absent) | {name: copy.deepcopy(modules[name], memo) for name in copied}
     for name, new in replaced.items():  # by name, since one module may have several
         parent, _, child = name.rpartition(".")
         setattr(stage.get_submodule(parent), child, new)
@@ -70,13 +71,13 @@ def _refer_to_copies(one: nn.Module, copies: Mapping[int, nn.Module]) -> None:
         one: the copied module, which shares its tables with the original.
         copies: the copy of each module, by the id of the module.
     """
-    for name in vars(nn.Module()):
-        vars(one)[name] = copy.copy(vars(one)[name])
-    for table in (vars(one), *(each for each in vars(one).values() if isinstance(each, dict))):
+    tables = {name: copy.copy(vars(one)[name]) for name in vars(nn.Module())}  # other attributes stay shared
+    vars(one).update(tables)
+    for table in (vars(one), *(each for each in tables.values() if isinstance(each, dict))):
         for key, value in table.items():
             is_bound = id(getattr(value, "__self__", None)) in copies
             if id(value) in copies or is_bound or hasattr(value, "with_module"):  # torch's wrapper of a hook
-                table[key] = copy.deepcopy(value, dict(copies))  # of a module in copies, deepcopy takes the copy
+                table[key] = copy.deepcopy(value, dict(copies))
 
 
 # ---- what a module or a stage has ----
