@@ -38,7 +38,7 @@ from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.applying import apply_methods, count_pieces, release_new_groups
 from pgmesh.parallel.base import Level, Method, blocks_of
 from pgmesh.parallel.comparing import SAME_VALUES_FROM_META, compare_inputs, compare_weights
-from pgmesh.parallel.data import DataParallel
+from pgmesh.parallel.data import broadcasts_start
 from pgmesh.parallel.divisibility import format_sizes
 from pgmesh.parallel.exchange import broadcast_from_first
 from pgmesh.parallel.first_step import FirstStep
@@ -161,8 +161,7 @@ class Composition:
 
     def _start_equal(self, module: nn.Module) -> None:
         """Compare the initial weights of ranks. Under DDP, which broadcasts them, all ranks get those of the first."""
-        tensors, data = named_tensors(module), self._averaging
-        broadcasts = isinstance(data, DataParallel) and data.broadcasts
+        tensors, broadcasts = named_tensors(module), broadcasts_start(self._averaging)
         compare_weights(self.mesh, self._ranks.all, tensors, values=not broadcasts)
         if broadcasts:
             self._broadcast(each for each in tensors.values() if not (each.is_meta or isinstance(each, DTensor)))

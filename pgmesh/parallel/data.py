@@ -54,8 +54,6 @@ class DataParallel(Method):
         super().__init__(mesh, *axes, options=options)
         check_keywords(self, DistributedDataParallel, keywords, given=("module", "process_group", "device_mesh"))
         self.keywords = keywords
-        self.broadcasts: bool = keywords.get("init_sync", True)
-        """True if ``apply`` gives all ranks the values of the first one."""
 
     def apply(self, module: nn.Module) -> nn.Module:
         """Wrap the module in DDP. Its parameters are broadcast from the first rank along the axes.
@@ -76,7 +74,7 @@ class DataParallel(Method):
             module.register_forward_pre_hook(partial(self._check_frozen, frozen))
         group = self.mesh.group(*self.average_axes)
         if len(frozen) == len(named):
-            if self.broadcasts:
+            if broadcasts_start(self):
                 tensors = named_tensors(module)
                 broadcast_from_first((each for name, each in tensors.items() if name not in experts), group)
             return module
@@ -138,6 +136,11 @@ class DataParallel(Method):
         if isinstance(module, DistributedDataParallel) and not last:
             return module.no_sync()
         return contextlib.nullcontext()
+
+
+def broadcasts_start(data: Method | None) -> bool:
+    """Return True if a method is one whose ``apply`` gives all ranks the values of the first one."""
+    return isinstance(data, DataParallel) and bool(data.keywords.get("init_sync", True))
 
 
 def check_keywords(
