@@ -58,7 +58,6 @@ SEAM: dict[str, str] = {
     "distributed_c10d._get_default_timeout": "the timeout of a world whose backend has none",
     "device_mesh.DeviceMesh.__eq__": "compares _thread_id: meshes with different groups must be unequal",
     "nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": "excludes parameters",
-    "Tensor._backward_hooks": "torch loses these hooks when it shards a parameter",
     "Tensor._post_accumulate_grad_hooks": "some pipeline schedules would skip these hooks",
     "ProcessGroup._set_default_backend": "sets the backend of a group that is built directly",
     "ProcessGroup._register_backend": "the same for each device",
@@ -71,7 +70,6 @@ SEAM: dict[str, str] = {
     "ProcessGroupGloo._Options._timeout": "timeout of the collectives",
     "ProcessGroupGloo.create_device": "creates a device that connects at its first use",
     "_C._distributed_c10d.FakeProcessGroup": "fake worlds",
-    "utils._pytree.tree_leaves": "torch splits these leaves of a pipeline's keywords into microbatches",
 }
 """The private names that every supported torch has, each with its reason. ``_groups_of`` also reads attributes of
 DeviceMesh objects (``_dim_group_names``, ``_thread_id``), which no class has. Names that some versions lack are looked
@@ -85,7 +83,7 @@ def missing_names(torch: Any = torch) -> dict[str, str]:
 
     def there(path: str) -> bool:
         root, *names = path.split(".")
-        place = getattr(torch if root in ("_C", "nn", "Tensor", "utils") else torch.distributed, root, None)
+        place = getattr(torch if root in ("_C", "nn", "Tensor") else torch.distributed, root, None)
         for name in names:
             place = getattr(place, name, getattr(place, "__annotations__", {}).get(name))
         if name == "__eq__":  # every object has one
@@ -210,11 +208,6 @@ def has_gradient_hooks(weight: torch.Tensor) -> bool:
     return bool(weight._post_accumulate_grad_hooks)
 
 
-def has_hooks(weight: torch.Tensor) -> bool:
-    """True if any hooks are registered on a weight."""
-    return bool(weight._backward_hooks) or has_gradient_hooks(weight)
-
-
 def stages_are_supported(stage: type) -> bool:
     """True if torch's pipeline stages are those of torch 2.12 or later.
 
@@ -223,12 +216,6 @@ def stages_are_supported(stage: type) -> bool:
     """
     needed = ("forward_recv_info", "forward_send_info", "backward_recv_info")
     return all(hasattr(stage, name) for name in ("_send_meta", "_recv_meta", *(f"_setup_{each}" for each in needed)))
-
-
-def nest_leaves(value: Any) -> list[Any]:
-    """The leaves of a nest as torch sees it. A dataclass is a leaf, unless torch.export.register_dataclass knows it."""
-    leaves: list[Any] = torch.utils._pytree.tree_leaves(value)
-    return leaves
 
 
 def receive_stage_inputs(stage: Any) -> None:

@@ -22,6 +22,7 @@ from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.blocks import Blocks, connected_ranks, spanning_axes
 from pgmesh.parallel.divisibility import divide_evenly, format_sizes
 from pgmesh.parallel.local_experts import expert_tensors
+from pgmesh.parallel.plain_shards import mark_new_shards, owned_tensors
 
 Difference = Literal["rows", "positions", "weights", "experts"]
 """What differs between ranks along a method's axes: rows of a batch (data), positions of a sequence (context), weights
@@ -188,7 +189,15 @@ class Method:
             module: the whole module.
             inner: applies the methods of lower levels to a module, or to a part of it.
         """
-        return self.apply(inner(module))
+        part = inner(module)
+        shapes = {name: tensor.shape for name, _, _, tensor in owned_tensors(part)}
+        applied = self.apply(part)
+        if not isinstance(applied, nn.Module):
+            raise TypeError(f"apply returned {applied!r}, not the module to train")
+        if self.differs != "experts":  # LocalExperts marks its own
+            axes = format_sizes(self.mesh, self.average_axes)
+            mark_new_shards(shapes, applied, self.mesh.size(*self.average_axes), axes)
+        return applied
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Register the method's hooks on an optimizer of the program. ``Composition.attach`` calls it; default: none.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -77,9 +77,6 @@ def ranks_by_value(values: Mapping[int, Any]) -> dict[Any, list[int]]:
 
 # ---- weights ----
 
-NOT_COMPARED = 0
-"""In the place of the digest of values which this rank does not compare. No digest is 0."""
-
 
 @dataclass(frozen=True)
 class Description:
@@ -88,10 +85,10 @@ class Description:
     kind: str
     """Shape, dtype and ``requires_grad``."""
     value: int
-    """Digest of samples of its values, or ``NOT_COMPARED``."""
+    """Digest of samples of its values; 0 if values are not compared."""
 
 
-MISSING = Description("is missing", NOT_COMPARED)
+MISSING = Description("is missing", 0)
 
 SAME_MODULE = "  model = Model(...)   # with the same names, shapes, dtypes and requires_grad on all ranks"
 
@@ -106,23 +103,18 @@ def compare_weights(
     mesh: ProcessGroupMesh,
     ranks: Sequence[int],
     tensors: Mapping[str, Tensor],
-    broadcast: Collection[str] = (),
-    receives: bool = False,
+    values: bool = True,
     same_values: str = SAME_VALUES,
 ) -> None:
     """Compare names, shapes, dtypes, ``requires_grad`` and samples of the values of parameters and buffers.
 
-    Values that DDP overwrites are compared between the ranks that send them alone. Example: on ``dp=2, tp=2``, DDP
-    broadcasts along dp. So the values of ranks 0 and 1 are compared, and those of ranks 2 and 3 are not.
-
-    Ranks first exchange two digests each, and their descriptions only if some digests differ.
+    Ranks first exchange a digest each, and their descriptions only if some digests differ.
 
     Args:
         mesh: the mesh.
         ranks: the ranks that compare, with this one, in mesh order.
         tensors: the parameters and buffers by name.
-        broadcast: names of the tensors that DDP broadcasts.
-        receives: True if this rank receives them; False if it sends them.
+        values: False to compare all but the values.
         same_values: the calls that give all ranks the same values, for the message.
 
     Raises:
@@ -130,13 +122,10 @@ def compare_weights(
     """
     described: dict[str, Description] = {}
     for name, each in tensors.items():
-        value = NOT_COMPARED if receives and name in broadcast else digest(sample(each))
-        described[name] = Description(f"{tuple(each.shape)} {each.dtype} {each.requires_grad}", value)
-    of_all = [(name, each.kind, None if name in broadcast else each.value) for name, each in described.items()]
-    of_senders = [described[name].value for name in described if name in broadcast]
-    digests = [digest(of_all), NOT_COMPARED if receives else digest(of_senders)]
-    per_rank = gather_numbers(mesh, ranks, digests).values()
-    if all(len({*column} - {NOT_COMPARED}) == 1 for column in zip(*per_rank)):
+        kind = f"{tuple(each.shape)} {each.dtype} {each.requires_grad}"
+        described[name] = Description(kind, digest(sample(each)) if values else 0)
+    digests = gather_numbers(mesh, ranks, [digest(described)])
+    if len(ranks_by_value({rank: each[0] for rank, each in digests.items()})) == 1:
         return
     gathered = [described] * len(ranks)
     dist.all_gather_object(gathered, described, group=exchange_group(mesh, ranks))
@@ -152,10 +141,10 @@ def raise_first_difference(per_rank: Mapping[int, Mapping[str, Description]], sa
     """
     for name in dict.fromkeys(itertools.chain(*per_rank.values())):
         described = {rank: each.get(name, MISSING) for rank, each in per_rank.items()}
-        first_value = next((each.value for each in described.values() if each.value != NOT_COMPARED), NOT_COMPARED)
+        first_value = next(each.value for each in described.values() if each is not MISSING)
         texts: dict[int, str] = {}
         for rank, each in described.items():
-            is_first = each.value in (NOT_COMPARED, first_value)
+            is_first = each is MISSING or each.value == first_value
             texts[rank] = each.kind if is_first else f"{each.kind}, other values"
         holders = ranks_by_value(texts)
         if len(holders) > 1:

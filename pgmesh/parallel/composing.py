@@ -12,7 +12,7 @@ derives from what differs along the axes of all methods what a program would hav
 
 1. Each method derives the axes along which it averages.
 2. If ranks read different tokens, trainable weights need a method that averages them.
-3. The initial weights of ranks are compared.
+3. The initial weights of ranks are compared, or broadcast, as DDP does.
 4. The methods are applied: a pipeline splits the module into stages, and the others are applied to each stage in the
    order tensor, token, shard, data.
 5. Hooks are registered that compare the inputs of ranks in the first training step: ``first_step.py``.
@@ -24,7 +24,7 @@ import contextlib
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,10 +35,10 @@ from pgmesh._util.formatting import count_of
 from pgmesh.errors import MethodError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.applying import Application, release_new_groups
-from pgmesh.parallel.base import Level, Method, blocks_of, format_axes
+from pgmesh.parallel.applying import apply_methods, count_pieces, release_new_groups
+from pgmesh.parallel.base import Level, Method, blocks_of
 from pgmesh.parallel.comparing import SAME_VALUES_FROM_META, compare_inputs, compare_weights
-from pgmesh.parallel.data import DataParallel, broadcast_tensors
+from pgmesh.parallel.data import broadcasts_start
 from pgmesh.parallel.divisibility import format_sizes
 from pgmesh.parallel.exchange import broadcast_from_first
 from pgmesh.parallel.first_step import FirstStep
@@ -48,11 +48,6 @@ from pgmesh.parallel.mixture import Accumulation
 from pgmesh.parallel.owners import check_all_owned, check_method, check_pair, unaveraged_error
 from pgmesh.parallel.rank_sets import RankSets, ranks_along, token_readers
 from pgmesh.parallel.sharing import part_of_batch
-from pgmesh.parallel.tensor import TensorParallel
-from pgmesh.parallel.tensor_plans import check_experts
-
-_applied_methods = weakref.WeakSet[Method]()
-"""Methods of any composition that were applied: no other composition may change the axes along which they average."""
 
 
 def compose(
@@ -110,15 +105,14 @@ class Composition:
         self._pipelines = [each for each in methods if each.level is Level.PIPELINE]
         self._settle()
         self._ranks = RankSets.of(mesh, methods)
-        self._has_weighed_loss = False
-        """True if ``mean`` was called with ``tokens``, also long ago: ``_checked_loss`` resets it before each loss."""
 
     # -- the module -------------------------------------------------------------------------------------------------
 
     def apply(self, module: nn.Module) -> nn.Module:
         """Apply all methods, lowest level first, and return the module to train.
 
-        The initial weights of ranks are compared before, and their inputs in the first training step. Methods may
+        The initial weights of ranks are compared before, and their inputs in the first training step. With a
+        ``DataParallel`` the values of the first rank are broadcast to all, as torch's DDP does. Methods may
         change the module in place. After an error, build the module again before the next attempt.
 
         On a pipeline call this composition's ``clip_grad_norm_``: torch's would clip each stage by its own norm.
@@ -126,48 +120,36 @@ class Composition:
 
         Raises:
             AxisError: ranks read different tokens, but no method averages gradients.
-            MethodError: ``check`` of a method raised it, or layers of experts may get shards of sequences.
+            MethodError: ``check`` of a method raised it.
             MethodError: ranks start with different weights, or a method failed. The message has the method and its
-                axes; ``__cause__`` is the method's error. Groups along its axes that the call created are released.
+                axes; ``__cause__`` is the method's error. Groups that the call created are released.
         """
         self._settle()  # the methods may have been composed otherwise since
         groups_before = {group.ranks for group in self.mesh.held()}
         self._check_averages(module)
         for method in self.methods:
             method.check(module)
-        self._check_experts(module)
-        self._compare_weights(module)
+        self._start_equal(module)
         was_on_meta = any(each.is_meta for each in module.parameters())
-        application = Application()
+        running = list[Method]()
         try:
-            applied = application.run(self.methods, module)
+            applied = apply_methods(running, self.methods, module)
         except BaseException as error:
-            for method in application.running:
-                release_new_groups(groups_before, method)
+            release_new_groups(groups_before, self.mesh)
             if not isinstance(error, Exception):
                 raise
             raise MethodError(
-                f"{application.running[-1]} failed in apply: {type(error).__name__}: {error}\n\n"
+                f"{running[-1]} failed in apply: {type(error).__name__}: {error}\n\n"
                 "New groups along its axes were released. The module may be partly changed: build it again."
             ) from error
-        _applied_methods.update(self.methods)
-        self._pieces[applied] = application.count_pieces(self.methods, applied)
-        if self._pipelines and not self.equal_parts and len(self._ranks.tokens) > 1:
-            vars(applied)["loss"] = self._checked_loss(vars(applied).get("loss"))
+        self._pieces[applied] = count_pieces(self.methods, applied)
         self._watch_first_step(module, applied, was_on_meta)
         return applied
 
     def _settle(self) -> None:
         """Let each method derive the axes along which it averages."""
         for method in self.methods:
-            old_axes = method.average_axes
             method.settle(blocks_of(token_readers(self.methods)))
-            if method in _applied_methods and method.average_axes != old_axes:
-                method.average_axes = old_axes
-                raise MethodError(
-                    f"{method} was applied in another composition, in which it averages along {format_axes(old_axes)}, "
-                    f"and not in this one.\n\n  {type(method).__name__}(mesh, ...)   # another one for each composition"
-                )
 
     def _check_averages(self, module: nn.Module) -> None:
         """If ranks read different tokens, trainable weights need a method that averages them."""
@@ -177,20 +159,12 @@ class Composition:
             if trainable:
                 raise unaveraged_error(self.mesh, token_readers(self.methods)[0], trainable)
 
-    def _check_experts(self, module: nn.Module) -> None:
-        """Layers of experts need whole sequences along axes of tensor parallelism."""
-        if any(each.differs == "experts" for each in self.methods):
-            for method in self.methods:
-                if isinstance(method, TensorParallel):
-                    check_experts(method, module, method.plan)
-
-    def _compare_weights(self, module: nn.Module) -> None:
-        """Compare the initial weights of ranks. DDP broadcasts those that are not experts to all but the first."""
-        broadcast, receives, data = set[str](), False, self._averaging
-        if isinstance(data, DataParallel):
-            broadcast = broadcast_tensors(data, module).keys() - self._names_of_experts(module)
-            receives = data.mesh.index(*data.average_axes) > 0
-        compare_weights(self.mesh, self._ranks.all, named_tensors(module), broadcast, receives)
+    def _start_equal(self, module: nn.Module) -> None:
+        """Compare the initial weights of ranks. Under DDP, which broadcasts them, all ranks get those of the first."""
+        tensors, broadcasts = named_tensors(module), broadcasts_start(self._averaging)
+        compare_weights(self.mesh, self._ranks.all, tensors, values=not broadcasts)
+        if broadcasts:
+            self._broadcast(each for each in tensors.values() if not (each.is_meta or isinstance(each, DTensor)))
 
     def _compare_whole_weights(self, module: nn.Module) -> None:
         """Compare the weights that were on the meta device in ``apply``: whole ones, and replicated shards."""
@@ -232,8 +206,12 @@ class Composition:
         tensors, experts = named_tensors(module), expert_tensors(module)
         if sharded := [name for name, each in tensors.items() if isinstance(each, DTensor) or name in experts]:
             raise MethodError(f"{sharded[0]} is sharded already: call broadcast(module) before apply(module).")
+        self._broadcast(tensors.values())
+
+    def _broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Give all ranks of the composition the values of the first one."""
         if len(self._ranks.all) > 1:
-            broadcast_from_first(tensors.values(), self.mesh.group_of(self._ranks.all))
+            broadcast_from_first(tensors, self.mesh.group_of(self._ranks.all))
 
     # -- the optimizer ----------------------------------------------------------------------------------------------
 
@@ -246,8 +224,7 @@ class Composition:
             optimizer: an optimizer of the module that ``apply`` returned.
 
         Raises:
-            MethodError: the optimizer has no parameter of such a module, since methods may replace parameters, or also
-                parameters of another module.
+            MethodError: the optimizer has parameters of no such module: of another one, or from before ``apply``.
 
         >>> from pgmesh.parallel import compose
         >>> together = compose(mesh, unowned=mesh.axes)
@@ -256,17 +233,13 @@ class Composition:
         """
         trained = {weight for module in self._pieces for weight in module.parameters()}
         given = {weight for group in optimizer.param_groups for weight in group["params"]}
-        if trained and trained.isdisjoint(given):
-            raise MethodError(
-                "the optimizer has no parameter of the module that apply returned, so it would train nothing. Make it "
-                "after model = together.apply(model), with the same settings, or give it the new parameters.\n\n"
-                "  optimizer.param_groups[0]['params'] = [*model.parameters()]   # if it has one group"
-            )
         if trained and (unknown := given - trained):
             raise MethodError(
                 f"the optimizer has {count_of(len(unknown), 'parameter')} of no module that apply returned, one of "
-                f"shape {tuple(next(iter(unknown)).shape)}: no method averages their gradients.\n\n"
-                "  other = together.apply(other)   # each module that it trains, before the optimizer is made"
+                f"shape {tuple(next(iter(unknown)).shape)}: no method averages their gradients. They are of a module "
+                "that apply was not called for, or from before apply, which may replace parameters.\n\n"
+                "  other = together.apply(other)   # each module that it trains, before the optimizer is made\n"
+                "  optimizer.param_groups[0]['params'] = [*model.parameters()]   # of this model alone, in one group"
             )
         for method in self.methods:
             method.attach(optimizer)
@@ -376,26 +349,7 @@ class Composition:
                 "parts may have different sizes, so a mean of means is not the loss of the batch.\n\n"
                 "  together.mean(loss_sum, tokens)   # the sum of the losses, and the number of tokens that count"
             )
-        self._has_weighed_loss = self._has_weighed_loss or tokens is not None
         return mean_over_ranks(loss, 1 if tokens is None else tokens, self.mesh, self._ranks.tokens)
-
-    def _checked_loss(self, loss: Callable[..., Tensor] | None) -> Callable[..., Tensor] | None:
-        """The loss of a pipeline of unequal parts, which has to call ``mean`` with the number of tokens."""
-
-        def checked(output: Any, target: Tensor) -> Tensor:
-            assert loss is not None
-            self._has_weighed_loss = False
-            found = loss(output, target)
-            if not self._has_weighed_loss:
-                raise MethodError(
-                    "parts may have different sizes, so a mean of means is not the loss of the batch, and the loss= of "
-                    "this pipeline has not called together.mean(loss_sum, tokens).\n\n"
-                    "  PipelineParallel(..., loss=lambda output, target: "
-                    "together.mean(loss_sum(output, target), tokens=n / microbatches))   # n: of this rank's batch"
-                )
-            return found
-
-        return checked if loss else None
 
     def grad_norm(self, *, module: nn.Module | None = None, norm_type: float = 2.0) -> Tensor:
         """Norm of all gradients over all ranks, each weight counted once. Every rank of the composition calls it.

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from pgmesh.errors import MethodError, OptionsError, ShapeError
+from pgmesh.parallel.attributes import find_function, replace_function
 from pgmesh.parallel.base import Method
 from pgmesh.parallel.divisibility import divide_along_axes, divide_evenly, format_sizes
-from pgmesh.parallel.ring import ring_attention, ulysses_attention
+from pgmesh.parallel.ring import ring_attention
 from pgmesh.parallel.stage_cutting import is_stage
+from pgmesh.parallel.ulysses import ulysses_attention
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -97,9 +98,8 @@ class ContextParallel(Method):
         """
         if not is_stage(module):
             self.check(module)
-        for layer, attribute, value in [*_attention_attributes(module)] if self.cuts else ():
-            given = partial(self.attention, *value.args, **value.keywords) if isinstance(value, partial) else None
-            setattr(layer, attribute, given or self.attention)
+        if self.cuts:
+            replace_function(module, scaled_dot_product_attention, self.attention)
         self._group(*self.owns)
         return module
 
@@ -182,17 +182,9 @@ class ContextParallel(Method):
             )
 
 
-def _attention_attributes(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """The submodules with torch's attention, or a partial of it, in an attribute: submodule, attribute, and value."""
-    for layer in module.modules():
-        for attribute, value in vars(layer).items():
-            if (value.func if isinstance(value, partial) else value) is scaled_dot_product_attention:
-                yield layer, attribute, value
-
-
 def _find_problem(module: nn.Module) -> str | None:
     """Why the attention of a module cannot be replaced; None if it can."""
-    replaceable = [layer for layer, *_ in _attention_attributes(module)]
+    replaceable = [kept.layer for kept in find_function(module, scaled_dot_product_attention)]
     for name, layer in module.named_modules():
         if layer not in replaceable and (function := _called_attention(layer)):
             kind = f"{name or 'the module'}, which is {type(layer).__name__},"

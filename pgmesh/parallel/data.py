@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -19,7 +19,7 @@ from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Method
 from pgmesh.parallel.exchange import broadcast_from_first
 from pgmesh.parallel.first_step import can_be_checked
-from pgmesh.parallel.local_experts import expert_tensors
+from pgmesh.parallel.local_experts import expert_tensors, named_tensors
 from pgmesh.torch_private import exclude_from_ddp
 
 
@@ -74,7 +74,9 @@ class DataParallel(Method):
             module.register_forward_pre_hook(partial(self._check_frozen, frozen))
         group = self.mesh.group(*self.average_axes)
         if len(frozen) == len(named):
-            broadcast_from_first(broadcast_tensors(self, module).values(), group)
+            if broadcasts_start(self):
+                tensors = named_tensors(module)
+                broadcast_from_first((each for name, each in tensors.items() if name not in experts), group)
             return module
         wrapped = DistributedDataParallel(module, process_group=group, **self.keywords)
         # The group must outlive DDP's reducer. A reducer that frees a Gloo group joins the group's threads while it
@@ -136,16 +138,9 @@ class DataParallel(Method):
         return contextlib.nullcontext()
 
 
-def broadcast_tensors(data: DataParallel, module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a module that ``data.apply`` broadcasts along ``average_axes``, by name."""
-    if not data.keywords.get("init_sync", True):
-        return {}
-    tensors: dict[str, Tensor] = dict(module.named_parameters())
-    # as torch 2.13 does at the start, where forward_sync_buffers=False means the forward passes alone
-    if data.keywords.get("forward_sync_buffers") is not None or data.keywords.get("broadcast_buffers", True):
-        tensors |= module.named_buffers()
-    experts = expert_tensors(module)
-    return {name: each for name, each in tensors.items() if name not in experts}
+def broadcasts_start(data: Method | None) -> bool:
+    """Return True if a method is one whose ``apply`` gives all ranks the values of the first one."""
+    return isinstance(data, DataParallel) and bool(data.keywords.get("init_sync", True))
 
 
 def check_keywords(

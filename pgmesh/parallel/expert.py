@@ -39,12 +39,13 @@ from torch import nn
 
 from pgmesh.errors import MethodError
 from pgmesh.parallel import exchange, mixture
+from pgmesh.parallel.attributes import find_function, replace_function
 from pgmesh.parallel.base import Method
 from pgmesh.parallel.blocks import Blocks, connected_ranks, spanning_axes
 from pgmesh.parallel.divisibility import divide_along_axes, format_sizes
 from pgmesh.parallel.expert_shards import ExpertShards
 from pgmesh.parallel.local_experts import LocalExperts
-from pgmesh.parallel.stage_cutting import attributes_with, is_stage
+from pgmesh.parallel.stage_cutting import is_stage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -138,11 +139,10 @@ class ExpertParallel(Method):
         taken = any(isinstance(each, LocalExperts) for each in module.modules())
         if taken or not is_stage(module):
             self.check(module)
-        for name, layer, attribute in attributes_with(module, mixture.mix):
+        for name, layer, *_ in find_function(module, mixture.mix):
             self._keep_local_experts(f"{name or type(layer).__name__}.experts", layer)
-            setattr(layer, attribute, self.mix)
-        for _, router, attribute in attributes_with(module, mixture.balance_loss):
-            setattr(router, attribute, self.balance_loss)
+        replace_function(module, mixture.mix, self.mix)
+        replace_function(module, mixture.balance_loss, self.balance_loss)
         for axes in (self._expert_axes, self._replica_axes, self._tensor_axes, self.average_axes):
             if axes:
                 self._group(*axes)
@@ -155,7 +155,7 @@ class ExpertParallel(Method):
             MethodError: it has none, or another method has.
         """
         taken = any(isinstance(each, LocalExperts) for each in module.modules())
-        if taken or not attributes_with(module, mixture.mix):
+        if taken or not find_function(module, mixture.mix):
             raise MethodError(
                 f"no submodule of {type(module).__name__} has pgmesh.parallel.mix in an attribute, or another "
                 "ExpertParallel has distributed its experts: one does it, for all layers.\n\n"

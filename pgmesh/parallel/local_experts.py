@@ -6,14 +6,12 @@ Other ranks hold the other experts, and ``ExpertParallel`` averages their gradie
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
-from pgmesh._util.marks import SHARD_MARK
+from pgmesh.parallel.attributes import find_function
 from pgmesh.parallel.mixture import grouped_template, mix
-from pgmesh.parallel.stage_cutting import attributes_with
+from pgmesh.parallel.plain_shards import mark_in_state_dicts
 
 
 class LocalExperts(nn.ModuleDict):
@@ -38,7 +36,7 @@ class LocalExperts(nn.ModuleDict):
         super().__init__(experts)
         self.sharded_along = sharded_along
         for expert in self.values() if sharded_along else ():
-            mark_shards(expert, sharded_along)
+            mark_in_state_dicts(expert, sharded_along)
         # not a submodule: it has no parameters of its own
         vars(self)["template"] = grouped_template(self) if grouped else None
 
@@ -47,23 +45,6 @@ class LocalExperts(nn.ModuleDict):
         if self.template is not None:
             self.template.train(mode)
         return super().train(mode)
-
-
-def mark_shards(module: nn.Module, axes: str, name: str = "") -> None:
-    """Mark plain shards in all later state dicts of a module, since checkpoints and resharding see only these.
-
-    Args:
-        axes: the axes along which ranks hold shards, with sizes.
-        name: the name of a parameter or a buffer. Default: all parameters.
-    """
-    module.register_state_dict_post_hook(partial(_mark_in_state_dict, axes, name))  # type: ignore[no-untyped-call]
-
-
-def _mark_in_state_dict(axes: str, name: str, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    names = [name] if name else [each for each, _ in module.named_parameters(remove_duplicate=False)]
-    for each in names:
-        if f"{prefix}{each}" in state:  # another hook may have removed it, and buffers need not be in it
-            setattr(state[f"{prefix}{each}"], SHARD_MARK, axes)
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -79,7 +60,7 @@ def expert_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def names_of_experts(module: nn.Module) -> set[str]:
     """Names of the parameters and buffers of experts in a whole module, before ``ExpertParallel`` is applied."""
-    prefixes = _prefixes(f"{name}.experts".lstrip(".") for name, *_ in attributes_with(module, mix))
+    prefixes = _prefixes(f"{name}.experts".lstrip(".") for name, *_ in find_function(module, mix))
     return {name for name in named_tensors(module) if name.startswith(prefixes)}
 
 

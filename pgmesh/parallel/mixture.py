@@ -125,7 +125,7 @@ def grouped_template(experts: nn.ModuleDict) -> nn.Module:
     """Copy of the first expert, whose linear layers are those of all experts.
 
     Raises:
-        MethodError: the experts have different modules or attributes, or tensors outside of linear layers.
+        MethodError: the experts have different modules, or tensors outside of linear layers.
     """
     first = next(iter(experts.children()))
     tensors = {id(each) for each in (*experts.parameters(), *experts.buffers())}
@@ -135,27 +135,9 @@ def grouped_template(experts: nn.ModuleDict) -> nn.Module:
             "grouped=True needs experts of the same modules, with parameters in torch.nn.Linear layers alone.\n\n"
             "  ExpertParallel(..., grouped=False)   # one expert after another"
         )
-    attributes = _attributes(first)
-    for other in map(_attributes, experts.children()):
-        if differing := [name for name in attributes | other if attributes.get(name) != other.get(name)]:
-            raise MethodError(
-                f"grouped=True runs the first forward for all experts, which differ in their {differing[0]}."
-                "\n\n  ExpertParallel(..., grouped=False)   # one expert after another"
-            )
     memo: dict[int, Any] = {id(each): each for each in first.modules() if not any(True for _ in each.parameters())}
     memo |= {id(each): GroupedLinear() for each in first.modules() if type(each) is nn.Linear}
     return copy.deepcopy(first, memo)
-
-
-def _attributes(module: nn.Module) -> dict[str, str]:
-    """The texts of the attributes of all submodules by name, without what each module of torch has."""
-    of_torch = vars(nn.Module())
-    return {
-        f"{name}.{key}".lstrip("."): repr(value)
-        for name, each in module.named_modules()
-        for key, value in vars(each).items()
-        if key not in of_torch
-    }
 
 
 def run_experts_grouped(

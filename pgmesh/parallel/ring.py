@@ -1,10 +1,9 @@
-"""Attention over a sequence that is sharded over a group: ring attention and Ulysses.
+"""Attention over a sequence that is sharded over a group, by a ring (https://arxiv.org/abs/2310.01889).
 
-Ring attention (https://arxiv.org/abs/2310.01889) sends keys and values from rank to rank. Each rank merges the partial
-outputs by their log-sum-exp, so the result is exact. Ulysses (https://arxiv.org/abs/2309.14509) exchanges heads for
-positions by all-to-all, and runs torch's attention, with its fused kernels.
+Keys and values travel from rank to rank. Each rank merges the partial outputs by their log-sum-exp, so the result is
+exact. The forward and the backward pass are operators of torch, since torch.compile cannot trace sends and receives.
 
-The ring is a reference implementation: it computes scores in 32-bit floats by plain matrix products, without a flash
+It is a reference implementation: it computes scores in 32-bit floats by plain matrix products, without a flash
 attention kernel. On CUDA torch has a ring with such kernels, ``context_parallel``. It works on the mesh's group, in the
 place of ``ContextParallel``. The module has to call ``torch.nn.functional.scaled_dot_product_attention`` by this name,
 since torch replaces no reference that was kept before. Only the cut of the buffers was tried here::
@@ -23,12 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.nn.functional import scaled_dot_product_attention
 
 from pgmesh import torch_private
 from pgmesh.errors import ShapeError
-from pgmesh.parallel.exchange import all_to_all_stacked, ring_shift
+from pgmesh.parallel.exchange import ring_shift
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -77,30 +74,12 @@ def ring_attention(
     scale, keys_values = q.size(-1) ** -0.5 if scale is None else scale, torch.cat([k, v], -1)
     if enable_gqa:  # (..., heads of k, heads of q per head of k, positions, width); 1 in the second place of k and v
         q, keys_values = torch.unflatten(q, -3, (k.size(-3), -1)), keys_values.unsqueeze(-3)
-    attend: Any = _forward_operator if torch.compiler.is_compiling() else _Ring.apply
-    out: Tensor = attend(q, keys_values, group.group_name, is_causal, scale, balanced)[0]
+    out: Tensor = ring_forward(q, keys_values, group.group_name, is_causal, scale, balanced)[0]
     return (out.flatten(-4, -3) if enable_gqa else out).to(q.dtype)
 
 
-# ---- the ring ----
-
-
-class _Ring(torch.autograd.Function):
-    """The ring outside of torch.compile. The operators below compute the same, with a slower dispatch."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        outputs = _forward(*inputs)
-        _save_for_backward(ctx, inputs, outputs)
-        return outputs
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_backward(gradient, *ctx.saved_tensors, *ctx.settings), None, None, None, None)
-
-
-def _forward(
+@torch.library.custom_op("pgmesh::ring_forward", mutates_args=())
+def ring_forward(
     q: Tensor, keys_values: Tensor, group_name: str, causal: bool, scale: float, balanced: bool
 ) -> tuple[Tensor, Tensor]:
     """Attention, and the logarithm of the sum of the exponentials of each query's scores, both of ``_acc_dtype``.
@@ -124,7 +103,8 @@ def _forward(
     return out, log_sum
 
 
-def _backward(
+@torch.library.custom_op("pgmesh::ring_backward", mutates_args=())
+def ring_backward(
     gradient: Tensor,
     q: Tensor,
     keys_values: Tensor,
@@ -162,34 +142,28 @@ def _backward(
     return grad_q.to(q.dtype), grad_keys_values.to(keys_values.dtype)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, keys_values, *ctx.settings = inputs
-    ctx.save_for_backward(q, keys_values, *output)
-
-
-# torch.compile cannot trace sends and receives. For it, both passes are operators of torch.
-
-_forward_operator = torch.library.custom_op("pgmesh::ring_forward", _forward, mutates_args=())
-_backward_operator = torch.library.custom_op("pgmesh::ring_backward", _backward, mutates_args=())
-
-
-@_forward_operator.register_fake
+@ring_forward.register_fake
 def _(q: Tensor, keys_values: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
     sizes, dtype = q.shape[:-1], _acc_dtype(q)
     width = keys_values.size(-1) - q.size(-1)
     return q.new_empty((*sizes, width), dtype=dtype), q.new_empty((*sizes, 1), dtype=dtype)
 
 
-@_backward_operator.register_fake
+@ring_backward.register_fake
 def _(gradient: Tensor, q: Tensor, keys_values: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), keys_values.new_empty(keys_values.shape)
 
 
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, keys_values, *ctx.settings = inputs
+    ctx.save_for_backward(q, keys_values, *output)
+
+
 def _gradients(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return (*_backward_operator(gradient, *ctx.saved_tensors, *ctx.settings), None, None, None, None)
+    return (*ring_backward(gradient, *ctx.saved_tensors, *ctx.settings), None, None, None, None)
 
 
-_forward_operator.register_autograd(_gradients, setup_context=_save_for_backward)
+ring_forward.register_autograd(_gradients, setup_context=_save_for_backward)
 
 
 def _acc_dtype(q: Tensor) -> torch.dtype:
@@ -238,34 +212,3 @@ def _blocks(
 def _scores(query: Tensor, key: Tensor, scale: float, mask: Tensor | None) -> Tensor:
     scores = (query @ key.mT).mul_(scale)
     return scores if mask is None else scores.masked_fill_(mask, -torch.inf)
-
-
-# ---- Ulysses ----
-
-
-def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup, **settings: Any) -> Tensor:
-    """Attention of this rank's queries to the keys and values of all ranks, with the heads sharded over the ranks.
-
-    Every rank of the group calls it, forward and backward, with parts of the same length. Rank i of n holds part i, and
-    computes its heads for all positions with torch's attention. Untested on GPUs.
-
-    Args:
-        q: as in ``ring_attention``, as are all others.
-        k: this rank's keys.
-        v: this rank's values.
-        group: the group.
-        settings: further arguments of torch's scaled_dot_product_attention.
-
-    Raises:
-        RuntimeError: the heads are not divisible by the number of ranks.
-    """
-    q, k, v = (_gather_positions(each, group) for each in (q, k, v))
-    out = scaled_dot_product_attention(q, k, v, **settings)
-    by_rank = torch.unflatten(out, -2, (group.size(), -1)).movedim(-3, 0)  # (n, ..., heads / n, positions, width)
-    return all_to_all_stacked(by_rank, group).movedim(0, -4).flatten(-4, -3)
-
-
-def _gather_positions(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """All-to-all from all heads of some positions to all positions of some heads."""
-    by_heads = torch.unflatten(tensor, -3, (group.size(), -1)).movedim(-4, 0)
-    return all_to_all_stacked(by_heads, group).movedim(0, -3).flatten(-3, -2)

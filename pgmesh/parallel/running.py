@@ -6,7 +6,8 @@ of earlier steps, and sums those of tied weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from pgmesh._util.formatting import count_of
 from pgmesh.errors import MethodError, OptionsError, ShapeError
 from pgmesh.parallel.divisibility import format_sizes, nearest_multiples
 from pgmesh.parallel.nests import tensors_in
-from pgmesh.parallel.stage_shapes import Stage, Tensors, device_of_stage, gradients_aside
+from pgmesh.parallel.stage_shapes import Stage, Tensors, device_of_stage
 from pgmesh.parallel.stages import Stages
 from pgmesh.parallel.tied_weights import TiedWeights
 
@@ -71,7 +72,7 @@ class Pipeline(nn.Module):
     """
 
     loss: Loss | None
-    """The loss of a microbatch. A composition of unequal parts checks that it counts tokens."""
+    """The loss of a microbatch."""
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class Pipeline(nn.Module):
             target: second argument of the loss. Pass it on every rank; only the last stage uses the values.
             keywords: keyword arguments of every stage, such as masks and position ids. Pass them on every rank. Torch
                 splits tensors by rows into microbatches, as the inputs, also those in tuples, lists and dicts. Other
-                values are the same in each.
+                values, with the tensors in them, are the same in each.
 
         Returns:
             The loss of each microbatch on the rank of the last stage; an empty list on others.
@@ -129,7 +130,6 @@ class Pipeline(nn.Module):
         Raises:
             OptionsError: the method has no loss.
             ShapeError: the rows of this rank cannot be split into equal microbatches.
-            MethodError: a keyword has tensors in an object that torch does not split, such as a dataclass.
             MethodError: a stage other than the last returns something other than plain tensors, or microbatches of
                 different shapes; or the schedule is "zero-bubble-v" and gradients are disabled.
         """
@@ -190,7 +190,8 @@ class Pipeline(nn.Module):
                 f"schedule {self.stages.schedule!r} always runs forward and backward in torch 2.13.\n\n"
                 f"  {self.stages.call_with('zero-bubble')}   # can run only forward"
             )
-        tensors = [*split_tensors([("inputs", inputs), *named.items()])]
+        arguments = [("inputs", inputs), *named.items()]
+        tensors = [(name, each) for name, value in arguments for each in tensors_in(value)]
         self._check_rows(tensors)
         device = device_of_stage(self, self.stages.group).type
         kind = BatchKind(
@@ -233,24 +234,22 @@ class Pipeline(nn.Module):
             )
 
 
-def split_tensors(batch: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a batch, which torch splits into microbatches, each with the name of its argument.
+@contextlib.contextmanager
+def gradients_aside(parts: nn.Module) -> Iterator[None]:
+    """Hide present gradients, and add them back at exit: torch divides all of ``grad`` by the microbatches.
 
-    Raises:
-        MethodError: there are tensors in an object that torch does not split, but gives whole to each microbatch.
+    They are copied, since others may own their memory: DDP writes the next gradients into the same buckets. The exit
+    also shards the parameters of FSDP again: after a pass that failed or had no backward pass, torch leaves some
+    unsharded, without gradients.
     """
-    for name, value in batch:
-        for leaf in torch_private.nest_leaves(value):
-            if isinstance(leaf, Tensor):
-                yield name, leaf
-            elif any(True for _ in tensors_in(leaf)):
-                kind = type(leaf).__name__
-                call = (
-                    f"{name} = dict({name})"
-                    if isinstance(leaf, Mapping)
-                    else f"torch.export.register_dataclass({kind})"
-                )
-                raise MethodError(
-                    f"{name} has tensors in {kind}, which torch would not split into microbatches: each would get the "
-                    f"rows of all.\n\n  {call}   # before the step: torch splits it then"
-                )
+    before = [(weight, weight.grad.clone()) for weight in parts.parameters() if weight.grad is not None]
+    for weight, _ in before:
+        weight.grad = None
+    try:
+        yield
+    finally:
+        for module in parts.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        for weight, gradient in before:
+            weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)

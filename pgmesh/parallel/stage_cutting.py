@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
@@ -36,8 +36,8 @@ def copy_stage(module: nn.Module, absent: Sequence[str], copied: Sequence[str] =
     """Copy of a module in which some submodules are None. It shares its parameters with the module.
 
     Only the parents of absent and copied submodules are copied, up to the root, since their attributes change. All
-    else is shared: other modules, parameters, and attributes such as groups, which cannot be copied. Of
-    ``model.blocks.2`` as the only absent one, copies are the root, ``model`` and ``model.blocks``.
+    else is shared: other modules, parameters, and attributes such as groups. Of ``model.blocks.2`` as the only absent
+    one, copies are the root, ``model`` and ``model.blocks``.
 
     Args:
         module: the whole module.
@@ -45,55 +45,42 @@ def copy_stage(module: nn.Module, absent: Sequence[str], copied: Sequence[str] =
         copied: names of submodules to copy with their parameters, since another stage of this rank has them too.
     """
     modules = dict(module.named_modules(remove_duplicate=False))
-    changed = [f"{name}." for name in (*absent, *copied)]
+    changed = [*absent, *copied]
     parents = [each for name, each in modules.items() if not name or any(c.startswith(f"{name}.") for c in changed)]
-    not_shared = {id(each) for each in (*parents, *(part for name in copied for part in _parts(modules[name])))}
-    attributes = (value for each in parents for value in _unbound_attributes(each, parents))
-    memo: dict[int, Any] = {id(each): each for each in (*_parts(module), *attributes) if id(each) not in not_shared}
-    stage = copy.deepcopy(module, memo)  # it takes from the memo what is in it, and copies the rest
-    for name in absent:  # by name, since one module may have several
+    copies = {id(each): copy.copy(each) for each in parents}
+    for one in copies.values():
+        _refer_to_copies(one, copies)
+    stage: nn.Module = copies[id(module)]
+    memo = dict[int, Any](copies)  # deepcopy takes from it what is in it, and copies the rest
+    replaced = dict.fromkeys(absent) | {name: copy.deepcopy(modules[name], memo) for name in copied}
+    for name, new in replaced.items():  # by name, since one module may have several
         parent, _, child = name.rpartition(".")
-        setattr(stage.get_submodule(parent), child, None)
+        setattr(stage.get_submodule(parent), child, new)
     prefixes = tuple(f"{name}." for name in absent)
     setattr(stage, REMOVED_MARK, [name for name in modules if f"{name}.".startswith(prefixes)])
     return stage
 
 
-def _parts(module: nn.Module) -> list[object]:
-    """All modules, parameters and buffers of a module."""
-    return [*module.modules(), *module.parameters(), *module.buffers()]
+def _refer_to_copies(one: nn.Module, copies: Mapping[int, nn.Module]) -> None:
+    """Let the attributes of a copied module, and the submodules and hooks in its tables, refer to other copies.
 
+    A method of a copied module, such as a hook ``self._count``, is bound to the copy. A closure or a ``partial`` over
+    such a module still means the whole one.
 
-def _unbound_attributes(module: nn.Module, parents: Sequence[nn.Module]) -> Iterator[object]:
-    """Attributes and hooks of a module, without methods of a parent, such as a hook ``self._count``.
-
-    Those have to be copied, so that they are bound to the copy. A closure or a ``partial`` over a parent still means
-    that of the whole module.
+    Args:
+        one: the copied module, which shares its tables with the original.
+        copies: the copy of each module, by the id of the module.
     """
-    torch_attributes = vars(nn.Module())
-    values = list[object]()
-    for name, value in vars(module).items():
-        if name not in torch_attributes:
-            values.append(value)
-        elif isinstance(value, dict):  # of hooks
-            values += value.values()
-    for each in values:
-        is_bound = any(getattr(each, "__self__", None) is parent for parent in parents)
-        if not is_bound and not hasattr(each, "with_module"):  # torch's wrapper of a hook, which has its module
-            yield each
+    tables = {name: copy.copy(vars(one)[name]) for name in vars(nn.Module())}  # other attributes stay shared
+    vars(one).update(tables)
+    for table in (vars(one), *(each for each in tables.values() if isinstance(each, dict))):
+        for key, value in table.items():
+            is_bound = id(getattr(value, "__self__", None)) in copies
+            if id(value) in copies or is_bound or hasattr(value, "with_module"):  # torch's wrapper of a hook
+                table[key] = copy.deepcopy(value, dict(copies))
 
 
 # ---- what a module or a stage has ----
-
-
-def attributes_with(module: nn.Module, value: object) -> list[tuple[str, nn.Module, str]]:
-    """The submodules that have a value in an attribute: the name of each, the submodule, and its attribute."""
-    return [
-        (name, layer, attribute)
-        for name, layer in module.named_modules()
-        for attribute, each in vars(layer).items()
-        if each is value
-    ]
 
 
 def tied_names(module: nn.Module) -> list[list[str]]:

@@ -8,15 +8,13 @@ its first outputs before these outputs, and nothing runs twice.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
@@ -107,27 +105,6 @@ def device_of_stage(part: nn.Module, group: dist.ProcessGroup) -> torch.device:
     """Device of its weights if the group serves it; otherwise the group's device."""
     tensors = itertools.chain(part.parameters(), part.buffers())
     return collective_device(group, next((tensor.device for tensor in tensors), torch.device("cpu")))
-
-
-@contextlib.contextmanager
-def gradients_aside(parts: nn.Module) -> Iterator[None]:
-    """Hide present gradients, and add them back at exit: torch divides all of ``grad`` by the microbatches.
-
-    They are copied, since others may own their memory: DDP writes the next gradients into the same buckets. The exit
-    also shards the parameters of FSDP again: after a pass that failed or had no backward pass, torch leaves some
-    unsharded, without gradients.
-    """
-    before = [(weight, weight.grad.clone()) for weight in parts.parameters() if weight.grad is not None]
-    for weight, _ in before:
-        weight.grad = None
-    try:
-        yield
-    finally:
-        for module in parts.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        for weight, gradient in before:
-            weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
 
 
 def _as_tuple(returned: Any) -> tuple[Any, ...]:

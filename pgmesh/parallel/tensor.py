@@ -2,7 +2,7 @@
 
 torch replaces the parameters of these modules by DTensors. ``TensorParallel`` also keeps what torch loses then (tied
 weights, frozen ones, Python attributes), and refuses plans of which torch would compute wrong results without an error:
-``tensor_plans.py`` before training, and ``partial_gradients.py`` in the first steps.
+``sequence_plans.py`` before training, and ``partial_gradients.py`` in the first steps.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from pgmesh import torch_private
 from pgmesh.errors import MethodError
 from pgmesh.parallel.base import Method, single_axis
 from pgmesh.parallel.divisibility import divide_along_axes
 from pgmesh.parallel.partial_gradients import GradientComparison
+from pgmesh.parallel.sequence_plans import Split, check_experts, check_is_split, check_linear_layers, split_of
 from pgmesh.parallel.stage_cutting import tied_names
-from pgmesh.parallel.tensor_plans import Split, check_linear_layers, check_styles, entries_of, split_of
+from pgmesh.parallel.tensor_plans import check_styles, entries_of
 
 if TYPE_CHECKING:
     from pgmesh.layout import Axis
@@ -84,8 +84,17 @@ class TensorParallel(Method):
         single_axis(self)
         self.plan = dict(plan)
         check_styles(self.owns[0], self.plan)
+        check_is_split(self.plan)
         for count in [heads] if isinstance(heads, int) else heads:
             divide_along_axes(count, f"{count} heads", "heads", mesh, self.owns)
+
+    def check(self, module: nn.Module) -> None:
+        """Check the whole module: layers of experts get whole sequences.
+
+        Raises:
+            MethodError: the plan shards sequences, and does not say so of a layer of experts.
+        """
+        check_experts(self, module, self.plan)
 
     def apply(self, module: nn.Module) -> nn.Module:
         """Shard the layers of the module in place, and return it.
@@ -94,7 +103,6 @@ class TensorParallel(Method):
             MethodError: the module lacks a layer of the plan, or torch cannot use the style for it.
             MethodError: sequences are sharded, and the plan does not say of a linear layer whether it gets shards or
                 whole ones.
-            MethodError: a parameter that torch replaces has hooks.
             ShapeError: a layer is not divisible by the ranks.
         """
         entries = entries_of(module, self.plan)
@@ -124,10 +132,6 @@ class TensorParallel(Method):
 
     def _keep_properties(self, name: str, old: nn.Parameter, new: nn.Parameter) -> None:
         """Give a parameter what torch loses when it replaces one: attributes, and whether it is frozen."""
-        if torch_private.has_hooks(old):
-            raise MethodError(
-                f"{name} has hooks, which torch loses when it shards parameters: register them after apply."
-            )
         placements = getattr(new, "placements", ())
         for dim in [each.dim for each in placements if each.is_shard()]:
             size, unit = new.size(dim), "columns" if dim else "rows"

@@ -1,16 +1,6 @@
-"""Plans of tensor parallelism: two ready ones, the entries of a plan for a module, and checks of a plan.
+"""Plans of tensor parallelism, which map module names to torch's styles: two ready ones, and the entries of a plan.
 
-A plan maps module names to torch's styles. torch computes wrong results of some plans without an error: the checks
-refuse these. What styles say of sequences, between sharded ones (- is None or False)::
-
-    style                                                        sequence_dims  split_of          gets_whole
-    tokens   RowwiseParallel(input_layouts=Replicate())          -              -                 -
-    places   PrepareModuleInput()                                -              -                 True
-    blocks.0 PrepareModuleInput(Replicate(), Shard(1))           1              Split(0, dim=1)   -
-    norm     SequenceParallel()                                  1              -                 -
-    qkv, up  ColwiseParallel(input_layouts=Shard(1))             1              -                 -
-    out      RowwiseParallel(output_layouts=Shard(1))            1              -                 -
-    head     ColwiseParallel()                                   -              -                 -, so it is an error
+What a plan says of sequences is in ``sequence_plans.py``.
 """
 
 from __future__ import annotations
@@ -23,21 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-)
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from pgmesh._util.suggestions import closest_name, did_you_mean
 from pgmesh.errors import MethodError, OptionsError
-from pgmesh.parallel.base import Method, format_axes, required_keywords
-from pgmesh.parallel.mixture import mix
-from pgmesh.parallel.stage_cutting import attributes_with, match_modules, on_other_stage
+from pgmesh.parallel.base import format_axes, required_keywords
+from pgmesh.parallel.stage_cutting import match_modules, on_other_stage
 
 if TYPE_CHECKING:
     from pgmesh.layout import Axis
@@ -84,9 +65,6 @@ def mlp_plan(
     return attention_plan(where, into, out, sequence=sequence)
 
 
-# ---- entries ----
-
-
 @dataclass(frozen=True)
 class Entry:
     """The entry of a plan that counts for a module."""
@@ -115,14 +93,11 @@ def entries_of(module: nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[nn.
     return entries
 
 
-# ---- checks ----
-
-
 def check_styles(axis: Axis, plan: Mapping[str, ParallelStyle]) -> None:
-    """Check that a plan has styles, and that one of them shards sequences if others take sharded ones.
+    """Check that a plan has styles of torch.
 
     Raises:
-        OptionsError: it has not.
+        OptionsError: it is empty, or has something else.
     """
     wrong: dict[str, Any] = {name: style for name, style in plan.items() if not isinstance(style, ParallelStyle)}
     if wrong or not plan:
@@ -135,131 +110,3 @@ def check_styles(axis: Axis, plan: Mapping[str, ParallelStyle]) -> None:
             f"{f'has {wrong}' if wrong else 'is empty'}.\n\n"
             f"  TensorParallel(mesh, {axis!r}, plan={{**plan, {name!r}: {kind.__name__}({arguments})}})"
         )
-    users = [name for name, style in plan.items() if sequence_dims(style)]
-    if users and all(split_of(style) is None for style in plan.values()):
-        first_block = next((re.sub(r"\*.*", "0", name) for name in users if "*" in name), None)
-        which = "" if first_block else "   # ...: the name of the first module that gets shards"
-        raise OptionsError(
-            "TensorParallel: styles of the plan take sharded sequences, but none shards them.\n\n"
-            f"  plan={{**plan, {repr(first_block) if first_block else '...'}: PrepareModuleInput("
-            f"input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True)}}{which}"
-        )
-
-
-def check_linear_layers(entries: Mapping[nn.Module, Entry]) -> None:
-    """Check that a plan that shards sequences says so of each linear layer, except inside of modules with whole ones.
-
-    ``ColwiseParallel()`` does not: torch takes the input for whole, and adds up outputs of different positions if it is
-    a shard.
-
-    Raises:
-        MethodError: it does not say so of a layer.
-    """
-    if not any(sequence_dims(entry.style) for entry in entries.values()):
-        return
-    whole = modules_with_whole(entries)
-    for layer, entry in entries.items():
-        shards_layer = isinstance(layer, nn.Linear) and not isinstance(entry.style, PREPARE)
-        if shards_layer and layer not in whole and not sequence_dims(entry.style):
-            side = "output" if isinstance(entry.style, RowwiseParallel) else "input"
-            raise MethodError(
-                "the plan shards sequences by positions, so it has to say of every linear layer whether it gets shards "
-                f"or whole sequences. It does not of {entry.name or type(layer).__name__}.\n\n"
-                f"  plan[{entry.pattern!r}].{side}_layouts = (Shard(1),)   # shards; whole: inside of a module that "
-                "has the entry PrepareModuleInput()"
-            )
-
-
-def check_experts(tensor: Method, module: nn.Module, plan: Mapping[str, ParallelStyle]) -> None:
-    """Check that layers of experts, which another method distributes, get whole sequences if a plan shards any.
-
-    The method of the experts counts ranks along the axis of the plan as readers of the same tokens. If each has other
-    positions, it divides their gradients by too many.
-
-    Args:
-        tensor: the method of the plan.
-        module: the whole module, before any method is applied to it.
-        plan: the plan.
-
-    Raises:
-        MethodError: the plan does not say that such a layer gets whole sequences.
-    """
-    if tensor.mesh.size(*tensor.owns) == 1 or all(split_of(style) is None for style in plan.values()):
-        return
-    entries = entries_of(module, plan)
-    whole = modules_with_whole(entries)
-    for name, layer, _ in attributes_with(module, mix):
-        if layer not in whole:
-            pattern = re.sub(r"\.\d+\b", ".*", name)
-            raise MethodError(
-                f"{tensor} shards sequences by positions, and gradients of experts would be too small if these got "
-                f"shards. {name or type(layer).__name__} is in no module of the plan that gets whole sequences. Gather "
-                "them, or use a plan without sharded positions.\n\n"
-                f"  plan={{**plan, {pattern!r}: PrepareModuleInputOutput(input_layouts=Shard(1), desired_input_layouts="
-                "Replicate(), use_local_input=True, output_layouts=Replicate(), desired_output_layouts=Shard(1))}\n"
-                f"  plan={{**plan, {pattern!r}: PrepareModuleInput()}}   # if it gets whole sequences already"
-            )
-
-
-# ---- what styles say of sequences ----
-
-PREPARE = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
-"""The styles that leave parameters alone."""
-
-SEQUENCE_DIMS = (-3, -2, 0, 1)
-"""Dimensions of activations that can be positions, or rows."""
-
-GIVEN = ("input_layouts", "input_kwarg_layouts", "sequence_sharding")
-"""Attributes of styles that have the layouts of the inputs that a module is given."""
-
-INSIDE = ("desired_input_layouts", "desired_input_kwarg_layouts", "output_layouts")
-"""Attributes of ``PREPARE`` that have the layouts of the inputs and outputs of a module's forward."""
-
-
-def sequence_dims(style: ParallelStyle, names: Iterable[str] = ()) -> list[int]:
-    """Dimensions of positions, or of rows, along which attributes of a style shard activations, by default all."""
-    return [each.dim for each in _layouts(style, names) if isinstance(each, Shard) and each.dim in SEQUENCE_DIMS]
-
-
-def gets_whole(style: ParallelStyle) -> bool:
-    """Return True if a style leaves parameters alone, and its module computes with whole sequences."""
-    return isinstance(style, PREPARE) and not sequence_dims(style, INSIDE)
-
-
-def modules_with_whole(entries: Mapping[nn.Module, Entry]) -> set[nn.Module]:
-    """The modules that compute with whole sequences: those whose entry says so, and all inside of them."""
-    return {each for layer, entry in entries.items() if gets_whole(entry.style) for each in layer.modules()}
-
-
-@dataclass(frozen=True)
-class Split:
-    """The split of a whole sequence by a style."""
-
-    argument: int | str
-    """The argument of the module's forward, by position or keyword."""
-    dim: int
-    """The dimension of positions."""
-
-
-def split_of(style: ParallelStyle) -> Split | None:
-    """The split of a sequence that arrives whole; None if the style splits none."""
-    given = _layouts(style, GIVEN) or _layouts(style, ["output_layouts"])  # of PrepareModuleOutput
-    dims = sequence_dims(style)
-    if not dims or not all(each.is_replicate() for each in given):
-        return None
-    inputs = vars(getattr(style, "prepare_module_input", style))
-    layouts: dict[int | str, Any] = dict(enumerate(inputs.get("desired_input_layouts") or ()))
-    layouts.update(inputs.get("desired_input_kwarg_layouts") or {})
-    sharded = [key for key, each in layouts.items() if isinstance(each, Shard) and each.dim in SEQUENCE_DIMS]
-    return Split(next(iter(sharded), 0), dims[0])
-
-
-def _layouts(style: ParallelStyle, names: Iterable[str] = ()) -> list[Placement]:
-    """The layouts of activations in attributes of a style, by default in all."""
-    found = list[Any]()
-    for name, value in vars(style).items():
-        if isinstance(value, ParallelStyle):  # PrepareModuleInputOutput has two others
-            found += _layouts(value, names)
-        elif name in names or not names:
-            found += value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ()
-    return [each for each in found if isinstance(each, Placement)]

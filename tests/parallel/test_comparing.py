@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from typing import Any
 from unittest import mock
@@ -81,7 +82,6 @@ def model_of(kind: str, seed: int = 0) -> TinyGPT:
 # ---- weights ----
 
 TOKENS = "tokens.weight: (24, 16) torch.float64 True on rank{}; (24, 16) torch.float64 True, other values on rank{}."
-UP = TOKENS.replace("tokens.weight: (24, 16)", "blocks.0.experts.0.up.weight: (32, 16)").replace("(24, 16)", "(32, 16)")
 
 
 def seeded_by_rank(kind: str, found: str) -> None:
@@ -109,8 +109,6 @@ def seeded_by_rank(kind: str, found: str) -> None:
         ("pp, fsdp", TOKENS.format(" 0", "s 1, 2, 3")),
         ("cp, fsdp", TOKENS.format(" 0", "s 1, 2, 3")),
         ("ep, fsdp", TOKENS.format(" 0", "s 1, 2, 3")),
-        ("pp, dp", TOKENS.format("s 0, 1, 3", " 2")),  # DDP broadcasts along dp, to ranks 1 and 3
-        ("ep, dp", UP.format(" 0", "s 1, 2, 3")),  # DDP broadcasts all but the experts
     ],
 )
 def test_apply_on_differently_seeded_ranks_raises_until_broadcast(kind: str, found: str):
@@ -119,7 +117,7 @@ def test_apply_on_differently_seeded_ranks_raises_until_broadcast(kind: str, fou
 
 def broadcast_by_ddp() -> None:
     with ProcessGroupMesh(other=2, dp=2) as mesh:
-        for kind in ("dp", "cp, dp"):
+        for kind in ("dp", "cp, dp", "pp, dp", "ep, dp"):
             model = compose(mesh, *methods_of(kind, mesh)).apply(model_of(kind, mesh.rank))
             assert_same(kind, weights_of(model), weights_of(model_of(kind)), 0.0)
         without = compose(mesh, DataParallel(mesh, "other", "dp", init_sync=False))
@@ -132,22 +130,18 @@ def test_weights_that_ddp_broadcasts_may_differ():
     world(4).run(broadcast_by_ddp)
 
 
-def buffers_that_stay() -> None:
-    """DDP broadcasts parameters, but no buffers."""
+def differing_modules() -> None:
     with ProcessGroupMesh(dp=4) as mesh:
         together = compose(mesh, DataParallel(mesh, "dp", broadcast_buffers=False))
-        for frozen in (False, True):  # DDP takes no frozen module
-            module = another("one value" if mesh.rank == 3 else "none").requires_grad_(not frozen)
-            applied = together.apply(module)
-            assert_same("weights", weights_of(applied), weights_of(normed()), 0.0)
-            module = another("buffer" if mesh.rank == 3 else "none").requires_grad_(not frozen)
-            with pytest.raises(MethodError, match=re.escape(f" the first is {DIFFERENCES['buffer']}\n\n")):
-                together.apply(module)
+        for frozen, kind in itertools.product((False, True), ("one value", "buffer")):  # DDP takes no frozen module
+            applied = together.apply(another(kind if mesh.rank == 3 else "none").requires_grad_(not frozen))
+            found = {name.removeprefix("module."): each for name, each in applied.state_dict().items()}
+            assert_same(kind, found, normed().state_dict(), 0.0)
         check_sums(groups_of(mesh))
 
 
-def test_buffers_that_ddp_does_not_broadcast_are_compared():
-    world(4).run(buffers_that_stay)
+def test_data_parallel_broadcasts_weights_and_buffers():
+    world(4).run(differing_modules)
 
 
 def normed() -> nn.Sequential:

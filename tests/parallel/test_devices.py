@@ -14,12 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pgmesh import LifetimeError, ProcessGroupMesh, torch_private
+from pgmesh import ProcessGroupMesh, torch_private
 from pgmesh.groups import default_world
 from pgmesh.parallel import Composition, Method, PipelineParallel, compose, seed_of, seeded_rng
 from pgmesh.parallel.stage_shapes import device_of_stage
 from tests.support.fake_world import fake_rank
-from tests.support.message_assertions import assert_raises
 from tests.support.pipelines import needs_pipelines
 from tests.support.programs import run_programs
 
@@ -203,20 +202,3 @@ def test_seeded_rng_seeds_cuda_once_initialized(mesh, monkeypatch):
     assert drawn[0][0].equal(drawn[0][1])  # both have the seed of the entry
     assert not drawn[0][1].equal(drawn[1][1])
     assert cuda.generator.get_state().equal(before)
-
-
-def test_initializing_cuda_inside_seeded_rng_raises(mesh, monkeypatch):
-    Cuda(monkeypatch)
-
-    def enter() -> None:
-        with seeded_rng(seed_of(mesh, "tp", seed=7)):
-            torch.cuda.init()
-
-    assert_raises(
-        LifetimeError,
-        enter,
-        "CUDA was initialized inside seeded_rng, so its generator was not seeded at the entry.\n\n"
-        "  torch.cuda.init()   # before the first entry",
-    )
-    with seeded_rng(seed_of(mesh, "tp", seed=7)):
-        torch.rand(2)

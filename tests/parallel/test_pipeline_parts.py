@@ -25,6 +25,7 @@ from pgmesh.parallel import (
     TensorParallel,
     compose,
 )
+from pgmesh.parallel.stage_cutting import copy_stage
 from tests.support.fake_world import fake_rank
 from tests.support.pipelines import needs_pipelines
 from tests.support.worlds import world
@@ -173,6 +174,22 @@ def test_bound_methods_and_hooks_refer_to_the_stage():
         x = torch.ones(1, 2)
         torch.testing.assert_close(part(x), module.layers[0](x))
         assert (part.passes, module.passes, recorder.calls) == (1, 0, 1)
+
+
+def test_stage_shares_a_dictionary_of_the_module():
+    module = Rebound()
+    module.table = {"forward": module.forward}
+    stage = copy_stage(module, ["layers.0"])
+    assert stage.table is module.table
+    assert module.table["forward"].__self__ is module
+
+
+def test_copied_modules_of_a_stage_stay_tied():
+    module = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "abc"})
+    module["b"].weight = module["c"].weight = module["a"].weight
+    stage = copy_stage(module, [], ["b", "c"])
+    assert stage["a"].weight is module["a"].weight
+    assert stage["b"].weight is stage["c"].weight is not module["a"].weight
 
 
 def test_stage_has_names_of_the_whole_module():

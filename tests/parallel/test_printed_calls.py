@@ -198,7 +198,7 @@ def train_without_wrapper(kind: str) -> None:
         with torch.no_grad():
             model(codes)
         model.eval()(codes)
-        call = printed_call(lambda: model.train()(codes))
+        call = printed_call(lambda: loss_of(model.train()(codes), target).backward())
         variables = {"together": together, "model": model}
         exec(call, variables)
         applied = variables["model"]

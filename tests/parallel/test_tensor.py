@@ -234,20 +234,6 @@ def test_parameters_keep_their_attributes(mesh):
     assert all(weight.decay == 0.1 for weight in model.parameters())
 
 
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_of_replaced_parameters_raise(mesh, register):
-    model = TinyGPT()
-    getattr(model.places.weight, register)(lambda weight: None)
-    TensorParallel(mesh, "tp", plan=BLOCK_PLAN).apply(model)
-    model = TinyGPT()
-    getattr(model.blocks[1].up.bias, register)(lambda weight: None)
-    assert_raises(
-        MethodError,
-        lambda: TensorParallel(mesh, "tp", plan=BLOCK_PLAN).apply(model),
-        "blocks.1.up.bias has hooks, which torch loses when it shards parameters: register them after apply.",
-    )
-
-
 def test_frozen_integers_are_sharded(mesh):
     layer = nn.Linear(4, 8, bias=False)
     layer.weight = nn.Parameter(torch.ones(8, 4, dtype=torch.int8), requires_grad=False)
