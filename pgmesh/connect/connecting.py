@@ -120,7 +120,7 @@ class _Call:
             alone: the groups that no other thread connects meanwhile.
         """
         self._find_groups()  # another thread may have connected or released them meanwhile
-        if self._discard_broken():
+        if {*self.groups} <= alone and self._discard_broken():
             self._find_groups()
         if not {*self.groups} <= alone:
             return None
@@ -141,7 +141,7 @@ class _Call:
 
     @contextlib.contextmanager
     def _connecting_alone(self, groups: Iterable[Group], deadline: float) -> Iterator[None]:
-        """Let one thread at a time connect each of these groups.
+        """Keep other threads of this process from connecting these groups.
 
         Raises:
             WorldError: another thread of this process has not finished before the deadline.

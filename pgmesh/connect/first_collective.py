@@ -33,7 +33,7 @@ class FirstCollective:
         self._process_group: Any = None  # from the start on: another thread may end the group
         self.error: PgmeshError | None = None
         self.done = 0.0  # the time
-        self._published = False  # the error is in the store
+        self.published = False  # the error is in the store
         self._work: Any = None
         self._failure: Exception | None = None  # raised by torch
         self._failed_at = 0.0
@@ -85,14 +85,14 @@ class FirstCollective:
     def inspect(self, broken: bytes | None) -> None:
         """Set the error of a running collective if another member published a failure, is lost or refuses connections.
 
-        Otherwise set torch's error, once a lost member would be known.
+        Otherwise set torch's error, once so much time has passed that a lost member would have been noticed.
 
         Args:
             broken: what the store has under ``broken_key``.
         """
         lost = self._statuses.lost(self.group.ranks)
         if broken is not None:
-            self.error, self._published = Decision.unpack(self.broken_key, broken).error(), True
+            self.error, self.published = Decision.unpack(self.broken_key, broken).error(), True
         elif lost:
             details = "".join(f"\n  {text}" for text in lost.values())
             self.error = MissingRanksError(
@@ -101,7 +101,21 @@ class FirstCollective:
         elif self._dead:
             self.error = MissingRanksError(f"{self._dead}\nThe group was in its first collective.")
         elif self._failure is not None and self._statuses.now() - self._failed_at >= self._statuses.lost_after + 1.0:
-            self.fail(f"failed: {str(self._failure).splitlines()[0]}")
+            self._fail_by_torch()
+
+    def time_out(self, seconds: float) -> None:
+        """Set the error of a collective that still runs some time after the deadline of the call.
+
+        Args:
+            seconds: the deadline.
+        """
+        if self._failure is None:
+            self.fail(f"did not finish in time: the deadline was {seconds:g} s")
+        else:
+            self._fail_by_torch()
+
+    def _fail_by_torch(self) -> None:
+        self.fail(f"failed: {str(self._failure).splitlines()[0]}")
 
     def fail(self, reason: str) -> None:
         """Set the error, unless there is one."""
@@ -112,9 +126,12 @@ class FirstCollective:
             )
             self.error.__cause__ = self._failure
 
-    def publish_failure(self) -> Sequence[Operation]:
-        """Store operations that tell the other members of the error."""
-        if self.error is None or self._published:
-            return ()
-        self._published = True
-        return (CompareSet(self.broken_key, Decision.of(self.error, str(self.error)).pack()),)
+    @property
+    def has_news(self) -> bool:
+        """True if the other members have to know of an error."""
+        return self.error is not None and not self.published
+
+    def failure(self) -> Operation:
+        """The store operation that publishes the error."""
+        assert self.error is not None
+        return CompareSet(self.broken_key, Decision.of(self.error, str(self.error)).pack())

@@ -94,7 +94,7 @@ class FirstCollectives:
                 self._inspect(running)
             if now >= deadline:
                 for collective in self._client.poll():
-                    collective.fail(f"did not finish in time: the deadline was {self._seconds:g} s")
+                    collective.time_out(self._seconds)
             time.sleep(pause)
         self._publish_failures()
 
@@ -120,6 +120,8 @@ class FirstCollectives:
             collective.inspect(broken[collective])
 
     def _publish_failures(self) -> None:
-        operations = [step for collective in self for step in collective.publish_failure()]
-        if operations:
-            self._client.run(*operations)
+        unpublished = [collective for collective in self if collective.has_news]
+        if unpublished:
+            self._client.run(*(collective.failure() for collective in unpublished))
+            for collective in unpublished:
+                collective.published = True

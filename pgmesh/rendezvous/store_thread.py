@@ -23,7 +23,7 @@ from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.batches import Batch, Queue
 from pgmesh.rendezvous.operations import Delete, Operation, Raw, Read
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, RunningCollective, status_key
-from pgmesh.rendezvous.world_store import AFTER_FAILURE, WORLD_NAME, WorldStore
+from pgmesh.rendezvous.world_store import AFTER_FAILURE, WorldStore
 
 log = logging.getLogger("pgmesh")
 
@@ -51,7 +51,8 @@ class StoreThread:
         self._pending: dict[int, tuple[PendingConnect, ...]] = {}  # by thread
         self._reason = ""  # for the end
         self._heartbeats = 0  # the number of statuses so far
-        self._heartbeat_due = math.inf
+        self._heartbeat_due = math.inf  # the time of the next one
+        self._publish_now = False  # another thread has changed the status
         self._answered = 0.0, time.monotonic()  # answered_seconds at the last answered heartbeat, and its time
         self.on_heartbeat: Callable[[Callable[[Operation], Any]], tuple[RunningCollective, ...]] = lambda perform: ()
         """Called at each heartbeat, with a function that performs one operation. It returns the running collectives."""
@@ -77,7 +78,7 @@ class StoreThread:
         """Time in which the store answered this process, the clock of other ranks' silence.
 
         Each interval between two answered heartbeats counts for one period at most. So a pause of the store, of this
-        process or of the whole machine adds one period, and nobody is taken for lost because this process read nothing.
+        process or of the whole machine adds at most one period, and makes nobody seem lost.
         """
         seconds, last = self._answered
         return seconds + min(time.monotonic() - last, self.period)
@@ -146,15 +147,13 @@ class StoreThread:
 
     def store_hint(self) -> str:
         """Return a reason why ranks may not find each other on this store, with a fix; "" for none."""
-        with contextlib.suppress(Exception):
-            if self.store.is_known_by(self.run(WORLD_NAME, seconds=1.0)):
-                return ""
-            return (
-                f"\n\nThe store at {self.store.address} has served another world too. Ranks that were in it use other "
-                "keys than ranks that were not. Give each world a separate store or prefix:\n\n"
-                "  dist.init_process_group(..., store=dist.PrefixStore('attempt-2', store))"
-            )
-        return ""
+        if not self.store.served_another_world(seconds=1.0):
+            return ""
+        return (
+            f"\n\nThe store at {self.store.address} has served another world too. Ranks that were in it use other "
+            "keys than ranks that were not. Give each world a separate store or prefix:\n\n"
+            "  dist.init_process_group(..., store=dist.PrefixStore('attempt-2', store))"
+        )
 
     def _is_running(self) -> bool:
         """True if the thread runs in this process.
@@ -191,7 +190,7 @@ class StoreThread:
         self._publish_soon()
 
     def _publish_soon(self) -> None:
-        self._heartbeat_due = 0.0
+        self._publish_now = True
         self.post()
 
     def stop(self, reason: str = "") -> None:
@@ -249,11 +248,11 @@ class StoreThread:
             self._heartbeat_due = min(self._heartbeat_due, time.monotonic() + self.period)
 
     def _publish_if_due(self) -> None:
-        if self._heartbeat_due <= time.monotonic():
+        if self._publish_now or self._heartbeat_due <= time.monotonic():
+            self._publish_now = False
             self._heartbeat_due = time.monotonic() + self.period
             with contextlib.suppress(Exception):
-                if not self.store.is_open:
-                    self.store.perform(WORLD_NAME)  # opens the listener, for the status
+                self.store.open()  # and the listener, for the status
                 if self._publish_status():
                     self._answered = self.answered_seconds(), time.monotonic()
 

@@ -5,7 +5,7 @@ A store may serve several worlds, one after another. ``WORLD_KEY`` has one of th
 - none: no world is on the store. The first rank that enters sets a name.
 - a name: the ranks of that world enter. Two counters beside it say how many have entered, and how many have left.
 - a name that ends in ``REPLACED``: the world before it left its name behind.
-- ``OVER``: the last rank to leave a world deletes its name. Ranks that enter wait for that.
+- ``OVER``: the last rank to leave a world is about to delete its name. Ranks that enter wait for that.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def current_world(store: Any) -> str:
 def enter_world(store: Any, left_worlds: Collection[str]) -> str:
     """Return the unique name of the world on a store. The first rank that calls sets it.
 
-    On an unused store, all ranks get one name. On a used store, processes that were in its earlier worlds agree on a
-    new name. A new process gets that name only if it calls after one of them, or after all ranks of those worlds have
-    left.
+    On an unused store, all ranks get one name. A process that was in an earlier world of the store never takes that
+    world's name: it sets a new one, or takes the one that is there. A new process takes the name that it finds, even
+    an old one while ranks of that world have not left.
 
     Args:
         store: the world's store, with the prefix of the world.
@@ -83,10 +83,13 @@ def leave_world(store: Any, name: str) -> bool:
     count = str(store.add(left, 1))
     if store.compare_set(entered, ABSENT, ABSENT).decode() != count:  # a read; add(entered, 0) would create it
         return False
+    replaced = time.monotonic() + timing.TIMING.world_end  # others take this rank for dead, and replace ``OVER``
     over = store.compare_set(WORLD_KEY, name, OVER).decode() == OVER
     if over and store.compare_set(entered, ABSENT, ABSENT).decode() != count:  # a rank has just entered
         store.compare_set(WORLD_KEY, OVER, name)
         return False
-    for key in (entered, left, *([WORLD_KEY] if over else [])):
+    for key in (entered, left):
         store.delete_key(key)
+    if over and time.monotonic() < replaced:  # later, the key may have the name of the next world
+        store.delete_key(WORLD_KEY)
     return True

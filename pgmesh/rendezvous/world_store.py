@@ -1,16 +1,20 @@
-"""This process's connection to the world's store, with which it enters the world and leaves it.
+"""This process's connection to the world's store, and its part in the world.
 
-It is opened by the first operation, and opened again after it broke. Only the store thread performs operations, since
-a call into torch's client may block; other threads read the attributes and ask listeners.
+The connection is opened by the first operation, and opened again after it broke. Only the store thread performs
+operations, since a call into torch's client may block. The name of the world is set and deleted through the client
+that torch has for all threads, which a wait inside torch may hold; every other operation goes over a connection of
+pgmesh's own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import socket
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -20,15 +24,12 @@ from pgmesh._util.listeners import Listener, is_loopback, refuses
 from pgmesh._util.sockets import ending_when_cut
 from pgmesh.errors import PgmeshError, WorldError
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import Board, Delete, Operation, Raw, Read, can_be_repeated
+from pgmesh.rendezvous.operations import Board, Delete, Operation, Read, can_be_repeated
 from pgmesh.rendezvous.processes import meshes_key, process_key, process_label
 from pgmesh.rendezvous.statuses import RankStatus, status_key
 from pgmesh.rendezvous.world_name import REPLACED, current_world, enter_world, leave_world, left_worlds
 
 AFTER_FAILURE = "Connected groups continue to work. No group can be connected without the store."
-
-WORLD_NAME = Raw("the name of the world", ())
-"""Stands for reading the name of the world that is on the store now. That key lies outside the world's prefix."""
 
 _CUT = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN)
 """Errors of a network that is cut."""
@@ -52,7 +53,7 @@ class WorldStore:
         address: the store's host and port, for messages.
         rank: this process's rank in the world.
         world_size: the number of ranks.
-        left: the names of the worlds that this process has left. ``leave`` expects the name of this world there.
+        left: the names of the worlds that this process has left. ``leave`` adds the name of this world.
     """
 
     board = Board()
@@ -63,11 +64,12 @@ class WorldStore:
         self._connection: Any = None  # with this world's prefix; None before the first operation and after a failure
         self._name = ""  # of the world
         self._entered = False  # this process's key is in the store
+        self._leaves = False  # the cut network of this store is waited for no longer
         self.replaces_process = False  # another process had this rank before; known after the first operation
         self.same_rank = ""  # label of a process that has this rank too; known after the first operation
         self._server: tuple[str, int] | None = None  # numeric address of the store, once it has answered
-        # The server while torch's client connects to it, which takes seconds if the server ends meanwhile. Callers see
-        # at once that its port is closed. The kernel closes it last, so this is common when the store is killed.
+        # The server while torch's client connects to it, which takes seconds if the server ends meanwhile. Callers then
+        # ask the port themselves. A killed store closes its port last, so this is common.
         self._opening: tuple[str, int] | None = None
         self._operation_start = math.inf  # of an operation that the store has not answered
         self.listener: Listener | None = None  # shows other ranks that this process lives
@@ -75,7 +77,7 @@ class WorldStore:
 
     @property
     def is_open(self) -> bool:
-        """True if the last operation succeeded, so that a connection to the store is open."""
+        """True if a connection is open: no operation has failed since it was opened."""
         return self._connection is not None
 
     @property
@@ -94,15 +96,19 @@ class WorldStore:
 
     def perform(self, operation: Operation) -> Any:
         """Perform an operation. If that fails and it can be repeated, perform it once more on a new connection."""
-        again = can_be_repeated(operation)
+        return self._perform(lambda: self.board.perform(self._connection, operation), can_be_repeated(operation))
+
+    def open(self) -> None:
+        """Open the connection and the listener, if they are not open."""
+        self._perform(lambda: None, True)
+
+    def _perform(self, perform: Callable[[], Any], again: bool) -> Any:
         while True:
             self._operation_start = time.monotonic()
             try:
                 if self._connection is None:
                     self._connection = self._connect()
-                if operation is WORLD_NAME:
-                    return current_world(self._torch_store)
-                return self.board.perform(self._connection, operation)
+                return perform()
             except RuntimeError as error:
                 if isinstance(error, PgmeshError):
                     raise
@@ -149,7 +155,7 @@ class WorldStore:
                 return socket.create_connection(server, 2.0)  # the kernel would try again at growing intervals
             except OSError as error:
                 is_cut = isinstance(error, TimeoutError) or error.errno in _CUT
-                if not is_cut or self._server is None or self._name in self._left_worlds:
+                if not is_cut or self._server is None or self._leaves:
                     raise
                 time.sleep(0.2)
 
@@ -188,14 +194,21 @@ class WorldStore:
 
     def mark_left(self) -> None:
         """Record that this process leaves the world, which ends the attempts to reach its store over a cut network."""
-        if self._name:
+        self._leaves = True
+        if self._name:  # before ``leave``, which may have to wait for the store
             self._left_worlds.add(self._name)
 
     def leave(self) -> None:
         """Leave the world. The last rank to leave deletes the keys of its ranks."""
-        if self._name and self._connection is not None and leave_world(self._torch_store, self._name):
+        if not self._name:
+            return
+        self._left_worlds.add(self._name)
+        if self._connection is not None and self._perform(self._leave_world, False):
             keys = [key(rank) for rank in range(self.world_size) for key in (status_key, process_key, meshes_key)]
-            self.board.perform(self._connection, Delete(tuple(keys)))
+            self.perform(Delete(tuple(keys)))
+
+    def _leave_world(self) -> bool:
+        return leave_world(self._torch_store, self._name)
 
     def close(self) -> None:
         """Close the connection and the listener. A mesh that outlives the world would keep them open."""
@@ -207,11 +220,25 @@ class WorldStore:
         if self.listener is not None:
             self.listener.close()
 
-    # -- called by other threads -------------------------------------------------------------------------------------
+    # -- called by any thread ----------------------------------------------------------------------------------------
 
-    def is_known_by(self, names: Sequence[str]) -> bool:
-        """True if these are the names of the world on the store, and no earlier world was there."""
-        return not self._name.endswith(REPLACED) and [*names] == [self._name]
+    def served_another_world(self, seconds: float) -> bool:
+        """True if another world was on the store before this one, or is there now; False if that is not known.
+
+        The name is read in a thread of its own, since a wait inside torch may hold its client for long.
+        """
+        if not self._name or self._name.endswith(REPLACED):
+            return bool(self._name)
+        names: list[str] = []
+
+        def read() -> None:
+            with contextlib.suppress(RuntimeError, AttributeError):  # the store failed, or was closed meanwhile
+                names.append(current_world(self._torch_store))
+
+        thread = threading.Thread(target=read, name="pgmesh-world-name", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        return names not in ([], [self._name])
 
     def has_ended(self, status: RankStatus, seconds: float) -> bool:
         """True if the process that published a status has ended: its listener refuses a connection.

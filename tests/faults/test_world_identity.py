@@ -131,6 +131,15 @@ def test_world_name_set_during_deletion_is_kept():
     assert names == [enter_world(store, {first})]
 
 
+def test_late_deletion_spares_the_next_world(monkeypatch: pytest.MonkeyPatch):
+    """The last rank pauses while it deletes the name, and another one takes it for dead."""
+    monkeypatch.setattr(timing, "TIMING", timing.TIMING._replace(world_end=0.02))
+    store, names = dist.HashStore(), list[str]()
+    first = enter_world(store, set())
+    assert leave_world(Interrupted(store, 2, lambda: names.append(enter_world(store, {first})), "delete_key"), first)
+    assert names == [enter_world(store, set())]
+
+
 def test_ranks_enter_after_unfinished_deletion_of_world_name(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(timing, "TIMING", timing.TIMING._replace(world_end=0.02))
     store = dist.HashStore()

@@ -36,6 +36,6 @@ def test_failure_of_ended_group_is_published():
     group.take_process_group()
     collective = FirstCollective(group, "group/0/broken", Statuses(5.0, lambda: 0.0))
     collective.fail("was cancelled")
-    (step,) = collective.publish_failure()
+    step = collective.failure()
     assert isinstance(step, CompareSet)
     assert step.key == "group/0/broken"
