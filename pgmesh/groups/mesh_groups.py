@@ -83,11 +83,14 @@ class MeshGroups:
         self.identity = identity or MeshIdentity(name, layout, call, self.rank, self.world_size, pickled_number)
         self.call_site = call_site()
         self.lock = threading.RLock()
-        self.ended: str | None = None  # why, if all groups were destroyed
-        self._destroyed = False  # its groups are, or will be at once by a thread that has the lock
+        # The mesh is open; then it has ended, and a thread that has the lock destroys its groups; then that is done.
+        # ``_mark_ended`` writes the first two of these, without the lock; the first reason stays.
+        self.ended: str | None = None  # why
         self.aborted = False  # it ended by ``abort``, or it was replaced: it may be shrunk
+        self._destroyed = False  # under the lock: its groups are, or the thread that has the lock destroys them
+        self._ending = threading.Lock()
         self.creation_seconds = 0.0
-        self._groups: cachetools.Cache[_Key, Group] = cachetools.Cache(math.inf)
+        self._groups: cachetools.Cache[_Key, Group] = cachetools.Cache(math.inf)  # nothing evicts a group
         self._generations = naming.Generations()
         self._device_meshes: dict[Any, DeviceMesh] = {}  # by layout and dimensions
         self._meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # meshes that hold references to groups
@@ -371,7 +374,7 @@ class MeshGroups:
         """
         text = reason or f"was closed at {call_site()}."
         if not self._end(text, at_exit=at_exit, lock_seconds=-1 if reason is None else 1.0):
-            self.ended = self.ended or text
+            self._mark_ended(text)
             if not at_exit:
                 background.in_background(functools.partial(self._end, text, lock_seconds=-1))
 
@@ -408,8 +411,7 @@ class MeshGroups:
             text: the error message of the mesh.
         """
         reason = text.removeprefix(f"{self.label} ")
-        if not self._end(reason, aborted=True) and self.ended is None:
-            self.ended, self.aborted = reason, True
+        if not self._end(reason, aborted=True) and self._mark_ended(reason, aborted=True):
             self._clear_references()
             teardown.wake(self.made())
             connections.shut_down([group.endpoints() for group in self.made()])
@@ -445,9 +447,8 @@ class MeshGroups:
         try:
             if not self._destroyed:
                 self._destroyed = True
-                if self.ended is None:
-                    self.ended, self.aborted = reason, aborted
-                left = self._destroy(list(self._groups.values()), self.ended, abort=self.aborted, at_exit=at_exit)
+                self._mark_ended(reason, aborted=aborted)
+                left = self._destroy(list(self._groups.values()), self.ended or "", abort=self.aborted, at_exit=at_exit)
                 if not (self.aborted or at_exit):
                     left.keys += self.identity.store_keys()
                 self.world.stop_keeping(self)
@@ -455,6 +456,14 @@ class MeshGroups:
             self.lock.release()
         self._clean_store(left)
         return True
+
+    def _mark_ended(self, reason: str, *, aborted: bool = False) -> bool:
+        """Let the mesh create no more groups. False if it had ended before."""
+        with self._ending:
+            first = self.ended is None
+            if first:
+                self.aborted, self.ended = aborted, reason
+            return first
 
     def _clean_store(self, left: Left) -> None:
         """Delete what groups have left in the store. The caller does not hold the lock: this waits for the store."""
@@ -506,13 +515,14 @@ class MeshGroups:
         self._clean_store(left)
 
     def _clear_references(self) -> None:
+        """Clear the references to groups. It may have no lock, so it repeats while another thread adds a mesh."""
         self._device_meshes.clear()
-        for mesh in list(self._meshes):
+        for mesh in _items(self._meshes):
             mesh._clear_groups()
 
     def end_in_child(self, reason: str) -> None:
         """Invalidate all groups in a forked child. They belong to the parent."""
-        self.lock = threading.RLock()
+        self.lock, self._ending = threading.RLock(), threading.Lock()  # a thread of the parent may hold the old ones
         self.ended, self._destroyed = reason, True
         self._clear_references()
         for group in self.made():
@@ -520,6 +530,13 @@ class MeshGroups:
             torch_private.destroyed[group.process_group] = f"{group.label} {reason}"
             torch_private.forget_group(group.process_group)
         self._groups.clear()
+
+
+def _items(meshes: weakref.WeakSet[Any]) -> list[Any]:
+    """The members of a set to which another thread may add one meanwhile."""
+    while True:
+        with contextlib.suppress(RuntimeError):
+            return list(meshes)
 
 
 ending.install()
