@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from pgmesh.connect.first_collective import FirstCollective
-from pgmesh.errors import LifetimeError
+from pgmesh.connect.first_collectives import FirstCollectives
+from pgmesh.errors import LifetimeError, WorldError
 from pgmesh.groups.group import Group, State
 from pgmesh.rendezvous.operations import CompareSet
 from pgmesh.rendezvous.statuses import Statuses
@@ -39,3 +41,23 @@ def test_failure_of_ended_group_is_published():
     step = collective.failure()
     assert isinstance(step, CompareSet)
     assert step.key == "group/0/broken"
+
+
+def test_failure_that_the_store_lost_is_published_again():
+    group = Group("group tp", "mesh 'actor'", (0, 1))
+    written: list[object] = []
+
+    def run(*operations: object) -> list[object]:
+        written.append(operations)
+        if len(written) == 1:
+            raise WorldError("the store did not answer")
+        return []
+
+    statuses = Statuses(5.0, lambda: 0.0)
+    client: Any = SimpleNamespace(collectives=[FirstCollective(group, "group/0/broken", statuses)], run=run)
+    collectives = FirstCollectives(client, statuses, 0, 1.0)
+    with pytest.raises(WorldError):
+        collectives.cancel("rank 0 stopped", {})
+    for _ in range(2):
+        collectives.cancel("rank 0 stopped", {})
+    assert len(written) == 2

@@ -95,6 +95,16 @@ def test_timeout_skips_the_rest_of_a_batch(store_thread: StoreThread):
         assert store_thread.run(Read("slow"), Read("after"), seconds=LONG) == [b"1", None]
 
 
+def test_world_entered_after_the_stop_is_left():
+    """The thread takes a heartbeat that was due before it learns that the process leaves."""
+    left = set[str]()
+    store = WorldStore(dist.HashStore(), "here", 0, 2, left)
+    store.mark_left()
+    store.open()
+    store.leave()
+    assert len(left) == 1
+
+
 def test_half_entered_world_is_entered_again():
     """The store failed after it gave the world's name. The process's own key is missing, but the store is the same."""
     thread, failures = (
@@ -190,6 +200,7 @@ def test_wait_inside_torch_delays_no_later_operation():
         waiting = threading.Thread(target=client.wait, args=(["a key"], timedelta(seconds=LONG)))
         waiting.start()
         time.sleep(0.1)
+        assert thread.store_hint() == ""  # the name of the world can be read through torch's client alone
         assert thread.run(Read("key"), seconds=LONG) == [b"value"]
         assert waiting.is_alive()
         dist.TCPStore("127.0.0.1", store.port, is_master=False).set("a key", "")
