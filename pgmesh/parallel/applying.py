@@ -6,7 +6,7 @@ For ``[tensor, data, pipeline]``, lowest level first, ``apply_methods`` makes th
         data.around(stage, lower)              is data.apply(tensor.apply(stage))
 
 A gradient norm counts each piece of a parameter once, so ``count_pieces`` gives the number of different pieces. A
-DTensor knows its own. Otherwise there are more than one in three cases:
+DTensor knows its own. A plain tensor has more than one piece in three cases:
 
 - *Stages*: other stages of a pipeline hold other parameters under the same name.
 - *Experts*: other ranks hold other experts under the same name.

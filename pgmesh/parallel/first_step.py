@@ -4,8 +4,8 @@ The composition cannot check inputs in ``apply``, which has none. A step begins 
 the check is a hook: ``before_step`` of a pipeline, or a forward pre-hook of any other module. All hooks are removed
 after the first step.
 
-If ``apply`` returned a wrapper, such as DDP, a backward pass that has not begun in the wrapper is wrong: DDP would
-average nothing. So hooks on the gradients raise until the wrapper was called once.
+If ``apply`` returned a wrapper, such as DDP, a backward pass whose forward pass did not go through the wrapper is
+wrong: DDP would average nothing. So hooks on the gradients raise until the wrapper was called once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WRAPPER = "pgmesh_wrapper"
 
 @dataclass
 class Wrapper:
-    """What ``apply`` returned in the place of a module. It refers to no module: hooks of tensors cannot be freed."""
+    """What ``apply`` returned in the place of a module. It holds no module: a hook lives as long as its tensor."""
 
     inside: str
     """Type of the module that was given to ``apply``."""

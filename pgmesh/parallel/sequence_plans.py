@@ -1,6 +1,6 @@
 """What a plan of tensor parallelism says of sequences, whose positions its styles may shard between layers.
 
-torch believes it: a layer that gets a shard and is said to get a whole sequence, or the other way round, computes
+torch does not check it: a layer that gets a shard and is said to get a whole sequence, or the other way round, computes
 something else without an error. The checks refuse such plans. What styles say, between sharded sequences (- is None or
 False)::
 
@@ -11,7 +11,7 @@ False)::
     norm     SequenceParallel()                                  1              -                 -
     qkv, up  ColwiseParallel(input_layouts=Shard(1))             1              -                 -
     out      RowwiseParallel(output_layouts=Shard(1))            1              -                 -
-    head     ColwiseParallel()                                   -              -                 -, so it is an error
+    head     ColwiseParallel()                                   -              -                 - (an error)
 """
 
 from __future__ import annotations
