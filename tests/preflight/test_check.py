@@ -555,5 +555,5 @@ def fail_in_a_stage() -> None:
 
 
 def test_check_of_an_unknown_backend_raises_launch_error(monkeypatch):
-    said = alone(monkeypatch, "dp=1 --backend glooo", RANK=0, WORLD_SIZE=1)
+    said = alone(monkeypatch, "dp=1 --backend glooo", RANK=0, LOCAL_RANK=0, WORLD_SIZE=1)
     assert said == "pgmesh check failed: LaunchError: torch has no backend 'glooo' here.\n"
