@@ -106,10 +106,9 @@ def detect_launcher(environ: Environ) -> LauncherInfo:
 
 def _is_detected(launcher: Launcher, environ: Environ) -> bool:
     """True if a launcher has set its variables. In a step, those of MPI may be srun's."""
-    in_step = is_in_step(environ)
     if launcher is SLURM:
-        return in_step
-    return any(mark in environ and not (in_step and mark in SET_BY_SRUN) for mark in launcher.marks)
+        return is_in_step(environ)
+    return any(mark in environ and not (mark in SET_BY_SRUN and is_in_step(environ)) for mark in launcher.marks)
 
 
 def _compare(info: LauncherInfo, first: Launcher, other: Launcher, environ: Environ) -> LauncherInfo:
@@ -208,7 +207,7 @@ def _read_without_launcher(environ: Environ) -> LauncherInfo:
             (SLURM.command, "one rank for each task"),
             ("srun --ntasks 1 python script.py", "a world of 1"),
         )
-    why = "this is the script of a Slurm job of one task" if job.values else "none of their variables is set"
+    why = "this is the script of a Slurm job of one task" if job.values else "no launcher's variables are set"
     return LauncherInfo("no launcher", why, 0, 1, 0, 1, read=tuple(job.values.items()))
 
 

@@ -146,6 +146,8 @@ def _initialize(detect: Callable[[], LauncherInfo], backend: str | None, timeout
     limit = None if timeout is None else to_timedelta(timeout, LaunchError)
     if backend is None:
         backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    if unknown := [name for name in backend.split(",") if not dist.is_backend_available(name.rpartition(":")[2])]:
+        raise LaunchError(f"torch has no backend {unknown[0]!r} here.")
     _set_device(info, backend)
     if not info.needs_store:
         log.info("joins as %s", info.line)
@@ -176,7 +178,7 @@ def _set_device(info: LauncherInfo, backend: str) -> None:
         raise info.error(
             f"{info.launcher} sets no local rank, so it is unknown which of {device_count} CUDA devices it uses.",
             ('launch.join("gloo")', "ranks without a device"),
-            ("export LOCAL_RANK=...", "or the number of this rank's device"),
+            (f"export LOCAL_RANK={info.rank % max(device_count, 1)}", "or the number of this rank's device"),
         )
     if device_count == 1 and info.launcher == SLURM.name:
         local_rank = 0  # Slurm can make only one device visible to each task

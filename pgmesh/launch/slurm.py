@@ -120,28 +120,30 @@ def is_in_step(environ: Environ) -> bool:
 def read_step(info: LauncherInfo, variables: Variables) -> LauncherInfo:
     """``info`` with the hosts of a step of Slurm, the tasks on this host, and host and port of rank 0, if known.
 
-    SLURM_GTIDS names the tasks of this host. A job that was submitted from within a step inherits the variables of that
-    step, except SLURM_GTIDS.
+    SLURM_GTIDS has the ranks of this host, in the order of their local ranks. A job that was submitted from within a
+    step inherits the variables of that step, except SLURM_GTIDS.
     """
     hosts, counts = variables.parsed(HOST_LISTS, parse_hosts), variables.parsed(TASK_COUNTS, parse_task_counts)
     node, gtids = variables.number(("SLURM_NODEID",)), variables.values.get("SLURM_GTIDS")
     local_size = info.size if len(hosts) == 1 else None
     if node is not None and node < len(counts):
         local_size = counts[node]
+    host_count = len(counts or hosts) or MAX_NUMBER
     tasks = gtids.split(",") if gtids else []
     mine = tasks if info.local_rank is None else tasks[info.local_rank : info.local_rank + 1]
     contradictions = {
         "the lists of hosts and of tasks have different lengths": hosts and counts and len(hosts) != len(counts),
         "the tasks of all hosts are not the tasks of the step": counts and sum(counts) != info.size,
-        "the lists do not have the host of this process": (node or 0) >= (len(counts or hosts) or MAX_NUMBER),
+        "the lists do not have the host of this process": (node or 0) >= host_count,
         "SLURM_GTIDS has another number of tasks": tasks and local_size not in (None, len(tasks)),
         "SLURM_GTIDS does not have this process": tasks and str(info.rank) not in mine,
     }
     if problems := [problem for problem, is_found in contradictions.items() if is_found]:
         raise variables.error(f"variables of this step of Slurm contradict each other: {'; '.join(problems)}.")
-    address = None
-    if hosts and variables.values.get("SLURM_DISTRIBUTION") != "arbitrary" and (info.rank or not node):
-        address = hosts[0]  # unknown to the other ranks if the distribution is arbitrary
+    # Only an arbitrary distribution puts rank 0 on another host. If srun does not set SLURM_DISTRIBUTION, rank 0 itself
+    # sees it in its number of the node. It must not host the store under the name of another host.
+    rank0_is_elsewhere = variables.values.get("SLURM_DISTRIBUTION") == "arbitrary" or (info.rank == 0 and node)
+    address = hosts[0] if hosts and not rank0_is_elsewhere else None
     job, step = variables.number(JOB_ID), variables.number(STEP_ID)
     port = None if job is None or step is None else PORTS[(101 * job + step) % len(PORTS)]
     return replace(info, hosts=hosts, local_size=local_size, address=address, port=port)

@@ -29,19 +29,19 @@ def combination_plan(
         axes=group.axes,
         size=len(group),
         groups=len(layout) // len(group),
-        strides=strides_of(group),
+        strides=tuple(stride for _, stride in runs_of(group)),
         sample=sample_of(group.ranks_in_order()),
         localities=tuple(locality_of(layout, group.axes, level) for level in topology),
     )
     if plan.size == 1:
         return plan
-    first = known.setdefault(_identity_of_groups(layout, plan), plan.name)
+    first = known.setdefault(_identity_of_groups(layout, group), plan.name)
     return plan if first == plan.name else replace(plan, same_as=first)
 
 
-def strides_of(layout: Layout) -> tuple[int, ...]:
-    """The strides of a layout, with contiguous axes merged into one; empty if a stride is not constant."""
-    merged: list[tuple[int, int]] = []  # pairs of size and stride
+def runs_of(layout: Layout) -> tuple[tuple[int, int], ...]:
+    """Size and stride of each axis, with contiguous axes merged into one; empty if a stride is not constant."""
+    merged: list[tuple[int, int]] = []
     for size, stride in zip(layout.shape, layout.strides):
         if stride is None:
             return ()
@@ -50,11 +50,11 @@ def strides_of(layout: Layout) -> tuple[int, ...]:
         if merged and merged[-1][1] == size * stride:
             size *= merged.pop()[0]
         merged.append((size, stride))
-    return tuple(stride for _, stride in merged)
+    return tuple(merged)
 
 
-def _identity_of_groups(layout: Layout, plan: CombinationPlan) -> object:
-    """A value that is equal for the same groups: their strides, or the groups themselves of an irregular layout."""
-    if strided_runs(layout, plan.axes) is not None:
-        return (plan.sample[0], plan.size, plan.strides, len(layout), strides_of(layout))
-    return frozenset(frozenset(block) for block in layout.partition(*plan.axes))
+def _identity_of_groups(layout: Layout, group: Layout) -> object:
+    """A value that is equal for the same groups: their runs, or the groups themselves of an irregular layout."""
+    if strided_runs(layout, group.axes) is not None:
+        return group.ranks_in_order()[0], runs_of(group), runs_of(layout)
+    return frozenset(frozenset(block) for block in layout.partition(*group.axes))

@@ -13,7 +13,7 @@ from pgmesh._util.formatting import count_of, format_sizes, join_words
 from pgmesh._util.suggestions import largest_divisor
 from pgmesh.layout import Axis, Layout
 from pgmesh.planning import axis_heuristics
-from pgmesh.planning.combinations import strides_of
+from pgmesh.planning.combinations import runs_of
 from pgmesh.planning.data import CombinationPlan, Finding
 from pgmesh.planning.text_report import format_range, format_units
 from pgmesh.topology.hosts import HostLevel, Topology
@@ -94,7 +94,7 @@ def _better_order(
 ) -> tuple[str, str] | None:
     """The option of the command line for the order by traffic, and its effect; None if that order is not better."""
     order = axis_heuristics.order_by_traffic([str(axis) for axis in layout.axes])
-    if order == layout.axes or strides_of(layout) != (1,) or 0 not in layout:
+    if order == layout.axes or runs_of(layout) != ((layout.size(), 1),) or 0 not in layout:
         return None
     sizes: dict[Axis, int] = {axis: layout.size(axis) for axis in order}
     after = locality_of(Layout(sizes), plan.axes, level)

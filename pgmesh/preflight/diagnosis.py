@@ -20,7 +20,7 @@ from pgmesh._util.formatting import count_of, format_seconds
 from pgmesh._util.torch_versions import TRIED_ON
 from pgmesh.errors import LaunchError, UnsupportedTorchError
 from pgmesh.launch.detect import LAUNCHERS, detect_launcher
-from pgmesh.launch.launcher import LAST_PORT, LauncherInfo
+from pgmesh.launch.launcher import LAST_PORT, PORTS, LauncherInfo
 
 T = TypeVar("T")
 
@@ -232,7 +232,7 @@ def explain_store(environ: Mapping[str, str], launcher: LauncherInfo, seconds: f
     text, fix = finding.text, finding.fix
     if finding.mark == "ok":
         text = f"{where} does not answer like torch's store: {str(error).splitlines()[0]}"
-        fix = "export MASTER_PORT=...   # the port of rank 0's store"
+        fix = f"export MASTER_PORT={launcher.end_point()[1] % LAST_PORT + 1}   # a free port, the same on every rank"
     elif finding.mark == "--":
         text = f"no process listened at {where} in {format_seconds(seconds)}: rank 0, which hosts the store, did not "
         text, fix = f"{text}start", "start rank 0, and check its output for errors"
@@ -280,12 +280,11 @@ def _check_hosting(address: str, port: int, infos: Sequence[tuple[Any, ...]]) ->
         text = f"no interface of this host has the address {address} ({resolved}), but this process, rank 0, hosts the"
         fix = f"{ADDRESS_FIX}; the name of this host is {socket.gethostname()}"
         return Finding("bad", "store", f"{text} store", fix)
-    error = _port_error(port)
-    if error is not None:
-        reason = os.strerror(error.errno or 0)
-        text = f"this process, rank 0, hosts the store, but cannot listen at port {port}: {reason}"
-        near = range(port + 1, min(port + 100, LAST_PORT))
-        free = next((str(other) for other in near if _port_error(other) is None), "...")
+    if (error := _port_error(port)) is not None:
+        text = (
+            f"this process, rank 0, hosts the store, but cannot listen at port {port}: {os.strerror(error.errno or 0)}"
+        )
+        free = next((other for other in (*range(port + 1, LAST_PORT), *PORTS) if not _port_error(other)), PORTS[0])
         return Finding("bad", "store", text, f"export MASTER_PORT={free}   # the same on every rank")
     text = f"port {port} is free on this host, {address}; this process, rank 0, listens there after it joins"
     return Finding("ok", "store", text)

@@ -58,8 +58,7 @@ def join(backend: str | None, seconds: float) -> None:
     Raises:
         LaunchError: this process cannot join. The text is that of ``pgmesh doctor``.
     """
-    launcher = None if dist.is_initialized() else detect_launcher(os.environ)
-    if launcher is not None and launcher.needs_store:
+    if not dist.is_initialized() and (launcher := detect_launcher(os.environ)).needs_store:
         _open_store(launcher, seconds)
     try:
         joining.join(backend, timeout=seconds)
@@ -165,7 +164,10 @@ class Preflight:
 
     @contextlib.contextmanager
     def _stage(self, activity: str) -> Iterator[None]:
-        """Run one stage between two barriers. A failure of the backend on one rank fails on all."""
+        """Run an activity, then wait twice for all ranks.
+
+        First until it has ended everywhere; then until each has said whether its backend failed.
+        """
         self.on_step(activity)
         failure: RuntimeError | None = None
         with self.task.stage(activity):  # if a rank has died, this names it
@@ -199,11 +201,10 @@ class Preflight:
         """Check and measure the group of this rank along some axes."""
         mesh, name = self.mesh, results.label_of(axes)
         group, ranks = mesh.group(*axes), mesh.ranks(*axes)
-        label = f"group {name} (ranks {format_ranks(ranks)})"
         measured.all_reduce_seconds[name] = []
         for size in self.sizes:
             measured.all_reduce_seconds[name].append(benchmarks.all_reduce(group, size))
-            benchmarks.check_sum(group, ranks, mesh.rank, size, label)
+            benchmarks.check_sum(group, ranks, mesh.rank, size, f"group {name} (ranks {format_ranks(ranks)})")
         measured.link_seconds[name] = {}
         for pair in ring_links(ranks):
             if mesh.rank in pair:

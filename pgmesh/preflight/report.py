@@ -18,7 +18,7 @@ RATES = {"GB/s": 1e9, "MB/s": 1e6, "kB/s": 1e3}  # decimal, as in NCCL-tests
 HEAD = ("axes", "size", "bytes", "time", "algbw", "busbw", "slowest")
 
 EXPLANATION = """time: median group. slowest: slowest group / median group. algbw = bytes / time,
-busbw = algbw x 2(n-1)/n, as in NCCL-tests (doc/PERFORMANCE.md)."""
+busbw = algbw x 2(n-1)/n, see doc/PERFORMANCE.md of NCCL-tests."""
 
 
 def report(results: CheckResults, width: int = 80) -> list[Line]:
@@ -32,7 +32,7 @@ def findings(results: CheckResults, width: int) -> list[Line]:
     """The checks that passed."""
     hosts, actual = results.hosts, hosts_from_names(results.hosts)
     where = str(actual) if actual else f"{len({*hosts})} hosts with ranks that are not consecutive"
-    on_hosts = ("--", f"ranks are on {where}; --nodes {actual.spell() if actual else '8x8'} checks it")
+    on_hosts = ("--", f"ranks are on {where}{f'; --nodes {actual.spell()} checks it' if actual else ''}")
     if results.planned:
         on_hosts = ("ok", f"ranks are on the planned hosts: {where}")
     sizes = format_sizes(dict(zip(results.axes, results.shape)))

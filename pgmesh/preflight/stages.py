@@ -38,6 +38,7 @@ class Stages:
     def __init__(self, subject: str, seconds: float, hint: str) -> None:
         self.rank, self.size = world_rank_and_size()
         self.subject, self.seconds, self.hint = subject, seconds, hint
+        # It never has groups. Its identity gives all ranks the same prefix of store keys, and its world the heartbeats.
         self._mesh = MeshGroups(f"all ranks of {subject}", Layout(self.size), subject)
         self._thread = self._mesh.world.heartbeat_thread()
         self._prefix = self._mesh.identity.group_name("task")
@@ -52,9 +53,9 @@ class Stages:
             fields: properties that must be the same on all ranks.
 
         Raises:
-            PgmeshError: a rank raised it in this stage; the same error on every rank.
-            MissingRanksError: ranks did not arrive or were lost.
-            MismatchError: the ranks' fields differ.
+            PgmeshError: this rank raised it in this stage, as the first.
+            MissingRanksError: ranks did not arrive or were lost, or another rank was the first to raise an error.
+            MismatchError, CircleError: the ranks' fields differ, or another rank was the first to raise this.
             WorldError: the store does not answer.
         """
         stage = GroupRound(
@@ -70,22 +71,25 @@ class Stages:
         except WorldError:  # the store is lost, so the ranks cannot agree
             raise
         except PgmeshError as error:
-            self._rounds(stage, timing.TIMING.late_answer).decide(stage, Decision.of(error, str(error)))
-            raise (stage.decision and stage.decision.error()) or error from error
-        self._rounds(stage, self.seconds).run()
+            mine = Decision.of(error, str(error))
+            self._rounds(stage, timing.TIMING.late_answer).decide(stage, mine)
+            if stage.decision is None or stage.decision.pack() == mine.pack():  # pack shortens a long text
+                raise  # also of a type that a decision does not have
+            # Another rank decided first. Its decision holds, also here.
+        else:
+            self._rounds(stage, self.seconds).run()
         if stage.decision is not None and (failure := stage.decision.error()) is not None:
             raise failure
 
     def _rounds(self, stage: GroupRound, seconds: float) -> Rounds[GroupRound, Decision]:
         """The round of a stage, before it runs."""
-        client = CallClient(self._thread, seconds)
         judge = ConnectJudge(
-            self.rank,
-            client,
-            stage.group,
-            process_label(),
-            seconds,
-            self._mesh.world.new_statuses(),
+            rank=self.rank,
+            client=CallClient(self._thread, seconds),
+            call_site=stage.group,
+            process=process_label(),
+            deadline=seconds,
+            statuses=self._mesh.world.new_statuses(),
             skip_decided=False,  # the decision of a stage holds for ranks that arrive later
             pace=self._thread.pace,
         )

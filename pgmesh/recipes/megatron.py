@@ -128,7 +128,7 @@ def megatron(
     dense = Layout({axis: sizes[axis] for axis in slowest_first if axis != "ep"}, ranks=ranks)
     expert_axes = [EXPERT_AXIS[axis] for axis in slowest_first if axis in EXPERT_AXIS]
     expert = dense.view({axis: sizes[axis] for axis in expert_axes})
-    _check_pipelines(fastest_first, dense, expert)
+    _check_pipelines([axis for axis in fastest_first if larger[axis] > 1], dense, expert)
     levels = {} if hierarchical_cp is None else _context_levels(dense, hierarchical_cp)
     names = {
         **_along_axes(dense, expert),

@@ -38,13 +38,15 @@ PeerVector = tuple[int, torch.Tensor]
 """A rank, and the vector that is sent to it or received from it."""
 
 RECONNECT_SECONDS = 2.0
-"""Time in which the ranks connect again, to find out which are missing: before the end of a call for which some are
-late, or after a transfer that was not done in time."""
+"""Time in which the ranks connect again, to find out which are missing.
+
+They do it before the deadline of ``agree`` if some are late, and after a transfer that missed its deadline.
+"""
 
 JOIN_SECONDS = 2.0
-"""The longest wait for sends and receives to end after their connections were shut down.
+"""The longest wait for works to end after the connections of their group were shut down.
 
-Then their tensors are written no more, though Gloo does not wake each of them.
+Gloo does not end each of them. Without a connection, those that hang do not write into their tensors.
 """
 
 POLL_SECONDS = 0.5
@@ -120,8 +122,8 @@ class Link:
         while True:
             self._connect()
             try:
-                greatest, smallest = self.maximum([value, -value], max(end, time.monotonic() + POLL_SECONDS))
-                return greatest == -smallest
+                greatest, negated = self.maximum([value, -value], max(end, time.monotonic() + POLL_SECONDS))
+                return greatest == -negated  # the greatest is the smallest too
             except _Broken as error:  # a member has closed its mesh, has ended or is late: _connect names it
                 self._release()
                 self.check_deadline(f"their connection broke again and again, at last with: {error}")
@@ -226,6 +228,20 @@ class Link:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
 
     # -- the internal mesh ----------------------------------------------------------------------------------------
+    #
+    # The states of this rank in internal mesh N, and what another rank sees:
+    #
+    # connected       After ``_connect``. The number in the store is N.
+    # broken          ``_release`` began. Others see nothing yet. If Ctrl-C interrupts it, ``_connect`` repeats it.
+    # closed          After ``mesh.close``. Collectives of most others fail, so they release N too. The number is still
+    #                 N: ``current`` of another rank may return its mesh N. If that is connected, its first collective
+    #                 fails, and it releases N; otherwise ``connect`` names this rank, and its next call reads N + 1.
+    # number raised   After ``end_current``. A rank that waits in N sees it in ``is_over``, and releases N. ``current``
+    #                 closes N if it is open, and creates N + 1, where the ranks meet.
+    #
+    # Several ranks raise N at the same time, and only the first of them changes it. A rank that closed N and did not
+    # raise it, since the store did not answer or Ctrl-C came, does that in its next ``current``. So ``_release`` could
+    # do both in any order. It closes first, because that wakes most ranks without the store.
 
     def _connected(self) -> Connection:
         """The connection. Each call begins with ``agree``, which connects."""
@@ -237,7 +253,7 @@ class Link:
         """Connect the current internal mesh unless it is connected, or raise which ranks are missing.
 
         Raises:
-            LifetimeError: a mesh of the user was aborted.
+            LifetimeError: a mesh of the user was aborted, so no other internal mesh can help.
         """
         if self._connection is not None and self._connection.is_broken:
             self._release()
@@ -248,7 +264,9 @@ class Link:
             try:
                 mesh.connect(mesh.axes, timeout=self._seconds_left())
                 self._connection = Connection(mesh, self.device)
-            except LifetimeError as error:  # a rank has aborted it with a mesh that was replaced since
+            except LifetimeError as error:
+                # The internal mesh was aborted, with a mesh of a user on some rank. If that is a mesh of this Link,
+                # abort_with raises in the next turn. Otherwise it was replaced since, and the next one connects.
                 mesh.close()
                 self._internal_meshes.end_current()
                 self.check_deadline(str(error))
@@ -303,7 +321,10 @@ class Connection:
         return self.running[-1]
 
     def wait_until_over(self) -> None:
-        """Wait for all works after the mesh was closed. Keep the process group while some hang."""
+        """Wait for all works after the mesh was closed.
+
+        Keep the process group while some hang: its destructor would wait for them, here or when the process exits.
+        """
         end = time.monotonic() + JOIN_SECONDS
         for works in self.running:
             works.join(max(0.0, end - time.monotonic()))
@@ -314,8 +335,8 @@ class Connection:
 class InternalMeshes:
     """The internal meshes of two layouts, one after the other, by number. The store has the current number.
 
-    It also has, for each rank, the number of the mesh that this rank created last. A process that replaces a lost one
-    reads it there: it must not create a mesh that the lost process created, since the other ranks may have that one.
+    For each rank, the store also has the number of the mesh that this rank created last. A process that replaces a lost
+    one reads it. It must not create that mesh again: other ranks may be connected to the lost process in it.
 
     Args:
         sides: the ranks of the two layouts.
@@ -417,8 +438,8 @@ class _Broken(Exception):
 def _raising_broken() -> Iterator[None]:
     """Raise an error of the backend as ``_Broken``, and one of ours as it is.
 
-    The frames of the error are cleared, since they refer to works. The group is destroyed only after these; and those
-    that a batch started before it failed would write into the tensors for as long as the error lives.
+    Clear the frames of the error, which keep works alive. While a work is alive its group is not destroyed, and a
+    receive that the batch had already started may still write into its tensor.
     """
     try:
         yield

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Union
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from pgmesh._util.formatting import name_ranks
 from pgmesh._util.marks import SHARD_MARK
@@ -289,7 +289,7 @@ def reshard(
 def _dtensor(shard: torch.Tensor, whole: torch.Tensor, mesh: ProcessGroupMesh, placements: Placements) -> DTensor:
     """The DTensor of a local shard. ``whole`` is on the meta device."""
     found = [
-        Replicate() if each is None else Shard(each) if isinstance(each, int) else each
+        Replicate() if each is None else each if isinstance(each, Placement) else Shard(int(each))
         for each in by_axis(mesh.layout, placements)
     ]
     return DTensor.from_local(

@@ -93,7 +93,7 @@ def test_the_innermost_launcher_is_detected(environ, expected):
 @pytest.mark.parametrize(
     ("environ", "line"),
     [
-        ({}, "rank 0 of 1, local rank 0 of 1: no launcher, because none of their variables is set"),
+        ({}, "rank 0 of 1, local rank 0 of 1: no launcher, because no launcher's variables are set"),
         (
             {"SLURM_JOB_ID": "3", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
             "rank 0 of 1, local rank 0 of 1: no launcher, because this is the script of a Slurm job of one task",
@@ -511,7 +511,7 @@ def test_detection_needs_no_torch():
         "from pgmesh.launch import detect_launcher; print(detect_launcher({}).line)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "rank 0 of 1, local rank 0 of 1: no launcher, because none of their variables is set\n"
+    assert done.stdout == "rank 0 of 1, local rank 0 of 1: no launcher, because no launcher's variables are set\n"
 
 
 def test_the_page_names_every_variable():

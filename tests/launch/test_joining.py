@@ -194,8 +194,8 @@ def test_unknown_local_rank_selects_no_device(monkeypatch):
           PMIX_RANK = 5
           PMI_SIZE  = 8
 
-          launch.join("gloo")     # ranks without a device
-          export LOCAL_RANK=...   # or the number of this rank's device
+          launch.join("gloo")   # ranks without a device
+          export LOCAL_RANK=1   # or the number of this rank's device
         """,
     )
 
@@ -293,7 +293,7 @@ def test_tasks_of_slurm_join_through_a_store_process(tmp_path):
         (
             "launch.join('gloo')",
             {},
-            "rank 0 of 1, local rank 0 of 1: no launcher, because none of their variables is set",
+            "rank 0 of 1, local rank 0 of 1: no launcher, because no launcher's variables are set",
         ),
         (
             "launch.from_slurm(backend='gloo')",

@@ -309,3 +309,8 @@ def test_slices_and_meshes_may_leave_hosts_empty():
 def test_plan_is_a_function_of_pgmesh():
     assert pgmesh.plan is plan
     assert "plan" in pgmesh.__all__
+
+
+def test_plan_distinguishes_groups_of_equal_strides():
+    plan = pgmesh.plan(a=2, b=2, c=2, d=2, e=2, combinations=[("a", "b", "e"), ("b", "d", "e")])
+    assert "One group under two names" not in str(plan)

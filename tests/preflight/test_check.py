@@ -25,9 +25,11 @@ import torch.distributed as dist
 from pgmesh import ProcessGroupMesh, launch
 from pgmesh.__main__ import main
 from pgmesh.cli import check
+from pgmesh.errors import OptionsError
 from pgmesh.launch.detect import detect_launcher
 from pgmesh.preflight import diagnosis, preflight
 from pgmesh.preflight.microbenchmarks import Microbenchmarks
+from pgmesh.preflight.stages import Stages
 from pgmesh.rendezvous import timing
 from pgmesh.topology import host_mapping
 from pgmesh.topology.host_mapping import HostInfo, Placement
@@ -302,7 +304,7 @@ def test_check_times_out_at_a_foreign_listener(monkeypatch):
         f"pgmesh check failed: LaunchError: rank 1 of 4 cannot join: 127.0.0.1:{port} does not answer like "
         "torch's store: "
     )
-    assert said.endswith("\n\n  export MASTER_PORT=...   # the port of rank 0's store\n")
+    assert said.endswith(f"\n\n  export MASTER_PORT={port + 1}   # a free port, the same on every rank\n")
 
 
 def test_check_reports_an_unknown_gloo_interface(monkeypatch):
@@ -540,3 +542,18 @@ def test_check_distinguishes_slow_communication_from_slow_computation():
         world(4).run(check_with, "dp=2 tp=2 --bytes 8 --repeats 7", f"{METHODS}._wait", slow_on_rank_1), 0
     )
     assert re.search(r"\nRank 1 communicates slowly: its fastest link takes \d", text), text
+
+
+def test_stage_raises_this_ranks_own_error_type():
+    with fresh_world(1) as one:
+        one.run(fail_in_a_stage)
+
+
+def fail_in_a_stage() -> None:
+    with pytest.raises(OptionsError, match="no such option"), Stages("a task", 10.0, "").stage("failing"):
+        raise OptionsError("no such option")
+
+
+def test_check_of_an_unknown_backend_raises_launch_error(monkeypatch):
+    said = alone(monkeypatch, "dp=1 --backend glooo", RANK=0, LOCAL_RANK=0, WORLD_SIZE=1)
+    assert said == "pgmesh check failed: LaunchError: torch has no backend 'glooo' here.\n"

@@ -72,7 +72,7 @@ def test_doctor_finds_no_problem(capsys):
     marks = [line.split(":")[0].split() for line in flat.splitlines()]
     assert [what for _, what in marks] == ["launcher", "python", "torch", "host", "interface", "store"]
     assert {mark for mark, _ in marks} <= {"ok", "--", "warn"}
-    assert "rank 0 of 1, local rank 0 of 1: no launcher, because none of their variables is set" in flat
+    assert "rank 0 of 1, local rank 0 of 1: no launcher, because no launcher's variables are set" in flat
     assert re.search(r"^ok +torch: torch \d\S* with .*gloo.*; \d+ CUDA devices$", flat, re.MULTILINE)
     assert f"the host name {socket.gethostname()} resolves to 10.0.0.1" in flat
 
@@ -326,7 +326,7 @@ def test_store_port_of_rank_0_is_not_permitted():
     with mock.patch.object(diagnosis, "_port_error", return_value=PermissionError(13, "Permission denied")):
         (finding,) = diagnosis.store_findings({}, found(address="127.0.0.1", port=80), 2.0)
     assert brief([finding]) == [("bad", f"{HOSTS}, but cannot listen at port 80: Permission denied")]
-    assert finding.fix == "export MASTER_PORT=...   # the same on every rank"
+    assert finding.fix == "export MASTER_PORT=20000   # the same on every rank"
 
 
 def test_store_address_of_another_host_is_bad():

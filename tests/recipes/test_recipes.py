@@ -919,3 +919,10 @@ def test_scratch_is_taken_once_for_name_and_dtype():
     scratch.take((1,), torch.float32, "a")
     assert taken[-1] == (1, torch.float32)
     assert recipes.Scratch().take((2,), torch.bfloat16, "x").dtype == torch.bfloat16
+
+
+def test_megatron_order_may_omit_axes_after_pp():
+    short, whole = (
+        recipes.megatron(8, tp=2, pp=2, etp=1, order=order, of=Layout) for order in ("tp-dp-pp", "tp-cp-ep-dp-pp")
+    )
+    assert short.partition("pipeline") == whole.partition("pipeline")
