@@ -128,7 +128,8 @@ def megatron(
     dense = Layout({axis: sizes[axis] for axis in slowest_first if axis != "ep"}, ranks=ranks)
     expert_axes = [EXPERT_AXIS[axis] for axis in slowest_first if axis in EXPERT_AXIS]
     expert = dense.view({axis: sizes[axis] for axis in expert_axes})
-    _check_pipelines([axis for axis in fastest_first if larger[axis] > 1], dense, expert)
+    # as written, like Megatron: only axes of size 1 may be omitted
+    _check_pipelines(fastest_first, str(order).lower().endswith("pp"), dense, expert)
     levels = {} if hierarchical_cp is None else _context_levels(dense, hierarchical_cp)
     names = {
         **_along_axes(dense, expert),
@@ -153,11 +154,11 @@ def _along_axes(dense: Layout, expert: Layout) -> dict[str, Along]:
     return names
 
 
-def _check_pipelines(order: Sequence[str], dense: Layout, expert: Layout) -> None:
+def _check_pipelines(order: Sequence[str], is_pp_last: bool, dense: Layout, expert: Layout) -> None:
     """Check that the dense and the expert mesh have the same pipelines and, if pp is not last, the same data size."""
     pp, dp, edp = dense.size("pp"), dense.size("dp"), expert.size("edp")
     pipeline, expert_pipeline = dense.partition("pp")[0], expert.partition("pp")[0]
-    if pp == 1 or order[-1] == "pp" or (dp == edp and pipeline == expert_pipeline):
+    if pp == 1 or is_pp_last or (dp == edp and pipeline == expert_pipeline):
         return
     raise Refused(
         f"pp is {pp} and not last in the order, so that experts need the data size and the pipelines of the "

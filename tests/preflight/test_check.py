@@ -82,7 +82,7 @@ def test_check_prints_its_report_on_rank_0():
     rows = [re.match(r"(dp|tp|tp x dp) +([24]) +8 B +N [mu]s ", line) for line in lines]
     assert [row.groups() for row in rows if row] == [("dp", "2"), ("tp", "2"), ("tp x dp", "4")]  # each once
     assert re.search(r"^dp +2 +4 KiB +N [mu]s +N [MG]B/s +N [MG]B/s ", "\n".join(lines), re.MULTILINE)
-    assert "algbw = bytes / time, busbw = algbw x 2(n-1)/n, as in NCCL-tests (doc/PERFORMANCE.md)." in " ".join(
+    assert "algbw = bytes / time, busbw = algbw x 2(n-1)/n, see doc/PERFORMANCE.md of NCCL-tests." in " ".join(
         text.split()
     )
     assert re.search(r"^(No rank is a straggler\. The slowest is rank|Ranks?) \d", text, re.MULTILINE)
