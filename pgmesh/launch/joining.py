@@ -146,9 +146,9 @@ def _initialize(detect: Callable[[], LauncherInfo], backend: str | None, timeout
     limit = None if timeout is None else to_timedelta(timeout, LaunchError)
     if backend is None:
         backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    _set_device(info, backend)
     if unknown := [name for name in backend.split(",") if not dist.is_backend_available(name.rpartition(":")[2])]:
         raise LaunchError(f"torch has no backend {unknown[0]!r} here.")
-    _set_device(info, backend)
     if not info.needs_store:
         log.info("joins as %s", info.line)
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
