@@ -168,6 +168,8 @@ class MeshGroups:
         with self.lock:
             self.check()
             ranks, tag, layout, axes = members
+            # A group is named for the options beyond its default ones. Only a group of one rank may have options of its
+            # axes; the default is that of its ranks.
             default = options = self._configured.options((ranks, tag))
             if len(ranks) == 1 and layout is not None:
                 option_key = self._configured.key(layout, axes, tag)
@@ -398,7 +400,7 @@ class MeshGroups:
         with contextlib.suppress(PgmeshError):
             # First, so that a member whose connection ends finds the reason. The first rank to publish one wins.
             self.world.heartbeat_thread().insist(publish, _ABORT_SECONDS)
-        self.end_aborted(texts[-1])
+        self.end_aborted(texts[-1])  # this rank's own, if the store has not answered
 
     def add_dependent(self, internal: MeshGroups) -> None:
         """Abort an internal mesh when this one is aborted."""
@@ -432,6 +434,9 @@ class MeshGroups:
 
     def _end(self, reason: str, *, aborted: bool = False, at_exit: bool = False, lock_seconds: float = 1.0) -> bool:
         """Destroy all groups, unless that was done before. The mesh creates no more.
+
+        ``close`` by the user waits for the lock. Every other end waits for a second; if the lock is not free then, it
+        marks the mesh, so that no group is made, and lets a thread wait and destroy the groups.
 
         Args:
             aborted: do not wait for collectives. What the mesh has in the store stays until ``forget_store``.

@@ -46,7 +46,9 @@ class Stages:
 
     @contextlib.contextmanager
     def stage(self, activity: str, fields: Mapping[str, Any] = {}) -> Iterator[None]:
-        """Run one stage, then wait until every rank has finished it. An error on one rank ends it on all.
+        """Run one stage, then wait until every rank has finished it. An error of pgmesh on one rank ends it on all.
+
+        The others wait for a rank with any other error until the deadline, so the caller converts errors of torch.
 
         Args:
             activity: the stage in messages, such as "connecting".

@@ -138,11 +138,11 @@ class Link:
         """
         try:
             yield
-        except MismatchError:  # all ranks raise it together
+        except MismatchError:  # all ranks raise it together, and the connection is kept
             raise
         except _Broken as error:
             self._release()
-            is_late = time.monotonic() >= self.deadline
+            is_late = time.monotonic() >= self.deadline  # otherwise a lost rank may not have been noticed yet
             grace = RECONNECT_SECONDS if is_late else store_thread().lost_after + 1.0
             self.deadline = max(self.deadline, time.monotonic() + grace)
             self._connect()
