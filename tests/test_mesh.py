@@ -117,6 +117,12 @@ def test_group_names_ignore_the_order_of_creation():
     assert all(names(seed) == names(0) for seed in range(1, 6))
 
 
+def test_released_group_gets_a_new_name(mesh):
+    name = mesh.group("tp").group_name
+    mesh.release("tp")
+    assert mesh.group("tp").group_name != name
+
+
 def test_release_counts_without_a_created_group():
     names = []
     for makes_it_first in (True, False):
