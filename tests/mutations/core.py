@@ -79,7 +79,7 @@ def numbers_are_minutes(to_timedelta):
 )
 def names_count_groups(path):
     numbers = itertools.count()
-    return lambda self, key, asked: f"{path(self, key, asked)}.{next(numbers)}"
+    return lambda self, *key: f"{path(self, *key)}.{next(numbers)}"
 
 
 @breaks(
