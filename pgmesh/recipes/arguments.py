@@ -40,12 +40,25 @@ class Refused(Exception):
         self.why, self.changes = why, changes
 
 
-def recipe(function: Callable[P, Arrangement]) -> Callable[P, Arrangement]:
-    """A decorator of recipes: ``Refused`` becomes a ShapeError, and the arrangement knows its call."""
+def recipe(function: Callable[P, Arrangement], words: Mapping[str, str] = {}) -> Callable[P, Arrangement]:
+    """A decorator of recipes: ``Refused`` becomes a ShapeError, and the arrangement knows its call.
+
+    Args:
+        function: the recipe.
+        words: the argument here for each keyword of the system's own function. An error translates a call with them.
+    """
+    signature = inspect.signature(function)
 
     @functools.wraps(function)
     def checked(*args: P.args, **keywords: P.kwargs) -> Arrangement:
-        arguments = inspect.signature(function).bind(*args, **keywords).arguments
+        if words.keys() & keywords.keys():
+            known = signature.parameters
+            foreign = join_words([word for word in keywords if word not in known], "or")
+            ours = {words.get(word, word): value for word, value in keywords.items()}
+            given = {"world": Text("torch.distributed.get_world_size()"), **dict(zip(known, args)), **ours}
+            call = call_of(function, {word: value for word, value in given.items() if word in known})
+            raise ShapeError(f"recipes.{function.__name__} has no argument {foreign}.\n\n  {call}")
+        arguments = signature.bind(*args, **keywords).arguments
         call = call_of(function, {name: value for name, value in arguments.items() if name != "of"})
         try:
             return replace(function(*args, **keywords), call=call)

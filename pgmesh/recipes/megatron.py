@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Union
@@ -60,7 +61,21 @@ Stages = Union[int, Sequence[int], Pick]
 """Stages of a pipeline: their numbers, or a function that selects some of a pipeline's ranks."""
 
 
-@recipe
+WORDS = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "etp",
+    "hierarchical_context_parallel_sizes": "hierarchical_cp",
+    "num_distributed_optimizer_instances": "optimizer_instances",
+    "get_embedding_ranks": "embedding",
+    "get_position_embedding_ranks": "position_embedding",
+}
+"""The arguments here for those of Megatron's ``initialize_model_parallel``."""
+
+
+@functools.partial(recipe, words=WORDS)
 def megatron(
     world: int,
     *,
