@@ -23,6 +23,7 @@ from pgmesh.parallel.blocks import Blocks, connected_ranks, spanning_axes
 from pgmesh.parallel.divisibility import divide_evenly, format_sizes
 from pgmesh.parallel.local_experts import expert_tensors
 from pgmesh.parallel.plain_shards import mark_new_shards, owned_tensors
+from pgmesh.planning.axis_heuristics import method_of
 
 Difference = Literal["rows", "positions", "weights", "experts"]
 """What differs between ranks along a method's axes: rows of a batch (data), positions of a sequence (context), weights
@@ -124,11 +125,17 @@ class Method:
             call = shortest_call(type(self), "'dp'")
             raise AxisError(f"{name} takes a mesh and then its axes, such as {call}, not {mesh!r}.")
         if not axes:
-            call = shortest_call(type(self), repr(mesh.axes[0]) if mesh.axes else "...")
+            call = shortest_call(type(self), repr(self._likely_axis(mesh)) if mesh.axes else "...")
             raise AxisError(
                 f"{name} needs at least one axis; the mesh has {format_axes(mesh.axes) or 'none'}.\n\n"
                 f"  {call}   # the axes that it owns"
             )
+
+    def _likely_axis(self, mesh: ProcessGroupMesh) -> Axis:
+        """The axis that a user most likely means: one whose name is usual for this kind of method, else the first."""
+        kind = {"rows": "data", "positions": "context", "experts": "expert"}.get(self.differs, type(self).__name__)
+        usual = (axis for axis in mesh.axes if (method := method_of(axis)) and method.name in kind.lower())
+        return next(usual, mesh.axes[0])
 
     def configure(self, *groups: tuple[Axis, ...]) -> None:
         """Apply ``options`` to the group along each of these axes, before it exists. Repeating is harmless.
