@@ -232,7 +232,8 @@ def explain_store(environ: Mapping[str, str], launcher: LauncherInfo, seconds: f
     text, fix = finding.text, finding.fix
     if finding.mark == "ok":
         text = f"{where} does not answer like torch's store: {str(error).splitlines()[0]}"
-        fix = f"export MASTER_PORT={launcher.end_point()[1] % LAST_PORT + 1}   # a free port, the same on every rank"
+        other = launcher.end_point()[1] % LAST_PORT + 1
+        fix = f"export MASTER_PORT={other}   # or another free port, the same on every rank"
     elif finding.mark == "--":
         text = f"no process listened at {where} in {format_seconds(seconds)}: rank 0, which hosts the store, did not "
         text, fix = f"{text}start", "start rank 0, and check its output for errors"

@@ -42,7 +42,7 @@ class StoreThread:
 
     def __init__(self, store: WorldStore) -> None:
         self.store = store
-        self.pace, self.period = timing.pace(store.world_size), timing.heartbeat_period(store.world_size)
+        self.pace, self.period = timing.pace(store.world_size), store.period
         # Work, which any thread adds and this one takes:
         self._queue = Queue()
         self._tasks: list[Callable[[], None]] = []  # of ``insist``, which the store has not answered yet

@@ -61,6 +61,7 @@ class WorldStore:
     def __init__(self, store: Any, address: str, rank: int, world_size: int, left: set[str] | None = None) -> None:
         self._torch_store, self.address, self.rank, self.world_size = store, address, rank, world_size
         self._left_worlds = left_worlds if left is None else left
+        self.period = timing.heartbeat_period(world_size)  # of every rank
         self._connection: Any = None  # with this world's prefix; None before the first operation and after a failure
         self._name = ""  # of the world
         self._entered = False  # this process's key is in the store
@@ -184,8 +185,7 @@ class WorldStore:
         ranks = {self.rank, *range(min(self.world_size, timing.LIMITS.statuses))}
         if any(status and status.exited for status in map(status_of, ranks)):
             return False  # ranks leave the world: the store serves another one
-        period = timing.heartbeat_period(self.world_size)
-        for _ in range(round(2 * period / timing.TIMING.longest_pause)):  # a pause of the store adds no time
+        for _ in range(round(2 * self.period / timing.TIMING.longest_pause)):  # a pause of the store adds no time
             if now != before:
                 break
             time.sleep(timing.TIMING.longest_pause)
@@ -255,7 +255,7 @@ class WorldStore:
         # A rank that reaches the store over its loopback is on the store's host. Elsewhere that address means another.
         if is_loopback(host) != is_loopback(self.listener.host):
             return False
-        if host != self.listener.host and seconds < _MISSED_PERIODS * timing.heartbeat_period(self.world_size):
+        if host != self.listener.host and seconds < _MISSED_PERIODS * self.period:
             return False
         asked_at, refused = self._asked.get(status.endpoint, (-math.inf, False))
         if time.monotonic() >= asked_at + timing.TIMING.ask_again:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,19 @@ def test_second_process_of_rank_is_named_everywhere(tmp_path: Path):
         assert failed.end - started < 2.0 + 1.0
 
 
+@contextlib.contextmanager
+def joined_twice(program: Callable[..., None], folder: Path) -> Iterator[RankProcesses]:
+    """A connected job of which a second process of rank 2 has tried to connect, and got an error."""
+    with RankProcesses(program, folder) as ranks:
+        for rank in range(RANKS):
+            ranks.start(rank, 0)
+        wait_for_flags(folder, "connected", range(RANKS))
+        ranks.start(TWICE, 1)
+        wait_for_flag(folder, "second")
+        yield ranks
+    assert "connect as rank 2" in Attempt(*read_result(folder, "second")).text
+
+
 def train(rank: int, port: int, folder: Path, number: int) -> None:
     """The second process of a rank starts late. While it lives, the others make another group, and rank 3 aborts."""
     mesh = join(rank, port)
@@ -96,19 +111,13 @@ def train(rank: int, port: int, folder: Path, number: int) -> None:
 @pytest.mark.fault("two processes have the same rank")
 @pytest.mark.long
 def test_late_second_process_ends_no_healthy_job(tmp_path: Path):
-    with RankProcesses(train, tmp_path) as ranks:
-        for rank in range(RANKS):
-            ranks.start(rank, 0)
-        wait_for_flags(tmp_path, "connected", range(RANKS))
-        ranks.start(TWICE, 1)
-        wait_for_flag(tmp_path, "second")
+    with joined_twice(train, tmp_path):
         time.sleep(2.5)  # two heartbeats: the others look at the status of rank 2
         set_flag(tmp_path, "go on")
         for rank in range(RANKS):
             assert Attempt(*read_result(tmp_path, f"sums {rank}")).kind == ""
             assert "was aborted by rank 3 at " in Attempt(*read_result(tmp_path, f"aborted {rank}")).text
         set_flag(tmp_path, "over")
-    assert "connect as rank 2" in Attempt(*read_result(tmp_path, "second")).text
 
 
 def connect_again(rank: int, port: int, folder: Path, number: int) -> None:
@@ -125,17 +134,11 @@ def connect_again(rank: int, port: int, folder: Path, number: int) -> None:
 
 
 def test_connect_succeeds_after_second_process_ended(tmp_path: Path):
-    with RankProcesses(connect_again, tmp_path) as ranks:
-        for rank in range(RANKS):
-            ranks.start(rank, 0)
-        wait_for_flags(tmp_path, "connected", range(RANKS))
-        ranks.start(TWICE, 1)
-        wait_for_flag(tmp_path, "second")
+    with joined_twice(connect_again, tmp_path) as ranks:
         ranks.all[-1].join(WAIT_TIMEOUT)
         set_flag(tmp_path, "go on")
         for rank in range(RANKS):
             assert Attempt(*read_result(tmp_path, f"again {rank}")).kind == ""
-    assert "connect as rank 2" in Attempt(*read_result(tmp_path, "second")).text
 
 
 # ---- a new process in the place of a lost rank connects with the survivors in the next mesh of the same name ----

@@ -308,7 +308,7 @@ def types_not_checked(unpack):
 @breaks(
     "two processes have the same rank: both are named",
     page="faults.md",
-    target="rendezvous.world_store:process_label",
+    target="rendezvous.processes:process_label",
     tests="tests/faults/test_processes_of_a_rank.py -k named_everywhere",
 )
 def processes_alike(process_label):

@@ -304,7 +304,7 @@ def test_check_times_out_at_a_foreign_listener(monkeypatch):
         f"pgmesh check failed: LaunchError: rank 1 of 4 cannot join: 127.0.0.1:{port} does not answer like "
         "torch's store: "
     )
-    assert said.endswith(f"\n\n  export MASTER_PORT={port + 1}   # a free port, the same on every rank\n")
+    assert said.endswith(f"\n\n  export MASTER_PORT={port + 1}   # or another free port, the same on every rank\n")
 
 
 def test_check_reports_an_unknown_gloo_interface(monkeypatch):
