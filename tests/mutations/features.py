@@ -60,7 +60,7 @@ def tied_weight_twice(last_copies):
     tests="tests/parallel/test_comparing.py -k differently_seeded",
 )
 def weights_not_compared(compare_weights):
-    return lambda *arguments: None
+    return lambda *arguments, **keywords: None
 
 
 @breaks(
