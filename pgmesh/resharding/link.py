@@ -29,10 +29,12 @@ from pgmesh.groups.default_world import device_of, world_options, world_rank_and
 from pgmesh.groups.group import find_group
 from pgmesh.groups.world import store_thread
 from pgmesh.layout import Layout
-from pgmesh.mesh import ProcessGroupMesh, abort_with, meshes
+from pgmesh.mesh import ProcessGroupMesh, abort_with, check_not_aborted, meshes
 from pgmesh.options import Timeout, to_timedelta
-from pgmesh.rendezvous.operations import CompareSet, Raw, Read
+from pgmesh.rendezvous.operations import CompareSet, Delete, Operation, Raw, Read
+from pgmesh.rendezvous.records import Decision
 from pgmesh.resharding.plan import layout_of
+from pgmesh.torch_private import PREFIX
 
 PeerVector = tuple[int, torch.Tensor]
 """A rank, and the vector that is sent to it or received from it."""
@@ -235,9 +237,9 @@ class Link:
     # broken          ``_release`` began. Others see nothing yet. If Ctrl-C interrupts it, ``_connect`` repeats it.
     # closed          After ``mesh.close``. Collectives of most others fail, so they release N too. The number is still
     #                 N: ``current`` of another rank may return its mesh N. If that is connected, its first collective
-    #                 fails, and it releases N; otherwise ``connect`` names this rank, and its next call reads N + 1.
-    # number raised   After ``end_current``. A rank that waits in N sees it in ``is_over``, and releases N. ``current``
-    #                 closes N if it is open, and creates N + 1, where the ranks meet.
+    #                 fails, and it releases N; otherwise ``connect`` waits.
+    # number raised   After ``end_current``. A rank that waits in N sees it in ``is_over``, or ``connect`` raises. It
+    #                 releases N. ``current`` closes N if it is open, and creates N + 1, where the ranks meet.
     #
     # Several ranks raise N at the same time, and only the first of them changes it. A rank that closed N and did not
     # raise it, since the store did not answer or Ctrl-C came, does that in its next ``current``. So ``_release`` could
@@ -258,6 +260,8 @@ class Link:
         if self._connection is not None and self._connection.is_broken:
             self._release()
         while self._connection is None or self._connection.mesh.is_closed:
+            for each in self._user_meshes:
+                check_not_aborted(each)  # before it makes a mesh that the others would wait in
             mesh = self._internal_meshes.current(self._seconds_left())
             for each in self._user_meshes:
                 abort_with(each, mesh)
@@ -265,8 +269,8 @@ class Link:
                 mesh.connect(mesh.axes, timeout=self._seconds_left())
                 self._connection = Connection(mesh, self.device)
             except LifetimeError as error:
-                # The internal mesh was aborted, with a mesh of a user on some rank. If that is a mesh of this Link,
-                # abort_with raises in the next turn. Otherwise it was replaced since, and the next one connects.
+                # Another rank has ended the internal mesh, or it was aborted with a mesh of a user on some rank. If
+                # that is a mesh of this Link, the next turn raises. Otherwise the next internal mesh connects.
                 mesh.close()
                 self._internal_meshes.end_current()
                 self.check_deadline(str(error))
@@ -346,8 +350,8 @@ class InternalMeshes:
 
     def __init__(self, sides: Sequence[tuple[int, ...]], ranks: tuple[int, ...], rank: int) -> None:
         self.name = f"resharding {hashlib.sha256(repr(sides).encode()).hexdigest()[:16]}"
-        self._ranks = ranks
-        self._current_key = f"pgmesh/{self.name}"
+        self._ranks, self._rank = ranks, rank
+        self._current_key = f"{PREFIX}{self.name}"
         self._created_key = f"{self._current_key}/{rank}"
         self._number = b"0"  # the current one when this rank has read it last
 
@@ -377,9 +381,18 @@ class InternalMeshes:
         return ProcessGroupMesh(len(self._ranks), ranks=self._ranks, name=self._name_of(self._number))
 
     def end_current(self) -> None:
-        """Set the number after the one that this rank has read, unless another rank has set it."""
+        """Set the number after the one that this rank has read, unless another rank has set it.
+
+        ``connect`` raises on the ranks that wait in the mesh of the old number.
+        """
+        number = int(self._number)
+        ended = Decision("aborted", f"mesh '{self._name_of(self._number)}' was ended by rank {self._rank}")
         with contextlib.suppress(WorldError):
-            self._ask(Raw("compare_set", (self._current_key, self._number.decode(), str(int(self._number) + 1))))
+            self._ask(
+                Raw("compare_set", (self._current_key, str(number), str(number + 1))),
+                CompareSet(self._refusal_key(number), ended.pack()),
+                Delete((self._refusal_key(number - 1),)),
+            )
 
     def is_over(self) -> bool:
         """True if another rank has ended the mesh that ``current`` returned last."""
@@ -387,10 +400,14 @@ class InternalMeshes:
             return self._ask(Read(self._current_key)) != [self._number]
         return False
 
+    def _refusal_key(self, number: int) -> str:
+        """The ``refusal_key`` of an internal mesh. No other mesh has its name, so its shared number is 0."""
+        return f"{self._current_key} {number}.0/mismatch"
+
     def _name_of(self, number: bytes) -> str:
         return f"{self.name} {number.decode()}"
 
-    def _ask(self, *operations: CompareSet | Raw | Read, seconds: float = POLL_SECONDS) -> list[Any]:
+    def _ask(self, *operations: Operation, seconds: float = POLL_SECONDS) -> list[Any]:
         return store_thread().run(*operations, seconds=seconds)
 
 
