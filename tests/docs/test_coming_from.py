@@ -64,11 +64,20 @@ def rows(page: str, functions: Mapping[str, str] | None = None) -> Iterator[Row]
         elif line == "| you used to write | now |":
             read = lambda cells: [Row(page, cells[0], cells[1][0])]  # noqa: E731
         elif line.startswith("| `get_..._group()` and so on |"):
-            read = lambda cells: getters(page, functions or {}, *cells[0], name=cells[-1][0])  # noqa: E731
+            read = lambda cells: kinds_of_getters(page, functions or {}, cells[0], cells[-1])  # noqa: E731
         elif line == "| `ParallelMode` | here |":
-            read = lambda cells: oslo_getters(*cells[0], name=cells[1][0])  # noqa: E731
+            read = lambda cells: oslo_getters(*cells)  # noqa: E731
         elif read is not None and not line.startswith("|---"):
             yield from read([re.findall(r"`([^`]+)`", cell) for cell in line.strip("|").split(" | ")])
+
+
+def kinds_of_getters(page: str, functions: Mapping[str, str], kinds: list[str], names: list[str]) -> Iterator[Row]:
+    """The getters of a row: of several kinds of groups with their names, or of one kind with its options."""
+    if len(kinds) == len(names):
+        for kind, name in zip(kinds, names):
+            yield from getters(page, functions, kind, name=name)
+    else:
+        yield from getters(page, functions, *kinds, name=names[0])
 
 
 def getters(page: str, functions: Mapping[str, str], kind: str, *options: str, name: str) -> Iterator[Row]:
@@ -79,9 +88,10 @@ def getters(page: str, functions: Mapping[str, str], kind: str, *options: str, n
             yield Row(page, [f"{function}({', '.join(options)})"], f'arrangement["{name}"]{GETTERS[end]}')
 
 
-def oslo_getters(mode: str, name: str) -> Iterator[Row]:
-    for function, end in OSLO_GETTERS.items():
-        yield Row("oslo", [f"{function}({mode})"], f'context["{name}"]{end}')
+def oslo_getters(modes: list[str], names: list[str]) -> Iterator[Row]:
+    for mode, name in zip(modes, names, strict=True):
+        for function, end in OSLO_GETTERS.items():
+            yield Row("oslo", [f"{function}({mode})"], f'context["{name}"]{end}')
 
 
 JOBS = [row for page in PAGES for row in rows(page) if row.now.startswith("launch.")]
@@ -215,7 +225,10 @@ def test_olmo_page_has_all_exported_names():
 
 
 def test_megatron_page_has_all_short_names():
-    found = dict(re.findall(r"^\| .* \| `(\w+)` \| `([^`]+)`", (DOCS / "megatron.md").read_text(), re.MULTILINE))
+    found: dict[str, str] = {}
+    page = (DOCS / "megatron.md").read_text()
+    for shorts, names in re.findall(r"^\| .* \| (`\w+`.*) \| (`.+) \|$", page, re.MULTILINE):
+        found.update(zip(re.findall(r"`(\w+)`", shorts), re.findall(r"`([^`]+)`", names)))
     arrangement = recipes.megatron(4, cp=4, hierarchical_cp=[2, 2], of=Layout)
     assert found == {short: names[0] for short, names in arrangement.short.items()}
     assert all(name in arrangement.names for names in arrangement.short.values() for name in names)

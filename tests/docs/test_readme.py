@@ -262,8 +262,11 @@ def test_each_row_has_a_test():
 
 def test_first_page_shows_the_same_script_and_output():
     page = (ROOT / "index.md").read_text(encoding="utf-8")
-    shown = re.findall(r"```(?:python|console)\n.*?```", page, re.DOTALL)
-    assert len(shown) == 2
-    assert [block for block in shown if block not in README] == []
+    included = r'^```\{include\} README.md\n:start-after: "(.+)"\n:end-before: "(.+)"\n```$'
+    ((start, end),) = re.findall(included, page, re.MULTILINE)
+    assert README.count(start) == README.count(end) == 1
+    shown = README.partition(start)[2].partition(end)[0]
+    assert PROGRAM in shown
+    assert SHOWN in shown
     assert page.index("![") < page.index("## Seven lines") < page.index("## Where to go") < page.index("## Status")
     assert "**NCCL and several hosts are untested**" in " ".join(page.split())

@@ -38,7 +38,8 @@ def test_table_has_each_method():
     assert table.keys() == methods
     for row in table.values():
         assert row[2].startswith(("thin over torch's", "our reference"))
-        assert row[3:] == ["yes", "no"]
+        assert len(row) == 3
+    assert "*Tested with Gloo on one machine. NCCL, GPUs and several hosts are untested" in PAGE
     for name in methods - {"DataParallel", "ShardedDataParallel", "PipelineParallel"}:
         assert "Untested on GPUs." in inspect.getdoc(getattr(parallel, name))
 
@@ -72,7 +73,7 @@ def test_each_schedule_has_a_row():
 def test_first_program_prints_losses_of_one_process(tmp_path: Path):
     (program,) = re.findall(r"^# Parallel methods\n.*?^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     printed = []
-    for ranks, text in ((4, program), (1, program.replace("dp=2, cp=2", "dp=1, cp=1"))):
+    for ranks, text in ((4, program), (1, program.replace("dp=2, tp=2", "dp=1, tp=1"))):
         (tmp_path / "train.py").write_text(text, "utf-8")
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command, settings = [*torchrun, str(tmp_path / "train.py")], {"env": clean_env(), "cwd": ROOT}
