@@ -40,10 +40,10 @@ test: $(VENV)/dev            ## style, types, doctests, and the tests that are n
 	$(RUN) -m mypy
 	$(LOCAL) $(RUN) -m pytest -q $(BY_TWO) -m 'not long'
 
-test-long: $(VENV)/dev       ## the tests that train or take long, and every example
+test-long: $(VENV)/docs      ## the tests that train or take long, and every example
 	$(LOCAL) $(RUN) -m pytest -q $(BY_TWO) -m long
 
-docs: $(VENV)/dev            ## the site, in build/site: the pages, the reference from docstrings, and the notebook with its outputs
+docs: $(VENV)/docs           ## the site, in build/site: the pages, the reference from docstrings, and the notebook with its outputs
 	$(QUIET) $(RUN) -m sphinx -q -W --keep-going -b html -c docs . build/site
 
 package: $(PACKAGING)/made   ## the wheel and the source archive, in dist, checked as the package index does
@@ -107,6 +107,10 @@ $(VENV)/dev: $(VENV)/made pyproject.toml .ci/constraints.txt .ci/neighbours.txt
 	$(RUN) -m pip install --quiet --editable '.[dev]'
 	$(RUN) -m pip install --quiet --no-deps --requirement .ci/neighbours.txt \
 		|| echo "accelerate or torchtitan cannot be installed here: their tests are skipped"
+	@touch $@
+
+$(VENV)/docs: $(VENV)/dev
+	$(RUN) -m pip install --quiet --editable '.[docs]'
 	@touch $@
 
 $(PACKAGING)/made: .ci/constraints.txt
