@@ -20,6 +20,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
 
 from pgmesh import ProcessGroupMesh
 from pgmesh.groups import backends, background
@@ -205,6 +206,24 @@ def cycles_without_collection(times: int) -> dict[str, int]:
 
 def test_close_frees_groups_without_the_garbage_collector():
     assert fast_world(4).run(cycles_without_collection, 6) == [{}] * 4
+
+
+def cycles_of_dtensors(times: int) -> dict[str, int]:
+    seen: list[dict[str, int]] = []
+    for _ in range(times):
+        mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+        shard = DTensor.from_local(torch.ones(4), mesh.device_mesh("tp"), [Shard(0)], run_check=False)
+        assert shard.full_tensor().sum() == 8.0
+        mesh.close()
+        del mesh, shard
+        dist.barrier()
+        gc.collect()
+        seen.append(count_resources())
+    return growth(seen[1:])
+
+
+def test_close_frees_groups_that_dtensors_used():
+    assert world(4).run(cycles_of_dtensors, 5) == [{}] * 4
 
 
 # ---- the counts ----
