@@ -28,12 +28,11 @@ from tests.support.faults import (
     BEAT,
     LONG_TIMEOUT,
     beat_fast_with_bystander,
-    fast_world,
     wait_until,
     wait_until_waiting,
 )
 from tests.support.resource_counts import CAN_COUNT, count_resources, count_with_keys, growth, resident_kib
-from tests.support.worlds import World, check_sums, world
+from tests.support.worlds import World, check_sums, on_ranks, world
 
 pytestmark = pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")
 
@@ -182,13 +181,14 @@ KEYS_LEFT: dict[Callable[[ProcessGroupMesh], None], int] = {
 # ---- nothing waits for the garbage collector ----
 
 
-def cycles_without_collection(times: int) -> dict[str, int]:
+@on_ranks(4, "fast")
+def test_close_frees_groups_without_the_garbage_collector():
     beat_fast_with_bystander()
     seen: list[dict[str, int]] = []
     gc.collect()
     gc.disable()
     try:
-        for _ in range(times):
+        for _ in range(6):
             mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
             mesh.connect()
             check_sums({"all": (mesh.group(), mesh.ranks())})
@@ -198,13 +198,9 @@ def cycles_without_collection(times: int) -> dict[str, int]:
             del mesh
             dist.barrier()
             seen.append(count_resources())
-        return growth(seen[1:-1])
+        assert growth(seen[1:-1]) == {}
     finally:
         gc.enable()
-
-
-def test_close_frees_groups_without_the_garbage_collector():
-    assert fast_world(4).run(cycles_without_collection, 6) == [{}] * 4
 
 
 # ---- the counts ----

@@ -25,7 +25,7 @@ from pgmesh.parallel.composing import Composition
 from tests.support.fake_world import fake_rank
 from tests.support.parallel_models import FIRST, LAST, TinyGPT, assert_same, batch, gradients_of, loss_of
 from tests.support.pipelines import needs_pipelines
-from tests.support.worlds import check_sums, groups_of, world
+from tests.support.worlds import check_sums, groups_of, on_ranks, world
 
 # ---- shards of methods of other packages ----
 
@@ -53,7 +53,8 @@ class Replaces(Method):
         return module
 
 
-def norm_of_replaced_layers() -> None:
+@on_ranks(4)
+def test_grad_norm_counts_shards_in_replaced_layers():
     with ProcessGroupMesh(dp=2, tp=2) as mesh:
         for data in (DataParallel, ShardedDataParallel):
             torch.manual_seed(0)
@@ -64,10 +65,6 @@ def norm_of_replaced_layers() -> None:
                 weight.grad = torch.ones_like(weight)
             torch.testing.assert_close(together.grad_norm().item(), (24 + 3) ** 0.5)
         check_sums(groups_of(mesh))
-
-
-def test_grad_norm_counts_shards_in_replaced_layers():
-    world(4).run(norm_of_replaced_layers)
 
 
 # ---- numbers of few bits ----
@@ -127,7 +124,8 @@ def test_parameter_added_after_apply_raises_in_grad_norm(mesh: ProcessGroupMesh)
         together.grad_norm()
 
 
-def shards_on_meta() -> None:
+@on_ranks(2)
+def test_shards_that_were_on_meta_may_differ():
     """No parameter is whole, so none can be compared after apply."""
     mesh = ProcessGroupMesh(tp=2, name="actor")
     with torch.device("meta"):
@@ -137,10 +135,6 @@ def shards_on_meta() -> None:
     with torch.no_grad():
         model[0].weight.fill_(mesh.rank)
     model(torch.ones(1, 2)).sum().backward()
-
-
-def test_shards_that_were_on_meta_may_differ():
-    world(2).run(shards_on_meta)
 
 
 def replicas_on_meta(seed_by_rank: bool) -> str:
@@ -199,7 +193,8 @@ def test_an_optimizer_from_before_apply_raises(mesh: ProcessGroupMesh):
     together.attach(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def unknown_parameters() -> None:
+@on_ranks(2)
+def test_optimizer_of_another_module_needs_apply():
     with ProcessGroupMesh(dp=2) as mesh:
         torch.manual_seed(0)
         together = compose(mesh, DataParallel(mesh, "dp"))
@@ -219,10 +214,6 @@ def unknown_parameters() -> None:
         mean = other.module.weight.grad.clone()
         dist.all_reduce(mean, group=mesh.group())
         torch.testing.assert_close(other.module.weight.grad, mean / 2)
-
-
-def test_optimizer_of_another_module_needs_apply():
-    world(2).run(unknown_parameters)
 
 
 def test_unequal_parts_need_the_number_of_tokens(mesh: ProcessGroupMesh):
@@ -247,7 +238,9 @@ def mean_of_parts(losses: list[float], tokens: list[int]) -> tuple[float, float]
         return loss.item(), together.mean([loss, 2 * loss]).item()
 
 
-def pipeline_of_unequal_parts() -> None:
+@needs_pipelines
+@on_ranks(4)
+def test_pipeline_loss_of_unequal_parts_counts_tokens():
     """Ranks along dp have 2 and 6 of 8 rows."""
     with ProcessGroupMesh(pp=2, dp=2) as mesh:
 
@@ -270,11 +263,6 @@ def pipeline_of_unequal_parts() -> None:
         model, alone = train(loss), TinyGPT(layers=2)
         loss_of(alone(codes), target).backward()
         assert_same("gradients", gradients_of(model), gradients_of(alone))
-
-
-@needs_pipelines
-def test_pipeline_loss_of_unequal_parts_counts_tokens():
-    world(4).run(pipeline_of_unequal_parts)
 
 
 def test_mean_of_unequal_parts_losses_needs_no_tokens():

@@ -46,7 +46,7 @@ from tests.support.parallel_models import (
     optimizer_of,
     weights_of,
 )
-from tests.support.worlds import check_sums, groups_of, world
+from tests.support.worlds import check_sums, groups_of, on_ranks, world
 
 pytestmark = pytest.mark.long
 
@@ -347,7 +347,8 @@ def test_indivisible_experts_raise_with_the_numbers(mesh):
     )
 
 
-def saved_and_loaded(folder) -> None:
+@on_ranks(4)
+def test_checkpoint_of_experts_loads_on_another_mesh(tmp_path):
     """Two steps on one expert view, a checkpoint, and the third step on another view."""
     expected = train_alone_in_parts()
     for name, view, steps in [("saving", {"edp": 2, "ep": 2}, [0, 1]), ("loading", {"ep": 4}, [2])]:
@@ -357,7 +358,7 @@ def saved_and_loaded(folder) -> None:
             model = together.apply(expert_model())
             optimizer = optimizer_of(model.parameters())
             if name == "loading":
-                checkpoint.load(folder, mesh, model, optimizer)
+                checkpoint.load(tmp_path, mesh, model, optimizer)
             for step in steps:
                 codes, target = (together.share(each) for each in batch(step))
                 optimizer.zero_grad()
@@ -365,14 +366,10 @@ def saved_and_loaded(folder) -> None:
                 assert_same(f"{name}: gradients", gradients_of(model), expected.gradients[step])
                 optimizer.step()
             if name == "saving":
-                checkpoint.save(folder, mesh, model, optimizer)
+                checkpoint.save(tmp_path, mesh, model, optimizer)
             else:
                 assert_same("weights", weights_of(model), expected.weights)
             check_sums(groups_of(mesh))
-
-
-def test_checkpoint_of_experts_loads_on_another_mesh(tmp_path):
-    world(4).run(saved_and_loaded, tmp_path)
 
 
 def test_a_checkpoint_rejects_sharded_experts(mesh, tmp_path):

@@ -12,7 +12,7 @@ from pgmesh.parallel import PipelineParallel
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
 from tests.support.parallel_models import FIRST, LAST, TinyGPT, batch
-from tests.support.worlds import world
+from tests.support.worlds import on_ranks
 
 pytestmark = pytest.mark.long
 
@@ -41,7 +41,8 @@ def test_step_without_loss_raises():
         )
 
 
-def without_a_loss() -> None:
+@on_ranks(2)
+def test_a_pipeline_without_a_loss_goes_forward():
     with ProcessGroupMesh(pp=2) as mesh:
         codes, _ = batch(0)
         model = stages(mesh).apply(TinyGPT())
@@ -49,7 +50,3 @@ def without_a_loss() -> None:
         assert (out is None) == (mesh.rank == 0)
         if out is not None:
             torch.testing.assert_close(out, TinyGPT()(codes).detach(), rtol=0, atol=1e-12)
-
-
-def test_a_pipeline_without_a_loss_goes_forward():
-    world(2).run(without_a_loss)

@@ -13,7 +13,7 @@ from pgmesh import ProcessGroupMesh, ShapeError
 from pgmesh.parallel import DataParallel, PipelineParallel, ShardedDataParallel, compose
 from tests.support.parallel_models import assert_same, gradients_of
 from tests.support.pipelines import needs_pipelines
-from tests.support.worlds import check_sums, groups_of, world
+from tests.support.worlds import check_sums, groups_of, on_ranks, world
 
 pytestmark = needs_pipelines
 
@@ -69,7 +69,17 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square().mean()
 
 
-def trained(schedule: str, count: int, kind: Any) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "count", "kind"),
+    [
+        ("gpipe", 1, DataParallel),
+        ("1f1b", 1, ShardedDataParallel),
+        ("interleaved", 2, DataParallel),
+        ("zero-bubble", 2, None),
+    ],
+)
+@on_ranks(4)
+def test_every_stage_gets_its_microbatch_of_the_keywords(schedule: str, count: int, kind: Any):
     with ProcessGroupMesh(pp=2, dp=2) as mesh:
         pipeline = PipelineParallel(
             mesh,
@@ -101,19 +111,6 @@ def trained(schedule: str, count: int, kind: Any) -> None:
             loss_of(right(x, **keywords), target).backward()
             assert_same(f"step {step}", gradients_of(model), gradients_of(right))
         check_sums(groups_of(mesh))
-
-
-@pytest.mark.parametrize(
-    ("schedule", "count", "kind"),
-    [
-        ("gpipe", 1, DataParallel),
-        ("1f1b", 1, ShardedDataParallel),
-        ("interleaved", 2, DataParallel),
-        ("zero-bubble", 2, None),
-    ],
-)
-def test_every_stage_gets_its_microbatch_of_the_keywords(schedule, count, kind):
-    world(4).run(trained, schedule, count, kind)
 
 
 def unequal() -> list[str]:
@@ -152,7 +149,8 @@ class Scaled(nn.Module):
         return x
 
 
-def in_objects() -> None:
+@on_ranks(2)
+def test_keyword_in_registered_dataclass_is_split():
     with ProcessGroupMesh(pp=2) as mesh:
         pipeline = PipelineParallel(mesh, "pp", layers="blocks", loss=loss_of, microbatches=2)
         model, right = pipeline.apply(Scaled()), Scaled()
@@ -166,7 +164,3 @@ def in_objects() -> None:
             for rows in (slice(0, 4), slice(4, 8)):
                 (loss_of(right(x[rows], Extra(mask[rows], scale)), target[rows]) / 2).backward()
             assert_same(type(extra).__name__, gradients_of(model), gradients_of(right))
-
-
-def test_keyword_in_registered_dataclass_is_split():
-    world(2).run(in_objects)

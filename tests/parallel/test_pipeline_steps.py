@@ -21,7 +21,7 @@ from pgmesh.parallel.stage_shapes import Stage
 from tests.support.fake_world import fake_rank
 from tests.support.parallel_models import assert_same, full_tensor, gradients_of
 from tests.support.pipelines import needs_pipelines
-from tests.support.worlds import check_sums, groups_of, world
+from tests.support.worlds import check_sums, groups_of, on_ranks, world
 
 pytestmark = needs_pipelines
 
@@ -68,7 +68,14 @@ def pipeline_on(mesh: ProcessGroupMesh, **changes: Any) -> PipelineParallel:
 # ---- accumulated gradients ----
 
 
-def accumulated(data: type[DataParallel] | type[ShardedDataParallel], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("data", "options"),
+    [(DataParallel, {}), (DataParallel, {"gradient_as_bucket_view": True}), (ShardedDataParallel, {})],
+)
+@on_ranks(4)
+def test_steps_with_known_and_new_shapes_add_gradients(
+    data: type[DataParallel] | type[ShardedDataParallel], options: dict[str, Any]
+):
     """Three batches of three steps with known and new shapes, and an evaluation after each."""
     with ProcessGroupMesh(pp=2, dp=2) as mesh:
         together = compose(mesh, pipeline_on(mesh), data(mesh, "dp", **options))
@@ -85,14 +92,6 @@ def accumulated(data: type[DataParallel] | type[ShardedDataParallel], options: d
             found = {name: full_tensor(each) for name, each in gradients_of(model).items()}
             assert_same(f"gradients after step {step}", found, gradients_of(plain))
         check_sums(groups_of(mesh))
-
-
-@pytest.mark.parametrize(
-    ("data", "options"),
-    [(DataParallel, {}), (DataParallel, {"gradient_as_bucket_view": True}), (ShardedDataParallel, {})],
-)
-def test_steps_with_known_and_new_shapes_add_gradients(data, options):
-    world(4).run(accumulated, data, options)
 
 
 # ---- torch's own stages ----
@@ -143,7 +142,8 @@ def test_new_shape_drops_sharded_gradients_in_torch_alone():
 # ---- schedules ----
 
 
-def many_shapes() -> None:
+@on_ranks(2)
+def test_a_pipeline_keeps_schedules_of_the_latest_shapes():
     with ProcessGroupMesh(pp=2) as mesh:
         model, plain = pipeline_on(mesh).apply(Net()), Net()
         lengths = [*range(1, MAX_SCHEDULES + 3), 1, MAX_SCHEDULES + 2]
@@ -159,21 +159,14 @@ def many_shapes() -> None:
         assert [*model.schedules.values()] == kept  # the last length was known
 
 
-def test_a_pipeline_keeps_schedules_of_the_latest_shapes():
-    world(2).run(many_shapes)
-
-
-def other_lengths() -> None:
+@on_ranks(1)
+def test_outputs_of_another_shape_than_at_first_raise():
     with ProcessGroupMesh(pp=1) as mesh:
         model, batch = pipeline_on(mesh, schedule="interleaved", stages_per_rank=2).apply(Net()), rows_of(4, 4)
         model.step(batch, target=batch)
         model.parts[0].length = 2
         with pytest.raises(MethodError, match=r"^microbatch 0 of stage 0 .*\[2, 2, 4\], .* first .*\[2, 4, 4\]\.$"):
             model.step(batch, target=batch)
-
-
-def test_outputs_of_another_shape_than_at_first_raise():
-    world(1).run(other_lengths)
 
 
 def test_before_step_is_called_first_in_training_alone():

@@ -50,7 +50,7 @@ from tests.support.parallel_models import (
 )
 from tests.support.parallel_training import train_and_compare
 from tests.support.tensor_plans import BLOCK_PLAN, EMBEDDED_PLAN, GATHERED_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
-from tests.support.worlds import check_sums, groups_of, world
+from tests.support.worlds import check_sums, groups_of, on_ranks
 
 pytestmark = pytest.mark.long
 
@@ -71,7 +71,8 @@ def train_and_check(together: Composition, model: nn.Module, expected: TrainingR
     return model
 
 
-def trained():
+@on_ranks(8)
+def test_training_with_eight_shards_equals_one_process():
     with ProcessGroupMesh(tp=8) as mesh:
         for case, how in CASES.items():
             tied = case == "tied"
@@ -85,10 +86,6 @@ def trained():
             for weight in model.parameters():
                 assert not isinstance(weight, DTensor) or weight.grad.placements == weight.placements
         check_sums(groups_of(mesh))
-
-
-def test_training_with_eight_shards_equals_one_process():
-    world(8).run(trained)
 
 
 # ---- frozen parameters ----
@@ -144,7 +141,8 @@ FROZEN: dict[str, tuple[Callable[[], TinyGPT], dict[str, ParallelStyle]]] = {
 }
 
 
-def trained_with_frozen() -> None:
+@on_ranks(4)
+def test_frozen_parameters_stay_frozen_under_every_style():
     with ProcessGroupMesh(tp=4) as mesh:
         for make, plan in FROZEN.values():
             method, model = TensorParallel(mesh, "tp", plan=plan), make()
@@ -154,11 +152,8 @@ def trained_with_frozen() -> None:
         check_sums(groups_of(mesh))
 
 
-def test_frozen_parameters_stay_frozen_under_every_style():
-    world(4).run(trained_with_frozen)
-
-
-def unfrozen() -> None:
+@on_ranks(2)
+def test_parameters_unfrozen_after_apply_are_trained():
     """Norms are frozen when the method is applied, and trained afterwards."""
     with ProcessGroupMesh(tp=2) as mesh:
         method = TensorParallel(mesh, "tp", plan=SEQUENCE_PLAN)
@@ -166,10 +161,6 @@ def unfrozen() -> None:
         model = together.apply(frozen_norms()).requires_grad_(True)
         train_and_compare(together, model, train_alone(TinyGPT(layers=2)), around=loss_parallel)
         assert model.norm.weight.grad.placements == model.norm.weight.placements
-
-
-def test_parameters_unfrozen_after_apply_are_trained():
-    world(2).run(unfrozen)
 
 
 # ---- what needs no other rank ----
@@ -456,7 +447,8 @@ MIXED_PLAN = {
 }
 
 
-def experts_between_sequences() -> None:
+@on_ranks(4)
+def test_experts_between_sharded_sequences_raise_until_gathered():
     codes, target = batch(0)
     expected = TinyGPT(layers=1, block=Mixed)
     loss_of(expected(codes), target).backward()
@@ -476,10 +468,6 @@ def experts_between_sequences() -> None:
             found, right = gradients_of(model), gradients_of(expected)
             assert_same("gradients", found, {name: right[name] for name in found})
         check_sums(groups_of(mesh))
-
-
-def test_experts_between_sharded_sequences_raise_until_gathered():
-    world(4).run(experts_between_sequences)
 
 
 def test_tied_weights_are_sharded_in_the_same_way(mesh):
