@@ -97,7 +97,6 @@ def names() -> Iterator[dict[str, Any]]:
 
 
 def message(what: str) -> str:
-    """The message of a call."""
     with names() as known, pytest.raises(PgmeshError) as caught:
         DESCRIBED[what](known["mesh"]) if what in DESCRIBED else eval(what, known)
     text = re.sub(rf"{Path(__file__).name}:\d+", "train.py:12", str(caught.value))

@@ -16,10 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pgmesh import (
-    LifetimeError,
-    ProcessGroupMesh,
-)
+from pgmesh import LifetimeError, ProcessGroupMesh
 from pgmesh.groups.group import find_group
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Raw, Read

@@ -24,13 +24,14 @@ from tests.support.fake_world import fake_rank
 from tests.support.worlds import world
 
 DOCS = Path(__file__).parents[2] / "docs" / "coming_from"
+FUNCTIONS = json.loads(golden_files.read("functions-of-pages.json"))
 PAGES: dict[str, Callable[[], Mapping[str, str]]] = {
     "megatron": doc_tables.megatron,
-    "olmo_core": lambda: doc_tables.OLMO,
-    "fairscale": lambda: doc_tables.FAIRSCALE,
-    "oslo": lambda: doc_tables.OSLO,
+    "olmo_core": lambda: FUNCTIONS["olmo_core"],
+    "fairscale": lambda: FUNCTIONS["fairscale"],
+    "oslo": lambda: FUNCTIONS["oslo"],
 }
-"""The functions of each system, with their parameters."""
+"""The functions of each system, with their parameters. Those of ``from_slurm`` of OSLO do not repeat the five sizes."""
 
 EXPECTED = json.loads(golden_files.read("values-of-pages.json"))
 VALUES: dict[str, dict[str, str]] = EXPECTED["lines"]
@@ -171,7 +172,6 @@ def test_each_line_for_jobs_names_a_function(row: Row):
 
 
 def script_of(page: str) -> str:
-    """The whole script that a page has."""
     found = re.findall(r"^```python\n(import .*?)^```$", (DOCS / f"{page}.md").read_text(), re.MULTILINE | re.DOTALL)
     assert len(found) == 1
     return str(found[0])
@@ -227,7 +227,7 @@ def test_a_page_is_complete(page: str):
 def test_olmo_page_has_all_exported_names():
     table = (DOCS / "olmo_core.md").read_text().partition("## Names")[2]
     assert set(re.findall(r"`([^`]+)`", "".join(line.split(" | ")[0] for line in table.splitlines()))) == set(
-        doc_tables.OLMO_NAMES.split()
+        FUNCTIONS["olmo_core names"]
     )
 
 

@@ -11,14 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import CircleError, MismatchError, MissingRanksError, ProcessGroupMesh
-from tests.support.faults import (
-    LONG_TIMEOUT,
-    beat_fast,
-    connect_and_beat,
-    set_flag,
-    wait_for_flag,
-    wait_until,
-)
+from tests.support.faults import LONG_TIMEOUT, beat_fast, connect_and_beat, set_flag, wait_for_flag, wait_until
 from tests.support.worlds import fresh_world, on_ranks
 
 ROOT = Path(__file__).parents[2]

@@ -56,7 +56,6 @@ def connected(folder: Path, ranks: Sequence[int] = range(4), **sizes: int) -> Pr
 
 
 def steps_until_one_fails(mesh: ProcessGroupMesh) -> Attempt:
-    """All-reduces along each axis in turn, until one fails."""
 
     def steps() -> None:
         while True:

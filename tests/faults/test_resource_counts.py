@@ -24,13 +24,7 @@ import torch.distributed as dist
 from pgmesh import ProcessGroupMesh
 from pgmesh.groups import backends, background
 from tests.support.board import Fault, at_all_reduce, faults, raises
-from tests.support.faults import (
-    BEAT,
-    LONG_TIMEOUT,
-    beat_fast_with_bystander,
-    wait_until,
-    wait_until_waiting,
-)
+from tests.support.faults import BEAT, LONG_TIMEOUT, beat_fast_with_bystander, wait_until, wait_until_waiting
 from tests.support.resource_counts import CAN_COUNT, count_resources, count_with_keys, growth, resident_kib
 from tests.support.worlds import World, check_sums, on_ranks, world
 

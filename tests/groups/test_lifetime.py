@@ -54,7 +54,6 @@ def start_heartbeats() -> None:
 
 
 def summed(mesh: ProcessGroupMesh) -> None:
-    """All groups of a mesh sum right."""
     check_sums(groups_of(mesh))
 
 
@@ -267,7 +266,6 @@ def test_mesh_closes_after_its_world_ended():
 
 
 def fields(error: pytest.ExceptionInfo[MismatchError]) -> list[str]:
-    """The lines of the fields that differ."""
     return [line.strip() for line in str(error.value).splitlines() if line.startswith("  ") and ": " in line]
 
 

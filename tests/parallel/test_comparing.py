@@ -44,7 +44,7 @@ from tests.support.parallel_models import (
     weights_of,
 )
 from tests.support.tensor_plans import BLOCK_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
-from tests.support.worlds import check_sums, groups_of, on_ranks, world
+from tests.support.worlds import check_sums, groups_of, on_ranks
 
 long = pytest.mark.long
 
@@ -141,7 +141,6 @@ def normed() -> nn.Sequential:
 
 
 def another(kind: str) -> nn.Sequential:
-    """The module of a rank that differs from the others."""
     module = normed()
     if kind == "shape":
         module[1] = nn.BatchNorm1d(5)
@@ -447,8 +446,11 @@ class Checkpointed(nn.Module):
         return checkpoint(self.module, *inputs, use_reentrant=False)
 
 
-def exchanges_of_steps(kind: str) -> list[int]:
-    """Number of exchanges in an evaluation and in each of three steps. Blocks or whole modules are checkpointed."""
+@long
+@pytest.mark.parametrize("kind", ["dp", "fsdp", "tp, fsdp", "cp, dp", "pp, dp", "pp, fsdp", "ep, dp"])
+@on_ranks(4)
+def test_first_step_compares_inputs_in_one_exchange(kind):
+    """An evaluation and three steps. Blocks or whole modules are checkpointed."""
     with ProcessGroupMesh(other=2, dp=2) as mesh:
         model = model_of(kind)
         together = compose(mesh, *methods_of(kind, mesh))
@@ -472,18 +474,14 @@ def exchanges_of_steps(kind: str) -> list[int]:
                 learn() if training else model(codes)
             counts.append(counter.call_count)
         check_sums(groups_of(mesh))
-        return counts
+        gradients = int("tp" in kind)  # the second compares those of the first
+        assert counts == [0, 1, gradients, 0]
 
 
 @long
-@pytest.mark.parametrize("kind", ["dp", "fsdp", "tp, fsdp", "cp, dp", "pp, dp", "pp, fsdp", "ep, dp"])
-def test_first_step_compares_inputs_in_one_exchange(kind):
-    gradients = int("tp" in kind)  # the second compares those of the first
-    assert world(4).run(exchanges_of_steps, kind) == [[0, 1, gradients, 0]] * 4
-
-
-def accumulated(kind: str) -> list[int]:
-    """Exchanges in the passes of an accumulated step."""
+@pytest.mark.parametrize("kind", ["dp", "fsdp"])
+@on_ranks(4)
+def test_accumulated_passes_compare_inputs_in_one_exchange(kind):
     with ProcessGroupMesh(other=2, dp=2) as mesh:
         together = compose(mesh, *methods_of(kind, mesh))
         model, counts = together.apply(model_of(kind)), list[int]()
@@ -499,13 +497,7 @@ def accumulated(kind: str) -> list[int]:
         codes, target = batch(0)
         loss_of(expected(codes), target).backward()
         assert_same(kind, gradients_of(model), gradients_of(expected))
-        return counts
-
-
-@long
-@pytest.mark.parametrize("kind", ["dp", "fsdp"])
-def test_accumulated_passes_compare_inputs_in_one_exchange(kind):
-    assert world(4).run(accumulated, kind) == [[1, 0]] * 4
+        assert counts == [1, 0]
 
 
 @long

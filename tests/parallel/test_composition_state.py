@@ -25,7 +25,7 @@ from pgmesh.parallel.composing import Composition
 from tests.support.fake_world import fake_rank
 from tests.support.parallel_models import FIRST, LAST, TinyGPT, assert_same, batch, gradients_of, loss_of
 from tests.support.pipelines import needs_pipelines
-from tests.support.worlds import check_sums, groups_of, on_ranks, world
+from tests.support.worlds import check_sums, groups_of, on_ranks
 
 # ---- shards of methods of other packages ----
 
@@ -93,7 +93,8 @@ def test_a_tensor_without_dimensions_is_shared_whole(mesh: ProcessGroupMesh):
 # ---- inputs are compared once ----
 
 
-def compared_steps() -> int:
+@on_ranks(2)
+def test_copy_of_model_compares_inputs_once():
     with ProcessGroupMesh(tp=2) as mesh:
         together = compose(mesh, Replaces(mesh, "tp"))
         applied, compared = together.apply(nn.Sequential(nn.Linear(2, 2, bias=False))), list[int]()
@@ -105,11 +106,7 @@ def compared_steps() -> int:
             for _ in range(3):
                 duplicate(torch.ones(2, 2)).sum().backward()
         dist.barrier()
-        return len(compared)
-
-
-def test_copy_of_model_compares_inputs_once():
-    assert world(2).run(compared_steps) == [1, 1]
+        assert len(compared) == 1
 
 
 # ---- parameters that apply has not seen ----
@@ -156,12 +153,14 @@ def replicas_on_meta(seed_by_rank: bool) -> str:
         return ""
 
 
+@on_ranks(4)
 def test_replicated_shards_from_meta_are_compared():
-    assert world(4).run(replicas_on_meta, False) == [""] * 4
-    start = "ranks start with different weights, of which the first is 0.weight: (2, 4) torch.float32 True on rank "
-    found = [start + f"{i}; (2, 4) torch.float32 True, other values on rank {i + 2}." for i in (0, 1)]
-    found = [f"{each}\n\n{SAME_VALUES_FROM_META}" for each in found]
-    assert world(4).run(replicas_on_meta, True) == found * 2
+    assert replicas_on_meta(seed_by_rank=False) == ""
+    first = dist.get_rank() % 2
+    assert replicas_on_meta(seed_by_rank=True) == (
+        f"ranks start with different weights, of which the first is 0.weight: (2, 4) torch.float32 True on rank {first}; "
+        f"(2, 4) torch.float32 True, other values on rank {first + 2}.\n\n{SAME_VALUES_FROM_META}"
+    )
 
 
 def test_one_unowned_axis_needs_no_list(mesh: ProcessGroupMesh):
@@ -230,12 +229,13 @@ def test_the_mean_takes_the_losses_of_a_step(mesh: ProcessGroupMesh):
         together.mean([])
 
 
-def mean_of_parts(losses: list[float], tokens: list[int]) -> tuple[float, float]:
+@on_ranks(2)
+def test_mean_of_unequal_parts_losses_needs_no_tokens():
     """The loss of one microbatch as ``loss=`` computes it, and the mean over the list that ``step`` returns."""
     with ProcessGroupMesh(dp=2) as mesh:
         together = compose(mesh, DataParallel(mesh, "dp"), equal_parts=False)
-        loss = together.mean(torch.tensor(losses[mesh.rank]), tokens=tokens[mesh.rank])
-        return loss.item(), together.mean([loss, 2 * loss]).item()
+        loss = together.mean(torch.tensor([6.0, 2.0][mesh.rank]), tokens=[3, 1][mesh.rank])
+        assert (loss.item(), together.mean([loss, 2 * loss]).item()) == (2.0, 3.0)
 
 
 @needs_pipelines
@@ -265,10 +265,6 @@ def test_pipeline_loss_of_unequal_parts_counts_tokens():
         assert_same("gradients", gradients_of(model), gradients_of(alone))
 
 
-def test_mean_of_unequal_parts_losses_needs_no_tokens():
-    assert world(2).run(mean_of_parts, [6.0, 2.0], [3, 1]) == [(2.0, 3.0)] * 2
-
-
 # ---- names of a module's own ----
 
 
@@ -285,7 +281,8 @@ class OwnNames(nn.Linear):
         raise AssertionError("this is a method of the program")
 
 
-def module_with_own_names() -> int:
+@on_ranks(2)
+def test_module_may_have_the_names_of_a_pipeline():
     with ProcessGroupMesh(tp=2) as mesh:
         torch.manual_seed(0)
         together, compared = compose(mesh, Replaces(mesh, "tp")), list[int]()
@@ -294,8 +291,4 @@ def module_with_own_names() -> int:
             patch.setattr(Composition, "check_inputs", lambda *args: compared.append(1))
             model(torch.ones(2, 2)).sum().backward()
         together.grad_norm()
-        return len(compared)
-
-
-def test_module_may_have_the_names_of_a_pipeline():
-    assert world(2).run(module_with_own_names) == [1, 1]
+        assert len(compared) == 1

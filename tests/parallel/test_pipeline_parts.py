@@ -296,7 +296,7 @@ def test_dropout_or_statistics_on_every_stage_raise(between: nn.Module):
         build(first=["tokens"]).cut(Regular(between))  # the only stage
 
 
-def test_module_of_loss_is_no_part_of_the_pipeline():
+def test_module_of_loss_is_in_no_stage():
     with fake_rank(0, 1), ProcessGroupMesh(pp=1) as mesh:
         loss = nn.CrossEntropyLoss(weight=torch.ones(4))
         method = PipelineParallel(mesh, "pp", layers="0", loss=loss, microbatches=1)

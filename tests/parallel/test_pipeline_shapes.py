@@ -268,7 +268,8 @@ def garbage() -> Iterator[None]:
         yield
 
 
-def experts() -> None:
+@on_ranks(8)
+def test_routers_choose_right_experts_with_alternating_shapes():
     """Ranks along etp hold the same tokens, so their routers have to choose the same experts; two shapes."""
     with ProcessGroupMesh(pp=2, dp=2, tp=2) as mesh, garbage():
         moe = mesh.view(pp=2, ep=2, etp=2)
@@ -291,10 +292,6 @@ def experts() -> None:
             parts = {**expected, **cut_like(gradients_of(model), expected, moe, "etp")}
             assert_same(f"gradients of step {step}", gradients_of(model), parts)
         check_sums(groups_of(mesh))
-
-
-def test_routers_choose_right_experts_with_alternating_shapes():
-    world(8).run(experts)
 
 
 # ---- shapes that only some data ranks have ----

@@ -34,7 +34,6 @@ torch.set_num_threads(1)  # also on ranks, which import this: others share their
 
 
 def printed_call(call: Callable[[], object]) -> str:
-    """The last line of the error of a call."""
     with pytest.raises(PgmeshError) as caught:
         call()
     return str(caught.value).splitlines()[-1].strip()

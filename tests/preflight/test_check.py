@@ -48,7 +48,6 @@ Answer = tuple[int, str, str]
 
 
 def run_check(line: str) -> Answer:
-    """Exit status and both outputs of a check on this rank."""
     out, err = io.StringIO(), io.StringIO()
     variables = mock.patch.dict(os.environ)  # a check sets some for its process, which here is the tests'
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), variables:

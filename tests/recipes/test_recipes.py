@@ -110,7 +110,6 @@ def check(arrangement: Arrangement, expected: dict[str, list[tuple[int, ...]]]) 
 
 
 def check_place(mine: Any, ranks: tuple[int, ...]) -> None:
-    """Check the position of a rank in a group."""
     i, n = ranks.index(mine.rank), len(ranks)
     assert (mine.ranks(), mine.size(), mine.index()) == (ranks, n, i)
     if len(mine.axes) == 1:

@@ -92,7 +92,6 @@ def state_on(mesh: ProcessGroupMesh, placing: Placing, step: int | None, shapes:
 
 
 def fill(state: Mapping[str, Any], step: int) -> None:
-    """Set a state dict to the values of a step, in place."""
     for name, tensor in state.items():
         tensor.to_local().copy_(local_value(name, tensor, step))
 

@@ -82,7 +82,6 @@ class World(LocalWorld):
         return outcomes
 
     def kill(self, rank: int, signal: int) -> None:
-        """Send a signal to a rank."""
         self.usable = False
         send_signal(self.pids[rank], signal)
 
@@ -147,7 +146,6 @@ def fresh_world(n: int, store: StoreProcess | None = None) -> Iterator[World]:
 
 @atexit.register
 def close_worlds() -> None:
-    """End every shared world."""
     while _worlds:
         _worlds.popitem()[1].close(patience=5.0)
 
