@@ -139,15 +139,6 @@ def fails_after_it_has_begun() -> Attempt:
         return attempt(lambda: mesh.connect(timeout=LONG_TIMEOUT))
 
 
-def test_members_learn_that_rank_cannot_make_group_again():
-    with fresh_world(4) as own:
-        seen = own.run(fails_after_it_has_begun)
-    assert seen[0].kind == "OSError"
-    for failed in seen[1:3]:
-        assert failed.kind == "MissingRanksError"
-        assert "no descriptor is left" in failed.text
-
-
 def ends_before_its_round() -> Attempt:
     """On rank 0, another thread ends a group between the arrival of the other members and its own."""
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
@@ -162,12 +153,21 @@ def ends_before_its_round() -> Attempt:
     return attempt(lambda: mesh.connect(timeout=LONG_TIMEOUT))
 
 
-def test_members_learn_of_group_that_ended_early():
+@pytest.mark.parametrize(
+    ("fails", "kind", "reason"),
+    [
+        (fails_after_it_has_begun, "OSError", "no descriptor is left"),
+        (ends_before_its_round, "LifetimeError", "another thread has released it"),
+    ],
+    ids=["cannot be made again", "ended early"],
+)
+def test_members_learn_why_a_group_fails(fails: Callable[[], Attempt], kind: str, reason: str):
     with fresh_world(4) as own:
-        seen = own.run(ends_before_its_round)
-    assert seen[0].kind == "LifetimeError"
+        seen = own.run(fails)
+    assert seen[0].kind == kind
     for failed in seen[1:3]:
-        assert "another thread has released it" in failed.text
+        assert failed.kind == "MissingRanksError"
+        assert reason in failed.text
 
 
 # ---- no thread waits for the store with the lock of a mesh ----
