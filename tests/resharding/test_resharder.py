@@ -159,8 +159,9 @@ def test_pipeline_stages_go_to_tensor_parallelism():
     assert sum(sent for sent, _, _ in results) == sum(received for _, received, _ in results) > 0
 
 
-def random_pairs(seeds: range) -> None:
-    for seed in seeds:
+@on_ranks(8)
+def test_random_state_dicts_between_random_meshes():
+    for seed in range(5):
         rng = random.Random(seed)
         meshes = []
         for side in ("source", "target"):
@@ -177,10 +178,6 @@ def random_pairs(seeds: range) -> None:
             run_steps(Resharder(*meshes, source=states[0], target=states[1]), *states)
         for mesh in meshes:
             mesh.close()
-
-
-def test_random_state_dicts_between_random_meshes():
-    world(8).run(random_pairs, range(5))
 
 
 # ---- modules, optimizers, names and dtypes ----
