@@ -573,6 +573,12 @@ def strided_device_mesh(
     return None
 
 
+def drop_from_device_meshes(name: str, meshes: Iterable[DeviceMesh | None]) -> None:
+    """Let no DeviceMesh keep an ended group alive, and its threads. Only compiled code would find it there."""
+    for mesh in meshes:
+        getattr(mesh, "_pg_registry", {}).pop(name, None)
+
+
 def _as_strides(positions: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Sizes and strides of these positions relative to the first, outermost first, if they are regular.
 

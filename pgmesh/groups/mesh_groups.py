@@ -32,7 +32,7 @@ from pgmesh.groups.aborts import publish_abort
 from pgmesh.groups.backends import backends_of
 from pgmesh.groups.configuring import ConfiguredOptions, check_supported, format_verb
 from pgmesh.groups.device_meshes import Dimensions, build_device_mesh, dimensions_of
-from pgmesh.groups.group import Group, Left, Members, State
+from pgmesh.groups.group import Group, Left, Members, State, find_group
 from pgmesh.groups.identity import MeshIdentity
 from pgmesh.groups.world import current_world
 from pgmesh.options import GroupOptions
@@ -302,7 +302,11 @@ class MeshGroups:
         with self.lock:
             if key not in self._device_meshes:
                 groups = {name: self.group(layout, axes, "", {}) for name, axes in built.items()}
-                self._device_meshes[key] = build_device_mesh(layout, self.rank, built, groups, self.layout.ranks())
+                made = build_device_mesh(layout, self.rank, built, groups, self.layout.ranks())
+                for process_group in groups.values():
+                    if (group := find_group(process_group.group_name)) is not None:
+                        group.device_meshes.append(weakref.ref(made))
+                self._device_meshes[key] = made
             return self._device_meshes[key][tuple(dimensions)]
 
     def adopt_device_mesh(self, layout: Layout, device_mesh: DeviceMesh) -> None:
