@@ -30,6 +30,7 @@ next one; or the last one of another rank, if that is higher.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,7 @@ class MeshIdentity:
         self.shared_number: int | None = None  # None until ``register`` derives it
         self.registered = False  # this rank has published the fingerprint
         self.rejoined = False  # registered as the mesh that the predecessor was in
+        self._registering = threading.Lock()  # of the first group to be used; the others wait for its answers
         self._call = call
 
     @property
@@ -162,9 +164,16 @@ class MeshIdentity:
 
         Raises:
             MismatchError: another rank has a different mesh of this name.
+            WorldError: the store does not answer, or has not answered another thread that registers the mesh.
         """
         if not self.registered:
-            self.register(world, functools.partial(world.store_thread().run, seconds=seconds))
+            thread = world.store_thread()
+            if not self._registering.acquire(timeout=seconds):
+                raise thread.store.error(f"no answer for {seconds:g} s")
+            try:
+                self.register(world, functools.partial(thread.run, seconds=seconds))
+            finally:
+                self._registering.release()
         return f"{self.key}/{path}"
 
     def store_keys(self) -> list[str]:

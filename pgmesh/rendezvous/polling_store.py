@@ -145,7 +145,8 @@ class PollingStore(dist.Store):
             del copy  # else the error and this frame keep each other alive
 
     def _wait(self, keys: list[str], limit: timedelta, start: float) -> None:
-        self._publish()
+        self._check_open()
+        self._compare_with_first()
         end = start + limit.total_seconds()
         status = start + timing.TIMING.status_after
         pause = pauses()
@@ -199,10 +200,12 @@ class PollingStore(dist.Store):
             raise LifetimeError(self._closed)
 
     def _read(self, key: str) -> bool:
-        """Read a key and cache its value. False if it has none yet."""
+        """Read a key and cache its value. False if it has none yet. The first read publishes this rank's address."""
         self._check_open()
         full = self._store_key(key)
-        (value,) = self._ask(Read(full))
+        publishing = self._writes(self.addresses.own) if self._address_unpublished else ()
+        *_, value = self._ask(*publishing, Read(full))
+        self._address_unpublished = False
         if value is None:
             return False
         encoded, _, body = value.partition(SEPARATOR)
@@ -250,26 +253,24 @@ class PollingStore(dist.Store):
             self.addresses.own[key] = bytes(value)
         if not self._address_unpublished:
             self.used = True
-            self._write({key: bytes(value)})
+            writes = self._writes({key: bytes(value)})
+            self._check_open()
+            self._ask(*writes)
 
-    def _publish(self) -> None:
-        """Publish this rank's address before it first waits."""
-        self._check_open()
+    def _compare_with_first(self) -> None:
+        """Compare the fingerprint with that of the first rank, once, if needed."""
         if self._compares:
             self._compares = False
             key = self._store_key("options")
             self.written.add(key)
             (first,) = self._ask(CompareSet(key, self._fingerprint.encoded.decode()))
             self._check_published(key, first)
-        if self._address_unpublished:
-            self._write(self.addresses.own)
-            self._address_unpublished = False
 
-    def _write(self, values: dict[str, bytes]) -> None:
+    def _writes(self, values: dict[str, bytes]) -> list[Operation]:
+        """The operations that write these values. A later close deletes their keys."""
         full = {self._store_key(key): value for key, value in values.items()}
-        self.written.update(full)  # before the check, so that a later close deletes these keys too
-        self._check_open()
-        self._ask(*(Raw("set", (key, self._fingerprint.encoded + SEPARATOR + value)) for key, value in full.items()))
+        self.written.update(full)
+        return [Raw("set", (key, self._fingerprint.encoded + SEPARATOR + value)) for key, value in full.items()]
 
     def _raw(self, operation: str, key: Any, *arguments: Any) -> Any:
         self.written.add(self._store_key(key))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,7 @@ from pgmesh.groups.identity import MeshIdentity
 from pgmesh.groups.numbers import MeshNumbers
 from pgmesh.layout import Layout
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import Operation, perform
+from pgmesh.rendezvous.operations import Append, Operation, perform
 
 PAIR = Layout(dp=2)
 
@@ -75,6 +77,24 @@ def test_third_process_takes_numbers_of_the_first():
     assert third.register("actor", rejoin=True) == actor == "pgmesh/actor.0"
     assert third.register("critic", rejoin=True) == "pgmesh/critic.1"
     assert third.register("critic") == zero.register("critic") == "pgmesh/critic.2"
+
+
+def test_groups_used_at_once_register_mesh_once():
+    process = Process(dist.HashStore(), 0)
+    identity = MeshIdentity("train", PAIR, None, 0, 2)
+    identity.set_number(process.world.numbers, counts=True)
+    performed: list[Operation] = []
+
+    def run(*operations: Operation, seconds: float) -> list[Any]:
+        performed.extend(operations)
+        time.sleep(0.02)
+        return process.run(*operations)
+
+    process.world.store_thread().run = run
+    with ThreadPoolExecutor(5) as threads:
+        keys = {*threads.map(lambda path: identity.store_key(process.world, path, 10.0), "abcde")}
+    assert keys == {f"pgmesh/train.0/{path}" for path in "abcde"}
+    assert [each.key for each in performed if isinstance(each, Append)] == ["pgmesh/train.0/fingerprints"]
 
 
 def test_names_registered_last_are_kept(monkeypatch: pytest.MonkeyPatch):
