@@ -20,10 +20,12 @@ import pgmesh
 from pgmesh import GroupOptions, Layout, MismatchError, PgmeshError, ProcessGroupMesh, ShapeError, errors, plan, recipes
 from pgmesh._util.validation import fill_sizes
 from pgmesh.interop.colossalai import ColossalMesh
+from pgmesh.launch.detect import detect_launcher, with_address
+from pgmesh.launch.slurm import parse_hosts
 from pgmesh.parallel import DataParallel, compose
 from pgmesh.rendezvous.records import Fingerprint
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, status_key
-from tests.support import golden_files
+from tests.support import golden_files, launcher_environments
 from tests.support.fake_world import fake_rank
 from tests.support.memory_client import MemoryClient, round_of, rounds_of
 
@@ -86,6 +88,8 @@ def names() -> Iterator[dict[str, Any]]:
             "mesh": ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor"),
             "colossal": ColossalMesh(2, 2, 2, name="colossal"),
             **{each.__name__: each for each in (ColossalMesh, GroupOptions, Layout, ProcessGroupMesh, plan, timedelta)},
+            **{each.__name__: each for each in (detect_launcher, with_address, parse_hosts)},
+            **vars(launcher_environments),
             "recipes": recipes,
         }
         for each in pgmesh.meshes().values():
@@ -93,7 +97,6 @@ def names() -> Iterator[dict[str, Any]]:
 
 
 def message(what: str) -> str:
-    """The message of a call."""
     with names() as known, pytest.raises(PgmeshError) as caught:
         DESCRIBED[what](known["mesh"]) if what in DESCRIBED else eval(what, known)
     text = re.sub(rf"{Path(__file__).name}:\d+", "train.py:12", str(caught.value))

@@ -288,7 +288,6 @@ def options(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def written(found: Surface) -> str:
-    """The listing as text."""
     return "\n".join(f"[{title}]\n" + "".join(f"{line}\n" for line in lines) for title, lines in found.items())
 
 

@@ -13,7 +13,7 @@ from pgmesh import GroupOptions, LaunchError, OptionsError, ProcessGroupMesh, la
 from pgmesh.parallel import PipelineParallel
 from tests.support.fake_world import fake_rank
 from tests.support.torch_tables import timeout_of
-from tests.support.worlds import check_sums, world
+from tests.support.worlds import check_sums, on_ranks
 
 WRONG = ("tp", True, 0, -1, 0.0, math.nan, math.inf, 1e300, 1e-9, timedelta(), timedelta(seconds=-1), [30])
 WRONG += (np.bool_(True), np.float64("inf"), "30")
@@ -64,22 +64,18 @@ def test_seconds_and_timedelta_give_the_same_group(mesh):
     assert mesh.group("pp") is mesh.group("pp", timeout=timedelta(minutes=1))
 
 
-def timeouts_in_two_ways() -> list[timedelta]:
+@on_ranks(2)
+def test_ranks_with_seconds_and_timedelta_connect():
     mesh = ProcessGroupMesh(dp=2, name="two ways")
     mesh.configure("dp", timeout=(600, timedelta(minutes=10))[mesh.rank])
     mesh.connect("dp", timeout=(20, timedelta(seconds=20))[mesh.rank])
     asked = mesh.group("dp", timeout=(50.0, timedelta(seconds=50))[mesh.rank])
     check_sums({"dp": (mesh.group("dp"), range(2)), "asked": (asked, range(2))})
-    seen = [timeout_of(mesh.group("dp")), timeout_of(asked)]
+    assert [timeout_of(mesh.group("dp")), timeout_of(asked)] == [timedelta(seconds=600), timedelta(seconds=50)]
     mesh.set_timeout("dp", timeout=(40, timedelta(seconds=40))[mesh.rank])
     mesh.locality("dp", timeout=20)
     mesh.hosts(timeout=20)
-    return [*seen, timeout_of(mesh.group("dp")), timeout_of(asked)]
-
-
-def test_ranks_with_seconds_and_timedelta_connect():
-    seconds = [timedelta(seconds=n) for n in (600, 50, 40, 40)]
-    assert world(2).run(timeouts_in_two_ways) == [seconds, seconds]
+    assert timeout_of(mesh.group("dp")) == timeout_of(asked) == timedelta(seconds=40)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +176,8 @@ def test_set_timeout_before_creation_suggests_configure(mesh):
     mesh.set_timeout(timeout=9)
 
 
-def slices_set_their_own() -> None:
+@on_ranks(4)
+def test_set_timeout_on_slice_changes_its_groups():
     mesh = ProcessGroupMesh(dp=2, tp=2, name="slices")
     tp, dp, whole = mesh.group("tp"), mesh.group("dp"), mesh.group()
     mesh.set_timeout(timeout=40)
@@ -189,7 +186,3 @@ def slices_set_their_own() -> None:
     assert [timeout_of(group).total_seconds() for group in (tp, dp, whole)] == [50, 40, 60]
     mesh.view(all=4).set_timeout(timeout=70)
     assert {timeout_of(group).total_seconds() for group in (tp, dp, whole)} == {70}
-
-
-def test_set_timeout_on_slice_changes_its_groups():
-    world(4).run(slices_set_their_own)

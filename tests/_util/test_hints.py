@@ -19,7 +19,6 @@ def mesh():
 
 
 def hint_of(of: object, name: str) -> str:
-    """The call in the error."""
     assert not hasattr(of, name)
     with pytest.raises(AttributeError) as caught:
         getattr(of, name)

@@ -29,7 +29,6 @@ def suggested(error: PgmeshError) -> list[tuple[str, str]]:
 
 
 def caught(call: Callable[[], object]) -> PgmeshError | None:
-    """The error of a call."""
     try:
         made = call()
     except PgmeshError as error:

@@ -10,60 +10,52 @@ import signal
 import socket
 import threading
 from collections import Counter
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from pgmesh import (
-    LifetimeError,
-    MissingRanksError,
-    ProcessGroupMesh,
-)
+from pgmesh import LifetimeError, ProcessGroupMesh
 from pgmesh.groups.group import find_group
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Raw, Read
 from tests.support.board import Fault, at_all_reduce, faults, key_of, writes
 from tests.support.fake_world import fake_rank
-from tests.support.faults import attempt, beat_fast, fast_world, set_flag, wait_for_flag, wait_for_flags, wait_until
+from tests.support.faults import attempt, beat_fast, set_flag, wait_for_flag, wait_for_flags, wait_until
 from tests.support.logs import logged_lines
-from tests.support.worlds import check_sums, fresh_world, groups_of, world
+from tests.support.worlds import check_sums, fresh_world, groups_of, on_ranks, world
 
 # ---- it connects ----
 
 
-def connect_in_any_order():
+@pytest.mark.fault("ranks ask for groups in different orders, or threads connect groups at once")
+@on_ranks(8)
+def test_connect_succeeds_with_axes_in_any_order():
     mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="any")
     families = ["pp", "dp", "tp", ("dp", "tp")]
     turn = mesh.rank % len(families)
     connected = mesh.connect(*families[turn:], *families[:turn])
     check_sums(groups_of(mesh))
-    return str(connected)
+    text = str(connected)
+    *lines, operations = text.splitlines()
+    assert len(lines) == 4
+    assert all(re.fullmatch(r"group [dpt, ]+ +met +[\d.]+ s, warm +[\d.]+ s", line) for line in lines)
+    assert re.fullmatch(r"\d+ store operations", operations)
 
 
-@pytest.mark.fault("ranks ask for groups in different orders, or threads connect groups at once")
-def test_connect_succeeds_with_axes_in_any_order():
-    for text in world(8).run(connect_in_any_order):
-        *lines, operations = text.splitlines()
-        assert len(lines) == 4
-        assert all(re.fullmatch(r"group [dpt, ]+ +met +[\d.]+ s, warm +[\d.]+ s", line) for line in lines)
-        assert re.fullmatch(r"\d+ store operations", operations)
-
-
-def count_operations(folder):
+def count_operations(tmp_path):
     """Store operations of this rank by kind, until all groups are decided. The last rank arrives after all others."""
     ProcessGroupMesh(-1, name="before").connect()  # the first mesh in a world costs one more
     mesh, last = ProcessGroupMesh(dp=-1, tp=2), dist.get_world_size() - 1
     families = ["dp", "tp", ("dp", "tp")]
 
     def wait_with_all():
-        set_flag(Path(folder), f"came {mesh.rank}")  # this rank has arrived at all its attempts
-        wait_for_flag(Path(folder), f"came {last}")
+        set_flag(tmp_path, f"came {mesh.rank}")  # this rank has arrived at all its attempts
+        wait_for_flag(tmp_path, f"came {last}")
 
     if mesh.rank == last:
-        wait_for_flags(Path(folder), "came", range(last))
+        wait_for_flags(tmp_path, "came", range(last))
         wait = Fault(writes("/decision"), after=wait_with_all, skip=len(families) - 1, in_caller=True)
     else:
         wait = Fault(reads_mesh_mismatch, before=wait_with_all, times=1, in_caller=True)
@@ -87,7 +79,7 @@ def reads_mesh_mismatch(operation):
 def test_each_group_costs_four_or_five_store_operations(ranks, tmp_path):
     """The mesh costs two."""
     groups, groups_of_all_ranks, decided = 3, 2 + ranks // 2 + 1, 0
-    for counts in world(ranks).run(count_operations, str(tmp_path)):
+    for counts in world(ranks).run(count_operations, tmp_path):
         mine = counts["CompareSet"] - 1  # the groups at which this rank arrived last
         undecided = groups - mine  # their decisions are read once, with a mismatch of the mesh
         reads = groups + mine + undecided + bool(undecided)
@@ -120,49 +112,48 @@ def talk_to_all(most=None, paired=False):
     return asked
 
 
+@on_ranks(8)
 def test_collective_after_connect_needs_no_store_operation():
-    for asked in world(8).run(talk_to_all):
-        assert asked == {("dp",): 0, ("tp",): 0, ("dp", "tp"): 0}
+    assert talk_to_all() == {("dp",): 0, ("tp",): 0, ("dp", "tp"): 0}
 
 
+@on_ranks(8)
 def test_backend_of_large_group_reads_addresses_from_store():
-    for asked in world(8).run(talk_to_all, 4):
-        assert asked.pop(("dp", "tp")) >= 1 + 7
-        assert asked == {("dp",): 0, ("tp",): 0}
+    asked = talk_to_all(4)
+    assert asked.pop(("dp", "tp")) >= 1 + 7
+    assert asked == {("dp",): 0, ("tp",): 0}
 
 
+@on_ranks(8)
 def test_connect_succeeds_after_send_between_two_members():
-    for rank, asked in enumerate(world(8).run(talk_to_all, None, True)):
-        tp = asked.pop(("tp",))
-        assert tp >= 2 if rank % 4 < 2 else tp == 0
-        assert asked == {("dp",): 0, ("dp", "tp"): 0}
+    asked = talk_to_all(paired=True)
+    tp = asked.pop(("tp",))
+    assert tp >= 2 if dist.get_rank() % 4 < 2 else tp == 0
+    assert asked == {("dp",): 0, ("dp", "tp"): 0}
 
 
-def begin_late_on_rank_1(folder):
+@on_ranks(2, "fast")
+def test_unstarted_first_collective_fails_at_the_deadline(tmp_path):
     """Rank 1 arrives, but it does not begin the first collective before rank 0 has given up."""
     beat_fast()
     mesh = ProcessGroupMesh(dp=2, name="actor")
     dist.barrier()
-    late = at_all_reduce(before=lambda: wait_for_flag(folder, "given up by 0"))
+    late = at_all_reduce(before=lambda: wait_for_flag(tmp_path, "given up by 0"))
     with late if mesh.rank == 1 else contextlib.nullcontext():
         failed = attempt(lambda: mesh.connect(timeout=2))
-    set_flag(folder, f"given up by {mesh.rank}")
+    set_flag(tmp_path, f"given up by {mesh.rank}")
     dist.barrier()
     mesh.connect()
     check_sums({"dp": (mesh.group(), range(2))})
-    return failed
+    assert failed.kind == "MissingRanksError"
+    assert failed.text == (
+        "group dp of mesh 'actor': its first collective did not finish in time: the deadline was 2 s. "
+        "Its members are ranks 0, 1."
+    )
 
 
-def test_unstarted_first_collective_fails_at_the_deadline(tmp_path):
-    for failed in fast_world(2).run(begin_late_on_rank_1, tmp_path):
-        assert failed.kind == "MissingRanksError"
-        assert failed.text == (
-            "group dp of mesh 'actor': its first collective did not finish in time: the deadline was 2 s. "
-            "Its members are ranks 0, 1."
-        )
-
-
-def connect_again():
+@on_ranks(4)
+def test_connect_keeps_connected_groups_and_recreates_released_ones():
     mesh = ProcessGroupMesh(dp=2, tp=2)
     mesh.connect()
     first = mesh.group("dp")
@@ -176,34 +167,21 @@ def connect_again():
     check_sums(groups_of(mesh))
 
 
-def test_connect_keeps_connected_groups_and_recreates_released_ones():
-    world(4).run(connect_again)
-
-
-def retry_whole_call():
+@on_ranks(4)
+def test_retry_skips_groups_that_are_connected():
+    """Rank 3 arrived late. It logs at once that the others have failed, and connects with their retry."""
     mesh = ProcessGroupMesh(dp=2, tp=2)
-    failure = ""
     if mesh.rank != 3:
-        try:
-            mesh.connect("dp", "tp", timeout=0.5)
-        except MissingRanksError as error:
-            failure = str(error)
+        failed = attempt(lambda: mesh.connect("dp", "tp", timeout=0.5))
+        assert failed.kind == ("MissingRanksError" if mesh.rank else "")
     dist.barrier()
     with logged_lines() as lines:
         if mesh.rank != 0:  # its groups are connected: it does not call again
             mesh.connect("dp", "tp", timeout=20)
         check_sums(groups_of(mesh))
-    return bool(failure), [line.text for line in lines]
-
-
-def test_retry_skips_groups_that_are_connected():
-    """Rank 3 arrived late. It logs at once that the others have failed, and connects with their retry."""
-    outcomes = world(4).run(retry_whole_call)
-    assert [failed for failed, _ in outcomes] == [False, True, True, False]
-    assert not any(lines for _, lines in outcomes[:3])
-    assert len(outcomes[3][1]) == 2
-    assert all("failed before rank 3 arrived" in line for line in outcomes[3][1])
-    assert all("rank 3 did not arrive in 0.5 s" in line for line in outcomes[3][1])
+    assert len(lines) == (2 if mesh.rank == 3 else 0)
+    assert all("failed before rank 3 arrived" in line.text for line in lines)
+    assert all("rank 3 did not arrive in 0.5 s" in line.text for line in lines)
 
 
 def test_connect_in_fake_world_costs_no_operation():
@@ -214,7 +192,8 @@ def test_connect_in_fake_world_costs_no_operation():
 # ---- first collectives without connect ----
 
 
-def wait_long(folder):
+@on_ranks(4)
+def test_long_first_collective_logs_the_missing_rank(tmp_path):
     mesh = ProcessGroupMesh(dp=2, tp=2, name="watched")
     usual = timing.TIMING
     timing.TIMING = usual._replace(warn_after=0.3, status_after=0.05)
@@ -222,25 +201,22 @@ def wait_long(folder):
 
     def release_rank_1() -> None:
         wait_until(lambda: lines, "a line of the log")
-        set_flag(Path(folder), "done")
+        set_flag(tmp_path, "done")
 
     with logged_lines() as lines:
         if mesh.rank == 1:  # it is stuck elsewhere
             mesh.configure("dp", timeout=60)
-            wait_for_flag(Path(folder), "done")
+            wait_for_flag(tmp_path, "done")
         elif mesh.rank == 0:
             threading.Thread(target=release_rank_1, daemon=True).start()
         dist.all_reduce(total, group=mesh.group("tp"))
         timing.TIMING = usual
         check_sums(groups_of(mesh))
-    return [line.text for line in lines], {line.thread for line in lines}
-
-
-def test_long_first_collective_logs_the_missing_rank(tmp_path):
-    lines, threads = world(4).run(wait_long, str(tmp_path))[0]
-    assert re.match(r"this rank is in all_reduce \(collective 1\) of group tp of mesh 'watched' for \d+ s: ", lines[0])
-    assert "rank 1 did not reach the first collective" in lines[0]
-    assert "pgmesh-store" not in threads  # which may not wait for a handler
+    if mesh.rank == 0:
+        text = lines[0].text
+        assert re.match(r"this rank is in all_reduce \(collective 1\) of group tp of mesh 'watched' for \d+ s: ", text)
+        assert "rank 1 did not reach the first collective" in text
+        assert "pgmesh-store" not in {line.thread for line in lines}  # which may not wait for a handler
 
 
 # ---- report and stats ----
@@ -279,7 +255,8 @@ def test_report_shows_groups_and_statuses_of_others():
         assert 0 < stats.making < 5
 
 
-def report_with_earlier_descriptor():
+@on_ranks(2, fresh=True)
+def test_report_on_forwards_signals_to_earlier_wakeup_descriptor():
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
     signal.set_wakeup_fd(sender.fileno())
@@ -288,16 +265,11 @@ def report_with_earlier_descriptor():
         mesh.report_on(signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGUSR1)
         receiver.settimeout(30)
-        received = list(receiver.recv(8))
+        assert list(receiver.recv(8)) == [signal.SIGUSR1]
     child = os.fork()
     if child == 0:
         os._exit(0 if signal.set_wakeup_fd(-1) == -1 else 1)  # the descriptor of the parent is not set in the child
-    return received, os.waitpid(child, 0)[1]
-
-
-def test_report_on_forwards_signals_to_earlier_wakeup_descriptor():
-    with fresh_world(2) as own:
-        assert own.run(report_with_earlier_descriptor) == [([signal.SIGUSR1], 0)] * 2
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_report_on_raises_outside_the_main_thread():

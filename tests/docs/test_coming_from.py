@@ -6,6 +6,7 @@ import ast
 import contextlib
 import doctest
 import io
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -18,19 +19,26 @@ import torch.distributed as dist
 
 from pgmesh import Layout, PgmeshError, launch, recipes
 from pgmesh.parallel import PipelineParallel
-from tests.support import doc_tables, port_values
+from tests.support import doc_tables, golden_files
 from tests.support.fake_world import fake_rank
 from tests.support.worlds import world
 
 DOCS = Path(__file__).parents[2] / "docs" / "coming_from"
+FUNCTIONS = json.loads(golden_files.read("functions-of-pages.json"))
 PAGES: dict[str, Callable[[], Mapping[str, str]]] = {
     "megatron": doc_tables.megatron,
-    "olmo_core": lambda: doc_tables.OLMO,
-    "fairscale": lambda: doc_tables.FAIRSCALE,
-    "oslo": lambda: doc_tables.OSLO,
+    "olmo_core": lambda: FUNCTIONS["olmo_core"],
+    "fairscale": lambda: FUNCTIONS["fairscale"],
+    "oslo": lambda: FUNCTIONS["oslo"],
 }
-"""The functions of each system, with their parameters."""
+"""The functions of each system, with their parameters. Those of ``from_slurm`` of OSLO do not repeat the five sizes."""
 
+EXPECTED = json.loads(golden_files.read("values-of-pages.json"))
+VALUES: dict[str, dict[str, str]] = EXPECTED["lines"]
+"""By page and line, what the line gives on rank 5 of 8: the repr, or the name of the exception."""
+
+GROUPS: dict[str, dict[str, list[int]]] = EXPECTED["groups"]
+"""By page and name, the ranks of the group that rank 5 is in."""
 
 GETTERS = {
     "group": ".group().size()",
@@ -120,11 +128,11 @@ def value_of(line: str, names: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("page", "line"), [(page, line) for page, values in port_values.VALUES.items() for line in values], ids=str
+    ("page", "line"), [(page, line) for page, values in VALUES.items() for line in values], ids=str
 )
 def test_each_line_gives_its_value(page: str, line: str):
     with fake_rank(5, 8, dist.HashStore()):
-        assert value_of(line, namespace(page)) == port_values.VALUES[page][line]
+        assert value_of(line, namespace(page)) == VALUES[page][line]
 
 
 OF_A_GROUP = re.compile(r'\w+\["([^"]+)"\]((?:\.group\([^)]*\))?\.size\(\)|\.index\(\)|\.ranks\(\)(?:\[-?\d\])?)')
@@ -133,9 +141,9 @@ OF_A_GROUP = re.compile(r'\w+\["([^"]+)"\]((?:\.group\([^)]*\))?\.size\(\)|\.ind
 def value_of_group(page: str, line: str) -> str | None:
     """The value of a line about one group, which follows from its ranks; None for another line."""
     found = OF_A_GROUP.fullmatch(line)
-    ranks = port_values.BLOCKS.get(page, {}).get(found[1]) if found else None
-    if found is None or ranks is None:
+    if found is None or found[1] not in GROUPS.get(page, {}):
         return None
+    ranks = tuple(GROUPS[page][found[1]])
     values = {".size()": len(ranks), ".index()": ranks.index(5), ".ranks()": ranks}
     values |= {f".ranks()[{i}]": ranks[i] for i in (0, -1)}
     return repr(values[re.sub(r"\.group\([^)]*\)", "", found[2])])
@@ -150,7 +158,7 @@ def test_each_line_has_a_value_or_name(page: str):
             if value is not None:
                 assert value_of(line, names) == value, line
             else:
-                assert line in port_values.VALUES[page] or re.match(r"\w+ = ", line), line
+                assert line in VALUES[page] or re.match(r"\w+ = ", line), line
 
 
 @pytest.mark.parametrize("row", JOBS, ids=str)
@@ -164,7 +172,6 @@ def test_each_line_for_jobs_names_a_function(row: Row):
 
 
 def script_of(page: str) -> str:
-    """The whole script that a page has."""
     found = re.findall(r"^```python\n(import .*?)^```$", (DOCS / f"{page}.md").read_text(), re.MULTILINE | re.DOTALL)
     assert len(found) == 1
     return str(found[0])
@@ -220,7 +227,7 @@ def test_a_page_is_complete(page: str):
 def test_olmo_page_has_all_exported_names():
     table = (DOCS / "olmo_core.md").read_text().partition("## Names")[2]
     assert set(re.findall(r"`([^`]+)`", "".join(line.split(" | ")[0] for line in table.splitlines()))) == set(
-        doc_tables.OLMO_NAMES.split()
+        FUNCTIONS["olmo_core names"]
     )
 
 

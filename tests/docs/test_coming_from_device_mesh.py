@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,13 +17,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import pgmesh
 from pgmesh import ProcessGroupMesh
-from tests.support import port_values
+from tests.support import golden_files
 from tests.support.fake_world import fake_rank
 from tests.support.programs import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the page is about torch 2.13")
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming_from" / "device_mesh.md").read_text(encoding="utf-8")
+VALUES: dict[str, str] = json.loads(golden_files.read("values-of-pages.json"))["device_mesh"]
+"""By line, what it gives on rank 5 of 8: the repr, the name of the exception, or nothing if that is not compared."""
+
 SPECIAL = {
     "__init__": "DeviceMesh(",
     "__getitem__": "device_mesh[",
@@ -73,7 +77,7 @@ def test_both_columns_give_their_values(row: Row):
         names["device_mesh"] = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
         names["mesh"] = ProcessGroupMesh(pp=2, dp=2, tp=2, name="train")
         for code in row:
-            given, expected = given_by(code, names), port_values.DEVICE_MESH[code]
+            given, expected = given_by(code, names), VALUES[code]
             if expected:
                 assert given == expected
             else:
@@ -116,6 +120,6 @@ def test_page_has_each_parameter_of_init_device_mesh():
 
 def test_page_names_the_exception_of_each_line():
     lines = PAGE.splitlines()
-    for code, expected in port_values.DEVICE_MESH.items():
+    for code, expected in VALUES.items():
         if expected.endswith("Error"):
             assert any(re.search(rf"`{re.escape(code)}`: an? {expected} \|", line) for line in lines), code

@@ -21,7 +21,7 @@ import pgmesh
 from pgmesh import Layout, MismatchError, MissingRanksError, ProcessGroupMesh
 from tests.support.programs import clean_env, run_programs, run_ranks
 from tests.support.torch_tables import table_sizes
-from tests.support.worlds import World, check_sums, fresh_world, groups_of, world
+from tests.support.worlds import World, check_sums, fresh_world, groups_of, on_ranks, world
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -140,91 +140,77 @@ def test_who_calls_and_in_which_order(waiting_ranks: dict[str, list[int]]):
     world(4).run(in_two_orders, own_mesh)
 
 
-def two_axes() -> tuple[str, int, bool]:
+@of_torch_2_13
+@on_ranks(8)
+def test_a_group_along_two_axes(waiting_ranks: dict[str, list[int]]):
+    _, theirs, ours = ROWS["A group along two axes?"]
+    assert '`mesh["dp", "tp"].get_group()` raises `RuntimeError`' in theirs
     both = cube()["dp", "tp"]
     with pytest.raises(RuntimeError) as caught:
         both.get_group()
+    assert type(caught.value) is RuntimeError
     mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="two axes")
     if mesh.rank != 3:
         mesh.group("dp", "tp")
     dist.barrier()
     check_sums({"dp, tp": (mesh.group("dp", "tp"), mesh.ranks("dp", "tp"))})
-    same = mesh.group("dp", "tp") is mesh.group("tp", "dp")
-    return type(caught.value).__name__, both._flatten().get_group().size(), same
-
-
-@of_torch_2_13
-def test_a_group_along_two_axes(waiting_ranks: dict[str, list[int]]):
-    _, theirs, ours = ROWS["A group along two axes?"]
-    assert '`mesh["dp", "tp"].get_group()` raises `RuntimeError`' in theirs
     assert "is the same object" in ours
-    assert world(8).run(two_axes) == [("RuntimeError", 4, True)] * 8
+    assert mesh.group("dp", "tp") is mesh.group("tp", "dp")
     assert "`_flatten` creates one, and waits for the other ranks in it" in theirs
+    assert both._flatten().get_group().size() == 4
     assert waiting_ranks["flatten"] == [0, 1, 2]
 
 
-def many_meshes() -> dict[str, Any]:
-    first = init_device_mesh("cpu", (2, 2))
-    before = table_sizes()["pg_map"]
-    again = init_device_mesh("cpu", (2, 2))
-    of_torch = table_sizes()["pg_map"] - before
-    destroyers = [name for name in dir(again) if re.search("destroy|close|release|shutdown|free", name)]
-    before = table_sizes()["pg_map"]
-    actor, critic = (ProcessGroupMesh(dp=2, tp=2, name=name) for name in ("actor", "critic"))
-    shared = actor.view(pp=1, ep=4).group("ep") is actor.group() and actor.along("tp").group() is actor.group("tp")
-    own = critic.group("tp") is not actor.group("tp")
-    check_sums(groups_of(actor) | {"critic": (critic.group("tp"), critic.ranks("tp"))})
-    actor.close()
-    critic.close()
-    left = table_sizes()["pg_map"] - before
-    return {"equal": first == again, "of torch": of_torch, "destroyers": destroyers, "ours": (shared, own, left)}
-
-
 @of_torch_2_13
+@on_ranks(4)
 def test_many_meshes():
     _, theirs, ours = ROWS["Many meshes?"]
     assert "An equal mesh creates all groups again. No method destroys them" in theirs
+    first = init_device_mesh("cpu", (2, 2))
+    before = table_sizes()["pg_map"]
+    again = init_device_mesh("cpu", (2, 2))
+    assert first == again
+    assert table_sizes()["pg_map"] - before == 2
+    assert not [name for name in dir(again) if re.search("destroy|close|release|shutdown|free", name)]
     assert "share groups; a mesh with another `name=` has its own; `mesh.close()` destroys them" in ours
-    for seen in world(4).run(many_meshes):
-        assert seen == {"equal": True, "of torch": 2, "destroyers": [], "ours": (True, True, 0)}
-
-
-def connect_without_rank_3() -> str:
-    if dist.get_rank() == 3:
-        return ""
-    mesh = ProcessGroupMesh(2, 2, name="never comes")
-    mesh.group(0)
-    with pytest.raises(MissingRanksError) as caught:
-        mesh.connect((0, 1), timeout=2)
-    return str(caught.value)
+    before = table_sizes()["pg_map"]
+    actor, critic = (ProcessGroupMesh(dp=2, tp=2, name=name) for name in ("actor", "critic"))
+    assert actor.view(pp=1, ep=4).group("ep") is actor.group()
+    assert actor.along("tp").group() is actor.group("tp") is not critic.group("tp")
+    check_sums(groups_of(actor) | {"critic": (critic.group("tp"), critic.ranks("tp"))})
+    actor.close()
+    critic.close()
+    assert table_sizes()["pg_map"] == before
 
 
 @of_torch_2_13
+@on_ranks(4)
 def test_a_rank_that_never_comes(waiting_ranks: dict[str, list[int]]):
     _, theirs, ours = ROWS["A rank never comes?"]
     assert "The others still wait after 5 s" in theirs
     assert waiting_ranks["never comes"] == [0, 1, 2]
     (shown,) = re.findall(r"raises `([^`]+)`", ours)
-    assert [shown in text for text in world(4).run(connect_without_rank_3)] == [True, True, True, False]
-
-
-def connect_another_shape() -> str:
-    mesh = ProcessGroupMesh(*((4, 1) if dist.get_rank() == 3 else (2, 2)), name="shapes")
-    with pytest.raises(MismatchError) as caught:
-        mesh.connect((0, 1))
-    return str(caught.value)
+    if dist.get_rank() != 3:
+        mesh = ProcessGroupMesh(2, 2, name="never comes")
+        mesh.group(0)
+        with pytest.raises(MissingRanksError) as caught:
+            mesh.connect((0, 1), timeout=2)
+        assert shown in str(caught.value)
 
 
 @of_torch_2_13
+@on_ranks(4)
 def test_ranks_with_different_shapes(waiting_ranks: dict[str, list[int]]):
     _, theirs, ours = ROWS["Ranks have different shapes?"]
     assert "All ranks still wait after 5 s" in theirs
     assert waiting_ranks["another shape"] == [0, 1, 2, 3]
+    mesh = ProcessGroupMesh(*((4, 1) if dist.get_rank() == 3 else (2, 2)), name="shapes")
+    with pytest.raises(MismatchError) as caught:
+        mesh.connect((0, 1))
     assert "`mesh.connect((0, 1))` raises on all ranks, with each shape and its ranks" in ours
     (shown,) = re.findall(r"`(\[[^`]+)`", ours)
-    for text in world(4).run(connect_another_shape):
-        assert re.search(r"\n  shape: \[2, 2\] on ranks? [0-2, ]+, ", text), text
-        assert shown in text
+    assert re.search(r"\n  shape: \[2, 2\] on ranks? [0-2, ]+, ", str(caught.value))
+    assert shown in str(caught.value)
 
 
 @of_torch_2_13

@@ -23,7 +23,6 @@ INSIDE = {"of", "spell", "describe", "is_slice", "ranks_in_order"}
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, without the outputs of the notebook."""
     out = tmp_path_factory.mktemp("site")
     words = ["-q", "-W", "--keep-going", "-b", "html", "-c", "docs", "-D", "nb_execution_mode=off", ".", str(out)]
     done = subprocess.run(

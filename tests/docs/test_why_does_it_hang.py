@@ -11,16 +11,8 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import CircleError, MismatchError, MissingRanksError, ProcessGroupMesh
-from tests.support.faults import (
-    LONG_TIMEOUT,
-    beat_fast,
-    connect_and_beat,
-    fast_world,
-    set_flag,
-    wait_for_flag,
-    wait_until,
-)
-from tests.support.worlds import fresh_world
+from tests.support.faults import LONG_TIMEOUT, beat_fast, connect_and_beat, set_flag, wait_for_flag, wait_until
+from tests.support.worlds import fresh_world, on_ranks
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "why_does_it_hang.md").read_text(encoding="utf-8")
@@ -48,23 +40,19 @@ def test_one_rank_does_not_come():
         assert form(own.run(without_rank_3)[0]) == form(MISSING)
 
 
-def with_another_shape(folder: Path) -> str:
+@on_ranks(4, "fast")
+def test_ranks_disagree(tmp_path: Path):
     beat_fast()
     rank = dist.get_rank()
     if rank == 3:  # the page shows the text of a rank that comes last
         for other in range(3):
-            wait_for_flag(folder, f"connects {other}")
+            wait_for_flag(tmp_path, f"connects {other}")
     mesh = ProcessGroupMesh(dp=-1, tp=4 if rank == 3 else 2, name="train")
-    set_flag(folder, f"connects {rank}")
+    set_flag(tmp_path, f"connects {rank}")
     with pytest.raises(MismatchError) as caught:
         mesh.connect(("dp", "tp"), timeout=LONG_TIMEOUT)
-    return str(caught.value)
-
-
-def test_ranks_disagree(tmp_path: Path):
-    for text in fast_world(4).run(with_another_shape, tmp_path):
-        # a rank that decides early does not see all the others, and others may be told through it
-        assert re.sub(r"on ranks? [0-2, ]+, ", "on ranks R, ", text).endswith(MISMATCH.replace("0, 1, 2", "R"))
+    text = str(caught.value)
+    assert re.sub(r"on ranks? [0-2, ]+, ", "on ranks R, ", text).endswith(MISMATCH.replace("0, 1, 2", "R"))
 
 
 def in_two_orders() -> str:

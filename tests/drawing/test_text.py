@@ -11,114 +11,31 @@ from hypothesis import given, strategies as st
 from pgmesh import Layout
 from pgmesh.drawing import text
 from pgmesh.drawing.figures import GAP
+from tests.support import golden_files as golden
 from tests.support.layout_strategies import layouts
 
-
-def picture(drawing: str) -> str:
-    """A picture as it stands in these tests: between two quotes, indented."""
-    return "\n".join(line.strip() for line in drawing.strip().splitlines())
-
-
-PICTURES = {
-    "three axes": (
-        Layout(pp=2, dp=2, tp=2),
-        """
-        ┌ pp0 ───────┐  ┌ pp1 ───────┐
-        │     tp0 tp1│  │     tp0 tp1│
-        │ dp0   0   1│  │ dp0   4   5│
-        │ dp1   2   3│  │ dp1   6   7│
-        └────────────┘  └────────────┘
-        """,
-    ),
-    "two axes": (
-        Layout(dp=3, tp=2, ranks=range(8, 14)),
-        """
-        ┌────────────┐
-        │     tp0 tp1│
-        │ dp0   8   9│
-        │ dp1  10  11│
-        │ dp2  12  13│
-        └────────────┘
-        """,
-    ),
-    "one axis": (
-        Layout(dp=4, ranks=[3, 1, 2, 0]),
-        """
-        ┌─────────────────┐
-        │  dp0 dp1 dp2 dp3│
-        │    3   1   2   0│
-        └─────────────────┘
-        """,
-    ),
-    "no axis": (
-        Layout(pp=2, tp=2).at(pp=1, tp=0),
-        """
-        ┌───┐
-        │  2│
-        └───┘
-        """,
-    ),
-    "numbered axes": (
-        Layout(2, 2, 2),
-        """
-        ┌ 0:0 ───────┐  ┌ 0:1 ───────┐
-        │     2:0 2:1│  │     2:0 2:1│
-        │ 1:0   0   1│  │ 1:0   4   5│
-        │ 1:1   2   3│  │ 1:1   6   7│
-        └────────────┘  └────────────┘
-        """,
-    ),
-    "four axes": (
-        Layout(pp=2, cp=2, dp=1, tp=2),
-        """
-        ┌ pp0 cp0 ───┐  ┌ pp0 cp1 ───┐  ┌ pp1 cp0 ───┐  ┌ pp1 cp1 ───┐
-        │     tp0 tp1│  │     tp0 tp1│  │     tp0 tp1│  │     tp0 tp1│
-        │ dp0   0   1│  │ dp0   2   3│  │ dp0   4   5│  │ dp0   6   7│
-        └────────────┘  └────────────┘  └────────────┘  └────────────┘
-        """,
-    ),
-    "a title wider than its panel": (
-        Layout(pipeline=1, context=1, d=1, t=1),
-        """
-        ┌ pipeline0 context0 ─┐
-        │    t0               │
-        │ d0  0               │
-        └─────────────────────┘
-        """,
-    ),
-    "panels that need two lines": (
-        Layout(pp=7, dp=2, tp=2),
-        """
-        ┌ pp0 ───────┐  ┌ pp1 ───────┐  ┌ pp2 ───────┐  ┌ pp3 ───────┐  ┌ pp4 ───────┐
-        │     tp0 tp1│  │     tp0 tp1│  │     tp0 tp1│  │     tp0 tp1│  │     tp0 tp1│
-        │ dp0   0   1│  │ dp0   4   5│  │ dp0   8   9│  │ dp0  12  13│  │ dp0  16  17│
-        │ dp1   2   3│  │ dp1   6   7│  │ dp1  10  11│  │ dp1  14  15│  │ dp1  18  19│
-        └────────────┘  └────────────┘  └────────────┘  └────────────┘  └────────────┘
-        ┌ pp5 ───────┐  ┌ pp6 ───────┐
-        │     tp0 tp1│  │     tp0 tp1│
-        │ dp0  20  21│  │ dp0  24  25│
-        │ dp1  22  23│  │ dp1  26  27│
-        └────────────┘  └────────────┘
-        """,
-    ),
+LAYOUTS = {
+    "three-axes": Layout(pp=2, dp=2, tp=2),
+    "two-axes": Layout(dp=3, tp=2, ranks=range(8, 14)),
+    "one-axis": Layout(dp=4, ranks=[3, 1, 2, 0]),
+    "no-axis": Layout(pp=2, tp=2).at(pp=1, tp=0),
+    "numbered-axes": Layout(2, 2, 2),
+    "four-axes": Layout(pp=2, cp=2, dp=1, tp=2),
+    "title-wider-than-its-panel": Layout(pipeline=1, context=1, d=1, t=1),
+    "panels-on-two-lines": Layout(pp=7, dp=2, tp=2),
 }
 
 
-@pytest.mark.parametrize(("layout", "drawing"), PICTURES.values(), ids=PICTURES)
-def test_layout_is_drawn_as_text(layout, drawing):
-    assert str(layout) == text.draw(layout) == picture(drawing)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_is_drawn_as_text(name):
+    drawn = text.draw(LAYOUTS[name])
+    assert str(LAYOUTS[name]) == drawn
+    golden.check(f"layout-{name}.txt", drawn + "\n")
 
 
 def test_marked_rank_has_brackets():
-    marked = """
-        ┌ pp0 ───────┐  ┌ pp1 ───────┐
-        │     tp0 tp1│  │     tp0 tp1│
-        │ dp0   0   1│  │ dp0   4 [5]│
-        │ dp1   2   3│  │ dp1   6   7│
-        └────────────┘  └────────────┘
-        """
     layout = Layout(pp=2, dp=2, tp=2)
-    assert text.draw(layout, mark=5) == picture(marked)
+    assert text.draw(layout, mark=5) == str(layout).replace("   5│", " [5]│")
     assert text.draw(layout, mark=99) == str(layout)
 
 

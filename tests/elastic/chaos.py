@@ -105,7 +105,6 @@ def live(folder: Path) -> list[str]:
 
 
 def connect(mesh: ProcessGroupMesh) -> None:
-    """Connect the groups of all steps."""
     for axes in AXES:
         mesh.configure(*axes, timeout=TIMEOUT)  # Gloo does not wake each rank whose connection ends
     mesh.connect(*AXES, timeout=DEADLINE)
@@ -230,7 +229,6 @@ class Driver(threading.Thread):
         return True
 
     def send(self, victim: int) -> None:
-        """Send a random signal to a rank."""
         number = self.chance.choice(SIGNALS)
         self.gone_at[victim] = time.monotonic()
         (self.dead if number in DEADLY else self.stopped).add(victim)
@@ -326,7 +324,6 @@ class Driver(threading.Thread):
         return found
 
     def stacks(self) -> str:
-        """The stacks of the living ranks."""
         for rank in self.living():
             os.kill(self.pids[rank], signal.SIGUSR1)
         time.sleep(1.0)

@@ -58,7 +58,6 @@ def run(folder: Path, rank: int, port: int, fsdp: int, pipe: Any) -> None:
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., survive.Ranks]]:
-    """Start the ranks of the example."""
     monkeypatch.setattr(elastic, "STEPS", STEPS)
     started: list[survive.Ranks] = []
 

@@ -37,7 +37,7 @@ from tests.support.faults import (
     wait_until,
 )
 from tests.support.resource_counts import CAN_COUNT, count_with_keys, growth
-from tests.support.worlds import World, check_sums, fresh_world, groups_of, world
+from tests.support.worlds import World, check_sums, fresh_world, groups_of, on_ranks
 
 SHORT = 2.0 + SLACK  # seconds; a timeout that passes
 
@@ -56,7 +56,6 @@ def connected(folder: Path, ranks: Sequence[int] = range(4), **sizes: int) -> Pr
 
 
 def steps_until_one_fails(mesh: ProcessGroupMesh) -> Attempt:
-    """All-reduces along each axis in turn, until one fails."""
 
     def steps() -> None:
         while True:
@@ -348,11 +347,13 @@ def test_abort_wakes_all_ranks_with_its_reason(tmp_path: Path):
 # ---- ten times ----
 
 
-def shrink_often(folder: Path, times: int) -> dict[str, int]:
-    """The mesh is replaced although no rank is lost; what the last shrinks leave besides two keys each."""
+@pytest.mark.skipif(not CAN_COUNT, reason="reads /proc")
+@on_ranks(4)
+def test_ten_shrinks_leave_two_keys_each():
+    """The mesh is replaced although no rank is lost."""
     beat_fast()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="train")
-    counts = []
+    counts, times = [], 10
     for number in range(times):
         check_sums(groups_of(mesh))
         dist.barrier()  # shrink aborts the mesh, and another rank may still check its sums
@@ -368,12 +369,7 @@ def shrink_often(folder: Path, times: int) -> dict[str, int]:
         assert mesh.shrunk is not None, number
     more = growth(counts[2:-1], count_with_keys)
     dist.barrier()
-    return more
-
-
-@pytest.mark.skipif(not CAN_COUNT, reason="reads /proc")
-def test_ten_shrinks_leave_two_keys_each(tmp_path: Path):
-    assert world(4).run(shrink_often, tmp_path, 10) == [{}] * 4
+    assert more == {}
 
 
 # ---- mistakes ----

@@ -244,7 +244,6 @@ def send_signals(case: Case, folder: Path, pids: Sequence[int], store: int) -> N
 
 
 def run(case: Case, folder: Path) -> list[Outcome]:
-    """Run a case in a world of its own."""
     with StoreProcess() as store, fresh_world(N, store) as own:
         own.run(dist.get_rank)
         struck: list[Attempt] = []

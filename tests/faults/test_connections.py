@@ -43,7 +43,7 @@ from tests.support.faults import (
 )
 from tests.support.proxy import Proxy
 from tests.support.resource_counts import CAN_COUNT, count_resources, growth
-from tests.support.worlds import STARVED, check_sums, fresh_world, groups_of, world
+from tests.support.worlds import STARVED, check_sums, fresh_world, groups_of, on_ranks
 
 SHORT = 10.0 if STARVED else 0.6  # seconds; the timeout of a group in which a collective fails
 
@@ -55,7 +55,8 @@ def wrong_shapes(group: dist.ProcessGroup) -> None:
     dist.all_gather([torch.ones(2)], torch.ones(3), group=group)
 
 
-def one_receive_fails() -> tuple[Attempt, float, list[Attempt]]:
+@on_ranks(3, "fast")
+def test_failed_receive_explains_no_later_error():
     """Rank 0 waits in vain for rank 2. Then it receives from rank 1, and makes mistakes of other kinds."""
     bystander = beat_fast_with_bystander()
     mesh = ProcessGroupMesh(3, name="actor")
@@ -67,29 +68,23 @@ def one_receive_fails() -> tuple[Attempt, float, list[Attempt]]:
         dist.recv(value, src=1, group=group)
     elif mesh.rank == 1:
         dist.send(value, dst=0, group=group)
-    later = [attempt(lambda: wrong_shapes(group))]
+    mistake = attempt(lambda: wrong_shapes(group))
     dist.barrier()
     if mesh.rank == 0:
-        later.append(attempt(lambda: dist.recv(value, src=1, group=group)))
+        late = attempt(lambda: dist.recv(value, src=1, group=group))
     check_sums(groups_of(bystander))
-    return failed, value.item(), later
+    assert mistake.kind == "RuntimeError"
+    assert "invalid output tensor list" in mistake.text
+    if mesh.rank == 0:
+        assert failed.kind == "MissingRanksError"
+        assert "did not reach the first collective" in failed.text
+        assert value.item() == 1.0
+        assert late.kind == "RuntimeError"
+        assert "Timed out waiting" in late.text
 
 
-def test_failed_receive_explains_no_later_error():
-    seen = results(fast_world(3).outcomes(one_receive_fails))
-    failed, value, later = seen[0]
-    print(failed, later)
-    assert failed.kind == "MissingRanksError"
-    assert "did not reach the first collective" in failed.text
-    assert value == 1.0
-    assert later[1].kind == "RuntimeError"
-    assert "Timed out waiting" in later[1].text
-    for *_, (mistake, *_) in seen:
-        assert mistake.kind == "RuntimeError"
-        assert "invalid output tensor list" in mistake.text
-
-
-def one_comes_late(folder: Path) -> tuple[str, Attempt]:
+@on_ranks(2, "fast")
+def test_reason_of_slow_collective_explains_no_later_error(tmp_path: Path):
     """Rank 0 finds out why its first collective does not end. It ends, and rank 0 makes a mistake at once."""
     beat_fast()
     mesh = ProcessGroupMesh(2, name="actor")
@@ -99,25 +94,18 @@ def one_comes_late(folder: Path) -> tuple[str, Attempt]:
 
     def watch() -> None:
         wait_until(lambda: record.finding[1], "the reason why the collective does not end")
-        set_flag(folder, "found")
+        set_flag(tmp_path, "found")
 
     if mesh.rank == 0:
         threading.Thread(target=watch, daemon=True).start()
     else:
-        wait_for_flag(folder, "found")
+        wait_for_flag(tmp_path, "found")
     dist.all_reduce(torch.ones(1), group=group)
     mistake = attempt(lambda: wrong_shapes(group))
     check_sums(groups_of(mesh))
-    return record.finding[1], mistake
-
-
-def test_reason_of_slow_collective_explains_no_later_error(tmp_path: Path):
-    seen = results(fast_world(2).outcomes(one_comes_late, tmp_path))
-    assert "rank 1 did not reach the first collective" in seen[0][0]
-    for _, mistake in seen:
-        print(mistake)
-        assert mistake.kind == "RuntimeError"
-        assert "invalid output tensor list" in mistake.text
+    assert mesh.rank or "rank 1 did not reach the first collective" in record.finding[1]
+    assert mistake.kind == "RuntimeError"
+    assert "invalid output tensor list" in mistake.text
 
 
 # ---- release and close ----
@@ -246,11 +234,13 @@ def send_and_receive(group: dist.ProcessGroup, rank: int) -> None:
 CHECKED_COLLECTIVES = [all_reduce, broadcast, reduce, gather, scatter, send_and_receive]
 
 
-def close_at_once(times: int, seed: int) -> tuple[list[str], dict[str, int]]:
-    """Each rank closes its mesh as soon as its part of a collective is done, and one of them is slow."""
+@pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")
+@on_ranks(4, "fast")
+def test_close_after_own_part_loses_no_message():
+    """What was sent still arrives on the members that are slower. In each round another rank is slow."""
     bystander = beat_fast_with_bystander()
-    chance, rank, lost = random.Random(seed), dist.get_rank(), []
-    for number in range(times):
+    chance, rank, lost = random.Random(5), dist.get_rank(), []
+    for number in range(48):
         collective, slow = CHECKED_COLLECTIVES[number % len(CHECKED_COLLECTIVES)], chance.randrange(4)
         delay, is_first = chance.choice([0.0, 0.001, 0.004, 0.01]), chance.random() < 0.5
         mesh = ProcessGroupMesh(4, name="actor")
@@ -272,13 +262,7 @@ def close_at_once(times: int, seed: int) -> tuple[list[str], dict[str, int]]:
     gc.collect()
     more = growth([early])
     check_sums(groups_of(bystander))
-    return lost, more
-
-
-@pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")
-def test_close_after_own_part_loses_no_message():
-    """What was sent still arrives on the members that are slower."""
-    assert results(fast_world(4).outcomes(close_at_once, 48, 5)) == [([], {})] * 4
+    assert (lost, more) == ([], {})
 
 
 # ---- groups with half a message in their connections ----
@@ -339,7 +323,9 @@ def own_methods(group: Any, peer: int) -> dict[str, Callable[[], Any]]:
     }
 
 
-def use_own_methods(axis: str) -> dict[str, Attempt]:
+@pytest.mark.parametrize("axis", ["one", "two"])
+@on_ranks(2)
+def test_methods_of_a_released_group_raise(axis: str):
     mesh = ProcessGroupMesh(one=1, two=2, name="actor")
     group = mesh.group(axis)
     check_sums(groups_of(mesh))
@@ -347,19 +333,11 @@ def use_own_methods(axis: str) -> dict[str, Attempt]:
     seen = {name: attempt(call) for name, call in own_methods(group, 1 - mesh.rank if axis == "two" else 0).items()}
     dist.barrier()
     check_sums(groups_of(mesh))
-    return seen
-
-
-@pytest.mark.parametrize("axis", ["one", "two"])
-def test_methods_of_a_released_group_raise(axis: str):
-    for seen in world(2).run(use_own_methods, axis):
-        for name, failed in seen.items():
-            print(name, failed)
-            assert failed.kind, name
-            assert failed.took < SLACK
-        first = seen["allreduce"]
-        assert first.kind == "LifetimeError"
-        assert f"group {axis} of mesh 'actor' was released at test_connections.py:" in first.text
+    for name, failed in seen.items():
+        assert failed.kind, name
+        assert failed.took < SLACK, name
+    assert seen["allreduce"].kind == "LifetimeError"
+    assert f"group {axis} of mesh 'actor' was released at test_connections.py:" in seen["allreduce"].text
 
 
 # ---- the connection to the store is cut ----

@@ -264,7 +264,6 @@ def train(folder: Path) -> None:
 
 
 def step_until_fault(mesh: ProcessGroupMesh) -> None:
-    """Sum until a collective fails."""
     end = time.monotonic() + WAIT_TIMEOUT
     while time.monotonic() < end:
         try:

@@ -42,7 +42,6 @@ SHORT = 10.0 if STARVED else 0.6  # seconds; the timeout of a group that loses a
 
 
 def sum_powers(group: dist.ProcessGroup) -> int:
-    """The sum of 2**rank over a group."""
     total = torch.tensor([2.0 ** dist.get_rank()])
     dist.all_reduce(total, group=group)
     return int(total.item())
@@ -111,7 +110,7 @@ def test_report_and_errors_show_the_stuck_collective(tmp_path: Path):
 # ---- a member dies in a first collective that no connect preceded ----
 
 
-def one_dies_in_a_first_collective(folder: Path) -> tuple[Attempt, Attempt]:
+def one_dies_in_a_first_collective(folder: Path) -> Attempt:
     """Rank 2 dies when its address is in the store. Rank 0 enters the collective at that time, and rank 1 later."""
     beat_fast()
     mesh = ProcessGroupMesh(3, name="actor")
@@ -128,19 +127,19 @@ def one_dies_in_a_first_collective(folder: Path) -> tuple[Attempt, Attempt]:
     if mesh.rank == 1:
         assert wait_until_gone([int((folder / "pid 2").read_text())])
     failed = attempt(lambda: dist.all_reduce(torch.ones(1), group=group))
-    return failed, attempt(lambda: connect_and_check(ProcessGroupMesh(2, ranks=range(2), name="survivors")))
+    connect_and_check(ProcessGroupMesh(2, ranks=range(2), name="survivors"))
+    return failed
 
 
 def test_first_collective_names_dead_member_by_its_listener(tmp_path: Path):
     with fresh_world(3) as own:
         seen = results(own.outcomes(one_dies_in_a_first_collective, tmp_path), 2)
-    for failed, again in seen:
+    for failed in seen:
         print(failed, failed.took)
         assert failed.kind == "MissingRanksError"
         assert "group 0 of mesh 'actor': rank 2 ended, or destroyed the group:" in failed.text
         assert re.search(r"rank 2: its listener at \S+:\d+ refuses connections", failed.text)
         assert failed.took < 5 * SHORT + SLACK  # Gloo waits five timeouts for a neighbour to connect
-        assert not again.kind, again.text
 
 
 # ---- report ----

@@ -64,7 +64,7 @@ from tests.support.programs import send_signal
 from tests.support.rank_processes import RankProcesses
 from tests.support.resource_counts import CAN_COUNT, count_resources, growth
 from tests.support.torch_tables import record_operations, table_sizes
-from tests.support.worlds import STARVED, check_sums, fresh_world, groups_of, world
+from tests.support.worlds import STARVED, check_sums, fresh_world, groups_of, on_ranks
 
 # ---- meshes and options that differ ----
 
@@ -81,7 +81,7 @@ DIFFER: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def differ() -> dict[str, tuple[Attempt, Attempt]]:
+def differ() -> dict[str, Attempt]:
     bystander, seen = beat_fast_with_bystander(), {}
     odd = dist.get_rank() == 3
     for what, (theirs, _) in DIFFER.items():
@@ -92,11 +92,11 @@ def differ() -> dict[str, tuple[Attempt, Attempt]]:
             mesh.configure(*mesh.axes, backend="cpu:gloo")
         if odd:
             wait_until_waiting(0, 1, 2)
-        failed = attempt(lambda mesh=mesh: mesh.connect(*mesh.axes, mesh.axes, timeout=LONG_TIMEOUT))
+        seen[what] = attempt(lambda mesh=mesh: mesh.connect(*mesh.axes, mesh.axes, timeout=LONG_TIMEOUT))
         check_sums(groups_of(bystander))
         mesh.close()
         right = ProcessGroupMesh(**ALIKE, name=mesh.name)
-        seen[what] = failed, attempt(lambda right=right: connect_and_check(right, "dp", "tp", ("dp", "tp")))
+        connect_and_check(right, "dp", "tp", ("dp", "tp"))
         right.close()
         dist.barrier()
     return seen
@@ -107,16 +107,20 @@ def test_mismatch_is_raised_on_all_arrived_ranks():
     """Once, though several groups differ; a retry works at once. test_detection_latency.py has the exact time."""
     ranks = results(fast_world(4).outcomes(differ))
     for what, (_, words) in DIFFER.items():
-        came = ranks[3][what][0].start
-        for failed, again in (seen[what] for seen in ranks):
+        came = ranks[3][what].start
+        for failed in (seen[what] for seen in ranks):
             print(failed, failed.end - came)
             assert failed.kind == "MismatchError"
             assert failed.text.count(words) == failed.text.count("is not the same on all ranks") == 1
             assert failed.end - came < 0.1 + SLACK
-            assert not again.kind, again.text
 
 
-def ask_wrongly() -> tuple[list[float], list[str]]:
+@pytest.mark.fault(
+    "sizes that do not fit, two -1, an empty mesh, an unknown axis, ranks that are repeated, negative or foreign"
+)
+@on_ranks(2, "fast")
+def test_local_errors_are_raised_without_store_operations():
+    """The text of each error is in test_messages.py."""
     beat_fast_with_bystander()
     mesh = ProcessGroupMesh(dp=1, tp=2, name="actor")
     mesh.group()
@@ -143,36 +147,28 @@ def ask_wrongly() -> tuple[list[float], list[str]]:
             took.append(best)
     assert table_sizes() == before
     connect_and_check(mesh, "tp")
-    return took, done
-
-
-@pytest.mark.fault(
-    "sizes that do not fit, two -1, an empty mesh, an unknown axis, ranks that are repeated, negative or foreign"
-)
-def test_local_errors_are_raised_without_store_operations():
-    """The text of each error is in test_messages.py."""
-    for took, done in results(fast_world(2).outcomes(ask_wrongly)):
-        assert done == []
-        assert max(took) < (SLACK if STARVED else 0.01)
+    assert done == []
+    assert max(took) < (SLACK if STARVED else 0.01)
 
 
 # ---- the order of asking ----
 
 
-def in_a_circle() -> tuple[Attempt, Attempt]:
+def in_a_circle() -> Attempt:
     bystander = beat_fast_with_bystander()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     first = {0: "tp", 1: "dp", 3: "tp", 2: "dp"}[mesh.rank]  # 0 waits for 1, 1 for 3, 3 for 2, 2 for 0
     failed = attempt(lambda: mesh.connect(first, timeout=timedelta(seconds=D)))
     check_sums(groups_of(bystander))
-    return failed, attempt(lambda: connect_and_check(mesh, "tp", "dp"))
+    connect_and_check(mesh, "tp", "dp")
+    return failed
 
 
 @pytest.mark.fault("ranks wait for each other in a circle")
 def test_circle_error_shows_every_rank_in_it():
     seen = results(fast_world(4).outcomes(in_a_circle))
-    last = max(failed.start for failed, _ in seen)
-    for failed, again in seen:
+    last = max(failed.start for failed in seen)
+    for failed in seen:
         print(failed, failed.end - last)
         assert failed.kind == "CircleError"
         assert "wait for each other" in failed.text
@@ -181,64 +177,54 @@ def test_circle_error_shows_every_rank_in_it():
             assert re.search(f"{words}{following}", failed.text), failed.text
         assert "Connect the groups in one call on every rank" in failed.text
         assert failed.end - last < D + SLACK
-        assert not again.kind, again.text
-
-
-def asks_with_another_option() -> Attempt:
-    beat_fast_with_bystander()
-    with mock.patch.object(timing, "TIMING", timing.TIMING._replace(status_after=0.0)):
-        group = ProcessGroupMesh(dp=2, name="actor").group(timeout=timedelta(seconds=D + 0.1 * dist.get_rank()))
-        return attempt(lambda: dist.all_reduce(torch.ones(1), group=group))
 
 
 @pytest.mark.fault("ranks ask for a group with different options in the call, which gives different groups")
+@on_ranks(2, "fast")
 def test_missing_rank_error_shows_differing_call_options():
-    first, second = results(fast_world(2).outcomes(asks_with_another_option))
-    assert first.kind == second.kind == "MissingRanksError"
-    assert "rank 1 did not reach the first collective" in first.text
-    assert first.text.startswith("group dp of mesh 'actor' (asked for with timeout=1.5): ")
-    waiting = (
-        "in the first collective of group dp of mesh 'actor' (asked for with timeout=1.6), waiting for its members"
-    )
-    assert f"last status of rank 1: {waiting}" in first.text
-    assert "an option asked for in a call makes a different group. Use mesh.configure" in first.text
+    beat_fast_with_bystander()
+    with mock.patch.object(timing, "TIMING", timing.TIMING._replace(status_after=0.0)):
+        group = ProcessGroupMesh(dp=2, name="actor").group(timeout=timedelta(seconds=D + 0.1 * dist.get_rank()))
+        failed = attempt(lambda: dist.all_reduce(torch.ones(1), group=group))
+    assert failed.kind == "MissingRanksError"
+    if dist.get_rank() == 0:
+        assert "rank 1 did not reach the first collective" in failed.text
+        assert failed.text.startswith("group dp of mesh 'actor' (asked for with timeout=1.5): ")
+        waiting = "in the first collective of group dp of mesh 'actor' (asked for with timeout=1.6), waiting for its"
+        assert f"last status of rank 1: {waiting} members" in failed.text
+        assert "an option asked for in a call makes a different group. Use mesh.configure" in failed.text
 
 
-def one_mesh_more_on_one_rank() -> Attempt:
+@pytest.mark.fault("ranks have created, closed or tried meshes of one name a different number of times")
+@on_ranks(4, fresh=True)
+def test_error_explains_different_numbers_of_meshes():
     beat_fast_with_bystander()
     if dist.get_rank() == 0:
         ProcessGroupMesh(dp=2, tp=2, name="actor").close()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     dist.barrier()  # all of them wait for D at the same time
-    return attempt(lambda: mesh.connect(("dp", "tp"), timeout=timedelta(seconds=D)))
+    failed = attempt(lambda: mesh.connect(("dp", "tp"), timeout=timedelta(seconds=D)))
+    assert failed.kind == "CircleError"
+    assert "created, closed or released them a different number of times" in failed.text
 
 
-@pytest.mark.fault("ranks have created, closed or tried meshes of one name a different number of times")
-def test_error_explains_different_numbers_of_meshes():
-    with fresh_world(4) as own:
-        for failed in results(own.outcomes(one_mesh_more_on_one_rank)):
-            assert failed.kind == "CircleError"
-            assert "created, closed or released them a different number of times" in failed.text
-
-
-def adds_two() -> tuple[Attempt, Attempt]:
+@pytest.mark.fault("the first sum of a group is wrong")
+@on_ranks(4, "fast")
+def test_wrong_first_sum_fails_on_all_ranks():
     beat_fast_with_bystander()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     twice = mock.patch.object(torch, "ones", lambda *size, **how: torch.full(size, 2.0, **how))
     with twice if mesh.rank == 3 else contextlib.nullcontext():
         failed = attempt(lambda: mesh.connect(("dp", "tp"), timeout=LONG_TIMEOUT))
-    return failed, attempt(lambda: connect_and_check(mesh, ("dp", "tp")))
+    again = attempt(lambda: connect_and_check(mesh, ("dp", "tp")))
+    assert failed.kind == "MismatchError", failed.text
+    assert "group dp, tp of mesh 'actor' has 4 members, but the sum of one from each is 5." in failed.text
+    assert not again.kind, again.text
 
 
-@pytest.mark.fault("the first sum of a group is wrong")
-def test_wrong_first_sum_fails_on_all_ranks():
-    for failed, again in results(fast_world(4).outcomes(adds_two)):
-        assert failed.kind == "MismatchError", failed.text
-        assert "group dp, tp of mesh 'actor' has 4 members, but the sum of one from each is 5." in failed.text
-        assert not again.kind, again.text
-
-
-def in_threads() -> None:
+@pytest.mark.fault("ranks ask for groups in different orders, or threads connect groups at once")
+@on_ranks(4, "fast")
+def test_threads_connect_groups_in_any_order():
     """Four threads on every rank connect four groups, each rank in another order."""
     beat_fast_with_bystander()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
@@ -258,11 +244,6 @@ def in_threads() -> None:
         thread.join(WAIT_TIMEOUT)
     assert not failed
     check_sums(groups_of(mesh))
-
-
-@pytest.mark.fault("ranks ask for groups in different orders, or threads connect groups at once")
-def test_threads_connect_groups_in_any_order():
-    results(fast_world(4).outcomes(in_threads))
 
 
 # ---- a member does not arrive ----
@@ -356,7 +337,7 @@ def test_rank_killed_before_arrival_is_named(tmp_path: Path, has_status: bool):
         assert not again.kind, again.text
 
 
-def one_dies_after(moment: str) -> tuple[Attempt, Attempt]:
+def one_dies_after(moment: str) -> Attempt:
     """All have arrived, and rank 3 dies before it begins the first collective, or right after."""
     bystander = beat_fast_with_bystander(3)
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
@@ -364,7 +345,8 @@ def one_dies_after(moment: str) -> tuple[Attempt, Attempt]:
     with die if mesh.rank == 3 else contextlib.nullcontext():
         failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
     check_sums(groups_of(bystander))
-    return failed, attempt(lambda: connect_and_check(ProcessGroupMesh(3, ranks=range(3), name="survivors"), 0))
+    connect_and_check(ProcessGroupMesh(3, ranks=range(3), name="survivors"), 0)
+    return failed
 
 
 @pytest.mark.fault("a member dies in the first collective")
@@ -373,7 +355,7 @@ def test_rank_killed_in_first_collective_is_named(moment: str):
     """If it dies right after it began, the collective may have been done on some or on all."""
     with fresh_world(4) as own:
         seen = results(own.outcomes(one_dies_after, moment), 3)
-    for failed, again in seen:
+    for failed in seen:
         print(failed)
         if moment == "before" or failed.kind:
             assert failed.kind == "MissingRanksError"
@@ -382,34 +364,27 @@ def test_rank_killed_in_first_collective_is_named(moment: str):
         if moment == "before":
             assert "refuses connections" in failed.text, failed.text  # known before it is silent
         assert failed.took < H + BEAT + SLACK
-        assert not again.kind, again.text
 
 
-def lost_on_one(folder: Path, release: bool) -> tuple[Attempt, Attempt]:
+@pytest.mark.fault("a first collective completes on one member and fails on another")
+@pytest.mark.parametrize("release", [True, False], ids=["released", "still held"])
+@on_ranks(4, "fast")
+def test_group_that_failed_on_one_rank_reconnects(tmp_path: Path, release: bool):
     """The first collective is done on all, but rank 3 takes it for lost; then all connect again."""
     beat_fast_with_bystander()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
 
     def wait() -> None:
-        wait_for_flags(folder, "connected", range(3))
+        wait_for_flags(tmp_path, "connected", range(3))
 
     with losing_all_reduces(before=wait) if mesh.rank == 3 else contextlib.nullcontext():
         failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
-    set_flag(folder, f"connected {mesh.rank}")
+    set_flag(tmp_path, f"connected {mesh.rank}")
     dist.barrier()
     if release:
         mesh.release()
-    return failed, attempt(lambda: connect_and_check(mesh, mesh.axes))
-
-
-@pytest.mark.fault("a first collective completes on one member and fails on another")
-@pytest.mark.parametrize("release", [True, False], ids=["released", "still held"])
-def test_group_that_failed_on_one_rank_reconnects(tmp_path: Path, release: bool):
-    seen = results(fast_world(4).outcomes(lost_on_one, tmp_path, release))
-    for rank, (failed, again) in enumerate(seen):
-        print(failed)
-        assert failed.kind == ("MissingRanksError" if rank == 3 else "")
-        assert not again.kind, again
+    connect_and_check(mesh, mesh.axes)
+    assert failed.kind == ("MissingRanksError" if mesh.rank == 3 else "")
 
 
 # ---- a rank that takes the world for larger ----
@@ -679,7 +654,7 @@ def test_signal_during_connect_is_named_on_peers(tmp_path: Path, how: str):
         assert failed.end - sent[0] < 0.2 + SLACK
 
 
-def one_is_interrupted(where: str) -> tuple[Attempt, Attempt]:
+def one_is_interrupted(where: str) -> Attempt:
     """Ctrl-C reaches rank 3 as it makes its group, or when all have arrived and it begins the first collective."""
     bystander = beat_fast_with_bystander()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
@@ -691,25 +666,27 @@ def one_is_interrupted(where: str) -> tuple[Attempt, Attempt]:
     with interrupted if mesh.rank == 3 else contextlib.nullcontext():
         failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
     check_sums(groups_of(bystander))
-    return failed, attempt(lambda: connect_and_check(mesh, mesh.axes))
+    connect_and_check(mesh, mesh.axes)
+    return failed
 
 
 @pytest.mark.fault("Ctrl-C or SIGTERM while connecting, or any exception")
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_interrupt_before_or_after_arrival_reaches_peers(where: str):
     seen = results(fast_world(4).outcomes(one_is_interrupted, where))
-    for failed, again in seen:
+    for failed in seen:
         print(failed)
-        assert failed.kind == ("KeyboardInterrupt" if failed is seen[3][0] else "MissingRanksError")
-        assert failed.end - seen[3][0].end < 0.2 + SLACK
-        assert not again.kind, again.text
-    assert all("rank 3" in failed.text and "KeyboardInterrupt" in failed.text for failed, _ in seen[:3])
+        assert failed.kind == ("KeyboardInterrupt" if failed is seen[3] else "MissingRanksError")
+        assert failed.end - seen[3].end < 0.2 + SLACK
+    assert all("rank 3" in failed.text and "KeyboardInterrupt" in failed.text for failed in seen[:3])
 
 
 # ---- making a group raises ----
 
 
-def one_cannot_make() -> tuple[Attempt, Attempt]:
+@pytest.mark.fault("creating a group raises an error")
+@on_ranks(4, "fast")
+def test_retry_succeeds_after_failed_group_creation():
     bystander = beat_fast_with_bystander()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     before = table_sizes()
@@ -719,20 +696,12 @@ def one_cannot_make() -> tuple[Attempt, Attempt]:
     if mesh.rank == 3:
         assert table_sizes() == before
     check_sums(groups_of(bystander))
-    return failed, attempt(lambda: connect_and_check(mesh, "dp", "tp"))
-
-
-@pytest.mark.fault("creating a group raises an error")
-def test_retry_succeeds_after_failed_group_creation():
-    seen = results(fast_world(4).outcomes(one_cannot_make))
-    for failed, again in seen:
-        print(failed)
-        assert not again.kind, again.text
-    assert (seen[3][0].kind, seen[3][0].text) == ("OSError", "Too many open files")
-    for rank, axis in [(1, "dp"), (2, "tp")]:
-        failed = seen[rank][0]
+    connect_and_check(mesh, "dp", "tp")
+    if mesh.rank == 3:
+        assert (failed.kind, failed.text) == ("OSError", "Too many open files")
+    elif mesh.rank > 0:
         assert failed.kind == "MissingRanksError"
-        assert f"group {axis} of mesh 'actor'" in failed.text
+        assert f"group {'dp' if mesh.rank == 1 else 'tp'} of mesh 'actor'" in failed.text
         assert "rank 3" in failed.text
         assert failed.took < D + SLACK
 
@@ -806,7 +775,10 @@ def quickest(act: Callable[[], Any]) -> float:
     return min(each.took for each in seen)
 
 
-def use_what_is_gone() -> dict[str, float]:
+@pytest.mark.fault("a group is used after `release` or `close`")
+@pytest.mark.fault("a process forks")
+@on_ranks(2)
+def test_ended_mesh_raises_within_a_millisecond():
     mesh = ProcessGroupMesh(dp=1, tp=2, name="actor")
     group = mesh.group("tp")
     check_sums(groups_of(mesh))
@@ -827,12 +799,4 @@ def use_what_is_gone() -> dict[str, float]:
     took["release"] = quickest(lambda: dist.all_reduce(torch.ones(1), group=group))
     mesh.close()
     took["close"] = quickest(lambda: mesh.group("tp"))
-    return took
-
-
-@pytest.mark.fault("a group is used after `release` or `close`")
-@pytest.mark.fault("a process forks")
-def test_ended_mesh_raises_within_a_millisecond():
-    for took in world(2).run(use_what_is_gone):
-        print(took)
-        assert max(took.values()) < (SLACK if STARVED else 0.001)
+    assert max(took.values()) < (SLACK if STARVED else 0.001), took

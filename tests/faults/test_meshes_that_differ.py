@@ -5,43 +5,30 @@ from __future__ import annotations
 from datetime import timedelta
 
 from pgmesh import ProcessGroupMesh
-from tests.support.faults import (
-    SLACK,
-    Attempt,
-    attempt,
-    beat_fast_with_bystander,
-    connect_and_check,
-    results,
-)
+from tests.support.faults import SLACK, attempt, beat_fast_with_bystander, connect_and_check
 from tests.support.logs import logged_lines
-from tests.support.worlds import check_sums, fresh_world, groups_of, world
+from tests.support.worlds import check_sums, groups_of, on_ranks
 
 D = 1.0  # seconds
 
 
-def use_another_name() -> tuple[Attempt, Attempt]:
+@on_ranks(4, fresh=True)
+def test_circle_error_shows_different_mesh_names():
     """Rank 3 gives its mesh another name."""
     bystander = beat_fast_with_bystander()
     rank = bystander.rank
     with ProcessGroupMesh(dp=2, tp=2, name="trian" if rank == 3 else "train") as wrong:
         failed = attempt(lambda: wrong.connect(wrong.axes, timeout=timedelta(seconds=D)))
     check_sums(groups_of(bystander))
-    return failed, attempt(lambda: connect_and_check(ProcessGroupMesh(dp=2, tp=2, name="right"), "dp", "tp"))
+    connect_and_check(ProcessGroupMesh(dp=2, tp=2, name="right"), "dp", "tp")
+    assert failed.kind == "CircleError"
+    assert "These are different meshes: mesh 'train' on rank " in failed.text
+    assert "mesh 'trian' on rank 3. Create the mesh with the same name on every rank." in failed.text
+    assert failed.took < D + SLACK
 
 
-def test_circle_error_shows_different_mesh_names():
-    with fresh_world(4) as own:
-        seen = results(own.outcomes(use_another_name))
-    for rank, (failed, again) in enumerate(seen):
-        print(rank, failed)
-        assert failed.kind == "CircleError"
-        assert "These are different meshes: mesh 'train' on rank " in failed.text
-        assert "mesh 'trian' on rank 3. Create the mesh with the same name on every rank." in failed.text
-        assert failed.took < D + SLACK
-        assert not again.kind, again.text
-
-
-def ask_for_timeouts() -> list[str]:
+@on_ranks(2)
+def test_timeout_in_a_call_is_logged_once():
     with logged_lines() as lines:
         mesh = ProcessGroupMesh(dp=1, tp=2, name="actor")
         for seconds in (20, 20, 21):
@@ -50,12 +37,6 @@ def ask_for_timeouts() -> list[str]:
             check_sums({"tp": (group, mesh.ranks("tp"))})
         mesh.group("dp", timeout=20)  # a group of one rank waits for no other
         check_sums(groups_of(mesh))
-    return [line.text for line in lines]
-
-
-def test_timeout_in_a_call_is_logged_once():
-    for lines in world(2).run(ask_for_timeouts):
-        print(lines)
-        (line,) = lines
-        assert line.startswith("group tp of mesh 'actor' is a communicator of its own")
-        assert "mesh.configure('tp', timeout=20) on every rank before its first use" in line
+    (line,) = lines
+    assert line.text.startswith("group tp of mesh 'actor' is a communicator of its own")
+    assert "mesh.configure('tp', timeout=20) on every rank before its first use" in line.text

@@ -25,16 +25,9 @@ from torch.distributed.tensor import DTensor, Shard
 from pgmesh import ProcessGroupMesh
 from pgmesh.groups import backends, background
 from tests.support.board import Fault, at_all_reduce, faults, raises
-from tests.support.faults import (
-    BEAT,
-    LONG_TIMEOUT,
-    beat_fast_with_bystander,
-    fast_world,
-    wait_until,
-    wait_until_waiting,
-)
+from tests.support.faults import BEAT, LONG_TIMEOUT, beat_fast_with_bystander, wait_until, wait_until_waiting
 from tests.support.resource_counts import CAN_COUNT, count_resources, count_with_keys, growth, resident_kib
-from tests.support.worlds import World, check_sums, world
+from tests.support.worlds import World, check_sums, on_ranks, world
 
 pytestmark = pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")
 
@@ -183,13 +176,14 @@ KEYS_LEFT: dict[Callable[[ProcessGroupMesh], None], int] = {
 # ---- nothing waits for the garbage collector ----
 
 
-def cycles_without_collection(times: int) -> dict[str, int]:
+@on_ranks(4, "fast")
+def test_close_frees_groups_without_the_garbage_collector():
     beat_fast_with_bystander()
     seen: list[dict[str, int]] = []
     gc.collect()
     gc.disable()
     try:
-        for _ in range(times):
+        for _ in range(6):
             mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
             mesh.connect()
             check_sums({"all": (mesh.group(), mesh.ranks())})
@@ -199,18 +193,15 @@ def cycles_without_collection(times: int) -> dict[str, int]:
             del mesh
             dist.barrier()
             seen.append(count_resources())
-        return growth(seen[1:-1])
+        assert growth(seen[1:-1]) == {}
     finally:
         gc.enable()
 
 
-def test_close_frees_groups_without_the_garbage_collector():
-    assert fast_world(4).run(cycles_without_collection, 6) == [{}] * 4
-
-
-def cycles_of_dtensors(times: int) -> dict[str, int]:
+@on_ranks(4)
+def test_close_frees_groups_that_dtensors_used():
     seen: list[dict[str, int]] = []
-    for _ in range(times):
+    for _ in range(5):
         mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
         shard = DTensor.from_local(torch.ones(4), mesh.device_mesh("tp"), [Shard(0)], run_check=False)
         assert shard.full_tensor().sum() == 8.0
@@ -219,11 +210,7 @@ def cycles_of_dtensors(times: int) -> dict[str, int]:
         dist.barrier()
         gc.collect()
         seen.append(count_resources())
-    return growth(seen[1:])
-
-
-def test_close_frees_groups_that_dtensors_used():
-    assert world(4).run(cycles_of_dtensors, 5) == [{}] * 4
+    assert growth(seen[1:]) == {}
 
 
 # ---- the counts ----

@@ -14,12 +14,13 @@ from pgmesh import ProcessGroupMesh
 from tests.support.releases import check_cycles
 from tests.support.resource_counts import CAN_COUNT
 from tests.support.torch_tables import count_new_groups
-from tests.support.worlds import check_sums, groups_of, world
+from tests.support.worlds import check_sums, groups_of, on_ranks
 
 # ---- one group waits, the others go on ----
 
 
-def go_on_while_one_waits() -> None:
+@on_ranks(4)
+def test_pending_first_collective_blocks_no_other_group():
     """Rank 0 is in the first collective with rank 1, which begins only when all the rest is done."""
     mesh = ProcessGroupMesh(dp=2, tp=2)
     if mesh.rank == 0:
@@ -39,10 +40,6 @@ def go_on_while_one_waits() -> None:
         work.wait()
         assert one.item() == 2
     check_sums(groups_of(mesh))
-
-
-def test_pending_first_collective_blocks_no_other_group():
-    world(4).run(go_on_while_one_waits)
 
 
 # ---- what a group leaves behind ----
@@ -70,12 +67,9 @@ def ask_at_once(mesh: ProcessGroupMesh, tag: str) -> None:
     check_sums({tag: (asked[0], mesh.ranks("tp"))})
 
 
-def many_ask_for_one() -> None:
+@on_ranks(4)
+def test_threads_get_the_same_group():
     mesh = ProcessGroupMesh(dp=2, tp=2)
     for tag in ("", *map(str, range(10))):
         assert count_new_groups(lambda tag=tag: ask_at_once(mesh, tag)) == 1
     check_sums(groups_of(mesh))
-
-
-def test_threads_get_the_same_group():
-    world(4).run(many_ask_for_one)

@@ -58,7 +58,6 @@ def machine() -> dict[str, str]:
 
 
 def driver() -> str:
-    """Version of NVIDIA's driver."""
     try:
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()[0]

@@ -177,7 +177,6 @@ COLLECTIVES = {
 
 
 def is_right(name: str, group: dist.ProcessGroup) -> None:
-    """Check the result of a collective, on the device."""
     found, right = COLLECTIVES[name](group, group.rank(), group.size())
     placed(name, [found])
     assert found.tolist() == [float(each) for each in right], f"{name} gave {found.tolist()}, not {[*right]}"

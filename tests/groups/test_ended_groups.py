@@ -24,10 +24,11 @@ from pgmesh.launch import StoreProcess
 from tests.support.faults import LONG_TIMEOUT, Attempt, attempt, wait_until, wait_until_waiting
 from tests.support.programs import send_signal
 from tests.support.torch_tables import timeout_of
-from tests.support.worlds import check_sums, fresh_world, groups_of, world
+from tests.support.worlds import check_sums, fresh_world, groups_of, on_ranks
 
 
-def abort_and_wait() -> None:
+@on_ranks(2)
+def test_abort_frees_process_groups():
     mesh = ProcessGroupMesh(dp=1, tp=2, name="actor")
     mesh.connect("tp")
     check_sums(groups_of(mesh))
@@ -37,11 +38,8 @@ def abort_and_wait() -> None:
     wait_until(lambda: reference() is None, "the aborted group is freed")
 
 
-def test_abort_frees_process_groups():
-    world(2).run(abort_and_wait)
-
-
-def abort_during_call() -> None:
+@on_ranks(2)
+def test_abort_during_another_call_destroys_groups():
     """Another thread holds the mesh's lock, as a slow call in torch does, when the mesh is aborted."""
     mesh = ProcessGroupMesh(dp=1, tp=2, name="actor")
     group: Any = mesh.group("tp")
@@ -71,31 +69,20 @@ def abort_during_call() -> None:
     assert attempt(lambda: dist.all_reduce(torch.ones(1), group=group)).kind == LifetimeError.__name__
 
 
-def test_abort_during_another_call_destroys_groups():
-    world(2).run(abort_during_call)
-
-
-def set_and_report() -> str:
+@on_ranks(2)
+def test_report_has_the_timeout_that_was_set():
     mesh = ProcessGroupMesh(2, name="actor")
     mesh.group()
     mesh.set_timeout(timeout=7)
-    return str(mesh.report())
+    assert "timeout=datetime.timedelta(seconds=7)" in str(mesh.report())
 
 
-def test_report_has_the_timeout_that_was_set():
-    assert all("timeout=datetime.timedelta(seconds=7)" in text for text in world(2).run(set_and_report))
-
-
-def watch_twice() -> int:
+@on_ranks(2, fresh=True)
+def test_second_abort_when_lost_adds_no_second_watch():
     mesh = ProcessGroupMesh(2, name="actor")
     mesh.abort_when_lost()
     mesh.abort_when_lost(lost_after=30)
-    return len(mesh._mesh_groups.world.at_heartbeat)
-
-
-def test_second_abort_when_lost_adds_no_second_watch():
-    with fresh_world(2) as own:
-        assert own.run(watch_twice) == [1, 1]
+    assert len(mesh._mesh_groups.world.at_heartbeat) == 1
 
 
 EXITING = """
@@ -122,7 +109,8 @@ def test_process_ends_after_its_threads_left_collectives():
     assert done.stdout == "it has returned\n"
 
 
-def break_and_make_again() -> tuple[bool, float]:
+@on_ranks(2)
+def test_group_that_is_made_again_keeps_its_timeout():
     mesh = ProcessGroupMesh(2, name="actor")
     mesh.connect()
     mesh.set_timeout(timeout=7)
@@ -131,11 +119,8 @@ def break_and_make_again() -> tuple[bool, float]:
     mesh._mesh_groups.discard(group, "broke.")
     again = mesh.group()
     check_sums(groups_of(mesh))
-    return again.group_name != before, timeout_of(again).total_seconds()
-
-
-def test_group_that_is_made_again_keeps_its_timeout():
-    assert world(2).run(break_and_make_again) == [(True, 7.0)] * 2
+    assert again.group_name != before
+    assert timeout_of(again).total_seconds() == 7.0
 
 
 def fails_after_it_has_begun() -> Attempt:
@@ -154,15 +139,6 @@ def fails_after_it_has_begun() -> Attempt:
         return attempt(lambda: mesh.connect(timeout=LONG_TIMEOUT))
 
 
-def test_members_learn_that_rank_cannot_make_group_again():
-    with fresh_world(4) as own:
-        seen = own.run(fails_after_it_has_begun)
-    assert seen[0].kind == "OSError"
-    for failed in seen[1:3]:
-        assert failed.kind == "MissingRanksError"
-        assert "no descriptor is left" in failed.text
-
-
 def ends_before_its_round() -> Attempt:
     """On rank 0, another thread ends a group between the arrival of the other members and its own."""
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
@@ -177,12 +153,21 @@ def ends_before_its_round() -> Attempt:
     return attempt(lambda: mesh.connect(timeout=LONG_TIMEOUT))
 
 
-def test_members_learn_of_group_that_ended_early():
+@pytest.mark.parametrize(
+    ("fails", "kind", "reason"),
+    [
+        (fails_after_it_has_begun, "OSError", "no descriptor is left"),
+        (ends_before_its_round, "LifetimeError", "another thread has released it"),
+    ],
+    ids=["cannot be made again", "ended early"],
+)
+def test_members_learn_why_a_group_fails(fails: Callable[[], Attempt], kind: str, reason: str):
     with fresh_world(4) as own:
-        seen = own.run(ends_before_its_round)
-    assert seen[0].kind == "LifetimeError"
+        seen = own.run(fails)
+    assert seen[0].kind == kind
     for failed in seen[1:3]:
-        assert "another thread has released it" in failed.text
+        assert failed.kind == "MissingRanksError"
+        assert reason in failed.text
 
 
 # ---- no thread waits for the store with the lock of a mesh ----

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from pgmesh import Layout, OptionsError, ProcessGroupMesh, ShapeError, torch_private
 from tests.support.programs import clean_env, run_programs
 from tests.support.torch_tables import record_operations
-from tests.support.worlds import DEADLINE, axis_combinations, check_sums, fresh_world, groups_of, world
+from tests.support.worlds import DEADLINE, axis_combinations, check_sums, groups_of, on_ranks, world
 
 BOXES: dict[str, tuple[int, dict[str, int], Sequence[int] | None]] = {
     "4 in a line": (4, {"dp": 4}, None),
@@ -112,7 +112,8 @@ def test_slices_share_the_groups_of_their_mesh(box: str):
     on_every_rank(box, slices_share)
 
 
-def ends_of_the_pipeline() -> None:
+@on_ranks(8)
+def test_slice_of_end_stages_has_own_group():
     mesh = ProcessGroupMesh(pp=4, tp=2)
     ends = mesh.at(pp=[0, -1])
     if mesh.rank in ends:
@@ -121,11 +122,8 @@ def ends_of_the_pipeline() -> None:
     check_sums(groups_of(mesh))
 
 
-def test_slice_of_end_stages_has_own_group():
-    world(8).run(ends_of_the_pipeline)
-
-
-def views_share() -> None:
+@on_ranks(8)
+def test_view_shares_groups_of_equal_ranks():
     mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, ranks=[5, 2, 7, 0, 3, 6, 1, 4])
     moe = mesh.view(pp=2, edp=1, ep=4)
     assert moe.group("ep") is mesh.group("dp", "tp")
@@ -135,10 +133,6 @@ def views_share() -> None:
     assert mesh.along("dp", "tp").view(ep=4).group("ep") is moe.group("ep")
     assert mesh.group_of(mesh.ranks("dp", "tp")) is moe.group("ep")
     check_sums({**groups_of(mesh), **groups_of(moe)})
-
-
-def test_view_shares_groups_of_equal_ranks():
-    world(8).run(views_share)
 
 
 # ---- any order, on any rank ----
@@ -152,7 +146,15 @@ def random_mesh(rng: random.Random, name: str) -> ProcessGroupMesh:
     return ProcessGroupMesh(**dict(zip("abc", sizes)), ranks=ranks, name=name)
 
 
-def make_in_any_order(seed: int) -> None:
+def new_group_of_all(odd: Sequence[int]) -> Any:
+    """torch's new_group as it is meant: every rank calls it for every block."""
+    rest = [rank for rank in range(8) if rank not in odd]
+    return [dist.new_group(block) for block in (odd, rest)][dist.get_rank() not in odd]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@on_ranks(8)
+def test_ranks_create_groups_in_any_order(seed: int):
     """Make the groups of three meshes in an order of one's own, torch's own groups in between, and use them."""
     me, alike, mine = dist.get_rank(), random.Random(seed), random.Random(f"{seed} on rank {dist.get_rank()}")
     wanted: list[tuple[str, Callable[[], Any], Sequence[int]]] = []
@@ -189,21 +191,11 @@ def make_in_any_order(seed: int) -> None:
             dist.destroy_process_group(group)
 
 
-def new_group_of_all(odd: Sequence[int]) -> Any:
-    """torch's new_group as it is meant: every rank calls it for every block."""
-    rest = [rank for rank in range(8) if rank not in odd]
-    return [dist.new_group(block) for block in (odd, rest)][dist.get_rank() not in odd]
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_ranks_create_groups_in_any_order(seed: int):
-    world(8).run(make_in_any_order, seed)
-
-
 # ---- tags and options ----
 
 
-def one_group_for_what_is_the_same() -> None:
+@on_ranks(4)
+def test_equal_options_give_the_same_group():
     mesh = ProcessGroupMesh(dp=2, tp=2)
     group = mesh.group("dp")
     assert mesh.group("dp", backend="gloo") is group
@@ -216,11 +208,8 @@ def one_group_for_what_is_the_same() -> None:
     check_sums({"dp": (group, mesh.ranks("dp")), "slower": (slower, mesh.ranks("dp"))})
 
 
-def test_equal_options_give_the_same_group():
-    world(4).run(one_group_for_what_is_the_same)
-
-
-def two_communicators() -> None:
+@on_ranks(4)
+def test_tag_makes_a_separate_communicator():
     """Each rank starts with the other of the two: on one communicator the numbers would cross."""
     mesh = ProcessGroupMesh(dp=4)
     groups = {10: mesh.group("dp"), 1000: mesh.group("dp", tag="gather")}
@@ -235,11 +224,8 @@ def two_communicators() -> None:
     check_sums({f"{number}": (group, range(4)) for number, group in groups.items()})
 
 
-def test_tag_makes_a_separate_communicator():
-    world(4).run(two_communicators)
-
-
-def meshes_share_nothing() -> None:
+@on_ranks(4)
+def test_meshes_on_same_ranks_share_no_group():
     meshes = [
         ProcessGroupMesh(dp=2, tp=2, name="actor"),
         ProcessGroupMesh(dp=2, tp=2, name="critic"),
@@ -255,14 +241,11 @@ def meshes_share_nothing() -> None:
     check_sums({name: group for name, group in groups.items() if "actor" not in name})
 
 
-def test_meshes_on_same_ranks_share_no_group():
-    world(4).run(meshes_share_nothing)
-
-
 # ---- its description ----
 
 
-def describe_groups() -> None:
+@on_ranks(8)
+def test_description_of_group_names_mesh_and_coord():
     mesh, stage = ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor"), dist.get_rank() // 4
     assert mesh.group("dp", "tp").group_desc == f"actor[pp={stage}, dp=*, tp=*]"
     assert mesh.group().group_desc == "actor[pp=*, dp=*, tp=*]"
@@ -281,14 +264,11 @@ def describe_groups() -> None:
     check_sums({**groups, **groups_of(other)})
 
 
-def test_description_of_group_names_mesh_and_coord():
-    world(8).run(describe_groups)
-
-
 # ---- what it costs ----
 
 
-def operations() -> None:
+@on_ranks(4)
+def test_group_creation_costs_no_store_operation():
     mesh, done = ProcessGroupMesh(pp=1, dp=2, tp=2), {}
     for axes in [("tp",), ("dp",), (), ("pp",)]:
         with record_operations() as done[axes]:
@@ -307,11 +287,8 @@ def operations() -> None:
     check_sums({**groups_of(mesh), **groups})
 
 
-def test_group_creation_costs_no_store_operation():
-    world(4).run(operations)
-
-
-def nothing_from_outside() -> None:
+@on_ranks(4)
+def test_rank_outside_mesh_does_nothing():
     with record_operations() as done:
         mesh = ProcessGroupMesh(dp=2, ranks=[2, 1])
         mesh.configure("dp", timeout=timedelta(seconds=30))
@@ -321,10 +298,6 @@ def nothing_from_outside() -> None:
         dist.barrier()
         mesh.close()
     assert bool(done) is (mesh.rank in mesh)
-
-
-def test_rank_outside_mesh_does_nothing():
-    world(4).run(nothing_from_outside)
 
 
 # ---- backends that members cannot make alone ----
@@ -339,7 +312,8 @@ def register_lantern() -> None:
     dist.Backend.register_backend("lantern", make, extended_api=True, devices=["cpu"])
 
 
-def made_with_all() -> None:
+@on_ranks(4, fresh=True)
+def test_unknown_backend_calls_new_group_for_every_block():
     register_lantern()
     mesh = ProcessGroupMesh(dp=2, tp=2, ranks=[3, 1, 2, 0] if torch_private.KEEPS_ORDER else None)
     asked_for = [("tp",), ("dp",), ("tp",), ()]
@@ -363,7 +337,8 @@ def made_with_all() -> None:
     check_sums({"again": (again, mesh.ranks("tp")), **groups_of(mesh)})
 
 
-def on_a_named_interface() -> None:
+@on_ranks(2)
+def test_gloo_uses_the_interface_from_the_environment():
     mesh = ProcessGroupMesh(dp=2)
     with (
         mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo"),
@@ -374,16 +349,8 @@ def on_a_named_interface() -> None:
     check_sums({"on lo": (group, mesh.ranks())})
 
 
-def test_gloo_uses_the_interface_from_the_environment():
-    world(2).run(on_a_named_interface)
-
-
-def test_unknown_backend_calls_new_group_for_every_block():
-    with fresh_world(4) as own:
-        own.run(made_with_all)
-
-
-def not_with_some() -> None:
+@on_ranks(4, fresh=True)
+def test_unknown_backend_is_refused_on_partial_meshes():
     register_lantern()
     mesh, part = ProcessGroupMesh(dp=2, tp=2), ProcessGroupMesh(dp=2, ranks=[0, 1])
     permuted = ProcessGroupMesh(dp=2, tp=2, ranks=[3, 1, 2, 0])
@@ -402,11 +369,6 @@ def not_with_some() -> None:
         with pytest.raises(OptionsError, match="This partition has 2 ranks"):
             part.group("dp", backend="lantern")
     check_sums(groups_of(mesh))
-
-
-def test_unknown_backend_is_refused_on_partial_meshes():
-    with fresh_world(4) as own:
-        own.run(not_with_some)
 
 
 RELOADED = """
@@ -455,7 +417,8 @@ def test_second_import_is_refused_and_first_keeps_working(tmp_path: Path):
 # ---- long names ----
 
 
-def connect_long_names() -> None:
+@on_ranks(4)
+def test_connect_accepts_names_of_maximal_length():
     """Connect groups whose names have the maximal length, over torch's store and ours."""
     with pytest.raises(ShapeError, match=r"at most 1,024 bytes in UTF-8, and 'x+'\.\.\. has 9,000"):
         ProcessGroupMesh(dp=-1, name="x" * 9000)
@@ -467,7 +430,3 @@ def connect_long_names() -> None:
     torchs = dist.new_group()
     dist.barrier(torchs)  # torch's own connection to the store lives too
     dist.destroy_process_group(torchs)
-
-
-def test_connect_accepts_names_of_maximal_length():
-    world(4).run(connect_long_names)

@@ -7,7 +7,7 @@ import io
 import pickle
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -32,7 +32,7 @@ from tests.support.collectives import COLLECTIVES
 from tests.support.faults import wait_until
 from tests.support.resource_counts import growth
 from tests.support.torch_tables import c10d, record_operations, table_sizes, timeout_of
-from tests.support.worlds import check_sums, groups_of, world
+from tests.support.worlds import check_sums, groups_of, on_ranks, world
 
 SOON = 2.0  # seconds: at once, on a machine that is busy with something else; no timeout is as short
 
@@ -54,14 +54,14 @@ def start_heartbeats() -> None:
 
 
 def summed(mesh: ProcessGroupMesh) -> None:
-    """All groups of a mesh sum right."""
     check_sums(groups_of(mesh))
 
 
 # ---- missing members ----
 
 
-def name_the_missing() -> None:
+@on_ranks(4)
+def test_missing_members_are_named_at_the_timeout():
     """Rank 0 waits in three groups at once, and rank 3 with it in the last. Rank 1 made its two, rank 2 none."""
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     for axes in [("tp",), ("dp",), ()]:
@@ -95,12 +95,8 @@ def name_the_missing() -> None:
     summed(mesh)
 
 
-def test_missing_members_are_named_at_the_timeout():
-    """A member that created the group and never used it is missing too."""
-    world(4).run(name_the_missing)
-
-
-def name_the_missing_of_others() -> None:
+@on_ranks(4)
+def test_missing_members_are_named_by_world_rank():
     mesh = ProcessGroupMesh(dp=2, tp=2, ranks=[3, 1, 2, 0])
     if mesh.rank in (1, 3):
         group = mesh.group_of([0, 1, 3], timeout=1) if mesh.rank == 1 else mesh.group("tp", timeout=1)
@@ -111,14 +107,12 @@ def name_the_missing_of_others() -> None:
     summed(mesh)
 
 
-def test_missing_members_are_named_by_world_rank():
-    world(4).run(name_the_missing_of_others)
-
-
 # ---- release and close ----
 
 
-def release_what_waits(how: str) -> None:
+@pytest.mark.parametrize("how", ["release", "close"])
+@on_ranks(4)
+def test_release_or_close_ends_pending_collectives(how: str):
     mesh = ProcessGroupMesh(tp=4, name="actor")
     if mesh.rank == 0:
         work = dist.all_reduce(torch.ones(1), group=mesh.group("tp"), async_op=True)
@@ -134,11 +128,6 @@ def release_what_waits(how: str) -> None:
         summed(mesh)
 
 
-@pytest.mark.parametrize("how", ["release", "close"])
-def test_release_or_close_ends_pending_collectives(how: str):
-    world(4).run(release_what_waits, how)
-
-
 ENDS: dict[str, tuple[Callable[[ProcessGroupMesh], None], str]] = {
     "release": (lambda mesh: mesh.release("tp"), "group tp of mesh 'actor' was released at "),
     "close": (lambda mesh: mesh.close(), "group tp of mesh 'actor' was closed at "),
@@ -146,7 +135,11 @@ ENDS: dict[str, tuple[Callable[[ProcessGroupMesh], None], str]] = {
 }
 
 
-def use_after(end: str, used: bool) -> None:
+@pytest.mark.fault("a group is used after `release` or `close`")
+@pytest.mark.parametrize("used", [True, False], ids=["used", "never used"])
+@pytest.mark.parametrize("end", ENDS)
+@on_ranks(4)
+def test_collectives_raise_on_an_ended_group(end: str, used: bool):
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     old = mesh.group("tp")
     if used:
@@ -167,14 +160,8 @@ def use_after(end: str, used: bool) -> None:
         summed(mesh)
 
 
-@pytest.mark.fault("a group is used after `release` or `close`")
-@pytest.mark.parametrize("used", [True, False], ids=["used", "never used"])
-@pytest.mark.parametrize("end", ENDS)
-def test_collectives_raise_on_an_ended_group(end: str, used: bool):
-    world(4).run(use_after, end, used)
-
-
-def release_and_ask_again() -> None:
+@on_ranks(4)
+def test_release_ends_groups_of_every_tag_and_option():
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     asked = {"plain": {}, "tagged": {"tag": "gather"}, "other options": {"timeout": timedelta(seconds=50)}}
     kept = mesh.group("dp", tag="gather")
@@ -193,11 +180,8 @@ def release_and_ask_again() -> None:
     check_sums({what: (group, mesh.ranks("tp")) for what, group in after.items()})
 
 
-def test_release_ends_groups_of_every_tag_and_option():
-    world(4).run(release_and_ask_again)
-
-
-def ask_after_close() -> None:
+@on_ranks(4)
+def test_closed_mesh_refuses_calls_that_need_groups():
     with ProcessGroupMesh(dp=2, tp=2, name="actor") as mesh:
         summed(mesh)
         stage, moe = mesh.along("tp"), mesh.view(ep=4)
@@ -227,16 +211,13 @@ def ask_after_close() -> None:
         summed(again)
 
 
-def test_closed_mesh_refuses_calls_that_need_groups():
-    world(4).run(ask_after_close)
-
-
 def divide_by_zero(mesh: ProcessGroupMesh) -> None:
     summed(mesh)
     raise ZeroDivisionError
 
 
-def raise_inside() -> None:
+@on_ranks(4)
+def test_with_closes_the_mesh_after_an_error():
     mesh = ProcessGroupMesh(dp=4)
     with pytest.raises(ZeroDivisionError), mesh:
         divide_by_zero(mesh)
@@ -246,11 +227,8 @@ def raise_inside() -> None:
     summed(ProcessGroupMesh(tp=4, name="after"))
 
 
-def test_with_closes_the_mesh_after_an_error():
-    world(4).run(raise_inside)
-
-
-def destroy_one() -> None:
+@on_ranks(4)
+def test_group_destroyed_by_torch_is_created_again():
     """torch's own destroy, many times: nothing of a group stays."""
     start_heartbeats()
     mesh, counts = ProcessGroupMesh(dp=2, tp=2), []
@@ -263,10 +241,6 @@ def destroy_one() -> None:
         dist.barrier()
     assert not growth(counts[:-1], tables_and_keys)
     dist.barrier()
-
-
-def test_group_destroyed_by_torch_is_created_again():
-    world(4).run(destroy_one)
 
 
 def close_after_the_world() -> tuple[Any, ...]:
@@ -292,7 +266,6 @@ def test_mesh_closes_after_its_world_ended():
 
 
 def fields(error: pytest.ExceptionInfo[MismatchError]) -> list[str]:
-    """The lines of the fields that differ."""
     return [line.strip() for line in str(error.value).splitlines() if line.startswith("  ") and ": " in line]
 
 
@@ -305,10 +278,24 @@ def begin(group: dist.ProcessGroup) -> Any:
     return work
 
 
-def described(shapes: Sequence[dict[str, Any]], differ: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("theirs", "differ"),
+    [
+        ({"dp": 1, "tp": 4}, ["shape: [2, 2] on rank 0, [1, 4] on rank 3"]),
+        ({"tp": 2, "dp": 2}, ["axes: ['dp', 'tp'] on rank 0, ['tp', 'dp'] on rank 3"]),
+        ({"dp": 2, "tp": 2, "ranks": [3, 2, 1, 0]}, ["ranks: (0, 1, 2, 3) on rank 0, (3, 2, 1, 0) on rank 3"]),
+        (
+            {"dp": 1, "tp": 2, "ranks": [2, 3]},
+            ["ranks: (0, 1, 2, 3) on rank 0, (2, 3) on rank 3", "shape: [2, 2] on rank 0, [1, 2] on rank 3"],
+        ),
+    ],
+    ids=["shape", "axes", "order", "ranks"],
+)
+@on_ranks(4)
+def test_different_meshes_fail_at_first_use(theirs: dict[str, Any], differ: list[str]):
     """Rank 3 describes a mesh differently, and uses it after the others have published theirs."""
     good = ProcessGroupMesh(dp=2, tp=2, name="good")
-    mesh = ProcessGroupMesh(**shapes[dist.get_rank() == 3], name="actor")
+    mesh = ProcessGroupMesh(**(theirs if good.rank == 3 else {"dp": 2, "tp": 2}), name="actor")
     if mesh.rank == 0:
         _work = begin(mesh.group())
     dist.barrier()
@@ -327,28 +314,13 @@ def described(shapes: Sequence[dict[str, Any]], differ: list[str]) -> None:
     dist.barrier()
     summed(good)
     mesh.close()
-    again = ProcessGroupMesh(**shapes[0], name="actor")
+    again = ProcessGroupMesh(dp=2, tp=2, name="actor")
     summed(again)
 
 
-@pytest.mark.parametrize(
-    ("theirs", "differ"),
-    [
-        ({"dp": 1, "tp": 4}, ["shape: [2, 2] on rank 0, [1, 4] on rank 3"]),
-        ({"tp": 2, "dp": 2}, ["axes: ['dp', 'tp'] on rank 0, ['tp', 'dp'] on rank 3"]),
-        ({"dp": 2, "tp": 2, "ranks": [3, 2, 1, 0]}, ["ranks: (0, 1, 2, 3) on rank 0, (3, 2, 1, 0) on rank 3"]),
-        (
-            {"dp": 1, "tp": 2, "ranks": [2, 3]},
-            ["ranks: (0, 1, 2, 3) on rank 0, (2, 3) on rank 3", "shape: [2, 2] on rank 0, [1, 2] on rank 3"],
-        ),
-    ],
-    ids=["shape", "axes", "order", "ranks"],
-)
-def test_different_meshes_fail_at_first_use(theirs: dict[str, Any], differ: list[str]):
-    world(4).run(described, [{"dp": 2, "tp": 2}, theirs], differ)
-
-
-def half_configured() -> None:
+@on_ranks(4)
+def test_different_options_fail_on_both_ranks():
+    """Other groups work, and so does this one once the options are corrected."""
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     if mesh.index("tp") == 1:
         mesh.configure("tp", timeout=timedelta(seconds=50))
@@ -370,11 +342,6 @@ def half_configured() -> None:
     mesh.release("tp")
     mesh.configure("tp", timeout=20)
     summed(mesh)
-
-
-def test_different_options_fail_on_both_ranks():
-    """Other groups work, and so does this one once the options are corrected."""
-    world(4).run(half_configured)
 
 
 # ---- nothing is left behind ----
@@ -401,7 +368,10 @@ FAILURES: dict[str, Any] = {
 }
 
 
-def fail_and_retry(failure: str) -> None:
+@pytest.mark.fault("creating a group raises an error")
+@pytest.mark.parametrize("failure", FAILURES)
+@on_ranks(4)
+def test_failed_group_creation_leaves_nothing_behind(failure: str):
     mesh = ProcessGroupMesh(dp=2, tp=2)
     mesh.group("dp")
     before = table_sizes(), ours()
@@ -417,13 +387,8 @@ def fail_and_retry(failure: str) -> None:
     summed(mesh)
 
 
-@pytest.mark.fault("creating a group raises an error")
-@pytest.mark.parametrize("failure", FAILURES)
-def test_failed_group_creation_leaves_nothing_behind(failure: str):
-    world(4).run(fail_and_retry, failure)
-
-
-def closing_leaves_nothing() -> None:
+@on_ranks(4)
+def test_close_leaves_nothing_in_torch_or_store():
     start_heartbeats()
     before, counts = (table_sizes(), ours()), []
     for name in ("first", "second", None):
@@ -441,14 +406,11 @@ def closing_leaves_nothing() -> None:
     assert not growth(counts, tables_and_keys)
 
 
-def test_close_leaves_nothing_in_torch_or_store():
-    world(4).run(closing_leaves_nothing)
-
-
 # ---- names, configuration ----
 
 
-def unnamed_one_after_another() -> None:
+@on_ranks(4)
+def test_equal_unnamed_meshes_work_one_after_another():
     """Each is gone when the next is created, closed or not."""
     for _ in range(3):
         with ProcessGroupMesh(dp=2, tp=2) as mesh:
@@ -457,11 +419,8 @@ def unnamed_one_after_another() -> None:
     summed(ProcessGroupMesh(dp=2, tp=2))
 
 
-def test_equal_unnamed_meshes_work_one_after_another():
-    world(4).run(unnamed_one_after_another)
-
-
-def configured() -> None:
+@on_ranks(4)
+def test_groups_inherit_the_world_timeout_unless_configured():
     mesh = ProcessGroupMesh(dp=2, tp=2)
     assert timeout_of(mesh.group("dp")) == timeout_of(dist.group.WORLD) == timedelta(seconds=60)
     with pytest.raises(OptionsError, match=r"group dp of .* was created at test_lifetime\.py:\d+, so it is too late"):
@@ -479,10 +438,6 @@ def configured() -> None:
     mesh.configure("dp", timeout=5)
     assert timeout_of(mesh.group("dp")) == timedelta(seconds=5)
     summed(mesh)
-
-
-def test_groups_inherit_the_world_timeout_unless_configured():
-    world(4).run(configured)
 
 
 # ---- copies and pickles ----
@@ -511,7 +466,9 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def copy_in_process(way: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(4)
+def test_copied_mesh_shares_groups_with_the_original(way: str):
     mesh = ProcessGroupMesh(pp=2, tp=2, ranks=[3, 1, 2, 0], name="actor")
     group = mesh.group("tp")
     go = WAYS[way]
@@ -527,11 +484,6 @@ def copy_in_process(way: str) -> None:
     copied.close()
     with pytest.raises(LifetimeError, match="was closed"):
         mesh.group("tp")
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_copied_mesh_shares_groups_with_the_original(way: str):
-    world(4).run(copy_in_process, way)
 
 
 def packed_parts() -> bytes:
@@ -561,7 +513,8 @@ def test_unpickled_mesh_creates_groups_in_another_process():
     world(8).run(unpack_elsewhere, data[1])
 
 
-def unpacked_beside_the_original() -> None:
+@on_ranks(4)
+def test_error_names_the_number_of_unpickled_mesh():
     """Rank 0 keeps the mesh that the others get by pickle. Of these, rank 1 has made and closed one of its name."""
     mesh = ProcessGroupMesh(dp=4, name="original") if dist.get_rank() == 0 else None
     if dist.get_rank() == 1:
@@ -578,10 +531,6 @@ def unpacked_beside_the_original() -> None:
     whose = "mesh 'original' (unpickled as number 1 of its name; number 0 was taken here)"
     assert f"group dp of {whose}" in str(caught.value), str(caught.value)
     dist.barrier()
-
-
-def test_error_names_the_number_of_unpickled_mesh():
-    world(4).run(unpacked_beside_the_original)
 
 
 def test_unpickled_mesh_outside_a_world_keeps_coords():

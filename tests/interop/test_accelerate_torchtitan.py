@@ -18,7 +18,7 @@ from pgmesh import ProcessGroupMesh
 from tests.support.device_mesh_training import assert_same, batch, device_mesh_of, make_net, own_rows, train
 from tests.support.fake_world import fake_rank
 from tests.support.torch_tables import c10d, table_sizes
-from tests.support.worlds import check_sums, groups_of, world
+from tests.support.worlds import check_sums, groups_of, on_ranks
 
 pytestmark = pytest.mark.long
 
@@ -67,27 +67,6 @@ def test_accelerate_would_make_the_same_device_mesh(sizes: dict[str, int]):
                 assert left == right
 
 
-def over_flattened_names(prepare: bool) -> None:
-    """accelerate shards along the flattened name ``dp_shard_cp``; its own function, or what that comes to."""
-    mesh = ProcessGroupMesh(dp_replicate=2, dp_shard=2)
-    whole = device_mesh_of(mesh)
-    groups, before = groups_of(mesh), table_sizes()["pg_map"]
-    whole["dp_shard"]._flatten("dp_shard_cp")
-    made = list(c10d._world.pg_map)[before:]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh will be deprecated", UserWarning)
-        model = (
-            prepared(whole, make_net())
-            if prepare
-            else fully_shard(make_net(), mesh=whole["dp_replicate", "dp_shard_cp"])
-        )
-    assert_same(train(model, own_rows(mesh, "dp_replicate", "dp_shard")), train(make_net(), batch()))
-    assert list(c10d._world.pg_map)[before:] == made
-    assert len(made) == 1
-    check_sums(groups)
-    dist.destroy_process_group(made[0])
-
-
 def prepared(whole: Any, model: nn.Module) -> nn.Module:
     """A model as accelerate's own function for FSDP2 returns it. An Accelerator with such a mesh takes GPUs alone."""
     from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
@@ -107,8 +86,26 @@ def prepared(whole: Any, model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("prepare", [False, pytest.param(True, marks=needs("accelerate"))], ids=["torch", "accelerate"])
+@on_ranks(4)
 def test_a_model_is_sharded_along_a_flattened_name(prepare: bool):
-    world(4).run(over_flattened_names, prepare)
+    """accelerate shards along the flattened name ``dp_shard_cp``; its own function, or what that comes to."""
+    mesh = ProcessGroupMesh(dp_replicate=2, dp_shard=2)
+    whole = device_mesh_of(mesh)
+    groups, before = groups_of(mesh), table_sizes()["pg_map"]
+    whole["dp_shard"]._flatten("dp_shard_cp")
+    made = list(c10d._world.pg_map)[before:]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh will be deprecated", UserWarning)
+        model = (
+            prepared(whole, make_net())
+            if prepare
+            else fully_shard(make_net(), mesh=whole["dp_replicate", "dp_shard_cp"])
+        )
+    assert_same(train(model, own_rows(mesh, "dp_replicate", "dp_shard")), train(make_net(), batch()))
+    assert list(c10d._world.pg_map)[before:] == made
+    assert len(made) == 1
+    check_sums(groups)
+    dist.destroy_process_group(made[0])
 
 
 # ---- torchtitan ----

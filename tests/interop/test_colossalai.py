@@ -23,7 +23,7 @@ from pgmesh import (
 from pgmesh.interop.colossalai import ColossalMesh
 from tests.support.fake_world import fake_rank
 from tests.support.torch_tables import table_sizes
-from tests.support.worlds import check_sums, groups_of, world
+from tests.support.worlds import check_sums, groups_of, on_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming_from" / "colossalai.md"
 SHAPES = [shape for n in (1, 2, 3) for shape in itertools.product((1, 2, 3), repeat=n)]
@@ -135,7 +135,8 @@ def test_negative_index_is_refused_and_negative_axis_counts(shape: tuple[int, ..
         assert mesh.ravel(coords[1], shape, "wrap") == np.ravel_multi_index(coords[1], shape, "wrap")
 
 
-def apart() -> None:
+@on_ranks(4)
+def test_indices_may_differ_from_rank_to_rank():
     """The indices differ from rank to rank, and on each rank they name a block along one of the axes."""
     mesh = ColossalMesh(1, 2, 2)
     indices = {0: [[0, 1], [0]], 1: [[1], [0, 1]], 2: [[0], [0, 1]], 3: [[0, 1], [1]]}[mesh.rank]
@@ -146,11 +147,8 @@ def apart() -> None:
     check_sums(groups_of(mesh.mesh))
 
 
-def test_indices_may_differ_from_rank_to_rank():
-    world(4).run(apart)
-
-
-def uneven() -> None:
+@on_ranks(4)
+def test_members_create_groups_of_any_indices():
     """Groups outside any partition, asked for in another order on each rank, and by their members alone."""
     mesh = ColossalMesh(4)
     wanted = [[0, 3], [0, 1, 2], [1, 3], [0, 2, 3]]
@@ -166,11 +164,8 @@ def uneven() -> None:
     check_sums(groups)
 
 
-def test_members_create_groups_of_any_indices():
-    world(4).run(uneven)
-
-
-def permuted() -> None:
+@on_ranks(4)
+def test_given_mesh_keeps_its_order():
     """Over a mesh whose ranks are permuted, axes are the mesh's, and so is the order inside a group."""
     mesh = ProcessGroupMesh(dp=2, tp=2, ranks=[3, 1, 2, 0])
     theirs = ColossalMesh(mesh=mesh)
@@ -180,14 +175,11 @@ def permuted() -> None:
     check_sums({**groups, **groups_of(mesh)})
 
 
-def test_given_mesh_keeps_its_order():
-    world(4).run(permuted)
-
-
 # ---- backends, and the end ----
 
 
-def twins() -> None:
+@on_ranks(4)
+def test_another_backend_is_another_group():
     mesh = ColossalMesh(2, 2)
     group, twin = mesh.get_group_along_axis(1), mesh.get_group_along_axis(1, backend="cpu:gloo")
     assert group is not twin
@@ -195,11 +187,8 @@ def twins() -> None:
     check_sums({"group": (group, mesh.mesh.ranks(1)), "twin": (twin, mesh.mesh.ranks(1))})
 
 
-def test_another_backend_is_another_group():
-    world(4).run(twins)
-
-
-def ended() -> None:
+@on_ranks(4)
+def test_destroy_releases_the_returned_groups():
     before = table_sizes()
     for own in (True, False):
         for _ in range(3):
@@ -225,10 +214,6 @@ def ended() -> None:
             mesh.close()
             theirs.destroy_mesh_process_groups()
             assert table_sizes() == before
-
-
-def test_destroy_releases_the_returned_groups():
-    world(4).run(ended)
 
 
 # ---- the page ----

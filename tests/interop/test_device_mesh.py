@@ -37,7 +37,7 @@ from tests.support.device_mesh_training import (
 from tests.support.fake_world import fake_rank
 from tests.support.pipelines import needs_pipelines
 from tests.support.torch_tables import c10d, root_of, table_sizes
-from tests.support.worlds import check_sums, groups_of, world
+from tests.support.worlds import check_sums, groups_of, on_ranks, world
 
 
 @contextmanager
@@ -52,7 +52,8 @@ def no_more_groups() -> Iterator[None]:
 # ---- the mesh itself ----
 
 
-def over_the_same_groups() -> None:
+@on_ranks(4)
+def test_device_mesh_uses_the_groups_of_the_mesh():
     mesh = ProcessGroupMesh(pp=2, dp=1, tp=2, ranks=[3, 1, 2, 0])
     whole = device_mesh_of(mesh)
     with no_more_groups():
@@ -71,11 +72,8 @@ def over_the_same_groups() -> None:
     check_sums(groups_of(mesh))
 
 
-def test_device_mesh_uses_the_groups_of_the_mesh():
-    world(4).run(over_the_same_groups)
-
-
-def made_on_the_meta_device() -> None:
+@on_ranks(4)
+def test_device_mesh_on_meta_device_has_ranks():
     mesh = ProcessGroupMesh(dp=2, tp=2)
     with torch.device("meta"):
         whole, part = mesh.device_mesh(), mesh.device_mesh("tp", flat="dp")
@@ -85,11 +83,8 @@ def made_on_the_meta_device() -> None:
     assert part.get_group("flat") is strided.get_group() is mesh.group("dp")
 
 
-def test_device_mesh_on_meta_device_has_ranks():
-    world(4).run(made_on_the_meta_device)
-
-
-def of_parts() -> None:
+@on_ranks(4)
+def test_parts_views_and_small_meshes_have_device_meshes():
     """A part that keeps some of an axis, a view, a mesh on some ranks and one of one rank have theirs too."""
     mesh = ProcessGroupMesh(pp=4, tp=1)
     ends, moe = mesh.at(pp=[0, -1]), mesh.view(edp=2, ep=2)
@@ -110,11 +105,8 @@ def of_parts() -> None:
     check_sums(groups_of(mesh))
 
 
-def test_parts_views_and_small_meshes_have_device_meshes():
-    world(4).run(of_parts)
-
-
-def afresh_after_release() -> None:
+@on_ranks(4)
+def test_device_mesh_after_release_has_the_new_group():
     mesh = ProcessGroupMesh(dp=2, tp=2)
     before = mesh.device_mesh()
     check_sums(groups_of(mesh))
@@ -123,10 +115,6 @@ def afresh_after_release() -> None:
     assert mesh.device_mesh() is not before
     assert mesh.device_mesh("tp").get_group() is mesh.group("tp")
     check_sums(groups_of(mesh))
-
-
-def test_device_mesh_after_release_has_the_new_group():
-    world(4).run(afresh_after_release)
 
 
 # ---- what torch builds on it ----
@@ -226,7 +214,8 @@ def test_torch_computes_over_a_mesh_like_one_process(name: str, ranks: list[int]
     world(4).run(use, name, ranks)
 
 
-def save_and_load(folder: Path) -> None:
+@on_ranks(4)
+def test_checkpoint_goes_through_groups_of_the_mesh(tmp_path: Path):
     """Saved by FSDP2 and tensor parallelism, loaded by FSDP2 over two axes: another way to cut the same numbers."""
     mesh = ProcessGroupMesh(dp=2, tp=2)
     device_mesh_of(mesh)
@@ -234,18 +223,14 @@ def save_and_load(folder: Path) -> None:
     with no_more_groups():
         saved = fully_shard(tensor_parallel(mesh), mesh=mesh.device_mesh("dp"))
         train(saved, own_rows(mesh, "dp"))
-        checkpoint.save(get_model_state_dict(saved), checkpoint_id=folder, process_group=everyone)
+        checkpoint.save(get_model_state_dict(saved), checkpoint_id=tmp_path, process_group=everyone)
         loaded = fully_shard(make_net(), mesh=mesh.device_mesh("dp", "tp"))
         state = get_model_state_dict(loaded)
-        checkpoint.load(state, checkpoint_id=folder, process_group=everyone)
+        checkpoint.load(state, checkpoint_id=tmp_path, process_group=everyone)
         set_model_state_dict(loaded, state)
         found = {name: full_tensor(p).detach() for name, p in loaded.named_parameters()}
         assert_same({"norm": torch.zeros(()), **found}, train(make_net(), batch()))
     check_sums(groups_of(mesh))
-
-
-def test_checkpoint_goes_through_groups_of_the_mesh(tmp_path: Path):
-    world(4).run(save_and_load, tmp_path)
 
 
 def resharded(mesh: ProcessGroupMesh) -> None:
@@ -260,7 +245,14 @@ def flattened(mesh: ProcessGroupMesh) -> None:
     assert both.get_group() is not mesh.group("dp", "tp")
 
 
-def makes_more(use: Callable[[ProcessGroupMesh], None], sizes: dict[str, int], count: int) -> None:
+@pytest.mark.parametrize(
+    ("use", "sizes", "count"),
+    [(resharded, {"dp": 4}, 2), (flattened, {"pp": 2, "dp": 1, "tp": 2}, 1)],
+    ids=["reshard_after_forward=2", "_flatten"],
+)
+@on_ranks(4)
+def test_uses_that_create_groups_of_torch(use: Callable[[ProcessGroupMesh], None], sizes: dict[str, int], count: int):
+    """Not a promise of ours: it tells when torch changes, so that the page can."""
     mesh = ProcessGroupMesh(**sizes)
     device_mesh_of(mesh)
     groups, before = groups_of(mesh), table_sizes()["pg_map"]
@@ -270,16 +262,6 @@ def makes_more(use: Callable[[ProcessGroupMesh], None], sizes: dict[str, int], c
     check_sums(groups)
     for group in theirs:
         dist.destroy_process_group(group)
-
-
-@pytest.mark.parametrize(
-    ("use", "sizes", "count"),
-    [(resharded, {"dp": 4}, 2), (flattened, {"pp": 2, "dp": 1, "tp": 2}, 1)],
-    ids=["reshard_after_forward=2", "_flatten"],
-)
-def test_uses_that_create_groups_of_torch(use: Callable[[ProcessGroupMesh], None], sizes: dict[str, int], count: int):
-    """Not a promise of ours: it tells when torch changes, so that the page can."""
-    world(4).run(makes_more, use, sizes, count)
 
 
 # ---- two meshes of one shape ----
@@ -299,18 +281,16 @@ def group_names(model: nn.Module) -> set[str]:
     return seen
 
 
-def side_by_side() -> None:
+@on_ranks(4)
+def test_two_equal_meshes_compute_over_own_groups():
     actor, critic = ProcessGroupMesh(dp=2, tp=2, name="actor"), ProcessGroupMesh(dp=2, tp=2, name="critic")
     for mesh, model in [(mesh, tensor_parallel(mesh)) for mesh in (actor, critic)]:
         assert group_names(model) == {mesh.group("tp").group_name}
     check_sums({**groups_of(actor), **groups_of(critic)})
 
 
-def test_two_equal_meshes_compute_over_own_groups():
-    world(4).run(side_by_side)
-
-
-def one_after_the_other() -> None:
+@on_ranks(4)
+def test_mesh_computes_after_close_and_release():
     for name in ("first", "second", None, None):
         with ProcessGroupMesh(dp=2, tp=2, name=name) as mesh:
             fsdp_and_tp(mesh)
@@ -323,14 +303,11 @@ def one_after_the_other() -> None:
             dist.barrier()
 
 
-def test_mesh_computes_after_close_and_release():
-    world(4).run(one_after_the_other)
-
-
 # ---- from torch's ----
 
 
-def there_and_back() -> None:
+@on_ranks(4)
+def test_from_device_mesh_returns_the_same_groups():
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     again = from_device_mesh(mesh.device_mesh(), name="again")
     assert (again.shape, again.axes, again.ranks()) == (mesh.shape, mesh.axes, mesh.ranks())
@@ -341,10 +318,6 @@ def there_and_back() -> None:
     dist.barrier()
     again.close()
     check_sums(groups_of(mesh))
-
-
-def test_from_device_mesh_returns_the_same_groups():
-    world(4).run(there_and_back)
 
 
 def test_from_device_mesh_keeps_numbered_axes():
@@ -359,7 +332,9 @@ def test_from_device_mesh_keeps_numbered_axes():
         assert plane.device_mesh(1).get_group() is mesh.group(2)
 
 
-def over_torchs(names: tuple[str, str] | None) -> None:
+@pytest.mark.parametrize("names", [("dp", "tp"), None], ids=["named", "numbered"])
+@on_ranks(4)
+def test_from_device_mesh_returns_the_groups_of_torch(names: tuple[str, str] | None):
     """torch's groups along the axes, ours along both; closing leaves torch's alone."""
     theirs = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
     mesh = from_device_mesh(theirs)
@@ -384,12 +359,8 @@ def over_torchs(names: tuple[str, str] | None) -> None:
         dist.destroy_process_group(theirs.get_group(i))
 
 
-@pytest.mark.parametrize("names", [("dp", "tp"), None], ids=["named", "numbered"])
-def test_from_device_mesh_returns_the_groups_of_torch(names: tuple[str, str] | None):
-    world(4).run(over_torchs, names)
-
-
-def adopt_where_that_does_nothing() -> None:
+@on_ranks(4)
+def test_group_is_adopted_or_refused_with_reason():
     """Each case in which another group would be handed out, or none, in place of the one that is adopted."""
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     theirs = {axis: whole.get_group(axis) for axis in ("dp", "tp")}
@@ -428,10 +399,6 @@ def adopt_where_that_does_nothing() -> None:
         dist.destroy_process_group(group)
 
 
-def test_group_is_adopted_or_refused_with_reason():
-    world(4).run(adopt_where_that_does_nothing)
-
-
 def test_axis_of_one_rank_is_adopted_or_configured():
     with fake_rank(0, 2):
         theirs = ProcessGroupMesh(pp=1, dp=2, name="theirs").group("pp")
@@ -452,7 +419,8 @@ def test_axes_of_one_rank_share_an_adopted_group():
         assert mesh.group("pp").size() == 1
 
 
-def over_permuted() -> None:
+@on_ranks(4)
+def test_device_mesh_of_sorted_ranks_is_refused():
     permuted = DeviceMesh("cpu", [[1, 0], [3, 2]], mesh_dim_names=("dp", "tp"))  # torch sorts the ranks of its groups
     for _ in range(2):
         with pytest.raises(RankError, match="group tp of mesh 'same' has ranks"):
@@ -466,14 +434,11 @@ def over_permuted() -> None:
             dist.destroy_process_group(theirs.get_group(i))
 
 
-def test_device_mesh_of_sorted_ranks_is_refused():
-    world(4).run(over_permuted)
-
-
 # ---- axes that do not touch ----
 
 
-def fsdp_over_axes_that_do_not_touch() -> None:
+@on_ranks(8)
+def test_fsdp_shards_over_separate_axes():
     mesh = ProcessGroupMesh(dp=2, tp=2, cp=2, ranks=[7, 2, 5, 0, 1, 6, 3, 4])
     view = mesh.along("dp", "cp").view(fsdp=4)
     assert view.group("fsdp") is view.group() is mesh.group("dp", "cp")
@@ -488,17 +453,14 @@ def fsdp_over_axes_that_do_not_touch() -> None:
     check_sums({"fsdp": (view.group("fsdp"), view.ranks())})
 
 
-def test_fsdp_shards_over_separate_axes():
-    world(8).run(fsdp_over_axes_that_do_not_touch)
-
-
 # ---- dimensions of several axes ----
 
 COMBINES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 """Earlier torches combine only slices of one DeviceMesh."""
 
 
-def fsdp_over_two_axes() -> None:
+@on_ranks(4)
+def test_fully_shard_shards_along_all_merged_axes():
     """fully_shard over two dimensions replicates along the first; over one merged dimension it shards along both."""
     mesh = ProcessGroupMesh(dp_shard=2, cp=2, ranks=[3, 1, 2, 0])
     for axes in (("dp_shard", "cp"), ("cp", "dp_shard")):
@@ -515,17 +477,14 @@ def fsdp_over_two_axes() -> None:
     check_sums({"fsdp": (mesh.group("dp_shard", "cp"), mesh.ranks())})
 
 
-def test_fully_shard_shards_along_all_merged_axes():
-    world(4).run(fsdp_over_two_axes)
-
-
 def train_tensor_parallel(mesh: ProcessGroupMesh, tp: DeviceMesh, fsdp: DeviceMesh) -> None:
     model = parallelize_module(make_net(), tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     model = fully_shard(model, mesh=fsdp)
     assert_same(train(model, own_rows(mesh, "dp", "cp")), train(make_net(), batch()))
 
 
-def tensor_parallel_and_fsdp_over_two_axes() -> None:
+@on_ranks(8)
+def test_fsdp_over_axes_around_tensor_parallelism():
     mesh = ProcessGroupMesh(dp=2, tp=2, cp=2, ranks=[7, 2, 5, 0, 1, 6, 3, 4])
     both = mesh.device_mesh(fsdp=("dp", "cp"), tp="tp")
     assert (both.mesh_dim_names, both.shape) == (("fsdp", "tp"), (4, 2))
@@ -537,11 +496,9 @@ def tensor_parallel_and_fsdp_over_two_axes() -> None:
     check_sums({"fsdp": (mesh.group("dp", "cp"), mesh.ranks("dp", "cp")), "tp": (mesh.group("tp"), mesh.ranks("tp"))})
 
 
-def test_fsdp_over_axes_around_tensor_parallelism():
-    world(8).run(tensor_parallel_and_fsdp_over_two_axes)
-
-
-def separate_device_meshes_of_one_mesh() -> None:
+@pytest.mark.skipif(not COMBINES, reason="this torch combines only slices of one DeviceMesh")
+@on_ranks(4)
+def test_device_meshes_of_views_and_slices_combine():
     """Each pair below is of two calls, of which the second is about other axes, a view or a slice."""
     for sizes in ({"dp": 2, "tp": 2, "cp": 1}, {"pp": 1, "dp": 2, "cp": 1, "tp": 2}):
         mesh = ProcessGroupMesh(sizes, ranks=[3, 1, 2, 0])
@@ -555,11 +512,6 @@ def separate_device_meshes_of_one_mesh() -> None:
             (mesh.device_mesh("tp"), view.device_mesh("data")),
         ):
             train_tensor_parallel(mesh, tp, fsdp)
-
-
-@pytest.mark.skipif(not COMBINES, reason="this torch combines only slices of one DeviceMesh")
-def test_device_meshes_of_views_and_slices_combine():
-    world(4).run(separate_device_meshes_of_one_mesh)
 
 
 @pytest.mark.parametrize("ranks", [None, [5, 3, 1, 7, 0, 2, 4, 6, *range(15, 7, -1)]], ids=["in order", "permuted"])

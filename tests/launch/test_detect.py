@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import hostlist
 import pytest
@@ -17,8 +15,6 @@ from pgmesh.errors import LaunchError
 from pgmesh.launch.detect import LAUNCHERS, detect_launcher, detect_one, with_address
 from pgmesh.launch.launcher import PORTS
 from pgmesh.launch.slurm import parse_hosts, parse_task_counts
-from tests.launchers import __main__ as launchers
-from tests.support import debian
 from tests.support.launcher_environments import (
     ALLOCATION,
     BATCH,
@@ -32,7 +28,6 @@ from tests.support.launcher_environments import (
     SRUN,
     TORCHRUN,
 )
-from tests.support.message_assertions import assert_raises
 
 ROOT = Path(__file__).parents[2]
 
@@ -267,26 +262,6 @@ def test_two_launchers_that_disagree_are_an_error(environ, names, kept):
     assert (info.launcher, info.rank, info.size) == (names.partition(" and ")[0], *kept)
 
 
-def test_error_lists_the_variables_of_both_launchers():
-    assert_raises(
-        LaunchError,
-        lambda: detect_launcher(HYDRA | {"WORLD_SIZE": "8", "RANK": "3"}),
-        """
-        MPICH and the environment disagree about this process:
-
-          PMI_RANK        = 3
-          PMI_SIZE        = 4
-          MPI_LOCALRANKID = 3
-          MPI_LOCALNRANKS = 4
-          RANK            = 3
-          WORLD_SIZE      = 8
-
-          unset RANK WORLD_SIZE                                     # MPICH alone
-          unset PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS   # the environment alone
-        """,
-    )
-
-
 CONTRADICTION = "variables of {} contradict each other; ranks count from 0."
 STEP = "variables of this step of Slurm contradict each other: {}."
 LISTS = STEP.format("the lists of hosts and of tasks have different lengths")
@@ -363,25 +338,6 @@ def test_variables_that_contradict_each_other(environ, first_line, command):
     assert first.endswith("   # sets all of them")
     none = re.escape(f"  unset {' '.join(shown)}") + " +# or none: a world of 1"
     assert [bool(re.fullmatch(none, other)) for other in others] == [True] * ("is not set" in first_line)
-
-
-@pytest.mark.parametrize(
-    ("more", "text"),
-    [
-        (
-            {"SLURM_STEP_NODELIST": "a[1-"},
-            "SLURM_STEP_NODELIST is 'a[1-', which is not a Slurm list of hosts, such as a[1-2],b[3-4] or "
-            "rack[1-2]n[01-12].",
-        ),
-        (
-            {"SLURM_TASKS_PER_NODE": "1(2)"},
-            "SLURM_TASKS_PER_NODE is '1(2)', which is not a list of task counts: '1(2)' is not a number such as 8, or "
-            "a repeated number such as 8(x2).",
-        ),
-    ],
-)
-def test_error_names_the_variable_of_an_invalid_list(more, text):
-    assert_raises(LaunchError, lambda: detect_launcher(SMALL_STEP | more), text)
 
 
 def test_an_empty_address_is_no_address():
@@ -485,14 +441,6 @@ def test_an_invalid_node_list_is_an_error(text):
         parse_hosts(text)
 
 
-def test_descending_range_of_hosts_is_an_error():
-    with pytest.raises(LaunchError) as caught:
-        parse_hosts("a[3-1]")
-    assert str(caught.value) == (
-        "the list is 'a[3-1]', which is not a Slurm list of hosts: '3-1' is not a number or an ascending range."
-    )
-
-
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 9)), min_size=1))
 def test_task_counts_are_parsed(runs):
     text = ",".join(f"{n}" if times == 1 else f"{n}(x{times})" for n, times in runs)
@@ -531,35 +479,3 @@ def test_each_launcher_of_the_page_was_run():
     ]
     tried = [each.name for each in LAUNCHERS[1:-1]]  # launch.spawn and variables set by hand start no program
     assert tried == ["torchrun", "Open MPI", "MPICH", "Slurm"]
-
-
-# ---- make test-launchers ----
-
-
-def run_where(monkeypatch, *programs: str) -> list[str]:
-    """The launchers that make test-launchers runs where it can install nothing, and these programs are there."""
-    monkeypatch.setattr(debian, "install", mock.Mock(side_effect=debian.Skip("apt-get update failed")))
-    monkeypatch.setattr(shutil, "which", lambda name: name if name in programs else None)
-    ran: list[str] = []
-    for name in ("torchrun", "open_mpi", "mpich", "slurm"):
-        monkeypatch.setattr(launchers, f"under_{name}", lambda *_, name=name: ran.append(name), raising=False)
-    return ran
-
-
-def test_test_launchers_fails_where_no_launcher_is_there(monkeypatch, capsys):
-    ran = run_where(monkeypatch)
-    assert (launchers.main(), ran) == (1, [])
-    assert capsys.readouterr().out == (
-        "FAILED: nothing was run, since no launcher is here. Slurm: apt-get update failed; "
-        "Open MPI: apt-get update failed; MPICH: apt-get update failed\n"
-    )
-
-
-def test_test_launchers_names_those_that_are_not_there(monkeypatch, capsys):
-    ran = run_where(monkeypatch, "mpiexec.hydra", "srun")
-    assert (launchers.main(), ran) == (0, ["torchrun", "mpich"])
-    assert capsys.readouterr().out == (
-        "all passed that could be run\nnot run: Slurm: apt-get update failed; Open MPI: apt-get update failed\n"
-    )
-    monkeypatch.setattr(launchers, "failures", ["torchrun"])
-    assert launchers.main() == 1

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
 import socket
-import subprocess
 import zlib
 
 import pytest
@@ -17,9 +15,8 @@ from pgmesh.errors import LaunchError
 from pgmesh.launch import StoreProcess, detect, from_openmpi, from_slurm, from_torch, join
 from pgmesh.launch.detect import detect_launcher, detect_one, with_address
 from pgmesh.launch.launcher import PORTS, LauncherInfo
-from tests.launchers.install import PROGRAMS, SLURM, install
 from tests.support.fake_world import fake_rank
-from tests.support.launcher_environments import BY_HAND, HYDRA, HYDRA_ON_TWO, ONE_HOST, OPEN_MPI, SRUN, TORCHRUN
+from tests.support.launcher_environments import BY_HAND, HYDRA_ON_TWO, ONE_HOST, OPEN_MPI, SRUN, TORCHRUN
 from tests.support.message_assertions import assert_raises
 from tests.support.programs import clean_env, run_programs
 
@@ -27,73 +24,6 @@ ON_TWO = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_S
 
 
 # ---- host and port of rank 0 ----
-
-
-@pytest.mark.parametrize(
-    ("environ", "text"),
-    [
-        (
-            HYDRA_ON_TWO,
-            """
-            MPICH does not set the host and the port of rank 0.
-
-              PMI_RANK        = 3
-              PMI_SIZE        = 4
-              MPI_LOCALRANKID = 1
-              MPI_LOCALNRANKS = 2
-
-              launch.join(host='n1', port=29500)        # the same on every rank
-              export MASTER_ADDR=n1 MASTER_PORT=29500   # or in the environment of every rank
-            """,
-        ),
-        (
-            HYDRA,
-            """
-            MPICH does not set the port of rank 0.
-
-              PMI_RANK        = 3
-              PMI_SIZE        = 4
-              MPI_LOCALRANKID = 3
-              MPI_LOCALNRANKS = 4
-
-              launch.join(host='n1', port=29500)        # the same on every rank
-              export MASTER_ADDR=n1 MASTER_PORT=29500   # or in the environment of every rank
-            """,
-        ),
-        (
-            ON_TWO,
-            """
-            Open MPI does not set the host of rank 0.
-
-              OMPI_COMM_WORLD_RANK       = 3
-              PMIX_RANK                  = 3
-              OMPI_COMM_WORLD_SIZE       = 4
-              OMPI_COMM_WORLD_LOCAL_RANK = 1
-              OMPI_COMM_WORLD_LOCAL_SIZE = 2
-              PMIX_NAMESPACE             = 1776680961
-
-              launch.join(host='n1', port=29500)        # the same on every rank
-              export MASTER_ADDR=n1 MASTER_PORT=29500   # or in the environment of every rank
-            """,
-        ),
-        (
-            {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "3"},
-            """
-            Slurm does not set the host of rank 0.
-
-              SLURM_PROCID  = 0
-              SLURM_NTASKS  = 2
-              SLURM_JOB_ID  = 3
-              SLURM_STEP_ID = 0
-
-              launch.join(host='n1', port=29500)        # the same on every rank
-              export MASTER_ADDR=n1 MASTER_PORT=29500   # or in the environment of every rank
-            """,
-        ),
-    ],
-)
-def test_error_suggests_unknown_host_and_port(environ, text):
-    assert_raises(LaunchError, lambda: detect_launcher(environ).end_point(), text)
 
 
 def test_arguments_take_precedence_over_detection():
@@ -106,37 +36,6 @@ def test_arguments_take_precedence_over_detection():
         29501,
     )
     assert with_address(detect_launcher(HYDRA_ON_TWO), "::1", 29501).end_point() == ("::1", 29501)
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ({"port": 0}, "port is a whole number from 1 to 65535, such as port=29500, not 0."),
-        ({"port": 65_536}, "port is a whole number from 1 to 65535, such as port=29500, not 65536."),
-        ({"port": "29500"}, "port is a whole number from 1 to 65535, such as port=29500, not '29500'."),
-        ({"port": True}, "port is a whole number from 1 to 65535, such as port=29500, not True."),
-    ],
-)
-def test_invalid_ports(given, text):
-    assert_raises(LaunchError, lambda: with_address(detect_launcher(SRUN), **given), text)
-
-
-def test_master_port_must_be_a_port():
-    assert_raises(
-        LaunchError,
-        lambda: detect_launcher(HYDRA | {"MASTER_PORT": "70000"}),
-        """
-        MASTER_PORT must hold one whole number from 1 to 65535.
-
-          PMI_RANK        = 3
-          PMI_SIZE        = 4
-          MPI_LOCALRANKID = 3
-          MPI_LOCALNRANKS = 4
-          MASTER_PORT     = 70000
-
-          mpiexec -n 8 python script.py   # sets all of them
-        """,
-    )
 
 
 # ---- one launcher alone ----
@@ -351,47 +250,3 @@ def test_with_join_destroys_the_world_it_initialised(tmp_path):
         environs = [clean_env(**more, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
         said = run_programs(tmp_path, WITH, environs=environs)
     assert [out for out, _ in said] == [f"rank {rank} of 2 sums to 3, True, False\nFalse\n" for rank in range(2)]
-
-
-# ---- when make test-launchers skips, and when it fails ----
-
-
-def with_apt(tmp_path, monkeypatch, script):
-    """Pretend to be root on a machine with this apt-get and no other program."""
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    if script is not None:
-        (tmp_path / "apt-get").write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / "apt-get").chmod(0o755)
-
-
-NAMES = "mpich, munge, openmpi-bin, slurm-wlm"
-
-
-@pytest.mark.parametrize(
-    ("script", "reason"),
-    [
-        (None, f"{NAMES} must be installed, but there is no apt-get"),
-        (
-            "echo no route >&2; exit 100",
-            f"apt-get update failed, so {NAMES} cannot be installed: no route",
-        ),
-    ],
-)
-def test_missing_launchers_are_skipped_with_the_reason(tmp_path, monkeypatch, script, reason):
-    with_apt(tmp_path, monkeypatch, script)
-    assert install() == dict.fromkeys(PROGRAMS, reason)
-
-
-def test_without_root_nothing_is_installed(tmp_path, monkeypatch):
-    with_apt(tmp_path, monkeypatch, "exit 0")
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert install() == dict.fromkeys(PROGRAMS, f"{NAMES} must be installed, which needs root")
-    monkeypatch.setattr(shutil, "which", lambda program: f"/usr/bin/{program}")
-    assert install() == {SLURM: "a local Slurm cluster needs root"}
-
-
-def test_an_install_that_fails_is_a_failure(tmp_path, monkeypatch):
-    with_apt(tmp_path, monkeypatch, '[ "$1" = update ]')
-    with pytest.raises(subprocess.CalledProcessError):
-        install()

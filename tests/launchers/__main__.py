@@ -78,7 +78,6 @@ def check_join(
 
 
 def check_failure(title: str, command: str, env: dict[str, str], words: str) -> None:
-    """Check that a command fails and prints these words."""
     ended = run(title, command, env)
     report(title, ended.code != 0 and words in ended.output and "PASS" not in ended.output, ended)
 

@@ -70,7 +70,6 @@ class Run:
 
 
 def run_tests(root: Path, tests: str) -> Run:
-    """Run tests of a copy of the tree until one fails."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", "-rf", "-p", "no:cacheprovider"]
     environ = {**os.environ, "PYTHONPATH": str(root), "RES_OPTIONS": "attempts:0", "COLUMNS": "120"}
     start = time.monotonic()

@@ -278,7 +278,6 @@ def draw_schedule(numbers: Numbers, drawn: Drawn) -> Drawn:
 
 
 def model_of(drawn: Drawn, seed: int = 0) -> TinyGPT:
-    """The model, the same on every rank."""
     if drawn.experts:
         kind = ExpertBlockAgain if drawn.checkpointing else ExpertBlock
         model = TinyGPT(layers=drawn.layers, tied=drawn.tied, block=kind, seed=seed)
@@ -592,7 +591,6 @@ def backward(drawn: Drawn, together: Composition, model: nn.Module, loss: Losses
 
 
 def part_of(drawn: Drawn, together: Composition, codes: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
-    """This rank's part of a batch."""
     given = {"inputs": codes, "labels": target}
     if drawn.context:
         given["positions"] = torch.arange(CONTEXT).expand(len(codes), -1)
@@ -616,7 +614,6 @@ class Comparison:
     greatest: float = 0.0
 
     def number(self, what: str, found: float, expected: float) -> None:
-        """Compare a loss or a norm."""
         bound = HALF_BOUND * abs(expected) if self.drawn.half else TOLERANCE * max(1.0, abs(expected))
         if self.drawn.half and self.drawn.experts and "norm" in what:
             bound *= 3  # the router may select other experts
@@ -632,7 +629,6 @@ class Comparison:
         self.tensors(f"gradients of step {step}", found, expected)
 
     def tensors(self, what: str, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-        """Compare this rank's parts of tensors."""
         experts = next((each for each in self.together.methods if isinstance(each, ExpertParallel)), None)
         if experts is not None and set(found) <= set(expected):
             expected = {**expected, **cut_like(found, expected, experts.mesh, "etp")}

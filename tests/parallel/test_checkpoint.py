@@ -42,7 +42,7 @@ from tests.support.parallel_models import (
 )
 from tests.support.pipelines import needs_pipelines
 from tests.support.tensor_plans import GATHERED_PLAN
-from tests.support.worlds import world
+from tests.support.worlds import on_ranks, world
 
 torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
 
@@ -178,7 +178,9 @@ class Halves(Method):
         return module
 
 
-def shards_as_plain_tensors(folder: Path, kind: type[DataParallel | ShardedDataParallel]) -> None:
+@pytest.mark.parametrize("kind", [DataParallel, ShardedDataParallel])
+@on_ranks(4)
+def test_save_of_shards_as_plain_tensors_raises(tmp_path: Path, kind: type[DataParallel | ShardedDataParallel]):
     with ProcessGroupMesh(dp=2, tp=2) as mesh:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.LayerNorm(4, bias=False))
@@ -189,17 +191,12 @@ def shards_as_plain_tensors(folder: Path, kind: type[DataParallel | ShardedDataP
         for call in (checkpoint.save, checkpoint.load):
             assert_raises(
                 MethodError,
-                lambda call=call: call(folder, mesh, model),
+                lambda call=call: call(tmp_path, mesh, model),
                 "0.weight is sharded along tp=2 as a plain tensor: a checkpoint would have only one of the shards. "
                 "Save whole experts (ExpertParallel without tensor=), and DTensors of a method of your own.",
             )
         dist.barrier()
-    assert not [*folder.iterdir()]
-
-
-@pytest.mark.parametrize("kind", [DataParallel, ShardedDataParallel])
-def test_save_of_shards_as_plain_tensors_raises(tmp_path: Path, kind):
-    world(4).run(shards_as_plain_tensors, tmp_path, kind)
+    assert not [*tmp_path.iterdir()]
 
 
 # ---- names ----
@@ -218,15 +215,17 @@ class Parts(nn.Module):
         return x
 
 
-def of_parts(folder: Path) -> None:
+@needs_pipelines
+@on_ranks(2)
+def test_a_model_may_call_its_layers_parts(tmp_path: Path):
     def through(mesh: ProcessGroupMesh, model: nn.Module) -> None:
         with torch.no_grad():
             kept = {name: full_tensor(weight) for name, weight in model.named_parameters()}
-            checkpoint.save(folder / mesh.name, mesh, model)
+            checkpoint.save(tmp_path / mesh.name, mesh, model)
             dist.barrier()
             for weight in model.parameters():
                 weight.zero_()
-            checkpoint.load(folder / mesh.name, mesh, model)
+            checkpoint.load(tmp_path / mesh.name, mesh, model)
             for name, weight in model.named_parameters():
                 assert full_tensor(weight).equal(kept[name]), f"{mesh.name}: {name}"
         dist.barrier()
@@ -236,13 +235,8 @@ def of_parts(folder: Path) -> None:
     with ProcessGroupMesh(pp=2, name="a pipeline") as mesh:
         through(mesh, PipelineParallel(mesh, "pp", layers="parts", loss=None, microbatches=2).apply(Parts()))
         with pytest.raises(MethodError, match="has no checkpoint that this model can load"):
-            checkpoint.load(folder / "no pipeline", mesh, nn.Linear(4, 4))
+            checkpoint.load(tmp_path / "no pipeline", mesh, nn.Linear(4, 4))
         dist.barrier()
-
-
-@needs_pipelines
-def test_a_model_may_call_its_layers_parts(tmp_path: Path):
-    world(2).run(of_parts, tmp_path)
 
 
 def absent_and_damaged(folder: Path) -> None:

@@ -44,7 +44,7 @@ from tests.support.parallel_models import (
     weights_of,
 )
 from tests.support.tensor_plans import BLOCK_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
-from tests.support.worlds import check_sums, groups_of, world
+from tests.support.worlds import check_sums, groups_of, on_ranks
 
 long = pytest.mark.long
 
@@ -84,7 +84,18 @@ def model_of(kind: str, seed: int = 0) -> TinyGPT:
 TOKENS = "tokens.weight: (24, 16) torch.float64 True on rank{}; (24, 16) torch.float64 True, other values on rank{}."
 
 
-def seeded_by_rank(kind: str, found: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        ("tp, fsdp", TOKENS.format(" 0", "s 1, 2, 3")),
+        ("fsdp", TOKENS.format(" 0", "s 1, 2, 3")),
+        ("pp, fsdp", TOKENS.format(" 0", "s 1, 2, 3")),
+        ("cp, fsdp", TOKENS.format(" 0", "s 1, 2, 3")),
+        ("ep, fsdp", TOKENS.format(" 0", "s 1, 2, 3")),
+    ],
+)
+@on_ranks(4)
+def test_apply_on_differently_seeded_ranks_raises_until_broadcast(kind: str, found: str):
     with ProcessGroupMesh(other=2, dp=2) as mesh:
         together = compose(mesh, *methods_of(kind, mesh))
         model = model_of(kind, mesh.rank)
@@ -101,21 +112,8 @@ def seeded_by_rank(kind: str, found: str) -> None:
         check_sums(groups_of(mesh))
 
 
-@pytest.mark.parametrize(
-    ("kind", "found"),
-    [
-        ("tp, fsdp", TOKENS.format(" 0", "s 1, 2, 3")),
-        ("fsdp", TOKENS.format(" 0", "s 1, 2, 3")),
-        ("pp, fsdp", TOKENS.format(" 0", "s 1, 2, 3")),
-        ("cp, fsdp", TOKENS.format(" 0", "s 1, 2, 3")),
-        ("ep, fsdp", TOKENS.format(" 0", "s 1, 2, 3")),
-    ],
-)
-def test_apply_on_differently_seeded_ranks_raises_until_broadcast(kind: str, found: str):
-    world(4).run(seeded_by_rank, kind, found)
-
-
-def broadcast_by_ddp() -> None:
+@on_ranks(4)
+def test_weights_that_ddp_broadcasts_may_differ():
     with ProcessGroupMesh(other=2, dp=2) as mesh:
         for kind in ("dp", "cp, dp", "pp, dp", "ep, dp"):
             model = compose(mesh, *methods_of(kind, mesh)).apply(model_of(kind, mesh.rank))
@@ -126,11 +124,8 @@ def broadcast_by_ddp() -> None:
         check_sums(groups_of(mesh))
 
 
-def test_weights_that_ddp_broadcasts_may_differ():
-    world(4).run(broadcast_by_ddp)
-
-
-def differing_modules() -> None:
+@on_ranks(4)
+def test_data_parallel_broadcasts_weights_and_buffers():
     with ProcessGroupMesh(dp=4) as mesh:
         together = compose(mesh, DataParallel(mesh, "dp", broadcast_buffers=False))
         for frozen, kind in itertools.product((False, True), ("one value", "buffer")):  # DDP takes no frozen module
@@ -140,17 +135,12 @@ def differing_modules() -> None:
         check_sums(groups_of(mesh))
 
 
-def test_data_parallel_broadcasts_weights_and_buffers():
-    world(4).run(differing_modules)
-
-
 def normed() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
 
 
 def another(kind: str) -> nn.Sequential:
-    """The module of a rank that differs from the others."""
     module = normed()
     if kind == "shape":
         module[1] = nn.BatchNorm1d(5)
@@ -179,7 +169,8 @@ DIFFERENCES = {
 }
 
 
-def different_modules() -> None:
+@on_ranks(4)
+def test_names_shapes_dtypes_and_frozen_parameters_are_compared():
     with ProcessGroupMesh(dp=4) as mesh:
         for method in (ShardedDataParallel(mesh, "dp"), DataParallel(mesh, "dp")):
             together = compose(mesh, method)
@@ -203,11 +194,8 @@ def different_modules() -> None:
         check_sums(groups_of(mesh))
 
 
-def test_names_shapes_dtypes_and_frozen_parameters_are_compared():
-    world(4).run(different_modules)
-
-
-def two_programs() -> None:
+@on_ranks(4)
+def test_ranks_of_different_slices_may_have_different_weights():
     """Two slices train different models."""
     with ProcessGroupMesh(task=2, dp=2) as mesh:
         task = mesh.index("task")
@@ -218,11 +206,8 @@ def two_programs() -> None:
         dist.barrier()
 
 
-def test_ranks_of_different_slices_may_have_different_weights():
-    world(4).run(two_programs)
-
-
-def sharded_before() -> None:
+@on_ranks(2)
+def test_sharded_weights_are_not_broadcast():
     with ProcessGroupMesh(dp=2) as mesh:
         together = compose(mesh, ShardedDataParallel(mesh, "dp"))
         model = together.apply(TinyGPT(layers=1))
@@ -232,10 +217,6 @@ def sharded_before() -> None:
             "tokens.weight is sharded already: call broadcast(module) before apply(module).",
         )
         dist.barrier()
-
-
-def test_sharded_weights_are_not_broadcast():
-    world(2).run(sharded_before)
 
 
 # ---- the error ----
@@ -287,7 +268,10 @@ def test_jagged_inputs_are_not_counted():
 # ---- rows ----
 
 
-def rows_of_data(kind: type[DataParallel | ShardedDataParallel]) -> None:
+@long
+@pytest.mark.parametrize("kind", [DataParallel, ShardedDataParallel])
+@on_ranks(4)
+def test_unequal_rows_raise_in_the_first_step(kind: type[DataParallel | ShardedDataParallel]):
     with ProcessGroupMesh(dp=2, cp=2) as mesh:
         codes, target = batch(0)
         expected = TinyGPT(layers=1)
@@ -315,12 +299,8 @@ def rows_of_data(kind: type[DataParallel | ShardedDataParallel]) -> None:
 
 
 @long
-@pytest.mark.parametrize("kind", [DataParallel, ShardedDataParallel])
-def test_unequal_rows_raise_in_the_first_step(kind):
-    world(4).run(rows_of_data, kind)
-
-
-def rows_of_tensor() -> None:
+@on_ranks(4)
+def test_different_rows_along_tp_raise_before_all_reduce():
     with ProcessGroupMesh(dp=2, tp=2) as mesh:
         first, second = mesh.ranks("tp")
         together = compose(mesh, TensorParallel(mesh, "tp", plan=BLOCK_PLAN), unowned=["dp"])
@@ -332,11 +312,6 @@ def rows_of_tensor() -> None:
         assert_raises(ShapeError, lambda: model(x=codes[:, : 6 + mesh.index("tp")]), message)
         torch.testing.assert_close(model(codes), TinyGPT(layers=1)(codes), rtol=0, atol=1e-12)
         check_sums(groups_of(mesh))
-
-
-@long
-def test_different_rows_along_tp_raise_before_all_reduce():
-    world(4).run(rows_of_tensor)
 
 
 # ---- sequences ----
@@ -354,7 +329,10 @@ class Attention(nn.Module):
         return self.attention(x, x, x, is_causal=True).transpose(1, 2).flatten(2)
 
 
-def parts_of_a_sequence(kind: str, balanced: bool) -> None:
+@long
+@pytest.mark.parametrize(("kind", "balanced"), [("ring", True), ("ring", False), ("ulysses", False)])
+@on_ranks(4)
+def test_unequal_positions_along_cp_raise_before_attention(kind: str, balanced: bool):
     with ProcessGroupMesh(dp=2, cp=2) as mesh:
         method = ContextParallel(mesh, "cp", attention=kind, balanced=balanced)
         together = compose(mesh, DataParallel(mesh, "dp"), method)
@@ -376,16 +354,12 @@ def parts_of_a_sequence(kind: str, balanced: bool) -> None:
         check_sums(groups_of(mesh))
 
 
-@long
-@pytest.mark.parametrize(("kind", "balanced"), [("ring", True), ("ring", False), ("ulysses", False)])
-def test_unequal_positions_along_cp_raise_before_attention(kind: str, balanced: bool):
-    world(4).run(parts_of_a_sequence, kind, balanced)
-
-
 # ---- pipelines ----
 
 
-def rows_of_pipelines() -> None:
+@long
+@on_ranks(4)
+def test_different_rows_along_pp_raise_on_all_ranks():
     with ProcessGroupMesh(pp=2, dp=2) as mesh:
         codes, target = batch(0)
         parts = {"layers": "blocks", "first": FIRST, "last": LAST, "loss": loss_of, "microbatches": 2}
@@ -423,11 +397,6 @@ def rows_of_pipelines() -> None:
         check_sums(groups_of(mesh))
 
 
-@long
-def test_different_rows_along_pp_raise_on_all_ranks():
-    world(4).run(rows_of_pipelines)
-
-
 # ---- tokens ----
 
 
@@ -444,7 +413,9 @@ class Mixture(nn.Module):
         return self.mix(tokens, torch.ones(chosen.shape), chosen, self.experts)
 
 
-def tokens_of_experts() -> None:
+@long
+@on_ranks(4)
+def test_unequal_tokens_along_ep_raise_before_sending():
     with ProcessGroupMesh(edp=2, ep=2) as mesh:
         cut = {"tensor": "edp", "columns": ["up"], "rows": ["down"]}
         for options, owned in [({}, ["edp", "ep"]), (cut, ["edp", "ep"]), (cut, ["ep"])]:
@@ -461,11 +432,6 @@ def tokens_of_experts() -> None:
         check_sums(groups_of(mesh))
 
 
-@long
-def test_unequal_tokens_along_ep_raise_before_sending():
-    world(4).run(tokens_of_experts)
-
-
 # ---- how often ----
 
 
@@ -480,8 +446,11 @@ class Checkpointed(nn.Module):
         return checkpoint(self.module, *inputs, use_reentrant=False)
 
 
-def exchanges_of_steps(kind: str) -> list[int]:
-    """Number of exchanges in an evaluation and in each of three steps. Blocks or whole modules are checkpointed."""
+@long
+@pytest.mark.parametrize("kind", ["dp", "fsdp", "tp, fsdp", "cp, dp", "pp, dp", "pp, fsdp", "ep, dp"])
+@on_ranks(4)
+def test_first_step_compares_inputs_in_one_exchange(kind):
+    """An evaluation and three steps. Blocks or whole modules are checkpointed."""
     with ProcessGroupMesh(other=2, dp=2) as mesh:
         model = model_of(kind)
         together = compose(mesh, *methods_of(kind, mesh))
@@ -505,18 +474,14 @@ def exchanges_of_steps(kind: str) -> list[int]:
                 learn() if training else model(codes)
             counts.append(counter.call_count)
         check_sums(groups_of(mesh))
-        return counts
+        gradients = int("tp" in kind)  # the second compares those of the first
+        assert counts == [0, 1, gradients, 0]
 
 
 @long
-@pytest.mark.parametrize("kind", ["dp", "fsdp", "tp, fsdp", "cp, dp", "pp, dp", "pp, fsdp", "ep, dp"])
-def test_first_step_compares_inputs_in_one_exchange(kind):
-    gradients = int("tp" in kind)  # the second compares those of the first
-    assert world(4).run(exchanges_of_steps, kind) == [[0, 1, gradients, 0]] * 4
-
-
-def accumulated(kind: str) -> list[int]:
-    """Exchanges in the passes of an accumulated step."""
+@pytest.mark.parametrize("kind", ["dp", "fsdp"])
+@on_ranks(4)
+def test_accumulated_passes_compare_inputs_in_one_exchange(kind):
     with ProcessGroupMesh(other=2, dp=2) as mesh:
         together = compose(mesh, *methods_of(kind, mesh))
         model, counts = together.apply(model_of(kind)), list[int]()
@@ -532,16 +497,12 @@ def accumulated(kind: str) -> list[int]:
         codes, target = batch(0)
         loss_of(expected(codes), target).backward()
         assert_same(kind, gradients_of(model), gradients_of(expected))
-        return counts
+        assert counts == [1, 0]
 
 
 @long
-@pytest.mark.parametrize("kind", ["dp", "fsdp"])
-def test_accumulated_passes_compare_inputs_in_one_exchange(kind):
-    assert world(4).run(accumulated, kind) == [[1, 0]] * 4
-
-
-def steps_after_the_first() -> None:
+@on_ranks(2)
+def test_different_inputs_after_first_step_are_accepted():
     """DDP's join: ranks have different numbers of batches, and of rows."""
     with ProcessGroupMesh(dp=2) as mesh:
         model = compose(mesh, DataParallel(mesh, "dp")).apply(TinyGPT(layers=1))
@@ -553,15 +514,11 @@ def steps_after_the_first() -> None:
         check_sums(groups_of(mesh))
 
 
-@long
-def test_different_inputs_after_first_step_are_accepted():
-    world(2).run(steps_after_the_first)
-
-
 # ---- who raises, and over which group ----
 
 
-def moved_after_apply() -> None:
+@on_ranks(2)
+def test_inputs_are_compared_over_gloo_on_any_device():
     """A stand-in for a GPU: weights and inputs on the device meta, and a group of another backend by its name."""
     with ProcessGroupMesh(dp=2) as mesh:
         mesh.configure("dp", backend="cpu:gloo")
@@ -584,10 +541,6 @@ def moved_after_apply() -> None:
         check_sums(groups_of(mesh))
 
 
-def test_inputs_are_compared_over_gloo_on_any_device():
-    world(2).run(moved_after_apply)
-
-
 def test_compositions_on_slices_exchange_apart():
     with fake_rank(0, 4):
         mesh, model = ProcessGroupMesh(pp=2, dp=2), nn.Linear(4, 1)
@@ -602,7 +555,10 @@ def test_compositions_on_slices_exchange_apart():
 # ---- torch.compile ----
 
 
-def compiled(kind: str) -> None:
+@long
+@pytest.mark.parametrize("kind", ["blocks", "vocabulary", "sequence"])
+@on_ranks(2)
+def test_fullgraph_compiles_after_tensor_parallelism(kind: str):
     with ProcessGroupMesh(tp=2) as mesh:
         codes, target = batch(0)
         expected, model = TinyGPT(layers=2), TinyGPT(layers=2)
@@ -621,16 +577,11 @@ def compiled(kind: str) -> None:
         check_sums(groups_of(mesh))
 
 
-@long
-@pytest.mark.parametrize("kind", ["blocks", "vocabulary", "sequence"])
-def test_fullgraph_compiles_after_tensor_parallelism(kind):
-    world(2).run(compiled, kind)
-
-
 # ---- values of inputs ----
 
 
-def rows_of_each_rank() -> None:
+@on_ranks(4)
+def test_different_inputs_along_tensor_parallel_axis_raise():
     """A sampler that counts ranks of the world gives ranks along tp other rows."""
     with ProcessGroupMesh(other=2, dp=2) as mesh:
         together = compose(mesh, *methods_of("tp, fsdp", mesh))
@@ -646,7 +597,3 @@ def rows_of_each_rank() -> None:
         )
         model(torch.arange(16).view(2, 8) + together.rank)
         check_sums(groups_of(mesh))
-
-
-def test_different_inputs_along_tensor_parallel_axis_raise():
-    world(4).run(rows_of_each_rank)

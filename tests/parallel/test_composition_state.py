@@ -25,7 +25,7 @@ from pgmesh.parallel.composing import Composition
 from tests.support.fake_world import fake_rank
 from tests.support.parallel_models import FIRST, LAST, TinyGPT, assert_same, batch, gradients_of, loss_of
 from tests.support.pipelines import needs_pipelines
-from tests.support.worlds import check_sums, groups_of, world
+from tests.support.worlds import check_sums, groups_of, on_ranks
 
 # ---- shards of methods of other packages ----
 
@@ -53,7 +53,8 @@ class Replaces(Method):
         return module
 
 
-def norm_of_replaced_layers() -> None:
+@on_ranks(4)
+def test_grad_norm_counts_shards_in_replaced_layers():
     with ProcessGroupMesh(dp=2, tp=2) as mesh:
         for data in (DataParallel, ShardedDataParallel):
             torch.manual_seed(0)
@@ -64,10 +65,6 @@ def norm_of_replaced_layers() -> None:
                 weight.grad = torch.ones_like(weight)
             torch.testing.assert_close(together.grad_norm().item(), (24 + 3) ** 0.5)
         check_sums(groups_of(mesh))
-
-
-def test_grad_norm_counts_shards_in_replaced_layers():
-    world(4).run(norm_of_replaced_layers)
 
 
 # ---- numbers of few bits ----
@@ -96,7 +93,8 @@ def test_a_tensor_without_dimensions_is_shared_whole(mesh: ProcessGroupMesh):
 # ---- inputs are compared once ----
 
 
-def compared_steps() -> int:
+@on_ranks(2)
+def test_copy_of_model_compares_inputs_once():
     with ProcessGroupMesh(tp=2) as mesh:
         together = compose(mesh, Replaces(mesh, "tp"))
         applied, compared = together.apply(nn.Sequential(nn.Linear(2, 2, bias=False))), list[int]()
@@ -108,11 +106,7 @@ def compared_steps() -> int:
             for _ in range(3):
                 duplicate(torch.ones(2, 2)).sum().backward()
         dist.barrier()
-        return len(compared)
-
-
-def test_copy_of_model_compares_inputs_once():
-    assert world(2).run(compared_steps) == [1, 1]
+        assert len(compared) == 1
 
 
 # ---- parameters that apply has not seen ----
@@ -127,7 +121,8 @@ def test_parameter_added_after_apply_raises_in_grad_norm(mesh: ProcessGroupMesh)
         together.grad_norm()
 
 
-def shards_on_meta() -> None:
+@on_ranks(2)
+def test_shards_that_were_on_meta_may_differ():
     """No parameter is whole, so none can be compared after apply."""
     mesh = ProcessGroupMesh(tp=2, name="actor")
     with torch.device("meta"):
@@ -137,10 +132,6 @@ def shards_on_meta() -> None:
     with torch.no_grad():
         model[0].weight.fill_(mesh.rank)
     model(torch.ones(1, 2)).sum().backward()
-
-
-def test_shards_that_were_on_meta_may_differ():
-    world(2).run(shards_on_meta)
 
 
 def replicas_on_meta(seed_by_rank: bool) -> str:
@@ -162,12 +153,13 @@ def replicas_on_meta(seed_by_rank: bool) -> str:
         return ""
 
 
+@on_ranks(4)
 def test_replicated_shards_from_meta_are_compared():
-    assert world(4).run(replicas_on_meta, False) == [""] * 4
+    assert replicas_on_meta(seed_by_rank=False) == ""
     start = "ranks start with different weights, of which the first is 0.weight: (2, 4) torch.float32 True on rank "
-    found = [start + f"{i}; (2, 4) torch.float32 True, other values on rank {i + 2}." for i in (0, 1)]
-    found = [f"{each}\n\n{SAME_VALUES_FROM_META}" for each in found]
-    assert world(4).run(replicas_on_meta, True) == found * 2
+    first = dist.get_rank() % 2
+    found = f"{start}{first}; (2, 4) torch.float32 True, other values on rank {first + 2}."
+    assert replicas_on_meta(seed_by_rank=True) == f"{found}\n\n{SAME_VALUES_FROM_META}"
 
 
 def test_one_unowned_axis_needs_no_list(mesh: ProcessGroupMesh):
@@ -199,7 +191,8 @@ def test_an_optimizer_from_before_apply_raises(mesh: ProcessGroupMesh):
     together.attach(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def unknown_parameters() -> None:
+@on_ranks(2)
+def test_optimizer_of_another_module_needs_apply():
     with ProcessGroupMesh(dp=2) as mesh:
         torch.manual_seed(0)
         together = compose(mesh, DataParallel(mesh, "dp"))
@@ -221,10 +214,6 @@ def unknown_parameters() -> None:
         torch.testing.assert_close(other.module.weight.grad, mean / 2)
 
 
-def test_optimizer_of_another_module_needs_apply():
-    world(2).run(unknown_parameters)
-
-
 def test_unequal_parts_need_the_number_of_tokens(mesh: ProcessGroupMesh):
     together = compose(mesh, unowned=mesh.axes, equal_parts=False)
     with pytest.raises(MethodError, match=r"together\.mean\(loss_sum, tokens\)"):
@@ -239,15 +228,18 @@ def test_the_mean_takes_the_losses_of_a_step(mesh: ProcessGroupMesh):
         together.mean([])
 
 
-def mean_of_parts(losses: list[float], tokens: list[int]) -> tuple[float, float]:
+@on_ranks(2)
+def test_mean_of_unequal_parts_losses_needs_no_tokens():
     """The loss of one microbatch as ``loss=`` computes it, and the mean over the list that ``step`` returns."""
     with ProcessGroupMesh(dp=2) as mesh:
         together = compose(mesh, DataParallel(mesh, "dp"), equal_parts=False)
-        loss = together.mean(torch.tensor(losses[mesh.rank]), tokens=tokens[mesh.rank])
-        return loss.item(), together.mean([loss, 2 * loss]).item()
+        loss = together.mean(torch.tensor([6.0, 2.0][mesh.rank]), tokens=[3, 1][mesh.rank])
+        assert (loss.item(), together.mean([loss, 2 * loss]).item()) == (2.0, 3.0)
 
 
-def pipeline_of_unequal_parts() -> None:
+@needs_pipelines
+@on_ranks(4)
+def test_pipeline_loss_of_unequal_parts_counts_tokens():
     """Ranks along dp have 2 and 6 of 8 rows."""
     with ProcessGroupMesh(pp=2, dp=2) as mesh:
 
@@ -272,15 +264,6 @@ def pipeline_of_unequal_parts() -> None:
         assert_same("gradients", gradients_of(model), gradients_of(alone))
 
 
-@needs_pipelines
-def test_pipeline_loss_of_unequal_parts_counts_tokens():
-    world(4).run(pipeline_of_unequal_parts)
-
-
-def test_mean_of_unequal_parts_losses_needs_no_tokens():
-    assert world(2).run(mean_of_parts, [6.0, 2.0], [3, 1]) == [(2.0, 3.0)] * 2
-
-
 # ---- names of a module's own ----
 
 
@@ -297,7 +280,8 @@ class OwnNames(nn.Linear):
         raise AssertionError("this is a method of the program")
 
 
-def module_with_own_names() -> int:
+@on_ranks(2)
+def test_module_may_have_the_names_of_a_pipeline():
     with ProcessGroupMesh(tp=2) as mesh:
         torch.manual_seed(0)
         together, compared = compose(mesh, Replaces(mesh, "tp")), list[int]()
@@ -306,8 +290,4 @@ def module_with_own_names() -> int:
             patch.setattr(Composition, "check_inputs", lambda *args: compared.append(1))
             model(torch.ones(2, 2)).sum().backward()
         together.grad_norm()
-        return len(compared)
-
-
-def test_module_may_have_the_names_of_a_pipeline():
-    assert world(2).run(module_with_own_names) == [1, 1]
+        assert len(compared) == 1

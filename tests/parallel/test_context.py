@@ -29,7 +29,7 @@ from tests.support.parallel_models import (
     loss_of,
     train_alone,
 )
-from tests.support.worlds import check_sums, world
+from tests.support.worlds import check_sums, on_ranks
 
 pytestmark = pytest.mark.long
 
@@ -63,14 +63,6 @@ HOW = [
 ]
 
 
-def compare_all(shape, ranks, axes):
-    with ProcessGroupMesh(**shape, ranks=ranks) as mesh:
-        for how in HOW:
-            out, truth, mine, whole = attend(mesh, axes, *how)
-            torch.testing.assert_close([out, *mine], [truth, *whole], **TOLERANCE)
-        check_sums({"cp": (mesh.group(*axes), mesh.ranks(*axes))})
-
-
 @pytest.mark.parametrize(
     ("shape", "ranks", "axes"),
     [
@@ -81,21 +73,23 @@ def compare_all(shape, ranks, axes):
     ],
     ids=str,
 )
+@on_ranks(4)
 def test_cut_attention_is_whole_attention(shape, ranks, axes):
-    world(4).run(compare_all, shape, ranks, axes)
+    with ProcessGroupMesh(**shape, ranks=ranks) as mesh:
+        for how in HOW:
+            out, truth, mine, whole = attend(mesh, axes, *how)
+            torch.testing.assert_close([out, *mine], [truth, *whole], **TOLERANCE)
+        check_sums({"cp": (mesh.group(*axes), mesh.ranks(*axes))})
 
 
-def cut_by_torch() -> None:
+@on_ranks(4)
+def test_torch_context_parallel_takes_groups_of_a_mesh():
     """torch's context_parallel, with the mesh's group; its attention has no kernel for the CPU."""
     with ProcessGroupMesh(dp=2, cp=2) as mesh:
         whole = torch.arange(32).view(2, 16)
         cut = whole.clone()
         with context_parallel(mesh.device_mesh("cp"), buffers=[cut], buffer_seq_dims=[1]):
             assert cut.equal(ContextParallel(mesh, "cp").cut(whole))
-
-
-def test_torch_context_parallel_takes_groups_of_a_mesh():
-    world(4).run(cut_by_torch)
 
 
 # ---- what needs no other rank ----
@@ -310,7 +304,8 @@ def given_and_plain() -> TinyGPT:
     return model
 
 
-def partial_attention() -> None:
+@on_ranks(2)
+def test_partial_of_attention_is_replaced():
     with ProcessGroupMesh(dp=1, cp=2) as mesh:
         context = ContextParallel(mesh, "cp")
         together = compose(mesh, DataParallel(mesh, "dp"), context)
@@ -318,10 +313,6 @@ def partial_attention() -> None:
         codes, target = (together.share(each) for each in batch(0))
         loss_of(model(codes, positions=context.positions(2 * codes.size(1))), target).backward()
         assert_same("gradients", parallel_models.gradients_of(model), train_alone(given_and_plain()).gradients[0])
-
-
-def test_partial_of_attention_is_replaced():
-    world(2).run(partial_attention)
 
 
 def test_attention_of_program_may_be_called_by_name(mesh):

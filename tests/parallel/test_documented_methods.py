@@ -21,7 +21,7 @@ from tests.support.parallel_models import assert_same_run
 from tests.support.pipelines import needs_pipelines
 from tests.support.small_model import FIRST_STAGE, SmallModel, loss_of, train, train_alone
 from tests.support.tensor_plans import TWO_LAYERS
-from tests.support.worlds import check_sums, groups_of, world
+from tests.support.worlds import check_sums, groups_of, on_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,7 +72,10 @@ def partners(mesh: ProcessGroupMesh, kind: str, axis: str = "x") -> list[Method]
 # ---- averages of gradients ----
 
 
-def compose_average(page: str) -> None:
+@needs_pipelines
+@pytest.mark.parametrize("page", AVERAGES)
+@on_ranks(4)
+def test_documented_average_composes_with_one_method(page: str):
     averages = AVERAGES[page]()
     for kind, frozen in (("tensor", ()), ("two stages", ()), ("pipeline", FIRST_STAGE)):
         with ProcessGroupMesh(dp=2, x=2, name=f"{page}, {kind}, {len(frozen)} frozen") as mesh:
@@ -81,13 +84,9 @@ def compose_average(page: str) -> None:
             check_sums(groups_of(mesh))
 
 
-@needs_pipelines
-@pytest.mark.parametrize("page", AVERAGES)
-def test_documented_average_composes_with_one_method(page: str):
-    world(4).run(compose_average, page)
-
-
-def compose_average_with_two() -> None:
+@pytest.mark.long
+@on_ranks(8)
+def test_an_average_composed_with_two_other_methods():
     average = AVERAGES["docs"]()
     with ProcessGroupMesh(pp=2, dp=2, x=2, name="two stages, tensor") as mesh:
         together = compose(mesh, average(mesh, "dp"), *partners(mesh, "two stages", "pp"), *partners(mesh, "tensor"))
@@ -95,26 +94,18 @@ def compose_average_with_two() -> None:
         check_sums(groups_of(mesh))
 
 
-@pytest.mark.long
-def test_an_average_composed_with_two_other_methods():
-    world(8).run(compose_average_with_two)
-
-
 # ---- the example's own tensor parallelism ----
 
 
-def compose_split() -> None:
+@needs_pipelines
+@on_ranks(4)
+def test_documented_tensor_parallelism_composes_with_other_methods():
     split = of_program("examples/10_own_method.py", "Split")
     for kind in ("sharding", "two stages"):
         with ProcessGroupMesh(x=2, tp=2, name=f"split, {kind}") as mesh:
             together = compose(mesh, *partners(mesh, kind), split(mesh, "tp"))
             assert_same_run(train(together.apply(SmallModel()), together.share), train_alone())
             check_sums(groups_of(mesh))
-
-
-@needs_pipelines
-def test_documented_tensor_parallelism_composes_with_other_methods():
-    world(4).run(compose_split)
 
 
 # ---- in which order ----

@@ -14,7 +14,7 @@ from tests.support.parallel_models import assert_same_run
 from tests.support.pipelines import needs_pipelines
 from tests.support.small_model import FIRST_STAGE, SmallModel, loss_of, train, train_alone
 from tests.support.tensor_plans import TWO_LAYERS
-from tests.support.worlds import check_sums, groups_of, world
+from tests.support.worlds import check_sums, groups_of, on_ranks
 
 LAST = ("blocks.2", "blocks.3")
 
@@ -33,19 +33,18 @@ def next_to_a_frozen_stage(
         check_sums(groups_of(mesh))
 
 
-def each_end(kind: type[DataParallel] | type[ShardedDataParallel]) -> None:
+@needs_pipelines
+@pytest.mark.parametrize("kind", [DataParallel, ShardedDataParallel])
+@on_ranks(4)
+def test_a_pipeline_trains_next_to_a_frozen_stage(kind: type[DataParallel] | type[ShardedDataParallel]):
     next_to_a_frozen_stage(kind, FIRST_STAGE)
     next_to_a_frozen_stage(kind, LAST)
     next_to_a_frozen_stage(kind, ("0", "2", "blocks.0", "blocks.2"), schedule="interleaved", stages_per_rank=2)
 
 
 @needs_pipelines
-@pytest.mark.parametrize("kind", [DataParallel, ShardedDataParallel])
-def test_a_pipeline_trains_next_to_a_frozen_stage(kind):
-    world(4).run(each_end, kind)
-
-
-def cut_and_frozen() -> None:
+@on_ranks(4)
+def test_a_frozen_stage_may_be_cut():
     with ProcessGroupMesh(pp=2, tp=2, name="cut and frozen") as mesh:
         tensor = TensorParallel(mesh, "tp", plan=TWO_LAYERS)
         pipeline = PipelineParallel(mesh, "pp", layers="blocks", first="012", loss=loss_of, microbatches=4)
@@ -53,12 +52,8 @@ def cut_and_frozen() -> None:
         assert_same_run(train(together.apply(SmallModel(FIRST_STAGE)), together.share), train_alone(FIRST_STAGE))
 
 
-@needs_pipelines
-def test_a_frozen_stage_may_be_cut():
-    world(4).run(cut_and_frozen)
-
-
-def frozen_alone() -> None:
+@on_ranks(2)
+def test_data_parallel_does_not_wrap_frozen_module():
     """A frozen module without a pipeline is not wrapped, and gets the weights of the first rank."""
     mesh = ProcessGroupMesh(dp=2)
     data, module = DataParallel(mesh, "dp"), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).requires_grad_(False)
@@ -74,7 +69,3 @@ def frozen_alone() -> None:
     assert DataParallel(mesh, "dp", init_sync=False).apply(own) is own
     assert own.weight.eq(1.0 + mesh.rank).all()
     assert nn.Tanh is type(data.apply(nn.Tanh()))
-
-
-def test_data_parallel_does_not_wrap_frozen_module():
-    world(2).run(frozen_alone)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from pgmesh import PgmeshError, ProcessGroupMesh
 from pgmesh.parallel import (
@@ -19,9 +20,11 @@ from pgmesh.parallel import (
     ExpertParallel,
     Method,
     PipelineParallel,
+    Router,
     ShardedDataParallel,
     TensorParallel,
     compose,
+    mlp_plan,
 )
 from pgmesh.parallel.ring import ring_attention
 from tests.support import golden_files
@@ -29,7 +32,7 @@ from tests.support.expert_models import expert_layer
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import facts
 from tests.support.parallel_models import FIRST, LAST, TinyGPT, loss_of
-from tests.support.tensor_plans import BLOCK_PLAN
+from tests.support.tensor_plans import BLOCK_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
 
 NAME = "method-messages.txt"
 
@@ -69,12 +72,25 @@ def with_shared_layer() -> TinyGPT:
     return shared
 
 
+def experts_with(parts: dict[str, torch.nn.Module | torch.nn.Parameter]) -> torch.nn.Module:
+    """A layer with experts, of which the first has these submodules and parameters."""
+    layer = expert_layer()
+    for name, part in parts.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(layer.experts[0].get_submodule(owner), attribute, part)
+    return layer
+
+
 BY_NAME = {
     **{each.__name__: each for each in (Rows, Positions, Weights, Method, compose, stages, gpt_inside, TinyGPT)},
     **{each.__name__: each for each in (ContextParallel, DataParallel, ExpertParallel, ShardedDataParallel)},
     **{each.__name__: each for each in (PipelineParallel, TensorParallel, expert_layer, with_shared_layer)},
+    **{each.__name__: each for each in (ColwiseParallel, RowwiseParallel, Router, experts_with, mlp_plan)},
     "torch": torch,
     "BLOCK_PLAN": BLOCK_PLAN,
+    "SEQUENCE_PLAN": SEQUENCE_PLAN,
+    "VOCABULARY_PLAN": VOCABULARY_PLAN,
+    "cut": {"tensor": "etp", "columns": ["up"], "rows": ["down"]},
     "ring_attention": ring_attention,
     "ProcessGroupMesh": ProcessGroupMesh,
     "inside": {"layers": "gpt.blocks", "first": ["gpt.tokens", "gpt.places"], "last": ["gpt.norm", "gpt.head"]},
@@ -83,8 +99,11 @@ BY_NAME = {
 
 def message(call: str) -> str:
     """The error of a call as rank 5; ``mesh`` is pp=2, dp=2, tp=2, named "actor"."""
-    with fake_rank(5, 8), pytest.raises(PgmeshError) as caught:
-        eval(call, {**BY_NAME, "mesh": ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor")})
+    with fake_rank(5, 8):
+        mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="actor")
+        views = {"split": mesh.view(dp=2, tp=4), "moe": mesh.view(edp=2, ep=2, etp=2)}
+        with pytest.raises(PgmeshError) as caught:
+            eval(call, {**BY_NAME, "mesh": mesh, **views})
     return f"{type(caught.value).__name__}: {caught.value}"
 
 

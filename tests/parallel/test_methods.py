@@ -47,7 +47,7 @@ from tests.support.parallel_models import (
     weights_of,
 )
 from tests.support.tensor_plans import BLOCK_PLAN
-from tests.support.worlds import check_sums, groups_of, world
+from tests.support.worlds import check_sums, groups_of, on_ranks
 
 pytestmark = pytest.mark.long
 
@@ -89,7 +89,9 @@ def held(module: nn.Module) -> int:
 # ---- data ----
 
 
-def accumulated(kind: type[DataParallel] | type[ShardedDataParallel]) -> None:
+@pytest.mark.parametrize("kind", [DataParallel, ShardedDataParallel])
+@on_ranks(8)
+def test_gradients_accumulate_and_are_averaged_once(kind: type[DataParallel] | type[ShardedDataParallel]):
     mesh = ProcessGroupMesh(dp=8)
     data = kind(mesh, "dp")
     module = data.apply(TinyGPT())
@@ -111,14 +113,9 @@ def accumulated(kind: type[DataParallel] | type[ShardedDataParallel]) -> None:
     assert_same("accumulated", gradients_of(module), gradients_of(right))
 
 
-@pytest.mark.parametrize("kind", [DataParallel, ShardedDataParallel])
-def test_gradients_accumulate_and_are_averaged_once(kind: type[DataParallel] | type[ShardedDataParallel]):
-    world(8).run(accumulated, kind)
-
-
 def batch_norm_buffers(kind: type[DataParallel] | type[ShardedDataParallel]) -> list[float]:
     """The running mean of each of two steps, on ranks with different rows, before the second step's own update."""
-    mesh = ProcessGroupMesh(dp=2)
+    mesh = ProcessGroupMesh(dp=2, name=kind.__name__)
     module = kind(mesh, "dp").apply(nn.Sequential(nn.BatchNorm1d(2, momentum=1.0), nn.Linear(2, 2)))
     norm = (module.module if kind is DataParallel else module)[0]
     seen: list[float] = []
@@ -129,10 +126,11 @@ def batch_norm_buffers(kind: type[DataParallel] | type[ShardedDataParallel]) -> 
     return seen
 
 
+@on_ranks(2)
 def test_ddp_broadcasts_buffers_and_fully_shard_does_not():
     """As in torch: DDP broadcasts buffers before each forward pass, fully_shard leaves them alone."""
-    assert world(2).run(batch_norm_buffers, DataParallel) == [[0.0, 1.0], [0.0, 1.0]]
-    assert world(2).run(batch_norm_buffers, ShardedDataParallel) == [[0.0, 1.0], [0.0, 2.0]]
+    assert batch_norm_buffers(DataParallel) == [0.0, 1.0]
+    assert batch_norm_buffers(ShardedDataParallel) == [0.0, 1.0 + dist.get_rank()]
 
 
 class Counting(nn.Module):
@@ -161,7 +159,8 @@ class Mixture(nn.Module):
         return self.mix(self.dense(rows), torch.ones(chosen.shape), chosen, self.experts)
 
 
-def buffers_of_experts() -> None:
+@on_ranks(2)
+def test_ddp_leaves_buffers_of_experts_alone():
     mesh = ProcessGroupMesh(dp=2)
     rows = torch.ones(4, 2)
     for frozen in (False, True):  # DDP takes no frozen module, so DataParallel broadcasts that one itself
@@ -173,11 +172,8 @@ def buffers_of_experts() -> None:
     check_sums(groups_of(mesh))
 
 
-def test_ddp_leaves_buffers_of_experts_alone():
-    world(2).run(buffers_of_experts)
-
-
-def ended_at_once() -> None:
+@on_ranks(2)
+def test_a_module_that_outlives_its_mesh_ends():
     """DDP that outlives its mesh frees the group last, directly after a collective on it."""
     for _ in range(40):
         with ProcessGroupMesh(dp=2) as mesh:
@@ -190,14 +186,11 @@ def ended_at_once() -> None:
         dist.barrier()
 
 
-def test_a_module_that_outlives_its_mesh_ends():
-    world(2).run(ended_at_once)
-
-
 # ---- sharded ----
 
 
-def sharded() -> None:
+@on_ranks(8)
+def test_sharding_along_one_two_or_replicated_axes():
     whole = held(TinyGPT())
     with ProcessGroupMesh(dp=8, name="one axis") as mesh:
         module = ShardedDataParallel(mesh, "dp").apply(TinyGPT())
@@ -218,11 +211,8 @@ def sharded() -> None:
         dist.barrier()
 
 
-def test_sharding_along_one_two_or_replicated_axes():
-    world(8).run(sharded)
-
-
-def half() -> None:
+@on_ranks(8)
+def test_mixed_precision_is_passed_through():
     """Mixed precision is passed to fully_shard: results of bfloat16 are close, and not equal."""
     mesh = ProcessGroupMesh(dp=8)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float64)
@@ -241,11 +231,8 @@ def half() -> None:
     assert 1e-6 < furthest < 1e-2
 
 
-def test_mixed_precision_is_passed_through():
-    world(8).run(half)
-
-
-def kept_and_offloaded() -> None:
+@on_ranks(2)
+def test_resharding_and_offloading_are_passed_through():
     """Both keywords are passed to fully_shard: layers are resharded after forward or not, with equal gradients."""
     with ProcessGroupMesh(dp=2) as mesh:
         codes, target = batch(0)
@@ -262,10 +249,6 @@ def kept_and_offloaded() -> None:
         check_sums(groups_of(mesh))
 
 
-def test_resharding_and_offloading_are_passed_through():
-    world(2).run(kept_and_offloaded)
-
-
 def test_default_layers_are_elements_of_nested_lists():
     one, two, three = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)
     assert [*default_layers(nn.Sequential(one, nn.Tanh(), two))] == [one, two]
@@ -279,7 +262,8 @@ def test_default_layers_are_elements_of_nested_lists():
 # ---- pipeline ----
 
 
-def alone_in_a_pipeline() -> None:
+@on_ranks(8)
+def test_layers_that_do_not_divide_and_one_stage():
     """Stages with different numbers of layers, and a pipeline with one stage."""
     mesh = ProcessGroupMesh(pp=8)
     module = train_and_check(compose(mesh, stages(mesh, microbatches=8)), layers=11, tied=True)
@@ -289,10 +273,6 @@ def alone_in_a_pipeline() -> None:
     with ProcessGroupMesh(pp=1, dp=8, name="one stage") as mesh:
         train_and_check(compose(mesh, stages(mesh, microbatches=1), DataParallel(mesh, "dp")), tied=True)
         dist.barrier()
-
-
-def test_layers_that_do_not_divide_and_one_stage():
-    world(8).run(alone_in_a_pipeline)
 
 
 def test_partition_layers_gives_remainder_to_the_first_stages():
@@ -341,7 +321,8 @@ def test_stages_share_weights_and_leave_the_module_unchanged():
 # ---- together ----
 
 
-def two_meshes() -> None:
+@on_ranks(8)
+def test_two_independent_meshes_train_two_models_interleaved():
     """Two models on the same ranks with alternating steps, on meshes of the same and of different shapes."""
     actor = ProcessGroupMesh(dp=4, tp=2, name="actor")
     critic = ProcessGroupMesh(dp=4, tp=2, name="critic")
@@ -368,14 +349,24 @@ def two_meshes() -> None:
         check_sums(groups_of(composition.mesh))
 
 
-def test_two_independent_meshes_train_two_models_interleaved():
-    world(8).run(two_meshes)
-
-
 # ---- norms, one start ----
 
 
-def of_other_orders() -> None:
+@on_ranks(4)
+def test_norm_with_nan_on_some_ranks_is_nan():
+    """The norm of each order if the gradient of one stage has a NaN, on the first or on the last ranks."""
+    mesh, found = ProcessGroupMesh(pp=2, dp=2), list[float]()
+    for stage, order in itertools.product(range(2), (2.0, math.inf)):
+        composition = compose(mesh, stages(mesh), DataParallel(mesh, "dp"))
+        module = composition.apply(TinyGPT())
+        for weight in module.parameters():
+            weight.grad = torch.full_like(weight, math.nan if mesh.index("pp") == stage else 1.0)
+        found.append(composition.clip_grad_norm_(1.0, norm_type=order).item())
+    assert all(map(math.isnan, found)), found
+
+
+@on_ranks(8)
+def test_grad_norm_counts_each_weight_once():
     mesh = ProcessGroupMesh(pp=2, ep=2, tp=2)
     composition = compose(mesh, stages(mesh), ExpertParallel(mesh, "ep"), unowned=["tp"])
     module = composition.apply(expert_model())
@@ -393,28 +384,8 @@ def of_other_orders() -> None:
     check_sums(groups_of(mesh))
 
 
-def with_a_nan() -> list[float]:
-    """The norm of each order if the gradient of one stage has a NaN, on the first or on the last ranks."""
-    mesh, found = ProcessGroupMesh(pp=2, dp=2), list[float]()
-    for stage, order in itertools.product(range(2), (2.0, math.inf)):
-        composition = compose(mesh, stages(mesh), DataParallel(mesh, "dp"))
-        module = composition.apply(TinyGPT())
-        for weight in module.parameters():
-            weight.grad = torch.full_like(weight, math.nan if mesh.index("pp") == stage else 1.0)
-        found.append(composition.clip_grad_norm_(1.0, norm_type=order).item())
-    return found
-
-
-def test_norm_with_nan_on_some_ranks_is_nan():
-    for found in world(4).run(with_a_nan):
-        assert all(map(math.isnan, found)), found
-
-
-def test_grad_norm_counts_each_weight_once():
-    world(8).run(of_other_orders)
-
-
-def one_start() -> None:
+@on_ranks(8)
+def test_initial_weights_are_those_of_the_first_rank():
     mesh = ProcessGroupMesh(pp=2, dp=2, tp=2)
     torch.manual_seed(mesh.rank)
     layer = nn.BatchNorm1d(4)
@@ -427,7 +398,3 @@ def one_start() -> None:
     assert layer.weight.equal(torch.randn(4))
     assert layer.weight.equal(mine) == (mesh.index("dp", "tp") == 0)
     check_sums(groups_of(mesh))
-
-
-def test_initial_weights_are_those_of_the_first_rank():
-    world(8).run(one_start)

@@ -13,7 +13,7 @@ from pgmesh import ProcessGroupMesh, ShapeError
 from pgmesh.parallel import DataParallel, PipelineParallel, ShardedDataParallel, compose
 from tests.support.parallel_models import assert_same, gradients_of
 from tests.support.pipelines import needs_pipelines
-from tests.support.worlds import check_sums, groups_of, world
+from tests.support.worlds import check_sums, groups_of, on_ranks
 
 pytestmark = needs_pipelines
 
@@ -69,7 +69,17 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square().mean()
 
 
-def trained(schedule: str, count: int, kind: Any) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "count", "kind"),
+    [
+        ("gpipe", 1, DataParallel),
+        ("1f1b", 1, ShardedDataParallel),
+        ("interleaved", 2, DataParallel),
+        ("zero-bubble", 2, None),
+    ],
+)
+@on_ranks(4)
+def test_every_stage_gets_its_microbatch_of_the_keywords(schedule: str, count: int, kind: Any):
     with ProcessGroupMesh(pp=2, dp=2) as mesh:
         pipeline = PipelineParallel(
             mesh,
@@ -103,37 +113,23 @@ def trained(schedule: str, count: int, kind: Any) -> None:
         check_sums(groups_of(mesh))
 
 
-@pytest.mark.parametrize(
-    ("schedule", "count", "kind"),
-    [
-        ("gpipe", 1, DataParallel),
-        ("1f1b", 1, ShardedDataParallel),
-        ("interleaved", 2, DataParallel),
-        ("zero-bubble", 2, None),
-    ],
-)
-def test_every_stage_gets_its_microbatch_of_the_keywords(schedule, count, kind):
-    world(4).run(trained, schedule, count, kind)
-
-
-def unequal() -> list[str]:
+@on_ranks(2)
+def test_mask_without_row_for_each_input_raises():
     with ProcessGroupMesh(pp=2) as mesh:
         pipeline = PipelineParallel(mesh, "pp", layers="blocks", first=["into"], loss=loss_of, microbatches=2)
-        model, messages = pipeline.apply(Masked()), []
+        model = pipeline.apply(Masked())
         x, target, keywords = batch(0, 8, 5)
         row, nested = torch.ones(1, 5), (torch.ones(8), {"sin": torch.ones(16)})
-        for mask in (row, torch.tensor(1.0), nested):  # torch splits the tensors inside tuples and dicts too
+        for mask, rows in (
+            (row, "1 row of mask"),
+            (torch.tensor(1.0), "0 rows of mask"),
+            (nested, "8 rows of mask, 16 rows of mask"),  # torch splits the tensors inside tuples and dicts too
+        ):
             with pytest.raises(ShapeError) as caught:
                 model.step(x, target=target, **{**keywords, "mask": mask})
-            messages.append(str(caught.value).splitlines()[0])
-        return messages
-
-
-def test_mask_without_row_for_each_input_raises():
-    for messages in world(2).run(unequal):
-        for message, rows in zip(messages, ["1 row of mask", "0 rows of mask", "8 rows of mask, 16 rows of mask"]):
-            batch = f"8 rows of inputs, {rows}, 8 rows of positions, 8 rows of target"
-            assert message == f"{batch} cannot be split into 2 equal microbatches along pp=2."
+            found = f"8 rows of inputs, {rows}, 8 rows of positions, 8 rows of target"
+            message = f"{found} cannot be split into 2 equal microbatches along pp=2."
+            assert str(caught.value).splitlines()[0] == message
 
 
 class Scaled(nn.Module):
@@ -152,7 +148,8 @@ class Scaled(nn.Module):
         return x
 
 
-def in_objects() -> None:
+@on_ranks(2)
+def test_keyword_in_registered_dataclass_is_split():
     with ProcessGroupMesh(pp=2) as mesh:
         pipeline = PipelineParallel(mesh, "pp", layers="blocks", loss=loss_of, microbatches=2)
         model, right = pipeline.apply(Scaled()), Scaled()
@@ -166,7 +163,3 @@ def in_objects() -> None:
             for rows in (slice(0, 4), slice(4, 8)):
                 (loss_of(right(x[rows], Extra(mask[rows], scale)), target[rows]) / 2).backward()
             assert_same(type(extra).__name__, gradients_of(model), gradients_of(right))
-
-
-def test_keyword_in_registered_dataclass_is_split():
-    world(2).run(in_objects)

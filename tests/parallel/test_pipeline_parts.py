@@ -28,7 +28,7 @@ from pgmesh.parallel import (
 from pgmesh.parallel.stage_cutting import copy_stage
 from tests.support.fake_world import fake_rank
 from tests.support.pipelines import needs_pipelines
-from tests.support.worlds import world
+from tests.support.worlds import on_ranks
 
 WIDTH, WORDS = 8, 11
 DOUBLE = torch.float64
@@ -82,20 +82,6 @@ class Wrapped(Method):
         return torch.compile(module, backend="eager") if self.compiled else nn.Sequential(module)
 
 
-def tied_weights_in_a_wrapper() -> None:
-    mesh = ProcessGroupMesh(pp=2, dp=1, name="actor")
-    plain = Net(mesh)
-    inputs, target = rows_of(3)
-    loss_of(plain(inputs), target).backward()
-    model = compose(mesh, pipeline(mesh), Wrapped(mesh, "dp", compiled=True)).apply(Net(mesh))
-    model.step(inputs, target=target)
-    ends = [weight.grad for name, weight in model.named_parameters() if "tokens" in name or "head" in name]
-    assert len(ends) == 1
-    torch.testing.assert_close(ends[0], plain.tokens.weight.grad, rtol=0, atol=1e-12)
-    with pytest.raises(MethodError, match=r"(tokens|head)\.weight, which is tied .* is not found .* stage (0|1)"):
-        compose(mesh, pipeline(mesh), Wrapped(mesh, "dp", compiled=False)).apply(Net(mesh))
-
-
 @needs_pipelines
 @pytest.mark.parametrize(
     ("method", "what"),
@@ -112,11 +98,25 @@ def test_pipeline_without_what_method_replaces_raises(method: type[Method], what
             together.apply(nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))))
 
 
+@on_ranks(2)
 def test_tied_weights_are_found_in_compiled_stage():
-    world(2).run(tied_weights_in_a_wrapper)
+    mesh = ProcessGroupMesh(pp=2, dp=1, name="actor")
+    plain = Net(mesh)
+    inputs, target = rows_of(3)
+    loss_of(plain(inputs), target).backward()
+    model = compose(mesh, pipeline(mesh), Wrapped(mesh, "dp", compiled=True)).apply(Net(mesh))
+    model.step(inputs, target=target)
+    ends = [weight.grad for name, weight in model.named_parameters() if "tokens" in name or "head" in name]
+    assert len(ends) == 1
+    torch.testing.assert_close(ends[0], plain.tokens.weight.grad, rtol=0, atol=1e-12)
+    with pytest.raises(MethodError, match=r"(tokens|head)\.weight, which is tied .* is not found .* stage (0|1)"):
+        compose(mesh, pipeline(mesh), Wrapped(mesh, "dp", compiled=False)).apply(Net(mesh))
 
 
-def shared_attributes() -> None:
+@needs_pipelines
+@on_ranks(2)
+def test_stages_share_other_attributes_of_the_module():
+    """A copied stream would draw the same numbers again, and a group cannot be copied."""
     mesh = ProcessGroupMesh(pp=2, name="actor")
     module = Net(mesh)
     part = pipeline(mesh).apply(module).parts[0]
@@ -125,12 +125,6 @@ def shared_attributes() -> None:
     generators = {id(each.generator) for each in part.modules() if hasattr(each, "generator")}
     assert generators == {id(module.generator)}
     assert copy.deepcopy(module.layers[0].generator) is not module.generator  # that is the user's own copy
-
-
-@needs_pipelines
-def test_stages_share_other_attributes_of_the_module():
-    """A copied stream would draw the same numbers again, and a group cannot be copied."""
-    world(2).run(shared_attributes)
 
 
 class Rebound(nn.Module):
@@ -215,7 +209,9 @@ def test_layer_under_two_names_is_kept_under_each():
             assert module.layers[1] is module.layers[3] is act
 
 
-def other_precisions() -> None:
+@needs_pipelines
+@on_ranks(2)
+def test_new_precision_makes_a_new_schedule():
     mesh = ProcessGroupMesh(pp=2, name="actor")
     model, plain = pipeline(mesh).apply(Net(mesh, torch.float32)), Net(mesh, torch.float32)
     inputs, target = rows_of(3)
@@ -233,12 +229,9 @@ def other_precisions() -> None:
     torch.testing.assert_close(found, right if last else [])
 
 
-@needs_pipelines
-def test_new_precision_makes_a_new_schedule():
-    world(2).run(other_precisions)
-
-
-def two_data_parallels() -> None:
+@on_ranks(4)
+def test_a_second_ddp_around_a_first_is_refused():
+    """Nested DDP computes wrong gradients."""
     mesh = ProcessGroupMesh(a=2, b=2, name="actor")
     methods = DataParallel(mesh, "a"), DataParallel(mesh, "b")
     module = methods[0].apply(nn.Linear(2, 2))
@@ -254,11 +247,6 @@ def two_data_parallels() -> None:
     for first in (methods[0], ShardedDataParallel(mesh, "a")):
         with pytest.raises(AxisError, match=rf"(?s)both average gradients.*  {type(first).__name__}\(mesh, 'a', 'b'\)"):
             compose(mesh, first, methods[1])
-
-
-def test_a_second_ddp_around_a_first_is_refused():
-    """Nested DDP computes wrong gradients."""
-    world(4).run(two_data_parallels)
 
 
 def test_pipeline_on_torch_with_older_stages_raises():
@@ -308,7 +296,7 @@ def test_dropout_or_statistics_on_every_stage_raise(between: nn.Module):
         build(first=["tokens"]).cut(Regular(between))  # the only stage
 
 
-def test_module_of_loss_is_no_part_of_the_pipeline():
+def test_module_of_loss_is_in_no_stage():
     with fake_rank(0, 1), ProcessGroupMesh(pp=1) as mesh:
         loss = nn.CrossEntropyLoss(weight=torch.ones(4))
         method = PipelineParallel(mesh, "pp", layers="0", loss=loss, microbatches=1)

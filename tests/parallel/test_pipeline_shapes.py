@@ -33,7 +33,7 @@ from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
 from tests.support.parallel_models import FIRST, LAST, TinyGPT, assert_same, batch, full_tensor, gradients_of, loss_of
 from tests.support.pipelines import needs_pipelines
-from tests.support.worlds import check_sums, groups_of, world
+from tests.support.worlds import check_sums, groups_of, on_ranks, world
 
 pytestmark = needs_pipelines
 
@@ -223,7 +223,9 @@ def test_a_stage_that_returns_no_plain_tensors_raises():
 # ---- random numbers ----
 
 
-def first_and_second(schedule: str, count: int) -> None:
+@pytest.mark.parametrize(("schedule", "count"), [("1f1b", 1), ("interleaved", 2)])
+@on_ranks(2)
+def test_a_first_step_draws_what_a_second_draws(schedule: str, count: int):
     """From the same generator state, the first step with a shape equals the second, and draws as many numbers."""
     with ProcessGroupMesh(pp=2) as mesh:
         model = pipeline_on(mesh, schedule, count).apply(Noisy(mesh, plain=0.2))
@@ -248,11 +250,6 @@ def first_and_second(schedule: str, count: int) -> None:
                 assert one.equal(other)
 
 
-@pytest.mark.parametrize(("schedule", "count"), [("1f1b", 1), ("interleaved", 2)])
-def test_a_first_step_draws_what_a_second_draws(schedule, count):
-    world(2).run(first_and_second, schedule, count)
-
-
 # ---- experts ----
 
 
@@ -271,7 +268,8 @@ def garbage() -> Iterator[None]:
         yield
 
 
-def experts() -> None:
+@on_ranks(8)
+def test_routers_choose_right_experts_with_alternating_shapes():
     """Ranks along etp hold the same tokens, so their routers have to choose the same experts; two shapes."""
     with ProcessGroupMesh(pp=2, dp=2, tp=2) as mesh, garbage():
         moe = mesh.view(pp=2, ep=2, etp=2)
@@ -296,17 +294,15 @@ def experts() -> None:
         check_sums(groups_of(mesh))
 
 
-def test_routers_choose_right_experts_with_alternating_shapes():
-    world(8).run(experts)
-
-
 # ---- shapes that only some data ranks have ----
 
 LENGTHS = [(8, 8), (8, 8), (8, 5), (4, 5), (4, 8)]
 """Length of the sequences of both data ranks in each step: after the second, new ones come on one rank alone."""
 
 
-def new_shapes_on_one_data_rank(experts: bool) -> None:
+@pytest.mark.parametrize("experts", [False, True])
+@on_ranks(4)
+def test_new_shapes_on_some_data_ranks_are_accepted(experts: bool):
     with ProcessGroupMesh(pp=2, dp=2) as mesh:
         names = {"layers": "blocks", "first": FIRST, "last": LAST}
         methods: list[Method] = [PipelineParallel(mesh, "pp", **names, loss=loss_of, microbatches=2)]
@@ -335,11 +331,6 @@ def new_shapes_on_one_data_rank(experts: bool) -> None:
         check_sums(groups_of(mesh))
 
 
-@pytest.mark.parametrize("experts", [False, True])
-def test_new_shapes_on_some_data_ranks_are_accepted(experts):
-    world(4).run(new_shapes_on_one_data_rank, experts)
-
-
 class NoSingleRow(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if len(x) == 1:
@@ -359,7 +350,8 @@ class Rejecting(nn.Module):
         return x
 
 
-def rejected_shape() -> None:
+@on_ranks(2)
+def test_step_after_a_failed_step_adds_right_gradients():
     with ProcessGroupMesh(pp=1, dp=2) as mesh:
         pipeline = PipelineParallel(mesh, "pp", layers="layers", loss=mse_loss, microbatches=2)
         model, plain = compose(mesh, pipeline, ShardedDataParallel(mesh, "dp")).apply(Rejecting()), Rejecting()
@@ -374,7 +366,3 @@ def rejected_shape() -> None:
         (2 * mse_loss(plain(rows), rows)).backward()
         found = {name: full_tensor(each) for name, each in gradients_of(model).items()}
         assert_same("gradients", found, gradients_of(plain))
-
-
-def test_step_after_a_failed_step_adds_right_gradients():
-    world(2).run(rejected_shape)

@@ -21,7 +21,7 @@ from pgmesh.parallel.stage_shapes import Stage
 from tests.support.fake_world import fake_rank
 from tests.support.parallel_models import assert_same, full_tensor, gradients_of
 from tests.support.pipelines import needs_pipelines
-from tests.support.worlds import check_sums, groups_of, world
+from tests.support.worlds import check_sums, groups_of, on_ranks
 
 pytestmark = needs_pipelines
 
@@ -68,7 +68,14 @@ def pipeline_on(mesh: ProcessGroupMesh, **changes: Any) -> PipelineParallel:
 # ---- accumulated gradients ----
 
 
-def accumulated(data: type[DataParallel] | type[ShardedDataParallel], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("data", "options"),
+    [(DataParallel, {}), (DataParallel, {"gradient_as_bucket_view": True}), (ShardedDataParallel, {})],
+)
+@on_ranks(4)
+def test_steps_with_known_and_new_shapes_add_gradients(
+    data: type[DataParallel] | type[ShardedDataParallel], options: dict[str, Any]
+):
     """Three batches of three steps with known and new shapes, and an evaluation after each."""
     with ProcessGroupMesh(pp=2, dp=2) as mesh:
         together = compose(mesh, pipeline_on(mesh), data(mesh, "dp", **options))
@@ -87,14 +94,6 @@ def accumulated(data: type[DataParallel] | type[ShardedDataParallel], options: d
         check_sums(groups_of(mesh))
 
 
-@pytest.mark.parametrize(
-    ("data", "options"),
-    [(DataParallel, {}), (DataParallel, {"gradient_as_bucket_view": True}), (ShardedDataParallel, {})],
-)
-def test_steps_with_known_and_new_shapes_add_gradients(data, options):
-    world(4).run(accumulated, data, options)
-
-
 # ---- torch's own stages ----
 
 
@@ -105,24 +104,22 @@ def torch_step(part: nn.Module, mesh: ProcessGroupMesh, batch: torch.Tensor) -> 
     ScheduleGPipe(stage, PARTS, mse_loss).step(*([batch] if stage.is_first else []), **last, return_outputs=False)
 
 
-def batch_norm_in_both() -> list[int]:
+@on_ranks(2)
+def test_only_torch_counts_batches_while_it_infers_shapes():
     with ProcessGroupMesh(pp=2) as mesh:
         batch, method = rows_of(8, 3), pipeline_on(mesh)
         model = method.apply(Net(norm=True))
         (part,) = method.cut(Net(norm=True))
         model.step(batch, target=batch)
         torch_step(part, mesh, batch)
-        return [int(part.layers[mesh.index("pp")].norm.num_batches_tracked) for part in (model.parts[0], part)]
-
-
-def test_only_torch_counts_batches_while_it_infers_shapes():
-    for ours, of_torch in world(2).run(batch_norm_in_both):
+        ours, of_torch = (part.layers[mesh.index("pp")].norm.num_batches_tracked for part in (model.parts[0], part))
         assert ours == PARTS
         assert of_torch == PARTS + 1, "torch restores buffers now: is our Stage still needed?"
 
 
-def torch_accumulates() -> bool:
-    """Whether gradients of two steps with different shapes by torch alone are more than those of the second."""
+@on_ranks(4)
+def test_new_shape_drops_sharded_gradients_in_torch_alone():
+    """``test_steps_with_known_and_new_shapes_add_gradients`` shows that ours do not."""
     with ProcessGroupMesh(pp=2, dp=2) as mesh:
         (part,) = pipeline_on(mesh).cut(Net())
         fully_shard(part, mesh=mesh.device_mesh("dp"))
@@ -132,18 +129,15 @@ def torch_accumulates() -> bool:
             for shape in steps:
                 torch_step(part, mesh, rows_of(*shape))
             found.append({name: full_tensor(each) for name, each in gradients_of(part).items()})
-        return any(not each.equal(found[1][name]) for name, each in found[0].items())
-
-
-def test_new_shape_drops_sharded_gradients_in_torch_alone():
-    """``test_steps_with_known_and_new_shapes_add_gradients`` shows that ours do not."""
-    assert not any(world(4).run(torch_accumulates)), "torch keeps them now: is our Stage still needed?"
+        kept = any(not each.equal(found[1][name]) for name, each in found[0].items())
+        assert not kept, "torch keeps them now: is our Stage still needed?"
 
 
 # ---- schedules ----
 
 
-def many_shapes() -> None:
+@on_ranks(2)
+def test_a_pipeline_keeps_schedules_of_the_latest_shapes():
     with ProcessGroupMesh(pp=2) as mesh:
         model, plain = pipeline_on(mesh).apply(Net()), Net()
         lengths = [*range(1, MAX_SCHEDULES + 3), 1, MAX_SCHEDULES + 2]
@@ -159,21 +153,14 @@ def many_shapes() -> None:
         assert [*model.schedules.values()] == kept  # the last length was known
 
 
-def test_a_pipeline_keeps_schedules_of_the_latest_shapes():
-    world(2).run(many_shapes)
-
-
-def other_lengths() -> None:
+@on_ranks(1)
+def test_outputs_of_another_shape_than_at_first_raise():
     with ProcessGroupMesh(pp=1) as mesh:
         model, batch = pipeline_on(mesh, schedule="interleaved", stages_per_rank=2).apply(Net()), rows_of(4, 4)
         model.step(batch, target=batch)
         model.parts[0].length = 2
         with pytest.raises(MethodError, match=r"^microbatch 0 of stage 0 .*\[2, 2, 4\], .* first .*\[2, 4, 4\]\.$"):
             model.step(batch, target=batch)
-
-
-def test_outputs_of_another_shape_than_at_first_raise():
-    world(1).run(other_lengths)
 
 
 def test_before_step_is_called_first_in_training_alone():

@@ -28,13 +28,12 @@ from tests.support.fake_world import fake_rank
 from tests.support.parallel_models import FIRST, LAST, TinyGPT, assert_same, batch, gradients_of, loss_of
 from tests.support.pipelines import needs_pipelines
 from tests.support.tensor_plans import BLOCK_PLAN
-from tests.support.worlds import world
+from tests.support.worlds import on_ranks, world
 
 torch.set_num_threads(1)  # also on ranks, which import this: others share their cores
 
 
 def printed_call(call: Callable[[], object]) -> str:
-    """The last line of the error of a call."""
     with pytest.raises(PgmeshError) as caught:
         call()
     return str(caught.value).splitlines()[-1].strip()
@@ -138,7 +137,9 @@ def test_ddp_on_dtensors_prints_fully_shard(program: Callable[[], None]):
     world(4).run(program)
 
 
-def unfrozen_after_apply(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["all", "head"])
+@on_ranks(2)
+def test_parameters_unfrozen_after_ddp_raise(kind: str):
     with ProcessGroupMesh(dp=2) as mesh:
         model = TinyGPT(layers=1)
         (model if kind == "all" else model.head).requires_grad_(False)
@@ -158,11 +159,6 @@ def unfrozen_after_apply(kind: str) -> None:
         together = compose(mesh, eval(sharded))
         model = together.apply(TinyGPT(layers=1).requires_grad_(False)).requires_grad_(True)
         check_gradients(together, model)
-
-
-@pytest.mark.parametrize("kind", ["all", "head"])
-def test_parameters_unfrozen_after_ddp_raise(kind: str):
-    world(2).run(unfrozen_after_apply, kind)
 
 
 # ---- an optimizer from before apply ----
@@ -190,7 +186,9 @@ def methods_that_wrap(mesh: ProcessGroupMesh, kind: str) -> list[Any]:
     return [PipelineParallel(mesh, "a", **stages)]
 
 
-def train_without_wrapper(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["data", pytest.param("pipeline", marks=needs_pipelines)])
+@on_ranks(2)
+def test_training_without_the_wrapper_of_apply_raises(kind: str):
     with ProcessGroupMesh(a=2) as mesh:
         together, codes, target = compose(mesh, *methods_that_wrap(mesh, kind)), *batch(0)
         model = TinyGPT(layers=2)
@@ -212,11 +210,6 @@ def train_without_wrapper(kind: str) -> None:
         model(codes)  # on purpose, since the wrapper was trained
 
 
-@pytest.mark.parametrize("kind", ["data", pytest.param("pipeline", marks=needs_pipelines)])
-def test_training_without_the_wrapper_of_apply_raises(kind: str):
-    world(2).run(train_without_wrapper, kind)
-
-
 class WithMethod(nn.Module):
     """A model whose loss is a method of its own, which ``forward`` calls too."""
 
@@ -231,7 +224,8 @@ class WithMethod(nn.Module):
     forward = loss
 
 
-def train_by_method() -> None:
+@on_ranks(2)
+def test_method_of_module_in_ddp_raises():
     with ProcessGroupMesh(a=2) as mesh:
         together, alone = compose(mesh, DataParallel(mesh, "a")), WithMethod()
         model = together.apply(WithMethod())
@@ -249,11 +243,8 @@ def train_by_method() -> None:
         assert not any(weight._backward_hooks for weight in model.parameters())
 
 
-def test_method_of_module_in_ddp_raises():
-    world(2).run(train_by_method)
-
-
-def untrained_module() -> None:
+@on_ranks(2)
+def test_module_that_was_never_trained_is_freed():
     with ProcessGroupMesh(a=2) as mesh:
         model = compose(mesh, DataParallel(mesh, "a")).apply(WithMethod())
         reference = weakref.ref(model.module)
@@ -262,24 +253,11 @@ def untrained_module() -> None:
         assert reference() is None
 
 
-def test_module_that_was_never_trained_is_freed():
-    world(2).run(untrained_module)
-
-
-def train_in_evaluation_mode() -> None:
+@on_ranks(2)
+def test_wrapper_in_evaluation_mode_may_be_trained():
     with ProcessGroupMesh(a=2) as mesh:
         model = compose(mesh, DataParallel(mesh, "a")).apply(WithMethod())
         model.eval()(torch.ones(2, 4, dtype=torch.float64)).backward()
-
-
-def test_wrapper_in_evaluation_mode_may_be_trained():
-    world(2).run(train_in_evaluation_mode)
-
-
-def compiled_wrapper() -> None:
-    with ProcessGroupMesh(a=2) as mesh:
-        model = compose(mesh, DataParallel(mesh, "a")).apply(nn.Sequential(Prints(), nn.Linear(2, 2)))
-        torch.compile(model, backend="eager")(torch.ones(2, 2)).sum().backward()
 
 
 class Prints(nn.Module):
@@ -290,19 +268,19 @@ class Prints(nn.Module):
         return x
 
 
+@on_ranks(2)
 def test_compiled_wrapper_is_known_after_graph_breaks():
-    world(2).run(compiled_wrapper)
+    with ProcessGroupMesh(a=2) as mesh:
+        model = compose(mesh, DataParallel(mesh, "a")).apply(nn.Sequential(Prints(), nn.Linear(2, 2)))
+        torch.compile(model, backend="eager")(torch.ones(2, 2)).sum().backward()
 
 
-def copies_before_the_first_step() -> None:
+@on_ranks(2)
+def test_copy_of_wrapped_module_may_be_trained():
     with ProcessGroupMesh(a=2) as mesh:
         model = compose(mesh, DataParallel(mesh, "a")).apply(nn.Linear(2, 2))
         for each in (copy.deepcopy(model.module), pickle.loads(pickle.dumps(model.module))):
             each(torch.ones(2, 2)).sum().backward()  # a module of its own
-
-
-def test_copy_of_wrapped_module_may_be_trained():
-    world(2).run(copies_before_the_first_step)
 
 
 # ---- accumulation of with_loss ----

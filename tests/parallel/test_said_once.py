@@ -25,7 +25,7 @@ from tests.support.parallel_models import (
     train_alone,
     train_parallel,
 )
-from tests.support.worlds import world
+from tests.support.worlds import on_ranks, world
 
 pytestmark = pytest.mark.long
 
@@ -62,7 +62,11 @@ def position_model() -> TinyGPT:
     return TinyGPT(layers=2, block=PositionBlock)
 
 
-def cut_by_an_own_method(data: type[DataParallel] | type[ShardedDataParallel]) -> None:
+@pytest.mark.parametrize("data", [DataParallel, ShardedDataParallel])
+@on_ranks(4)
+def test_an_own_method_that_cuts_sequences_widens_averages(
+    data: type[DataParallel] | type[ShardedDataParallel],
+):
     with ProcessGroupMesh(dp=2, cp=2) as mesh:
         together = compose(mesh, Halves(mesh, "cp"), data(mesh, "dp"))
         model, alone = together.apply(position_model()), position_model()
@@ -79,18 +83,10 @@ def cut_by_an_own_method(data: type[DataParallel] | type[ShardedDataParallel]) -
             torch.testing.assert_close(together.mean(loss), expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("data", [DataParallel, ShardedDataParallel])
-def test_an_own_method_that_cuts_sequences_widens_averages(data):
-    world(4).run(cut_by_an_own_method, data)
-
-
-def experts_across_replicas() -> None:
+@on_ranks(4)
+def test_experts_across_replicas_that_average_later_raise():
     with ProcessGroupMesh(late=2, dp=2) as mesh, pytest.raises(AxisError, match="two owners"):
         compose(mesh, AverageLater(mesh, "late"), DataParallel(mesh, "dp"), ExpertParallel(mesh.view(ep=4), "ep"))
-
-
-def test_experts_across_replicas_that_average_later_raise():
-    world(4).run(experts_across_replicas)
 
 
 # ---- experts that are copied, emptied or replaced ----

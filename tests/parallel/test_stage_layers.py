@@ -25,7 +25,7 @@ from tests.support.fake_world import fake_rank
 from tests.support.parallel_models import FIRST, LAST, TinyGPT, assert_same, batch, gradients_of, loss_of
 from tests.support.pipelines import needs_pipelines
 from tests.support.tensor_plans import BLOCK_PLAN
-from tests.support.worlds import world
+from tests.support.worlds import on_ranks
 
 pytestmark = [pytest.mark.long, needs_pipelines]
 
@@ -122,7 +122,9 @@ RIGHT: list[tuple[type[nn.Module], Loop]] = [
 ]
 
 
-def trained_in_stages(number: int) -> None:
+@pytest.mark.parametrize("number", range(len(RIGHT)))
+@on_ranks(2)
+def test_loop_over_stage_layers_equals_one_process(number: int):
     """Two ranks with two stages each, against one process."""
     kind, loop = RIGHT[number]
     with ProcessGroupMesh(pp=2) as mesh:
@@ -137,11 +139,6 @@ def trained_in_stages(number: int) -> None:
             model.step(rows, target=target)
             mse_loss(alone(rows), target).backward()
         assert_same("gradients", gradients_of(model), gradients_of(alone))
-
-
-@pytest.mark.parametrize("number", range(len(RIGHT)))
-def test_loop_over_stage_layers_equals_one_process(number):
-    world(2).run(trained_in_stages, number)
 
 
 class Numbered(Looping):
@@ -277,7 +274,8 @@ def test_module_in_two_places_raises(mesh, places):
 STYLES = {"RowwiseParallel": RowwiseParallel, "ColwiseParallel": ColwiseParallel, "Replicate": Replicate}
 
 
-def tied_in_different_shards() -> None:
+@on_ranks(4)
+def test_tied_ends_in_different_shards_raise():
     with ProcessGroupMesh(pp=2, tp=2) as mesh:
         stages = PipelineParallel(
             mesh, "pp", layers="blocks", first=FIRST, last=LAST, loss=loss_of, microbatches=2, schedule="gpipe"
@@ -298,20 +296,13 @@ def tied_in_different_shards() -> None:
         assert_same("gradients", gradients_of(model), gradients_of(alone))
 
 
-def test_tied_ends_in_different_shards_raise():
-    world(4).run(tied_in_different_shards)
-
-
 # ---- experts ----
 
 
-def experts_distributed_twice() -> None:
+@on_ranks(8)
+def test_two_methods_of_experts_in_a_pipeline_raise():
     with ProcessGroupMesh(pp=2, a=2, b=2) as mesh:
         stages = PipelineParallel(mesh, "pp", layers="blocks", first=FIRST, last=LAST, loss=loss_of, microbatches=2)
         both = compose(mesh, stages, ExpertParallel(mesh, "a"), ExpertParallel(mesh, "b"))
         with pytest.raises(MethodError, match="another ExpertParallel has distributed its experts"):
             both.apply(expert_model())
-
-
-def test_two_methods_of_experts_in_a_pipeline_raise():
-    world(8).run(experts_distributed_twice)

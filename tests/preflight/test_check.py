@@ -39,7 +39,7 @@ from tests.support.programs import clean_env, run_programs
 from tests.support.resource_counts import growth
 from tests.support.terminal import run_in_terminal, visible_lines
 from tests.support.torch_tables import table_sizes
-from tests.support.worlds import fresh_world, world
+from tests.support.worlds import fresh_world, on_ranks, world
 
 ROOT = Path(__file__).parents[2]
 QUICK = "--bytes 8,4K --repeats 1 --timeout 20"
@@ -48,7 +48,6 @@ Answer = tuple[int, str, str]
 
 
 def run_check(line: str) -> Answer:
-    """Exit status and both outputs of a check on this rank."""
     out, err = io.StringIO(), io.StringIO()
     variables = mock.patch.dict(os.environ)  # a check sets some for its process, which here is the tests'
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), variables:
@@ -544,12 +543,8 @@ def test_check_distinguishes_slow_communication_from_slow_computation():
     assert re.search(r"\nRank 1 communicates slowly: its fastest link takes \d", text), text
 
 
+@on_ranks(1, fresh=True)
 def test_stage_raises_this_ranks_own_error_type():
-    with fresh_world(1) as one:
-        one.run(fail_in_a_stage)
-
-
-def fail_in_a_stage() -> None:
     with pytest.raises(OptionsError, match="no such option"), Stages("a task", 10.0, "").stage("failing"):
         raise OptionsError("no such option")
 

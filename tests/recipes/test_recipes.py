@@ -36,7 +36,7 @@ from pgmesh.recipes import Arrangement
 from tests.support import golden_files, recipe_oracle as oracle
 from tests.support.fake_world import fake_rank
 from tests.support.torch_tables import table_sizes, timeout_of
-from tests.support.worlds import check_sums, world
+from tests.support.worlds import check_sums, on_ranks, world
 
 AXES = ["tp", "cp", "ep", "dp", "pp"]
 
@@ -110,7 +110,6 @@ def check(arrangement: Arrangement, expected: dict[str, list[tuple[int, ...]]]) 
 
 
 def check_place(mine: Any, ranks: tuple[int, ...]) -> None:
-    """Check the position of a rank in a group."""
     i, n = ranks.index(mine.rank), len(ranks)
     assert (mine.ranks(), mine.size(), mine.index()) == (ranks, n, i)
     if len(mine.axes) == 1:
@@ -223,7 +222,8 @@ def test_semantics_1_order_states_its_direction():
         assert all(list(ranks) == sorted(ranks) for ranks in arrangement.partition(name))
 
 
-def the_whole_ends() -> tuple[bool, float]:
+@on_ranks(4)
+def test_semantics_4_whole_world_and_one_are_groups():
     arrangement = recipes.megatron(4, tp=4, name="whole")
     tensor, one = arrangement["tensor"], arrangement["context"]
     check_sums({"tensor": (tensor.group(), tensor.ranks()), "context": (one.group(), one.ranks())})
@@ -231,11 +231,8 @@ def the_whole_ends() -> tuple[bool, float]:
     arrangement.dense.close()
     total = torch.ones(1)
     dist.all_reduce(total)  # of the world, which goes on
-    return own, total.item()
-
-
-def test_semantics_4_whole_world_and_one_are_groups():
-    assert world(4).run(the_whole_ends) == [(True, 4.0)] * 4
+    assert own
+    assert total.item() == 4.0
 
 
 def test_semantics_5_equal_ranks_share_a_group():
@@ -303,7 +300,8 @@ def test_semantics_8_picked_ranks_keep_their_order():
         assert dist.get_rank(embedding.group()) == embedding.index() == 0
 
 
-def last_first_on_real_groups() -> None:
+@on_ranks(4)
+def test_group_in_a_functions_order_sums_right():
     arrangement = recipes.megatron(4, pp=4, embedding=last_first, name="last first")
     embedding = arrangement["embedding"]
     if arrangement.rank in embedding:
@@ -311,10 +309,6 @@ def last_first_on_real_groups() -> None:
         seen = torch.tensor([arrangement.rank])
         dist.broadcast(seen, group=embedding.group(), group_src=0)
         assert seen.item() == embedding.ranks()[0] == 3
-
-
-def test_group_in_a_functions_order_sums_right():
-    world(4).run(last_first_on_real_groups)
 
 
 def pieces(arrangement: Arrangement) -> dict[int, list[tuple[int, ...]]]:
@@ -543,20 +537,15 @@ def test_options_of_axis_of_size_1_come_first():
         assert timeout_of(mesh.group("cp")) == timedelta(seconds=5)
 
 
-def one_stage_on_real_groups() -> dict[str, str]:
+@on_ranks(4)
+def test_groups_of_one_rank_sum_and_connect():
     arrangement = recipes.fairscale(4, tp=2, pp_backend="cpu:gloo", name="real ones")
     check_sums({name: (arrangement[name].group(), arrangement[name].ranks()) for name in arrangement})
     arrangement.dense.connect()
-    config = {name: dist.get_backend_config(arrangement[name].group()) for name in arrangement}
     assert len({id(arrangement[name].group()) for name in arrangement}) == 4
-    return config
-
-
-def test_groups_of_one_rank_sum_and_connect():
-    found = world(4).run(one_stage_on_real_groups)
-    assert found == [found[0]] * 4
-    assert found[0]["pipeline"] == "cpu:gloo"
-    assert found[0]["context"] == found[0]["data"] == found[0]["tensor"]
+    config = {name: dist.get_backend_config(arrangement[name].group()) for name in arrangement}
+    assert config.pop("pipeline") == "cpu:gloo"
+    assert config == dict.fromkeys(("context", "data", "tensor"), dist.get_backend_config())
 
 
 # ---- the other systems ----
@@ -878,7 +867,8 @@ def test_every_group_of_megatron_sums_right():
     assert all(f"real {name}" in names[0] for name in ("tensor", "expert-data", "context level 2"))
 
 
-def connected() -> list[list[str]]:
+@on_ranks(8)
+def test_groups_connect_once():
     arrangement = recipes.megatron(8, tp=2, cp=2, ep=2, embedding=middle_too, name="connecting")
     arrangement["data+context"].configure(timeout=timedelta(seconds=20))
     mine = [arrangement[name] for name in arrangement if arrangement.rank in arrangement[name]]
@@ -886,17 +876,13 @@ def connected() -> list[list[str]]:
     rest = [part.connect(part.axes, timeout=30) for part in mine]
     check_sums({name: (arrangement[name].group(), arrangement[name].ranks()) for name in arrangement})
     arrangement.dense.close()
-    return [[str(axes) for axes in each.warm] for each in (first, *rest)]
+    assert len(first.warm) == 1
+    assert not {*first.warm} & {axes for each in rest for axes in each.warm}
+    assert any(each.warm for each in rest)
 
 
-def test_groups_connect_once():
-    first, *rest = world(8).run(connected)[0]
-    assert len(first) == 1
-    assert not set(first) & set(itertools.chain.from_iterable(rest))
-    assert any(rest)
-
-
-def timeouts_change() -> float:
+@on_ranks(4)
+def test_semantics_3_timeouts_change_later():
     arrangement = recipes.megatron(4, tp=2, name="impatient")
     tensor, data = arrangement["tensor"].group(), arrangement["data"].group()
     check_sums({name: (arrangement[name].group(), arrangement[name].ranks()) for name in ("tensor", "data")})
@@ -907,7 +893,7 @@ def timeouts_change() -> float:
     if arrangement["data"].index() == 0:  # the others never come
         with pytest.raises(RuntimeError, match=r"(?i)timed out|closed by peer"):
             dist.all_reduce(torch.ones(1), group=data)
-    took = time.monotonic() - start
+    assert time.monotonic() - start < 20
     check_sums({"tensor": (tensor, arrangement["tensor"].ranks())})  # goes on
     arrangement.dense.set_timeout(timeout=timedelta(seconds=0.2))
     if arrangement["tensor"].index() == 0:
@@ -919,11 +905,6 @@ def timeouts_change() -> float:
         with pytest.raises(MissingRanksError, match=r"rank \d did not reach the first collective in 0\.2 s\."):
             dist.all_reduce(torch.ones(1), group=late)
     dist.barrier()  # a rank that leaves earlier ends its groups, and then it is named instead
-    return took
-
-
-def test_semantics_3_timeouts_change_later():
-    assert max(world(4).run(timeouts_change)) < 20
 
 
 # ---- scratch ----

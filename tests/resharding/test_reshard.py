@@ -16,7 +16,7 @@ from pgmesh import Layout, PgmeshError, ProcessGroupMesh, WorldError, launch
 from pgmesh.resharding import Resharder, reshard, resharder
 from pgmesh.topology.host_mapping import HostInfo
 from tests.support.transfer_oracle import random_layout, random_placements, shard_of
-from tests.support.worlds import world
+from tests.support.worlds import on_ranks, world
 
 torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
 
@@ -74,15 +74,15 @@ def test_any_tensor_between_any_meshes_stays_equal(ranks, seeds):
     assert sum(world(ranks).run(random_transfers, seeds)) > len(seeds)
 
 
-def fsdp_by_tensor_parallel(sizes: list[int]) -> list[Any]:
-    """Linear layers sharded by FSDP2 and tensor parallelism, moved to a slice, and their placements."""
+@on_ranks(4)
+def test_weights_of_fsdp_go_to_a_slice():
+    """Linear layers sharded by FSDP2 and tensor parallelism."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     trainer = ProcessGroupMesh(dp=2, tp=2, name="trainer")
     rollout = ProcessGroupMesh(tp=3, ranks=[3, 1, 2], name="rollout").at(tp=[0, 2])
-    seen = []
-    for size in sizes:
+    for size in (8, 6, 10, 7):
         torch.manual_seed(size)
         layer = torch.nn.Linear(3, size)
         expected = layer.weight.detach().clone()
@@ -94,32 +94,25 @@ def fsdp_by_tensor_parallel(sizes: list[int]) -> list[Any]:
         if result is not None:
             assert torch.equal(result.to_local(), shard_of(expected, rollout.layout, [Shard(0)], rollout.rank))
             assert torch.equal(result.full_tensor(), expected)
-        seen.append(repr(layer.weight.placements))
-    return seen
+        assert repr(layer.weight.placements) == "(_StridedShard(dim=0, sf=2), Shard(dim=0))"
 
 
-def test_weights_of_fsdp_go_to_a_slice():
-    placements = world(4).run(fsdp_by_tensor_parallel, [8, 6, 10, 7])[0]
-    assert {*placements} == {"(_StridedShard(dim=0, sf=2), Shard(dim=0))"}
-
-
-def sides_apart() -> tuple[Any, ...]:
+@on_ranks(4)
+def test_rank_outside_the_source_needs_only_its_ranks():
     """Disjoint meshes: ranks 0, 1 send a plain tensor, ranks 2, 3 receive it; rank 4 and later do not call."""
     target = ProcessGroupMesh(tp=2, ranks=[3, 2], name="target")
     source = Layout(2, ranks=[1, 0])
     tensor = torch.arange(6.0).view(3, 2)
     if dist.get_rank() in source:
         assert reshard(tensor, target, {"tp": 1}, source=source) is None
-        return ()
+        return
     result = reshard(None, target, {"tp": 1}, source=source)
-    return result.to_local().flatten().tolist(), result.placements
+    assert result.to_local().equal(tensor[:, [target.index("tp")]])
+    assert result.placements == (Shard(1),)
 
 
-def test_rank_outside_the_source_needs_only_its_ranks():
-    assert world(4).run(sides_apart)[2:] == [([1.0, 3.0, 5.0], (Shard(1),)), ([0.0, 2.0, 4.0], (Shard(1),))]
-
-
-def mistakes() -> list[str]:
+@on_ranks(4)
+def test_mistakes_are_errors_on_every_rank():
     mesh = ProcessGroupMesh(dp=2, tp=2, name="mesh")
     tensor = torch.ones(4, 4)
     partial = DTensor.from_local(tensor, mesh.device_mesh(), [Partial(), Replicate()], run_check=False)
@@ -140,10 +133,6 @@ def mistakes() -> list[str]:
         except PgmeshError as error:
             found.append(f"{type(error).__name__}: {error}")
     assert torch.equal(reshard(tensor, mesh, {"tp": 0}, source=mesh).full_tensor(), tensor)  # it still works
-    return found
-
-
-def test_mistakes_are_errors_on_every_rank():
     wanted = [
         "redistribute(placements=",
         "source=mesh)",
@@ -154,11 +143,11 @@ def test_mistakes_are_errors_on_every_rank():
         "tensor: in the target (), not in the source",
         "is in neither the source nor the target",
     ]
-    for errors in world(4).run(mistakes):
-        assert [text in error for text, error in zip(wanted, errors, strict=True)] == [True] * len(wanted), errors
+    assert [text in error for text, error in zip(wanted, found, strict=True)] == [True] * len(wanted), found
 
 
-def one_host_for_two() -> list[int]:
+@on_ranks(4)
+def test_rank_serves_ranks_of_its_host_first():
     """Ranks 0, 1 hold what ranks 2, 3 want. Ranks 0 and 2 are on one host, ranks 1 and 3 on another."""
     info = HostInfo(f"host {dist.get_rank() % 2}", "")
     target = ProcessGroupMesh(dp=2, ranks=[2, 3], name="target")
@@ -168,11 +157,8 @@ def one_host_for_two() -> list[int]:
         sync = Resharder(Layout(2), target, timeout=20, **{name: side})
     sync()
     assert side["x"].tolist() == [1.0] * 40_000
-    return [each.peer for job in sync._jobs for each in (*job.plan.sends, *job.plan.receives)]
-
-
-def test_rank_serves_ranks_of_its_host_first():
-    assert world(4).run(one_host_for_two) == [[2], [3], [0], [1]]
+    peers = [each.peer for job in sync._jobs for each in (*job.plan.sends, *job.plan.receives)]
+    assert peers == [(dist.get_rank() + 2) % 4]
 
 
 def test_resharding_in_a_fake_world_is_an_error():

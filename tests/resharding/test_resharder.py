@@ -30,7 +30,7 @@ from pgmesh.parallel.local_experts import LocalExperts
 from pgmesh.resharding import Resharder, link, transfer
 from tests.support.resource_counts import count_with_keys
 from tests.support.transfer_oracle import random_layout, random_placements, shard_of
-from tests.support.worlds import fresh_world, world
+from tests.support.worlds import fresh_world, on_ranks, world
 
 torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
 
@@ -92,7 +92,6 @@ def state_on(mesh: ProcessGroupMesh, placing: Placing, step: int | None, shapes:
 
 
 def fill(state: Mapping[str, Any], step: int) -> None:
-    """Set a state dict to the values of a step, in place."""
     for name, tensor in state.items():
         tensor.to_local().copy_(local_value(name, tensor, step))
 
@@ -160,8 +159,9 @@ def test_pipeline_stages_go_to_tensor_parallelism():
     assert sum(sent for sent, _, _ in results) == sum(received for _, received, _ in results) > 0
 
 
-def random_pairs(seeds: range) -> None:
-    for seed in seeds:
+@on_ranks(8)
+def test_random_state_dicts_between_random_meshes():
+    for seed in range(5):
         rng = random.Random(seed)
         meshes = []
         for side in ("source", "target"):
@@ -178,10 +178,6 @@ def random_pairs(seeds: range) -> None:
             run_steps(Resharder(*meshes, source=states[0], target=states[1]), *states)
         for mesh in meshes:
             mesh.close()
-
-
-def test_random_state_dicts_between_random_meshes():
-    world(8).run(random_pairs, range(5))
 
 
 # ---- modules, optimizers, names and dtypes ----
@@ -238,22 +234,21 @@ def test_module_and_optimizer_are_moved_renamed_and_cast():
     assert size == sum(sent for _, sent in trained) == (5 * 7 + 7 + 7 * 2) * 2  # in bfloat16, the narrower one
 
 
-def wide_target() -> tuple[int, list[float]]:
-    """A narrow source and a wide target: it is sent narrow."""
+@on_ranks(4)
+def test_a_narrow_source_is_sent_narrow():
+    """The target is wide."""
     rank = dist.get_rank()
     source = {"x": torch.arange(6).to(torch.bfloat16)} if rank == 0 else None
     target = {"x": torch.zeros(6)} if rank == 1 else None
     if rank > 1:
-        return 0, []
+        return
     moved = Resharder(Layout(1), Layout(1, ranks=[1]), source=source, target=target)()
-    return moved.received, target["x"].tolist() if target else []
+    assert moved.received == 12 * rank
+    assert target is None or target["x"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-def test_a_narrow_source_is_sent_narrow():
-    assert world(4).run(wide_target)[:2] == [(0, []), (12, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])]
-
-
-def swapped_in_place() -> list[int]:
+@on_ranks(4)
+def test_tensor_is_moved_within_its_own_memory():
     """Two ranks swap their shards: what is sent is in the memory that is written."""
     rank = dist.get_rank()
     shard = torch.full((50_000,), float(rank))
@@ -263,17 +258,12 @@ def swapped_in_place() -> list[int]:
         for mesh in meshes
     ]
     if rank > 1:
-        return []
+        return
     sync = Resharder(*meshes, source=states[0], target=states[1])
-    staged = sync().staged
+    assert sync().staged == 200_000  # what arrives waits in a buffer
     assert shard.tolist() == [1.0 - rank] * 50_000
     assert sync().received == 200_000
     assert shard.tolist() == [float(rank)] * 50_000
-    return [staged]
-
-
-def test_tensor_is_moved_within_its_own_memory():
-    assert world(4).run(swapped_in_place)[:2] == [[200_000]] * 2  # what arrives waits in a buffer
 
 
 def in_one_memory(mesh: ProcessGroupMesh, names: list[str], step: int) -> list[dict[str, DTensor]]:
@@ -287,7 +277,8 @@ def in_one_memory(mesh: ProcessGroupMesh, names: list[str], step: int) -> list[d
     return sides
 
 
-def rows_to_columns_in_place() -> None:
+@on_ranks(4)
+def test_rows_become_columns_in_the_same_memory():
     """What a rank receives, and what it copies itself, is written where it still has to read. Two tensors are tied."""
     mesh = ProcessGroupMesh(tp=4, name="mesh")
     source, target = in_one_memory(mesh, ["a", "b"], 1)
@@ -298,11 +289,8 @@ def rows_to_columns_in_place() -> None:
         assert torch.equal(tensor.full_tensor(), whole[name]), name
 
 
-def test_rows_become_columns_in_the_same_memory():
-    world(4).run(rows_to_columns_in_place)
-
-
-def sharded_to_whole_in_place() -> None:
+@on_ranks(4)
+def test_one_memory_is_moved_to_several_device_meshes():
     """Each rank's target is on a device mesh of its own, so each is a transfer, and each begins where the shard is."""
     mesh = ProcessGroupMesh(dp=4, tp=1, name="mesh")
     whole = value("a", (400, 300), 1)
@@ -314,11 +302,8 @@ def sharded_to_whole_in_place() -> None:
     assert torch.equal(memory, whole)
 
 
-def test_one_memory_is_moved_to_several_device_meshes():
-    world(4).run(sharded_to_whole_in_place)
-
-
-def large_and_small() -> tuple[int, int, int]:
+@on_ranks(4)
+def test_only_scattered_or_small_shards_are_staged():
     """Large shards are sent and received in their own memory; columns and small ones are staged."""
     rank = dist.get_rank()
     source, target = (ProcessGroupMesh(tp=2, ranks=ranks, name=f"{ranks}") for ranks in ([0, 1], [2, 3]))
@@ -329,12 +314,8 @@ def large_and_small() -> tuple[int, int, int]:
     moved = Resharder(source, target, source=held, target=wanted)()
     check(wanted, 1)
     assert rank > 1 or (moved.received, moved.sent) == (0, 2 * 4 * 200 * 300 + 4 * 200)
-    return moved.staged
-
-
-def test_only_scattered_or_small_shards_are_staged():
     columns, small = 4 * 200 * 150, 4 * 200
-    assert world(4).run(large_and_small) == [2 * columns + small] * 2 + [small] * 2
+    assert moved.staged == (2 * columns + small if rank < 2 else small)
 
 
 # ---- descriptions ----
@@ -343,11 +324,9 @@ def test_only_scattered_or_small_shards_are_staged():
 MORE_RESHARDERS = 16
 
 
-def described_often() -> tuple[list[int], bool]:
-    """The ranks that send a description when a Resharder is created, and whether more of them leave store keys.
-
-    The store thread writes and deletes keys of earlier work meanwhile. So the keys are few, not exactly as many.
-    """
+@on_ranks(4)
+def test_descriptions_are_sent_once_and_not_stored():
+    """The store thread writes and deletes keys of earlier work meanwhile. So the keys are few, not exactly as many."""
     rank = dist.get_rank()
     state = {f"layer {i}": torch.zeros(8) for i in range(100)}
     sides = {"source": state} if rank < 2 else {"target": state}
@@ -357,26 +336,23 @@ def described_often() -> tuple[list[int], bool]:
             Resharder(Layout(2), Layout(2, ranks=[2, 3]), **sides)
         return [call.args[1] for call in broadcast.call_args_list]
 
-    senders = create()
+    assert create() == [0, 2, 0]  # one for each side, and one with the host
     dist.barrier()
     before = count_with_keys()["keys"]
     dist.barrier()
     for _ in range(MORE_RESHARDERS):
-        assert create() == senders
+        assert create() == [0, 2, 0]
     deadline = time.monotonic() + 20
     while count_with_keys()["keys"] >= before + MORE_RESHARDERS / 2 and time.monotonic() < deadline:
         time.sleep(0.05)
-    return senders, time.monotonic() < deadline
-
-
-def test_descriptions_are_sent_once_and_not_stored():
-    assert world(4).run(described_often) == [([0, 2, 0], True)] * 4  # one for each side, and one with the host
+    assert time.monotonic() < deadline
 
 
 # ---- what does not match ----
 
 
-def mismatches() -> list[str]:
+@on_ranks(4)
+def test_mismatches_are_listed_before_a_byte_moves():
     rank = dist.get_rank()
     trainer, rollout = ProcessGroupMesh(tp=2, ranks=[0, 1]), ProcessGroupMesh(tp=2, ranks=[2, 3])
     found = []
@@ -407,21 +383,14 @@ def mismatches() -> list[str]:
     assert rank < 2 or target["x"].tolist() == [7.0] * 4
     there = state_on(trainer, lambda *_: [Shard(0) if rank == 0 else Replicate()], 0, {"x": (4,)}).get("x")
     attempt({"x": there}, {"x": y})
-    return found
-
-
-def test_mismatches_are_listed_before_a_byte_moves():
-    for rank, errors in enumerate(world(4).run(mismatches)):
-        assert "x: (2, 3) on ranks 0, 1, (3, 2) on ranks 2, 3" in errors[0]
-        assert "y: in the source ((4,) on ranks 0, 1), not in the target" in errors[0]
-        assert "z: in the target ((4,) on ranks 2, 3), not in the source" in errors[0]
-        assert "staging_bytes: 1000 on rank 0, 1001 on rank 1" in errors[1]
-        assert "x: in the source on rank 0, but not on rank 1" in errors[2]
-        assert f"{'this rank has' if rank == 1 else 'other ranks have'} other tensors than those" in errors[3]
-        assert (
-            "x: in the source as [Shard(0)], torch.float32, on rank 0, as [Replicate()], torch.float32, on" in errors[4]
-        )
-        assert len(errors) == 5
+    assert len(found) == 5
+    assert "x: (2, 3) on ranks 0, 1, (3, 2) on ranks 2, 3" in found[0]
+    assert "y: in the source ((4,) on ranks 0, 1), not in the target" in found[0]
+    assert "z: in the target ((4,) on ranks 2, 3), not in the source" in found[0]
+    assert "staging_bytes: 1000 on rank 0, 1001 on rank 1" in found[1]
+    assert "x: in the source on rank 0, but not on rank 1" in found[2]
+    assert f"{'this rank has' if rank == 1 else 'other ranks have'} other tensors than those" in found[3]
+    assert "x: in the source as [Shard(0)], torch.float32, on rank 0, as [Replicate()], torch.float32, on" in found[4]
 
 
 def refused(error: type[PgmeshError], source: Any, target: Any, **options: Any) -> str:
@@ -429,11 +398,6 @@ def refused(error: type[PgmeshError], source: Any, target: Any, **options: Any) 
     with pytest.raises(error) as caught:
         Resharder(Layout(1), Layout(1), source=source, target=target, **options)
     return str(caught.value)
-
-
-def two_names_become_one() -> str:
-    source, target = {"a": torch.ones(2), "b": torch.zeros(2)}, {"b": torch.zeros(2)}
-    return refused(MismatchError, source, target, rename={"a": "b"})
 
 
 def pass_both_everywhere() -> str:
@@ -452,36 +416,33 @@ def test_tensors_outside_their_mesh_are_refused():
     assert "ranks 0, 1 passed a target outside its mesh, ranks 2, 3: pass None there" in texts[0]
 
 
+@on_ranks(1)
 def test_renaming_two_tensors_to_one_name_is_refused():
-    (text,) = world(1).run(two_names_become_one)
+    source, target = {"a": torch.ones(2), "b": torch.zeros(2)}, {"b": torch.zeros(2)}
+    text = refused(MismatchError, source, target, rename={"a": "b"})
     assert "state['a'] and state['b'] would both be named b" in text
     assert "Resharder(..., rename={'b': None})" in text
 
 
-def one_name_for_two() -> list[str]:
+@on_ranks(1)
+def test_two_keys_with_one_dotted_name_are_refused():
     x, y = torch.ones(2), torch.zeros(2)
     both = {"a.b": x, "a": {"b": y}}, {"a": {"b": y}, "a.b": x}, {1: x, "1": y}
-    return [refused(MismatchError, {}, state) for state in both]
-
-
-def test_two_keys_with_one_dotted_name_are_refused():
-    (texts,) = world(1).run(one_name_for_two)
+    texts = [refused(MismatchError, {}, state) for state in both]
     keys = [("['a.b']", "['a']['b']", "a.b"), ("['a']['b']", "['a.b']", "a.b"), ("[1]", "['1']", "1")]
     for text, (one, other, name) in zip(texts, keys, strict=True):
         assert f"state{one} and state{other} would both be named {name}" in text
 
 
-def permuted_in_place() -> list[list[float]]:
+@on_ranks(1)
+def test_tensors_may_be_permuted_in_their_own_memory():
     state = {"e0": torch.zeros(3), "e1": torch.ones(3)}
     Resharder(Layout(1), Layout(1), source=state, target=state, rename={"e0": "e1", "e1": "e0"})()
-    return [tensor.tolist() for tensor in state.values()]
+    assert [tensor.tolist() for tensor in state.values()] == [[1.0] * 3, [0.0] * 3]
 
 
-def test_tensors_may_be_permuted_in_their_own_memory():
-    assert world(1).run(permuted_in_place) == [[[1.0] * 3, [0.0] * 3]]
-
-
-def shards_of_experts() -> list[str]:
+@on_ranks(1)
+def test_shards_of_experts_as_plain_tensors_are_refused():
     sharded, whole = (LocalExperts({"0": nn.Linear(2, 3)}, axes) for axes in ("etp=2", ""))
     Resharder(Layout(1), Layout(1), source=whole, target=nn.ModuleDict({"0": nn.Linear(2, 3)}))()
     copy = pickle.loads(pickle.dumps(deepcopy(nn.ModuleDict({"experts": sharded}))))
@@ -495,11 +456,7 @@ def shards_of_experts() -> list[str]:
         (nn.ModuleDict({"0": nn.Linear(2, 3)}), copy.experts),
         ({}, {"net": sharded["0"]}),
     )
-    return [refused(MethodError, *side) for side in sides]
-
-
-def test_shards_of_experts_as_plain_tensors_are_refused():
-    (texts,) = world(1).run(shards_of_experts)
+    texts = [refused(MethodError, *side) for side in sides]
     assert "\nnet.weight is sharded" in f"\n{texts[-1]}"
     assert all("weight is sharded along etp=2 as a plain tensor" in text for text in texts)
 
@@ -519,7 +476,8 @@ class Scale(nn.Module):
         self.scale = state
 
 
-def copies_of_a_target() -> list[Any]:
+@on_ranks(1)
+def test_copies_in_state_dict_of_target_are_refused():
     source, target = Scale(1.0, copies=True), Scale(0.0, copies=False)
     Resharder(Layout(1), Layout(1), source=source, target=target)()
     moved = target.weight.tolist(), target.scale.tolist()
@@ -528,24 +486,17 @@ def copies_of_a_target() -> list[Any]:
     text = refused(MethodError, source, target)
     sides = [{**dict(module.named_parameters()), **dict(module.named_buffers())} for module in (source, target)]
     Resharder(Layout(1), Layout(1), source=sides[0], target=sides[1])()
-    return [moved, text, target["net"].weight.tolist(), target["net"].scale.tolist()]
-
-
-def test_copies_in_state_dict_of_target_are_refused():
-    ((moved, text, weight, scale),) = world(1).run(copies_of_a_target)
+    moved, text, weight, scale = [moved, text, target["net"].weight.tolist(), target["net"].scale.tolist()]
     assert moved == ([1.0] * 2, [1.0] * 3)
     assert text.startswith("state_dict() of the target makes net._extra_state anew in each call, so ")
     assert (weight, scale) == ([1.0] * 2, [0.0] * 3)
 
 
-def tensors_in_lists() -> list[list[float]]:
+@on_ranks(1)
+def test_tensors_in_lists_of_state_dicts_are_moved():
     source, target = ({"x": [torch.full((2,), value), (3, torch.full((1,), value))]} for value in (1.0, 0.0))
     Resharder(Layout(1), Layout(1), source=source, target=target)()
-    return [target["x"][0].tolist(), target["x"][1][1].tolist()]
-
-
-def test_tensors_in_lists_of_state_dicts_are_moved():
-    assert world(1).run(tensors_in_lists) == [[[1.0, 1.0], [1.0]]]
+    assert [target["x"][0].tolist(), target["x"][1][1].tolist()] == [[1.0, 1.0], [1.0]]
 
 
 # ---- faults ----
@@ -614,57 +565,42 @@ def test_absent_rank_is_named_and_joins_next_call():
             assert late[2] < 4 + 2
 
 
-def absent_at_the_creation(timeout: float) -> tuple[str, str, float]:
-    if dist.get_rank() == 1:
-        return "", "", 0.0
-    return outcome(lambda: Resharder(Layout(1), Layout(2, ranks=[1, 2]), source={}, target={}, timeout=timeout))
-
-
+@on_ranks(3, fresh=True)
 def test_creation_without_a_rank_names_rank_and_timeout():
-    with fresh_world(3) as own:
-        results = own.run(absent_at_the_creation, 2)
-    for rank in (0, 2):
-        error, text, _ = results[rank]
-        first = text.splitlines()[0]
-        assert (error, first) == (
-            "MissingRanksError",
-            "the transfer from rank 0 to ranks 1, 2: rank 1 did not arrive in 2 s.",
-        )
+    if dist.get_rank() != 1:
+        error, text, _ = outcome(lambda: Resharder(Layout(1), Layout(2, ranks=[1, 2]), source={}, target={}, timeout=2))
+        assert error == "MissingRanksError"
+        assert text.startswith("the transfer from rank 0 to ranks 1, 2: rank 1 did not arrive in 2 s.\n")
 
 
-def another_is_called() -> list[str]:
+@on_ranks(4)
+def test_calling_different_resharders_is_a_mismatch():
     rank = dist.get_rank()
     sides = {"source": {"x": torch.ones(2)}} if rank < 2 else {"target": {"x": torch.zeros(2)}}
     one, other = (Resharder(Layout(2), Layout(2, ranks=[2, 3]), staging_bytes=limit, **sides) for limit in (1000, 2000))
     error = outcome(other if rank == 3 else one)
-    return [*error[:2], outcome(one)[0]]
+    kind, text, after = [*error[:2], outcome(one)[0]]
+    assert (kind, after) == ("MismatchError", "")
+    assert "or call in another order" in text
 
 
-def test_calling_different_resharders_is_a_mismatch():
-    for kind, text, after in world(4).run(another_is_called):
-        assert (kind, after) == ("MismatchError", "")
-        assert "or call in another order" in text
-
-
-def equal_models_in_another_order() -> list[Any]:
+@on_ranks(4)
+def test_equal_models_in_another_order_are_a_mismatch():
     """The source calls the Resharders of two equal models in one order, the target in the other; then both in one."""
     rank = dist.get_rank()
     tensors = [torch.full((2,), float(i) if rank < 2 else -1.0) for i in range(2)]
     side = "source" if rank < 2 else "target"
     sync = [Resharder(Layout(2), Layout(2, ranks=[2, 3]), **{side: {"x": tensor}}) for tensor in tensors]
-    errors = [outcome(sync[i if rank < 2 else 1 - i])[0] for i in range(2)]
-    before = [tensor.tolist() for tensor in tensors]
+    for i in range(2):
+        assert outcome(sync[i if rank < 2 else 1 - i])[0] == "MismatchError"
+    assert rank < 2 or [tensor.tolist() for tensor in tensors] == [[-1.0] * 2] * 2
     for each in sync:
         each()
-    return [errors, before == [[-1.0] * 2] * 2 or rank < 2, [tensor.tolist() for tensor in tensors]]
+    assert [tensor.tolist() for tensor in tensors] == [[0.0] * 2, [1.0] * 2]
 
 
-def test_equal_models_in_another_order_are_a_mismatch():
-    expected = [["MismatchError"] * 2, True, [[0.0] * 2, [1.0] * 2]]
-    assert world(4).run(equal_models_in_another_order) == [expected] * 4
-
-
-def called_while_others_create() -> list[str]:
+@on_ranks(4)
+def test_calling_while_others_create_is_a_mismatch():
     """Rank 0 calls its Resharder while the others create theirs again. It is told to, and then all have one."""
     rank = dist.get_rank()
     sides = {"source": {"x": torch.full((2,), 5.0)}} if rank < 2 else {"target": {"x": torch.zeros(2)}}
@@ -673,31 +609,25 @@ def called_while_others_create() -> list[str]:
         return Resharder(Layout(2), Layout(2, ranks=[2, 3]), **sides)
 
     sync = create()
-    error = outcome(sync)[:2] if rank == 0 else ("", "")
+    if rank == 0:
+        kind, text, _ = outcome(sync)
+        assert kind == "MismatchError"
+        assert "Create a new Resharder" in text
     create()()
     assert rank < 2 or sides["target"]["x"].tolist() == [5.0] * 2
-    return [*error]
 
 
-def test_calling_while_others_create_is_a_mismatch():
-    (kind, text), *others = world(4).run(called_while_others_create)
-    assert (kind, others) == ("MismatchError", [["", ""]] * 3)
-    assert "Create a new Resharder" in text
-
-
-def connections_that_break() -> tuple[str, str, float]:
-    with mock.patch.object(link.Link, "maximum", side_effect=link._Broken("connection reset by peer")):
-        return outcome(lambda: Resharder(Layout(1), Layout(1), source={}, target={}, timeout=1))
-
-
+@on_ranks(1)
 def test_broken_connections_are_an_error_at_the_timeout():
-    ((kind, text, seconds),) = world(1).run(connections_that_break)
+    with mock.patch.object(link.Link, "maximum", side_effect=link._Broken("connection reset by peer")):
+        kind, text, seconds = outcome(lambda: Resharder(Layout(1), Layout(1), source={}, target={}, timeout=1))
     assert kind == "WorldError"
     assert "did not begin in 1 s: their connection broke again and again, at last with: connection reset" in text
     assert 1 <= seconds < 5
 
 
-def works_that_end_while_others_leave() -> bool:
+@on_ranks(1)
+def test_works_that_just_ended_are_not_given_up():
     """Works end after the last look at them, and before the look at the other ranks, which have gone on and left."""
     one = link.Link(Layout(1), Layout(1), timeout=20)
     assert one.agree(0)
@@ -711,11 +641,7 @@ def works_that_end_while_others_leave() -> bool:
 
     with mock.patch.object(link.InternalMeshes, "is_over", is_over):
         one.wait(works)
-    return works.is_completed()
-
-
-def test_works_that_just_ended_are_not_given_up():
-    assert world(1).run(works_that_end_while_others_leave) == [True]
+    assert works.is_completed()
 
 
 def test_batch_that_fails_keeps_no_started_works():
@@ -774,7 +700,8 @@ def test_rank_that_dies_is_named_and_target_torn():
         assert forward is None or forward[0] == "LifetimeError"
 
 
-def stops_in_the_middle() -> Any:
+@on_ranks(4)
+def test_rank_that_stops_is_named_and_retry_works():
     """Rank 0 sleeps before its third bucket, for longer than the others wait. Then all call again."""
     rank = dist.get_rank()
     names = [f"w{i}" for i in range(6)]
@@ -783,22 +710,17 @@ def stops_in_the_middle() -> Any:
     sync = Resharder(Layout(2), Layout(2, ranks=[2, 3]), source=source, target=target, staging_bytes=8000, timeout=5)
     with before_step("sends", 3, lambda: time.sleep(9 if rank == 0 else 0)):
         first, torn = outcome(sync), sync.torn
-    retry = outcome(sync)
-    whole = target is None or all(tensor.tolist() == [1.0] * 1000 for tensor in target.values())
-    return first, torn, retry[:2], whole
+    assert (torn, outcome(sync)[:2]) == (rank >= 2, ("", "")), first
+    assert target is None or all(tensor.tolist() == [1.0] * 1000 for tensor in target.values())
+    if rank:
+        assert first[0] == "MissingRanksError"
+        assert "rank 0 did not arrive" in first[1]
+        assert first[2] < 5 + 4
 
 
-def test_rank_that_stops_is_named_and_retry_works():
-    results = world(4).run(stops_in_the_middle)
-    for rank, (first, torn, retry, whole) in enumerate(results):
-        assert (torn, retry, whole) == (rank >= 2, ("", ""), True), (rank, first, retry)
-        if rank:
-            assert first[0] == "MissingRanksError"
-            assert "rank 0 did not arrive" in first[1]
-            assert first[2] < 5 + 4
-
-
-def fails_in_the_middle(who: int, step: str, bucket: int) -> Any:
+@pytest.mark.parametrize(("who", "step", "bucket"), [(1, "sends", 3), (2, "receives", 6)])
+@on_ranks(4)
+def test_a_torn_target_is_whole_after_the_retry(who, step, bucket):
     """A rank fails in a step of a bucket. All targets are torn, and the retry mends them."""
     rank = dist.get_rank()
     names = [f"w{i}" for i in range(6)]
@@ -810,21 +732,16 @@ def fails_in_the_middle(who: int, step: str, bucket: int) -> Any:
             first = outcome(sync)
         except ValueError:
             first = ("ValueError", "", 0.0)
-        torn = sync.torn
-        retry = outcome(sync)
-    whole = target is None or all(tensor.tolist() == [1.0] * 1000 for tensor in target.values())
-    return first[0], torn, retry[:2], sync.torn, whole, outcome(lambda: sync.target)[0]
+        assert (first[0] == "ValueError") == (rank == who)
+        assert sync.torn == (rank >= 2)
+        assert outcome(sync)[:2] == ("", "")
+    assert target is None or all(tensor.tolist() == [1.0] * 1000 for tensor in target.values())
+    assert (sync.torn, outcome(lambda: sync.target)[0]) == (False, "")
 
 
-@pytest.mark.parametrize(("who", "step", "bucket"), [(1, "sends", 3), (2, "receives", 6)])
-def test_a_torn_target_is_whole_after_the_retry(who, step, bucket):
-    results = world(4).run(fails_in_the_middle, who, step, bucket)
-    assert [error == "ValueError" for error, *_ in results] == [rank == who for rank in range(4)]
-    assert [torn for _, torn, *_ in results] == [False, False, True, True]
-    assert [result[2:] for result in results] == [(("", ""), False, True, "")] * 4
-
-
-def interrupted(again: str) -> Any:
+@pytest.mark.parametrize("again", ["", "join", "close"])
+@on_ranks(4)
+def test_call_succeeds_after_ctrl_c_once_or_twice(again):
     """Ctrl-C on rank 3, as a call begins on all ranks, or in a bucket and again in a step of the release."""
     rank = dist.get_rank()
     names = [f"w{i}" for i in range(6)]
@@ -852,22 +769,16 @@ def interrupted(again: str) -> Any:
             first = outcome(sync)
     except KeyboardInterrupt:
         first = ("KeyboardInterrupt", "", 0.0)
-    retry = outcome(sync)
-    whole = target is None or all(tensor.tolist() == [1.0] * 1000 for tensor in target.values())
-    return first[0], retry, whole, interrupts.call_count
+    assert first[0] in (["KeyboardInterrupt"] if rank == 3 else ["WorldError", "MissingRanksError"])
+    assert interrupts.call_count == ((2 if again else 1) if rank == 3 else 0)
+    error, text, seconds = outcome(sync)
+    assert (error, text) == ("", "")
+    assert target is None or all(tensor.tolist() == [1.0] * 1000 for tensor in target.values())
+    assert seconds < 5
 
 
-@pytest.mark.parametrize("again", ["", "join", "close"])
-def test_call_succeeds_after_ctrl_c_once_or_twice(again):
-    results = world(4).run(interrupted, again)
-    assert [calls for *_, calls in results] == [0, 0, 0, 2 if again else 1]
-    for rank, (first, (error, text, seconds), whole, _) in enumerate(results):
-        assert first == "KeyboardInterrupt" if rank == 3 else first in ("WorldError", "MissingRanksError"), rank
-        assert (error, whole) == ("", True), (rank, text)
-        assert seconds < 5
-
-
-def fails_in_place() -> Any:
+@on_ranks(4)
+def test_overwritten_source_is_not_moved_again():
     """Rank 2 fails while the source is overwritten. A second call would move what is left of it."""
     mesh, names = ProcessGroupMesh(tp=4, name="mesh"), ["a", "b", "c"]
     source, target = in_one_memory(mesh, names, 1)
@@ -881,13 +792,9 @@ def fails_in_place() -> Any:
     source, target = in_one_memory(mesh, names, 1)
     whole = {name: tensor.full_tensor() for name, tensor in source.items()}
     Resharder(mesh, mesh, source=source, target=target)()
-    return first, again, refused, all(torch.equal(target[name].full_tensor(), whole[name]) for name in names)
-
-
-def test_overwritten_source_is_not_moved_again():
-    for rank, (first, again, refused, whole) in enumerate(world(4).run(fails_in_place)):
-        assert first[0] in (["ValueError"] if rank == 2 else ["MissingRanksError", "WorldError"])
-        assert [again[0], refused[0], whole] == ["MismatchError", "LifetimeError", True]
-        assert rank == 2 or "Load the source again, and create a new Resharder" in first[1]
-        assert "the source is in the memory of the target, and a transfer that failed has overwritten it" in again[1]
-        assert "Load the source again, and create a new Resharder on all ranks" in refused[1]
+    assert all(torch.equal(target[name].full_tensor(), whole[name]) for name in names)
+    assert first[0] in (["ValueError"] if mesh.rank == 2 else ["MissingRanksError", "WorldError"])
+    assert [again[0], refused[0]] == ["MismatchError", "LifetimeError"]
+    assert mesh.rank == 2 or "Load the source again, and create a new Resharder" in first[1]
+    assert "the source is in the memory of the target, and a transfer that failed has overwritten it" in again[1]
+    assert "Load the source again, and create a new Resharder on all ranks" in refused[1]

@@ -119,7 +119,6 @@ def slow_store(seconds: float) -> contextlib.AbstractContextManager[FaultyBoard]
 
 
 def raises(error: BaseException) -> Act:
-    """An act that raises an error."""
 
     def act() -> None:
         raise error

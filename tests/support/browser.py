@@ -57,7 +57,6 @@ const answerOf = ({document: page}) => {
 
 
 def find_browser() -> str | None:
-    """Path of the browser, or None."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 

@@ -149,14 +149,12 @@ def beat_fast_with_bystander(*but: int) -> ProcessGroupMesh:
 
 
 def connect_and_check(mesh: ProcessGroupMesh, *families: Any) -> None:
-    """Connect a mesh, and check the sum over each group."""
     mesh.connect(*families, timeout=LONG_TIMEOUT)
     axes = [each if isinstance(each, tuple) else (each,) for each in families or mesh.axes]
     check_sums({f"{each}": (mesh.group(*each), mesh.ranks(*each)) for each in axes})
 
 
 def kill_self(number: int = signal.SIGKILL) -> None:
-    """Send a signal to this process."""
     os.kill(os.getpid(), number)
 
 

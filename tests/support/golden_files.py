@@ -9,7 +9,6 @@ FOLDER = Path(__file__).parents[1] / "golden"
 
 
 def read(name: str) -> str:
-    """The text of a file in ``tests/golden``."""
     return (FOLDER / name).read_text(encoding="utf-8")
 
 

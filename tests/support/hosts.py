@@ -95,7 +95,6 @@ def set_link(host: str, state: str) -> None:
 
 
 def ip(*words: str, check: bool = True) -> None:
-    """Run a command of iproute2."""
     subprocess.run(["ip", *words], check=check, capture_output=True, timeout=10.0)
 
 

@@ -112,7 +112,6 @@ def send_signal(pid: int, number: int) -> None:
 
 
 def write_script(tmp_path: Path, text: str) -> str:
-    """Write a program to a file and return its path."""
     path = tmp_path / "script.py"
     path.write_text(text)
     return str(path)

@@ -17,14 +17,12 @@ class Proxy:
         self.listen()
 
     def listen(self) -> None:
-        """Accept connections."""
         self.listener = socket.create_server(("127.0.0.1", self.port), backlog=64)
         self.port = self.listener.getsockname()[1]
         self.accepting = threading.Thread(target=self._accept, args=(self.listener,), daemon=True)
         self.accepting.start()
 
     def stop_listening(self) -> None:
-        """Refuse connections."""
         with contextlib.suppress(OSError):  # closed by end()
             self.listener.shutdown(socket.SHUT_RDWR)  # ends the wait in accept()
         self.accepting.join(10.0)  # which closes the listener

@@ -25,7 +25,6 @@ def versions(root: Path = ROOT) -> dict[str, str]:
 
 
 def problems(root: Path = ROOT) -> list[str]:
-    """What to correct before this release, a sentence each."""
     stated = versions(root)
     found = []
     if len(set(stated.values())) > 1:

@@ -54,7 +54,6 @@ def count_new_groups(make: Callable[[], Any]) -> int:
 
 
 def timeout_of(group: Any) -> timedelta:
-    """Timeout of a group's collectives."""
     return group._get_backend(torch.device("cpu")).options._timeout
 
 

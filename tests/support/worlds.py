@@ -6,18 +6,24 @@
     def test_place():
         assert world(2).run(place, "ab") == [(0, 2), (1, 2)]
 
+    @on_ranks(2)
+    def test_size():
+        assert dist.get_world_size() == 2
+
 Functions that ranks run are at module level. A test that kills ranks does so in ``fresh_world(n)``.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
+import inspect
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -40,7 +46,7 @@ DEADLINE = 240.0 if STARVED else 60.0  # seconds
 PRELOAD += ["hypothesis", "pytest"]
 PRELOAD += ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"]
 PRELOAD += ["torch.distributed.checkpoint.state_dict", "torch.distributed.tensor.parallel"]
-PRELOAD += ["pgmesh.mesh", "tests.support.gc_freeze"]
+PRELOAD += ["pgmesh.mesh", "tests.support.rank_assertions", "tests.support.gc_freeze"]
 
 
 class World(LocalWorld):
@@ -76,7 +82,6 @@ class World(LocalWorld):
         return outcomes
 
     def kill(self, rank: int, signal: int) -> None:
-        """Send a signal to a rank."""
         self.usable = False
         send_signal(self.pids[rank], signal)
 
@@ -111,6 +116,25 @@ def world(n: int, kind: str = "") -> World:
     return _worlds[key]
 
 
+def on_ranks(n: int, kind: str = "", *, fresh: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator of a test that each of n ranks runs, in the shared world of that kind or a fresh one.
+
+    The arguments of the test are pickled, and each rank finds the test by its name.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**given: Any) -> None:
+            args = inspect.signature(test).bind(**given).args
+            with fresh_world(n) if fresh else nullcontext(world(n, kind)) as ranks:
+                ranks.run(run, *args)
+
+        run.body = test
+        return run
+
+    return decorate
+
+
 @contextmanager
 def fresh_world(n: int, store: StoreProcess | None = None) -> Iterator[World]:
     """A world of n ranks that no other test uses, closed on exit. Its store may be a process of its own."""
@@ -123,7 +147,6 @@ def fresh_world(n: int, store: StoreProcess | None = None) -> Iterator[World]:
 
 @atexit.register
 def close_worlds() -> None:
-    """End every shared world."""
     while _worlds:
         _worlds.popitem()[1].close(patience=5.0)
 
@@ -132,7 +155,7 @@ def close_worlds() -> None:
 
 
 def _checked(fn: Callable[..., Any], *args: Any) -> Any:
-    result = fn(*args)
+    result = getattr(fn, "body", fn)(*args)  # of a test on ranks
     assert dist.is_initialized(), f"{fn.__qualname__} destroyed the default group, which later runs need"
     after_run()
     return result

@@ -15,7 +15,7 @@ from pgmesh import Layout, MembershipError, MissingRanksError, ProcessGroupMesh
 from pgmesh.topology import host_mapping
 from pgmesh.topology.host_mapping import HostInfo, Placement
 from tests.support.torch_tables import pgmesh_store, record_operations
-from tests.support.worlds import check_sums, fresh_world, world
+from tests.support.worlds import check_sums, fresh_world, on_ranks
 
 
 def placement_on(*hosts: str, boots: str | None = None) -> Placement:
@@ -56,27 +56,35 @@ def test_host_is_identified_by_boot_id_or_name():
 # ---- the exchange ----
 
 
-def everywhere() -> tuple[object, ...]:
-    mesh = ProcessGroupMesh(dp=2, tp=2)
-    hosts = mesh.hosts()
-    localities = [mesh.locality(*axes).kind for axes in (("dp",), ("tp",), ("dp", "tp"), ())]
-    check_sums({"tp": (mesh.group("tp"), mesh.ranks("tp"))})
-    infos = host_mapping.map_hosts(timeout=1).host_infos
-    return hosts, mesh.at(dp=dist.get_rank() // 2).hosts(), dict(infos), localities
-
-
+@on_ranks(4)
 def test_ranks_report_their_hosts():
     boot = Path("/proc/sys/kernel/random/boot_id")
     here = HostInfo(socket.gethostname(), boot.read_text().strip() if boot.exists() else "")
-    for rank, (hosts, part, infos, localities) in enumerate(world(4).run(everywhere)):
-        assert hosts == ((0, 1, 2, 3),)
-        assert part == (((0, 1), (2, 3))[rank // 2],)
-        assert infos == dict.fromkeys(range(4), here)
-        assert localities == ["intra"] * 4
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    assert mesh.hosts() == ((0, 1, 2, 3),)
+    for axes in (("dp",), ("tp",), ("dp", "tp"), ()):
+        assert mesh.locality(*axes).kind == "intra"
+    check_sums({"tp": (mesh.group("tp"), mesh.ranks("tp"))})
+    assert dict(host_mapping.map_hosts(timeout=1).host_infos) == dict.fromkeys(range(4), here)
+    part = mesh.rank // 2
+    assert mesh.at(dp=part).hosts() == (((0, 1), (2, 3))[part],)
 
 
-def pretend(hosts: str) -> list[object]:
-    """The localities if each rank were on the host named by its letter, without a boot id."""
+@pytest.mark.parametrize(
+    ("hosts", "described"),
+    [
+        ("aabb", ["intra", "inter", ((0, 1), (2, 3))]),
+        ("abab", ["inter", "intra", ((0, 2), (1, 3))]),
+        ("aaab", ["mixed", "mixed", ((0, 1, 2), (3,))]),
+    ],
+)
+@on_ranks(4)
+def test_mesh_locality_describes_pretended_hosts(hosts, described):
+    """Each rank is on the host named by its letter, without a boot id."""
+    layout = Layout(dp=2, tp=2, ranks=[3, 1, 2, 0])
+    for axis, kind in zip(layout.axes, described):
+        counts = {len({hosts[rank] for rank in block}) for block in layout.partition(axis)}
+        assert kind == {(1,): "intra", (2,): "inter"}.get(tuple(counts), "mixed")
     host_mapping._worlds.clear()
     store = pgmesh_store()
     dist.barrier()
@@ -89,7 +97,7 @@ def pretend(hosts: str) -> list[object]:
         mesh = ProcessGroupMesh(dp=2, tp=2, ranks=[3, 1, 2, 0])
         found = [mesh.locality(axis).kind for axis in ("dp", "tp")]
         check_sums({axis: (mesh.group(axis), mesh.ranks(axis)) for axis in ("dp", "tp")})
-        return [*found, mesh.hosts()]
+        assert [*found, mesh.hosts()] == described
     finally:
         host_mapping.this_host = real
         host_mapping._worlds.clear()
@@ -97,22 +105,6 @@ def pretend(hosts: str) -> list[object]:
         store.delete_key(host_mapping.HOSTS_KEY)
         store.delete_key(f"{host_mapping.HOSTS_KEY}/count")
         dist.barrier()
-
-
-@pytest.mark.parametrize(
-    ("hosts", "described"),
-    [
-        ("aabb", ["intra", "inter", ((0, 1), (2, 3))]),
-        ("abab", ["inter", "intra", ((0, 2), (1, 3))]),
-        ("aaab", ["mixed", "mixed", ((0, 1, 2), (3,))]),
-    ],
-)
-def test_mesh_locality_describes_pretended_hosts(hosts, described):
-    layout = Layout(dp=2, tp=2, ranks=[3, 1, 2, 0])
-    for axis, kind in zip(layout.axes, described):
-        counts = {len({hosts[rank] for rank in block}) for block in layout.partition(axis)}
-        assert kind == {(1,): "intra", (2,): "inter"}.get(tuple(counts), "mixed")
-    assert world(4).run(pretend, hosts) == [described] * 4
 
 
 def half() -> list[str]:
@@ -149,8 +141,9 @@ def test_hosts_of_members_name_a_missing_rank():
         assert said[rank][1:] == ["((0, 1, 2, 3),)"]
 
 
-def asked() -> list[list[str]]:
-    """The store operations of this rank in each of several calls: part of the mesh, all, all again, each axis."""
+@on_ranks(4, fresh=True)
+def test_rank_publishes_its_host_once():
+    """The calls are about part of the mesh, all, all again, each axis, and another mesh."""
     mesh = ProcessGroupMesh(pp=2, dp=2, name="asked")
     found = []
     for call in (
@@ -164,21 +157,13 @@ def asked() -> list[list[str]]:
             call()
         found.append(done)
         dist.barrier()
-    return found
+    part, whole, *again = found
+    posts = [operation for operation in part if operation in ("append", "add")]
+    assert posts == ["append", "add"]  # its line, and one more
+    assert not {"append", "add", "set", "multi_set"} & {*whole}  # it only looks who else has come
+    assert again == [[], [], []]
 
 
-def test_rank_publishes_its_host_once():
-    with fresh_world(4) as own:
-        for part, whole, *again in own.run(asked):
-            posts = [operation for operation in part if operation in ("append", "add")]
-            assert posts == ["append", "add"]  # its line, and one more
-            assert not {"append", "add", "set", "multi_set"} & {*whole}  # it only looks who else has come
-            assert again == [[], [], []]
-
-
-def test_map_hosts_of_one_rank_uses_no_store(tmp_path):
-    assert world(1).run(hosts_here) == [((0,),)]
-
-
-def hosts_here() -> object:
-    return ProcessGroupMesh(1).hosts()
+@on_ranks(1)
+def test_map_hosts_of_one_rank_uses_no_store():
+    assert ProcessGroupMesh(1).hosts() == ((0,),)

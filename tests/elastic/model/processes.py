@@ -257,7 +257,6 @@ class Shrink(Call):
 
 
 def mesh_key(each: MeshRound) -> str:
-    """The key of the mesh that a round is about."""
     return each.key.removesuffix("/shrink")
 
 

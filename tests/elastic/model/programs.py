@@ -25,7 +25,6 @@ PAIR = Layout(dp=2)
 
 
 def members(ranks: int, request: Request = DROP, **more: Any) -> Programs:
-    """The ranks of a mesh, which call shrink."""
     return tuple(Program(rank, (request,), **more) for rank in range(ranks))
 
 

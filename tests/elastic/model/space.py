@@ -189,7 +189,6 @@ class ShrinkSpace(Space):
         return all(state.nodes[j].dead or j in state.silent for j in members)
 
     def _member(self, state: State, mesh: str, rank: int) -> int:
-        """The process that a rank of a mesh is."""
         for node in state.nodes:
             for result in node.results:
                 if following(result.mesh) == mesh:
@@ -270,7 +269,6 @@ def _status(rank: int, process: int, beats: int = 0) -> bytes:
 
 @functools.lru_cache
 def _publisher(status: bytes) -> int:
-    """The process that published a status."""
     record = RankStatus.unpack(rank_of(status), status)
     assert record is not None
     return record.endpoint[1] if record.endpoint else -1

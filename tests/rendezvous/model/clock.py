@@ -68,7 +68,6 @@ class Caller:
     clock: Clock = field(init=False)
 
     def live(self) -> None:
-        """The thread of this process."""
         with contextlib.suppress(Died):
             self._call()
             self.finished_at = self.clock.now
@@ -144,7 +143,6 @@ class Clock(SimulatedClock):
                 self.start(caller.arrives, caller.live)
 
     def perform(self, operation: Operation) -> Any:
-        """Perform one store operation."""
         return self._read(operation.key) if isinstance(operation, Read) else perform(self._store, operation)
 
     def _read(self, key: str) -> bytes | None:

@@ -194,7 +194,6 @@ class ConnectSpace(Space):
         return new
 
     def _check_retries(self, state: State, waits: Mapping[int, Set[int]]) -> None:
-        """Check that every retry has succeeded."""
         for i, (node, program) in enumerate(zip(state.nodes, self.programs)):
             if node.dead or not program.retries() or (node.interrupted and program.after != "retry"):
                 continue
