@@ -178,12 +178,7 @@ def _describe_running(mesh: MeshGroups, mine: RunningCollective, statuses: Statu
     """A collective that this rank is in, with the members that have entered it according to their last status."""
     members = next((group.ranks for group in mesh.made() if group.name == mine.name), ())
     entered = [mesh.rank] * (mesh.rank in members)
-    entered += [
-        rank
-        for rank in mesh.layout.ranks()
-        if (status := statuses.get(rank))
-        and any(each.name == mine.name and each.number >= mine.number for each in status.running)
-    ]
+    entered += [rank for rank in mesh.layout.ranks() if statuses.has_entered(rank, mine)]
     absent = [rank for rank in members if rank not in entered]
     also = f"; entered by {name_ranks(sorted(entered))}" if entered else ""
     missing = f"; {name_ranks(absent)} did not report it" if absent else ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pgmesh._util.formatting import name_ranks
@@ -56,29 +56,45 @@ class Watch:
         return stuck
 
     def _examine(self, perform: Callable[[Operation], Any], group: Group, collective: RunningCollective) -> None:
-        """Record why a collective does not end. Log a lost member at once, and an absent one after ``warn_after``."""
-        lost, absent = self._missing(perform, group)
-        if lost or absent:
-            what = (
-                f"{name_ranks(lost or absent)} {'sent no heartbeat' if lost else 'did not reach the first collective'}"
-            )
-            reason = "".join([what, *(f"\n  {line}" for line in (lost or absent).values() if line)])
-            group.finding = (time.monotonic() + self._statuses.lost_after / 2, f"{group.label}: {reason}")
-            once = (collective.name, collective.number)
-            if once not in self._logged and (lost or collective.seconds >= timing.TIMING.warn_after):
-                self._logged.add(once)
-                warn_from_store_thread(f"this rank is {collective}: {reason}")
+        """Record why a collective does not end, and log it once.
 
-    def _missing(self, perform: Callable[[Operation], Any], group: Group) -> tuple[dict[int, str], dict[int, str]]:
-        """The members that are lost, and those that are absent, each with its last status."""
+        A lost member is logged at once. The others are at ``warn_after``; if they have been in a collective before, a
+        rank may be late for a good reason, so half of the timeout has to pass too.
+        """
         ranks = group.ranks[: timing.LIMITS.statuses]
         self._statuses.read(lambda *reads: [*map(perform, reads)], ranks)
-        lost = self._statuses.lost(ranks)
-        if group.gloo is None:
-            return lost, {}
-        unseen = group.gloo.unread_addresses()
-        absent = [rank for rank, key in unseen.items() if perform(Read(key)) is None]
-        return lost, {rank: self._statuses.describe(rank) if self._statuses.get(rank) else "" for rank in absent}
+        warn_after = timing.TIMING.warn_after
+        if missing := self._statuses.lost(ranks):
+            what, warn_after = "sent no heartbeat", 0.0
+        elif missing := self._describe(self._absent(perform, group)):
+            what = "did not reach the first collective"
+        elif group.gloo and (missing := self._describe(self._unreported(ranks, collective))):
+            what = f"did not report {collective.operation} (collective {collective.number})"
+            warn_after = max(warn_after, group.gloo.timeout.total_seconds() / 2)
+        else:
+            return
+        reason = "".join([f"{name_ranks(missing)} {what}", *(f"\n  {line}" for line in missing.values() if line)])
+        group.finding = (time.monotonic() + self._statuses.lost_after / 2, f"{group.label}: {reason}")
+        once = (collective.name, collective.number)
+        if once not in self._logged and collective.seconds >= warn_after:
+            self._logged.add(once)
+            warn_from_store_thread(f"this rank is {collective}: {reason}")
+
+    def _absent(self, perform: Callable[[Operation], Any], group: Group) -> list[int]:
+        """The members that have published no address, which each does in its first collective."""
+        unread = {} if group.gloo is None else group.gloo.unread_addresses()
+        return [rank for rank, key in unread.items() if perform(Read(key)) is None]
+
+    def _unreported(self, ranks: Sequence[int], collective: RunningCollective) -> list[int]:
+        """The members that have not reported the collective, although they had the time to do so."""
+        since = self._stuck_since[collective.name, collective.number]
+        if time.monotonic() - since < self._statuses.lost_after / 2:
+            return []
+        return [rank for rank in ranks if not self._statuses.has_entered(rank, collective)]
+
+    def _describe(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Each rank with its last status."""
+        return {rank: self._statuses.describe(rank) if self._statuses.get(rank) else "" for rank in ranks}
 
 
 def _label_of(name: str) -> str:

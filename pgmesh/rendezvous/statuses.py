@@ -240,6 +240,12 @@ class Statuses:
         """Seconds from the answer with the last heartbeat to the last read. A slow answer is no silence."""
         return max(0.0, self._read_at[rank] - self.heard[rank][1])
 
+    def has_entered(self, rank: int, collective: RunningCollective) -> bool:
+        """True if a rank has reported that it is in this collective of this rank, or in a later one of its group."""
+        status = self.get(rank)
+        running = () if status is None else status.running
+        return any(each.name == collective.name and each.number >= collective.number for each in running)
+
     def describe(self, rank: int, lost_after: float | None = None) -> str:
         """The last status of a rank for a message; how it is known to be lost, if it is."""
         status = self._last.get(rank)

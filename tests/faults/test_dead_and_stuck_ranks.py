@@ -107,6 +107,34 @@ def test_report_and_errors_show_the_stuck_collective(tmp_path: Path):
             assert re.search(rf"this rank is {running}; entered by ranks 1, 2; ranks 0, 3 did not report it", each)
 
 
+def one_skips_a_collective(folder: Path) -> Attempt:
+    """Rank 3 skips the third collective of a connected group, until the others have failed."""
+    beat_fast()
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    mesh.configure("dp", "tp", timeout=2.0 + SHORT)
+    connect_and_beat(mesh)
+    group = mesh.group("dp", "tp")
+    assert sum_powers(group) == 15
+    if mesh.rank == 3:
+        wait_for_flags(folder, "failed", (0, 1, 2))
+        return attempt(lambda: None)
+    failed = attempt(lambda: sum_powers(group))
+    set_flag(folder, f"failed {mesh.rank}")
+    return failed
+
+
+@pytest.mark.fault("a living member skips a later collective")
+def test_timeout_names_living_rank_that_skipped_a_collective(tmp_path: Path):
+    with fresh_world(4) as own:
+        seen = results(own.outcomes(one_skips_a_collective, tmp_path))
+    for failed in seen[:3]:
+        print(failed)
+        assert failed.kind == "MissingRanksError"
+        wanted = r"group dp, tp of mesh 'actor': rank 3 did not report all_reduce \(collective \d+\)"
+        assert re.search(wanted, failed.text)
+        assert "rank 3: not in connect" in failed.text
+
+
 # ---- a member dies in a first collective that no connect preceded ----
 
 
