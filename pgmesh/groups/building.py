@@ -122,17 +122,17 @@ def _polling_store(backend: str, group: Group, path: str, identity: MeshIdentity
     """
     assert group.fingerprint is not None
     timeout = group.options.timeout or timedelta()
-    key = functools.partial(identity.store_key, world, seconds=timeout.total_seconds())
+    key = functools.partial(identity.store_key, world)
     mismatch = f"{group.path}/mismatch"
     return PollingStore(
         world.store_thread,
-        lambda: f"{key(path)}/use",
+        lambda seconds: f"{key(path, seconds)}/use",
         group.fingerprint,
         group.ranks,
         timeout,
         writes_address=backend == "gloo",
         compares=group.options != world.options,
-        refusal_keys=lambda: (key(mismatch), identity.refusal_key),
+        refusal_keys=lambda: (key(mismatch, timeout.total_seconds()), identity.refusal_key),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -38,7 +39,8 @@ class PollingStore(dist.Store):
 
     Args:
         thread: returns the store thread.
-        key_prefix: returns the prefix of the group's keys. It is called when this rank first writes or waits.
+        key_prefix: returns the prefix of the group's keys, within so many seconds. It is called when this rank first
+            writes or waits.
         fingerprint: the group's fingerprint on this rank.
         ranks: the members' ranks in the world, in group order.
         timeout: timeout of a wait for which the backend gives none.
@@ -53,7 +55,7 @@ class PollingStore(dist.Store):
     def __init__(
         self,
         thread: Callable[[], StoreThread],
-        key_prefix: Callable[[], str],
+        key_prefix: Callable[[float], str],
         fingerprint: Fingerprint,
         ranks: Sequence[int],
         timeout: timedelta,
@@ -68,6 +70,7 @@ class PollingStore(dist.Store):
         self._writes_address, self._compares, self._refusal_keys = writes_address, compares, refusal_keys
         self.new_timeout: timedelta | None = None  # if set, it overrides the timeout of the backend
         self._prefix = ""  # of the group's keys; known once this rank has written or waited
+        self._end = math.inf  # of the current wait
         # What this rank has read and written:
         self.values: dict[str, bytes] = {}  # that the backend has read, by key
         self.addresses = Addresses(ranks, self.values)
@@ -91,13 +94,17 @@ class PollingStore(dist.Store):
         return bool(self._closed)
 
     def _ask(self, *operations: Operation) -> list[Any]:
-        """Perform operations. Their timeout is a second more than that of the group's collectives."""
-        limit = self.timeout.total_seconds()
+        """Perform operations."""
         self.operations += len(operations)
-        return self._thread().run(*operations, seconds=limit + timing.TIMING.report_missing)
+        return self._thread().run(*operations, seconds=self._seconds_left())
+
+    def _seconds_left(self) -> float:
+        """The timeout of an operation: a second more than that of the wait, or of the group's collectives."""
+        left = min(self.timeout.total_seconds(), self._end - time.monotonic())
+        return max(0.0, left) + timing.TIMING.report_missing
 
     def _store_key(self, key: str) -> str:
-        self._prefix = self._prefix or self._key_prefix()
+        self._prefix = self._prefix or self._key_prefix(self._seconds_left())
         return f"{self._prefix}/{key}"
 
     @property
@@ -146,11 +153,11 @@ class PollingStore(dist.Store):
 
     def _wait(self, keys: list[str], limit: timedelta, start: float) -> None:
         self._check_open()
-        self._compare_with_first()
-        end = start + limit.total_seconds()
+        self._end = end = start + limit.total_seconds()
         status = start + timing.TIMING.status_after
         pause = pauses()
         try:
+            self._compare_with_first()
             for key in keys:
                 while not self._read(key):
                     now = time.monotonic()
@@ -164,6 +171,7 @@ class PollingStore(dist.Store):
                         self._thread().set_status(activity(self._subject))
                     time.sleep(min(seconds, end - now))
         finally:
+            self._end = math.inf
             if status == end:
                 self._thread().set_status("")
 

@@ -100,10 +100,10 @@ class StoreThread:
             raise WorldError(f"this process has left the world, so it cannot use the store at {address}.")
         try:
             self._queue.put(batch)
-            start, waited, answered = time.monotonic(), 0.0, 0
+            start, waited, answered = time.monotonic(), 0.0, (0, self.store.answers)
             while not batch.done.acquire(timeout=min(max(0.0, seconds - waited), timing.TIMING.thread_check)):
-                if len(batch.answers) > answered:  # a slow store, which answers
-                    start, answered = time.monotonic(), len(batch.answers)
+                if (now := (len(batch.answers), self.store.answers)) != answered:  # a slow store, which answers
+                    start, answered = time.monotonic(), now
                 waited = time.monotonic() - start
                 if not self._is_running():
                     raise WorldError(f"this process has left the world during an operation on {address}.")

@@ -73,6 +73,7 @@ class WorldStore:
         # ask the port themselves. A killed store closes its port last, so this is common.
         self._opening: tuple[str, int] | None = None
         self._operation_start = math.inf  # of an operation that the store has not answered
+        self.answers = 0  # while it finds out whether another process has this rank
         self.listener: Listener | None = None  # shows other ranks that this process lives
         self._asked: dict[object, tuple[float, bool]] = {}  # by listener: when it was last asked, and if it refused
 
@@ -177,7 +178,9 @@ class WorldStore:
         """True if the process that had this rank before still sends heartbeats. It may take two periods to know."""
 
         def status_of(rank: int) -> RankStatus | None:
-            return RankStatus.unpack(rank, self.board.perform(store, Read(status_key(rank))))
+            text = self.board.perform(store, Read(status_key(rank)))
+            self.answers, self._operation_start = self.answers + 1, time.monotonic()
+            return RankStatus.unpack(rank, text)
 
         before = now = status_of(self.rank)
         if before is not None and self.has_ended(before, 0.0):

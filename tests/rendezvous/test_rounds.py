@@ -172,8 +172,10 @@ class DirectThread:
 
     def __init__(self, store: dist.Store) -> None:
         self.store = store
+        self.seconds: list[float] = []  # the timeout of each request
 
     def run(self, *operations: Operation, seconds: float) -> list[Any]:
+        self.seconds.append(seconds)
         return [perform(self.store, operation) for operation in operations]
 
     def set_status(self, activity: str) -> None:
@@ -184,16 +186,16 @@ class DirectThread:
 
 
 def polling(
-    store: dist.Store,
+    store: dist.Store | DirectThread,
     mine: Fingerprint | None = None,
     *,
     ranks: tuple[int, ...] = (4, 6, 9),
     writes_address: bool = True,
 ) -> PollingStore:
-    thread: Any = DirectThread(store)
+    thread: Any = DirectThread(store) if isinstance(store, dist.Store) else store
     return PollingStore(
         lambda: thread,
-        lambda: "group",
+        lambda seconds: "group",
         mine or fingerprint(),
         ranks,
         timedelta(seconds=0.1),
@@ -212,6 +214,18 @@ def test_address_is_published_once_its_rank_waits():
     assert one.get("a/1") == b"there"
     assert two.get("a/0") == b"here"
     assert perform(store, Read("group/a/0")) == fingerprint(4).encoded + SEPARATOR + b"here"
+
+
+def test_operation_has_what_is_left_of_the_wait():
+    """So a store that hangs just before the deadline fails the wait a second after it."""
+    thread: Any = DirectThread(dist.HashStore())
+    one = polling(thread)
+    one.set("a/0", b"here")
+    with pytest.raises(MissingRanksError):
+        one.get("a/1")
+    seconds = thread.seconds
+    assert 1.0 == seconds[-1] < seconds[0] <= 1.1
+    assert seconds == sorted(seconds, reverse=True)
 
 
 def test_reader_of_an_address_checks_its_fingerprint():

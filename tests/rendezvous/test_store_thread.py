@@ -278,6 +278,20 @@ def stopped_store(stopped: threading.Event) -> contextlib.AbstractContextManager
     return faults(Fault(before=lambda: stopped.wait(LONG)))
 
 
+def test_watching_earlier_process_is_no_silence_of_the_store():
+    """A new process watches the heartbeats of the one that had its rank for two periods, in its first operation."""
+    store = dist.HashStore()
+    prefixed = dist.PrefixStore(f"pgmesh.{enter_world(store, set())}", store)
+    prefixed.set(process_key(0), "process 1 on another host/x")
+    prefixed.set(status_key(0), RankStatus(0, 7).pack())
+    thread = StoreThread(WorldStore(store, "nowhere", 0, 2, set()))
+    try:
+        assert thread.run(Read("key"), seconds=0.7 * thread.period) == [None]
+        assert thread.store.replaces_process
+    finally:
+        thread.stop()
+
+
 def test_second_interrupt_is_raised_at_once(store_thread: StoreThread):
     client = CallClient(store_thread, LONG)
     start = time.monotonic()
