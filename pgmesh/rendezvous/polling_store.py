@@ -209,9 +209,9 @@ class PollingStore(dist.Store):
 
     def _read(self, key: str) -> bool:
         """Read a key and cache its value. False if it has none yet. The first read publishes this rank's address."""
-        self._check_open()
         full = self._store_key(key)
         publishing = self._writes(self.addresses.own) if self._address_unpublished else ()
+        self._check_open()  # after that, so that a close in between deletes these keys too
         *_, value = self._ask(*publishing, Read(full))
         self._address_unpublished = False
         if value is None:
