@@ -119,7 +119,7 @@ class Group:
         stores: by backend, the store that was given to it.
         created_by: "new_group" for a group of torch's ``new_group``, "adopted" for a group of the user.
         round: the round of the last call of ``connect``, which knows the attempts before it.
-        broken: the number of the attempt that connected the last broken process group; None before.
+        broken: the number of the attempt of ``connect`` after which its process group broke last; None if none did.
         connecting: held by the thread that connects it.
         new_timeout: the timeout that ``set_timeout`` set, if it did. A process group that is made again gets it too.
         finding: why a collective of the group does not end, and the time until which that counts.

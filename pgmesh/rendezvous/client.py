@@ -1,4 +1,4 @@
-"""The store and the clock as one call of ``connect`` sees them."""
+"""The store and the clock of one call that has a deadline, such as ``connect`` or ``shrink``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pgmesh.rendezvous.store_thread import StoreThread
 
 
 class CallClient:
-    """The store and the clock of one call of ``connect``.
+    """The store and the clock of one call.
 
     An operation times out at the deadline, and ``shortest_answer`` after its start at the earliest. After an error the
     timeout is shorter.

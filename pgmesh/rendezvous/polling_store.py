@@ -154,8 +154,7 @@ class PollingStore(dist.Store):
     def _wait(self, keys: list[str], limit: timedelta, start: float) -> None:
         self._check_open()
         self._end = end = start + limit.total_seconds()
-        status = start + timing.TIMING.status_after
-        pause = pauses()
+        pause, shows_status = pauses(), False
         try:
             self._compare_with_first()
             for key in keys:
@@ -166,13 +165,13 @@ class PollingStore(dist.Store):
                     seconds = next(pause)
                     if seconds == timing.TIMING.longest_pause:
                         self._raise_refusal()
-                    if now >= status:
-                        status = end
+                    if not shows_status and now >= start + timing.TIMING.status_after:
+                        shows_status = True
                         self._thread().set_status(activity(self._subject))
                     time.sleep(min(seconds, end - now))
         finally:
             self._end = math.inf
-            if status == end:
+            if shows_status:
                 self._thread().set_status("")
 
     @property

@@ -135,8 +135,8 @@ def _typed(kind: Any, values: object, types: tuple[type, ...]) -> Any:
 
 
 READ_SECONDS = 0.02
-"""Seconds that a read of a status takes at most on a store that is not busy. A silence begins after one and ends before
-one, and the clock counts no more than a period between two heartbeats: without it, whole periods seem too short."""
+"""The longest time that a read of a status takes on a store that is not busy, in seconds. A measured silence is shorter
+than the real one by up to this time, so it is added: otherwise a silence of whole heartbeats is noticed one later."""
 
 
 class Statuses:
