@@ -295,7 +295,7 @@ def store_thread_of(mesh: ProcessGroupMesh) -> StoreThread:
     return mesh._mesh_groups.world.store_thread()
 
 
-@pytest.mark.fault("a used store; some processes were in its first world and others were not")
+@pytest.mark.fault("a store is used again, by processes of its first world and by new ones")
 def test_error_explains_store_of_an_earlier_world():
     with StoreProcess() as server, fresh_world(3) as own:
         one, _, other = own.run(use_with_process_of_another_past, server.port)
