@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed: on Python 3.10 it has no version here")
+nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed: `make docs` and `make test-long` do that, from Python 3.11 on")
 nbformat = pytest.importorskip("nbformat")
 
 pytestmark = pytest.mark.long

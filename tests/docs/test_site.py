@@ -12,7 +12,7 @@ import pytest
 
 from tests.support import browser, golden_files
 
-pytest.importorskip("sphinx", reason="Sphinx is not installed: for Python 3.10 this version has none")
+pytest.importorskip("sphinx", reason="Sphinx is not installed: `make docs` and `make test-long` do that, from Python 3.11 on")
 
 pytestmark = pytest.mark.long
 
