@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed: `make docs` and `make test-long` do that, from Python 3.11 on")
+nbclient = pytest.importorskip(
+    "nbclient", reason="nbclient is not installed: `make docs` and `make test-long` do that, from Python 3.11 on"
+)
 nbformat = pytest.importorskip("nbformat")
 
 pytestmark = pytest.mark.long

@@ -12,7 +12,9 @@ import pytest
 
 from tests.support import browser, golden_files
 
-pytest.importorskip("sphinx", reason="Sphinx is not installed: `make docs` and `make test-long` do that, from Python 3.11 on")
+pytest.importorskip(
+    "sphinx", reason="Sphinx is not installed: `make docs` and `make test-long` do that, from Python 3.11 on"
+)
 
 pytestmark = pytest.mark.long
 
