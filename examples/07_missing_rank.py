@@ -10,7 +10,8 @@ from pgmesh import MissingRanksError, ProcessGroupMesh, launch
 
 def main() -> str:
     mesh = ProcessGroupMesh(dp=4, ranks=[3, 1, 2, 0], name="actor")
-    group = mesh.group("dp", timeout=timedelta(seconds=1))
+    mesh.configure("dp", timeout=timedelta(seconds=1))
+    group = mesh.group("dp")
     said = ""
     if mesh.rank != 2:  # rank 2 has created the group too, but does not call the collective
         try:
