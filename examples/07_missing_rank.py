@@ -10,7 +10,7 @@ from pgmesh import MissingRanksError, ProcessGroupMesh, launch
 
 def main() -> str:
     mesh = ProcessGroupMesh(dp=4, ranks=[3, 1, 2, 0], name="actor")
-    mesh.configure("dp", timeout=timedelta(seconds=1))
+    mesh.configure("dp", timeout=timedelta(seconds=5))
     group = mesh.group("dp")
     said = ""
     if mesh.rank != 2:  # rank 2 has created the group too, but does not call the collective
