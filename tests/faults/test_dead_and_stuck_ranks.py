@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
+from pgmesh.rendezvous import timing
 from tests.support.faults import (
     LONG_TIMEOUT,
     SLACK,
@@ -33,6 +34,7 @@ from tests.support.faults import (
     wait_for_flags,
     wait_until,
 )
+from tests.support.logs import logged_lines
 from tests.support.programs import wait_until_gone
 from tests.support.torch_tables import address_is_published
 from tests.support.worlds import STARVED, check_sums, fresh_world, groups_of
@@ -107,32 +109,37 @@ def test_report_and_errors_show_the_stuck_collective(tmp_path: Path):
             assert re.search(rf"this rank is {running}; entered by ranks 1, 2; ranks 0, 3 did not report it", each)
 
 
-def one_skips_a_collective(folder: Path) -> Attempt:
+def one_skips_a_collective(folder: Path) -> tuple[Attempt, list[str]]:
     """Rank 3 skips the third collective of a connected group, until the others have failed."""
     beat_fast()
+    timing.TIMING = timing.TIMING._replace(warn_after=0.1)
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
-    mesh.configure("dp", "tp", timeout=2.0 + SHORT)
+    mesh.configure("dp", "tp", timeout=max(4.0, SHORT))
     connect_and_beat(mesh)
     group = mesh.group("dp", "tp")
     assert sum_powers(group) == 15
     if mesh.rank == 3:
         wait_for_flags(folder, "failed", (0, 1, 2))
-        return attempt(lambda: None)
-    failed = attempt(lambda: sum_powers(group))
+        return attempt(lambda: None), []
+    with logged_lines() as lines:
+        failed = attempt(lambda: sum_powers(group))
     set_flag(folder, f"failed {mesh.rank}")
-    return failed
+    return failed, [line.text for line in lines]
 
 
 @pytest.mark.fault("a living member skips a later collective")
 def test_timeout_names_living_rank_that_skipped_a_collective(tmp_path: Path):
     with fresh_world(4) as own:
         seen = results(own.outcomes(one_skips_a_collective, tmp_path))
-    for failed in seen[:3]:
-        print(failed)
+    skipped = r"rank 3 did not report all_reduce \(collective \d+\)\n  rank 3: not in connect"
+    for failed, lines in seen[:3]:
+        print(failed, lines)
         assert failed.kind == "MissingRanksError"
-        wanted = r"group dp, tp of mesh 'actor': rank 3 did not report all_reduce \(collective \d+\)"
-        assert re.search(wanted, failed.text)
-        assert "rank 3: not in connect" in failed.text
+        assert re.search(rf"group dp, tp of mesh 'actor': {skipped}", failed.text)
+        (line,) = lines  # after half of the timeout
+        running = r"this rank is in all_reduce \(collective \d+\) of group dp, tp of mesh 'actor' for (\d+) s"
+        (seconds,) = re.findall(rf"{running}: {skipped}", line)
+        assert int(seconds) >= max(4.0, SHORT) / 2
 
 
 # ---- a member dies in a first collective that no connect preceded ----
