@@ -278,7 +278,7 @@ def stopped_store(stopped: threading.Event) -> contextlib.AbstractContextManager
     return faults(Fault(before=lambda: stopped.wait(LONG)))
 
 
-def test_watching_earlier_process_is_no_silence_of_the_store():
+def test_watching_earlier_process_is_no_store_silence():
     """A new process watches the heartbeats of the one that had its rank for two periods, in its first operation."""
     store = dist.HashStore()
     prefixed = dist.PrefixStore(f"pgmesh.{enter_world(store, set())}", store)
