@@ -573,7 +573,7 @@ def strided_device_mesh(
     return None
 
 
-def drop_from_device_meshes(name: str, meshes: Iterable[DeviceMesh | None]) -> None:
+def drop_from_device_meshes(name: str, meshes: Iterable[DeviceMesh]) -> None:
     """Let no DeviceMesh keep an ended group alive, and its threads. Only compiled code would find it there."""
     for mesh in meshes:
         getattr(mesh, "_pg_registry", {}).pop(name, None)

@@ -123,7 +123,7 @@ class Group:
         connecting: held by the thread that connects it.
         new_timeout: the timeout that ``set_timeout`` set, if it did. A process group that is made again gets it too.
         finding: why a collective of the group does not end, and the time until which that counts.
-        device_meshes: the DeviceMeshes that refer to its process group. DTensor keeps each of them for good.
+        device_meshes: the DeviceMeshes that refer to its process group, by ``id``. DTensor keeps each of them for good.
         on_abort: called when another rank has aborted the mesh, with the text of that error.
     """
 
@@ -143,7 +143,7 @@ class Group:
     connecting: Any = field(default_factory=threading.RLock)
     new_timeout: timedelta | None = None
     finding: tuple[float, str] = (-math.inf, "")
-    device_meshes: list[weakref.ref[DeviceMesh]] = field(default_factory=list)
+    device_meshes: weakref.WeakValueDictionary[int, DeviceMesh] = field(default_factory=weakref.WeakValueDictionary)
     on_abort: Callable[[str], object] = lambda text: None
     state: State = field(default=State.NEW, init=False)
     ended: str = field(default="", init=False)  # the reason
@@ -253,7 +253,7 @@ class Group:
         if process_group is not None:
             _by_name.pop(self.name, None)
         if self.created_by != "adopted":
-            torch_private.drop_from_device_meshes(self.name, [mesh() for mesh in self.device_meshes])
+            torch_private.drop_from_device_meshes(self.name, self.device_meshes.values())
         return process_group
 
     def _cancel_waits(self, reason: str) -> list[str]:

@@ -305,7 +305,7 @@ class MeshGroups:
                 made = build_device_mesh(layout, self.rank, built, groups, self.layout.ranks())
                 for process_group in groups.values():
                     if (group := find_group(process_group.group_name)) is not None:
-                        group.device_meshes.append(weakref.ref(made))
+                        group.device_meshes[id(made)] = made
                 self._device_meshes[key] = made
             return self._device_meshes[key][tuple(dimensions)]
 

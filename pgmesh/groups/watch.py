@@ -68,7 +68,7 @@ class Watch:
             what, warn_after = "sent no heartbeat", 0.0
         elif missing := self._describe(self._absent(perform, group)):
             what = "did not reach the first collective"
-        elif group.gloo and (missing := self._describe(self._unreported(ranks, collective))):
+        elif group.gloo is not None and (missing := self._describe(self._unreported(ranks, collective))):
             what = f"did not report {collective.operation} (collective {collective.number})"
             warn_after = max(warn_after, group.gloo.timeout.total_seconds() / 2)
         else:

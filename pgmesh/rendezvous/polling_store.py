@@ -208,9 +208,9 @@ class PollingStore(dist.Store):
 
     def _read(self, key: str) -> bool:
         """Read a key and cache its value. False if it has none yet. The first read publishes this rank's address."""
+        self._check_open()
         full = self._store_key(key)
         publishing = self._writes(self.addresses.own) if self._address_unpublished else ()
-        self._check_open()  # after that, so that a close in between deletes these keys too
         *_, value = self._ask(*publishing, Read(full))
         self._address_unpublished = False
         if value is None:
@@ -260,9 +260,7 @@ class PollingStore(dist.Store):
             self.addresses.own[key] = bytes(value)
         if not self._address_unpublished:
             self.used = True
-            writes = self._writes({key: bytes(value)})
-            self._check_open()
-            self._ask(*writes)
+            self._ask(*self._writes({key: bytes(value)}))
 
     def _compare_with_first(self) -> None:
         """Compare the fingerprint with that of the first rank, once, if needed."""
@@ -274,9 +272,10 @@ class PollingStore(dist.Store):
             self._check_published(key, first)
 
     def _writes(self, values: dict[str, bytes]) -> list[Operation]:
-        """The operations that write these values. A later close deletes their keys."""
+        """The operations that write these values."""
         full = {self._store_key(key): value for key, value in values.items()}
-        self.written.update(full)
+        self.written.update(full)  # before the check, so that a later close deletes these keys too
+        self._check_open()
         return [Raw("set", (key, self._fingerprint.encoded + SEPARATOR + value)) for key, value in full.items()]
 
     def _raw(self, operation: str, key: Any, *arguments: Any) -> Any:

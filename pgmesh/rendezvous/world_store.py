@@ -73,7 +73,7 @@ class WorldStore:
         # ask the port themselves. A killed store closes its port last, so this is common.
         self._opening: tuple[str, int] | None = None
         self._operation_start = math.inf  # of an operation that the store has not answered
-        self.answers = 0  # while it finds out whether another process has this rank
+        self.answers = 0  # their number, while it finds out whether another process has this rank
         self.listener: Listener | None = None  # shows other ranks that this process lives
         self._asked: dict[object, tuple[float, bool]] = {}  # by listener: when it was last asked, and if it refused
 

@@ -27,6 +27,7 @@ from pgmesh.groups.backends import backends_of
 from pgmesh.groups.background import keep_until_done
 from pgmesh.groups.default_world import device_of, world_options, world_rank_and_size
 from pgmesh.groups.group import find_group
+from pgmesh.groups.identity import MeshIdentity
 from pgmesh.groups.world import store_thread
 from pgmesh.layout import Layout
 from pgmesh.mesh import ProcessGroupMesh, abort_with, check_not_aborted, meshes
@@ -369,7 +370,7 @@ class InternalMeshes:
             seconds: timeout of each request to the store.
         """
         self._number, created = self._ask(CompareSet(self._current_key, "0"), Read(self._created_key), seconds=seconds)
-        last = meshes().get(self._name_of(created)) if created else None
+        last = meshes().get(self._name_of(int(created))) if created else None
         if created == self._number:
             if last is not None:
                 return last
@@ -378,7 +379,7 @@ class InternalMeshes:
         if last is not None:
             last.close()
         self._ask(Raw("set", (self._created_key, self._number.decode())), seconds=seconds)
-        return ProcessGroupMesh(len(self._ranks), ranks=self._ranks, name=self._name_of(self._number))
+        return ProcessGroupMesh(len(self._ranks), ranks=self._ranks, name=self._name_of(int(self._number)))
 
     def end_current(self) -> None:
         """Set the number after the one that this rank has read, unless another rank has set it.
@@ -386,7 +387,7 @@ class InternalMeshes:
         ``connect`` raises on the ranks that wait in the mesh of the old number.
         """
         number = int(self._number)
-        ended = Decision("aborted", f"mesh '{self._name_of(self._number)}' was ended by rank {self._rank}")
+        ended = Decision("aborted", f"mesh '{self._name_of(number)}' was ended by rank {self._rank}")
         with contextlib.suppress(WorldError):
             self._ask(
                 Raw("compare_set", (self._current_key, str(number), str(number + 1))),
@@ -401,11 +402,14 @@ class InternalMeshes:
         return False
 
     def _refusal_key(self, number: int) -> str:
-        """The ``refusal_key`` of an internal mesh. No other mesh has its name, so its shared number is 0."""
-        return f"{self._current_key} {number}.0/mismatch"
+        """The store key under which ``connect`` reads why an internal mesh cannot be used."""
+        layout = Layout(len(self._ranks), ranks=self._ranks)
+        identity = MeshIdentity(self._name_of(number), layout, None, self._rank, len(self._ranks))
+        identity.shared_number = 0  # no other mesh has its name
+        return identity.refusal_key
 
-    def _name_of(self, number: bytes) -> str:
-        return f"{self.name} {number.decode()}"
+    def _name_of(self, number: int) -> str:
+        return f"{self.name} {number}"
 
     def _ask(self, *operations: Operation, seconds: float = POLL_SECONDS) -> list[Any]:
         return store_thread().run(*operations, seconds=seconds)
