@@ -32,7 +32,7 @@ Modules:
 
 Errors, each a ``PgmeshError``, also in the module ``errors``: ``ShapeError``, ``AxisError``, ``RankError``,
 ``OptionsError``, ``MembershipError``, ``WorldError``, ``NameTakenError``, ``LifetimeError``, ``MismatchError``,
-``MissingRanksError``, ``CircleError``, ``MethodError``, ``UnsupportedTorchError``, ``LaunchError``.
+``MissingRanksError``, ``MethodError``, ``UnsupportedTorchError``, ``LaunchError``.
 
 Command line: ``pgmesh plan``, ``show``, ``check`` and ``doctor``.
 """
@@ -57,7 +57,7 @@ _NAMES = {
     "options": "GroupOptions",
     "interop": "from_device_mesh",
     "errors": "PgmeshError ShapeError AxisError RankError OptionsError MembershipError WorldError NameTakenError "
-    "LifetimeError MismatchError MissingRanksError CircleError MethodError UnsupportedTorchError LaunchError",
+    "LifetimeError MismatchError MissingRanksError MethodError UnsupportedTorchError LaunchError",
 }
 """The public names of each module."""
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
@@ -97,7 +97,6 @@ if TYPE_CHECKING:
     from pgmesh.elastic.shrinking import Shrunk as Shrunk
     from pgmesh.errors import (
         AxisError as AxisError,
-        CircleError as CircleError,
         LaunchError as LaunchError,
         LifetimeError as LifetimeError,
         MembershipError as MembershipError,

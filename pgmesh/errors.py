@@ -10,8 +10,7 @@ PgmeshError
 ├── NameTakenError         (RuntimeError)            an open mesh has this name already
 ├── LifetimeError          (RuntimeError)            an operation after release, close or fork, or in the wrong state
 ├── MismatchError          (RuntimeError)            ranks describe one mesh or group differently
-├── MissingRanksError      (TimeoutError)            members that did not arrive before the deadline
-├── CircleError            (RuntimeError)            ranks that wait for each other in a circle
+├── MissingRanksError      (TimeoutError)            members that did not arrive in time, or wait for each other
 ├── MethodError            (RuntimeError)            a parallel method that failed or was not found
 ├── UnsupportedTorchError  (RuntimeError)            this torch lacks a private name that pgmesh needs
 └── LaunchError            (RuntimeError)            a launcher or a spawned rank failed
@@ -61,11 +60,7 @@ class MismatchError(PgmeshError, RuntimeError):
 
 
 class MissingRanksError(PgmeshError, TimeoutError):
-    """Members that did not arrive before the deadline."""
-
-
-class CircleError(PgmeshError, RuntimeError):
-    """Ranks that wait for each other in a circle."""
+    """Members that did not arrive in time, or wait for each other."""
 
 
 class MethodError(PgmeshError, RuntimeError):

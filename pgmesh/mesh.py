@@ -350,9 +350,9 @@ class ProcessGroupMesh(RankMethods):
 
         Raises:
             OptionsError: the timeout is not more than 0.
-            MissingRanksError: members did not arrive or were lost. The message has the status of each.
+            MissingRanksError: members did not arrive or were lost: the message has the status of each. Or ranks wait
+                for each other: it has the group and the call site of each.
             MismatchError: ranks describe the mesh or a group differently. The message has each value with its ranks.
-            CircleError: ranks wait for each other. The message has the group and the call site of each.
             WorldError: the store does not respond.
 
         >>> print(mesh.connect("tp", ("dp", "tp")))            # a fake world has no other ranks

@@ -118,7 +118,7 @@ class Preflight:
         """Connect and measure all groups. Returns the results of all ranks on rank 0, None on other ranks.
 
         Raises:
-            MissingRanksError, MismatchError, CircleError: the check failed, with the same text on all ranks.
+            MissingRanksError, MismatchError: the check failed, with the same text on all ranks.
             WorldError: the store does not respond. Other ranks raise when their stage times out.
         """
         task, mesh = self.task, self.mesh

@@ -57,7 +57,7 @@ class Stages:
         Raises:
             PgmeshError: this rank raised it in this stage, as the first.
             MissingRanksError: ranks did not arrive or were lost, or another rank was the first to raise an error.
-            MismatchError, CircleError: the ranks' fields differ, or another rank was the first to raise this.
+            MismatchError: the ranks' fields differ, or another rank was the first to raise this.
             WorldError: the store does not answer.
         """
         stage = GroupRound(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pgmesh._util.formatting import name_ranks
-from pgmesh.errors import CircleError, LifetimeError, MismatchError, MissingRanksError, PgmeshError
+from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError, PgmeshError
 from pgmesh.rendezvous import timing
 
 VERSION = 4
@@ -177,6 +177,6 @@ ERRORS: dict[str, type[PgmeshError] | None] = {
     "missing": MissingRanksError,
     "mismatch": MismatchError,
     "duplicate": MismatchError,  # two processes with one rank: it may be over at the next attempt
-    "circle": CircleError,
+    "circle": MissingRanksError,
     "aborted": LifetimeError,
 }

@@ -93,8 +93,7 @@ def options_of_collective_differ(mesh: ProcessGroupMesh) -> None:
 
 def waits_in_a_circle(mesh: ProcessGroupMesh) -> None:
     first = {0: "tp", 1: "dp", 3: "tp", 2: "dp"}[mesh.rank]  # 0 waits for 1, 1 for 3, 3 for 2, 2 for 0
-    # On a busy machine a rank may give up before another one waits.
-    fails("CircleError or MissingRanksError", lambda: mesh.connect(first, timeout=SOON * 4))
+    fails("MissingRanksError", lambda: mesh.connect(first, timeout=SOON * 4))
 
 
 def is_released_while_it_waits(mesh: ProcessGroupMesh) -> None:
