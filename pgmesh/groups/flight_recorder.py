@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from pgmesh import torch_private
@@ -29,7 +29,7 @@ class FlightRecorder:
         busy = _busy_groups()
         stuck = {number for number, completed in busy.items() if self._before.get(number) == completed}
         self._before = busy
-        return self._running(stuck) if stuck else ()
+        return self._running(stuck)
 
     def running(self) -> tuple[RunningCollective, ...]:
         """All running collectives, the first one of each group."""
@@ -37,8 +37,8 @@ class FlightRecorder:
 
     def _running(self, groups: set[str]) -> tuple[RunningCollective, ...]:
         found: dict[str, RunningCollective] = {}
-        for entry in torch_private.flight_record(entries=True).get("entries", ()) if groups else ():
-            if str(entry["pg_id"]) in groups and not entry["retired"] and not entry["is_p2p"]:
+        for entry in _unfinished(groups):
+            if not entry["is_p2p"]:
                 found.setdefault(str(entry["pg_id"]), self._describe(entry))
         return tuple(found.values())[:_MOST]
 
@@ -57,12 +57,16 @@ def _seconds_since(entry: dict[str, Any]) -> float:
 
 def busy_seconds() -> dict[str, float]:
     """The groups with a collective that is not done, by name in torch, each with the seconds since it was entered."""
-    busy = _busy_groups()
     found: dict[str, float] = {}
-    for entry in torch_private.flight_record(entries=True).get("entries", ()) if busy else ():
-        if str(entry["pg_id"]) in busy and not entry["retired"]:
-            found.setdefault(str(entry["process_group"][0]), _seconds_since(entry))
+    for entry in _unfinished(_busy_groups()):
+        found.setdefault(str(entry["process_group"][0]), _seconds_since(entry))
     return found
+
+
+def _unfinished(groups: Collection[str]) -> list[dict[str, Any]]:
+    """The entries of collectives of these groups that are not done, the first ones first."""
+    entries = torch_private.flight_record(entries=True).get("entries", ()) if groups else ()
+    return [entry for entry in entries if str(entry["pg_id"]) in groups and not entry["retired"]]
 
 
 def _busy_groups() -> dict[str, str]:
