@@ -549,7 +549,7 @@ class ProcessGroupMesh(RankMethods):
         self._mesh_groups.check()
         from pgmesh.elastic.watching import abort_when_lost, wait_for_heartbeat
 
-        limit = _parse_lost_after(lost_after, self._mesh_groups.world_size)
+        limit = _parse_lost_after(lost_after, self._mesh_groups.world.size)
         wait_for_heartbeat(self._mesh_groups, CONNECT_TIMEOUT.total_seconds())
         abort_when_lost(self._mesh_groups, limit)
 
@@ -607,7 +607,7 @@ class ProcessGroupMesh(RankMethods):
         request = Request(
             axis,
             tuple(places),
-            _parse_lost_after(lost_after, mesh_groups.world_size) or mesh_groups.state_of(ElasticState).lost_after,
+            _parse_lost_after(lost_after, mesh_groups.world.size) or mesh_groups.state_of(ElasticState).lost_after,
         )
         return _root_mesh(shrink(mesh_groups, request, to_timedelta(timeout).total_seconds()))
 
@@ -636,7 +636,7 @@ class ProcessGroupMesh(RankMethods):
         from pgmesh.elastic.shrinking import stand_by
 
         mesh_groups, seconds = self._mesh_groups, to_timedelta(timeout).total_seconds()
-        return _root_mesh(stand_by(mesh_groups, seconds, _parse_lost_after(lost_after, mesh_groups.world_size)))
+        return _root_mesh(stand_by(mesh_groups, seconds, _parse_lost_after(lost_after, mesh_groups.world.size)))
 
     @property
     def shrunk(self) -> Shrunk | None:

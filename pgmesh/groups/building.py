@@ -89,7 +89,8 @@ def set_options(group: Group, rank: int, options: GroupOptions, differing: Mappi
         differing: the options of the call that differ from those configured.
     """
     group.options = options
-    if len(group.ranks) > 1 and not backends_of(options.backend).fake:
+    backends = backends_of(options.backend)
+    if len(group.ranks) > 1 and backends.by_members and not backends.fake:
         hint = "On every rank, configure its axes with the same options or pass the same options in the call."
         asked_for = ", ".join(f"{name}={value!r}" for name, value in differing.items())
         subject = group.label + f"{ASKED_FOR}{asked_for})" * bool(differing)
@@ -169,7 +170,7 @@ def make_collectively(group: Group, blocks: Sequence[tuple[int, ...]], descripti
             **torch_private.KEEPS_ORDER,
         )
         mine = made if rank in block else mine
-    group.created_by, group.path, group.fingerprint = "new_group", "", None
+    group.created_by = "new_group"
     group.make(mine, call_site(), {})
 
 

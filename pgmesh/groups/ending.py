@@ -26,7 +26,7 @@ def _forget(group: Any) -> None:
 
 def _end_world(reason: str) -> None:
     for mesh in all_meshes():
-        mesh.close(f"ended when {reason}.")
+        mesh.close_because(f"ended when {reason}.")
     for world in all_worlds():
         world.leave("has left the world")
 
@@ -49,7 +49,7 @@ def _at_exit() -> None:
         _log_dead()
     background.finish_background()
     for mesh in all_meshes():
-        mesh.close("ended with its process.", at_exit=True)
+        mesh.close_because("ended with its process.")
     background.wait_for_collectives()
 
 

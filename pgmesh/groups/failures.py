@@ -11,6 +11,7 @@ from pgmesh._util.formatting import name_ranks
 from pgmesh.errors import LifetimeError, MissingRanksError, PgmeshError
 from pgmesh.groups import connections
 from pgmesh.groups.group import Group, find_group
+from pgmesh.groups.world import all_meshes
 from pgmesh.rendezvous.backend_errors import without_frames
 
 _CONNECTION_ERROR = re.compile("connect|timeout|timed out|peer|nccl", re.IGNORECASE)
@@ -34,7 +35,9 @@ def explain(process_group: Any, error: BaseException) -> None:
         refusal = next((found for store in group.stores.values() if (found := store.ask_for_refusal(0.5))), None)
         if refusal is not None and refusal.kind != "duplicate":
             if refusal.kind == "aborted":
-                group.on_abort(refusal.text)
+                for mesh in all_meshes():
+                    if group in mesh.made():
+                        mesh.end_aborted(refusal.text)
             raise refusal.error() or error from error
         dead = describe_dead(group)
         if not dead:  # the system may close the connections of a killed process before its listener

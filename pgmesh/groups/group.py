@@ -20,7 +20,7 @@ import enum
 import math
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -109,12 +109,12 @@ class Group:
         group_label: the group in messages, such as "group dp, tp".
         mesh_label: its mesh in messages, such as "mesh 'actor'".
         ranks: its members in group order.
-        path: identifies the group in its mesh; "" for groups of ``new_group`` and adopted ones. Its name in torch is
-            the mesh's and this, with a number behind it if an earlier process group of this path broke.
+        path: identifies the group in its mesh. The name in torch of a group of pgmesh is the mesh's and this, with a
+            number behind it if an earlier process group of this path broke.
         tag: its tag.
         releases: how many times groups of these ranks were released before.
         options: its options.
-        fingerprint: its fingerprint on this rank; None if there are no other members.
+        fingerprint: its fingerprint on this rank; None if it has no other members, or if pgmesh does not connect it.
         call_site: the line of code that asked for it.
         stores: by backend, the store that was given to it.
         created_by: "new_group" for a group of torch's ``new_group``, "adopted" for a group of the user.
@@ -124,7 +124,6 @@ class Group:
         new_timeout: the timeout that ``set_timeout`` set, if it did. A process group that is made again gets it too.
         finding: why a collective of the group does not end, and the time until which that counts.
         device_meshes: the DeviceMeshes that refer to its process group, by ``id``. DTensor keeps each of them for good.
-        on_abort: called when another rank has aborted the mesh, with the text of that error.
     """
 
     group_label: str
@@ -144,9 +143,8 @@ class Group:
     new_timeout: timedelta | None = None
     finding: tuple[float, str] = (-math.inf, "")
     device_meshes: weakref.WeakValueDictionary[int, DeviceMesh] = field(default_factory=weakref.WeakValueDictionary)
-    on_abort: Callable[[str], object] = lambda text: None
     state: State = field(default=State.NEW, init=False)
-    ended: str = field(default="", init=False)  # the reason
+    reason: str = field(default="", init=False)  # why it has ended, or is broken
     name: str = field(default="", init=False)  # of the process group, in torch
     _process_group: Any = field(default=None, init=False)
 
@@ -157,7 +155,7 @@ class Group:
             LifetimeError: the group has ended.
         """
         if self.state is State.ENDED:
-            raise LifetimeError(f"{self.label} {self.ended}")
+            raise LifetimeError(self.unusable)
         if self.state not in before:
             raise AssertionError(f"{self.label} cannot become {state.name} from {self.state.name}.")
         self.state = state
@@ -166,6 +164,11 @@ class Group:
     def label(self) -> str:
         """The group in messages, such as "group dp, tp of mesh 'actor'"."""
         return f"{self.group_label} of {self.mesh_label}"
+
+    @property
+    def unusable(self) -> str:
+        """The message that it has no process group, with the reason."""
+        return f"{self.label} {self.reason or 'has no process group.'}"
 
     @property
     def is_made(self) -> bool:
@@ -179,9 +182,14 @@ class Group:
         Raises:
             LifetimeError: there is none.
         """
-        if self._process_group is None:  # torch would take None for the default group
-            raise LifetimeError(f"{self.label} {self.ended or 'has no process group.'}")
+        if not self.has_process_group:  # torch would take None for the default group
+            raise LifetimeError(self.unusable)
         return self._process_group
+
+    @property
+    def has_process_group(self) -> bool:
+        """True until its process group is destroyed: also shortly after it has ended or broke."""
+        return self._process_group is not None
 
     def holds(self, process_group: Any) -> bool:
         """True if this is its process group."""
@@ -189,7 +197,7 @@ class Group:
 
     def is_known(self) -> bool:
         """True unless torch has destroyed the process group. torch may do that with an adopted one at any time."""
-        return self._process_group is not None and torch_private.is_known(self._process_group)
+        return self.has_process_group and torch_private.is_known(self._process_group)
 
     @property
     def gloo(self) -> PollingStore | None:
@@ -206,8 +214,13 @@ class Group:
         """Enter the state "made", with a process group that torch knows."""
         self._go(State.MADE, State.NEW, State.BROKEN)
         self._process_group, self.call_site, self.stores = process_group, call_site, stores
-        self.name, self.finding = str(process_group.group_name), (-math.inf, "")
+        self.name, self.reason, self.finding = str(process_group.group_name), "", (-math.inf, "")
         _by_name[self.name] = self
+
+    def adopt(self, process_group: Any, call_site: str, options: GroupOptions) -> None:
+        """Enter the state "made", with a process group of the user."""
+        self.created_by, self.options, self.fingerprint = "adopted", options, None
+        self.make(process_group, call_site, {})
 
     def connect(self) -> None:
         """Enter the state "connecting"."""
@@ -225,9 +238,10 @@ class Group:
             The store keys to delete.
         """
         self._go(State.BROKEN, State.CONNECTING, State.CONNECTED)
+        self.reason = reason
         if self.round is not None:  # else the mesh was replaced meanwhile
             self.broken = self.round.number
-        return self._cancel_waits(reason)
+        return self._cancel_waits()
 
     def end(self, reason: str, *, keeps_round: bool = False) -> Left:
         """Enter the state "ended".
@@ -239,8 +253,8 @@ class Group:
             What it leaves in the store. A thread that connects it leaves the round itself.
         """
         keeps_round = keeps_round or self.state is State.CONNECTING
-        self.state, self.ended = State.ENDED, reason
-        return Left(self._cancel_waits(reason), [] if keeps_round else self.take_round())
+        self.state, self.reason = State.ENDED, reason
+        return Left(self._cancel_waits(), [] if keeps_round else self.take_round())
 
     def take_round(self) -> list[GroupRound]:
         """Drop the round and return it; nothing if that was done before."""
@@ -256,8 +270,8 @@ class Group:
             torch_private.drop_from_device_meshes(self.name, self.device_meshes.values())
         return process_group
 
-    def _cancel_waits(self, reason: str) -> list[str]:
-        return [key for store in self.stores.values() for key in store.close(f"{self.label} {reason}")]
+    def _cancel_waits(self) -> list[str]:
+        return [key for store in self.stores.values() for key in store.close(self.unusable)]
 
 
 _by_name: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()

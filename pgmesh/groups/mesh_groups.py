@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import cachetools
 import torch.distributed as dist
 
 from pgmesh import torch_private
@@ -34,7 +32,7 @@ from pgmesh.groups.configuring import ConfiguredOptions, check_supported, format
 from pgmesh.groups.device_meshes import Dimensions, build_device_mesh, dimensions_of
 from pgmesh.groups.group import Group, Left, Members, State, find_group
 from pgmesh.groups.identity import MeshIdentity
-from pgmesh.groups.world import current_world
+from pgmesh.groups.world import World, current_world
 from pgmesh.options import GroupOptions
 
 if TYPE_CHECKING:
@@ -52,8 +50,24 @@ _ABORT_SECONDS = 0.5
 """The longest wait of ``abort`` for the store. The store thread publishes the abort later if there is no answer."""
 
 
+class End(NamedTuple):
+    """How a mesh ended.
+
+    Args:
+        reason: for messages; they begin with the label of the mesh.
+        aborted: by ``abort``, or it was replaced: it may be shrunk.
+    """
+
+    reason: str
+    aborted: bool = False
+
+
 class MeshGroups:
     """The groups of a mesh, its views and its slices. They are found by their properties and closed together.
+
+    The mesh is open; then it has ended and creates no more groups; then its groups are destroyed. A thread that needs
+    several locks takes first ``Group.connecting``, then ``lock``, and then that of the world. No lock is held while
+    waiting for the store or for another rank, except by torch's ``new_group``. So an end waits a second for ``lock``.
 
     Args:
         name: name of the mesh, the same on every rank; None for an unnamed mesh.
@@ -75,32 +89,24 @@ class MeshGroups:
         identity: MeshIdentity | None = None,
     ) -> None:
         self.layout, self.name = layout, name
-        if outside is None:
-            self.world = current_world()
-            self.rank, self.world_size = self.world.rank, self.world.size
-        else:
-            self.rank, self.world_size = outside, 0
-        self.identity = identity or MeshIdentity(name, layout, call, self.rank, self.world_size, pickled_number)
+        self.world = current_world() if outside is None else World(None, "", outside, 0, GroupOptions())
+        self.rank = self.world.rank
+        self.identity = identity or MeshIdentity(name, layout, call, self.rank, self.world.size, pickled_number)
         self.call_site = call_site()
         self.lock = threading.RLock()
-        # The mesh is open; then it has ended, and a thread that has the lock destroys its groups; then that is done.
-        # ``_mark_ended`` writes the first two of these, without the lock; the first reason stays.
-        self.ended: str | None = None  # why
-        self.aborted = False  # it ended by ``abort``, or it was replaced: it may be shrunk
+        self.end: End | None = None if outside is None else End("was unpickled outside any world.")
+        self._ending = threading.Lock()  # guards ``end``, so that the first one stays
         self._destroyed = False  # under the lock: its groups are, or the thread that has the lock destroys them
-        self._ending = threading.Lock()
         self.creation_seconds = 0.0
-        self._groups: cachetools.Cache[_Key, Group] = cachetools.Cache(math.inf)  # nothing evicts a group
+        self._groups: dict[_Key, Group] = {}
         self._generations = naming.Generations()
         self._device_meshes: dict[Any, DeviceMesh] = {}  # by layout and dimensions
         self._meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # meshes that hold references to groups
-        self._dependents: set[weakref.ref[MeshGroups]] = set()  # internal meshes that are aborted with it
+        self._dependents: weakref.WeakSet[MeshGroups] = weakref.WeakSet()  # internal meshes that are aborted with it
         self._states: dict[type, Any] = {}
-        if outside is not None:
-            self.ended, self._destroyed = "was unpickled outside any world.", True
-            return
         self._configured = ConfiguredOptions(self.rank, self.world.options)
-        self.world.add(self)
+        if self.end is None:
+            self.world.add(self)
 
     @property
     def call(self) -> str:
@@ -111,6 +117,16 @@ class MeshGroups:
     def label(self) -> str:
         """Name of the mesh in messages."""
         return self.identity.label
+
+    @property
+    def ended(self) -> str | None:
+        """The reason why the mesh creates no more groups; None while it is open."""
+        return None if self.end is None else self.end.reason
+
+    @property
+    def aborted(self) -> bool:
+        """True if it ended by ``abort``, or was replaced: it may be shrunk."""
+        return self.end is not None and self.end.aborted
 
     def is_fake(self) -> bool:
         """True in a fake world, which has no other processes."""
@@ -148,15 +164,7 @@ class MeshGroups:
 
     def made(self) -> list[Group]:
         """The groups that torch knows. It does not wait for the lock."""
-        return [group for group in self._held() if group.is_made]
-
-    def _held(self) -> list[Group]:
-        """All groups. It does not wait for the lock."""
-        found = []
-        for key in tuple(self._groups):
-            with contextlib.suppress(KeyError):  # another thread has just released it
-                found.append(self._groups[key])
-        return found
+        return [group for group in list(self._groups.values()) if group.is_made]
 
     def find(self, members: Members, asked: Mapping[str, Any]) -> Group:
         """The group of some members. It is made at its first use.
@@ -236,8 +244,6 @@ class MeshGroups:
             raise
         if group.new_timeout is not None:
             building.set_timeout(group, group.new_timeout)
-        end_aborted = weakref.WeakMethod(self.end_aborted)  # or the group and its mesh would refer to each other
-        group.on_abort = lambda text: (end := end_aborted()) and end(text)
         self.creation_seconds += time.monotonic() - start
         self.check()  # another thread may have ended the mesh, which did not wait for this one
 
@@ -300,14 +306,15 @@ class MeshGroups:
             layout, built = whole, single
         key = layout, tuple(built.items())
         with self.lock:
-            if key not in self._device_meshes:
+            made = self._device_meshes.get(key)  # an abort may clear this table at any time
+            if made is None:
                 groups = {name: self.group(layout, axes, "", {}) for name, axes in built.items()}
                 made = build_device_mesh(layout, self.rank, built, groups, self.layout.ranks())
                 for process_group in groups.values():
                     if (group := find_group(process_group.group_name)) is not None:
                         group.device_meshes[id(made)] = made
                 self._device_meshes[key] = made
-            return self._device_meshes[key][tuple(dimensions)]
+            return made[tuple(dimensions)]
 
     def adopt_device_mesh(self, layout: Layout, device_mesh: DeviceMesh) -> None:
         """Store the DeviceMesh whose groups were adopted."""
@@ -334,9 +341,7 @@ class MeshGroups:
             group = self._group(self.members(layout, axes), {})
             if not group.is_made:
                 self.world.keep(self)
-                group.created_by, group.path, group.fingerprint = "adopted", "", None
-                group.options = self.world.options
-                group.make(process_group, call_site(), {})
+                group.adopt(process_group, call_site(), self.world.options)
             elif not group.holds(process_group):
                 how = "adopted" if group.created_by == "adopted" else "created"
                 raise LifetimeError(
@@ -368,21 +373,16 @@ class MeshGroups:
                 return
             self._clear_references()
             written = group.break_(reason)
-            teardown.destroy([group], reason, abort=True)
+            teardown.destroy([group], abort=True)
         self.world.delete_keys(written)
 
-    def close(self, reason: str | None = None, *, at_exit: bool = False) -> None:
-        """Destroy all groups. The mesh creates no more.
+    def close(self) -> None:
+        """Destroy all groups. The mesh creates no more."""
+        self._end(End(f"was closed at {call_site()}."), lock_seconds=-1)
 
-        Args:
-            reason: the reason, if the user did not call ``close``: the end of the world or of the process.
-            at_exit: the process ends, so the store is left as it is.
-        """
-        text = reason or f"was closed at {call_site()}."
-        if not self._end(text, at_exit=at_exit, lock_seconds=-1 if reason is None else 1.0):
-            self._mark_ended(text)
-            if not at_exit:
-                background.in_background(functools.partial(self._end, text, lock_seconds=-1))
+    def close_because(self, reason: str) -> None:
+        """The same at the end of the world or of the process."""
+        self._end(End(reason))
 
     def abort(self, why: str, where: str = "") -> None:
         """Destroy all groups without waiting for their collectives, and publish why.
@@ -395,20 +395,21 @@ class MeshGroups:
         """
         if self.ended is not None:
             return
-        texts = [f"{self.label} was aborted by rank {self.rank}{f' at {where}' if where else ''}: {why}"]
+        mine = f"{self.label} was aborted by rank {self.rank}{f' at {where}' if where else ''}: {why}"
 
-        def publish(run: Callable[..., list[Any]]) -> None:
+        def publish(run: Callable[..., list[Any]]) -> str:
             self.identity.register(self.world, run, rejoin=True)
-            texts.append(publish_abort(run, self.identity.refusal_key, texts[0]))
+            return publish_abort(run, self.identity.refusal_key, mine)
 
+        first = None
         with contextlib.suppress(PgmeshError):
             # First, so that a member whose connection ends finds the reason. The first rank to publish one wins.
-            self.world.heartbeat_thread().insist(publish, _ABORT_SECONDS)
-        self.end_aborted(texts[-1])  # this rank's own, if the store has not answered
+            first = self.world.heartbeat_thread().insist(publish, _ABORT_SECONDS)
+        self.end_aborted(first or mine)
 
     def add_dependent(self, internal: MeshGroups) -> None:
         """Abort an internal mesh when this one is aborted."""
-        self._dependents.add(weakref.ref(internal))
+        self._dependents.add(internal)
 
     def end_aborted(self, text: str) -> None:
         """Destroy all groups of a mesh that was aborted or replaced.
@@ -416,15 +417,9 @@ class MeshGroups:
         Args:
             text: the error message of the mesh.
         """
-        reason = text.removeprefix(f"{self.label} ")
-        if not self._end(reason, aborted=True) and self._mark_ended(reason, aborted=True):
-            self._clear_references()
-            teardown.wake(self.made())
-            connections.shut_down([group.endpoints() for group in self.made()])
-            background.in_background(functools.partial(self._end, reason, aborted=True, lock_seconds=-1))
-        for dependent in tuple(self._dependents):
-            if (internal := dependent()) is not None:
-                internal.abort(text)
+        self._end(End(text.removeprefix(f"{self.label} "), aborted=True))
+        for internal in _items(self._dependents):
+            internal.abort(text)
 
     def replacement(self, layout: Layout, identity: MeshIdentity) -> MeshGroups:
         """The groups of the mesh that replaces this one."""
@@ -432,73 +427,71 @@ class MeshGroups:
 
     def forget_store(self) -> None:
         """Delete what an aborted mesh has left in the store. It was replaced, so no rank reads that any more."""
-        rounds = [each for group in self._held() for each in group.take_round()]
+        rounds = [each for group in list(self._groups.values()) for each in group.take_round()]
         keys = [key for each in rounds for key in each.store_keys()]
         self.world.delete_keys([*keys, *self.identity.store_keys()])
 
-    def _end(self, reason: str, *, aborted: bool = False, at_exit: bool = False, lock_seconds: float = 1.0) -> bool:
+    def _end(self, end: End, *, lock_seconds: float = 1.0) -> None:
         """Destroy all groups, unless that was done before. The mesh creates no more.
 
-        ``close`` by the user waits for the lock. Every other end waits for a second; if the lock is not free then, it
-        marks the mesh, so that no group is made, and lets a thread wait and destroy the groups.
+        If another thread holds the lock for longer, a thread waits for it and destroys the groups. It may never end.
 
         Args:
-            aborted: do not wait for collectives. What the mesh has in the store stays until ``forget_store``.
-            at_exit: the process ends, so the store is left as it is.
             lock_seconds: timeout for the lock; -1 for none.
-
-        Returns:
-            False if another thread holds the lock. It may never release it.
         """
         if not self.lock.acquire(timeout=lock_seconds):
-            return False
+            if self._mark_ended(end) is end:
+                if end.aborted:
+                    self._wake()
+                background.in_background(functools.partial(self._end, end, lock_seconds=-1))
+            return
         left = Left()
         try:
+            end = self._mark_ended(end)
             if not self._destroyed:
                 self._destroyed = True
-                self._mark_ended(reason, aborted=aborted)
-                left = self._destroy(list(self._groups.values()), self.ended or "", abort=self.aborted, at_exit=at_exit)
-                if not (self.aborted or at_exit):
+                left = self._destroy(list(self._groups.values()), end.reason, abort=end.aborted)
+                if not end.aborted:  # otherwise ``forget_store`` deletes the rest
                     left.keys += self.identity.store_keys()
                 self.world.stop_keeping(self)
         finally:
             self.lock.release()
         self._clean_store(left)
-        return True
 
-    def _mark_ended(self, reason: str, *, aborted: bool = False) -> bool:
-        """Let the mesh create no more groups. False if it had ended before."""
+    def _mark_ended(self, end: End) -> End:
+        """Let the mesh create no more groups, and return how it ended first."""
         with self._ending:
-            first = self.ended is None
-            if first:
-                self.aborted, self.ended = aborted, reason
-            return first
+            self.end = self.end or end
+            return self.end
+
+    def _wake(self) -> None:
+        """End the collectives of all groups, which stay until the lock is free."""
+        self._clear_references()
+        teardown.wake(self.made())
+        connections.shut_down([group.endpoints() for group in self.made()])
 
     def _clean_store(self, left: Left) -> None:
         """Delete what groups have left in the store. The caller does not hold the lock: this waits for the store."""
+        if background.exiting.is_set():  # this process has left the world
+            return
         for each in left.rounds:
             self.world.clean_store(each.leave)
-        if left.keys:  # none of a mesh outside any world
-            self.world.delete_keys(left.keys)
+        self.world.delete_keys(left.keys)
 
-    def _destroy(self, groups: list[Group], reason: str, *, abort: bool = False, at_exit: bool = False) -> Left:
+    def _destroy(self, groups: list[Group], reason: str, *, abort: bool = False) -> Left:
         """End some groups, and return what they leave in the store.
 
         Args:
             abort: do not wait for collectives. The groups keep their rounds, for ``forget_store``.
-            at_exit: the process ends, so the store is left as it is.
         """
         self._clear_references()
         left = Left()
-        ours = [group for group in groups if group.is_made and group.created_by != "adopted"]
         for group in groups:
             left.add(group.end(reason, keeps_round=abort))
-        teardown.destroy(ours, reason, abort=abort, at_exit=at_exit)
-        for group in groups:
-            group.take_process_group()  # of adopted ones
+        teardown.destroy(groups, abort=abort)
         if not abort:
             self._drop(groups)
-        return Left() if at_exit else left
+        return left
 
     def _drop(self, groups: list[Group]) -> None:
         """Drop groups that have ended, so that the next call makes others."""
@@ -507,20 +500,18 @@ class MeshGroups:
 
     def forget(self, process_group: Any) -> None:
         """Drop a group that torch destroys. The next group gets another name."""
-        if not any(group.holds(process_group) for group in self.made()):
+        group = next((each for each in self.made() if each.holds(process_group)), None)
+        if group is None:
             return  # without the lock: another thread may hold it while it creates a group collectively
-        left = Left()
         with self.lock:
-            for group in [each for each in self.made() if each.holds(process_group)]:
-                self._clear_references()
-                if group.created_by == "adopted":  # the next call raises an error
-                    continue
-                if group.path:  # torch names the groups of new_group
-                    self._generations.destroy(group.path)
-                reason = "was destroyed; ask its mesh for it anew."
-                left.add(group.end(reason))
-                teardown.mark_destroyed(group, reason)
-                self._drop([group])
+            self._clear_references()
+            if not group.is_made or group.created_by == "adopted":  # of an adopted one, the next call raises an error
+                return
+            if group.created_by == "pgmesh":  # torch names the groups of new_group
+                self._generations.destroy(group.path)
+            left = group.end("was destroyed; ask its mesh for it anew.")
+            teardown.mark_destroyed(group)
+            self._drop([group])
         self._clean_store(left)
 
     def _clear_references(self) -> None:
@@ -532,11 +523,11 @@ class MeshGroups:
     def end_in_child(self, reason: str) -> None:
         """Invalidate all groups in a forked child. They belong to the parent."""
         self.lock, self._ending = threading.RLock(), threading.Lock()  # a thread of the parent may hold the old ones
-        self.ended, self._destroyed = reason, True
+        self.end, self._destroyed = End(reason), True
         self._clear_references()
         for group in self.made():
             group.end(reason)
-            torch_private.destroyed[group.process_group] = f"{group.label} {reason}"
+            torch_private.destroyed[group.process_group] = group.unusable
             torch_private.forget_group(group.process_group)
         self._groups.clear()
 

@@ -20,30 +20,30 @@ _FREE_SECONDS = 0.1
 """The time after which aborted groups are freed."""
 
 
-def destroy(groups: Iterable[Group], reason: str, *, abort: bool = False, at_exit: bool = False) -> None:
-    """Unregister groups and end their backends. Later uses raise an error that names the group.
+def destroy(groups: Iterable[Group], *, abort: bool = False) -> None:
+    """Unregister groups that have ended or broke, and end their backends. Later uses raise an error with the reason.
 
-    Their connections are shut down too, so that blocked threads here and on the other members wake up.
+    Their connections are shut down too, so that blocked threads here and on the other members wake up. Adopted groups
+    are not destroyed.
 
     Args:
-        reason: the reason in that error.
         abort: abort running collectives of NCCL.
-        at_exit: the process ends.
     """
     background.free_finished()
     groups = list(groups)
-    endpoints = [group.endpoints() for group in groups]
-    known = [group.process_group for group in groups if group.is_known()]
+    ours = [group for group in groups if group.has_process_group and group.created_by != "adopted"]
+    endpoints = [group.endpoints() for group in ours]
+    known = [group.process_group for group in ours if group.is_known()]
     if abort:
-        wake(groups)
+        wake(ours)
     with torch_private.aborting_together(known) if abort else contextlib.nullcontext():
-        for group in groups:
-            _end(group, abort=abort or at_exit)
-    for group in groups:  # a destroyed Gloo group would continue to work
-        torch_private.invalidate(group.process_group, f"{group.label} {reason}")
+        for group in ours:
+            _end(group, abort=abort or background.exiting.is_set())
+    for group in ours:  # a destroyed Gloo group would continue to work
+        torch_private.invalidate(group.process_group, group.unusable)
     connections.shut_down(endpoints)
     process_groups = [group.take_process_group() for group in groups]
-    if abort and groups:
+    if abort and ours:
         background.in_background(_free_later, process_groups)
 
 
@@ -84,9 +84,9 @@ def _end(group: Group, *, abort: bool) -> None:
         process_group.abort() if abort else process_group.shutdown()
 
 
-def mark_destroyed(group: Group, reason: str) -> None:
+def mark_destroyed(group: Group) -> None:
     """Mark a group that torch destroys, remove its tag from torch's tables, and shut its connections down."""
-    torch_private.destroyed[group.process_group] = f"{group.label} {reason}"
+    torch_private.destroyed[group.process_group] = group.unusable
     torch_private.unregister_tag(group.process_group)
     connections.shut_down([group.endpoints()])
     group.take_process_group()

@@ -142,7 +142,7 @@ class World:
                         f"{other.call_site} and at {mesh.call_site}. Ranks that use them in different orders would "
                         "use different groups.\n\n"
                         f"  pgmesh.meshes()[{key!r}].close()   # close the other, if it is no longer used\n"
-                        f"  {mesh.layout.spell('ProcessGroupMesh', world=mesh.world_size, name='actor')}   "
+                        f"  {mesh.layout.spell('ProcessGroupMesh', world=self.size, name='actor')}   "
                         "# or name this one"
                     )
             if mesh.identity.pickled_number is not None:  # only now, since ranks that load no mesh count none

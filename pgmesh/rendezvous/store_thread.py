@@ -124,26 +124,27 @@ class StoreThread:
         """Perform operations later, before the thread ends. Returns at once and never raises."""
         self.store.board.request(operations, lambda: self._queue.put(Batch(operations)))
 
-    def insist(self, task: Callable[[Callable[..., list[Any]]], None], seconds: float) -> None:
+    def insist(self, task: Callable[[Callable[..., list[Any]]], str], seconds: float) -> str | None:
         """Let the thread perform a task, and repeat it after each failure of the store, until it has been done once.
 
-        Returns as soon as it is done, and after a timeout anyway.
+        Returns its result as soon as it is done; None after a timeout.
 
         Args:
             task: performs operations with the function that it is given. A mismatch ends it.
             seconds: the timeout.
         """
-        done = threading.Event()
+        done, results = threading.Event(), list[str]()
 
         def attempt() -> None:
             with contextlib.suppress(MismatchError):
-                task(lambda *operations: [*map(self.store.perform, operations)])
+                results.append(task(lambda *operations: [*map(self.store.perform, operations)]))
             self._tasks.remove(attempt)
             done.set()
 
         self._tasks.append(attempt)
         self.post()
         done.wait(seconds)
+        return results[0] if results else None
 
     def store_hint(self) -> str:
         """Return a reason why ranks may not find each other on this store, with a fix; "" for none."""
