@@ -100,12 +100,7 @@ def stand_by(mesh: MeshGroups, seconds: float, lost_after: float | None) -> Mesh
         WorldError: the store has failed.
     """
     lost_after = mesh.state_of(ElasticState).lost_after if lost_after is None else lost_after
-    client = _client(mesh, seconds)
-    client.thread.set_status(standing_by(mesh.label))
-    try:
-        return ShrinkCall(mesh, None, client, seconds, lost_after).run()
-    finally:
-        client.thread.set_status("")
+    return ShrinkCall(mesh, None, _client(mesh, seconds), seconds, lost_after).run()
 
 
 def _client(mesh: MeshGroups, seconds: float) -> CallClient:
@@ -143,11 +138,21 @@ class ShrinkCall:
 
     def run(self) -> MeshGroups:
         """Agree on the mesh that replaces this one, and create it."""
-        mesh, client = self.mesh, self.client
-        mesh.identity.register(mesh.world, client.run, rejoin=True)
-        _check_not_replaced(mesh, client)
-        if self.is_new():
+        mesh, thread = self.mesh, self.client.thread
+        mesh.identity.register(mesh.world, self.client.run, rejoin=True)
+        _check_not_replaced(mesh, self.client)
+        if mesh.identity.rejoined:  # a new process in the place of a lost one stands by
             self.request = None
+        if self.request is not None:
+            return self._replace()
+        thread.set_status(standing_by(mesh.label))
+        try:
+            return self._replace()
+        finally:
+            thread.set_status("")
+
+    def _replace(self) -> MeshGroups:
+        mesh, client = self.mesh, self.client
         layout, identity = mesh.layout, mesh.identity
         missed = True
         while missed:
@@ -160,7 +165,7 @@ class ShrinkCall:
                 text = f"{mesh.label} was aborted by rank {mesh.rank}, which is a new process and stands by"
                 publish_abort(client.run, identity.refusal_key, text)
         mesh.forget_store()
-        if self.was_taken_for_lost(outcome):
+        if self.request is not None and mesh.rank in outcome.lost:
             raise MembershipError(_taken_for_lost(mesh, outcome))
         mesh.end_aborted(f"{mesh.label} was replaced by shrink.")  # on a rank that stood by
         after = mesh.replacement(layout, identity)
@@ -173,13 +178,6 @@ class ShrinkCall:
         if state.aborts_when_lost:
             abort_when_lost(after, state.lost_after)
         return after
-
-    def is_new(self) -> bool:
-        """True for a new process in the place of a lost one, which stands by."""
-        return self.mesh.identity.rejoined
-
-    def was_taken_for_lost(self, outcome: Outcome) -> bool:
-        return self.request is not None and self.mesh.rank in outcome.lost
 
     def successor(self, layout: Layout, outcome: Outcome) -> Layout:
         """The layout after a decision."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pgmesh import MembershipError, PgmeshError, ProcessGroupMesh, launch
+from pgmesh import MembershipError, MissingRanksError, PgmeshError, ProcessGroupMesh, launch
 from tests.support.faults import BEAT, LONG_TIMEOUT, WAIT_TIMEOUT, beat_fast, set_flag, wait_for_flag
 from tests.support.rank_processes import RankProcesses
 from tests.support.worlds import check_sums, groups_of
@@ -42,6 +42,40 @@ def run(rank: int, port: int, folder: Path, process: int) -> None:
                 break
             assert mesh.shrunk.replaced_by == {LOST: LOST}
     os._exit(0)
+
+
+def run_replaced(rank: int, port: int, folder: Path, process: int) -> None:
+    """A rank of a mesh of two. Its first process waits for its end, and the second one shrinks the mesh."""
+    signal.alarm(int(4 * WAIT_TIMEOUT))
+    beat_fast()
+    launch.join("gloo", timeout=TIMEOUT, replica=rank, replicas=2, host="127.0.0.1", port=port)
+    mesh = ProcessGroupMesh(2, name="train")
+    if not process:
+        mesh.connect(timeout=LONG_TIMEOUT)
+        set_flag(folder, f"connected {rank}")
+        wait_for_flag(folder, "over")
+    with pytest.raises(MissingRanksError) as caught:
+        mesh.shrink(spares=[0, 1], timeout=WAIT_TIMEOUT)
+    (folder / f"error {rank}").write_text(str(caught.value))
+    set_flag(folder, f"raised {rank}")
+    os._exit(0)
+
+
+def test_shrink_raises_if_all_processes_are_new(tmp_path: Path):
+    with RankProcesses(run_replaced, tmp_path) as processes:
+        for rank in range(2):
+            processes.start(rank, 0)
+        for rank in range(2):
+            wait_for_flag(tmp_path, f"connected {rank}")
+        for rank in range(2):
+            processes.newest[rank].kill()
+            processes.newest[rank].join(WAIT_TIMEOUT)
+            processes.start(rank, 1)
+        for rank in range(2):
+            wait_for_flag(tmp_path, f"raised {rank}")
+        errors = [(tmp_path / f"error {rank}").read_text() for rank in range(2)]
+    print(errors)
+    assert all("so none can call shrink" in error for error in errors)
 
 
 @pytest.mark.parametrize("order", ["new process first", "the others call shrink first"])

@@ -130,7 +130,9 @@ class Shrink(Call):
         self.learnt: dict[str, Outcome] = {}  # by decision key, the decisions that this call has taken
         self.round: MeshRound | None = None  # the last one
         self.judge: SurvivorJudge | None = None
-        self.thread = SimpleNamespace(store=SimpleNamespace(replaces_process=program.replaces is not None))
+        self.thread = SimpleNamespace(
+            store=SimpleNamespace(replaces_process=program.replaces is not None), set_status=lambda activity: None
+        )
         super().__init__(memory, answers, code.board)
 
     def _seen(self, judge: type[SurvivorJudge]) -> type[SurvivorJudge]:
