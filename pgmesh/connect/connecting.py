@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Union
 
 from pgmesh._util.call_sites import call_site
-from pgmesh.connect.first_collectives import FirstCollectives, PollingClient
+from pgmesh.connect.first_collectives import FirstCollectives
 from pgmesh.errors import LifetimeError, MissingRanksError, PgmeshError, WorldError
 from pgmesh.groups.group import Group, State
 from pgmesh.groups.mesh_groups import MeshGroups
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.group_rounds import ConnectJudge, GroupRound
+from pgmesh.rendezvous.group_rounds import ConnectJudge, GroupRound, why_stopped
 from pgmesh.rendezvous.operations import Read
 from pgmesh.rendezvous.processes import process_label
-from pgmesh.rendezvous.records import Decision, error_text
+from pgmesh.rendezvous.records import Decision
 from pgmesh.rendezvous.rounds import Rounds
 
 if TYPE_CHECKING:
@@ -95,37 +95,23 @@ class _Call:
     ) -> None:
         self.mesh, self.layout, self.combinations, self.seconds = mesh, layout, combinations, seconds
         self.call_site, self.state = call_site(), mesh.state_of(ConnectState)
-        self.client = PollingClient(mesh.world.heartbeat_thread(), seconds)
         self.statuses = mesh.world.new_statuses()
-        self.collectives = FirstCollectives(self.client, self.statuses, mesh.rank, seconds)
-        self.groups: dict[Group, list[GroupAxes]] = {}  # those to connect, each with its axes
-        self.rounds: dict[Group, GroupRound] = {}
+        self.client = FirstCollectives(mesh.world.heartbeat_thread(), seconds, self.statuses, mesh.rank)
+        self.groups: dict[Group, list[GroupAxes]] = {}  # each with its axes; from ``_connect`` on, those to connect
+        self.rounds: dict[GroupRound, Group] = {}
         self.met: dict[GroupAxes, float] = {}
 
     def run(self) -> Connected:
         try:
-            connected = None
-            while connected is None:
+            while True:
                 self._find_groups()
-                with self._connecting_alone(self.groups, self.client.deadline):
-                    connected = self._connect_alone({*self.groups})
-            return connected
+                alone = {*self.groups}
+                with self._connecting_alone(alone, self.client.deadline):
+                    self._find_groups()  # another thread may have connected or released them meanwhile
+                    if {*self.groups} <= alone and not self._discard_broken():
+                        return self._connect()
         finally:
             self.state.operations += self.client.operations
-
-    def _connect_alone(self, alone: set[Group]) -> Connected | None:
-        """Connect the groups that are not connected yet; None if another thread has just released one.
-
-        Args:
-            alone: the groups that no other thread connects meanwhile.
-        """
-        self._find_groups()  # another thread may have connected or released them meanwhile
-        if {*self.groups} <= alone and self._discard_broken():
-            self._find_groups()
-        if not {*self.groups} <= alone:
-            return None
-        self.groups = {each: axes for each, axes in self.groups.items() if each.state is State.MADE}
-        return self._connect() if self.groups else Connected(operations=self.client.operations)
 
     def _find_groups(self) -> None:
         """Find or create the groups. If one cannot be created, publish the failure for it and for all others."""
@@ -180,11 +166,11 @@ class _Call:
         )
         if group.round is not None:
             new.continue_after(group.round)
-        self.rounds[group] = group.round = new
+        group.round, self.rounds[new] = new, group
         return new
 
-    def _decide(self, rounds: Iterable[GroupRound]) -> Rounds[GroupRound, Decision]:
-        """The rounds of this call, before they run."""
+    def _rounds_of(self, rounds: Sequence[GroupRound]) -> Rounds[GroupRound, Decision]:
+        """Some rounds, which decide what this call decides. The first of them has registered the mesh."""
         judge = ConnectJudge(
             self.mesh.rank,
             self.client,
@@ -197,7 +183,7 @@ class _Call:
             warn=self._warn,
             ready=self._ready,
         )
-        return Rounds([*rounds], judge)
+        return Rounds(rounds, judge)
 
     def _warn(self, text: str) -> None:
         """Log a text, unless it repeats an error that this rank has raised."""
@@ -206,7 +192,7 @@ class _Call:
 
     def _cancel(self, error: BaseException, absent: Sequence[tuple[Axis, ...]]) -> None:
         """Decide that the rounds of this call failed, also those of groups that this rank has not created."""
-        self.client.interrupted = not isinstance(error, Exception)
+        self._have_little_time_after(error)
         # The caller raises the first error. Where another thread connects one of the groups, nothing is published.
         with contextlib.suppress(PgmeshError), self._connecting_alone(self.groups, time.monotonic()):
             groups = [
@@ -214,30 +200,38 @@ class _Call:
                 *(self.mesh.find_unmade(self.mesh.members(self.layout, axes)) for axes in absent),
             ]
             unconnected = [each for each in groups if each.fingerprint and each.state is not State.CONNECTED]
-            self._decide(map(self._new_round, unconnected)).cancel(error)
+            self._rounds_of([*map(self._new_round, unconnected)]).cancel(error)
+
+    def _have_little_time_after(self, error: BaseException) -> None:
+        """After Ctrl-C, the last messages of this call must not take long."""
+        self.client.interrupted = self.client.interrupted or not isinstance(error, Exception)
 
     def _connect(self) -> Connected:
+        """Connect the groups that are not connected yet."""
+        self.groups = {each: axes for each, axes in self.groups.items() if each.state is State.MADE}
+        if not self.groups:
+            return Connected(operations=self.client.operations)
         try:
             rounds = [*map(self._new_round, self.groups)]
             with self.mesh.lock:
                 for group in self.groups:
                     group.connect()
-            self._decide(rounds).run()
-            self.collectives.run()
+            self._rounds_of(rounds).run()
+            self.client.finish()
         except BaseException as error:
-            self.client.interrupted = True
+            self._have_little_time_after(error)
             with contextlib.suppress(WorldError):
-                self._publish_failed_call(error)
+                self._cancel_rest(error)
             raise
         finally:
             self._clean_up()
         self._raise_errors()
-        warm = {axes: each.done - self.client.start for each in self.collectives for axes in self.groups[each.group]}
+        warm = {axes: each.done - self.client.start for each in self.client.all for axes in self.groups[each.group]}
         return Connected(self.met, warm, self.client.operations)
 
     def _raise_errors(self) -> None:
-        errors = [failure for each in self.rounds.values() if each.decision and (failure := each.decision.error())]
-        errors += [each.error for each in self.collectives if each.error]
+        errors = [failure for each in self.rounds if each.decision and (failure := each.decision.error())]
+        errors += [each.error for each in self.client.all if each.error]
         self.state.last_errors = set(map(str, errors))
         if errors:
             ranks_missing = any(isinstance(error, MissingRanksError) for error in errors)
@@ -247,24 +241,24 @@ class _Call:
 
     def _ready(self, made: GroupRound) -> None:
         """Start the first collective of a group whose members have all arrived."""
-        group = next(group for group, each in self.rounds.items() if each is made)
+        group = self.rounds[made]
         if not group.is_known():
             raise LifetimeError(f"{group.label} was released while it was being connected.")
         self.met.update(dict.fromkeys(self.groups[group], self.client.now()))
         if group.gloo is not None and made.decision is not None:
             group.gloo.set_addresses(made.decision.addresses)
-        self.collectives.start(group, made)
+        self.client.start_for(group, made)
 
-    def _publish_failed_call(self, error: BaseException) -> None:
+    def _cancel_rest(self, error: BaseException) -> None:
         """Publish that this rank stopped: to undecided rounds, and to groups whose first collective is not done."""
-        self._decide(self.rounds.values()).cancel(error)
-        why = f"rank {self.mesh.rank} stopped connecting at {self.call_site}: {error_text(error)}"
-        self.collectives.cancel(why, {group: each for group, each in self.rounds.items() if each.is_made()})
+        self._rounds_of([*self.rounds]).cancel(error)
+        why = why_stopped(self.mesh.rank, self.call_site, error)
+        self.client.cancel(why, {each: group for each, group in self.rounds.items() if each.is_made()})
 
     def _clean_up(self) -> None:
         """Record the connected groups, and discard groups that cannot be used."""
-        done = self.collectives.done()
-        for collective in self.collectives:
+        done = {collective.group for collective in self.client.all if collective.done}
+        for collective in self.client.all:
             if collective.group not in done:
                 self.mesh.discard(collective.group, "could not be connected; ask its mesh for it anew.")
                 collective.keep_until_done()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 
 from pgmesh.connect.first_collective import FirstCollective
 from pgmesh.groups.backends import connects_in_background
@@ -17,47 +17,36 @@ from pgmesh.rendezvous.statuses import Statuses
 from pgmesh.rendezvous.store_thread import StoreThread
 
 
-class PollingClient(CallClient):
-    """The store and the clock of one call. Its pauses poll the first collectives.
+class FirstCollectives(CallClient):
+    """The store and the clock of one call, and its first collectives, which are polled in each pause.
 
     It does not refer to the call: the collectives hold groups, and a reference cycle would keep them until the next
     garbage collection.
+
+    Args:
+        seconds: the deadline of the call.
+        statuses: the last statuses of the other ranks.
+        rank: this rank.
     """
 
-    def __init__(self, thread: StoreThread, seconds: float) -> None:
+    def __init__(self, thread: StoreThread, seconds: float, statuses: Statuses, rank: int) -> None:
         super().__init__(thread, seconds)
-        self.collectives: list[FirstCollective] = []
+        self._seconds, self._statuses, self._rank = seconds, statuses, rank
+        self.all: list[FirstCollective] = []
 
     def sleep(self, seconds: float) -> None:
         """Wait."""
-        self.poll()
+        self._poll()
         super().sleep(seconds)
 
-    def poll(self) -> list[FirstCollective]:
-        """Poll the first collectives; return those that still run."""
-        for collective in self.collectives:
+    def _poll(self) -> list[FirstCollective]:
+        """Poll those that run; return those that still run then."""
+        for collective in self.all:
             if collective.is_running():
                 collective.poll()
-        return [collective for collective in self.collectives if collective.is_running()]
+        return [collective for collective in self.all if collective.is_running()]
 
-
-class FirstCollectives:
-    """Those of one call on one rank.
-
-    Args:
-        client: the store and the clock of the call, and the collectives.
-        statuses: the last statuses of the other ranks.
-        rank: this rank.
-        seconds: the deadline of the call, for messages.
-    """
-
-    def __init__(self, client: PollingClient, statuses: Statuses, rank: int, seconds: float) -> None:
-        self._client, self._statuses, self._rank, self._seconds = client, statuses, rank, seconds
-
-    def __iter__(self) -> Iterator[FirstCollective]:
-        return iter(self._client.collectives)
-
-    def start(self, group: Group, made: GroupRound) -> None:
+    def start_for(self, group: Group, made: GroupRound) -> None:
         """Start the first collective of a group whose members have all arrived.
 
         Gloo connects in a background thread. NCCL connects in this one, so it waits until all rounds are decided, and
@@ -69,42 +58,37 @@ class FirstCollectives:
 
     def _add(self, group: Group, made: GroupRound) -> FirstCollective:
         collective = FirstCollective(group, f"{made.name}/broken", self._statuses)
-        self._client.collectives.append(collective)
+        self.all.append(collective)
         return collective
 
-    def done(self) -> set[Group]:
-        """The groups that can be used."""
-        return {each.group for each in self if each.done and not each.error}
-
-    def run(self) -> None:
+    def finish(self) -> None:
         """Run every first collective to its end, and publish those that failed."""
-        thread = self._client.thread
-        for collective in sorted(self, key=lambda each: each.group.name):
+        for collective in sorted(self.all, key=lambda each: each.group.name):
             collective.start()
         # The last member may have arrived at the deadline. This leaves time to detect ranks that were lost since.
-        deadline = max(self._client.deadline, time.monotonic() + thread.lost_after + 1.0)
+        deadline = max(self.deadline, time.monotonic() + self.thread.lost_after + 1.0)
         inspection = time.monotonic() + timing.TIMING.inspection
         for pause in pauses():
-            running = self._client.poll()
+            running = self._poll()
             if not running:
                 break
             now = time.monotonic()
             if now >= inspection:
-                inspection = now + timing.TIMING.inspection * thread.pace
+                inspection = now + timing.TIMING.inspection * self.thread.pace
                 self._inspect(running)
             if now >= deadline:
-                for collective in self._client.poll():
+                for collective in self._poll():
                     collective.time_out(self._seconds)
             time.sleep(pause)
         self._publish_failures()
 
-    def cancel(self, why: str, made: dict[Group, GroupRound]) -> None:
+    def cancel(self, why: str, made: Mapping[GroupRound, Group]) -> None:
         """Publish that this rank stopped before the collectives of these groups were done."""
-        started = {collective.group for collective in self}
-        for group in made:
+        started = {collective.group for collective in self.all}
+        for each, group in made.items():
             if group not in started:
-                self._add(group, made[group])
-        for collective in self:
+                self._add(group, each)
+        for collective in self.all:
             if not collective.done:
                 collective.fail(f"was cancelled because {why}")
         self._publish_failures()
@@ -112,16 +96,16 @@ class FirstCollectives:
     def _inspect(self, running: Sequence[FirstCollective]) -> None:
         """Read whether another member failed, and the statuses of the members."""
         members = {rank for each in running for rank in each.group.ranks[: timing.LIMITS.statuses + 1]}
-        self._statuses.read(self._client.run, members - {self._rank})
+        self._statuses.read(self.run, members - {self._rank})
         following = {rank for each in running for rank in each.following(timing.LIMITS.asking)}
-        self._statuses.find_ended(self._client.run, following, all_of_them=True)
-        broken = dict(zip(running, self._client.run(*(Read(each.broken_key) for each in running))))
-        for collective in self._client.poll():  # again, since a member whose collective is done may have left
+        self._statuses.find_ended(self.run, following, all_of_them=True)
+        broken = dict(zip(running, self.run(*(Read(each.broken_key) for each in running))))
+        for collective in self._poll():  # again, since a member whose collective is done may have left
             collective.inspect(broken[collective])
 
     def _publish_failures(self) -> None:
-        unpublished = [collective for collective in self if collective.has_news]
+        unpublished = [collective for collective in self.all if collective.has_news]
         if unpublished:
-            self._client.run(*(collective.failure() for collective in unpublished))
+            self.run(*(collective.failure() for collective in unpublished))
             for collective in unpublished:
                 collective.published = True

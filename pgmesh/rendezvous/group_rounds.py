@@ -86,6 +86,11 @@ class GroupRound(Round[Decision]):
         return tuple(f"{self.key}/{number}/{key}" for key in ("arrivals", "count", "decision", "broken", "left"))
 
 
+def why_stopped(rank: int, call_site: str, error: BaseException) -> str:
+    """The reason for the other members, after an error of this rank."""
+    return f"rank {rank} stopped connecting at {call_site}: {error_text(error)}"
+
+
 @dataclass
 class ConnectJudge(Judge[GroupRound, Decision]):
     """Decides whether the members of groups have all arrived, and are the same on all ranks.
@@ -149,7 +154,7 @@ class ConnectJudge(Judge[GroupRound, Decision]):
             self.ready(each)
 
     def stopped(self, each: GroupRound, error: BaseException) -> Decision:
-        why = f"rank {self.rank} stopped connecting at {self.call_site}: {error_text(error)}"
+        why = why_stopped(self.rank, self.call_site, error)
         return Decision.of(error, f"{each.label} was cancelled because {why}")
 
     def refused(self, text: bytes) -> BaseException:

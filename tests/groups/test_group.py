@@ -47,15 +47,16 @@ def test_failure_that_the_store_lost_is_published_again():
     group = Group("group tp", "mesh 'actor'", (0, 1))
     written: list[object] = []
 
-    def run(*operations: object) -> list[object]:
+    def run(*operations: object, seconds: float) -> list[object]:
         written.append(operations)
         if len(written) == 1:
             raise WorldError("the store did not answer")
         return []
 
     statuses = Statuses(5.0, lambda: 0.0)
-    client: Any = SimpleNamespace(collectives=[FirstCollective(group, "group/0/broken", statuses)], run=run)
-    collectives = FirstCollectives(client, statuses, 0, 1.0)
+    thread: Any = SimpleNamespace(run=run)
+    collectives = FirstCollectives(thread, 1.0, statuses, 0)
+    collectives.all.append(FirstCollective(group, "group/0/broken", statuses))
     with pytest.raises(WorldError):
         collectives.cancel("rank 0 stopped", {})
     for _ in range(2):
