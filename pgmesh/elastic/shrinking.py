@@ -19,7 +19,7 @@ from pgmesh.groups.mesh_groups import MeshGroups
 from pgmesh.layout import Layout
 from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.operations import Read
-from pgmesh.rendezvous.processes import process_id, process_key, process_label
+from pgmesh.rendezvous.processes import process_id, process_key, process_label, without_token
 from pgmesh.rendezvous.records import error_text
 from pgmesh.rendezvous.rounds import Rounds
 
@@ -231,10 +231,9 @@ def _check_not_replaced(mesh: MeshGroups, client: CallClient) -> None:
     """Raise MembershipError if a new process has this rank: the mesh may have that one."""
     (newest,) = client.run(Read(process_key(mesh.rank)))
     if newest is not None and newest.decode() != process_label():
-        name = newest.decode().rpartition("/")[0]
         raise MembershipError(
-            f"{mesh.label}: {name} has taken the place of this process as rank {mesh.rank}, so this one cannot come "
-            "back. End it."
+            f"{mesh.label}: {without_token(newest.decode())} has taken the place of this process as rank {mesh.rank}, "
+            "so this one cannot come back. End it."
         )
 
 

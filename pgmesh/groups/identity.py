@@ -41,8 +41,9 @@ from pgmesh.groups.numbers import MeshNumbers
 from pgmesh.groups.world import World
 from pgmesh.rendezvous.comparing import check_mesh, register_mesh
 from pgmesh.rendezvous.operations import CompareSet
-from pgmesh.rendezvous.processes import process_label
+from pgmesh.rendezvous.processes import process_label, without_token
 from pgmesh.rendezvous.records import Decision, Fingerprint
+from pgmesh.rendezvous.store_thread import StoreThread
 
 if TYPE_CHECKING:
     from pgmesh.layout import Layout
@@ -134,20 +135,22 @@ class MeshIdentity:
         """
         if self.registered:
             return
-        thread, numbers = world.store_thread(), world.numbers
-        numbers.read_predecessor(run, replaces_process=lambda: thread.store.replaces_process)
-        self.rejoined = self.rejoined or (rejoin and numbers.rejoin(self.prefix))
-        others = [rank for rank in self.layout.ranks_in_order() if rank != self.rank]
-        self.shared_number = shared = numbers.shared(self.prefix, self.number, others, run)
+        thread, others = world.store_thread(), [rank for rank in self.layout.ranks_in_order() if rank != self.rank]
+        shared, rejoins = world.numbers.shared(self.prefix, self.number, others, run, thread.store, rejoin=rejoin)
+        self.shared_number, self.rejoined = shared, self.rejoined or rejoins
         if thread.store.same_rank:
-            both = " and ".join(label.rpartition("/")[0] for label in (thread.store.same_rank, process_label()))
-            text = f"{self.label}: both {both} connect as rank {self.rank}. Start each rank once."
-            thread.until_end[self.refusal_key] = Decision("duplicate", text).pack()
-            run(CompareSet(self.refusal_key, thread.until_end[self.refusal_key]))
-            raise MismatchError(text)
-        *_, first_seen = run(numbers.publish(self.prefix, shared), *register_mesh(self.key, self.fingerprint))
+            self._refuse(thread, run)
+        *_, first_seen = run(world.numbers.publish(self.prefix, shared), *register_mesh(self.key, self.fingerprint))
         check_mesh(run, self.key, self.fingerprint, first_seen)
         self.registered = True
+
+    def _refuse(self, thread: StoreThread, run: Callable[..., list[Any]]) -> None:
+        """Publish, until this process ends, that another process has this rank too, and raise that error."""
+        both = " and ".join(map(without_token, (thread.store.same_rank, process_label())))
+        text = f"{self.label}: both {both} connect as rank {self.rank}. Start each rank once."
+        thread.until_end[self.refusal_key] = Decision("duplicate", text).pack()
+        run(CompareSet(self.refusal_key, thread.until_end[self.refusal_key]))
+        raise MismatchError(text)
 
     @property
     def key(self) -> str:

@@ -6,13 +6,14 @@ What they are for is in ``identity.py``.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Operation, Raw, Read
 from pgmesh.rendezvous.processes import meshes_key
 from pgmesh.rendezvous.records import pack, unpack
+from pgmesh.rendezvous.world_store import WorldStore
 
 
 class MeshNumbers:
@@ -28,7 +29,6 @@ class MeshNumbers:
         self._first_shared: dict[str, int] = {}  # of this process's first mesh
         self._last_shared: dict[str, int] = {}  # of this rank's last mesh, in any process; the latest is at the end
         self._of_predecessor: dict[str, int] | None = None  # its last shared numbers; None until they are read
-        self._replaces_process = False
 
     def local(self, prefix: str, at_least: int, *, counts: bool) -> int:
         """The local number of a new mesh.
@@ -42,42 +42,46 @@ class MeshNumbers:
             self._next_local[prefix] = number + 1
         return number
 
-    def read_predecessor(self, run: Callable[..., list[Any]], *, replaces_process: Callable[[], bool]) -> None:
-        """Read the last shared numbers of the process that had this rank before, once.
-
-        Args:
-            run: performs operations on the store.
-            replaces_process: returns whether there was such a process. It is known after an operation.
-        """
-        if self._of_predecessor is None:
-            (text,) = run(Read(meshes_key(self._rank)))
-            self._replaces_process = replaces_process()
-            self._of_predecessor = _unpack(text) if self._replaces_process else {}
-            self._last_shared.update(self._of_predecessor)  # for the process that replaces this one
-
-    def shared(self, prefix: str, local: int, others: Sequence[int], run: Callable[..., list[Any]]) -> int:
-        """The shared number of a mesh.
-
-        The others may have closed the mesh that the predecessor was in and created the next one, and more than once.
+    def shared(
+        self,
+        prefix: str,
+        local: int,
+        others: Sequence[int],
+        run: Callable[..., list[Any]],
+        store: WorldStore,
+        *,
+        rejoin: bool,
+    ) -> tuple[int, bool]:
+        """The shared number of a mesh, and whether this call has let it rejoin that of the predecessor.
 
         Args:
             others: the other ranks of the mesh.
             run: performs operations on the store.
+            store: knows after an operation whether there was a predecessor.
+            rejoin: this process's first mesh of a name is the one that its predecessor was in.
         """
-        if prefix not in self._first_shared:
-            first, before = 0, self._of_predecessor or {}
-            if before:
-                texts = run(*(Read(meshes_key(rank)) for rank in others[: timing.LIMITS.statuses])) if others else []
-                first = max([before.get(prefix, -1) + 1, *(_unpack(text).get(prefix, 0) for text in texts)])
-            self._first_shared[prefix] = first
-        return self._first_shared[prefix] + local
+        if self._of_predecessor is None:
+            (text,) = run(Read(meshes_key(self._rank)))
+            self._of_predecessor = _unpack(text) if store.replaces_process else {}
+            self._last_shared.update(self._of_predecessor)  # for the process that replaces this one
+        rejoins = rejoin and prefix not in self._first_shared
+        if rejoins:
+            self._first_shared[prefix] = self._of_predecessor.get(prefix, 0)
+        elif prefix not in self._first_shared:
+            self._first_shared[prefix] = self._next_shared(prefix, self._of_predecessor, others, run)
+        return self._first_shared[prefix] + local, rejoins and store.replaces_process
 
-    def rejoin(self, prefix: str) -> bool:
-        """Let this process's first mesh of a name be the one that its predecessor was in. False if it is not."""
-        if prefix in self._first_shared:
-            return False
-        self._first_shared[prefix] = (self._of_predecessor or {}).get(prefix, 0)
-        return self._replaces_process
+    def _next_shared(
+        self, prefix: str, before: Mapping[str, int], others: Sequence[int], run: Callable[..., list[Any]]
+    ) -> int:
+        """The shared number of this process's first mesh, the next one after its predecessor's.
+
+        The others may have closed the mesh that the predecessor was in and created the next one, and more than once.
+        """
+        if not before:
+            return 0
+        texts = run(*(Read(meshes_key(rank)) for rank in others[: timing.LIMITS.statuses])) if others else []
+        return max([before.get(prefix, -1) + 1, *(_unpack(text).get(prefix, 0) for text in texts)])
 
     def publish(self, prefix: str, shared: int) -> Operation:
         """The store operation that publishes this rank's last shared numbers, among them this one."""

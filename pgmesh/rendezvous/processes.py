@@ -19,6 +19,11 @@ def process_label() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}/{_TOKEN}"
 
 
+def without_token(label: str) -> str:
+    """A description of a process for messages."""
+    return label.rpartition("/")[0]
+
+
 def process_key(rank: int) -> str:
     """The store key of the description of the process that has this rank."""
     return f"pgmesh/process/{rank}"
