@@ -150,7 +150,7 @@ def _describe_status(mesh: MeshGroups, status: RankStatus, deadline: float) -> s
         age >= thread.period
         and not status.exited
         and time.monotonic() < deadline
-        and thread.store.has_ended(status, age)
+        and thread.store.listeners.has_ended(status, age)
     )
     if not (ended or status.exited or age >= thread.lost_after):
         return str(status)

@@ -65,7 +65,7 @@ class World:
     def new_statuses(self) -> Statuses:
         """For one call, which gives ranks that were cut off before it the time to send a heartbeat."""
         thread = self.store_thread()
-        return Statuses(thread.lost_after, thread.answered_seconds, thread.store.has_ended)
+        return Statuses(thread.lost_after, thread.answered_seconds, thread.store.listeners.has_ended)
 
     @functools.cached_property
     def statuses(self) -> Statuses:
@@ -168,7 +168,7 @@ class World:
     def fork(self) -> None:
         """Mark this process as a forked child."""
         if self._thread is not None:
-            self._thread.store.close_listener()
+            self._thread.store.listeners.close()
         self.forked, self._thread = True, None
 
 

@@ -261,15 +261,13 @@ class StoreThread:
         """Publish the status; False if it is that of another process, which has this rank too."""
         if self.store.same_rank:
             return False
-        if self.store.listener is not None:
-            self.store.listener.drain()
+        self.store.listeners.drain()
         self.store.perform(Raw("set", (status_key(self.store.rank), self._status().pack())))
         return True
 
     def _status(self) -> RankStatus:
         self._heartbeats += 1
         pending = tuple(wait for pending in tuple(self._pending.values()) for wait in pending)
-        listener = self.store.listener
         return RankStatus(
             self.store.rank,
             self._heartbeats,
@@ -277,7 +275,7 @@ class StoreThread:
             pending[: timing.LIMITS.statuses],
             () if self._reason else self._run_on_heartbeat(),
             self._reason,
-            () if listener is None else (listener.host, listener.port),
+            self.store.listeners.endpoint,
             time.time(),
         )
 

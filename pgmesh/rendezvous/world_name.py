@@ -27,16 +27,21 @@ REPLACED = "+"
 OVER = "over"
 """Value of ``WORLD_KEY`` while the last rank of a world deletes it. Ranks that enter wait for up to ``world_end``."""
 
-left_worlds: set[str] = set()
-"""The names of the worlds that this process has left."""
+entered_worlds: set[str] = set()
+"""The names of the worlds that this process is or was in. It enters none of them a second time."""
 
 
-def current_world(store: Any) -> str:
-    """The name of the world that is on the store now."""
-    return str(store.compare_set(WORLD_KEY, ABSENT, ABSENT).decode())
+def _value(store: Any, key: str) -> str:
+    """The value of a key; ``ABSENT`` without one. ``add(key, 0)`` would create a counter."""
+    return str(store.compare_set(key, ABSENT, ABSENT).decode())
 
 
-def enter_world(store: Any, left_worlds: Collection[str]) -> str:
+def name_on(store: Any) -> str:
+    """The name of the world that is on the store now; ``ABSENT`` without one."""
+    return _value(store, WORLD_KEY)
+
+
+def enter_world(store: Any, entered: Collection[str]) -> str:
     """Return the unique name of the world on a store. The first rank that calls sets it.
 
     On an unused store, all ranks get one name. A process that was in an earlier world of the store never takes that
@@ -45,25 +50,25 @@ def enter_world(store: Any, left_worlds: Collection[str]) -> str:
 
     Args:
         store: the world's store, with the prefix of the world.
-        left_worlds: the names of the worlds that this process has left.
+        entered: the names of the worlds that this process is or was in.
     """
     while True:
         deadline = time.monotonic() + timing.TIMING.world_end
-        name = _find_or_set_name(store, left_worlds, deadline)
+        name = _find_or_set_name(store, entered, deadline)
         store.add(f"{WORLD_KEY}.{name}.entered", 1)
-        if _wait_while_over(lambda: current_world(store), deadline) == name:
+        if _wait_while_over(lambda: name_on(store), deadline) == name:
             return name
         # All ranks of that world have left meanwhile.
 
 
-def _find_or_set_name(store: Any, left_worlds: Collection[str], deadline: float) -> str:
-    """The name on the store; a new one if there is none, if it is that of a world that this process has left, or if
+def _find_or_set_name(store: Any, entered: Collection[str], deadline: float) -> str:
+    """The name on the store; a new one if there is none, if this process is or was in the world of that name, or if
     the rank that was deleting it has died.
     """
     new = secrets.token_hex(4)
     while True:
         name = _wait_while_over(lambda: str(store.compare_set(WORLD_KEY, "", new).decode()), deadline)
-        if name != OVER and name not in left_worlds:
+        if name != OVER and name not in entered:
             return name
         if store.compare_set(WORLD_KEY, name, new + REPLACED).decode() == new + REPLACED:
             return new + REPLACED
@@ -81,15 +86,15 @@ def leave_world(store: Any, name: str) -> bool:
     """Leave a world. The last rank to leave deletes the world's name and gets True."""
     entered, left = f"{WORLD_KEY}.{name}.entered", f"{WORLD_KEY}.{name}.left"
     count = str(store.add(left, 1))
-    if store.compare_set(entered, ABSENT, ABSENT).decode() != count:  # a read; add(entered, 0) would create it
+    if _value(store, entered) != count:
         return False
-    replaced = time.monotonic() + timing.TIMING.world_end  # others take this rank for dead, and replace ``OVER``
+    replaced_after = time.monotonic() + timing.TIMING.world_end  # others take this rank for dead, and replace ``OVER``
     over = store.compare_set(WORLD_KEY, name, OVER).decode() == OVER
-    if over and store.compare_set(entered, ABSENT, ABSENT).decode() != count:  # a rank has just entered
+    if over and _value(store, entered) != count:  # a rank has just entered
         store.compare_set(WORLD_KEY, OVER, name)
         return False
     for key in (entered, left):
         store.delete_key(key)
-    if over and time.monotonic() < replaced:  # later, the key may have the name of the next world
+    if over and time.monotonic() < replaced_after:  # later, the key may have the name of the next world
         store.delete_key(WORLD_KEY)
     return True

@@ -20,22 +20,20 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pgmesh._util.listeners import Listener, is_loopback, refuses
+from pgmesh._util.listeners import refuses
 from pgmesh._util.sockets import ending_when_cut
 from pgmesh.errors import PgmeshError, WorldError
 from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.listeners import Listeners
 from pgmesh.rendezvous.operations import Board, Delete, Operation, Read, can_be_repeated
 from pgmesh.rendezvous.processes import meshes_key, process_key, process_label
 from pgmesh.rendezvous.statuses import RankStatus, status_key
-from pgmesh.rendezvous.world_name import REPLACED, current_world, enter_world, leave_world, left_worlds
+from pgmesh.rendezvous.world_name import REPLACED, enter_world, entered_worlds, leave_world, name_on
 
 AFTER_FAILURE = "Connected groups continue to work. No group can be connected without the store."
 
 _CUT = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN)
 """Errors of a network that is cut."""
-
-_MISSED_PERIODS = 1.5
-"""A heartbeat is missing after this many periods."""
 
 
 def underlying(store: Any) -> Any:
@@ -53,18 +51,18 @@ class WorldStore:
         address: the store's host and port, for messages.
         rank: this process's rank in the world.
         world_size: the number of ranks.
-        left: the names of the worlds that this process has left. ``leave`` adds the name of this world.
+        entered: the names of the worlds that this process has been in. The name of this world is added.
     """
 
     board = Board()
 
-    def __init__(self, store: Any, address: str, rank: int, world_size: int, left: set[str] | None = None) -> None:
+    def __init__(self, store: Any, address: str, rank: int, world_size: int, entered: set[str] | None = None) -> None:
         self._torch_store, self.address, self.rank, self.world_size = store, address, rank, world_size
-        self._left_worlds = left_worlds if left is None else left
+        self._entered_worlds = entered_worlds if entered is None else entered
         self.period = timing.heartbeat_period(world_size)  # of every rank
         self._connection: Any = None  # with this world's prefix; None before the first operation and after a failure
         self._name = ""  # of the world
-        self._entered = False  # this process's key is in the store
+        self._has_key = False  # this process's key is in the store
         self._leaves = False  # the cut network of this store is waited for no longer
         self.replaces_process = False  # another process had this rank before; known after the first operation
         self.same_rank = ""  # label of a process that has this rank too; known after the first operation
@@ -74,8 +72,7 @@ class WorldStore:
         self._opening: tuple[str, int] | None = None
         self._operation_start = math.inf  # of an operation that the store has not answered
         self.answers = 0  # their number, while it finds out whether another process has this rank
-        self.listener: Listener | None = None  # shows other ranks that this process lives
-        self._asked: dict[object, tuple[float, bool]] = {}  # by listener: when it was last asked, and if it refused
+        self.listeners = Listeners(self.period)
 
     @property
     def is_open(self) -> bool:
@@ -98,13 +95,18 @@ class WorldStore:
 
     def perform(self, operation: Operation) -> Any:
         """Perform an operation. If that fails and it can be repeated, perform it once more on a new connection."""
-        return self._perform(lambda: self.board.perform(self._connection, operation), can_be_repeated(operation))
+        return self._retrying(lambda: self.board.perform(self._connection, operation), can_be_repeated(operation))
 
     def open(self) -> None:
         """Open the connection and the listener, if they are not open."""
-        self._perform(lambda: None, True)
+        self._retrying(lambda: None, True)
 
-    def _perform(self, perform: Callable[[], Any], again: bool) -> Any:
+    def _retrying(self, perform: Callable[[], Any], again: bool) -> Any:
+        """Call a function that uses the connection, which is opened if necessary.
+
+        Args:
+            again: after a failure, call it once more on a new connection.
+        """
         while True:
             self._operation_start = time.monotonic()
             try:
@@ -125,22 +127,23 @@ class WorldStore:
         """Open the connection, and enter the world if this process is not in it yet."""
         store = underlying(self._torch_store)
         if isinstance(store, dist.TCPStore):
-            store = self._open(store)
-        self._name = self._name or enter_world(self._torch_store, self._left_worlds)
+            store = self._connect_tcp(store)
+        if not self._name:
+            self._name = enter_world(self._torch_store, self._entered_worlds)
+            self._entered_worlds.add(self._name)
         prefixed = dist.PrefixStore(f"pgmesh.{self._name}", store)
-        if not self._entered:
-            self._enter(prefixed)
+        if not self._has_key:
+            self._publish_process(prefixed)
         elif not prefixed.check([process_key(self.rank)]):
             raise self.error("another store answers there now, without the keys of this world")
         return prefixed
 
-    def _open(self, store: Any) -> Any:
+    def _connect_tcp(self, store: Any) -> Any:
         """Open another connection to the server of a store, and the listener at this end of it."""
         try:  # torch's client would wait long for a server that is gone
             with self._reach(self._server or (store.host, store.port)) as connection:
                 host, port = self._opening = self._server = connection.getpeername()[:2]
-                if self.listener is None:
-                    self.listener = Listener(connection.getsockname()[0])  # where the store's host can reach it
+                self.listeners.open(connection.getsockname()[0])  # where the store's host can reach it
         except OSError as error:
             raise self.error(str(error)) from error
         try:
@@ -163,27 +166,29 @@ class WorldStore:
 
     # -- entering and leaving the world ------------------------------------------------------------------------------
 
-    def _enter(self, store: Any) -> None:
+    def _publish_process(self, store: Any) -> None:
         """Publish which process has this rank, unless another process that has it too still lives."""
         me = process_label()
         before = store.compare_set(process_key(self.rank), "", me).decode()
-        if before != me and self._sends_heartbeats(store):
-            self.same_rank = before
-        elif before != me:
-            self.replaces_process = True
-            store.set(process_key(self.rank), me)
-        self._entered = True
+        if before != me:
+            if self._sends_heartbeats(store):
+                self.same_rank = before
+            else:
+                self.replaces_process = True
+                store.set(process_key(self.rank), me)
+        self._has_key = True
 
     def _sends_heartbeats(self, store: Any) -> bool:
         """True if the process that had this rank before still sends heartbeats. It may take two periods to know."""
 
         def status_of(rank: int) -> RankStatus | None:
             text = self.board.perform(store, Read(status_key(rank)))
-            self.answers, self._operation_start = self.answers + 1, time.monotonic()
+            self.answers += 1  # the caller's timeout begins again
+            self._operation_start = time.monotonic()  # the store is not silent
             return RankStatus.unpack(rank, text)
 
         before = now = status_of(self.rank)
-        if before is not None and self.has_ended(before, 0.0):
+        if before is not None and self.listeners.has_ended(before, 0.0):
             return False
         ranks = {self.rank, *range(min(self.world_size, timing.LIMITS.statuses))}
         if any(status and status.exited for status in map(status_of, ranks)):
@@ -198,30 +203,17 @@ class WorldStore:
     def mark_left(self) -> None:
         """Record that this process leaves the world, which ends the attempts to reach its store over a cut network."""
         self._leaves = True
-        if self._name:  # before ``leave``, which may have to wait for the store
-            self._left_worlds.add(self._name)
 
     def leave(self) -> None:
         """Leave the world. The last rank to leave deletes the keys of its ranks."""
-        if not self._name:
-            return
-        self._left_worlds.add(self._name)
-        if self._connection is not None and self._perform(self._leave_world, False):
+        if self._connection is not None and self._retrying(lambda: leave_world(self._torch_store, self._name), False):
             keys = [key(rank) for rank in range(self.world_size) for key in (status_key, process_key, meshes_key)]
             self.perform(Delete(tuple(keys)))
 
-    def _leave_world(self) -> bool:
-        return leave_world(self._torch_store, self._name)
-
     def close(self) -> None:
         """Close the connection and the listener. A mesh that outlives the world would keep them open."""
-        self.close_listener()
+        self.listeners.close()
         self._torch_store = self._connection = None
-
-    def close_listener(self) -> None:
-        """Close the listener, or the copy of it in a forked child, which would keep the port open."""
-        if self.listener is not None:
-            self.listener.close()
 
     # -- called by any thread ----------------------------------------------------------------------------------------
 
@@ -230,38 +222,17 @@ class WorldStore:
 
         The name is read in a thread of its own, since a wait inside torch may hold its client for long.
         """
-        if not self._name or self._name.endswith(REPLACED):
-            return bool(self._name)
+        if not self._name:
+            return False
+        if self._name.endswith(REPLACED):
+            return True
         names: list[str] = []
 
         def read() -> None:
             with contextlib.suppress(RuntimeError, AttributeError):  # the store failed, or was closed meanwhile
-                names.append(current_world(self._torch_store))
+                names.append(name_on(self._torch_store))
 
         thread = threading.Thread(target=read, name="pgmesh-world-name", daemon=True)
         thread.start()
         thread.join(seconds)
         return names not in ([], [self._name])
-
-    def has_ended(self, status: RankStatus, seconds: float) -> bool:
-        """True if the process that published a status has ended: its listener refuses a connection.
-
-        A firewall of another host refuses too. So there a heartbeat must be missing as well. A listener is asked a few
-        times in a second at most: it has room for 128 connections until the next heartbeat.
-
-        Args:
-            seconds: the time without a new heartbeat.
-        """
-        if not status.endpoint or self.listener is None:
-            return False
-        host = status.endpoint[0]
-        # A rank that reaches the store over its loopback is on the store's host. Elsewhere that address means another.
-        if is_loopback(host) != is_loopback(self.listener.host):
-            return False
-        if host != self.listener.host and seconds < _MISSED_PERIODS * self.period:
-            return False
-        asked_at, refused = self._asked.get(status.endpoint, (-math.inf, False))
-        if time.monotonic() >= asked_at + timing.TIMING.ask_again:
-            refused = refuses(status.endpoint)
-            self._asked[status.endpoint] = time.monotonic(), refused
-        return refused

@@ -16,7 +16,6 @@ import pytest
 import torch.distributed as dist
 
 from pgmesh import WorldError, launch
-from pgmesh._util.listeners import Listener
 from pgmesh.rendezvous import timing, world_store as module
 from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.group_rounds import GroupRound
@@ -26,7 +25,7 @@ from pgmesh.rendezvous.records import Decision
 from pgmesh.rendezvous.rounds import Rounds
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, Statuses, status_key
 from pgmesh.rendezvous.store_thread import StoreThread
-from pgmesh.rendezvous.world_name import current_world, enter_world
+from pgmesh.rendezvous.world_name import enter_world, name_on
 from pgmesh.rendezvous.world_store import WorldStore
 from tests.support.board import Fault, FaultyBoard, faults, raises, slow_store
 from tests.support.faults import wait_until
@@ -38,7 +37,7 @@ LONG = 20.0
 
 def status_of(store: dist.Store, rank: int = 0) -> RankStatus | None:
     """The status of a rank, read from the store itself."""
-    prefixed = dist.PrefixStore(f"pgmesh.{current_world(store)}", store)
+    prefixed = dist.PrefixStore(f"pgmesh.{name_on(store)}", store)
     return RankStatus.unpack(rank, perform(prefixed, Read(status_key(rank))))
 
 
@@ -74,16 +73,16 @@ def closed_port(host: str) -> tuple[str, int]:
 
 
 def test_process_of_a_closed_listener_has_ended(store_thread: StoreThread):
-    store_thread.store.listener = Listener("127.0.0.1")
-    assert store_thread.store.has_ended(RankStatus(1, endpoint=closed_port("127.0.0.1")), 0.0)
-    assert not store_thread.store.has_ended(RankStatus(1), LONG)
+    store_thread.store.listeners.open("127.0.0.1")
+    assert store_thread.store.listeners.has_ended(RankStatus(1, endpoint=closed_port("127.0.0.1")), 0.0)
+    assert not store_thread.store.listeners.has_ended(RankStatus(1), LONG)
 
 
 def test_refusal_of_another_host_needs_missed_heartbeat(store_thread: StoreThread):
-    store_thread.store.listener = Listener("127.0.0.1")
+    store_thread.store.listeners.open("127.0.0.1")
     status = RankStatus(1, endpoint=closed_port("127.0.0.2"))
-    assert not store_thread.store.has_ended(status, store_thread.period)
-    assert store_thread.store.has_ended(status, 2 * store_thread.period)
+    assert not store_thread.store.listeners.has_ended(status, store_thread.period)
+    assert store_thread.store.listeners.has_ended(status, 2 * store_thread.period)
 
 
 def test_timeout_skips_the_rest_of_a_batch(store_thread: StoreThread):
@@ -97,12 +96,12 @@ def test_timeout_skips_the_rest_of_a_batch(store_thread: StoreThread):
 
 def test_world_entered_after_the_stop_is_left():
     """The thread takes a heartbeat that was due before it learns that the process leaves."""
-    left = set[str]()
-    store = WorldStore(dist.HashStore(), "here", 0, 2, left)
+    entered = set[str]()
+    store = WorldStore(dist.HashStore(), "here", 0, 2, entered)
     store.mark_left()
     store.open()
     store.leave()
-    assert len(left) == 1
+    assert len(entered) == 1
 
 
 def test_half_entered_world_is_entered_again():
@@ -127,7 +126,7 @@ def test_posted_operations_are_performed_before_the_thread_ends():
     store = dist.HashStore()
     thread = StoreThread(WorldStore(store, "here", 0, 2, set()))
     thread.run(Read("key"), seconds=LONG)
-    name = current_world(store)
+    name = name_on(store)
     thread.post(CompareSet("key", "value"))
     thread.stop()
     assert perform(dist.PrefixStore(f"pgmesh.{name}", store), Read("key")) == b"value"
