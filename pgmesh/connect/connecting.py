@@ -162,7 +162,7 @@ class _Call:
             group.fingerprint,
             group.group_label,
             group.mesh_label,
-            address="" if store is None else store.addresses.text,
+            address="" if store is None else store.address,
         )
         if group.round is not None:
             new.continue_after(group.round)

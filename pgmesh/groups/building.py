@@ -23,6 +23,7 @@ from pgmesh.groups.group import Group
 from pgmesh.groups.identity import MeshIdentity
 from pgmesh.groups.world import World
 from pgmesh.options import GroupOptions
+from pgmesh.rendezvous.gloo_store import GlooStore
 from pgmesh.rendezvous.missing import ASKED_FOR
 from pgmesh.rendezvous.polling_store import PollingStore
 from pgmesh.rendezvous.records import Fingerprint
@@ -125,13 +126,13 @@ def _polling_store(backend: str, group: Group, path: str, identity: MeshIdentity
     timeout = group.options.timeout or timedelta()
     key = functools.partial(identity.store_key, world)
     mismatch = f"{group.path}/mismatch"
-    return PollingStore(
+    kind = GlooStore if backend == "gloo" else PollingStore
+    return kind(
         world.store_thread,
         lambda seconds: f"{key(path, seconds)}/use",
         group.fingerprint,
         group.ranks,
         timeout,
-        writes_address=backend == "gloo",
         compares=group.options != world.options,
         refusal_keys=lambda: (key(mismatch, timeout.total_seconds()), identity.refusal_key),
     )

@@ -16,7 +16,7 @@ from pgmesh import torch_private
 from pgmesh._util.listeners import ANSWER_SECONDS, refuses
 from pgmesh._util.sockets import connections
 from pgmesh.groups.event_loops import end_events
-from pgmesh.rendezvous.polling_store import PollingStore
+from pgmesh.rendezvous.gloo_store import GlooStore
 
 Endpoint = tuple[str, int]
 """Host and port of a listener."""
@@ -43,13 +43,13 @@ class Endpoints(NamedTuple):
     places: list[int]
 
 
-def endpoints_of(store: PollingStore | None) -> Endpoints:
+def endpoints_of(store: GlooStore | None) -> Endpoints:
     """The listeners of a group from the addresses that its members published."""
     if store is None:
         return Endpoints([], [], [])
-    own = map(torch_private.gloo_endpoint, store.addresses.own.values())
-    members = [(rank, torch_private.gloo_endpoint(address)) for rank, address in store.addresses.members()]
-    places = store.addresses.other_places() if store.used else []
+    own = map(torch_private.gloo_endpoint, store.own.values())
+    members = [(rank, torch_private.gloo_endpoint(address)) for rank, address in store.known_addresses()]
+    places = store.other_places() if store.used else []
     return Endpoints([*filter(None, own)], [(rank, each) for rank, each in members if each], places)
 
 

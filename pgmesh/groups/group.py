@@ -30,6 +30,7 @@ from pgmesh._util.formatting import format_ranks
 from pgmesh.errors import LifetimeError
 from pgmesh.groups.connections import Endpoints, endpoints_of
 from pgmesh.options import GroupOptions
+from pgmesh.rendezvous.gloo_store import GlooStore
 from pgmesh.rendezvous.group_rounds import GroupRound
 from pgmesh.rendezvous.polling_store import PollingStore
 from pgmesh.rendezvous.records import Fingerprint
@@ -200,9 +201,10 @@ class Group:
         return self.has_process_group and torch_private.is_known(self._process_group)
 
     @property
-    def gloo(self) -> PollingStore | None:
+    def gloo(self) -> GlooStore | None:
         """The store of the Gloo backend, if there is one."""
-        return self.stores.get("gloo")
+        store = self.stores.get("gloo")
+        return store if isinstance(store, GlooStore) else None
 
     def endpoints(self) -> Endpoints:
         """The listeners of the Gloo backend."""

@@ -9,22 +9,14 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from typing import Protocol
+from typing import Any
 
 from pgmesh.errors import PgmeshError
-
-
-class Closable(Protocol):
-    """What raises such an error: it is closed or not."""
-
-    @property
-    def is_closed(self) -> bool: ...
-
 
 _lock = threading.Lock()  # guards _raised
 if hasattr(os, "register_at_fork"):  # a thread of the parent may hold it
     os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.Lock()))
-_raised: weakref.WeakKeyDictionary[PgmeshError, weakref.ref[Closable]] = weakref.WeakKeyDictionary()
+_raised: weakref.WeakKeyDictionary[PgmeshError, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 """Errors that were raised inside a backend, each with the store that raised it."""
 
 
@@ -39,7 +31,7 @@ def without_frames(error: PgmeshError, hint: str = "") -> PgmeshError:
     return copy
 
 
-def will_raise(error: PgmeshError, store: Closable) -> None:
+def will_raise(error: PgmeshError, store: Any) -> None:
     """Record an error that a store is about to raise inside a backend."""
     with _lock:
         _raised[error] = weakref.ref(store)

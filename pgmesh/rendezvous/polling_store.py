@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError, PgmeshError
 from pgmesh.rendezvous import backend_errors, timing
-from pgmesh.rendezvous.addresses import Addresses
 from pgmesh.rendezvous.comparing import check_published
 from pgmesh.rendezvous.missing import activity, describe_missing
 from pgmesh.rendezvous.operations import CompareSet, Operation, Raw, Read
@@ -45,9 +44,6 @@ class PollingStore(dist.Store):
         ranks: the members' ranks in the world, in group order.
         timeout: timeout of a wait for which the backend gives none.
         refusal_keys: returns the keys of a published mismatch of the group, and of a mismatch or an abort of the mesh.
-        writes_address: True for Gloo: each member writes its address under a key that ends in its group rank. False for
-            NCCL: the first member writes for all. An address is published when this rank first waits, so it shows that
-            the rank has entered a collective.
         compares: also compare the fingerprint with the one that the first rank published. It is needed where a rank may
             read no other member's address.
     """
@@ -61,20 +57,17 @@ class PollingStore(dist.Store):
         timeout: timedelta,
         *,
         refusal_keys: Callable[[], Sequence[str]],
-        writes_address: bool,
         compares: bool = False,
     ) -> None:
         super().__init__()
         self._thread, self._key_prefix, self._fingerprint = thread, key_prefix, fingerprint
         self._ranks, self._timeout = ranks, timeout
-        self._writes_address, self._compares, self._refusal_keys = writes_address, compares, refusal_keys
+        self._compares, self._refusal_keys = compares, refusal_keys
         self.new_timeout: timedelta | None = None  # if set, it overrides the timeout of the backend
         self._prefix = ""  # of the group's keys; known once this rank has written or waited
         self._end = math.inf  # of the current wait
         # What this rank has read and written:
         self.values: dict[str, bytes] = {}  # that the backend has read, by key
-        self.addresses = Addresses(ranks, self.values)
-        self._address_unpublished = writes_address
         self.written: set[str] = set()  # store keys
         self.used = False  # the group has been in a collective
         # Why it waits no longer:
@@ -112,22 +105,6 @@ class PollingStore(dist.Store):
         """The timeout of the group's collectives."""
         return self.new_timeout or self._timeout
 
-    # -- addresses ------------------------------------------------------------------------------------------------
-
-    def unread_addresses(self) -> dict[int, str]:
-        """The first members whose addresses this rank has not read, each with the store key of its address.
-
-        None if this rank is in no first collective, or if ``connect`` gave it all addresses.
-        """
-        if not (self._prefix and self._writes_address):
-            return {}
-        return {rank: self._store_key(key) for rank, key in self.addresses.unread().items()}
-
-    def set_addresses(self, encoded: Sequence[str]) -> None:
-        """Set the addresses of all members, so that the backend need not read them from the store."""
-        if self.addresses.set_all(encoded):
-            self._address_unpublished = False
-
     # -- waiting ------------------------------------------------------------------------------------------------
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -147,7 +124,7 @@ class PollingStore(dist.Store):
             self.waited += time.monotonic() - start
         backend_errors.will_raise(copy, self)
         try:
-            raise copy
+            raise copy  # here, or its context would be the error with the frames
         finally:
             del copy  # else the error and this frame keep each other alive
 
@@ -207,18 +184,21 @@ class PollingStore(dist.Store):
             raise LifetimeError(self._closed)
 
     def _read(self, key: str) -> bool:
-        """Read a key and cache its value. False if it has none yet. The first read publishes this rank's address."""
+        """Read a key and cache its value. False if it has none yet."""
         self._check_open()
         full = self._store_key(key)
-        publishing = self._writes(self.addresses.own) if self._address_unpublished else ()
-        *_, value = self._ask(*publishing, Read(full))
-        self._address_unpublished = False
+        value = self._ask_for(full)
         if value is None:
             return False
         encoded, _, body = value.partition(SEPARATOR)
         self._check_published(full, encoded)
         self.values[key] = body
         return True
+
+    def _ask_for(self, key: str) -> bytes | None:
+        """Read a store key."""
+        value: bytes | None = self._ask(Read(key))[0]
+        return value
 
     def _check_published(self, key: str, encoded: bytes) -> None:
         check_published(self._ask, self._refusal_keys()[0], self._fingerprint, encoded, key)
@@ -239,11 +219,7 @@ class PollingStore(dist.Store):
             MismatchError: the members' fingerprints differ.
         """
         self._raise_refusal()
-        stem, _, last = key.rpartition("/")
-        if self._writes_address:
-            keys: dict[int | str, str] = {rank: self._store_key(f"{stem}/{i}") for i, rank in enumerate(self._ranks)}
-        else:  # NCCL's first member writes the id of the group. For other keys the writing rank is unknown
-            keys = {self._ranks[0] if last.isdecimal() else f"that writes {key}": self._store_key(key)}
+        keys = self._writers_of(key)
         seen = dict(zip(keys, self._ask(*map(Read, keys.values()))))
         missing = [rank for rank, value in seen.items() if value is None]
         seconds = f"{limit.total_seconds():g} s"
@@ -253,14 +229,17 @@ class PollingStore(dist.Store):
             return f"{self._subject}: {key} was still missing after {seconds}, and was written just afterwards."
         return describe_missing(self._ask, self._subject, self._ranks, missing, seconds)
 
+    def _writers_of(self, key: str) -> dict[int | str, str]:
+        """The ranks that write this key and those like it, each with its store key; text for an unknown rank."""
+        # NCCL's first member writes the id of the group.
+        writer = self._ranks[0] if key.rpartition("/")[2].isdecimal() else f"that writes {key}"
+        return {writer: self._store_key(key)}
+
     # -- writing, and other operations --------------------------------------------------------------------------
 
     def set(self, key: str, value: Any) -> None:
-        if self._writes_address:
-            self.addresses.own[key] = bytes(value)
-        if not self._address_unpublished:
-            self.used = True
-            self._ask(*self._writes({key: bytes(value)}))
+        self.used = True
+        self._ask(*self._writes({key: bytes(value)}))
 
     def _compare_with_first(self) -> None:
         """Compare the fingerprint with that of the first rank, once, if needed."""
