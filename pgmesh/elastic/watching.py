@@ -14,7 +14,7 @@ from typing import Any
 from pgmesh.groups.background import in_background
 from pgmesh.groups.mesh_groups import MeshGroups
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import Operation, Read
+from pgmesh.rendezvous.operations import Read
 from pgmesh.rendezvous.statuses import status_key
 
 
@@ -58,14 +58,11 @@ def abort_when_lost(mesh: MeshGroups, lost_after: float | None) -> None:
     next_rank, *others = [*ranks[place + 1 :], *ranks[:place]][: timing.LIMITS.statuses]
     reference = weakref.ref(mesh)
 
-    def next_rank_lives(perform: Callable[[Operation], Any]) -> bool:
+    def next_rank_lives(run: Callable[..., list[Any]]) -> bool:
         """Look at the next rank; abort the mesh if it is lost. False ends these looks."""
         mesh = reference()
         if mesh is None or mesh.ended is not None:
             return False
-
-        def run(*reads: Operation) -> list[Any]:
-            return [*map(perform, reads)]
 
         heard = statuses.heard.get(next_rank)
         statuses.read(run, [next_rank])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pgmesh.groups import background
-from pgmesh.rendezvous.operations import Add, CompareSet, Operation, Raw, Read
+from pgmesh.rendezvous.operations import Add, CompareSet, Raw, Read
 from pgmesh.rendezvous.records import Decision
 
 ABORTS_KEY = "pgmesh/aborts"
@@ -39,17 +39,17 @@ class Aborts:
     def __init__(self) -> None:
         self._seen: tuple[bytes | None, list[str]] = None, []
 
-    def look(self, perform: Callable[[Operation], Any], meshes: Sequence[Any]) -> None:
+    def look(self, run: Callable[..., list[Any]], meshes: Sequence[Any]) -> None:
         """End those meshes that another rank has aborted.
 
         Args:
-            perform: performs one operation on the store.
+            run: performs operations on the store.
             meshes: the registered meshes.
         """
-        seen = perform(Read(ABORTS_KEY)), [mesh.identity.key for mesh in meshes]
+        seen = run(Read(ABORTS_KEY))[0], [mesh.identity.key for mesh in meshes]
         if seen != self._seen and seen[0] is not None:
             for mesh in meshes:
-                text = perform(Read(mesh.identity.refusal_key))
+                (text,) = run(Read(mesh.identity.refusal_key))
                 refusal = None if text is None else Decision.unpack(mesh.identity.refusal_key, text)
                 if refusal is not None and refusal.kind == "aborted":  # in another thread: this one sends heartbeats
                     background.in_background(mesh.end_aborted, refusal.text)

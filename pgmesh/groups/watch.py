@@ -16,7 +16,7 @@ from pgmesh.groups import background, teardown
 from pgmesh.groups.flight_recorder import FlightRecorder
 from pgmesh.groups.group import Group, find_group
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import Operation, Read
+from pgmesh.rendezvous.operations import Read
 from pgmesh.rendezvous.statuses import RunningCollective, Statuses
 from pgmesh.rendezvous.store_thread import warn_from_store_thread
 
@@ -34,11 +34,11 @@ class Watch:
         self._stuck_since: dict[tuple[str, int], float] = {}  # by name of a group, and number of its collective
         self._logged: set[tuple[str, int]] = set()  # name of a group, and number of its collective
 
-    def find_running(self, perform: Callable[[Operation], Any]) -> tuple[RunningCollective, ...]:
+    def find_running(self, run: Callable[..., list[Any]]) -> tuple[RunningCollective, ...]:
         """Examine the collectives that have not ended since the last call, and return them.
 
         Args:
-            perform: performs one store operation.
+            run: performs operations on the store.
         """
         stuck = self.flight_recorder.stuck()
         now, before = time.monotonic(), self._stuck_since
@@ -46,7 +46,7 @@ class Watch:
         for collective in stuck:
             group = find_group(collective.name)
             if group is not None:
-                self._examine(perform, group, collective)
+                self._examine(run, group, collective)
                 once = (collective.name, collective.number)
                 if group.gloo is not None and now - self._stuck_since[once] >= group.gloo.timeout.total_seconds():
                     self._stuck_since[once] = math.inf  # not again
@@ -55,18 +55,18 @@ class Watch:
                     )  # Gloo's wait for a connection ignores this timeout
         return stuck
 
-    def _examine(self, perform: Callable[[Operation], Any], group: Group, collective: RunningCollective) -> None:
+    def _examine(self, run: Callable[..., list[Any]], group: Group, collective: RunningCollective) -> None:
         """Record why a collective does not end, and log it once.
 
         A lost member is logged at once. The others are at ``warn_after``; if they have been in a collective before, a
         rank may be late for a good reason, so half of the timeout has to pass too.
         """
         ranks = group.ranks[: timing.LIMITS.statuses]
-        self._statuses.read(lambda *reads: [*map(perform, reads)], ranks)
+        self._statuses.read(run, ranks)
         warn_after = timing.TIMING.warn_after
         if missing := self._statuses.lost(ranks):
             what, warn_after = "sent no heartbeat", 0.0
-        elif missing := self._describe(self._absent(perform, group)):
+        elif missing := self._describe(self._absent(run, group)):
             what = "did not reach the first collective"
         elif group.gloo is not None and (missing := self._describe(self._unreported(ranks, collective))):
             what = f"did not report {collective.operation} (collective {collective.number})"
@@ -80,10 +80,11 @@ class Watch:
             self._logged.add(once)
             warn_from_store_thread(f"this rank is {collective}: {reason}")
 
-    def _absent(self, perform: Callable[[Operation], Any], group: Group) -> list[int]:
+    def _absent(self, run: Callable[..., list[Any]], group: Group) -> list[int]:
         """The members that have published no address, which each does in its first collective."""
         unread = {} if group.gloo is None else group.gloo.unread_addresses()
-        return [rank for rank, key in unread.items() if perform(Read(key)) is None]
+        values = run(*map(Read, unread.values())) if unread else ()
+        return [rank for rank, value in zip(unread, values) if value is None]
 
     def _unreported(self, ranks: Sequence[int], collective: RunningCollective) -> list[int]:
         """The members that have not reported the collective, although they had the time to do so."""

@@ -21,7 +21,7 @@ from pgmesh.groups.default_world import store_address, world_options, world_rank
 from pgmesh.groups.numbers import MeshNumbers
 from pgmesh.groups.watch import Watch
 from pgmesh.options import GroupOptions
-from pgmesh.rendezvous.operations import Delete, Operation
+from pgmesh.rendezvous.operations import Delete
 from pgmesh.rendezvous.statuses import RunningCollective, Statuses
 from pgmesh.rendezvous.store_thread import StoreThread
 from pgmesh.rendezvous.world_store import WorldStore
@@ -45,7 +45,7 @@ class World:
         self.forked = False  # this process is a forked child, and its parent is in the world
         self.watch: Watch | None = None  # started with the thread
         self._aborts = Aborts()
-        self.at_heartbeat: list[Callable[[Callable[[Operation], Any]], bool]] = []  # until they return False
+        self.at_heartbeat: list[Callable[[Callable[..., list[Any]]], bool]] = []  # until they return False
         self._thread: StoreThread | None = None  # started by the first store operation
         self.numbers = MeshNumbers(rank)
 
@@ -72,13 +72,13 @@ class World:
         """For the watch and for ``shrink``: a silence is measured from its beginning, whoever reads."""
         return self.new_statuses()
 
-    def _on_heartbeat(self, perform: Callable[[Operation], Any]) -> tuple[RunningCollective, ...]:
+    def _on_heartbeat(self, run: Callable[..., list[Any]]) -> tuple[RunningCollective, ...]:
         """Look for aborted meshes, for lost ranks, and for collectives of this process that do not end."""
-        self._aborts.look(perform, [mesh for mesh in self.open_meshes() if mesh.identity.registered])
+        self._aborts.look(run, [mesh for mesh in self.open_meshes() if mesh.identity.registered])
         for look in tuple(self.at_heartbeat):
-            if not look(perform):
+            if not look(run):
                 self.at_heartbeat.remove(look)
-        return self.watch.find_running(perform) if self.watch is not None else ()
+        return self.watch.find_running(run) if self.watch is not None else ()
 
     def heartbeat_thread(self) -> StoreThread:
         """The store thread of this process, with its heartbeat started."""

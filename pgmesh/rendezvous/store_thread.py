@@ -54,8 +54,8 @@ class StoreThread:
         self._heartbeat_due = math.inf  # the time of the next one
         self._publish_now = False  # another thread has changed the status
         self._answered = 0.0, time.monotonic()  # answered_seconds at the last answered heartbeat, and its time
-        self.on_heartbeat: Callable[[Callable[[Operation], Any]], tuple[RunningCollective, ...]] = lambda perform: ()
-        """Called at each heartbeat, with a function that performs one operation. It returns the running collectives."""
+        self.on_heartbeat: Callable[[Callable[..., list[Any]]], tuple[RunningCollective, ...]] = lambda run: ()
+        """Called at each heartbeat, with a function that performs operations. It returns the running collectives."""
         self._warned = False  # of an error of ``on_heartbeat``
         # The end:
         self.until_end: dict[str, str] = {}  # by key: values that this process deletes when it ends
@@ -137,7 +137,7 @@ class StoreThread:
 
         def attempt() -> None:
             with contextlib.suppress(MismatchError):
-                results.append(task(lambda *operations: [*map(self.store.perform, operations)]))
+                results.append(task(self._run_here))
             self._tasks.remove(attempt)
             done.set()
 
@@ -221,6 +221,9 @@ class StoreThread:
             self._ended = True
             self.store.close()
 
+    def _run_here(self, *operations: Operation) -> list[Any]:
+        return [*map(self.store.perform, operations)]
+
     def _next(self) -> Batch | None:
         """The next batch; None at the end. Heartbeats are sent meanwhile."""
         while True:
@@ -282,7 +285,7 @@ class StoreThread:
     def _run_on_heartbeat(self) -> tuple[RunningCollective, ...]:
         """The running collectives. An error of ``on_heartbeat`` must not stop the heartbeats; the first is logged."""
         try:
-            return self.on_heartbeat(self.store.perform)
+            return self.on_heartbeat(self._run_here)
         except WorldError:
             return ()
         except Exception:
