@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Union
 from pgmesh._util.call_sites import call_site
 from pgmesh.connect.first_collectives import FirstCollectives
 from pgmesh.errors import LifetimeError, MissingRanksError, PgmeshError, WorldError
-from pgmesh.groups.group import Group, State
+from pgmesh.groups.group import Group, Left, State
 from pgmesh.groups.mesh_groups import MeshGroups
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.group_rounds import ConnectJudge, GroupRound, why_stopped
@@ -149,7 +149,7 @@ class _Call:
         answers = self.client.run(*reads) if reads else []
         broken = [group for group, answer in zip(connected, answers) if answer is not None]
         for group in broken:
-            self.mesh.discard(group, "was cancelled by another member; ask its mesh for it anew.")
+            self.mesh.discard(group, "failed on another member; ask its mesh for it anew.")
         return bool(broken)
 
     def _new_round(self, group: Group) -> GroupRound:
@@ -193,14 +193,14 @@ class _Call:
     def _cancel(self, error: BaseException, absent: Sequence[tuple[Axis, ...]]) -> None:
         """Decide that the rounds of this call failed, also those of groups that this rank has not created."""
         self._have_little_time_after(error)
-        # The caller raises the first error. Where another thread connects one of the groups, nothing is published.
-        with contextlib.suppress(PgmeshError), self._connecting_alone(self.groups, time.monotonic()):
-            groups = [
-                *self.groups,
-                *(self.mesh.find_unmade(self.mesh.members(self.layout, axes)) for axes in absent),
-            ]
-            unconnected = [each for each in groups if each.fingerprint and each.state is not State.CONNECTED]
-            self._rounds_of([*map(self._new_round, unconnected)]).cancel(error)
+        # The caller raises the first error. For a group that another thread connects, nothing is published.
+        for group in dict.fromkeys([*self.groups, *map(self._find_unmade, absent)]):
+            with contextlib.suppress(PgmeshError), self._connecting_alone([group], time.monotonic()):
+                if group.fingerprint and group.state is not State.CONNECTED:
+                    self._rounds_of([self._new_round(group)]).cancel(error)
+
+    def _find_unmade(self, axes: tuple[Axis, ...]) -> Group:
+        return self.mesh.find_unmade(self.mesh.members(self.layout, axes))
 
     def _have_little_time_after(self, error: BaseException) -> None:
         """After Ctrl-C, the last messages of this call must not take long."""
@@ -236,7 +236,7 @@ class _Call:
         if errors:
             ranks_missing = any(isinstance(error, MissingRanksError) for error in errors)
             hint = self.client.thread.store_hint() if ranks_missing else ""
-            text = "\n\n".join(dict.fromkeys(map(str, errors[:8])))
+            text = "\n\n".join([*dict.fromkeys(map(str, errors))][:8])
             raise type(errors[0])(f"{text}{hint}") from errors[0].__cause__
 
     def _ready(self, made: GroupRound) -> None:
@@ -266,5 +266,4 @@ class _Call:
             with self.mesh.lock:
                 group.end_connect(connected=group in done)
             if group.state is State.ENDED and not self.mesh.aborted:  # another thread released it meanwhile
-                for each in group.take_round():
-                    self.mesh.world.clean_store(each.leave)
+                self.mesh.world.clean(Left(rounds=group.take_round()))

@@ -24,7 +24,7 @@ class FirstCollectives(CallClient):
     garbage collection.
 
     Args:
-        seconds: the deadline of the call.
+        seconds: its timeout.
         statuses: the last statuses of the other ranks.
         rank: this rank.
     """
@@ -96,8 +96,8 @@ class FirstCollectives(CallClient):
     def _inspect(self, running: Sequence[FirstCollective]) -> None:
         """Read whether another member failed, and the statuses of the members."""
         members = {rank for each in running for rank in each.group.ranks[: timing.LIMITS.statuses + 1]}
-        self._statuses.read(self.run, members - {self._rank})
         following = {rank for each in running for rank in each.following(timing.LIMITS.asking)}
+        self._statuses.read(self.run, (members | following) - {self._rank})
         self._statuses.find_ended(self.run, following, all_of_them=True)
         broken = dict(zip(running, self.run(*(Read(each.broken_key) for each in running))))
         for collective in self._poll():  # again, since a member whose collective is done may have left

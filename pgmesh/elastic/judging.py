@@ -89,7 +89,7 @@ class SurvivorJudge(Judge[MeshRound, Outcome]):
     """The call of ``shrink`` with its arguments, as text; "" for a rank that stands by."""
 
     def missed(self, outcome: Outcome) -> bool:
-        """True if this process stands by, and came after this decision or is not the process of its rank in it."""
+        """True if this process stands by and came too late, or if another process of its rank was counted."""
         return False
 
     def goes_on_after(self, outcome: Outcome) -> bool:
@@ -145,7 +145,7 @@ class SurvivorJudge(Judge[MeshRound, Outcome]):
         """The lost ones among some ranks, each with the reason.
 
         Args:
-            all_ended: ask all listeners, for a message; otherwise up to the first of a rank that is waited for.
+            all_ended: ask all listeners, for a message; otherwise stop at the first process that still runs.
         """
         heard = {**self.statuses.heard}
         self.statuses.read(self.client.run, ranks)
@@ -223,7 +223,7 @@ class ShrinkJudge(SurvivorJudge):
         return self._wait_on(view, late=late)
 
     def _looks_at(self, absent: Sequence[int], calls: Collection[int]) -> bool:
-        """True if this rank looks at the statuses of absent ranks now. Of many, those that called first look first."""
+        """True if this rank looks at the statuses of absent ranks now. If they are many, ranks take turns."""
         position = next((i for i, rank in enumerate(calls) if rank == self.rank), 0)
         self._turn = position // timing.LIMITS.statuses
         return len(absent) <= timing.LIMITS.statuses or self.client.now() >= self._turn * timing.TIMING.inspection

@@ -139,7 +139,7 @@ class ShrinkCall:
     def run(self) -> MeshGroups:
         """Agree on the mesh that replaces this one, and create it."""
         mesh, thread = self.mesh, self.client.thread
-        mesh.identity.register(mesh.world, self.client.run, rejoin=True)
+        mesh.identity.register(mesh.world, self.client.run, rejoin=True, seconds=self.client.timeout())
         _check_not_replaced(mesh, self.client)
         if mesh.identity.rejoined:  # a new process in the place of a lost one stands by
             self.request = None
@@ -160,7 +160,7 @@ class ShrinkCall:
             outcome, missed = self._decide(identity.key, before)
             layout = self.successor(before, outcome)
             identity = identity.successor(layout)
-            if missed and mesh.rank in layout:  # with a process of this rank that has ended
+            if missed and mesh.rank in layout:  # the others counted an earlier process of this rank
                 _check_not_replaced(mesh, client)
                 text = f"{mesh.label} was aborted by rank {mesh.rank}, which is a new process and stands by"
                 publish_abort(client.run, identity.refusal_key, text)

@@ -41,7 +41,7 @@ def wait_for_heartbeat(mesh: MeshGroups, seconds: float) -> None:
 
 
 def abort_when_lost(mesh: MeshGroups, lost_after: float | None) -> None:
-    """Abort a mesh as soon as the next rank of the mesh is lost. Each rank watches one other rank.
+    """Abort a mesh as soon as the next of its ranks that has a status is lost or leaves. Each rank watches one other.
 
     Args:
         lost_after: seconds without a heartbeat after which it is lost; None for the default.
@@ -74,7 +74,7 @@ def abort_when_lost(mesh: MeshGroups, lost_after: float | None) -> None:
             statuses.find_ended(run, watched)
         lost = statuses.lost(watched, state.lost_after)
         if lost:  # in another thread: this one sends the heartbeats
-            in_background(mesh.abort, *lost.values())
+            in_background(mesh.abort, next(iter(lost.values())))
         return not lost
 
     world.at_heartbeat.append(next_rank_lives)

@@ -7,7 +7,7 @@ A group is found by its ranks, its tag and the options asked for in the call. It
                   +---- broken <---+------------------+          every state ------> ended
 
 - *new*: torch knows no such group yet, or creating it has failed.
-- *made*: torch knows it. Nothing was communicated.
+- *made*: torch knows it, and ``connect`` has not connected it. Its backend connects in its first collective.
 - *connecting*: a thread is in ``connect`` with it.
 - *connected*: ``connect`` has run its first collective.
 - *broken*: that collective failed, here or on another member. The next use makes the group again, under a new name.
@@ -104,7 +104,7 @@ class Left:
 
 @dataclass(eq=False)
 class Group:
-    """A group. ``state`` says which of these there are.
+    """A group. Which fields are set depends on ``state``.
 
     Args:
         group_label: the group in messages, such as "group dp, tp".
@@ -233,7 +233,7 @@ class Group:
         if self.state is State.CONNECTING:
             self.state = State.CONNECTED if connected else State.MADE
 
-    def break_(self, reason: str) -> list[str]:
+    def break_(self, reason: str) -> Left:
         """Enter the state "broken". The members have the same last attempt, so its number is in the next name.
 
         Returns:
@@ -243,7 +243,7 @@ class Group:
         self.reason = reason
         if self.round is not None:  # else the mesh was replaced meanwhile
             self.broken = self.round.number
-        return self._cancel_waits()
+        return Left(self._cancel_waits())
 
     def end(self, reason: str, *, keeps_round: bool = False) -> Left:
         """Enter the state "ended".
@@ -252,7 +252,7 @@ class Group:
             keeps_round: the store keys of its round stay.
 
         Returns:
-            What it leaves in the store. A thread that connects it leaves the round itself.
+            What it leaves in the store. While a thread is in ``connect`` with it, that one cleans up the round.
         """
         keeps_round = keeps_round or self.state is State.CONNECTING
         self.state, self.reason = State.ENDED, reason

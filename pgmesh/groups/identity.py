@@ -4,8 +4,8 @@ A mesh has a name, or the set of its ranks instead, and three numbers:
 
 - The *local number* counts the meshes of that name in this process, from 0. It is part of the names of groups in torch.
 - The *shared number* counts the meshes of that name on this rank, in all processes that have had the rank. It is part
-  of the store keys, under which the ranks meet. It is the local number plus the shared number of this process's first
-  mesh of that name. Each rank derives it when it *registers* the mesh, which is at its first use of the store.
+  of the store keys, under which the ranks meet. It is the local number plus the number of meshes of that name before
+  this process. Each rank derives it when it *registers* the mesh, which is at its first use of the store.
 - The *generation* counts how often ``shrink`` has replaced the mesh that the program created.
 
 For example, ranks 0 to 3 create the mesh "train", close it, and create it again. Then rank 3 is lost, and a new process
@@ -121,23 +121,36 @@ class MeshIdentity:
 
     # -- the store ----------------------------------------------------------------------------------------------
 
-    def register(self, world: World, run: Callable[..., list[Any]], *, rejoin: bool = False) -> None:
+    def register(
+        self, world: World, run: Callable[..., list[Any]], *, rejoin: bool = False, seconds: float = 0.0
+    ) -> None:
         """Find the shared number, publish the fingerprint, and compare it with the first one; once per rank.
 
         Args:
             run: performs operations on the store.
             rejoin: in a process that replaces a lost one, this is the mesh that the lost one was in. By default it is
                 the next one of that name.
+            seconds: the longest wait for another thread that registers the mesh. The store thread must not wait.
 
         Raises:
             MismatchError: the fingerprints differ, or another process with this rank sends heartbeats.
-            WorldError: the store does not answer.
+            WorldError: the store does not answer, or has not answered another thread that registers the mesh.
         """
         if self.registered:
             return
-        thread, others = world.store_thread(), [rank for rank in self.layout.ranks_in_order() if rank != self.rank]
+        thread = world.store_thread()
+        if not self._registering.acquire(timeout=seconds):
+            raise thread.store.error(f"no answer for {seconds:g} s")
+        try:
+            if not self.registered:
+                self._register(world, thread, run, rejoin=rejoin)
+        finally:
+            self._registering.release()
+
+    def _register(self, world: World, thread: StoreThread, run: Callable[..., list[Any]], *, rejoin: bool) -> None:
+        others = [rank for rank in self.layout.ranks_in_order() if rank != self.rank]
         shared, rejoins = world.numbers.shared(self.prefix, self.number, others, run, thread.store, rejoin=rejoin)
-        self.shared_number, self.rejoined = shared, self.rejoined or rejoins
+        self.shared_number, self.rejoined = shared, self.rejoined or rejoins  # so that it may be called again
         if thread.store.same_rank:
             self._refuse(thread, run)
         *_, first_seen = run(world.numbers.publish(self.prefix, shared), *register_mesh(self.key, self.fingerprint))
@@ -170,13 +183,7 @@ class MeshIdentity:
             WorldError: the store does not answer, or has not answered another thread that registers the mesh.
         """
         if not self.registered:
-            thread = world.store_thread()
-            if not self._registering.acquire(timeout=seconds):
-                raise thread.store.error(f"no answer for {seconds:g} s")
-            try:
-                self.register(world, functools.partial(thread.run, seconds=seconds))
-            finally:
-                self._registering.release()
+            self.register(world, functools.partial(world.store_thread().run, seconds=seconds), seconds=seconds)
         return f"{self.key}/{path}"
 
     def store_keys(self) -> list[str]:

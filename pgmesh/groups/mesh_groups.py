@@ -66,8 +66,9 @@ class MeshGroups:
     """The groups of a mesh, its views and its slices. They are found by their properties and closed together.
 
     The mesh is open; then it has ended and creates no more groups; then its groups are destroyed. A thread that needs
-    several locks takes first ``Group.connecting``, then ``lock``, and then that of the world. No lock is held while
-    waiting for the store or for another rank, except by torch's ``new_group``. So an end waits a second for ``lock``.
+    several locks takes first ``Group.connecting``, then ``lock``, and then that of the world. ``lock`` is never held
+    while waiting for the store or for another rank, except by torch's ``new_group``. So every end but ``close`` waits
+    for it for a second only.
 
     Args:
         name: name of the mesh, the same on every rank; None for an unnamed mesh.
@@ -176,8 +177,8 @@ class MeshGroups:
         with self.lock:
             self.check()
             ranks, tag, layout, axes = members
-            # A group is named for the options beyond its default ones. Only a group of one rank may have options of its
-            # axes; the default is that of its ranks.
+            # The name has the options that differ from the default, which are those of the ranks. All groups of this
+            # rank alone have these ranks, so the options of their axes are in their names.
             default = options = self._configured.options((ranks, tag))
             if len(ranks) == 1 and layout is not None:
                 option_key = self._configured.key(layout, axes, tag)
@@ -261,8 +262,9 @@ class MeshGroups:
                 self._configured.configure(layout, axes, tag, options, created[0] if created else None, call_site())
         of_root = axes if layout == self.layout else self._axes_of_root(layout, axes)
         if of_root is not None:
-            of_mesh = self._configured.of_mesh
-            of_mesh[of_root, tag] = of_mesh.get((of_root, tag), GroupOptions()).but(options)
+            with self.lock:
+                of_mesh = self._configured.of_mesh
+                of_mesh[of_root, tag] = of_mesh.get((of_root, tag), GroupOptions()).but(options)
 
     def _axes_of_root(self, layout: Layout, axes: tuple[Axis, ...]) -> tuple[Axis, ...] | None:
         """The axes of the root mesh along which this rank's block is that of a slice; None if there are none."""
@@ -273,7 +275,7 @@ class MeshGroups:
 
     def configured_options(self) -> list[tuple[list[Axis], str, dict[str, Any]]]:
         """The options of the root mesh's groups as plain data: axes, tag and options."""
-        found = self._configured.of_mesh.items()
+        found = list(self._configured.of_mesh.items())
         return [([*axes], tag, options.given) for (axes, tag), options in found]
 
     def configure_all(self, configured: Iterable[tuple[Sequence[Axis], str, Mapping[str, Any]]]) -> None:
@@ -364,7 +366,7 @@ class MeshGroups:
             self._generations.release(ranks)
             if len(ranks) == 1:
                 self._configured.forget_returned()
-        self._clean_store(left)
+        self.world.clean(left)
 
     def discard(self, group: Group, reason: str) -> None:
         """Destroy the process group of a group whose first collective failed. The next use makes it again."""
@@ -372,9 +374,9 @@ class MeshGroups:
             if group.state is State.ENDED:  # by another thread
                 return
             self._clear_references()
-            written = group.break_(reason)
+            left = group.break_(reason)
             teardown.destroy([group], abort=True)
-        self.world.delete_keys(written)
+        self.world.clean(left)
 
     def close(self) -> None:
         """Destroy all groups. The mesh creates no more."""
@@ -429,12 +431,13 @@ class MeshGroups:
         """Delete what an aborted mesh has left in the store. It was replaced, so no rank reads that any more."""
         rounds = [each for group in list(self._groups.values()) for each in group.take_round()]
         keys = [key for each in rounds for key in each.store_keys()]
-        self.world.delete_keys([*keys, *self.identity.store_keys()])
+        self.world.clean(Left([*keys, *self.identity.store_keys()]))
 
     def _end(self, end: End, *, lock_seconds: float = 1.0) -> None:
         """Destroy all groups, unless that was done before. The mesh creates no more.
 
-        If another thread holds the lock for longer, a thread waits for it and destroys the groups. It may never end.
+        If another thread holds the lock for longer, a background thread waits for it, perhaps for ever, and then
+        destroys the groups.
 
         Args:
             lock_seconds: timeout for the lock; -1 for none.
@@ -456,7 +459,7 @@ class MeshGroups:
                 self.world.stop_keeping(self)
         finally:
             self.lock.release()
-        self._clean_store(left)
+        self.world.clean(left)
 
     def _mark_ended(self, end: End) -> End:
         """Let the mesh create no more groups, and return how it ended first."""
@@ -469,14 +472,6 @@ class MeshGroups:
         self._clear_references()
         teardown.wake(self.made())
         connections.shut_down([group.endpoints() for group in self.made()])
-
-    def _clean_store(self, left: Left) -> None:
-        """Delete what groups have left in the store. The caller does not hold the lock: this waits for the store."""
-        if background.exiting.is_set():  # this process has left the world
-            return
-        for each in left.rounds:
-            self.world.clean_store(each.leave)
-        self.world.delete_keys(left.keys)
 
     def _destroy(self, groups: list[Group], reason: str, *, abort: bool = False) -> Left:
         """End some groups, and return what they leave in the store.
@@ -512,7 +507,7 @@ class MeshGroups:
             left = group.end("was destroyed; ask its mesh for it anew.")
             teardown.mark_destroyed(group)
             self._drop([group])
-        self._clean_store(left)
+        self.world.clean(left)
 
     def _clear_references(self) -> None:
         """Clear the references to groups. It may have no lock, so it repeats while another thread adds a mesh."""

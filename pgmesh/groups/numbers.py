@@ -26,7 +26,7 @@ class MeshNumbers:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._next_local: defaultdict[str, int] = defaultdict(int)
-        self._first_shared: dict[str, int] = {}  # of this process's first mesh
+        self._offsets: dict[str, int] = {}  # a mesh's shared number minus its local number
         self._last_shared: dict[str, int] = {}  # of this rank's last mesh, in any process; the latest is at the end
         self._of_predecessor: dict[str, int] | None = None  # its last shared numbers; None until they are read
 
@@ -52,24 +52,24 @@ class MeshNumbers:
         *,
         rejoin: bool,
     ) -> tuple[int, bool]:
-        """The shared number of a mesh, and whether this call has let it rejoin that of the predecessor.
+        """The shared number of a mesh, and True if that was found now and is the mesh that the predecessor was in.
 
         Args:
             others: the other ranks of the mesh.
             run: performs operations on the store.
             store: knows after an operation whether there was a predecessor.
-            rejoin: this process's first mesh of a name is the one that its predecessor was in.
+            rejoin: this process's first registered mesh of a name is the last one of its predecessor.
         """
         if self._of_predecessor is None:
             (text,) = run(Read(meshes_key(self._rank)))
             self._of_predecessor = _unpack(text) if store.replaces_process else {}
             self._last_shared.update(self._of_predecessor)  # for the process that replaces this one
-        rejoins = rejoin and prefix not in self._first_shared
+        rejoins = rejoin and prefix not in self._offsets
         if rejoins:
-            self._first_shared[prefix] = self._of_predecessor.get(prefix, 0)
-        elif prefix not in self._first_shared:
-            self._first_shared[prefix] = self._next_shared(prefix, self._of_predecessor, others, run)
-        return self._first_shared[prefix] + local, rejoins and store.replaces_process
+            self._offsets[prefix] = self._of_predecessor.get(prefix, local) - local
+        elif prefix not in self._offsets:
+            self._offsets[prefix] = self._next_shared(prefix, self._of_predecessor, others, run)
+        return self._offsets[prefix] + local, rejoins and store.replaces_process
 
     def _next_shared(
         self, prefix: str, before: Mapping[str, int], others: Sequence[int], run: Callable[..., list[Any]]

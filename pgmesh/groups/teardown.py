@@ -50,8 +50,8 @@ def destroy(groups: Iterable[Group], *, abort: bool = False) -> None:
 def wake(groups: Iterable[Group]) -> None:
     """End this rank's waits for members that have not connected, in those groups that are in a collective.
 
-    After a failed collective, Gloo would end the process when such a connection closes. So a group is left alone around
-    the time at which Gloo itself gives up the wait.
+    Once Gloo has given up such a wait, it would end the process. So groups are skipped for a second before and after
+    that moment.
     """
     busy = busy_seconds()
     for group in groups:
@@ -85,7 +85,7 @@ def _end(group: Group, *, abort: bool) -> None:
 
 
 def mark_destroyed(group: Group) -> None:
-    """Mark a group that torch destroys, remove its tag from torch's tables, and shut its connections down."""
+    """Mark a group that torch destroys, shut its connections down, and drop the process group."""
     torch_private.destroyed[group.process_group] = group.unusable
     torch_private.unregister_tag(group.process_group)
     connections.shut_down([group.endpoints()])

@@ -10,14 +10,16 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
 from pgmesh.errors import LifetimeError, NameTakenError, WorldError
+from pgmesh.groups import background
 from pgmesh.groups.aborts import Aborts
 from pgmesh.groups.default_world import store_address, world_options, world_rank_and_size, world_store
+from pgmesh.groups.group import Left
 from pgmesh.groups.numbers import MeshNumbers
 from pgmesh.groups.watch import Watch
 from pgmesh.options import GroupOptions
@@ -86,17 +88,19 @@ class World:
         thread.start_heartbeat()
         return thread
 
-    def clean_store(self, clean: Callable[[Callable[..., list[Any]]], object]) -> None:
-        """Let a function delete store keys. A failed or stalled store is ignored."""
-        with contextlib.suppress(WorldError, LifetimeError):
-            thread = self.store_thread()
-            if not thread.stalled:
-                clean(lambda *operations: thread.run(*operations, seconds=1.0))
+    def clean(self, left: Left) -> None:
+        """Delete what ended groups have left in the store. A failed or stalled store is ignored.
 
-    def delete_keys(self, keys: Sequence[str]) -> None:
-        """Delete store keys. A failed or stalled store is ignored."""
-        if keys:
-            self.clean_store(lambda run: run(Delete(tuple(keys))))
+        The caller holds no lock: this waits for the store.
+        """
+        tasks: list[Callable[..., object]] = [each.leave for each in left.rounds]
+        if left.keys:
+            tasks.append(lambda run: run(Delete(tuple(left.keys))))
+        for task in tasks if not background.exiting.is_set() else ():  # then this process has left the world
+            with contextlib.suppress(WorldError, LifetimeError):
+                thread = self.store_thread()
+                if not thread.stalled:
+                    task(functools.partial(thread.run, seconds=1.0))
 
     # -- meshes -------------------------------------------------------------------------------------------------
 

@@ -51,8 +51,8 @@ class Listeners:
     def has_ended(self, status: RankStatus, seconds: float) -> bool:
         """True if the process that published a status has ended: its listener refuses a connection.
 
-        A firewall of another host refuses too. So there a heartbeat must be missing as well. A listener is asked a few
-        times in a second at most: it has room for 128 connections until the next heartbeat.
+        A firewall on another host may refuse too, so for other hosts a heartbeat must be missing as well. A listener is
+        asked a few times in a second at most: it has room for 128 connections until the next heartbeat.
 
         Args:
             seconds: the time without a new heartbeat.

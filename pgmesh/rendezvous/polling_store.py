@@ -92,7 +92,7 @@ class PollingStore(dist.Store):
         return self._thread().run(*operations, seconds=self._seconds_left())
 
     def _seconds_left(self) -> float:
-        """The timeout of an operation: a second more than that of the wait, or of the group's collectives."""
+        """The timeout of an operation: a second more than the wait has left, or than the group's timeout."""
         left = min(self.timeout.total_seconds(), self._end - time.monotonic())
         return max(0.0, left) + timing.TIMING.report_missing
 
@@ -259,6 +259,7 @@ class PollingStore(dist.Store):
 
     def _raw(self, operation: str, key: Any, *arguments: Any) -> Any:
         self.written.add(self._store_key(key))
+        self._check_open()
         return self._ask(Raw(operation, (self._store_key(key), *arguments)))[0]
 
     def check(self, keys: list[str]) -> bool:

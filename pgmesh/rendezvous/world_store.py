@@ -63,7 +63,7 @@ class WorldStore:
         self._connection: Any = None  # with this world's prefix; None before the first operation and after a failure
         self._name = ""  # of the world
         self._has_key = False  # this process's key is in the store
-        self._leaves = False  # the cut network of this store is waited for no longer
+        self._leaves = False  # over a cut network, it connects no more
         self.replaces_process = False  # another process had this rank before; known after the first operation
         self.same_rank = ""  # label of a process that has this rank too; known after the first operation
         self._server: tuple[str, int] | None = None  # numeric address of the store, once it has answered
@@ -71,7 +71,7 @@ class WorldStore:
         # ask the port themselves. A killed store closes its port last, so this is common.
         self._opening: tuple[str, int] | None = None
         self._operation_start = math.inf  # of an operation that the store has not answered
-        self.answers = 0  # their number, while it finds out whether another process has this rank
+        self.answers = 0  # the number of answers while it finds out whether another process has this rank
         self.listeners = Listeners(self.period)
 
     @property
@@ -142,10 +142,11 @@ class WorldStore:
         """Open another connection to the server of a store, and the listener at this end of it."""
         try:  # torch's client would wait long for a server that is gone
             with self._reach(self._server or (store.host, store.port)) as connection:
-                host, port = self._opening = self._server = connection.getpeername()[:2]
-                self.listeners.open(connection.getsockname()[0])  # where the store's host can reach it
+                here, self._server = connection.getsockname()[0], connection.getpeername()[:2]
         except OSError as error:
             raise self.error(str(error)) from error
+        self.listeners.open(here)  # where the store's host can reach it
+        host, port = self._opening = self._server
         try:
             limit = timedelta(seconds=timing.TIMING.late_answer)
             with ending_when_cut(port, timing.TIMING.store_silence):

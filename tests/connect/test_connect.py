@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -17,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import LifetimeError, ProcessGroupMesh
-from pgmesh.groups.group import find_group
+from pgmesh.groups import backends
+from pgmesh.groups.group import State, find_group
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Raw, Read
 from tests.support.board import Fault, at_all_reduce, faults, key_of, writes
@@ -42,6 +44,25 @@ def test_connect_succeeds_with_axes_in_any_order():
     assert len(lines) == 4
     assert all(re.fullmatch(r"group [dpt, ]+ +met +[\d.]+ s, warm +[\d.]+ s", line) for line in lines)
     assert re.fullmatch(r"\d+ store operations", operations)
+
+
+@on_ranks(4)
+def test_failed_call_leaves_rounds_of_other_threads():
+    """Another thread of rank 0 connects dp, while a call of the main thread cannot create the group along tp."""
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="two threads")
+    broken = mock.patch.dict(backends.CONSTRUCTORS, gloo=mock.Mock(side_effect=OSError("Too many open files")))
+    if mesh.rank == 0:
+        with ThreadPoolExecutor(1) as threads:
+            other = threads.submit(mesh.connect, "dp")
+            wait_until(lambda: State.CONNECTING in [each.state for each in mesh._mesh_groups.made()], "it connects")
+            with broken, pytest.raises(OSError, match="Too many open files"):
+                mesh.connect("tp", "dp")
+            dist.barrier()
+            other.result()
+    else:
+        dist.barrier()
+        mesh.connect("dp")
+    check_sums({"dp": (mesh.group("dp"), mesh.ranks("dp"))})
 
 
 def count_operations(tmp_path):

@@ -79,6 +79,20 @@ def test_third_process_takes_numbers_of_the_first():
     assert third.register("critic") == zero.register("critic") == "pgmesh/critic.2"
 
 
+def test_rejoined_mesh_may_follow_an_unused_one():
+    """Each process creates a mesh of that name that it never uses, and then the one that it uses."""
+
+    def second(process: Process) -> MeshIdentity:
+        MeshIdentity("train", PAIR, None, process.rank, 2).set_number(process.world.numbers, counts=True)
+        return process.create("train", rejoin=True)
+
+    store = dist.HashStore()
+    survivor, lost = (second(Process(store, rank)) for rank in (0, 1))
+    new = second(Process(store, 1, replaces_process=True))
+    assert new.rejoined
+    assert new.key == survivor.key == lost.key == "pgmesh/train.1"
+
+
 def test_groups_used_at_once_register_mesh_once():
     process = Process(dist.HashStore(), 0)
     identity = MeshIdentity("train", PAIR, None, 0, 2)

@@ -261,6 +261,16 @@ def test_missing_first_member_is_named_as_writer():
         member.get("id/1:2")
 
 
+def test_closed_store_writes_no_more_keys():
+    store = dist.HashStore()
+    one = polling(store, kind=PollingStore)
+    one.close("the group was released")
+    for write in (lambda: one.set("a", b"1"), lambda: one.add("a", 1), lambda: one.compare_set("a", "", "1")):
+        with pytest.raises(LifetimeError, match="the group was released"):
+            write()
+    assert not store.check(["group/a"])
+
+
 def test_first_member_writes_at_once():
     store = dist.HashStore()
     first, other = polling(store, kind=PollingStore), polling(store, kind=PollingStore)
