@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import PgmeshError, ProcessGroupMesh
-from tests.support.faults import beat_fast, kill_self, results
+from tests.support.faults import kill_self, results
 from tests.support.worlds import fresh_world
 
 ROOT = Path(__file__).parents[2]
@@ -72,7 +72,6 @@ def train_until_killed(mesh: ProcessGroupMesh) -> None:
 
 
 def run_short_loop() -> str:
-    beat_fast()
     names: dict[str, Any] = {"ProcessGroupMesh": ProcessGroupMesh, "PgmeshError": PgmeshError}
     exec(SHORT_LOOP, names | {"train": train_until_killed}, names)
     return repr(names["mesh"])
