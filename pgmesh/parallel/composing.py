@@ -90,6 +90,9 @@ def compose(
 class Composition:
     """Parallel methods on one mesh, in the order in which they are applied. ``compose`` returns it.
 
+    Gradients, norms and broadcasts are communicated on the device of the weights, or on the group's accelerator: with
+    weights offloaded to the CPU under NCCL, and always under ``cpu:gloo,cuda:nccl``.
+
     Args:
         mesh: the mesh.
         methods: the methods, lowest level first.

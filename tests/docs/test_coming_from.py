@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pgmesh import Layout, PgmeshError, launch, recipes
+from pgmesh import Layout, PgmeshError, ProcessGroupMesh, launch, recipes
 from pgmesh.parallel import PipelineParallel
 from tests.support import doc_tables, golden_files
 from tests.support.fake_world import fake_rank
@@ -36,6 +36,9 @@ PAGES: dict[str, Callable[[], Mapping[str, str]]] = {
 EXPECTED = json.loads(golden_files.read("values-of-pages.json"))
 VALUES: dict[str, dict[str, str]] = EXPECTED["lines"]
 """By page and line, what the line gives on rank 5 of 8: the repr, or the name of the exception."""
+
+ENDINGS: dict[str, dict[str, str]] = EXPECTED["endings"]
+"""By page and line, what has to follow the line for a value that can be compared, such as ``.size()`` of a group."""
 
 GROUPS: dict[str, dict[str, list[int]]] = EXPECTED["groups"]
 """By page and name, the ranks of the group that rank 5 is in."""
@@ -108,7 +111,7 @@ JOBS = [row for page in PAGES for row in rows(page) if row.now.startswith("launc
 def namespace(page: str) -> dict[str, Any]:
     """What a line on a page may use: the examples at the top of it, and whatever its lines give a name."""
     names: dict[str, Any] = {"torch": torch, "dist": dist, "timedelta": timedelta, "Layout": Layout, "recipes": recipes}
-    names["PipelineParallel"] = PipelineParallel
+    names |= {"PipelineParallel": PipelineParallel, "ProcessGroupMesh": ProcessGroupMesh}
     text = (DOCS / f"{page}.md").read_text()
     for example in doctest.DocTestParser().get_examples(text):
         if re.match(r"\w+ = ", example.source):
@@ -152,8 +155,10 @@ def value_of_group(page: str, line: str) -> str | None:
 @pytest.mark.parametrize("page", PAGES)
 def test_each_line_has_a_value_or_name(page: str):
     with fake_rank(5, 8, dist.HashStore()):
-        names = namespace(page)
-        for line in (row.now for row in rows(page, PAGES[page]()) if row not in JOBS):
+        names, endings = namespace(page), ENDINGS[page]
+        lines = [row.now for row in rows(page, PAGES[page]()) if row not in JOBS]
+        assert endings.keys() - {*lines} == set()
+        for line in (each + endings.get(each, "") for each in lines):
             value = value_of_group(page, line)
             if value is not None:
                 assert value_of(line, names) == value, line

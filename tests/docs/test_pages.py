@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+
+from pgmesh import PgmeshError, ProcessGroupMesh
+from tests.support.faults import kill_self, results
+from tests.support.worlds import fresh_world
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "index.md", ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -51,12 +58,35 @@ def test_contributing_page_names_existing_tests():
     assert len(named) > 10
 
 
+# ---- lost ranks ----
+
+ELASTIC = (ROOT / "docs" / "elastic.md").read_text(encoding="utf-8").partition("## The three calls")[0]
+SHORT_LOOP, WHOLE_LOOP = re.findall(r"^```python\n(.*?)^```", ELASTIC, re.MULTILINE | re.DOTALL)
+
+
+def train_until_killed(mesh: ProcessGroupMesh) -> None:
+    for step in range(4):
+        if mesh.rank == 2 and step == 2:
+            kill_self()
+        dist.all_reduce(torch.ones(1), group=mesh.group())
+
+
+def run_short_loop() -> str:
+    names: dict[str, Any] = {"ProcessGroupMesh": ProcessGroupMesh, "PgmeshError": PgmeshError}
+    exec(SHORT_LOOP, names | {"train": train_until_killed}, names)
+    return repr(names["mesh"])
+
+
+def test_short_elastic_loop_survives_a_killed_rank():
+    with fresh_world(3) as own:
+        seen = results(own.outcomes(run_short_loop), 2)
+    assert seen == ["ProcessGroupMesh(dp=2, ranks=range(2), name='train')"] * 2
+
+
 def test_elastic_page_shows_loop_of_the_example():
-    page = (ROOT / "docs" / "elastic.md").read_text(encoding="utf-8").partition("## The three calls")[0]
     program = (ROOT / "examples" / "elastic.py").read_text(encoding="utf-8")
-    parts = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert [re.findall(r"^def (\w+)", part, re.MULTILINE) for part in parts] == [["run", "train"]]
-    assert [part for part in parts if part not in program] == []
-    calls = re.findall(r"`(\w[\w.]*\(.+?\))`", " ".join(without_code(page).split()))
+    assert re.findall(r"^def (\w+)", WHOLE_LOOP, re.MULTILINE) == ["run", "train"]
+    assert WHOLE_LOOP in program
+    calls = re.findall(r"`(\w[\w.]*\(.+?\))`", " ".join(without_code(ELASTIC).split()))
     assert len(calls) > 1
     assert [call for call in calls if call not in program] == []

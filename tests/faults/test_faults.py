@@ -517,7 +517,7 @@ def ask_without_a_store(folder: Path) -> tuple[dict[str, Attempt], bool, Attempt
     return seen, reported, attempt(lambda: connect_and_check(ProcessGroupMesh(dp=2, tp=2, name="again")))
 
 
-@pytest.mark.fault("the same, and no rank has connected anything")
+@pytest.mark.fault("the store fails, and no rank has connected anything")
 @pytest.mark.parametrize("how", GOES)
 def test_calls_of_unconnected_ranks_end_without_a_store(tmp_path: Path, how: str):
     seen, where, _ = lose_store(ask_without_a_store, tmp_path, how)
