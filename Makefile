@@ -21,6 +21,9 @@ TESTS ?=
 # Build and run-time packages alike come from these versions; a looser range would fetch another torch.
 export PIP_CONSTRAINT := $(CURDIR)/.ci/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Bytecode of torch takes half of an installation: each module's is written when it is first imported.
+export PIP_COMPILE := 0
+unexport PYTHONDONTWRITEBYTECODE
 # torch asks a name server for both ends of each connection, also of this machine's own, and waits five seconds for a
 # question that is lost. Names that stand in /etc/hosts are enough here.
 LOCAL := RES_OPTIONS=attempts:0
@@ -29,7 +32,7 @@ QUIET := $(LOCAL) TORCH_CPP_LOG_LEVEL=ERROR
 # A file is one worker's, and tests/conftest.py says which come first.
 BY_TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-long test-gpu test-torch test-upstream browser test-launchers chaos bench bench-quick docs package release-check format clean
+.PHONY: demo test types tests test-long test-gpu test-torch test-upstream browser test-launchers chaos bench bench-quick docs package release-check format clean
 
 demo: $(VENV)/demo           ## a small GPT, trained by eight processes of this machine and checked against one
 	$(QUIET) $(RUN) examples/train_gpt.py
@@ -37,7 +40,12 @@ demo: $(VENV)/demo           ## a small GPT, trained by eight processes of this 
 test: $(VENV)/dev            ## style, types, doctests, and the tests that are not long
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(MAKE) --no-print-directory -j 2 types tests
+
+types: $(VENV)/dev
 	$(RUN) -m mypy
+
+tests: $(VENV)/dev
 	$(LOCAL) $(RUN) -m pytest -q $(BY_TWO) -m 'not long'
 
 test-long: $(VENV)/docs      ## the tests that train or take long, and every example

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-import pgmesh
-from tests.support.fake_world import fake_rank
-
 
 @pytest.fixture(autouse=True)
 def running_example(request: pytest.FixtureRequest, doctest_namespace: dict[str, Any]) -> Iterator[None]:
     if not isinstance(request.node, pytest.DoctestItem):
         yield
         return
+    import pgmesh  # not above: pytest's own process, which only hands out tests, would import torch
+    from tests.support.fake_world import fake_rank
+
     with fake_rank(5, 8):
         doctest_namespace.update({name: getattr(pgmesh, name) for name in pgmesh.__all__})
         doctest_namespace["layout"] = pgmesh.Layout(pp=2, dp=2, tp=2)

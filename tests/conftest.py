@@ -7,30 +7,29 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch.distributed as dist
 from hypothesis import settings
 
-from pgmesh.rendezvous.store_thread import StoreThread
-from pgmesh.rendezvous.world_store import WorldStore
-from tests.support.faults import busy_processes
-from tests.support.hosts import NoHostsError, two_hosts
-from tests.support.worlds import STARVED
+if TYPE_CHECKING:
+    from pgmesh.rendezvous.store_thread import StoreThread
+
+# Torch is imported in functions: pytest's own process, which only hands out the tests to the workers, does without.
 
 TESTS = Path(__file__).parent
 
 collect_ignore = ["upstream/plugin.py"]  # for torch's own tests, which need expecttest
 
 LONGEST = (
-    "faults/test_faults",
     "rendezvous/test_model",
+    "elastic/test_model",
+    "faults/test_faults",
     "launch/test_launch",
     "preflight/test_check",
     "faults/test_resource_counts",
     "resharding/test_resharder",
     "elastic/test_pauses",
-    "elastic/test_model",
     "elastic/test_blocked_ranks",
     "interop/test_device_mesh",
     "elastic/test_shrink",
@@ -55,12 +54,17 @@ LONGEST = (
     "docs/test_readme",
     "rendezvous/test_detection_latency",
 )
-"""The slowest files, slowest first; files that wait alternate with files that compute."""
+"""The slowest files. Files that wait alternate with files that compute; mypy runs next to the first two."""
 
 
 @pytest.fixture
 def store_thread() -> Iterator[StoreThread]:
     """A store thread over a store in memory."""
+    import torch.distributed as dist
+
+    from pgmesh.rendezvous.store_thread import StoreThread
+    from pgmesh.rendezvous.world_store import WorldStore
+
     thread = StoreThread(WorldStore(dist.HashStore(), "nowhere", 0, 1))
     yield thread
     thread.stop()
@@ -69,6 +73,8 @@ def store_thread() -> Iterator[StoreThread]:
 @pytest.fixture
 def hosts() -> Iterator[tuple[str, str]]:
     """Two hosts, on this machine; skips the test where that is not possible."""
+    from tests.support.hosts import NoHostsError, two_hosts
+
     try:
         with two_hosts() as names:
             yield names
@@ -78,10 +84,13 @@ def hosts() -> Iterator[tuple[str, str]]:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the default of torch 2.13; torch 2.9 records nothing
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a rank that C++ aborts prints its stack
     fixed = config.getoption("hypothesis_seed") is None
     settings.register_profile("pgmesh", derandomize=fixed, deadline=None, database=None, print_blob=True)
     settings.load_profile("pgmesh")
-    if STARVED and not hasattr(config, "workerinput"):
+    if "PGMESH_STARVED" in os.environ and not hasattr(config, "workerinput"):
+        from tests.support.faults import busy_processes
+
         busy = contextlib.ExitStack()
         busy.enter_context(busy_processes(int(os.environ["PGMESH_STARVED"])))
         config.add_cleanup(busy.close)

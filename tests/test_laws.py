@@ -327,7 +327,7 @@ def has_steps(places: Sequence[int], sizes: Sequence[int]) -> bool:
     return all(place == origin + sum(step[n] for step, n in zip(steps, coord)) for coord, place in table.items())
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(roots(), st.lists(st.sampled_from([Walk.at, Walk.view, Walk.along]), min_size=1, max_size=5), st.data())
 def test_laws_hold_after_at_along_and_view(root, steps, data):
     walk = Walk(*root)

@@ -136,8 +136,8 @@ def cannot_make(mesh: ProcessGroupMesh) -> None:
 
 
 def is_interrupted_in_the_first_collective(mesh: ProcessGroupMesh) -> None:
-    """The others hang in Gloo until the group's timeout."""
-    mesh.configure(*ALL, timeout=SOON)
+    """The others hang in Gloo until the group's timeout. A connection after five of them would end the process."""
+    mesh.configure(*ALL, timeout=2 * SOON)
     one_stops("KeyboardInterrupt", mesh, at_all_reduce(before=raises(KeyboardInterrupt())))
 
 

@@ -152,7 +152,7 @@ def new_group_of_all(odd: Sequence[int]) -> Any:
     return [dist.new_group(block) for block in (odd, rest)][dist.get_rank() not in odd]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @on_ranks(8)
 def test_ranks_create_groups_in_any_order(seed: int):
     """Make the groups of three meshes in an order of one's own, torch's own groups in between, and use them."""

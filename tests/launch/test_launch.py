@@ -20,7 +20,7 @@ import torch.distributed as dist
 from pgmesh.errors import LaunchError
 from pgmesh.launch import join, spawn
 from pgmesh.launch.detect import BY_HAND
-from pgmesh.launch.processes import GUARD, process_context
+from pgmesh.launch.processes import GUARD, PRELOAD, process_context
 from pgmesh.launch.spawning import PICKLING, Outcome, unwrap_results
 from tests.support.message_assertions import assert_raises, in_python_3_10_wording
 from tests.support.programs import clean_env, is_running, run_programs, wait_until_gone, write_script
@@ -182,6 +182,7 @@ def hang(folder: Path) -> None:
 def spawn_until_interrupted(folder: Path) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the background job of a shell ignores it
     try:
+        del PRELOAD[1:]  # the rest than torch
         spawn(hang, 2, folder)
     except KeyboardInterrupt:
         sys.exit(3)
@@ -234,7 +235,10 @@ SCRIPTS: dict[str, tuple[str, str]] = {
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Standard error of each script. All scripts run at the same time, each as the main program."""
-    run = "import os, runpy; runpy.run_path(os.environ['SCRIPT'], run_name='__main__')"
+    run = (
+        "import os, runpy; from pgmesh.launch.processes import PRELOAD; del PRELOAD[1:];"  # leave torch
+        "runpy.run_path(os.environ['SCRIPT'], run_name='__main__')"
+    )
     paths = [write_script(tmp_path_factory.mktemp("script"), text) for text, _ in SCRIPTS.values()]
     environs = [clean_env(SCRIPT=path) for path in paths]
     said = run_programs(tmp_path_factory.mktemp("said"), run, environs=environs, statuses=(0, 1))
@@ -311,6 +315,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 def test_join_under_torchrun(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(

@@ -133,7 +133,7 @@ def pipelines_agree(sizes: dict[str, int], order: tuple[str, ...], whole: int) -
 
 def test_every_group_follows_from_the_stated_equation():
     chance, accepted, refused = random.Random(7), 0, 0
-    while accepted < 250:
+    while accepted < 100:
         sizes = {axis: chance.choice([1, 1, 2, 2, 3, 4]) for axis in ("tp", "cp", "ep", "pp")}
         if chance.random() < 0.5:
             sizes["etp"] = chance.choice([1, 2, 3])
@@ -156,7 +156,7 @@ def test_every_group_follows_from_the_stated_equation():
         accepted += 1
         arrangement = plan(whole, **keywords, hierarchical_cp=levels)
         check(arrangement, oracle.megatron(whole, **sizes, order=order, offset=offset, hierarchical=levels))
-    assert refused > 100
+    assert refused > 40
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2, 2, 2), (2, 2, 2, 1, 2), (2, 1, 2, 2, 2), (2, 2, 4, 2, 1), (1, 2, 4, 2, 1)])
@@ -179,7 +179,7 @@ def test_optimizer_instances_tile_data_in_every_order(sizes: tuple[int, ...]):
 
 def test_default_order_fits_any_number_of_instances():
     chance = random.Random(3)
-    for _ in range(100):
+    for _ in range(40):
         sizes = {axis: chance.choice([1, 2, 3]) for axis in ("tp", "cp", "ep", "pp", "etp")}
         whole = math.lcm(sizes["tp"] * sizes["cp"], sizes["etp"] * sizes["ep"]) * sizes["pp"] * chance.choice([1, 2, 4])
         dp = whole // (sizes["tp"] * sizes["pp"])
@@ -738,12 +738,15 @@ WRONG: dict[str, list[dict[str, Any]]] = {
     ],
 }
 """Values of the arguments of each recipe, of which most do not fit."""
+TRIED = 500
+"""So many combinations of the values of each table, at most, are tried with each number of ranks."""
 
 
 def refused_calls(name: str) -> Iterator[str]:
-    """The calls of a recipe with each combination of these values that raise."""
+    """The errors of a recipe's calls with combinations of these values."""
     for grid, size in itertools.product(WRONG[name], (6, 8)):
-        for values in itertools.product(*grid.values()):
+        combinations = [*itertools.product(*grid.values())]
+        for values in random.Random(size).sample(combinations, min(TRIED, len(combinations))):
             given = {word: value for word, value in zip(grid, values) if value is not None}
             try:
                 getattr(recipes, name)(size, **given, of=Layout)

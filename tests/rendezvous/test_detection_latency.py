@@ -58,7 +58,7 @@ def test_mismatch_is_raised_within_a_tenth_second(arrivals, odd, arriving, what)
 
 
 @pytest.mark.fault("a member dies before it arrives")
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.tuples(moments, moments, moments), st.floats(0.0, 0.999), st.integers(1, 4), st.floats(0.001, 0.999), paces)
 def test_silent_member_is_named_soon_after_h(arrivals, phase, heartbeats, after, pace):
     last = phase + heartbeats
@@ -75,7 +75,7 @@ def test_silent_member_is_named_soon_after_h(arrivals, phase, heartbeats, after,
 
 
 @pytest.mark.fault("a living member does not come")
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.tuples(moments, moments, moments, moments), paces)
 def test_living_member_is_awaited_until_the_deadline(arrivals, pace):
     deadline = 9.0
@@ -94,7 +94,7 @@ def test_living_member_is_awaited_until_the_deadline(arrivals, pace):
         assert "\n  rank 3: " in caller.warnings[0]
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.integers(3, 9), st.data())
 def test_circle_is_warned_about_and_then_raised(ranks, data):
     callers = []

@@ -46,7 +46,11 @@ DEADLINE = 240.0 if STARVED else 60.0  # seconds
 PRELOAD += ["hypothesis", "pytest"]
 PRELOAD += ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"]
 PRELOAD += ["torch.distributed.checkpoint.state_dict", "torch.distributed.tensor.parallel"]
-PRELOAD += ["pgmesh.mesh", "tests.support.rank_assertions", "tests.support.gc_freeze"]
+PRELOAD += ["pgmesh.mesh", "pgmesh.parallel.composing", "pgmesh.parallel.pipeline", "pgmesh.resharding.resharder"]
+PRELOAD += ["pgmesh.connect.connecting", "pgmesh.connect.report", "pgmesh.elastic.shrinking", "encodings.idna"]
+PRELOAD += ["pgmesh.cli.check", "pgmesh.interop", "pgmesh.recipes", "pgmesh.launch.faking"]
+PRELOAD += ["tests.support.faults", "tests.support.parallel_models", "tests.support.expert_models"]
+PRELOAD += ["tests.support.resource_counts", "tests.support.rank_assertions", "tests.support.gc_freeze"]
 
 
 class World(LocalWorld):
