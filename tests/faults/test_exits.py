@@ -123,7 +123,7 @@ def in_a_fork() -> None:
 def in_asynchronous_collective() -> None:
     """Rank 2 ends when its address is in the store. Rank 0 enters the collective at that time, and rank 1 later."""
     mesh = ProcessGroupMesh(3, name="actor")
-    mesh.configure(0, timeout=SHORT)
+    mesh.configure(0, timeout=4 * SHORT)
     dist.barrier()
     if mesh.rank < 2:
         wait_for_flag(Path(), "address")

@@ -136,7 +136,7 @@ def cannot_make(mesh: ProcessGroupMesh) -> None:
 
 
 def is_interrupted_in_the_first_collective(mesh: ProcessGroupMesh) -> None:
-    """The others hang in Gloo until the group's timeout. A connection after five of them would end the process."""
+    """The others hang in Gloo for five timeouts of the group."""
     mesh.configure(*ALL, timeout=2 * SOON)
     one_stops("KeyboardInterrupt", mesh, at_all_reduce(before=raises(KeyboardInterrupt())))
 
@@ -223,8 +223,9 @@ def repeat(fault: Callable[[ProcessGroupMesh], None], times: int) -> int:
         dist.barrier()
         mesh.close()
         del mesh
-    memory = resident_kib()  # which collects what is garbage first
+    gc.collect()
     wait_until(lambda: background.free_finished() or not background._kept, "collectives that hang in Gloo end")
+    memory = resident_kib()
     dist.barrier()
     return memory
 
