@@ -28,7 +28,7 @@ from tests.elastic.model.programs import (
     with_spare,
 )
 from tests.elastic.model.space import ShrinkSpace
-from tests.support.faults import RANDOM_PROGRAMS, SEED
+from tests.support.faults import RANDOM_PROGRAMS, SEED, STATES
 from tests.support.model.space import MANY, NO_FAULTS, Faults, Mutant, check
 
 STOPPED = Faults(silences=1, long_times=1)
@@ -82,7 +82,7 @@ def test_members_agree_after_interrupt_at_any_step():
 
 def test_stopped_rank_returns_and_stands_by():
     explore(members(2, comes_back=True), Faults(silences=1, long_times=1))
-    explore(members(2, comes_back=True, retries=True), Faults(silences=1, long_times=1, deadlines=1), 2_000)
+    explore(members(2, comes_back=True, retries=True), Faults(silences=1, long_times=1, deadlines=1), 2 * STATES)
     walk(members(3, comes_back=True), Faults(silences=1, long_times=1, crashes=1), 30)
 
 
@@ -106,7 +106,7 @@ def test_members_agree_when_a_spare_calls_shrink():
 
 @pytest.mark.parametrize("faults", [Faults(deadlines=1), Faults(interrupts=1), Faults(crashes=1, deadlines=1)], ids=str)
 def test_members_retry_with_a_spare(faults: Faults):
-    explore(with_spare(retries=True), faults, 2_000, layout=PAIR)
+    explore(with_spare(retries=True), faults, 2 * STATES, layout=PAIR)
     walk(with_spare(retries=True), faults, 20, layout=PAIR)
 
 

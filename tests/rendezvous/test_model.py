@@ -18,7 +18,7 @@ from tests.rendezvous.model.programs import (
     random_programs,
 )
 from tests.rendezvous.model.space import ConnectSpace
-from tests.support.faults import RANDOM_PROGRAMS, SEED
+from tests.support.faults import RANDOM_PROGRAMS, SEED, STATES
 from tests.support.model.space import MANY, NO_FAULTS, Faults, Mutant, Seen, check
 
 AB, AC, BC, ABC = PAIRS_AND_TRIPLE
@@ -109,7 +109,7 @@ def test_ranks_retry_after_deadlines(deadlines):
 def test_three_ranks_retry_the_groups_that_failed(programs, faults):
     groups = [(ABC,)] * 3 if programs == "one group" else [(AB,), (AB, BC), (BC,)]
     retries = [at_once(*mine, after="retry") for mine in groups]
-    explore(retries, faults, 4_000)
+    explore(retries, faults, 4 * STATES)
     walk(retries, faults, 20, random.Random(3))
 
 
@@ -149,7 +149,7 @@ def test_mutants_are_caught(mutant: Mutant):
 @functools.cache
 def check_without_mutant(programs: tuple[Program, ...], faults: Faults) -> None:
     """Assert the laws of programs that reveal a mutant, once for all mutants of the same programs."""
-    explore(programs, faults, 3_000)
+    explore(programs, faults, 3 * STATES)
 
 
 def test_skipped_orders_reach_the_same_outcomes():
