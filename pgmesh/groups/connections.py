@@ -28,6 +28,9 @@ _GLOO_TIMEOUTS = 5
 _MARGIN = 1.0
 """Seconds before and after the end of that wait, in which it is uncertain whether Gloo has given it up."""
 
+_MESSAGE_MARGIN = 0.15
+"""The same for a message of a connected member, for which Gloo waits for one timeout."""
+
 
 class Endpoints(NamedTuple):
     """The listeners of a Gloo group: this rank's, and those of the members it knows, each with the member's rank.
@@ -54,16 +57,17 @@ def endpoints_of(store: GlooStore | None) -> Endpoints:
 
 
 def waits_on(seconds: float, timeout: float) -> bool:
-    """True if Gloo does not give up its wait for a member about now.
+    """True if Gloo gives up no wait for a member about now: a wait for its message, or for its connection.
 
     Args:
         seconds: the time since the collective was entered. If that is long ago, it began to wait later.
         timeout: the timeout of the group in seconds.
 
-    >>> waits_on(3.0, timeout=1.0), waits_on(4.5, timeout=1.0), waits_on(7.0, timeout=1.0)
-    (True, False, True)
+    >>> [waits_on(seconds, timeout=1.0) for seconds in (0.5, 0.9, 3.0, 4.5, 7.0)]
+    [True, False, True, False, True]
     """
-    return abs(seconds - _GLOO_TIMEOUTS * timeout) > _MARGIN
+    ends = ((timeout, _MESSAGE_MARGIN), (_GLOO_TIMEOUTS * timeout, _MARGIN))
+    return all(abs(seconds - end) > margin for end, margin in ends)
 
 
 def wake(group: Endpoints) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from pgmesh import torch_private
 from pgmesh.groups import background, connections
 from pgmesh.groups.flight_recorder import busy_seconds
-from pgmesh.groups.group import Group, State
+from pgmesh.groups.group import Group
 
 _FREE_SECONDS = 0.1
 """The time after which aborted groups are freed."""
@@ -34,8 +34,8 @@ def destroy(groups: Iterable[Group], *, abort: bool = False) -> None:
     ours = [group for group in groups if group.has_process_group and group.created_by != "adopted"]
     endpoints = [group.endpoints() for group in ours]
     known = [group.process_group for group in ours if group.is_known()]
-    if abort:  # a broken group blocks no thread: ``connect`` polls its collective. Gloo gives up by itself
-        wake(group for group in ours if group.state is State.ENDED)
+    if abort:
+        wake(ours)
     with torch_private.aborting_together(known) if abort else contextlib.nullcontext():
         for group in ours:
             _end(group, abort=abort or background.exiting.is_set())
@@ -50,8 +50,8 @@ def destroy(groups: Iterable[Group], *, abort: bool = False) -> None:
 def wake(groups: Iterable[Group]) -> None:
     """End this rank's waits for members that have not connected, in those groups that are in a collective.
 
-    Once Gloo has given up such a wait, it would end the process. So groups are skipped for a second before and after
-    that moment.
+    Once Gloo has given a collective up, such a connection would end the process. So groups are skipped around the times
+    at which it does.
     """
     busy = busy_seconds()
     for group in groups:
