@@ -192,19 +192,17 @@ class _Call:
 
     def _cancel(self, error: BaseException, absent: Sequence[tuple[Axis, ...]]) -> None:
         """Decide that the rounds of this call failed, also those of groups that this rank has not created."""
-        self._have_little_time_after(error)
-        # The caller raises the first error. For a group that another thread connects, nothing is published.
-        for group in dict.fromkeys([*self.groups, *map(self._find_unmade, absent)]):
-            with contextlib.suppress(PgmeshError), self._connecting_alone([group], time.monotonic()):
-                if group.fingerprint and group.state is not State.CONNECTED:
-                    self._rounds_of([self._new_round(group)]).cancel(error)
+        self.client.interrupted = not isinstance(error, Exception)
+        with contextlib.suppress(PgmeshError):  # the caller raises the first error
+            unmade = [self.mesh.find_unmade(self.mesh.members(self.layout, axes)) for axes in absent]
+            for group in dict.fromkeys([*self.groups, *unmade]):
+                self._cancel_round(group, error)
 
-    def _find_unmade(self, axes: tuple[Axis, ...]) -> Group:
-        return self.mesh.find_unmade(self.mesh.members(self.layout, axes))
-
-    def _have_little_time_after(self, error: BaseException) -> None:
-        """After Ctrl-C, the last messages of this call must not take long."""
-        self.client.interrupted = self.client.interrupted or not isinstance(error, Exception)
+    def _cancel_round(self, group: Group, error: BaseException) -> None:
+        """Decide that the round of a group failed, unless it is connected or another thread connects it."""
+        with contextlib.suppress(PgmeshError), self._connecting_alone([group], time.monotonic()):
+            if group.fingerprint and group.state is not State.CONNECTED:
+                self._rounds_of([self._new_round(group)]).cancel(error)
 
     def _connect(self) -> Connected:
         """Connect the groups that are not connected yet."""
@@ -219,7 +217,7 @@ class _Call:
             self._rounds_of(rounds).run()
             self.client.finish()
         except BaseException as error:
-            self._have_little_time_after(error)
+            self.client.interrupted = True
             with contextlib.suppress(WorldError):
                 self._cancel_rest(error)
             raise

@@ -89,7 +89,7 @@ def set_options(group: Group, rank: int, options: GroupOptions, differing: Mappi
         rank: this process's rank.
         differing: the options of the call that differ from those configured.
     """
-    group.options = options
+    group.options, group.fingerprint = options, None  # the options of a failed attempt may have been others
     backends = backends_of(options.backend)
     if len(group.ranks) > 1 and backends.by_members and not backends.fake:
         hint = "On every rank, configure its axes with the same options or pass the same options in the call."

@@ -437,7 +437,7 @@ class MeshGroups:
         """Destroy all groups, unless that was done before. The mesh creates no more.
 
         If another thread holds the lock for longer, a background thread waits for it, perhaps for ever, and then
-        destroys the groups.
+        destroys the groups; none does once the process exits.
 
         Args:
             lock_seconds: timeout for the lock; -1 for none.
@@ -446,7 +446,8 @@ class MeshGroups:
             if self._mark_ended(end) is end:
                 if end.aborted:
                     self._wake()
-                background.in_background(functools.partial(self._end, end, lock_seconds=-1))
+                if not background.exiting.is_set():  # otherwise nothing waits for the thread
+                    background.in_background(functools.partial(self._end, end, lock_seconds=-1))
             return
         left = Left()
         try:

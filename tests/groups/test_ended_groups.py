@@ -19,8 +19,10 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import LifetimeError, ProcessGroupMesh, torch_private
+from pgmesh.groups import background
 from pgmesh.groups.group import find_group
 from pgmesh.launch import StoreProcess
+from tests.support.fake_world import fake_rank
 from tests.support.faults import LONG_TIMEOUT, Attempt, attempt, wait_until, wait_until_waiting
 from tests.support.programs import send_signal
 from tests.support.torch_tables import timeout_of
@@ -36,6 +38,28 @@ def test_abort_frees_process_groups():
     dist.barrier()
     mesh.abort()
     wait_until(lambda: reference() is None, "the aborted group is freed")
+
+
+def test_exit_during_another_call_starts_no_thread():
+    """Another thread holds the mesh's lock for good. Nothing would wait for a thread that is started now."""
+    held, may_go_on, exiting = threading.Event(), threading.Event(), threading.Event()
+    exiting.set()
+
+    def hold() -> None:
+        with mesh._mesh_groups.lock:
+            held.set()
+            may_go_on.wait(30.0)
+
+    with fake_rank(0, 2), mock.patch.object(background, "exiting", exiting):
+        mesh = ProcessGroupMesh(2, name="actor")
+        thread = threading.Thread(target=hold)
+        thread.start()
+        assert held.wait(30.0)
+        mesh._mesh_groups.close_because("ended with its process.")
+        assert mesh.is_closed
+        assert "pgmesh-end" not in [each.name for each in threading.enumerate()]
+        may_go_on.set()
+        thread.join()
 
 
 @on_ranks(2)

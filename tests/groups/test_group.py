@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from pgmesh.connect.first_collective import FirstCollective
 from pgmesh.connect.first_collectives import FirstCollectives
 from pgmesh.errors import LifetimeError, WorldError
+from pgmesh.groups import building
 from pgmesh.groups.group import Group, State
-from pgmesh.rendezvous.operations import CompareSet
-from pgmesh.rendezvous.statuses import Statuses
+from pgmesh.options import GroupOptions
+from pgmesh.rendezvous.operations import CompareSet, Read
+from pgmesh.rendezvous.statuses import RankStatus, Statuses, status_key
 
 
 @pytest.mark.parametrize("connected", [True, False])
@@ -26,6 +29,17 @@ def test_connect_leaves_group_that_another_thread_ended(connected: bool):
     assert group.state is State.ENDED
     with pytest.raises(LifetimeError, match="group tp of mesh 'actor' was released"):
         group.connect()
+
+
+def test_group_made_by_torch_keeps_no_fingerprint():
+    """Creating it with Gloo failed, and then another backend was configured."""
+    group = Group("group tp", "mesh 'actor'", (0, 1))
+    building.set_options(group, 0, GroupOptions(backend="gloo"), {})
+    assert group.fingerprint is not None
+    torchs = SimpleNamespace(by_members=False, fake=False)  # MPI is one, which this torch may have been built without
+    with mock.patch.object(building, "backends_of", return_value=torchs):
+        building.set_options(group, 0, GroupOptions(backend="mpi"), {})
+    assert group.fingerprint is None
 
 
 # ---- its first collective ----
@@ -62,3 +76,22 @@ def test_failure_that_the_store_lost_is_published_again():
     for _ in range(2):
         collectives.cancel("rank 0 stopped", {})
     assert len(written) == 2
+
+
+def test_member_far_from_the_front_names_ended_one():
+    """It reads the statuses of the first members, and of those after it, whose listeners it asks."""
+    status = RankStatus(37, 3, endpoint=("127.0.0.1", 4000)).pack().encode()
+
+    def run(*operations: Any, seconds: float) -> list[Any]:
+        return [status if operation == Read(status_key(37)) else None for operation in operations]
+
+    group = Group("group tp", "mesh 'actor'", tuple(range(40)))
+    statuses = Statuses(5.0, lambda: 0.0, lambda status, seconds: True)
+    collective = FirstCollective(group, "group/0/broken", statuses)
+    collective._work = SimpleNamespace(is_completed=lambda: False)
+    collective._process_group = SimpleNamespace(rank=lambda: 36)
+    thread: Any = SimpleNamespace(run=run, lost_after=0.0, pace=1.0)
+    collectives = FirstCollectives(thread, 1.0, statuses, 36)
+    collectives.all.append(collective)
+    collectives.finish()
+    assert "rank 37 has ended: its listener at 127.0.0.1:4000 refuses connections" in str(collective.error)
