@@ -93,10 +93,12 @@ class World:
 
         The caller holds no lock: this waits for the store.
         """
+        if background.exiting.is_set():  # this process has left the world
+            return
         tasks: list[Callable[..., object]] = [each.leave for each in left.rounds]
         if left.keys:
             tasks.append(lambda run: run(Delete(tuple(left.keys))))
-        for task in tasks if not background.exiting.is_set() else ():  # then this process has left the world
+        for task in tasks:
             with contextlib.suppress(WorldError, LifetimeError):
                 thread = self.store_thread()
                 if not thread.stalled:

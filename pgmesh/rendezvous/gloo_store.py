@@ -21,18 +21,18 @@ class GlooStore(PollingStore):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.own: dict[str, bytes] = {}  # this rank's addresses, by key
-        self._publishes = False  # they are in the store, or need not be: ``connect`` has given all members' addresses
+        self._published = False  # they are in the store, or need not be: ``connect`` has given all members' addresses
 
     def set(self, key: str, value: Any) -> None:
         self.own[key] = bytes(value)
-        if self._publishes:
+        if self._published:
             super().set(key, value)
 
     def _ask_for(self, key: str) -> bytes | None:
         """As for other backends. The first read publishes this rank's addresses too."""
-        publishing = () if self._publishes else self._writes(self.own)
+        publishing = () if self._published else self._writes(self.own)
         *_, value = self._ask(*publishing, Read(key))
-        self._publishes = True
+        self._published = True
         found: bytes | None = value
         return found
 
@@ -65,7 +65,7 @@ class GlooStore(PollingStore):
         for key, values in zip(self.own, zip(*addresses)):
             stem = key.rpartition("/")[0]
             self.values.update((f"{stem}/{place}", value) for place, value in enumerate(values))
-        self._publishes = True
+        self._published = True
 
     def known_addresses(self) -> list[tuple[int, bytes]]:
         """The addresses of members that this rank has read, each with the member's rank, in group order."""

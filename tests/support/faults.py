@@ -33,8 +33,9 @@ NAMED = 0.5  # seconds until a process that has ended is named by ``connect``, o
 SLACK = 30.0 if STARVED else 1.0  # seconds that a busy machine may add to any bound
 LONG_TIMEOUT = timedelta(seconds=60 if STARVED else 12)  # a deadline that no rank should reach
 SEED = os.environ.get("PGMESH_SEED", "0")  # of the chaos runs
-RANDOM_PROGRAMS = 12 if "PGMESH_SEED" in os.environ else 3  # of each model checker
-STATES = 4_000 if "PGMESH_SEED" in os.environ else 1_000  # a model checker explores a few times as many
+CHAOS = "PGMESH_SEED" in os.environ
+RANDOM_PROGRAMS = 12 if CHAOS else 3  # of each model checker
+STATES = 4_000 if CHAOS else 1_000  # a model checker explores a few times as many
 WAIT_TIMEOUT = 120.0 if STARVED else 30.0  # seconds, for any wait of a test
 
 
