@@ -187,7 +187,7 @@ class Bare:
         self.groups = [group.process_group for group in self.made]
 
     def close(self) -> None:
-        teardown.destroy(self.made, "was closed.")
+        teardown.destroy(self.made)
         self.__dict__.clear()
 
 
