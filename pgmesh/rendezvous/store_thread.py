@@ -53,7 +53,6 @@ class StoreThread:
         self._heartbeats = 0  # the number of statuses so far
         self._heartbeat_due = math.inf  # the time of the next one
         self._publish_now = False  # another thread has changed the status
-        self._answered = 0.0, time.monotonic()  # answered_seconds at the last answered heartbeat, and its time
         self.on_heartbeat: Callable[[Callable[..., list[Any]]], tuple[RunningCollective, ...]] = lambda run: ()
         """Called at each heartbeat, with a function that performs operations. It returns the running collectives."""
         self._warned = False  # of an error of ``on_heartbeat``
@@ -73,15 +72,6 @@ class StoreThread:
     def stalled(self) -> bool:
         """True if the store has not answered for a second."""
         return self.store.silent_seconds > 1.0
-
-    def answered_seconds(self) -> float:
-        """Time in which the store answered this process, the clock of other ranks' silence.
-
-        Each interval between two answered heartbeats counts for one period at most. So a pause of the store, of this
-        process or of the whole machine adds at most one period, and makes nobody seem lost.
-        """
-        seconds, last = self._answered
-        return seconds + min(time.monotonic() - last, self.period)
 
     # -- operations, called by other threads ----------------------------------------------------------------------
 
@@ -257,16 +247,13 @@ class StoreThread:
             self._heartbeat_due = time.monotonic() + self.period
             with contextlib.suppress(Exception):
                 self.store.open()  # and the listener, for the status
-                if self._publish_status():
-                    self._answered = self.answered_seconds(), time.monotonic()
+                self._publish_status()
 
-    def _publish_status(self) -> bool:
-        """Publish the status; False if it is that of another process, which has this rank too."""
-        if self.store.same_rank:
-            return False
-        self.store.listeners.drain()
-        self.store.perform(Raw("set", (status_key(self.store.rank), self._status().pack())))
-        return True
+    def _publish_status(self) -> None:
+        """Publish the status, unless another process has this rank too."""
+        if not self.store.same_rank:
+            self.store.listeners.drain()
+            self.store.perform(Raw("set", (status_key(self.store.rank), self._status().pack())))
 
     def _status(self) -> RankStatus:
         self._heartbeats += 1

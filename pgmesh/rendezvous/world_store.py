@@ -71,6 +71,7 @@ class WorldStore:
         # ask the port themselves. A killed store closes its port last, so this is common.
         self._opening: tuple[str, int] | None = None
         self._operation_start = math.inf  # of an operation that the store has not answered
+        self._answered = 0.0, time.monotonic()  # answered_seconds at the last answer, and its time
         self.answers = 0  # the number of answers while it finds out whether another process has this rank
         self.listeners = Listeners(self.period)
 
@@ -84,6 +85,15 @@ class WorldStore:
         """For how long the store has not answered the operation that runs; 0.0 or less if none runs."""
         return time.monotonic() - self._operation_start
 
+    def answered_seconds(self) -> float:
+        """Time in which the store answered this process, the clock of other ranks' silence.
+
+        Each interval between two answers counts for one heartbeat period at most. So a pause of the store, of this
+        process or of the whole machine adds at most one period, and makes nobody seem lost.
+        """
+        seconds, last = self._answered
+        return seconds + min(time.monotonic() - last, self.period)
+
     def is_gone(self) -> bool:
         """True if the server's port is closed while this process connects to it."""
         return (server := self._opening) is not None and refuses(server)
@@ -95,7 +105,9 @@ class WorldStore:
 
     def perform(self, operation: Operation) -> Any:
         """Perform an operation. If that fails and it can be repeated, perform it once more on a new connection."""
-        return self._retrying(lambda: self.board.perform(self._connection, operation), can_be_repeated(operation))
+        answer = self._retrying(lambda: self.board.perform(self._connection, operation), can_be_repeated(operation))
+        self._answered = self.answered_seconds(), time.monotonic()
+        return answer
 
     def open(self) -> None:
         """Open the connection and the listener, if they are not open."""

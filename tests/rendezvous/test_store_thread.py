@@ -291,6 +291,18 @@ def test_watching_earlier_process_is_no_store_silence():
         thread.stop()
 
 
+def test_clock_of_silence_counts_each_answer(monkeypatch: pytest.MonkeyPatch):
+    """A heartbeat that takes long, with answers of the store meanwhile, is no pause of the store."""
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    store = WorldStore(dist.HashStore(), "here", 0, 2, set())
+    store.perform(Read("key"))
+    for pause in (0.9, 0.9, 0.9, 30.0):  # three slow looks within few heartbeats, and a pause
+        now += pause * store.period
+        store.perform(Read("key"))
+    assert store.answered_seconds() == pytest.approx(3.7 * store.period)
+
+
 def test_second_interrupt_is_raised_at_once(store_thread: StoreThread):
     client = CallClient(store_thread, LONG)
     start = time.monotonic()
