@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 from pgmesh._util.formatting import format_calls, format_ranks
 from pgmesh.errors import OptionsError
+from pgmesh.groups import naming
 from pgmesh.groups.backends import backends_of
-from pgmesh.groups.group import Group
+from pgmesh.groups.group import Group, Members
 from pgmesh.options import GroupOptions
 
 if TYPE_CHECKING:
@@ -37,34 +39,63 @@ class ConfiguredOptions:
 
     Args:
         rank: this rank.
+        root: layout of the root mesh.
         default: the options of the world.
     """
 
-    def __init__(self, rank: int, default: GroupOptions) -> None:
-        self._rank, self._default = rank, default
+    def __init__(self, rank: int, root: Layout, default: GroupOptions) -> None:
+        self._rank, self._root, self._default = rank, root, default
         self._configured: dict[OptionKey, Configured] = {}
-        self.of_mesh: dict[tuple[tuple[Axis, ...], str], GroupOptions] = {}
-        """The options of the root mesh's groups, by axes and tag, for the mesh that replaces it."""
+        self._of_root: dict[tuple[tuple[Axis, ...], str], GroupOptions] = {}  # by axes of the root mesh, and tag
         self._warned = False  # of a timeout in a call
         self._returned: set[OptionKey] = set()  # axes of size 1 whose group the caller has: too late to configure
 
-    def key(self, layout: Layout, axes: tuple[Axis, ...], tag: str) -> OptionKey:
-        """Key of the configured options of this rank's block."""
-        ranks = layout.block_of(self._rank, *axes)
-        return (ranks if len(ranks) > 1 else frozenset(layout.along(self._rank, *axes).axes), tag)
+    def of_call(self, members: Members, asked: Mapping[str, Any]) -> tuple[GroupOptions, dict[str, Any]]:
+        """The options of the group that a call returns, and those that its name has, as JSON data.
 
-    def get(self, key: OptionKey) -> Configured | None:
-        """What was configured under a key."""
-        return self._configured.get(key)
+        The name has the options that differ from those of the ranks.
 
-    def options(self, key: OptionKey) -> GroupOptions:
-        """The configured options, otherwise those of the world."""
+        Args:
+            asked: the options of the call.
+        """
+        options = of_ranks = self.of_ranks(members)
+        if len(members.ranks) == 1:
+            self.mark_returned(members)
+            options = self._options(self._key(members))
+        options = options.but(asked) if asked else options
+        return options, naming.asked_options(options, of_ranks)
+
+    def of_ranks(self, members: Members) -> GroupOptions:
+        """The options that were configured for these ranks, otherwise those of the world."""
+        return self._options((members.ranks, members.tag))
+
+    def _options(self, key: OptionKey) -> GroupOptions:
         found = self._configured.get(key) if self._configured else None
         return self._default if found is None else self._default.but(found.options.keywords())
 
-    def mark_returned(self, key: OptionKey) -> None:
-        """Record that a group of one rank was returned, so that it is too late to configure it."""
-        self._returned.add(key)
+    def _key(self, members: Members) -> OptionKey:
+        """Key of the configured options of this rank's block."""
+        ranks, tag, layout, axes = members
+        if len(ranks) > 1 or layout is None:
+            return ranks, tag
+        return frozenset(layout.along(self._rank, *axes).axes), tag
+
+    def check_adopted(self, members: Members, label: str) -> None:
+        """Raise OptionsError if the group was configured: a group of the user lacks the options.
+
+        Args:
+            label: the group in messages.
+        """
+        if configured := self._configured.get(self._key(members)):
+            raise OptionsError(
+                f"{label} was configured with {configured.options} at {configured.call_site}. An adopted group "
+                f"lacks these options.\n\n  mesh.{format_verb('group', members.axes)}   # a group with them; or adopt "
+                f"without configuring {configured.spelling}"
+            )
+
+    def mark_returned(self, members: Members) -> None:
+        """Record that the caller has the group of one rank along these axes: it is too late to configure it."""
+        self._returned.add(self._key(members))
 
     def forget_returned(self) -> None:
         """Forget the groups of one rank: they were released."""
@@ -76,24 +107,41 @@ class ConfiguredOptions:
         axes: tuple[Axis, ...],
         tag: str,
         options: Mapping[str, Any],
-        created: Group | None,
+        made: Sequence[Group],
         call_site: str,
     ) -> None:
         """Set options for the group of this rank's block.
 
         Args:
-            created: the group of these ranks and this tag, if there is one.
+            made: the groups of the mesh that were created.
 
         Raises:
+            AxisError: an axis is unknown, also on a rank outside the mesh.
             OptionsError: the group exists, or the same ranks were configured differently under other axes.
         """
-        key, given = self.key(layout, axes, tag), GroupOptions.of(options)
-        ranks = layout.block_of(self._rank, *axes)
+        names = axes or layout.axes
+        GroupOptions.of(options)  # raises OptionsError, on ranks outside the mesh too
+        layout.size(*axes)  # raises AxisError
+        is_of_root = layout == self._root
+        if self._rank in layout:
+            members = Members(layout.block_of(self._rank, *axes), tag, layout, axes)
+            self._configure(members, layout, options, made, call_site)
+            if {*names} <= {*self._root.axes} and self._root.block_of(self._rank, *names) == members.ranks:
+                axes, is_of_root = names, True  # the block of a slice is one of the root mesh too
+        if is_of_root:
+            self._of_root[axes, tag] = self._of_root.get((axes, tag), GroupOptions()).but(options)
+
+    def _configure(
+        self, members: Members, layout: Layout, options: Mapping[str, Any], made: Sequence[Group], call_site: str
+    ) -> None:
+        ranks, tag, _, axes = members
+        key, given = self._key(members), GroupOptions.of(options)
         spelling = ", ".join(map(str, layout.along(self._rank, *axes).axes))
         before, configured_as, site = self._configured.get(key, Configured(GroupOptions(), spelling, ""))
         after = before.but(options)
         if after.keywords() == before.keywords():
             return
+        created = next((group for group in made if (group.ranks, group.tag) == (ranks, tag)), None)
         if created is not None and (len(ranks) > 1 or key in self._returned):
             raise OptionsError(
                 f"{created.label} was created at {created.call_site}, so it is too late to configure it.\n\n"
@@ -109,6 +157,16 @@ class ConfiguredOptions:
                 f"  {separate}   # a separate communicator; or use the same options for both"
             )
         self._configured[key] = Configured(after, configured_as, call_site if configured_as == spelling else site)
+
+    def as_data(self) -> list[tuple[list[Axis], str, dict[str, Any]]]:
+        """The options of the root mesh's groups as plain data, for the mesh that replaces it: axes, tag and options."""
+        return [([*axes], tag, options.given) for (axes, tag), options in list(self._of_root.items())]
+
+    def restore(self, data: Iterable[tuple[Sequence[Axis], str, Mapping[str, Any]]], call_site: str) -> None:
+        """Set what ``as_data`` returned for another mesh with the same axes, before it creates groups."""
+        for axes, tag, options in data:
+            with contextlib.suppress(OptionsError):  # other axes have the same ranks now: the first ones count
+                self.configure(self._root, tuple(axes), tag, options, [], call_site)
 
     def warn_of_timeout(self, asked: Mapping[str, Any], axes: tuple[Axis, ...], label: str) -> None:
         """Log once that a timeout in a call makes a second communicator.

@@ -149,8 +149,8 @@ class MeshIdentity:
 
     def _register(self, world: World, thread: StoreThread, run: Callable[..., list[Any]], *, rejoin: bool) -> None:
         others = [rank for rank in self.layout.ranks_in_order() if rank != self.rank]
-        shared, rejoins = world.numbers.shared(self.prefix, self.number, others, run, thread.store, rejoin=rejoin)
-        self.shared_number, self.rejoined = shared, self.rejoined or rejoins  # so that it may be called again
+        shared = world.numbers.shared(self.prefix, self.number, others, run, thread.store, rejoin=rejoin)
+        self.shared_number, self.rejoined = shared, (self.prefix, shared) in world.numbers.rejoined
         if thread.store.same_rank:
             self._refuse(thread, run)
         *_, first_seen = run(world.numbers.publish(self.prefix, shared), *register_mesh(self.key, self.fingerprint))

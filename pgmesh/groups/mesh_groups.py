@@ -15,7 +15,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from pgmesh import torch_private
 from pgmesh._util.call_sites import call_site
 from pgmesh._util.formatting import format_ranks
-from pgmesh.errors import LifetimeError, OptionsError, PgmeshError, RankError
+from pgmesh.errors import LifetimeError, PgmeshError, RankError
 from pgmesh.groups import background, building, connections, ending, naming, teardown
 from pgmesh.groups.aborts import publish_abort
 from pgmesh.groups.backends import backends_of
@@ -105,7 +105,7 @@ class MeshGroups:
         self._meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # meshes that hold references to groups
         self._dependents: weakref.WeakSet[MeshGroups] = weakref.WeakSet()  # internal meshes that are aborted with it
         self._states: dict[type, Any] = {}
-        self._configured = ConfiguredOptions(self.rank, self.world.options)
+        self.configured = ConfiguredOptions(self.rank, layout, self.world.options)
         if self.end is None:
             self.world.add(self)
 
@@ -176,23 +176,15 @@ class MeshGroups:
         self.check()  # without the lock, which another thread may hold for long: of new_group, or of a slow call
         with self.lock:
             self.check()
-            ranks, tag, layout, axes = members
-            # The name has the options that differ from the default, which are those of the ranks. All groups of this
-            # rank alone have these ranks, so the options of their axes are in their names.
-            default = options = self._configured.options((ranks, tag))
-            if len(ranks) == 1 and layout is not None:
-                option_key = self._configured.key(layout, axes, tag)
-                self._configured.mark_returned(option_key)
-                options = self._configured.options(option_key)
-            options = options.but(asked) if asked else options
-            differing = naming.asked_options(options, default)
+            options, differing = self.configured.of_call(members, asked)
             group = self._group(members, differing)
             if not group.is_made:
                 self._make(group, members, options, differing)
             if group.created_by == "adopted" and not group.is_known():
+                release = format_verb("release", members.axes)
                 raise LifetimeError(
                     f"{group.label} was adopted at {group.call_site}, and torch has destroyed it since.\n\n"
-                    f"  mesh.{format_verb('release', axes) if layout else f'release(ranks={list(ranks)})'}   "
+                    f"  mesh.{release if members.layout else f'release(ranks={list(members.ranks)})'}   "
                     "# then adopt another, or let the mesh create one"
                 )
             return group
@@ -202,7 +194,7 @@ class MeshGroups:
         with self.lock:
             group = self._group(members, {})
             if not group.is_made:
-                building.set_options(group, self.rank, self._configured.options((members.ranks, members.tag)), {})
+                building.set_options(group, self.rank, self.configured.of_ranks(members), {})
             return group
 
     def _group(self, members: Members, differing: Mapping[str, Any]) -> Group:
@@ -228,7 +220,7 @@ class MeshGroups:
         start = time.monotonic()
         try:
             if differing and len(members.ranks) > 1:
-                self._configured.warn_of_timeout(differing, members.axes, group.label)
+                self.configured.warn_of_timeout(differing, members.axes, group.label)
             if options is not self.world.options:
                 check_supported(options, group.label)
             self.world.keep(self)
@@ -253,36 +245,14 @@ class MeshGroups:
     def configure(self, layout: Layout, axes: tuple[Axis, ...], tag: str, options: Mapping[str, Any]) -> None:
         """Set options for the group of this rank's block, before it is created."""
         self.check()
-        GroupOptions.of(options)
-        layout.size(*axes)  # raises for unknown axes, on ranks outside the mesh too
-        if self.rank in layout:
-            ranks = layout.block_of(self.rank, *axes)
-            with self.lock:
-                created = [group for group in self.made() if (group.ranks, group.tag) == (ranks, tag)]
-                self._configured.configure(layout, axes, tag, options, created[0] if created else None, call_site())
-        of_root = axes if layout == self.layout else self._axes_of_root(layout, axes)
-        if of_root is not None:
-            with self.lock:
-                of_mesh = self._configured.of_mesh
-                of_mesh[of_root, tag] = of_mesh.get((of_root, tag), GroupOptions()).but(options)
+        with self.lock:
+            self.configured.configure(layout, axes, tag, options, self.made(), call_site())
 
-    def _axes_of_root(self, layout: Layout, axes: tuple[Axis, ...]) -> tuple[Axis, ...] | None:
-        """The axes of the root mesh along which this rank's block is that of a slice; None if there are none."""
-        names, root = axes or layout.axes, self.layout
-        if self.rank not in layout or not {*names} <= {*root.axes}:
-            return None
-        return names if root.block_of(self.rank, *names) == layout.block_of(self.rank, *axes) else None
+    def configured_options(self) -> Any:
+        return self.configured.as_data()
 
-    def configured_options(self) -> list[tuple[list[Axis], str, dict[str, Any]]]:
-        """The options of the root mesh's groups as plain data: axes, tag and options."""
-        found = list(self._configured.of_mesh.items())
-        return [([*axes], tag, options.given) for (axes, tag), options in found]
-
-    def configure_all(self, configured: Iterable[tuple[Sequence[Axis], str, Mapping[str, Any]]]) -> None:
-        """Set what ``configured_options`` returned for another mesh with the same axes."""
-        for axes, tag, options in configured:
-            with contextlib.suppress(OptionsError):  # other axes have the same ranks now: the first ones count
-                self.configure(self.layout, tuple(axes), tag, options)
+    def configure_all(self, configured: Any) -> None:
+        self.configured.restore(configured, call_site())
 
     def set_timeout(self, timeout: timedelta, chosen: Callable[[tuple[int, ...]], bool]) -> int:
         """Change the timeout of the existing groups whose ranks are chosen; return their number."""
@@ -332,15 +302,10 @@ class MeshGroups:
         block, members = layout.block_of(self.rank, *axes), tuple(dist.get_process_group_ranks(process_group))
         if members != block:
             raise RankError(f"{label} has ranks {format_ranks(block)}; the group to adopt has {format_ranks(members)}.")
-        option_key = self._configured.key(layout, axes, "")
         with self.lock:
-            if configured := self._configured.get(option_key):
-                raise OptionsError(
-                    f"{label} was configured with {configured.options} at {configured.call_site}. An adopted group "
-                    f"lacks these options.\n\n  mesh.{format_verb('group', axes)}   # a group with them; or adopt "
-                    f"without configuring {configured.spelling}"
-                )
-            group = self._group(self.members(layout, axes), {})
+            asked = self.members(layout, axes)
+            self.configured.check_adopted(asked, label)
+            group = self._group(asked, {})
             if not group.is_made:
                 self.world.keep(self)
                 group.adopt(process_group, call_site(), self.world.options)
@@ -351,7 +316,7 @@ class MeshGroups:
                     f"  mesh.{format_verb('release', axes)}   # release it first, then adopt"
                 )
             if len(block) == 1:
-                self._configured.mark_returned(option_key)
+                self.configured.mark_returned(asked)
 
     # -- ending -------------------------------------------------------------------------------------------------
 
@@ -359,13 +324,13 @@ class MeshGroups:
         """Destroy the groups of these ranks. The next call creates new ones under new names."""
         self.check()
         with self.lock:
-            left = self._destroy(
-                [group for group in self._groups.values() if group.ranks == ranks],
-                f"was released at {call_site()}; ask its mesh for it anew.",
-            )
+            released = {key: group for key, group in self._groups.items() if group.ranks == ranks}
+            left = self._destroy(released.values(), f"was released at {call_site()}; ask its mesh for it anew.")
+            for key in released:
+                del self._groups[key]
             self._generations.release(ranks)
             if len(ranks) == 1:
-                self._configured.forget_returned()
+                self.configured.forget_returned()
         self.world.clean(left)
 
     def discard(self, group: Group, reason: str) -> None:
@@ -454,9 +419,10 @@ class MeshGroups:
             end = self._mark_ended(end)
             if not self._destroyed:
                 self._destroyed = True
-                left = self._destroy(list(self._groups.values()), end.reason, abort=end.aborted)
-                if not end.aborted:  # otherwise ``forget_store`` deletes the rest
+                left = self._destroy(self._groups.values(), end.reason, abort=end.aborted)
+                if not end.aborted:  # otherwise ``forget_store`` deletes the rest, by these groups
                     left.keys += self.identity.store_keys()
+                    self._groups.clear()
                 self.world.stop_keeping(self)
         finally:
             self.lock.release()
@@ -474,8 +440,8 @@ class MeshGroups:
         teardown.wake(self.made())
         connections.shut_down([group.endpoints() for group in self.made()])
 
-    def _destroy(self, groups: list[Group], reason: str, *, abort: bool = False) -> Left:
-        """End some groups, and return what they leave in the store.
+    def _destroy(self, groups: Iterable[Group], reason: str, *, abort: bool = False) -> Left:
+        """End some groups, and return what they leave in the store. The caller drops them.
 
         Args:
             abort: do not wait for collectives. The groups keep their rounds, for ``forget_store``.
@@ -485,20 +451,14 @@ class MeshGroups:
         for group in groups:
             left.add(group.end(reason, keeps_round=abort))
         teardown.destroy(groups, abort=abort)
-        if not abort:
-            self._drop(groups)
         return left
-
-    def _drop(self, groups: list[Group]) -> None:
-        """Drop groups that have ended, so that the next call makes others."""
-        for key in [key for key, each in self._groups.items() if each in groups]:
-            del self._groups[key]
 
     def forget(self, process_group: Any) -> None:
         """Drop a group that torch destroys. The next group gets another name."""
-        group = next((each for each in self.made() if each.holds(process_group)), None)
-        if group is None:
+        found = [item for item in list(self._groups.items()) if item[1].holds(process_group)]
+        if not found:
             return  # without the lock: another thread may hold it while it creates a group collectively
+        ((key, group),) = found
         with self.lock:
             self._clear_references()
             if not group.is_made or group.created_by == "adopted":  # of an adopted one, the next call raises an error
@@ -507,7 +467,7 @@ class MeshGroups:
                 self._generations.destroy(group.path)
             left = group.end("was destroyed; ask its mesh for it anew.")
             teardown.mark_destroyed(group)
-            self._drop([group])
+            del self._groups[key]
         self.world.clean(left)
 
     def _clear_references(self) -> None:

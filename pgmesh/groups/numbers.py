@@ -6,7 +6,7 @@ What they are for is in ``identity.py``.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pgmesh.rendezvous import timing
@@ -21,9 +21,11 @@ class MeshNumbers:
 
     Args:
         rank: this process's rank.
+        rejoined: the meshes, by prefix and shared number, that this process registered as those of its predecessor.
     """
 
     def __init__(self, rank: int) -> None:
+        self.rejoined: set[tuple[str, int]] = set()
         self._rank = rank
         self._next_local: defaultdict[str, int] = defaultdict(int)
         self._offsets: dict[str, int] = {}  # a mesh's shared number minus its local number
@@ -51,37 +53,38 @@ class MeshNumbers:
         store: WorldStore,
         *,
         rejoin: bool,
-    ) -> tuple[int, bool]:
-        """The shared number of a mesh, and True if that was found now and is the mesh that the predecessor was in.
+    ) -> int:
+        """The shared number of a mesh. The first one of a name tells how much it differs from the local number.
 
         Args:
             others: the other ranks of the mesh.
             run: performs operations on the store.
             store: knows after an operation whether there was a predecessor.
-            rejoin: this process's first registered mesh of a name is the last one of its predecessor.
+            rejoin: the first mesh that this process registers is the last one of its predecessor.
         """
         if self._of_predecessor is None:
             (text,) = run(Read(meshes_key(self._rank)))
             self._of_predecessor = _unpack(text) if store.replaces_process else {}
             self._last_shared.update(self._of_predecessor)  # for the process that replaces this one
-        rejoins = rejoin and prefix not in self._offsets
-        if rejoins:
-            self._offsets[prefix] = self._of_predecessor.get(prefix, local) - local
-        elif prefix not in self._offsets:
-            self._offsets[prefix] = self._next_shared(prefix, self._of_predecessor, others, run)
-        return self._offsets[prefix] + local, rejoins and store.replaces_process
+        if prefix not in self._offsets:
+            if rejoin:
+                self._offsets[prefix] = self._of_predecessor.get(prefix, local) - local
+            else:
+                self._offsets[prefix] = self._after_predecessor(prefix, others, run)
+            if rejoin and store.replaces_process:
+                self.rejoined.add((prefix, self._offsets[prefix] + local))
+        return self._offsets[prefix] + local
 
-    def _next_shared(
-        self, prefix: str, before: Mapping[str, int], others: Sequence[int], run: Callable[..., list[Any]]
-    ) -> int:
-        """The shared number of this process's first mesh, the next one after its predecessor's.
+    def _after_predecessor(self, prefix: str, others: Sequence[int], run: Callable[..., list[Any]]) -> int:
+        """The shared number after the last one of the predecessor; 0 without a predecessor.
 
         The others may have closed the mesh that the predecessor was in and created the next one, and more than once.
         """
-        if not before:
+        if not self._of_predecessor:
             return 0
         texts = run(*(Read(meshes_key(rank)) for rank in others[: timing.LIMITS.statuses])) if others else []
-        return max([before.get(prefix, -1) + 1, *(_unpack(text).get(prefix, 0) for text in texts)])
+        last = self._of_predecessor.get(prefix, -1)
+        return max([last + 1, *(_unpack(text).get(prefix, 0) for text in texts)])
 
     def publish(self, prefix: str, shared: int) -> Operation:
         """The store operation that publishes this rank's last shared numbers, among them this one."""
