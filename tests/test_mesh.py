@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import math
@@ -10,6 +11,7 @@ import random
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from unittest import mock
 
@@ -22,7 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 import pgmesh
 from pgmesh import GroupOptions, ProcessGroupMesh, torch_private
 from pgmesh._util.torch_versions import TRIED_ON
-from pgmesh.groups import building
+from pgmesh.groups import building, world
 from pgmesh.groups.default_world import default_device, device_of
 from tests.support.fake_world import fake_rank
 
@@ -142,6 +144,13 @@ def test_configure_sets_options_of_the_group(mesh):
     assert mesh.group("dp", timeout=timedelta(minutes=3)) is mesh.group("dp")
 
 
+def test_group_may_be_configured_after_another_variant(mesh):
+    variant = mesh.group("dp", timeout=9)
+    mesh.configure("dp", timeout=5)
+    assert mesh.group("dp", timeout=5) is mesh.group("dp")
+    assert mesh.group("dp", timeout=9) is variant
+
+
 def test_rank_outside_knows_layout_and_creates_nothing():
     with fake_rank(6, 8):
         mesh = ProcessGroupMesh(dp=2, tp=2, ranks=range(4))
@@ -196,6 +205,53 @@ def test_unpickled_mesh_without_use_takes_no_number():
         pickle.loads(sent)
         loaded = ProcessGroupMesh(dp=8, name="train").group("dp").group_name
     assert loaded == first.replace("count", "train")
+
+
+@contextlib.contextmanager
+def often_switching():
+    """Let threads take turns as often as Python can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_threads_that_unpickle_a_mesh_get_one():
+    with fake_rank(5, 8):
+        sent = pickle.dumps(ProcessGroupMesh(pp=2, dp=4, name="train"))
+        gc.collect()
+        unpickle_at_once(sent)
+
+
+def unpickle_at_once(sent: bytes, threads: int = 4) -> None:
+    start = threading.Barrier(threads)
+
+    def load() -> ProcessGroupMesh:
+        start.wait(10)
+        return pickle.loads(sent)
+
+    for _ in range(20):
+        with often_switching(), ThreadPoolExecutor(threads) as pool:
+            loaded = [future.result() for future in [pool.submit(load) for _ in range(threads)]]
+            assert len({each.group("dp").group_name for each in loaded}) == 1
+            loaded[0].close()
+
+
+def test_meshes_are_listed_while_another_thread_creates_some():
+    """torch's hooks list them, in any thread."""
+
+    def create() -> None:
+        for _ in range(20):
+            kept = [ProcessGroupMesh(dp=8, name=f"mesh {i}") for i in range(50)]
+            kept.clear()
+
+    with fake_rank(5, 8), often_switching(), ThreadPoolExecutor(1) as pool:
+        created = pool.submit(create)
+        while not created.done():
+            world.all_meshes()
+        created.result()
 
 
 def test_failed_group_creation_frees_the_mesh():

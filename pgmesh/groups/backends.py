@@ -54,6 +54,8 @@ def backends_of(name: str | None) -> Backends:
     Raises:
         OptionsError: torch.distributed knows no such backend, or was built without it.
     """
+    if name == "undefined":  # that of a world that was initialised without a backend
+        name = str(c10d.BackendConfig(c10d.Backend(name)))
     parts = {part.rpartition(":")[2] for part in str(name).split(",")}
     for part in parts:
         torch_private.register_backend(part)
@@ -86,11 +88,6 @@ def _type_of(backend: str) -> Any:
 def connects_in_background(group: Any) -> bool:
     """True if a group connects in threads of its backend, so that an asynchronous collective returns at once."""
     return backends_of(torch_private.backend_name(group)).names == {"gloo"}
-
-
-def default_backends() -> str:
-    """The backends of a world that was initialised without a backend."""
-    return str(c10d.BackendConfig(c10d.Backend("undefined")))
 
 
 @functools.cache

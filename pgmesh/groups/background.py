@@ -26,31 +26,28 @@ _background: set[threading.Thread] = set()
 exiting = threading.Event()
 
 
-def in_background(function: Callable[..., object], *args: Any) -> object:
+def in_background(function: Callable[..., object], *args: Any) -> None:
     """Call a function that ends groups in a thread of its own, which ``finish_background`` waits for."""
     thread = threading.Thread(target=function, args=args, name="pgmesh-end", daemon=True)
     _background.difference_update([each for each in tuple(_background) if not each.is_alive()])
     try:
         thread.start()
     except RuntimeError:  # Python ends, and starts no threads
-        return function(*args)
-    _background.add(thread)
-    return None
+        function(*args)
+    else:
+        _background.add(thread)
 
 
 def finish_background() -> None:
-    """Wait for these threads. C++ code that returns to Python while Python ends would abort the process."""
+    """Wait for these threads."""
     exiting.set()
     deadline = time.monotonic() + _EXIT_SECONDS
-    while _background:
-        _background.pop().join(max(0.0, deadline - time.monotonic()))
+    for thread in tuple(_background):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def wait_for_collectives() -> None:
-    """Wait until other threads have returned from the collectives that the end of their groups ends.
-
-    A thread that returns from C++ to Python while Python ends aborts the process.
-    """
+    """Wait until other threads have returned from the collectives that the end of their groups ends."""
     deadline, me = time.monotonic() + _EXIT_SECONDS, threading.get_ident()
     while time.monotonic() < deadline:
         frames = [frame for thread, frame in sys._current_frames().items() if thread != me]

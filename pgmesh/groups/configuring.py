@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 from pgmesh._util.formatting import format_calls, format_ranks
@@ -107,13 +107,13 @@ class ConfiguredOptions:
         axes: tuple[Axis, ...],
         tag: str,
         options: Mapping[str, Any],
-        made: Sequence[Group],
+        created: Callable[[Members], Group | None],
         call_site: str,
     ) -> None:
         """Set options for the group of this rank's block.
 
         Args:
-            made: the groups of the mesh that were created.
+            created: returns the group of some members, if it was created with the configured options.
 
         Raises:
             AxisError: an axis is unknown, also on a rank outside the mesh.
@@ -125,14 +125,14 @@ class ConfiguredOptions:
         is_of_root = layout == self._root
         if self._rank in layout:
             members = Members(layout.block_of(self._rank, *axes), tag, layout, axes)
-            self._configure(members, layout, options, made, call_site)
+            self._configure(members, layout, options, created(members), call_site)
             if {*names} <= {*self._root.axes} and self._root.block_of(self._rank, *names) == members.ranks:
                 axes, is_of_root = names, True  # the block of a slice is one of the root mesh too
         if is_of_root:
             self._of_root[axes, tag] = self._of_root.get((axes, tag), GroupOptions()).but(options)
 
     def _configure(
-        self, members: Members, layout: Layout, options: Mapping[str, Any], made: Sequence[Group], call_site: str
+        self, members: Members, layout: Layout, options: Mapping[str, Any], created: Group | None, call_site: str
     ) -> None:
         ranks, tag, _, axes = members
         key, given = self._key(members), GroupOptions.of(options)
@@ -141,7 +141,6 @@ class ConfiguredOptions:
         after = before.but(options)
         if after.keywords() == before.keywords():
             return
-        created = next((group for group in made if (group.ranks, group.tag) == (ranks, tag)), None)
         if created is not None and (len(ranks) > 1 or key in self._returned):
             raise OptionsError(
                 f"{created.label} was created at {created.call_site}, so it is too late to configure it.\n\n"
@@ -166,7 +165,7 @@ class ConfiguredOptions:
         """Set what ``as_data`` returned for another mesh with the same axes, before it creates groups."""
         for axes, tag, options in data:
             with contextlib.suppress(OptionsError):  # other axes have the same ranks now: the first ones count
-                self.configure(self._root, tuple(axes), tag, options, [], call_site)
+                self.configure(self._root, tuple(axes), tag, options, lambda members: None, call_site)
 
     def warn_of_timeout(self, asked: Mapping[str, Any], axes: tuple[Axis, ...], label: str) -> None:
         """Log once that a timeout in a call makes a second communicator.

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from pgmesh import torch_private
 from pgmesh.errors import WorldError
-from pgmesh.groups.backends import backends_of, default_backends
+from pgmesh.groups.backends import backends_of
 from pgmesh.options import GroupOptions
 from pgmesh.rendezvous.world_store import underlying
 
@@ -35,7 +35,7 @@ def world_options() -> GroupOptions:
     group: Any = dist.group.WORLD
     backend = torch_private.backend_name(group).lower()
     if backend == "undefined":
-        backend = default_backends()
+        backend = backends_of(backend).config
     timeout = torch_private.timeout_of(group)
     return GroupOptions(backend=backend, timeout=timeout or torch_private.default_timeout(backend))
 

@@ -217,7 +217,10 @@ class Group:
         self._go(State.MADE, State.NEW, State.BROKEN)
         self._process_group, self.call_site, self.stores = process_group, call_site, stores
         self.name, self.reason, self.finding = str(process_group.group_name), "", (-math.inf, "")
-        _by_name[self.name] = self
+        if self.created_by != "adopted":
+            _by_name[self.name] = self
+        else:  # of another mesh, perhaps, which keeps its name
+            _by_name.setdefault(self.name, self)
 
     def adopt(self, process_group: Any, call_site: str, options: GroupOptions) -> None:
         """Enter the state "made", with a process group of the user."""
@@ -266,8 +269,8 @@ class Group:
     def take_process_group(self) -> Any:
         """Drop the process group, which has been destroyed, and return it."""
         process_group, self._process_group = self._process_group, None
-        if process_group is not None:
-            _by_name.pop(self.name, None)
+        if _by_name.get(self.name) is self:
+            del _by_name[self.name]
         if self.created_by != "adopted":
             torch_private.drop_from_device_meshes(self.name, self.device_meshes.values())
         return process_group

@@ -30,7 +30,6 @@ next one; or the last one of another rank, if that is higher.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +70,6 @@ class MeshIdentity:
         self.shared_number: int | None = None  # None until ``register`` derives it
         self.registered = False  # this rank has published the fingerprint
         self.rejoined = False  # registered as the mesh that the predecessor was in
-        self._registering = threading.Lock()  # of the first group to be used; the others wait for its answers
         self._call = call
 
     @property
@@ -130,22 +128,23 @@ class MeshIdentity:
             run: performs operations on the store.
             rejoin: in a process that replaces a lost one, this is the mesh that the lost one was in. By default it is
                 the next one of that name.
-            seconds: the longest wait for another thread that registers the mesh. The store thread must not wait.
+            seconds: the longest wait for another thread that registers a mesh. The store thread must not wait.
 
         Raises:
             MismatchError: the fingerprints differ, or another process with this rank sends heartbeats.
-            WorldError: the store does not answer, or has not answered another thread that registers the mesh.
+            WorldError: the store does not answer, or has not answered another thread that registers a mesh.
         """
         if self.registered:
             return
         thread = world.store_thread()
-        if not self._registering.acquire(timeout=seconds):
+        registering = world.numbers.registering
+        if not registering.acquire(timeout=seconds):
             raise thread.store.error(f"no answer for {seconds:g} s")
         try:
             if not self.registered:
                 self._register(world, thread, run, rejoin=rejoin)
         finally:
-            self._registering.release()
+            registering.release()
 
     def _register(self, world: World, thread: StoreThread, run: Callable[..., list[Any]], *, rejoin: bool) -> None:
         others = [rank for rank in self.layout.ranks_in_order() if rank != self.rank]
@@ -180,7 +179,7 @@ class MeshIdentity:
 
         Raises:
             MismatchError: another rank has a different mesh of this name.
-            WorldError: the store does not answer, or has not answered another thread that registers the mesh.
+            WorldError: the store does not answer, or has not answered another thread that registers a mesh.
         """
         if not self.registered:
             self.register(world, functools.partial(world.store_thread().run, seconds=seconds), seconds=seconds)

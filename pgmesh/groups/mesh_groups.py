@@ -46,6 +46,8 @@ S = TypeVar("S")
 _Key = tuple[tuple[int, ...], str, str]
 """The ranks of a group, its tag, and the options asked for in the call."""
 
+_NOTHING_ASKED = naming.encode_asked({})
+
 _ABORT_SECONDS = 0.5
 """The longest wait of ``abort`` for the store. The store thread publishes the abort later if there is no answer."""
 
@@ -246,7 +248,14 @@ class MeshGroups:
         """Set options for the group of this rank's block, before it is created."""
         self.check()
         with self.lock:
-            self.configured.configure(layout, axes, tag, options, self.made(), call_site())
+            self.configured.configure(layout, axes, tag, options, self._created, call_site())
+
+    def _created(self, members: Members) -> Group | None:
+        """The group of some members that has the configured options, if it was created; of one rank, any group."""
+        for (ranks, tag, asked), group in self._groups.items():
+            if group.is_made and (ranks, tag) == members[:2] and (asked == _NOTHING_ASKED or len(ranks) == 1):
+                return group
+        return None
 
     def configured_options(self) -> Any:
         return self.configured.as_data()

@@ -5,6 +5,7 @@ What they are for is in ``identity.py``.
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,10 +22,12 @@ class MeshNumbers:
 
     Args:
         rank: this process's rank.
+        registering: held by the thread that finds and publishes the shared number of a mesh. The others wait for it.
         rejoined: the meshes, by prefix and shared number, that this process registered as those of its predecessor.
     """
 
     def __init__(self, rank: int) -> None:
+        self.registering = threading.Lock()
         self.rejoined: set[tuple[str, int]] = set()
         self._rank = rank
         self._next_local: defaultdict[str, int] = defaultdict(int)

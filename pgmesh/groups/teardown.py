@@ -34,8 +34,7 @@ def destroy(groups: Iterable[Group], *, abort: bool = False) -> None:
     ours = [group for group in groups if group.has_process_group and group.created_by != "adopted"]
     endpoints = [group.endpoints() for group in ours]
     known = [group.process_group for group in ours if group.is_known()]
-    if abort:
-        wake(ours)
+    wake(ours)
     with torch_private.aborting_together(known) if abort else contextlib.nullcontext():
         for group in ours:
             _end(group, abort=abort or background.exiting.is_set())

@@ -29,4 +29,4 @@ def find_mesh_groups(name: str | None, number: int, layout: Layout, call: str, r
             original = identity.number if identity.pickled_number is None else identity.pickled_number
             if (mesh.name, original, mesh.layout) == (name, number, layout):
                 return mesh  # type: ignore[no-any-return]
-    return MeshGroups(name, layout, call, pickled_number=number)
+        return MeshGroups(name, layout, call, pickled_number=number)

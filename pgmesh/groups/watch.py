@@ -6,7 +6,6 @@ collectives, FSDP and DDP cannot be replaced.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,7 +31,8 @@ class Watch:
         self._statuses = statuses
         self.flight_recorder = FlightRecorder(_label_of)
         self._stuck_since: dict[tuple[str, int], float] = {}  # by name of a group, and number of its collective
-        self._logged: set[tuple[str, int]] = set()  # name of a group, and number of its collective
+        self._logged: set[tuple[str, int]] = set()  # the same
+        self._woken: set[tuple[str, int]] = set()  # the same
 
     def find_running(self, run: Callable[..., list[Any]]) -> tuple[RunningCollective, ...]:
         """Examine the collectives that have not ended since the last call, and return them.
@@ -48,11 +48,11 @@ class Watch:
             if group is not None:
                 self._examine(run, group, collective)
                 once = (collective.name, collective.number)
-                if group.gloo is not None and now - self._stuck_since[once] >= group.gloo.timeout.total_seconds():
-                    self._stuck_since[once] = math.inf  # not again
-                    background.in_background(
-                        teardown.wake, [group]
-                    )  # Gloo's wait for a connection ignores this timeout
+                if group.gloo is None or once in self._woken:
+                    continue
+                if now - self._stuck_since[once] >= group.gloo.timeout.total_seconds():
+                    self._woken.add(once)  # Gloo's wait for a connection ignores this timeout
+                    background.in_background(teardown.wake, [group])
         return stuck
 
     def _examine(self, run: Callable[..., list[Any]], group: Group, collective: RunningCollective) -> None:

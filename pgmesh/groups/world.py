@@ -229,7 +229,8 @@ def all_worlds() -> list[World]:
 
 def all_meshes() -> list[Any]:
     """The meshes of all worlds of this process, closed ones too."""
-    return [mesh for world in all_worlds() for mesh in list(world.meshes.values())]
+    with registering:  # another thread may create a mesh
+        return [mesh for world in all_worlds() for mesh in world.meshes.values()]
 
 
 def fork() -> None:

@@ -34,6 +34,7 @@ from tests.support.faults import (
     connect_and_check,
     fast_world,
     kill_self,
+    last_status,
     meanwhile,
     results,
     set_flag,
@@ -180,6 +181,46 @@ def test_release_ends_blocked_collectives_on_all_members(tmp_path: Path, how: st
     assert theirs.kind == "RuntimeError"
     assert "Connection closed by peer" in theirs.text
     assert max(mine.end, theirs.end) - when < 1.0 + SLACK
+
+
+PAIRS = ((0, 2), (2, 3), (3, 0))
+"""A rank that waits for another one, to which it may have no connection."""
+
+
+def release_while_waiting() -> list[tuple[Attempt, float]]:
+    """A thread of the rank that waits releases the group."""
+    beat_fast()
+    return [seen for pair in PAIRS if (seen := release_by(*pair))]
+
+
+def release_by(waits: int, absent: int) -> tuple[Attempt, float] | None:
+    mesh = ProcessGroupMesh(4, name=f"{waits} waits for {absent}")
+    mesh.configure(timeout=3 * SLACK)
+    mesh.connect(timeout=LONG_TIMEOUT)
+    group, released, seen = mesh.group(), [0.0], None
+    dist.barrier()
+
+    def act() -> None:
+        wait_until(lambda: (last := last_status(mesh.rank)) and last.running, "a heartbeat in the collective")
+        released[0] = time.monotonic()
+        mesh.release()
+
+    if mesh.rank == waits:
+        with meanwhile(act):
+            failed = attempt(lambda: dist.broadcast(torch.ones(1), src=absent, group=group))
+        seen = failed, failed.end - released[0]
+    dist.barrier()
+    mesh.close()
+    return seen
+
+
+def test_release_ends_waits_without_connection():
+    found = [each for seen in results(fast_world(4).outcomes(release_while_waiting)) for each in seen]
+    assert len(found) == len(PAIRS)
+    for failed, seconds in found:
+        print(failed, seconds)
+        assert failed.kind == "LifetimeError"
+        assert seconds < 1.0 + SLACK
 
 
 # ---- close at once ----

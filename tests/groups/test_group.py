@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 
+from pgmesh import ProcessGroupMesh
 from pgmesh.connect.first_collective import FirstCollective
 from pgmesh.connect.first_collectives import FirstCollectives
 from pgmesh.errors import LifetimeError, WorldError
-from pgmesh.groups import building
-from pgmesh.groups.group import Group, State
+from pgmesh.groups import background, building, watch
+from pgmesh.groups.group import Group, State, find_group
 from pgmesh.options import GroupOptions
 from pgmesh.rendezvous.operations import CompareSet, Read
-from pgmesh.rendezvous.statuses import RankStatus, Statuses, status_key
+from pgmesh.rendezvous.statuses import RankStatus, RunningCollective, Statuses, status_key
+from tests.support.fake_world import fake_rank
 
 
 @pytest.mark.parametrize("connected", [True, False])
@@ -40,6 +43,35 @@ def test_group_made_by_torch_keeps_no_fingerprint():
     with mock.patch.object(building, "backends_of", return_value=torchs):
         building.set_options(group, 0, GroupOptions(backend="mpi"), {})
     assert group.fingerprint is None
+
+
+def test_adopted_group_of_another_mesh_keeps_its_label():
+    with fake_rank(0, 2):
+        owner, other = ProcessGroupMesh(dp=2, name="owner"), ProcessGroupMesh(dp=2, name="other")
+        group = owner.group("dp")
+        other.adopt("dp", group)
+        for _ in range(2):
+            found = find_group(group.group_name)
+            assert found is not None
+            assert found.label == "group dp of mesh 'owner'"
+            other.release("dp")
+
+
+def test_reason_is_found_again_after_a_woken_wait(monkeypatch: pytest.MonkeyPatch):
+    collective = RunningCollective("name", "group tp of mesh 'actor'", "all_reduce", 3, 100)
+    gloo = SimpleNamespace(timeout=timedelta(), unread_addresses=dict)
+    group = SimpleNamespace(ranks=(0, 1), label="group tp of mesh 'actor'", gloo=gloo, finding=None)
+    woken: list[Any] = []
+    monkeypatch.setattr(watch, "find_group", lambda name: group)
+    monkeypatch.setattr(background, "in_background", lambda wake, groups: woken.extend(groups))
+    looks = watch.Watch(Statuses(0.0, lambda: 0.0))
+    monkeypatch.setattr(looks.flight_recorder, "stuck", lambda: (collective,))
+    for _ in range(2):
+        group.finding = None
+        looks.find_running(lambda *reads: [None for _ in reads])
+        assert group.finding is not None
+        assert "did not report all_reduce (collective 3)" in group.finding[1]
+    assert woken == [group]
 
 
 # ---- its first collective ----

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,6 +109,34 @@ def test_groups_used_at_once_register_mesh_once():
         keys = {*threads.map(lambda path: identity.store_key(process.world, path, 10.0), "abcde")}
     assert keys == {f"pgmesh/train.0/{path}" for path in "abcde"}
     assert [each.key for each in performed if isinstance(each, Append)] == ["pgmesh/train.0/fingerprints"]
+
+
+def test_meshes_registered_at_once_are_both_published():
+    """Otherwise the next process of this rank counts from an older number of one of them."""
+    store = dist.HashStore()
+    first = Process(store, 1)
+    for name in ("actor", "critic"):
+        first.register(name)
+    second, others = Process(store, 1, replaces_process=True), ThreadPoolExecutor(1)
+    pending: list[Any] = []
+
+    def run(*operations: Operation) -> list[Any]:
+        answers = second.run(*operations)
+        if not pending:  # the first operation of the first mesh; another one is registered before it has the answer
+            pending.append(others.submit(create, "critic", second.run))
+            wait(pending, 0.2)
+        return answers
+
+    def create(name: str, run: Any) -> None:
+        identity = MeshIdentity(name, PAIR, None, 1, 2)
+        identity.set_number(second.world.numbers, counts=True)
+        identity.register(second.world, run, seconds=10.0)
+
+    with others:
+        create("actor", run)
+    third = Process(store, 1, replaces_process=True)
+    assert third.register("actor") == "pgmesh/actor.2"
+    assert third.register("critic") == "pgmesh/critic.2"
 
 
 def test_names_registered_last_are_kept(monkeypatch: pytest.MonkeyPatch):
