@@ -243,8 +243,8 @@ def test_meshes_are_listed_while_another_thread_creates_some():
     """torch's hooks list them, in any thread."""
 
     def create() -> None:
-        for _ in range(20):
-            kept = [ProcessGroupMesh(dp=8, name=f"mesh {i}") for i in range(50)]
+        for step in range(20):
+            kept = [ProcessGroupMesh(dp=8, name=f"mesh {step} {i}") for i in range(50)]
             kept.clear()
 
     with fake_rank(5, 8), often_switching(), ThreadPoolExecutor(1) as pool:

@@ -128,7 +128,7 @@ def report(mesh: MeshGroups) -> Report:
         trouble = f"not available: the mesh {mesh.ended}"
     elif not mesh.is_fake():
         trouble = _read_statuses(mesh, statuses)
-        running = mesh.world.watch.flight_recorder.running() if mesh.world.watch else ()
+        running = mesh.world.watch.flight_recorder.running()
     lines = tuple(_describe_running(mesh, each, statuses) for each in running)
     deadline = time.monotonic() + ANSWER_SECONDS
     others = {

@@ -68,7 +68,7 @@ def backends_of(name: str | None) -> Backends:
     table = c10d.BackendConfig(c10d.Backend(name)).get_device_backend_map()
     by_device = {device: str(backend) for device, backend in table.items()}
     names = frozenset(by_device.values())
-    nccl = next((name for name in names if name in torch_private.NCCL_CLASSES), "")
+    nccl = next((each for each in names if each in torch_private.NCCL_CLASSES), "")
     return Backends(
         by_device,
         tuple((torch.device(device), _type_of(backend), backend) for device, backend in by_device.items()),

@@ -11,7 +11,8 @@ from pgmesh._util.formatting import format_calls, format_ranks
 from pgmesh.errors import OptionsError
 from pgmesh.groups import naming
 from pgmesh.groups.backends import backends_of
-from pgmesh.groups.group import Group, Members
+from pgmesh.groups.group import Group
+from pgmesh.groups.naming import Members
 from pgmesh.options import GroupOptions
 
 if TYPE_CHECKING:

@@ -56,14 +56,14 @@ def endpoints_of(store: GlooStore | None) -> Endpoints:
     return Endpoints([*filter(None, own)], [(rank, each) for rank, each in members if each], places)
 
 
-def waits_on(seconds: float, timeout: float) -> bool:
+def is_safe_to_wake(seconds: float, timeout: float) -> bool:
     """True if Gloo gives up no wait for a member about now: a wait for its message, or for its connection.
 
     Args:
         seconds: the time since the collective was entered. If that is long ago, it began to wait later.
         timeout: the timeout of the group in seconds.
 
-    >>> [waits_on(seconds, timeout=1.0) for seconds in (0.5, 0.9, 3.0, 4.5, 7.0)]
+    >>> [is_safe_to_wake(seconds, timeout=1.0) for seconds in (0.5, 0.9, 3.0, 4.5, 7.0)]
     [True, False, True, False, True]
     """
     ends = ((timeout, _MESSAGE_MARGIN), (_GLOO_TIMEOUTS * timeout, _MARGIN))

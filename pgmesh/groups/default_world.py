@@ -53,20 +53,14 @@ def store_address() -> str:
 
 
 def default_device() -> str:
-    """Device type for collectives: this host's accelerator if the backend supports it, otherwise its first device."""
-    devices = list(backends_of(world_options().backend).by_device)
-    accelerator = _accelerator()
-    return accelerator.type if accelerator is not None and accelerator.type in devices else devices[0]
+    """Device type for collectives of the world."""
+    return device_of(dist.group.WORLD).type
 
 
 def device_of(group: Any) -> torch.device:
     """Device for a group's collectives: this host's accelerator if the group supports it."""
     devices = torch_private.device_types(group)
-    accelerator = _accelerator()
+    # Without check_available, torch returns the device that it was built for even if there is no driver.
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     here = [device for device in devices if accelerator is not None and device.type == accelerator.type]
     return here[0] if here else min(devices, key=str)
-
-
-def _accelerator() -> torch.device | None:
-    # Without check_available, torch returns the device that it was built for even if there is no driver.
-    return torch.accelerator.current_accelerator(check_available=True)

@@ -23,10 +23,9 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from pgmesh import torch_private
-from pgmesh._util.formatting import format_ranks
 from pgmesh.errors import LifetimeError
 from pgmesh.groups.connections import Endpoints, endpoints_of
 from pgmesh.options import GroupOptions
@@ -37,45 +36,6 @@ from pgmesh.rendezvous.records import Fingerprint
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from pgmesh.layout import Axis, Layout
-
-
-class Members(NamedTuple):
-    """The members that a call of ``group`` or ``group_of`` asks for.
-
-    Args:
-        ranks: the members in group order.
-        tag: the tag.
-        layout: the ranks are this rank's block along ``axes`` of it; None for any ranks.
-    """
-
-    ranks: tuple[int, ...]
-    tag: str = ""
-    layout: Layout | None = None
-    axes: tuple[Axis, ...] = ()
-
-    @property
-    def label(self) -> str:
-        """Their group in messages, such as "group dp, tp"."""
-        if self.layout is None:
-            place = f"of ranks {format_ranks(self.ranks)}"
-        else:
-            place = ", ".join(map(str, self.axes or self.layout.axes)) or f"of rank {self.ranks[0]}"
-        return f"group {place}{self._tagged}"
-
-    def describe(self, rank: int) -> str:
-        """Their group in profiles: its axes, and where this rank is on the others."""
-        place = f"ranks {format_ranks(self.ranks)}" if self.layout is None else self.layout.describe(rank, *self.axes)
-        return f"{place}{self._tagged}"
-
-    @property
-    def _tagged(self) -> str:
-        return f", tag={self.tag}" if self.tag else ""
-
-    def blocks(self) -> tuple[tuple[int, ...], ...]:
-        """All blocks of the partition; none for any ranks."""
-        return () if self.layout is None else tuple(self.layout.partition(*self.axes))
 
 
 class State(enum.Enum):

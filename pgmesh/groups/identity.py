@@ -181,8 +181,7 @@ class MeshIdentity:
             MismatchError: another rank has a different mesh of this name.
             WorldError: the store does not answer, or has not answered another thread that registers a mesh.
         """
-        if not self.registered:
-            self.register(world, functools.partial(world.store_thread().run, seconds=seconds), seconds=seconds)
+        self.register(world, functools.partial(world.store_thread().run, seconds=seconds), seconds=seconds)
         return f"{self.key}/{path}"
 
     def store_keys(self) -> list[str]:

@@ -30,8 +30,9 @@ from pgmesh.groups.aborts import publish_abort
 from pgmesh.groups.backends import backends_of
 from pgmesh.groups.configuring import ConfiguredOptions, check_supported, format_verb
 from pgmesh.groups.device_meshes import Dimensions, build_device_mesh, dimensions_of
-from pgmesh.groups.group import Group, Left, Members, State, find_group
+from pgmesh.groups.group import Group, Left, State, find_group
 from pgmesh.groups.identity import MeshIdentity
+from pgmesh.groups.naming import Members
 from pgmesh.groups.world import World, current_world
 from pgmesh.options import GroupOptions
 
@@ -291,9 +292,9 @@ class MeshGroups:
             if made is None:
                 groups = {name: self.group(layout, axes, "", {}) for name, axes in built.items()}
                 made = build_device_mesh(layout, self.rank, built, groups, self.layout.ranks())
-                for process_group in groups.values():
-                    if (group := find_group(process_group.group_name)) is not None:
-                        group.device_meshes[id(made)] = made
+                for process_group in groups.values():  # an adopted one may be that of another mesh, which destroys it
+                    if (owner := find_group(process_group.group_name)) is not None:
+                        owner.device_meshes[id(made)] = made
                 self._device_meshes[key] = made
             return made[tuple(dimensions)]
 

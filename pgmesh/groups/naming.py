@@ -1,4 +1,4 @@
-"""The names of groups, the same on all members without communication.
+"""The members that a call asks for, and the names of groups, the same on all members without communication.
 
 A group's part of a name is a function of its ranks, its tag, the options asked for in the call, and how often it was
 released or destroyed. It never depends on the number of groups that a process has created.
@@ -10,10 +10,50 @@ import functools
 import hashlib
 from array import array
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pgmesh._util.formatting import as_range, format_ranks
 from pgmesh.options import GroupOptions
+
+if TYPE_CHECKING:
+    from pgmesh.layout import Axis, Layout
+
+
+class Members(NamedTuple):
+    """The members that a call of ``group`` or ``group_of`` asks for.
+
+    Args:
+        ranks: the members in group order.
+        tag: the tag.
+        layout: the ranks are this rank's block along ``axes`` of it; None for any ranks.
+    """
+
+    ranks: tuple[int, ...]
+    tag: str = ""
+    layout: Layout | None = None
+    axes: tuple[Axis, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """Their group in messages, such as "group dp, tp"."""
+        if self.layout is None:
+            place = f"of ranks {format_ranks(self.ranks)}"
+        else:
+            place = ", ".join(map(str, self.axes or self.layout.axes)) or f"of rank {self.ranks[0]}"
+        return f"group {place}{self._tagged}"
+
+    def describe(self, rank: int) -> str:
+        """Their group in profiles: its axes, and where this rank is on the others."""
+        place = f"ranks {format_ranks(self.ranks)}" if self.layout is None else self.layout.describe(rank, *self.axes)
+        return f"{place}{self._tagged}"
+
+    @property
+    def _tagged(self) -> str:
+        return f", tag={self.tag}" if self.tag else ""
+
+    def blocks(self) -> tuple[tuple[int, ...], ...]:
+        """All blocks of the partition; none for any ranks."""
+        return () if self.layout is None else tuple(self.layout.partition(*self.axes))
 
 
 class Generations:

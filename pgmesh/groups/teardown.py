@@ -56,7 +56,7 @@ def wake(groups: Iterable[Group]) -> None:
     for group in groups:
         if group.gloo is None or group.name not in busy or not group.is_known():
             continue
-        if connections.waits_on(busy[group.name], group.gloo.timeout.total_seconds()):
+        if connections.is_safe_to_wake(busy[group.name], group.gloo.timeout.total_seconds()):
             connections.wake(group.endpoints())
 
 

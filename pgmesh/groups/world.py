@@ -45,7 +45,6 @@ class World:
         self.meshes: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # in order of creation
         self.with_groups: set[Any] = set()  # meshes that hold groups; kept alive
         self.forked = False  # this process is a forked child, and its parent is in the world
-        self.watch: Watch | None = None  # started with the thread
         self._aborts = Aborts()
         self.at_heartbeat: list[Callable[[Callable[..., list[Any]]], bool]] = []  # until they return False
         self._thread: StoreThread | None = None  # started by the first store operation
@@ -60,7 +59,6 @@ class World:
                 )
             if self._thread is None:
                 thread = self._thread = StoreThread(WorldStore(self.store, self.address, self.rank, self.size))
-                self.watch = Watch(self.statuses)
                 thread.on_heartbeat = self._on_heartbeat
             return self._thread
 
@@ -74,13 +72,18 @@ class World:
         """For the watch and for ``shrink``: a silence is measured from its beginning, whoever reads."""
         return self.new_statuses()
 
+    @functools.cached_property
+    def watch(self) -> Watch:
+        """Finds out why collectives of this process do not end."""
+        return Watch(self.statuses)
+
     def _on_heartbeat(self, run: Callable[..., list[Any]]) -> tuple[RunningCollective, ...]:
         """Look for aborted meshes, for lost ranks, and for collectives of this process that do not end."""
         self._aborts.look(run, [mesh for mesh in self.open_meshes() if mesh.identity.registered])
         for look in tuple(self.at_heartbeat):
             if not look(run):
                 self.at_heartbeat.remove(look)
-        return self.watch.find_running(run) if self.watch is not None else ()
+        return self.watch.find_running(run)
 
     def heartbeat_thread(self) -> StoreThread:
         """The store thread of this process, with its heartbeat started."""
@@ -140,8 +143,8 @@ class World:
         if mesh in self.with_groups:
             return
         with registering:
-            for other in self.open_meshes():
-                if mesh.name is None and other is not mesh and (other.name, other.layout) == (None, mesh.layout):
+            for other in self.open_meshes() if mesh.name is None else ():
+                if other is not mesh and (other.name, other.layout) == (None, mesh.layout):
                     key = next(key for key, each in open_meshes_by_name().items() if each is other)
                     raise NameTakenError(
                         f"two unnamed meshes differ only in the order of creation: {mesh.call}, created at "
