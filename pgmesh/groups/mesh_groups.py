@@ -69,9 +69,9 @@ class MeshGroups:
     """The groups of a mesh, its views and its slices. They are found by their properties and closed together.
 
     The mesh is open; then it has ended and creates no more groups; then its groups are destroyed. A thread that needs
-    several locks takes first ``Group.connecting``, then ``lock``, and then that of the world. ``lock`` is never held
-    while waiting for the store or for another rank, except by torch's ``new_group``. So every end but ``close`` waits
-    for it for a second only.
+    several locks takes first ``Group.connecting``, then ``lock``, and then that of the world. Only torch's
+    ``new_group`` waits for other ranks while its caller holds ``lock``. So ``close`` may have to wait, and every other
+    end waits for a second and leaves the rest to a background thread.
 
     Args:
         name: name of the mesh, the same on every rank; None for an unnamed mesh.
@@ -100,7 +100,7 @@ class MeshGroups:
         self.lock = threading.RLock()
         self.end: End | None = None if outside is None else End("was unpickled outside any world.")
         self._ending = threading.Lock()  # guards ``end``, so that the first one stays
-        self._destroyed = False  # under the lock: its groups are, or the thread that has the lock destroys them
+        self._destroyed = False  # its groups are, or are being: guarded by the lock
         self.creation_seconds = 0.0
         self._groups: dict[_Key, Group] = {}
         self._generations = naming.Generations()
@@ -411,32 +411,43 @@ class MeshGroups:
     def _end(self, end: End, *, lock_seconds: float = 1.0) -> None:
         """Destroy all groups, unless that was done before. The mesh creates no more.
 
-        If another thread holds the lock for longer, a background thread waits for it, perhaps for ever, and then
-        destroys the groups; none does once the process exits.
-
         Args:
             lock_seconds: timeout for the lock; -1 for none.
         """
         if not self.lock.acquire(timeout=lock_seconds):
-            if self._mark_ended(end) is end:
-                if end.aborted:
-                    self._wake()
-                if not background.exiting.is_set():  # otherwise nothing waits for the thread
-                    background.in_background(functools.partial(self._end, end, lock_seconds=-1))
+            self._end_later(end)
             return
-        left = Left()
         try:
-            end = self._mark_ended(end)
-            if not self._destroyed:
-                self._destroyed = True
-                left = self._destroy(self._groups.values(), end.reason, abort=end.aborted)
-                if not end.aborted:  # otherwise ``forget_store`` deletes the rest, by these groups
-                    left.keys += self.identity.store_keys()
-                    self._groups.clear()
-                self.world.stop_keeping(self)
+            left = self._destroy_all(end)
         finally:
             self.lock.release()
         self.world.clean(left)
+
+    def _destroy_all(self, end: End) -> Left:
+        """The same, under the lock; return what the groups leave in the store."""
+        end = self._mark_ended(end)
+        if self._destroyed:
+            return Left()
+        self._destroyed = True
+        left = self._destroy(self._groups.values(), end.reason, abort=end.aborted)
+        if not end.aborted:  # otherwise ``forget_store`` deletes the rest, by these groups
+            left.keys += self.identity.store_keys()
+            self._groups.clear()
+        self.world.stop_keeping(self)
+        return left
+
+    def _end_later(self, end: End) -> None:
+        """The same in a background thread, once another thread has released the lock. That may never happen.
+
+        The mesh creates no more groups from now on, and collectives of an aborted one end. Once the process exits,
+        nothing is destroyed later: none would wait for the thread.
+        """
+        if self._mark_ended(end) is not end:
+            return
+        if end.aborted:
+            self._wake()
+        if not background.exiting.is_set():
+            background.in_background(functools.partial(self._end, end, lock_seconds=-1))
 
     def _mark_ended(self, end: End) -> End:
         """Let the mesh create no more groups, and return how it ended first."""
