@@ -1,10 +1,20 @@
-"""What a process says of itself in the world's store: a word and a label of its own, and the keys of its rank."""
+"""What a process says of itself in the world's store: a word and a label of its own, and the keys of its rank.
+
+When a process enters the world, it claims its rank. So it learns of a process that has or had the same rank.
+"""
 
 from __future__ import annotations
 
 import os
 import secrets
 import socket
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.operations import CompareSet, Raw
+from pgmesh.rendezvous.statuses import Statuses
 
 _TOKEN = secrets.token_hex(4)  # process numbers repeat, for example in containers
 
@@ -32,3 +42,48 @@ def process_key(rank: int) -> str:
 def meshes_key(rank: int) -> str:
     """The store key of the numbers of the meshes that a rank has registered."""
     return f"pgmesh/meshes/{rank}"
+
+
+class Claim(NamedTuple):
+    """What a process learns when it claims its rank. No other process has had the rank if both have their defaults.
+
+    Args:
+        replaces_process: another process has had the rank, and has ended.
+        same_rank: label of another process that has the rank too, and lives; "" for none.
+    """
+
+    replaces_process: bool = False
+    same_rank: str = ""
+
+
+def claim_rank(run: Callable[..., list[Any]], rank: int, world_size: int, statuses: Statuses) -> Claim:
+    """Publish that this process has a rank, unless another process that has it too still lives.
+
+    Args:
+        run: performs operations on the store.
+        statuses: of the other ranks; none has been read yet.
+    """
+    me = process_label()
+    (first,) = run(CompareSet(process_key(rank), me))
+    if first.decode() == me:
+        return Claim()
+    if _sends_heartbeats(run, rank, world_size, statuses):
+        return Claim(same_rank=first.decode())
+    run(Raw("set", (process_key(rank), me)))
+    return Claim(replaces_process=True)
+
+
+def _sends_heartbeats(run: Callable[..., list[Any]], rank: int, world_size: int, statuses: Statuses) -> bool:
+    """True if the process that had a rank before still sends heartbeats. It may take two periods to know."""
+    ranks = {rank, *range(min(world_size, timing.LIMITS.statuses))}
+    statuses.read(run, ranks)
+    statuses.find_ended(run, [rank])
+    if statuses.lost(ranks):
+        return False  # its process has ended, or ranks leave the world: the store serves another one
+    before = statuses.get(rank)
+    for _ in range(round(2 * timing.heartbeat_period(world_size) / timing.TIMING.longest_pause)):
+        time.sleep(timing.TIMING.longest_pause)  # a pause of the store adds no time
+        statuses.read(run, [rank])
+        if (now := statuses.get(rank)) != before:
+            return bool(now and not now.exited)
+    return False

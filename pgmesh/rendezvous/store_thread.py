@@ -90,11 +90,9 @@ class StoreThread:
             raise WorldError(f"this process has left the world, so it cannot use the store at {address}.")
         try:
             self._queue.put(batch)
-            start, waited, answered = time.monotonic(), 0.0, (0, self.store.answers)
+            start, waited = time.monotonic(), 0.0
             while not batch.done.acquire(timeout=min(max(0.0, seconds - waited), timing.TIMING.thread_check)):
-                if (now := (len(batch.answers), self.store.answers)) != answered:  # a slow store, which answers
-                    start, answered = time.monotonic(), now
-                waited = time.monotonic() - start
+                waited = self.store.seconds_without_answer(start)  # a slow store answers meanwhile
                 if not self._is_running():
                     raise WorldError(f"this process has left the world during an operation on {address}.")
                 if self.store.is_gone():
