@@ -62,7 +62,7 @@ class WorldStore:
         self._torch_store, self.address, self.rank, self.world_size = store, address, rank, world_size
         self._entered_worlds = entered_worlds if entered is None else entered
         self.period = timing.heartbeat_period(world_size)  # of every rank
-        self._connection: Any = None  # with the key prefix; None before the first operation and after a failure
+        self._connection: Any = None  # with the world's key prefix; None before the first operation and after a failure
         self._name = ""  # of the world
         self._has_claimed = False  # this process's key is in the store
         self.replaces_process, self.same_rank = Claim()  # known after the first operation
