@@ -258,7 +258,7 @@ class _Call:
         """Record the connected groups, and discard groups that cannot be used."""
         done = {collective.group for collective in self.client.all if collective.done}
         for collective in self.client.all:
-            if collective.group not in done:
+            if not collective.done:
                 self.mesh.discard(collective.group, "could not be connected; ask its mesh for it anew.")
                 collective.keep_until_done()
         for group in self.groups:

@@ -225,14 +225,14 @@ class PollingStore(dist.Store):
         """
         self._raise_refusal(run)
         keys = self._writers_of(key)
-        seen = dict(zip(keys, run(*map(Read, keys.values()))))
-        missing = [rank for rank, value in seen.items() if value is None]
+        values = run(*map(Read, keys.values()))
+        missing = [rank for rank, value in zip(keys, values) if value is None]
         subject, seconds = self._fingerprint.subject, f"{limit:g} s"
-        if not missing:
-            for rank, value in seen.items():
-                self._check(run, keys[rank], value or b"")
-            return f"{subject}: {key} was still missing after {seconds}, and was written just afterwards."
-        return describe_missing(run, subject, self._ranks, missing, seconds)
+        if missing:
+            return describe_missing(run, subject, self._ranks, missing, seconds)
+        for each, value in zip(keys.values(), values):
+            self._check(run, each, value)
+        return f"{subject}: {key} was still missing after {seconds}, and was written just afterwards."
 
     def _writers_of(self, key: str) -> dict[int | str, str]:
         """The ranks that write this key and those like it, each with its store key; text for an unknown rank."""

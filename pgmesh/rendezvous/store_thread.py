@@ -160,22 +160,18 @@ class StoreThread:
 
     def set_pending(self, pending: tuple[PendingConnect, ...]) -> None:
         """Publish the groups that the calling thread waits for."""
-        thread = threading.get_ident()
-        if pending == self._pending.get(thread, ()):
-            return
-        if pending:
-            self._pending[thread] = pending
-        else:
-            del self._pending[thread]
-        self._publish_soon()
+        if pending != self._pending.get(threading.get_ident(), ()):
+            self._set(self._pending, pending)
 
     def set_status(self, activity: str) -> None:
-        """Publish the activity of this process; "" for none. Returns at once."""
-        thread = threading.get_ident()
-        if activity:
-            self._activities[thread] = activity
+        """Publish the activity of the calling thread; "" for none. Returns at once."""
+        self._set(self._activities, activity)
+
+    def _set(self, by_thread: dict[int, Any], value: Any) -> None:
+        if value:
+            by_thread[threading.get_ident()] = value
         else:
-            self._activities.pop(thread, None)
+            by_thread.pop(threading.get_ident(), None)
         self._publish_soon()
 
     def _publish_soon(self) -> None:

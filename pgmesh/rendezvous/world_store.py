@@ -134,16 +134,13 @@ class WorldStore:
         return self._connection is not None
 
     def perform(self, operation: Operation) -> Any:
-        """Perform an operation. The first call claims this process's rank."""
-        self._claim_rank()
+        """Perform an operation, after ``open``."""
+        self.open()
         return self._perform(operation)
 
     def open(self) -> None:
-        """Open the connection and the listener, if they are not open. The first call claims this process's rank."""
+        """Open the connection and the listener, and claim this process's rank, unless that is done."""
         self._retrying(lambda: None, True)
-        self._claim_rank()
-
-    def _claim_rank(self) -> None:
         if not self._has_claimed:
             statuses = Statuses(math.inf, time.monotonic, self.listeners.has_ended)
             self.replaces_process, self.same_rank = claim_rank(
