@@ -145,7 +145,7 @@ class _Call:
 
     def _discard_broken(self, groups: Iterable[Group]) -> bool:
         """Discard those connected groups whose ``broken`` key another member has set. True if there are any."""
-        connected = {each: each.round for each in groups if each.state is State.CONNECTED and each.round is not None}
+        connected = {each: each.round for each in groups if each.state is State.CONNECTED and each.round}
         reads = [Read(each.broken_key) for each in connected.values()]
         answers = self.client.run(*reads) if reads else []
         broken = [group for group, answer in zip(connected, answers) if answer is not None]

@@ -91,13 +91,13 @@ class PollingStore(dist.Store):
 
     def _runner(self, deadline: float = math.inf) -> Run:
         """The function with which one call performs its operations. The first call finds the prefix of the keys."""
-        self._prefix = self._prefix or self._key_prefix(self._seconds_left(deadline))
-        return functools.partial(self._ask, deadline)
 
-    def _ask(self, deadline: float, *operations: Operation) -> list[Any]:
-        """Perform operations."""
-        self.operations += len(operations)
-        return self._thread().run(*operations, seconds=self._seconds_left(deadline))
+        def run(*operations: Operation) -> list[Any]:
+            self.operations += len(operations)
+            return self._thread().run(*operations, seconds=self._seconds_left(deadline))
+
+        self._prefix = self._prefix or self._key_prefix(self._seconds_left(deadline))
+        return run
 
     def _seconds_left(self, deadline: float) -> float:
         """The timeout of an operation: a second more than the time to the deadline, or than the group's timeout.

@@ -57,33 +57,26 @@ class Claim(NamedTuple):
 
 
 def claim_rank(run: Callable[..., list[Any]], rank: int, world_size: int, statuses: Statuses) -> Claim:
-    """Publish that this process has a rank, unless another process that has it too still lives.
+    """Publish that this process has a rank, unless another process has it too and sends heartbeats.
+
+    It may take two heartbeat periods to know.
 
     Args:
         run: performs operations on the store.
-        statuses: of the other ranks; none has been read yet.
+        statuses: no status has been read yet. Ranks are lost after two heartbeat periods.
     """
     me = process_label()
     (first,) = run(CompareSet(process_key(rank), me))
     if first.decode() == me:
         return Claim()
-    if _sends_heartbeats(run, rank, world_size, statuses):
-        return Claim(same_rank=first.decode())
-    run(Raw("set", (process_key(rank), me)))
-    return Claim(replaces_process=True)
-
-
-def _sends_heartbeats(run: Callable[..., list[Any]], rank: int, world_size: int, statuses: Statuses) -> bool:
-    """True if the process that had a rank before still sends heartbeats. It may take two periods to know."""
     ranks = {rank, *range(min(world_size, timing.LIMITS.statuses))}
     statuses.read(run, ranks)
     statuses.find_ended(run, [rank])
-    if statuses.lost(ranks):
-        return False  # its process has ended, or ranks leave the world: the store serves another one
-    before = statuses.get(rank)
-    for _ in range(round(2 * timing.heartbeat_period(world_size) / timing.TIMING.longest_pause)):
-        time.sleep(timing.TIMING.longest_pause)  # a pause of the store adds no time
+    before, end = statuses.heard.get(rank), statuses.now() + statuses.lost_after
+    while statuses.now() < end and not statuses.lost(ranks):  # if any rank has left, the store serves another world
+        time.sleep(timing.TIMING.longest_pause)
         statuses.read(run, [rank])
-        if (now := statuses.get(rank)) != before:
-            return bool(now and not now.exited)
-    return False
+        if statuses.heard.get(rank) != before and not statuses.lost([rank]):
+            return Claim(same_rank=first.decode())
+    run(Raw("set", (process_key(rank), me)))
+    return Claim(replaces_process=True)

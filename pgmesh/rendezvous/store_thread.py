@@ -267,10 +267,8 @@ class StoreThread:
         """The running collectives. An error of ``on_heartbeat`` must not stop the heartbeats; the first is logged."""
         try:
             return self.on_heartbeat(self._run_here)
-        except WorldError:
-            return ()
-        except Exception:
-            if not self._warned:
+        except Exception as error:
+            if not self._warned and not isinstance(error, WorldError):
                 self._warned = True
                 warn_from_store_thread(
                     f"this rank could not look for stuck collectives and lost ranks: {traceback.format_exc()}"

@@ -115,16 +115,16 @@ class WorldStore:
             return False
         if self._name.endswith(REPLACED):
             return True
-        names: list[str] = []
+        names = [self._name]
 
         def read() -> None:
             with contextlib.suppress(RuntimeError, AttributeError):  # the store failed, or was closed meanwhile
-                names.append(name_on(self._torch_store))
+                names[0] = name_on(self._torch_store)
 
         thread = threading.Thread(target=read, name="pgmesh-world-name", daemon=True)
         thread.start()
         thread.join(seconds)
-        return names not in ([], [self._name])
+        return names != [self._name]
 
     # -- called by the store thread -------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class WorldStore:
         """Open the connection and the listener, and claim this process's rank, unless that is done."""
         self._retrying(lambda: None, True)
         if not self._has_claimed:
-            statuses = Statuses(math.inf, time.monotonic, self.listeners.has_ended)
+            statuses = Statuses(2 * self.period, self.answered_seconds, self.listeners.has_ended)
             self.replaces_process, self.same_rank = claim_rank(
                 lambda *operations: [*map(self._perform, operations)], self.rank, self.world_size, statuses
             )
