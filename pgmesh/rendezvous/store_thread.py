@@ -79,7 +79,7 @@ class StoreThread:
         """Perform operations in this order, and return the store's answers.
 
         Raises:
-            WorldError: ``seconds`` passed without a further answer, or the store has failed.
+            WorldError: ``seconds`` passed without an answer of the store, to any thread, or the store has failed.
         """
         return self.store.board.request(operations, lambda: self._ask(operations, seconds))
 

@@ -282,6 +282,17 @@ def test_watching_earlier_process_is_no_store_silence():
         thread.stop()
 
 
+def test_wait_behind_slow_batch_is_no_store_silence(store_thread: StoreThread):
+    """The store answers another thread for 2 s, four times the timeout of this one."""
+    begun = threading.Event()
+    batch = threading.Thread(target=lambda: store_thread.run(*[Add("count")] * 40, seconds=LONG))
+    with faults(Fault(Add("count"), before=lambda: time.sleep(0.05), after=begun.set)):
+        batch.start()
+        assert begun.wait(LONG)
+        assert store_thread.run(Read("count"), seconds=0.5) == [b"40"]
+    batch.join()
+
+
 def test_clock_of_silence_counts_each_answer(monkeypatch: pytest.MonkeyPatch):
     """A heartbeat that takes long, with answers of the store meanwhile, is no pause of the store."""
     now = time.monotonic()
