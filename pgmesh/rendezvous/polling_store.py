@@ -191,14 +191,14 @@ class PollingStore(dist.Store):
         full = self._store_key(key)
         value: bytes | None = self._ask_for(run, full)
         if value is not None:
-            self.values[key] = self._check(run, full, value)
+            self.values[key] = self._compare(run, full, value)
         return value is not None
 
     def _ask_for(self, run: Run, key: str) -> Any:
         """Read a store key; None if it has no value yet."""
         return run(Read(key))[0]
 
-    def _check(self, run: Run, key: str, value: bytes) -> bytes:
+    def _compare(self, run: Run, key: str, value: bytes) -> bytes:
         """Compare the fingerprint in a value with this rank's one; return the value without it.
 
         Raises:
@@ -231,7 +231,7 @@ class PollingStore(dist.Store):
         if missing:
             return describe_missing(run, subject, self._ranks, missing, seconds)
         for each, value in zip(keys.values(), values):
-            self._check(run, each, value)
+            self._compare(run, each, value)
         return f"{subject}: {key} was still missing after {seconds}, and was written just afterwards."
 
     def _writers_of(self, key: str) -> dict[int | str, str]:
@@ -254,7 +254,7 @@ class PollingStore(dist.Store):
             key = self._store_key("options")
             self.written.add(key)
             (first,) = run(CompareSet(key, self._fingerprint.encoded.decode()))
-            self._check(run, key, first)
+            self._compare(run, key, first)
 
     def _writes(self, values: dict[str, bytes]) -> list[Operation]:
         """The operations that write these values."""
