@@ -33,6 +33,9 @@ log = logging.getLogger("pgmesh")
 GroupAxes = Union["Axis", "tuple[Axis, ...]"]
 """Axes as in the call: "tp", or ("dp", "tp")."""
 
+Table = dict[Group, "list[GroupAxes]"]
+"""Groups, each with its axes."""
+
 
 @dataclass(frozen=True)
 class Connected:
@@ -97,33 +100,33 @@ class _Call:
         self.call_site, self.state = call_site(), mesh.state_of(ConnectState)
         self.statuses = mesh.world.new_statuses()
         self.client = FirstCollectives(mesh.world.heartbeat_thread(), seconds, self.statuses, mesh.rank)
-        self.groups: dict[Group, list[GroupAxes]] = {}  # each with its axes; from ``_connect`` on, those to connect
+        self.groups: Table = {}  # those that this call connects
         self.rounds: dict[GroupRound, Group] = {}
         self.met: dict[GroupAxes, float] = {}
 
     def run(self) -> Connected:
         try:
             while True:
-                self._find_groups()
-                alone = {*self.groups}
-                with self._connecting_alone(alone, self.client.deadline):
-                    self._find_groups()  # another thread may have connected or released them meanwhile
-                    if {*self.groups} <= alone and not self._discard_broken():
-                        return self._connect()
+                found = self._find_groups()
+                with self._connecting_alone(found, self.client.deadline):
+                    groups = self._find_groups()  # another thread may have connected or released them meanwhile
+                    if groups.keys() <= found.keys() and not self._discard_broken(groups):
+                        return self._connect(groups)
         finally:
             self.state.operations += self.client.operations
 
-    def _find_groups(self) -> None:
+    def _find_groups(self) -> Table:
         """Find or create the groups. If one cannot be created, publish the failure for it and for all others."""
-        self.groups = {}
+        found: Table = {}
         for i, axes in enumerate(self.combinations):
             try:
                 group = self.mesh.find(self.mesh.members(self.layout, axes), {})
             except BaseException as error:
-                self._cancel(error, self.combinations[i:])
+                self._cancel(error, found, self.combinations[i:])
                 raise
             if group.fingerprint is not None:
-                self.groups.setdefault(group, []).append(axes[0] if len(axes) == 1 else axes)
+                found.setdefault(group, []).append(axes[0] if len(axes) == 1 else axes)
+        return found
 
     @contextlib.contextmanager
     def _connecting_alone(self, groups: Iterable[Group], deadline: float) -> Iterator[None]:
@@ -140,12 +143,10 @@ class _Call:
                 stack.callback(group.connecting.release)
             yield
 
-    def _discard_broken(self) -> bool:
+    def _discard_broken(self, groups: Iterable[Group]) -> bool:
         """Discard those connected groups whose ``broken`` key another member has set. True if there are any."""
-        connected = {
-            each: each.round for each in self.groups if each.state is State.CONNECTED and each.round is not None
-        }
-        reads = [Read(f"{each.name}/broken") for each in connected.values()]
+        connected = {each: each.round for each in groups if each.state is State.CONNECTED and each.round}
+        reads = [Read(each.broken_key) for each in connected.values()]
         answers = self.client.run(*reads) if reads else []
         broken = [group for group, answer in zip(connected, answers) if answer is not None]
         for group in broken:
@@ -190,12 +191,12 @@ class _Call:
         if not any(text.endswith(error) for error in self.state.last_errors):
             log.warning("%s", text)
 
-    def _cancel(self, error: BaseException, absent: Sequence[tuple[Axis, ...]]) -> None:
+    def _cancel(self, error: BaseException, found: Iterable[Group], absent: Sequence[tuple[Axis, ...]]) -> None:
         """Decide that the rounds of this call failed, also those of groups that this rank has not created."""
         self.client.interrupted = not isinstance(error, Exception)
         with contextlib.suppress(PgmeshError):  # the caller raises the first error
             unmade = [self.mesh.find_unmade(self.mesh.members(self.layout, axes)) for axes in absent]
-            for group in dict.fromkeys([*self.groups, *unmade]):
+            for group in dict.fromkeys([*found, *unmade]):
                 self._cancel_round(group, error)
 
     def _cancel_round(self, group: Group, error: BaseException) -> None:
@@ -204,9 +205,9 @@ class _Call:
             if group.fingerprint and group.state is not State.CONNECTED:
                 self._rounds_of([self._new_round(group)]).cancel(error)
 
-    def _connect(self) -> Connected:
+    def _connect(self, groups: Table) -> Connected:
         """Connect the groups that are not connected yet."""
-        self.groups = {each: axes for each, axes in self.groups.items() if each.state is State.MADE}
+        self.groups = {each: axes for each, axes in groups.items() if each.state is State.MADE}
         if not self.groups:
             return Connected(operations=self.client.operations)
         try:
@@ -257,7 +258,7 @@ class _Call:
         """Record the connected groups, and discard groups that cannot be used."""
         done = {collective.group for collective in self.client.all if collective.done}
         for collective in self.client.all:
-            if collective.group not in done:
+            if not collective.done:
                 self.mesh.discard(collective.group, "could not be connected; ask its mesh for it anew.")
                 collective.keep_until_done()
         for group in self.groups:

@@ -57,7 +57,7 @@ class FirstCollectives(CallClient):
             collective.start()
 
     def _add(self, group: Group, made: GroupRound) -> FirstCollective:
-        collective = FirstCollective(group, f"{made.name}/broken", self._statuses)
+        collective = FirstCollective(group, made.broken_key, self._statuses)
         self.all.append(collective)
         return collective
 

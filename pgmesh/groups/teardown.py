@@ -75,12 +75,13 @@ def _end(group: Group, *, abort: bool) -> None:
     if not group.is_known():
         return
     process_group: Any = group.process_group
-    if group.created_by == "new_group":
-        dist.destroy_process_group(process_group)
-        return
-    torch_private.unregister(process_group)
-    with contextlib.suppress(RuntimeError):  # a third-party backend may raise it
-        process_group.abort() if abort else process_group.shutdown()
+    with contextlib.suppress(Exception):  # of a third-party backend: the groups after this one have to end too
+        if group.created_by == "new_group":
+            dist.destroy_process_group(process_group)
+        else:
+            torch_private.unregister(process_group)
+            process_group.abort() if abort else process_group.shutdown()
+    torch_private.unregister(process_group)  # torch does not, after an error of the backend
 
 
 def mark_destroyed(group: Group) -> None:

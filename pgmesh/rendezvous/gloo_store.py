@@ -12,7 +12,7 @@ from typing import Any
 
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Read
-from pgmesh.rendezvous.polling_store import PollingStore
+from pgmesh.rendezvous.polling_store import PollingStore, Run
 
 
 class GlooStore(PollingStore):
@@ -28,13 +28,12 @@ class GlooStore(PollingStore):
         if self._published:
             super().set(key, value)
 
-    def _ask_for(self, key: str) -> bytes | None:
+    def _ask_for(self, run: Run, key: str) -> Any:
         """As for other backends. The first read publishes this rank's addresses too."""
         publishing = () if self._published else self._writes(self.own)
-        *_, value = self._ask(*publishing, Read(key))
+        *_, value = run(*publishing, Read(key))
         self._published = True
-        found: bytes | None = value
-        return found
+        return value
 
     def _writers_of(self, key: str) -> dict[int | str, str]:
         stem = key.rpartition("/")[0]

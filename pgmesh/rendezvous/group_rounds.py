@@ -63,6 +63,11 @@ class GroupRound(Round[Decision]):
         """Store key under which the store of a backend publishes a mismatch."""
         return f"{self.key}/mismatch"
 
+    @property
+    def broken_key(self) -> str:
+        """Store key under which a member publishes that the first collective failed after the decision."""
+        return f"{self.name}/broken"
+
     def continue_after(self, before: GroupRound) -> None:
         """Begin where an earlier call ended: at its last attempt if that is undecided, otherwise at the next one."""
         self.number = before.number if before.decision is None else before.number + 1

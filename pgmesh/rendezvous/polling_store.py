@@ -28,13 +28,17 @@ from pgmesh.rendezvous.store_thread import StoreThread
 SEPARATOR = b"\0"
 """Separates a rank's fingerprint from the value that it wrote."""
 
+Run = Callable[..., list[Any]]
+"""Performs operations on the world's store, and returns the answers."""
+
 
 class PollingStore(dist.Store):
     """The store that a backend reads through. It polls, while torch's client would hold its lock and wait.
 
     So the first collective of one group cannot block another group. A failed wait names the missing ranks, and
     releasing a group ends its waits. Each value carries the fingerprint of the rank that wrote it, and each reader
-    compares it with its own. So a mismatch is found before the ranks connect, without more store operations.
+    compares it with its own. So a mismatch is found before the ranks connect. That needs no further store operation,
+    except one if ``compares`` is set, and one that publishes a mismatch.
 
     Args:
         thread: returns the store thread.
@@ -65,7 +69,6 @@ class PollingStore(dist.Store):
         self._compares, self._refusal_keys = compares, refusal_keys
         self.new_timeout: timedelta | None = None  # if set, it overrides the timeout of the backend
         self._prefix = ""  # of the group's keys; known once this rank has written or waited
-        self._end = math.inf  # of the current wait
         # What this rank has read and written:
         self.values: dict[str, bytes] = {}  # that the backend has read, by key
         self.written: set[str] = set()  # store keys
@@ -86,18 +89,28 @@ class PollingStore(dist.Store):
     def is_closed(self) -> bool:
         return bool(self._closed)
 
-    def _ask(self, *operations: Operation) -> list[Any]:
-        """Perform operations."""
-        self.operations += len(operations)
-        return self._thread().run(*operations, seconds=self._seconds_left())
+    def _runner(self, deadline: float = math.inf) -> Run:
+        """The function with which one call performs its operations. The first call finds the prefix of the keys."""
 
-    def _seconds_left(self) -> float:
-        """The timeout of an operation: a second more than the wait has left, or than the group's timeout."""
-        left = min(self.timeout.total_seconds(), self._end - time.monotonic())
+        def run(*operations: Operation) -> list[Any]:
+            self.operations += len(operations)
+            return self._thread().run(*operations, seconds=self._seconds_left(deadline))
+
+        self._prefix = self._prefix or self._key_prefix(self._seconds_left(deadline))
+        return run
+
+    def _seconds_left(self, deadline: float) -> float:
+        """The timeout of an operation: a second more than the time to the deadline, or than the group's timeout.
+
+        Raises:
+            LifetimeError: the store is closed.
+        """
+        if self._closed:
+            raise LifetimeError(self._closed)
+        left = min(self.timeout.total_seconds(), deadline - time.monotonic())
         return max(0.0, left) + timing.TIMING.report_missing
 
     def _store_key(self, key: str) -> str:
-        self._prefix = self._prefix or self._key_prefix(self._seconds_left())
         return f"{self._prefix}/{key}"
 
     @property
@@ -111,9 +124,9 @@ class PollingStore(dist.Store):
         self.used = True
         if not self._closed and all(key in self.values for key in keys):
             return
-        start = time.monotonic()
+        start, limit = time.monotonic(), self.new_timeout or (self._timeout if timeout is None else timeout)
         try:
-            self._wait(keys, self.new_timeout or (self._timeout if timeout is None else timeout), start)
+            self._wait(keys, start, limit.total_seconds())
             return
         except PgmeshError as error:
             hint = self._thread().store_hint() if isinstance(error, MissingRanksError) else ""
@@ -128,34 +141,28 @@ class PollingStore(dist.Store):
         finally:
             del copy  # else the error and this frame keep each other alive
 
-    def _wait(self, keys: list[str], limit: timedelta, start: float) -> None:
-        self._check_open()
-        self._end = end = start + limit.total_seconds()
-        pause, shows_status = pauses(), False
+    def _wait(self, keys: list[str], start: float, limit: float) -> None:
+        deadline = start + limit
+        run, pause, shows_status = self._runner(deadline), pauses(), False
         try:
-            self._compare_with_first()
+            self._compare_with_first(run)
             for key in keys:
-                while not self._read(key):
+                while not self._read(run, key):
                     now = time.monotonic()
-                    if now >= end:
-                        raise MissingRanksError(self._timeout_text(key, limit))
+                    if now >= deadline:
+                        raise MissingRanksError(self._timeout_text(run, key, limit))
                     seconds = next(pause)
                     if seconds == timing.TIMING.longest_pause:
-                        self._raise_refusal()
+                        self._raise_refusal(run)
                     if not shows_status and now >= start + timing.TIMING.status_after:
                         shows_status = True
-                        self._thread().set_status(activity(self._subject))
-                    time.sleep(min(seconds, end - now))
+                        self._thread().set_status(activity(self._fingerprint.subject))
+                    time.sleep(min(seconds, deadline - now))
         finally:
-            self._end = math.inf
             if shows_status:
                 self._thread().set_status("")
 
-    @property
-    def _subject(self) -> str:
-        return self._fingerprint.subject
-
-    def read_refusal(self, run: Callable[..., list[Any]]) -> Decision | None:
+    def read_refusal(self, run: Run) -> Decision | None:
         """The refusal that a rank has published; None if there is none, or before this rank has written or waited.
 
         Args:
@@ -164,7 +171,7 @@ class PollingStore(dist.Store):
         keys = self._refusal_keys() if self._prefix or self.values else ()
         for key, text in zip(keys, run(*map(Read, keys)) if keys else ()):
             found = None if text is None else Decision.unpack(key, text)
-            if found is not None and (self.refusal is None or found.kind == "aborted"):  # the end of the mesh counts
+            if found and (self.refusal is None or found.kind == "aborted"):  # the end of the mesh counts
                 self.refusal = found
         return self.refusal
 
@@ -174,60 +181,58 @@ class PollingStore(dist.Store):
             self.read_refusal(functools.partial(self._thread().run, seconds=seconds))
         return self.refusal
 
-    def _raise_refusal(self) -> None:
-        refusal = self.read_refusal(self._ask)
-        if refusal is not None and (error := refusal.error()):
+    def _raise_refusal(self, run: Run) -> None:
+        refusal = self.read_refusal(run)
+        if refusal and (error := refusal.error()):
             raise error
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise LifetimeError(self._closed)
-
-    def _read(self, key: str) -> bool:
+    def _read(self, run: Run, key: str) -> bool:
         """Read a key and cache its value. False if it has none yet."""
-        self._check_open()
         full = self._store_key(key)
-        value = self._ask_for(full)
-        if value is None:
-            return False
+        value: bytes | None = self._ask_for(run, full)
+        if value is not None:
+            self.values[key] = self._compare(run, full, value)
+        return value is not None
+
+    def _ask_for(self, run: Run, key: str) -> Any:
+        """Read a store key; None if it has no value yet."""
+        return run(Read(key))[0]
+
+    def _compare(self, run: Run, key: str, value: bytes) -> bytes:
+        """Compare the fingerprint in a value with this rank's one; return the value without it.
+
+        Raises:
+            MismatchError: they differ.
+        """
         encoded, _, body = value.partition(SEPARATOR)
-        self._check_published(full, encoded)
-        self.values[key] = body
-        return True
-
-    def _ask_for(self, key: str) -> bytes | None:
-        """Read a store key."""
-        value: bytes | None = self._ask(Read(key))[0]
-        return value
-
-    def _check_published(self, key: str, encoded: bytes) -> None:
-        check_published(self._ask, self._refusal_keys()[0], self._fingerprint, encoded, key)
+        check_published(run, self._refusal_keys()[0], self._fingerprint, encoded, key)
+        return body
 
     def get(self, key: str) -> bytes:
         if key not in self.values:
             self.wait([key])
         return self.values[key]
 
-    def _timeout_text(self, key: str, limit: timedelta) -> str:
+    def _timeout_text(self, run: Run, key: str, limit: float) -> str:
         """Message about the members that are missing at a timeout.
 
         Args:
             key: the key that was waited for.
-            limit: the timeout of that wait.
+            limit: the timeout of that wait in seconds.
 
         Raises:
             MismatchError: the members' fingerprints differ.
         """
-        self._raise_refusal()
+        self._raise_refusal(run)
         keys = self._writers_of(key)
-        seen = dict(zip(keys, self._ask(*map(Read, keys.values()))))
-        missing = [rank for rank, value in seen.items() if value is None]
-        seconds = f"{limit.total_seconds():g} s"
-        if not missing:
-            for rank, value in seen.items():
-                self._check_published(keys[rank], (value or b"").partition(SEPARATOR)[0])
-            return f"{self._subject}: {key} was still missing after {seconds}, and was written just afterwards."
-        return describe_missing(self._ask, self._subject, self._ranks, missing, seconds)
+        values = run(*map(Read, keys.values()))
+        missing = [rank for rank, value in zip(keys, values) if value is None]
+        subject, seconds = self._fingerprint.subject, f"{limit:g} s"
+        if missing:
+            return describe_missing(run, subject, self._ranks, missing, seconds)
+        for each, value in zip(keys.values(), values):
+            self._compare(run, each, value)
+        return f"{subject}: {key} was still missing after {seconds}, and was written just afterwards."
 
     def _writers_of(self, key: str) -> dict[int | str, str]:
         """The ranks that write this key and those like it, each with its store key; text for an unknown rank."""
@@ -239,31 +244,32 @@ class PollingStore(dist.Store):
 
     def set(self, key: str, value: Any) -> None:
         self.used = True
-        self._ask(*self._writes({key: bytes(value)}))
+        run = self._runner()
+        run(*self._writes({key: bytes(value)}))
 
-    def _compare_with_first(self) -> None:
+    def _compare_with_first(self, run: Run) -> None:
         """Compare the fingerprint with that of the first rank, once, if needed."""
         if self._compares:
             self._compares = False
             key = self._store_key("options")
             self.written.add(key)
-            (first,) = self._ask(CompareSet(key, self._fingerprint.encoded.decode()))
-            self._check_published(key, first)
+            (first,) = run(CompareSet(key, self._fingerprint.encoded.decode()))
+            self._compare(run, key, first)
 
     def _writes(self, values: dict[str, bytes]) -> list[Operation]:
         """The operations that write these values."""
         full = {self._store_key(key): value for key, value in values.items()}
-        self.written.update(full)  # before the check, so that a later close deletes these keys too
-        self._check_open()
+        self.written.update(full)  # before the write, so that a later close deletes these keys too
         return [Raw("set", (key, self._fingerprint.encoded + SEPARATOR + value)) for key, value in full.items()]
 
     def _raw(self, operation: str, key: Any, *arguments: Any) -> Any:
-        self.written.add(self._store_key(key))
-        self._check_open()
-        return self._ask(Raw(operation, (self._store_key(key), *arguments)))[0]
+        run, full = self._runner(), self._store_key(key)
+        self.written.add(full)
+        return run(Raw(operation, (full, *arguments)))[0]
 
     def check(self, keys: list[str]) -> bool:
-        return bool(self._ask(Raw("check", ([*map(self._store_key, keys)],)))[0])
+        run = self._runner()
+        return bool(run(Raw("check", ([*map(self._store_key, keys)],)))[0])
 
     def add(self, key: str, amount: int) -> int:
         return int(self._raw("add", key, amount))

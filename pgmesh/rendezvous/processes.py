@@ -1,10 +1,20 @@
-"""What a process says of itself in the world's store: a word and a label of its own, and the keys of its rank."""
+"""What a process says of itself in the world's store: a word and a label of its own, and the keys of its rank.
+
+When a process enters the world, it claims its rank. So it learns of a process that has or had the same rank.
+"""
 
 from __future__ import annotations
 
 import os
 import secrets
 import socket
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.operations import CompareSet, Raw
+from pgmesh.rendezvous.statuses import Statuses
 
 _TOKEN = secrets.token_hex(4)  # process numbers repeat, for example in containers
 
@@ -32,3 +42,41 @@ def process_key(rank: int) -> str:
 def meshes_key(rank: int) -> str:
     """The store key of the numbers of the meshes that a rank has registered."""
     return f"pgmesh/meshes/{rank}"
+
+
+class Claim(NamedTuple):
+    """What a process learns when it claims its rank. No other process has had the rank if both have their defaults.
+
+    Args:
+        replaces_process: another process has had the rank, and has ended.
+        same_rank: label of another process that has the rank too, and lives; "" for none.
+    """
+
+    replaces_process: bool = False
+    same_rank: str = ""
+
+
+def claim_rank(run: Callable[..., list[Any]], rank: int, world_size: int, statuses: Statuses) -> Claim:
+    """Publish that this process has a rank, unless another process has it too and sends heartbeats.
+
+    It may take two heartbeat periods to know.
+
+    Args:
+        run: performs operations on the store.
+        statuses: no status has been read yet. Ranks are lost after two heartbeat periods.
+    """
+    me = process_label()
+    (first,) = run(CompareSet(process_key(rank), me))
+    if first.decode() == me:
+        return Claim()
+    ranks = {rank, *range(min(world_size, timing.LIMITS.statuses))}
+    statuses.read(run, ranks)
+    statuses.find_ended(run, [rank])
+    before, end = statuses.heard.get(rank), statuses.now() + statuses.lost_after
+    while statuses.now() < end and not statuses.lost(ranks):  # if any rank has left, the store serves another world
+        time.sleep(timing.TIMING.longest_pause)
+        statuses.read(run, [rank])
+        if statuses.heard.get(rank) != before and not statuses.lost([rank]):
+            return Claim(same_rank=first.decode())
+    run(Raw("set", (process_key(rank), me)))
+    return Claim(replaces_process=True)

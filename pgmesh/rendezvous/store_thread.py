@@ -79,7 +79,7 @@ class StoreThread:
         """Perform operations in this order, and return the store's answers.
 
         Raises:
-            WorldError: ``seconds`` passed without a further answer, or the store has failed.
+            WorldError: ``seconds`` passed without an answer of the store, to any thread, or the store has failed.
         """
         return self.store.board.request(operations, lambda: self._ask(operations, seconds))
 
@@ -90,11 +90,9 @@ class StoreThread:
             raise WorldError(f"this process has left the world, so it cannot use the store at {address}.")
         try:
             self._queue.put(batch)
-            start, waited, answered = time.monotonic(), 0.0, (0, self.store.answers)
+            start, waited = time.monotonic(), 0.0
             while not batch.done.acquire(timeout=min(max(0.0, seconds - waited), timing.TIMING.thread_check)):
-                if (now := (len(batch.answers), self.store.answers)) != answered:  # a slow store, which answers
-                    start, answered = time.monotonic(), now
-                waited = time.monotonic() - start
+                waited = self.store.seconds_without_answer(start)  # a slow store answers meanwhile
                 if not self._is_running():
                     raise WorldError(f"this process has left the world during an operation on {address}.")
                 if self.store.is_gone():
@@ -162,22 +160,18 @@ class StoreThread:
 
     def set_pending(self, pending: tuple[PendingConnect, ...]) -> None:
         """Publish the groups that the calling thread waits for."""
-        thread = threading.get_ident()
-        if pending == self._pending.get(thread, ()):
-            return
-        if pending:
-            self._pending[thread] = pending
-        else:
-            del self._pending[thread]
-        self._publish_soon()
+        if pending != self._pending.get(threading.get_ident(), ()):
+            self._set(self._pending, pending)
 
     def set_status(self, activity: str) -> None:
-        """Publish the activity of this process; "" for none. Returns at once."""
-        thread = threading.get_ident()
-        if activity:
-            self._activities[thread] = activity
+        """Publish the activity of the calling thread; "" for none. Returns at once."""
+        self._set(self._activities, activity)
+
+    def _set(self, by_thread: dict[int, Any], value: Any) -> None:
+        if value:
+            by_thread[threading.get_ident()] = value
         else:
-            self._activities.pop(thread, None)
+            by_thread.pop(threading.get_ident(), None)
         self._publish_soon()
 
     def _publish_soon(self) -> None:
@@ -273,10 +267,8 @@ class StoreThread:
         """The running collectives. An error of ``on_heartbeat`` must not stop the heartbeats; the first is logged."""
         try:
             return self.on_heartbeat(self._run_here)
-        except WorldError:
-            return ()
-        except Exception:
-            if not self._warned:
+        except Exception as error:
+            if not self._warned and not isinstance(error, WorldError):
                 self._warned = True
                 warn_from_store_thread(
                     f"this rank could not look for stuck collectives and lost ranks: {traceback.format_exc()}"

@@ -1,4 +1,8 @@
-"""The unique name of a world on its store. All keys of that world begin with it.
+"""The unique name of a world on its store.
+
+There are two prefixes. The *store prefix* is that of the ``PrefixStore`` that torch and the user have put around the
+world's store. Only the keys of this file have it, so each prefix has a world of its own. The *key prefix* of a world,
+"pgmesh.<name>", is that of all other keys. Names are unique, so they need no store prefix.
 
 A store may serve several worlds, one after another. ``WORLD_KEY`` has one of these values:
 
@@ -12,7 +16,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 from pgmesh.rendezvous import timing
@@ -49,35 +53,27 @@ def enter_world(store: Any, entered: Collection[str]) -> str:
     an old one while ranks of that world have not left.
 
     Args:
-        store: the world's store, with the prefix of the world.
+        store: the world's store, with its store prefix.
         entered: the names of the worlds that this process is or was in.
     """
     while True:
-        deadline = time.monotonic() + timing.TIMING.world_end
-        name = _find_or_set_name(store, entered, deadline)
-        store.add(f"{WORLD_KEY}.{name}.entered", 1)
-        if _wait_while_over(lambda: name_on(store), deadline) == name:
+        new = secrets.token_hex(4)
+        name = _compare_set_name(store, "", new)
+        if name == OVER or name in entered:  # ``OVER``: the rank that was deleting it has died
+            store.compare_set(WORLD_KEY, name, new + REPLACED)  # if another rank was faster, its name stays
+            continue
+        counter = f"{WORLD_KEY}.{name}.entered"
+        store.add(counter, 1)
+        if _compare_set_name(store, ABSENT, ABSENT) == name:
             return name
-        # All ranks of that world have left meanwhile.
+        if store.add(counter, -1) == 0:  # all ranks of that world have left meanwhile
+            store.delete_key(counter)
 
 
-def _find_or_set_name(store: Any, entered: Collection[str], deadline: float) -> str:
-    """The name on the store; a new one if there is none, if this process is or was in the world of that name, or if
-    the rank that was deleting it has died.
-    """
-    new = secrets.token_hex(4)
-    while True:
-        name = _wait_while_over(lambda: str(store.compare_set(WORLD_KEY, "", new).decode()), deadline)
-        if name != OVER and name not in entered:
-            return name
-        if store.compare_set(WORLD_KEY, name, new + REPLACED).decode() == new + REPLACED:
-            return new + REPLACED
-        # Another rank was faster, or the key was deleted.
-
-
-def _wait_while_over(read: Callable[[], str], deadline: float) -> str:
-    """Read the value of ``WORLD_KEY`` until it is not ``OVER``, or until the deadline."""
-    while (name := read()) == OVER and time.monotonic() < deadline:
+def _compare_set_name(store: Any, before: str, new: str) -> str:
+    """``compare_set`` of ``WORLD_KEY``, once its value is not ``OVER``, or has been for ``world_end``."""
+    deadline = time.monotonic() + timing.TIMING.world_end
+    while (name := str(store.compare_set(WORLD_KEY, before, new).decode())) == OVER and time.monotonic() < deadline:
         time.sleep(0.005)
     return name
 

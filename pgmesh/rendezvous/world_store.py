@@ -1,9 +1,11 @@
 """This process's connection to the world's store, and its part in the world.
 
-The connection is opened by the first operation, and opened again after it broke. Only the store thread performs
-operations, since a call into torch's client may block. The name of the world is set and deleted through the client
-that torch has for all threads, which a wait inside torch may hold; every other operation goes over a connection of
-pgmesh's own.
+The connection is opened by the first operation, and opened again after it broke. To a ``TCPStore``, it is a connection
+of pgmesh's own. Other stores are used through torch's object. A call into either may block, so only the store thread
+performs operations.
+
+``world_name.py`` uses torch's object for every store. A wait inside torch may hold it for long, so
+``served_another_world`` reads the name of the world in a further thread.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from pgmesh._util.sockets import ending_when_cut
 from pgmesh.errors import PgmeshError, WorldError
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.listeners import Listeners
-from pgmesh.rendezvous.operations import Board, Delete, Operation, Read, can_be_repeated
-from pgmesh.rendezvous.processes import meshes_key, process_key, process_label
-from pgmesh.rendezvous.statuses import RankStatus, status_key
+from pgmesh.rendezvous.operations import Board, Delete, Operation, can_be_repeated
+from pgmesh.rendezvous.processes import Claim, claim_rank, meshes_key, process_key
+from pgmesh.rendezvous.statuses import Statuses, status_key
 from pgmesh.rendezvous.world_name import REPLACED, enter_world, entered_worlds, leave_world, name_on
 
 AFTER_FAILURE = "Connected groups continue to work. No group can be connected without the store."
@@ -60,30 +62,29 @@ class WorldStore:
         self._torch_store, self.address, self.rank, self.world_size = store, address, rank, world_size
         self._entered_worlds = entered_worlds if entered is None else entered
         self.period = timing.heartbeat_period(world_size)  # of every rank
-        self._connection: Any = None  # with this world's prefix; None before the first operation and after a failure
+        self._connection: Any = None  # with the world's key prefix; None before the first operation and after a failure
         self._name = ""  # of the world
-        self._has_key = False  # this process's key is in the store
+        self._has_claimed = False  # this process's key is in the store
+        self.replaces_process, self.same_rank = Claim()  # known after the first operation
         self._leaves = False  # over a cut network, it connects no more
-        self.replaces_process = False  # another process had this rank before; known after the first operation
-        self.same_rank = ""  # label of a process that has this rank too; known after the first operation
         self._server: tuple[str, int] | None = None  # numeric address of the store, once it has answered
         # The server while torch's client connects to it, which takes seconds if the server ends meanwhile. Callers then
         # ask the port themselves. A killed store closes its port last, so this is common.
         self._opening: tuple[str, int] | None = None
         self._operation_start = math.inf  # of an operation that the store has not answered
         self._answered = 0.0, time.monotonic()  # answered_seconds at the last answer, and its time
-        self.answers = 0  # the number of answers while it finds out whether another process has this rank
         self.listeners = Listeners(self.period)
 
-    @property
-    def is_open(self) -> bool:
-        """True if a connection is open: no operation has failed since it was opened."""
-        return self._connection is not None
+    # -- called by any thread -------------------------------------------------------------------------------------
 
     @property
     def silent_seconds(self) -> float:
         """For how long the store has not answered the operation that runs; 0.0 or less if none runs."""
         return time.monotonic() - self._operation_start
+
+    def seconds_without_answer(self, start: float) -> float:
+        """Seconds since the store's last answer to this process, or since a later start."""
+        return time.monotonic() - max(start, self._answered[1])
 
     def answered_seconds(self) -> float:
         """Time in which the store answered this process, the clock of other ranks' silence.
@@ -101,17 +102,57 @@ class WorldStore:
     def error(self, reason: str) -> WorldError:
         return WorldError(f"the store at {self.address} failed: {reason}. {AFTER_FAILURE}")
 
-    # -- operations -----------------------------------------------------------------------------------------------
+    def mark_left(self) -> None:
+        """Record that this process leaves the world, which ends the attempts to reach its store over a cut network."""
+        self._leaves = True
+
+    def served_another_world(self, seconds: float) -> bool:
+        """True if another world was on the store before this one, or is there now; False if that is not known.
+
+        The name is read in a thread of its own, since a wait inside torch may hold its client for long.
+        """
+        if not self._name:
+            return False
+        if self._name.endswith(REPLACED):
+            return True
+        names = [self._name]
+
+        def read() -> None:
+            with contextlib.suppress(RuntimeError, AttributeError):  # the store failed, or was closed meanwhile
+                names[0] = name_on(self._torch_store)
+
+        thread = threading.Thread(target=read, name="pgmesh-world-name", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        return names != [self._name]
+
+    # -- called by the store thread -------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """True if a connection is open: no operation has failed since it was opened."""
+        return self._connection is not None
 
     def perform(self, operation: Operation) -> Any:
+        """Perform an operation, after ``open``."""
+        self.open()
+        return self._perform(operation)
+
+    def open(self) -> None:
+        """Open the connection and the listener, and claim this process's rank, unless that is done."""
+        self._retrying(lambda: None, True)
+        if not self._has_claimed:
+            statuses = Statuses(2 * self.period, self.answered_seconds, self.listeners.has_ended)
+            self.replaces_process, self.same_rank = claim_rank(
+                lambda *operations: [*map(self._perform, operations)], self.rank, self.world_size, statuses
+            )
+            self._has_claimed = True
+
+    def _perform(self, operation: Operation) -> Any:
         """Perform an operation. If that fails and it can be repeated, perform it once more on a new connection."""
         answer = self._retrying(lambda: self.board.perform(self._connection, operation), can_be_repeated(operation))
         self._answered = self.answered_seconds(), time.monotonic()
         return answer
-
-    def open(self) -> None:
-        """Open the connection and the listener, if they are not open."""
-        self._retrying(lambda: None, True)
 
     def _retrying(self, perform: Callable[[], Any], again: bool) -> Any:
         """Call a function that uses the connection, which is opened if necessary.
@@ -144,9 +185,7 @@ class WorldStore:
             self._name = enter_world(self._torch_store, self._entered_worlds)
             self._entered_worlds.add(self._name)
         prefixed = dist.PrefixStore(f"pgmesh.{self._name}", store)
-        if not self._has_key:
-            self._publish_process(prefixed)
-        elif not prefixed.check([process_key(self.rank)]):
+        if self._has_claimed and not prefixed.check([process_key(self.rank)]):
             raise self.error("another store answers there now, without the keys of this world")
         return prefixed
 
@@ -177,75 +216,13 @@ class WorldStore:
                     raise
                 time.sleep(0.2)
 
-    # -- entering and leaving the world ------------------------------------------------------------------------------
-
-    def _publish_process(self, store: Any) -> None:
-        """Publish which process has this rank, unless another process that has it too still lives."""
-        me = process_label()
-        before = store.compare_set(process_key(self.rank), "", me).decode()
-        if before != me:
-            if self._sends_heartbeats(store):
-                self.same_rank = before
-            else:
-                self.replaces_process = True
-                store.set(process_key(self.rank), me)
-        self._has_key = True
-
-    def _sends_heartbeats(self, store: Any) -> bool:
-        """True if the process that had this rank before still sends heartbeats. It may take two periods to know."""
-
-        def status_of(rank: int) -> RankStatus | None:
-            text = self.board.perform(store, Read(status_key(rank)))
-            self.answers += 1  # the caller's timeout begins again
-            self._operation_start = time.monotonic()  # the store is not silent
-            return RankStatus.unpack(rank, text)
-
-        before = now = status_of(self.rank)
-        if before is not None and self.listeners.has_ended(before, 0.0):
-            return False
-        ranks = {self.rank, *range(min(self.world_size, timing.LIMITS.statuses))}
-        if any(status and status.exited for status in map(status_of, ranks)):
-            return False  # ranks leave the world: the store serves another one
-        for _ in range(round(2 * self.period / timing.TIMING.longest_pause)):  # a pause of the store adds no time
-            if now != before:
-                break
-            time.sleep(timing.TIMING.longest_pause)
-            now = status_of(self.rank)
-        return now != before and now is not None and not now.exited
-
-    def mark_left(self) -> None:
-        """Record that this process leaves the world, which ends the attempts to reach its store over a cut network."""
-        self._leaves = True
-
     def leave(self) -> None:
         """Leave the world. The last rank to leave deletes the keys of its ranks."""
         if self._connection is not None and self._retrying(lambda: leave_world(self._torch_store, self._name), False):
             keys = [key(rank) for rank in range(self.world_size) for key in (status_key, process_key, meshes_key)]
-            self.perform(Delete(tuple(keys)))
+            self._perform(Delete(tuple(keys)))
 
     def close(self) -> None:
         """Close the connection and the listener. A mesh that outlives the world would keep them open."""
         self.listeners.close()
         self._torch_store = self._connection = None
-
-    # -- called by any thread ----------------------------------------------------------------------------------------
-
-    def served_another_world(self, seconds: float) -> bool:
-        """True if another world was on the store before this one, or is there now; False if that is not known.
-
-        The name is read in a thread of its own, since a wait inside torch may hold its client for long.
-        """
-        if not self._name:
-            return False
-        if self._name.endswith(REPLACED):
-            return True
-        names: list[str] = []
-
-        def read() -> None:
-            with contextlib.suppress(RuntimeError, AttributeError):  # the store failed, or was closed meanwhile
-                names.append(name_on(self._torch_store))
-
-        thread = threading.Thread(target=read, name="pgmesh-world-name", daemon=True)
-        thread.start()
-        thread.join(seconds)
-        return names not in ([], [self._name])

@@ -157,6 +157,16 @@ def test_slow_leave_leaves_no_store_key():
     assert store.num_keys() == 0
 
 
+def test_entry_after_last_leave_leaves_no_store_key():
+    """The last rank leaves after another one has read the name, and before that one is counted."""
+    store = dist.HashStore()
+    first = enter_world(store, set())
+    second = enter_world(Interrupted(store, 1, lambda: leave_world(store, first), "add"), set())
+    assert second != first
+    assert leave_world(store, second)
+    assert store.num_keys() == 0
+
+
 def test_last_rank_to_leave_deletes_store_keys():
     store = dist.HashStore()
     threads = [StoreThread(WorldStore(store, "here", rank, 3, set())) for rank in range(3)]

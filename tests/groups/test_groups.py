@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pgmesh import Layout, OptionsError, ProcessGroupMesh, ShapeError, torch_private
+from pgmesh import Layout, LifetimeError, OptionsError, ProcessGroupMesh, ShapeError, torch_private
 from tests.support.programs import clean_env, run_programs
 from tests.support.torch_tables import record_operations
 from tests.support.worlds import DEADLINE, axis_combinations, check_sums, groups_of, on_ranks, world
@@ -335,6 +335,19 @@ def test_unknown_backend_calls_new_group_for_every_block():
     again = mesh.group("tp", backend="lantern")
     assert again is not groups[0]
     check_sums({"again": (again, mesh.ranks("tp")), **groups_of(mesh)})
+
+
+@on_ranks(2, fresh=True)
+def test_error_of_one_shutdown_spares_other_groups():
+    register_lantern()
+    mesh = ProcessGroupMesh(dp=2, tp=1)
+    groups = [mesh.group(backend="lantern"), mesh.group("dp"), mesh.group("tp")]
+    with mock.patch.object(dist.ProcessGroup, "shutdown", side_effect=ValueError("unknown state")):
+        mesh.close()
+    assert not any(map(torch_private.is_known, groups))
+    for group in groups:
+        with pytest.raises(LifetimeError, match="was closed at"):
+            dist.all_reduce(torch.ones(1), group=group)
 
 
 @on_ranks(2)

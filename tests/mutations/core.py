@@ -292,7 +292,7 @@ def silent_interrupt(cancel):
     tests="tests/faults/test_faults.py -k failed_on_one_rank",
 )
 def broken_group_kept(discard_broken):
-    return lambda self: False
+    return lambda self, groups: False
 
 
 @breaks(

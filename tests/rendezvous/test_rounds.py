@@ -261,13 +261,14 @@ def test_missing_first_member_is_named_as_writer():
         member.get("id/1:2")
 
 
-def test_closed_store_writes_no_more_keys():
+def test_closed_store_performs_no_operation():
     store = dist.HashStore()
     one = polling(store, kind=PollingStore)
     one.close("the group was released")
-    for write in (lambda: one.set("a", b"1"), lambda: one.add("a", 1), lambda: one.compare_set("a", "", "1")):
+    writes = lambda: one.set("a", b"1"), lambda: one.add("a", 1), lambda: one.compare_set("a", "", "1")
+    for operation in (*writes, lambda: one.check(["a"]), lambda: one.wait(["a"])):
         with pytest.raises(LifetimeError, match="the group was released"):
-            write()
+            operation()
     assert not store.check(["group/a"])
 
 

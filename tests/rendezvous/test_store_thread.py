@@ -10,17 +10,16 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from pgmesh import WorldError, launch
-from pgmesh.rendezvous import timing, world_store as module
+from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.group_rounds import GroupRound
 from pgmesh.rendezvous.operations import Add, Append, CompareSet, Delete, Raw, Read, perform
-from pgmesh.rendezvous.processes import process_key
+from pgmesh.rendezvous.processes import process_key, process_label
 from pgmesh.rendezvous.records import Decision
 from pgmesh.rendezvous.rounds import Rounds
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, Statuses, status_key
@@ -106,19 +105,11 @@ def test_world_entered_after_the_stop_is_left():
 
 def test_half_entered_world_is_entered_again():
     """The store failed after it gave the world's name. The process's own key is missing, but the store is the same."""
-    thread, failures = (
-        StoreThread(WorldStore(dist.HashStore(), "here", 0, 2, set())),
-        [RuntimeError("the connection was reset")],
-    )
-
-    def label() -> str:
-        if failures:
-            raise failures.pop()
-        return "process 1"
-
-    with mock.patch.object(module, "process_label", label):
+    thread = StoreThread(WorldStore(dist.HashStore(), "here", 0, 2, set()))
+    label = CompareSet(process_key(0), process_label())
+    with faults(Fault(label, before=raises(RuntimeError("the connection was reset")), times=1)):
         assert thread.run(Read("key"), seconds=LONG) == [None]
-    assert thread.run(Read(process_key(0)), seconds=LONG) == [b"process 1"]
+    assert thread.run(Read(process_key(0)), seconds=LONG) == [process_label().encode()]
     thread.stop()
 
 
@@ -289,6 +280,17 @@ def test_watching_earlier_process_is_no_store_silence():
         assert thread.store.replaces_process
     finally:
         thread.stop()
+
+
+def test_wait_behind_slow_batch_is_no_store_silence(store_thread: StoreThread):
+    """The store answers another thread for 2 s, four times the timeout of this one."""
+    begun = threading.Event()
+    batch = threading.Thread(target=lambda: store_thread.run(*[Add("count")] * 40, seconds=LONG))
+    with faults(Fault(Add("count"), before=lambda: time.sleep(0.05), after=begun.set)):
+        batch.start()
+        assert begun.wait(LONG)
+        assert store_thread.run(Read("count"), seconds=0.5) == [b"40"]
+    batch.join()
 
 
 def test_clock_of_silence_counts_each_answer(monkeypatch: pytest.MonkeyPatch):
