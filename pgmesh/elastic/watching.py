@@ -7,6 +7,7 @@ connection, so without this watch the others wait until the timeout of the group
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +31,7 @@ class ElasticState:
     """
 
     shrunk: Any = None
-    attempts: dict[str, int] = field(default_factory=dict)
+    attempts: Counter[str] = field(default_factory=Counter)
     aborts_when_lost: bool = False
     lost_after: float | None = None
 
@@ -66,11 +67,10 @@ def abort_when_lost(mesh: MeshGroups, lost_after: float | None) -> None:
 
         heard = statuses.heard.get(next_rank)
         statuses.read(run, [next_rank])
-        is_silent = statuses.heard.get(next_rank) == heard
-        if is_silent:  # its whole host may be lost: the others' silence counts from now on
-            statuses.read(run, others)
-        watched = [rank for rank in (next_rank, *others) if statuses.get(rank)][:1]
-        if is_silent:
+        watched = [next_rank]
+        if statuses.heard.get(next_rank) == heard:  # it is silent, and its whole host may be lost
+            statuses.read(run, others)  # whose silence counts from now on
+            watched = [rank for rank in (next_rank, *others) if statuses.get(rank)][:1]
             statuses.find_ended(run, watched)
         lost = statuses.lost(watched, state.lost_after)
         if lost:  # in another thread: this one sends the heartbeats
