@@ -74,7 +74,7 @@ def shrink(mesh: MeshGroups, request: Request, seconds: float) -> MeshGroups:
     """Abort a mesh, agree with its other ranks on those that are lost, and return the mesh that replaces it.
 
     Raises:
-        LifetimeError: the mesh was closed.
+        LifetimeError: the mesh was closed, or an earlier call has returned the mesh that replaces it.
         MembershipError: the others took this rank for lost, or a new process has its place.
         MissingRanksError: living ranks did not call in time, or too many are lost.
         MismatchError: ranks passed different arguments.
@@ -95,7 +95,7 @@ def stand_by(mesh: MeshGroups, seconds: float, lost_after: float | None) -> Mesh
         lost_after: seconds without a heartbeat after which a rank is lost; None for that of ``abort_when_lost``.
 
     Raises:
-        LifetimeError: the mesh was closed.
+        LifetimeError: the mesh was closed, or an earlier call has returned the mesh that replaces it.
         MembershipError: a new process has the place of this one.
         MissingRanksError: no rank called ``shrink`` in time, or none is left that could.
         WorldError: the store has failed.
@@ -219,6 +219,9 @@ class ShrinkCall:
         """Create the mesh that was agreed on."""
         mesh, outcome = self.mesh, agreed.outcome
         layout, identity = agreed.after.layout, agreed.after
+        state = mesh.state_of(ElasticState)
+        if state.replaced_by == identity.key:  # that one may be closed, or have lost ranks since
+            raise LifetimeError(f"{mesh.label} was replaced already. Use the mesh that shrink or stand_by returned.")
         mesh.forget_store()
         if self.request is not None and mesh.rank in outcome.lost:
             raise MembershipError(
@@ -238,9 +241,9 @@ class ShrinkCall:
             self.client.now(),
             stood_by=self.request is None,
         )
-        state = mesh.state_of(ElasticState)
         if state.aborts_when_lost:
             abort_when_lost(after, state.lost_after)
+        state.replaced_by = identity.key
         return after
 
 
