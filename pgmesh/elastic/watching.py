@@ -15,6 +15,7 @@ from typing import Any
 from pgmesh.groups.background import in_background
 from pgmesh.groups.mesh_groups import MeshGroups
 from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.operations import Read
 from pgmesh.rendezvous.statuses import status_key
 
@@ -40,7 +41,11 @@ class ElasticState:
 
 def wait_for_heartbeat(mesh: MeshGroups, seconds: float) -> None:
     """Wait until this rank's first heartbeat is in the store, so that the rank can be missed from then on."""
-    mesh.world.heartbeat_thread().run(Read(status_key(mesh.rank)), seconds=seconds)
+    client = CallClient(mesh.world.heartbeat_thread(), seconds)
+    while client.run(Read(status_key(mesh.rank))) == [None]:  # the first one failed; the next one is due in a period
+        if client.now() >= seconds:
+            raise client.thread.store.error(f"no heartbeat of this rank in {seconds:g} s")
+        client.sleep(timing.TIMING.longest_pause)
 
 
 def abort_when_lost(mesh: MeshGroups, lost_after: float | None) -> None:
