@@ -154,7 +154,7 @@ class ShrinkCall:
         """Agree on the mesh that replaces this one, and create it."""
         mesh, thread = self.mesh, self.client.thread
         mesh.identity.register(mesh.world, self.client.run, rejoin=True, seconds=self.client.timeout())
-        _check_not_replaced(mesh, self.client)
+        _check_process(mesh, self.client)
         if mesh.identity.rejoined:  # a new process in the place of a lost one stands by
             self.request = None
         if self.request is not None:
@@ -177,7 +177,7 @@ class ShrinkCall:
             outcome, missed = self.decide(before)
             after = before.successor(successor(before.layout, outcome))
             if missed and mesh.rank in after.layout:  # the others counted an earlier process of this rank
-                _check_not_replaced(mesh, self.client)
+                _check_process(mesh, self.client)
                 text = f"{mesh.label} was aborted by rank {mesh.rank}, which is a new process and stands by"
                 publish_abort(self.client.run, after.refusal_key, text)
         return Agreement(before, after, outcome)
@@ -190,8 +190,7 @@ class ShrinkCall:
         """
         mesh, key, judge_of = self.mesh, identity.key, self.stands_by
         if self.request is not None:
-            options = mesh.configured_options()
-            judge_of = functools.partial(self.shrinks, request=self.request, options=options)
+            judge_of = functools.partial(self.shrinks, request=self.request, options=mesh.configured_options())
         judge = judge_of(
             mesh.label,
             identity.layout,
@@ -247,7 +246,7 @@ class ShrinkCall:
         return after
 
 
-def _check_not_replaced(mesh: MeshGroups, client: CallClient) -> None:
+def _check_process(mesh: MeshGroups, client: CallClient) -> None:
     """Raise MembershipError if a new process has this rank: the mesh may have that one."""
     (newest,) = client.run(Read(process_key(mesh.rank)))
     if newest is not None and newest.decode() != process_label():
