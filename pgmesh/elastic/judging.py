@@ -222,7 +222,7 @@ class ShrinkJudge(SurvivorJudge):
         if len({*calls.values()}) > 1:
             lines = "".join(f"\n  {call} on rank {rank}" for rank, call in sorted(calls.items()))
             return self.failure(f"the ranks passed different arguments:{lines}", "mismatch")
-        if not calls:  # another rank knows the decision, and has deleted the arrivals
+        if self.rank not in arrivals:  # another rank knows the decision, and has deleted them
             return self.failure("the arrivals were deleted", "left") if late else None
         ranks = dict.fromkeys((*self.layout.ranks(), *self.request.spares))
         absent = [rank for rank in ranks if rank not in arrivals]

@@ -252,6 +252,16 @@ def test_rank_with_unlisted_new_process_is_lost():
     assert ([*outcome.lost], outcome.replaced) == ([1], {})
 
 
+def test_old_process_decides_despite_new_one():
+    """Of a rank, the last arrival counts: that of the new process, which stands by. The other member has ended."""
+    one = Rank(request=spares(0), values={**status(0), **status(1)}, ended={1})
+    both = arrivals(arrival(0, spares(0)), arrival(0, None, "another"))
+    one.client.between = lambda: one.client.values.update({"m/shrink/0/arrivals": both})
+    outcome = one.agree()
+    assert ([*outcome.lost], outcome.replaced) == ([1, 0], {0: 0})
+    assert one.client.clock < 1.0
+
+
 def test_ended_spares_replace_no_lost_rank():
     before = {**status(1), **status(4), "m/shrink/0/arrivals": arrivals(arrival(4, None))}
     one = Rank(request=spares(4), values={**before}, ended={1, 4})
