@@ -15,13 +15,18 @@ taken for lost and come back.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from pgmesh._util.formatting import name_ranks
 from pgmesh.elastic.records import Arrival, Outcome, Request
+from pgmesh.elastic.successor import successor
+from pgmesh.errors import MissingRanksError
+from pgmesh.layout import Layout
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Append, Delete, Read
 from pgmesh.rendezvous.records import error_text, foreign_value
@@ -36,25 +41,38 @@ def standing_by(label: str) -> str:
     return f"standing by for {label}"
 
 
-@dataclass(frozen=True)
-class View:
-    """What one look finds.
+def find_lost(
+    run: Callable[..., list[Any]],
+    statuses: Statuses,
+    ranks: Sequence[int],
+    lost_after: float | None,
+    *,
+    since: float = math.inf,
+    asks: Callable[[int], bool] = lambda rank: True,
+    all_ended: bool = False,
+) -> dict[int, str]:
+    """Read the statuses of some ranks, and ask the listeners of those that are not lost by their status.
 
     Args:
-        arrivals: by rank, the last one.
-        waiting: the members that have neither called ``shrink`` nor are lost.
-        lost: the members that are lost, each with the reason.
-        ready: the spares that have arrived, in the order of the request.
-        coming: the spares that may still arrive.
-        gone: the lost members and spares, each with the reason.
-    """
+        run: performs operations on the store.
+        since: the first such call, on the clock of the statuses. A rank that publishes no status is lost after the same
+            time as a silent one. Default: it is not.
+        asks: called with each rank once its status is read. The first False ends the asking.
+        all_ended: ask all listeners, for a message; otherwise stop at the first process that still runs.
 
-    arrivals: Mapping[int, Arrival] = field(default_factory=dict)
-    waiting: Sequence[int] = ()
-    lost: dict[int, str] = field(default_factory=dict)
-    ready: Sequence[int] = ()
-    coming: Sequence[int] = ()
-    gone: Mapping[int, str] = field(default_factory=dict)
+    Returns:
+        The ranks that are lost, each with the reason.
+    """
+    statuses.read(run, ranks)
+    lost = statuses.lost(ranks, lost_after)
+    unknown = [rank for rank in itertools.takewhile(asks, ranks) if rank not in lost]
+    statuses.find_ended(run, unknown, all_of_them=all_ended)
+    lost |= statuses.lost(unknown, lost_after)
+    seconds = statuses.now() - since
+    if seconds >= statuses.limit(lost_after):
+        without = [rank for rank in ranks if statuses.text(rank) is None]
+        lost |= {rank: f"rank {rank} has published no status in {int(seconds)} s" for rank in without}
+    return lost
 
 
 @dataclass
@@ -63,7 +81,7 @@ class SurvivorJudge(Judge[MeshRound, Outcome]):
 
     Args:
         label: the mesh in messages.
-        members: its ranks.
+        layout: its layout.
         rank: this rank.
         process: a word that no other process of this rank has.
         client: the store and the clock.
@@ -75,7 +93,7 @@ class SurvivorJudge(Judge[MeshRound, Outcome]):
     """
 
     label: str
-    members: Sequence[int]
+    layout: Layout
     rank: int
     process: str
     client: Client
@@ -95,6 +113,18 @@ class SurvivorJudge(Judge[MeshRound, Outcome]):
     def goes_on_after(self, outcome: Outcome) -> bool:
         """True if this rank goes on to the next attempt after an error; otherwise its call ends."""
         raise NotImplementedError
+
+    def look(self, each: MeshRound, *, late: bool) -> Outcome | None:
+        """The decision that follows from the arrivals and the statuses; None if a rank is waited for.
+
+        Args:
+            late: the deadline has passed, so a decision is due.
+        """
+        raise NotImplementedError
+
+    def failure(self, problem: str, error: str) -> Outcome:
+        """The decision that the attempt failed."""
+        return Outcome(failed=f"{self.label}: {problem}", error=error)
 
     # -- the round ------------------------------------------------------------------------------------------------
 
@@ -127,40 +157,24 @@ class SurvivorJudge(Judge[MeshRound, Outcome]):
             if outcome is not None:
                 yield each, outcome
 
-    def look(self, each: MeshRound, *, late: bool) -> Outcome | None:
-        """The decision that follows from the arrivals and the statuses; None if a rank is waited for.
 
-        Args:
-            late: the deadline has passed, so a decision is due.
-        """
-        raise NotImplementedError
+@dataclass(frozen=True)
+class View:
+    """The members and spares, as one look finds them.
 
-    def failure(self, problem: str, error: str) -> Outcome:
-        """The decision that the attempt failed."""
-        return Outcome(failed=f"{self.label}: {problem}", error=error)
+    Args:
+        gone: those that are lost, each with the reason.
+        waiting: the members that have neither arrived nor are lost.
+        lost: the members that are lost or have a new process, each with the reason.
+        ready: by spare that has arrived, its process; in the order of the request.
+        coming: the spares that may still arrive.
+    """
 
-    # -- other ranks ----------------------------------------------------------------------------------------------
-
-    def lost(self, ranks: Sequence[int], *, all_ended: bool = False) -> dict[int, str]:
-        """The lost ones among some ranks, each with the reason.
-
-        Args:
-            all_ended: ask all listeners, for a message; otherwise stop at the first process that still runs.
-        """
-        heard = {**self.statuses.heard}
-        self.statuses.read(self.client.run, ranks)
-        lost = self.statuses.lost(ranks, self.lost_after)
-        unknown = [rank for rank in itertools.takewhile(lambda rank: self.asks(rank, heard), ranks) if rank not in lost]
-        self.statuses.find_ended(self.client.run, unknown, all_of_them=all_ended)
-        return lost | self.statuses.lost(unknown, self.lost_after)
-
-    def asks(self, rank: int, heard: Mapping[int, object]) -> bool:
-        """True to ask the listener of a rank whether its process has ended.
-
-        Args:
-            heard: by rank, its heartbeat before this look.
-        """
-        return True
+    gone: dict[int, str]
+    waiting: list[int]
+    lost: dict[int, str]
+    ready: dict[int, str]
+    coming: list[int]
 
 
 @dataclass
@@ -169,20 +183,17 @@ class ShrinkJudge(SurvivorJudge):
 
     Args:
         request: the arguments of ``shrink``.
-        check: returns why there can be no mesh after a decision; "" if there can.
         options: the configured options of the mesh, for the mesh that replaces it.
     """
 
     request: Request = field(kw_only=True)
-    check: Callable[[Outcome], str] = field(kw_only=True)
     options: Sequence[object] = field(default=(), kw_only=True)
-    _asked_since: float = field(default=math.inf, init=False)  # the first look, on the clock of the statuses
+    _view: View | None = field(default=None, init=False)  # what the last look found
     _turn: int = field(default=0, init=False)  # 0 for the first ranks that arrived, which look most often, then 1, ...
-    _waits_for: str = field(default="", init=False)
+    _asked_since: float = field(default=math.inf, init=False)  # the first look, on the clock of the statuses
 
-    @property
-    def call(self) -> str:  # type: ignore[override]
-        return str(self.request)
+    def __post_init__(self) -> None:
+        self.call = str(self.request)
 
     def goes_on_after(self, outcome: Outcome) -> bool:
         """True after "left", before the deadline, and after "over" also at the deadline.
@@ -196,10 +207,10 @@ class ShrinkJudge(SurvivorJudge):
         return timing.TIMING.inspection * (1 + self._turn)
 
     def waits_for(self, rounds: Sequence[MeshRound]) -> str:
-        return self._waits_for
+        return "" if self._view is None else f"{self.label}: {self._describe(self._view, 'so far')}"
 
     def look(self, each: MeshRound, *, late: bool) -> Outcome | None:
-        self._waits_for = ""
+        self._view = None
         (text,) = self.client.run(Read(each.arrivals_key))
         arrivals: dict[int, Arrival] = {}  # by rank, of its last process
         for line in (text or b"").splitlines():
@@ -211,65 +222,57 @@ class ShrinkJudge(SurvivorJudge):
         if len({*calls.values()}) > 1:
             lines = "".join(f"\n  {call} on rank {rank}" for rank, call in sorted(calls.items()))
             return self.failure(f"the ranks passed different arguments:{lines}", "mismatch")
-        if not calls:  # another rank knows the decision, and has deleted the arrivals
+        if self.rank not in arrivals:  # another rank knows the decision, and has deleted them
             return self.failure("the arrivals were deleted", "left") if late else None
-        absent = [rank for rank in dict.fromkeys((*self.members, *self.request.spares)) if rank not in arrivals]
-        if not self._looks_at(absent, calls) and not late:
+        ranks = dict.fromkeys((*self.layout.ranks(), *self.request.spares))
+        absent = [rank for rank in ranks if rank not in arrivals]
+        self._turn = [*calls, self.rank].index(self.rank) // timing.LIMITS.statuses
+        is_early = self.client.now() < self._turn * timing.TIMING.inspection
+        if is_early and len(absent) > timing.LIMITS.statuses and not late:
             return None
-        self._asked_since = min(self._asked_since, self.statuses.now())
-        view = self._view(arrivals, calls, self.lost(absent, all_ended=late))
-        if not view.waiting and (len(view.ready) >= len(view.lost) or late or not view.coming):
+        view = self._view = self._find_view(arrivals, absent, late=late)
+        enough = len(view.ready) >= len(view.lost) or not view.coming
+        if not view.waiting and (enough or late):
             return self.success(view)
-        return self._wait_on(view, late=late)
+        return self.failure(self._describe(view, f"in {self.deadline:g} s"), "missing") if late else None
 
-    def _looks_at(self, absent: Sequence[int], calls: Collection[int]) -> bool:
-        """True if this rank looks at the statuses of absent ranks now. If they are many, ranks take turns."""
-        position = next((i for i, rank in enumerate(calls) if rank == self.rank), 0)
-        self._turn = position // timing.LIMITS.statuses
-        return len(absent) <= timing.LIMITS.statuses or self.client.now() >= self._turn * timing.TIMING.inspection
+    def _find_view(self, arrivals: Mapping[int, Arrival], absent: Sequence[int], *, late: bool) -> View:
+        """Find out which absent ranks are lost, and which spares were lost after they had arrived."""
+        self._asked_since = since = min(self._asked_since, self.statuses.now())
+        find = functools.partial(find_lost, self.client.run, self.statuses, lost_after=self.lost_after, since=since)
+        view = self._view_of(arrivals, find(absent, all_ended=late))
+        while not view.waiting and (ended := find([*view.ready][: len(view.lost)], all_ended=True)):
+            view = self._view_of(arrivals, view.gone | ended)
+        return view
 
-    def _view(self, arrivals: Mapping[int, Arrival], calls: Collection[int], gone: dict[int, str]) -> View:
-        """Who is waited for, who is lost, and which spares there are.
-
-        Args:
-            calls: the ranks that have called ``shrink``. The others among the arrivals stand by.
-            gone: the absent ranks that are lost.
-        """
-        members, spares = {*self.members}, self.request.spares
-        waiting = [rank for rank in self.members if rank not in arrivals and rank not in gone]
-        lost = {rank: gone[rank] for rank in self.members if rank in gone}
+    def _view_of(self, arrivals: Mapping[int, Arrival], gone: dict[int, str]) -> View:
+        """Who is waited for, who is lost, and which spares there are."""
+        members, spares = self.layout.ranks(), self.request.spares
+        absent = [rank for rank in members if rank not in arrivals]
+        lost = {rank: gone[rank] for rank in absent if rank in gone}
         # A member that stands by is a new process in the place of the lost one.
-        new = [rank for rank in self.members if rank in arrivals and rank not in calls]
+        new = [rank for rank in members if rank in arrivals and not arrivals[rank].call]
         lost |= {rank: f"rank {rank} stands by, as a new process does" for rank in new}
-        ready = [rank for rank in spares if rank in arrivals and (rank not in members or rank not in calls)]
-        while not waiting and (ended := self.lost(ready[: len(lost)], all_ended=True)):  # since they arrived
-            gone, ready = gone | ended, [rank for rank in ready if rank not in ended]
+        there = [rank for rank in spares if rank in arrivals and rank not in gone]
         # Without an axis there is no mesh without spares, so new processes in the places of ended ones are waited for.
-        coming = [rank for rank in spares if (self.request.axis is None if rank in gone else rank not in arrivals)]
-        return View(arrivals, waiting, lost, ready, coming, gone)
+        may_restart = self.request.axis is None
+        return View(
+            gone,
+            waiting=[rank for rank in absent if rank not in gone],
+            lost=lost,
+            ready={rank: arrivals[rank].process for rank in there if rank in lost or rank not in self.layout},
+            coming=[rank for rank in spares if (may_restart if rank in gone else rank not in arrivals)],
+        )
 
-    def _wait_on(self, view: View, *, late: bool) -> Outcome | None:
-        """The failure at the deadline; before it None, and a text for the log."""
+    def _describe(self, view: View, when: str) -> str:
+        """The ranks that are waited for, and the reason for each lost one."""
         if view.waiting:
             what = f"{name_ranks(view.waiting)} did not call {self.request}"
         else:
             what = f"no spare came of {name_ranks(view.coming)}"
-        missing = (view.waiting or view.coming)[:8]
-        details = "".join(f"\n  {self.statuses.describe(rank, self.lost_after)}" for rank in missing)
-        details += "".join(f"\n  lost: {why}" for why in view.lost.values())
-        if late:
-            return self.failure(f"{what} in {self.deadline:g} s.{details}", "missing")
-        self._waits_for = f"{self.label}: {what} so far.{details}"
-        return None
-
-    def lost(self, ranks: Sequence[int], *, all_ended: bool = False) -> dict[int, str]:
-        """As for others, and ranks that have published no status for as long as a silent one is waited for."""
-        lost = super().lost(ranks, all_ended=all_ended)
-        seconds = self.statuses.now() - self._asked_since
-        if seconds >= self.statuses.limit(self.lost_after):
-            none = [rank for rank in ranks if self.statuses.text(rank) is None]
-            lost |= {rank: f"rank {rank} has published no status in {int(seconds)} s" for rank in none}
-        return lost
+        missing = [self.statuses.describe(rank, self.lost_after) for rank in (view.waiting or view.coming)[:8]]
+        lines = [*missing, *(f"lost: {why}" for why in view.lost.values())]
+        return "\n  ".join([f"{what} {when}.", *lines])
 
     def success(self, view: View) -> Outcome:
         """The decision on the new mesh, or on a failure if too many ranks are lost."""
@@ -278,15 +281,19 @@ class ShrinkJudge(SurvivorJudge):
         replaced = {rank: rank for rank in view.ready if rank in lost}
         others = (rank for rank in view.ready if rank not in replaced)
         replaced |= zip((rank for rank in lost if rank not in replaced), others)
-        processes = tuple(view.arrivals[rank].process for rank in replaced.values())
+        processes = tuple(view.ready[rank] for rank in replaced.values())
         outcome = Outcome(
             lost=lost, replaced=replaced, axis=self.request.axis, processes=processes, options=tuple(self.options)
         )
-        problem = self.check(outcome)
-        if len(outcome.pack()) > timing.LIMITS.record_chars:
-            problem = f"a decision on {len(lost)} lost ranks and {len(replaced)} spares does not fit into one record"
-        reasons = "".join(f"\n  {why}" for why in {**lost, **view.gone}.values())
-        return self.failure(f"{problem}{reasons}", "missing") if problem else outcome
+        try:
+            if len(outcome.pack()) > timing.LIMITS.record_chars:
+                sizes = f"{len(lost)} lost ranks and {len(replaced)} spares"
+                raise MissingRanksError(f"a decision on {sizes} does not fit into one record")
+            successor(self.layout, outcome)
+        except MissingRanksError as error:
+            reasons = "".join(f"\n  {why}" for why in {**lost, **view.gone}.values())
+            return self.failure(f"{error}{reasons}", "missing")
+        return outcome
 
 
 @dataclass
@@ -301,7 +308,7 @@ class StandByJudge(SurvivorJudge):
         return timing.TIMING.missed_heartbeats * timing.TIMING.heartbeat
 
     def missed(self, outcome: Outcome) -> bool:
-        survives = self.rank in self.members and self.rank not in outcome.lost
+        survives = self.rank in self.layout and self.rank not in outcome.lost
         rank_is_in = survives or self.rank in outcome.replaced.values()
         return self.process not in outcome.processes and (self.came_late or rank_is_in)
 
@@ -313,20 +320,22 @@ class StandByJudge(SurvivorJudge):
         """The decision that no member is left; None while one of them may call ``shrink``."""
         if late:
             return self.failure(f"no rank called shrink in {self.deadline:g} s", "left")
-        others = [rank for rank in self.members if rank != self.rank]
+        others = [rank for rank in self.layout.ranks() if rank != self.rank]
+        statuses, heard = self.statuses, {**self.statuses.heard}
         lost: dict[int, str] = {}
         for first in range(0, len(others), timing.LIMITS.statuses):
             ranks = others[first : first + timing.LIMITS.statuses]
-            lost |= self.lost(ranks)
-            for status in filter(None, map(self.statuses.get, ranks)):
+            lost |= find_lost(
+                self.client.run,
+                statuses,
+                ranks,
+                self.lost_after,
+                asks=lambda rank: heard.get(rank) in (None, statuses.heard.get(rank)),  # no new heartbeat
+            )
+            for status in filter(None, map(statuses.get, ranks)):
                 if standing_by(self.label) in status.activity:
                     lost.setdefault(status.rank, f"rank {status.rank} stands by too")
-            if len(lost) < first + len(ranks):
+            if any(rank not in lost for rank in ranks):
                 return None
         reasons = "".join(f"\n  {why}" for why in lost.values())
         return self.failure(f"no other rank of it is left, so none can call shrink.{reasons}", "over")
-
-    def asks(self, rank: int, heard: Mapping[int, object]) -> bool:
-        """True unless the rank has sent a heartbeat since the last look."""
-        now = self.statuses.heard.get(rank)
-        return heard.get(rank, now) == now

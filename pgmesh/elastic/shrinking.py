@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Callable
@@ -13,10 +14,10 @@ from pgmesh.elastic.judging import MeshRound, ShrinkJudge, StandByJudge, Survivo
 from pgmesh.elastic.records import Outcome, Request
 from pgmesh.elastic.successor import successor
 from pgmesh.elastic.watching import ElasticState, abort_when_lost
-from pgmesh.errors import LifetimeError, MembershipError, MissingRanksError
+from pgmesh.errors import LifetimeError, MembershipError
 from pgmesh.groups.aborts import publish_abort
+from pgmesh.groups.identity import MeshIdentity
 from pgmesh.groups.mesh_groups import MeshGroups
-from pgmesh.layout import Layout
 from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.operations import Read
 from pgmesh.rendezvous.processes import process_id, process_key, process_label, without_token
@@ -73,7 +74,7 @@ def shrink(mesh: MeshGroups, request: Request, seconds: float) -> MeshGroups:
     """Abort a mesh, agree with its other ranks on those that are lost, and return the mesh that replaces it.
 
     Raises:
-        LifetimeError: the mesh was closed.
+        LifetimeError: the mesh was closed, or an earlier call has returned the mesh that replaces it.
         MembershipError: the others took this rank for lost, or a new process has its place.
         MissingRanksError: living ranks did not call in time, or too many are lost.
         MismatchError: ranks passed different arguments.
@@ -94,7 +95,7 @@ def stand_by(mesh: MeshGroups, seconds: float, lost_after: float | None) -> Mesh
         lost_after: seconds without a heartbeat after which a rank is lost; None for that of ``abort_when_lost``.
 
     Raises:
-        LifetimeError: the mesh was closed.
+        LifetimeError: the mesh was closed, or an earlier call has returned the mesh that replaces it.
         MembershipError: a new process has the place of this one.
         MissingRanksError: no rank called ``shrink`` in time, or none is left that could.
         WorldError: the store has failed.
@@ -110,12 +111,24 @@ def _client(mesh: MeshGroups, seconds: float) -> CallClient:
     return CallClient(mesh.world.heartbeat_thread(), seconds)
 
 
+@dataclass(frozen=True)
+class Agreement:
+    """The mesh that replaces another one, as its ranks have decided.
+
+    Args:
+        before: the identity of the mesh that was replaced.
+        after: that of the mesh that replaces it.
+        outcome: the decision.
+    """
+
+    before: MeshIdentity
+    after: MeshIdentity
+    outcome: Outcome
+
+
 @dataclass
 class ShrinkCall:
     """One call of ``shrink`` or ``stand_by``, after it has aborted the mesh.
-
-    A process that stands by may have missed the decision on this mesh. Then it takes part in the one on the next mesh,
-    and so on. The layouts of the meshes in between follow from the decisions in the store.
 
     Args:
         request: the arguments of ``shrink``; None to stand by.
@@ -124,7 +137,7 @@ class ShrinkCall:
         lost_after: seconds without a heartbeat after which a rank is lost; None for the default.
         process: a word that no other process of this rank has.
         warn: called with text for the log.
-        judges: make the judge of a call of ``shrink``, and of ``stand_by``.
+        shrinks, stands_by: make the judge of a call of ``shrink``, and of ``stand_by``.
     """
 
     mesh: MeshGroups
@@ -134,88 +147,63 @@ class ShrinkCall:
     lost_after: float | None = None
     process: str = field(default_factory=process_id)
     warn: Callable[[str], None] = field(default=lambda text: log.warning("%s", text))
-    judges: tuple[Callable[..., SurvivorJudge], Callable[..., SurvivorJudge]] = (ShrinkJudge, StandByJudge)
+    shrinks: Callable[..., SurvivorJudge] = ShrinkJudge
+    stands_by: Callable[..., SurvivorJudge] = StandByJudge
 
     def run(self) -> MeshGroups:
         """Agree on the mesh that replaces this one, and create it."""
         mesh, thread = self.mesh, self.client.thread
         mesh.identity.register(mesh.world, self.client.run, rejoin=True, seconds=self.client.timeout())
-        _check_not_replaced(mesh, self.client)
+        _check_process(mesh, self.client)
         if mesh.identity.rejoined:  # a new process in the place of a lost one stands by
             self.request = None
         if self.request is not None:
-            return self._replace()
+            return self._replace(self.agree())
         thread.set_status(standing_by(mesh.label))
         try:
-            return self._replace()
+            return self._replace(self.agree())
         finally:
             thread.set_status("")
 
-    def _replace(self) -> MeshGroups:
-        mesh, client = self.mesh, self.client
-        layout, identity = mesh.layout, mesh.identity
-        missed = True
+    def agree(self) -> Agreement:
+        """Take part in the decision on this mesh.
+
+        A process that stands by may have missed that. Then it takes part in the one on the next mesh, and so on. The
+        layouts of the meshes in between follow from the decisions in the store.
+        """
+        mesh, after, missed = self.mesh, self.mesh.identity, True
         while missed:
-            before = layout
-            outcome, missed = self._decide(identity.key, before)
-            layout = self.successor(before, outcome)
-            identity = identity.successor(layout)
-            if missed and mesh.rank in layout:  # the others counted an earlier process of this rank
-                _check_not_replaced(mesh, client)
+            before = after
+            outcome, missed = self.decide(before)
+            after = before.successor(successor(before.layout, outcome))
+            if missed and mesh.rank in after.layout:  # the others counted an earlier process of this rank
+                _check_process(mesh, self.client)
                 text = f"{mesh.label} was aborted by rank {mesh.rank}, which is a new process and stands by"
-                publish_abort(client.run, identity.refusal_key, text)
-        mesh.forget_store()
-        if self.request is not None and mesh.rank in outcome.lost:
-            raise MembershipError(_taken_for_lost(mesh, outcome))
-        mesh.end_aborted(f"{mesh.label} was replaced by shrink.")  # on a rank that stood by
-        after = mesh.replacement(layout, identity)
-        after.configure_all(outcome.options)
-        ranks, stood_by = (before.ranks(), layout.ranks()), self.request is None
-        after.state_of(ElasticState).shrunk = Shrunk(
-            mesh.label, *ranks, outcome.lost, outcome.replaced, client.now(), stood_by
-        )
-        state = mesh.state_of(ElasticState)
-        if state.aborts_when_lost:
-            abort_when_lost(after, state.lost_after)
-        return after
+                publish_abort(self.client.run, after.refusal_key, text)
+        return Agreement(before, after, outcome)
 
-    def successor(self, layout: Layout, outcome: Outcome) -> Layout:
-        """The layout after a decision."""
-        return successor(layout, outcome.lost, outcome.replaced, outcome.axis)
-
-    def _decide(self, key: str, layout: Layout) -> tuple[Outcome, bool]:
-        """Take part in the decision on the mesh of this layout, whose store keys begin with ``key``.
+    def decide(self, identity: MeshIdentity) -> tuple[Outcome, bool]:
+        """Take part in the decision on a mesh.
 
         Returns:
             The decision, and whether this process stands by and has missed it.
         """
-        mesh = self.mesh
-
-        def problem_of(outcome: Outcome) -> str:
-            try:
-                self.successor(layout, outcome)
-            except MissingRanksError as error:
-                return str(error)
-            return ""
-
-        common = {
-            "label": mesh.label,
-            "members": layout.ranks(),
-            "rank": mesh.rank,
-            "process": self.process,
-            "client": self.client,
-            "deadline": self.seconds,
-            "statuses": mesh.world.statuses,
-            "lost_after": self.lost_after,
-            "warn": self.warn,
-        }
-        shrinks, stands_by = self.judges
-        if self.request is None:
-            judge = stands_by(**common)
-        else:
-            judge = shrinks(**common, request=self.request, check=problem_of, options=mesh.configured_options())
+        mesh, key, judge_of = self.mesh, identity.key, self.stands_by
+        if self.request is not None:
+            judge_of = functools.partial(self.shrinks, request=self.request, options=mesh.configured_options())
+        judge = judge_of(
+            mesh.label,
+            identity.layout,
+            mesh.rank,
+            self.process,
+            self.client,
+            self.seconds,
+            mesh.world.statuses,
+            self.lost_after,
+            self.warn,
+        )
         attempts = mesh.state_of(ElasticState).attempts
-        each = MeshRound(f"{key}/shrink", number=attempts.get(key, 0))
+        each = MeshRound(f"{key}/shrink", number=attempts[key])
         try:
             Rounds([each], judge).run()
         finally:
@@ -226,8 +214,39 @@ class ShrinkCall:
         outcome.check()
         return outcome, judge.missed(outcome)
 
+    def _replace(self, agreed: Agreement) -> MeshGroups:
+        """Create the mesh that was agreed on."""
+        mesh, outcome = self.mesh, agreed.outcome
+        layout, identity = agreed.after.layout, agreed.after
+        state = mesh.state_of(ElasticState)
+        if state.replaced_by == identity.key:  # that one may be closed, or have lost ranks since
+            raise LifetimeError(f"{mesh.label} was replaced already. Use the mesh that shrink or stand_by returned.")
+        mesh.forget_store()
+        if self.request is not None and mesh.rank in outcome.lost:
+            raise MembershipError(
+                f"{mesh.label}: the other ranks went on without rank {mesh.rank}: {outcome.lost[mesh.rank]}. It can "
+                "come back as a spare:\n\n"
+                "  mesh = mesh.stand_by()   # until a later shrink(..., spares=[...]) names this rank"
+            )
+        mesh.end_aborted(f"{mesh.label} was replaced by shrink.")  # on a rank that stood by
+        after = mesh.replacement(layout, identity)
+        after.configure_all(outcome.options)
+        after.state_of(ElasticState).shrunk = Shrunk(
+            mesh.label,
+            agreed.before.layout.ranks(),
+            layout.ranks(),
+            outcome.lost,
+            outcome.replaced,
+            self.client.now(),
+            stood_by=self.request is None,
+        )
+        if state.aborts_when_lost:
+            abort_when_lost(after, state.lost_after)
+        state.replaced_by = identity.key
+        return after
 
-def _check_not_replaced(mesh: MeshGroups, client: CallClient) -> None:
+
+def _check_process(mesh: MeshGroups, client: CallClient) -> None:
     """Raise MembershipError if a new process has this rank: the mesh may have that one."""
     (newest,) = client.run(Read(process_key(mesh.rank)))
     if newest is not None and newest.decode() != process_label():
@@ -235,11 +254,3 @@ def _check_not_replaced(mesh: MeshGroups, client: CallClient) -> None:
             f"{mesh.label}: {without_token(newest.decode())} has taken the place of this process as rank {mesh.rank}, "
             "so this one cannot come back. End it."
         )
-
-
-def _taken_for_lost(mesh: MeshGroups, outcome: Outcome) -> str:
-    return (
-        f"{mesh.label}: the other ranks went on without rank {mesh.rank}: {outcome.lost[mesh.rank]}. It can come "
-        "back as a spare:\n\n"
-        "  mesh = mesh.stand_by()   # until a later shrink(..., spares=[...]) names this rank"
-    )

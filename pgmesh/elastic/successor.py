@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-
 from pgmesh._util.formatting import as_range, name_ranks
+from pgmesh.elastic.records import Outcome
 from pgmesh.errors import MissingRanksError
-from pgmesh.layout import Axis, Layout
+from pgmesh.layout import Layout
 
 
-def successor(layout: Layout, lost: Collection[int], replaced: Mapping[int, int], axis: Axis | None) -> Layout:
+def successor(layout: Layout, outcome: Outcome) -> Layout:
     """The layout with spares in the places of lost ranks, and without the indices of the other lost ranks.
 
     Args:
         layout: the layout of the mesh that lost ranks.
-        lost: those ranks.
-        replaced: for each lost rank that a spare replaces, that spare.
-        axis: the axis whose indices are dropped; None to drop none.
+        outcome: the decision on it.
 
     Raises:
         MissingRanksError: no rank would be left, or ranks that are not replaced would have to be dropped without an
             axis.
 
     >>> layout = Layout(dp=3, tp=2)
-    >>> successor(layout, [3], {}, "dp")
+    >>> successor(layout, Outcome(lost={3: "it has ended"}, axis="dp"))
     Layout(dp=2, tp=2, ranks=(0, 1, 4, 5))
-    >>> successor(layout, [3], {3: 6}, "dp")
+    >>> successor(layout, Outcome(lost={3: "it has ended"}, replaced={3: 6}))
     Layout(dp=3, tp=2, ranks=(0, 1, 2, 6, 4, 5))
     """
+    lost, replaced, axis = outcome.lost, outcome.replaced, outcome.axis
     left_out = [rank for rank in lost if rank not in replaced]
     if left_out and axis is None:
         raise MissingRanksError(

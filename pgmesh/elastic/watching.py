@@ -7,6 +7,7 @@ connection, so without this watch the others wait until the timeout of the group
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from pgmesh.groups.background import in_background
 from pgmesh.groups.mesh_groups import MeshGroups
 from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.operations import Read
 from pgmesh.rendezvous.statuses import status_key
 
@@ -25,19 +27,25 @@ class ElasticState:
     Args:
         shrunk: the change, if ``shrink`` created this mesh.
         attempts: by prefix of a mesh's store keys, the number of the attempt at which a retry of ``shrink`` begins.
+        replaced_by: prefix of the store keys of the mesh that replaced this one; "" for none.
         aborts_when_lost: ``abort_when_lost`` was called.
         lost_after: seconds of silence after which a lost rank aborts the mesh; None for the default.
     """
 
     shrunk: Any = None
-    attempts: dict[str, int] = field(default_factory=dict)
+    attempts: Counter[str] = field(default_factory=Counter)
+    replaced_by: str = ""
     aborts_when_lost: bool = False
     lost_after: float | None = None
 
 
 def wait_for_heartbeat(mesh: MeshGroups, seconds: float) -> None:
     """Wait until this rank's first heartbeat is in the store, so that the rank can be missed from then on."""
-    mesh.world.heartbeat_thread().run(Read(status_key(mesh.rank)), seconds=seconds)
+    client = CallClient(mesh.world.heartbeat_thread(), seconds)
+    while client.run(Read(status_key(mesh.rank))) == [None]:  # the first one failed; the next one is due in a period
+        if client.now() >= seconds:
+            raise client.thread.store.error(f"no heartbeat of this rank in {seconds:g} s")
+        client.sleep(timing.TIMING.longest_pause)
 
 
 def abort_when_lost(mesh: MeshGroups, lost_after: float | None) -> None:
@@ -66,11 +74,10 @@ def abort_when_lost(mesh: MeshGroups, lost_after: float | None) -> None:
 
         heard = statuses.heard.get(next_rank)
         statuses.read(run, [next_rank])
-        is_silent = statuses.heard.get(next_rank) == heard
-        if is_silent:  # its whole host may be lost: the others' silence counts from now on
-            statuses.read(run, others)
-        watched = [rank for rank in (next_rank, *others) if statuses.get(rank)][:1]
-        if is_silent:
+        watched = [next_rank]
+        if statuses.heard.get(next_rank) == heard:  # it is silent, and its whole host may be lost
+            statuses.read(run, others)  # whose silence counts from now on
+            watched = [rank for rank in (next_rank, *others) if statuses.get(rank)][:1]
             statuses.find_ended(run, watched)
         lost = statuses.lost(watched, state.lost_after)
         if lost:  # in another thread: this one sends the heartbeats

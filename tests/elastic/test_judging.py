@@ -9,8 +9,7 @@ import pytest
 
 from pgmesh.elastic.judging import MeshRound, ShrinkJudge, StandByJudge
 from pgmesh.elastic.records import Arrival, Outcome, Request
-from pgmesh.elastic.successor import successor
-from pgmesh.errors import MismatchError, MissingRanksError, WorldError
+from pgmesh.errors import MismatchError, WorldError
 from pgmesh.layout import Layout
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.records import pack
@@ -51,14 +50,13 @@ class Rank:
         self.ended: set[int] = more.pop("ended", set())
         self.client = MemoryClient(rank, more.pop("values", None))
         self.warnings: list[str] = []
-        self.layout = Layout(dp=size)
         self.deadline = more.pop("deadline", 30.0)
         self.statuses = Statuses(
             5.0, lambda: UPTIME + self.client.clock, lambda status, seconds: self.has_ended(status)
         )
         common = (
             "mesh 'm'",
-            range(size),
+            Layout(dp=size),
             rank,
             more.pop("process", f"process {rank}"),
             self.client,
@@ -68,16 +66,9 @@ class Rank:
         if request is None:
             self.judge: ShrinkJudge | StandByJudge = StandByJudge(*common, warn=self.warnings.append)
         else:
-            self.judge = ShrinkJudge(*common, warn=self.warnings.append, request=request, check=self._check)
+            self.judge = ShrinkJudge(*common, warn=self.warnings.append, request=request)
         self.round = MeshRound("m/shrink")
         assert not more
-
-    def _check(self, outcome: Outcome) -> str:
-        try:
-            successor(self.layout, outcome.lost, outcome.replaced, outcome.axis)
-        except MissingRanksError as error:
-            return str(error)
-        return ""
 
     def has_ended(self, status: RankStatus) -> bool:
         return status.rank in self.ended
@@ -259,6 +250,16 @@ def test_rank_with_unlisted_new_process_is_lost():
     one = Rank(values={"m/shrink/0/arrivals": arrivals(arrival(1, None))})
     outcome = one.agree()
     assert ([*outcome.lost], outcome.replaced) == ([1], {})
+
+
+def test_old_process_decides_despite_new_one():
+    """Of a rank, the last arrival counts: that of the new process, which stands by. The other member has ended."""
+    one = Rank(request=spares(0), values={**status(0), **status(1)}, ended={1})
+    both = arrivals(arrival(0, spares(0)), arrival(0, None, "another"))
+    one.client.between = lambda: one.client.values.update({"m/shrink/0/arrivals": both})
+    outcome = one.agree()
+    assert ([*outcome.lost], outcome.replaced) == ([1, 0], {0: 0})
+    assert one.client.clock < 1.0
 
 
 def test_ended_spares_replace_no_lost_rank():

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from pgmesh import ProcessGroupMesh, launch
 from pgmesh.launch import StoreProcess
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import Read
+from pgmesh.rendezvous.operations import Raw, Read
 from pgmesh.rendezvous.statuses import status_key
-from tests.support.board import Fault, faults
+from tests.support.board import Fault, faults, key_of, raises
 from tests.support.faults import (
     BEAT,
     LONG_TIMEOUT,
@@ -24,6 +24,7 @@ from tests.support.faults import (
     H,
     attempt,
     beat_fast,
+    last_status,
     meanwhile,
     read_result,
     results,
@@ -214,3 +215,24 @@ def shrink_while_the_store_pauses() -> Attempt:
 def test_shrink_outlives_pause_after_its_decision():
     with fresh_world(2) as own:
         assert [each.kind for each in own.run(shrink_while_the_store_pauses)] == ["", ""]
+
+
+# ---- a heartbeat fails ----
+
+
+def lose_first_heartbeat() -> bool:
+    """True if the rank's status is in the store after ``abort_when_lost``, whose first heartbeat fails."""
+    beat_fast()
+    mesh = ProcessGroupMesh(2, name="train")
+    key = status_key(mesh.rank)
+    heartbeat = Fault(
+        lambda operation: isinstance(operation, Raw) and key_of(operation) == key, raises(RuntimeError("cut")), times=2
+    )
+    with faults(heartbeat):
+        mesh.abort_when_lost()
+        return last_status(mesh.rank) is not None
+
+
+def test_abort_when_lost_awaits_heartbeat_after_failure():
+    with fresh_world(2) as own:
+        assert own.run(lose_first_heartbeat) == [True, True]

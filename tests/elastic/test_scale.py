@@ -11,6 +11,7 @@ import pytest
 
 from pgmesh.elastic.judging import MeshRound, ShrinkJudge, StandByJudge
 from pgmesh.elastic.records import Arrival, Outcome, Request
+from pgmesh.layout import Layout
 from pgmesh.rendezvous.operations import Append, Operation, Read, perform
 from pgmesh.rendezvous.rounds import Rounds
 from pgmesh.rendezvous.statuses import RankStatus, Statuses, status_key
@@ -40,7 +41,7 @@ class Simulation:
     def _run(self, rank: int, client: Client) -> None:
         common: dict[str, Any] = {
             "label": "mesh 'm'",
-            "members": self.members,
+            "layout": Layout(dp=len(self.members)),
             "rank": rank,
             "process": f"1234567/{rank:08x}",
             "client": client,
@@ -49,7 +50,7 @@ class Simulation:
         }
         judge: ShrinkJudge | StandByJudge = StandByJudge(**common)
         if rank in self.members:
-            judge = ShrinkJudge(**common, request=self.request, check=lambda outcome: "")
+            judge = ShrinkJudge(**common, request=self.request)
         each = MeshRound("m/shrink")
         Rounds([each], judge).run()
         assert each.decision is not None

@@ -375,6 +375,21 @@ def test_ten_shrinks_leave_two_keys_each():
 # ---- mistakes ----
 
 
+@on_ranks(2)
+def test_second_shrink_of_same_mesh_raises_error():
+    """The decision on it holds: a second call would return the closed mesh again, with ranks that were lost since."""
+    beat_fast()
+    mesh = ProcessGroupMesh(dp=2, name="train")
+    after = mesh.shrink("dp", timeout=LONG_TIMEOUT)
+    check_sums(groups_of(after))
+    dist.barrier()  # the other rank may still check its sums
+    after.close()
+    failed = attempt(lambda: mesh.shrink("dp", timeout=LONG_TIMEOUT))
+    assert failed.kind == "LifetimeError", failed
+    assert "mesh 'train' was replaced already" in failed.text
+    check_sums(groups_of(ProcessGroupMesh(dp=2, name="train")))
+
+
 def test_wrong_arguments_raise_before_the_abort():
     with fake_rank(5, 8):
         mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="train")

@@ -365,7 +365,7 @@ def silent_leave(leave):
     tests="tests/elastic/test_judging.py -k order",
 )
 def last_spare_first(success):
-    return lambda self, view: success(self, dataclasses.replace(view, ready=view.ready[::-1]))
+    return lambda self, view: success(self, dataclasses.replace(view, ready=dict(reversed(view.ready.items()))))
 
 
 @breaks(

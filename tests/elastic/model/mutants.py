@@ -8,7 +8,7 @@ from typing import Any
 from pgmesh.elastic.judging import MeshRound, ShrinkJudge, StandByJudge, View
 from pgmesh.elastic.records import Arrival, Outcome
 from pgmesh.elastic.shrinking import ShrinkCall
-from pgmesh.layout import Layout
+from pgmesh.groups.identity import MeshIdentity
 from pgmesh.rendezvous.operations import Operation, Read
 from tests.elastic.model.processes import Code, Program
 from tests.elastic.model.programs import DROP, PAIR, SECOND_DIES, SPARE, members, with_new, with_spare
@@ -35,7 +35,7 @@ STOPPED = Faults(silences=1, long_times=1)
 
 class WaitsForNone(ShrinkJudge):
     def look(self, each: MeshRound, *, late: bool) -> Outcome | None:
-        return super().look(each, late=late) or self.success(View())
+        return super().look(each, late=late) or self.success(View({}, [], {}, {}, []))
 
 
 class FailsFromOutside(StandByJudge):
@@ -68,8 +68,9 @@ class ExpectsArrivals(ShrinkJudge):
 
 
 class KeepsLost(ShrinkCall):
-    def successor(self, layout: Layout, outcome: Outcome) -> Layout:
-        return super().successor(layout, outcome if self.mesh.rank else replace(outcome, lost={}))
+    def decide(self, identity: MeshIdentity) -> tuple[Outcome, bool]:
+        outcome, missed = super().decide(identity)
+        return (outcome if self.mesh.rank else replace(outcome, lost={})), missed
 
 
 class OneCall(MutantBoard):

@@ -166,7 +166,8 @@ class Shrink(Call):
             DEADLINE,
             process=f"process {self.process}",
             warn=lambda text: None,
-            judges=(self._seen(self.code.member), self._seen(self.code.spare)),
+            shrinks=self._seen(self.code.member),
+            stands_by=self._seen(self.code.spare),
         )
         try:
             mesh = shrinking.run()
@@ -228,7 +229,7 @@ class Shrink(Call):
         return (
             self.memory,
             self.known(),
-            repr([each.name, judge.members, judge.call, judge.came_late]),
+            repr([each.name, judge.layout.ranks(), judge.call, judge.came_late]),
             tuple(sorted((rank, beat, (at - SINCE_BOOT) // LONG) for rank, (beat, at) in heard.items())),
             tuple(sorted(judge.statuses.ended.items())),
         )
@@ -284,7 +285,7 @@ class Standing(Node):
         each, judge = (call.round, call.judge) if call else (None, None)
         self.mesh = mesh_key(each) if each else ""
         self.number = each.number if each else 0
-        self.layout = judge.members if judge else ()
+        self.layout = judge.layout.ranks() if judge else ()
         self.request = judge.request if isinstance(judge, ShrinkJudge) else None
         self.outcomes = call.known() if call else memory.outcomes
         self.looked = call.looked if call else b""

@@ -160,7 +160,7 @@ class ShrinkSpace(Space):
             return
         looked = last_lines(node.looked)
         layout = Layout.of(dict(zip(self.layout.axes, (len(node.layout),))), node.layout)
-        after = successor(layout, outcome.lost, outcome.replaced, outcome.axis)
+        after = successor(layout, outcome)
         if len({line.call for line in looked.values()} - {""}) > 1:
             raise Violation(ALL_ARRIVED, "the ranks passed different arguments", text)
         for rank in after.ranks():
