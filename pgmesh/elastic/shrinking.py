@@ -190,7 +190,7 @@ class ShrinkCall:
         """
         mesh, key, judge_of = self.mesh, identity.key, self.stands_by
         if self.request is not None:
-            judge_of = functools.partial(self.shrinks, request=self.request, options=mesh.configured_options())
+            judge_of = functools.partial(self.shrinks, request=self.request, options=mesh.configured.as_data())
         judge = judge_of(
             mesh.label,
             identity.layout,
@@ -216,8 +216,7 @@ class ShrinkCall:
 
     def _replace(self, agreed: Agreement) -> MeshGroups:
         """Create the mesh that was agreed on."""
-        mesh, outcome = self.mesh, agreed.outcome
-        layout, identity = agreed.after.layout, agreed.after
+        mesh, outcome, identity = self.mesh, agreed.outcome, agreed.after
         state = mesh.state_of(ElasticState)
         if state.replaced_by == identity.key:  # that one may be closed, or have lost ranks since
             raise LifetimeError(f"{mesh.label} was replaced already. Use the mesh that shrink or stand_by returned.")
@@ -229,12 +228,11 @@ class ShrinkCall:
                 "  mesh = mesh.stand_by()   # until a later shrink(..., spares=[...]) names this rank"
             )
         mesh.end_aborted(f"{mesh.label} was replaced by shrink.")  # on a rank that stood by
-        after = mesh.replacement(layout, identity)
-        after.configure_all(outcome.options)
+        after = mesh.replacement(identity, outcome.options)
         after.state_of(ElasticState).shrunk = Shrunk(
             mesh.label,
             agreed.before.layout.ranks(),
-            layout.ranks(),
+            identity.layout.ranks(),
             outcome.lost,
             outcome.replaced,
             self.client.now(),

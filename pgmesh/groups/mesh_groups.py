@@ -258,12 +258,6 @@ class MeshGroups:
                 return group
         return None
 
-    def configured_options(self) -> Any:
-        return self.configured.as_data()
-
-    def configure_all(self, configured: Any) -> None:
-        self.configured.restore(configured, call_site())
-
     def set_timeout(self, timeout: timedelta, chosen: Callable[[tuple[int, ...]], bool]) -> int:
         """Change the timeout of the existing groups whose ranks are chosen; return their number."""
         self.check()
@@ -398,9 +392,15 @@ class MeshGroups:
         for internal in _items(self._dependents):
             internal.abort(text)
 
-    def replacement(self, layout: Layout, identity: MeshIdentity) -> MeshGroups:
-        """The groups of the mesh that replaces this one."""
-        return MeshGroups(self.name, layout, identity=identity)
+    def replacement(self, identity: MeshIdentity, options: Iterable[Any]) -> MeshGroups:
+        """The mesh that replaces this one.
+
+        Args:
+            options: what ``ConfiguredOptions.as_data`` returned on the rank that decided.
+        """
+        mesh = MeshGroups(self.name, identity.layout, identity=identity)
+        mesh.configured.restore(options, call_site())
+        return mesh
 
     def forget_store(self) -> None:
         """Delete what an aborted mesh has left in the store. It was replaced, so no rank reads that any more."""

@@ -371,11 +371,11 @@ def last_spare_first(success):
 @breaks(
     "options set with configure on the mesh are carried over to the next one",
     page="elastic.md",
-    target="groups.mesh_groups:MeshGroups.configure_all",
+    target="groups.configuring:ConfiguredOptions.restore",
     tests="tests/elastic/test_shrink.py -k options_survive",
 )
-def options_lost(configure_all):
-    return lambda self, configured: None
+def options_lost(restore):
+    return lambda self, data, call_site: None
 
 
 @breaks(

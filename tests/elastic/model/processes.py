@@ -209,11 +209,11 @@ class Shrink(Call):
             rank=self.program.rank,
             label="mesh 'm'",
             state_of=self._state_of,
-            configured_options=list,
+            configured=SimpleNamespace(as_data=list),
             forget_store=nothing,
             end_aborted=nothing,
-            replacement=lambda layout, identity: SimpleNamespace(
-                layout=layout, identity=identity, configure_all=nothing, state_of=self._state_of
+            replacement=lambda identity, options: SimpleNamespace(
+                layout=identity.layout, identity=identity, state_of=self._state_of
             ),
         )
 
