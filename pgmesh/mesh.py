@@ -544,6 +544,7 @@ class ProcessGroupMesh(RankMethods):
 
         Raises:
             LifetimeError: this is a view or a slice, or the mesh is closed.
+            WorldError: the store does not respond.
         """
         self._check_root()
         self._mesh_groups.check()
@@ -581,7 +582,7 @@ class ProcessGroupMesh(RankMethods):
 
         Raises:
             AxisError: there is no such axis.
-            LifetimeError: this is a view or a slice, or the mesh was closed, or an earlier call has returned the new one.
+            LifetimeError: this is a view or a slice, or the mesh was closed or has been replaced.
             MembershipError: the others took this rank for lost and went on, or a new process has its place.
             MismatchError: ranks passed different arguments.
             MissingRanksError: living ranks did not call in time, or too many ranks are lost. All ranks get it, and may
@@ -627,7 +628,7 @@ class ProcessGroupMesh(RankMethods):
                 lost, and raises an error once it finds no other.
 
         Raises:
-            LifetimeError: this is a view or a slice, or the mesh was closed, or an earlier call has returned the new one.
+            LifetimeError: this is a view or a slice, or the mesh was closed or has been replaced.
             MembershipError: a new process has taken the place of this one.
             MissingRanksError: no rank called ``shrink`` in time, or no other rank of the mesh is left.
             WorldError: the store does not respond.
