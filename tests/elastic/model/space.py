@@ -235,7 +235,7 @@ class ShrinkSpace(Space):
             raise Violation(ALL_ARRIVED, f"{where}, and others have a mesh with it")
         if node.request is None:
             others = [rank for rank in node.layout if rank != node.rank]
-            if not any(lives(state.nodes[j]) for rank in others for j in self._processes_of(rank)):
+            if not any(self._lives(state, rank) for rank in others):
                 raise Violation(NO_WAIT, f"{where}, though no member is left")
             return
         arrivals = last_lines(values.get(f"{node.attempt}/arrivals", b""))
@@ -249,15 +249,20 @@ class ShrinkSpace(Space):
         waits_for = [rank for rank in node.layout if rank in absent and alive[rank]]
         if len(ready) < len(lost):
             waits_for += [rank for rank in spares if rank in absent and (alive[rank] or rank in node.layout)]
+        if lost and node.request.axis is None:  # there is no mesh without spares, so dead ones may be started again
+            waits_for += [rank for rank in spares if not self._lives(state, rank)]
         if not waits_for:
             raise Violation(NO_WAIT, f"{where}, though all arrived; {ready} for {lost}")
         for rank in waits_for:
-            for j in alive[rank]:
+            for j in alive.get(rank, ()):
                 if isinstance(state.nodes[j].step, Sleep):
                     raise Violation(RETRY, f"{where} for rank {rank}, which waits in {state.nodes[j].attempt}")
 
     def _is_new(self, arrivals: dict[int, Arrival], rank: int) -> bool:
         return rank in arrivals and not arrivals[rank].call
+
+    def _lives(self, state: State, rank: int) -> bool:
+        return any(lives(state.nodes[j]) for j in self._processes_of(rank))
 
     def _processes_of(self, rank: int) -> list[int]:
         return [i for i, program in enumerate(self.programs) if program.rank == rank]
