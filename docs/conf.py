@@ -112,11 +112,11 @@ def prepare_page(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def swap_colons(app: Sphinx, kind: str, name: str, value: object, options: object, lines: list[str]) -> None:
-    """Hide the colons in the first paragraph of a property from napoleon, which takes the text before one for its type.
+    """Hide the colons in the first paragraph of a property or attribute from napoleon, which would tear it there.
 
-    It runs before and after napoleon.
+    Napoleon takes the text before a colon for a type. This function runs before and after it.
     """
-    if kind == "property":
+    if kind in ("property", "attribute"):
         end = lines.index("") if "" in lines else len(lines)
         lines[:end] = [line.translate(SWAP) for line in lines[:end]]
 
