@@ -1,4 +1,4 @@
-"""docs/coming_from/torchtitan.md: its script prints the same with torchtitan's ParallelDims and with the page's class."""
+"""docs/coming_from/torchtitan.md: its script prints the same with torchtitan's class and with the page's."""
 
 from __future__ import annotations
 
