@@ -74,13 +74,13 @@ test-upstream: $(if $(PYTORCH),$(VENV)/upstream)  ## torch's own tests, over its
 	@[ -n "$(PYTORCH)" ] || { echo "test-upstream: give a checkout of pytorch near torch $$(sed -n 's/^torch==//p' .ci/constraints.txt): make test-upstream PYTORCH=../pytorch"; exit 2; }
 	$(QUIET) $(RUN) -m tests.upstream "$(PYTORCH)" $(ARGS)
 
-browser: $(VENV)/dev         ## Debian's Chromium, which tests measure figures with; needs root where it is not there
+browser: $(VENV)/dev         ## installs Chromium, for the tests that measure figures and pages; needs root, unless it is there
 	$(RUN) -m tests.support.browser
 
 test-launchers: $(VENV)/dev  ## torchrun, srun, mpirun and mpiexec themselves, from Debian's packages; needs root
 	$(RUN) -m tests.launchers
 
-chaos: $(VENV)/dev           ## every fault at every moment, ranks lost by a mesh, the models of both protocols, 500 random compositions, and mutations of promises
+chaos: $(VENV)/dev           ## every fault at every moment, ranks lost by a mesh, the models of both protocols, 500 random compositions, and promises broken one by one, for each of which a test must fail
 	PGMESH_SEED=$(SEED) $(RUN) -m pytest -q -n 2 tests/rendezvous/test_model.py tests/elastic/test_model.py
 	$(LOCAL) PGMESH_SEED=$(SEED) $(RUN) -m pytest -q tests/elastic/chaos.py
 	$(LOCAL) PGMESH_SEED=$(SEED) $(RUN) -m pytest -q -n 3 tests/faults/chaos.py
@@ -88,7 +88,7 @@ chaos: $(VENV)/dev           ## every fault at every moment, ranks lost by a mes
 	$(QUIET) $(RUN) -m tests.parallel.random_compositions --count 500
 	$(LOCAL) $(RUN) -m tests.mutations
 
-bench: $(BENCH)/made         ## pgmesh and other libraries, as ratios of times
+bench: $(BENCH)/made         ## times of pgmesh, other libraries and plain torch, as ratios; six minutes
 	$(QUIET) $(BENCH)/bin/python -m benchmarks $(ARGS)
 
 bench-quick: $(BENCH)/made   ## a part of it, with fewer processes and repetitions

@@ -43,10 +43,23 @@ CONTENTS = """
 :caption: Start
 
 Overview <self>
+Install and comparison <README>
 examples/tour
-Why not just init_device_mesh? <README>
+```
+
+```{toctree}
+:hidden:
+:caption: Port
+
 docs/coming_from/device_mesh
+docs/coming_from/torchtitan
 docs/coming_from/megatron
+docs/coming_from/olmo_core
+docs/coming_from/fairscale
+docs/coming_from/oslo
+docs/coming_from/colossalai
+docs/neighbours
+docs/frameworks
 ```
 
 ```{toctree}
@@ -60,20 +73,19 @@ docs/parallel
 docs/methods
 docs/own_methods
 docs/recipes
+docs/slices_and_views
 docs/resharding
-docs/neighbours
 docs/elastic
 docs/why_does_it_hang
-docs/frameworks
 ```
 
 ```{toctree}
 :hidden:
 :caption: Reference
 
-docs/reference
-docs/faults
-docs/limits
+API reference <docs/reference>
+Errors and faults <docs/faults>
+Limits <docs/limits>
 docs/versions
 CHANGELOG
 SECURITY
@@ -88,35 +100,25 @@ docs/speed
 docs/contributing
 ```
 """
-"""The menu. The other pages of `coming_from` stand under that of DeviceMesh."""
-
-MORE_PORTS = """
-```{toctree}
-:hidden:
-
-olmo_core
-fairscale
-oslo
-colossalai
-```
-"""
+"""The menu."""
 
 
 def prepare_page(app: Sphinx, page: str, source: list[str]) -> None:
-    """Turn links to folders into text, and append the menu to the pages that head it."""
+    """Turn links to folders into text, and append the menu to the first page."""
     folder = (ROOT / page).parent
     source[0] = re.sub(
         r"\[([^]]*)\]\(([^)\s:#]+)\)", lambda link: link[1 if (folder / link[2]).is_dir() else 0], source[0]
     )
-    source[0] += {root_doc: CONTENTS, "docs/coming_from/device_mesh": MORE_PORTS}.get(page, "")
+    if page == root_doc:
+        source[0] += CONTENTS
 
 
 def swap_colons(app: Sphinx, kind: str, name: str, value: object, options: object, lines: list[str]) -> None:
-    """Hide the colons in the first paragraph of a property from napoleon, which takes the text before one for its type.
+    """Hide the colons in the first paragraph of a property or attribute from napoleon, which would tear it there.
 
-    It runs before and after napoleon.
+    Napoleon takes the text before a colon for a type. This function runs before and after it.
     """
-    if kind == "property":
+    if kind in ("property", "attribute"):
         end = lines.index("") if "" in lines else len(lines)
         lines[:end] = [line.translate(SWAP) for line in lines[:end]]
 

@@ -35,9 +35,9 @@ def run(rank: int, host: str, port: int, fsdp: int) -> None:
     """Train or stand by, until all steps are done."""
     launch.join("gloo", timeout=60, replica=rank, replicas=8, host=host, port=port)
     mesh = ProcessGroupMesh(dp=3, fsdp=fsdp, tp=-1, ranks=range(6), name="train")  # on all eight ranks
-    mesh.abort_when_lost()  # optional: notice a rank that is stopped or unreachable, in 5 to 7 s
+    mesh.abort_when_lost()  # optional: notice stopped or unreachable ranks, in 5 to 7 s
     standing_by = rank not in mesh
-    saved: dict[int, State] = {} if standing_by else {0: {}}  # by number of steps; {} is the model as it is built
+    saved: dict[int, State] = {} if standing_by else {0: {}}  # by step; {} is the new model
     failed_after: int | None = None
     while True:
         try:
@@ -45,13 +45,13 @@ def run(rank: int, host: str, port: int, fsdp: int) -> None:
                 train(mesh, saved)
                 break
             mesh = mesh.stand_by(timeout=86400)
-        except (RuntimeError, PgmeshError) as error:  # a lost rank, or another rank that has aborted the mesh
+        except (RuntimeError, PgmeshError) as error:  # a lost rank, or an aborted mesh
             say(rank, f"{error}")
-            if standing_by:  # no other rank of the mesh is left, or a day has passed
+            if standing_by:  # no rank is left, or a day has passed
                 break
             try:
                 mesh = mesh.shrink("dp", spares=range(8), timeout=120)  # on every rank that is left
-            except MembershipError as taken_for_lost:  # the others went on without this rank: it is a spare now
+            except MembershipError as taken_for_lost:  # the others went on: it is a spare now
                 say(rank, f"{taken_for_lost}")
                 standing_by = True
                 continue
@@ -61,7 +61,7 @@ def run(rank: int, host: str, port: int, fsdp: int) -> None:
                 raise
             newest = max(saved, default=-1)
             if not mesh.shrunk.lost and failed_after == newest:
-                raise  # all ranks are there, and no step was done since: an error of the program itself
+                raise  # no rank is lost, and no step was done since: an error of the program
             failed_after = newest
         say(rank, f"{mesh.shrunk}")
         standing_by = rank not in mesh

@@ -852,17 +852,15 @@ class RankMethods:
 class RankView(RankMethods):
     """A layout from one rank's point of view, as ``Layout.seen_by`` returns it. It has no groups and no processes.
 
-    Args:
-        layout: the layout.
-        rank: the rank, which may lie outside a slice.
-
     >>> seen = layout.seen_by(5)
     >>> seen.coord, seen.index("dp", "tp"), seen.ranks("dp", "tp"), seen.neighbor("pp", -1)
     ((1, 0, 1), 1, (4, 5, 6, 7), 1)
     """
 
     layout: Layout
+    """The layout."""
     rank: int
+    """The rank, which may lie outside a slice."""
 
     def at(self, fixed: Mapping[Axis, Keep] | None = None, /, **indices: Keep) -> RankView:
         """The part at these indices, for the same rank."""

@@ -73,6 +73,9 @@ class ProcessGroupMesh(RankMethods):
 
     __slots__ = ("__weakref__", "_cached", "_calls", "_groups", "_mesh_groups", "_part_of", "_slices", "layout")
 
+    layout: Layout
+    """The axes, sizes and ranks of the mesh, without its groups and this rank."""
+
     _mesh_groups: MeshGroups
     _part_of: Layout  # the layout whose DeviceMesh is the root of this mesh's DeviceMeshes
     _groups: dict[tuple[Axis, ...], ProcessGroup]

@@ -31,10 +31,17 @@ class StoreProcess:
     ['MASTER_ADDR', 'MASTER_PORT', 'TORCHELASTIC_USE_AGENT_STORE']
     """
 
+    host: str
+    """The name or address under which the ranks reach this host."""
+    port: int
+    """The port on which the store listens."""
+    process: BaseProcess
+    """The process of the store: ``store.process.join()`` waits until it ends."""
+
     def __init__(self, port: int = 0, host: str = "127.0.0.1") -> None:
         processes = process_context()
         receiver, sender = processes.Pipe(duplex=False)
-        self.process: BaseProcess = processes.Process(target=_run_store, args=(port, sender), daemon=True)
+        self.process = processes.Process(target=_run_store, args=(port, sender), daemon=True)
         self.process.start()
         sender.close()
         try:

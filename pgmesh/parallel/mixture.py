@@ -238,6 +238,7 @@ class Router(nn.Module):
         self.balance_loss = balance_loss
 
     def forward(self, tokens: Tensor) -> Routes:
+        """The routes of these tokens, whose last dimension is the width."""
         probabilities = self.gate(tokens).softmax(-1)
         weights, chosen = probabilities.topk(self.top_k, -1)
         if self.top_k > 1:

@@ -28,19 +28,17 @@ Pick = Callable[[list[int]], Sequence[int]]
 class Along(NamedTuple):
     """The groups of a name: those along some axes of a mesh, or some ranks of each.
 
-    Args:
-        mesh: the dense mesh, the expert mesh, or a view of either.
-        axes: the axes.
-        pick: selects the ranks of each group from its block, and their order. Default: all ranks, in mesh order.
-
     >>> from pgmesh import Layout, recipes
     >>> recipes.megatron(8, tp=2, pp=2, of=Layout).names["tensor+data"]
     Along(mesh=Layout(pp=2, dp=2, cp=1, tp=2), axes=('tp', 'dp'), pick=None)
     """
 
     mesh: Mesh
+    """The dense mesh, the expert mesh, or a view of either."""
     axes: tuple[Axis, ...]
+    """The axes."""
     pick: Pick | None = None
+    """Selects the ranks of each group from its block, and their order. Default: all ranks, in mesh order."""
 
     def part(self) -> Mesh:
         """The slice with the ranks of this rank's group; the whole mesh on a rank that is outside it."""

@@ -31,9 +31,13 @@ class Transfer(NamedTuple):
     """Elements that one rank sends to another: ``start`` to ``stop`` of a region in row-major order."""
 
     peer: int
+    """The other rank."""
     region: Region
+    """A part of the whole tensor: its intervals along each dimension."""
     start: int
+    """The first element of the region that is sent."""
     stop: int
+    """The first element after it that is not sent."""
 
     @property
     def size(self) -> int:

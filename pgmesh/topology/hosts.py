@@ -25,7 +25,11 @@ from pgmesh.errors import ShapeError
 
 @dataclass(frozen=True)
 class HostLevel:
-    """Units of one kind, such as hosts, as runs of equal size: pairs of (number of units, ranks in each unit).
+    """Units of one kind, such as hosts.
+
+    Args:
+        name: the kind, such as ``host`` or ``domain``.
+        runs: pairs of (number of units, ranks in each unit), one for each run of units of equal size.
 
     >>> hosts = HostLevel("host", ((2, 8), (1, 4)))
     >>> print(hosts), hosts.unit_of(15), hosts.unit_of(16)

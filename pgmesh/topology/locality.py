@@ -30,18 +30,27 @@ StridedRuns = list[tuple[int, int]]
 class Locality:
     """The locality of all groups along some axes, on the units of one level, such as hosts.
 
-    >>> from pgmesh.topology.hosts import HostLevel
-    >>> locality_of(layout, ("dp",), HostLevel("host", ((2, 4),)))
+    Args:
+        level: the name of the level, such as ``host``.
+        kind: ``intra`` if every group is on one unit, ``inter`` if no two ranks of a group share one, else ``mixed``.
+        low: the fewest units that a group spans.
+        high: the most units that a group spans.
+        intra: the number of groups on one unit.
+        hops_low: the fewest hops of a group's ring that leave a unit.
+        hops_high: the most hops of a group's ring that leave a unit.
+
+    >>> from pgmesh import plan
+    >>> plan(layout, nodes="2x4")["dp"].localities[0]
     Locality(level='host', kind='intra', low=1, high=1, intra=4, hops_low=0, hops_high=0)
     """
 
     level: str
-    kind: str  # intra: every group is on one unit. inter: no two ranks of a group share one. Else mixed
-    low: int  # the fewest units that a group spans
-    high: int  # the most units that a group spans
-    intra: int  # the number of groups on one unit
-    hops_low: int  # the fewest hops of a group's ring that leave a unit
-    hops_high: int  # the most
+    kind: str
+    low: int
+    high: int
+    intra: int
+    hops_low: int
+    hops_high: int
 
 
 def locality_of(layout: Layout, axes: Sequence[Axis], level: HostLevel) -> Locality:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from pgmesh import PgmeshError, ProcessGroupMesh
 from tests.support.faults import kill_self, results
+from tests.support.programs import run_ranks
 from tests.support.worlds import fresh_world
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +50,25 @@ def test_no_table_cell_exceeds_two_lines(page: Path):
     cells = [cell for line in lines if line.startswith("|") for cell in line.strip("| ").split(" | ")]
     shown = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", cell).replace("`", "") for cell in cells]
     assert [cell for cell in shown if len(cell) > CELL] == []
+
+
+def words(page: Path) -> int:
+    return len(page.read_text(encoding="utf-8").split())
+
+
+def test_pages_have_at_most_20000_words():
+    assert sum(map(words, [*PAGES, ROOT / "SECURITY.md"])) <= 20_000
+    names = ("parallel", "faults", "see", "contributing", "speed", "launchers")
+    assert [name for name in names if words(ROOT / "docs" / f"{name}.md") > 1_800] == []
+
+
+@pytest.mark.long
+def test_resharding_page_prints_what_it_shows(tmp_path: Path):
+    page = (ROOT / "docs" / "resharding.md").read_text(encoding="utf-8")
+    ((program, shown),) = re.findall(
+        r"^```python\n(.*?)^```\n\n```console\n\$ torchrun .*?\n(.*?)^```", page, re.MULTILINE | re.DOTALL
+    )
+    assert run_ranks(tmp_path, program, 8) == shown
 
 
 def test_contributing_page_names_existing_tests():

@@ -71,7 +71,8 @@ def test_each_schedule_has_a_row():
 
 @pytest.mark.long
 def test_first_program_prints_losses_of_one_process(tmp_path: Path):
-    (program,) = re.findall(r"^# Parallel methods\n.*?^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    found = r"^# Parallel methods\n.*?^```python\n(.*?)^```\n\n```console\n\$ torchrun .*? train.py\n(.*?)^```"
+    ((program, shown),) = re.findall(found, PAGE, re.MULTILINE | re.DOTALL)
     printed = []
     for ranks, text in ((4, program), (1, program.replace("dp=2, tp=2", "dp=1, tp=1"))):
         (tmp_path / "train.py").write_text(text, "utf-8")
@@ -80,5 +81,5 @@ def test_first_program_prints_losses_of_one_process(tmp_path: Path):
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **settings)
         assert done.returncode == 0, done.stderr
         printed.append(re.findall(r"^\d\.\d\d$", done.stdout, re.MULTILINE))
-    assert printed[0] == printed[1]
+    assert printed[0] == printed[1] == shown.split()
     assert len(printed[0]) == 3
