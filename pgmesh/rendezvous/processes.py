@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import CompareSet, Raw
+from pgmesh.rendezvous.operations import CompareSet, Raw, Read
 from pgmesh.rendezvous.statuses import Statuses
 
 _TOKEN = secrets.token_hex(4)  # process numbers repeat, for example in containers
@@ -56,7 +56,7 @@ class Claim(NamedTuple):
     same_rank: str = ""
 
 
-def claim_rank(run: Callable[..., list[Any]], rank: int, world_size: int, statuses: Statuses) -> Claim:
+def claim_rank(run: Callable[..., list[Any]], rank: int, statuses: Statuses) -> Claim:
     """Publish that this process has a rank, unless another process has it too and sends heartbeats.
 
     It may take two heartbeat periods to know.
@@ -65,18 +65,25 @@ def claim_rank(run: Callable[..., list[Any]], rank: int, world_size: int, status
         run: performs operations on the store.
         statuses: no status has been read yet. Ranks are lost after two heartbeat periods.
     """
-    me = process_label()
-    (first,) = run(CompareSet(process_key(rank), me))
-    if first.decode() == me:
-        return Claim()
-    ranks = {rank, *range(min(world_size, timing.LIMITS.statuses))}
-    statuses.read(run, ranks)
+    me, replaces = process_label(), False
+    (holder,) = run(CompareSet(process_key(rank), me))
+    while holder.decode() != me:
+        if _lives(run, rank, statuses):
+            (newest,) = run(Read(process_key(rank)))
+            return Claim(same_rank=(newest or holder).decode())
+        replaces = True  # unless another new process is faster
+        (holder,) = run(Raw("compare_set", (process_key(rank), holder.decode(), me)))
+    return Claim(replaces)
+
+
+def _lives(run: Callable[..., list[Any]], rank: int, statuses: Statuses) -> bool:
+    """True if a process with this rank sends another heartbeat; False if it is lost, or has never sent one."""
+    statuses.read(run, [rank])
     statuses.find_ended(run, [rank])
     before, end = statuses.heard.get(rank), statuses.now() + statuses.lost_after
-    while statuses.now() < end and not statuses.lost(ranks):  # if any rank has left, the store serves another world
+    while statuses.now() < end and not statuses.lost([rank]):
         time.sleep(timing.TIMING.longest_pause)
         statuses.read(run, [rank])
         if statuses.heard.get(rank) != before and not statuses.lost([rank]):
-            return Claim(same_rank=first.decode())
-    run(Raw("set", (process_key(rank), me)))
-    return Claim(replaces_process=True)
+            return True
+    return False

@@ -166,10 +166,8 @@ class Decision:
 
     @classmethod
     def of(cls, error: BaseException, text: str) -> Decision:
-        """The decision of a rank that raised an error."""
-        kinds = (kind for kind, error_type in ERRORS.items() if error_type and isinstance(error, error_type))
-        kind = next(kinds, "missing")
-        return cls("missing" if kind == "aborted" else kind, text)
+        """The decision of a rank that raised an error. Another attempt may succeed: it was this rank's call."""
+        return cls("duplicate" if isinstance(error, MismatchError) else "missing", text)
 
 
 ERRORS: dict[str, type[PgmeshError] | None] = {

@@ -7,6 +7,7 @@ A status is a record in the store under ``pgmesh/status/<rank>``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -108,6 +109,8 @@ class RankStatus:
         running = [_typed(RunningCollective, each, (str, str, str, int, int)) for each in record["running"]]
         endpoint = record["endpoint"]
         if None in pending or None in running or [*map(type, endpoint)] not in ([], [str, int]):
+            return None
+        if not math.isfinite(record["sent"]):
             return None
         waits = [wait._replace(missing=tuple(each for each in wait.missing if type(each) is int)) for wait in pending]
         return cls(

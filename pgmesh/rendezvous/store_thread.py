@@ -55,7 +55,8 @@ class StoreThread:
         self._publish_now = False  # another thread has changed the status
         self.on_heartbeat: Callable[[Callable[..., list[Any]]], tuple[RunningCollective, ...]] = lambda run: ()
         """Called at each heartbeat, with a function that performs operations. It returns the running collectives."""
-        self._warned = False  # of an error of ``on_heartbeat``
+        self._running: tuple[RunningCollective, ...] = ()  # as it last returned them
+        self._warned = False  # of an error of it
         # The end:
         self.until_end: dict[str, str] = {}  # by key: values that this process deletes when it ends
         self._ended = False
@@ -91,6 +92,7 @@ class StoreThread:
         try:
             self._queue.put(batch)
             start, waited = time.monotonic(), 0.0
+            end = start + seconds + timing.TIMING.late_answer  # behind batches of other threads, on a slow store
             while not batch.done.acquire(timeout=min(max(0.0, seconds - waited), timing.TIMING.thread_check)):
                 waited = self.store.seconds_without_answer(start)  # a slow store answers meanwhile
                 if not self._is_running():
@@ -99,6 +101,10 @@ class StoreThread:
                     raise self.store.error("connection refused")
                 if waited >= seconds:
                     raise WorldError(f"the store at {address} did not answer for {waited:.1f} s. {AFTER_FAILURE}")
+                if time.monotonic() >= end:
+                    raise WorldError(
+                        f"the store at {address} is slow: a request took {end - start:g} s. {AFTER_FAILURE}"
+                    )
         finally:
             batch.cancelled = True  # after a timeout or Ctrl-C, the thread performs no more of them
         if batch.error is None:
@@ -238,10 +244,11 @@ class StoreThread:
     def _publish_if_due(self) -> None:
         if self._publish_now or self._heartbeat_due <= time.monotonic():
             self._publish_now = False
-            self._heartbeat_due = time.monotonic() + self.period
             with contextlib.suppress(Exception):
                 self.store.open()  # and the listener, for the status
                 self._publish_status()
+                self._look()
+            self._heartbeat_due = time.monotonic() + self.period
 
     def _publish_status(self) -> None:
         """Publish the status, unless another process has this rank too."""
@@ -257,23 +264,28 @@ class StoreThread:
             self._heartbeats,
             "; ".join(tuple(self._activities.values())),
             pending[: timing.LIMITS.statuses],
-            () if self._reason else self._run_on_heartbeat(),
+            () if self._reason else self._running,
             self._reason,
             self.store.listeners.endpoint,
             time.time(),
         )
 
-    def _run_on_heartbeat(self) -> tuple[RunningCollective, ...]:
-        """The running collectives. An error of ``on_heartbeat`` must not stop the heartbeats; the first is logged."""
+    def _look(self) -> None:
+        """Call ``on_heartbeat``, and publish the running collectives if there are others than before.
+
+        That may take long, so it follows the heartbeat. An error must not stop the heartbeats; the first is logged.
+        """
+        before, self._running = self._running, ()
         try:
-            return self.on_heartbeat(self._run_here)
+            self._running = self.on_heartbeat(self._run_here)
         except Exception as error:
             if not self._warned and not isinstance(error, WorldError):
                 self._warned = True
                 warn_from_store_thread(
                     f"this rank could not look for stuck collectives and lost ranks: {traceback.format_exc()}"
                 )
-            return ()
+        if [each[:4] for each in self._running] != [each[:4] for each in before]:  # apart from the seconds
+            self._publish_status()
 
     def _leave(self) -> None:
         """Publish the reason for the end, and leave the world."""

@@ -27,7 +27,7 @@ from pgmesh._util.sockets import ending_when_cut
 from pgmesh.errors import PgmeshError, WorldError
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.listeners import Listeners
-from pgmesh.rendezvous.operations import Board, Delete, Operation, can_be_repeated
+from pgmesh.rendezvous.operations import ABSENT, Board, Delete, Operation, can_be_repeated
 from pgmesh.rendezvous.processes import Claim, claim_rank, meshes_key, process_key
 from pgmesh.rendezvous.statuses import Statuses, status_key
 from pgmesh.rendezvous.world_name import REPLACED, enter_world, entered_worlds, leave_world, name_on
@@ -124,7 +124,7 @@ class WorldStore:
         thread = threading.Thread(target=read, name="pgmesh-world-name", daemon=True)
         thread.start()
         thread.join(seconds)
-        return names != [self._name]
+        return names[0] not in (self._name, ABSENT)
 
     # -- called by the store thread -------------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class WorldStore:
         if not self._has_claimed:
             statuses = Statuses(2 * self.period, self.answered_seconds, self.listeners.has_ended)
             self.replaces_process, self.same_rank = claim_rank(
-                lambda *operations: [*map(self._perform, operations)], self.rank, self.world_size, statuses
+                lambda *operations: [*map(self._perform, operations)], self.rank, statuses
             )
             self._has_claimed = True
 
@@ -166,7 +166,7 @@ class WorldStore:
                 if self._connection is None:
                     self._connection = self._connect()
                 return perform()
-            except RuntimeError as error:
+            except (RuntimeError, OSError) as error:
                 if isinstance(error, PgmeshError):
                     raise
                 self._connection = None

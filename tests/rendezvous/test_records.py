@@ -341,3 +341,12 @@ def test_no_value_is_ever_executed(tmp_path, monkeypatch):
     for text in texts:
         test_every_reader_accepts_unusual_values(text)
     assert not path.exists()
+
+
+@pytest.mark.parametrize("error", [MismatchError("two processes"), KeyboardInterrupt()])
+def test_cancelled_attempt_may_be_tried_again(error: BaseException):
+    assert not Decision.of(error, "it was cancelled").is_permanent
+
+
+def test_status_without_finite_time_is_foreign():
+    assert RankStatus.unpack(3, RankStatus(3, 1, sent=math.nan).pack().encode()) is None

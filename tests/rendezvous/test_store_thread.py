@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -15,11 +16,11 @@ import pytest
 import torch.distributed as dist
 
 from pgmesh import WorldError, launch
-from pgmesh.rendezvous import timing
+from pgmesh.rendezvous import processes, timing
 from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.group_rounds import GroupRound
 from pgmesh.rendezvous.operations import Add, Append, CompareSet, Delete, Raw, Read, perform
-from pgmesh.rendezvous.processes import process_key, process_label
+from pgmesh.rendezvous.processes import Claim, claim_rank, process_key, process_label
 from pgmesh.rendezvous.records import Decision
 from pgmesh.rendezvous.rounds import Rounds
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, Statuses, status_key
@@ -252,6 +253,56 @@ def test_error_at_one_heartbeat_stops_no_later_look(store_thread: StoreThread):
     for number in (1, 2):
         store_thread.set_status(f"step {number}")
         wait_until(lambda number=number: len(looks) >= number, f"look {number}")
+
+
+def test_slow_look_follows_its_heartbeat_and_delays_no_batch():
+    store = dist.HashStore()
+    thread = StoreThread(WorldStore(store, "here", 0, 2, set()))
+    thread.period = 0.05
+    looks: list[int] = []  # the heartbeat in the store at each look
+
+    def look(perform: Any) -> tuple[()]:
+        status = status_of(store)
+        looks.append(status.heartbeat if status else 0)
+        time.sleep(0.1)
+        return ()
+
+    thread.on_heartbeat = look
+    try:
+        thread.start_heartbeat()
+        with slow_store(0.005):
+            thread.run(*[Read("key")] * 40, seconds=LONG)
+        assert looks == [*range(1, len(looks) + 1)]
+        assert len(looks) < 15, "a look between each two operations"
+    finally:
+        thread.stop()
+
+
+# ---- a process claims its rank ----
+
+
+def test_one_of_two_new_processes_has_the_rank(monkeypatch: pytest.MonkeyPatch):
+    """The second one comes while the first one waits for the process before them."""
+    store, second, beats = dist.HashStore(), list[Claim](), itertools.count(1)
+    store.set(process_key(0), "old")
+
+    def claim(me: str, meanwhile: Callable[[], object]) -> Claim:
+        def run(*operations: Any) -> list[Any]:
+            answers = [perform(store, operation) for operation in operations]
+            meanwhile()
+            return answers
+
+        monkeypatch.setattr(processes, "process_label", lambda: me)
+        return claim_rank(run, 0, Statuses(0.5, time.monotonic))
+
+    def second_claims() -> None:
+        if not second:
+            second.append(claim("second", lambda: None))
+        store.set(status_key(0), RankStatus(0, next(beats)).pack())  # of the second one
+
+    assert claim("first", second_claims) == Claim(same_rank="second")
+    assert second == [Claim(replaces_process=True)]
+    assert store.get(process_key(0)) == b"second"
 
 
 # ---- a call of connect and the store thread: errors and signals end the wait on both sides ----
