@@ -25,7 +25,7 @@ OptionKey = tuple[Union[tuple[int, ...], frozenset[Any]], str]
 
 
 class Configured(NamedTuple):
-    """Options, the axes that they were configured for, and the line of code."""
+    """Options, the axes that they were first configured for, and that line of code."""
 
     options: GroupOptions
     spelling: str
@@ -35,8 +35,9 @@ class Configured(NamedTuple):
 class ConfiguredOptions:
     """The configured options of one rank's groups.
 
-    Options are stored by ranks. All axes of size 1 have the same ranks, this rank alone, so their options are stored by
-    axes instead, and are part of the group's name.
+    They belong to the ranks of a group and its tag. All axes of size 1 have the same ranks, this rank alone, so there
+    they belong to the axes, are part of the group's name, and may be configured until the group along these axes was
+    returned. For the mesh that replaces this one, they are kept by axes of the root mesh too.
 
     Args:
         rank: this rank.
@@ -47,22 +48,20 @@ class ConfiguredOptions:
     def __init__(self, rank: int, root: Layout, default: GroupOptions) -> None:
         self._rank, self._root, self._default = rank, root, default
         self._configured: dict[OptionKey, Configured] = {}
-        self._of_root: dict[tuple[tuple[Axis, ...], str], GroupOptions] = {}  # by axes of the root mesh, and tag
+        self._returned: set[OptionKey] = set()  # of groups of this rank alone
+        self._for_successor: dict[tuple[tuple[Axis, ...], str], GroupOptions] = {}  # by axes of the root mesh, and tag
         self._warned = False  # of a timeout in a call
-        self._returned: set[OptionKey] = set()  # axes of size 1 whose group the caller has: too late to configure
 
     def of_call(self, members: Members, asked: Mapping[str, Any]) -> tuple[GroupOptions, dict[str, Any]]:
-        """The options of the group that a call returns, and those that its name has, as JSON data.
+        """The options of the group that a call asks for; and those in its name, as JSON data.
 
-        The name has the options that differ from those of the ranks.
+        In the name are the options that differ from those of the ranks.
 
         Args:
             asked: the options of the call.
         """
-        options = of_ranks = self.of_ranks(members)
-        if len(members.ranks) == 1:
-            self.mark_returned(members)
-            options = self._options(self._key(members))
+        of_ranks = self.of_ranks(members)
+        options = of_ranks if len(members.ranks) > 1 else self._options(self._key(members))
         options = options.but(asked) if asked else options
         return options, naming.asked_options(options, of_ranks)
 
@@ -95,8 +94,9 @@ class ConfiguredOptions:
             )
 
     def mark_returned(self, members: Members) -> None:
-        """Record that the caller has the group of one rank along these axes: it is too late to configure it."""
-        self._returned.add(self._key(members))
+        """Record that the caller has a group. If it is of one rank, it is too late to configure it from now on."""
+        if len(members.ranks) == 1:
+            self._returned.add(self._key(members))
 
     def forget_returned(self) -> None:
         """Forget the groups of one rank: they were released."""
@@ -120,17 +120,21 @@ class ConfiguredOptions:
             AxisError: an axis is unknown, also on a rank outside the mesh.
             OptionsError: the group exists, or the same ranks were configured differently under other axes.
         """
-        names = axes or layout.axes
         GroupOptions.of(options)  # raises OptionsError, on ranks outside the mesh too
         layout.size(*axes)  # raises AxisError
-        is_of_root = layout == self._root
+        of_root = axes if layout == self._root else None
         if self._rank in layout:
             members = Members(layout.block_of(self._rank, *axes), tag, layout, axes)
             self._configure(members, layout, options, created(members), call_site)
-            if {*names} <= {*self._root.axes} and self._root.block_of(self._rank, *names) == members.ranks:
-                axes, is_of_root = names, True  # the block of a slice is one of the root mesh too
-        if is_of_root:
-            self._of_root[axes, tag] = self._of_root.get((axes, tag), GroupOptions()).but(options)
+            of_root = of_root or self._axes_of_root(members.ranks, axes or layout.axes)
+        if of_root is not None:
+            before = self._for_successor.get((of_root, tag), GroupOptions())
+            self._for_successor[of_root, tag] = before.but(options)
+
+    def _axes_of_root(self, ranks: tuple[int, ...], axes: tuple[Axis, ...]) -> tuple[Axis, ...] | None:
+        """The axes along which the root mesh has the same block as a slice with these axes; None without such axes."""
+        root = self._root
+        return axes if {*axes} <= {*root.axes} and root.block_of(self._rank, *axes) == ranks else None
 
     def _configure(
         self, members: Members, layout: Layout, options: Mapping[str, Any], created: Group | None, call_site: str
@@ -160,7 +164,7 @@ class ConfiguredOptions:
 
     def as_data(self) -> list[tuple[list[Axis], str, dict[str, Any]]]:
         """The options of the root mesh's groups as plain data, for the mesh that replaces it: axes, tag and options."""
-        return [([*axes], tag, options.given) for (axes, tag), options in list(self._of_root.items())]
+        return [([*axes], tag, options.given) for (axes, tag), options in list(self._for_successor.items())]
 
     def restore(self, data: Iterable[tuple[Sequence[Axis], str, Mapping[str, Any]]], call_site: str) -> None:
         """Set what ``as_data`` returned for another mesh with the same axes, before it creates groups."""

@@ -183,6 +183,7 @@ class MeshGroups:
             group = self._group(members, differing)
             if not group.is_made:
                 self._make(group, members, options, differing)
+            self.configured.mark_returned(members)
             if group.created_by == "adopted" and not group.is_known():
                 release = format_verb("release", members.axes)
                 raise LifetimeError(
@@ -319,8 +320,7 @@ class MeshGroups:
                     f"{label} was already {how} at {group.call_site}, and may be in use.\n\n"
                     f"  mesh.{format_verb('release', axes)}   # release it first, then adopt"
                 )
-            if len(block) == 1:
-                self.configured.mark_returned(asked)
+            self.configured.mark_returned(asked)
 
     # -- ending -------------------------------------------------------------------------------------------------
 
