@@ -243,12 +243,13 @@ class StoreThread:
 
     def _publish_if_due(self) -> None:
         if self._publish_now or self._heartbeat_due <= time.monotonic():
-            self._publish_now = False
+            self._publish_now, began = False, time.monotonic()
             with contextlib.suppress(Exception):
                 self.store.open()  # and the listener, for the status
                 self._publish_status()
                 self._look()
-            self._heartbeat_due = time.monotonic() + self.period
+            # After a long look, other operations have half of a period.
+            self._heartbeat_due = max(began + self.period, time.monotonic() + self.period / 2)
 
     def _publish_status(self) -> None:
         """Publish the status, unless another process has this rank too."""
