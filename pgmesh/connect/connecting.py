@@ -101,47 +101,59 @@ class _Call:
         self.statuses = mesh.world.new_statuses()
         self.client = FirstCollectives(mesh.world.heartbeat_thread(), seconds, self.statuses, mesh.rank)
         self.groups: Table = {}  # those that this call connects
-        self.rounds: dict[GroupRound, Group] = {}
+        self.locks = contextlib.ExitStack()  # ``Group.connecting``, of connected groups too
+        self.rounds: dict[GroupRound, Group] = {}  # empty until this rank arrives
         self.met: dict[GroupAxes, float] = {}
 
     def run(self) -> Connected:
-        try:
-            while True:
-                found = self._find_groups()
-                with self._connecting_alone(found, self.client.deadline):
-                    groups = self._find_groups()  # another thread may have connected or released them meanwhile
-                    if groups.keys() <= found.keys() and not self._discard_broken(groups):
-                        return self._connect(groups)
-        finally:
-            self.state.operations += self.client.operations
+        """Connect the groups. If that ends with an error of this rank, tell the other members."""
+        with self.locks:
+            try:
+                self.groups = self._lock_groups()
+                if self.groups:
+                    self._connect()
+            except BaseException as error:
+                self._cancel(error)
+                raise
+            finally:
+                self.state.operations += self.client.operations
+                self._clean_up()
+        self._raise_errors()
+        warm = {axes: each.done - self.client.start for each in self.client.all for axes in self.groups[each.group]}
+        return Connected(self.met, warm, self.client.operations)
+
+    def _lock_groups(self) -> Table:
+        """Keep other threads of this process from connecting the groups, and return those that are not connected.
+
+        Raises:
+            WorldError: another thread has not finished before the deadline.
+        """
+        while True:
+            found = self._find_groups()
+            for group in sorted(found, key=lambda each: each.path):
+                if not self._lock(group, self.client.deadline - time.monotonic()):
+                    label = self.mesh.label
+                    raise WorldError(f"{label}: another thread of this process still connects the same group.")
+            groups = self._find_groups()  # another thread may have connected or released them meanwhile
+            if groups.keys() <= found.keys() and not self._discard_broken(groups):
+                return {each: axes for each, axes in groups.items() if each.state is State.MADE}
+            self.locks.close()
 
     def _find_groups(self) -> Table:
-        """Find or create the groups. If one cannot be created, publish the failure for it and for all others."""
+        """Find or create the groups, and return those that pgmesh connects."""
         found: Table = {}
-        for i, axes in enumerate(self.combinations):
-            try:
-                group = self.mesh.find(self.mesh.members(self.layout, axes), {})
-            except BaseException as error:
-                self._cancel(error, found, self.combinations[i:])
-                raise
+        for axes in self.combinations:
+            group = self.mesh.find(self.mesh.members(self.layout, axes), {})
             if group.fingerprint is not None:
                 found.setdefault(group, []).append(axes[0] if len(axes) == 1 else axes)
         return found
 
-    @contextlib.contextmanager
-    def _connecting_alone(self, groups: Iterable[Group], deadline: float) -> Iterator[None]:
-        """Keep other threads of this process from connecting these groups.
-
-        Raises:
-            WorldError: another thread of this process has not finished before the deadline.
-        """
-        with contextlib.ExitStack() as stack:
-            for group in sorted(groups, key=lambda each: each.path):
-                if not group.connecting.acquire(timeout=max(0.0, deadline - time.monotonic())):
-                    label = self.mesh.label
-                    raise WorldError(f"{label}: another thread of this process still connects the same group.")
-                stack.callback(group.connecting.release)
-            yield
+    def _lock(self, group: Group, seconds: float) -> bool:
+        """Keep other threads from connecting a group until this call ends. False if one still does after that time."""
+        locked: bool = group.connecting.acquire(timeout=max(0.0, seconds))
+        if locked:
+            self.locks.callback(group.connecting.release)
+        return locked
 
     def _discard_broken(self, groups: Iterable[Group]) -> bool:
         """Discard those connected groups whose ``broken`` key another member has set. True if there are any."""
@@ -167,7 +179,7 @@ class _Call:
         )
         if group.round is not None:
             new.continue_after(group.round)
-        group.round, self.rounds[new] = new, group
+        group.round = new
         return new
 
     def _rounds_of(self, rounds: Sequence[GroupRound]) -> Rounds[GroupRound, Decision]:
@@ -191,42 +203,30 @@ class _Call:
         if not any(text.endswith(error) for error in self.state.last_errors):
             log.warning("%s", text)
 
-    def _cancel(self, error: BaseException, found: Iterable[Group], absent: Sequence[tuple[Axis, ...]]) -> None:
-        """Decide that the rounds of this call failed, also those of groups that this rank has not created."""
-        self.client.interrupted = not isinstance(error, Exception)
+    def _connect(self) -> None:
+        """Arrive, wait for the other members, and run the first collectives."""
+        self.rounds = {self._new_round(group): group for group in self.groups}
+        with self.mesh.lock:
+            for group in self.groups:
+                group.connect()
+        self._rounds_of([*self.rounds]).run()
+        self.client.finish()
+
+    def _cancel(self, error: BaseException) -> None:
+        """Publish that this rank stopped: to undecided rounds, and to groups whose first collective is not done."""
+        self.client.end(error)
         with contextlib.suppress(PgmeshError):  # the caller raises the first error
-            unmade = [self.mesh.find_unmade(self.mesh.members(self.layout, axes)) for axes in absent]
-            for group in dict.fromkeys([*found, *unmade]):
-                self._cancel_round(group, error)
+            rounds = self.rounds or map(self._new_round, self._unconnected())
+            self._rounds_of([*rounds]).cancel(error)
+            why = why_stopped(self.mesh.rank, self.call_site, error)
+            self.client.cancel(why, {each: group for each, group in self.rounds.items() if each.is_made()})
 
-    def _cancel_round(self, group: Group, error: BaseException) -> None:
-        """Decide that the round of a group failed, unless it is connected or another thread connects it."""
-        with contextlib.suppress(PgmeshError), self._connecting_alone([group], time.monotonic()):
-            if group.fingerprint and group.state is not State.CONNECTED:
-                self._rounds_of([self._new_round(group)]).cancel(error)
-
-    def _connect(self, groups: Table) -> Connected:
-        """Connect the groups that are not connected yet."""
-        self.groups = {each: axes for each, axes in groups.items() if each.state is State.MADE}
-        if not self.groups:
-            return Connected(operations=self.client.operations)
-        try:
-            rounds = [*map(self._new_round, self.groups)]
-            with self.mesh.lock:
-                for group in self.groups:
-                    group.connect()
-            self._rounds_of(rounds).run()
-            self.client.finish()
-        except BaseException as error:
-            self.client.interrupted = True
-            with contextlib.suppress(WorldError):
-                self._cancel_rest(error)
-            raise
-        finally:
-            self._clean_up()
-        self._raise_errors()
-        warm = {axes: each.done - self.client.start for each in self.client.all for axes in self.groups[each.group]}
-        return Connected(self.met, warm, self.client.operations)
+    def _unconnected(self) -> Iterator[Group]:
+        """The groups that are not connected, and that no other thread connects. Some may not have been made."""
+        for axes in self.combinations:
+            group = self.mesh.find_unmade(self.mesh.members(self.layout, axes))
+            if group.fingerprint and self._lock(group, 0.0) and group.state is not State.CONNECTED:
+                yield group
 
     def _raise_errors(self) -> None:
         errors = [failure for each in self.rounds if each.decision and (failure := each.decision.error())]
@@ -247,12 +247,6 @@ class _Call:
         if group.gloo is not None and made.decision is not None:
             group.gloo.set_addresses(made.decision.addresses)
         self.client.start_for(group, made)
-
-    def _cancel_rest(self, error: BaseException) -> None:
-        """Publish that this rank stopped: to undecided rounds, and to groups whose first collective is not done."""
-        self._rounds_of([*self.rounds]).cancel(error)
-        why = why_stopped(self.mesh.rank, self.call_site, error)
-        self.client.cancel(why, {each: group for each, group in self.rounds.items() if each.is_made()})
 
     def _clean_up(self) -> None:
         """Record the connected groups, and discard groups that cannot be used."""

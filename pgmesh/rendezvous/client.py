@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from pgmesh.errors import WorldError
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Operation
 from pgmesh.rendezvous.statuses import PendingConnect
@@ -14,8 +15,8 @@ from pgmesh.rendezvous.store_thread import StoreThread
 class CallClient:
     """The store and the clock of one call.
 
-    An operation times out at the deadline, and ``shortest_answer`` after its start at the earliest. After an error the
-    timeout is shorter.
+    An operation times out at the deadline, and ``shortest_answer`` after its start at the earliest. After an
+    interrupt or an error of the store, the timeout is shorter.
 
     Args:
         thread: the store thread.
@@ -27,16 +28,21 @@ class CallClient:
         self.start = time.monotonic()
         self.deadline = self.start + seconds
         self.operations = 0
-        self.interrupted = False  # an error ends this call
+        self.interrupted = False  # an interrupt or an error of the store ends this call
 
     def run(self, *operations: Operation) -> list[Any]:
         """Perform operations on the store in this order, and return its answers."""
         self.operations += len(operations)
         try:
             return self.thread.run(*operations, seconds=self.timeout())
-        except BaseException:
-            self.interrupted = True
+        except BaseException as error:
+            self.end(error)
             raise
+
+    def end(self, error: BaseException) -> None:
+        """Let later operations time out soon if this error is an interrupt, or comes from the store."""
+        if isinstance(error, WorldError) or not isinstance(error, Exception):
+            self.interrupted = True
 
     def timeout(self) -> float:
         """Timeout of the next store operations, in seconds."""

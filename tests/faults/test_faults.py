@@ -35,7 +35,7 @@ from pgmesh.groups.world import current_world
 from pgmesh.launch import StoreProcess
 from pgmesh.rendezvous import timing
 from tests.support import worlds
-from tests.support.board import at_all_reduce, losing_all_reduces, raises
+from tests.support.board import Fault, at_all_reduce, faults, key_of, losing_all_reduces, raises
 from tests.support.faults import (
     BEAT,
     LONG_TIMEOUT,
@@ -654,24 +654,34 @@ def test_signal_during_connect_is_named_on_peers(tmp_path: Path, how: str):
         assert failed.end - sent[0] < 0.2 + SLACK
 
 
+def interrupt_at(where: str) -> Any:
+    """Ctrl-C in this process, at one place of ``connect``."""
+    stop = raises(KeyboardInterrupt())
+    if where == "making":
+        return mock.patch.dict(backends.CONSTRUCTORS, gloo=lambda *arguments: stop())
+    if where == "first collective":
+        return at_all_reduce(before=stop)
+    return faults(Fault(lambda each: key_of(each).endswith(where), before=stop, times=1, in_caller=True))
+
+
 def one_is_interrupted(where: str) -> Attempt:
-    """Ctrl-C reaches rank 3 as it makes its group, or when all have arrived and it begins the first collective."""
+    """Rank 3 is interrupted. It reads the broken key of a group that is connected, so one is."""
     bystander = beat_fast_with_bystander()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
-    if mesh.rank == 3:
-        wait_until_waiting(0, 1, 2) if where == "before" else None
-    stop = raises(KeyboardInterrupt())
-    before: Any = mock.patch.dict(backends.CONSTRUCTORS, gloo=lambda *arguments: stop())
-    interrupted = before if where == "before" else at_all_reduce(before=stop)
-    with interrupted if mesh.rank == 3 else contextlib.nullcontext():
-        failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
+    connected = ["dp"] if where == "/broken" else []
+    if connected:
+        mesh.connect(*connected)
+    if mesh.rank == 3 and where != "first collective":
+        wait_until_waiting(0, 1, 2)
+    with interrupt_at(where) if mesh.rank == 3 else contextlib.nullcontext():
+        failed = attempt(lambda: mesh.connect(*connected, mesh.axes, timeout=LONG_TIMEOUT))
     check_sums(groups_of(bystander))
     connect_and_check(mesh, mesh.axes)
     return failed
 
 
 @pytest.mark.fault("Ctrl-C or SIGTERM while connecting, or any exception")
-@pytest.mark.parametrize("where", ["before", "after"])
+@pytest.mark.parametrize("where", ["making", "/fingerprints", "/broken", "/arrivals", "first collective"])
 def test_interrupt_before_or_after_arrival_reaches_peers(where: str):
     seen = results(fast_world(4).outcomes(one_is_interrupted, where))
     for failed in seen:
