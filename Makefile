@@ -16,7 +16,7 @@ TORCH_RUN = $(TORCH_VENV)/bin/python
 SEED ?= $(shell date +%s)
 # The checkout of pytorch of `make test-upstream`, near the version of torch in .ci/constraints.txt; test/ is enough.
 PYTORCH ?=
-# What pytest runs in these two, such as tests/groups/test_groups.py, or "-k sharded"; all of it unless given.
+# What pytest runs in test-gpu and test-torch, such as tests/groups/test_groups.py, or "-k sharded"; all of it unless given.
 TESTS ?=
 # Build and run-time packages alike come from these versions; a looser range would fetch another torch.
 export PIP_CONSTRAINT := $(CURDIR)/.ci/constraints.txt
@@ -59,7 +59,7 @@ package: $(PACKAGING)/made   ## the wheel and the source archive, in dist, check
 	$(PACKAGING)/bin/python -m build --outdir dist
 	$(PACKAGING)/bin/python -m twine check --strict dist/*
 
-release-check: $(PACKAGING)/made  ## all that a release needs except the upload: versions, the changelog's date, the package
+release-check: $(PACKAGING)/made  ## the last checks before the upload of a release: versions, the changelog's date, the package
 	$(PACKAGING)/bin/python -m tests.support.release
 	$(MAKE) --no-print-directory package
 
