@@ -56,7 +56,7 @@ class Claim(NamedTuple):
     same_rank: str = ""
 
 
-def claim_rank(run: Callable[..., list[Any]], rank: int, statuses: Statuses) -> Claim:
+def claim_rank(run: Callable[..., list[Any]], rank: int, world_size: int, statuses: Statuses) -> Claim:
     """Publish that this process has a rank, unless another process has it too and sends heartbeats.
 
     It may take two heartbeat periods to know.
@@ -68,7 +68,7 @@ def claim_rank(run: Callable[..., list[Any]], rank: int, statuses: Statuses) -> 
     me, replaces = process_label(), False
     (holder,) = run(CompareSet(process_key(rank), me))
     while holder.decode() != me:
-        if _lives(run, rank, statuses):
+        if _lives(run, rank, world_size, statuses):
             (newest,) = run(Read(process_key(rank)))
             return Claim(same_rank=(newest or holder).decode())
         replaces = True  # unless another new process is faster
@@ -76,12 +76,16 @@ def claim_rank(run: Callable[..., list[Any]], rank: int, statuses: Statuses) -> 
     return Claim(replaces)
 
 
-def _lives(run: Callable[..., list[Any]], rank: int, statuses: Statuses) -> bool:
-    """True if a process with this rank sends another heartbeat; False if it is lost, or has never sent one."""
-    statuses.read(run, [rank])
+def _lives(run: Callable[..., list[Any]], rank: int, world_size: int, statuses: Statuses) -> bool:
+    """True if a process with this rank sends another heartbeat, in a world that no rank has left.
+
+    If one has, the store serves another world now.
+    """
+    ranks = {rank, *range(min(world_size, timing.LIMITS.statuses))}
+    statuses.read(run, ranks)
     statuses.find_ended(run, [rank])
     before, end = statuses.heard.get(rank), statuses.now() + statuses.lost_after
-    while statuses.now() < end and not statuses.lost([rank]):
+    while statuses.now() < end and not statuses.lost(ranks):
         time.sleep(timing.TIMING.longest_pause)
         statuses.read(run, [rank])
         if statuses.heard.get(rank) != before and not statuses.lost([rank]):

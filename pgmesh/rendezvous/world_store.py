@@ -144,7 +144,7 @@ class WorldStore:
         if not self._has_claimed:
             statuses = Statuses(2 * self.period, self.answered_seconds, self.listeners.has_ended)
             self.replaces_process, self.same_rank = claim_rank(
-                lambda *operations: [*map(self._perform, operations)], self.rank, statuses
+                lambda *operations: [*map(self._perform, operations)], self.rank, self.world_size, statuses
             )
             self._has_claimed = True
 

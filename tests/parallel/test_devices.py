@@ -15,7 +15,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pgmesh import ProcessGroupMesh, torch_private
-from pgmesh.groups import default_world
 from pgmesh.parallel import Composition, Method, PipelineParallel, compose, seed_of, seeded_rng
 from pgmesh.parallel.stage_shapes import device_of_stage
 from tests.support.fake_world import fake_rank
@@ -36,7 +35,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch_private, "device_types", lambda group: BACKENDS[request.param])
     config = ",".join(f"{device.type}:{request.param}" for device in BACKENDS[request.param])
     monkeypatch.setattr(dist, "get_backend_config", lambda group: request.param if ":" in request.param else config)
-    monkeypatch.setattr(default_world, "_accelerator", lambda: CUDA)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: CUDA)
     return request.param
 
 

@@ -293,7 +293,7 @@ def test_one_of_two_new_processes_has_the_rank(monkeypatch: pytest.MonkeyPatch):
             return answers
 
         monkeypatch.setattr(processes, "process_label", lambda: me)
-        return claim_rank(run, 0, Statuses(0.5, time.monotonic))
+        return claim_rank(run, 0, 1, Statuses(0.5, time.monotonic))
 
     def second_claims() -> None:
         if not second:
