@@ -601,8 +601,8 @@ class ProcessGroupMesh(RankMethods):
                 f"  mesh = mesh.shrink({self.axes[0]!r})   # drop the indices of an axis that lost a rank\n"
                 "  mesh = mesh.shrink(spares=[...])   # or replace lost ranks"
             )
-        if axis is not None:
-            self.layout.size(axis)
+        if axis is not None:  # by its name, which a position is not
+            axis = self.axes[self.layout._numbers_of((axis,))[0]]
         from pgmesh.elastic.records import Request
         from pgmesh.elastic.shrinking import shrink
         from pgmesh.elastic.watching import ElasticState

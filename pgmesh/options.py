@@ -114,6 +114,8 @@ class GroupOptions:
 
         >>> GroupOptions(backend="nccl", high_priority=True).but({"backend": "gloo"})
         GroupOptions(backend='gloo')
+        >>> GroupOptions(high_priority=True).but({"backend": "NCCL"})
+        GroupOptions(backend='nccl', high_priority=True)
         >>> GroupOptions(nccl={"max_ctas": 8, "min_ctas": 1}).but({"nccl": {"min_ctas": 4}})
         GroupOptions(nccl={'max_ctas': 8, 'min_ctas': 4})
         """
@@ -124,7 +126,7 @@ class GroupOptions:
         given = {name: value for name, value in changes.items() if value is not None}
         if isinstance(given.get("nccl"), Mapping):
             given["nccl"] = {**(self.nccl or {}), **given["nccl"]}
-        if "nccl" not in str(given.get("backend", "nccl")):
+        if "nccl" not in str(given.get("backend", "nccl")).lower():
             given = {"high_priority": None, "nccl": None, **given}
         return dataclasses.replace(self, **given)
 

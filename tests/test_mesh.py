@@ -13,6 +13,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -24,6 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 import pgmesh
 from pgmesh import GroupOptions, ProcessGroupMesh, torch_private
 from pgmesh._util.torch_versions import TRIED_ON
+from pgmesh.elastic import shrinking
 from pgmesh.groups import building, world
 from pgmesh.groups.default_world import default_device, device_of
 from tests.support.fake_world import fake_rank
@@ -149,6 +151,29 @@ def test_group_may_be_configured_after_another_variant(mesh):
     mesh.configure("dp", timeout=5)
     assert mesh.group("dp", timeout=5) is mesh.group("dp")
     assert mesh.group("dp", timeout=9) is variant
+
+
+def test_destroyed_group_is_dropped_under_both_of_its_names(mesh):
+    group = mesh.group("dp", tag="own")
+    mesh.adopt("dp", group)
+    dist.destroy_process_group(group)
+    assert mesh.group("dp", tag="own") is not group
+    with pytest.raises(pgmesh.LifetimeError, match="was adopted at"):
+        mesh.group("dp")
+
+
+@pytest.mark.parametrize("axis", ["dp", 1, -2])
+def test_shrink_takes_positions_of_axes(mesh, axis, monkeypatch):
+    requests: list[Any] = []
+
+    def shrink(mesh: object, request: Any, seconds: float) -> None:
+        requests.append(request)
+        raise pgmesh.LifetimeError("not in this test")
+
+    monkeypatch.setattr(shrinking, "shrink", shrink)
+    with pytest.raises(pgmesh.LifetimeError):
+        mesh.shrink(axis)
+    assert requests[0].axis == "dp"
 
 
 def test_rank_outside_knows_layout_and_creates_nothing():

@@ -26,7 +26,7 @@ def publish_abort(run: Callable[..., list[Any]], key: str, text: str) -> str:
     """
     mine = Decision("aborted", text)
     (first,) = run(CompareSet(key, mine.pack()))
-    if Decision.unpack(key, first).kind != "aborted":  # a mismatch ends no mesh that is connected
+    if Decision.unpack(key, first).kind != "aborted":  # a mismatch, which ends no connected mesh: overwrite it
         run(Raw("set", (key, mine.pack())))
         first = mine.pack().encode()
     run(Add(ABORTS_KEY))

@@ -35,9 +35,9 @@ class Configured(NamedTuple):
 class ConfiguredOptions:
     """The configured options of one rank's groups.
 
-    They belong to the ranks of a group and its tag. All axes of size 1 have the same ranks, this rank alone, so there
-    they belong to the axes, are part of the group's name, and may be configured until the group along these axes was
-    returned. For the mesh that replaces this one, they are kept by axes of the root mesh too.
+    They belong to the ranks of a group and its tag. Groups of one rank all have the same ranks, this rank alone, so
+    their options belong to the axes, are part of the group's name, and can change until that group is returned. For the
+    mesh that replaces this one, they are kept by axes of the root mesh too.
 
     Args:
         rank: this rank.

@@ -4,8 +4,9 @@ A mesh has a name, or the set of its ranks instead, and three numbers:
 
 - The *local number* counts the meshes of that name in this process, from 0. It is part of the names of groups in torch.
 - The *shared number* counts the meshes of that name on this rank, in all processes that have had the rank. It is part
-  of the store keys, under which the ranks meet. It is the local number plus the number of meshes of that name before
-  this process. Each rank derives it when it *registers* the mesh, which is at its first use of the store.
+  of the store keys, under which the ranks meet. It is the local number plus the number of meshes of that name that
+  earlier processes of this rank registered. Each rank derives it when it *registers* the mesh, at its first use of the
+  store.
 - The *generation* counts how often ``shrink`` has replaced the mesh that the program created.
 
 For example, ranks 0 to 3 create the mesh "train", close it, and create it again. Then rank 3 is lost, and a new process
@@ -149,7 +150,9 @@ class MeshIdentity:
     def _register(self, world: World, thread: StoreThread, run: Callable[..., list[Any]], *, rejoin: bool) -> None:
         others = [rank for rank in self.layout.ranks_in_order() if rank != self.rank]
         shared = world.numbers.shared(self.prefix, self.number, others, run, thread.store, rejoin=rejoin)
-        self.shared_number, self.rejoined = shared, (self.prefix, shared) in world.numbers.rejoined
+        # The mesh that replaces it has the same number, and this process is in it.
+        self.rejoined = self.generation == 0 and (self.prefix, shared) in world.numbers.rejoined
+        self.shared_number = shared
         if thread.store.same_rank:
             self._refuse(thread, run)
         *_, first_seen = run(world.numbers.publish(self.prefix, shared), *register_mesh(self.key, self.fingerprint))

@@ -69,9 +69,9 @@ class MeshGroups:
     """The groups of a mesh, its views and its slices. They are found by their properties and closed together.
 
     The mesh is open; then it has ended and creates no more groups; then its groups are destroyed. A thread that needs
-    several locks takes first ``Group.connecting``, then ``lock``, and then that of the world. Only torch's
-    ``new_group`` waits for other ranks while its caller holds ``lock``. So ``close`` may have to wait, and every other
-    end waits for a second and leaves the rest to a background thread.
+    several locks takes first ``Group.connecting``, then ``lock``, and then that of the world. ``lock`` is held for long
+    only during torch's ``new_group``. ``close`` waits for that without limit; every other end waits for a second, and
+    then finishes in a background thread.
 
     Args:
         name: name of the mesh, the same on every rank; None for an unnamed mesh.
@@ -477,9 +477,10 @@ class MeshGroups:
     def forget(self, process_group: Any) -> None:
         """Drop a group that torch destroys. The next group gets another name."""
         found = [item for item in list(self._groups.items()) if item[1].holds(process_group)]
-        if not found:
-            return  # without the lock: another thread may hold it while it creates a group collectively
-        ((key, group),) = found
+        for key, group in found:  # none without the lock, which another thread may hold while it creates a group
+            self._forget(key, group)
+
+    def _forget(self, key: _Key, group: Group) -> None:
         with self.lock:
             self._clear_references()
             if not group.is_made or group.created_by == "adopted":  # of an adopted one, the next call raises an error

@@ -57,7 +57,7 @@ class MeshNumbers:
         *,
         rejoin: bool,
     ) -> int:
-        """The shared number of a mesh. The first one of a name tells how much it differs from the local number.
+        """The shared number of a mesh. The first mesh of a name fixes how much it differs from the local number.
 
         Args:
             others: the other ranks of the mesh.

@@ -88,9 +88,9 @@ class Board:
 def can_be_repeated(operation: Operation) -> bool:
     """True if an operation may be performed again when its answer was lost.
 
-    Readers ignore a repeated arrival. A counter that is too high makes them read early, and keeps the attempt's keys in
-    the store.
+    Readers ignore a repeated arrival. After a repeated ``Add`` they look too early, and the attempt's keys stay.
+    A repeated ``compare_set`` finds its own value, or a later one.
     """
     if isinstance(operation, Add):
         return not operation.key.endswith("/left")
-    return not isinstance(operation, Raw) or operation.operation in ("set", "check", "get")
+    return not isinstance(operation, Raw) or operation.operation in ("set", "check", "get", "compare_set")

@@ -138,8 +138,8 @@ def _typed(kind: Any, values: object, types: tuple[type, ...]) -> Any:
 
 
 READ_SECONDS = 0.02
-"""The longest time that a read of a status takes on a store that is not busy, in seconds. A measured silence is shorter
-than the real one by up to this time, so it is added: otherwise a silence of whole heartbeats is noticed one later."""
+"""The longest time that a read of a status takes on a store that is not busy, in seconds. A silence is measured too
+short by up to this time, which is added back: otherwise a silence of five heartbeats would be noticed at the sixth."""
 
 
 class Statuses:

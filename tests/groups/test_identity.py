@@ -88,8 +88,12 @@ def test_rejoined_mesh_may_follow_an_unused_one():
 
     store = dist.HashStore()
     survivor, lost = (second(Process(store, rank)) for rank in (0, 1))
-    new = second(Process(store, 1, replaces_process=True))
+    process = Process(store, 1, replaces_process=True)
+    new = second(process)
     assert new.rejoined
+    after = new.successor(PAIR)  # this process is one of its members, and must not stand by for it
+    after.register(process.world, process.run, rejoin=True)
+    assert not after.rejoined
     assert new.key == survivor.key == lost.key == "pgmesh/train.1"
 
 
