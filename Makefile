@@ -29,9 +29,9 @@ unexport PYTHONDONTWRITEBYTECODE
 LOCAL := RES_OPTIONS=attempts:0
 # It warns of each name that it does not find.
 QUIET := $(LOCAL) TORCH_CPP_LOG_LEVEL=ERROR
-# Tests wait for a quarter of the time, so three workers keep two cores busy. A file is one worker's, and
-# tests/conftest.py says which come first.
-BY_FILE := -n 3 --dist loadfile --no-loadscope-reorder
+# A file is one worker's, and tests/conftest.py says which come first. Three workers keep two cores busy, since tests wait
+# for a quarter of the time; for those that train, two do.
+BY_FILE := --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test types tests test-long test-gpu test-torch test-upstream browser test-launchers chaos bench bench-quick docs package release-check format clean
 
@@ -47,10 +47,10 @@ types: $(VENV)/dev
 	$(RUN) -m mypy
 
 tests: $(VENV)/dev
-	$(LOCAL) $(RUN) -m pytest -q $(BY_FILE) -m 'not long'
+	$(LOCAL) $(RUN) -m pytest -q -n 3 $(BY_FILE) -m 'not long'
 
 test-long: $(VENV)/docs      ## the tests that train or take long, and every example
-	$(LOCAL) $(RUN) -m pytest -q $(BY_FILE) -m long
+	$(LOCAL) $(RUN) -m pytest -q -n 2 $(BY_FILE) -m long
 
 docs: $(VENV)/docs           ## the site, in build/site: the pages, the reference from docstrings, and the notebook with its outputs
 	$(QUIET) $(RUN) -m sphinx -q -W --keep-going -b html -c docs . build/site
@@ -69,7 +69,7 @@ test-gpu: $(if $(filter $(RUN),$(GPU_PYTHON)),$(VENV)/dev)  ## NCCL, and ranks t
 
 test-torch: $(TORCH_VENV)/made  ## on another torch: make test-torch TORCH=2.15.0; 5.6 GB
 	$(TORCH_RUN) -m tests.support.torch_version $(TORCH)
-	$(LOCAL) PGMESH_TORCH=$(TORCH) $(TORCH_RUN) -m pytest -q -p tests.support.torch_version $(BY_FILE) -m 'not long' $(TESTS)
+	$(LOCAL) PGMESH_TORCH=$(TORCH) $(TORCH_RUN) -m pytest -q -p tests.support.torch_version -n 3 $(BY_FILE) -m 'not long' $(TESTS)
 
 test-upstream: $(if $(PYTORCH),$(VENV)/upstream)  ## torch's own tests, over its groups and over ours: make test-upstream PYTORCH=../pytorch; 20 minutes
 	@[ -n "$(PYTORCH)" ] || { echo "test-upstream: give a checkout of pytorch near torch $$(sed -n 's/^torch==//p' .ci/constraints.txt): make test-upstream PYTORCH=../pytorch"; exit 2; }
