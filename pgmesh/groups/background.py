@@ -42,8 +42,10 @@ def finish_background() -> None:
     """Wait for these threads."""
     exiting.set()
     deadline = time.monotonic() + _EXIT_SECONDS
-    for thread in tuple(_background):
-        thread.join(max(0.0, deadline - time.monotonic()))
+    while running := [each for each in tuple(_background) if each.is_alive()]:  # one may start another
+        if time.monotonic() >= deadline:
+            return
+        running[0].join(max(0.0, deadline - time.monotonic()))
 
 
 def wait_for_collectives() -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +39,27 @@ def test_abort_frees_process_groups():
     dist.barrier()
     mesh.abort()
     wait_until(lambda: reference() is None, "the aborted group is freed")
+
+
+def test_exit_waits_for_threads_that_threads_start():
+    """An abort in the background frees the groups in one more thread, which must not return while Python ends."""
+    done = threading.Event()
+
+    def free() -> None:
+        time.sleep(0.1)
+        done.set()
+
+    def abort() -> None:
+        background.exiting.wait(10.0)
+        background.in_background(free)
+
+    with (
+        mock.patch.object(background, "exiting", threading.Event()),
+        mock.patch.object(background, "_background", set()),
+    ):
+        background.in_background(abort)
+        background.finish_background()
+        assert done.is_set()
 
 
 def test_exit_during_another_call_starts_no_thread():
