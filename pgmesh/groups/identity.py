@@ -184,7 +184,8 @@ class MeshIdentity:
             MismatchError: another rank has a different mesh of this name.
             WorldError: the store does not answer, or has not answered another thread that registers a mesh.
         """
-        self.register(world, functools.partial(world.store_thread().run, seconds=seconds), seconds=seconds)
+        if not self.registered:  # a backend asks for a key with each value that it reads
+            self.register(world, functools.partial(world.store_thread().run, seconds=seconds), seconds=seconds)
         return f"{self.key}/{path}"
 
     def store_keys(self) -> list[str]:

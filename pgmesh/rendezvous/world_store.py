@@ -134,8 +134,9 @@ class WorldStore:
         return self._connection is not None
 
     def perform(self, operation: Operation) -> Any:
-        """Perform an operation, after ``open``."""
-        self.open()
+        """Perform an operation; the first one claims this process's rank before."""
+        if not self._has_claimed:
+            self.open()
         return self._perform(operation)
 
     def open(self) -> None:
