@@ -153,7 +153,7 @@ def test_group_may_be_configured_after_another_variant(mesh):
     assert mesh.group("dp", timeout=9) is variant
 
 
-def test_destroyed_group_is_dropped_under_both_of_its_names(mesh):
+def test_destroyed_group_is_dropped_under_both_names(mesh):
     group = mesh.group("dp", tag="own")
     mesh.adopt("dp", group)
     dist.destroy_process_group(group)

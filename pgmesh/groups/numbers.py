@@ -63,7 +63,7 @@ class MeshNumbers:
             others: the other ranks of the mesh.
             run: performs operations on the store.
             store: knows after an operation whether there was a predecessor.
-            rejoin: the first mesh that this process registers is the last one of its predecessor.
+            rejoin: the first mesh of a name that this process registers is the last one of its predecessor.
         """
         if self._of_predecessor is None:
             (text,) = run(Read(meshes_key(self._rank)))
@@ -71,11 +71,12 @@ class MeshNumbers:
             self._last_shared.update(self._of_predecessor)  # for the process that replaces this one
         if prefix not in self._offsets:
             if rejoin:
-                self._offsets[prefix] = self._of_predecessor.get(prefix, local) - local
+                first = self._of_predecessor.get(prefix, local)
+                self._offsets[prefix] = first - local
+                if store.replaces_process:
+                    self.rejoined.add((prefix, first))
             else:
                 self._offsets[prefix] = self._after_predecessor(prefix, others, run)
-            if rejoin and store.replaces_process:
-                self.rejoined.add((prefix, self._offsets[prefix] + local))
         return self._offsets[prefix] + local
 
     def _after_predecessor(self, prefix: str, others: Sequence[int], run: Callable[..., list[Any]]) -> int:

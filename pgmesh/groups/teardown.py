@@ -79,7 +79,6 @@ def _end(group: Group, *, abort: bool) -> None:
         if group.created_by == "new_group":
             dist.destroy_process_group(process_group)
         else:
-            torch_private.unregister(process_group)
             process_group.abort() if abort else process_group.shutdown()
     torch_private.unregister(process_group)  # torch does not, after an error of the backend
 

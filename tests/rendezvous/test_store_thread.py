@@ -255,7 +255,7 @@ def test_error_at_one_heartbeat_stops_no_later_look(store_thread: StoreThread):
         wait_until(lambda number=number: len(looks) >= number, f"look {number}")
 
 
-def test_slow_look_follows_its_heartbeat_and_delays_no_batch():
+def test_slow_look_follows_heartbeat_and_delays_no_batch():
     store = dist.HashStore()
     thread = StoreThread(WorldStore(store, "here", 0, 2, set()))
     thread.period = 0.05
