@@ -1,0 +1,47 @@
+"""Gloo's event loops: they go quiet when their group has ended, whatever Gloo has not read."""
+
+from __future__ import annotations
+
+import select
+import socket
+
+import pytest
+
+from pgmesh.groups.event_loops import end_events
+
+
+@pytest.fixture
+def connection():
+    """A listener, and both ends of a connection to it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as there:
+        here, _ = listener.accept()
+        with here:
+            yield listener, here, there
+
+
+def test_ended_connection_has_one_last_event(connection):
+    listener, here, there = connection
+    there.sendall(b"the rest of a message that nobody reads")
+    with select.epoll() as loop:
+        loop.register(listener, select.EPOLLIN)
+        loop.register(here, select.EPOLLIN)
+        here.shutdown(socket.SHUT_RDWR)
+        assert loop.poll(0) == loop.poll(0) != []  # it repeats
+
+        end_events([listener.getsockname()])
+
+        assert [number for number, _ in loop.poll(0)] == [here.fileno()]
+        assert loop.poll(0.05) == []
+
+
+def test_late_event_loop_removes_its_connection(connection):
+    # Gloo's thread may have had no time to close the connection. An error here would end the process there.
+    listener, here, _ = connection
+    with select.epoll() as loop:
+        loop.register(listener, select.EPOLLIN)
+        loop.register(here, select.EPOLLIN)
+        here.shutdown(socket.SHUT_RDWR)
+
+        end_events([listener.getsockname()])
+
+        loop.unregister(here)
