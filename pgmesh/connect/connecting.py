@@ -170,7 +170,7 @@ class _Call:
         assert group.fingerprint is not None
         store = group.gloo if len(group.ranks) <= timing.LIMITS.shared_addresses else None
         new = GroupRound(
-            self.mesh.identity.store_key(self.mesh.world, group.path, self.client.timeout()),
+            self.mesh.world.registration.store_key(self.mesh.identity, group.path, self.client.timeout()),
             group.ranks,
             group.fingerprint,
             group.group_label,

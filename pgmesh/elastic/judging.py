@@ -20,7 +20,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from pgmesh._util.formatting import name_ranks
 from pgmesh.elastic.records import Arrival, Outcome, Request
@@ -28,7 +27,7 @@ from pgmesh.elastic.successor import successor
 from pgmesh.errors import MissingRanksError
 from pgmesh.layout import Layout
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import Append, Delete, Read
+from pgmesh.rendezvous.operations import Append, Delete, Read, Run
 from pgmesh.rendezvous.records import error_text, foreign_value
 from pgmesh.rendezvous.rounds import Client, Judge, Round
 from pgmesh.rendezvous.statuses import Statuses
@@ -42,7 +41,7 @@ def standing_by(label: str) -> str:
 
 
 def find_lost(
-    run: Callable[..., list[Any]],
+    run: Run,
     statuses: Statuses,
     ranks: Sequence[int],
     lost_after: float | None,

@@ -153,7 +153,7 @@ class ShrinkCall:
     def run(self) -> MeshGroups:
         """Agree on the mesh that replaces this one, and create it."""
         mesh, thread = self.mesh, self.client.thread
-        mesh.identity.register(mesh.world, self.client.run, rejoin=True, seconds=self.client.timeout())
+        mesh.world.registration.register(mesh.identity, self.client.run, rejoin=True, seconds=self.client.timeout())
         _check_process(mesh, self.client)
         if mesh.identity.rejoined:  # a new process in the place of a lost one stands by
             self.request = None

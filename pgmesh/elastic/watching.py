@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,7 @@ from pgmesh.groups.background import in_background
 from pgmesh.groups.mesh_groups import MeshGroups
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.client import CallClient
-from pgmesh.rendezvous.operations import Read
+from pgmesh.rendezvous.operations import Read, Run
 from pgmesh.rendezvous.statuses import status_key
 
 
@@ -66,7 +65,7 @@ def abort_when_lost(mesh: MeshGroups, lost_after: float | None) -> None:
     next_rank, *others = [*ranks[place + 1 :], *ranks[:place]][: timing.LIMITS.statuses]
     reference = weakref.ref(mesh)
 
-    def next_rank_lives(run: Callable[..., list[Any]]) -> bool:
+    def next_rank_lives(run: Run) -> bool:
         """Look at the next rank; abort the mesh if it is lost. False ends these looks."""
         mesh = reference()
         if mesh is None or mesh.ended is not None:

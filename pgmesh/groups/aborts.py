@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pgmesh.groups import background
-from pgmesh.rendezvous.operations import Add, CompareSet, Raw, Read
+from pgmesh.rendezvous.operations import Add, CompareSet, Raw, Read, Run
 from pgmesh.rendezvous.records import Decision
 
 ABORTS_KEY = "pgmesh/aborts"
 """Store key with the number of aborts of meshes in this world."""
 
 
-def publish_abort(run: Callable[..., list[Any]], key: str, text: str) -> str:
+def publish_abort(run: Run, key: str, text: str) -> str:
     """Publish that a mesh is aborted. All ranks of the world look for it at their next heartbeat.
 
     Args:
@@ -39,7 +39,7 @@ class Aborts:
     def __init__(self) -> None:
         self._seen: tuple[bytes | None, list[str]] = None, []
 
-    def look(self, run: Callable[..., list[Any]], meshes: Sequence[Any]) -> None:
+    def look(self, run: Run, meshes: Sequence[Any]) -> None:
         """End those meshes that another rank has aborted.
 
         Args:

@@ -124,7 +124,7 @@ def _polling_store(backend: str, group: Group, path: str, identity: MeshIdentity
     """
     assert group.fingerprint is not None
     timeout = group.options.timeout or timedelta()
-    key = functools.partial(identity.store_key, world)
+    key = functools.partial(world.registration.store_key, identity)
     mismatch = f"{group.path}/mismatch"
     kind = GlooStore if backend == "gloo" else PollingStore
     return kind(

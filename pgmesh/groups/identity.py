@@ -6,7 +6,7 @@ A mesh has a name, or the set of its ranks instead, and three numbers:
 - The *shared number* counts the meshes of that name on this rank, in all processes that have had the rank. It is part
   of the store keys, under which the ranks meet. It is the local number plus the number of meshes of that name that
   earlier processes of this rank registered. Each rank derives it when it *registers* the mesh, at its first use of the
-  store.
+  store (``registration.py``).
 - The *generation* counts how often ``shrink`` has replaced the mesh that the program created.
 
 For example, ranks 0 to 3 create the mesh "train", close it, and create it again. Then rank 3 is lost, and a new process
@@ -31,19 +31,11 @@ next one; or the last one of another rank, if that is higher.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pgmesh import torch_private
-from pgmesh.errors import MismatchError
 from pgmesh.groups.naming import describe_ranks, encode_rank_set
-from pgmesh.groups.numbers import MeshNumbers
-from pgmesh.groups.world import World
-from pgmesh.rendezvous.comparing import check_mesh, register_mesh
-from pgmesh.rendezvous.operations import CompareSet
-from pgmesh.rendezvous.processes import process_label, without_token
-from pgmesh.rendezvous.records import Decision, Fingerprint
-from pgmesh.rendezvous.store_thread import StoreThread
+from pgmesh.rendezvous.records import Fingerprint
 
 if TYPE_CHECKING:
     from pgmesh.layout import Layout
@@ -68,7 +60,8 @@ class MeshIdentity:
         self.pickled_number = pickled
         self.number = 0  # the local number
         self.generation = 0
-        self.shared_number: int | None = None  # None until ``register`` derives it
+        # Set by ``registration.py``:
+        self.shared_number: int | None = None  # None until it is derived
         self.registered = False  # this rank has published the fingerprint
         self.rejoined = False  # registered as the mesh that the predecessor was in
         self._call = call
@@ -107,65 +100,12 @@ class MeshIdentity:
         name = self.name if self.name is not None else f"ranks/{encode_rank_set(self.layout.ranks_in_order())}"
         return f"{torch_private.PREFIX}{name}"
 
-    def set_number(self, numbers: MeshNumbers, *, counts: bool) -> None:
-        """Set the local number. If it counts, the next mesh of this name gets another one."""
-        self.number = numbers.local(self.prefix, self.pickled_number or 0, counts=counts)
-
     def group_name(self, path: str) -> str:
         """The name of a group in torch."""
         return f"{self._with_number(self.number)}/{path}"
 
     def _with_number(self, number: int) -> str:
         return f"{self.prefix}.{number}" + (f"~{self.generation}" if self.generation else "")
-
-    # -- the store ----------------------------------------------------------------------------------------------
-
-    def register(
-        self, world: World, run: Callable[..., list[Any]], *, rejoin: bool = False, seconds: float = 0.0
-    ) -> None:
-        """Find the shared number, publish the fingerprint, and compare it with the first one; once per rank.
-
-        Args:
-            run: performs operations on the store.
-            rejoin: in a process that replaces a lost one, this is the mesh that the lost one was in. By default it is
-                the next one of that name.
-            seconds: the longest wait for another thread that registers a mesh. The store thread must not wait.
-
-        Raises:
-            MismatchError: the fingerprints differ, or another process with this rank sends heartbeats.
-            WorldError: the store does not answer, or has not answered another thread that registers a mesh.
-        """
-        if self.registered:
-            return
-        thread = world.store_thread()
-        registering = world.numbers.registering
-        if not registering.acquire(timeout=seconds):
-            raise thread.store.error(f"no answer for {seconds:g} s")
-        try:
-            if not self.registered:
-                self._register(world, thread, run, rejoin=rejoin)
-        finally:
-            registering.release()
-
-    def _register(self, world: World, thread: StoreThread, run: Callable[..., list[Any]], *, rejoin: bool) -> None:
-        others = [rank for rank in self.layout.ranks_in_order() if rank != self.rank]
-        shared = world.numbers.shared(self.prefix, self.number, others, run, thread.store, rejoin=rejoin)
-        # The mesh that replaces it has the same number, and this process is in it.
-        self.rejoined = self.generation == 0 and (self.prefix, shared) in world.numbers.rejoined
-        self.shared_number = shared
-        if thread.store.same_rank:
-            self._refuse(thread, run)
-        *_, first_seen = run(world.numbers.publish(self.prefix, shared), *register_mesh(self.key, self.fingerprint))
-        check_mesh(run, self.key, self.fingerprint, first_seen)
-        self.registered = True
-
-    def _refuse(self, thread: StoreThread, run: Callable[..., list[Any]]) -> None:
-        """Publish, until this process ends, that another process has this rank too, and raise that error."""
-        both = " and ".join(map(without_token, (thread.store.same_rank, process_label())))
-        text = f"{self.label}: both {both} connect as rank {self.rank}. Start each rank once."
-        thread.until_end[self.refusal_key] = Decision("duplicate", text).pack()
-        run(CompareSet(self.refusal_key, thread.until_end[self.refusal_key]))
-        raise MismatchError(text)
 
     @property
     def key(self) -> str:
@@ -176,17 +116,6 @@ class MeshIdentity:
     def refusal_key(self) -> str:
         """Store key under which a rank publishes why the mesh cannot be used: a mismatch, or that it was aborted."""
         return f"{self.key}/mismatch"
-
-    def store_key(self, world: World, path: str, seconds: float) -> str:
-        """Prefix of the store keys of a group. The first call registers the mesh in the store.
-
-        Raises:
-            MismatchError: another rank has a different mesh of this name.
-            WorldError: the store does not answer, or has not answered another thread that registers a mesh.
-        """
-        if not self.registered:  # a backend asks for a key with each value that it reads
-            self.register(world, functools.partial(world.store_thread().run, seconds=seconds), seconds=seconds)
-        return f"{self.key}/{path}"
 
     def store_keys(self) -> list[str]:
         """The store keys of the fingerprints; none until the shared number is known."""

@@ -35,6 +35,7 @@ from pgmesh.groups.identity import MeshIdentity
 from pgmesh.groups.naming import Members
 from pgmesh.groups.world import World, current_world
 from pgmesh.options import GroupOptions
+from pgmesh.rendezvous.operations import Run
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -368,8 +369,8 @@ class MeshGroups:
             return
         mine = f"{self.label} was aborted by rank {self.rank}{f' at {where}' if where else ''}: {why}"
 
-        def publish(run: Callable[..., list[Any]]) -> str:
-            self.identity.register(self.world, run, rejoin=True)
+        def publish(run: Run) -> str:
+            self.world.registration.register(self.identity, run, rejoin=True)
             return publish_abort(run, self.identity.refusal_key, mine)
 
         first = None

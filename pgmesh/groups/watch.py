@@ -7,15 +7,14 @@ collectives, FSDP and DDP cannot be replaced.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from pgmesh._util.formatting import name_ranks
 from pgmesh.groups import background, teardown
 from pgmesh.groups.flight_recorder import FlightRecorder
 from pgmesh.groups.group import Group, find_group
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import Read
+from pgmesh.rendezvous.operations import Read, Run
 from pgmesh.rendezvous.statuses import RunningCollective, Statuses
 from pgmesh.rendezvous.store_thread import warn_from_store_thread
 
@@ -34,7 +33,7 @@ class Watch:
         self._logged: set[tuple[str, int]] = set()  # the same
         self._woken: set[tuple[str, int]] = set()  # the same
 
-    def find_running(self, run: Callable[..., list[Any]]) -> tuple[RunningCollective, ...]:
+    def find_running(self, run: Run) -> tuple[RunningCollective, ...]:
         """Examine the collectives that have not ended since the last call, and return them.
 
         Args:
@@ -55,7 +54,7 @@ class Watch:
                     background.in_background(teardown.wake, [group])
         return stuck
 
-    def _examine(self, run: Callable[..., list[Any]], group: Group, collective: RunningCollective) -> None:
+    def _examine(self, run: Run, group: Group, collective: RunningCollective) -> None:
         """Record why a collective does not end, and log it once.
 
         A lost member is logged at once. The others are at ``warn_after``; if they have been in a collective before, a
@@ -80,7 +79,7 @@ class Watch:
             self._logged.add(once)
             warn_from_store_thread(f"this rank is {collective}: {reason}")
 
-    def _absent(self, run: Callable[..., list[Any]], group: Group) -> list[int]:
+    def _absent(self, run: Run, group: Group) -> list[int]:
         """The members that have published no address, which each does in its first collective."""
         unread = {} if group.gloo is None else group.gloo.unread_addresses()
         values = run(*map(Read, unread.values())) if unread else ()

@@ -10,6 +10,7 @@ import functools
 import itertools
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +21,11 @@ from pgmesh.groups import background
 from pgmesh.groups.aborts import Aborts
 from pgmesh.groups.default_world import store_address, world_options, world_rank_and_size, world_store
 from pgmesh.groups.group import Left
-from pgmesh.groups.numbers import MeshNumbers
+from pgmesh.groups.identity import MeshIdentity
+from pgmesh.groups.registration import Registration
 from pgmesh.groups.watch import Watch
 from pgmesh.options import GroupOptions
-from pgmesh.rendezvous.operations import Delete
+from pgmesh.rendezvous.operations import Delete, Run
 from pgmesh.rendezvous.statuses import RunningCollective, Statuses
 from pgmesh.rendezvous.store_thread import StoreThread
 from pgmesh.rendezvous.world_store import WorldStore
@@ -46,9 +48,10 @@ class World:
         self.with_groups: set[Any] = set()  # meshes that hold groups; kept alive
         self.forked = False  # this process is a forked child, and its parent is in the world
         self._aborts = Aborts()
-        self.at_heartbeat: list[Callable[[Callable[..., list[Any]]], bool]] = []  # until they return False
+        self.at_heartbeat: list[Callable[[Run], bool]] = []  # until they return False
         self._thread: StoreThread | None = None  # started by the first store operation
-        self.numbers = MeshNumbers(rank)
+        self.registration = Registration(rank, self.store_thread)
+        self._next_numbers: defaultdict[str, int] = defaultdict(int)  # local numbers of meshes, by the prefix of names
 
     def store_thread(self) -> StoreThread:
         """The store thread of this process. The first call starts it."""
@@ -77,7 +80,7 @@ class World:
         """Finds out why collectives of this process do not end."""
         return Watch(self.statuses)
 
-    def _on_heartbeat(self, run: Callable[..., list[Any]]) -> tuple[RunningCollective, ...]:
+    def _on_heartbeat(self, run: Run) -> tuple[RunningCollective, ...]:
         """Look for aborted meshes, for lost ranks, and for collectives of this process that do not end."""
         self._aborts.look(run, [mesh for mesh in self.open_meshes() if mesh.identity.registered])
         for look in tuple(self.at_heartbeat):
@@ -131,8 +134,14 @@ class World:
                         f"  pgmesh.meshes()[{mesh.name!r}].close()   # or close it first, or use another name"
                     )
             if mesh.identity.generation == 0:  # a mesh created by ``shrink`` has its number
-                mesh.identity.set_number(self.numbers, counts=mesh.identity.pickled_number is None)
+                self._set_number(mesh.identity, counts=mesh.identity.pickled_number is None)
             self.meshes[next(serials)] = mesh
+
+    def _set_number(self, identity: MeshIdentity, *, counts: bool) -> None:
+        """Set the local number of a mesh. If it counts, the next mesh of this name gets another one."""
+        identity.number = max(self._next_numbers[identity.prefix], identity.pickled_number or 0)
+        if counts:
+            self._next_numbers[identity.prefix] = identity.number + 1
 
     def keep(self, mesh: Any) -> None:
         """Keep a mesh alive, from its first group on. An unpickled mesh is counted now.
@@ -155,7 +164,7 @@ class World:
                         "# or name this one"
                     )
             if mesh.identity.pickled_number is not None:  # only now, since ranks that load no mesh count none
-                mesh.identity.set_number(self.numbers, counts=True)
+                self._set_number(mesh.identity, counts=True)
             self.with_groups.add(mesh)
 
     def stop_keeping(self, mesh: Any) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pgmesh._util.formatting import format_ranks
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import Read
+from pgmesh.rendezvous.operations import Read, Run
 from pgmesh.rendezvous.records import unpack
 from pgmesh.rendezvous.statuses import PendingConnect, Statuses
 
@@ -55,9 +55,7 @@ def circle_text(circle: Circle) -> str:
     return f"ranks {format_ranks([rank for rank, _ in circle])} wait for each other:{''.join(lines)}\n\n{hint}"
 
 
-def search_circle(
-    run: Callable[..., list[Any]], statuses: Statuses, rank: int, waits: Sequence[PendingConnect]
-) -> Circle:
+def search_circle(run: Run, statuses: Statuses, rank: int, waits: Sequence[PendingConnect]) -> Circle:
     """Ranks that wait for each other, this one among them; empty if there are none.
 
     Args:
@@ -77,11 +75,11 @@ def search_circle(
     return circle if _is_closed(run, circle) else ()
 
 
-def _is_closed(run: Callable[..., list[Any]], circle: Circle) -> bool:
+def _is_closed(run: Run, circle: Circle) -> bool:
     """True if each rank of a circle still waits for the next one."""
     # Statuses are read one after another, so a rank may have gone on meanwhile.
     reads = [Read(f"{wait.name}/{key}") for _, wait in circle for key in ("decision", "arrivals")]
-    answers = iter(run(*reads) if reads else ())
+    answers: Iterator[Any] = iter(run(*reads) if reads else ())
     for i, (decision, arrivals) in enumerate(zip(answers, answers)):
         following = circle[(i + 1) % len(circle)][0]
         arrived = {(unpack(line, rank=int) or {}).get("rank") for line in (arrivals or b"").splitlines()}

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from pgmesh.errors import MismatchError
-from pgmesh.rendezvous.operations import Append, CompareSet, Operation, Read
+from pgmesh.rendezvous.operations import Append, CompareSet, Operation, Read, Run
 from pgmesh.rendezvous.records import Decision, Fingerprint, decode_fingerprint
 
 
@@ -16,7 +13,7 @@ def register_mesh(key: str, fingerprint: Fingerprint) -> tuple[Operation, Operat
     return Append(f"{key}/fingerprints", f"{encoded}\n"), CompareSet(key, encoded)
 
 
-def check_mesh(run: Callable[..., list[Any]], key: str, fingerprint: Fingerprint, first: bytes) -> None:
+def check_mesh(run: Run, key: str, fingerprint: Fingerprint, first: bytes) -> None:
     """Compare the fingerprint of a mesh with the first one that was published.
 
     Args:
@@ -33,9 +30,7 @@ def check_mesh(run: Callable[..., list[Any]], key: str, fingerprint: Fingerprint
         _raise_mismatch(run, f"{key}/mismatch", mismatch or "")
 
 
-def check_published(
-    run: Callable[..., list[Any]], mismatch_key: str, fingerprint: Fingerprint, seen: bytes, where: str
-) -> None:
+def check_published(run: Run, mismatch_key: str, fingerprint: Fingerprint, seen: bytes, where: str) -> None:
     """Compare a fingerprint with an encoded one.
 
     Args:
@@ -50,7 +45,7 @@ def check_published(
         _raise_mismatch(run, mismatch_key, mismatch)
 
 
-def _raise_mismatch(run: Callable[..., list[Any]], key: str, mismatch: str) -> None:
+def _raise_mismatch(run: Run, key: str, mismatch: str) -> None:
     """Publish a mismatch for the ranks that wait, and raise the one that was published first."""
     (text,) = run(CompareSet(key, Decision("mismatch", mismatch).pack()))
     raise MismatchError(Decision.unpack(key, text).text)

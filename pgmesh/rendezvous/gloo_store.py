@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import Read
-from pgmesh.rendezvous.polling_store import PollingStore, Run
+from pgmesh.rendezvous.operations import Read, Run
+from pgmesh.rendezvous.polling_store import PollingStore
 
 
 class GlooStore(PollingStore):

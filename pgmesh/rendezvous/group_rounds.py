@@ -26,7 +26,7 @@ from pgmesh._util.formatting import format_ranks, name_ranks
 from pgmesh.errors import MismatchError
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.circles import Circle, circle_text, search_circle
-from pgmesh.rendezvous.operations import Add, Append, CompareSet, Delete, Operation, Read
+from pgmesh.rendezvous.operations import Add, Append, CompareSet, Delete, Operation, Read, Run
 from pgmesh.rendezvous.records import Decision, Fingerprint, error_text, pack, quoted, unpack
 from pgmesh.rendezvous.rounds import Client, Judge, Round, run_each, undecided
 from pgmesh.rendezvous.statuses import PendingConnect, Statuses
@@ -76,7 +76,7 @@ class GroupRound(Round[Decision]):
     def is_made(self) -> bool:
         return self.decision is not None and self.decision.kind == "made"
 
-    def leave(self, run: Callable[..., list[Any]]) -> None:
+    def leave(self, run: Run) -> None:
         """Release the keys of all attempts. The last of the members that arrived at one deletes its keys."""
         for number in self.arrived_at:  # twice, if an error of the store made this rank arrive again
             left, arrived = run(Add(f"{self.key}/{number}/left"), Read(f"{self.key}/{number}/count"))

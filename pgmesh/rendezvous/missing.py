@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from pgmesh._util.formatting import format_ranks, name_ranks
+from pgmesh.rendezvous.operations import Run
 from pgmesh.rendezvous.statuses import Statuses
 
 ASKED_FOR = " (asked for with "
@@ -24,9 +24,7 @@ def activity(subject: str) -> str:
     return f"{_IN_FIRST_COLLECTIVE}{subject}, waiting for its members"
 
 
-def describe_missing(
-    run: Callable[..., list[Any]], subject: str, ranks: Sequence[int], missing: Sequence[int | str], seconds: str
-) -> str:
+def describe_missing(run: Run, subject: str, ranks: Sequence[int], missing: Sequence[int | str], seconds: str) -> str:
     """The message, with the last statuses of missing ranks and a hint if they wait in a similar group.
 
     Args:

@@ -52,6 +52,9 @@ class Raw(NamedTuple):
 
 Operation = Union[Append, Add, Read, CompareSet, Delete, Raw]
 
+Run = Callable[..., list[Any]]
+"""Performs the operations that it is called with on the world's store, and returns their answers."""
+
 
 def perform(store: Any, operation: Operation) -> Any:
     """Perform one operation on a store of torch."""

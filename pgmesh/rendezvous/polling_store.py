@@ -20,16 +20,13 @@ from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError, Pgmes
 from pgmesh.rendezvous import backend_errors, timing
 from pgmesh.rendezvous.comparing import check_published
 from pgmesh.rendezvous.missing import activity, describe_missing
-from pgmesh.rendezvous.operations import CompareSet, Operation, Raw, Read
+from pgmesh.rendezvous.operations import CompareSet, Operation, Raw, Read, Run
 from pgmesh.rendezvous.records import Decision, Fingerprint
 from pgmesh.rendezvous.rounds import pauses
 from pgmesh.rendezvous.store_thread import StoreThread
 
 SEPARATOR = b"\0"
 """Separates a rank's fingerprint from the value that it wrote."""
-
-Run = Callable[..., list[Any]]
-"""Performs operations on the world's store, and returns the answers."""
 
 
 class PollingStore(dist.Store):

@@ -9,11 +9,10 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import CompareSet, Raw, Read
+from pgmesh.rendezvous.operations import CompareSet, Raw, Read, Run
 from pgmesh.rendezvous.statuses import Statuses
 
 _TOKEN = secrets.token_hex(4)  # process numbers repeat, for example in containers
@@ -56,7 +55,7 @@ class Claim(NamedTuple):
     same_rank: str = ""
 
 
-def claim_rank(run: Callable[..., list[Any]], rank: int, world_size: int, statuses: Statuses) -> Claim:
+def claim_rank(run: Run, rank: int, world_size: int, statuses: Statuses) -> Claim:
     """Publish that this process has a rank, unless another process has it too and sends heartbeats.
 
     It may take two heartbeat periods to know.
@@ -76,7 +75,7 @@ def claim_rank(run: Callable[..., list[Any]], rank: int, world_size: int, status
     return Claim(replaces)
 
 
-def _lives(run: Callable[..., list[Any]], rank: int, world_size: int, statuses: Statuses) -> bool:
+def _lives(run: Run, rank: int, world_size: int, statuses: Statuses) -> bool:
     """True if a process with this rank sends another heartbeat, in a world that no rank has left.
 
     If one has, the store serves another world now.

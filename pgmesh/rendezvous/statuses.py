@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from pgmesh._util.formatting import name_ranks
 from pgmesh._util.listeners import ANSWER_SECONDS
-from pgmesh.rendezvous.operations import Read
+from pgmesh.rendezvous.operations import Read, Run
 from pgmesh.rendezvous.records import foreign_value, pack, unpack
 
 
@@ -167,7 +167,7 @@ class Statuses:
         self._last: dict[int, RankStatus] = {}
         self._without: dict[int, str | None] = {}  # by rank that was read and has no status: the foreign value, if any
 
-    def read(self, run: Callable[..., list[Any]], ranks: Iterable[int]) -> None:
+    def read(self, run: Run, ranks: Iterable[int]) -> None:
         """Read the statuses of some ranks.
 
         Args:
@@ -199,7 +199,7 @@ class Statuses:
         status = self._last.get(rank)
         return self._without.get(rank) if status is None else str(status)
 
-    def find_ended(self, run: Callable[..., list[Any]], ranks: Iterable[int], *, all_of_them: bool = False) -> None:
+    def find_ended(self, run: Run, ranks: Iterable[int], *, all_of_them: bool = False) -> None:
         """Ask the listeners of some ranks, up to the first process that has not ended: the caller waits for that one.
 
         Args:

@@ -21,7 +21,7 @@ from typing import Any
 from pgmesh.errors import MismatchError, WorldError
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.batches import Batch, Queue
-from pgmesh.rendezvous.operations import Delete, Operation, Raw, Read
+from pgmesh.rendezvous.operations import Delete, Operation, Raw, Read, Run
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, RunningCollective, status_key
 from pgmesh.rendezvous.world_store import AFTER_FAILURE, WorldStore
 
@@ -53,7 +53,7 @@ class StoreThread:
         self._heartbeats = 0  # the number of statuses so far
         self._heartbeat_due = math.inf  # the time of the next one
         self._publish_now = False  # another thread has changed the status
-        self.on_heartbeat: Callable[[Callable[..., list[Any]]], tuple[RunningCollective, ...]] = lambda run: ()
+        self.on_heartbeat: Callable[[Run], tuple[RunningCollective, ...]] = lambda run: ()
         """Called at each heartbeat, with a function that performs operations. It returns the running collectives."""
         self._running: tuple[RunningCollective, ...] = ()  # as it last returned them
         self._warned = False  # of an error of it
@@ -118,7 +118,7 @@ class StoreThread:
         """Perform operations later, before the thread ends. Returns at once and never raises."""
         self.store.board.request(operations, lambda: self._queue.put(Batch(operations)))
 
-    def insist(self, task: Callable[[Callable[..., list[Any]]], str], seconds: float) -> str | None:
+    def insist(self, task: Callable[[Run], str], seconds: float) -> str | None:
         """Let the thread perform a task, and repeat it after each failure of the store, until it has been done once.
 
         Returns its result as soon as it is done; None after a timeout.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from pgmesh.groups.identity import MeshIdentity
-from pgmesh.groups.numbers import MeshNumbers
+from pgmesh.groups.registration import Registration
 from pgmesh.layout import Layout
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Append, Operation, perform
@@ -24,8 +25,10 @@ class Process:
 
     def __init__(self, store: dist.Store, rank: int, *, replaces_process: bool = False) -> None:
         self.torch_store, self.rank = store, rank
-        thread = SimpleNamespace(store=SimpleNamespace(replaces_process=replaces_process, same_rank=""))
-        self.world: Any = SimpleNamespace(store_thread=lambda: thread, numbers=MeshNumbers(rank))
+        store_of_world = SimpleNamespace(replaces_process=replaces_process, same_rank="")
+        self.thread: Any = SimpleNamespace(store=store_of_world)
+        self.registration = Registration(rank, lambda: self.thread)
+        self.created: Counter[str] = Counter()  # meshes, by name
 
     def run(self, *operations: Operation) -> list[Any]:
         return [perform(self.torch_store, operation) for operation in operations]
@@ -36,9 +39,15 @@ class Process:
 
     def create(self, name: str, *, rejoin: bool = False) -> MeshIdentity:
         """The next mesh of this name in this process, registered."""
+        identity = self.unregistered(name)
+        self.registration.register(identity, self.run, rejoin=rejoin)
+        return identity
+
+    def unregistered(self, name: str) -> MeshIdentity:
+        """The next mesh of this name in this process."""
         identity = MeshIdentity(name, PAIR, None, self.rank, 2)
-        identity.set_number(self.world.numbers, counts=True)
-        identity.register(self.world, self.run, rejoin=rejoin)
+        identity.number = self.created[name]
+        self.created[name] += 1
         return identity
 
 
@@ -83,7 +92,7 @@ def test_rejoined_mesh_may_follow_an_unused_one():
     """Each process creates a mesh of that name that it never uses, and then the one that it uses."""
 
     def second(process: Process) -> MeshIdentity:
-        MeshIdentity("train", PAIR, None, process.rank, 2).set_number(process.world.numbers, counts=True)
+        process.unregistered("train")
         return process.create("train", rejoin=True)
 
     store = dist.HashStore()
@@ -92,15 +101,14 @@ def test_rejoined_mesh_may_follow_an_unused_one():
     new = second(process)
     assert new.rejoined
     after = new.successor(PAIR)  # this process is one of its members, and must not stand by for it
-    after.register(process.world, process.run, rejoin=True)
+    process.registration.register(after, process.run, rejoin=True)
     assert not after.rejoined
     assert new.key == survivor.key == lost.key == "pgmesh/train.1"
 
 
 def test_groups_used_at_once_register_mesh_once():
     process = Process(dist.HashStore(), 0)
-    identity = MeshIdentity("train", PAIR, None, 0, 2)
-    identity.set_number(process.world.numbers, counts=True)
+    identity = process.unregistered("train")
     performed: list[Operation] = []
 
     def run(*operations: Operation, seconds: float) -> list[Any]:
@@ -108,9 +116,9 @@ def test_groups_used_at_once_register_mesh_once():
         time.sleep(0.02)
         return process.run(*operations)
 
-    process.world.store_thread().run = run
+    process.thread.run = run
     with ThreadPoolExecutor(5) as threads:
-        keys = {*threads.map(lambda path: identity.store_key(process.world, path, 10.0), "abcde")}
+        keys = {*threads.map(lambda path: process.registration.store_key(identity, path, 10.0), "abcde")}
     assert keys == {f"pgmesh/train.0/{path}" for path in "abcde"}
     assert [each.key for each in performed if isinstance(each, Append)] == ["pgmesh/train.0/fingerprints"]
 
@@ -132,9 +140,7 @@ def test_meshes_registered_at_once_are_both_published():
         return answers
 
     def create(name: str, run: Any) -> None:
-        identity = MeshIdentity(name, PAIR, None, 1, 2)
-        identity.set_number(second.world.numbers, counts=True)
-        identity.register(second.world, run, seconds=10.0)
+        second.registration.register(second.unregistered(name), run, seconds=10.0)
 
     with others:
         create("actor", run)

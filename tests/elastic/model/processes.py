@@ -198,14 +198,13 @@ class Shrink(Call):
         identity: Any = MeshIdentity("m", layout, None, self.program.rank, 9)
         identity.prefix, identity.shared_number, identity.generation = "m", 0, generation
         identity.rejoined = self.program.replaces is not None and generation == 0
-        identity.register = lambda *arguments, **more: None
-        nothing = lambda *arguments: None  # noqa: E731
+        nothing = lambda *arguments, **more: None  # noqa: E731
         asks = lambda status, seconds: self.ask(Ended(status.endpoint[1]))  # noqa: E731
         statuses = self.code.statuses(LONG, lambda: self.time + SINCE_BOOT, asks)
         return SimpleNamespace(
             identity=identity,
             layout=layout,
-            world=SimpleNamespace(statuses=statuses),
+            world=SimpleNamespace(statuses=statuses, registration=SimpleNamespace(register=nothing)),
             rank=self.program.rank,
             label="mesh 'm'",
             state_of=self._state_of,

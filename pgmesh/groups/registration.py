@@ -1,0 +1,142 @@
+"""The registration of meshes in a world's store: their shared numbers, and the comparison of their fingerprints.
+
+What the numbers are for is in ``identity.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pgmesh.errors import MismatchError
+from pgmesh.groups.identity import MeshIdentity
+from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.comparing import check_mesh, register_mesh
+from pgmesh.rendezvous.operations import CompareSet, Operation, Raw, Read, Run
+from pgmesh.rendezvous.processes import meshes_key, process_label, without_token
+from pgmesh.rendezvous.records import Decision, pack, unpack
+from pgmesh.rendezvous.store_thread import StoreThread
+
+
+class _First(NamedTuple):
+    """The first mesh of a name that this process has registered.
+
+    Args:
+        local: its local number.
+        shared: its shared number. Those of later meshes differ from their local numbers by as much.
+        rejoined: it is the mesh that the predecessor was in.
+    """
+
+    local: int
+    shared: int
+    rejoined: bool
+
+
+class Registration:
+    """The meshes that this process has registered in one world.
+
+    Args:
+        rank: this process's rank.
+        store_thread: returns the store thread.
+    """
+
+    def __init__(self, rank: int, store_thread: Callable[[], StoreThread]) -> None:
+        self._rank, self._store_thread = rank, store_thread
+        self._lock = threading.Lock()  # held by the thread that registers a mesh; the others wait for it
+        self._first: dict[str, _First] = {}  # by the prefix of their names, such as "pgmesh/train"
+        self._published: dict[str, int] = {}  # last shared numbers of this rank, in any process; the latest at the end
+        self._of_predecessor: dict[str, int] | None = None  # its last shared numbers; None until they are read
+
+    def store_key(self, identity: MeshIdentity, path: str, seconds: float) -> str:
+        """Prefix of the store keys of a group. The first call registers the mesh.
+
+        Raises:
+            MismatchError: another rank has a different mesh of this name.
+            WorldError: the store does not answer, or has not answered another thread that registers a mesh.
+        """
+        if not identity.registered:  # a backend asks for a key with each value that it reads
+            self.register(identity, functools.partial(self._store_thread().run, seconds=seconds), seconds=seconds)
+        return f"{identity.key}/{path}"
+
+    def register(self, identity: MeshIdentity, run: Run, *, rejoin: bool = False, seconds: float = 0.0) -> None:
+        """Find the shared number, publish the fingerprint, and compare it with the first one; once per mesh.
+
+        Args:
+            run: performs operations on the store.
+            rejoin: in a process that replaces a lost one, this is the mesh that the lost one was in. By default it is
+                the next one of that name.
+            seconds: the longest wait for another thread that registers a mesh. The store thread must not wait.
+
+        Raises:
+            MismatchError: the fingerprints differ, or another process with this rank sends heartbeats.
+            WorldError: the store does not answer, or has not answered another thread that registers a mesh.
+        """
+        if identity.registered:
+            return
+        thread = self._store_thread()
+        if not self._lock.acquire(timeout=seconds):
+            raise thread.store.error(f"no answer for {seconds:g} s")
+        try:
+            if not identity.registered:
+                self._register(identity, thread, run, rejoin=rejoin)
+        finally:
+            self._lock.release()
+
+    def _register(self, identity: MeshIdentity, thread: StoreThread, run: Run, *, rejoin: bool) -> None:
+        if self._of_predecessor is None:
+            (text,) = run(Read(meshes_key(self._rank)))  # the first operation shows whether there was a predecessor
+            self._of_predecessor = _unpack(text) if thread.store.replaces_process else {}
+            self._published.update(self._of_predecessor)  # for the process that replaces this one
+        first = self._first.get(identity.prefix)
+        if first is None:
+            find = self._rejoin if rejoin and thread.store.replaces_process else self._after_predecessor
+            first = self._first[identity.prefix] = find(identity, self._of_predecessor, run)
+        identity.shared_number = first.shared + identity.number - first.local
+        # The mesh that replaces it has the same numbers, and this process is in it.
+        identity.rejoined = first.rejoined and first.local == identity.number and identity.generation == 0
+        if thread.store.same_rank:
+            _refuse(identity, thread, run)
+        publish = self._publish(identity.prefix, identity.shared_number)
+        *_, first_seen = run(publish, *register_mesh(identity.key, identity.fingerprint))
+        check_mesh(run, identity.key, identity.fingerprint, first_seen)
+        identity.registered = True
+
+    def _rejoin(self, identity: MeshIdentity, of_predecessor: dict[str, int], run: Run) -> _First:
+        """The first mesh of a name, if it is the last one of the predecessor."""
+        return _First(identity.number, of_predecessor.get(identity.prefix, identity.number), rejoined=True)
+
+    def _after_predecessor(self, identity: MeshIdentity, of_predecessor: dict[str, int], run: Run) -> _First:
+        """The first mesh of a name, if it is the next one.
+
+        The others may have closed the mesh that the predecessor was in and created the next one, and more than once.
+        """
+        after = 0
+        if of_predecessor:
+            others = [rank for rank in identity.layout.ranks_in_order() if rank != self._rank]
+            texts = run(*(Read(meshes_key(rank)) for rank in others[: timing.LIMITS.statuses])) if others else []
+            last = of_predecessor.get(identity.prefix, -1)
+            after = max([last + 1, *(_unpack(text).get(identity.prefix, 0) for text in texts)])
+        return _First(identity.number, identity.number + after, rejoined=False)
+
+    def _publish(self, prefix: str, shared: int) -> Operation:
+        """The store operation that publishes this rank's last shared numbers, among them this one."""
+        self._published[prefix] = max(shared, self._published.pop(prefix, 0))  # at the end
+        latest = [*self._published.items()][-timing.LIMITS.published_names :]
+        return Raw("set", (meshes_key(self._rank), pack(numbers=dict(latest))))
+
+
+def _refuse(identity: MeshIdentity, thread: StoreThread, run: Run) -> None:
+    """Publish, until this process ends, that another process has this rank too, and raise that error."""
+    both = " and ".join(map(without_token, (thread.store.same_rank, process_label())))
+    text = f"{identity.label}: both {both} connect as rank {identity.rank}. Start each rank once."
+    thread.until_end[identity.refusal_key] = Decision("duplicate", text).pack()
+    run(CompareSet(identity.refusal_key, thread.until_end[identity.refusal_key]))
+    raise MismatchError(text)
+
+
+def _unpack(text: bytes | None) -> dict[str, int]:
+    """The last shared numbers that a rank has published."""
+    record = unpack(text or b"", numbers=dict) or {"numbers": {}}
+    return {prefix: number for prefix, number in record["numbers"].items() if type(number) is int}
