@@ -23,6 +23,9 @@ log = logging.getLogger("pgmesh")
 OptionKey = tuple[Union[tuple[int, ...], frozenset[Any]], str]
 """Key of configured options: the ranks of a group, or the axes of a group of one rank; and the tag."""
 
+OptionData = Sequence["tuple[Sequence[Axis], str, Mapping[str, Any]]"]
+"""Configured options as plain data, for another rank: axes, tag and options."""
+
 
 class Configured(NamedTuple):
     """Options, the axes that they were first configured for, and that line of code."""
@@ -36,8 +39,7 @@ class ConfiguredOptions:
     """The configured options of one rank's groups.
 
     They belong to the ranks of a group and its tag. Groups of one rank all have the same ranks, this rank alone, so
-    their options belong to the axes, are part of the group's name, and can change until that group is returned. For the
-    mesh that replaces this one, they are kept by axes of the root mesh too.
+    their options belong to the axes, are part of the group's name, and can change until that group is returned.
 
     Args:
         rank: this rank.
@@ -49,7 +51,7 @@ class ConfiguredOptions:
         self._rank, self._root, self._default = rank, root, default
         self._configured: dict[OptionKey, Configured] = {}
         self._returned: set[OptionKey] = set()  # of groups of this rank alone
-        self._for_successor: dict[tuple[tuple[Axis, ...], str], GroupOptions] = {}  # by axes of the root mesh, and tag
+        self.of_root = RootOptions(rank, root)
         self._warned = False  # of a timeout in a call
 
     def of_call(self, members: Members, asked: Mapping[str, Any]) -> tuple[GroupOptions, dict[str, Any]]:
@@ -122,26 +124,23 @@ class ConfiguredOptions:
         """
         GroupOptions.of(options)  # raises OptionsError, on ranks outside the mesh too
         layout.size(*axes)  # raises AxisError
-        of_root = axes if layout == self._root else None
         if self._rank in layout:
             members = Members(layout.block_of(self._rank, *axes), tag, layout, axes)
-            self._configure(members, layout, options, created(members), call_site)
-            of_root = of_root or self._axes_of_root(members.ranks, axes or layout.axes)
-        if of_root is not None:
-            before = self._for_successor.get((of_root, tag), GroupOptions())
-            self._for_successor[of_root, tag] = before.but(options)
-
-    def _axes_of_root(self, ranks: tuple[int, ...], axes: tuple[Axis, ...]) -> tuple[Axis, ...] | None:
-        """The axes along which the root mesh has the same block as a slice with these axes; None without such axes."""
-        root = self._root
-        return axes if {*axes} <= {*root.axes} and root.block_of(self._rank, *axes) == ranks else None
+            spelling = ", ".join(map(str, layout.along(self._rank, *axes).axes))
+            self._configure(members, spelling, options, created(members), call_site)
+        self.of_root.configure(layout, axes, tag, options)
 
     def _configure(
-        self, members: Members, layout: Layout, options: Mapping[str, Any], created: Group | None, call_site: str
+        self, members: Members, spelling: str, options: Mapping[str, Any], created: Group | None, call_site: str
     ) -> None:
+        """The same for some members.
+
+        Args:
+            spelling: the axes, for messages.
+            created: their group, if it was created with the configured options.
+        """
         ranks, tag, _, axes = members
         key, given = self._key(members), GroupOptions.of(options)
-        spelling = ", ".join(map(str, layout.along(self._rank, *axes).axes))
         before, configured_as, site = self._configured.get(key, Configured(GroupOptions(), spelling, ""))
         after = before.but(options)
         if after.keywords() == before.keywords():
@@ -162,12 +161,8 @@ class ConfiguredOptions:
             )
         self._configured[key] = Configured(after, configured_as, call_site if configured_as == spelling else site)
 
-    def as_data(self) -> list[tuple[list[Axis], str, dict[str, Any]]]:
-        """The options of the root mesh's groups as plain data, for the mesh that replaces it: axes, tag and options."""
-        return [([*axes], tag, options.given) for (axes, tag), options in list(self._for_successor.items())]
-
-    def restore(self, data: Iterable[tuple[Sequence[Axis], str, Mapping[str, Any]]], call_site: str) -> None:
-        """Set what ``as_data`` returned for another mesh with the same axes, before it creates groups."""
+    def restore(self, data: OptionData, call_site: str) -> None:
+        """Set what ``of_root.as_data`` returned for another mesh with the same axes, before it creates groups."""
         for axes, tag, options in data:
             with contextlib.suppress(OptionsError):  # other axes have the same ranks now: the first ones count
                 self.configure(self._root, tuple(axes), tag, options, lambda members: None, call_site)
@@ -187,6 +182,36 @@ class ConfiguredOptions:
                 label,
                 format_verb("configure", axes, f"timeout={asked['timeout']:g}"),
             )
+
+
+class RootOptions:
+    """The options that were configured for groups of the root mesh, by axes and tag.
+
+    They are for the mesh that replaces it, whose groups along these axes have other ranks.
+
+    Args:
+        rank: this rank.
+        root: layout of the root mesh.
+    """
+
+    def __init__(self, rank: int, root: Layout) -> None:
+        self._rank, self._root = rank, root
+        self._options: dict[tuple[tuple[Axis, ...], str], GroupOptions] = {}
+
+    def configure(self, layout: Layout, axes: tuple[Axis, ...], tag: str, options: Mapping[str, Any]) -> None:
+        """Keep options of axes of a layout, if the root mesh has these axes and the same block along them."""
+        if layout != self._root:
+            axes = axes or layout.axes
+            if self._rank not in layout or not {*axes} <= {*self._root.axes}:
+                return
+            if self._root.block_of(self._rank, *axes) != layout.block_of(self._rank, *axes):
+                return
+        before = self._options.get((axes, tag), GroupOptions())
+        self._options[axes, tag] = before.but(options)
+
+    def as_data(self) -> OptionData:
+        """They as plain data, for ``ConfiguredOptions.restore``."""
+        return [([*axes], tag, options.given) for (axes, tag), options in list(self._options.items())]
 
 
 def _instead_of_configuring(axes: tuple[Axis, ...], tag: str, given: GroupOptions) -> list[tuple[str, str]]:

@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
@@ -28,10 +28,11 @@ from pgmesh.errors import LifetimeError, PgmeshError, RankError
 from pgmesh.groups import background, building, connections, ending, naming, teardown
 from pgmesh.groups.aborts import publish_abort
 from pgmesh.groups.backends import backends_of
-from pgmesh.groups.configuring import ConfiguredOptions, check_supported, format_verb
+from pgmesh.groups.configuring import ConfiguredOptions, OptionData, check_supported, format_verb
 from pgmesh.groups.device_meshes import Dimensions, build_device_mesh, dimensions_of
 from pgmesh.groups.group import Group, Left, State, find_group
 from pgmesh.groups.identity import MeshIdentity
+from pgmesh.groups.mesh_end import MeshEnd
 from pgmesh.groups.naming import Members
 from pgmesh.groups.world import World, current_world
 from pgmesh.options import GroupOptions
@@ -52,18 +53,6 @@ _NOTHING_ASKED = naming.encode_asked({})
 
 _ABORT_SECONDS = 0.5
 """The longest wait of ``abort`` for the store. The store thread publishes the abort later if there is no answer."""
-
-
-class End(NamedTuple):
-    """How a mesh ended.
-
-    Args:
-        reason: for messages; they begin with the label of the mesh.
-        aborted: by ``abort``, or it was replaced: it may be shrunk.
-    """
-
-    reason: str
-    aborted: bool = False
 
 
 class MeshGroups:
@@ -99,9 +88,7 @@ class MeshGroups:
         self.identity = identity or MeshIdentity(name, layout, call, self.rank, self.world.size, pickled_number)
         self.call_site = call_site()
         self.lock = threading.RLock()
-        self.end: End | None = None if outside is None else End("was unpickled outside any world.")
-        self._ending = threading.Lock()  # guards ``end``, so that the first one stays
-        self._destroyed = False  # its groups are, or are being: guarded by the lock
+        self.end = MeshEnd() if outside is None else MeshEnd("was unpickled outside any world.")
         self.creation_seconds = 0.0
         self._groups: dict[_Key, Group] = {}
         self._generations = naming.Generations()
@@ -110,7 +97,7 @@ class MeshGroups:
         self._dependents: weakref.WeakSet[MeshGroups] = weakref.WeakSet()  # internal meshes that are aborted with it
         self._states: dict[type, Any] = {}
         self.configured = ConfiguredOptions(self.rank, layout, self.world.options)
-        if self.end is None:
+        if self.ended is None:
             self.world.add(self)
 
     @property
@@ -126,12 +113,12 @@ class MeshGroups:
     @property
     def ended(self) -> str | None:
         """The reason why the mesh creates no more groups; None while it is open."""
-        return None if self.end is None else self.end.reason
+        return self.end.reason
 
     @property
     def aborted(self) -> bool:
         """True if it ended by ``abort``, or was replaced: it may be shrunk."""
-        return self.end is not None and self.end.aborted
+        return self.end.aborted
 
     def is_fake(self) -> bool:
         """True in a fake world, which has no other processes."""
@@ -350,11 +337,11 @@ class MeshGroups:
 
     def close(self) -> None:
         """Destroy all groups. The mesh creates no more."""
-        self._end(End(f"was closed at {call_site()}."), lock_seconds=-1)
+        self._end(f"was closed at {call_site()}.", lock_seconds=-1)
 
     def close_because(self, reason: str) -> None:
         """The same at the end of the world or of the process."""
-        self._end(End(reason))
+        self._end(reason)
 
     def abort(self, why: str, where: str = "") -> None:
         """Destroy all groups without waiting for their collectives, and publish why.
@@ -389,15 +376,15 @@ class MeshGroups:
         Args:
             text: the error message of the mesh.
         """
-        self._end(End(text.removeprefix(f"{self.label} "), aborted=True))
+        self._end(text.removeprefix(f"{self.label} "), aborted=True)
         for internal in _items(self._dependents):
             internal.abort(text)
 
-    def replacement(self, identity: MeshIdentity, options: Iterable[Any]) -> MeshGroups:
+    def replacement(self, identity: MeshIdentity, options: OptionData) -> MeshGroups:
         """The mesh that replaces this one.
 
         Args:
-            options: what ``ConfiguredOptions.as_data`` returned on the rank that decided.
+            options: what ``configured.of_root.as_data`` returned on the rank that decided.
         """
         mesh = MeshGroups(self.name, identity.layout, identity=identity)
         mesh.configured.restore(options, call_site())
@@ -409,52 +396,46 @@ class MeshGroups:
         keys = [key for each in rounds for key in each.store_keys()]
         self.world.clean(Left([*keys, *self.identity.store_keys()]))
 
-    def _end(self, end: End, *, lock_seconds: float = 1.0) -> None:
-        """Destroy all groups, unless that was done before. The mesh creates no more.
+    def _end(self, reason: str, *, aborted: bool = False, lock_seconds: float = 1.0) -> None:
+        """End the mesh and destroy all groups, unless that was done before.
 
         Args:
-            lock_seconds: timeout for the lock; -1 for none.
+            lock_seconds: timeout for the lock; -1 for none. After it, a background thread does the same.
         """
         if not self.lock.acquire(timeout=lock_seconds):
-            self._end_later(end)
+            self._end_later(reason, aborted)
             return
         try:
-            left = self._destroy_all(end)
+            self.end.set(reason, aborted=aborted)
+            left = self._destroy_all()
         finally:
             self.lock.release()
         self.world.clean(left)
 
-    def _destroy_all(self, end: End) -> Left:
-        """The same, under the lock; return what the groups leave in the store."""
-        end = self._mark_ended(end)
-        if self._destroyed:
+    def _destroy_all(self) -> Left:
+        """Destroy all groups of a mesh that has ended, under the lock; return what they leave in the store."""
+        if self.end.groups_destroyed:
             return Left()
-        self._destroyed = True
-        left = self._destroy(self._groups.values(), end.reason, abort=end.aborted)
-        if not end.aborted:  # otherwise ``forget_store`` deletes the rest, by these groups
+        self.end.groups_destroyed = True
+        left = self._destroy(self._groups.values(), str(self.ended), abort=self.aborted)
+        if not self.aborted:  # otherwise ``forget_store`` deletes the rest, by these groups
             left.keys += self.identity.store_keys()
             self._groups.clear()
         self.world.stop_keeping(self)
         return left
 
-    def _end_later(self, end: End) -> None:
-        """The same in a background thread, once another thread has released the lock. That may never happen.
+    def _end_later(self, reason: str, aborted: bool) -> None:
+        """End the mesh while another thread holds the lock. A background thread then waits for it, perhaps for ever.
 
-        The mesh creates no more groups from now on, and collectives of an aborted one end. Once the process exits,
-        nothing is destroyed later: none would wait for the thread.
+        Collectives of an aborted mesh end now. Once the process exits, nothing is destroyed later: none would wait for
+        the thread.
         """
-        if self._mark_ended(end) is not end:
-            return
-        if end.aborted:
+        if not self.end.set(reason, aborted=aborted):
+            return  # whoever did that destroys the groups
+        if aborted:
             self._wake()
         if not background.exiting.is_set():
-            background.in_background(functools.partial(self._end, end, lock_seconds=-1))
-
-    def _mark_ended(self, end: End) -> End:
-        """Let the mesh create no more groups, and return how it ended first."""
-        with self._ending:
-            self.end = self.end or end
-            return self.end
+            background.in_background(functools.partial(self._end, reason, lock_seconds=-1))
 
     def _wake(self) -> None:
         """End the collectives of all groups, which stay until the lock is free."""
@@ -501,8 +482,8 @@ class MeshGroups:
 
     def end_in_child(self, reason: str) -> None:
         """Invalidate all groups in a forked child. They belong to the parent."""
-        self.lock, self._ending = threading.RLock(), threading.Lock()  # a thread of the parent may hold the old ones
-        self.end, self._destroyed = End(reason), True
+        self.lock = threading.RLock()  # a thread of the parent may hold the old one, and that of the end
+        self.end = MeshEnd(reason, groups_destroyed=True)
         self._clear_references()
         for group in self.made():
             group.end(reason)

@@ -208,7 +208,7 @@ class Shrink(Call):
             rank=self.program.rank,
             label="mesh 'm'",
             state_of=self._state_of,
-            configured=SimpleNamespace(as_data=list),
+            configured=SimpleNamespace(of_root=SimpleNamespace(as_data=list)),
             forget_store=nothing,
             end_aborted=nothing,
             replacement=lambda identity, options: SimpleNamespace(
