@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 
 from pgmesh._util.call_sites import call_site
 from pgmesh._util.formatting import name_ranks
-from pgmesh.elastic.judging import MeshRound, ShrinkJudge, StandByJudge, SurvivorJudge, standing_by
+from pgmesh.elastic.judging import MeshRound, SurvivorJudge, standing_by
 from pgmesh.elastic.records import Outcome, Request
+from pgmesh.elastic.shrink_judge import ShrinkJudge
+from pgmesh.elastic.stand_by_judge import StandByJudge
 from pgmesh.elastic.successor import successor
 from pgmesh.elastic.watching import ElasticState, abort_when_lost
 from pgmesh.errors import LifetimeError, MembershipError

@@ -7,8 +7,10 @@ from unittest import mock
 
 import pytest
 
-from pgmesh.elastic.judging import MeshRound, ShrinkJudge, StandByJudge
+from pgmesh.elastic.judging import MeshRound
 from pgmesh.elastic.records import Arrival, Outcome, Request
+from pgmesh.elastic.shrink_judge import ShrinkJudge
+from pgmesh.elastic.stand_by_judge import StandByJudge
 from pgmesh.errors import MismatchError, WorldError
 from pgmesh.layout import Layout
 from pgmesh.rendezvous import timing

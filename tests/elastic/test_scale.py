@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from pgmesh.elastic.judging import MeshRound, ShrinkJudge, StandByJudge
+from pgmesh.elastic.judging import MeshRound
 from pgmesh.elastic.records import Arrival, Outcome, Request
+from pgmesh.elastic.shrink_judge import ShrinkJudge
+from pgmesh.elastic.stand_by_judge import StandByJudge
 from pgmesh.layout import Layout
 from pgmesh.rendezvous.operations import Append, Operation, Read, perform
 from pgmesh.rendezvous.rounds import Rounds

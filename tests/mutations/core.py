@@ -361,7 +361,7 @@ def silent_leave(leave):
 @breaks(
     "each lost rank is replaced by a spare, in the order of spares",
     page="elastic.md",
-    target="elastic.judging:ShrinkJudge.success",
+    target="elastic.shrink_judge:ShrinkJudge.success",
     tests="tests/elastic/test_judging.py -k order",
 )
 def last_spare_first(success):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pgmesh.elastic.judging import MeshRound, ShrinkJudge, StandByJudge, View
+from pgmesh.elastic.judging import MeshRound
 from pgmesh.elastic.records import Arrival, Outcome
+from pgmesh.elastic.shrink_judge import ShrinkJudge, View
 from pgmesh.elastic.shrinking import ShrinkCall
+from pgmesh.elastic.stand_by_judge import StandByJudge
 from pgmesh.groups.identity import MeshIdentity
 from pgmesh.rendezvous.operations import Operation, Read
 from tests.elastic.model.processes import Code, Program

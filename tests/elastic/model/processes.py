@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Union
 
-from pgmesh.elastic.judging import MeshRound, ShrinkJudge, StandByJudge, SurvivorJudge
+from pgmesh.elastic.judging import MeshRound, SurvivorJudge
 from pgmesh.elastic.records import Outcome, Request
+from pgmesh.elastic.shrink_judge import ShrinkJudge
 from pgmesh.elastic.shrinking import ShrinkCall
+from pgmesh.elastic.stand_by_judge import StandByJudge
 from pgmesh.elastic.watching import ElasticState
 from pgmesh.errors import MembershipError, MismatchError, MissingRanksError
 from pgmesh.groups.identity import MeshIdentity

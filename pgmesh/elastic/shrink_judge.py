@@ -1,0 +1,168 @@
+"""The decision of the ranks that call ``shrink``: who is lost, and the mesh that replaces the one that lost them.
+
+The first rank that finds each member either arrived or lost decides on the new mesh. A rank whose deadline passes
+decides that the attempt failed. There is no fixed window: a member that lives is waited for, and one whose process has
+ended is not.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pgmesh._util.formatting import name_ranks
+from pgmesh.elastic.judging import MeshRound, SurvivorJudge, find_lost
+from pgmesh.elastic.records import Arrival, Outcome, Request
+from pgmesh.elastic.successor import successor
+from pgmesh.errors import MissingRanksError
+from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.operations import Read
+from pgmesh.rendezvous.records import foreign_value
+
+
+@dataclass(frozen=True)
+class View:
+    """The members and spares, as one look finds them.
+
+    Args:
+        gone: those that are lost, each with the reason.
+        waiting: the members that have neither arrived nor are lost.
+        lost: the members that are lost or have a new process, each with the reason.
+        ready: by spare that has arrived, its process; in the order of the request.
+        coming: the spares that may still arrive.
+    """
+
+    gone: dict[int, str]
+    waiting: list[int]
+    lost: dict[int, str]
+    ready: dict[int, str]
+    coming: list[int]
+
+
+@dataclass
+class ShrinkJudge(SurvivorJudge):
+    """Decides for a rank that calls ``shrink``.
+
+    Args:
+        request: the arguments of ``shrink``.
+        options: the configured options of the mesh, for the mesh that replaces it.
+    """
+
+    request: Request = field(kw_only=True)
+    options: Sequence[object] = field(default=(), kw_only=True)
+    _view: View | None = field(default=None, init=False)  # what the last look found
+    _turn: int = field(default=0, init=False)  # 0 for the first ranks that arrived, which look most often, then 1, ...
+    _asked_since: float = field(default=math.inf, init=False)  # the first look, on the clock of the statuses
+
+    def __post_init__(self) -> None:
+        self.call = str(self.request)
+
+    def goes_on_after(self, outcome: Outcome) -> bool:
+        """True after "left", before the deadline, and after "over" also at the deadline.
+
+        A rank that stands by took this one for lost then. "No rank is left" is not true, and in the next attempt this
+        member says what it waited for.
+        """
+        return outcome.error == "over" or (outcome.error == "left" and self.client.now() < self.deadline)
+
+    def period(self) -> float:
+        return timing.TIMING.inspection * (1 + self._turn)
+
+    def waits_for(self, rounds: Sequence[MeshRound]) -> str:
+        return "" if self._view is None else f"{self.label}: {self._describe(self._view, 'so far')}"
+
+    def look(self, each: MeshRound, *, late: bool) -> Outcome | None:
+        self._view = None
+        arrivals, problem = self._read_arrivals(each)
+        if problem:
+            return self.failure(problem, "mismatch")
+        if self.rank not in arrivals:  # another rank knows the decision, and has deleted them
+            return self.failure("the arrivals were deleted", "left") if late else None
+        callers = [rank for rank, arrival in arrivals.items() if arrival.call]
+        self._turn = [*callers, self.rank].index(self.rank) // timing.LIMITS.statuses
+        ranks = dict.fromkeys((*self.layout.ranks(), *self.request.spares))
+        absent = [rank for rank in ranks if rank not in arrivals]
+        is_early = self.client.now() < self._turn * timing.TIMING.inspection
+        if is_early and len(absent) > timing.LIMITS.statuses and not late:
+            return None
+        view = self._view = self._find_view(arrivals, absent, late=late)
+        enough = len(view.ready) >= len(view.lost) or not view.coming
+        if not view.waiting and (enough or late):
+            return self.success(view)
+        return self.failure(self._describe(view, f"in {self.deadline:g} s"), "missing") if late else None
+
+    def _read_arrivals(self, each: MeshRound) -> tuple[dict[int, Arrival], str]:
+        """The arrivals by rank, of its last process; and what is wrong with them, "" for nothing."""
+        (text,) = self.client.run(Read(each.arrivals_key))
+        arrivals: dict[int, Arrival] = {}
+        for line in (text or b"").splitlines():
+            arrival = Arrival.unpack(line)
+            if arrival is None:
+                return {}, f"{foreign_value(each.arrivals_key, line)}."
+            arrivals[arrival.rank] = arrival
+        calls = {rank: arrival.call for rank, arrival in arrivals.items() if arrival.call}
+        if len({*calls.values()}) > 1:
+            lines = "".join(f"\n  {call} on rank {rank}" for rank, call in sorted(calls.items()))
+            return {}, f"the ranks passed different arguments:{lines}"
+        return arrivals, ""
+
+    def _find_view(self, arrivals: Mapping[int, Arrival], absent: Sequence[int], *, late: bool) -> View:
+        """Find out which absent ranks are lost, and which spares were lost after they had arrived."""
+        self._asked_since = since = min(self._asked_since, self.statuses.now())
+        find = functools.partial(find_lost, self.client.run, self.statuses, lost_after=self.lost_after, since=since)
+        view = self._view_of(arrivals, find(absent, all_ended=late))
+        while not view.waiting and (ended := find([*view.ready][: len(view.lost)], all_ended=True)):
+            view = self._view_of(arrivals, view.gone | ended)
+        return view
+
+    def _view_of(self, arrivals: Mapping[int, Arrival], gone: dict[int, str]) -> View:
+        """Who is waited for, who is lost, and which spares there are."""
+        members, spares = self.layout.ranks(), self.request.spares
+        absent = [rank for rank in members if rank not in arrivals]
+        lost = {rank: gone[rank] for rank in absent if rank in gone}
+        # A member that stands by is a new process in the place of the lost one.
+        new = [rank for rank in members if rank in arrivals and not arrivals[rank].call]
+        lost |= {rank: f"rank {rank} stands by, as a new process does" for rank in new}
+        there = [rank for rank in spares if rank in arrivals and rank not in gone]
+        # Without an axis there is no mesh without spares, so new processes in the places of ended ones are waited for.
+        may_restart = self.request.axis is None
+        return View(
+            gone,
+            waiting=[rank for rank in absent if rank not in gone],
+            lost=lost,
+            ready={rank: arrivals[rank].process for rank in there if rank in lost or rank not in self.layout},
+            coming=[rank for rank in spares if (may_restart if rank in gone else rank not in arrivals)],
+        )
+
+    def _describe(self, view: View, when: str) -> str:
+        """The ranks that are waited for, and the reason for each lost one."""
+        if view.waiting:
+            what = f"{name_ranks(view.waiting)} did not call {self.request}"
+        else:
+            what = f"no spare came of {name_ranks(view.coming)}"
+        missing = [self.statuses.describe(rank, self.lost_after) for rank in (view.waiting or view.coming)[:8]]
+        lines = [*missing, *(f"lost: {why}" for why in view.lost.values())]
+        return "\n  ".join([f"{what} {when}.", *lines])
+
+    def success(self, view: View) -> Outcome:
+        """The decision on the new mesh, or on a failure if too many ranks are lost."""
+        lost = view.lost
+        # A new process goes to the place of the old one, and the other spares to the other places in order.
+        replaced = {rank: rank for rank in view.ready if rank in lost}
+        others = (rank for rank in view.ready if rank not in replaced)
+        replaced |= zip((rank for rank in lost if rank not in replaced), others)
+        processes = tuple(view.ready[rank] for rank in replaced.values())
+        outcome = Outcome(
+            lost=lost, replaced=replaced, axis=self.request.axis, processes=processes, options=tuple(self.options)
+        )
+        try:
+            if len(outcome.pack()) > timing.LIMITS.record_chars:
+                sizes = f"{len(lost)} lost ranks and {len(replaced)} spares"
+                raise MissingRanksError(f"a decision on {sizes} does not fit into one record")
+            successor(self.layout, outcome)
+        except MissingRanksError as error:
+            reasons = "".join(f"\n  {why}" for why in {**lost, **view.gone}.values())
+            return self.failure(f"{error}{reasons}", "missing")
+        return outcome

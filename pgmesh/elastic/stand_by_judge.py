@@ -1,0 +1,57 @@
+"""The decision of the ranks that stand by: only that no member is left that could call ``shrink``.
+
+They look every few seconds. A member that also stands by cannot call it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pgmesh.elastic.judging import MeshRound, SurvivorJudge, find_lost, standing_by
+from pgmesh.elastic.records import Outcome
+from pgmesh.rendezvous import timing
+
+
+@dataclass
+class StandByJudge(SurvivorJudge):
+    """Decides for a rank that stands by. There may be many of them, waiting for days."""
+
+    @property
+    def shortest_pause(self) -> float:  # type: ignore[override]
+        return timing.TIMING.inspection
+
+    def period(self) -> float:
+        return timing.TIMING.missed_heartbeats * timing.TIMING.heartbeat
+
+    def missed(self, outcome: Outcome) -> bool:
+        survives = self.rank in self.layout and self.rank not in outcome.lost
+        rank_is_in = survives or self.rank in outcome.replaced.values()
+        return self.process not in outcome.processes and (self.came_late or rank_is_in)
+
+    def goes_on_after(self, outcome: Outcome) -> bool:
+        """True unless no member is left, before the deadline."""
+        return outcome.error != "over" and self.client.now() < self.deadline
+
+    def look(self, each: MeshRound, *, late: bool) -> Outcome | None:
+        """The decision that no member is left; None while one of them may call ``shrink``."""
+        if late:
+            return self.failure(f"no rank called shrink in {self.deadline:g} s", "left")
+        others = [rank for rank in self.layout.ranks() if rank != self.rank]
+        statuses, heard = self.statuses, {**self.statuses.heard}
+        lost: dict[int, str] = {}
+        for first in range(0, len(others), timing.LIMITS.statuses):
+            ranks = others[first : first + timing.LIMITS.statuses]
+            lost |= find_lost(
+                self.client.run,
+                statuses,
+                ranks,
+                self.lost_after,
+                asks=lambda rank: heard.get(rank) in (None, statuses.heard.get(rank)),  # no new heartbeat
+            )
+            for status in filter(None, map(statuses.get, ranks)):
+                if standing_by(self.label) in status.activity:
+                    lost.setdefault(status.rank, f"rank {status.rank} stands by too")
+            if any(rank not in lost for rank in ranks):
+                return None
+        reasons = "".join(f"\n  {why}" for why in lost.values())
+        return self.failure(f"no other rank of it is left, so none can call shrink.{reasons}", "over")
