@@ -35,7 +35,7 @@ def run(rank: int, host: str, port: int, fsdp: int) -> None:
     """Train or stand by, until all steps are done."""
     launch.join("gloo", timeout=60, replica=rank, replicas=8, host=host, port=port)
     mesh = ProcessGroupMesh(dp=3, fsdp=fsdp, tp=-1, ranks=range(6), name="train")  # on all eight ranks
-    mesh.abort_when_lost()  # optional: notice stopped or unreachable ranks, in 5 to 7 s
+    mesh.abort_when_lost()  # optional: notice stopped or unreachable ranks, in 5 to 7.5 s
     standing_by = rank not in mesh
     saved: dict[int, State] = {} if standing_by else {0: {}}  # by step; {} is the new model
     failed_after: int | None = None
