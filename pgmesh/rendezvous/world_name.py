@@ -40,6 +40,16 @@ def _value(store: Any, key: str) -> str:
     return str(store.compare_set(key, ABSENT, ABSENT).decode())
 
 
+def _entered(name: str) -> str:
+    """The counter of the ranks that have entered a world."""
+    return f"{WORLD_KEY}.{name}.entered"
+
+
+def _left(name: str) -> str:
+    """The counter of the ranks that have left a world."""
+    return f"{WORLD_KEY}.{name}.left"
+
+
 def name_on(store: Any) -> str:
     """The name of the world that is on the store now; ``ABSENT`` without one."""
     return _value(store, WORLD_KEY)
@@ -62,12 +72,11 @@ def enter_world(store: Any, entered: Collection[str]) -> str:
         if name == OVER or name in entered:  # ``OVER``: the rank that was deleting it has died
             store.compare_set(WORLD_KEY, name, new + REPLACED)  # if another rank was faster, its name stays
             continue
-        counter = f"{WORLD_KEY}.{name}.entered"
-        store.add(counter, 1)
+        store.add(_entered(name), 1)
         if _compare_set_name(store, ABSENT, ABSENT) == name:
             return name
-        if store.add(counter, -1) == 0:  # all ranks of that world have left meanwhile
-            store.delete_key(counter)
+        if store.add(_entered(name), -1) == 0:  # all ranks of that world have left meanwhile
+            store.delete_key(_entered(name))
 
 
 def _compare_set_name(store: Any, before: str, new: str) -> str:
@@ -80,17 +89,18 @@ def _compare_set_name(store: Any, before: str, new: str) -> str:
 
 def leave_world(store: Any, name: str) -> bool:
     """Leave a world. The last rank to leave deletes the world's name and gets True."""
-    entered, left = f"{WORLD_KEY}.{name}.entered", f"{WORLD_KEY}.{name}.left"
-    count = str(store.add(left, 1))
-    if _value(store, entered) != count:
+    count = str(store.add(_left(name), 1))
+    if _value(store, _entered(name)) != count:
         return False
-    replaced_after = time.monotonic() + timing.TIMING.world_end  # others take this rank for dead, and replace ``OVER``
-    over = store.compare_set(WORLD_KEY, name, OVER).decode() == OVER
-    if over and _value(store, entered) != count:  # a rank has just entered
+    replaced_after = time.monotonic() + timing.TIMING.world_end
+    over = store.compare_set(WORLD_KEY, name, OVER).decode() == OVER  # else another world has its name there
+    # Before ``OVER``, a rank may have entered: it has counted itself. After that, ranks wait.
+    if over and _value(store, _entered(name)) != count:
         store.compare_set(WORLD_KEY, OVER, name)
         return False
-    for key in (entered, left):
-        store.delete_key(key)
-    if over and time.monotonic() < replaced_after:  # later, the key may have the name of the next world
+    store.delete_key(_entered(name))
+    store.delete_key(_left(name))
+    # After ``world_end``, others take this rank for dead and replace ``OVER`` by the name of the next world.
+    if over and time.monotonic() < replaced_after:
         store.delete_key(WORLD_KEY)
     return True
