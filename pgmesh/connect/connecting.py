@@ -156,13 +156,17 @@ class _Call:
         return locked
 
     def _discard_broken(self, groups: Iterable[Group]) -> bool:
-        """Discard those connected groups whose ``broken`` key another member has set. True if there are any."""
+        """Discard groups whose first collective failed. True if there are any.
+
+        Another member has set their ``broken`` key, or a second interrupt ended an earlier call of this process, which
+        had set it.
+        """
         connected = {each: each.round for each in groups if each.state is State.CONNECTED and each.round}
         reads = [Read(each.broken_key) for each in connected.values()]
         answers = self.client.run(*reads) if reads else []
         broken = [group for group, answer in zip(connected, answers) if answer is not None]
-        for group in broken:
-            self.mesh.discard(group, "failed on another member; ask its mesh for it anew.")
+        broken += [group for group in groups if group.state is State.CONNECTING]
+        self.mesh.discard(broken, "failed on another member; ask its mesh for it anew.")
         return bool(broken)
 
     def _new_round(self, group: Group) -> GroupRound:
@@ -250,13 +254,16 @@ class _Call:
 
     def _clean_up(self) -> None:
         """Record the connected groups, and discard groups that cannot be used."""
-        done = {collective.group for collective in self.client.all if collective.done}
-        for collective in self.client.all:
-            if not collective.done:
-                self.mesh.discard(collective.group, "could not be connected; ask its mesh for it anew.")
+        unusable = [collective for collective in self.client.all if not collective.done]
+        try:
+            self.mesh.discard((each.group for each in unusable), "could not be connected; ask its mesh for it anew.")
+        finally:
+            for collective in unusable:
                 collective.keep_until_done()
-        for group in self.groups:
             with self.mesh.lock:
-                group.end_connect(connected=group in done)
+                done = {collective.group for collective in self.client.all if collective.done}
+                for group in self.groups:
+                    group.end_connect(connected=group in done)
+        for group in self.groups:
             if group.state is State.ENDED and not self.mesh.aborted:  # another thread released it meanwhile
                 self.mesh.world.clean(Left(rounds=group.take_round()))

@@ -3,14 +3,16 @@
 A group is found by its ranks, its tag and the options asked for in the call. It goes through these states:
 
     new -------> made <------> connecting ------> connected
-                  ^                |                  |
-                  +---- broken <---+------------------+          every state ------> ended
+                 ^  |              |                  |
+                 |  v              |                  |
+                broken <-----------+------------------+          every state ------> ended
 
 - *new*: torch knows no such group yet, or creating it has failed.
 - *made*: torch knows it, and ``connect`` has not connected it. Its backend connects in its first collective.
 - *connecting*: a thread is in ``connect`` with it.
 - *connected*: ``connect`` has run its first collective.
-- *broken*: that collective failed, here or on another member. The next use makes the group again, under a new name.
+- *broken*: that collective failed or was never begun, here or on another member. The next use makes the group again,
+  under a new name.
 - *ended*: it was released, destroyed or closed. The next group of these ranks is another one, with another path.
 """
 
@@ -202,7 +204,7 @@ class Group:
         Returns:
             The store keys to delete.
         """
-        self._go(State.BROKEN, State.CONNECTING, State.CONNECTED)
+        self._go(State.BROKEN, State.MADE, State.CONNECTING, State.CONNECTED)
         self.reason = reason
         if self.round is not None:  # else the mesh was replaced meanwhile
             self.broken = self.round.number

@@ -59,6 +59,7 @@ class MeshIdentity:
         self.name, self.layout, self.rank, self.world_size = name, layout, rank, world_size
         self.pickled_number = pickled
         self.number = 0  # the local number
+        self.counted = False  # the next mesh of this name in this process has another number
         self.generation = 0
         # Set by ``registration.py``:
         self.shared_number: int | None = None  # None until it is derived
@@ -125,5 +126,5 @@ class MeshIdentity:
         """The identity of the mesh with which ``shrink`` replaces this one. Its store keys are known at once."""
         identity = MeshIdentity(self.name, layout, None, self.rank, self.world_size)
         identity.prefix, identity.number, identity.shared_number = self.prefix, self.number, self.shared_number
-        identity.generation = self.generation + 1
+        identity.generation, identity.counted = self.generation + 1, True  # it has the number of this one
         return identity

@@ -9,12 +9,12 @@ class MeshEnd:
     """How a mesh ended. The first end counts, of those in several threads.
 
     A mesh is open, until ``set``. Then it has ended, and creates no more groups. Whoever holds ``MeshGroups.lock`` next
-    destroys its groups, once.
+    destroys its groups.
 
     Args:
         reason: for messages; they begin with the label of the mesh. None while the mesh is open.
         aborted: by ``abort``, or it was replaced: it may be shrunk.
-        groups_destroyed: they are, or are being. Guarded by ``MeshGroups.lock``.
+        groups_destroyed: guarded by ``MeshGroups.lock``.
     """
 
     def __init__(self, reason: str | None = None, *, groups_destroyed: bool = False) -> None:

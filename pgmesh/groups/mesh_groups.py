@@ -296,6 +296,7 @@ class MeshGroups:
         if members != block:
             raise RankError(f"{label} has ranks {format_ranks(block)}; the group to adopt has {format_ranks(members)}.")
         with self.lock:
+            self.check()
             asked = self.members(layout, axes)
             self.configured.check_adopted(asked, label)
             group = self._group(asked, {})
@@ -316,23 +317,25 @@ class MeshGroups:
         """Destroy the groups of these ranks. The next call creates new ones under new names."""
         self.check()
         with self.lock:
-            released = {key: group for key, group in self._groups.items() if group.ranks == ranks}
-            left = self._destroy(released.values(), f"was released at {call_site()}; ask its mesh for it anew.")
-            for key in released:
-                del self._groups[key]
+            # First the table: if an interrupt ends the rest, the next call still creates new groups.
+            released = [self._groups.pop(key) for key in list(self._groups) if key[0] == ranks]
             self._generations.release(ranks)
             if len(ranks) == 1:
                 self.configured.forget_returned()
+            left = self._destroy(released, f"was released at {call_site()}; ask its mesh for it anew.")
         self.world.clean(left)
 
-    def discard(self, group: Group, reason: str) -> None:
-        """Destroy the process group of a group whose first collective failed. The next use makes it again."""
+    def discard(self, groups: Iterable[Group], reason: str) -> None:
+        """Destroy the process groups of groups whose first collective failed. The next use makes them again."""
+        left = Left()
         with self.lock:
-            if group.state is State.ENDED:  # by another thread
+            broken = [group for group in groups if group.state is not State.ENDED]  # by another thread
+            if not broken:
                 return
+            for group in broken:
+                left.add(group.break_(reason))
             self._clear_references()
-            left = group.break_(reason)
-            teardown.destroy([group], abort=True)
+            teardown.destroy(broken, abort=True)
         self.world.clean(left)
 
     def close(self) -> None:
@@ -416,8 +419,8 @@ class MeshGroups:
         """Destroy all groups of a mesh that has ended, under the lock; return what they leave in the store."""
         if self.end.groups_destroyed:
             return Left()
-        self.end.groups_destroyed = True
         left = self._destroy(self._groups.values(), str(self.ended), abort=self.aborted)
+        self.end.groups_destroyed = True  # only now: after an interrupt, the next end destroys the others
         if not self.aborted:  # otherwise ``forget_store`` deletes the rest, by these groups
             left.keys += self.identity.store_keys()
             self._groups.clear()

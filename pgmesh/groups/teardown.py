@@ -34,13 +34,14 @@ def destroy(groups: Iterable[Group], *, abort: bool = False) -> None:
     ours = [group for group in groups if group.has_process_group and group.created_by != "adopted"]
     endpoints = [group.endpoints() for group in ours]
     known = [group.process_group for group in ours if group.is_known()]
-    wake(ours)
+    wake(ours)  # while torch knows them, and in which of them a thread waits
     with torch_private.aborting_together(known) if abort else contextlib.nullcontext():
         for group in ours:
             _end(group, abort=abort or background.exiting.is_set())
     for group in ours:  # a destroyed Gloo group would continue to work
-        torch_private.invalidate(group.process_group, group.unusable)
-    connections.shut_down(endpoints)
+        with contextlib.suppress(RuntimeError):  # no descriptor is free: then it fails, but without the reason
+            torch_private.invalidate(group.process_group, group.unusable)
+    connections.shut_down(endpoints)  # only now, so that a thread that wakes up finds the reason
     process_groups = [group.take_process_group() for group in groups]
     if abort and ours:
         background.in_background(_free_later, process_groups)

@@ -133,13 +133,19 @@ class World:
                         f"  mesh = pgmesh.meshes()[{mesh.name!r}]    # use that one\n"
                         f"  pgmesh.meshes()[{mesh.name!r}].close()   # or close it first, or use another name"
                     )
-            if mesh.identity.generation == 0:  # a mesh created by ``shrink`` has its number
-                self._set_number(mesh.identity, counts=mesh.identity.pickled_number is None)
+            self._set_number(mesh.identity, counts=mesh.identity.pickled_number is None)
             self.meshes[next(serials)] = mesh
 
     def _set_number(self, identity: MeshIdentity, *, counts: bool) -> None:
-        """Set the local number of a mesh. If it counts, the next mesh of this name gets another one."""
+        """Set the local number of a mesh, unless it is counted already.
+
+        Args:
+            counts: the next mesh of this name has another number.
+        """
+        if identity.counted:
+            return
         identity.number = max(self._next_numbers[identity.prefix], identity.pickled_number or 0)
+        identity.counted = counts
         if counts:
             self._next_numbers[identity.prefix] = identity.number + 1
 
@@ -163,8 +169,7 @@ class World:
                         f"  {mesh.layout.spell('ProcessGroupMesh', world=self.size, name='actor')}   "
                         "# or name this one"
                     )
-            if mesh.identity.pickled_number is not None:  # only now, since ranks that load no mesh count none
-                self._set_number(mesh.identity, counts=True)
+            self._set_number(mesh.identity, counts=True)  # of an unpickled one; ranks that load no mesh count none
             self.with_groups.add(mesh)
 
     def stop_keeping(self, mesh: Any) -> None:

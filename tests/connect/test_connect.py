@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import LifetimeError, ProcessGroupMesh
-from pgmesh.groups import backends
+from pgmesh.groups import backends, background
 from pgmesh.groups.group import State, find_group
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Raw, Read
@@ -171,6 +171,26 @@ def test_unstarted_first_collective_fails_at_the_deadline(tmp_path):
         "group dp of mesh 'actor': its first collective did not finish in time: the deadline was 2 s. "
         "Its members are ranks 0, 1."
     )
+
+
+@pytest.mark.fault("Ctrl-C or SIGTERM while connecting, or any exception")
+@on_ranks(4, "fast")
+def test_retry_succeeds_after_interrupted_clean_up(tmp_path):
+    """Both first collectives of rank 0 fail, and it is interrupted before it has ended the first of their groups."""
+    beat_fast()
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    dist.barrier()
+    if mesh.rank == 0:
+        with mock.patch.object(background, "free_finished", side_effect=KeyboardInterrupt):
+            failed = attempt(lambda: mesh.connect("dp", "tp", timeout=1))
+        assert failed.kind == "KeyboardInterrupt"
+        set_flag(tmp_path, "interrupted")
+    else:
+        with at_all_reduce(before=lambda: wait_for_flag(tmp_path, "interrupted")):
+            attempt(lambda: mesh.connect("dp", "tp", timeout=1))
+    dist.barrier()
+    mesh.connect("dp", "tp")
+    check_sums(groups_of(mesh))
 
 
 @on_ranks(4)

@@ -6,8 +6,10 @@ import copy
 import io
 import pickle
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -25,7 +27,7 @@ from pgmesh import (
     ProcessGroupMesh,
     launch,
 )
-from pgmesh.groups import building as pgmesh_groups, world as pgmesh_world
+from pgmesh.groups import building as pgmesh_groups, connections, world as pgmesh_world
 from pgmesh.groups.group import find_group
 from tests.support.collectives import COLLECTIVES
 from tests.support.faults import wait_until
@@ -224,6 +226,42 @@ def test_with_closes_the_mesh_after_an_error():
         mesh.group("dp")
     ProcessGroupMesh(dp=4).group("dp")
     summed(ProcessGroupMesh(tp=4, name="after"))
+
+
+@pytest.mark.parametrize("end", ["release", "close"])
+@on_ranks(4)
+def test_interrupted_end_can_be_repeated(end: str):
+    before = table_sizes(), ours()
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    summed(mesh)
+    dist.barrier()
+    with mock.patch.object(connections, "shut_down", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        mesh.release("dp") if end == "release" else mesh.close()
+    if end == "release":
+        summed(mesh)
+    mesh.close()
+    assert (table_sizes(), ours()) == before
+
+
+@on_ranks(2)
+def test_adopt_fails_on_a_mesh_closed_meanwhile():
+    """Another thread is in ``adopt``, and waits for the lock of the mesh while this one closes it."""
+    before, other = ours(), dist.new_group([0, 1])
+    mesh, entered, ranks_of = ProcessGroupMesh(dp=2, name="actor"), threading.Event(), dist.get_process_group_ranks
+
+    def ranks_in_order(group: Any) -> list[int]:
+        entered.set()
+        return ranks_of(group)
+
+    with ThreadPoolExecutor(1) as thread, mock.patch.object(dist, "get_process_group_ranks", ranks_in_order):
+        with mesh._mesh_groups.lock:
+            adopting = thread.submit(mesh.adopt, "dp", other)
+            assert entered.wait(30.0)
+            mesh.close()
+        with pytest.raises(LifetimeError, match="mesh 'actor' was closed at"):
+            adopting.result(30.0)
+    assert ours() == before
+    dist.destroy_process_group(other)
 
 
 @on_ranks(4)
@@ -530,6 +568,18 @@ def test_error_names_the_number_of_unpickled_mesh():
     whose = "mesh 'original' (unpickled as number 1 of its name; number 0 was taken here)"
     assert f"group dp of {whose}" in str(caught.value), str(caught.value)
     dist.barrier()
+
+
+@pytest.mark.fault("creating a group raises an error")
+@on_ranks(2)
+def test_failed_first_group_keeps_number_of_unpickled_mesh():
+    with ProcessGroupMesh(dp=2, name="original") as original:
+        data = pickle.dumps(original)
+    mesh = pickle.loads(data)
+    if mesh.rank == 0:
+        with FAILURES["no backend"](), pytest.raises(ConnectionError):
+            mesh.group("dp")
+    summed(mesh)
 
 
 def test_unpickled_mesh_outside_a_world_keeps_coords():
