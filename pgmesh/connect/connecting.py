@@ -91,7 +91,11 @@ class ConnectState:
 
 
 class _Call:
-    """One call of ``connect`` on one rank: its rounds, and the first collective of each connected group."""
+    """One call of ``connect`` on one rank: its rounds, and the first collective of each connected group.
+
+    ``run`` locks the groups, arrives and waits, and runs the first collectives. The state of each group is "connecting"
+    meanwhile. At the end, ``_clean_up`` makes it "connected", or "broken" if its collective is not done.
+    """
 
     def __init__(
         self, mesh: MeshGroups, layout: Layout, combinations: Sequence[tuple[Axis, ...]], seconds: float
@@ -187,7 +191,7 @@ class _Call:
         return new
 
     def _rounds_of(self, rounds: Sequence[GroupRound]) -> Rounds[GroupRound, Decision]:
-        """Some rounds, which decide what this call decides. The first of them has registered the mesh."""
+        """These rounds, with the judge of this call. The mesh is registered: their keys begin with its key."""
         judge = ConnectJudge(
             self.mesh.rank,
             self.client,
@@ -217,7 +221,15 @@ class _Call:
         self.client.finish()
 
     def _cancel(self, error: BaseException) -> None:
-        """Publish that this rank stopped: to undecided rounds, and to groups whose first collective is not done."""
+        """Tell the other members that this rank stopped.
+
+        They wait for it in one of three ways, depending on how far it came:
+
+            this rank           its rounds        what tells the others
+            made groups         are not there     a new round for each group, decided as cancelled
+            waited in rounds    are undecided     these rounds, decided as cancelled
+            ran collectives     are made          the ``broken`` key of each that is not done
+        """
         self.client.end(error)
         with contextlib.suppress(PgmeshError):  # the caller raises the first error
             rounds = self.rounds or map(self._new_round, self._unconnected())

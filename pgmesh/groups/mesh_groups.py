@@ -4,14 +4,13 @@ Views and slices of a mesh share one ``MeshGroups``. Creating a group communicat
 (``naming.py``), and its backend connects at its first use, through the store of ``rendezvous/polling_store.py``.
 
 It holds the groups (``group.py``) and the lock that guards them. Its other data has files of its own: the mesh's
-numbers (``identity.py``) and the configured options (``configuring.py``).
+numbers (``identity.py``), the configured options (``configuring.py``), and how it ended (``mesh_end.py``).
 ``world.py`` has all meshes of this process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import time
 import weakref
@@ -25,7 +24,7 @@ from pgmesh import torch_private
 from pgmesh._util.call_sites import call_site
 from pgmesh._util.formatting import format_ranks
 from pgmesh.errors import LifetimeError, PgmeshError, RankError
-from pgmesh.groups import background, building, connections, ending, naming, teardown
+from pgmesh.groups import building, connections, ending, naming, teardown
 from pgmesh.groups.aborts import publish_abort
 from pgmesh.groups.backends import backends_of
 from pgmesh.groups.configuring import ConfiguredOptions, OptionData, check_supported, format_verb
@@ -58,10 +57,8 @@ _ABORT_SECONDS = 0.5
 class MeshGroups:
     """The groups of a mesh, its views and its slices. They are found by their properties and closed together.
 
-    The mesh is open; then it has ended and creates no more groups; then its groups are destroyed. A thread that needs
-    several locks takes first ``Group.connecting``, then ``lock``, and then that of the world. ``lock`` is held for long
-    only during torch's ``new_group``. ``close`` waits for that without limit; every other end waits for a second, and
-    then finishes in a background thread.
+    A thread that needs several locks takes first ``Group.connecting``, then ``lock``, and then that of the world.
+    ``lock`` is held for long only during torch's ``new_group``.
 
     Args:
         name: name of the mesh, the same on every rank; None for an unnamed mesh.
@@ -340,11 +337,11 @@ class MeshGroups:
 
     def close(self) -> None:
         """Destroy all groups. The mesh creates no more."""
-        self._end(f"was closed at {call_site()}.", lock_seconds=-1)
+        self.end.end(self, f"was closed at {call_site()}.", lock_seconds=-1)
 
     def close_because(self, reason: str) -> None:
         """The same at the end of the world or of the process."""
-        self._end(reason)
+        self.end.end(self, reason)
 
     def abort(self, why: str, where: str = "") -> None:
         """Destroy all groups without waiting for their collectives, and publish why.
@@ -379,7 +376,7 @@ class MeshGroups:
         Args:
             text: the error message of the mesh.
         """
-        self._end(text.removeprefix(f"{self.label} "), aborted=True)
+        self.end.end(self, text.removeprefix(f"{self.label} "), aborted=True)
         for internal in _items(self._dependents):
             internal.abort(text)
 
@@ -399,48 +396,16 @@ class MeshGroups:
         keys = [key for each in rounds for key in each.store_keys()]
         self.world.clean(Left([*keys, *self.identity.store_keys()]))
 
-    def _end(self, reason: str, *, aborted: bool = False, lock_seconds: float = 1.0) -> None:
-        """End the mesh and destroy all groups, unless that was done before.
-
-        Args:
-            lock_seconds: timeout for the lock; -1 for none. After it, a background thread does the same.
-        """
-        if not self.lock.acquire(timeout=lock_seconds):
-            self._end_later(reason, aborted)
-            return
-        try:
-            self.end.set(reason, aborted=aborted)
-            left = self._destroy_all()
-        finally:
-            self.lock.release()
-        self.world.clean(left)
-
-    def _destroy_all(self) -> Left:
+    def destroy_groups(self) -> Left:
         """Destroy all groups of a mesh that has ended, under the lock; return what they leave in the store."""
-        if self.end.groups_destroyed:
-            return Left()
         left = self._destroy(self._groups.values(), str(self.ended), abort=self.aborted)
-        self.end.groups_destroyed = True  # only now: after an interrupt, the next end destroys the others
         if not self.aborted:  # otherwise ``forget_store`` deletes the rest, by these groups
             left.keys += self.identity.store_keys()
             self._groups.clear()
         self.world.stop_keeping(self)
         return left
 
-    def _end_later(self, reason: str, aborted: bool) -> None:
-        """End the mesh while another thread holds the lock. A background thread then waits for it, perhaps for ever.
-
-        Collectives of an aborted mesh end now. Once the process exits, nothing is destroyed later: none would wait for
-        the thread.
-        """
-        if not self.end.set(reason, aborted=aborted):
-            return  # whoever did that destroys the groups
-        if aborted:
-            self._wake()
-        if not background.exiting.is_set():
-            background.in_background(functools.partial(self._end, reason, lock_seconds=-1))
-
-    def _wake(self) -> None:
+    def wake_collectives(self) -> None:
         """End the collectives of all groups, which stay until the lock is free."""
         self._clear_references()
         teardown.wake(self.made())
@@ -486,7 +451,7 @@ class MeshGroups:
     def end_in_child(self, reason: str) -> None:
         """Invalidate all groups in a forked child. They belong to the parent."""
         self.lock = threading.RLock()  # a thread of the parent may hold the old one, and that of the end
-        self.end = MeshEnd(reason, groups_destroyed=True)
+        self.end = MeshEnd(reason)
         self._clear_references()
         for group in self.made():
             group.end(reason)

@@ -162,7 +162,7 @@ def test_group_that_is_made_again_keeps_its_timeout():
     mesh.set_timeout(timeout=7)
     (group,) = mesh._mesh_groups.made()
     before = group.name
-    mesh._mesh_groups.discard(group, "broke.")
+    mesh._mesh_groups.discard([group], "broke.")
     again = mesh.group()
     check_sums(groups_of(mesh))
     assert again.group_name != before
