@@ -773,7 +773,7 @@ class ProcessGroupMesh(RankMethods):
     def __repr__(self) -> str:
         layouts = [*(layout for _, layout in self._calls), self.layout]
         calls = map(_call_of, (verb for verb, _ in self._calls), layouts, layouts[1:])
-        return self._mesh_groups.call + "".join(calls)
+        return self._mesh_groups.identity.call + "".join(calls)
 
     def __str__(self) -> str:
         from pgmesh.drawing import text  # only to print
@@ -790,7 +790,7 @@ class ProcessGroupMesh(RankMethods):
             self._mesh_groups.name,
             self._mesh_groups.identity.number,
             self._mesh_groups.layout,
-            self._mesh_groups.call,
+            self._mesh_groups.identity.call,
             self._mesh_groups.rank,
         )
         return _unpickle, (root, self.layout, self._calls, self._part_of)
@@ -822,7 +822,7 @@ def abort_with(mesh: ProcessGroupMesh, internal: ProcessGroupMesh) -> None:
 
 def check_not_aborted(mesh: ProcessGroupMesh) -> None:
     """Raise LifetimeError if a mesh was aborted."""
-    if mesh._mesh_groups.aborted:
+    if mesh._mesh_groups.end.aborted:
         mesh._mesh_groups.check()
 
 
@@ -886,7 +886,7 @@ _PLAIN_TYPES = frozenset({int, type(None)})
 def _call_for_torch(mesh: ProcessGroupMesh, verb: str, axes: Iterable[Axis]) -> str:
     """The call of a verb on the root mesh, called ``mesh``, that does the same as on this mesh."""
     along = f".along({', '.join(map(repr, mesh.axes))})"
-    calls = repr(mesh).removeprefix(mesh._mesh_groups.call).removesuffix(along)
+    calls = repr(mesh).removeprefix(mesh._mesh_groups.identity.call).removesuffix(along)
     return f"mesh{calls}.{verb}({', '.join(map(repr, axes))})"
 
 

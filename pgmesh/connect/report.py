@@ -136,7 +136,7 @@ def report(mesh: MeshGroups) -> Report:
         for rank in mesh.layout.ranks()
         if (text := statuses.text(rank)) is not None
     }
-    return Report(mesh.call, mesh.rank, held(mesh), others, trouble, lines)
+    return Report(mesh.identity.call, mesh.rank, held(mesh), others, trouble, lines)
 
 
 def _describe_status(mesh: MeshGroups, status: RankStatus, deadline: float) -> str:

@@ -118,7 +118,16 @@ class ShrinkJudge(SurvivorJudge):
         return view
 
     def _view_of(self, arrivals: Mapping[int, Arrival], gone: dict[int, str]) -> View:
-        """Who is waited for, who is lost, and which spares there are."""
+        """Who is waited for, who is lost, and which spares there are.
+
+        A spare that is     with an axis    without one
+        arrived             is ready        is ready        unless it is a member that is not lost
+        arrived, and gone   counts no more  may come again
+        absent              may come        may come
+        absent, and gone    counts no more  may come
+
+        Without an axis there is no mesh without spares, so new processes in the places of ended ones are waited for.
+        """
         members, spares = self.layout.ranks(), self.request.spares
         absent = [rank for rank in members if rank not in arrivals]
         lost = {rank: gone[rank] for rank in absent if rank in gone}
@@ -126,7 +135,6 @@ class ShrinkJudge(SurvivorJudge):
         new = [rank for rank in members if rank in arrivals and not arrivals[rank].call]
         lost |= {rank: f"rank {rank} stands by, as a new process does" for rank in new}
         there = [rank for rank in spares if rank in arrivals and rank not in gone]
-        # Without an axis there is no mesh without spares, so new processes in the places of ended ones are waited for.
         may_restart = self.request.axis is None
         return View(
             gone,

@@ -1,4 +1,14 @@
-"""``shrink`` and ``stand_by``: abort a mesh, agree on the survivors, and create the mesh that replaces it."""
+"""``shrink`` and ``stand_by``: abort a mesh, agree on the survivors, and create the mesh that replaces it.
+
+For example, rank 3 of a mesh is lost, and rank 4 stands by. In order of time:
+
+    ranks 0 to 2 call ``shrink``        they abort the mesh, arrive at its round, and find that rank 3 is lost
+    one of them decides                 a decision: rank 3 is lost, rank 4 replaces it
+    all read that                       each creates the mesh that follows from the layout and the decision
+
+Rank 4 may *miss* a decision: the others made it before rank 4 arrived (it *came late*), or they counted an earlier
+process of its rank. Then it stands by for the mesh that follows from that decision, and so on.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +118,7 @@ def stand_by(mesh: MeshGroups, seconds: float, lost_after: float | None) -> Mesh
 
 def _client(mesh: MeshGroups, seconds: float) -> CallClient:
     """The store and the clock of one call."""
-    if mesh.ended is not None and not mesh.aborted:
+    if mesh.ended is not None and not mesh.end.aborted:
         raise LifetimeError(f"{mesh.label} {mesh.ended} It cannot be replaced.")
     return CallClient(mesh.world.heartbeat_thread(), seconds)
 
@@ -136,7 +146,8 @@ class ShrinkCall:
         request: the arguments of ``shrink``; None to stand by.
         client: the store and the clock of this call.
         seconds: its timeout.
-        lost_after: seconds without a heartbeat after which a rank is lost; None for the default.
+        lost_after: seconds without a heartbeat after which a rank is lost; None for the default. That of ``shrink`` is
+            in its request, and that of ``stand_by`` in its call, or else that of ``abort_when_lost``.
         process: a word that no other process of this rank has.
         warn: called with text for the log.
         shrinks, stands_by: make the judge of a call of ``shrink``, and of ``stand_by``.

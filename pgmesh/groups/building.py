@@ -124,17 +124,25 @@ def _polling_store(backend: str, group: Group, path: str, identity: MeshIdentity
     """
     assert group.fingerprint is not None
     timeout = group.options.timeout or timedelta()
-    key = functools.partial(world.registration.store_key, identity)
-    mismatch = f"{group.path}/mismatch"
+    store_key = functools.partial(world.registration.store_key, identity)
+
+    def use_key(seconds: float) -> str:
+        return f"{store_key(path, seconds)}/use"
+
+    def refusal_keys() -> tuple[str, str]:
+        # A mismatch is one of the group, whichever of its process groups found it.
+        return store_key(f"{group.path}/mismatch", timeout.total_seconds()), identity.refusal_key
+
     kind = GlooStore if backend == "gloo" else PollingStore
+    compares = group.options != world.options
     return kind(
         world.store_thread,
-        lambda seconds: f"{key(path, seconds)}/use",
+        use_key,
         group.fingerprint,
         group.ranks,
         timeout,
-        compares=group.options != world.options,
-        refusal_keys=lambda: (key(mismatch, timeout.total_seconds()), identity.refusal_key),
+        compares=compares,
+        refusal_keys=refusal_keys,
     )
 
 

@@ -38,8 +38,12 @@ class Configured(NamedTuple):
 class ConfiguredOptions:
     """The configured options of one rank's groups.
 
-    They belong to the ranks of a group and its tag. Groups of one rank all have the same ranks, this rank alone, so
-    their options belong to the axes, are part of the group's name, and can change until that group is returned.
+    Groups of one rank all have the same ranks, this rank alone, so their options belong to the axes:
+
+        a group of                  has the options of        in its name   which can change
+        several ranks               its ranks and its tag     no            until it is created
+        this rank, along axes       these axes and its tag    yes           until it is returned
+        this rank, by ``group_of``  the world                 no            never
 
     Args:
         rank: this rank.
@@ -139,27 +143,19 @@ class ConfiguredOptions:
             spelling: the axes, for messages.
             created: their group, if it was created with the configured options.
         """
-        ranks, tag, _, axes = members
         key, given = self._key(members), GroupOptions.of(options)
-        before, configured_as, site = self._configured.get(key, Configured(GroupOptions(), spelling, ""))
-        after = before.but(options)
-        if after.keywords() == before.keywords():
+        before = self._configured.get(key, Configured(GroupOptions(), spelling, ""))
+        after = before.options.but(options)
+        if after.keywords() == before.options.keywords():
             return
-        if created is not None and (len(ranks) > 1 or key in self._returned):
+        if created is not None and (len(members.ranks) > 1 or key in self._returned):
             raise OptionsError(
                 f"{created.label} was created at {created.call_site}, so it is too late to configure it.\n\n"
-                f"{format_calls(_instead_of_configuring(axes, tag, given))}"
+                f"{format_calls(_instead_of_configuring(members.axes, members.tag, given))}"
             )
-        kept = {name: value for name, value in before.keywords().items() if value is not None}
-        if configured_as != spelling and any(after.keywords()[name] != value for name, value in kept.items()):
-            keywords = [f"{name}={value!r}" for name, value in given.given.items()]
-            separate = f"mesh.{format_verb('configure', axes, 'tag=' + repr(spelling), *keywords)}"
-            raise OptionsError(
-                f"{spelling} and {configured_as} are the same ranks here ({format_ranks(ranks)}), so one group. "
-                f"But {configured_as} was configured with {before} at {site}, and {spelling} now with {given}.\n\n"
-                f"  {separate}   # a separate communicator; or use the same options for both"
-            )
-        self._configured[key] = Configured(after, configured_as, call_site if configured_as == spelling else site)
+        _check_agree(before, after, given, members, spelling)
+        site = call_site if before.spelling == spelling else before.call_site
+        self._configured[key] = Configured(after, before.spelling, site)
 
     def restore(self, data: OptionData, call_site: str) -> None:
         """Set what ``of_root.as_data`` returned for another mesh with the same axes, before it creates groups."""
@@ -212,6 +208,26 @@ class RootOptions:
     def as_data(self) -> OptionData:
         """They as plain data, for ``ConfiguredOptions.restore``."""
         return [([*axes], tag, options.given) for (axes, tag), options in list(self._options.items())]
+
+
+def _check_agree(before: Configured, after: GroupOptions, given: GroupOptions, members: Members, spelling: str) -> None:
+    """Raise OptionsError if other axes with the same ranks were configured with other values.
+
+    Args:
+        before: the options of these ranks so far.
+        after: the same with those that are given.
+        given: the options that are given.
+        spelling: the axes for which they are given.
+    """
+    kept = {name: value for name, value in before.options.keywords().items() if value is not None}
+    if before.spelling != spelling and any(after.keywords()[name] != value for name, value in kept.items()):
+        keywords = [f"{name}={value!r}" for name, value in given.given.items()]
+        separate = f"mesh.{format_verb('configure', members.axes, 'tag=' + repr(spelling), *keywords)}"
+        raise OptionsError(
+            f"{spelling} and {before.spelling} are the same ranks here ({format_ranks(members.ranks)}), so one group. "
+            f"But {before.spelling} was configured with {before.options} at {before.call_site}, and {spelling} now "
+            f"with {given}.\n\n  {separate}   # a separate communicator; or use the same options for both"
+        )
 
 
 def _instead_of_configuring(axes: tuple[Axis, ...], tag: str, given: GroupOptions) -> list[tuple[str, str]]:

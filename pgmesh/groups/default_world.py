@@ -40,14 +40,9 @@ def world_options() -> GroupOptions:
     return GroupOptions(backend=backend, timeout=timeout or torch_private.default_timeout(backend))
 
 
-def world_store() -> Any:
-    """The world's store."""
-    return torch_private.default_store()
-
-
 def store_address() -> str:
     """Host and port of the world's store, for messages."""
-    store = underlying(world_store())
+    store = underlying(torch_private.default_store())
     host, port = getattr(store, "host", None), getattr(store, "port", None)
     return f"{host}:{port}" if host else type(store).__name__
 

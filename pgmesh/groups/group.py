@@ -74,7 +74,6 @@ class Group:
         ranks: its members in group order.
         path: identifies the group in its mesh. The name in torch of a group of pgmesh is the mesh's and this, with a
             number behind it if an earlier process group of this path broke.
-        tag: its tag.
         releases: how many times groups of these ranks were released before.
         options: its options.
         fingerprint: its fingerprint on this rank; None if it has no other members, or if pgmesh does not connect it.
@@ -93,7 +92,6 @@ class Group:
     mesh_label: str
     ranks: tuple[int, ...]
     path: str = ""
-    tag: str = ""
     releases: int = 0
     options: GroupOptions = field(default_factory=GroupOptions)
     fingerprint: Fingerprint | None = None

@@ -98,11 +98,6 @@ class MeshGroups:
             self.world.add(self)
 
     @property
-    def call(self) -> str:
-        """The call that created the root mesh."""
-        return self.identity.call
-
-    @property
     def label(self) -> str:
         """Name of the mesh in messages."""
         return self.identity.label
@@ -111,11 +106,6 @@ class MeshGroups:
     def ended(self) -> str | None:
         """The reason why the mesh creates no more groups; None while it is open."""
         return self.end.reason
-
-    @property
-    def aborted(self) -> bool:
-        """True if it ended by ``abort``, or was replaced: it may be shrunk."""
-        return self.end.aborted
 
     def is_fake(self) -> bool:
         """True in a fake world, which has no other processes."""
@@ -196,7 +186,7 @@ class MeshGroups:
         group = self._groups.get(key)
         if group is None:
             path, releases = self._generations.path(*key), self._generations.releases(members.ranks)
-            group = Group(members.label, self.label, members.ranks, path, members.tag, releases)
+            group = Group(members.label, self.label, members.ranks, path, releases)
             self._groups[key] = group
         return group
 
@@ -398,8 +388,8 @@ class MeshGroups:
 
     def destroy_groups(self) -> Left:
         """Destroy all groups of a mesh that has ended, under the lock; return what they leave in the store."""
-        left = self._destroy(self._groups.values(), str(self.ended), abort=self.aborted)
-        if not self.aborted:  # otherwise ``forget_store`` deletes the rest, by these groups
+        left = self._destroy(self._groups.values(), str(self.ended), abort=self.end.aborted)
+        if not self.end.aborted:  # otherwise ``forget_store`` deletes the rest, by these groups
             left.keys += self.identity.store_keys()
             self._groups.clear()
         self.world.stop_keeping(self)

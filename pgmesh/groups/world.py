@@ -16,10 +16,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pgmesh import torch_private
 from pgmesh.errors import LifetimeError, NameTakenError, WorldError
 from pgmesh.groups import background
 from pgmesh.groups.aborts import Aborts
-from pgmesh.groups.default_world import store_address, world_options, world_rank_and_size, world_store
+from pgmesh.groups.default_world import store_address, world_options, world_rank_and_size
 from pgmesh.groups.group import Left
 from pgmesh.groups.identity import MeshIdentity
 from pgmesh.groups.registration import Registration
@@ -121,15 +122,16 @@ class World:
         """
         if self.forked:
             raise LifetimeError(
-                f"{mesh.call}: this process was forked from rank {mesh.rank} and shares its sockets, so it cannot "
-                "create groups.\n\n"
+                f"{mesh.identity.call}: this process was forked from rank {mesh.rank} and shares its sockets, so it "
+                "cannot create groups.\n\n"
                 "  pgmesh.Layout(dp=2, tp=2)   # a layout needs no processes"
             )
         with registering:
             for other in self.open_meshes():
                 if mesh.name is not None and other.name == mesh.name:
                     raise NameTakenError(
-                        f"a mesh named {mesh.name!r} already exists, created at {other.call_site}: {other.call}.\n\n"
+                        f"a mesh named {mesh.name!r} already exists, created at {other.call_site}: "
+                        f"{other.identity.call}.\n\n"
                         f"  mesh = pgmesh.meshes()[{mesh.name!r}]    # use that one\n"
                         f"  pgmesh.meshes()[{mesh.name!r}].close()   # or close it first, or use another name"
                     )
@@ -162,7 +164,7 @@ class World:
                 if other is not mesh and (other.name, other.layout) == (None, mesh.layout):
                     key = next(key for key, each in open_meshes_by_name().items() if each is other)
                     raise NameTakenError(
-                        f"two unnamed meshes differ only in the order of creation: {mesh.call}, created at "
+                        f"two unnamed meshes differ only in the order of creation: {mesh.identity.call}, created at "
                         f"{other.call_site} and at {mesh.call_site}. Ranks that use them in different orders would "
                         "use different groups.\n\n"
                         f"  pgmesh.meshes()[{key!r}].close()   # close the other, if it is no longer used\n"
@@ -211,14 +213,9 @@ def current_world() -> World:
     world = _worlds.get(default)
     if world is None:
         with registering:
-            new = World(world_store(), store_address(), rank, size, world_options())
+            new = World(torch_private.default_store(), store_address(), rank, size, world_options())
             world = _worlds.setdefault(default, new)
     return world
-
-
-def store_thread() -> StoreThread:
-    """The store thread of this process."""
-    return current_world().store_thread()
 
 
 def open_meshes_by_name() -> dict[str, Any]:
@@ -232,7 +229,7 @@ def open_meshes_by_name() -> dict[str, Any]:
         meshes = current_world().open_meshes()
     names, found = {mesh.name for mesh in meshes}, dict[str, Any]()
     for mesh in meshes:
-        calls = (mesh.call + f" ({number})" * (number > 1) for number in itertools.count(1))
+        calls = (mesh.identity.call + f" ({number})" * (number > 1) for number in itertools.count(1))
         key = mesh.name or next(call for call in calls if call not in found and call not in names)
         found[key] = mesh
     return found

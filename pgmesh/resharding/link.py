@@ -28,7 +28,7 @@ from pgmesh.groups.background import keep_until_done
 from pgmesh.groups.default_world import device_of, world_options, world_rank_and_size
 from pgmesh.groups.group import find_group
 from pgmesh.groups.identity import MeshIdentity
-from pgmesh.groups.world import store_thread
+from pgmesh.groups.world import current_world
 from pgmesh.layout import Layout
 from pgmesh.mesh import ProcessGroupMesh, abort_with, check_not_aborted, meshes
 from pgmesh.options import Timeout, to_timedelta
@@ -146,7 +146,7 @@ class Link:
         except _Broken as error:
             self._release()
             is_late = time.monotonic() >= self.deadline  # otherwise a lost rank may not have been noticed yet
-            grace = RECONNECT_SECONDS if is_late else store_thread().lost_after + 1.0
+            grace = RECONNECT_SECONDS if is_late else current_world().store_thread().lost_after + 1.0
             self.deadline = max(self.deadline, time.monotonic() + grace)
             self._connect()
             raise WorldError(f"the transfer failed, and all ranks are there again. ({error})") from None
@@ -412,7 +412,7 @@ class InternalMeshes:
         return f"{self.name} {number}"
 
     def _ask(self, *operations: Operation, seconds: float = POLL_SECONDS) -> list[Any]:
-        return store_thread().run(*operations, seconds=seconds)
+        return current_world().store_thread().run(*operations, seconds=seconds)
 
 
 class Works(threading.Thread):

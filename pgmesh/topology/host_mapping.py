@@ -23,7 +23,7 @@ from pgmesh._util.formatting import as_range, format_ranks, name_ranks
 from pgmesh.errors import MissingRanksError
 from pgmesh.groups.backends import backends_of
 from pgmesh.groups.default_world import world_options, world_rank_and_size
-from pgmesh.groups.world import store_thread
+from pgmesh.groups.world import current_world
 from pgmesh.layout import Axis, Layout
 from pgmesh.options import Timeout, to_timedelta
 from pgmesh.rendezvous import timing
@@ -123,7 +123,7 @@ def map_hosts(ranks: Iterable[int] | None = None, *, timeout: Timeout) -> Placem
 
 def _exchange(known: dict[int, HostInfo], me: int, wanted: range | tuple[int, ...], seconds: float) -> None:
     """Publish this rank's line, then poll the store until the lines of all wanted ranks are read."""
-    client = CallClient(store_thread(), seconds)
+    client = CallClient(current_world().store_thread(), seconds)
     if me not in known:
         mine = this_host()
         client.run(Append(HOSTS_KEY, f"{pack(rank=me, host=mine.host, boot=mine.boot)}\n"), Add(f"{HOSTS_KEY}/count"))

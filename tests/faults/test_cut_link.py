@@ -21,7 +21,7 @@ import torch.distributed as dist
 from pgmesh import PgmeshError, ProcessGroupMesh, launch
 from pgmesh._util.sockets import connections
 from pgmesh.errors import WorldError
-from pgmesh.groups.world import store_thread
+from pgmesh.groups.world import current_world
 from pgmesh.launch import StoreProcess
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import CompareSet, Read
@@ -79,7 +79,7 @@ def set_packets(hosts: tuple[str, str], state: str) -> None:
 def live(folder: Path) -> None:
     """A rank that asks the store during the cut, and connects a mesh after it."""
     launch.join("gloo", timeout=60.0)
-    me, thread = dist.get_rank(), store_thread()
+    me, thread = dist.get_rank(), current_world().store_thread()
     ProcessGroupMesh(2, name="before").connect(timeout=30.0)
     set_flag(folder, f"ready {me}")
     wait_for_flag(folder, "cut")
