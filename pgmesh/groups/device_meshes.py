@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pgmesh import torch_private
 from pgmesh.errors import AxisError
 from pgmesh.groups.default_world import default_device
+from pgmesh.groups.group import find_group
 from pgmesh.layout import Axis, Layout
 
 Dimensions = Mapping[str, tuple[Axis, ...]]
@@ -44,7 +46,55 @@ def parse_dimensions(layout: Layout, rank: int, axes: tuple[Axis, ...], merged: 
     return dimensions
 
 
-def build_device_mesh(
+class DeviceMeshes:
+    """The DeviceMeshes of one mesh, on one rank. ``MeshGroups.lock`` guards them.
+
+    Args:
+        rank: this rank.
+        root: layout of the root mesh.
+    """
+
+    def __init__(self, rank: int, root: Layout) -> None:
+        self._rank, self._root = rank, root
+        self._made: dict[tuple[Layout, tuple[Any, ...]], DeviceMesh] = {}
+
+    def find(
+        self,
+        whole: Layout,
+        layout: Layout,
+        dimensions: Dimensions,
+        group: Callable[[Layout, tuple[Axis, ...]], dist.ProcessGroup],
+    ) -> DeviceMesh:
+        """The DeviceMesh of groups along axes of a layout. It is made at its first use.
+
+        Args:
+            whole: a layout with these axes. Its DeviceMesh is sliced if each dimension is one axis of that name.
+            group: returns this rank's group along axes of a layout.
+        """
+        single, built = dimensions_of(whole), dimensions
+        if [*dimensions.items()] == [item for item in single.items() if item in dimensions.items()]:
+            layout, built = whole, single
+        key = layout, tuple(built.items())
+        made = self._made.get(key)
+        if made is None:
+            groups = {name: group(layout, axes) for name, axes in built.items()}
+            made = _build(layout, self._rank, built, groups, self._root.ranks())
+            for process_group in groups.values():  # an adopted one may be that of another mesh, which destroys it
+                if (owner := find_group(process_group.group_name)) is not None:
+                    owner.device_meshes[id(made)] = made
+            self._made[key] = made
+        return made[tuple(dimensions)]
+
+    def adopt(self, layout: Layout, device_mesh: DeviceMesh) -> None:
+        """Use the DeviceMesh whose groups were adopted."""
+        self._made[layout, tuple(dimensions_of(layout).items())] = device_mesh
+
+    def clear(self) -> None:
+        """Drop all. An abort does so without the lock."""
+        self._made.clear()
+
+
+def _build(
     layout: Layout, rank: int, dimensions: Dimensions, groups: Mapping[str, Any], mesh_ranks: tuple[int, ...]
 ) -> DeviceMesh:
     """A DeviceMesh of this rank's block along the axes of its dimensions.

@@ -28,8 +28,8 @@ from pgmesh.groups import building, connections, ending, naming, teardown
 from pgmesh.groups.aborts import publish_abort
 from pgmesh.groups.backends import backends_of
 from pgmesh.groups.configuring import ConfiguredOptions, OptionData, check_supported, format_verb
-from pgmesh.groups.device_meshes import Dimensions, build_device_mesh, dimensions_of
-from pgmesh.groups.group import Group, Left, State, find_group
+from pgmesh.groups.device_meshes import DeviceMeshes, Dimensions
+from pgmesh.groups.group import Group, Left, State
 from pgmesh.groups.identity import MeshIdentity
 from pgmesh.groups.mesh_end import MeshEnd
 from pgmesh.groups.naming import Members
@@ -89,7 +89,7 @@ class MeshGroups:
         self.creation_seconds = 0.0
         self._groups: dict[_Key, Group] = {}
         self._generations = naming.Generations()
-        self._device_meshes: dict[Any, DeviceMesh] = {}  # by layout and dimensions
+        self._device_meshes = DeviceMeshes(self.rank, layout)
         self._meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # meshes that hold references to groups
         self._dependents: weakref.WeakSet[MeshGroups] = weakref.WeakSet()  # internal meshes that are aborted with it
         self._states: dict[type, Any] = {}
@@ -250,28 +250,18 @@ class MeshGroups:
         """A DeviceMesh of groups along axes of a layout.
 
         Args:
-            whole: a layout with these axes. Its DeviceMesh is sliced if each dimension is one axis of that name.
+            whole: a layout with these axes, whose DeviceMesh may be sliced.
         """
         self.check()
-        single, built = dimensions_of(whole), dimensions
-        if [*dimensions.items()] == [item for item in single.items() if item in dimensions.items()]:
-            layout, built = whole, single
-        key = layout, tuple(built.items())
         with self.lock:
-            made = self._device_meshes.get(key)  # an abort may clear this table at any time
-            if made is None:
-                groups = {name: self.group(layout, axes, "", {}) for name, axes in built.items()}
-                made = build_device_mesh(layout, self.rank, built, groups, self.layout.ranks())
-                for process_group in groups.values():  # an adopted one may be that of another mesh, which destroys it
-                    if (owner := find_group(process_group.group_name)) is not None:
-                        owner.device_meshes[id(made)] = made
-                self._device_meshes[key] = made
-            return made[tuple(dimensions)]
+            return self._device_meshes.find(
+                whole, layout, dimensions, lambda layout, axes: self.group(layout, axes, "", {})
+            )
 
     def adopt_device_mesh(self, layout: Layout, device_mesh: DeviceMesh) -> None:
-        """Store the DeviceMesh whose groups were adopted."""
+        """Use the DeviceMesh whose groups were adopted."""
         with self.lock:
-            self._device_meshes[layout, tuple(dimensions_of(layout).items())] = device_mesh
+            self._device_meshes.adopt(layout, device_mesh)
 
     def adopt(self, layout: Layout, axes: tuple[Axis, ...], process_group: dist.ProcessGroup) -> None:
         """Use an existing group for these axes. pgmesh never destroys it."""
