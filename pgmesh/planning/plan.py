@@ -67,11 +67,11 @@ class Plan:
     findings: tuple[Finding, ...]
     views: tuple[tuple[str, Layout], ...] = ()
 
-    def __getitem__(self, name: str) -> CombinationPlan:
+    def __getitem__(self, name: Axis) -> CombinationPlan:
         by_name = {each.name: each for each in self.combinations}
-        if name not in by_name:
+        if str(name) not in by_name:
             raise RankError(f"there are no groups along {name!r}; there are {', '.join(by_name)}.")
-        return by_name[name]
+        return by_name[str(name)]
 
     @property
     def communicators(self) -> int:
