@@ -38,6 +38,11 @@ def test_arguments_take_precedence_over_detection():
     assert with_address(detect_launcher(HYDRA_ON_TWO), "::1", 29501).end_point() == ("::1", 29501)
 
 
+def test_brackets_of_an_ipv6_address_are_removed():
+    assert with_address(detect_launcher(HYDRA_ON_TWO), "[::1]", 29501).end_point() == ("::1", 29501)
+    assert detect_launcher(SRUN | {"MASTER_ADDR": "[fe80::1]"}).address == "fe80::1"
+
+
 # ---- one launcher alone ----
 
 
@@ -60,21 +65,30 @@ def test_launcher_that_did_not_start_the_process(call, program):
 # ---- devices ----
 
 
-def take(monkeypatch, seen, **place):
+def take(monkeypatch, seen, backend="cpu:gloo,cuda:nccl", **place):
     from pgmesh.launch import joining
 
     taken = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    joining._set_device(
-        LauncherInfo(**{"launcher": "Slurm", "why": "", "rank": 5, "size": 8} | place), "cpu:gloo,cuda:nccl"
-    )
+    joining._set_device(LauncherInfo(**{"launcher": "Slurm", "why": "", "rank": 5, "size": 8} | place), backend)
     return taken
 
 
 def test_rank_selects_the_device_of_its_local_rank(monkeypatch):
     assert take(monkeypatch, 4, local_rank=3) == [3]
     assert take(monkeypatch, 4, local_rank=3, launcher="MPICH") == [3]
+    assert take(monkeypatch, 4, "NCCL", local_rank=3) == [3]
+
+
+@pytest.mark.parametrize("local_rank", [0, None])
+def test_nccl_without_a_device_suggests_gloo(monkeypatch, local_rank):
+    text = """
+        this process sees no CUDA device.
+
+          launch.join("gloo")   # ranks without a device
+        """
+    assert_raises(LaunchError, lambda: take(monkeypatch, 0, local_rank=local_rank), text)
 
 
 def test_slurm_task_selects_its_one_visible_device(monkeypatch):
@@ -100,6 +114,21 @@ def test_unknown_local_rank_selects_no_device(monkeypatch):
 
 
 # ---- joining ----
+
+
+@pytest.mark.parametrize(
+    ("environ", "where"), [({}, ""), (dict(zip(detect.BY_HAND.marks, ("0", "1", "0", "127.0.0.1", "0"))), " at ")]
+)
+def test_join_on_an_unknown_interface_is_a_launch_error(monkeypatch, environ, where):
+    if environ:
+        environ["MASTER_PORT"] = f"{free_port()}"
+    for name, value in (environ | {"GLOO_SOCKET_IFNAME": "eth99"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match=rf"^rank 0 of 1 could not join{where}.*eth99") as caught:
+        join("gloo", timeout=5)
+    assert str(caught.value).endswith("\n\nCheck the host and its interfaces with: pgmesh doctor")
+    assert not dist.is_initialized()
+
 
 JOIN = """
 import logging, sys
