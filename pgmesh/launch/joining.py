@@ -159,7 +159,7 @@ def _initialize(detect: Callable[[], LauncherInfo], backend: str | None, timeout
     try:
         store = _store_keywords(info, limit)
         dist.init_process_group(backend, rank=info.rank, world_size=info.size, timeout=limit, **store)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # ValueError: no host can have this name
         problem = f"rank {info.rank} of {info.size} could not join{where and f' at {where}'}: {error}"
         fix = "Check the host and its interfaces with: pgmesh doctor"
         if isinstance(error, dist.DistError):
@@ -174,11 +174,15 @@ def _store_keywords(info: LauncherInfo, limit: timedelta | None) -> dict[str, An
     if not info.needs_store:
         return {"store": dist.HashStore()}
     host, port = info.end_point()
-    if info.replica is None:
+    is_ours = info.replica is None  # rank 0 hosts it, unless torchrun's agent or a StoreProcess does, at its own port
+    is_elsewhere = os.environ.get("MASTER_PORT") != str(port)
+    if is_ours and not (is_elsewhere and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"):
         return {"init_method": f"tcp://{f'[{host}]' if ':' in host else host}:{port}"}
-    # torch would let rank 0 host it; some versions add torchrun's number of restarts to the keys
+    # torch would let rank 0 host a replicas' store, and no rank one that is elsewhere than the agent's. Some versions
+    # add torchrun's number of restarts to the keys.
     seconds = limit or timedelta(minutes=5)  # torch's default
-    return {"store": dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=seconds)}
+    is_host = is_ours and info.rank == 0
+    return {"store": dist.TCPStore(host, port, info.size, is_host, seconds, wait_for_workers=is_ours)}
 
 
 def _set_device(info: LauncherInfo, backend: str) -> None:

@@ -206,6 +206,21 @@ def test_open_mpi_ranks_join_at_their_jobs_port(tmp_path):
     ]
 
 
+def test_ranks_of_torchrun_join_at_another_port(tmp_path):
+    """Rank 0 hosts the store, though torchrun's agent hosts another one."""
+    port = free_port(range(20_000 + (os.getpid() + 5_000) % 9_000, 30_000))
+    with StoreProcess() as agent:
+        shared = agent.env | {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        environs = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+        said, _ = run_in(tmp_path, f"launch.join('gloo', port={port})", environs)
+    assert said == "rank 0 of 2 sums to 3\nrank 1 of 2 sums to 3\n"
+
+
+def test_join_at_a_name_with_a_port_is_a_launch_error():
+    with pytest.raises(LaunchError, match=r"^rank 0 of 1 could not join at n1:29500:29501: .*n1:29500"):
+        join("gloo", timeout=5, host="n1:29500", port=29501)
+
+
 def test_tasks_of_slurm_join_through_a_store_process(tmp_path):
     step = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}
     with StoreProcess() as store:
