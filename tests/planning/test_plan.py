@@ -77,7 +77,14 @@ def test_plan_finds_groups_of_numbered_axes():
     assert planned[0] == planned["0"]
 
 
-@pytest.mark.parametrize("layout", [Layout(pp=2, dp=4, cp=2, tp=4), Layout(a=2, b=1, c=6, ranks=[*range(11, -1, -1)])])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pp=2, dp=4, cp=2, tp=4),
+        Layout(a=2, b=1, c=6, ranks=[*range(11, -1, -1)]),
+        Layout(a=4, b=2, c=2).at(a=[0, 2]),  # in the view w, one axis has no stride
+    ],
+)
 def test_communicators_with_several_names_are_counted_once(layout):
     views = {"v": {"x": 2, "y": len(layout) // 2}, "w": {"z": len(layout)}}
     combinations = [layout.axes[:2], layout.axes[1:], layout.axes]
