@@ -569,12 +569,12 @@ class Layout:
             raise AxisError(f"{problem}\n\n  {format_call('mesh.group', {}, *given)}   # and so on")
         else:
             raise AxisError(f"there is no axis {axis!r} in {self._brief()}.")
-        fixed = dict(self._all_axes).get(axis)
         # On named axes an integer is a position. On numbered axes it is the number of the axis, which does not shift
         # when other axes are fixed; negative integers count from the end.
         end = 0 if isinstance(next(iter(self._axes), 0), int) else len(self._axes)
-        if not isinstance(axis, str) and fixed is None and -len(self._axes) <= axis < end:
+        if not isinstance(axis, str) and -len(self._axes) <= axis < end:
             return int(axis) % len(self._axes)
+        fixed = dict(self._all_axes).get(axis)
         if fixed is not None:
             raise AxisError(f"axis {axis} is fixed at {fixed} in {self._brief()}; use the mesh before at() fixed it.")
         close = closest_name(axis, [name for name in self._axes if isinstance(name, str)])

@@ -420,6 +420,11 @@ def test_numpy_numbers_are_axes(number):
     assert Layout(2, 3, 5).size(number) == Layout(a=2, b=3, c=5).size(number) == 5
 
 
+def test_integers_are_positions_in_a_named_view():
+    view = Layout(2, 3, 5).at({0: 1}).view(a=3, b=5)
+    assert (view.size(0), view.size(1), view.size(-2)) == (3, 5, 3)
+
+
 def test_partition_is_indexed_by_whole_numbers():
     partition = Layout(pp=2, tp=2).partition("tp")
     assert partition[1] == partition[np.int64(1)] == partition[torch.tensor(1)] == partition[-1] == (2, 3)

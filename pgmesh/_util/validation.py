@@ -7,6 +7,7 @@ mapping from axes to sizes of the arguments, and ``fill_sizes`` infers a size of
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,6 +47,18 @@ def whole_number(value: Any) -> int:
     if type(value) is not int and is_boolean(value):
         raise TypeError(f"{value!r} is no number")
     return operator.index(value)
+
+
+def number_between(value: Any, least: int, most: float = math.inf) -> int | None:
+    """A whole number as an int; None for any other value, and for a number outside these limits.
+
+    >>> number_between(3, 1), number_between(3, 1, 2), number_between("3", 1)
+    (3, None, None)
+    """
+    with contextlib.suppress(TypeError):
+        number = whole_number(value)
+        return number if least <= number <= most else None
+    return None
 
 
 def parse_sizes(

@@ -40,7 +40,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     arguments.add_combinations(parser)
     text = "bytes of the all-reduces (8,64K,16M)"
     parser.add_argument("--bytes", type=byte_sizes, default=byte_sizes("8,64K,16M"), metavar="SIZES", help=text)
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="timed batches, at least 1 (5)")
+    parser.add_argument("--repeats", type=repeats, default=5, metavar="N", help="timed batches, at least 1 (5)")
     parser.add_argument("--backend", metavar="NAME", help="default: nccl if CUDA is available, else gloo")
     arguments.add_timeout(parser, 60.0, "timeout for the other ranks at each stage")
     arguments.add_json(parser)
@@ -55,7 +55,17 @@ def byte_sizes(text: str) -> list[int]:
     words = [re.fullmatch(r"([1-9][0-9]*)([KMG]?)", word) for word in text.split(",")]
     if None in words:
         raise argparse.ArgumentTypeError(f"sizes are written 8,64K,16M, not {text!r}")
-    return [int(word[1]) << 10 * " KMG".index(word[2] or " ") for word in words if word]
+    sizes = [int(word[1]) << 10 * " KMG".index(word[2] or " ") for word in words if word]
+    if any(size % 4 for size in sizes):  # of 32-bit values
+        raise argparse.ArgumentTypeError(f"sizes are multiples of 4, not {text!r}")
+    return sizes
+
+
+def repeats(text: str) -> int:
+    """The type of ``--repeats``."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"at least 1 batch is timed, not {text}")
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -20,8 +20,18 @@ from dataclasses import replace
 from typing import Any
 
 from pgmesh._util.formatting import join_words
+from pgmesh._util.validation import number_between
 from pgmesh.errors import LaunchError
-from pgmesh.launch.launcher import LAST_PORT, PORTS, Environ, Launcher, LauncherInfo, Variables, launch_error
+from pgmesh.launch.launcher import (
+    LAST_PORT,
+    PORTS,
+    Environ,
+    Launcher,
+    LauncherInfo,
+    Variables,
+    launch_error,
+    parse_port,
+)
 from pgmesh.launch.slurm import SLURM, is_in_step, is_step_of_daemons, read_step
 
 BY_HAND = Launcher(
@@ -223,9 +233,8 @@ def with_address(info: LauncherInfo, host: str | None = None, port: int | None =
     >>> with_address(detect_launcher({"PMI_RANK": "3", "PMI_SIZE": "4"}), "n1", 29500).end_point()
     ('n1', 29500)
     """
-    if port is not None and not (type(port) is int and 0 < port <= LAST_PORT):
-        raise LaunchError(f"port is a whole number from 1 to {LAST_PORT}, such as port=29500, not {port!r}.")
-    return replace(info, address=host or info.address, port=port or info.port)
+    address = host.strip("[]") if host else info.address  # the brackets of an IPv6 address are those of a URL
+    return replace(info, address=address, port=info.port if port is None else parse_port(port))
 
 
 def with_replica(info: LauncherInfo, replica: Any, replicas: Any, host: str | None, port: int | None) -> LauncherInfo:
@@ -238,14 +247,15 @@ def with_replica(info: LauncherInfo, replica: Any, replicas: Any, host: str | No
     >>> print(with_replica(info, 2, 3, "n1", 29500).line)
     rank 5 of 6: MPICH, because PMI_RANK is set, as replica 2 of 3
     """
-    is_replica = type(replicas) is int and type(replica) is int and 0 <= replica < replicas
-    if not is_replica or host is None or port is None:  # the launcher's store ends with this replica
+    count = number_between(replicas, 1) or 0
+    number = number_between(replica, 0, count - 1)
+    if number is None or host is None or port is None:  # the launcher's store ends with this replica
         raise LaunchError(
             f"replica is {replica!r}, replicas is {replicas!r}, host is {host!r} and port is {port!r}. A replica is a "
             "launch's number, from 0; host and port are those of the store of all replicas, which no launcher sets.\n\n"
             "  store = launch.StoreProcess(port=29500)   # in a process that starts the replicas\n"
             "  launch.join(replica=0, replicas=3, host='n1', port=29500)   # in the ranks of the first of three"
         )
-    why = f"{info.why}, as replica {replica} of {replicas}"
-    rank, size = replica * info.size + info.rank, replicas * info.size
-    return with_address(replace(info, why=why, rank=rank, size=size, hosts=(), replica=replica), host, port)
+    why = f"{info.why}, as replica {number} of {count}"
+    rank, size = number * info.size + info.rank, count * info.size
+    return with_address(replace(info, why=why, rank=rank, size=size, hosts=(), replica=number), host, port)

@@ -63,7 +63,7 @@ def join(
         backend: name of the backend, as in torch. Default: "nccl" if CUDA is available, on the device of the local
             rank; otherwise "gloo".
         timeout: limit for this call and for each collective of the default group, as a timedelta or a number of
-            seconds. Default: torch's default for the backend.
+            seconds. torch may look for the store for almost twice as long. Default: torch's for the backend.
         host: name or address of rank 0's host. Default: MASTER_ADDR; if not set, 127.0.0.1 if all ranks are on one
             host, or the first host of srun's step.
         port: a free port on that host, for the store of the world, which rank 0 hosts. Default: MASTER_PORT; if not
@@ -149,43 +149,61 @@ def _initialize(detect: Callable[[], LauncherInfo], backend: str | None, timeout
     _set_device(info, backend)
     if unknown := [name for name in backend.split(",") if not dist.is_backend_available(name.rpartition(":")[2])]:
         raise LaunchError(f"torch has no backend {unknown[0]!r} here.")
-    if not info.needs_store:
+    where = ""
+    if info.needs_store:
+        where = "{}:{}".format(*info.end_point())
+        hosted = "rank 0" if info.replica is None else "the store"
+        log.info("joins as %s; %s is at %s", info.line, hosted, where)
+    else:
         log.info("joins as %s", info.line)
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
-        return World(own=True)
-    host, port = info.end_point()
-    log.info("joins as %s; %s is at %s:%d", info.line, "rank 0" if info.replica is None else "the store", host, port)
     try:
-        if info.replica is None:
-            where: dict[str, Any] = {"init_method": f"tcp://{f'[{host}]' if ':' in host else host}:{port}"}
-        else:  # torch would let rank 0 host it; some versions add torchrun's number of restarts to the keys
-            seconds = limit or timedelta(minutes=5)  # torch's default
-            where = {"store": dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=seconds)}
-        dist.init_process_group(backend, rank=info.rank, world_size=info.size, timeout=limit, **where)
-    except dist.DistError as error:
-        problem = f"rank {info.rank} of {info.size} could not join at {host}:{port}"
-        started = f"all {info.size} ranks have" if info.replica is None else "the store has"
-        raise LaunchError(f"{problem}: {error}\n\nCheck that {started} started, with this host and port.") from error
+        store = _store_keywords(info, limit)
+        dist.init_process_group(backend, rank=info.rank, world_size=info.size, timeout=limit, **store)
+    except (RuntimeError, ValueError) as error:  # ValueError: no host can have this name
+        problem = f"rank {info.rank} of {info.size} could not join{where and f' at {where}'}: {error}"
+        fix = "Check the host and its interfaces with: pgmesh doctor"
+        if isinstance(error, dist.DistError):
+            started = f"all {info.size} ranks have" if info.replica is None else "the store has"
+            fix = f"Check that {started} started, with this host and port."
+        raise LaunchError(f"{problem}\n\n{fix}") from error
     return World(own=True)
+
+
+def _store_keywords(info: LauncherInfo, limit: timedelta | None) -> dict[str, Any]:
+    """The keywords by which ``init_process_group`` gets the store."""
+    if not info.needs_store:
+        return {"store": dist.HashStore()}
+    host, port = info.end_point()
+    is_ours = info.replica is None  # rank 0 hosts it, unless torchrun's agent or a StoreProcess does, at its own port
+    is_elsewhere = os.environ.get("MASTER_PORT") != str(port)
+    if is_ours and not (is_elsewhere and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"):
+        return {"init_method": f"tcp://{f'[{host}]' if ':' in host else host}:{port}"}
+    # torch would let rank 0 host a replicas' store, and no rank one that is elsewhere than the agent's. Some versions
+    # add torchrun's number of restarts to the keys.
+    seconds = limit or timedelta(minutes=5)  # torch's default
+    is_host = is_ours and info.rank == 0
+    return {"store": dist.TCPStore(host, port, info.size, is_host, seconds, wait_for_workers=is_ours)}
 
 
 def _set_device(info: LauncherInfo, backend: str) -> None:
     """Select the CUDA device of the local rank, if the backend uses NCCL. Untested with devices that srun binds."""
-    if "nccl" not in backend:
+    if "nccl" not in backend.lower():
         return
     device_count, local_rank = torch.cuda.device_count(), info.local_rank
+    if device_count == 0:
+        raise info.error("this process sees no CUDA device.", ('launch.join("gloo")', "ranks without a device"))
     if local_rank is None:
         raise info.error(
             f"{info.launcher} sets no local rank, so it is unknown which of {device_count} CUDA devices it uses.",
             ('launch.join("gloo")', "ranks without a device"),
-            (f"export LOCAL_RANK={info.rank % max(device_count, 1)}", "or the number of this rank's device"),
+            (f"export LOCAL_RANK={info.rank % device_count}", "or the number of this rank's device"),
         )
     if device_count == 1 and info.launcher == SLURM.name:
         local_rank = 0  # Slurm can make only one device visible to each task
     if local_rank >= device_count:
         raise info.error(
             f"the local rank is {local_rank}, but this process sees {device_count} CUDA devices.",
-            (f"torchrun --nproc-per-node {max(device_count, 1)} script.py", "a rank for each device"),
+            (f"torchrun --nproc-per-node {device_count} script.py", "a rank for each device"),
             ('launch.join("gloo")', "or ranks without a device"),
         )
     torch.cuda.set_device(local_rank)

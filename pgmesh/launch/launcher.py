@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pgmesh._util.formatting import format_calls, join_words
+from pgmesh._util.validation import number_between
 from pgmesh.errors import LaunchError
 
 Environ = Mapping[str, str]
@@ -143,6 +144,18 @@ class LauncherInfo:
     def error(self, problem: str, *ways: tuple[str, str]) -> LaunchError:
         """An error with the problem, the variables that were read, and suggested calls with their reasons."""
         return launch_error(problem, dict(self.read), *ways)
+
+
+def parse_port(port: Any, least: int = 1) -> int:
+    """A port as an int.
+
+    Raises:
+        LaunchError: it is not a port number.
+    """
+    number = number_between(port, least, LAST_PORT)
+    if number is None:
+        raise LaunchError(f"port is a whole number from {least} to {LAST_PORT}, such as port=29500, not {port!r}.")
+    return number
 
 
 def launch_error(problem: str, values: Environ, *ways: tuple[str, str]) -> LaunchError:

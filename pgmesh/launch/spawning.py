@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pgmesh._util.validation import number_between
 from pgmesh.errors import LaunchError
 from pgmesh.launch.joining import join
 from pgmesh.launch.processes import GUARD, process_context, wait_for_parent
@@ -71,7 +72,7 @@ def spawn(
     limit = to_timedelta(timeout, LaunchError)
     call = pack_call(fn, args, kwargs)
     with LocalWorld(n, backend, limit / 2) as world:
-        return unwrap_results(world.gather([call] * n, limit.total_seconds(), grace=FAILURE_GRACE))
+        return unwrap_results(world.gather([call] * len(world.ranks), limit.total_seconds(), grace=FAILURE_GRACE))
 
 
 def pack_call(fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> bytes:
@@ -133,14 +134,15 @@ class LocalWorld:
     def __init__(
         self, n: int, backend: str = "gloo", timeout: timedelta | None = None, store: StoreProcess | None = None
     ) -> None:
-        if not isinstance(n, int) or n < 1:
+        size = number_between(n, 1)
+        if size is None:
             raise LaunchError(f"a world has 1 rank or more, not {n!r}")
         # A store in the parent survives the death of any rank, and can use any free port.
         self._store = store or dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.ranks: list[LocalRank] = []
         try:
-            for rank in range(n):
-                env = os.environ | _torchrun_variables(rank, n, self._store.port)
+            for rank in range(size):
+                env = os.environ | _torchrun_variables(rank, size, self._store.port)
                 self.ranks.append(LocalRank(rank, env, backend, timeout))
         except BaseException:
             self.close()
@@ -238,7 +240,8 @@ def _run_rank(rank: int, env: dict[str, str], backend: str, timeout: timedelta |
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent stops its ranks
     os.environ.clear()  # a forked rank has the old environment of the fork server
     os.environ.update(env)
-    torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1").split(",")[0]))
+    threads = os.environ.setdefault("OMP_NUM_THREADS", "1").partition(",")[0].strip()
+    torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else 1)  # it may be empty or invalid
     with contextlib.suppress(EOFError, OSError):
         while True:
             calls.send_bytes(b"")  # requests a call

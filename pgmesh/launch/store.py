@@ -9,6 +9,7 @@ from multiprocessing.process import BaseProcess
 import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
+from pgmesh.launch.launcher import parse_port
 from pgmesh.launch.processes import GUARD, process_context, wait_for_parent
 
 
@@ -23,8 +24,8 @@ class StoreProcess:
         host: the name or address under which the ranks reach this host.
 
     Raises:
-        LaunchError: the store did not start, for instance because the port is taken; or the main script lacks the
-            guard `if __name__ == "__main__":`.
+        LaunchError: the port is not a port number, or the store did not start, for instance because the port is
+            taken; or the main script lacks the guard `if __name__ == "__main__":`.
 
     >>> with StoreProcess() as store:
     ...     sorted(store.env)
@@ -39,6 +40,7 @@ class StoreProcess:
     """The process of the store: ``store.process.join()`` waits until it ends."""
 
     def __init__(self, port: int = 0, host: str = "127.0.0.1") -> None:
+        port = parse_port(port, least=0)
         processes = process_context()
         receiver, sender = processes.Pipe(duplex=False)
         self.process = processes.Process(target=_run_store, args=(port, sender), daemon=True)

@@ -7,21 +7,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pgmesh.layout import Axis, Layout
+from pgmesh.layout import Axis, Layout, Partition
 from pgmesh.planning.data import CombinationPlan
 from pgmesh.planning.text_report import sample_of
 from pgmesh.topology.hosts import Topology
 from pgmesh.topology.locality import locality_of, strided_runs
 
+Known = dict[str, tuple[Partition, object]]
+"""The groups of each combination by its name, and their identity if the layout is regular, else None."""
+
 
 def combination_plan(
-    view: str, layout: Layout, axes: tuple[Axis, ...], topology: Topology, known: dict[object, str]
+    view: str, layout: Layout, axes: tuple[Axis, ...], topology: Topology, known: Known
 ) -> CombinationPlan:
     """The plan of all groups along some axes.
 
     Args:
         view: the name of the view that ``layout`` is; "" for the mesh itself.
-        known: the name of the first combination with each set of groups. New ones are added.
+        known: the combinations of the mesh and its views with different groups. New ones are added.
     """
     group = layout.along(layout.rank_of([0] * len(layout.axes)), *axes)  # its axes are in the order of the mesh
     plan = CombinationPlan(
@@ -35,8 +38,13 @@ def combination_plan(
     )
     if plan.size == 1:
         return plan
-    first = known.setdefault(_identity_of_groups(layout, group), plan.name)
-    return plan if first == plan.name else replace(plan, same_as=first)
+    groups, identity = layout.partition(*group.axes), _identity_of_groups(layout, group)
+    for name, (others, their_identity) in known.items():
+        # All views list their groups in the order of the mesh.
+        if identity == their_identity if identity and their_identity else groups == others:
+            return replace(plan, same_as=name)
+    known[plan.name] = groups, identity
+    return plan
 
 
 def runs_of(layout: Layout) -> tuple[tuple[int, int], ...]:
@@ -54,7 +62,5 @@ def runs_of(layout: Layout) -> tuple[tuple[int, int], ...]:
 
 
 def _identity_of_groups(layout: Layout, group: Layout) -> object:
-    """A value that is equal for the same groups: their runs, or the groups themselves of an irregular layout."""
-    if strided_runs(layout, group.axes) is not None:
-        return group.ranks_in_order()[0], runs_of(group), runs_of(layout)
-    return frozenset(frozenset(block) for block in layout.partition(*group.axes))
+    """A value that is equal for the same groups of the mesh and its views; None for an irregular layout."""
+    return None if strided_runs(layout, group.axes) is None else (runs_of(group), runs_of(layout))

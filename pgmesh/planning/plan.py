@@ -33,7 +33,7 @@ from pgmesh.errors import RankError, ShapeError
 from pgmesh.layout import Axis, Layout
 from pgmesh.planning import text_report
 from pgmesh.planning.axis_heuristics import axes_to_colour
-from pgmesh.planning.combinations import combination_plan
+from pgmesh.planning.combinations import Known, combination_plan
 from pgmesh.planning.data import CombinationPlan, Finding
 from pgmesh.planning.findings import findings_of
 from pgmesh.planning.text_report import format_hold
@@ -67,11 +67,11 @@ class Plan:
     findings: tuple[Finding, ...]
     views: tuple[tuple[str, Layout], ...] = ()
 
-    def __getitem__(self, name: str) -> CombinationPlan:
+    def __getitem__(self, name: Axis) -> CombinationPlan:
         by_name = {each.name: each for each in self.combinations}
-        if name not in by_name:
+        if str(name) not in by_name:
             raise RankError(f"there are no groups along {name!r}; there are {', '.join(by_name)}.")
-        return by_name[name]
+        return by_name[str(name)]
 
     @property
     def communicators(self) -> int:
@@ -187,7 +187,7 @@ def plan(
     requested: list[tuple[str, Layout, tuple[Axis, ...]]] = [("", base, (axis,)) for axis in base.axes]
     requested += [("", base, (axes,) if isinstance(axes, (str, int)) else tuple(axes)) for axes in combinations]
     requested += [(name, view, (axis,)) for name, view in view_layouts for axis in view.axes]
-    known: dict[object, str] = {}
+    known: Known = {}
     found: dict[str, CombinationPlan] = {}
     for name, whole, axes in requested:
         each = combination_plan(name, whole, axes, topology, known)

@@ -44,7 +44,7 @@ class Microbenchmarks:
     """
 
     def __init__(self, device: torch.device, repeats: int, seconds: float) -> None:
-        self.device, self.repeats, self.seconds = device, max(repeats, 1), seconds
+        self.device, self.repeats, self.seconds = device, repeats, seconds
 
     def all_reduce(self, group: Any, size: int) -> float:
         """Seconds of one all-reduce of ``size`` bytes."""
@@ -134,8 +134,8 @@ class Microbenchmarks:
 
 
 def element_count(size: int) -> int:
-    """Number of 4-byte elements in ``size`` bytes, at least 1."""
-    return max(1, size // 4)
+    """Number of 4-byte elements in ``size`` bytes, a multiple of 4."""
+    return size // 4
 
 
 def ring_links(ranks: Sequence[int]) -> list[tuple[int, int]]:

@@ -124,7 +124,7 @@ def parse_topology(nodes: str | Sequence[int] | None, domains: str | Sequence[in
 def _words(given: str | Sequence[int], separator: str) -> list[str]:
     """The words of a notation, or the numbers of a sequence. Other values are one word that is no number."""
     if isinstance(given, str):
-        return given.replace(" ", "").lower().split(separator)
+        return [word.strip() for word in given.lower().split(separator)]
     with suppress(TypeError):
         return [str(whole_number(size)) for size in given]
     return ["?"]
@@ -132,7 +132,7 @@ def _words(given: str | Sequence[int], separator: str) -> list[str]:
 
 def _runs(nodes: str | Sequence[int]) -> Iterator[tuple[int, int]]:
     for word in _words(nodes, ","):
-        numbers = word.split("x")
+        numbers = _words(word, "x")
         if len(numbers) > 2 or not all(number.isdecimal() and int(number) for number in numbers):
             raise ShapeError(
                 f"nodes are written 8x8, for 8 hosts of 8 ranks, or 8,8,4, for the ranks of each host, not {nodes!r}."

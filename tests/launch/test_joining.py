@@ -38,6 +38,11 @@ def test_arguments_take_precedence_over_detection():
     assert with_address(detect_launcher(HYDRA_ON_TWO), "::1", 29501).end_point() == ("::1", 29501)
 
 
+def test_brackets_of_an_ipv6_address_are_removed():
+    assert with_address(detect_launcher(HYDRA_ON_TWO), "[::1]", 29501).end_point() == ("::1", 29501)
+    assert detect_launcher(SRUN | {"MASTER_ADDR": "[fe80::1]"}).address == "fe80::1"
+
+
 # ---- one launcher alone ----
 
 
@@ -60,21 +65,30 @@ def test_launcher_that_did_not_start_the_process(call, program):
 # ---- devices ----
 
 
-def take(monkeypatch, seen, **place):
+def take(monkeypatch, seen, backend="cpu:gloo,cuda:nccl", **place):
     from pgmesh.launch import joining
 
     taken = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    joining._set_device(
-        LauncherInfo(**{"launcher": "Slurm", "why": "", "rank": 5, "size": 8} | place), "cpu:gloo,cuda:nccl"
-    )
+    joining._set_device(LauncherInfo(**{"launcher": "Slurm", "why": "", "rank": 5, "size": 8} | place), backend)
     return taken
 
 
 def test_rank_selects_the_device_of_its_local_rank(monkeypatch):
     assert take(monkeypatch, 4, local_rank=3) == [3]
     assert take(monkeypatch, 4, local_rank=3, launcher="MPICH") == [3]
+    assert take(monkeypatch, 4, "NCCL", local_rank=3) == [3]
+
+
+@pytest.mark.parametrize("local_rank", [0, None])
+def test_nccl_without_a_device_suggests_gloo(monkeypatch, local_rank):
+    text = """
+        this process sees no CUDA device.
+
+          launch.join("gloo")   # ranks without a device
+        """
+    assert_raises(LaunchError, lambda: take(monkeypatch, 0, local_rank=local_rank), text)
 
 
 def test_slurm_task_selects_its_one_visible_device(monkeypatch):
@@ -100,6 +114,21 @@ def test_unknown_local_rank_selects_no_device(monkeypatch):
 
 
 # ---- joining ----
+
+
+@pytest.mark.parametrize(
+    ("environ", "where"), [({}, ""), (dict(zip(detect.BY_HAND.marks, ("0", "1", "0", "127.0.0.1", "0"))), " at ")]
+)
+def test_join_on_an_unknown_interface_is_a_launch_error(monkeypatch, environ, where):
+    if environ:
+        environ["MASTER_PORT"] = f"{free_port()}"
+    for name, value in (environ | {"GLOO_SOCKET_IFNAME": "eth99"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match=rf"^rank 0 of 1 could not join{where}.*eth99") as caught:
+        join("gloo", timeout=5)
+    assert str(caught.value).endswith("\n\nCheck the host and its interfaces with: pgmesh doctor")
+    assert not dist.is_initialized()
+
 
 JOIN = """
 import logging, sys
@@ -175,6 +204,21 @@ def test_open_mpi_ranks_join_at_their_jobs_port(tmp_path):
         "pgmesh INFO joins as rank 0 of 2, local rank 0 of 2: Open MPI, because OMPI_COMM_WORLD_RANK is set; "
         f"rank 0 is at 127.0.0.1:{port}"
     ]
+
+
+def test_ranks_of_torchrun_join_at_another_port(tmp_path):
+    """Rank 0 hosts the store, though torchrun's agent hosts another one."""
+    port = free_port(range(20_000 + (os.getpid() + 5_000) % 9_000, 30_000))
+    with StoreProcess() as agent:
+        shared = agent.env | {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        environs = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+        said, _ = run_in(tmp_path, f"launch.join('gloo', port={port})", environs)
+    assert said == "rank 0 of 2 sums to 3\nrank 1 of 2 sums to 3\n"
+
+
+def test_join_at_a_name_with_a_port_is_a_launch_error():
+    with pytest.raises(LaunchError, match=r"^rank 0 of 1 could not join at n1:29500:29501: .*n1:29500"):
+        join("gloo", timeout=5, host="n1:29500", port=29501)
 
 
 def test_tasks_of_slurm_join_through_a_store_process(tmp_path):

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from pgmesh.errors import LaunchError
@@ -145,6 +146,12 @@ def test_torchruns_lose_a_replica_and_regain_it(tmp_path: Path):
         except BaseException:
             print((tmp_path / "output").read_text())
             raise
+
+
+def test_replicas_and_port_may_be_numpy_integers():
+    info = with_replica(detect_launcher(TORCHRUN), np.int64(2), np.int64(3), "n9", np.int64(29501))
+    assert info == with_replica(detect_launcher(TORCHRUN), 2, 3, "n9", 29501)
+    assert {type(number) for number in (info.rank, info.size, info.replica, info.port)} == {int}
 
 
 def test_ranks_of_replicas_are_counted_in_their_order():

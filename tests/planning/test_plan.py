@@ -72,7 +72,19 @@ def test_plan_finds_groups_by_their_axes():
         planned["ep"]
 
 
-@pytest.mark.parametrize("layout", [Layout(pp=2, dp=4, cp=2, tp=4), Layout(a=2, b=1, c=6, ranks=[*range(11, -1, -1)])])
+def test_plan_finds_groups_of_numbered_axes():
+    planned = plan(2, 4)
+    assert planned[0] == planned["0"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pp=2, dp=4, cp=2, tp=4),
+        Layout(a=2, b=1, c=6, ranks=[*range(11, -1, -1)]),
+        Layout(a=4, b=2, c=2).at(a=[0, 2]),  # in the view w, one axis has no stride
+    ],
+)
 def test_communicators_with_several_names_are_counted_once(layout):
     views = {"v": {"x": 2, "y": len(layout) // 2}, "w": {"z": len(layout)}}
     combinations = [layout.axes[:2], layout.axes[1:], layout.axes]

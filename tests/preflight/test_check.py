@@ -315,7 +315,8 @@ def test_check_reports_an_unknown_gloo_interface(monkeypatch):
             "LOCAL_RANK": 0,
         }
         said = alone(monkeypatch, "dp=1 --timeout 5", RANK=0, MASTER_PORT=store.port, **environ)
-    assert said.startswith("pgmesh check failed: LaunchError: this rank cannot join: ")
+        address = f"127.0.0.1:{store.port}"
+    assert said.startswith(f"pgmesh check failed: LaunchError: rank 0 of 1 could not join at {address}: ")
     assert "eth99" in said
 
 
@@ -367,6 +368,8 @@ def test_check_of_other_world_size_is_usage_error():
     ("line", "problem"),
     [
         ("dp=2 --bytes 5X", "argument --bytes: sizes are written 8,64K,16M, not '5X'"),
+        ("dp=2 --bytes 8,6", "argument --bytes: sizes are multiples of 4, not '8,6'"),
+        ("dp=2 --repeats 0", "argument --repeats: at least 1 batch is timed, not 0"),
         ("dp=2 --timeout soon", "argument --timeout: invalid seconds value: 'soon'"),
         ("dp:2", "pgmesh check: sizes are written pp=2, at least 1, or -1 to infer it, not 'dp:2'."),
     ],

@@ -165,10 +165,11 @@ def test_parse_topology_reads_levels_above_domains():
                 None,
                 f"nodes are written 8x8, for 8 hosts of 8 ranks, or 8,8,4, for the ranks of each host, not {nodes!r}.",
             )
-            for nodes in ([4.9, 4.2], ["a"], 8)
+            for nodes in ([4.9, 4.2], ["a"], 8, "8 8 4")
         ),
         ([], None, "there is no host in nodes=[]."),
         (None, [4, 18], "domains are written 4x18x4, for 4 domains of 18 hosts of 4 ranks, not [4, 18]."),
+        (None, "4 18 4", "domains are written 4x18x4, for 4 domains of 18 hosts of 4 ranks, not '4 18 4'."),
         (None, "4x18", "domains are written 4x18x4, for 4 domains of 18 hosts of 4 ranks, not '4x18'."),
         ("8x8", "4x18x4", "give nodes or domains, not both: domains='4x18x4' includes the hosts, 4 x 18 of 4 ranks."),
     ],
