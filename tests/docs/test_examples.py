@@ -20,12 +20,16 @@ LARGER = [EXAMPLES / f"{name}.py" for name in ("mixture_of_experts", "survive", 
 NEEDS = {"11_accelerate": "accelerate", "torchtitan_meshes": "torchtitan"}
 
 RUN = """
-import runpy, sys
+import sys, types
 from pgmesh.launch.processes import PRELOAD
-PRELOAD[1:] = sys.argv[2:]
-sys.argv[:] = [sys.argv[1]]
-sys.path.insert(0, sys.argv[0].rpartition("/")[0])
-runpy.run_path(sys.argv[0], run_name="__main__")
+path, *PRELOAD[1:] = sys.argv[1:]
+sys.argv[:] = [path]
+sys.path.insert(0, path.rpartition("/")[0])
+main = sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
+main.__file__ = path
+with open(path, encoding="utf-8") as file:
+    program = compile(file.read(), path, "exec")
+exec(program, vars(main))
 """
 """Runs a file as Python does, in a process that has torch loaded. Further arguments: modules that its ranks have."""
 
