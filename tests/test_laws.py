@@ -38,6 +38,9 @@ MOST = 24
 FIRST = 6
 """Those of up to so many ranks stand in all of them."""
 
+FEW = 8
+"""Those of more ranks have at most one axis of size 1."""
+
 
 def shapes(n: int, axes: int) -> Iterator[tuple[int, ...]]:
     """Every way to write n as a product of so many sizes."""
@@ -53,7 +56,7 @@ SHAPES = [
     for n in range(1, MOST + 1)
     for axes in range(1, n.bit_length() + 4)
     for shape in shapes(n, axes)
-    if axes <= 4 or 1 not in shape
+    if (axes <= 4 or 1 not in shape) and (n <= FEW or shape.count(1) <= 1)
 ]
 
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 import pgmesh
 from pgmesh import (
@@ -83,6 +83,7 @@ names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=6).filter(str
 )
 
 
+@settings(max_examples=50)
 @given(
     axes=st.lists(names, min_size=1, max_size=3, unique=True)
     | st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True),

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.programs import clean_env, run_programs
+
 pytestmark = pytest.mark.long
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -17,19 +19,33 @@ SMALL = sorted(EXAMPLES.glob("[0-9]*.py"))
 LARGER = [EXAMPLES / f"{name}.py" for name in ("mixture_of_experts", "survive", "torchtitan_meshes", "weight_sync")]
 NEEDS = {"11_accelerate": "accelerate", "torchtitan_meshes": "torchtitan"}
 
+RUN = """
+import sys, types
+from pgmesh.launch.processes import PRELOAD
+path, *PRELOAD[1:] = sys.argv[1:]
+sys.argv[:] = [path]
+sys.path.insert(0, path.rpartition("/")[0])
+main = sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
+main.__file__ = path
+with open(path, encoding="utf-8") as file:
+    program = compile(file.read(), path, "exec")
+exec(program, vars(main))
+"""
+"""Runs a file as Python does, in a process that has torch loaded. Further arguments: modules that its ranks have."""
 
-def run(*command: str, deadline: float) -> list[str]:
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=deadline, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.strip().splitlines()
+TRAINING = ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining"]
+"""Each rank would need seconds to import these."""
 
 
 @pytest.mark.parametrize("path", [*SMALL, *LARGER], ids=lambda path: path.stem)
-def test_an_example_passes(path):
+def test_an_example_passes(path, tmp_path):
     needed = NEEDS.get(path.stem)
     if needed is not None and importlib.util.find_spec(needed) is None:
         pytest.skip(f"{needed} is not installed")
-    assert run(str(path), deadline=180)[-1] == "PASS"
+    trains = path in LARGER or re.search("^from .*(fsdp|parallel)", path.read_text(), re.MULTILINE)
+    modules = TRAINING if trains else []
+    ((out, _),) = run_programs(tmp_path, RUN, str(path), *modules, environs=[clean_env()], deadline=180)
+    assert out.splitlines()[-1] == "PASS"
 
 
 @pytest.mark.parametrize(("stem", "needed"), NEEDS.items())
@@ -52,8 +68,11 @@ def test_the_examples_are_numbered_and_small():
 
 
 def test_the_demo_passes_under_torchrun():
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "8")
-    said = run(*torchrun, str(EXAMPLES / "train_gpt.py"), "--tied", deadline=300)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "8"]
+    command = [*torchrun, str(EXAMPLES / "train_gpt.py"), "--tied"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout.strip().splitlines()
     assert said[-1].startswith("PASS")
     steps = [line.strip() for line in said if line.startswith("  ")]
     assert {f"{what}: step {n} of 40" for what in ("on the mesh", "alone") for n in (10, 20, 30, 40)} <= {*steps}

@@ -69,7 +69,7 @@ class Layer(nn.Module):
         x = x + mask * kind.unsqueeze(-1) * flat.view_as(x)
         x = dropout(x, self.plain)
         with torch.random.fork_rng(devices=[]):  # the same state in one process, which runs all layers in turn
-            torch.manual_seed(int(self.times))
+            torch.default_generator.manual_seed(int(self.times))  # torch.manual_seed formats its stack for each device
             if self.again and torch.is_grad_enabled():
                 return checkpoint(self.drop, x, use_reentrant=False)
             return self.drop(x)

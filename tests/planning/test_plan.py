@@ -25,8 +25,8 @@ PLANS = {
     "no-hosts": lambda: plan(Layout(pp=2, dp=2, tp=2)),
     "one-rank": lambda: plan(Layout(dp=1), nodes="1x1"),
     "hosts-of-all-kinds": lambda: plan(Layout(dp=10, tp=8), nodes=[8, 4, 16, 6, 7, 8, 4, 16, 6, 5]),
-    "a-million-uneven": lambda: plan(
-        Layout(pp=8, dp=1 << 14, tp=8), nodes="100000x8,62144x4", views={"moe": {"edp": -1, "ep": 24 // 3 * 4}}
+    "many-uneven": lambda: plan(
+        Layout(pp=8, dp=1 << 11, tp=8), nodes="12500x8,7768x4", views={"experts by": {"edp": -1, "ep": 24 // 3 * 4}}
     ),
     "no-axis": lambda: plan(Layout(dp=2, tp=2).at(dp=1, tp=0), nodes="1x4"),
     "numbered-axes": lambda: plan(Layout(2, 2, 2), nodes="2x4"),

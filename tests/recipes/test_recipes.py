@@ -159,7 +159,7 @@ def test_every_group_follows_from_the_stated_equation():
     assert refused > 40
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 2, 2, 2), (2, 2, 2, 1, 2), (2, 1, 2, 2, 2), (2, 2, 4, 2, 1), (1, 2, 4, 2, 1)])
+@pytest.mark.parametrize("sizes", [(2, 2, 2, 2, 2), (2, 2, 2, 1, 2), (1, 2, 4, 2, 1)])
 def test_optimizer_instances_tile_data_in_every_order(sizes: tuple[int, ...]):
     named = dict(zip(("tp", "cp", "ep", "pp", "etp"), sizes))
     whole, accepted = 32, 0

@@ -69,7 +69,7 @@ def random_transfers(seeds: range) -> int:
     return moved
 
 
-@pytest.mark.parametrize(("ranks", "seeds"), [(4, range(12)), (8, range(100, 110))])
+@pytest.mark.parametrize(("ranks", "seeds"), [(4, range(8)), (8, range(100, 106))])
 def test_any_tensor_between_any_meshes_stays_equal(ranks, seeds):
     assert sum(world(ranks).run(random_transfers, seeds)) > len(seeds)
 

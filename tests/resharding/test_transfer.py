@@ -194,6 +194,9 @@ MUTATIONS = [
     ("            elements.copy_(values)\n\n\n", "            elements.add_(values)\n\n\n"),
 ]
 
+SEEDS = dict.fromkeys((11, 12, 9, 27, 56, 92, *range(150)))
+"""The first six show all of them today."""
+
 
 @pytest.mark.parametrize(("old", "new"), MUTATIONS)
 def test_each_mutation_is_seen(old, new):
@@ -202,7 +205,7 @@ def test_each_mutation_is_seen(old, new):
     module = types.ModuleType("mutated_transfer")
     sys.modules[module.__name__] = module
     exec(compile(source.replace(old, new).replace("SMALL = 1 << 16", "SMALL = 48"), "mutated", "exec"), module.__dict__)
-    for seed in range(150):
+    for seed in SEEDS:
         try:
             run_transfer(module, seed)
         except Exception:  # an error is seen too

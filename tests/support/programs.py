@@ -23,7 +23,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_programs(
-    folder: Path, program: str, *words: str, environs: Sequence[Mapping[str, str]], statuses: Sequence[int] = (0,)
+    folder: Path,
+    program: str,
+    *words: str,
+    environs: Sequence[Mapping[str, str]],
+    statuses: Sequence[int] = (0,),
+    deadline: float = 60.0,
 ) -> list[tuple[str, str]]:
     """Run a program in each environment at the same time.
 
@@ -31,6 +36,7 @@ def run_programs(
         folder: for the files that take the outputs.
         words: the program's arguments.
         statuses: exit statuses that are allowed.
+        deadline: seconds until a process is killed.
 
     Returns:
         Standard output and standard error of each process.
@@ -45,7 +51,7 @@ def run_programs(
         for process in running:
             process.start()
         for process in running:
-            process.join(60)
+            process.join(deadline)
     finally:
         for process in running:
             process.kill()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 from pgmesh.rendezvous.operations import Board, Operation
-from tests.support.board import Fault, FaultyBoard, raises
+from tests.support.board import Fault, FaultyBoard
 
 LONG = 1e6
 """Seconds without a heartbeat after which a rank counts as lost. An inspection takes a few seconds."""
@@ -22,7 +22,9 @@ MOST_CALLS = 4
 BEFORE, AFTER = "interrupted before", "interrupted after"
 """Answers that stand for Ctrl-C before or after a step."""
 
-interrupt = raises(KeyboardInterrupt())
+
+def interrupt() -> None:
+    raise KeyboardInterrupt  # another one each time: the traceback of one would keep all frames
 
 
 def as_it_is(board: Board) -> Board:
