@@ -159,7 +159,8 @@ class Composition:
     def _check_averages(self, module: nn.Module) -> None:
         """If ranks read different tokens, trainable weights need a method that averages them."""
         if self._averaging is None and len(self._ranks.tokens) > 1:
-            experts = self._names_of_experts(module)
+            distributes_experts = any(each.differs == "experts" for each in self.methods)
+            experts = names_of_experts(module) if distributes_experts else set()
             trainable = [name for name, each in module.named_parameters() if each.requires_grad and name not in experts]
             if trainable:
                 raise unaveraged_error(self.mesh, token_readers(self.methods)[0], trainable)
@@ -424,12 +425,6 @@ class Composition:
                 f"{name} was added to the module after apply, so it is in no method: add it before apply."
             )
         return self._pieces[module][name]
-
-    # -- helpers ----------------------------------------------------------------------------------------------------
-
-    def _names_of_experts(self, module: nn.Module) -> set[str]:
-        """Names of the experts' parameters and buffers in a whole module, if a method distributes experts."""
-        return names_of_experts(module) if any(each.differs == "experts" for each in self.methods) else set()
 
     def __repr__(self) -> str:
         return f"Composition({'; '.join(map(str, self.methods))})"

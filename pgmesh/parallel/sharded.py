@@ -114,8 +114,9 @@ class ShardedDataParallel(Method):
         device_mesh, experts = self.device_mesh(), expert_tensors(module).values()
         keywords = {**self.keywords, "ignored_params": {*self.keywords.get("ignored_params", ()), *experts}}
         uses = _count_uses(module)
-        for layer in [each for each in self.layers(module) if _count_uses(each).items() <= uses.items()]:
-            fully_shard(layer, mesh=device_mesh, **keywords)
+        for layer in dict.fromkeys(self.layers(module)):  # one may be in several lists
+            if _count_uses(layer).items() <= uses.items():
+                fully_shard(layer, mesh=device_mesh, **keywords)
         fully_shard(module, mesh=device_mesh, **keywords)
         return module
 

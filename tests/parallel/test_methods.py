@@ -279,20 +279,28 @@ def test_resharding_and_offloading_are_passed_through():
         check_sums(groups_of(mesh))
 
 
-def tied_ends() -> nn.Sequential:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8, bias=False)).double()
-    module[2].weight = module[0].weight
-    return module
+class SharedLayers(nn.Module):
+    """The first and the last layer have one weight, and one layer is in two lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
+        self.last = nn.Sequential(self.first[1], nn.Linear(4, 8, bias=False))
+        self.last[1].weight = self.first[0].weight
+        self.double()
+
+    def forward(self, codes: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(codes))
 
 
 @on_ranks(2)
 def test_layers_that_share_weights_are_sharded_together():
     with ProcessGroupMesh(dp=2) as mesh:
         together = compose(mesh, ShardedDataParallel(mesh, "dp"))
-        model, plain, codes = together.apply(tied_ends()), tied_ends(), torch.arange(8).view(4, 2)
-        assert model[0].weight is model[2].weight
-        assert [isinstance(layer, FSDPModule) for layer in model] == [False, True, False]
+        model, plain, codes = together.apply(SharedLayers()), SharedLayers(), torch.arange(8).view(4, 2)
+        assert model.first[0].weight is model.last[1].weight
+        assert [isinstance(layer, FSDPModule) for layer in (*model.first, model.last[1])] == [False, True, False]
         model(together.share(codes)).square().mean().backward()
         plain(codes).square().mean().backward()
         assert_same("gradients", gradients_of(model), gradients_of(plain))
