@@ -68,12 +68,14 @@ def load(
         folder: the folder of the checkpoint.
         mesh: the mesh of the model.
         module: the module that ``apply`` returned.
-        optimizer: the optimizer of this rank's parameters.
+        optimizer: the optimizer of this rank's parameters. Their gradients are dropped.
 
     Raises:
         MethodError: there is no checkpoint in the folder; it lacks a parameter of the model, or has it in another
             shape; or a parameter is sharded as a plain tensor.
     """
+    if optimizer is not None:
+        optimizer.zero_grad()  # with gradients, torch would load no state into a new optimizer
     dicts = _state_dicts(module, optimizer)
     state = _with_keys(dicts, module)
     try:

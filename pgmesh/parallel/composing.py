@@ -47,6 +47,7 @@ from pgmesh.parallel.local_experts import expert_tensors, named_tensors, names_o
 from pgmesh.parallel.mixture import Accumulation
 from pgmesh.parallel.owners import check_all_owned, check_method, check_pair, unaveraged_error
 from pgmesh.parallel.rank_sets import RankSets, ranks_along, token_readers
+from pgmesh.parallel.sharded import reshard
 from pgmesh.parallel.sharing import part_of_batch
 
 
@@ -68,7 +69,8 @@ def compose(
     Raises:
         AxisError: an axis has two owners, or an axis of more than one rank has none.
         AxisError: methods on different views or slices own the same ranks. Experts may lie on those of other methods.
-        AxisError: two methods average gradients, or one works across the shards or pipeline stages of another.
+        AxisError: two methods average gradients or replace attention, or one works across the shards or pipeline stages
+            of another.
         MethodError: an argument is not a method, or is on another mesh.
 
     >>> from pgmesh.parallel import Method, compose
@@ -157,7 +159,8 @@ class Composition:
     def _check_averages(self, module: nn.Module) -> None:
         """If ranks read different tokens, trainable weights need a method that averages them."""
         if self._averaging is None and len(self._ranks.tokens) > 1:
-            experts = self._names_of_experts(module)
+            distributes_experts = any(each.differs == "experts" for each in self.methods)
+            experts = names_of_experts(module) if distributes_experts else set()
             trainable = [name for name, each in module.named_parameters() if each.requires_grad and name not in experts]
             if trainable:
                 raise unaveraged_error(self.mesh, token_readers(self.methods)[0], trainable)
@@ -227,20 +230,24 @@ class Composition:
             optimizer: an optimizer of the module that ``apply`` returned.
 
         Raises:
-            MethodError: the optimizer has parameters of no such module: of another one, or from before ``apply``.
+            MethodError: the optimizer has parameters of no such module: of another one, from before ``apply``, or those
+                that ``fully_shard`` leaves whole after a forward pass without gradients.
 
         >>> from pgmesh.parallel import compose
         >>> together = compose(mesh, unowned=mesh.axes)
         >>> model = together.apply(torch.nn.Linear(2, 2))
         >>> optimizer = together.attach(torch.optim.SGD(model.parameters(), lr=0.1))
         """
+        for module in self._pieces:
+            reshard(module)
         trained = {weight for module in self._pieces for weight in module.parameters()}
         given = {weight for group in optimizer.param_groups for weight in group["params"]}
         if trained and (unknown := given - trained):
             raise MethodError(
                 f"the optimizer has {count_of(len(unknown), 'parameter')} of no module that apply returned, one of "
                 f"shape {tuple(next(iter(unknown)).shape)}: no method averages their gradients. They are of a module "
-                "that apply was not called for, or from before apply, which may replace parameters.\n\n"
+                "that apply was not called for, from before apply, which may replace parameters, or from after a "
+                "forward pass without gradients, which leaves parameters of fully_shard whole.\n\n"
                 "  other = together.apply(other)   # each module that it trains, before the optimizer is made\n"
                 "  optimizer.param_groups[0]['params'] = [*model.parameters()]   # of this model alone, in one group"
             )
@@ -400,7 +407,7 @@ class Composition:
         return norm
 
     def _applied_module(self, module: nn.Module | None) -> nn.Module:
-        """The module that ``apply`` returned."""
+        """The module that ``apply`` returned, with its parameters sharded."""
         known = [*self._pieces] if module is None else [each for each in self._pieces if each is module]
         if len(known) != 1:
             raise MethodError(
@@ -408,6 +415,7 @@ class Composition:
                 "these are meant here.\n\n"
                 "  together.clip_grad_norm_(1.0, module=model)   # model = together.apply(...)"
             )
+        reshard(known[0])
         return known[0]
 
     def _pieces_of(self, module: nn.Module, name: str) -> int:
@@ -417,12 +425,6 @@ class Composition:
                 f"{name} was added to the module after apply, so it is in no method: add it before apply."
             )
         return self._pieces[module][name]
-
-    # -- helpers ----------------------------------------------------------------------------------------------------
-
-    def _names_of_experts(self, module: nn.Module) -> set[str]:
-        """Names of the experts' parameters and buffers in a whole module, if a method distributes experts."""
-        return names_of_experts(module) if any(each.differs == "experts" for each in self.methods) else set()
 
     def __repr__(self) -> str:
         return f"Composition({'; '.join(map(str, self.methods))})"

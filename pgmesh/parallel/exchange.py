@@ -39,8 +39,11 @@ def collective_device(group: ProcessGroup, device: torch.device) -> torch.device
 
 @contextlib.contextmanager
 def on_served_device(tensor: Tensor, group: ProcessGroup) -> Iterator[Tensor]:
-    """Yield the tensor for a collective: itself, or a copy on a device of the group, which is copied back at exit."""
-    moved = tensor.to(collective_device(group, tensor.device))
+    """Yield the tensor for a collective: itself, or a copy, which is copied back at exit.
+
+    The copy is on a device of the group, and contiguous: Gloo takes consecutive memory for the elements of any tensor.
+    """
+    moved = tensor.to(collective_device(group, tensor.device)).contiguous()
     yield moved
     if moved is not tensor:
         tensor.copy_(moved)
@@ -189,7 +192,7 @@ def ring_shift(tensor: Tensor, group: ProcessGroup, tag: int = 0) -> tuple[Tenso
     rank, n = group.rank(), group.size()
     if n == 1:
         return tensor, []
-    received, sent = torch.empty_like(tensor), tensor.contiguous()
+    received, sent = torch.empty_like(tensor, memory_format=torch.contiguous_format), tensor.contiguous()
     works = dist.batch_isend_irecv(
         [
             dist.P2POp(dist.isend, sent, group=group, tag=tag, group_peer=(rank + 1) % n),

@@ -44,8 +44,8 @@ from pgmesh.parallel.base import Method
 from pgmesh.parallel.blocks import Blocks, connected_ranks, spanning_axes
 from pgmesh.parallel.divisibility import divide_along_axes, format_sizes
 from pgmesh.parallel.expert_shards import ExpertShards
-from pgmesh.parallel.local_experts import LocalExperts
-from pgmesh.parallel.stage_cutting import is_stage
+from pgmesh.parallel.local_experts import LocalExperts, prefixes_of_experts
+from pgmesh.parallel.stage_cutting import is_stage, tied_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -139,8 +139,12 @@ class ExpertParallel(Method):
         taken = any(isinstance(each, LocalExperts) for each in module.modules())
         if taken or not is_stage(module):
             self.check(module)
+        local = dict[nn.Module, LocalExperts]()  # layers may share their experts
         for name, layer, *_ in find_function(module, mixture.mix):
-            self._keep_local_experts(f"{name or type(layer).__name__}.experts", layer)
+            experts = layer.get_submodule("experts")
+            if experts not in local:
+                local[experts] = self._local_experts(f"{name or type(layer).__name__}.experts", experts)
+            layer.experts = local[experts]
         replace_function(module, mixture.mix, self.mix)
         replace_function(module, mixture.balance_loss, self.balance_loss)
         for axes in (self._expert_axes, self._replica_axes, self._tensor_axes, self.average_axes):
@@ -152,7 +156,7 @@ class ExpertParallel(Method):
         """Check the whole module: it has layers of experts, which no other method has distributed.
 
         Raises:
-            MethodError: it has none, or another method has.
+            MethodError: it has none, or another method has; or parameters of experts are also elsewhere in the module.
         """
         taken = any(isinstance(each, LocalExperts) for each in module.modules())
         if taken or not find_function(module, mixture.mix):
@@ -162,10 +166,19 @@ class ExpertParallel(Method):
                 "  self.mix, self.experts = mix, nn.ModuleList(...)            # in __init__ of the layer\n"
                 "  out = self.mix(tokens, weights, chosen, self.experts)       # in its forward"
             )
+        prefixes = prefixes_of_experts(module)
+        for names in tied_names(module):
+            outside = [name for name in names if not name.startswith(prefixes)]
+            if outside and len(outside) < len(names):
+                inside = next(name for name in names if name not in outside)
+                raise MethodError(
+                    f"{inside} is also {outside[0]}. Each rank has other experts, so only the attributes `experts` of "
+                    "layers may have their parameters."
+                )
 
-    def _keep_local_experts(self, name: str, layer: nn.Module) -> None:
-        """Replace ``layer.experts`` by those of this rank: of 8 experts on 4 ranks, rank 1 keeps "2" and "3"."""
-        experts = [*layer.get_submodule("experts").named_children()]
+    def _local_experts(self, name: str, whole: nn.Module) -> LocalExperts:
+        """This rank's experts: of 8 experts on 4 ranks, rank 1 keeps "2" and "3"."""
+        experts = [*whole.named_children()]
         count = f"{name}: {len(experts)} experts"
         each = divide_along_axes(len(experts), count, "experts", self.mesh, self._expert_axes)
         first = self.mesh.index(*self._expert_axes) * each
@@ -173,7 +186,7 @@ class ExpertParallel(Method):
         if self._tensor_axes:
             for number, expert in kept.items():
                 self._shards.shard(f"{name}.{number}", expert)
-        layer.experts = LocalExperts(kept, format_sizes(self.mesh, self._tensor_axes), self._grouped)
+        return LocalExperts(kept, format_sizes(self.mesh, self._tensor_axes), self._grouped)
 
     # -- a forward pass -------------------------------------------------------------------------------------------
 

@@ -60,8 +60,15 @@ def expert_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def names_of_experts(module: nn.Module) -> set[str]:
     """Names of the parameters and buffers of experts in a whole module, before ``ExpertParallel`` is applied."""
-    prefixes = _prefixes(f"{name}.experts".lstrip(".") for name, *_ in find_function(module, mix))
+    prefixes = prefixes_of_experts(module)
     return {name for name in named_tensors(module) if name.startswith(prefixes)}
+
+
+def prefixes_of_experts(module: nn.Module) -> tuple[str, ...]:
+    """What the names of tensors of experts begin with in a whole module, before ``ExpertParallel`` is applied."""
+    layers = {layer for _, layer, *_ in find_function(module, mix)}
+    named = module.named_modules(remove_duplicate=False)  # a layer may have several names
+    return _prefixes(f"{name}.experts".lstrip(".") for name, each in named if each in layers)
 
 
 def _prefixes(modules: Iterable[str]) -> tuple[str, ...]:

@@ -43,13 +43,13 @@ def check_pair(mesh: ProcessGroupMesh, one: Method, other: Method) -> None:
     """Check that two methods may be composed on the mesh.
 
     Raises:
-        AxisError: an axis has two owners, two methods average gradients, or one works across the shards or stages of
-            the other.
+        AxisError: an axis has two owners, two methods average gradients or replace attention, or one works across the
+            shards or stages of the other.
     """
     if may_overlap(one, other):
         return
     check_no_overlap(one, other)
-    check_one_average(mesh, one, other)
+    check_done_once(mesh, one, other)
     check_same_weights(one, other)
     check_same_weights(other, one)
 
@@ -89,10 +89,11 @@ def shared_pair(layout: Layout, axis: Axis, other: Layout, other_axis: Axis) -> 
     return None
 
 
-def check_one_average(mesh: ProcessGroupMesh, one: Method, other: Method) -> None:
-    """Check that only one of two methods averages gradients."""
-    if one.averages_gradients and other.averages_gradients:
-        both = f"{one} and {other} both average gradients"
+def check_done_once(mesh: ProcessGroupMesh, one: Method, other: Method) -> None:
+    """Check that only one of two methods averages gradients, and only one replaces attention."""
+    averages = one.averages_gradients and other.averages_gradients
+    if averages or (getattr(one, "cuts", False) and getattr(other, "cuts", False)):
+        both = f"{one} and {other} both {'average gradients' if averages else 'replace attention'}"
         axes = spanning_axes(mesh, connected_ranks(mesh.rank, blocks_of([one, other])), f"{both}, of")
         arguments = [*map(repr, axes)]
         if replicated := [axis for axis in getattr(one, "replicates", ()) if axis in axes]:

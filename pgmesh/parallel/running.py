@@ -23,6 +23,7 @@ from pgmesh._util.formatting import count_of
 from pgmesh.errors import MethodError, OptionsError, ShapeError
 from pgmesh.parallel.divisibility import format_sizes, nearest_multiples
 from pgmesh.parallel.nests import tensors_in
+from pgmesh.parallel.sharded import reshard
 from pgmesh.parallel.stage_shapes import Stage, Tensors, device_of_stage
 from pgmesh.parallel.stages import Stages
 from pgmesh.parallel.tied_weights import TiedWeights
@@ -95,6 +96,10 @@ class Pipeline(nn.Module):
         self.schedules: cachetools.LRUCache[BatchKind, Any] = cachetools.LRUCache(MAX_SCHEDULES)
         """The schedule for each kind of batch."""
         stages.mesh.group(stages.axis)  # exists after apply
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy takes over: all but the schedules, which run the stages of this pipeline."""
+        return {**vars(self), "schedules": cachetools.LRUCache(MAX_SCHEDULES)}
 
     def _check_supported(self) -> None:
         """Raise a MethodError if torch, or its schedule, would compute wrong gradients."""
@@ -239,8 +244,7 @@ def gradients_aside(parts: nn.Module) -> Iterator[None]:
     """Hide present gradients, and add them back at exit: torch divides all of ``grad`` by the microbatches.
 
     They are copied, since others may own their memory: DDP writes the next gradients into the same buckets. The exit
-    also shards the parameters of FSDP again: after a pass that failed or had no backward pass, torch leaves some
-    unsharded, without gradients.
+    also shards the parameters of FSDP again.
     """
     before = [(weight, weight.grad.clone()) for weight in parts.parameters() if weight.grad is not None]
     for weight, _ in before:
@@ -248,8 +252,6 @@ def gradients_aside(parts: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module in parts.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(parts)
         for weight, gradient in before:
             weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,8 @@ class ShardedDataParallel(Method):
         replicate: the axes along which parameters are replicated. With ``compose``, parameters are sharded along the
             axes of context parallelism too, unless they are named here.
         layers: function from the module to the submodules that are all-gathered one at a time. Default: the elements of
-            ModuleLists, ModuleDicts and Sequentials. All other parameters are gathered with the whole module.
+            ModuleLists, ModuleDicts and Sequentials. All other parameters are gathered with the whole module, and so is
+            a layer that shares a parameter with other modules.
         options: options of its groups, as in ``mesh.configure``.
         keywords: arguments of torch's fully_shard, such as
             ``mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)``, ``reshard_after_forward=False`` or
@@ -111,8 +113,10 @@ class ShardedDataParallel(Method):
         """Shard the module in place, its layers first, and return it."""
         device_mesh, experts = self.device_mesh(), expert_tensors(module).values()
         keywords = {**self.keywords, "ignored_params": {*self.keywords.get("ignored_params", ()), *experts}}
-        for layer in self.layers(module):
-            fully_shard(layer, mesh=device_mesh, **keywords)
+        uses = _count_uses(module)
+        for layer in dict.fromkeys(self.layers(module)):  # one may be in several lists
+            if _count_uses(layer).items() <= uses.items():
+                fully_shard(layer, mesh=device_mesh, **keywords)
         fully_shard(module, mesh=device_mesh, **keywords)
         return module
 
@@ -134,6 +138,14 @@ class ShardedDataParallel(Method):
             module.set_requires_gradient_sync(True)
 
 
+def reshard(module: nn.Module) -> None:
+    """Shard all parameters again. After a pass that failed or had no backward pass, torch leaves some whole, which are
+    other parameters than those with gradients and optimizer states."""
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()
+
+
 def default_layers(module: nn.Module) -> Iterator[nn.Module]:
     """Elements of the outermost ModuleLists, ModuleDicts and Sequentials that have parameters.
 
@@ -145,6 +157,11 @@ def default_layers(module: nn.Module) -> Iterator[nn.Module]:
             yield from default_layers(child)
         elif next(child.parameters(), None) is not None:
             yield child
+
+
+def _count_uses(module: nn.Module) -> Counter[nn.Parameter]:
+    """The number of submodules that have each parameter. fully_shard needs all of them in one call."""
+    return Counter(weight for each in module.modules() for weight in each.parameters(recurse=False))
 
 
 def _nontrivial(mesh: ProcessGroupMesh, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:

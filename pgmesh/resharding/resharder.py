@@ -84,7 +84,9 @@ class Resharder:
         source_mesh: a mesh or Layout of the ranks that send.
         target_mesh: a mesh or Layout of the ranks that receive.
         source: the module or (nested) state dict on this rank that is read.
-        target: the module or (nested) state dict on this rank that is written.
+        target: the module or (nested) state dict on this rank that is written. Under ``fully_shard`` it has to be the
+            module: after a forward pass without gradients, torch computes with whole copies of some parameters, which
+            the module's own ``state_dict`` drops.
         rename: maps a name of the source to that of the target, or to None to leave it out; a dict or a function. Only
             ranks of the source use it. Keys that are no names on this rank are ignored, since stages can share a dict.
         staging_bytes: limit of the staging memory in bytes. A larger tensor exceeds it. Clones are not counted: of

@@ -219,6 +219,17 @@ def test_sharded_weights_are_not_broadcast():
         dist.barrier()
 
 
+@on_ranks(2)
+def test_broadcast_of_strided_tensors_is_whole():
+    with ProcessGroupMesh(dp=2) as mesh:
+        model = nn.Module()
+        whole = torch.arange(8.0).view(2, 4) + 100 * mesh.rank
+        model.weight = nn.Parameter(whole[:, ::2])
+        model.register_buffer("statistics", whole[:, 1::2])
+        compose(mesh, DataParallel(mesh, "dp")).broadcast(model)
+        assert whole.equal(torch.arange(8.0).view(2, 4))
+
+
 # ---- the error ----
 
 

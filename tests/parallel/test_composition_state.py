@@ -192,6 +192,26 @@ def test_an_optimizer_from_before_apply_raises(mesh: ProcessGroupMesh):
 
 
 @on_ranks(2)
+def test_evaluation_pass_hides_no_sharded_parameters():
+    with ProcessGroupMesh(dp=2) as mesh:
+        together = compose(mesh, ShardedDataParallel(mesh, "dp"))
+        model, plain = together.apply(TinyGPT(layers=1)), TinyGPT(layers=1)
+        codes, target = batch(0)
+        with torch.no_grad():
+            model(together.share(codes))
+        with pytest.raises(MethodError, match="after a forward pass without gradients"):
+            together.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+        together.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+        loss_of(model(together.share(codes)), together.share(target)).backward()
+        loss_of(plain(codes), target).backward()
+        with torch.no_grad():
+            model(together.share(codes))
+        norms = together.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        torch.testing.assert_close(*norms)
+        assert_same("clipped gradients", gradients_of(model), gradients_of(plain))
+
+
+@on_ranks(2)
 def test_optimizer_of_another_module_needs_apply():
     with ProcessGroupMesh(dp=2) as mesh:
         torch.manual_seed(0)

@@ -82,6 +82,17 @@ def test_cut_attention_is_whole_attention(shape, ranks, axes):
         check_sums({"cp": (mesh.group(*axes), mesh.ranks(*axes))})
 
 
+@on_ranks(2)
+def test_ring_takes_heads_as_last_dimension_in_memory():
+    with ProcessGroupMesh(cp=2) as mesh:
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(2, 8, 4, 3, dtype=torch.float64).permute(0, 3, 1, 2) for _ in range(3))
+        mine = [each.chunk(2, 2)[mesh.rank].clone() for each in (q, k, v)]  # clone keeps the order in memory
+        out = ring.ring_attention(*mine, mesh.group("cp"), balanced=False)
+        right = scaled_dot_product_attention(q, k, v).chunk(2, 2)[mesh.rank]
+        torch.testing.assert_close(out, right, **TOLERANCE)
+
+
 @on_ranks(4)
 def test_torch_context_parallel_takes_groups_of_a_mesh():
     """torch's context_parallel, with the mesh's group; its attention has no kernel for the CPU."""

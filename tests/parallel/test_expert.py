@@ -247,6 +247,14 @@ def test_each_expert_is_cut_along_the_tensor_axis(mesh):
     assert (mine.up.out_features, mine.up.bias.shape, mine.down.in_features) == (WIDTH, (WIDTH,), WIDTH)
 
 
+def test_experts_of_two_layers_are_sharded_once(mesh):
+    model = nn.ModuleList([expert_layer(), expert_layer()])
+    model[1].experts = model[0].experts
+    ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"]).apply(model)
+    assert model[1].experts is model[0].experts
+    assert model[1].experts["1"].up.weight.shape == (WIDTH, WIDTH)
+
+
 def test_mix_is_weighted_sum_over_chosen_experts():
     torch.manual_seed(1)
     tokens, weights = torch.randn(7, WIDTH, dtype=torch.float64), torch.rand(7, 3, dtype=torch.float64)

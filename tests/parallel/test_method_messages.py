@@ -72,6 +72,13 @@ def with_shared_layer() -> TinyGPT:
     return shared
 
 
+def with_experts_in_two_places() -> torch.nn.Module:
+    outer = torch.nn.Module()
+    outer.layer = expert_layer()
+    outer.experts = outer.layer.experts
+    return outer
+
+
 def experts_with(parts: dict[str, torch.nn.Module | torch.nn.Parameter]) -> torch.nn.Module:
     """A layer with experts, of which the first has these submodules and parameters."""
     layer = expert_layer()
@@ -85,6 +92,7 @@ BY_NAME = {
     **{each.__name__: each for each in (Rows, Positions, Weights, Method, compose, stages, gpt_inside, TinyGPT)},
     **{each.__name__: each for each in (ContextParallel, DataParallel, ExpertParallel, ShardedDataParallel)},
     **{each.__name__: each for each in (PipelineParallel, TensorParallel, expert_layer, with_shared_layer)},
+    "with_experts_in_two_places": with_experts_in_two_places,
     **{each.__name__: each for each in (ColwiseParallel, RowwiseParallel, Router, experts_with, mlp_plan)},
     "torch": torch,
     "BLOCK_PLAN": BLOCK_PLAN,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -24,6 +25,7 @@ from pgmesh.parallel import (
     ShardedDataParallel,
     TensorParallel,
     compose,
+    local,
     mix,
 )
 from pgmesh.parallel.sharded import default_layers
@@ -111,6 +113,34 @@ def test_gradients_accumulate_and_are_averaged_once(kind: type[DataParallel] | t
     codes, target = batch(0, 2 * ROWS)
     loss_of(right(codes), target).backward()
     assert_same("accumulated", gradients_of(module), gradients_of(right))
+
+
+@pytest.mark.parametrize("fails", [True, False])
+@on_ranks(2)
+def test_fsdp_gradients_after_caught_error_are_wrong(fails: bool):
+    """The page says so; torch's ``reset_iter_state`` keeps the gradients of earlier passes."""
+
+    def fail(_: torch.Tensor) -> None:
+        raise ValueError("in the middle of a backward pass")
+
+    with ProcessGroupMesh(dp=2) as mesh:
+        data = ShardedDataParallel(mesh, "dp")
+        model = data.apply(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        rows = torch.full((2, 2), 1.0 + mesh.rank)
+        model(rows).sum().backward()
+        right = [local(weight.grad).clone() for weight in model.parameters()]
+        model.zero_grad()
+        with contextlib.suppress(ValueError):
+            if fails:
+                hook = model[0].register_forward_hook(lambda *given: given[2].register_hook(fail) and None)
+                model(rows).sum().backward()
+            with data.accumulate(model, last=False):
+                model(rows).sum().backward()
+        if fails:
+            hook.remove()
+        model.zero_grad()
+        model(rows).sum().backward()
+        assert not any(local(weight.grad).equal(each) for weight, each in zip(model.parameters(), right))
 
 
 def batch_norm_buffers(kind: type[DataParallel] | type[ShardedDataParallel]) -> list[float]:
@@ -247,6 +277,33 @@ def test_resharding_and_offloading_are_passed_through():
             loss.backward()
             assert_same("gradients", gradients_of(module), expected().gradients[0])
         check_sums(groups_of(mesh))
+
+
+class SharedLayers(nn.Module):
+    """The first and the last layer have one weight, and one layer is in two lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
+        self.last = nn.Sequential(self.first[1], nn.Linear(4, 8, bias=False))
+        self.last[1].weight = self.first[0].weight
+        self.double()
+
+    def forward(self, codes: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(codes))
+
+
+@on_ranks(2)
+def test_layers_that_share_weights_are_sharded_together():
+    with ProcessGroupMesh(dp=2) as mesh:
+        together = compose(mesh, ShardedDataParallel(mesh, "dp"))
+        model, plain, codes = together.apply(SharedLayers()), SharedLayers(), torch.arange(8).view(4, 2)
+        assert model.first[0].weight is model.last[1].weight
+        assert [isinstance(layer, FSDPModule) for layer in (*model.first, model.last[1])] == [False, True, False]
+        model(together.share(codes)).square().mean().backward()
+        plain(codes).square().mean().backward()
+        assert_same("gradients", gradients_of(model), gradients_of(plain))
 
 
 def test_default_layers_are_elements_of_nested_lists():

@@ -211,6 +211,23 @@ def test_layer_under_two_names_is_kept_under_each():
 
 @needs_pipelines
 @on_ranks(2)
+def test_copy_of_pipeline_that_ran_trains_alone():
+    mesh = ProcessGroupMesh(pp=2, name="copied")
+    (inputs, target), net = rows_of(4), Net(mesh)
+    del net._group  # torch copies no group
+    model = pipeline(mesh).apply(net)
+    model.step(inputs, target=target)
+    duplicate = copy.deepcopy(model)
+    for each in (model, duplicate):
+        each.zero_grad()
+        each.step(inputs, target=target)
+    for weight, same in zip(model.parameters(), duplicate.parameters(), strict=True):
+        assert weight is not same
+        torch.testing.assert_close(weight.grad, same.grad)
+
+
+@needs_pipelines
+@on_ranks(2)
 def test_new_precision_makes_a_new_schedule():
     mesh = ProcessGroupMesh(pp=2, name="actor")
     model, plain = pipeline(mesh).apply(Net(mesh, torch.float32)), Net(mesh, torch.float32)
