@@ -33,14 +33,23 @@ def opened(number: int) -> socket.socket:
     return each
 
 
-def connections() -> Iterator[tuple[socket.socket, Any, Any]]:
-    """This process's TCP connections: a duplicate of the socket, its own address, and that of the other end.
-
-    Without those that cannot be duplicated, since this process can open no more files.
-    """
+def all_opened() -> Iterator[socket.socket]:
+    """A duplicate of each TCP socket of this process; not those for which there is no free descriptor."""
     for number in descriptors():
         with contextlib.suppress(OSError), opened(number) as each:
+            yield each
+
+
+def connections() -> Iterator[tuple[socket.socket, Any, Any]]:
+    """This process's TCP connections: a duplicate of the socket, its own address, and that of the other end."""
+    for each in all_opened():
+        with contextlib.suppress(OSError):
             yield each, each.getsockname(), each.getpeername()  # raises for a listener
+
+
+def inode_of(each: socket.socket) -> int:
+    """What tells a socket from all others, also after its descriptor's number has become another file's."""
+    return os.fstat(each.fileno()).st_ino
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """The TCP connections of Gloo groups: shut them down, and find members whose process has ended.
 
-Each Gloo group of pgmesh has a device of its own, so its connections are those whose local end is the group's listener
-or whose other end is the listener of a member.
+Each Gloo group of pgmesh has devices of its own, one for each network interface. A device has a listener, and an event
+loop that watches the listener and the connections.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from pgmesh import torch_private
 from pgmesh._util.listeners import ANSWER_SECONDS, refuses
-from pgmesh._util.sockets import connections
-from pgmesh.groups.event_loops import end_events
+from pgmesh._util.sockets import all_opened, inode_of
+from pgmesh.groups.event_loops import end_connections, end_events, find_loops, inodes
 from pgmesh.rendezvous.gloo_store import GlooStore
 
 Endpoint = tuple[str, int]
@@ -30,6 +30,9 @@ _MARGIN = 1.0
 
 _MESSAGE_MARGIN = 0.15
 """The same for a message of a connected member, for which Gloo waits for one timeout."""
+
+_OPENING_SECONDS = 0.05
+"""The longest time in which Gloo opens a connection that its event loop does not have yet. It usually takes 0.05 ms."""
 
 
 class Endpoints(NamedTuple):
@@ -87,18 +90,47 @@ def shut_down(groups: Iterable[Endpoints]) -> None:
     """Shut down all connections of some groups. Data that was sent still arrives.
 
     Blocked collectives on both ends raise an error at once. The listeners stay open: Gloo aborts the process if
-    accepting a connection fails. Without /proc, nothing is shut down.
+    accepting a connection fails. Nothing is shut down without Linux's /proc, or without a free descriptor.
     """
     groups = list(groups)
     own = {endpoint for group in groups for endpoint in group.own}
     members = {endpoint for group in groups for _, endpoint in group.members}
-    if not own and not members:
+    if not own:
         return
-    for connection, here, there in connections():
-        if here[:2] in own or there[:2] in members:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-    end_events(own)
+    deadline = time.monotonic() + _OPENING_SECONDS
+    while True:
+        found = _find_sockets(own, members)
+        loops = find_loops(found.here)
+        end_connections(loops)
+        is_opening = bool(loops) and not found.here | found.there <= inodes(loops)
+        if not is_opening or time.monotonic() >= deadline:
+            break
+        time.sleep(0.001)
+    end_events(loops)
+
+
+class _Sockets(NamedTuple):
+    """Sockets of this process, by their inodes.
+
+    Args:
+        here: the listeners of some groups, and the connections that they accepted.
+        there: the connections to listeners of members. A member may have closed its listener, and another program may
+            have the port now. So only those that an event loop of the groups watches are theirs.
+    """
+
+    here: set[int]
+    there: set[int]
+
+
+def _find_sockets(own: Collection[Endpoint], members: Collection[Endpoint]) -> _Sockets:
+    found = _Sockets(set(), set())
+    for each in all_opened():
+        with contextlib.suppress(OSError):
+            if each.getsockname()[:2] in own:
+                found.here.add(inode_of(each))
+            elif each.getpeername()[:2] in members:  # raises for a listener
+                found.there.add(inode_of(each))
+    return found
 
 
 def find_dead(group: Endpoints) -> dict[int, Endpoint]:
