@@ -1,8 +1,9 @@
 """Gloo's event loops, in which connections that were shut down are silenced if Gloo does not close them.
 
-A Gloo group ends its event loop once there are 10 ms without an event, and its destructor waits for that. After a
-failed collective, Gloo may never read the rest of a message whose buffer is gone, so the event for it repeats for ever.
-An event loop is an epoll descriptor of this process, and Linux says in /proc which sockets it watches.
+A Gloo group ends its event loop once there are 10 ms without an event (loop.cc:200), and its destructor waits for that
+(loop.cc:119). After a failed collective, Gloo may never read the rest of a message whose buffer is gone (pair.cc:448),
+so the event for it repeats for ever. An event loop is an epoll descriptor of this process, and Linux says in /proc
+which sockets it watches. ``connections.py`` says whose these lines are.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def end_events(loops: Iterable[int]) -> None:
 def _silence(loop: int, watched: _Watched) -> None:
     """Let a socket have one more event, and then none.
 
-    It stays in the event loop: Gloo may only be late, and if it did not find a socket there, it would end the process.
+    It stays in the event loop: Gloo may still remove it, and would end the process if it were not there (loop.cc:174).
     """
     event = struct.pack(_EVENT, select.EPOLLIN | select.EPOLLONESHOT, watched.data)
     ctypes.CDLL(None).epoll_ctl(loop, _MODIFY, watched.number, event)
