@@ -11,8 +11,8 @@ from typing import Any
 
 
 def descriptors() -> list[int]:
-    """The descriptors of this process; none without /proc."""
-    with contextlib.suppress(FileNotFoundError):
+    """The descriptors of this process; none without /proc, or if it can open no more files."""
+    with contextlib.suppress(OSError):
         return [*map(int, os.listdir("/proc/self/fd"))]
     return []
 
@@ -21,24 +21,35 @@ def opened(number: int) -> socket.socket:
     """A duplicate of a TCP socket: another thread may close the descriptor and reuse its number meanwhile.
 
     Raises:
-        OSError: the descriptor is closed, or no TCP socket.
+        OSError: the descriptor is closed, or no TCP socket, or this process can open no more files.
     """
     if not stat.S_ISSOCK(os.fstat(number).st_mode):
         raise OSError(f"descriptor {number} is no socket")
-    blocks = os.get_blocking(number)
-    each = socket.socket(fileno=os.dup(number))
-    os.set_blocking(number, blocks)  # the program may have set a default timeout, which changes the socket itself
-    if each.family not in (socket.AF_INET, socket.AF_INET6):
+    # If the program has set a default timeout, Python makes the socket itself non-blocking, unless its type says it is.
+    each = socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=os.dup(number))
+    if each.proto != socket.IPPROTO_TCP:
         each.close()
         raise OSError(f"descriptor {number} is no TCP socket")
     return each
 
 
-def connections() -> Iterator[tuple[socket.socket, Any, Any]]:
-    """This process's TCP connections: a duplicate of the socket, its own address, and that of the other end."""
+def all_opened() -> Iterator[socket.socket]:
+    """A duplicate of each TCP socket of this process; not those for which there is no free descriptor."""
     for number in descriptors():
         with contextlib.suppress(OSError), opened(number) as each:
+            yield each
+
+
+def connections() -> Iterator[tuple[socket.socket, Any, Any]]:
+    """This process's TCP connections: a duplicate of the socket, its own address, and that of the other end."""
+    for each in all_opened():
+        with contextlib.suppress(OSError):
             yield each, each.getsockname(), each.getpeername()  # raises for a listener
+
+
+def inode_of(each: socket.socket) -> int:
+    """What tells a socket from all others, also after its descriptor's number has become another file's."""
+    return os.fstat(each.fileno()).st_ino
 
 
 @contextlib.contextmanager

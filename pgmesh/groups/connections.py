@@ -1,7 +1,8 @@
 """The TCP connections of Gloo groups: shut them down, and find members whose process has ended.
 
-Each Gloo group of pgmesh has a device of its own, so its connections are those whose local end is the group's listener
-or whose other end is the listener of a member.
+Each Gloo group of pgmesh has devices of its own, one for each network interface. A device has a listener, and an event
+loop that watches the listener and the connections. How Gloo uses them is private, so each fact that this file relies on
+names a line of https://github.com/pytorch/gloo/tree/70dc360272dfc57e3617184c78ff9b06f8cd4757/gloo/transport/tcp.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from pgmesh import torch_private
 from pgmesh._util.listeners import ANSWER_SECONDS, refuses
-from pgmesh._util.sockets import connections
-from pgmesh.groups.event_loops import end_events
+from pgmesh._util.sockets import all_opened, inode_of
+from pgmesh.groups.event_loops import end_connections, end_events, find_loops, inodes
 from pgmesh.rendezvous.gloo_store import GlooStore
 
 Endpoint = tuple[str, int]
@@ -23,13 +24,19 @@ Endpoint = tuple[str, int]
 
 
 _GLOO_TIMEOUTS = 5
-"""Gloo waits for a member to connect for this many timeouts of the group."""
+"""Gloo waits for a member to connect for this many timeouts of the group. Source: pair.h:305."""
 
 _MARGIN = 1.0
-"""Seconds before and after the end of that wait, in which it is uncertain whether Gloo has given it up."""
+"""Seconds before and after the end of that wait, in which it is uncertain whether Gloo has given it up. Data or the end
+of a connection that is opened after that would end the process. Source: pair.cc:680."""
 
 _MESSAGE_MARGIN = 0.15
-"""The same for a message of a connected member, for which Gloo waits for one timeout."""
+"""The same for a message of a connected member, for which Gloo waits for one timeout. It then gives up its other waits
+too. Source: unbound_buffer.cc:59 and 76."""
+
+_OPENING_SECONDS = 0.05
+"""The longest time for which an event loop does not watch a connection that Gloo opens. Usually it is below 0.1 ms.
+Source: helpers.h:163 and 178."""
 
 
 class Endpoints(NamedTuple):
@@ -57,7 +64,7 @@ def endpoints_of(store: GlooStore | None) -> Endpoints:
 
 
 def is_safe_to_wake(seconds: float, timeout: float) -> bool:
-    """True if Gloo gives up no wait for a member about now: a wait for its message, or for its connection.
+    """False around the times at which Gloo gives up waiting for a member: for its message, and for its connection.
 
     Args:
         seconds: the time since the collective was entered. If that is long ago, it began to wait later.
@@ -73,9 +80,9 @@ def is_safe_to_wake(seconds: float, timeout: float) -> bool:
 def wake(group: Endpoints) -> None:
     """End this rank's waits for members that have not connected to it.
 
-    Of each two members, Gloo lets one wait for the other to connect, for up to five times the group's timeout. There is
-    no socket to shut down. So this rank connects to its own listener in the place of each other member, and closes that
-    connection. Members that are connected are not affected.
+    Of each two members, Gloo lets one wait for the other to connect (device.cc:327), for up to five times the group's
+    timeout. There is no socket to shut down. So this rank connects to its own listener in the place of each other
+    member, and closes that connection. Members that are connected are not affected (listener.cc:137).
     """
     for own in group.own:
         for place in group.places:
@@ -87,18 +94,47 @@ def shut_down(groups: Iterable[Endpoints]) -> None:
     """Shut down all connections of some groups. Data that was sent still arrives.
 
     Blocked collectives on both ends raise an error at once. The listeners stay open: Gloo aborts the process if
-    accepting a connection fails. Without /proc, nothing is shut down.
+    accepting a connection fails (listener.cc:68). Without Linux's /proc, or a free descriptor, nothing is shut down.
     """
     groups = list(groups)
     own = {endpoint for group in groups for endpoint in group.own}
     members = {endpoint for group in groups for _, endpoint in group.members}
-    if not own and not members:
+    if not own:
         return
-    for connection, here, there in connections():
-        if here[:2] in own or there[:2] in members:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-    end_events(own)
+    deadline = time.monotonic() + _OPENING_SECONDS
+    while True:
+        found = _find_sockets(own, members)
+        loops = find_loops(found.here)
+        end_connections(loops)
+        is_opening = bool(loops) and not found.here | found.there <= inodes(loops)
+        if not is_opening or time.monotonic() >= deadline:
+            break
+        time.sleep(0.001)
+    end_events(loops)
+
+
+class _Sockets(NamedTuple):
+    """Sockets of this process, by their inodes.
+
+    Args:
+        here: the listeners of some groups, and the connections that they accepted.
+        there: the connections to listeners of members. A member may have closed its listener, and another program may
+            have the port now. So only those that an event loop of the groups watches are theirs.
+    """
+
+    here: set[int]
+    there: set[int]
+
+
+def _find_sockets(own: Collection[Endpoint], members: Collection[Endpoint]) -> _Sockets:
+    found = _Sockets(set(), set())
+    for each in all_opened():
+        with contextlib.suppress(OSError):
+            if each.getsockname()[:2] in own:
+                found.here.add(inode_of(each))
+            elif each.getpeername()[:2] in members:  # raises for a listener
+                found.there.add(inode_of(each))
+    return found
 
 
 def find_dead(group: Endpoints) -> dict[int, Endpoint]:

@@ -5,10 +5,12 @@ A listener is open as long as its process. Each status has its host and port, so
 
 from __future__ import annotations
 
+import contextlib
 import math
+import socket
 import time
 
-from pgmesh._util.listeners import Listener, is_loopback, refuses
+from pgmesh._util.listeners import is_loopback, refuses
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.statuses import RankStatus
 
@@ -25,28 +27,32 @@ class Listeners:
 
     def __init__(self, period: float) -> None:
         self._period = period
-        self.own: Listener | None = None  # None before ``open``
+        self._own: socket.socket | None = None  # this process's listener
+        self.endpoint: tuple[str, int] | tuple[()] = ()  # its host and port; () before ``open``
         self._asked: dict[object, tuple[float, bool]] = {}  # by listener: when it was last asked, and if it refused
 
     def open(self, host: str) -> None:
-        """Open this process's listener, unless that was done before."""
-        if self.own is None:
-            self.own = Listener(host)
+        """Open this process's listener, unless that was done before.
 
-    @property
-    def endpoint(self) -> tuple[str, int] | tuple[()]:
-        """Host and port of this process's listener; () if it is not open."""
-        return () if self.own is None else (self.own.host, self.own.port)
+        Args:
+            host: an address of this host.
+        """
+        if self._own is None:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._own = socket.create_server((host, 0), family=family, backlog=128)
+            self._own.setblocking(False)
+            self.endpoint = self._own.getsockname()[:2]
 
     def drain(self) -> None:
-        """Make room for further connections of ranks that ask."""
-        if self.own is not None:
-            self.own.drain()
+        """Accept and close the connections that other ranks have opened, so that there is room for more."""
+        with contextlib.suppress(OSError):
+            while self._own is not None:
+                self._own.accept()[0].close()
 
     def close(self) -> None:
         """Close the listener, or the copy of it in a forked child, which would keep the port open."""
-        if self.own is not None:
-            self.own.close()
+        if self._own is not None:
+            self._own.close()
 
     def has_ended(self, status: RankStatus, seconds: float) -> bool:
         """True if the process that published a status has ended: its listener refuses a connection.
@@ -57,13 +63,13 @@ class Listeners:
         Args:
             seconds: the time without a new heartbeat.
         """
-        if not status.endpoint or self.own is None:
+        if not status.endpoint or not self.endpoint:
             return False
-        host = status.endpoint[0]
+        host, own_host = status.endpoint[0], self.endpoint[0]
         # A rank that reaches the store over its loopback is on the store's host. Elsewhere that address means another.
-        if is_loopback(host) != is_loopback(self.own.host):
+        if is_loopback(host) != is_loopback(own_host):
             return False
-        if host != self.own.host and seconds < _MISSED_PERIODS * self._period:
+        if host != own_host and seconds < _MISSED_PERIODS * self._period:
             return False
         asked_at, refused = self._asked.get(status.endpoint, (-math.inf, False))
         if time.monotonic() >= asked_at + timing.TIMING.ask_again:

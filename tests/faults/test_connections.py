@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
-from pgmesh._util.sockets import opened
 from pgmesh.groups.group import find_group
 from pgmesh.launch import StoreProcess
 from tests.support.faults import (
@@ -436,15 +435,3 @@ def test_rank_reconnects_after_store_connections_are_cut(tmp_path: Path, away: b
         failed = seen[2][0]
         assert f"the store at 127.0.0.1:{proxy.port} failed: " in failed.text
         assert failed.took < 1.0 + SLACK
-
-
-def test_opened_socket_keeps_its_blocking_mode():
-    """A default timeout of the program would make the socket itself non-blocking."""
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
-        socket.setdefaulttimeout(5.0)
-        try:
-            with opened(client.fileno()) as same:
-                assert same.getsockname() == client.getsockname()
-        finally:
-            socket.setdefaulttimeout(None)
-        assert os.get_blocking(client.fileno())

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from pgmesh import ProcessGroupMesh
-from pgmesh.groups import backends, background
+from pgmesh.groups import backends, kept_groups
 from tests.support.board import Fault, at_all_reduce, faults, raises
 from tests.support.faults import BEAT, LONG_TIMEOUT, beat_fast_with_bystander, wait_until, wait_until_waiting
 from tests.support.resource_counts import CAN_COUNT, count_resources, count_with_keys, growth, resident_kib
@@ -224,7 +224,7 @@ def repeat(fault: Callable[[ProcessGroupMesh], None], times: int) -> int:
         mesh.close()
         del mesh
     gc.collect()
-    wait_until(lambda: background.free_finished() or not background._kept, "collectives that hang in Gloo end")
+    wait_until(lambda: kept_groups.free_finished() or not kept_groups._kept, "collectives that hang in Gloo end")
     memory = resident_kib()
     dist.barrier()
     return memory

@@ -7,7 +7,8 @@ import socket
 
 import pytest
 
-from pgmesh.groups.event_loops import end_events
+from pgmesh._util.sockets import inode_of
+from pgmesh.groups.event_loops import end_events, find_loops
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def test_ended_connection_has_one_last_event(connection):
         here.shutdown(socket.SHUT_RDWR)
         assert loop.poll(0) == loop.poll(0) != []  # it repeats
 
-        end_events([listener.getsockname()])
+        end_events(find_loops({inode_of(listener)}))
 
         assert [number for number, _ in loop.poll(0)] == [here.fileno()]
         assert loop.poll(0.05) == []
@@ -42,6 +43,6 @@ def test_late_event_loop_removes_its_connection(connection):
         loop.register(here, select.EPOLLIN)
         here.shutdown(socket.SHUT_RDWR)
 
-        end_events([listener.getsockname()])
+        end_events(find_loops({inode_of(listener)}))
 
         loop.unregister(here)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from pgmesh.groups import background
+from pgmesh.groups import kept_groups
 from tests.support.faults import WAIT_TIMEOUT
 from tests.support.torch_tables import c10d, table_sizes
 
@@ -26,12 +26,12 @@ def count_resources() -> dict[str, int]:
 
     It waits for the threads that free the groups of aborted meshes.
     """
-    background.free_finished()
+    kept_groups.free_finished()
     for thread in threading.enumerate():
         if thread.name == "pgmesh-end":
             thread.join(30.0)
     return {
-        "unfinished": len(background._kept),
+        "unfinished": len(kept_groups._kept),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": count_threads(),
         **table_sizes(),
