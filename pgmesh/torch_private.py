@@ -166,10 +166,14 @@ def _check_group(group: Any) -> Any:
 
 
 def _explain_failure(function: str, *args: Any, **kwargs: Any) -> Any:
-    """torch's description of a collective that raised. The hooks may raise a better error in its place."""
+    """torch's description of a collective that raised. The hooks may raise a better error in its place.
+
+    ``torch.distributed.checkpoint`` calls it at the start of each function too. The error is then one that the user
+    handles, such as the reason for saving, and no hook is called.
+    """
     error = sys.exc_info()[1]
-    group = next((each for each in (*args, *kwargs.values()) if isinstance(each, dist.ProcessGroup)), None)
-    if error is not None:
+    if error is not None and sys._getframe(1).f_globals is vars(c10d_logger):
+        group = next((each for each in (*args, *kwargs.values()) if isinstance(each, dist.ProcessGroup)), None)
         for hook in on_failure:
             hook(group, error)
     return _describe_failure(function, *args, **kwargs)
