@@ -9,9 +9,6 @@ from typing import Any
 from pgmesh import torch_private
 from pgmesh.rendezvous.statuses import RunningCollective
 
-_MOST = 4
-"""The number of running collectives that a status lists."""
-
 
 class FlightRecorder:
     """Finds the collectives that this process has entered and that are not done.
@@ -40,7 +37,7 @@ class FlightRecorder:
         for entry in _unfinished(groups):
             if not entry["is_p2p"]:
                 found.setdefault(str(entry["pg_id"]), self._describe(entry))
-        return tuple(found.values())[:_MOST]
+        return tuple(found.values())
 
     def _describe(self, entry: dict[str, Any]) -> RunningCollective:
         name = str(entry["process_group"][0])

@@ -18,6 +18,19 @@ from pgmesh.rendezvous.operations import Read, Run
 from pgmesh.rendezvous.statuses import RunningCollective, Statuses
 from pgmesh.rendezvous.store_thread import warn_from_store_thread
 
+_MOST = 4
+"""The number of running collectives that a status lists."""
+
+
+def did_not_report(statuses: Statuses, rank: int, collective: RunningCollective) -> bool:
+    """True if the last status of a rank would list this collective, and does not.
+
+    A status that lists the most collectives may lack others.
+    """
+    status = statuses.get(rank)
+    lists_all = status is None or len(status.running) < _MOST
+    return lists_all and not statuses.has_entered(rank, collective)
+
 
 class Watch:
     """Finds out why collectives of this process do not end.
@@ -34,7 +47,7 @@ class Watch:
         self._woken: set[tuple[str, int]] = set()  # the same
 
     def find_running(self, run: Run) -> tuple[RunningCollective, ...]:
-        """Examine the collectives that have not ended since the last call, and return them.
+        """Examine the collectives that have not ended since the last call, and return the first ones, for the status.
 
         Args:
             run: performs operations on the store.
@@ -52,7 +65,7 @@ class Watch:
                 if now - self._stuck_since[once] >= group.gloo.timeout.total_seconds():
                     self._woken.add(once)  # Gloo's wait for a connection ignores this timeout
                     background.in_background(teardown.wake, [group])
-        return stuck
+        return stuck[:_MOST]
 
     def _examine(self, run: Run, group: Group, collective: RunningCollective) -> None:
         """Record why a collective does not end, and log it once.
@@ -90,7 +103,7 @@ class Watch:
         since = self._stuck_since[collective.name, collective.number]
         if time.monotonic() - since < self._statuses.lost_after / 2:
             return []
-        return [rank for rank in ranks if not self._statuses.has_entered(rank, collective)]
+        return [rank for rank in ranks if did_not_report(self._statuses, rank, collective)]
 
     def _describe(self, ranks: Sequence[int]) -> dict[int, str]:
         """Each rank with its last status."""

@@ -74,6 +74,16 @@ def test_reason_is_found_again_after_a_woken_wait(monkeypatch: pytest.MonkeyPatc
     assert woken == [group]
 
 
+@pytest.mark.parametrize("many", [True, False], ids=["as many as it lists", "fewer"])
+def test_rank_in_many_collectives_is_not_named(many: bool):
+    """Its status does not list all of them."""
+    here = RunningCollective("name", "group tp of mesh 'actor'", "all_reduce", 3, 100)
+    listed = tuple(here._replace(name=f"{i}") for i in range(4 if many else 3))
+    statuses = Statuses(5.0, lambda: 0.0)
+    statuses.read(lambda *reads: [RankStatus(1, 3, running=listed).pack().encode()], [1])
+    assert watch.did_not_report(statuses, 1, here) is not many
+
+
 # ---- its first collective ----
 
 
