@@ -16,6 +16,7 @@ from pgmesh._util.formatting import count_of, format_ranks, name_ranks
 from pgmesh._util.listeners import ANSWER_SECONDS
 from pgmesh.connect.connecting import ConnectState
 from pgmesh.errors import WorldError
+from pgmesh.groups import flight_recorder
 from pgmesh.groups.watch import did_not_report
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.statuses import RankStatus, RunningCollective, Statuses
@@ -129,7 +130,7 @@ def report(mesh: MeshGroups) -> Report:
         trouble = f"not available: the mesh {mesh.ended}"
     elif not mesh.is_fake():
         trouble = _read_statuses(mesh, statuses)
-        running = mesh.world.watch.flight_recorder.running()
+        running = flight_recorder.running()
     lines = tuple(_describe_running(mesh, each, statuses) for each in running)
     deadline = time.monotonic() + ANSWER_SECONDS
     others = {

@@ -57,7 +57,7 @@ class Watch:
 
     def __init__(self, statuses: Statuses) -> None:
         self._statuses = statuses
-        self.flight_recorder = FlightRecorder(_label_of)
+        self.flight_recorder = FlightRecorder()
         self._stuck: dict[tuple[str, int], _Stuck] = {}  # by ``_key``
 
     def find_running(self, run: Run) -> tuple[RunningCollective, ...]:
@@ -145,8 +145,3 @@ def _key(collective: RunningCollective) -> tuple[str, int]:
 def _watched(group: Group) -> tuple[int, ...]:
     """The members whose statuses are read."""
     return group.ranks[: timing.LIMITS.statuses]
-
-
-def _label_of(name: str) -> str:
-    group = find_group(name)
-    return f"torch's group {name}" if group is None else group.label
