@@ -9,6 +9,9 @@ module changes torch for good in four places:
 - the equality of DeviceMeshes: ``_groups_of``.
 
 Other files add functions to the hooks ``on_destroy``, ``on_world_end`` and ``on_failure``.
+
+The parts, each under a heading: what is needed and replaced in torch; the world; a group, from torch's tables and its
+backends to its end; the flight recorder; DeviceMesh; modules; pipeline stages.
 """
 
 from __future__ import annotations
@@ -42,6 +45,9 @@ if loaded := getattr(c10d, "_changed_by_pgmesh", None):
         f"It cannot be reloaded or used together with a second copy, here {__file__}. Start a new process with one "
         f"copy."
     )
+
+
+# -- the private names, and what happens without one --------------------------------------------------------------
 
 SEAM: dict[str, str] = {
     **{
@@ -107,10 +113,8 @@ if is_newer(torch.__version__):
         TRIED_ON[-1],
     )
 
-_FakeBackend: Any = torch._C._distributed_c10d.FakeProcessGroup
-_new_fake: Any = getattr(_FakeBackend, "_create_internal", _FakeBackend)  # torch 2.9 has a public constructor
-KEEPS_ORDER: dict[str, Any] = {"sort_ranks": False} if "sort_ranks" in signature(dist.new_group).parameters else {}
-"""Keeps torch's ``new_group`` from sorting the ranks. torch 2.9 to 2.11 always sort them."""
+
+# -- the names of pgmesh's groups, and the hooks ------------------------------------------------------------------
 
 PREFIX = "pgmesh/"
 """Start of the names of all groups and store keys of pgmesh."""
@@ -129,6 +133,9 @@ destroyed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 not_groups: dict[type, Callable[[Any], str]] = {}
 """Types whose objects callers pass in the place of a group, each with the function that returns the error message."""
+
+
+# -- what is replaced in torch ------------------------------------------------------------------------------------
 
 
 class _Names(dict[Any, str]):
@@ -166,10 +173,14 @@ def _check_group(group: Any) -> Any:
 
 
 def _explain_failure(function: str, *args: Any, **kwargs: Any) -> Any:
-    """torch's description of a collective that raised. The hooks may raise a better error in its place."""
+    """torch's description of a collective that raised. The hooks may raise a better error in its place.
+
+    ``torch.distributed.checkpoint`` calls it at the start of each function too. The error is then one that the user
+    handles, such as the reason for saving, and no hook is called.
+    """
     error = sys.exc_info()[1]
-    group = next((each for each in (*args, *kwargs.values()) if isinstance(each, dist.ProcessGroup)), None)
-    if error is not None:
+    if error is not None and sys._getframe(1).f_globals is vars(c10d_logger):
+        group = next((each for each in (*args, *kwargs.values()) if isinstance(each, dist.ProcessGroup)), None)
         for hook in on_failure:
             hook(group, error)
     return _describe_failure(function, *args, **kwargs)
@@ -192,66 +203,6 @@ c10d._changed_by_pgmesh = __file__
 c10d._pg_names = _Names(c10d._pg_names)
 c10d._rank_not_in_group = _check_group
 c10d_logger._get_msg_dict = _explain_failure
-
-
-# -- modules and tensors ------------------------------------------------------------------------------------------
-
-
-def exclude_from_ddp(module: torch.nn.Module, names: Sequence[str]) -> None:
-    """Make DDP ignore these parameters and buffers of a module."""
-    ignore: Any = torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-    ignore(module, names)
-
-
-def has_gradient_hooks(weight: torch.Tensor) -> bool:
-    """True if hooks are registered for the gradient of a weight."""
-    return bool(weight._post_accumulate_grad_hooks)
-
-
-def stages_are_supported(stage: type) -> bool:
-    """True if torch's pipeline stages are those of torch 2.12 or later.
-
-    On Gloo, the warm-up of those of torch 2.9 ends the process. Next to a frozen stage and under ``fully_shard`` some
-    of their gradients were wrong.
-    """
-    needed = ("forward_recv_info", "forward_send_info", "backward_recv_info")
-    return all(hasattr(stage, name) for name in ("_send_meta", "_recv_meta", *(f"_setup_{each}" for each in needed)))
-
-
-def receive_stage_inputs(stage: Any) -> None:
-    """Receive the shapes of a pipeline stage's inputs, which ``set_stage_outputs`` of the previous stage sends."""
-    _allocate_stage_inputs(stage, stage._recv_meta(stage.stage_index - 1))
-
-
-def set_stage_inputs(stage: Any, tensors: tuple[torch.Tensor, ...]) -> None:
-    """Prepare a pipeline stage for inputs like these, of a previous stage on the same rank."""
-    _allocate_stage_inputs(stage, _stage_utils().extract_tensor_metas(tensors))
-
-
-def _allocate_stage_inputs(stage: Any, shapes: tuple[Any, ...]) -> None:
-    stage._stage_meta.inputs, stage._stage_meta.input_grads = shapes, _stage_utils()._derive_grad_metas(shapes)
-    stage._setup_forward_recv_info(len(stage.args_recv_info), stage.has_backward)
-
-
-def set_stage_outputs(stage: Any, tensors: tuple[torch.Tensor, ...]) -> None:
-    """Prepare a pipeline stage for outputs like these and for their gradients, and send their shapes to the next stage.
-
-    It waits until the next stage receives the shapes, unless that is on the same rank.
-    """
-    shapes = _stage_utils().extract_tensor_metas(tensors)
-    stage._stage_meta.outputs = shapes
-    stage._stage_meta.output_grads = _stage_utils()._derive_grad_metas(shapes)
-    stage._setup_forward_send_info()
-    if stage.has_backward:
-        stage._setup_backward_recv_info(stage.chunks)
-    if not stage.is_last and not stage._is_same_rank(stage.stage_index + 1):
-        stage._send_meta(shapes, stage.stage_index + 1)
-
-
-def _stage_utils() -> Any:
-    from torch.distributed.pipelining import _utils  # here, so that only pipelines load it
-
-    return _utils
 
 
 # -- the world ----------------------------------------------------------------------------------------------------
@@ -338,7 +289,7 @@ def forget_group(group: Any) -> None:
     c10d._world.pg_map.pop(group, None)
 
 
-# -- groups and backends ------------------------------------------------------------------------------------------
+# -- a group's devices and timeout --------------------------------------------------------------------------------
 
 
 def device_types(group: Any) -> list[torch.device]:
@@ -353,6 +304,15 @@ def timeout_of(group: Any) -> timedelta | None:
             timeout: timedelta = group._get_backend(device).options._timeout
             return timeout
     return None
+
+
+# -- new groups and their backends --------------------------------------------------------------------------------
+
+KEEPS_ORDER: dict[str, Any] = {"sort_ranks": False} if "sort_ranks" in signature(dist.new_group).parameters else {}
+"""Keeps torch's ``new_group`` from sorting the ranks. torch 2.9 to 2.11 always sort them."""
+
+_FakeBackend: Any = torch._C._distributed_c10d.FakeProcessGroup
+_new_fake: Any = getattr(_FakeBackend, "_create_internal", _FakeBackend)  # torch 2.9 has a public constructor
 
 
 def new_group_object(
@@ -448,22 +408,12 @@ def nccl_backend(
     return getattr(dist, NCCL_CLASSES[backend])(store, rank, size, settings, *device)
 
 
-@contextlib.contextmanager
-def aborting_together(groups: Iterable[Any]) -> Iterator[None]:
-    """Let NCCL abort the communicators of these groups in one call: one after another, they may wait for each other.
+def fake_backend(rank: int, size: int) -> Any:
+    """A backend that moves nothing."""
+    return _new_fake(rank, size, _FakeBackend.Options())
 
-    Untested on GPUs. Source: https://github.com/pytorch/pytorch/issues/173815
-    """
-    backends = [group._get_backend(device) for group in groups for device in group._device_types]
-    first = next((backend for backend in backends if hasattr(backend, "_group_start")), None)
-    if first is None:
-        yield
-        return
-    first._group_start()
-    try:
-        yield
-    finally:
-        first._group_end()
+
+# -- the addresses of Gloo's listeners ----------------------------------------------------------------------------
 
 
 def gloo_endpoint(address: bytes) -> tuple[str, int] | None:
@@ -488,9 +438,25 @@ def gloo_greeting(place: int) -> bytes:
     return place.to_bytes(8, "little")
 
 
-def fake_backend(rank: int, size: int) -> Any:
-    """A backend that moves nothing."""
-    return _new_fake(rank, size, _FakeBackend.Options())
+# -- the end of groups --------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def aborting_together(groups: Iterable[Any]) -> Iterator[None]:
+    """Let NCCL abort the communicators of these groups in one call: one after another, they may wait for each other.
+
+    Untested on GPUs. Source: https://github.com/pytorch/pytorch/issues/173815
+    """
+    backends = [group._get_backend(device) for group in groups for device in group._device_types]
+    first = next((backend for backend in backends if hasattr(backend, "_group_start")), None)
+    if first is None:
+        yield
+        return
+    first._group_start()
+    try:
+        yield
+    finally:
+        first._group_end()
 
 
 class _RaisingStore(dist.Store):
@@ -536,6 +502,20 @@ def invalidate(group: Any, text: str) -> None:
     for device in group._device_types:
         group._register_backend(device, dist.ProcessGroup.BackendType.UNDEFINED, backend)
     group._set_default_backend(dist.ProcessGroup.BackendType.UNDEFINED)
+
+
+# -- the flight recorder ------------------------------------------------------------------------------------------
+
+
+def flight_record(*, entries: bool) -> dict[str, Any]:
+    """torch's flight record; empty without one.
+
+    Args:
+        entries: also return the collectives, which takes up to 60 ms. Otherwise only the state of each group.
+    """
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    record: dict[str, Any] = {} if dump is None else json.loads(dump(entries, False))
+    return record
 
 
 # -- DeviceMesh ---------------------------------------------------------------------------------------------------
@@ -594,15 +574,64 @@ def _as_strides(positions: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, .
     return sizes or (1,), strides or (0,)
 
 
-# -- the flight recorder ------------------------------------------------------------------------------------------
+# -- gradients, and what DDP ignores ------------------------------------------------------------------------------
 
 
-def flight_record(*, entries: bool) -> dict[str, Any]:
-    """torch's flight record; empty without one.
+def exclude_from_ddp(module: torch.nn.Module, names: Sequence[str]) -> None:
+    """Make DDP ignore these parameters and buffers of a module."""
+    ignore: Any = torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    ignore(module, names)
 
-    Args:
-        entries: also return the collectives, which takes up to 60 ms. Otherwise only the state of each group.
+
+def has_gradient_hooks(weight: torch.Tensor) -> bool:
+    """True if hooks are registered for the gradient of a weight."""
+    return bool(weight._post_accumulate_grad_hooks)
+
+
+# -- pipeline stages ----------------------------------------------------------------------------------------------
+
+
+def stages_are_supported(stage: type) -> bool:
+    """True if torch's pipeline stages are those of torch 2.12 or later.
+
+    On Gloo, the warm-up of those of torch 2.9 ends the process. Next to a frozen stage and under ``fully_shard`` some
+    of their gradients were wrong.
     """
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    record: dict[str, Any] = {} if dump is None else json.loads(dump(entries, False))
-    return record
+    needed = ("forward_recv_info", "forward_send_info", "backward_recv_info")
+    return all(hasattr(stage, name) for name in ("_send_meta", "_recv_meta", *(f"_setup_{each}" for each in needed)))
+
+
+def receive_stage_inputs(stage: Any) -> None:
+    """Receive the shapes of a pipeline stage's inputs, which ``set_stage_outputs`` of the previous stage sends."""
+    _allocate_stage_inputs(stage, stage._recv_meta(stage.stage_index - 1))
+
+
+def set_stage_inputs(stage: Any, tensors: tuple[torch.Tensor, ...]) -> None:
+    """Prepare a pipeline stage for inputs like these, of a previous stage on the same rank."""
+    _allocate_stage_inputs(stage, _stage_utils().extract_tensor_metas(tensors))
+
+
+def _allocate_stage_inputs(stage: Any, shapes: tuple[Any, ...]) -> None:
+    stage._stage_meta.inputs, stage._stage_meta.input_grads = shapes, _stage_utils()._derive_grad_metas(shapes)
+    stage._setup_forward_recv_info(len(stage.args_recv_info), stage.has_backward)
+
+
+def set_stage_outputs(stage: Any, tensors: tuple[torch.Tensor, ...]) -> None:
+    """Prepare a pipeline stage for outputs like these and for their gradients, and send their shapes to the next stage.
+
+    It waits until the next stage receives the shapes, unless that is on the same rank.
+    """
+    shapes = _stage_utils().extract_tensor_metas(tensors)
+    stage._stage_meta.outputs = shapes
+    stage._stage_meta.output_grads = _stage_utils()._derive_grad_metas(shapes)
+    stage._setup_forward_send_info()
+    if stage.has_backward:
+        stage._setup_backward_recv_info(stage.chunks)
+    if not stage.is_last and not stage._is_same_rank(stage.stage_index + 1):
+        stage._send_meta(shapes, stage.stage_index + 1)
+
+
+def _stage_utils() -> Any:
+    from torch.distributed.pipelining import _utils  # here, so that only pipelines load it
+
+    return _utils

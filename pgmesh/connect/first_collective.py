@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,9 +16,43 @@ from pgmesh.errors import MismatchError, MissingRanksError, PgmeshError
 from pgmesh.groups import background, failures
 from pgmesh.groups.default_world import device_of
 from pgmesh.groups.group import Group
-from pgmesh.rendezvous.operations import CompareSet, Operation
+from pgmesh.rendezvous.operations import CompareSet, Run
 from pgmesh.rendezvous.records import Decision
 from pgmesh.rendezvous.statuses import Statuses
+
+
+class State(enum.Enum):
+    """The state of a first collective on this rank.
+
+    - *waiting*: this rank has not entered it.
+    - *running*: torch has not ended it.
+    - *raised*: torch has raised an error. A lost member, which is noticed later, may be the reason.
+    - *failed*: it has its error.
+    - *published*: the other members know of the error.
+    - *done*: its sum is right.
+    """
+
+    WAITING, RUNNING, RAISED, FAILED, PUBLISHED, DONE = range(6)
+
+
+@dataclass(frozen=True)
+class _Raised:
+    """What is known when torch has raised an error.
+
+    Args:
+        error: torch's error.
+        time: the time, on the clock of the statuses.
+        dead: message about the members whose listeners refused a connection then; "" for none.
+    """
+
+    error: Exception
+    time: float
+    dead: str
+
+    @property
+    def reason(self) -> str:
+        """The first line of torch's error, which may have none."""
+        return next(iter(str(self.error).splitlines()), type(self.error).__name__)
 
 
 class FirstCollective:
@@ -30,24 +66,24 @@ class FirstCollective:
 
     def __init__(self, group: Group, broken_key: str, statuses: Statuses) -> None:
         self.group, self.broken_key, self._statuses = group, broken_key, statuses
+        self.state = State.WAITING
+        self.error: PgmeshError | None = None  # if it failed
+        self.done = 0.0  # the time when it was done
         self._process_group: Any = None  # from the start on: another thread may end the group
-        self.error: PgmeshError | None = None
-        self.done = 0.0  # the time
-        self.published = False  # the error is in the store
         self._work: Any = None
-        self._failure: Exception | None = None  # raised by torch
-        self._failed_at = 0.0
-        self._dead = ""  # message about members whose listeners refused a connection then
+        self._raised: _Raised | None = None
 
     def start(self) -> None:
         """Enter the collective, unless this rank has done so."""
-        if self._work is None:
+        if self.state is State.WAITING:
             self._process_group = self.group.process_group
             self._ones = torch.ones(1, device=device_of(self._process_group))
             self._work = dist.all_reduce(self._ones, group=self._process_group, async_op=True)
+            self.state = State.RUNNING
 
     def is_running(self) -> bool:
-        return self._work is not None and not self.done and self.error is None
+        """True until it is known whether and why it failed."""
+        return self.state in (State.RUNNING, State.RAISED)
 
     def following(self, number: int) -> Sequence[int]:
         """The members after this rank, in a ring. Each member asks the listeners of a few others."""
@@ -61,25 +97,29 @@ class FirstCollective:
 
     def poll(self) -> None:
         """Check for the end of a running collective."""
-        if self._failure is not None or not self._work.is_completed():
+        if self.state is not State.RUNNING or not self._work.is_completed():
             return
         try:
             self._work.wait()
             total = int(self._ones.item())
         except PgmeshError as error:
-            self.error = type(error)(str(error))
             error.__traceback__ = None  # its frames refer to this group, and the backend keeps the error
-            return
+            self._fail(type(error)(str(error)))
         except Exception as error:
-            self._failure, self._failed_at = error.with_traceback(None), self._statuses.now()
-            self._dead = failures.describe_dead(self.group)
-            return
+            now = self._statuses.now()
+            self._raised = _Raised(error.with_traceback(None), now, failures.describe_dead(self.group))
+            self.state = State.RAISED
+        else:
+            self._check(total)
+
+    def _check(self, total: int) -> None:
+        """Compare the sum with the number of members."""
         size = self._process_group.size()
         if total == size:
-            self.done = time.monotonic()
+            self.state, self.done = State.DONE, time.monotonic()
         else:
-            self.error = MismatchError(
-                f"{self.group.label} has {size} members, but the sum of one from each is {total}."
+            self._fail(
+                MismatchError(f"{self.group.label} has {size} members, but the sum of one from each is {total}.")
             )
 
     def inspect(self, broken: bytes | None) -> None:
@@ -90,18 +130,22 @@ class FirstCollective:
         Args:
             broken: what the store has under ``broken_key``.
         """
-        lost = self._statuses.lost(self.group.ranks)
-        if broken is not None:
-            self.error, self.published = Decision.unpack(self.broken_key, broken).error(), True
+        published = None if broken is None else Decision.unpack(self.broken_key, broken).error()
+        lost, raised = self._statuses.lost(self.group.ranks), self._raised
+        if published is not None:
+            self._fail(published)
+            self.state = State.PUBLISHED
         elif lost:
             details = "".join(f"\n  {text}" for text in lost.values())
-            self.error = MissingRanksError(
-                f"{self.group.label}: {name_ranks(lost)} arrived, and then failed in the first collective.{details}"
+            self._fail(
+                MissingRanksError(
+                    f"{self.group.label}: {name_ranks(lost)} arrived, and then failed in the first collective.{details}"
+                )
             )
-        elif self._dead:
-            self.error = MissingRanksError(f"{self._dead}\nThe group was in its first collective.")
-        elif self._failure is not None and self._statuses.now() - self._failed_at >= self._statuses.lost_after + 1.0:
-            self._fail_by_torch()
+        elif raised is not None and raised.dead:
+            self._fail(MissingRanksError(f"{raised.dead}\nThe group was in its first collective."))
+        elif raised is not None and self._statuses.now() - raised.time >= self._statuses.lost_after + 1.0:
+            self.fail(f"failed: {raised.reason}")
 
     def time_out(self, seconds: float) -> None:
         """Set the error of a collective that still runs some time after the deadline of the call.
@@ -109,29 +153,28 @@ class FirstCollective:
         Args:
             seconds: the deadline.
         """
-        if self._failure is None:
+        if self._raised is None:
             self.fail(f"did not finish in time: the deadline was {seconds:g} s")
         else:
-            self._fail_by_torch()
-
-    def _fail_by_torch(self) -> None:
-        self.fail(f"failed: {str(self._failure).splitlines()[0]}")
+            self.fail(f"failed: {self._raised.reason}")
 
     def fail(self, reason: str) -> None:
-        """Set the error, unless there is one."""
-        if self.error is None:
+        """Set the error, unless it has one or is done."""
+        if self.is_running() or self.state is State.WAITING:
             members = name_ranks(self.group.ranks)
-            self.error = MissingRanksError(
-                f"{self.group.label}: its first collective {reason}. Its members are {members}."
-            )
-            self.error.__cause__ = self._failure
+            error = MissingRanksError(f"{self.group.label}: its first collective {reason}. Its members are {members}.")
+            error.__cause__ = None if self._raised is None else self._raised.error
+            self._fail(error)
 
-    @property
-    def has_news(self) -> bool:
-        """True if the other members have to know of an error."""
-        return self.error is not None and not self.published
+    def _fail(self, error: PgmeshError) -> None:
+        self.state, self.error = State.FAILED, error
 
-    def failure(self) -> Operation:
-        """The store operation that publishes the error."""
-        assert self.error is not None
-        return CompareSet(self.broken_key, Decision.of(self.error, str(self.error)).pack())
+    def publish(self, run: Run) -> None:
+        """Publish the error, if the other members have to know of it.
+
+        Args:
+            run: performs operations on the store.
+        """
+        if self.state is State.FAILED and self.error is not None:
+            run(CompareSet(self.broken_key, Decision.of(self.error, str(self.error)).pack()))
+            self.state = State.PUBLISHED

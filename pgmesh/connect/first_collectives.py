@@ -42,8 +42,7 @@ class FirstCollectives(CallClient):
     def _poll(self) -> list[FirstCollective]:
         """Poll those that run; return those that still run then."""
         for collective in self.all:
-            if collective.is_running():
-                collective.poll()
+            collective.poll()
         return [collective for collective in self.all if collective.is_running()]
 
     def start_for(self, group: Group, made: GroupRound) -> None:
@@ -89,8 +88,7 @@ class FirstCollectives(CallClient):
             if group not in started:
                 self._add(group, each)
         for collective in self.all:
-            if not collective.done:
-                collective.fail(f"was cancelled because {why}")
+            collective.fail(f"was cancelled because {why}")
         self._publish_failures()
 
     def _inspect(self, running: Sequence[FirstCollective]) -> None:
@@ -104,8 +102,5 @@ class FirstCollectives(CallClient):
             collective.inspect(broken[collective])
 
     def _publish_failures(self) -> None:
-        unpublished = [collective for collective in self.all if collective.has_news]
-        if unpublished:
-            self.run(*(collective.failure() for collective in unpublished))
-            for collective in unpublished:
-                collective.published = True
+        for collective in self.all:
+            collective.publish(self.run)

@@ -16,6 +16,8 @@ from pgmesh._util.formatting import count_of, format_ranks, name_ranks
 from pgmesh._util.listeners import ANSWER_SECONDS
 from pgmesh.connect.connecting import ConnectState
 from pgmesh.errors import WorldError
+from pgmesh.groups import flight_recorder
+from pgmesh.groups.watch import did_not_report
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.statuses import RankStatus, RunningCollective, Statuses
 
@@ -128,7 +130,7 @@ def report(mesh: MeshGroups) -> Report:
         trouble = f"not available: the mesh {mesh.ended}"
     elif not mesh.is_fake():
         trouble = _read_statuses(mesh, statuses)
-        running = mesh.world.watch.flight_recorder.running()
+        running = flight_recorder.running()
     lines = tuple(_describe_running(mesh, each, statuses) for each in running)
     deadline = time.monotonic() + ANSWER_SECONDS
     others = {
@@ -179,7 +181,7 @@ def _describe_running(mesh: MeshGroups, mine: RunningCollective, statuses: Statu
     members = next((group.ranks for group in mesh.made() if group.name == mine.name), ())
     entered = [mesh.rank] * (mesh.rank in members)
     entered += [rank for rank in mesh.layout.ranks() if statuses.has_entered(rank, mine)]
-    absent = [rank for rank in members if rank not in entered]
+    absent = [rank for rank in members if rank != mesh.rank and did_not_report(statuses, rank, mine)]
     also = f"; entered by {name_ranks(sorted(entered))}" if entered else ""
     missing = f"; {name_ranks(absent)} did not report it" if absent else ""
     return f"this rank is {mine}{also}{missing}"

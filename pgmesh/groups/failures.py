@@ -21,30 +21,49 @@ _CONNECTION_ERROR = re.compile("connect|timeout|timed out|peer|nccl", re.IGNOREC
 def explain(process_group: Any, error: BaseException) -> None:
     """Raise a better error for a failed collective, if there is one.
 
-    It reads from the store, for half a second at most, whether a rank has published why the mesh cannot be used, and
-    tries to connect to the members' listeners.
+    It may wait for the store, and for hosts that do not answer: see ``_raise_refusal`` and ``_raise_loss``.
     """
     if isinstance(error, PgmeshError):
         # The work object keeps the error that ended it. Raised to the user, that error would refer to the user's
         # frames and so to the work: a reference cycle through C++ that Python cannot collect.
         raise without_frames(error.with_traceback(None))
-    if process_group is not None and process_group in torch_private.destroyed:
+    if process_group is None:
+        return
+    if process_group in torch_private.destroyed:
         raise LifetimeError(torch_private.destroyed[process_group]) from error
-    group = None if process_group is None else find_group(process_group.group_name)
+    group = find_group(process_group.group_name)
     if group is not None and isinstance(error, RuntimeError) and _CONNECTION_ERROR.search(str(error)):
-        refusal = next((found for store in group.stores.values() if (found := store.ask_for_refusal(0.5))), None)
-        if refusal is not None and refusal.kind != "duplicate":
-            if refusal.kind == "aborted":
-                for mesh in all_meshes():
-                    if group in mesh.made():
-                        mesh.end_aborted(refusal.text)
-            raise refusal.error() or error from error
+        _raise_refusal(group, error)
+        _raise_loss(group, error)
+
+
+def _raise_refusal(group: Group, error: RuntimeError) -> None:
+    """Raise the mismatch or the abort that a rank has published. An abort ends the meshes with this group here too.
+
+    The store of each backend is asked for half a second, or for ``Timing.late_answer`` more while the world's store
+    answers slowly.
+    """
+    refusal = next((found for store in group.stores.values() if (found := store.ask_for_refusal(0.5))), None)
+    if refusal is None or refusal.kind == "duplicate":
+        return
+    if refusal.kind == "aborted":
+        for mesh in all_meshes():
+            if group in mesh.made():
+                mesh.end_aborted(refusal.text)
+    raise refusal.error() or error from error
+
+
+def _raise_loss(group: Group, error: RuntimeError) -> None:
+    """Raise an error that names the members that have ended, or that kept the collective from its end until now.
+
+    It takes 5 s at most, if hosts do not answer: the members' listeners are asked twice, each time for up to 2.5 s.
+    """
+    dead = describe_dead(group)
+    if not dead:  # the system may close the connections of a killed process before its listener
+        time.sleep(0.05)
         dead = describe_dead(group)
-        if not dead:  # the system may close the connections of a killed process before its listener
-            time.sleep(0.05)
-            dead = describe_dead(group)
-        if text := "\n".join(filter(None, (dead, _recent_finding(group)))):
-            raise MissingRanksError(text) from error
+    if text := "\n".join(filter(None, (dead, _recent_finding(group)))):
+        raise MissingRanksError(text) from error
 
 
 def _recent_finding(group: Group) -> str:

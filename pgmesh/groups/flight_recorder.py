@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 from pgmesh import torch_private
+from pgmesh.groups.group import find_group
 from pgmesh.rendezvous.statuses import RunningCollective
-
-_MOST = 4
-"""The number of running collectives that a status lists."""
 
 
 class FlightRecorder:
-    """Finds the collectives that this process has entered and that are not done.
+    """Finds the collectives that this process has entered and that do not end."""
 
-    Args:
-        label_of: returns the label of a group for messages, from its name in torch.
-    """
-
-    def __init__(self, label_of: Callable[[str], str]) -> None:
-        self._label_of = label_of
+    def __init__(self) -> None:
         self._before: dict[str, str] = {}  # the last completed collective of each busy group
 
     def stuck(self) -> tuple[RunningCollective, ...]:
@@ -29,25 +22,29 @@ class FlightRecorder:
         busy = _busy_groups()
         stuck = {number for number, completed in busy.items() if self._before.get(number) == completed}
         self._before = busy
-        return self._running(stuck)
+        return _running_in(stuck)
 
-    def running(self) -> tuple[RunningCollective, ...]:
-        """All running collectives, the first one of each group."""
-        return self._running({*_busy_groups()})
 
-    def _running(self, groups: set[str]) -> tuple[RunningCollective, ...]:
-        found: dict[str, RunningCollective] = {}
-        for entry in _unfinished(groups):
-            if not entry["is_p2p"]:
-                found.setdefault(str(entry["pg_id"]), self._describe(entry))
-        return tuple(found.values())[:_MOST]
+def running() -> tuple[RunningCollective, ...]:
+    """All running collectives of this process, the first one of each group."""
+    return _running_in(_busy_groups())
 
-    def _describe(self, entry: dict[str, Any]) -> RunningCollective:
-        name = str(entry["process_group"][0])
-        operation = str(entry["profiling_name"]).rpartition(":")[2]
-        return RunningCollective(
-            name, self._label_of(name), operation, int(entry["collective_seq_id"]), int(_seconds_since(entry))
-        )
+
+def _running_in(groups: Collection[str]) -> tuple[RunningCollective, ...]:
+    """The first running collective of each of these groups. A ``send`` or ``recv`` is none."""
+    found: dict[str, RunningCollective] = {}
+    for entry in _unfinished(groups):
+        if not entry["is_p2p"]:
+            found.setdefault(str(entry["pg_id"]), _describe(entry))
+    return tuple(found.values())
+
+
+def _describe(entry: dict[str, Any]) -> RunningCollective:
+    name = str(entry["process_group"][0])
+    group = find_group(name)
+    label = f"torch's group {name}" if group is None else group.label
+    operation = str(entry["profiling_name"]).rpartition(":")[2]
+    return RunningCollective(name, label, operation, int(entry["collective_seq_id"]), int(_seconds_since(entry)))
 
 
 def _seconds_since(entry: dict[str, Any]) -> float:

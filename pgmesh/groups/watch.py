@@ -7,7 +7,8 @@ collectives, FSDP and DDP cannot be replaced.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from pgmesh._util.formatting import name_ranks
 from pgmesh.groups import background, teardown
@@ -17,6 +18,34 @@ from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Read, Run
 from pgmesh.rendezvous.statuses import RunningCollective, Statuses
 from pgmesh.rendezvous.store_thread import warn_from_store_thread
+
+_MOST = 4
+"""The number of running collectives that a status lists."""
+
+
+def did_not_report(statuses: Statuses, rank: int, collective: RunningCollective) -> bool:
+    """True if the last status of a rank would list this collective, and does not.
+
+    A status that lists the most collectives may lack others.
+    """
+    status = statuses.get(rank)
+    lists_all = status is None or len(status.running) < _MOST
+    return lists_all and not statuses.has_entered(rank, collective)
+
+
+@dataclass
+class _Stuck:
+    """What the watch has done about a collective that does not end.
+
+    Args:
+        since: the time when it was found.
+        logged: the reason was logged.
+        woken: this rank's waits for members to connect were ended.
+    """
+
+    since: float
+    logged: bool = False
+    woken: bool = False
 
 
 class Watch:
@@ -28,40 +57,52 @@ class Watch:
 
     def __init__(self, statuses: Statuses) -> None:
         self._statuses = statuses
-        self.flight_recorder = FlightRecorder(_label_of)
-        self._stuck_since: dict[tuple[str, int], float] = {}  # by name of a group, and number of its collective
-        self._logged: set[tuple[str, int]] = set()  # the same
-        self._woken: set[tuple[str, int]] = set()  # the same
+        self.flight_recorder = FlightRecorder()
+        self._stuck: dict[tuple[str, int], _Stuck] = {}  # by ``_key``
 
     def find_running(self, run: Run) -> tuple[RunningCollective, ...]:
-        """Examine the collectives that have not ended since the last call, and return them.
+        """Examine the collectives that have not ended since the last call, and return the first ones, for the status.
 
         Args:
             run: performs operations on the store.
         """
-        stuck = self.flight_recorder.stuck()
-        now, before = time.monotonic(), self._stuck_since
-        self._stuck_since = {(each.name, each.number): before.get((each.name, each.number), now) for each in stuck}
-        for collective in stuck:
-            group = find_group(collective.name)
-            if group is not None:
-                self._examine(run, group, collective)
-                once = (collective.name, collective.number)
-                if group.gloo is None or once in self._woken:
-                    continue
-                if now - self._stuck_since[once] >= group.gloo.timeout.total_seconds():
-                    self._woken.add(once)  # Gloo's wait for a connection ignores this timeout
-                    background.in_background(teardown.wake, [group])
-        return stuck
+        running = self.flight_recorder.stuck()
+        self._renew(running)
+        groups = {each: group for each in running if (group := find_group(each.name)) is not None}
+        self._wake(groups)
+        start = time.monotonic()
+        self._statuses.read(run, {rank for group in groups.values() for rank in _watched(group)})
+        for collective, group in groups.items():
+            self._examine(run, group, collective)
+            if time.monotonic() - start > self._statuses.lost_after / 4:
+                break  # the store is slow, and the next heartbeat is due
+        return running[:_MOST]
+
+    def _renew(self, running: Iterable[RunningCollective]) -> None:
+        """Begin to watch the collectives that are stuck since this heartbeat, and forget those that have ended."""
+        now, before = time.monotonic(), self._stuck
+        self._stuck = {_key(each): before.get(_key(each), _Stuck(now)) for each in running}
+
+    def _wake(self, groups: Mapping[RunningCollective, Group]) -> None:
+        """End the waits for members to connect that last longer than the timeout of the group, which Gloo ignores."""
+        now, late = time.monotonic(), list[Group]()
+        for collective, group in groups.items():
+            stuck = self._stuck[_key(collective)]
+            if group.gloo is None or stuck.woken:
+                continue
+            if now - stuck.since >= group.gloo.timeout.total_seconds():
+                stuck.woken = True
+                late.append(group)
+        if late:
+            background.in_background(teardown.wake, late)
 
     def _examine(self, run: Run, group: Group, collective: RunningCollective) -> None:
         """Record why a collective does not end, and log it once.
 
-        A lost member is logged at once. The others are at ``warn_after``; if they have been in a collective before, a
-        rank may be late for a good reason, so half of the timeout has to pass too.
+        A lost member is logged at once, and one that did not reach its first collective at ``warn_after``. One that did
+        not report this collective may be late for a good reason: half of the timeout has to pass too.
         """
-        ranks = group.ranks[: timing.LIMITS.statuses]
-        self._statuses.read(run, ranks)
+        ranks = _watched(group)
         warn_after = timing.TIMING.warn_after
         if missing := self._statuses.lost(ranks):
             what, warn_after = "sent no heartbeat", 0.0
@@ -74,9 +115,9 @@ class Watch:
             return
         reason = "".join([f"{name_ranks(missing)} {what}", *(f"\n  {line}" for line in missing.values() if line)])
         group.finding = (time.monotonic() + self._statuses.lost_after / 2, f"{group.label}: {reason}")
-        once = (collective.name, collective.number)
-        if once not in self._logged and collective.seconds >= warn_after:
-            self._logged.add(once)
+        stuck = self._stuck[_key(collective)]
+        if not stuck.logged and collective.seconds >= warn_after:
+            stuck.logged = True
             warn_from_store_thread(f"this rank is {collective}: {reason}")
 
     def _absent(self, run: Run, group: Group) -> list[int]:
@@ -87,16 +128,20 @@ class Watch:
 
     def _unreported(self, ranks: Sequence[int], collective: RunningCollective) -> list[int]:
         """The members that have not reported the collective, although they had the time to do so."""
-        since = self._stuck_since[collective.name, collective.number]
-        if time.monotonic() - since < self._statuses.lost_after / 2:
+        if time.monotonic() - self._stuck[_key(collective)].since < self._statuses.lost_after / 2:
             return []
-        return [rank for rank in ranks if not self._statuses.has_entered(rank, collective)]
+        return [rank for rank in ranks if did_not_report(self._statuses, rank, collective)]
 
     def _describe(self, ranks: Sequence[int]) -> dict[int, str]:
         """Each rank with its last status."""
         return {rank: self._statuses.describe(rank) if self._statuses.get(rank) else "" for rank in ranks}
 
 
-def _label_of(name: str) -> str:
-    group = find_group(name)
-    return f"torch's group {name}" if group is None else group.label
+def _key(collective: RunningCollective) -> tuple[str, int]:
+    """What stays the same at each heartbeat."""
+    return collective.name, collective.number
+
+
+def _watched(group: Group) -> tuple[int, ...]:
+    """The members whose statuses are read."""
+    return group.ranks[: timing.LIMITS.statuses]

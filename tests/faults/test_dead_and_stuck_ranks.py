@@ -10,6 +10,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from pgmesh import ProcessGroupMesh
 from pgmesh.rendezvous import timing
 from tests.support.faults import (
+    BEAT,
     LONG_TIMEOUT,
     SLACK,
     Attempt,
@@ -37,7 +39,7 @@ from tests.support.faults import (
 from tests.support.logs import logged_lines
 from tests.support.programs import wait_until_gone
 from tests.support.torch_tables import address_is_published
-from tests.support.worlds import STARVED, check_sums, fresh_world, groups_of
+from tests.support.worlds import STARVED, check_sums, fresh_world, groups_of, on_ranks
 
 D = 1.5  # seconds
 SHORT = 10.0 if STARVED else 0.6  # seconds; the timeout of a group that loses a member
@@ -140,6 +142,26 @@ def test_timeout_names_living_rank_that_skipped_a_collective(tmp_path: Path):
         running = r"this rank is in all_reduce \(collective \d+\) of group dp, tp of mesh 'actor' for (\d+) s"
         (seconds,) = re.findall(rf"{running}: {skipped}", line)
         assert int(seconds) >= max(4.0, SHORT) / 2
+
+
+@on_ranks(4, "fast")
+def test_all_of_many_stuck_collectives_end_soon():
+    """Rank 0 waits for rank 2 to connect to it, or for a message: that depends on their ports in each group."""
+    beat_fast()
+    groups, timeout = list[dist.ProcessGroup](), max(2.0, SHORT)
+    for i in range(16):
+        mesh = ProcessGroupMesh(4, name=f"mesh {i}")
+        mesh.configure(timeout=timeout)
+        mesh.connect(timeout=LONG_TIMEOUT)
+        groups.append(mesh.group())
+    dist.barrier()
+    start = time.monotonic()
+    if dist.get_rank() == 0:
+        works: list[Any] = [dist.broadcast(torch.ones(1), src=2, group=group, async_op=True) for group in groups]
+        wait_until(lambda: all(work.is_completed() for work in works), "the end of all collectives")
+    took = time.monotonic() - start
+    dist.barrier()
+    assert took < timeout + 2 * BEAT + SLACK
 
 
 # ---- a member dies in a first collective that no connect preceded ----

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
-from pgmesh import ProcessGroupMesh
+from pgmesh import ProcessGroupMesh, ShapeError
 from tests.support.releases import check_cycles
 from tests.support.resource_counts import CAN_COUNT
 from tests.support.torch_tables import count_new_groups
@@ -49,6 +51,22 @@ def test_pending_first_collective_blocks_no_other_group():
 @pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")
 def test_releasing_20_times_leaves_nothing_behind():
     check_cycles(20, connects=False)
+
+
+# ---- checkpoints ----
+
+
+@on_ranks(2)
+def test_checkpoint_is_saved_while_an_error_is_handled(tmp_path: Path):
+    """torch asks for the description of a failure when it begins to save and to load."""
+    mesh, saved, loaded = ProcessGroupMesh(2), {"weight": torch.ones(2)}, {"weight": torch.zeros(2)}
+    group = mesh.group()
+    try:
+        ProcessGroupMesh(3)
+    except ShapeError:
+        dcp.save(saved, checkpoint_id=tmp_path, process_group=group)
+        dcp.load(loaded, checkpoint_id=tmp_path, process_group=group)
+    assert loaded["weight"].tolist() == [1.0, 1.0]
 
 
 # ---- threads ----

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 
 from pgmesh import ProcessGroupMesh
+from pgmesh.connect import first_collective
 from pgmesh.connect.first_collective import FirstCollective
 from pgmesh.connect.first_collectives import FirstCollectives
 from pgmesh.errors import LifetimeError, WorldError
@@ -74,6 +75,16 @@ def test_reason_is_found_again_after_a_woken_wait(monkeypatch: pytest.MonkeyPatc
     assert woken == [group]
 
 
+@pytest.mark.parametrize("many", [True, False], ids=["as many as it lists", "fewer"])
+def test_rank_in_many_collectives_is_not_named(many: bool):
+    """Its status does not list all of them."""
+    here = RunningCollective("name", "group tp of mesh 'actor'", "all_reduce", 3, 100)
+    listed = tuple(here._replace(name=f"{i}") for i in range(4 if many else 3))
+    statuses = Statuses(5.0, lambda: 0.0)
+    statuses.read(lambda *reads: [RankStatus(1, 3, running=listed).pack().encode()], [1])
+    assert watch.did_not_report(statuses, 1, here) is not many
+
+
 # ---- its first collective ----
 
 
@@ -84,7 +95,9 @@ def test_failure_of_ended_group_is_published():
     group.take_process_group()
     collective = FirstCollective(group, "group/0/broken", Statuses(5.0, lambda: 0.0))
     collective.fail("was cancelled")
-    step = collective.failure()
+    written: list[Any] = []
+    collective.publish(lambda *operations: written.extend(operations) or [])
+    (step,) = written
     assert isinstance(step, CompareSet)
     assert step.key == "group/0/broken"
 
@@ -110,6 +123,19 @@ def test_failure_that_the_store_lost_is_published_again():
     assert len(written) == 2
 
 
+def test_error_of_torch_without_text_fails_collective():
+    def fail() -> None:
+        raise RuntimeError("")
+
+    group = Group("group tp", "mesh 'actor'", (0, 1))
+    collective = FirstCollective(group, "group/0/broken", Statuses(5.0, lambda: 0.0))
+    collective.state = first_collective.State.RUNNING
+    collective._work = SimpleNamespace(is_completed=lambda: True, wait=fail)
+    collective.poll()
+    collective.time_out(3.0)
+    assert "its first collective failed: RuntimeError." in str(collective.error)
+
+
 def test_member_far_from_the_front_names_ended_one():
     """It reads the statuses of the first members, and of those after it, whose listeners it asks."""
     status = RankStatus(37, 3, endpoint=("127.0.0.1", 4000)).pack().encode()
@@ -120,7 +146,7 @@ def test_member_far_from_the_front_names_ended_one():
     group = Group("group tp", "mesh 'actor'", tuple(range(40)))
     statuses = Statuses(5.0, lambda: 0.0, lambda status, seconds: True)
     collective = FirstCollective(group, "group/0/broken", statuses)
-    collective._work = SimpleNamespace(is_completed=lambda: False)
+    collective.state, collective._work = first_collective.State.RUNNING, SimpleNamespace(is_completed=lambda: False)
     collective._process_group = SimpleNamespace(rank=lambda: 36)
     thread: Any = SimpleNamespace(run=run, lost_after=0.0, pace=1.0)
     collectives = FirstCollectives(thread, 1.0, statuses, 36)

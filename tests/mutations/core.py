@@ -236,7 +236,7 @@ def unchecked_sum(poll):
     def poll_without_check(self):
         poll(self)
         if type(self.error).__name__ == "MismatchError":
-            self.error, self.done = None, time.monotonic()
+            self.state, self.error, self.done = type(self.state).DONE, None, time.monotonic()
 
     return poll_without_check
 
