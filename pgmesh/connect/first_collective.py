@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from pgmesh._util.formatting import name_ranks
 from pgmesh.errors import MismatchError, MissingRanksError, PgmeshError
-from pgmesh.groups import background, failures
+from pgmesh.groups import failures, kept_groups
 from pgmesh.groups.default_world import device_of
 from pgmesh.groups.group import Group
 from pgmesh.rendezvous.operations import CompareSet, Run
@@ -93,7 +93,7 @@ class FirstCollective:
     def keep_until_done(self) -> None:
         """Keep the group alive if its collective does not end although its connections were shut down."""
         if self._work is not None:
-            background.keep_until_done(self._process_group, self.group.endpoints(), [self._work])
+            kept_groups.keep_until_done(self._process_group, self.group.endpoints(), [self._work])
 
     def poll(self) -> None:
         """Check for the end of a running collective."""

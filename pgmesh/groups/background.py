@@ -13,12 +13,6 @@ from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
-from pgmesh.groups.kept_groups import (
-    free_finished as free_finished,
-    keep_all_groups as keep_all_groups,
-    keep_until_done as keep_until_done,
-)
-
 _EXIT_SECONDS = 2.0
 """The longest wait for the end of aborted groups when the process exits."""
 

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from pgmesh import torch_private
-from pgmesh.groups import background, failures
+from pgmesh.groups import background, failures, kept_groups
 from pgmesh.groups.world import all_meshes, all_worlds, fork
 
 log = logging.getLogger("pgmesh")
@@ -55,7 +55,7 @@ def _at_exit() -> None:
 
 def _in_child() -> None:
     """Invalidate all groups in a forked child: their threads do not exist there."""
-    background.keep_all_groups()
+    kept_groups.keep_all_groups()
     fork()
     for mesh in all_meshes():
         mesh.end_in_child("was created before this process was forked.")

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pgmesh import torch_private
-from pgmesh.groups import background, connections
+from pgmesh.groups import background, connections, kept_groups
 from pgmesh.groups.flight_recorder import busy_seconds
 from pgmesh.groups.group import Group
 
@@ -29,7 +29,7 @@ def destroy(groups: Iterable[Group], *, abort: bool = False) -> None:
     Args:
         abort: abort running collectives of NCCL.
     """
-    background.free_finished()
+    kept_groups.free_finished()
     groups = list(groups)
     ours = [group for group in groups if group.has_process_group and group.created_by != "adopted"]
     endpoints = [group.endpoints() for group in ours]

@@ -24,10 +24,10 @@ import torch.distributed as dist
 from pgmesh._util.formatting import format_seconds, name_ranks
 from pgmesh.errors import LifetimeError, MembershipError, MismatchError, PgmeshError, WorldError
 from pgmesh.groups.backends import backends_of
-from pgmesh.groups.background import keep_until_done
 from pgmesh.groups.default_world import device_of, world_options, world_rank_and_size
 from pgmesh.groups.group import find_group
 from pgmesh.groups.identity import MeshIdentity
+from pgmesh.groups.kept_groups import keep_until_done
 from pgmesh.groups.world import current_world
 from pgmesh.layout import Layout
 from pgmesh.mesh import ProcessGroupMesh, abort_with, check_not_aborted, meshes

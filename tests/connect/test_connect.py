@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import LifetimeError, ProcessGroupMesh
-from pgmesh.groups import backends, background
+from pgmesh.groups import backends, kept_groups
 from pgmesh.groups.group import State, find_group
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Raw, Read
@@ -181,7 +181,7 @@ def test_retry_succeeds_after_interrupted_clean_up(tmp_path):
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     dist.barrier()
     if mesh.rank == 0:
-        with mock.patch.object(background, "free_finished", side_effect=KeyboardInterrupt):
+        with mock.patch.object(kept_groups, "free_finished", side_effect=KeyboardInterrupt):
             failed = attempt(lambda: mesh.connect("dp", "tp", timeout=1))
         assert failed.kind == "KeyboardInterrupt"
         set_flag(tmp_path, "interrupted")
