@@ -64,8 +64,7 @@ class WorldStore:
         self.period = timing.heartbeat_period(world_size)  # of every rank
         self._connection: Any = None  # with the world's key prefix; None before the first operation and after a failure
         self._name = ""  # of the world
-        self._has_claimed = False  # this process's key is in the store
-        self.replaces_process, self.same_rank = Claim()  # known after the first operation
+        self._claim, self._has_claimed = Claim(), False  # the claim is complete after the first operation
         self._leaves = False  # over a cut network, it connects no more
         self._server: tuple[str, int] | None = None  # numeric address of the store, once it has answered
         # The server while torch's client connects to it, which takes seconds if the server ends meanwhile. Callers then
@@ -98,6 +97,16 @@ class WorldStore:
     def is_gone(self) -> bool:
         """True if the server's port is closed while this process connects to it."""
         return (server := self._opening) is not None and refuses(server)
+
+    @property
+    def replaces_process(self) -> bool:
+        """True if another process had this rank and has ended. Known after the first operation."""
+        return self._claim.replaces_process
+
+    @property
+    def same_rank(self) -> str:
+        """Label of another living process with this rank; "" for none. Known after the first operation."""
+        return self._claim.same_rank
 
     def error(self, reason: str) -> WorldError:
         return WorldError(f"the store at {self.address} failed: {reason}. {AFTER_FAILURE}")
@@ -144,10 +153,11 @@ class WorldStore:
         self._retrying(lambda: None, True)
         if not self._has_claimed:
             statuses = Statuses(2 * self.period, self.answered_seconds, self.listeners.has_ended)
-            self.replaces_process, self.same_rank = claim_rank(
-                lambda *operations: [*map(self._perform, operations)], self.rank, self.world_size, statuses
-            )
+            claim_rank(self._perform_all, self.rank, self.world_size, statuses, self._claim)
             self._has_claimed = True
+
+    def _perform_all(self, *operations: Operation) -> list[Any]:
+        return [*map(self._perform, operations)]
 
     def _perform(self, operation: Operation) -> Any:
         """Perform an operation. If that fails and it can be repeated, perform it once more on a new connection."""

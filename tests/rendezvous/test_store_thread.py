@@ -305,6 +305,22 @@ def test_one_of_two_new_processes_has_the_rank(monkeypatch: pytest.MonkeyPatch):
     assert store.get(process_key(0)) == b"second"
 
 
+@pytest.mark.parametrize("lost", [1, 2])
+def test_claim_with_lost_answers_shows_the_predecessor(lost: int):
+    """With the second answer, the operation fails. The next one finds this process's own label in the store."""
+    store = dist.HashStore()
+    prefixed = dist.PrefixStore(f"pgmesh.{enter_world(store, set())}", store)
+    prefixed.set(process_key(0), "process 1 on another host/x")
+    mine = WorldStore(store, "here", 0, 2, set())
+    mine.period = 0.05
+    replacing = Raw("compare_set", (process_key(0), "process 1 on another host/x", process_label()))
+    with faults(Fault(replacing, after=raises(RuntimeError("the connection was reset")), times=lost)):
+        with contextlib.nullcontext() if lost == 1 else pytest.raises(WorldError, match="the connection was reset"):
+            mine.perform(Read("key"))
+        mine.perform(Read("key"))
+    assert mine.replaces_process
+
+
 # ---- a call of connect and the store thread: errors and signals end the wait on both sides ----
 
 
