@@ -30,7 +30,7 @@ from pgmesh.rendezvous.listeners import Listeners
 from pgmesh.rendezvous.operations import ABSENT, Board, Delete, Operation, can_be_repeated
 from pgmesh.rendezvous.processes import Claim, claim_rank, meshes_key, process_key
 from pgmesh.rendezvous.statuses import Statuses, status_key
-from pgmesh.rendezvous.world_name import REPLACED, enter_world, entered_worlds, leave_world, name_on
+from pgmesh.rendezvous.world_name import REPLACED, Entry, entered_worlds, leave_world, name_on
 
 AFTER_FAILURE = "Connected groups continue to work. No group can be connected without the store."
 
@@ -60,7 +60,7 @@ class WorldStore:
 
     def __init__(self, store: Any, address: str, rank: int, world_size: int, entered: set[str] | None = None) -> None:
         self._torch_store, self.address, self.rank, self.world_size = store, address, rank, world_size
-        self._entered_worlds = entered_worlds if entered is None else entered
+        self._entry = Entry(entered_worlds if entered is None else entered)
         self.period = timing.heartbeat_period(world_size)  # of every rank
         self._connection: Any = None  # with the world's key prefix; None before the first operation and after a failure
         self._name = ""  # of the world
@@ -193,8 +193,7 @@ class WorldStore:
         if isinstance(store, dist.TCPStore):
             store = self._connect_tcp(store)
         if not self._name:
-            self._name = enter_world(self._torch_store, self._entered_worlds)
-            self._entered_worlds.add(self._name)
+            self._name = self._entry.enter(self._torch_store)
         prefixed = dist.PrefixStore(f"pgmesh.{self._name}", store)
         if self._has_claimed and not prefixed.check([process_key(self.rank)]):
             raise self.error("another store answers there now, without the keys of this world")
