@@ -141,6 +141,17 @@ def test_new_process_with_same_heartbeat_is_not_silent():
     assert [*statuses.lost([1])] == [1]
 
 
+def test_deleted_status_is_no_new_heartbeat():
+    """Callers that compare the last heartbeat take no deletion of the key for a sign of life."""
+    values, statuses = {status_key(1): RankStatus(1, 3).pack().encode()}, Statuses(5.0, lambda: 7.0)
+    statuses.read(MemoryClient(values=values).run, [1])
+    del values[status_key(1)]
+    statuses.read(MemoryClient(values=values).run, [1])
+    assert statuses.get(1) is None
+    assert dict(statuses.heard) == {1: (3, 7.0)}
+    assert not statuses.lost([1])
+
+
 # -- circles ----------------------------------------------------------------------------------------------------------
 
 
