@@ -4,6 +4,14 @@ The connection is opened by the first operation, and opened again after it broke
 of pgmesh's own. Other stores are used through torch's object. A call into either may block, so only the store thread
 performs operations.
 
+How an operation reaches the store:
+
+    perform                  an operation of a caller
+      open                   before the first one, claims this process's rank, which needs operations too
+      _perform_repeating     once more after a failure, if the operation can be repeated
+        _with_connection     opens the connection if there is none; after a failure there is none
+          _connect           enters the world before the first connection is used
+
 ``world_name.py`` uses torch's object for every store. A wait inside torch may hold it for long, so
 ``served_another_world`` reads the name of the world in a further thread.
 """
@@ -146,26 +154,28 @@ class WorldStore:
         """Perform an operation; the first one claims this process's rank before."""
         if not self._has_claimed:
             self.open()
-        return self._perform(operation)
+        return self._perform_repeating(operation)
 
     def open(self) -> None:
         """Open the connection and the listener, and claim this process's rank, unless that is done."""
-        self._retrying(lambda: None, True)
+        self._with_connection(lambda: None, again=True)
         if not self._has_claimed:
             statuses = Statuses(2 * self.period, self.answered_seconds, self.listeners.has_ended)
             claim_rank(self._perform_all, self.rank, self.world_size, statuses, self._claim)
             self._has_claimed = True
 
     def _perform_all(self, *operations: Operation) -> list[Any]:
-        return [*map(self._perform, operations)]
+        return [*map(self._perform_repeating, operations)]
 
-    def _perform(self, operation: Operation) -> Any:
+    def _perform_repeating(self, operation: Operation) -> Any:
         """Perform an operation. If that fails and it can be repeated, perform it once more on a new connection."""
-        answer = self._retrying(lambda: self.board.perform(self._connection, operation), can_be_repeated(operation))
+        answer = self._with_connection(
+            lambda: self.board.perform(self._connection, operation), again=can_be_repeated(operation)
+        )
         self._answered = self.answered_seconds(), time.monotonic()
         return answer
 
-    def _retrying(self, perform: Callable[[], Any], again: bool) -> Any:
+    def _with_connection(self, perform: Callable[[], Any], *, again: bool) -> Any:
         """Call a function that uses the connection, which is opened if necessary.
 
         Args:
@@ -182,7 +192,8 @@ class WorldStore:
                     raise
                 self._connection = None
                 if not again:
-                    raise self.error(str(error).splitlines()[0].rstrip(".")) from error
+                    reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+                    raise self.error(reason) from error
                 again = False
             finally:
                 self._operation_start = math.inf
@@ -228,9 +239,11 @@ class WorldStore:
 
     def leave(self) -> None:
         """Leave the world. The last rank to leave deletes the keys of its ranks."""
-        if self._connection is not None and self._retrying(lambda: leave_world(self._torch_store, self._name), False):
+        if self._connection is None:
+            return
+        if self._with_connection(lambda: leave_world(self._torch_store, self._name), again=False):
             keys = [key(rank) for rank in range(self.world_size) for key in (status_key, process_key, meshes_key)]
-            self._perform(Delete(tuple(keys)))
+            self._perform_repeating(Delete(tuple(keys)))
 
     def close(self) -> None:
         """Close the connection and the listener. A mesh that outlives the world would keep them open."""

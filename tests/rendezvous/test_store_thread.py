@@ -281,6 +281,12 @@ def test_store_that_ends_during_connection_fails_at_once():
         assert thread.run(Read("key"), seconds=LONG) == [b"value"]
 
 
+def test_store_error_without_text_is_named(store_thread: StoreThread):
+    unnamed = Fault(Add("count"), before=raises(RuntimeError("")))
+    with faults(unnamed), pytest.raises(WorldError, match=r"nowhere failed: RuntimeError\. Connected"):
+        store_thread.run(Add("count"), seconds=LONG)
+
+
 def test_error_at_one_heartbeat_stops_no_later_look(store_thread: StoreThread):
     looks: list[int] = []
 
