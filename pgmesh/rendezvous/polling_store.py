@@ -140,7 +140,8 @@ class PollingStore(dist.Store):
 
     def _wait(self, keys: list[str], start: float, limit: float) -> None:
         deadline = start + limit
-        run, pause, shows_status = self._runner(deadline), pauses(), False
+        run, pace, shows_status = self._runner(deadline), self._thread().pace, False
+        pause, longest_pause = pauses(pace), timing.TIMING.longest_pause * pace
         try:
             self._compare_with_first(run)
             for key in keys:
@@ -149,7 +150,7 @@ class PollingStore(dist.Store):
                     if now >= deadline:
                         raise MissingRanksError(self._timeout_text(run, key, limit))
                     seconds = next(pause)
-                    if seconds == timing.TIMING.longest_pause:
+                    if seconds == longest_pause:
                         self._raise_refusal(run)
                     if not shows_status and now >= start + timing.TIMING.status_after:
                         shows_status = True
