@@ -10,6 +10,15 @@ A store may serve several worlds, one after another. ``WORLD_KEY`` has one of th
 - a name: the ranks of that world enter. Two counters beside it say how many have entered, and how many have left.
 - a name that ends in ``REPLACED``: the world before it left its name behind.
 - ``OVER``: the last rank to leave a world is about to delete its name. Ranks that enter wait for that.
+
+Ranks enter and leave at any time:
+
+    two ranks enter at once       The store sets the name of one of them, and both get it.
+    one enters, the last leaves   The one that enters counts itself, and then reads the name again. The one that leaves
+                                  sets ``OVER``, and then reads the count again. If that has grown, it puts the name
+                                  back; otherwise the one that enters finds no name, and enters the next world.
+    the last dies in ``OVER``     After ``world_end``, a rank that enters replaces ``OVER`` by a new name.
+    the last pauses in ``OVER``   After ``world_end``, it deletes no name: it may be that of the next world.
 """
 
 from __future__ import annotations
