@@ -14,7 +14,7 @@ from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, RunningCollec
 
 
 class OwnStatus:
-    """What this process publishes of itself.
+    """The status of this process, as its threads have set it.
 
     Args:
         rank: its rank in the world.

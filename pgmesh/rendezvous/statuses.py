@@ -151,7 +151,7 @@ short by up to this time, which is added back: otherwise a silence of five heart
 
 
 class _Record(NamedTuple):
-    """What is known of a rank.
+    """The knowledge of one rank.
 
     Args:
         status: the last one; None if the last read found none.
