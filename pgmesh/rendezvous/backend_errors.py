@@ -31,10 +31,20 @@ def without_frames(error: PgmeshError, hint: str = "") -> PgmeshError:
     return copy
 
 
-def will_raise(error: PgmeshError, store: Any) -> None:
-    """Record an error that a store is about to raise inside a backend."""
+def raise_inside(error: PgmeshError | None, store: Any) -> None:
+    """Raise the error of a store, if there is one, inside a backend.
+
+    Call it outside any ``except`` block, or the error's context would be an error with frames. Pass the error on
+    without a name for it: the frame of the caller and the error would keep each other alive.
+    """
+    if error is None:
+        return
     with _lock:
         _raised[error] = weakref.ref(store)
+    try:
+        raise error
+    finally:
+        del error  # for the same reason
 
 
 def clear_frames() -> None:

@@ -12,7 +12,8 @@ from pgmesh.rendezvous.records import unpack
 from pgmesh.rendezvous.statuses import PendingConnect, Statuses
 
 Circle = Sequence[tuple[int, PendingConnect]]
-"""Ranks that wait for each other, each with the pending group whose missing member is the next rank."""
+"""Ranks that wait for each other. Each has a pending group in which the next rank is missing; the first follows the
+last."""
 
 
 def find_circle(rank: int, pending: Mapping[int, Sequence[PendingConnect]]) -> Circle:

@@ -3,7 +3,8 @@
 A member that has read the arrivals of all members decides that the group is made; this is usually the last one to
 arrive. A member decides that the attempt failed if it finds a reason: a different fingerprint, a lost member, an error
 of its own, or its deadline. A rank that arrives later logs that failure and arrives at the next attempt, as it does
-after one that was made without it. A mismatch is permanent, so that rank raises it.
+after one that was made without it. A mismatch is permanent, so that rank raises it. ``records.Decision`` has a table
+of the decisions.
 
 An attempt has three store keys besides those of every round:
 
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pgmesh._util.formatting import format_ranks, name_ranks
+from pgmesh._util.formatting import format_ranks
 from pgmesh.errors import MismatchError
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.circles import Circle, circle_text, search_circle
@@ -30,6 +31,7 @@ from pgmesh.rendezvous.operations import Add, Append, CompareSet, Delete, Operat
 from pgmesh.rendezvous.records import Decision, Fingerprint, error_text, pack, quoted, unpack
 from pgmesh.rendezvous.rounds import Client, Judge, Round, run_each, undecided
 from pgmesh.rendezvous.statuses import PendingConnect, Statuses
+from pgmesh.rendezvous.watched_members import WatchedMembers
 
 
 @dataclass(eq=False)
@@ -199,6 +201,11 @@ class ConnectJudge(Judge[GroupRound, Decision]):
         all_fit = all(addresses) and sum(map(len, addresses)) < timing.LIMITS.record_chars // 8
         return Decision("made", addresses=addresses if all_fit else ())
 
+    @property
+    def watched(self) -> WatchedMembers:
+        """The members that this rank watches."""
+        return WatchedMembers(self.rank, self.call_site, self.statuses)
+
     # -- looks ----------------------------------------------------------------------------------------------------
 
     def judge(self, rounds: Sequence[GroupRound], *, late: bool) -> Iterator[tuple[GroupRound, Decision]]:
@@ -216,32 +223,32 @@ class ConnectJudge(Judge[GroupRound, Decision]):
                 changed.append(each)
         yield from self.read_arrivals(changed)
         self.client.set_pending(self.pending(rounds))
-        self.read_statuses(rounds)
-        self.statuses.find_ended(self.client.run, self._to_ask(rounds), all_of_them=True)
-        with_lost = [each for each in undecided(rounds) if self.statuses.lost(self._watched(each))]
+        self.watched.read_statuses(self.client.run, undecided(rounds))
+        self.statuses.find_ended(self.client.run, self.watched.to_ask(undecided(rounds)), all_of_them=True)
+        with_lost = [each for each in undecided(rounds) if self.watched.lost(each)]
         yield from self.read_arrivals(with_lost)  # a rank that died between its arrival and the count has arrived
         for each in undecided(with_lost):
-            if self.statuses.lost(self._watched(each)):
-                yield each, Decision("missing", self._describe_missing(each))
+            if self.watched.lost(each):
+                yield each, Decision("missing", self.watched.describe_missing(each))
 
     def give_up(self, rounds: Sequence[GroupRound]) -> Iterator[tuple[GroupRound, Decision]]:
         """Decide that all rounds failed at the deadline."""
         yield from self.read_arrivals(rounds)
-        self.read_statuses(rounds)
+        self.watched.read_statuses(self.client.run, undecided(rounds))
         self.circle = self.find_circle(rounds)
         if self.circle:  # rounds of other groups in the circle too, so that all ranks fail and can try again
             # In the order of the circle: a rank fails after the attempt that waits for it, so it cannot arrive there.
             text = Decision("circle", circle_text(self.circle)).pack()
             self.client.run(*(CompareSet(f"{wait.name}/decision", text) for _, wait in self.circle))
         for each in undecided(rounds):
-            yield each, Decision("missing", self._describe_missing(each, f" in {self.deadline:g} s"))
+            yield each, Decision("missing", self.watched.describe_missing(each, f" in {self.deadline:g} s"))
 
     def period(self) -> float:
         return self.statuses.next_inspection(timing.TIMING.inspection * self.pace)
 
     def waits_for(self, rounds: Sequence[GroupRound]) -> str:
         when = f" in {self.client.now():.0f} s so far"
-        texts = [self._describe_missing(each, when) for each in rounds]
+        texts = [self.watched.describe_missing(each, when) for each in rounds]
         self.circle = self.find_circle(rounds)
         if self.circle:
             texts.append(circle_text(self.circle))
@@ -263,35 +270,3 @@ class ConnectJudge(Judge[GroupRound, Decision]):
             )
             for each in undecided(rounds)
         )
-
-    # -- other ranks ----------------------------------------------------------------------------------------------
-
-    def _watched(self, each: GroupRound) -> list[int]:
-        """The next member after this rank that has arrived, which may have been lost since, and the missing ones.
-
-        Each member that waits watches one other, so the first of several lost ones in a row is noticed.
-        """
-        place, missing = each.ranks.index(self.rank), {*each.missing}
-        others = (*each.ranks[place + 1 :], *each.ranks[:place])
-        return [*[rank for rank in others if missing and rank not in missing][:1], *each.missing]
-
-    def _to_ask(self, rounds: Iterable[GroupRound]) -> list[int]:
-        """The ranks whose listeners this rank asks. The first members that have arrived ask for all others."""
-        ranks: list[int] = []
-        for each in undecided(rounds):
-            before = {*each.ranks[: each.ranks.index(self.rank)]} - {*each.missing}
-            ranks += self._watched(each) if len(before) < timing.LIMITS.asking else ()
-        return [*dict.fromkeys(ranks)][: timing.LIMITS.statuses]
-
-    def read_statuses(self, rounds: Iterable[GroupRound]) -> None:
-        """Read the statuses of the ranks that this one watches."""
-        watched = dict.fromkeys(rank for each in undecided(rounds) for rank in self._watched(each))
-        self.statuses.read(self.client.run, [*watched][: timing.LIMITS.statuses])
-
-    def _describe_missing(self, each: GroupRound, when: str = "") -> str:
-        """Message about the missing ranks and the last status of each."""
-        lost = self.statuses.lost(self._watched(each))
-        lines = [f"\n  {self.statuses.describe(rank)}" for rank in [*dict.fromkeys((*lost, *each.missing))][:8]]
-        arrived = [f", and rank {rank} was lost after it had arrived" for rank in lost if rank not in each.missing]
-        missing = f"{each.label}: {name_ranks(each.missing)} did not arrive{when}{''.join(arrived)}."
-        return f"{missing}{''.join(lines)}\n\nRank {self.rank} waited at {self.call_site}."

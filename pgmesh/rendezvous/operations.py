@@ -91,8 +91,9 @@ class Board:
 def can_be_repeated(operation: Operation) -> bool:
     """True if an operation may be performed again when its answer was lost.
 
-    Readers ignore a repeated arrival. After a repeated ``Add`` they look too early, and the attempt's keys stay.
-    A repeated ``compare_set`` finds its own value, or a later one.
+    Readers ignore a repeated arrival. After a repeated ``Add`` to the count of arrivals, a rank may read the arrivals
+    before the last one is there, and reads them again later. The number of ranks that leave does not reach that count,
+    so the attempt's keys stay. A repeated ``compare_set`` finds its own value, or a later one.
     """
     if isinstance(operation, Add):
         return not operation.key.endswith("/left")

@@ -1,7 +1,12 @@
 """The store that pgmesh gives to a backend: it polls, and an error names the missing ranks.
 
 torch's own store client holds a lock while it waits. This store sends each operation through the store thread, and
-polls in the backend's thread.
+polls in the backend's thread. Its methods run in these threads:
+
+- the methods of torch's ``Store``, such as ``wait`` and ``set``: in the thread that makes the group or enters a
+  collective, or in one of the backend's.
+- ``GlooStore.unread_addresses``: in the store thread, at a heartbeat, so it performs no operation.
+- all others: in a thread of pgmesh's caller or of its background work, also while a backend waits.
 """
 
 from __future__ import annotations
@@ -45,8 +50,8 @@ class PollingStore(dist.Store):
         ranks: the members' ranks in the world, in group order.
         timeout: timeout of a wait for which the backend gives none.
         refusal_keys: returns the keys of a published mismatch of the group, and of a mismatch or an abort of the mesh.
-        compares: also compare the fingerprint with the one that the first rank published. It is needed where a rank may
-            read no other member's address.
+        compares: also compare the fingerprint with the one that the first rank published. Members with different
+            backends need it: they write different keys, so they never read each other's values.
     """
 
     def __init__(
@@ -121,26 +126,27 @@ class PollingStore(dist.Store):
         self.used = True
         if not self._closed and all(key in self.values for key in keys):
             return
-        start, limit = time.monotonic(), self.new_timeout or (self._timeout if timeout is None else timeout)
+        limit = self.new_timeout or (self._timeout if timeout is None else timeout)
+        backend_errors.raise_inside(self._error_of_wait(keys, limit.total_seconds()), self)
+
+    def _error_of_wait(self, keys: list[str], limit: float) -> PgmeshError | None:
+        """Wait, and return the error that ended it, without its frames; None for none."""
+        start = time.monotonic()
         try:
-            self._wait(keys, start, limit.total_seconds())
-            return
+            self._wait(keys, start, limit)
+            return None
         except PgmeshError as error:
-            hint = self._thread().store_hint() if isinstance(error, MissingRanksError) else ""
-            copy = backend_errors.without_frames(error, hint)
             if isinstance(error, MismatchError):
                 self.refusal = Decision("mismatch", str(error))
+            hint = self._thread().store_hint() if isinstance(error, MissingRanksError) else ""
+            return backend_errors.without_frames(error, hint)
         finally:
             self.waited += time.monotonic() - start
-        backend_errors.will_raise(copy, self)
-        try:
-            raise copy  # here, or its context would be the error with the frames
-        finally:
-            del copy  # else the error and this frame keep each other alive
 
     def _wait(self, keys: list[str], start: float, limit: float) -> None:
         deadline = start + limit
-        run, pause, shows_status = self._runner(deadline), pauses(), False
+        run, pace, shows_status = self._runner(deadline), self._thread().pace, False
+        pause, longest_pause = pauses(pace), timing.TIMING.longest_pause * pace
         try:
             self._compare_with_first(run)
             for key in keys:
@@ -149,7 +155,7 @@ class PollingStore(dist.Store):
                     if now >= deadline:
                         raise MissingRanksError(self._timeout_text(run, key, limit))
                     seconds = next(pause)
-                    if seconds == timing.TIMING.longest_pause:
+                    if seconds == longest_pause:
                         self._raise_refusal(run)
                     if not shows_status and now >= start + timing.TIMING.status_after:
                         shows_status = True

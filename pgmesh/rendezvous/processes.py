@@ -9,7 +9,7 @@ import os
 import secrets
 import socket
 import time
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import CompareSet, Raw, Read, Run
@@ -43,8 +43,9 @@ def meshes_key(rank: int) -> str:
     return f"pgmesh/meshes/{rank}"
 
 
-class Claim(NamedTuple):
-    """What a process learns when it claims its rank. No other process has had the rank if both have their defaults.
+@dataclass
+class Claim:
+    """What a process learns when it claims its rank. With both defaults, no other process has had the rank.
 
     Args:
         replaces_process: another process has had the rank, and has ended.
@@ -55,7 +56,7 @@ class Claim(NamedTuple):
     same_rank: str = ""
 
 
-def claim_rank(run: Run, rank: int, world_size: int, statuses: Statuses) -> Claim:
+def claim_rank(run: Run, rank: int, world_size: int, statuses: Statuses, claim: Claim | None = None) -> Claim:
     """Publish that this process has a rank, unless another process has it too and sends heartbeats.
 
     It may take two heartbeat periods to know.
@@ -63,16 +64,19 @@ def claim_rank(run: Run, rank: int, world_size: int, statuses: Statuses) -> Clai
     Args:
         run: performs operations on the store.
         statuses: no status has been read yet. Ranks are lost after two heartbeat periods.
+        claim: the claim to complete and return. An earlier call may have failed after it wrote this process's label in
+            place of another, and the store no longer shows that.
     """
-    me, replaces = process_label(), False
+    me, claim = process_label(), Claim() if claim is None else claim
     (holder,) = run(CompareSet(process_key(rank), me))
     while holder.decode() != me:
         if _lives(run, rank, world_size, statuses):
             (newest,) = run(Read(process_key(rank)))
-            return Claim(same_rank=(newest or holder).decode())
-        replaces = True  # unless another new process is faster
+            claim.replaces_process, claim.same_rank = False, (newest or holder).decode()
+            break
+        claim.replaces_process = True  # unless another new process is faster
         (holder,) = run(Raw("compare_set", (process_key(rank), holder.decode(), me)))
-    return Claim(replaces)
+    return claim
 
 
 def _lives(run: Run, rank: int, world_size: int, statuses: Statuses) -> bool:

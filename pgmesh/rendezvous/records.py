@@ -134,8 +134,21 @@ def _format_field(value: Any) -> str:
 class Decision:
     """The outcome of an attempt to connect a group, the same for all members.
 
+    A rank that arrives at an attempt with a decision goes on to the next one, unless the decision is permanent, or is
+    that the group was made with this rank.
+
+        kind        who writes it                                               permanent   error
+        made        a member that has read the arrivals of all                  no          none
+        missing     a member that found a lost one, failed, was interrupted,    no          MissingRanksError
+                    or reached its deadline
+        circle      a member at its deadline, for each group of the circle      no          MissingRanksError
+        duplicate   a member that found two processes with one rank, or that    no          MismatchError
+                    failed with a MismatchError
+        mismatch    a member that read another fingerprint or a foreign value   yes         MismatchError
+        aborted     a rank that aborted the mesh, under the mesh's key          yes         LifetimeError
+
     Args:
-        kind: "made", "missing", "mismatch", "duplicate", "circle" or "aborted".
+        kind: one of these.
         text: the error message.
         addresses: the address of each member in group order, if the group was made and all members published one.
     """

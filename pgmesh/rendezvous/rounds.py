@@ -90,7 +90,7 @@ class Round(Generic[D]):
         number: number of the current attempt. A rank begins at the lowest one whose decision it does not know.
         decision: that of the current attempt, once it is known.
         arrived_at: the numbers of the attempts that this rank arrived at.
-        sent_to: the same, with those whose arrival the store did not answer.
+        sent_to: the numbers of the attempts to which this rank sent its arrival, also if the store did not answer.
     """
 
     key: str
@@ -208,7 +208,7 @@ class Rounds(Generic[R, D]):
     """
 
     def __init__(self, rounds: Sequence[R], judge: Judge[R, D]) -> None:
-        self.rounds, self.judge, self.client, self.deadline = rounds, judge, judge.client, judge.deadline
+        self.rounds, self.judge, self.client = rounds, judge, judge.client
         self.warning = math.inf
         self._next_look = 0.0
 
@@ -241,7 +241,7 @@ class Rounds(Generic[R, D]):
         """Decide all undecided rounds because of an error on this rank. It acts on no decision any more."""
         for each in undecided(self.rounds):
             mine = self.judge.stopped(each, error)
-            # Others may wait at a later attempt than the one that a rank which never arrived knows.
+            # A rank that has sent no arrival may know an old attempt only. The others wait at a later one.
             while not self._publish(each, mine) and each.number not in each.sent_to:
                 each.number += 1
 
@@ -295,20 +295,20 @@ class Rounds(Generic[R, D]):
             took: seconds of the arrival. On a slow store, early looks would make it slower.
         """
         slow = min(took, timing.TIMING.longest_start_delay)
-        self.warning = min(self.deadline / 3, timing.TIMING.stragglers)
+        self.warning = min(self.judge.deadline / 3, timing.TIMING.stragglers)
         self._next_look = self.client.now() + max(timing.TIMING.first_inspection * self.judge.pace, slow)
         for pause in pauses(self.judge.pace, took / 4):
             self._look()
             if not undecided(self.rounds):
                 return
             pause = max(pause, self.judge.shortest_pause)
-            self.client.sleep(min(pause, max(0.0, self.deadline - self.client.now())))
+            self.client.sleep(min(pause, max(0.0, self.judge.deadline - self.client.now())))
 
     def _look(self) -> None:
         """Read the decisions, and let the judge decide if it is time."""
         self._read_decisions()
         open_rounds, now = undecided(self.rounds), self.client.now()
-        late = now >= self.deadline
+        late = now >= self.judge.deadline
         if not open_rounds or (not late and now < self._next_look):
             return
         self._decide_all(self.judge.judge(open_rounds, late=late))

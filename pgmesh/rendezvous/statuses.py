@@ -7,8 +7,8 @@ A status is a record in the store under ``pgmesh/status/<rank>``.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,9 @@ from pgmesh._util.formatting import name_ranks
 from pgmesh._util.listeners import ANSWER_SECONDS
 from pgmesh.rendezvous.operations import Read, Run
 from pgmesh.rendezvous.records import foreign_value, pack, unpack
+
+_LATEST = 1e11
+"""The latest time of a status in seconds since 1970. pgmesh wrote no later one, and some cannot be printed."""
 
 
 def status_key(rank: int) -> str:
@@ -108,9 +111,9 @@ class RankStatus:
         pending = [_typed(PendingConnect, each, (str, str, str, str, str, list)) for each in record["pending"]]
         running = [_typed(RunningCollective, each, (str, str, str, int, int)) for each in record["running"]]
         endpoint = record["endpoint"]
-        if None in pending or None in running or [*map(type, endpoint)] not in ([], [str, int]):
+        if None in pending or None in running or not _is_endpoint(endpoint):
             return None
-        if not math.isfinite(record["sent"]):
+        if not 0.0 <= record["sent"] <= _LATEST:  # NaN too
             return None
         waits = [wait._replace(missing=tuple(each for each in wait.missing if type(each) is int)) for wait in pending]
         return cls(
@@ -134,6 +137,11 @@ def _typed(kind: Any, values: object, types: tuple[type, ...]) -> Any:
     return kind(*values) if isinstance(values, list) and tuple(map(type, values)) == types else None
 
 
+def _is_endpoint(values: list[Any]) -> bool:
+    """True for a host and a port, or for neither."""
+    return not values or ([*map(type, values)] == [str, int] and 0 <= values[1] < 1 << 16)
+
+
 # -- lost ranks -------------------------------------------------------------------------------------------------------
 
 
@@ -142,11 +150,68 @@ READ_SECONDS = 0.02
 short by up to this time, which is added back: otherwise a silence of five heartbeats would be noticed at the sixth."""
 
 
+class _Record(NamedTuple):
+    """The knowledge of one rank.
+
+    Args:
+        status: the last one; None if the last read found none.
+        foreign: message about the value that was read in its place; None for none.
+        heard: the last heartbeat, and when it was first read; None before the first one.
+        read_at: the begin of the last read that found a status.
+        ended: the listener of a process that has ended; None for none.
+    """
+
+    status: RankStatus | None = None
+    foreign: str | None = None
+    heard: tuple[int, float] | None = None
+    read_at: float = 0.0
+    ended: object = None
+
+    def after(self, status: RankStatus | None, foreign: str | None, began: float, now: float) -> _Record:
+        """The record after a read that found a status, a foreign value or nothing."""
+        before = self.status
+        if status is None:
+            return self._replace(status=None, foreign=foreign)
+        # A new process of the rank counts its heartbeats from the beginning, and may have the port of another one.
+        if before is None or (before.heartbeat, before.sent) != (status.heartbeat, status.sent):
+            return _Record(status, None, (status.heartbeat, now), began)
+        return self._replace(status=status, read_at=began)
+
+    @property
+    def silence(self) -> float:
+        """Seconds from the answer with the last heartbeat to the last read. A slow answer is no silence."""
+        return 0.0 if self.heard is None else max(0.0, self.read_at - self.heard[1])
+
+    @property
+    def is_ended(self) -> bool:
+        """True if the process that published the status has ended."""
+        return self.status is not None and bool(self.status.endpoint) and self.ended == self.status.endpoint
+
+
+class _Field(Mapping[int, Any]):
+    """One field of all records by rank, without those where it is None."""
+
+    def __init__(self, records: dict[int, _Record], name: str) -> None:
+        self._records, self._name = records, name
+
+    def __getitem__(self, rank: int) -> Any:
+        value = getattr(self._records[rank], self._name)
+        if value is None:
+            raise KeyError(rank)
+        return value
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([rank for rank, each in [*self._records.items()] if getattr(each, self._name) is not None])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 class Statuses:
     """The last status of other ranks, each with the time when its heartbeat was first read.
 
     A rank is lost if its status says that it left, if its heartbeat has not changed for a while, or if its process has
-    ended.
+    ended. The store thread and a caller of ``shrink`` may use one object at the same time.
 
     Args:
         lost_after: seconds without a new heartbeat after which a rank counts as lost.
@@ -161,11 +226,10 @@ class Statuses:
         has_ended: Callable[[RankStatus, float], bool] = lambda status, seconds: False,
     ) -> None:
         self.lost_after, self.now, self._has_ended = lost_after, now, has_ended
-        self.ended: dict[int, object] = {}  # by rank: the listener of a process that has ended
-        self.heard: dict[int, tuple[int, float]] = {}  # by rank: its last heartbeat, and when it was first read
-        self._read_at: dict[int, float] = {}  # by rank: the begin of the last read of its status
-        self._last: dict[int, RankStatus] = {}
-        self._without: dict[int, str | None] = {}  # by rank that was read and has no status: the foreign value, if any
+        self._lock = threading.Lock()  # guards the change of a record, which readers see as a whole
+        self._records: dict[int, _Record] = {}  # by rank
+        self.heard: Mapping[int, tuple[int, float]] = _Field(self._records, "heard")
+        self.ended: Mapping[int, object] = _Field(self._records, "ended")
 
     def read(self, run: Run, ranks: Iterable[int]) -> None:
         """Read the statuses of some ranks.
@@ -178,26 +242,21 @@ class Statuses:
         now = self.now()
         for rank, text in zip(ranks, texts):
             status = RankStatus.unpack(rank, text)
-            if status is None:
-                self._last.pop(rank, None)
-                self._without[rank] = None if text is None else foreign_value(status_key(rank), text)
-                continue
-            before = self._last.get(rank)
-            # A new process of the rank counts its heartbeats from the beginning, and may have the port of another one.
-            if before is None or (before.heartbeat, before.sent) != (status.heartbeat, status.sent):
-                self.heard[rank] = (status.heartbeat, now)
-                self.ended.pop(rank, None)
-            self._read_at[rank] = began
-            self._last[rank] = status  # last: other threads look here first
+            foreign = None if status or text is None else foreign_value(status_key(rank), text)
+            with self._lock:
+                self._records[rank] = self._record(rank).after(status, foreign, began, now)
+
+    def _record(self, rank: int) -> _Record:
+        return self._records.get(rank, _Record())
 
     def get(self, rank: int) -> RankStatus | None:
         """The last status of a rank; None if it has none."""
-        return self._last.get(rank)
+        return self._record(rank).status
 
     def text(self, rank: int) -> str | None:
         """The last status of a rank as text, or the foreign value in its place; None if it has none."""
-        status = self._last.get(rank)
-        return self._without.get(rank) if status is None else str(status)
+        record = self._record(rank)
+        return record.foreign if record.status is None else str(record.status)
 
     def find_ended(self, run: Run, ranks: Iterable[int], *, all_of_them: bool = False) -> None:
         """Ask the listeners of some ranks, up to the first process that has not ended: the caller waits for that one.
@@ -208,11 +267,13 @@ class Statuses:
         """
         start = self.now()
         for rank in ranks:
-            status = self._last.get(rank)
-            if status is None or status.exited or self.ended.get(rank) == status.endpoint:
+            record = self._record(rank)
+            status = record.status
+            if status is None or status.exited or record.ended == status.endpoint:
                 continue
-            if self._has_ended(status, self._silence(rank)):
-                self.ended[rank] = status.endpoint
+            if self._has_ended(status, record.silence):
+                with self._lock:
+                    self._records[rank] = self._record(rank)._replace(ended=status.endpoint)
                 self.read(run, [rank])  # it may have published a reason since the last read
             elif not all_of_them or self.now() - start >= ANSWER_SECONDS:
                 return
@@ -223,25 +284,21 @@ class Statuses:
         Args:
             lost_after: as in the class, for this call.
         """
-        known = [status for rank in ranks if (status := self._last.get(rank)) is not None]
-        return {each.rank: self.describe(each.rank, lost_after) for each in known if self._is_lost(each, lost_after)}
+        records = {rank: self._record(rank) for rank in ranks}
+        lost = {rank: record for rank, record in records.items() if self._is_lost(record, lost_after)}
+        return {rank: self._describe(rank, record, lost_after) for rank, record in lost.items()}
 
-    def _is_lost(self, status: RankStatus, lost_after: float | None) -> bool:
-        return bool(status.exited) or self._is_ended(status) or self._is_silent(status.rank, lost_after)
+    def _is_lost(self, record: _Record, lost_after: float | None) -> bool:
+        if record.status is None:
+            return False
+        return bool(record.status.exited) or record.is_ended or self._is_silent(record, lost_after)
 
-    def _is_ended(self, status: RankStatus) -> bool:
-        return bool(status.endpoint) and self.ended.get(status.rank) == status.endpoint
-
-    def _is_silent(self, rank: int, lost_after: float | None) -> bool:
-        return self._silence(rank) + READ_SECONDS >= self.limit(lost_after)
+    def _is_silent(self, record: _Record, lost_after: float | None) -> bool:
+        return record.silence + READ_SECONDS >= self.limit(lost_after)
 
     def limit(self, lost_after: float | None) -> float:
         """Seconds of silence after which a rank is lost: those given, or the default."""
         return self.lost_after if lost_after is None else lost_after
-
-    def _silence(self, rank: int) -> float:
-        """Seconds from the answer with the last heartbeat to the last read. A slow answer is no silence."""
-        return max(0.0, self._read_at[rank] - self.heard[rank][1])
 
     def has_entered(self, rank: int, collective: RunningCollective) -> bool:
         """True if a rank has reported that it is in this collective of this rank, or in a later one of its group."""
@@ -251,15 +308,19 @@ class Statuses:
 
     def describe(self, rank: int, lost_after: float | None = None) -> str:
         """The last status of a rank for a message; how it is known to be lost, if it is."""
-        status = self._last.get(rank)
+        record = self._records.get(rank)
+        return f"rank {rank}: its status was not read" if record is None else self._describe(rank, record, lost_after)
+
+    def _describe(self, rank: int, record: _Record, lost_after: float | None) -> str:
+        status = record.status
         if status is None:
-            without = self._without.get(rank, "its status was not read")
-            return f"rank {rank}: {without or 'no status: it has not called connect yet, or cannot reach the store'}"
-        if self._is_ended(status) and not status.exited:
+            no_status = "no status: it has not called connect yet, or cannot reach the store"
+            return f"rank {rank}: {record.foreign or no_status}"
+        if record.is_ended and not status.exited:
             return f"rank {rank} has ended: its listener at {':'.join(map(str, status.endpoint))} refuses connections"
-        if status.exited or not self._is_silent(rank, lost_after):
+        if status.exited or not self._is_silent(record, lost_after):
             return f"rank {rank}: {status}"
-        seconds = int(self._silence(rank) + READ_SECONDS)
+        seconds = int(record.silence + READ_SECONDS)
         return f"rank {rank} has sent no heartbeat for at least {seconds} s; its last status: {status}"
 
     def next_inspection(self, period: float) -> float:

@@ -22,7 +22,8 @@ from pgmesh.errors import MismatchError, WorldError
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.batches import Batch, Queue
 from pgmesh.rendezvous.operations import Delete, Operation, Raw, Read, Run
-from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, RunningCollective, status_key
+from pgmesh.rendezvous.own_status import OwnStatus
+from pgmesh.rendezvous.statuses import PendingConnect, RunningCollective, status_key
 from pgmesh.rendezvous.world_store import AFTER_FAILURE, WorldStore
 
 log = logging.getLogger("pgmesh")
@@ -46,16 +47,12 @@ class StoreThread:
         # Work, which any thread adds and this one takes:
         self._queue = Queue()
         self._tasks: list[Callable[[], None]] = []  # of ``insist``, which the store has not answered yet
-        # The status, which each heartbeat publishes:
-        self._activities: dict[int, str] = {}  # by thread
-        self._pending: dict[int, tuple[PendingConnect, ...]] = {}  # by thread
-        self._reason = ""  # for the end
-        self._heartbeats = 0  # the number of statuses so far
+        # The heartbeat:
+        self._status = OwnStatus(store.rank)
         self._heartbeat_due = math.inf  # the time of the next one
         self._publish_now = False  # another thread has changed the status
         self.on_heartbeat: Callable[[Run], tuple[RunningCollective, ...]] = lambda run: ()
         """Called at each heartbeat, with a function that performs operations. It returns the running collectives."""
-        self._running: tuple[RunningCollective, ...] = ()  # as it last returned them
         self._warned = False  # of an error of it
         # The end:
         self.until_end: dict[str, str] = {}  # by key: values that this process deletes when it ends
@@ -161,23 +158,17 @@ class StoreThread:
 
     def start_heartbeat(self) -> None:
         """Send the first heartbeat of this process now, and not a period after the first operation."""
-        if not self._heartbeats:
+        if not self._status.heartbeats:
             self._publish_soon()
 
     def set_pending(self, pending: tuple[PendingConnect, ...]) -> None:
         """Publish the groups that the calling thread waits for."""
-        if pending != self._pending.get(threading.get_ident(), ()):
-            self._set(self._pending, pending)
+        if self._status.set_pending(pending):
+            self._publish_soon()
 
     def set_status(self, activity: str) -> None:
         """Publish the activity of the calling thread; "" for none. Returns at once."""
-        self._set(self._activities, activity)
-
-    def _set(self, by_thread: dict[int, Any], value: Any) -> None:
-        if value:
-            by_thread[threading.get_ident()] = value
-        else:
-            by_thread.pop(threading.get_ident(), None)
+        self._status.set_activity(activity)
         self._publish_soon()
 
     def _publish_soon(self) -> None:
@@ -190,7 +181,7 @@ class StoreThread:
         Waits for that for 5 s at most; without tasks, for half a second while the store does not answer. A thread that
         returns from the store's client while Python ends would abort the process.
         """
-        self._reason = reason
+        self._status.set_exited(reason)
         self.store.mark_left()
         self._queue.put(None)
         end = time.monotonic() + 5.0
@@ -255,44 +246,32 @@ class StoreThread:
         """Publish the status, unless another process has this rank too."""
         if not self.store.same_rank:
             self.store.listeners.drain()
-            self.store.perform(Raw("set", (status_key(self.store.rank), self._status().pack())))
-
-    def _status(self) -> RankStatus:
-        self._heartbeats += 1
-        pending = tuple(wait for pending in tuple(self._pending.values()) for wait in pending)
-        return RankStatus(
-            self.store.rank,
-            self._heartbeats,
-            "; ".join(tuple(self._activities.values())),
-            pending[: timing.LIMITS.statuses],
-            () if self._reason else self._running,
-            self._reason,
-            self.store.listeners.endpoint,
-            time.time(),
-        )
+            status = self._status.next(self.store.listeners.endpoint)
+            self.store.perform(Raw("set", (status_key(self.store.rank), status.pack())))
 
     def _look(self) -> None:
         """Call ``on_heartbeat``, and publish the running collectives if there are others than before.
 
-        That may take long, so it follows the heartbeat. An error must not stop the heartbeats; the first is logged.
+        It may run between two operations of a batch, so their caller waits for it too. It follows the heartbeat, which
+        must not wait. An error must not stop the heartbeats; the first is logged.
         """
-        before, self._running = self._running, ()
+        running: tuple[RunningCollective, ...] = ()
         try:
-            self._running = self.on_heartbeat(self._run_here)
+            running = self.on_heartbeat(self._run_here)
         except Exception as error:
             if not self._warned and not isinstance(error, WorldError):
                 self._warned = True
                 warn_from_store_thread(
                     f"this rank could not look for stuck collectives and lost ranks: {traceback.format_exc()}"
                 )
-        if [each[:4] for each in self._running] != [each[:4] for each in before]:  # apart from the seconds
+        if self._status.set_running(running):
             self._publish_status()
 
     def _leave(self) -> None:
         """Publish the reason for the end, and leave the world."""
         with contextlib.suppress(Exception):
             self._perform_tasks()
-            if self._heartbeats:
+            if self._status.heartbeats:
                 self._publish_status()
             for key, value in self.until_end.items():
                 if self.store.perform(Read(key)) == value.encode():

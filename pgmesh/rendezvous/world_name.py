@@ -10,6 +10,15 @@ A store may serve several worlds, one after another. ``WORLD_KEY`` has one of th
 - a name: the ranks of that world enter. Two counters beside it say how many have entered, and how many have left.
 - a name that ends in ``REPLACED``: the world before it left its name behind.
 - ``OVER``: the last rank to leave a world is about to delete its name. Ranks that enter wait for that.
+
+Ranks enter and leave at any time:
+
+    two ranks enter at once       The store sets the name of one of them, and both get it.
+    one enters, the last leaves   The one that enters counts itself, and then reads the name again. The one that leaves
+                                  sets ``OVER``, and then reads the count again. If that has grown, it puts the name
+                                  back; otherwise the one that enters finds no name, and enters the next world.
+    the last dies in ``OVER``     After ``world_end``, a rank that enters replaces ``OVER`` by a new name.
+    the last pauses in ``OVER``   After ``world_end``, it deletes no name: it may be that of the next world.
 """
 
 from __future__ import annotations
@@ -55,28 +64,55 @@ def name_on(store: Any) -> str:
     return _value(store, WORLD_KEY)
 
 
-def enter_world(store: Any, entered: Collection[str]) -> str:
-    """Return the unique name of the world on a store. The first rank that calls sets it.
-
-    On an unused store, all ranks get one name. A process that was in an earlier world of the store never takes that
-    world's name: it sets a new one, or takes the one that is there. A new process takes the name that it finds, even
-    an old one while ranks of that world have not left.
+class Entry:
+    """The entry of this process into the world on a store. If ``enter`` fails, the next call continues it.
 
     Args:
-        store: the world's store, with its store prefix.
-        entered: the names of the worlds that this process is or was in.
+        entered: the names of the worlds that this process is or was in. The name of this world is added.
     """
-    while True:
-        new = secrets.token_hex(4)
-        name = _compare_set_name(store, "", new)
-        if name == OVER or name in entered:  # ``OVER``: the rank that was deleting it has died
-            store.compare_set(WORLD_KEY, name, new + REPLACED)  # if another rank was faster, its name stays
-            continue
-        store.add(_entered(name), 1)
-        if _compare_set_name(store, ABSENT, ABSENT) == name:
-            return name
-        if store.add(_entered(name), -1) == 0:  # all ranks of that world have left meanwhile
-            store.delete_key(_entered(name))
+
+    def __init__(self, entered: set[str]) -> None:
+        self._entered = entered
+        self._counted_in = ""  # the world that counts this process, and may have ended before that; "" for none
+
+    def enter(self, store: Any) -> str:
+        """Return the unique name of the world. The first rank that calls sets it.
+
+        On an unused store, all ranks get one name. A process that was in an earlier world of the store never takes
+        that world's name: it sets a new one, or takes the one that is there. A new process takes the name that it
+        finds, even an old one while ranks of that world have not left.
+
+        Args:
+            store: the world's store, with its store prefix.
+        """
+        while True:
+            name = self._counted_in = self._counted_in or self._count(store)
+            if _compare_set_name(store, ABSENT, ABSENT) == name:
+                self._entered.add(name)
+                return name
+            self._counted_in = ""
+            if store.add(_entered(name), -1) == 0:  # all ranks of that world have left meanwhile
+                store.delete_key(_entered(name))
+
+    def _count(self, store: Any) -> str:
+        """Count this process in the world that is on the store, and return its name.
+
+        If the answer is lost, the next call counts it again, and the name stays on the store. With a count that is too
+        low, the name would be deleted too early.
+        """
+        while True:
+            new = secrets.token_hex(4)
+            name = _compare_set_name(store, "", new)
+            if name != OVER and name not in self._entered:
+                store.add(_entered(name), 1)
+                return name
+            # After ``OVER``, the rank that was deleting the name has died. If another rank is faster, its name stays.
+            store.compare_set(WORLD_KEY, name, new + REPLACED)
+
+
+def enter_world(store: Any, entered: Collection[str]) -> str:
+    """Enter the world on a store with one call of ``Entry.enter``."""
+    return Entry({*entered}).enter(store)
 
 
 def _compare_set_name(store: Any, before: str, new: str) -> str:

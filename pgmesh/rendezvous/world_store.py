@@ -4,6 +4,14 @@ The connection is opened by the first operation, and opened again after it broke
 of pgmesh's own. Other stores are used through torch's object. A call into either may block, so only the store thread
 performs operations.
 
+How an operation reaches the store:
+
+    perform                  an operation of a caller
+      open                   before the first one, claims this process's rank, which needs operations too
+      _perform_repeating     once more after a failure, if the operation can be repeated
+        _with_connection     opens the connection if there is none; after a failure there is none
+          _connect           enters the world before the first connection is used
+
 ``world_name.py`` uses torch's object for every store. A wait inside torch may hold it for long, so
 ``served_another_world`` reads the name of the world in a further thread.
 """
@@ -30,7 +38,7 @@ from pgmesh.rendezvous.listeners import Listeners
 from pgmesh.rendezvous.operations import ABSENT, Board, Delete, Operation, can_be_repeated
 from pgmesh.rendezvous.processes import Claim, claim_rank, meshes_key, process_key
 from pgmesh.rendezvous.statuses import Statuses, status_key
-from pgmesh.rendezvous.world_name import REPLACED, enter_world, entered_worlds, leave_world, name_on
+from pgmesh.rendezvous.world_name import REPLACED, Entry, entered_worlds, leave_world, name_on
 
 AFTER_FAILURE = "Connected groups continue to work. No group can be connected without the store."
 
@@ -60,12 +68,11 @@ class WorldStore:
 
     def __init__(self, store: Any, address: str, rank: int, world_size: int, entered: set[str] | None = None) -> None:
         self._torch_store, self.address, self.rank, self.world_size = store, address, rank, world_size
-        self._entered_worlds = entered_worlds if entered is None else entered
+        self._entry = Entry(entered_worlds if entered is None else entered)
         self.period = timing.heartbeat_period(world_size)  # of every rank
         self._connection: Any = None  # with the world's key prefix; None before the first operation and after a failure
         self._name = ""  # of the world
-        self._has_claimed = False  # this process's key is in the store
-        self.replaces_process, self.same_rank = Claim()  # known after the first operation
+        self._claim, self._has_claimed = Claim(), False  # the claim is complete after the first operation
         self._leaves = False  # over a cut network, it connects no more
         self._server: tuple[str, int] | None = None  # numeric address of the store, once it has answered
         # The server while torch's client connects to it, which takes seconds if the server ends meanwhile. Callers then
@@ -98,6 +105,16 @@ class WorldStore:
     def is_gone(self) -> bool:
         """True if the server's port is closed while this process connects to it."""
         return (server := self._opening) is not None and refuses(server)
+
+    @property
+    def replaces_process(self) -> bool:
+        """True if another process had this rank and has ended. Known after the first operation."""
+        return self._claim.replaces_process
+
+    @property
+    def same_rank(self) -> str:
+        """Label of another living process with this rank; "" for none. Known after the first operation."""
+        return self._claim.same_rank
 
     def error(self, reason: str) -> WorldError:
         return WorldError(f"the store at {self.address} failed: {reason}. {AFTER_FAILURE}")
@@ -137,25 +154,28 @@ class WorldStore:
         """Perform an operation; the first one claims this process's rank before."""
         if not self._has_claimed:
             self.open()
-        return self._perform(operation)
+        return self._perform_repeating(operation)
 
     def open(self) -> None:
         """Open the connection and the listener, and claim this process's rank, unless that is done."""
-        self._retrying(lambda: None, True)
+        self._with_connection(lambda: None, again=True)
         if not self._has_claimed:
             statuses = Statuses(2 * self.period, self.answered_seconds, self.listeners.has_ended)
-            self.replaces_process, self.same_rank = claim_rank(
-                lambda *operations: [*map(self._perform, operations)], self.rank, self.world_size, statuses
-            )
+            claim_rank(self._perform_all, self.rank, self.world_size, statuses, self._claim)
             self._has_claimed = True
 
-    def _perform(self, operation: Operation) -> Any:
+    def _perform_all(self, *operations: Operation) -> list[Any]:
+        return [*map(self._perform_repeating, operations)]
+
+    def _perform_repeating(self, operation: Operation) -> Any:
         """Perform an operation. If that fails and it can be repeated, perform it once more on a new connection."""
-        answer = self._retrying(lambda: self.board.perform(self._connection, operation), can_be_repeated(operation))
+        answer = self._with_connection(
+            lambda: self.board.perform(self._connection, operation), again=can_be_repeated(operation)
+        )
         self._answered = self.answered_seconds(), time.monotonic()
         return answer
 
-    def _retrying(self, perform: Callable[[], Any], again: bool) -> Any:
+    def _with_connection(self, perform: Callable[[], Any], *, again: bool) -> Any:
         """Call a function that uses the connection, which is opened if necessary.
 
         Args:
@@ -172,7 +192,8 @@ class WorldStore:
                     raise
                 self._connection = None
                 if not again:
-                    raise self.error(str(error).splitlines()[0].rstrip(".")) from error
+                    reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+                    raise self.error(reason) from error
                 again = False
             finally:
                 self._operation_start = math.inf
@@ -183,8 +204,7 @@ class WorldStore:
         if isinstance(store, dist.TCPStore):
             store = self._connect_tcp(store)
         if not self._name:
-            self._name = enter_world(self._torch_store, self._entered_worlds)
-            self._entered_worlds.add(self._name)
+            self._name = self._entry.enter(self._torch_store)
         prefixed = dist.PrefixStore(f"pgmesh.{self._name}", store)
         if self._has_claimed and not prefixed.check([process_key(self.rank)]):
             raise self.error("another store answers there now, without the keys of this world")
@@ -219,9 +239,11 @@ class WorldStore:
 
     def leave(self) -> None:
         """Leave the world. The last rank to leave deletes the keys of its ranks."""
-        if self._connection is not None and self._retrying(lambda: leave_world(self._torch_store, self._name), False):
+        if self._connection is None:
+            return
+        if self._with_connection(lambda: leave_world(self._torch_store, self._name), again=False):
             keys = [key(rank) for rank in range(self.world_size) for key in (status_key, process_key, meshes_key)]
-            self._perform(Delete(tuple(keys)))
+            self._perform_repeating(Delete(tuple(keys)))
 
     def close(self) -> None:
         """Close the connection and the listener. A mesh that outlives the world would keep them open."""

@@ -348,5 +348,11 @@ def test_cancelled_attempt_may_be_tried_again(error: BaseException):
     assert not Decision.of(error, "it was cancelled").is_permanent
 
 
-def test_status_without_finite_time_is_foreign():
-    assert RankStatus.unpack(3, RankStatus(3, 1, sent=math.nan).pack().encode()) is None
+@pytest.mark.parametrize("sent", [math.nan, math.inf, 1e300, -1e300])
+def test_status_without_time_of_a_clock_is_foreign(sent: float):
+    assert RankStatus.unpack(3, RankStatus(3, 1, sent=sent).pack().encode()) is None
+
+
+@pytest.mark.parametrize("port", [-1, 65536, 10**30])
+def test_status_without_valid_port_is_foreign(port: int):
+    assert RankStatus.unpack(3, RankStatus(3, 1, endpoint=("127.0.0.1", port)).pack().encode()) is None

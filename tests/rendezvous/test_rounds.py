@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, strategies as st
 
 from pgmesh import LifetimeError, MismatchError, MissingRanksError, WorldError
+from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.circles import circle_text, find_circle
 from pgmesh.rendezvous.gloo_store import GlooStore
 from pgmesh.rendezvous.group_rounds import GroupRound
@@ -141,6 +143,17 @@ def test_new_process_with_same_heartbeat_is_not_silent():
     assert [*statuses.lost([1])] == [1]
 
 
+def test_deleted_status_is_no_new_heartbeat():
+    """Callers that compare the last heartbeat take no deletion of the key for a sign of life."""
+    values, statuses = {status_key(1): RankStatus(1, 3).pack().encode()}, Statuses(5.0, lambda: 7.0)
+    statuses.read(MemoryClient(values=values).run, [1])
+    del values[status_key(1)]
+    statuses.read(MemoryClient(values=values).run, [1])
+    assert statuses.get(1) is None
+    assert dict(statuses.heard) == {1: (3, 7.0)}
+    assert not statuses.lost([1])
+
+
 # -- circles ----------------------------------------------------------------------------------------------------------
 
 
@@ -171,8 +184,8 @@ def test_rank_that_awaits_a_circle_is_outside():
 class DirectThread:
     """A store thread that performs operations in the calling thread."""
 
-    def __init__(self, store: dist.Store) -> None:
-        self.store = store
+    def __init__(self, store: dist.Store, pace: float = 1.0) -> None:
+        self.store, self.pace = store, pace
         self.seconds: list[float] = []  # the timeout of each request
 
     def run(self, *operations: Operation, seconds: float) -> list[Any]:
@@ -226,6 +239,20 @@ def test_operation_has_what_is_left_of_the_wait():
     seconds = thread.seconds
     assert 1.0 == seconds[-1] < seconds[0] <= 1.1
     assert seconds == sorted(seconds, reverse=True)
+
+
+def test_waiting_rank_reads_less_often_in_large_world(monkeypatch: pytest.MonkeyPatch):
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: clock.append(clock.pop() + seconds))
+    counts = []
+    for pace in (1.0, 8.0):
+        member = polling(DirectThread(dist.HashStore(), pace))
+        with pytest.raises(MissingRanksError):
+            member.wait(["a/1"], timedelta(minutes=10))
+        counts.append(member.operations)
+    assert counts[0] == pytest.approx(3 * 600 / timing.TIMING.longest_pause, rel=0.01)
+    assert counts[1] == pytest.approx(counts[0] / 8, rel=0.01)
 
 
 def test_reader_of_an_address_checks_its_fingerprint():

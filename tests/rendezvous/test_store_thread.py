@@ -25,7 +25,7 @@ from pgmesh.rendezvous.records import Decision
 from pgmesh.rendezvous.rounds import Rounds
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, Statuses, status_key
 from pgmesh.rendezvous.store_thread import StoreThread
-from pgmesh.rendezvous.world_name import enter_world, name_on
+from pgmesh.rendezvous.world_name import Entry, enter_world, leave_world, name_on
 from pgmesh.rendezvous.world_store import WorldStore
 from tests.support.board import Fault, FaultyBoard, faults, raises, slow_store
 from tests.support.faults import wait_until
@@ -112,6 +112,47 @@ def test_half_entered_world_is_entered_again():
         assert thread.run(Read("key"), seconds=LONG) == [None]
     assert thread.run(Read(process_key(0)), seconds=LONG) == [process_label().encode()]
     thread.stop()
+
+
+class FailingStore:
+    """A store whose nth operations fail before they are performed."""
+
+    def __init__(self, store: dist.Store, *numbers: int) -> None:
+        self.store, self.numbers, self.operations = store, numbers, 0
+
+    def __getattr__(self, operation: str) -> Any:
+        def ask(*arguments: Any) -> Any:
+            self.operations += 1
+            if self.operations in self.numbers:
+                raise RuntimeError("the connection was reset")
+            return getattr(self.store, operation)(*arguments)
+
+        return ask
+
+
+@pytest.mark.parametrize("numbers", [(1,), (2,), (3,), (3, 4, 5)])
+def test_failed_entry_counts_its_process_once(numbers: tuple[int, ...]):
+    """It sets the name, counts itself, and reads the name again. Counted twice, it would leave the name behind."""
+    store = dist.HashStore()
+    failing, entry = FailingStore(store, *numbers), Entry(set())
+    for _ in numbers:
+        with pytest.raises(RuntimeError):
+            entry.enter(failing)
+    assert leave_world(store, entry.enter(failing))
+    assert store.num_keys() == 0
+
+
+def test_failed_entry_is_uncounted_in_ended_world():
+    store = dist.HashStore()
+    entry, first = Entry(set()), enter_world(store, set())
+    with pytest.raises(RuntimeError):
+        entry.enter(FailingStore(store, 3))
+    second = enter_world(store, {first})
+    assert entry.enter(store) == second
+    assert leave_world(store, first)
+    assert not leave_world(store, second)
+    assert leave_world(store, second)
+    assert store.num_keys() == 0
 
 
 def test_posted_operations_are_performed_before_the_thread_ends():
@@ -240,6 +281,12 @@ def test_store_that_ends_during_connection_fails_at_once():
         assert thread.run(Read("key"), seconds=LONG) == [b"value"]
 
 
+def test_store_error_without_text_is_named(store_thread: StoreThread):
+    unnamed = Fault(Add("count"), before=raises(RuntimeError("")))
+    with faults(unnamed), pytest.raises(WorldError, match=r"nowhere failed: RuntimeError\. Connected"):
+        store_thread.run(Add("count"), seconds=LONG)
+
+
 def test_error_at_one_heartbeat_stops_no_later_look(store_thread: StoreThread):
     looks: list[int] = []
 
@@ -303,6 +350,22 @@ def test_one_of_two_new_processes_has_the_rank(monkeypatch: pytest.MonkeyPatch):
     assert claim("first", second_claims) == Claim(same_rank="second")
     assert second == [Claim(replaces_process=True)]
     assert store.get(process_key(0)) == b"second"
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_claim_with_lost_answers_shows_the_predecessor(lost: int):
+    """With the second answer, the operation fails. The next one finds this process's own label in the store."""
+    store = dist.HashStore()
+    prefixed = dist.PrefixStore(f"pgmesh.{enter_world(store, set())}", store)
+    prefixed.set(process_key(0), "process 1 on another host/x")
+    mine = WorldStore(store, "here", 0, 2, set())
+    mine.period = 0.05
+    replacing = Raw("compare_set", (process_key(0), "process 1 on another host/x", process_label()))
+    with faults(Fault(replacing, after=raises(RuntimeError("the connection was reset")), times=lost)):
+        with contextlib.nullcontext() if lost == 1 else pytest.raises(WorldError, match="the connection was reset"):
+            mine.perform(Read("key"))
+        mine.perform(Read("key"))
+    assert mine.replaces_process
 
 
 # ---- a call of connect and the store thread: errors and signals end the wait on both sides ----
