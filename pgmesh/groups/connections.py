@@ -105,8 +105,9 @@ def shut_down(groups: Iterable[Endpoints]) -> None:
     while True:
         found = _find_sockets(own, members)
         loops = find_loops(found.here)
+        watched = inodes(loops)  # before Gloo closes them
         end_connections(loops)
-        is_opening = bool(loops) and not found.here | found.there <= inodes(loops)
+        is_opening = bool(loops) and not found.here | found.there <= watched
         if not is_opening or time.monotonic() >= deadline:
             break
         time.sleep(0.001)
