@@ -81,6 +81,7 @@ class SurvivorJudge(Judge[MeshRound, Outcome]):
         statuses: the statuses of the other ranks.
         lost_after: seconds without a heartbeat after which a rank is lost; None for the default.
         warn: called with text for the log.
+        pace: factor of all pauses, and of the time between two looks.
         came_late: the mesh was replaced before this call.
     """
 
@@ -93,6 +94,7 @@ class SurvivorJudge(Judge[MeshRound, Outcome]):
     statuses: Statuses
     lost_after: float | None = None
     warn: Callable[[str], None] = field(default=lambda text: None)
+    pace: float = 1.0
     came_late: bool = field(default=False, init=False)
 
     call = ""

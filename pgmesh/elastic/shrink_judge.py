@@ -68,7 +68,7 @@ class ShrinkJudge(SurvivorJudge):
         return outcome.error == "over" or (outcome.error == "left" and self.client.now() < self.deadline)
 
     def period(self) -> float:
-        return timing.TIMING.inspection * (1 + self._turn)
+        return timing.TIMING.inspection * self.pace * (1 + self._turn)
 
     def waits_for(self, rounds: Sequence[MeshRound]) -> str:
         return "" if self._view is None else f"{self.label}: {self._describe(self._view, 'so far')}"

@@ -97,7 +97,7 @@ def shrink(mesh: MeshGroups, request: Request, seconds: float) -> MeshGroups:
     after = "" if error is None else f" after {error_text(error).splitlines()[0].rstrip(':')}"
     if mesh.rank in mesh.layout:  # a spare may call before anything went wrong
         mesh.abort(f"it called {request}{after}", call_site())
-    return ShrinkCall(mesh, request, client, seconds, request.lost_after).run()
+    return ShrinkCall(mesh, request, client, seconds, request.lost_after, pace=client.thread.pace).run()
 
 
 def stand_by(mesh: MeshGroups, seconds: float, lost_after: float | None) -> MeshGroups:
@@ -113,7 +113,8 @@ def stand_by(mesh: MeshGroups, seconds: float, lost_after: float | None) -> Mesh
         WorldError: the store has failed.
     """
     lost_after = mesh.state_of(ElasticState).lost_after if lost_after is None else lost_after
-    return ShrinkCall(mesh, None, _client(mesh, seconds), seconds, lost_after).run()
+    client = _client(mesh, seconds)
+    return ShrinkCall(mesh, None, client, seconds, lost_after, pace=client.thread.pace).run()
 
 
 def _client(mesh: MeshGroups, seconds: float) -> CallClient:
@@ -150,6 +151,7 @@ class ShrinkCall:
             in its request, and that of ``stand_by`` in its call, or else that of ``abort_when_lost``.
         process: a word that no other process of this rank has.
         warn: called with text for the log.
+        pace: factor of all pauses, to spare the store in a large world.
         shrinks, stands_by: make the judge of a call of ``shrink``, and of ``stand_by``.
     """
 
@@ -160,6 +162,7 @@ class ShrinkCall:
     lost_after: float | None = None
     process: str = field(default_factory=process_id)
     warn: Callable[[str], None] = field(default=lambda text: log.warning("%s", text))
+    pace: float = 1.0
     shrinks: Callable[..., SurvivorJudge] = ShrinkJudge
     stands_by: Callable[..., SurvivorJudge] = StandByJudge
 
@@ -214,6 +217,7 @@ class ShrinkCall:
             mesh.world.statuses,
             self.lost_after,
             self.warn,
+            self.pace,
         )
         attempts = mesh.state_of(ElasticState).attempts
         each = MeshRound(f"{key}/shrink", number=attempts[key])

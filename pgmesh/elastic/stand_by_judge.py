@@ -18,10 +18,10 @@ class StandByJudge(SurvivorJudge):
 
     @property
     def shortest_pause(self) -> float:  # type: ignore[override]
-        return timing.TIMING.inspection
+        return timing.TIMING.inspection * self.pace
 
     def period(self) -> float:
-        return timing.TIMING.missed_heartbeats * timing.TIMING.heartbeat
+        return timing.TIMING.missed_heartbeats * timing.TIMING.heartbeat * self.pace
 
     def missed(self, outcome: Outcome) -> bool:
         survives = self.rank in self.layout and self.rank not in outcome.lost

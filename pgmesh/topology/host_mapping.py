@@ -26,10 +26,10 @@ from pgmesh.groups.default_world import world_options, world_rank_and_size
 from pgmesh.groups.world import current_world
 from pgmesh.layout import Axis, Layout
 from pgmesh.options import Timeout, to_timedelta
-from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.operations import Add, Append, Read
 from pgmesh.rendezvous.records import pack, unpack
+from pgmesh.rendezvous.rounds import pauses
 from pgmesh.topology.hosts import HostLevel
 from pgmesh.topology.locality import Locality, locality_of
 
@@ -128,15 +128,14 @@ def _exchange(known: dict[int, HostInfo], me: int, wanted: range | tuple[int, ..
         mine = this_host()
         client.run(Append(HOSTS_KEY, f"{pack(rank=me, host=mine.host, boot=mine.boot)}\n"), Add(f"{HOSTS_KEY}/count"))
         known[me] = mine
-    pause, seen, is_late = timing.TIMING.first_pause, 0, False
+    pause, seen, is_late = pauses(client.thread.pace), 0, False
     while missing := [rank for rank in wanted if rank not in known]:
         if is_late:
             raise MissingRanksError(
                 f"{name_ranks(missing)} of {format_ranks(wanted)} did not report their hosts within {seconds:g} s. "
                 "Each of them has to call mesh.hosts() or mesh.locality() too."
             )
-        client.sleep(pause)
-        pause = min(pause * 1.5, timing.TIMING.longest_pause)
+        client.sleep(next(pause))
         is_late = client.now() >= seconds
         count = int(client.run(Read(f"{HOSTS_KEY}/count"))[0] or 0)
         if is_late or count >= max(len(wanted), seen + 1):  # enough lines, and more than at the last read

@@ -27,9 +27,9 @@ OPERATION, CONNECTION = 1e-4, 2e-4
 class Simulation:
     """A mesh along dp, its spares, and the operations of their agreement."""
 
-    def __init__(self, members: int, spares: int, dead: set[int], spread: float) -> None:
+    def __init__(self, members: int, spares: int, dead: set[int], spread: float, pace: float = 1.0) -> None:
         self.clock, self.values, self.counts = SimulatedClock(), dict[str, bytes](), Counter[str]()
-        self.members, self.dead = range(members), dead
+        self.members, self.dead, self.pace = range(members), dead, pace
         self.request = Request("dp", tuple(range(members, members + spares)))
         self.outcomes: dict[int, tuple[Outcome, float]] = {}
         chance = random.Random(3)
@@ -49,6 +49,7 @@ class Simulation:
             "client": client,
             "deadline": 60.0,
             "statuses": Statuses(5.0, client.now, client.has_ended),
+            "pace": self.pace,
         }
         judge: ShrinkJudge | StandByJudge = StandByJudge(**common)
         if rank in self.members:
@@ -117,3 +118,10 @@ def test_shrink_among_1000_ranks_needs_few_operations(monkeypatch: pytest.Monkey
     assert counts["reads of decision"] < 20_000
     assert counts["connections"] < 500 + 128 * len(dead)
     assert [*seen.values.keys() - {status_key(rank) for rank in range(1064)}] == ["m/shrink/0/decision"]
+
+
+def test_ranks_in_shrink_read_less_often_in_large_world():
+    """The members arrive within a minute."""
+    usual, slow = (Simulation(8, 8, {7}, spread=50.0, pace=pace).counts for pace in (1.0, 8.0))
+    for what in ("reads of decision", "reads of arrivals"):
+        assert slow[what] < usual[what] / 4, what
