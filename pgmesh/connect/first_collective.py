@@ -37,7 +37,7 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class _Raised:
-    """What is known when torch has raised an error.
+    """An error that torch has raised, and the evidence at that time.
 
     Args:
         error: torch's error.

@@ -35,7 +35,7 @@ def did_not_report(statuses: Statuses, rank: int, collective: RunningCollective)
 
 @dataclass
 class _Stuck:
-    """What the watch has done about a collective that does not end.
+    """The record of a collective that does not end.
 
     Args:
         since: the time when it was found.
@@ -138,7 +138,7 @@ class Watch:
 
 
 def _key(collective: RunningCollective) -> tuple[str, int]:
-    """What stays the same at each heartbeat."""
+    """The name of its group and its number, which stay the same at each heartbeat."""
     return collective.name, collective.number
 
 
