@@ -21,6 +21,6 @@ def refuses(endpoint: tuple[str, int]) -> bool:
     """True if the endpoint refuses a connection. No answer is no proof."""
     try:
         socket.create_connection(endpoint, ANSWER_SECONDS).close()
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # or a host that can be no name
         return isinstance(error, ConnectionRefusedError)
     return False

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Collection
 from typing import Any
 
 from pgmesh.rendezvous import timing
@@ -108,11 +107,6 @@ class Entry:
                 return name
             # After ``OVER``, the rank that was deleting the name has died. If another rank is faster, its name stays.
             store.compare_set(WORLD_KEY, name, new + REPLACED)
-
-
-def enter_world(store: Any, entered: Collection[str]) -> str:
-    """Enter the world on a store with one call of ``Entry.enter``."""
-    return Entry({*entered}).enter(store)
 
 
 def _compare_set_name(store: Any, before: str, new: str) -> str:

@@ -21,8 +21,9 @@ from pgmesh.launch import StoreProcess
 from pgmesh.rendezvous import timing, world_name
 from pgmesh.rendezvous.operations import CompareSet
 from pgmesh.rendezvous.store_thread import StoreThread
-from pgmesh.rendezvous.world_name import REPLACED, enter_world, leave_world
+from pgmesh.rendezvous.world_name import REPLACED, leave_world
 from pgmesh.rendezvous.world_store import WorldStore
+from tests.support.memory_client import enter_world
 from tests.support.resource_counts import CAN_COUNT, count_resources, growth
 from tests.support.worlds import check_sums, fresh_world, groups_of
 

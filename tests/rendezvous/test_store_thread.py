@@ -25,11 +25,11 @@ from pgmesh.rendezvous.records import Decision
 from pgmesh.rendezvous.rounds import Rounds
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, Statuses, status_key
 from pgmesh.rendezvous.store_thread import StoreThread
-from pgmesh.rendezvous.world_name import Entry, enter_world, leave_world, name_on
+from pgmesh.rendezvous.world_name import Entry, leave_world, name_on
 from pgmesh.rendezvous.world_store import WorldStore
 from tests.support.board import Fault, FaultyBoard, faults, raises, slow_store
 from tests.support.faults import wait_until
-from tests.support.memory_client import round_of, rounds_of
+from tests.support.memory_client import enter_world, round_of, rounds_of
 from tests.support.proxy import Proxy
 
 LONG = 20.0

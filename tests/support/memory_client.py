@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from pgmesh.rendezvous.group_rounds import ConnectJudge, GroupRound
@@ -10,6 +10,7 @@ from pgmesh.rendezvous.operations import Delete, Operation, Read, perform
 from pgmesh.rendezvous.records import Decision, Fingerprint, pack
 from pgmesh.rendezvous.rounds import Rounds
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, Statuses, status_key
+from pgmesh.rendezvous.world_name import Entry
 from tests.support.board import MemoryStore, key_of
 
 MADE = Decision("made")
@@ -75,3 +76,8 @@ def arrival(rank: int, **more: Any) -> bytes:
     record = {"call_site": f"train.py:{rank}", "process": f"process {rank}", "address": "", **more}
     record.setdefault("fingerprint", fingerprint(rank).encoded.decode())
     return pack(rank=rank, **record).encode() + b"\n"
+
+
+def enter_world(store: Any, entered: Collection[str]) -> str:
+    """The world that a process enters which has been in these worlds."""
+    return Entry({*entered}).enter(store)
