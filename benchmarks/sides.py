@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from pgmesh import Layout, ProcessGroupMesh, torch_private
 from pgmesh.groups import building, teardown
-from pgmesh.groups.default_world import world_options, world_store
+from pgmesh.groups.default_world import world_options
 from pgmesh.groups.group import Group
 
 FAMILIES = (("tp",), ("cp",), ("pp",), ("dp",), ("dp", "cp"), ("cp", "tp"))
@@ -175,7 +175,7 @@ class Bare:
 
     def __init__(self, name: str, sizes: dict[str, int]) -> None:
         layout, me = Layout(**sizes), dist.get_rank()
-        store, options = world_store(), world_options()
+        store, options = torch_private.default_store(), world_options()
         self.made: list[Group] = []
         for axes in FAMILIES:
             block = layout.block_of(me, *axes)
