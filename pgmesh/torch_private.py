@@ -71,6 +71,7 @@ SEAM: dict[str, str] = {
     "ProcessGroup._device_types": "the devices that a group supports",
     "ProcessGroup._set_group_name": "torch names only groups of new_group",
     "ProcessGroup._set_group_desc": "profiles and flight records show this",
+    "ProcessGroupGloo._get_sequence_number_for_group": "how many operations this process has entered in a group",
     "ProcessGroupGloo._Options._devices": "the only way to pass a lazy device",
     "ProcessGroupGloo._Options._threads": "number of threads of a group",
     "ProcessGroupGloo._Options._timeout": "timeout of the collectives",
@@ -505,6 +506,16 @@ def invalidate(group: Any, text: str) -> None:
 
 
 # -- the flight recorder ------------------------------------------------------------------------------------------
+
+
+def operations_entered() -> dict[str, int]:
+    """How many operations this process has entered in each group, by its name; not of backends that do not count."""
+    entered = {}
+    for group in all_groups():
+        with contextlib.suppress(RuntimeError):
+            backends = {group._get_backend(device) for device in group._device_types}
+            entered[group.group_name] = sum(each._get_sequence_number_for_group() for each in backends)
+    return entered
 
 
 def flight_record(*, entries: bool) -> dict[str, Any]:

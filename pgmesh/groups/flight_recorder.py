@@ -12,17 +12,27 @@ from pgmesh.rendezvous.statuses import RunningCollective
 
 
 class FlightRecorder:
-    """Finds the collectives that this process has entered and that do not end."""
+    """Finds the collectives that this process has entered and that do not end.
+
+    It asks torch's recorder only if there may be one. torch 2.13 reads its record without a lock, and the process may
+    crash if another thread enters the first collective of a group just then (FlightRecorderDetail.hpp:98, 492).
+    """
 
     def __init__(self) -> None:
-        self._before: dict[str, str] = {}  # the last completed collective of each busy group
+        self._entered: dict[str, int] = {}  # by name of a group: how many operations were entered, at the last call
+        self._ended: dict[str, int] = {}  # the same, when all of them were found to have ended
 
     def stuck(self) -> tuple[RunningCollective, ...]:
-        """The collectives of the groups that have completed nothing since the last call."""
-        busy = _busy_groups()
-        stuck = {number for number, completed in busy.items() if self._before.get(number) == completed}
-        self._before = busy
-        return _running_in(stuck)
+        """The collectives of the groups that have entered nothing since the last call."""
+        entered, before = torch_private.operations_entered(), self._entered
+        self._entered = entered
+        paused = {name for name, count in entered.items() if count == before.get(name) and count}
+        if all(entered[name] == self._ended.get(name) for name in paused):
+            return ()
+        stuck = tuple(each for each in running() if each.name in paused)
+        unfinished = {each.name for each in stuck}
+        self._ended = {name: entered[name] for name in paused - unfinished}
+        return stuck
 
 
 def running() -> tuple[RunningCollective, ...]:
@@ -66,11 +76,11 @@ def _unfinished(groups: Collection[str]) -> list[dict[str, Any]]:
     return [entry for entry in entries if str(entry["pg_id"]) in groups and not entry["retired"]]
 
 
-def _busy_groups() -> dict[str, str]:
-    """The last completed collective of each group that has entered a later one, by torch's number of the group."""
+def _busy_groups() -> set[str]:
+    """The groups that have entered a collective after their last completed one, by torch's number of the group."""
     status = torch_private.flight_record(entries=False).get("pg_status", {})
     return {
-        str(number): str(group["last_completed_collective"])
+        str(number)
         for number, group in status.items()
         if int(group["last_enqueued_collective"]) > int(group["last_completed_collective"])
     }

@@ -6,13 +6,16 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from pgmesh import ProcessGroupMesh, ShapeError
+from pgmesh import ProcessGroupMesh, ShapeError, torch_private
+from pgmesh.groups.flight_recorder import FlightRecorder
+from tests.support.faults import wait_until
 from tests.support.releases import check_cycles
 from tests.support.resource_counts import CAN_COUNT
 from tests.support.torch_tables import count_new_groups
@@ -91,3 +94,22 @@ def test_threads_get_the_same_group():
     for tag in ("", *map(str, range(10))):
         assert count_new_groups(lambda tag=tag: ask_at_once(mesh, tag)) == 1
     check_sums(groups_of(mesh))
+
+
+@on_ranks(2)
+def test_idle_process_reads_no_flight_record():
+    """torch reads it without a lock, so a read may crash the process."""
+    mesh, recorder = ProcessGroupMesh(dp=2), FlightRecorder()
+    with mock.patch.object(torch_private, "flight_record", wraps=torch_private.flight_record) as read:
+        for _ in range(2):
+            check_sums({"dp": (mesh.group("dp"), range(2))})
+            dist.barrier()
+            assert not recorder.stuck()
+            assert not read.called  # the group has been used since the last call
+        wait_until(lambda: not recorder.stuck(), "torch has recorded the end of all collectives")
+        assert read.called
+        read.reset_mock()
+        for _ in range(3):
+            assert not recorder.stuck()
+        assert not read.called
+    dist.barrier()
