@@ -267,14 +267,15 @@ class _Call:
     def _clean_up(self) -> None:
         """Record the connected groups, and discard groups that cannot be used."""
         unusable = [collective for collective in self.client.all if not collective.done]
+        failed = {collective.group for collective in unusable}
         try:
             self.mesh.discard((each.group for each in unusable), "could not be connected; ask its mesh for it anew.")
         finally:
             for collective in unusable:
                 collective.keep_until_done()
             with self.mesh.lock:
-                done = {collective.group for collective in self.client.all if collective.done}
-                for group in self.groups:
+                done = {collective.group for collective in self.client.all} - failed
+                for group in self.groups.keys() - failed:  # those were discarded, or the next call discards them
                     group.end_connect(connected=group in done)
         for group in self.groups:
             if group.state is State.ENDED and not self.mesh.end.aborted:  # another thread released it meanwhile

@@ -14,8 +14,10 @@ import torch.distributed as dist
 from pgmesh._util.formatting import name_ranks
 from pgmesh.errors import MismatchError, MissingRanksError, PgmeshError
 from pgmesh.groups import failures, kept_groups
+from pgmesh.groups.connections import endpoints_of
 from pgmesh.groups.default_world import device_of
 from pgmesh.groups.group import Group
+from pgmesh.rendezvous.gloo_store import GlooStore
 from pgmesh.rendezvous.operations import CompareSet, Run
 from pgmesh.rendezvous.records import Decision
 from pgmesh.rendezvous.statuses import Statuses
@@ -69,14 +71,16 @@ class FirstCollective:
         self.state = State.WAITING
         self.error: PgmeshError | None = None  # if it failed
         self.done = 0.0  # the time when it was done
-        self._process_group: Any = None  # from the start on: another thread may end the group
+        # From the start on, since another thread may end the group or make it again:
+        self._process_group: Any = None
+        self._gloo: GlooStore | None = None
         self._work: Any = None
         self._raised: _Raised | None = None
 
     def start(self) -> None:
         """Enter the collective, unless this rank has done so."""
         if self.state is State.WAITING:
-            self._process_group = self.group.process_group
+            self._process_group, self._gloo = self.group.process_group, self.group.gloo
             self._ones = torch.ones(1, device=device_of(self._process_group))
             self._work = dist.all_reduce(self._ones, group=self._process_group, async_op=True)
             self.state = State.RUNNING
@@ -93,7 +97,7 @@ class FirstCollective:
     def keep_until_done(self) -> None:
         """Keep the group alive if its collective does not end although its connections were shut down."""
         if self._work is not None:
-            kept_groups.keep_until_done(self._process_group, self.group.endpoints(), [self._work])
+            kept_groups.keep_until_done(self._process_group, endpoints_of(self._gloo), [self._work])
 
     def poll(self) -> None:
         """Check for the end of a running collective."""

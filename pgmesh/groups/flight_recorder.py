@@ -15,24 +15,29 @@ class FlightRecorder:
     """Finds the collectives that this process has entered and that do not end.
 
     It asks torch's recorder only if there may be one. torch 2.13 reads its record without a lock, and the process may
-    crash if another thread enters the first collective of a group just then (FlightRecorderDetail.hpp:98, 492).
+    crash if another thread makes a group, or enters its first collective, just then (FlightRecorderDetail.hpp:98, 170).
+
+        a group that                                 is said to be stuck
+        has entered an operation since the last call no
+        has entered none, and is in the record       yes, in its first collective there
+        has entered none, and is not                 no; if no group is busy, torch is not asked again until one is used
     """
 
     def __init__(self) -> None:
-        self._entered: dict[str, int] = {}  # by name of a group: how many operations were entered, at the last call
-        self._ended: dict[str, int] = {}  # the same, when all of them were found to have ended
+        self._entered: dict[str, int] = {}  # by name of a group: how many operations it had entered at the last call
+        self._idle: dict[str, int] = {}  # ... when no group of the process was in a collective
 
     def stuck(self) -> tuple[RunningCollective, ...]:
         """The collectives of the groups that have entered nothing since the last call."""
         entered, before = torch_private.operations_entered(), self._entered
         self._entered = entered
         paused = {name for name, count in entered.items() if count == before.get(name) and count}
-        if all(entered[name] == self._ended.get(name) for name in paused):
+        if all(entered[name] == self._idle.get(name) for name in paused):
             return ()
-        stuck = tuple(each for each in running() if each.name in paused)
-        unfinished = {each.name for each in stuck}
-        self._ended = {name: entered[name] for name in paused - unfinished}
-        return stuck
+        busy = _busy_groups()
+        if not busy:
+            self._idle = {name: entered[name] for name in paused}
+        return tuple(each for each in _running_in(busy) if each.name in paused)
 
 
 def running() -> tuple[RunningCollective, ...]:

@@ -91,8 +91,11 @@ class Registration:
             self._published.update(self._of_predecessor)  # for the process that replaces this one
         first = self._first.get(identity.prefix)
         if first is None:
-            find = self._rejoin if rejoin and thread.store.replaces_process else self._after_predecessor
-            first = self._first[identity.prefix] = find(identity, self._of_predecessor, run)
+            first = _First(identity.number, identity.number, rejoined=False)
+            if thread.store.replaces_process:
+                find = self._rejoin if rejoin else self._after_predecessor
+                first = find(identity, self._of_predecessor, run)
+            self._first[identity.prefix] = first
         identity.shared_number = first.shared + identity.number - first.local
         # The mesh that replaces it has the same numbers, and this process is in it.
         identity.rejoined = first.rejoined and first.local == identity.number and identity.generation == 0
@@ -104,21 +107,28 @@ class Registration:
         identity.registered = True
 
     def _rejoin(self, identity: MeshIdentity, of_predecessor: dict[str, int], run: Run) -> _First:
-        """The first mesh of a name, if it is the last one of the predecessor."""
-        return _First(identity.number, of_predecessor.get(identity.prefix, identity.number), rejoined=True)
+        """The first mesh of a name, if it is the last one of the predecessor.
+
+        If that had not registered it, it is the last one of the other ranks.
+        """
+        shared = of_predecessor.get(identity.prefix)
+        if shared is None:
+            shared = max(self._of_others(identity, run), default=identity.number)
+        return _First(identity.number, shared, rejoined=True)
 
     def _after_predecessor(self, identity: MeshIdentity, of_predecessor: dict[str, int], run: Run) -> _First:
         """The first mesh of a name, if it is the next one.
 
         The others may have closed the mesh that the predecessor was in and created the next one, and more than once.
         """
-        after = 0
-        if of_predecessor:
-            others = [rank for rank in identity.layout.ranks_in_order() if rank != self._rank]
-            texts = run(*(Read(meshes_key(rank)) for rank in others[: timing.LIMITS.statuses])) if others else []
-            last = of_predecessor.get(identity.prefix, -1)
-            after = max([last + 1, *(_unpack(text).get(identity.prefix, 0) for text in texts)])
+        after = max([of_predecessor.get(identity.prefix, -1) + 1, *self._of_others(identity, run)])
         return _First(identity.number, identity.number + after, rejoined=False)
+
+    def _of_others(self, identity: MeshIdentity, run: Run) -> list[int]:
+        """The last shared numbers of this name that other ranks of the mesh have published."""
+        others = [rank for rank in identity.layout.ranks_in_order() if rank != self._rank][: timing.LIMITS.statuses]
+        published = map(_unpack, run(*(Read(meshes_key(rank)) for rank in others)) if others else ())
+        return [numbers[identity.prefix] for numbers in published if identity.prefix in numbers]
 
     def _publish(self, prefix: str, shared: int) -> Operation:
         """The store operation that publishes this rank's last shared numbers, among them this one."""

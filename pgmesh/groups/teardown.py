@@ -6,6 +6,7 @@ Only ``groups/`` destroys process groups; the access to torch's tables is in ``t
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -53,12 +54,13 @@ def wake(groups: Iterable[Group]) -> None:
     Once Gloo has given a collective up, such a connection would end the process. So groups are skipped around the times
     at which it does.
     """
-    busy = busy_seconds()
-    for group in groups:
-        if group.gloo is None or group.name not in busy or not group.is_known():
-            continue
-        if connections.is_safe_to_wake(busy[group.name], group.gloo.timeout.total_seconds()):
-            connections.wake(group.endpoints())
+    waiting = [group for group in groups if group.gloo is not None and group.gloo.used and group.is_known()]
+    busy, start = busy_seconds() if waiting else {}, time.monotonic()
+    for group in waiting:
+        if group.name in busy and group.gloo is not None:
+            seconds = busy[group.name] + time.monotonic() - start
+            if connections.is_safe_to_wake(seconds, group.gloo.timeout.total_seconds()):
+                connections.wake(group.endpoints())
 
 
 def _free_later(process_groups: list[Any]) -> None:

@@ -51,6 +51,7 @@ class World:
         self._aborts = Aborts()
         self.at_heartbeat: list[Callable[[Run], bool]] = []  # until they return False
         self._thread: StoreThread | None = None  # started by the first store operation
+        self._statuses: Statuses | None = None
         self.registration = Registration(rank, self.store_thread)
         self._next_numbers: defaultdict[str, int] = defaultdict(int)  # local numbers of meshes, by the prefix of names
 
@@ -71,10 +72,12 @@ class World:
         thread = self.store_thread()
         return Statuses(thread.lost_after, thread.store.answered_seconds, thread.store.listeners.has_ended)
 
-    @functools.cached_property
+    @property
     def statuses(self) -> Statuses:
         """For the watch and for ``shrink``: a silence is measured from its beginning, whoever reads."""
-        return self.new_statuses()
+        with registering:
+            self._statuses = self._statuses or self.new_statuses()
+            return self._statuses
 
     @functools.cached_property
     def watch(self) -> Watch:

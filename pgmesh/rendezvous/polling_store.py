@@ -253,10 +253,10 @@ class PollingStore(dist.Store):
     def _compare_with_first(self, run: Run) -> None:
         """Compare the fingerprint with that of the first rank, once, if needed."""
         if self._compares:
-            self._compares = False
             key = self._store_key("options")
             self.written.add(key)
             (first,) = run(CompareSet(key, self._fingerprint.encoded.decode()))
+            self._compares = False  # only now: the store may have failed
             self._compare(run, key, first)
 
     def _writes(self, values: dict[str, bytes]) -> list[Operation]:

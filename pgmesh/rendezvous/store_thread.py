@@ -273,7 +273,7 @@ class StoreThread:
             self._perform_tasks()
             if self._status.heartbeats:
                 self._publish_status()
-            for key, value in self.until_end.items():
+            for key, value in [*self.until_end.items()]:
                 if self.store.perform(Read(key)) == value.encode():
                     self.store.perform(Delete((key,)))
             self.store.leave()

@@ -23,6 +23,7 @@ Ranks enter and leave at any time:
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from typing import Any
@@ -111,8 +112,9 @@ class Entry:
 
 def _compare_set_name(store: Any, before: str, new: str) -> str:
     """``compare_set`` of ``WORLD_KEY``, once its value is not ``OVER``, or has been for ``world_end``."""
-    deadline = time.monotonic() + timing.TIMING.world_end
+    deadline = math.inf
     while (name := str(store.compare_set(WORLD_KEY, before, new).decode())) == OVER and time.monotonic() < deadline:
+        deadline = min(deadline, time.monotonic() + timing.TIMING.world_end)
         time.sleep(0.005)
     return name
 
@@ -122,7 +124,7 @@ def leave_world(store: Any, name: str) -> bool:
     count = str(store.add(_left(name), 1))
     if _value(store, _entered(name)) != count:
         return False
-    replaced_after = time.monotonic() + timing.TIMING.world_end
+    in_time = time.monotonic() + timing.TIMING.world_end / 2
     over = store.compare_set(WORLD_KEY, name, OVER).decode() == OVER  # else another world has its name there
     # Before ``OVER``, a rank may have entered: it has counted itself. After that, ranks wait.
     if over and _value(store, _entered(name)) != count:
@@ -130,7 +132,8 @@ def leave_world(store: Any, name: str) -> bool:
         return False
     store.delete_key(_entered(name))
     store.delete_key(_left(name))
-    # After ``world_end``, others take this rank for dead and replace ``OVER`` by the name of the next world.
-    if over and time.monotonic() < replaced_after:
+    # After ``world_end``, others take this rank for dead and replace ``OVER`` by the name of the next world. The store
+    # has half of that time to delete the key.
+    if over and time.monotonic() < in_time:
         store.delete_key(WORLD_KEY)
     return True

@@ -88,6 +88,16 @@ def test_third_process_takes_numbers_of_the_first():
     assert third.register("critic") == zero.register("critic") == "pgmesh/critic.2"
 
 
+@pytest.mark.parametrize("rejoin", [False, True])
+def test_process_may_replace_one_that_registered_nothing(rejoin: bool):
+    """The others have used a mesh, closed it, and created it again, before the lost one had used any."""
+    store = dist.HashStore()
+    zero = Process(store, 0)
+    zero.register("train")
+    again = zero.register("train")
+    assert Process(store, 1, replaces_process=True).register("train", rejoin=rejoin) == again == "pgmesh/train.1"
+
+
 def test_rejoined_mesh_may_follow_an_unused_one():
     """Each process creates a mesh of that name that it never uses, and then the one that it uses."""
 
