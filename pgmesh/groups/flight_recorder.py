@@ -17,10 +17,10 @@ class FlightRecorder:
     It asks torch's recorder only if there may be one. torch 2.13 reads its record without a lock, and the process may
     crash if another thread makes a group, or enters its first collective, just then (FlightRecorderDetail.hpp:98, 170).
 
-        a group that                                 is said to be stuck
-        has entered an operation since the last call no
-        has entered none, and is in the record       yes, in its first collective there
-        has entered none, and is not                 no; if no group is busy, torch is not asked again until one is used
+        a group that has entered        is said to be stuck
+        an operation since the last     no
+        none, and is in the record      yes, in its first collective there
+        none, and is not                no; if no group is busy, torch is not asked again until one is used
     """
 
     def __init__(self) -> None:
