@@ -181,9 +181,7 @@ def _describe_running(mesh: MeshGroups, mine: RunningCollective, statuses: Statu
     members = next((group.ranks for group in mesh.made() if group.name == mine.name), ())
     entered = [mesh.rank] * (mesh.rank in members)
     entered += [rank for rank in mesh.layout.ranks() if statuses.has_entered(rank, mine)]
-    # The others had the time to report it, and their statuses were read.
-    others = [rank for rank in members if rank != mesh.rank and mine.seconds >= statuses.lost_after / 2]
-    absent = [rank for rank in others if statuses.get(rank) and did_not_report(statuses, rank, mine)]
+    absent = [rank for rank in members if rank != mesh.rank and did_not_report(statuses, rank, mine)]
     also = f"; entered by {name_ranks(sorted(entered))}" if entered else ""
     missing = f"; {name_ranks(absent)} did not report it" if absent else ""
     return f"this rank is {mine}{also}{missing}"
