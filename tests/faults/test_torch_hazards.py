@@ -52,8 +52,8 @@ def test_pending_first_collective_blocks_no_other_group():
 
 @pytest.mark.fault("connect, use, release, 500 times; any fault that a process survives, repeatedly")
 @pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")
-def test_releasing_20_times_leaves_nothing_behind():
-    check_cycles(20, connects=False)
+def test_releasing_40_times_leaves_nothing_behind():
+    check_cycles(40, connects=False)
 
 
 # ---- checkpoints ----
