@@ -14,6 +14,9 @@ def cycles(times: int, connects: bool) -> tuple[dict[str, int], int]:
 
     The allocator takes memory from the system in large pieces, so one half may grow without a leak.
     """
+    with ProcessGroupMesh(dp=2, tp=2, name="before") as before:
+        before.connect()  # each rank publishes its status, whose key stays
+        dist.barrier()
     mesh, memory = ProcessGroupMesh(dp=2, tp=2), []
     for cycle in range(times + 1):
         if cycle in (times // 5, times * 3 // 5, times):
