@@ -37,7 +37,7 @@ class StandByJudge(SurvivorJudge):
         if late:
             return self.failure(f"no rank called shrink in {self.deadline:g} s", "left")
         others = [rank for rank in self.layout.ranks() if rank != self.rank]
-        statuses, heard = self.statuses, {**self.statuses.heard}
+        statuses, heard = self.statuses, {rank: self.statuses.heard(rank) for rank in others}
         lost: dict[int, str] = {}
         for first in range(0, len(others), timing.LIMITS.statuses):
             ranks = others[first : first + timing.LIMITS.statuses]
@@ -46,7 +46,7 @@ class StandByJudge(SurvivorJudge):
                 statuses,
                 ranks,
                 self.lost_after,
-                asks=lambda rank: heard.get(rank) in (None, statuses.heard.get(rank)),  # no new heartbeat
+                asks=lambda rank: heard[rank] in (None, statuses.heard(rank)),  # no new heartbeat
             )
             for status in filter(None, map(statuses.get, ranks)):
                 if standing_by(self.label) in status.activity:

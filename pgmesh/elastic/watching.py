@@ -71,10 +71,10 @@ def abort_when_lost(mesh: MeshGroups, lost_after: float | None) -> None:
         if mesh is None or mesh.ended is not None:
             return False
 
-        heard = statuses.heard.get(next_rank)
+        heard = statuses.heard(next_rank)
         statuses.read(run, [next_rank])
         watched = [next_rank]
-        if statuses.heard.get(next_rank) == heard:  # it is silent, and its whole host may be lost
+        if statuses.heard(next_rank) == heard:  # it is silent, and its whole host may be lost
             statuses.read(run, others)  # whose silence counts from now on
             watched = [rank for rank in (next_rank, *others) if statuses.get(rank)][:1]
             statuses.find_ended(run, watched)

@@ -8,7 +8,7 @@ A status is a record in the store under ``pgmesh/status/<rank>``.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -150,7 +150,7 @@ READ_SECONDS = 0.02
 short by up to this time, which is added back: otherwise a silence of five heartbeats would be noticed at the sixth."""
 
 
-class _Record(NamedTuple):
+class Record(NamedTuple):
     """The knowledge of one rank.
 
     Args:
@@ -167,14 +167,14 @@ class _Record(NamedTuple):
     read_at: float = 0.0
     ended: object = None
 
-    def after(self, status: RankStatus | None, foreign: str | None, began: float, now: float) -> _Record:
+    def after(self, status: RankStatus | None, foreign: str | None, began: float, now: float) -> Record:
         """The record after a read that found a status, a foreign value or nothing."""
         before = self.status
         if status is None:
             return self._replace(status=None, foreign=foreign)
         # A new process of the rank counts its heartbeats from the beginning, and may have the port of another one.
         if before is None or (before.heartbeat, before.sent) != (status.heartbeat, status.sent):
-            return _Record(status, None, (status.heartbeat, now), began)
+            return Record(status, None, (status.heartbeat, now), began)
         return self._replace(status=status, read_at=began)
 
     @property
@@ -186,25 +186,6 @@ class _Record(NamedTuple):
     def is_ended(self) -> bool:
         """True if the process that published the status has ended."""
         return self.status is not None and bool(self.status.endpoint) and self.ended == self.status.endpoint
-
-
-class _Field(Mapping[int, Any]):
-    """One field of all records by rank, without those where it is None."""
-
-    def __init__(self, records: dict[int, _Record], name: str) -> None:
-        self._records, self._name = records, name
-
-    def __getitem__(self, rank: int) -> Any:
-        value = getattr(self._records[rank], self._name)
-        if value is None:
-            raise KeyError(rank)
-        return value
-
-    def __iter__(self) -> Iterator[int]:
-        return iter([rank for rank, each in [*self._records.items()] if getattr(each, self._name) is not None])
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
 
 class Statuses:
@@ -227,9 +208,7 @@ class Statuses:
     ) -> None:
         self.lost_after, self.now, self._has_ended = lost_after, now, has_ended
         self._lock = threading.Lock()  # guards the change of a record, which readers see as a whole
-        self._records: dict[int, _Record] = {}  # by rank
-        self.heard: Mapping[int, tuple[int, float]] = _Field(self._records, "heard")
-        self.ended: Mapping[int, object] = _Field(self._records, "ended")
+        self.records: dict[int, Record] = {}  # by rank that was read
 
     def read(self, run: Run, ranks: Iterable[int]) -> None:
         """Read the statuses of some ranks.
@@ -244,14 +223,18 @@ class Statuses:
             status = RankStatus.unpack(rank, text)
             foreign = None if status or text is None else foreign_value(status_key(rank), text)
             with self._lock:
-                self._records[rank] = self._record(rank).after(status, foreign, began, now)
+                self.records[rank] = self._record(rank).after(status, foreign, began, now)
 
-    def _record(self, rank: int) -> _Record:
-        return self._records.get(rank, _Record())
+    def _record(self, rank: int) -> Record:
+        return self.records.get(rank, Record())
 
     def get(self, rank: int) -> RankStatus | None:
         """The last status of a rank; None if it has none."""
         return self._record(rank).status
+
+    def heard(self, rank: int) -> tuple[int, float] | None:
+        """The last heartbeat of a rank, and when it was first read; None before the first one."""
+        return self._record(rank).heard
 
     def text(self, rank: int) -> str | None:
         """The last status of a rank as text, or the foreign value in its place; None if it has none."""
@@ -273,7 +256,7 @@ class Statuses:
                 continue
             if self._has_ended(status, record.silence):
                 with self._lock:
-                    self._records[rank] = self._record(rank)._replace(ended=status.endpoint)
+                    self.records[rank] = self._record(rank)._replace(ended=status.endpoint)
                 self.read(run, [rank])  # it may have published a reason since the last read
             elif not all_of_them or self.now() - start >= ANSWER_SECONDS:
                 return
@@ -288,12 +271,12 @@ class Statuses:
         lost = {rank: record for rank, record in records.items() if self._is_lost(record, lost_after)}
         return {rank: self._describe(rank, record, lost_after) for rank, record in lost.items()}
 
-    def _is_lost(self, record: _Record, lost_after: float | None) -> bool:
+    def _is_lost(self, record: Record, lost_after: float | None) -> bool:
         if record.status is None:
             return False
         return bool(record.status.exited) or record.is_ended or self._is_silent(record, lost_after)
 
-    def _is_silent(self, record: _Record, lost_after: float | None) -> bool:
+    def _is_silent(self, record: Record, lost_after: float | None) -> bool:
         return record.silence + READ_SECONDS >= self.limit(lost_after)
 
     def limit(self, lost_after: float | None) -> float:
@@ -308,10 +291,10 @@ class Statuses:
 
     def describe(self, rank: int, lost_after: float | None = None) -> str:
         """The last status of a rank for a message; how it is known to be lost, if it is."""
-        record = self._records.get(rank)
+        record = self.records.get(rank)
         return f"rank {rank}: its status was not read" if record is None else self._describe(rank, record, lost_after)
 
-    def _describe(self, rank: int, record: _Record, lost_after: float | None) -> str:
+    def _describe(self, rank: int, record: Record, lost_after: float | None) -> str:
         status = record.status
         if status is None:
             no_status = "no status: it has not called connect yet, or cannot reach the store"
@@ -326,5 +309,6 @@ class Statuses:
     def next_inspection(self, period: float) -> float:
         """Seconds until the next inspection: a period, or less if a silent rank becomes lost before."""
         now = self.now()
-        losses = (heard + self.lost_after - now for _, heard in self.heard.values())
+        times = [each.heard[1] for each in [*self.records.values()] if each.heard is not None]
+        losses = (heard + self.lost_after - now for heard in times)
         return min([period, *(each for each in losses if each > 0)])

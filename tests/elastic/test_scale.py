@@ -120,7 +120,7 @@ def test_shrink_among_1000_ranks_needs_few_operations(monkeypatch: pytest.Monkey
     assert [*seen.values.keys() - {status_key(rank) for rank in range(1064)}] == ["m/shrink/0/decision"]
 
 
-def test_ranks_in_shrink_read_less_often_in_large_world():
+def test_shrink_reads_less_often_in_large_world():
     """The members arrive within a minute."""
     usual, slow = (Simulation(8, 8, {7}, spread=50.0, pace=pace).counts for pace in (1.0, 8.0))
     for what in ("reads of decision", "reads of arrivals"):

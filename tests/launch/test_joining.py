@@ -119,7 +119,7 @@ def test_unknown_local_rank_selects_no_device(monkeypatch):
 @pytest.mark.parametrize(
     ("environ", "where"), [({}, ""), (dict(zip(detect.BY_HAND.marks, ("0", "1", "0", "127.0.0.1", "0"))), " at ")]
 )
-def test_join_on_an_unknown_interface_is_a_launch_error(monkeypatch, environ, where):
+def test_join_on_unknown_interface_is_launch_error(monkeypatch, environ, where):
     if environ:
         environ["MASTER_PORT"] = f"{free_port()}"
     for name, value in (environ | {"GLOO_SOCKET_IFNAME": "eth99"}).items():
@@ -216,7 +216,7 @@ def test_ranks_of_torchrun_join_at_another_port(tmp_path):
     assert said == "rank 0 of 2 sums to 3\nrank 1 of 2 sums to 3\n"
 
 
-def test_join_at_a_name_with_a_port_is_a_launch_error():
+def test_join_at_name_with_port_is_launch_error():
     with pytest.raises(LaunchError, match=r"^rank 0 of 1 could not join at n1:29500:29501: .*n1:29500"):
         join("gloo", timeout=5, host="n1:29500", port=29501)
 

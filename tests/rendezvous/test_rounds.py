@@ -150,7 +150,7 @@ def test_deleted_status_is_no_new_heartbeat():
     del values[status_key(1)]
     statuses.read(MemoryClient(values=values).run, [1])
     assert statuses.get(1) is None
-    assert dict(statuses.heard) == {1: (3, 7.0)}
+    assert statuses.heard(1) == (3, 7.0)
     assert not statuses.lost([1])
 
 

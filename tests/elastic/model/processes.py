@@ -226,13 +226,14 @@ class Shrink(Call):
         each, judge = self.round, self.judge
         assert each is not None
         assert judge is not None
-        heard = judge.statuses.heard
+        records = sorted(judge.statuses.records.items())
+        heard = [(rank, *each.heard) for rank, each in records if each.heard is not None]
         return (
             self.memory,
             self.known(),
             repr([each.name, judge.layout.ranks(), judge.call, judge.came_late]),
-            tuple(sorted((rank, beat, (at - SINCE_BOOT) // LONG) for rank, (beat, at) in heard.items())),
-            tuple(sorted(judge.statuses.ended.items())),
+            tuple((rank, beat, (at - SINCE_BOOT) // LONG) for rank, beat, at in heard),
+            tuple((rank, each.ended) for rank, each in records if each.ended is not None),
         )
 
     # -- the client -----------------------------------------------------------------------------------------------

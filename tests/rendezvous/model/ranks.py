@@ -142,14 +142,15 @@ class Connect(Call):
         for attempt in self.attempts:
             unused = ["ranks", "fingerprint", "group", "mesh", *(["missing", "count_seen"] if attempt.decision else [])]
             attempts.append([(name, value) for name, value in vars(attempt).items() if name not in unused])
-        heartbeats = self.judge.statuses.heard  # the statuses themselves are read again after a pause
+        records = sorted(self.judge.statuses.records.items())  # the statuses themselves are read again after a pause
+        heartbeats = [(rank, *each.heard) for rank, each in records if each.heard is not None]
         return (
             self.memory,
             frozenset(self.arrived),
             self.published,
             self.rounds.warning,
             repr((fields, attempts)),
-            tuple(sorted((rank, beat, at // LONG) for rank, (beat, at) in heartbeats.items())),
+            tuple((rank, beat, at // LONG) for rank, beat, at in heartbeats),
         )
 
     def claim(self) -> tuple[str, Any] | None:
