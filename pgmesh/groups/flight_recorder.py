@@ -25,7 +25,7 @@ class FlightRecorder:
 
     def __init__(self) -> None:
         self._entered: dict[str, int] = {}  # by name of a group: how many operations it had entered at the last call
-        self._idle: dict[str, int] = {}  # ... when no group of the process was in a collective
+        self._idle: dict[str, int] = {}  # by name of a group: the number when no group was in a collective last
 
     def stuck(self) -> tuple[RunningCollective, ...]:
         """The collectives of the groups that have entered nothing since the last call."""

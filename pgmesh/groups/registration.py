@@ -25,7 +25,7 @@ class _First(NamedTuple):
 
     Args:
         local: its local number.
-        shared: its shared number. Those of later meshes differ from their local numbers by as much.
+        shared: its shared number. For each later mesh of the name, shared minus local number is the same.
         rejoined: it is the mesh that the predecessor was in.
     """
 
