@@ -148,6 +148,18 @@ def test_ranks_enter_after_unfinished_deletion_of_world_name(monkeypatch: pytest
     assert enter_world(store, set()) == enter_world(store, set())
 
 
+def test_slow_store_leaves_time_for_the_last_rank(monkeypatch: pytest.MonkeyPatch):
+    """The store answers late, with the name that the last rank is deleting. It deletes it within ``world_end``."""
+    monkeypatch.setattr(timing, "TIMING", timing.TIMING._replace(world_end=0.02))
+    clock, store = [0.0], dist.HashStore()
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: clock.append(clock.pop() + seconds))
+    store.set(world_name.WORLD_KEY, world_name.OVER)
+    late = Interrupted(store, 1, lambda: time.sleep(2 * timing.TIMING.world_end), "compare_set")
+    enter_world(late, set())
+    assert clock[0] >= 3 * timing.TIMING.world_end
+
+
 def test_slow_leave_leaves_no_store_key():
     """The last rank leaves, and deletes the keys, between two looks of one that left before it."""
     store = dist.HashStore()
