@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Union
 
 from pgmesh._util.call_sites import call_site
 from pgmesh.connect.first_collectives import FirstCollectives
-from pgmesh.errors import LifetimeError, MissingRanksError, PgmeshError, WorldError
+from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError, PgmeshError, WorldError
 from pgmesh.groups.group import Group, Left, State
 from pgmesh.groups.mesh_groups import MeshGroups
 from pgmesh.rendezvous import timing
@@ -227,10 +227,13 @@ class _Call:
 
             this rank           its rounds        what tells the others
             made groups         are not there     a new round for each group, decided as cancelled
+            found a mismatch    are not there     the mismatch, which it has published
             waited in rounds    are undecided     these rounds, decided as cancelled
             ran collectives     are made          the ``broken`` key of each that is not done
         """
         self.client.end(error)
+        if isinstance(error, MismatchError) and not self.rounds:
+            return
         with contextlib.suppress(PgmeshError):  # the caller raises the first error
             rounds = self.rounds or map(self._new_round, self._unconnected())
             self._rounds_of([*rounds]).cancel(error)
