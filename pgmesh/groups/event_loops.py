@@ -1,9 +1,19 @@
-"""Gloo's event loops, in which connections that were shut down are silenced if Gloo does not close them.
+"""Gloo's event loops: which sockets they watch, and what is done with each when their group ends.
 
-A Gloo group ends its event loop once there are 10 ms without an event (loop.cc:200), and its destructor waits for that
-(loop.cc:119). After a failed collective, Gloo may never read the rest of a message whose buffer is gone (pair.cc:448),
-so the event for it repeats for ever. An event loop is an epoll descriptor of this process, and Linux says in /proc
-which sockets it watches. ``connections.py`` says whose these lines are.
+An event loop is an epoll descriptor of this process, and Linux says in /proc which sockets it watches, and for what:
+
+    a socket                           the event loop waits for    what we do
+    a listener                         data, again and again       nothing: Gloo aborts if accepting a connection fails
+    a connection that Gloo opens       its opening, once           nothing: Gloo would only open it again
+    that is open, or accepted          its first data, once        shut it down: Gloo closes it
+    that no pair of ranks has taken    nothing                     shut it down: Gloo closes it with the group
+    of a pair of ranks                 data, again and again       shut it down: Gloo closes it in less than 1 ms
+    of a pair, shut down long ago      data, again and again       silence it: one more event, and then none
+    silenced                           nothing                     nothing
+
+Gloo may never read the rest of a message whose buffer is gone (pair.cc:448), so it does not find the end of that
+connection, and its event repeats for ever. But an event loop ends once there are 10 ms without an event (loop.cc:200),
+and the destructor of its group waits for that (loop.cc:119). ``connections.py`` says whose these lines are.
 """
 
 from __future__ import annotations
@@ -17,22 +27,20 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import NamedTuple
 
 from pgmesh._util.sockets import descriptors, inode_of, opened
 
 _CLOSING_SECONDS = 0.2
-"""The wait until Gloo has closed its connections after they were shut down. It usually takes less than 1 ms."""
-
+"""The wait for Gloo to close its connections after they were shut down, before they are silenced."""
 
 _MODIFY = 3
 """EPOLL_CTL_MOD of Linux, which Python does not offer together with the data of an event."""
 
 _EVENT = "=IQ" if platform.machine() in ("x86_64", "i686") else "@IQ"
 """The fields of an epoll event, a mask and its data. They are packed on x86."""
-
 
 _ENTRY = re.compile(r"tfd:\s*(\d+) events:\s*(\w+) data:\s*(\w+) .*ino:(\w+)")
 """A watched file in /proc, such as "tfd:  38 events:  19 data:  7f0c4c0d1a70  pos:0 ino:fccbc6 sdev:9"."""
@@ -54,53 +62,61 @@ class _Watched(NamedTuple):
     inode: int
 
 
-def find_loops(sockets: Set[int]) -> list[int]:
-    """The event loops that watch at least one of some sockets, which are given by their inodes."""
-    return [number for number in descriptors() if sockets & inodes([number])]
+def find_loops(sockets: Set[int]) -> list[select.epoll]:
+    """The event loops that watch at least one of some sockets, which are given by their inodes.
+
+    They are duplicates: if Gloo ends an event loop meanwhile, its number may become that of another program's.
+    """
+    return [loop for number in descriptors() for loop in _duplicate(number) if sockets & inodes([loop])]
 
 
-def inodes(loops: Iterable[int]) -> set[int]:
+def _duplicate(number: int) -> list[select.epoll]:
+    """A duplicate of an event loop; nothing for other descriptors."""
+    with contextlib.suppress(OSError):
+        if os.readlink(f"/proc/self/fd/{number}") == "anon_inode:[eventpoll]":
+            return [select.epoll.fromfd(os.dup(number))]
+    return []
+
+
+def inodes(loops: Iterable[select.epoll]) -> set[int]:
     """The inodes of the files that some event loops watch."""
     return {each.inode for loop in loops for each in _watched(loop)}
 
 
-def end_connections(loops: Iterable[int]) -> None:
+def end_connections(loops: Iterable[select.epoll]) -> None:
     """Shut down the connections that some event loops watch, but not their listeners."""
     for loop in loops:
         for _, connection in _connections(loop):
             with contextlib.suppress(OSError):
-                connection.getpeername()  # raises for one that is still being opened: Gloo would only try again
+                connection.getpeername()  # raises for one that is still being opened
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-def end_events(loops: Iterable[int]) -> None:
+def end_events(loops: Sequence[select.epoll]) -> None:
     """Wait until Gloo has closed the connections that were shut down, and silence the others in its event loops."""
     deadline = time.monotonic() + _CLOSING_SECONDS
-    while loops := [loop for loop in loops if _awaited(loop)]:
-        if time.monotonic() < deadline:
-            time.sleep(0.001)
-            continue
-        for loop in loops:
-            for each in _awaited(loop):
-                _silence(loop, each)
-        return
+    while any(map(_repeated, loops)) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    for loop in loops:
+        for each in _repeated(loop):
+            _silence(loop, each)
 
 
-def _silence(loop: int, watched: _Watched) -> None:
+def _repeated(loop: select.epoll) -> list[_Watched]:
+    """The connections whose data an event loop waits for."""
+    return [each for each, _ in _connections(loop) if each.events & select.EPOLLIN]
+
+
+def _silence(loop: select.epoll, watched: _Watched) -> None:
     """Let a socket have one more event, and then none.
 
     It stays in the event loop: Gloo may still remove it, and would end the process if it were not there (loop.cc:174).
     """
     event = struct.pack(_EVENT, select.EPOLLIN | select.EPOLLONESHOT, watched.data)
-    ctypes.CDLL(None).epoll_ctl(loop, _MODIFY, watched.number, event)
+    ctypes.CDLL(None).epoll_ctl(loop.fileno(), _MODIFY, watched.number, event)
 
 
-def _awaited(loop: int) -> list[_Watched]:
-    """The connections whose data an event loop waits for: not those that no pair of ranks has taken yet."""
-    return [each for each, _ in _connections(loop) if each.events & select.EPOLLIN]
-
-
-def _connections(loop: int) -> Iterator[tuple[_Watched, socket.socket]]:
+def _connections(loop: select.epoll) -> Iterator[tuple[_Watched, socket.socket]]:
     """The connections that an event loop watches, each with a duplicate of its socket."""
     for each in _watched(loop):
         with contextlib.suppress(OSError), opened(each.number) as connection:
@@ -109,10 +125,9 @@ def _connections(loop: int) -> Iterator[tuple[_Watched, socket.socket]]:
                 yield each, connection
 
 
-def _watched(number: int) -> list[_Watched]:
-    """What an event loop watches; nothing for other descriptors."""
+def _watched(loop: select.epoll) -> list[_Watched]:
+    """What an event loop watches; nothing if this process can open no more files."""
     with contextlib.suppress(OSError):
-        if os.readlink(f"/proc/self/fd/{number}") == "anon_inode:[eventpoll]":
-            entries = _ENTRY.findall(Path(f"/proc/self/fdinfo/{number}").read_text())
-            return [_Watched(int(entry[0]), *(int(each, 16) for each in entry[1:])) for entry in entries]
+        entries = _ENTRY.findall(Path(f"/proc/self/fdinfo/{loop.fileno()}").read_text())
+        return [_Watched(int(number), *(int(each, 16) for each in others)) for number, *others in entries]
     return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 
@@ -46,3 +47,17 @@ def test_late_event_loop_removes_its_connection(connection):
         end_events(find_loops({inode_of(listener)}))
 
         loop.unregister(here)
+
+
+def test_other_loop_keeps_events_under_reused_number(connection):
+    listener, here, there = connection
+    there.sendall(b"unread")
+    with select.epoll() as ended, select.epoll() as other:
+        ended.register(listener, select.EPOLLIN)
+        other.register(here, select.EPOLLIN)
+        found = find_loops({inode_of(listener)})
+        os.dup2(other.fileno(), ended.fileno())
+
+        end_events(found)
+
+        assert other.poll(0) == other.poll(0) != []
