@@ -24,20 +24,21 @@ class FlightRecorder:
     """
 
     def __init__(self) -> None:
-        self._entered: dict[str, int] = {}  # by name of a group: how many operations it had entered at the last call
-        self._idle: dict[str, int] = {}  # by name of a group: the number when no group was in a collective last
+        # Names of groups, each with the number of operations that it had entered:
+        self._before: set[tuple[str, int]] = set()  # at the last call
+        self._idle: set[tuple[str, int]] = set()  # when torch was asked last and no group was in a collective
 
     def stuck(self) -> tuple[RunningCollective, ...]:
         """The collectives of the groups that have entered nothing since the last call."""
-        entered, before = torch_private.operations_entered(), self._entered
-        self._entered = entered
-        paused = {name for name, count in entered.items() if count == before.get(name) and count}
-        if all(entered[name] == self._idle.get(name) for name in paused):
+        entered = {*torch_private.operations_entered().items()}
+        paused = {(name, count) for name, count in entered & self._before if count}
+        self._before = entered
+        if paused <= self._idle:
             return ()
-        busy = _busy_groups()
+        busy, names = _busy_groups(), {name for name, _ in paused}
         if not busy:
-            self._idle = {name: entered[name] for name in paused}
-        return tuple(each for each in _running_in(busy) if each.name in paused)
+            self._idle = paused
+        return tuple(each for each in _running_in(busy) if each.name in names)
 
 
 def running() -> tuple[RunningCollective, ...]:
@@ -45,40 +46,39 @@ def running() -> tuple[RunningCollective, ...]:
     return _running_in(_busy_groups())
 
 
-def _running_in(groups: Collection[str]) -> tuple[RunningCollective, ...]:
-    """The first running collective of each of these groups. A ``send`` or ``recv`` is none."""
-    found: dict[str, RunningCollective] = {}
-    for entry in _unfinished(groups):
-        if not entry["is_p2p"]:
-            found.setdefault(str(entry["pg_id"]), _describe(entry))
-    return tuple(found.values())
+def _running_in(busy: Collection[str]) -> tuple[RunningCollective, ...]:
+    """The first running collective of each of these groups."""
+    found = []
+    for name, entry in _unfinished(busy, p2p=False).items():
+        group = find_group(name)
+        label = f"torch's group {name}" if group is None else group.label
+        operation, number = str(entry["profiling_name"]).rpartition(":")[2], int(entry["collective_seq_id"])
+        found.append(RunningCollective(name, label, operation, number, int(_seconds_since(entry))))
+    return tuple(found)
 
 
-def _describe(entry: dict[str, Any]) -> RunningCollective:
-    name = str(entry["process_group"][0])
-    group = find_group(name)
-    label = f"torch's group {name}" if group is None else group.label
-    operation = str(entry["profiling_name"]).rpartition(":")[2]
-    return RunningCollective(name, label, operation, int(entry["collective_seq_id"]), int(_seconds_since(entry)))
+def busy_since() -> dict[str, float]:
+    """The groups with an operation that is not done, by name in torch, each with the time when it was entered."""
+    now, entries = time.monotonic(), _unfinished(_busy_groups(), p2p=True)
+    return {name: now - _seconds_since(entry) for name, entry in entries.items()}
 
 
 def _seconds_since(entry: dict[str, Any]) -> float:
-    """Seconds since a collective was entered."""
+    """Seconds since an operation was entered."""
     return float(time.time() - entry["time_created_ns"] / 1e9)
 
 
-def busy_seconds() -> dict[str, float]:
-    """The groups with a collective that is not done, by name in torch, each with the seconds since it was entered."""
-    found: dict[str, float] = {}
-    for entry in _unfinished(_busy_groups()):
-        found.setdefault(str(entry["process_group"][0]), _seconds_since(entry))
+def _unfinished(busy: Collection[str], *, p2p: bool) -> dict[str, dict[str, Any]]:
+    """By name in torch: the first operation of each of these groups that is not done.
+
+    Args:
+        p2p: it may be a ``send`` or ``recv``.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for entry in torch_private.flight_record(entries=True).get("entries", ()) if busy else ():
+        if str(entry["pg_id"]) in busy and not entry["retired"] and (p2p or not entry["is_p2p"]):
+            found.setdefault(str(entry["process_group"][0]), entry)
     return found
-
-
-def _unfinished(groups: Collection[str]) -> list[dict[str, Any]]:
-    """The entries of collectives of these groups that are not done, the first ones first."""
-    entries = torch_private.flight_record(entries=True).get("entries", ()) if groups else ()
-    return [entry for entry in entries if str(entry["pg_id"]) in groups and not entry["retired"]]
 
 
 def _busy_groups() -> set[str]:

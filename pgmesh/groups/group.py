@@ -166,6 +166,11 @@ class Group:
         store = self.stores.get("gloo")
         return store if isinstance(store, GlooStore) else None
 
+    @property
+    def timeout(self) -> float:
+        """Timeout of its collectives in seconds. That of an adopted group is unknown: this is the world's."""
+        return (self.new_timeout or self.options.timeout or timedelta()).total_seconds()
+
     def endpoints(self) -> Endpoints:
         """The listeners of the Gloo backend."""
         return endpoints_of(self.gloo)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from pgmesh import torch_private
 from pgmesh.groups import background, connections, kept_groups
-from pgmesh.groups.flight_recorder import busy_seconds
+from pgmesh.groups.flight_recorder import busy_since
 from pgmesh.groups.group import Group
 
 _FREE_SECONDS = 0.1
@@ -22,10 +22,16 @@ _FREE_SECONDS = 0.1
 
 
 def destroy(groups: Iterable[Group], *, abort: bool = False) -> None:
-    """Unregister groups that have ended or broke, and end their backends. Later uses raise an error with the reason.
+    """End the process groups of groups that have ended or broke. Later uses raise an error with the reason.
 
-    Their connections are shut down too, so that blocked threads here and on the other members wake up. Adopted groups
-    are not destroyed.
+    Of adopted groups, only the reference is dropped. The others are ended in this order:
+
+    1. Waits for members that have not connected end: while torch knows the groups, and in which of them a thread waits.
+    2. Their backends end, and torch forgets the groups.
+    3. Later uses raise: a destroyed Gloo group would continue to work.
+    4. Their connections are shut down, so that blocked threads here and on the other members wake up. Those here find
+       the reason, by step 3.
+    5. The references are dropped. That frees the groups: after an abort in another thread, since it may have to wait.
 
     Args:
         abort: abort running collectives of NCCL.
@@ -33,16 +39,16 @@ def destroy(groups: Iterable[Group], *, abort: bool = False) -> None:
     kept_groups.free_finished()
     groups = list(groups)
     ours = [group for group in groups if group.has_process_group and group.created_by != "adopted"]
-    endpoints = [group.endpoints() for group in ours]
-    known = [group.process_group for group in ours if group.is_known()]
-    wake(ours)  # while torch knows them, and in which of them a thread waits
-    with torch_private.aborting_together(known) if abort else contextlib.nullcontext():
-        for group in ours:
+    known = [group for group in ours if group.is_known()]
+    wake(known)
+    together = torch_private.aborting_together(group.process_group for group in known)
+    with together if abort else contextlib.nullcontext():
+        for group in known:
             _end(group, abort=abort or background.exiting.is_set())
-    for group in ours:  # a destroyed Gloo group would continue to work
+    for group in ours:
         with contextlib.suppress(RuntimeError):  # no descriptor is free: then it fails, but without the reason
             torch_private.invalidate(group.process_group, group.unusable)
-    connections.shut_down(endpoints)  # only now, so that a thread that wakes up finds the reason
+    connections.shut_down(group.endpoints() for group in ours)
     process_groups = [group.take_process_group() for group in groups]
     if abort and ours:
         background.in_background(_free_later, process_groups)
@@ -54,13 +60,12 @@ def wake(groups: Iterable[Group]) -> None:
     Once Gloo has given a collective up, such a connection would end the process. So groups are skipped around the times
     at which it does.
     """
-    waiting = [group for group in groups if group.gloo is not None and group.gloo.used and group.is_known()]
-    busy, start = busy_seconds() if waiting else {}, time.monotonic()
+    waiting = [group for group in groups if group.endpoints().places and group.is_known()]
+    entered = busy_since() if waiting else {}
     for group in waiting:
-        if group.name in busy and group.gloo is not None:
-            seconds = busy[group.name] + time.monotonic() - start
-            if connections.is_safe_to_wake(seconds, group.gloo.timeout.total_seconds()):
-                connections.wake(group.endpoints())
+        since = entered.get(group.name)
+        if since is not None and connections.is_safe_to_wake(time.monotonic() - since, group.timeout):
+            connections.wake(group.endpoints())
 
 
 def _free_later(process_groups: list[Any]) -> None:
@@ -74,9 +79,7 @@ def _free_later(process_groups: list[Any]) -> None:
 
 
 def _end(group: Group, *, abort: bool) -> None:
-    """Unregister a group, and end its backends."""
-    if not group.is_known():
-        return
+    """End the backends of a group, and unregister it."""
     process_group: Any = group.process_group
     with contextlib.suppress(Exception):  # of a third-party backend: the groups after this one have to end too
         if group.created_by == "new_group":

@@ -88,9 +88,7 @@ class Watch:
         now, late = time.monotonic(), list[Group]()
         for collective, group in groups.items():
             stuck = self._stuck[_key(collective)]
-            if group.gloo is None or stuck.woken:
-                continue
-            if now - stuck.since >= group.gloo.timeout.total_seconds():
+            if not stuck.woken and now - stuck.since >= group.timeout:
                 stuck.woken = True
                 late.append(group)
         if late:
@@ -110,7 +108,7 @@ class Watch:
             what = "did not reach the first collective"
         elif group.gloo is not None and (missing := self._describe(self._unreported(ranks, collective))):
             what = f"did not report {collective.operation} (collective {collective.number})"
-            warn_after = max(warn_after, group.gloo.timeout.total_seconds() / 2)
+            warn_after = max(warn_after, group.timeout / 2)
         else:
             return
         reason = "".join([f"{name_ranks(missing)} {what}", *(f"\n  {line}" for line in missing.values() if line)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -60,8 +59,8 @@ def test_adopted_group_of_another_mesh_keeps_its_label():
 
 def test_reason_is_found_again_after_a_woken_wait(monkeypatch: pytest.MonkeyPatch):
     collective = RunningCollective("name", "group tp of mesh 'actor'", "all_reduce", 3, 100)
-    gloo = SimpleNamespace(timeout=timedelta(), unread_addresses=dict)
-    group = SimpleNamespace(ranks=(0, 1), label="group tp of mesh 'actor'", gloo=gloo, finding=None)
+    gloo = SimpleNamespace(unread_addresses=dict)
+    group = SimpleNamespace(ranks=(0, 1), label="group tp of mesh 'actor'", gloo=gloo, timeout=0.0, finding=None)
     woken: list[Any] = []
     monkeypatch.setattr(watch, "find_group", lambda name: group)
     monkeypatch.setattr(background, "in_background", lambda wake, groups: woken.extend(groups))
