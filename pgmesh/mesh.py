@@ -822,7 +822,7 @@ def abort_with(mesh: ProcessGroupMesh, internal: ProcessGroupMesh) -> None:
 
 def check_not_aborted(mesh: ProcessGroupMesh) -> None:
     """Raise LifetimeError if a mesh was aborted."""
-    if mesh._mesh_groups.end.aborted:
+    if mesh._mesh_groups.aborted:
         mesh._mesh_groups.check()
 
 

@@ -281,5 +281,5 @@ class _Call:
                 for group in self.groups.keys() - failed:  # those were discarded, or the next call discards them
                     group.end_connect(connected=group in done)
         for group in self.groups:
-            if group.state is State.ENDED and not self.mesh.end.aborted:  # another thread released it meanwhile
+            if group.state is State.ENDED and not self.mesh.aborted:  # another thread released it meanwhile
                 self.mesh.world.clean(Left(rounds=group.take_round()))

@@ -119,7 +119,7 @@ def stand_by(mesh: MeshGroups, seconds: float, lost_after: float | None) -> Mesh
 
 def _client(mesh: MeshGroups, seconds: float) -> CallClient:
     """The store and the clock of one call."""
-    if mesh.ended is not None and not mesh.end.aborted:
+    if mesh.ended is not None and not mesh.aborted:
         raise LifetimeError(f"{mesh.label} {mesh.ended} It cannot be replaced.")
     return CallClient(mesh.world.heartbeat_thread(), seconds)
 

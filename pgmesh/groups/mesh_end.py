@@ -16,78 +16,209 @@ background thread waits for it, perhaps for ever, and destroys the groups then.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from typing import Any, Protocol
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
 
-from pgmesh.groups import background
-from pgmesh.groups.group import Left
+from pgmesh import torch_private
+from pgmesh._util.call_sites import call_site
+from pgmesh.errors import LifetimeError, PgmeshError
+from pgmesh.groups import background, connections, teardown
+from pgmesh.groups.aborts import publish_abort
+from pgmesh.groups.device_meshes import DeviceMeshes
+from pgmesh.groups.group import Group, Left
+from pgmesh.groups.identity import MeshIdentity
+from pgmesh.groups.world import World
+from pgmesh.rendezvous.operations import Run
+
+GroupKey = tuple[tuple[int, ...], str, str]
+"""The ranks of a group, its tag, and the options asked for in the call."""
+
+_ABORT_SECONDS = 0.5
+"""The longest wait of ``abort`` for the store. The store thread publishes the abort later if there is no answer."""
 
 
-class EndingMesh(Protocol):
-    """What the end of a mesh needs to know of it.
+class EndableMesh:
+    """A mesh that can end, with its groups. ``MeshGroups`` makes them. If several threads end it, the first one counts.
 
     Args:
-        lock: guards its groups.
         world: its world.
+        identity: its name and its numbers.
+        ended: why it has ended, for messages, which begin with its label; None for an open mesh.
     """
 
-    lock: Any
-    world: Any
+    def __init__(self, world: World, identity: MeshIdentity, ended: str | None) -> None:
+        self.world, self.identity, self.ended = world, identity, ended
+        self.aborted = False  # it has ended by ``abort``, or was replaced: it may be shrunk
+        self._first_end = threading.Lock()  # guards these two
+        self.lock = threading.RLock()  # guards the rest
+        self._groups: dict[GroupKey, Group] = {}
+        self._groups_destroyed = False
+        self._device_meshes = DeviceMeshes(world.rank, identity.layout)
+        self._meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # meshes that hold references to groups
+        self._dependents: weakref.WeakSet[EndableMesh] = weakref.WeakSet()  # internal meshes that are aborted with it
 
-    def destroy_groups(self) -> Left:
-        """Destroy all groups, under the lock; return what they leave in the store."""
+    @property
+    def label(self) -> str:
+        """Name of the mesh in messages."""
+        return self.identity.label
 
-    def wake_collectives(self) -> None:
-        """End the collectives of all groups, which stay until the lock is free."""
+    def check(self) -> None:
+        """Raise LifetimeError if the mesh is closed, the world has ended, or this process is a forked child."""
+        if self.ended is not None:
+            raise LifetimeError(
+                f"{self.label} {self.ended.rstrip('.')}. Its layout can still be used, but it has no groups."
+            )
 
+    def made(self) -> list[Group]:
+        """The groups that torch knows. It does not wait for the lock."""
+        return [group for group in list(self._groups.values()) if group.is_made]
 
-class MeshEnd:
-    """How a mesh ended. Of the ends in several threads, the first counts.
+    def track(self, mesh: Any) -> None:
+        """Register a mesh whose references to groups are cleared when groups end."""
+        with self.lock:
+            self._meshes.add(mesh)
 
-    Args:
-        reason: for messages; they begin with the label of the mesh. None while the mesh is open.
-        aborted: by ``abort``, or it was replaced: it may be shrunk.
-        groups_destroyed: guarded by the lock of the mesh.
-    """
+    # -- the whole mesh -----------------------------------------------------------------------------------------
 
-    def __init__(self, reason: str | None = None) -> None:
-        self.reason, self.aborted = reason, False
-        self.groups_destroyed = reason is not None
-        self._lock = threading.Lock()
+    def close(self) -> None:
+        """Destroy all groups. The mesh creates no more."""
+        self._end(f"was closed at {call_site()}.", lock_seconds=-1)
 
-    def end(self, mesh: EndingMesh, reason: str, *, aborted: bool = False, lock_seconds: float = 1.0) -> None:
+    def close_because(self, reason: str) -> None:
+        """The same at the end of the world or of the process."""
+        self._end(reason)
+
+    def abort(self, why: str, where: str = "") -> None:
+        """Destroy all groups without waiting for their collectives, and publish why.
+
+        Blocked collectives raise, here and on the other members.
+
+        Args:
+            why: the reason, for messages.
+            where: the line of code that called; "" for a background thread.
+        """
+        if self.ended is not None:
+            return
+        mine = f"{self.label} was aborted by rank {self.world.rank}{f' at {where}' if where else ''}: {why}"
+
+        def publish(run: Run) -> str:
+            self.world.registration.register(self.identity, run, rejoin=True)
+            return publish_abort(run, self.identity.refusal_key, mine)
+
+        first = None
+        with contextlib.suppress(PgmeshError):
+            # First, so that a member whose connection ends finds the reason. The first rank to publish one wins.
+            first = self.world.heartbeat_thread().insist(publish, _ABORT_SECONDS)
+        self.end_aborted(first or mine)
+
+    def add_dependent(self, internal: EndableMesh) -> None:
+        """Abort an internal mesh when this one is aborted."""
+        self._dependents.add(internal)
+
+    def end_aborted(self, text: str) -> None:
+        """Destroy all groups of a mesh that was aborted or replaced.
+
+        Args:
+            text: the error message of the mesh.
+        """
+        self._end(text.removeprefix(f"{self.label} "), aborted=True)
+        for internal in _items(self._dependents):
+            internal.abort(text)
+
+    def forget_store(self) -> None:
+        """Delete what an aborted mesh has left in the store. It was replaced, so no rank reads that any more."""
+        rounds = [each for group in list(self._groups.values()) for each in group.take_round()]
+        keys = [key for each in rounds for key in each.store_keys()]
+        self.world.clean(Left([*keys, *self.identity.store_keys()]))
+
+    def end_in_child(self, reason: str) -> None:
+        """Invalidate all groups in a forked child. They belong to the parent."""
+        self.lock, self._first_end = threading.RLock(), threading.Lock()  # the parent's threads may hold the old ones
+        self.ended, self.aborted, self._groups_destroyed = reason, False, True
+        self._clear_references()
+        for group in self.made():
+            group.end(reason)
+            torch_private.destroyed[group.process_group] = group.unusable
+            torch_private.forget_group(group.process_group)
+        self._groups.clear()
+
+    def _end(self, reason: str, *, aborted: bool = False, lock_seconds: float = 1.0) -> None:
         """End the mesh and destroy all groups, unless that was done before.
 
         Args:
-            lock_seconds: timeout for the lock of the mesh; -1 for none.
+            lock_seconds: timeout for ``lock``; -1 for none.
         """
-        if not mesh.lock.acquire(timeout=lock_seconds):
-            self._end_later(mesh, reason, aborted)
+        if not self.lock.acquire(timeout=lock_seconds):
+            self._end_later(reason, aborted)
             return
         left = Left()
         try:
-            self._set(reason, aborted)
-            if not self.groups_destroyed:
-                left = mesh.destroy_groups()
-                self.groups_destroyed = True  # only now: after an interrupt, the next end destroys the others
+            self._set_ended(reason, aborted)
+            if not self._groups_destroyed:
+                left = self._destroy_all()
+                self._groups_destroyed = True  # only now: after an interrupt, the next end destroys the others
         finally:
-            mesh.lock.release()
-        mesh.world.clean(left)
+            self.lock.release()
+        self.world.clean(left)
 
-    def _end_later(self, mesh: EndingMesh, reason: str, aborted: bool) -> None:
-        """End the mesh while another thread holds its lock."""
-        if not self._set(reason, aborted):
+    def _end_later(self, reason: str, aborted: bool) -> None:
+        """End the mesh while another thread holds its lock. An abort ends the collectives at once."""
+        if not self._set_ended(reason, aborted):
             return  # whoever has ended it destroys the groups
         if aborted:
-            mesh.wake_collectives()
+            self._clear_references()
+            teardown.wake(self.made())
+            connections.shut_down(group.endpoints() for group in self.made())
         if not background.exiting.is_set():  # nothing waits for threads of a process that exits
-            background.in_background(functools.partial(self.end, mesh, reason, lock_seconds=-1))
+            background.in_background(functools.partial(self._end, reason, lock_seconds=-1))
 
-    def _set(self, reason: str, aborted: bool) -> bool:
+    def _set_ended(self, reason: str, aborted: bool) -> bool:
         """Let the mesh create no more groups. False if it has ended before."""
-        with self._lock:
-            if self.reason is not None:
+        with self._first_end:
+            if self.ended is not None:
                 return False
-            self.aborted, self.reason = aborted, reason
+            self.aborted, self.ended = aborted, reason
             return True
+
+    def _destroy_all(self) -> Left:
+        """Destroy all groups, under the lock; return what they leave in the store."""
+        reason, aborted = str(self.ended), self.aborted
+        left = self._destroy(self._groups.values(), lambda group: group.end(reason, keeps_round=aborted), abort=aborted)
+        if not aborted:  # otherwise ``forget_store`` deletes the rest, by these groups
+            left.keys += self.identity.store_keys()
+            self._groups.clear()
+        self.world.stop_keeping(self)
+        return left
+
+    # -- some groups --------------------------------------------------------------------------------------------
+
+    def _destroy(self, groups: Iterable[Group], end: Callable[[Group], Left], *, abort: bool) -> Left:
+        """Destroy the process groups of some groups, under the lock; return what they leave in the store.
+
+        Args:
+            end: changes the state of a group, and returns what it leaves.
+            abort: do not wait for collectives.
+        """
+        self._clear_references()
+        left = Left()
+        for group in groups:
+            left.add(end(group))
+        teardown.destroy(groups, abort=abort)
+        return left
+
+    def _clear_references(self) -> None:
+        """Clear the references to groups. It may have no lock, so it repeats while another thread adds a mesh."""
+        self._device_meshes.clear()
+        for mesh in _items(self._meshes):
+            mesh._clear_groups()
+
+
+def _items(meshes: weakref.WeakSet[Any]) -> list[Any]:
+    """The members of a set to which another thread may add one meanwhile."""
+    while True:
+        with contextlib.suppress(RuntimeError):
+            return list(meshes)

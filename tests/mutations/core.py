@@ -193,7 +193,7 @@ def released_group_answers(invalidate):
 @breaks(
     "a process forks: the mesh of the child raises an error that says so",
     page="faults.md",
-    target="groups.mesh_groups:MeshGroups.end_in_child",
+    target="groups.mesh_end:EndableMesh.end_in_child",
     tests="tests/faults/test_exits.py -k forked_child",
 )
 def mesh_lives_in_child(end_in_child):
