@@ -8,9 +8,10 @@ names a line of https://github.com/pytorch/gloo/tree/70dc360272dfc57e3617184c78f
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from pgmesh import torch_private
@@ -103,12 +104,11 @@ def shut_down(groups: Iterable[Endpoints]) -> None:
         return
     deadline = time.monotonic() + _OPENING_SECONDS
     while True:
-        found = _find_sockets(own, members)
-        loops = find_loops(found.here)
-        watched = inodes(loops)  # before Gloo closes them
+        sockets = _find_sockets(own, members)
+        loops = find_loops(sockets.here)
+        complete = _all_are_watched(sockets, loops)  # before Gloo closes them
         end_connections(loops)
-        is_opening = bool(loops) and not found.here | found.there <= watched
-        if not is_opening or time.monotonic() >= deadline:
+        if complete or time.monotonic() >= deadline:
             break
         time.sleep(0.001)
     end_events(loops)
@@ -125,6 +125,11 @@ class _Sockets(NamedTuple):
 
     here: set[int]
     there: set[int]
+
+
+def _all_are_watched(sockets: _Sockets, loops: Sequence[select.epoll]) -> bool:
+    """False if Gloo may be opening a connection, which no event loop watches for a moment."""
+    return not loops or sockets.here | sockets.there <= inodes(loops)
 
 
 def _find_sockets(own: Collection[Endpoint], members: Collection[Endpoint]) -> _Sockets:

@@ -1,5 +1,11 @@
-"""Process groups that are kept after they have ended, since their destructors would wait: for their collectives, or, in
-a forked child, for threads that do not exist there.
+"""Process groups that are kept after they have ended, since their destructors would wait.
+
+    kept                                    for what the destructor waits for     freed by
+    a group whose first collective failed   collectives that Gloo does not end    the next end of groups after they are
+    a group of an interrupted ``reshard``   the same                              over (``teardown.destroy``)
+    all groups of a forked child            threads that do not exist there       nothing
+
+Until then, a reference that Python does not know of keeps each of them, also when the process exits.
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ _kept: list[_Kept] = []
 
 
 def keep_until_done(process_group: Any, endpoints: connections.Endpoints, works: Iterable[Any]) -> None:
-    """Keep a process group until collectives of it are over. Its destructor would wait for them, at exit too.
+    """Keep a process group until collectives of it are over, if they are not.
 
     Args:
         endpoints: its listeners.
@@ -49,5 +55,5 @@ def keep_all_groups() -> None:
 
 
 def _keep(process_group: Any) -> None:
-    """Keep a process group, also when Python ends and clears ``_kept``."""
+    """Keep a process group, also when Python exits and clears ``_kept``."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(process_group))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
 
 from pgmesh.errors import MismatchError
 from pgmesh.groups.identity import MeshIdentity
@@ -18,20 +17,6 @@ from pgmesh.rendezvous.operations import CompareSet, Operation, Raw, Read, Run
 from pgmesh.rendezvous.processes import meshes_key, process_label, without_token
 from pgmesh.rendezvous.records import Decision, pack, unpack
 from pgmesh.rendezvous.store_thread import StoreThread
-
-
-class _First(NamedTuple):
-    """The first mesh of a name that this process has registered.
-
-    Args:
-        local: its local number.
-        shared: its shared number. For each later mesh of the name, shared minus local number is the same.
-        rejoined: it is the mesh that the predecessor was in.
-    """
-
-    local: int
-    shared: int
-    rejoined: bool
 
 
 class Registration:
@@ -45,9 +30,9 @@ class Registration:
     def __init__(self, rank: int, store_thread: Callable[[], StoreThread]) -> None:
         self._rank, self._store_thread = rank, store_thread
         self._lock = threading.Lock()  # held by the thread that registers a mesh; the others wait for it
-        self._first: dict[str, _First] = {}  # by the prefix of their names, such as "pgmesh/train"
-        self._published: dict[str, int] = {}  # last shared numbers of this rank, in any process; the latest at the end
-        self._of_predecessor: dict[str, int] | None = None  # its last shared numbers; None until they are read
+        # Both by the prefix of the names of meshes, such as "pgmesh/train":
+        self._offsets: dict[str, int] = {}  # the shared minus the local number of each mesh of the name
+        self._last: dict[str, int] = {}  # last shared numbers of this rank, in any process; the latest at the end
 
     def store_key(self, identity: MeshIdentity, path: str, seconds: float) -> str:
         """Prefix of the store keys of a group. The first call registers the mesh.
@@ -85,44 +70,39 @@ class Registration:
             self._lock.release()
 
     def _register(self, identity: MeshIdentity, thread: StoreThread, run: Run, *, rejoin: bool) -> None:
-        if self._of_predecessor is None:
+        store, prefix = thread.store, identity.prefix
+        if not self._offsets:
             (text,) = run(Read(meshes_key(self._rank)))  # the first operation shows whether there was a predecessor
-            self._of_predecessor = _unpack(text) if thread.store.replaces_process else {}
-            self._published.update(self._of_predecessor)  # for the process that replaces this one
-        first = self._first.get(identity.prefix)
-        if first is None:
-            first = _First(identity.number, identity.number, rejoined=False)
-            if thread.store.replaces_process:
-                find = self._rejoin if rejoin else self._after_predecessor
-                first = find(identity, self._of_predecessor, run)
-            self._first[identity.prefix] = first
-        identity.shared_number = first.shared + identity.number - first.local
-        # The mesh that replaces it has the same numbers, and this process is in it.
-        identity.rejoined = first.rejoined and first.local == identity.number and identity.generation == 0
-        if thread.store.same_rank:
+            self._last = _unpack(text) if store.replaces_process else {}
+        if prefix not in self._offsets:
+            identity.rejoined = rejoin and store.replaces_process
+            self._offsets[prefix] = self._find_offset(identity, run) if store.replaces_process else 0
+        identity.shared_number = identity.number + self._offsets[prefix]
+        if store.same_rank:
             _refuse(identity, thread, run)
-        publish = self._publish(identity.prefix, identity.shared_number)
+        publish = self._publish(prefix, identity.shared_number)
         *_, first_seen = run(publish, *register_mesh(identity.key, identity.fingerprint))
         check_mesh(run, identity.key, identity.fingerprint, first_seen)
         identity.registered = True
 
-    def _rejoin(self, identity: MeshIdentity, of_predecessor: dict[str, int], run: Run) -> _First:
-        """The first mesh of a name, if it is the last one of the predecessor.
+    def _find_offset(self, identity: MeshIdentity, run: Run) -> int:
+        """The shared minus the local number of the first mesh of a name, in a process that replaces another one.
 
-        If that had not registered it, it is the last one of the other ranks.
+            the mesh                              its shared number
+            rejoins that of the predecessor       the last one of the predecessor
+            the same, which was not registered    the last one of the other ranks, or else the local number
+            is the next one                       the first one that no process of this rank has had, or that of the
+                                                  other ranks if it is higher: they may have created several
+
+        Otherwise the numbers are equal.
         """
-        shared = of_predecessor.get(identity.prefix)
-        if shared is None:
-            shared = max(self._of_others(identity, run), default=identity.number)
-        return _First(identity.number, shared, rejoined=True)
-
-    def _after_predecessor(self, identity: MeshIdentity, of_predecessor: dict[str, int], run: Run) -> _First:
-        """The first mesh of a name, if it is the next one.
-
-        The others may have closed the mesh that the predecessor was in and created the next one, and more than once.
-        """
-        after = max([of_predecessor.get(identity.prefix, -1) + 1, *self._of_others(identity, run)])
-        return _First(identity.number, identity.number + after, rejoined=False)
+        last = self._last.get(identity.prefix)  # of the predecessor
+        if identity.rejoined and last is not None:
+            return last - identity.number
+        others = self._of_others(identity, run)
+        if identity.rejoined:
+            return max(others, default=identity.number) - identity.number
+        return max([0 if last is None else last + 1, *others])
 
     def _of_others(self, identity: MeshIdentity, run: Run) -> list[int]:
         """The last shared numbers of this name that other ranks of the mesh have published."""
@@ -132,8 +112,8 @@ class Registration:
 
     def _publish(self, prefix: str, shared: int) -> Operation:
         """The store operation that publishes this rank's last shared numbers, among them this one."""
-        self._published[prefix] = max(shared, self._published.pop(prefix, 0))  # at the end
-        latest = [*self._published.items()][-timing.LIMITS.published_names :]
+        self._last[prefix] = max(shared, self._last.pop(prefix, 0))  # at the end
+        latest = [*self._last.items()][-timing.LIMITS.published_names :]
         return Raw("set", (meshes_key(self._rank), pack(numbers=dict(latest))))
 
 
