@@ -49,39 +49,6 @@ class _GroupRanks(Mapping[int, int]):
         return len(self._ranks)
 
 
-def build(
-    name: str,
-    ranks: Sequence[int],
-    me: int,
-    options: GroupOptions,
-    store: Any,
-    stores: Mapping[str, Any],
-    description: str,
-) -> Any:
-    """Build a process group and register it with torch.distributed.
-
-    Args:
-        name: the group's name in torch.
-        ranks: the members' ranks in the world, in group order.
-        me: this process's rank in the world.
-        store: the world's store. torch returns it as the store of the group.
-        stores: the store that each backend reads through.
-        description: text for profiles and flight records.
-    """
-    rank, size, backends = ranks.index(me), len(ranks), backends_of(options.backend)
-    built: dict[str, Any] = {}
-    slots = []
-    for device, variant, backend in backends.slots:
-        if backend not in built:
-            inner = dist.PrefixStore(device.type, stores[backend])
-            built[backend] = CONSTRUCTORS[backend](inner, rank, size, name, options, ranks)
-        slots.append((device, variant, built[backend]))
-    prefixed = dist.PrefixStore(f"{name}/", store)
-    group = torch_private.new_group_object(prefixed, rank, size, backends.default, slots)
-    torch_private.register(group, name, description, options.backend, backends.config, prefixed, _GroupRanks(ranks))
-    return group
-
-
 def set_options(group: Group, rank: int, options: GroupOptions, differing: Mapping[str, Any]) -> None:
     """Set the options of a group that is about to be made, and its fingerprint.
 
@@ -105,15 +72,38 @@ def make_by_members(group: Group, identity: MeshIdentity, world: World, descript
         identity: its mesh.
         description: text for profiles and flight records.
     """
-    backends = backends_of(group.options.backend)
     # The number is the same on all members, so the new name is too.
     path = group.path if group.broken is None else f"{group.path}.{group.broken}"
     stores: dict[str, Any] = {}
     if group.fingerprint is not None:
-        stores = {each: _polling_store(each, group, path, identity, world) for each in backends.names}
-    name, inner = identity.group_name(path), stores or dict.fromkeys(backends.names, dist.HashStore())
-    process_group = build(name, group.ranks, identity.rank, group.options, world.store, inner, description)
+        names = backends_of(group.options.backend).names
+        stores = {each: _polling_store(each, group, path, identity, world) for each in names}
+    process_group = _build(group, identity.group_name(path), world, stores, description)
     group.make(process_group, call_site(), stores)
+
+
+def _build(group: Group, name: str, world: World, stores: Mapping[str, Any], description: str) -> Any:
+    """Build a process group and register it with torch.distributed.
+
+    Args:
+        name: its name in torch.
+        stores: the store that each backend reads through; none for a group without other members.
+        description: text for profiles and flight records.
+    """
+    backends, ranks, alone = backends_of(group.options.backend), group.ranks, dist.HashStore()
+    rank, size = ranks.index(world.rank), len(ranks)
+    built: dict[str, Any] = {}
+    slots = []
+    for device, variant, backend in backends.slots:
+        if backend not in built:
+            inner = dist.PrefixStore(device.type, stores.get(backend, alone))
+            built[backend] = CONSTRUCTORS[backend](inner, rank, size, name, group.options, ranks)
+        slots.append((device, variant, built[backend]))
+    prefixed = dist.PrefixStore(f"{name}/", world.store)  # torch returns it as the store of the group
+    made = torch_private.new_group_object(prefixed, rank, size, backends.default, slots)
+    config = backends.config
+    torch_private.register(made, name, description, group.options.backend, config, prefixed, _GroupRanks(ranks))
+    return made
 
 
 def _polling_store(backend: str, group: Group, path: str, identity: MeshIdentity, world: World) -> PollingStore:

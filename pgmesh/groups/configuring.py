@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 from pgmesh._util.formatting import format_calls, format_ranks
@@ -52,7 +51,7 @@ class ConfiguredOptions:
     """
 
     def __init__(self, rank: int, root: Layout, default: GroupOptions) -> None:
-        self._rank, self._root, self._default = rank, root, default
+        self._rank, self._default = rank, default
         self._configured: dict[OptionKey, Configured] = {}
         self._returned: set[OptionKey] = set()  # of groups of this rank alone
         self.of_root = RootOptions(rank, root)
@@ -81,10 +80,13 @@ class ConfiguredOptions:
 
     def _key(self, members: Members) -> OptionKey:
         """Key of the configured options of this rank's block."""
-        ranks, tag, layout, axes = members
-        if len(ranks) > 1 or layout is None:
-            return ranks, tag
-        return frozenset(layout.along(self._rank, *axes).axes), tag
+        if len(members.ranks) > 1 or members.layout is None:
+            return members.ranks, members.tag
+        return frozenset(self._axes(members)), members.tag
+
+    def _axes(self, members: Members) -> tuple[Axis, ...]:
+        """The axes of this rank's block, in mesh order."""
+        return () if members.layout is None else members.layout.along(self._rank, *members.axes).axes
 
     def check_adopted(self, members: Members, label: str) -> None:
         """Raise OptionsError if the group was configured: a group of the user lacks the options.
@@ -108,42 +110,16 @@ class ConfiguredOptions:
         """Forget the groups of one rank: they were released."""
         self._returned.clear()
 
-    def configure(
-        self,
-        layout: Layout,
-        axes: tuple[Axis, ...],
-        tag: str,
-        options: Mapping[str, Any],
-        created: Callable[[Members], Group | None],
-        call_site: str,
-    ) -> None:
-        """Set options for the group of this rank's block.
+    def configure(self, members: Members, options: Mapping[str, Any], created: Group | None, call_site: str) -> None:
+        """Set options for the group of this rank's block along axes.
 
         Args:
-            created: returns the group of some members, if it was created with the configured options.
+            created: this group, if it was created with the configured options.
 
         Raises:
-            AxisError: an axis is unknown, also on a rank outside the mesh.
             OptionsError: the group exists, or the same ranks were configured differently under other axes.
         """
-        GroupOptions.of(options)  # raises OptionsError, on ranks outside the mesh too
-        layout.size(*axes)  # raises AxisError
-        if self._rank in layout:
-            members = Members(layout.block_of(self._rank, *axes), tag, layout, axes)
-            spelling = ", ".join(map(str, layout.along(self._rank, *axes).axes))
-            self._configure(members, spelling, options, created(members), call_site)
-        self.of_root.configure(layout, axes, tag, options)
-
-    def _configure(
-        self, members: Members, spelling: str, options: Mapping[str, Any], created: Group | None, call_site: str
-    ) -> None:
-        """The same for some members.
-
-        Args:
-            spelling: the axes, for messages.
-            created: their group, if it was created with the configured options.
-        """
-        key, given = self._key(members), GroupOptions.of(options)
+        key, given, spelling = self._key(members), GroupOptions.of(options), ", ".join(map(str, self._axes(members)))
         before = self._configured.get(key, Configured(GroupOptions(), spelling, ""))
         after = before.options.but(options)
         if after.keywords() == before.options.keywords():
@@ -156,12 +132,6 @@ class ConfiguredOptions:
         _check_agree(before, after, given, members, spelling)
         site = call_site if before.spelling == spelling else before.call_site
         self._configured[key] = Configured(after, before.spelling, site)
-
-    def restore(self, data: OptionData, call_site: str) -> None:
-        """Set what ``of_root.as_data`` returned for another mesh with the same axes, before it creates groups."""
-        for axes, tag, options in data:
-            with contextlib.suppress(OptionsError):  # other axes have the same ranks now: the first ones count
-                self.configure(self._root, tuple(axes), tag, options, lambda members: None, call_site)
 
     def warn_of_timeout(self, asked: Mapping[str, Any], axes: tuple[Axis, ...], label: str) -> None:
         """Log once that a timeout in a call makes a second communicator.
@@ -206,7 +176,7 @@ class RootOptions:
         self._options[axes, tag] = before.but(options)
 
     def as_data(self) -> OptionData:
-        """They as plain data, for ``ConfiguredOptions.restore``."""
+        """They as plain data, for ``MeshGroups.replacement``."""
         return [([*axes], tag, options.given) for (axes, tag), options in list(self._options.items())]
 
 

@@ -65,15 +65,14 @@ class MeshIdentity:
         self.shared_number: int | None = None  # None until it is derived
         self.registered = False  # this rank has published the fingerprint
         self.rejoined = False  # registered as the mesh that the predecessor was in
-        self._call = call
+        if call is not None:
+            self.call = call
 
-    @property
+    @functools.cached_property
     def call(self) -> str:
         """The call that created the root mesh."""
-        if self._call is None:
-            named = {"name": self.name} if self.name else {}
-            self._call = self.layout.spell("ProcessGroupMesh", world=self.world_size, **named)
-        return self._call
+        named = {"name": self.name} if self.name else {}
+        return self.layout.spell("ProcessGroupMesh", world=self.world_size, **named)
 
     @property
     def label(self) -> str:

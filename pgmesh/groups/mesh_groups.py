@@ -10,6 +10,7 @@ Other data has files of its own: the mesh's numbers (``identity.py``) and the co
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from pgmesh._util.call_sites import call_site
+from pgmesh.errors import OptionsError
 from pgmesh.groups import adoption, building, ending, naming, teardown
 from pgmesh.groups.backends import backends_of
 from pgmesh.groups.configuring import ConfiguredOptions, OptionData, check_supported
@@ -183,8 +185,13 @@ class MeshGroups(EndableMesh):
     def configure(self, layout: Layout, axes: tuple[Axis, ...], tag: str, options: Mapping[str, Any]) -> None:
         """Set options for the group of this rank's block, before it is created."""
         self.check()
+        GroupOptions.of(options)  # raises OptionsError, on ranks outside the mesh too
+        layout.size(*axes)  # raises AxisError
         with self.lock:
-            self.configured.configure(layout, axes, tag, options, self._created, call_site())
+            if self.rank in layout:
+                members = self.members(layout, axes, tag)
+                self.configured.configure(members, options, self._created(members), call_site())
+            self.configured.of_root.configure(layout, axes, tag, options)
 
     def _created(self, members: Members) -> Group | None:
         """The group of some members that has the configured options, if it was created; of one rank, any group."""
@@ -287,7 +294,9 @@ class MeshGroups(EndableMesh):
             options: what ``configured.of_root.as_data`` returned on the rank that decided.
         """
         mesh = MeshGroups(self.name, identity.layout, identity=identity)
-        mesh.configured.restore(options, call_site())
+        for axes, tag, given in options:
+            with contextlib.suppress(OptionsError):  # other axes have the same ranks now: the first ones count
+                mesh.configure(mesh.layout, tuple(axes), tag, given)
         return mesh
 
 

@@ -45,7 +45,7 @@ class World:
 
     def __init__(self, store: Any, address: str, rank: int, size: int, options: GroupOptions) -> None:
         self.store, self.address, self.rank, self.size, self.options = store, address, rank, size, options
-        self.meshes: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # in order of creation
+        self.meshes: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in order of creation
         self.with_groups: set[Any] = set()  # meshes that hold groups; kept alive
         self.forked = False  # this process is a forked child, and its parent is in the world
         self._aborts = Aborts()
@@ -139,7 +139,7 @@ class World:
                         f"  pgmesh.meshes()[{mesh.name!r}].close()   # or close it first, or use another name"
                     )
             self._set_number(mesh.identity, counts=mesh.identity.pickled_number is None)
-            self.meshes[next(serials)] = mesh
+            self.meshes[mesh] = None
 
     def _set_number(self, identity: MeshIdentity, *, counts: bool) -> None:
         """Set the local number of a mesh, unless it is counted already.
@@ -185,7 +185,7 @@ class World:
     def open_meshes(self) -> list[Any]:
         """The meshes that are not closed, in the order of creation."""
         with registering:
-            return [mesh for mesh in self.meshes.values() if mesh.ended is None]
+            return [mesh for mesh in self.meshes if mesh.ended is None]
 
     def leave(self, reason: str) -> None:
         """Leave the world: publish the reason, and end the store thread."""
@@ -201,7 +201,6 @@ class World:
 
 
 _worlds: weakref.WeakKeyDictionary[Any, World] = weakref.WeakKeyDictionary()
-serials = itertools.count()  # of meshes
 registering = threading.RLock()  # guards the worlds; never held while waiting for a mesh's lock
 
 
@@ -247,7 +246,7 @@ def all_worlds() -> list[World]:
 def all_meshes() -> list[Any]:
     """The meshes of all worlds of this process, closed ones too."""
     with registering:  # another thread may create a mesh
-        return [mesh for world in all_worlds() for mesh in world.meshes.values()]
+        return [mesh for world in all_worlds() for mesh in world.meshes]
 
 
 def fork() -> None:
