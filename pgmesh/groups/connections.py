@@ -64,17 +64,18 @@ def endpoints_of(store: GlooStore | None) -> Endpoints:
     return Endpoints([*filter(None, own)], [(rank, each) for rank, each in members if each], places)
 
 
-def is_safe_to_wake(seconds: float, timeout: float) -> bool:
+def is_safe_to_wake(seconds: float, timeout: float, first_timeout: float) -> bool:
     """False around the times at which Gloo gives up waiting for a member: for its message, and for its connection.
 
     Args:
         seconds: the time since the collective was entered. If that is long ago, it began to wait later.
-        timeout: the timeout of the group in seconds.
+        timeout: the timeout of the group in seconds, by which Gloo waits for messages.
+        first_timeout: the one that it was made with, by which Gloo waits for connections. Source: pair.cc:57.
 
-    >>> [is_safe_to_wake(seconds, timeout=1.0) for seconds in (0.5, 0.9, 3.0, 4.5, 7.0)]
+    >>> [is_safe_to_wake(seconds, 1.0, first_timeout=1.0) for seconds in (0.5, 0.9, 3.0, 4.5, 7.0)]
     [True, False, True, False, True]
     """
-    ends = ((timeout, _MESSAGE_MARGIN), (_GLOO_TIMEOUTS * timeout, _MARGIN))
+    ends = ((timeout, _MESSAGE_MARGIN), (_GLOO_TIMEOUTS * first_timeout, _MARGIN))
     return all(abs(seconds - end) > margin for end, margin in ends)
 
 

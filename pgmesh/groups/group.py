@@ -167,9 +167,14 @@ class Group:
         return store if isinstance(store, GlooStore) else None
 
     @property
+    def first_timeout(self) -> float:
+        """Timeout in seconds that it was made with. That of an adopted group is unknown: this is the world's."""
+        return (self.options.timeout or timedelta()).total_seconds()
+
+    @property
     def timeout(self) -> float:
-        """Timeout of its collectives in seconds. That of an adopted group is unknown: this is the world's."""
-        return (self.new_timeout or self.options.timeout or timedelta()).total_seconds()
+        """Timeout of its collectives in seconds."""
+        return self.first_timeout if self.new_timeout is None else self.new_timeout.total_seconds()
 
     def endpoints(self) -> Endpoints:
         """The listeners of the Gloo backend."""

@@ -62,9 +62,9 @@ def wake(groups: Iterable[Group]) -> None:
     """
     waiting = [group for group in groups if group.endpoints().places and group.is_known()]
     entered = busy_since() if waiting else {}
-    for group in waiting:
-        since = entered.get(group.name)
-        if since is not None and connections.is_safe_to_wake(time.monotonic() - since, group.timeout):
+    for group in [group for group in waiting if group.name in entered]:
+        seconds = time.monotonic() - entered[group.name]
+        if connections.is_safe_to_wake(seconds, group.timeout, group.first_timeout):
             connections.wake(group.endpoints())
 
 

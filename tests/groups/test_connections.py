@@ -5,12 +5,15 @@ from __future__ import annotations
 import select
 import socket
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 
-from pgmesh.groups import connections
+from pgmesh import GroupOptions
+from pgmesh.groups import connections, teardown
 from pgmesh.groups.connections import Endpoints, shut_down
+from pgmesh.groups.group import Group
 from tests.support.resource_counts import CAN_COUNT
 
 pytestmark = pytest.mark.skipif(not CAN_COUNT, reason="reads /proc")
@@ -48,3 +51,19 @@ def test_shut_down_includes_connection_being_opened(group, monkeypatch: pytest.M
     shut_down([endpoints])
     with pytest.raises(BrokenPipeError):
         ours.sendall(b"shut down")
+
+
+def test_wake_skips_end_of_a_changed_timeout(monkeypatch: pytest.MonkeyPatch):
+    """Gloo connects by the timeout that the group was made with, for five times as long."""
+    woken: list[Endpoints] = []
+    monkeypatch.setattr(teardown.connections, "wake", woken.append)
+    monkeypatch.setattr(teardown, "busy_since", lambda: {"group": time.monotonic() - 10.0})
+    group = Group("group tp", "mesh 'actor'", (0, 1), options=GroupOptions(timeout=2), new_timeout=timedelta(minutes=1))
+    group.name = "group"
+    monkeypatch.setattr(group, "is_known", lambda: True)
+    monkeypatch.setattr(group, "endpoints", lambda: Endpoints([], [], [1]))
+    teardown.wake([group])
+    assert not woken
+    group.options = GroupOptions(timeout=20)
+    teardown.wake([group])
+    assert woken
