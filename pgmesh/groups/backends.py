@@ -101,24 +101,22 @@ def _own_address() -> str:
     return "127.0.0.1"
 
 
-def _gloo(store: dist.Store, rank: int, size: int, name: str, options: GroupOptions, ranks: Sequence[int]) -> Any:
+def _gloo(store: dist.Store, rank: int, name: str, options: GroupOptions, ranks: Sequence[int]) -> Any:
     # Each group has separate devices, since a lazy device identifies pairs only by their ranks in the group.
     if interfaces := os.environ.get("GLOO_SOCKET_IFNAME"):
         devices = [{"interface": each} for each in interfaces.split(",") if each]
     else:
         devices = [{"hostname": _own_address()}]
     return torch_private.gloo_backend(
-        store, rank, size, devices=devices, timeout=options.timeout, ranks=ranks, name=name
+        store, rank, len(ranks), devices=devices, timeout=options.timeout, ranks=ranks, name=name
     )
 
 
-def _nccl(
-    store: dist.Store, rank: int, size: int, name: str, options: GroupOptions, ranks: Sequence[int], *, backend: str
-) -> Any:
+def _nccl(store: dist.Store, rank: int, name: str, options: GroupOptions, ranks: Sequence[int], *, backend: str) -> Any:
     return torch_private.nccl_backend(
         store,
         rank,
-        size,
+        len(ranks),
         backend=backend,
         high_priority=bool(options.high_priority),
         config=options.nccl or {},
@@ -128,8 +126,8 @@ def _nccl(
     )
 
 
-def _fake(store: dist.Store, rank: int, size: int, name: str, options: GroupOptions, ranks: Sequence[int]) -> Any:
-    return torch_private.fake_backend(rank, size)
+def _fake(store: dist.Store, rank: int, name: str, options: GroupOptions, ranks: Sequence[int]) -> Any:
+    return torch_private.fake_backend(rank, len(ranks))
 
 
 CONSTRUCTORS: dict[str, Callable[..., Any]] = {

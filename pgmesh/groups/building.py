@@ -61,7 +61,7 @@ def set_options(group: Group, rank: int, options: GroupOptions, differing: Mappi
     if len(group.ranks) > 1 and backends.by_members and not backends.fake:
         hint = "On every rank, configure its axes with the same options or pass the same options in the call."
         asked_for = ", ".join(f"{name}={value!r}" for name, value in differing.items())
-        subject = group.label + f"{ASKED_FOR}{asked_for})" * bool(differing)
+        subject = f"{group.label}{ASKED_FOR}{asked_for})" if differing else group.label
         group.fingerprint = Fingerprint(rank, options.given, subject, hint)
 
 
@@ -91,18 +91,19 @@ def _build(group: Group, name: str, world: World, stores: Mapping[str, Any], des
         description: text for profiles and flight records.
     """
     backends, ranks, alone = backends_of(group.options.backend), group.ranks, dist.HashStore()
-    rank, size = ranks.index(world.rank), len(ranks)
+    rank = ranks.index(world.rank)
     built: dict[str, Any] = {}
     slots = []
     for device, variant, backend in backends.slots:
         if backend not in built:
             inner = dist.PrefixStore(device.type, stores.get(backend, alone))
-            built[backend] = CONSTRUCTORS[backend](inner, rank, size, name, group.options, ranks)
+            built[backend] = CONSTRUCTORS[backend](inner, rank, name, group.options, ranks)
         slots.append((device, variant, built[backend]))
     prefixed = dist.PrefixStore(f"{name}/", world.store)  # torch returns it as the store of the group
-    made = torch_private.new_group_object(prefixed, rank, size, backends.default, slots)
-    config = backends.config
-    torch_private.register(made, name, description, group.options.backend, config, prefixed, _GroupRanks(ranks))
+    made = torch_private.new_group_object(prefixed, rank, len(ranks), backends.default, slots)
+    torch_private.register(
+        made, name, description, group.options.backend, backends.config, prefixed, _GroupRanks(ranks)
+    )
     return made
 
 

@@ -202,13 +202,15 @@ def _check_agree(before: Configured, after: GroupOptions, given: GroupOptions, m
 
 def _instead_of_configuring(axes: tuple[Axis, ...], tag: str, given: GroupOptions) -> list[tuple[str, str]]:
     """Calls that change options after the group was created, each with a comment."""
-    ways, tagged = [], [f"tag={tag!r}"] * bool(tag)
-    if [*given.given] == ["timeout"] and not tag:
-        timeout = f"timeout={given.given['timeout']:g}"
-        ways.append((f"mesh.{format_verb('set_timeout', axes, timeout)}", "on every member: the group stays"))
     options = [f"{name}={value!r}" for name, value in given.given.items()]
-    recreate = f"mesh.{format_verb('release', axes)}; mesh.{format_verb('configure', axes, *tagged, *options)}"
-    return [*ways, (recreate, f"{'or ' * bool(ways)}on every member: the next group has them")]
+    options = [f"tag={tag!r}", *options] if tag else options
+    recreate = f"mesh.{format_verb('release', axes)}; mesh.{format_verb('configure', axes, *options)}"
+    why = "on every member: the next group has them"
+    if tag or [*given.given] != ["timeout"]:
+        return [(recreate, why)]
+    timeout = f"timeout={given.given['timeout']:g}"
+    keep = f"mesh.{format_verb('set_timeout', axes, timeout)}"
+    return [(keep, "on every member: the group stays"), (recreate, f"or {why}")]
 
 
 def check_supported(options: GroupOptions, label: str) -> None:

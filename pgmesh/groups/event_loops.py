@@ -5,7 +5,7 @@ An event loop is an epoll descriptor of this process, and Linux says in /proc wh
     a socket                           the event loop waits for    what we do
     a listener                         data, again and again       nothing: Gloo aborts if accepting a connection fails
     a connection that Gloo opens       its opening, once           nothing: Gloo would only open it again
-    that is open, or accepted          its first data, once        shut it down: Gloo closes it
+    that is open, or accepted          its greeting, once          shut it down: Gloo closes it
     that no pair of ranks has taken    nothing                     shut it down: Gloo closes it with the group
     of a pair of ranks                 data, again and again       shut it down: Gloo closes it in less than 1 ms
     of a pair, shut down long ago      data, again and again       silence it: one more event, and then none

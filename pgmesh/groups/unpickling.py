@@ -19,8 +19,7 @@ def find_mesh_groups(name: str | None, number: int, layout: Layout, call: str, r
     if not dist.is_initialized() or current_world().forked:
         return MeshGroups(name, layout, call, outside=rank)
     here = current_world()
-    ranks = layout.ranks_in_order()
-    highest = max(ranks[0], ranks[-1]) if isinstance(ranks, range) else max(ranks)
+    highest = max(layout.ranks_in_order())
     if highest >= here.size:
         raise RankError(f"{call} was unpickled with rank {highest}, but the world's ranks are 0 to {here.size - 1}.")
     with world.registering:

@@ -231,7 +231,8 @@ def open_meshes_by_name() -> dict[str, Any]:
         meshes = current_world().open_meshes()
     names, found = {mesh.name for mesh in meshes}, dict[str, Any]()
     for mesh in meshes:
-        calls = (mesh.identity.call + f" ({number})" * (number > 1) for number in itertools.count(1))
+        numbered = (f"{mesh.identity.call} ({number})" for number in itertools.count(2))
+        calls = itertools.chain([mesh.identity.call], numbered)
         key = mesh.name or next(call for call in calls if call not in found and call not in names)
         found[key] = mesh
     return found
