@@ -65,10 +65,9 @@ class ConfiguredOptions:
         Args:
             asked: the options of the call.
         """
-        of_ranks = self.of_ranks(members)
-        options = of_ranks if len(members.ranks) > 1 else self._options(self._key(members))
+        options = self._options(self._key(members))
         options = options.but(asked) if asked else options
-        return options, naming.asked_options(options, of_ranks)
+        return options, naming.asked_options(options, self.of_ranks(members))
 
     def of_ranks(self, members: Members) -> GroupOptions:
         """The options that were configured for these ranks, otherwise those of the world."""
