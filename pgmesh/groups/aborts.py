@@ -25,12 +25,12 @@ def publish_abort(run: Run, key: str, text: str) -> str:
         The text of the rank that was first.
     """
     mine = Decision("aborted", text)
-    (first,) = run(CompareSet(key, mine.pack()))
-    if Decision.unpack(key, first).kind != "aborted":  # a mismatch, which ends no connected mesh: overwrite it
+    first = Decision.unpack(key, run(CompareSet(key, mine.pack()))[0])
+    if first.kind != "aborted":  # a mismatch, which ends no connected mesh: overwrite it
         run(Raw("set", (key, mine.pack())))
-        first = mine.pack().encode()
+        first = mine
     run(Add(ABORTS_KEY))
-    return Decision.unpack(key, first).text
+    return first.text
 
 
 class Aborts:
@@ -46,11 +46,12 @@ class Aborts:
             run: performs operations on the store.
             meshes: the registered meshes.
         """
-        seen = run(Read(ABORTS_KEY))[0], [mesh.identity.key for mesh in meshes]
-        if seen != self._seen and seen[0] is not None:
-            for mesh in meshes:
-                (text,) = run(Read(mesh.identity.refusal_key))
-                refusal = None if text is None else Decision.unpack(mesh.identity.refusal_key, text)
-                if refusal is not None and refusal.kind == "aborted":  # in another thread: this one sends heartbeats
-                    background.in_background(mesh.end_aborted, refusal.text)
-        self._seen = seen  # only now: if the store fails, the next heartbeat looks again
+        count, keys = run(Read(ABORTS_KEY))[0], [mesh.identity.key for mesh in meshes]
+        if count is None or (count, keys) == self._seen:
+            return
+        for mesh in meshes:
+            key = mesh.identity.refusal_key
+            (text,) = run(Read(key))
+            if text is not None and (refusal := Decision.unpack(key, text)).kind == "aborted":
+                background.in_background(mesh.end_aborted, refusal.text)  # this thread sends heartbeats
+        self._seen = count, keys  # only now: if the store fails, the next heartbeat looks again
