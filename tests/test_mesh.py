@@ -282,7 +282,8 @@ def test_meshes_are_listed_while_another_thread_creates_some():
 def test_failed_group_creation_frees_the_mesh():
     with fake_rank(5, 8):
         mesh = ProcessGroupMesh(dp=8)
-        with mock.patch.object(building, "build", side_effect=RuntimeError("no device")), pytest.raises(RuntimeError):
+        no_device = mock.patch.dict(building.CONSTRUCTORS, fake=mock.Mock(side_effect=RuntimeError))
+        with no_device, pytest.raises(RuntimeError):
             mesh.group("dp")
         del mesh
         gc.collect()  # the error's frames
