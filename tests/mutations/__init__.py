@@ -6,8 +6,8 @@
 
 A mutation is a function. It gets a function or class attribute of pgmesh and returns the one in its place:
 
-    @breaks("...", page="groups.md", target="groups.building:build", tests="tests/test_mesh.py -k index")
-    def sorted_ranks(build): ...
+    @breaks("...", page="groups.md", target="groups.building:make_by_members", tests="tests/test_mesh.py -k index")
+    def sorted_ranks(make_by_members): ...
 
 In the copy, its source stands at the end of the target's file, so that its frames are those of pgmesh: an error shows
 the line of the caller. It may use the modules of ``IMPORTS``, and imports others itself.

@@ -85,11 +85,15 @@ def names_count_groups(path):
 @breaks(
     "the ranks of a group follow mesh order, also if they are permuted",
     page="groups.md",
-    target="groups.building:build",
+    target="groups.building:make_by_members",
     tests="tests/groups/test_groups.py -k mesh_order",
 )
-def sorted_ranks(build):
-    return lambda name, ranks, *more: build(name, sorted(ranks), *more)
+def sorted_ranks(make_by_members):
+    def make(group, *more):
+        group.ranks = tuple(sorted(group.ranks))
+        make_by_members(group, *more)
+
+    return make
 
 
 @breaks(
@@ -371,11 +375,11 @@ def last_spare_first(success):
 @breaks(
     "options set with configure on the mesh are carried over to the next one",
     page="elastic.md",
-    target="groups.configuring:ConfiguredOptions.restore",
+    target="groups.mesh_groups:MeshGroups.replacement",
     tests="tests/elastic/test_shrink.py -k options_survive",
 )
-def options_lost(restore):
-    return lambda self, data, call_site: None
+def options_lost(replacement):
+    return lambda self, identity, options: replacement(self, identity, ())
 
 
 @breaks(
