@@ -171,7 +171,7 @@ class ConnectJudge(Judge[GroupRound, Decision]):
 
     def read_arrivals(self, rounds: Sequence[GroupRound]) -> Iterator[tuple[GroupRound, Decision]]:
         """Read the arrivals of some rounds, and decide on a mismatch or on success."""
-        texts = self.client.run(*(Read(each.arrivals_key) for each in rounds)) if rounds else ()
+        texts = self.client.run(*(Read(each.arrivals_key) for each in rounds))
         for each, text in zip(rounds, texts):
             decision = self.decision_from_arrivals(each, text or b"")
             if decision is not None:

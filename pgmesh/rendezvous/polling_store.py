@@ -172,7 +172,7 @@ class PollingStore(dist.Store):
             run: performs operations on the store.
         """
         keys = self._refusal_keys() if self._prefix or self.values else ()
-        for key, text in zip(keys, run(*map(Read, keys)) if keys else ()):
+        for key, text in zip(keys, run(*map(Read, keys))):
             found = None if text is None else Decision.unpack(key, text)
             if found and (self.refusal is None or found.kind == "aborted"):  # the end of the mesh counts
                 self.refusal = found

@@ -77,7 +77,7 @@ def pauses(pace: float = 1.0, first: float = 0.0) -> Iterator[float]:
 def run_each(client: Client, batches: Iterable[Sequence[Operation]]) -> list[list[Any]]:
     """Perform several lists of operations at once; return the answers to each list."""
     batches = list(batches)
-    answers = iter(client.run(*itertools.chain(*batches)) if batches else ())
+    answers = iter(client.run(*itertools.chain(*batches)))
     return [[next(answers) for _ in batch] for batch in batches]
 
 

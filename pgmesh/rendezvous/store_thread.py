@@ -79,7 +79,7 @@ class StoreThread:
         Raises:
             WorldError: ``seconds`` passed without an answer of the store, to any thread, or the store has failed.
         """
-        return self.store.board.request(operations, lambda: self._ask(operations, seconds))
+        return self.store.board.request(operations, lambda: self._ask(operations, seconds)) if operations else []
 
     def _ask(self, operations: Sequence[Operation], seconds: float) -> list[Any]:
         """Hand a batch to the thread, and wait for the answers."""
