@@ -87,19 +87,19 @@ class Registration:
     def _register(self, identity: MeshIdentity, thread: StoreThread, run: Run, *, rejoin: bool) -> None:
         if self._of_predecessor is None:
             (text,) = run(Read(meshes_key(self._rank)))  # the first operation shows whether there was a predecessor
-            self._of_predecessor = _unpack(text) if thread.store.replaces_process else {}
+            self._of_predecessor = _unpack(text) if thread.store.claim.replaces_process else {}
             self._published.update(self._of_predecessor)  # for the process that replaces this one
         first = self._first.get(identity.prefix)
         if first is None:
             first = _First(identity.number, identity.number, rejoined=False)
-            if thread.store.replaces_process:
+            if thread.store.claim.replaces_process:
                 find = self._rejoin if rejoin else self._after_predecessor
                 first = find(identity, self._of_predecessor, run)
             self._first[identity.prefix] = first
         identity.shared_number = first.shared + identity.number - first.local
         # The mesh that replaces it has the same numbers, and this process is in it.
         identity.rejoined = first.rejoined and first.local == identity.number and identity.generation == 0
-        if thread.store.same_rank:
+        if thread.store.claim.same_rank:
             _refuse(identity, thread, run)
         publish = self._publish(identity.prefix, identity.shared_number)
         *_, first_seen = run(publish, *register_mesh(identity.key, identity.fingerprint))
@@ -139,7 +139,7 @@ class Registration:
 
 def _refuse(identity: MeshIdentity, thread: StoreThread, run: Run) -> None:
     """Publish, until this process ends, that another process has this rank too, and raise that error."""
-    both = " and ".join(map(without_token, (thread.store.same_rank, process_label())))
+    both = " and ".join(map(without_token, (thread.store.claim.same_rank, process_label())))
     text = f"{identity.label}: both {both} connect as rank {identity.rank}. Start each rank once."
     thread.until_end[identity.refusal_key] = Decision("duplicate", text).pack()
     run(CompareSet(identity.refusal_key, thread.until_end[identity.refusal_key]))

@@ -212,7 +212,7 @@ class Statuses:
 
     Args:
         lost_after: seconds without a new heartbeat after which a rank counts as lost.
-        now: the clock, in seconds: ``WorldStore.answered_seconds``, or the one of a model.
+        now: the clock, in seconds: ``AnswerClock.answered_seconds``, or the one of a model.
         has_ended: True if the process with this status has ended. Its heartbeat has not changed for these seconds.
     """
 

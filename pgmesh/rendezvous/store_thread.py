@@ -69,7 +69,7 @@ class StoreThread:
     @property
     def stalled(self) -> bool:
         """True if the store has not answered for a second."""
-        return self.store.silent_seconds > 1.0
+        return self.store.clock.silent_seconds > 1.0
 
     # -- operations, called by other threads ----------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ class StoreThread:
             start, waited = time.monotonic(), 0.0
             end = start + seconds + timing.TIMING.late_answer  # behind batches of other threads, on a slow store
             while not batch.done.acquire(timeout=min(max(0.0, seconds - waited), timing.TIMING.thread_check)):
-                waited = self.store.seconds_without_answer(start)  # a slow store answers meanwhile
+                waited = self.store.clock.seconds_without_answer(start)  # a slow store answers meanwhile
                 if not self._is_running():
                     raise WorldError(f"this process has left the world during an operation on {address}.")
                 if self.store.is_gone():
@@ -139,7 +139,7 @@ class StoreThread:
 
     def store_hint(self) -> str:
         """Return a reason why ranks may not find each other on this store, with a fix; "" for none."""
-        if not self.store.served_another_world(seconds=1.0):
+        if not self.store.served_another_world():
             return ""
         return (
             f"\n\nThe store at {self.store.address} has served another world too. Ranks that were in it use other "
@@ -181,12 +181,12 @@ class StoreThread:
         Waits for that for 5 s at most; without tasks, for half a second while the store does not answer. A thread that
         returns from the store's client while Python ends would abort the process.
         """
-        self._status.set_exited(reason)
+        self._status.exited = reason
         self.store.mark_left()
         self._queue.put(None)
         end = time.monotonic() + 5.0
         while self._thread.is_alive() and time.monotonic() < end:
-            if not self._tasks and self.store.silent_seconds >= 0.5:
+            if not self._tasks and self.store.clock.silent_seconds >= 0.5:
                 break
             self._thread.join(0.02)
 
@@ -244,7 +244,7 @@ class StoreThread:
 
     def _publish_status(self) -> None:
         """Publish the status, unless another process has this rank too."""
-        if not self.store.same_rank:
+        if not self.store.claim.same_rank:
             self.store.listeners.drain()
             status = self._status.next(self.store.listeners.endpoint)
             self.store.perform(Raw("set", (status_key(self.store.rank), status.pack())))
