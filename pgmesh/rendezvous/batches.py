@@ -14,8 +14,6 @@ from pgmesh.rendezvous.operations import Operation
 class Batch:
     """Operations of one caller, and their answers or the error that ended them."""
 
-    __slots__ = ("answers", "cancelled", "done", "error", "operations")
-
     def __init__(self, operations: Sequence[Operation]) -> None:
         self.operations = operations
         self.answers: list[Any] = []
