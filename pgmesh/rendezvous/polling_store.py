@@ -120,7 +120,7 @@ class PollingStore(dist.Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         self.used = True
-        if all(key in self.values for key in keys):
+        if not self.closed and all(key in self.values for key in keys):
             return
         limit = self.new_timeout or timeout or self._timeout
         backend_errors.raise_inside(self._error_of_wait(keys, limit.total_seconds()), self)

@@ -274,7 +274,6 @@ class Rounds(Generic[R, D]):
             for each in arriving:
                 each.last_sent = each.number
             answers = run_each(self.client, ([Read(each.decision_key), *self.judge.arrival(each)] for each in arriving))
-            again = []
             for each, sent, (earlier, *more) in zip(arriving, sent_before, answers):
                 each.arrived_at.append(each.number)
                 if earlier is None:
@@ -283,10 +282,9 @@ class Rounds(Generic[R, D]):
                 decision = self.judge.learn(each, earlier)
                 if self.judge.skips(each, decision, sent_before=sent):
                     each.number += 1
-                    again.append(each)
                 else:
                     self._take(each, decision)
-            arriving = again
+            arriving = [each for each in undecided(arriving) if each not in arrived]
         self._decide_all(self.judge.arrived(arrived))
 
     def _wait(self, took: float) -> None:

@@ -155,12 +155,12 @@ def test_failed_entry_is_uncounted_in_ended_world():
     assert store.num_keys() == 0
 
 
-def test_posted_operations_are_performed_before_the_thread_ends():
+def test_task_is_performed_before_the_thread_ends():
     store = dist.HashStore()
     thread = StoreThread(WorldStore(store, "here", 0, 2, set()))
     thread.run(Read("key"), seconds=LONG)
     name = name_on(store)
-    thread.post(CompareSet("key", "value"))
+    thread.insist(lambda run: str(run(CompareSet("key", "value"))), seconds=0.0)
     thread.stop()
     assert perform(dist.PrefixStore(f"pgmesh.{name}", store), Read("key")) == b"value"
     with pytest.raises(WorldError, match="this process has left the world"):
