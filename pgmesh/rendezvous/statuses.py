@@ -157,14 +157,14 @@ class Record(NamedTuple):
         status: the last one; None if the last read found none.
         foreign: message about the value that was read in its place; None for none.
         heard: the last heartbeat, and when it was first read; None before the first one.
-        read_at: the begin of the last read that found a status.
+        silence: seconds from that time to the begin of the last read that found it again. A slow answer is no silence.
         ended: the listener that is known to refuse; None for none.
     """
 
     status: RankStatus | None = None
     foreign: str | None = None
     heard: tuple[int, float] | None = None
-    read_at: float = 0.0
+    silence: float = 0.0
     ended: object = None
 
     def after(self, status: RankStatus | None, foreign: str | None, began: float, now: float) -> Record:
@@ -173,19 +173,14 @@ class Record(NamedTuple):
         if status is None:
             return self._replace(status=None, foreign=foreign)
         # A new process of the rank counts its heartbeats from the beginning, and may have the port of another one.
-        if before is None or (before.heartbeat, before.sent) != (status.heartbeat, status.sent):
-            return Record(status, None, (status.heartbeat, now), began)
-        return self._replace(status=status, read_at=began)
+        if before is None or self.heard is None or (before.heartbeat, before.sent) != (status.heartbeat, status.sent):
+            return Record(status, heard=(status.heartbeat, now))
+        return self._replace(status=status, silence=began - self.heard[1])
 
     @property
     def text(self) -> str | None:
         """The status as text, or the foreign value in its place; None for neither."""
         return self.foreign if self.status is None else str(self.status)
-
-    @property
-    def silence(self) -> float:
-        """Seconds from the answer with the last heartbeat to the last read. A slow answer is no silence."""
-        return 0.0 if self.heard is None else max(0.0, self.read_at - self.heard[1])
 
     def loss(self, lost_after: float) -> str:
         """How it is known that the rank is lost, to follow its name; "" if it is not. See the table."""
