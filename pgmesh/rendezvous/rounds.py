@@ -258,10 +258,6 @@ class Rounds(Generic[R, D]):
         each.decision = self.judge.learn(each, text)
         return bool(text == mine.encode())
 
-    def _decide_all(self, decisions: Iterable[tuple[R, D]]) -> None:
-        for each, decision in decisions:
-            self.decide(each, decision)
-
     def _take(self, each: R, decision: D) -> None:
         each.decision = decision
         self.judge.decided(each)
@@ -285,7 +281,8 @@ class Rounds(Generic[R, D]):
                 else:
                     self._take(each, decision)
             arriving = [each for each in undecided(arriving) if each not in arrived]
-        self._decide_all(self.judge.arrived(arrived))
+        for each, decision in self.judge.arrived(arrived):
+            self.decide(each, decision)
 
     def _wait(self, took: float) -> None:
         """Wait until all rounds are decided.
@@ -310,7 +307,8 @@ class Rounds(Generic[R, D]):
         late = now >= self.judge.deadline
         if not open_rounds or (not late and now < self._next_look):
             return
-        self._decide_all(self.judge.judge(open_rounds, late=late))
+        for each, decision in self.judge.judge(open_rounds, late=late):
+            self.decide(each, decision)
         self._next_look = self.client.now() + self.judge.period()
         open_rounds = undecided(self.rounds)
         if open_rounds and now >= self.warning and (text := self.judge.waits_for(open_rounds)):

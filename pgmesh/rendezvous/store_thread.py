@@ -178,7 +178,7 @@ class StoreThread:
         returns from the store's client while Python ends would abort the process.
         """
         self._status.exited = reason
-        self.store.mark_left()
+        self.store.leaves = True
         self._queue.put(None)
         end = time.monotonic() + 5.0
         while self._thread.is_alive() and time.monotonic() < end:

@@ -101,7 +101,7 @@ class AnswerClock:
 class WorldStore:
     """The store of one world, as one rank reaches it.
 
-    The store thread writes every field, except ``_leaves``.
+    The store thread writes every field, except ``leaves``.
 
     Args:
         store: the world's store.
@@ -120,7 +120,7 @@ class WorldStore:
         self._connection: Any = None  # with the world's key prefix; None before the first operation and after a failure
         self._name = ""  # of the world
         self.claim, self._has_claimed = Claim(), False  # the claim is complete after the first operation
-        self._leaves = False  # over a cut network, it connects no more
+        self.leaves = False  # this process leaves the world, and connects no more over a cut network
         self._server: tuple[str, int] | None = None  # numeric address of the store, once it has answered
         # The server while torch's client connects to it, which takes seconds if the server ends meanwhile. Callers then
         # ask the port themselves. A killed store closes its port last, so this is common.
@@ -136,10 +136,6 @@ class WorldStore:
 
     def error(self, reason: str) -> WorldError:
         return WorldError(f"the store at {self.address} failed: {reason}. {AFTER_FAILURE}")
-
-    def mark_left(self) -> None:
-        """Record that this process leaves the world, which ends the attempts to reach its store over a cut network."""
-        self._leaves = True
 
     def served_another_world(self) -> bool:
         """True if another world was on the store before this one, or is there now; False if that is not known.
@@ -250,7 +246,7 @@ class WorldStore:
                 return socket.create_connection(server, 2.0)  # the kernel would try again at growing intervals
             except OSError as error:
                 is_cut = isinstance(error, TimeoutError) or error.errno in _CUT
-                if not is_cut or self._server is None or self._leaves:
+                if not is_cut or self._server is None or self.leaves:
                     raise
                 time.sleep(0.2)
 

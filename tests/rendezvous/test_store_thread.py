@@ -98,7 +98,7 @@ def test_world_entered_after_the_stop_is_left():
     """The thread takes a heartbeat that was due before it learns that the process leaves."""
     entered = set[str]()
     store = WorldStore(dist.HashStore(), "here", 0, 2, entered)
-    store.mark_left()
+    store.leaves = True
     store.open()
     store.leave()
     assert len(entered) == 1
