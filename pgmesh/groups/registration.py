@@ -73,12 +73,12 @@ class Registration:
         store, prefix = thread.store, identity.prefix
         if not self._offsets:
             (text,) = run(Read(meshes_key(self._rank)))  # the first operation shows whether there was a predecessor
-            self._last = _unpack(text) if store.replaces_process else {}
+            self._last = _unpack(text) if store.claim.replaces_process else {}
         if prefix not in self._offsets:
-            identity.rejoined = rejoin and store.replaces_process
-            self._offsets[prefix] = self._find_offset(identity, run) if store.replaces_process else 0
+            identity.rejoined = rejoin and store.claim.replaces_process
+            self._offsets[prefix] = self._find_offset(identity, run) if store.claim.replaces_process else 0
         identity.shared_number = identity.number + self._offsets[prefix]
-        if store.same_rank:
+        if store.claim.same_rank:
             _refuse(identity, thread, run)
         publish = self._publish(prefix, identity.shared_number)
         *_, first_seen = run(publish, *register_mesh(identity.key, identity.fingerprint))
@@ -119,7 +119,7 @@ class Registration:
 
 def _refuse(identity: MeshIdentity, thread: StoreThread, run: Run) -> None:
     """Publish, until this process ends, that another process has this rank too, and raise that error."""
-    both = " and ".join(map(without_token, (thread.store.same_rank, process_label())))
+    both = " and ".join(map(without_token, (thread.store.claim.same_rank, process_label())))
     text = f"{identity.label}: both {both} connect as rank {identity.rank}. Start each rank once."
     thread.until_end[identity.refusal_key] = Decision("duplicate", text).pack()
     run(CompareSet(identity.refusal_key, thread.until_end[identity.refusal_key]))

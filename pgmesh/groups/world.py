@@ -70,7 +70,7 @@ class World:
     def new_statuses(self) -> Statuses:
         """For one call, which gives ranks that were cut off before it the time to send a heartbeat."""
         thread = self.store_thread()
-        return Statuses(thread.lost_after, thread.store.answered_seconds, thread.store.listeners.has_ended)
+        return Statuses(thread.lost_after, thread.store.clock.answered_seconds, thread.store.listeners.has_ended)
 
     @property
     def statuses(self) -> Statuses:

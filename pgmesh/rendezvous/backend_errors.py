@@ -6,16 +6,11 @@ backend: a cycle through C++ that Python cannot collect.
 
 from __future__ import annotations
 
-import os
-import threading
 import weakref
 from typing import Any
 
 from pgmesh.errors import PgmeshError
 
-_lock = threading.Lock()  # guards _raised
-if hasattr(os, "register_at_fork"):  # a thread of the parent may hold it
-    os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.Lock()))
 _raised: weakref.WeakKeyDictionary[PgmeshError, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 """Errors that were raised inside a backend, each with the store that raised it."""
 
@@ -39,8 +34,7 @@ def raise_inside(error: PgmeshError | None, store: Any) -> None:
     """
     if error is None:
         return
-    with _lock:
-        _raised[error] = weakref.ref(store)
+    _raised[error] = weakref.ref(store)
     try:
         raise error
     finally:
@@ -49,9 +43,8 @@ def raise_inside(error: PgmeshError | None, store: Any) -> None:
 
 def clear_frames() -> None:
     """Clear the frames of the errors whose stores are closed. Each later close clears those raised since."""
-    with _lock:
-        raised = list(_raised.items())
-    for error, raised_by in raised:
-        store = raised_by()
-        if store is None or store.is_closed:
+    for reference in _raised.keyrefs():  # a copy: another thread may add an error
+        error = reference()
+        store = None if error is None else _raised[error]()
+        if error is not None and (store is None or store.closed):
             error.__traceback__ = None

@@ -14,8 +14,6 @@ from pgmesh.rendezvous.operations import Operation
 class Batch:
     """Operations of one caller, and their answers or the error that ended them."""
 
-    __slots__ = ("answers", "cancelled", "done", "error", "operations")
-
     def __init__(self, operations: Sequence[Operation]) -> None:
         self.operations = operations
         self.answers: list[Any] = []
@@ -33,16 +31,20 @@ class Queue:
 
     def __init__(self) -> None:
         self._batches: deque[Batch | None] = deque()
-        self._signal = threading.Lock()  # released when there is a batch
+        self._signal = threading.Lock()  # released to end a wait
         self._signal.acquire()
 
     def put(self, batch: Batch | None) -> None:
         self._batches.append(batch)
+        self.wake()
+
+    def wake(self) -> None:
+        """End ``wait``."""
         with contextlib.suppress(RuntimeError):  # already released
             self._signal.release()
 
     def wait(self, seconds: float) -> None:
-        """Wait for a batch with a timeout. The queue may still be empty afterwards."""
+        """Wait for a batch or ``wake`` with a timeout. The queue may still be empty afterwards."""
         if not self._batches:
             self._signal.acquire(timeout=min(max(seconds, 0.0), threading.TIMEOUT_MAX))
 

@@ -80,7 +80,7 @@ def _is_closed(run: Run, circle: Circle) -> bool:
     """True if each rank of a circle still waits for the next one."""
     # Statuses are read one after another, so a rank may have gone on meanwhile.
     reads = [Read(f"{wait.name}/{key}") for _, wait in circle for key in ("decision", "arrivals")]
-    answers: Iterator[Any] = iter(run(*reads) if reads else ())
+    answers: Iterator[Any] = iter(run(*reads))
     for i, (decision, arrivals) in enumerate(zip(answers, answers)):
         following = circle[(i + 1) % len(circle)][0]
         arrived = {(unpack(line, rank=int) or {}).get("rank") for line in (arrivals or b"").splitlines()}

@@ -36,8 +36,7 @@ class GlooStore(PollingStore):
         return value
 
     def _writers_of(self, key: str) -> dict[int | str, str]:
-        stem = key.rpartition("/")[0]
-        return {rank: self._store_key(f"{stem}/{place}") for place, rank in enumerate(self._ranks)}
+        return {rank: self._store_key(_beside(key, place)) for place, rank in enumerate(self._ranks)}
 
     # -- addresses ------------------------------------------------------------------------------------------------
 
@@ -62,8 +61,7 @@ class GlooStore(PollingStore):
         if not fit or not all(map(all, addresses)):
             return
         for key, values in zip(self.own, zip(*addresses)):
-            stem = key.rpartition("/")[0]
-            self.values.update((f"{stem}/{place}", value) for place, value in enumerate(values))
+            self.values.update((_beside(key, place), value) for place, value in enumerate(values))
         self._published = True
 
     def known_addresses(self) -> list[tuple[int, bytes]]:
@@ -77,10 +75,9 @@ class GlooStore(PollingStore):
         Empty before this rank has read any, or if ``connect`` gave it all. It is called in the store thread.
         """
         own = next(iter(self.own), "")
-        stem = own.rpartition("/")[0]
-        keys = {rank: f"{stem}/{place}" for place, rank in enumerate(self._ranks[: timing.LIMITS.statuses])}
+        keys = {rank: _beside(own, place) for place, rank in enumerate(self._ranks[: timing.LIMITS.statuses])}
         unread = {rank: key for rank, key in keys.items() if key != own and key not in self.values}
-        return {rank: f"{self._prefix}/{key}" for rank, key in unread.items()} if self._prefix else {}
+        return {rank: self._store_key(key) for rank, key in unread.items()} if self._prefix else {}
 
     def other_places(self) -> list[int]:
         """The places of the other members in the group."""
@@ -91,3 +88,8 @@ class GlooStore(PollingStore):
 def _place(key: str) -> str:
     """The last part of a key."""
     return key.rpartition("/")[2]
+
+
+def _beside(key: str, place: int) -> str:
+    """A key with the place of another member."""
+    return f"{key.rpartition('/')[0]}/{place}"

@@ -20,7 +20,7 @@ and a group has one more:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from pgmesh._util.formatting import format_ranks
@@ -52,9 +52,10 @@ class GroupRound(Round[Decision]):
     fingerprint: Fingerprint
     group: str
     mesh: str
+    _: KW_ONLY
     address: str = ""
-    missing: tuple[int, ...] = field(default=(), kw_only=True)
-    count_seen: bytes | None = field(default=b"", kw_only=True)
+    missing: tuple[int, ...] = ()
+    count_seen: bytes | None = b""
 
     @property
     def label(self) -> str:
@@ -73,7 +74,7 @@ class GroupRound(Round[Decision]):
     def continue_after(self, before: GroupRound) -> None:
         """Begin where an earlier call ended: at its last attempt if that is undecided, otherwise at the next one."""
         self.number = before.number if before.decision is None else before.number + 1
-        self.arrived_at, self.sent_to = before.arrived_at, before.sent_to
+        self.last_sent, self.arrived_at = before.last_sent, before.arrived_at
 
     def is_made(self) -> bool:
         return self.decision is not None and self.decision.kind == "made"
@@ -115,7 +116,6 @@ class ConnectJudge(Judge[GroupRound, Decision]):
         pace: factor of all pauses, and of the time between two looks.
         warn: called with text for the log.
         ready: called with each group that is made.
-        circle: the ranks that wait for each other, this one among them, as they were last found; empty for none.
     """
 
     rank: int
@@ -129,7 +129,6 @@ class ConnectJudge(Judge[GroupRound, Decision]):
     pace: float = 1.0
     warn: Callable[[str], None] = field(default=lambda text: None)
     ready: Callable[[GroupRound], None] = field(default=lambda each: None)
-    circle: Circle = field(default=(), init=False)
 
     # -- arriving -------------------------------------------------------------------------------------------------
 
@@ -171,7 +170,7 @@ class ConnectJudge(Judge[GroupRound, Decision]):
 
     def read_arrivals(self, rounds: Sequence[GroupRound]) -> Iterator[tuple[GroupRound, Decision]]:
         """Read the arrivals of some rounds, and decide on a mismatch or on success."""
-        texts = self.client.run(*(Read(each.arrivals_key) for each in rounds)) if rounds else ()
+        texts = self.client.run(*(Read(each.arrivals_key) for each in rounds))
         for each, text in zip(rounds, texts):
             decision = self.decision_from_arrivals(each, text or b"")
             if decision is not None:
@@ -235,11 +234,11 @@ class ConnectJudge(Judge[GroupRound, Decision]):
         """Decide that all rounds failed at the deadline."""
         yield from self.read_arrivals(rounds)
         self.watched.read_statuses(self.client.run, undecided(rounds))
-        self.circle = self.find_circle(rounds)
-        if self.circle:  # rounds of other groups in the circle too, so that all ranks fail and can try again
+        circle = self.find_circle(rounds)
+        if circle:  # rounds of other groups in the circle too, so that all ranks fail and can try again
             # In the order of the circle: a rank fails after the attempt that waits for it, so it cannot arrive there.
-            text = Decision("circle", circle_text(self.circle)).pack()
-            self.client.run(*(CompareSet(f"{wait.name}/decision", text) for _, wait in self.circle))
+            text = Decision("circle", circle_text(circle)).pack()
+            self.client.run(*(CompareSet(f"{wait.name}/decision", text) for _, wait in circle))
         for each in undecided(rounds):
             yield each, Decision("missing", self.watched.describe_missing(each, f" in {self.deadline:g} s"))
 
@@ -249,9 +248,8 @@ class ConnectJudge(Judge[GroupRound, Decision]):
     def waits_for(self, rounds: Sequence[GroupRound]) -> str:
         when = f" in {self.client.now():.0f} s so far"
         texts = [self.watched.describe_missing(each, when) for each in rounds]
-        self.circle = self.find_circle(rounds)
-        if self.circle:
-            texts.append(circle_text(self.circle))
+        if circle := self.find_circle(rounds):
+            texts.append(circle_text(circle))
         return "\n".join(texts)
 
     def find_circle(self, rounds: Sequence[GroupRound]) -> Circle:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Sequence
 
 from pgmesh._util.formatting import format_ranks, name_ranks
-from pgmesh.rendezvous.operations import Run
-from pgmesh.rendezvous.statuses import Statuses
+from pgmesh.rendezvous.operations import Read, Run
+from pgmesh.rendezvous.statuses import RankStatus, status_key
 
 ASKED_FOR = " (asked for with "
 """Separates the label of a group from the options that were asked for in the call."""
@@ -35,9 +33,8 @@ def describe_missing(run: Run, subject: str, ranks: Sequence[int], missing: Sequ
         seconds: the timeout that passed.
     """
     known = [rank for rank in missing[:_NAMED] if isinstance(rank, int)]
-    statuses = Statuses(math.inf, time.monotonic)
-    statuses.read(run, known)
-    found = {rank: status for rank in known if (status := statuses.get(rank))}
+    texts = run(*(Read(status_key(rank)) for rank in known))
+    found = {rank: status for rank, text in zip(known, texts) if (status := RankStatus.unpack(rank, text))}
     details = "".join(f"\n  last status of rank {rank}: {status}" for rank, status in found.items())
     details += _hint(subject, [status.activity for status in found.values()])
     return (

@@ -25,7 +25,7 @@ class OwnStatus:
         self._activities: dict[int, str] = {}  # by thread
         self._pending: dict[int, tuple[PendingConnect, ...]] = {}  # by thread
         self._running: tuple[RunningCollective, ...] = ()
-        self._exited = ""
+        self.exited = ""  # the reason for the end. The collectives are then no news
         self.heartbeats = 0  # the number of statuses so far
 
     def set_activity(self, activity: str) -> None:
@@ -43,10 +43,6 @@ class OwnStatus:
         before, self._running = self._running, running
         return [each[:4] for each in running] != [each[:4] for each in before]  # apart from the seconds
 
-    def set_exited(self, reason: str) -> None:
-        """Set the reason for the end. The collectives are then no news."""
-        self._exited = reason
-
     def next(self, endpoint: tuple[str, int] | tuple[()]) -> RankStatus:
         """The status of the next heartbeat.
 
@@ -60,8 +56,8 @@ class OwnStatus:
             self.heartbeats,
             "; ".join(tuple(self._activities.values())),
             pending[: timing.LIMITS.statuses],
-            () if self._exited else self._running,
-            self._exited,
+            () if self.exited else self._running,
+            self.exited,
             endpoint,
             time.time(),
         )

@@ -71,27 +71,23 @@ class PollingStore(dist.Store):
         self._compares, self._refusal_keys = compares, refusal_keys
         self.new_timeout: timedelta | None = None  # if set, it overrides the timeout of the backend
         self._prefix = ""  # of the group's keys; known once this rank has written or waited
+        # Why it waits no longer:
+        self.closed = ""  # the reason; "" while it is open
+        self._mismatch: Decision | None = None  # the one that this rank has found, maybe as it registered the mesh
         # What this rank has read and written:
         self.values: dict[str, bytes] = {}  # that the backend has read, by key
         self.written: set[str] = set()  # store keys
         self.used = False  # the group has been in a collective
-        # Why it waits no longer:
-        self.refusal: Decision | None = None  # a mismatch that a rank published, or that it aborted the mesh
-        self._closed = ""  # the reason
         # For ``mesh.stats``:
         self.operations, self.waited = 0, 0.0  # number of store operations; seconds of waiting
 
     def close(self, reason: str) -> list[str]:
         """End every wait; return the store keys that this rank has written."""
-        self._closed = reason
+        self.closed = reason
         backend_errors.clear_frames()
         return [*self.written]
 
-    @property
-    def is_closed(self) -> bool:
-        return bool(self._closed)
-
-    def _runner(self, deadline: float = math.inf) -> Run:
+    def _run_until(self, deadline: float = math.inf) -> Run:
         """The function with which one call performs its operations. The first call finds the prefix of the keys."""
 
         def run(*operations: Operation) -> list[Any]:
@@ -107,8 +103,8 @@ class PollingStore(dist.Store):
         Raises:
             LifetimeError: the store is closed.
         """
-        if self._closed:
-            raise LifetimeError(self._closed)
+        if self.closed:
+            raise LifetimeError(self.closed)
         left = min(self.timeout.total_seconds(), deadline - time.monotonic())
         return max(0.0, left) + timing.TIMING.report_missing
 
@@ -124,9 +120,9 @@ class PollingStore(dist.Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         self.used = True
-        if not self._closed and all(key in self.values for key in keys):
+        if not self.closed and all(key in self.values for key in keys):
             return
-        limit = self.new_timeout or (self._timeout if timeout is None else timeout)
+        limit = self.new_timeout or timeout or self._timeout
         backend_errors.raise_inside(self._error_of_wait(keys, limit.total_seconds()), self)
 
     def _error_of_wait(self, keys: list[str], limit: float) -> PgmeshError | None:
@@ -137,15 +133,23 @@ class PollingStore(dist.Store):
             return None
         except PgmeshError as error:
             if isinstance(error, MismatchError):
-                self.refusal = Decision("mismatch", str(error))
+                self._mismatch = Decision("mismatch", str(error))
             hint = self._thread().store_hint() if isinstance(error, MissingRanksError) else ""
             return backend_errors.without_frames(error, hint)
         finally:
             self.waited += time.monotonic() - start
 
     def _wait(self, keys: list[str], start: float, limit: float) -> None:
+        """Poll until all keys have a value, or until one of these errors:
+
+        LifetimeError        this rank has closed the store
+        MismatchError        a value has another fingerprint, or a rank has published a mismatch
+        LifetimeError        a rank has published that it aborted the mesh
+        MissingRanksError    the time is over
+        WorldError           the world's store does not answer
+        """
         deadline = start + limit
-        run, pace, shows_status = self._runner(deadline), self._thread().pace, False
+        run, pace, shows_status = self._run_until(deadline), self._thread().pace, False
         pause, longest_pause = pauses(pace), timing.TIMING.longest_pause * pace
         try:
             self._compare_with_first(run)
@@ -166,23 +170,21 @@ class PollingStore(dist.Store):
                 self._thread().set_status("")
 
     def read_refusal(self, run: Run) -> Decision | None:
-        """The refusal that a rank has published; None if there is none, or before this rank has written or waited.
+        """The abort or the mismatch that a rank has found; None if there is none, or before this rank has waited.
 
         Args:
             run: performs operations on the store.
         """
         keys = self._refusal_keys() if self._prefix or self.values else ()
-        for key, text in zip(keys, run(*map(Read, keys)) if keys else ()):
-            found = None if text is None else Decision.unpack(key, text)
-            if found and (self.refusal is None or found.kind == "aborted"):  # the end of the mesh counts
-                self.refusal = found
-        return self.refusal
+        published = [Decision.unpack(key, text) for key, text in zip(keys, run(*map(Read, keys))) if text is not None]
+        found = [*filter(None, [self._mismatch]), *published]
+        return max(found, key=lambda refusal: refusal.kind == "aborted", default=None)  # the end of the mesh counts
 
     def ask_for_refusal(self, seconds: float) -> Decision | None:
-        """The same, read with a timeout; None if there is no answer."""
+        """The same, read with a timeout; what this rank has found if there is no answer."""
         with contextlib.suppress(PgmeshError):
-            self.read_refusal(functools.partial(self._thread().run, seconds=seconds))
-        return self.refusal
+            return self.read_refusal(functools.partial(self._thread().run, seconds=seconds))
+        return self._mismatch
 
     def _raise_refusal(self, run: Run) -> None:
         refusal = self.read_refusal(run)
@@ -247,7 +249,7 @@ class PollingStore(dist.Store):
 
     def set(self, key: str, value: Any) -> None:
         self.used = True
-        run = self._runner()
+        run = self._run_until()
         run(*self._writes({key: bytes(value)}))
 
     def _compare_with_first(self, run: Run) -> None:
@@ -266,12 +268,12 @@ class PollingStore(dist.Store):
         return [Raw("set", (key, self._fingerprint.encoded + SEPARATOR + value)) for key, value in full.items()]
 
     def _raw(self, operation: str, key: Any, *arguments: Any) -> Any:
-        run, full = self._runner(), self._store_key(key)
+        run, full = self._run_until(), self._store_key(key)
         self.written.add(full)
         return run(Raw(operation, (full, *arguments)))[0]
 
     def check(self, keys: list[str]) -> bool:
-        run = self._runner()
+        run = self._run_until()
         return bool(run(Raw("check", ([*map(self._store_key, keys)],)))[0])
 
     def add(self, key: str, amount: int) -> int:

@@ -56,7 +56,7 @@ class Claim:
     same_rank: str = ""
 
 
-def claim_rank(run: Run, rank: int, world_size: int, statuses: Statuses, claim: Claim | None = None) -> Claim:
+def claim_rank(run: Run, rank: int, world_size: int, statuses: Statuses, claim: Claim) -> None:
     """Publish that this process has a rank, unless another process has it too and sends heartbeats.
 
     It may take two heartbeat periods to know.
@@ -64,19 +64,18 @@ def claim_rank(run: Run, rank: int, world_size: int, statuses: Statuses, claim: 
     Args:
         run: performs operations on the store.
         statuses: no status has been read yet. Ranks are lost after two heartbeat periods.
-        claim: the claim to complete and return. An earlier call may have failed after it wrote this process's label in
-            place of another, and the store no longer shows that.
+        claim: the claim to complete. An earlier call may have failed after it wrote this process's label in place of
+            another, and the store no longer shows that.
     """
-    me, claim = process_label(), Claim() if claim is None else claim
+    me = process_label()
     (holder,) = run(CompareSet(process_key(rank), me))
     while holder.decode() != me:
         if _lives(run, rank, world_size, statuses):
             (newest,) = run(Read(process_key(rank)))
             claim.replaces_process, claim.same_rank = False, (newest or holder).decode()
-            break
+            return
         claim.replaces_process = True  # unless another new process is faster
         (holder,) = run(Raw("compare_set", (process_key(rank), holder.decode(), me)))
-    return claim
 
 
 def _lives(run: Run, rank: int, world_size: int, statuses: Statuses) -> bool:

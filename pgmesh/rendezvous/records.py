@@ -95,19 +95,18 @@ class Fingerprint:
         mine = self.encoded.partition(b" ")[2]
         if all(encoded.partition(b" ")[2] == mine for encoded in seen):
             return None
-        fields_by_rank: dict[tuple[int, str], dict[str, Any]] = {(self.rank, ""): dict(self.fields)}
-        for encoded in seen:
+        found = []
+        for encoded in dict.fromkeys([self.encoded, *seen]):
             decoded = decode_fingerprint(encoded)
             if decoded is None:
                 return f"{self.subject}: {foreign_value(key, encoded)}."
-            rank, fields = decoded
-            other = " (another process)" if rank == self.rank and fields != self.fields else ""
-            fields_by_rank[rank, other] = fields
+            found.append(decoded)
+        found.sort(key=lambda item: item[0])
         lines = []
-        for name in sorted({*self.fields, *(name for fields in fields_by_rank.values() for name in fields)}):
-            holders: dict[str, list[str]] = {}
-            for (rank, other), fields in sorted(fields_by_rank.items(), key=lambda item: item[0]):
-                holders.setdefault(_format_field(fields.get(name)), []).append(f"{rank}{other}")
+        for name in sorted({name for _, fields in found for name in fields}):
+            holders: dict[str, list[int]] = {}
+            for rank, fields in found:
+                holders.setdefault(_format_field(fields.get(name)), []).append(rank)
             if len(holders) > 1:
                 lines.append(f"\n  {name}: " + ", ".join(f"{value} on {name_ranks(r)}" for value, r in holders.items()))
         return f"{self.subject} is not the same on all ranks:{''.join(lines)}\n\n{self.hint}"

@@ -21,7 +21,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from pgmesh.errors import WorldError
@@ -77,7 +77,7 @@ def pauses(pace: float = 1.0, first: float = 0.0) -> Iterator[float]:
 def run_each(client: Client, batches: Iterable[Sequence[Operation]]) -> list[list[Any]]:
     """Perform several lists of operations at once; return the answers to each list."""
     batches = list(batches)
-    answers = iter(client.run(*itertools.chain(*batches)) if batches else ())
+    answers = iter(client.run(*itertools.chain(*batches)))
     return [[next(answers) for _ in batch] for batch in batches]
 
 
@@ -89,15 +89,16 @@ class Round(Generic[D]):
         key: prefix of the store keys.
         number: number of the current attempt. A rank begins at the lowest one whose decision it does not know.
         decision: that of the current attempt, once it is known.
-        arrived_at: the numbers of the attempts that this rank arrived at.
-        sent_to: the numbers of the attempts to which this rank sent its arrival, also if the store did not answer.
+        last_sent: number of the last attempt to which this rank sent its arrival; -1 for none.
+        arrived_at: the numbers of those for which the store has answered. After an error, one may be there twice.
     """
 
     key: str
-    number: int = field(default=0, kw_only=True)
-    decision: D | None = field(default=None, kw_only=True)
-    arrived_at: list[int] = field(default_factory=list, kw_only=True)
-    sent_to: set[int] = field(default_factory=set, kw_only=True)
+    _: KW_ONLY
+    number: int = 0
+    decision: D | None = None
+    last_sent: int = -1
+    arrived_at: list[int] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -242,7 +243,7 @@ class Rounds(Generic[R, D]):
         for each in undecided(self.rounds):
             mine = self.judge.stopped(each, error)
             # A rank that has sent no arrival may know an old attempt only. The others wait at a later one.
-            while not self._publish(each, mine) and each.number not in each.sent_to:
+            while not self._publish(each, mine) and each.number > each.last_sent:
                 each.number += 1
 
     def decide(self, each: R, decision: D) -> None:
@@ -257,10 +258,6 @@ class Rounds(Generic[R, D]):
         each.decision = self.judge.learn(each, text)
         return bool(text == mine.encode())
 
-    def _decide_all(self, decisions: Iterable[tuple[R, D]]) -> None:
-        for each, decision in decisions:
-            self.decide(each, decision)
-
     def _take(self, each: R, decision: D) -> None:
         each.decision = decision
         self.judge.decided(each)
@@ -269,11 +266,10 @@ class Rounds(Generic[R, D]):
         """Arrive at the first attempt of each round whose decision this rank does not skip."""
         arrived: dict[R, Sequence[Any]] = {}
         while arriving:
-            sent_before = [each.number in each.sent_to for each in arriving]
+            sent_before = [each.number == each.last_sent for each in arriving]
             for each in arriving:
-                each.sent_to.add(each.number)
+                each.last_sent = each.number
             answers = run_each(self.client, ([Read(each.decision_key), *self.judge.arrival(each)] for each in arriving))
-            again = []
             for each, sent, (earlier, *more) in zip(arriving, sent_before, answers):
                 each.arrived_at.append(each.number)
                 if earlier is None:
@@ -282,11 +278,11 @@ class Rounds(Generic[R, D]):
                 decision = self.judge.learn(each, earlier)
                 if self.judge.skips(each, decision, sent_before=sent):
                     each.number += 1
-                    again.append(each)
                 else:
                     self._take(each, decision)
-            arriving = again
-        self._decide_all(self.judge.arrived(arrived))
+            arriving = [each for each in undecided(arriving) if each not in arrived]
+        for each, decision in self.judge.arrived(arrived):
+            self.decide(each, decision)
 
     def _wait(self, took: float) -> None:
         """Wait until all rounds are decided.
@@ -311,7 +307,8 @@ class Rounds(Generic[R, D]):
         late = now >= self.judge.deadline
         if not open_rounds or (not late and now < self._next_look):
             return
-        self._decide_all(self.judge.judge(open_rounds, late=late))
+        for each, decision in self.judge.judge(open_rounds, late=late):
+            self.decide(each, decision)
         self._next_look = self.client.now() + self.judge.period()
         open_rounds = undecided(self.rounds)
         if open_rounds and now >= self.warning and (text := self.judge.waits_for(open_rounds)):

@@ -7,7 +7,6 @@ A status is a record in the store under ``pgmesh/status/<rank>``.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -103,28 +102,21 @@ class RankStatus:
     @classmethod
     def unpack(cls, rank: int, text: bytes | None) -> RankStatus | None:
         """Decode the status of a rank; None for no status or a foreign value."""
-        texts = {"activity": str, "exited": str}
-        lists = {"pending": list, "running": list, "endpoint": list}
-        record = unpack(text or b"", rank=int, heartbeat=int, sent=float, **texts, **lists)
-        if record is None or record["rank"] != rank:
+        plain = {"rank": int, "heartbeat": int, "activity": str, "exited": str, "sent": float}
+        record = unpack(text or b"", pending=list, running=list, endpoint=list, **plain)
+        if record is None or record["rank"] != rank or not 0.0 <= record["sent"] <= _LATEST:  # NaN is none of these
             return None
         pending = [_typed(PendingConnect, each, (str, str, str, str, str, list)) for each in record["pending"]]
         running = [_typed(RunningCollective, each, (str, str, str, int, int)) for each in record["running"]]
         endpoint = record["endpoint"]
         if None in pending or None in running or not _is_endpoint(endpoint):
             return None
-        if not 0.0 <= record["sent"] <= _LATEST:  # NaN too
-            return None
         waits = [wait._replace(missing=tuple(each for each in wait.missing if type(each) is int)) for wait in pending]
         return cls(
-            rank,
-            record["heartbeat"],
-            record["activity"],
-            tuple(waits),
-            tuple(running),
-            record["exited"],
-            tuple(endpoint),
-            record["sent"],
+            **{name: record[name] for name in plain},
+            pending=tuple(waits),
+            running=tuple(running),
+            endpoint=tuple(endpoint),
         )
 
     def __str__(self) -> str:
@@ -142,7 +134,7 @@ def _is_endpoint(values: list[Any]) -> bool:
     return not values or ([*map(type, values)] == [str, int] and 0 <= values[1] < 1 << 16)
 
 
-# -- lost ranks -------------------------------------------------------------------------------------------------------
+# -- what this process knows of one rank ------------------------------------------------------------------------------
 
 
 READ_SECONDS = 0.02
@@ -151,20 +143,28 @@ short by up to this time, which is added back: otherwise a silence of five heart
 
 
 class Record(NamedTuple):
-    """The knowledge of one rank.
+    """The knowledge of one rank, and what follows from it:
+
+        its status       its listener       its last heartbeat          so the rank
+        none             any                any                         may not have begun
+        has ``exited``   any                any                         is lost: it left the world
+        other            is known to        any                         is lost: its process has ended
+                         refuse
+        other            other              read ``lost_after`` ago     is lost: it is silent
+        other            other              read later                  lives
 
     Args:
         status: the last one; None if the last read found none.
         foreign: message about the value that was read in its place; None for none.
         heard: the last heartbeat, and when it was first read; None before the first one.
-        read_at: the begin of the last read that found a status.
-        ended: the listener of a process that has ended; None for none.
+        silence: seconds from that time to the begin of the last read that found it again. A slow answer is no silence.
+        ended: the listener that is known to refuse; None for none.
     """
 
     status: RankStatus | None = None
     foreign: str | None = None
     heard: tuple[int, float] | None = None
-    read_at: float = 0.0
+    silence: float = 0.0
     ended: object = None
 
     def after(self, status: RankStatus | None, foreign: str | None, began: float, now: float) -> Record:
@@ -173,30 +173,41 @@ class Record(NamedTuple):
         if status is None:
             return self._replace(status=None, foreign=foreign)
         # A new process of the rank counts its heartbeats from the beginning, and may have the port of another one.
-        if before is None or (before.heartbeat, before.sent) != (status.heartbeat, status.sent):
-            return Record(status, None, (status.heartbeat, now), began)
-        return self._replace(status=status, read_at=began)
+        if before is None or self.heard is None or (before.heartbeat, before.sent) != (status.heartbeat, status.sent):
+            return Record(status, heard=(status.heartbeat, now))
+        return self._replace(status=status, silence=began - self.heard[1])
 
     @property
-    def silence(self) -> float:
-        """Seconds from the answer with the last heartbeat to the last read. A slow answer is no silence."""
-        return 0.0 if self.heard is None else max(0.0, self.read_at - self.heard[1])
+    def text(self) -> str | None:
+        """The status as text, or the foreign value in its place; None for neither."""
+        return self.foreign if self.status is None else str(self.status)
 
-    @property
-    def is_ended(self) -> bool:
-        """True if the process that published the status has ended."""
-        return self.status is not None and bool(self.status.endpoint) and self.ended == self.status.endpoint
+    def loss(self, lost_after: float) -> str:
+        """How it is known that the rank is lost, to follow its name; "" if it is not. See the table."""
+        status, seconds = self.status, self.silence + READ_SECONDS
+        if status is None:
+            return ""
+        if status.exited:
+            return f": {status}"
+        if status.endpoint == self.ended:
+            return f" has ended: its listener at {':'.join(map(str, status.endpoint))} refuses connections"
+        if seconds >= lost_after:
+            return f" has sent no heartbeat for at least {int(seconds)} s; its last status: {status}"
+        return ""
+
+
+# -- what it knows of all ---------------------------------------------------------------------------------------------
 
 
 class Statuses:
     """The last status of other ranks, each with the time when its heartbeat was first read.
 
-    A rank is lost if its status says that it left, if its heartbeat has not changed for a while, or if its process has
-    ended. The store thread and a caller of ``shrink`` may use one object at the same time.
+    The store thread and a caller of ``shrink`` may use one object at the same time. A record is replaced as a whole, so
+    one of two reads at once holds, and the next look finds what it missed.
 
     Args:
         lost_after: seconds without a new heartbeat after which a rank counts as lost.
-        now: the clock, in seconds: ``WorldStore.answered_seconds``, or the one of a model.
+        now: the clock, in seconds: ``AnswerClock.answered_seconds``, or the one of a model.
         has_ended: True if the process with this status has ended. Its heartbeat has not changed for these seconds.
     """
 
@@ -207,7 +218,6 @@ class Statuses:
         has_ended: Callable[[RankStatus, float], bool] = lambda status, seconds: False,
     ) -> None:
         self.lost_after, self.now, self._has_ended = lost_after, now, has_ended
-        self._lock = threading.Lock()  # guards the change of a record, which readers see as a whole
         self.records: dict[int, Record] = {}  # by rank that was read
 
     def read(self, run: Run, ranks: Iterable[int]) -> None:
@@ -217,13 +227,12 @@ class Statuses:
             run: performs operations on the store.
         """
         ranks, began = list(ranks), self.now()
-        texts = run(*(Read(status_key(rank)) for rank in ranks)) if ranks else ()
+        texts = run(*(Read(status_key(rank)) for rank in ranks))
         now = self.now()
         for rank, text in zip(ranks, texts):
             status = RankStatus.unpack(rank, text)
             foreign = None if status or text is None else foreign_value(status_key(rank), text)
-            with self._lock:
-                self.records[rank] = self._record(rank).after(status, foreign, began, now)
+            self.records[rank] = self._record(rank).after(status, foreign, began, now)
 
     def _record(self, rank: int) -> Record:
         return self.records.get(rank, Record())
@@ -238,8 +247,7 @@ class Statuses:
 
     def text(self, rank: int) -> str | None:
         """The last status of a rank as text, or the foreign value in its place; None if it has none."""
-        record = self._record(rank)
-        return record.foreign if record.status is None else str(record.status)
+        return self._record(rank).text
 
     def find_ended(self, run: Run, ranks: Iterable[int], *, all_of_them: bool = False) -> None:
         """Ask the listeners of some ranks, up to the first process that has not ended: the caller waits for that one.
@@ -255,8 +263,7 @@ class Statuses:
             if status is None or status.exited or record.ended == status.endpoint:
                 continue
             if self._has_ended(status, record.silence):
-                with self._lock:
-                    self.records[rank] = self._record(rank)._replace(ended=status.endpoint)
+                self.records[rank] = self._record(rank)._replace(ended=status.endpoint)
                 self.read(run, [rank])  # it may have published a reason since the last read
             elif not all_of_them or self.now() - start >= ANSWER_SECONDS:
                 return
@@ -267,17 +274,8 @@ class Statuses:
         Args:
             lost_after: as in the class, for this call.
         """
-        records = {rank: self._record(rank) for rank in ranks}
-        lost = {rank: record for rank, record in records.items() if self._is_lost(record, lost_after)}
-        return {rank: self._describe(rank, record, lost_after) for rank, record in lost.items()}
-
-    def _is_lost(self, record: Record, lost_after: float | None) -> bool:
-        if record.status is None:
-            return False
-        return bool(record.status.exited) or record.is_ended or self._is_silent(record, lost_after)
-
-    def _is_silent(self, record: Record, lost_after: float | None) -> bool:
-        return record.silence + READ_SECONDS >= self.limit(lost_after)
+        limit = self.limit(lost_after)
+        return {rank: f"rank {rank}{loss}" for rank in ranks if (loss := self._record(rank).loss(limit))}
 
     def limit(self, lost_after: float | None) -> float:
         """Seconds of silence after which a rank is lost: those given, or the default."""
@@ -291,24 +289,14 @@ class Statuses:
 
     def describe(self, rank: int, lost_after: float | None = None) -> str:
         """The last status of a rank for a message; how it is known to be lost, if it is."""
-        record = self.records.get(rank)
-        return f"rank {rank}: its status was not read" if record is None else self._describe(rank, record, lost_after)
-
-    def _describe(self, rank: int, record: Record, lost_after: float | None) -> str:
-        status = record.status
-        if status is None:
-            no_status = "no status: it has not called connect yet, or cannot reach the store"
-            return f"rank {rank}: {record.foreign or no_status}"
-        if record.is_ended and not status.exited:
-            return f"rank {rank} has ended: its listener at {':'.join(map(str, status.endpoint))} refuses connections"
-        if status.exited or not self._is_silent(record, lost_after):
-            return f"rank {rank}: {status}"
-        seconds = int(record.silence + READ_SECONDS)
-        return f"rank {rank} has sent no heartbeat for at least {seconds} s; its last status: {status}"
+        if rank not in self.records:
+            return f"rank {rank}: its status was not read"
+        record = self._record(rank)
+        no_status = "no status: it has not called connect yet, or cannot reach the store"
+        return f"rank {rank}{record.loss(self.limit(lost_after)) or f': {record.text or no_status}'}"
 
     def next_inspection(self, period: float) -> float:
         """Seconds until the next inspection: a period, or less if a silent rank becomes lost before."""
-        now = self.now()
-        times = [each.heard[1] for each in [*self.records.values()] if each.heard is not None]
-        losses = (heard + self.lost_after - now for heard in times)
+        heard = [each.heard[1] for each in [*self.records.values()] if each.heard is not None]
+        losses = (at + self.lost_after - self.now() for at in heard)
         return min([period, *(each for each in losses if each > 0)])

@@ -69,7 +69,7 @@ class StoreThread:
     @property
     def stalled(self) -> bool:
         """True if the store has not answered for a second."""
-        return self.store.silent_seconds > 1.0
+        return self.store.clock.silent_seconds > 1.0
 
     # -- operations, called by other threads ----------------------------------------------------------------------
 
@@ -79,29 +79,14 @@ class StoreThread:
         Raises:
             WorldError: ``seconds`` passed without an answer of the store, to any thread, or the store has failed.
         """
-        return self.store.board.request(operations, lambda: self._ask(operations, seconds))
+        return self.store.board.request(operations, lambda: self._ask(operations, seconds)) if operations else []
 
     def _ask(self, operations: Sequence[Operation], seconds: float) -> list[Any]:
         """Hand a batch to the thread, and wait for the answers."""
-        address, batch = self.store.address, Batch(operations)
-        if not self._is_running():
-            raise WorldError(f"this process has left the world, so it cannot use the store at {address}.")
+        batch = Batch(operations)
         try:
             self._queue.put(batch)
-            start, waited = time.monotonic(), 0.0
-            end = start + seconds + timing.TIMING.late_answer  # behind batches of other threads, on a slow store
-            while not batch.done.acquire(timeout=min(max(0.0, seconds - waited), timing.TIMING.thread_check)):
-                waited = self.store.seconds_without_answer(start)  # a slow store answers meanwhile
-                if not self._is_running():
-                    raise WorldError(f"this process has left the world during an operation on {address}.")
-                if self.store.is_gone():
-                    raise self.store.error("connection refused")
-                if waited >= seconds:
-                    raise WorldError(f"the store at {address} did not answer for {waited:.1f} s. {AFTER_FAILURE}")
-                if time.monotonic() >= end:
-                    raise WorldError(
-                        f"the store at {address} is slow: a request took {end - start:g} s. {AFTER_FAILURE}"
-                    )
+            self._wait_for(batch, seconds)
         finally:
             batch.cancelled = True  # after a timeout or Ctrl-C, the thread performs no more of them
         if batch.error is None:
@@ -111,9 +96,20 @@ class StoreThread:
         finally:
             del batch  # else the error and this frame keep each other alive
 
-    def post(self, *operations: Operation) -> None:
-        """Perform operations later, before the thread ends. Returns at once and never raises."""
-        self.store.board.request(operations, lambda: self._queue.put(Batch(operations)))
+    def _wait_for(self, batch: Batch, seconds: float) -> None:
+        address, start, waited = self.store.address, time.monotonic(), 0.0
+        limit = seconds + timing.TIMING.late_answer  # behind batches of other threads, on a slow store
+        while self._is_running():
+            if batch.done.acquire(timeout=min(max(0.0, seconds - waited), timing.TIMING.thread_check)):
+                return
+            waited = self.store.clock.seconds_without_answer(start)  # a slow store answers meanwhile
+            if self.store.is_gone():
+                raise self.store.error("connection refused")
+            if waited >= seconds:
+                raise WorldError(f"the store at {address} did not answer for {waited:.1f} s. {AFTER_FAILURE}")
+            if time.monotonic() - start >= limit:
+                raise WorldError(f"the store at {address} is slow: a request took {limit:g} s. {AFTER_FAILURE}")
+        raise WorldError(f"this process has left the world, so it cannot use the store at {address}.")
 
     def insist(self, task: Callable[[Run], str], seconds: float) -> str | None:
         """Let the thread perform a task, and repeat it after each failure of the store, until it has been done once.
@@ -133,13 +129,13 @@ class StoreThread:
             done.set()
 
         self._tasks.append(attempt)
-        self.post()
+        self._queue.wake()
         done.wait(seconds)
         return results[0] if results else None
 
     def store_hint(self) -> str:
         """Return a reason why ranks may not find each other on this store, with a fix; "" for none."""
-        if not self.store.served_another_world(seconds=1.0):
+        if not self.store.served_another_world():
             return ""
         return (
             f"\n\nThe store at {self.store.address} has served another world too. Ranks that were in it use other "
@@ -173,7 +169,7 @@ class StoreThread:
 
     def _publish_soon(self) -> None:
         self._publish_now = True
-        self.post()
+        self._queue.wake()
 
     def stop(self, reason: str = "") -> None:
         """Let the thread publish the reason, leave the world and end.
@@ -181,12 +177,12 @@ class StoreThread:
         Waits for that for 5 s at most; without tasks, for half a second while the store does not answer. A thread that
         returns from the store's client while Python ends would abort the process.
         """
-        self._status.set_exited(reason)
-        self.store.mark_left()
+        self._status.exited = reason
+        self.store.leaves = True
         self._queue.put(None)
         end = time.monotonic() + 5.0
         while self._thread.is_alive() and time.monotonic() < end:
-            if not self._tasks and self.store.silent_seconds >= 0.5:
+            if not self._tasks and self.store.clock.silent_seconds >= 0.5:
                 break
             self._thread.join(0.02)
 
@@ -244,7 +240,7 @@ class StoreThread:
 
     def _publish_status(self) -> None:
         """Publish the status, unless another process has this rank too."""
-        if not self.store.same_rank:
+        if not self.store.claim.same_rank:
             self.store.listeners.drain()
             status = self._status.next(self.store.listeners.endpoint)
             self.store.perform(Raw("set", (status_key(self.store.rank), status.pack())))

@@ -6,11 +6,11 @@ performs operations.
 
 How an operation reaches the store:
 
-    perform                  an operation of a caller
-      open                   before the first one, claims this process's rank, which needs operations too
-      _perform_repeating     once more after a failure, if the operation can be repeated
-        _with_connection     opens the connection if there is none; after a failure there is none
-          _connect           enters the world before the first connection is used
+    perform                an operation of a caller
+      _with_connection     opens the connection if there is none; after a failure there is none. Then once more, if the
+                           operation can be repeated
+        _connect           the first time, enters the world and claims this process's rank, which needs operations too
+        _perform_on        the operation itself
 
 ``world_name.py`` uses torch's object for every store. A wait inside torch may hold it for long, so
 ``served_another_world`` reads the name of the world in a further thread.
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import math
 import socket
 import threading
@@ -53,8 +54,54 @@ def underlying(store: Any) -> Any:
     return store
 
 
+class AnswerClock:
+    """When the store answered this process. The store thread calls ``ask``, ``answer`` and ``end``; any thread reads.
+
+    Args:
+        period: seconds between two heartbeats of any rank.
+    """
+
+    def __init__(self, period: float) -> None:
+        self._period = period
+        self._asked = math.inf  # the start of the operation that runs; inf if none does
+        self._answered = 0.0, time.monotonic()  # ``answered_seconds`` at the last answer, and its time
+
+    def ask(self) -> None:
+        """Begin an operation."""
+        self._asked = time.monotonic()
+
+    def answer(self) -> None:
+        """End the operation with an answer."""
+        self._answered = self.answered_seconds(), time.monotonic()
+        self.end()
+
+    def end(self) -> None:
+        """End the operation, if it runs."""
+        self._asked = math.inf
+
+    @property
+    def silent_seconds(self) -> float:
+        """For how long the store has not answered the operation that runs; 0.0 or less if none runs."""
+        return time.monotonic() - self._asked
+
+    def seconds_without_answer(self, start: float) -> float:
+        """Seconds since the store's last answer to this process, or since a later start."""
+        return time.monotonic() - max(start, self._answered[1])
+
+    def answered_seconds(self) -> float:
+        """Time in which the store answered this process, the clock of other ranks' silence.
+
+        Each interval between two answers counts for one heartbeat period at most. So a pause of the store, of this
+        process or of the whole machine adds at most one period, and makes nobody seem lost.
+        """
+        seconds, last = self._answered
+        return seconds + min(time.monotonic() - last, self._period)
+
+
 class WorldStore:
     """The store of one world, as one rank reaches it.
+
+    The store thread writes every field, except ``leaves``.
 
     Args:
         store: the world's store.
@@ -72,61 +119,28 @@ class WorldStore:
         self.period = timing.heartbeat_period(world_size)  # of every rank
         self._connection: Any = None  # with the world's key prefix; None before the first operation and after a failure
         self._name = ""  # of the world
-        self._claim, self._has_claimed = Claim(), False  # the claim is complete after the first operation
-        self._leaves = False  # over a cut network, it connects no more
+        self.claim, self._has_claimed = Claim(), False  # the claim is complete after the first operation
+        self.leaves = False  # this process leaves the world, and connects no more over a cut network
         self._server: tuple[str, int] | None = None  # numeric address of the store, once it has answered
         # The server while torch's client connects to it, which takes seconds if the server ends meanwhile. Callers then
         # ask the port themselves. A killed store closes its port last, so this is common.
         self._opening: tuple[str, int] | None = None
-        self._operation_start = math.inf  # of an operation that the store has not answered
-        self._answered = 0.0, time.monotonic()  # answered_seconds at the last answer, and its time
+        self.clock = AnswerClock(self.period)
         self.listeners = Listeners(self.period)
 
     # -- called by any thread -------------------------------------------------------------------------------------
-
-    @property
-    def silent_seconds(self) -> float:
-        """For how long the store has not answered the operation that runs; 0.0 or less if none runs."""
-        return time.monotonic() - self._operation_start
-
-    def seconds_without_answer(self, start: float) -> float:
-        """Seconds since the store's last answer to this process, or since a later start."""
-        return time.monotonic() - max(start, self._answered[1])
-
-    def answered_seconds(self) -> float:
-        """Time in which the store answered this process, the clock of other ranks' silence.
-
-        Each interval between two answers counts for one heartbeat period at most. So a pause of the store, of this
-        process or of the whole machine adds at most one period, and makes nobody seem lost.
-        """
-        seconds, last = self._answered
-        return seconds + min(time.monotonic() - last, self.period)
 
     def is_gone(self) -> bool:
         """True if the server's port is closed while this process connects to it."""
         return (server := self._opening) is not None and refuses(server)
 
-    @property
-    def replaces_process(self) -> bool:
-        """True if another process had this rank and has ended. Known after the first operation."""
-        return self._claim.replaces_process
-
-    @property
-    def same_rank(self) -> str:
-        """Label of another living process with this rank; "" for none. Known after the first operation."""
-        return self._claim.same_rank
-
     def error(self, reason: str) -> WorldError:
         return WorldError(f"the store at {self.address} failed: {reason}. {AFTER_FAILURE}")
 
-    def mark_left(self) -> None:
-        """Record that this process leaves the world, which ends the attempts to reach its store over a cut network."""
-        self._leaves = True
-
-    def served_another_world(self, seconds: float) -> bool:
+    def served_another_world(self) -> bool:
         """True if another world was on the store before this one, or is there now; False if that is not known.
 
-        The name is read in a thread of its own, since a wait inside torch may hold its client for long.
+        The name is read in a thread of its own, with a timeout, since a wait inside torch may hold its client for long.
         """
         if not self._name:
             return False
@@ -140,7 +154,7 @@ class WorldStore:
 
         thread = threading.Thread(target=read, name="pgmesh-world-name", daemon=True)
         thread.start()
-        thread.join(seconds)
+        thread.join(1.0)
         return names[0] not in (self._name, ABSENT)
 
     # -- called by the store thread -------------------------------------------------------------------------------
@@ -151,29 +165,23 @@ class WorldStore:
         return self._connection is not None
 
     def perform(self, operation: Operation) -> Any:
-        """Perform an operation; the first one claims this process's rank before."""
-        if not self._has_claimed:
-            self.open()
-        return self._perform_repeating(operation)
+        """Perform an operation. If that fails and it can be repeated, perform it once more on a new connection."""
+        (answer,) = self._with_connection(
+            lambda: self._perform_on(self._connection, operation), again=can_be_repeated(operation)
+        )
+        return answer
+
+    def _perform_on(self, connection: Any, *operations: Operation) -> list[Any]:
+        answers = []
+        for operation in operations:
+            self.clock.ask()
+            answers.append(self.board.perform(connection, operation))
+            self.clock.answer()
+        return answers
 
     def open(self) -> None:
-        """Open the connection and the listener, and claim this process's rank, unless that is done."""
+        """Open the connection and the listener, unless that is done. The first time claims this process's rank."""
         self._with_connection(lambda: None, again=True)
-        if not self._has_claimed:
-            statuses = Statuses(2 * self.period, self.answered_seconds, self.listeners.has_ended)
-            claim_rank(self._perform_all, self.rank, self.world_size, statuses, self._claim)
-            self._has_claimed = True
-
-    def _perform_all(self, *operations: Operation) -> list[Any]:
-        return [*map(self._perform_repeating, operations)]
-
-    def _perform_repeating(self, operation: Operation) -> Any:
-        """Perform an operation. If that fails and it can be repeated, perform it once more on a new connection."""
-        answer = self._with_connection(
-            lambda: self.board.perform(self._connection, operation), again=can_be_repeated(operation)
-        )
-        self._answered = self.answered_seconds(), time.monotonic()
-        return answer
 
     def _with_connection(self, perform: Callable[[], Any], *, again: bool) -> Any:
         """Call a function that uses the connection, which is opened if necessary.
@@ -182,7 +190,7 @@ class WorldStore:
             again: after a failure, call it once more on a new connection.
         """
         while True:
-            self._operation_start = time.monotonic()
+            self.clock.ask()
             try:
                 if self._connection is None:
                     self._connection = self._connect()
@@ -196,19 +204,24 @@ class WorldStore:
                     raise self.error(reason) from error
                 again = False
             finally:
-                self._operation_start = math.inf
+                self.clock.end()
 
     def _connect(self) -> Any:
-        """Open the connection, and enter the world if this process is not in it yet."""
+        """Open a connection. The first time, enter the world and claim this process's rank."""
         store = underlying(self._torch_store)
         if isinstance(store, dist.TCPStore):
             store = self._connect_tcp(store)
         if not self._name:
             self._name = self._entry.enter(self._torch_store)
-        prefixed = dist.PrefixStore(f"pgmesh.{self._name}", store)
-        if self._has_claimed and not prefixed.check([process_key(self.rank)]):
+        connection = dist.PrefixStore(f"pgmesh.{self._name}", store)
+        if not self._has_claimed:
+            statuses = Statuses(2 * self.period, self.clock.answered_seconds, self.listeners.has_ended)
+            run = functools.partial(self._perform_on, connection)
+            claim_rank(run, self.rank, self.world_size, statuses, self.claim)
+            self._has_claimed = True
+        elif not connection.check([process_key(self.rank)]):
             raise self.error("another store answers there now, without the keys of this world")
-        return prefixed
+        return connection
 
     def _connect_tcp(self, store: Any) -> Any:
         """Open another connection to the server of a store, and the listener at this end of it."""
@@ -233,7 +246,7 @@ class WorldStore:
                 return socket.create_connection(server, 2.0)  # the kernel would try again at growing intervals
             except OSError as error:
                 is_cut = isinstance(error, TimeoutError) or error.errno in _CUT
-                if not is_cut or self._server is None or self._leaves:
+                if not is_cut or self._server is None or self.leaves:
                     raise
                 time.sleep(0.2)
 
@@ -243,7 +256,7 @@ class WorldStore:
             return
         if self._with_connection(lambda: leave_world(self._torch_store, self._name), again=False):
             keys = [key(rank) for rank in range(self.world_size) for key in (status_key, process_key, meshes_key)]
-            self._perform_repeating(Delete(tuple(keys)))
+            self.perform(Delete(tuple(keys)))
 
     def close(self) -> None:
         """Close the connection and the listener. A mesh that outlives the world would keep them open."""

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
-from pgmesh.rendezvous import backend_errors
 from tests.support.exiting import Ended, run_to_exit
 from tests.support.faults import read_result, wait_for_flag, wait_until, write_result
 from tests.support.programs import wait_until_gone
@@ -101,8 +100,7 @@ def in_a_fork() -> None:
         lambda: print(mesh.coord),
     ]
     warnings.filterwarnings("ignore", "This process", DeprecationWarning)  # of a fork beside threads, from 3.12 on
-    with backend_errors._lock:  # another thread holds it, whose first collective fails
-        child = os.fork()
+    child = os.fork()
     if child == 0:
         for ask in asks:
             try:

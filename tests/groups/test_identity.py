@@ -16,6 +16,7 @@ from pgmesh.groups.registration import Registration
 from pgmesh.layout import Layout
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Append, Operation, perform
+from pgmesh.rendezvous.processes import Claim
 
 PAIR = Layout(dp=2)
 
@@ -25,7 +26,7 @@ class Process:
 
     def __init__(self, store: dist.Store, rank: int, *, replaces_process: bool = False) -> None:
         self.torch_store, self.rank = store, rank
-        store_of_world = SimpleNamespace(replaces_process=replaces_process, same_rank="")
+        store_of_world = SimpleNamespace(claim=Claim(replaces_process=replaces_process))
         self.thread: Any = SimpleNamespace(store=store_of_world)
         self.registration = Registration(rank, lambda: self.thread)
         self.created: Counter[str] = Counter()  # meshes, by name

@@ -98,7 +98,7 @@ def test_world_entered_after_the_stop_is_left():
     """The thread takes a heartbeat that was due before it learns that the process leaves."""
     entered = set[str]()
     store = WorldStore(dist.HashStore(), "here", 0, 2, entered)
-    store.mark_left()
+    store.leaves = True
     store.open()
     store.leave()
     assert len(entered) == 1
@@ -155,12 +155,12 @@ def test_failed_entry_is_uncounted_in_ended_world():
     assert store.num_keys() == 0
 
 
-def test_posted_operations_are_performed_before_the_thread_ends():
+def test_task_is_performed_before_the_thread_ends():
     store = dist.HashStore()
     thread = StoreThread(WorldStore(store, "here", 0, 2, set()))
     thread.run(Read("key"), seconds=LONG)
     name = name_on(store)
-    thread.post(CompareSet("key", "value"))
+    thread.insist(lambda run: str(run(CompareSet("key", "value"))), seconds=0.0)
     thread.stop()
     assert perform(dist.PrefixStore(f"pgmesh.{name}", store), Read("key")) == b"value"
     with pytest.raises(WorldError, match="this process has left the world"):
@@ -340,7 +340,9 @@ def test_one_of_two_new_processes_has_the_rank(monkeypatch: pytest.MonkeyPatch):
             return answers
 
         monkeypatch.setattr(processes, "process_label", lambda: me)
-        return claim_rank(run, 0, 1, Statuses(0.5, time.monotonic))
+        made = Claim()
+        claim_rank(run, 0, 1, Statuses(0.5, time.monotonic), made)
+        return made
 
     def second_claims() -> None:
         if not second:
@@ -354,18 +356,19 @@ def test_one_of_two_new_processes_has_the_rank(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("lost", [1, 2])
 def test_claim_with_lost_answers_shows_the_predecessor(lost: int):
-    """With the second answer, the operation fails. The next one finds this process's own label in the store."""
+    """After the second, the operation fails. The next one finds this process's own label in the store."""
     store = dist.HashStore()
     prefixed = dist.PrefixStore(f"pgmesh.{enter_world(store, set())}", store)
     prefixed.set(process_key(0), "process 1 on another host/x")
     mine = WorldStore(store, "here", 0, 2, set())
     mine.period = 0.05
     replacing = Raw("compare_set", (process_key(0), "process 1 on another host/x", process_label()))
-    with faults(Fault(replacing, after=raises(RuntimeError("the connection was reset")), times=lost)):
+    claiming, reset = CompareSet(process_key(0), process_label()), raises(RuntimeError("the connection was reset"))
+    with faults(Fault(replacing, after=reset, times=1), Fault(claiming, after=reset, skip=1, times=lost - 1)):
         with contextlib.nullcontext() if lost == 1 else pytest.raises(WorldError, match="the connection was reset"):
             mine.perform(Read("key"))
         mine.perform(Read("key"))
-    assert mine.replaces_process
+    assert mine.claim.replaces_process
 
 
 # ---- a call of connect and the store thread: errors and signals end the wait on both sides ----
@@ -391,7 +394,7 @@ def test_watching_earlier_process_is_no_store_silence():
     thread = StoreThread(WorldStore(store, "nowhere", 0, 2, set()))
     try:
         assert thread.run(Read("key"), seconds=0.7 * thread.period) == [None]
-        assert thread.store.replaces_process
+        assert thread.store.claim.replaces_process
     finally:
         thread.stop()
 
@@ -416,7 +419,7 @@ def test_clock_of_silence_counts_each_answer(monkeypatch: pytest.MonkeyPatch):
     for pause in (0.9, 0.9, 0.9, 30.0):  # three slow looks within few heartbeats, and a pause
         now += pause * store.period
         store.perform(Read("key"))
-    assert store.answered_seconds() == pytest.approx(3.7 * store.period)
+    assert store.clock.answered_seconds() == pytest.approx(3.7 * store.period)
 
 
 def test_second_interrupt_is_raised_at_once(store_thread: StoreThread):

@@ -17,7 +17,7 @@ from pgmesh.errors import MembershipError, MismatchError, MissingRanksError
 from pgmesh.groups.identity import MeshIdentity
 from pgmesh.layout import Layout
 from pgmesh.rendezvous.operations import Board, Operation, Read
-from pgmesh.rendezvous.processes import process_key
+from pgmesh.rendezvous.processes import Claim, process_key
 from pgmesh.rendezvous.statuses import Statuses
 from tests.support.model.processes import DEADLINE, LONG, MOST_CALLS, Call, Node, as_it_is
 
@@ -133,7 +133,8 @@ class Shrink(Call):
         self.round: MeshRound | None = None  # the last one
         self.judge: SurvivorJudge | None = None
         self.thread = SimpleNamespace(
-            store=SimpleNamespace(replaces_process=program.replaces is not None), set_status=lambda activity: None
+            store=SimpleNamespace(claim=Claim(replaces_process=program.replaces is not None)),
+            set_status=lambda activity: None,
         )
         super().__init__(memory, answers, code.board)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from pgmesh.rendezvous.circles import Circle
 from pgmesh.rendezvous.group_rounds import ConnectJudge, GroupRound
 from pgmesh.rendezvous.operations import Append, Board, CompareSet
 from pgmesh.rendezvous.records import Decision, Fingerprint
@@ -14,8 +15,8 @@ from pgmesh.rendezvous.statuses import PendingConnect, Statuses
 from tests.rendezvous.model.programs import Call as Groups, Group, Program
 from tests.support.model.processes import DEADLINE, LONG, MOST_CALLS, Call, Node, as_it_is
 
-CONSTANTS = {"rank", "client", "call_site", "process", "deadline", "statuses", "warn", "ready", "circle"}
-"""Fields of a judge that are no part of its explicit state. The circle is found anew."""
+CONSTANTS = {"rank", "client", "call_site", "process", "deadline", "statuses", "warn", "ready", "find_circle"}
+"""Fields of a judge that are no part of its explicit state. A circle is found anew."""
 
 
 class SetPending(NamedTuple):
@@ -103,6 +104,13 @@ class Connect(Call):
             deadline=DEADLINE,
             statuses=self.code.statuses(LONG, self.now),
         )
+        find_circle = self.judge.find_circle
+
+        def remember_circle(rounds: Sequence[GroupRound]) -> Circle:
+            self.circle = find_circle(rounds)
+            return self.circle
+
+        self.judge.find_circle = remember_circle  # type: ignore[method-assign]
         self.rounds = Rounds(self.attempts, self.judge)
         interrupted = False
         try:
@@ -159,7 +167,7 @@ class Connect(Call):
             return None
         decision = Decision.unpack("", self.step.value.encode())
         if decision.kind == "circle":
-            return "circle", tuple((rank, wait.name) for rank, wait in self.judge.circle)
+            return "circle", tuple((rank, wait.name) for rank, wait in self.circle)
         missing = [each.missing for each in self.attempts if each.decision_key == self.step.key]
         return ("missing", missing[0]) if "did not arrive" in decision.text else None
 
