@@ -29,12 +29,11 @@ class State(enum.Enum):
     - *waiting*: this rank has not entered it.
     - *running*: torch has not ended it.
     - *raised*: torch has raised an error. A lost member, which is noticed later, may be the reason.
-    - *failed*: it has its error.
-    - *published*: the other members know of the error.
+    - *failed*: it has its error, which this rank found or another member published.
     - *done*: its sum is right.
     """
 
-    WAITING, RUNNING, RAISED, FAILED, PUBLISHED, DONE = range(6)
+    WAITING, RUNNING, RAISED, FAILED, DONE = range(5)
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,6 @@ class FirstCollective:
         lost, raised = self._statuses.lost(self.group.ranks), self._raised
         if published is not None:
             self._fail(published)
-            self.state = State.PUBLISHED
         elif lost:
             details = "".join(f"\n  {text}" for text in lost.values())
             self._fail(
@@ -174,11 +172,10 @@ class FirstCollective:
         self.state, self.error = State.FAILED, error
 
     def publish(self, run: Run) -> None:
-        """Publish the error, if the other members have to know of it.
+        """Publish the error, if there is one. The first that a member publishes holds.
 
         Args:
             run: performs operations on the store.
         """
-        if self.state is State.FAILED and self.error is not None:
+        if self.error is not None:
             run(CompareSet(self.broken_key, Decision.of(self.error, str(self.error)).pack()))
-            self.state = State.PUBLISHED
