@@ -553,7 +553,7 @@ class ProcessGroupMesh(RankMethods):
         self._mesh_groups.check()
         from pgmesh.elastic.watching import abort_when_lost, wait_for_heartbeat
 
-        limit = _parse_lost_after(lost_after, self._mesh_groups.world.size)
+        limit = self._lost_after(lost_after)
         wait_for_heartbeat(self._mesh_groups, CONNECT_TIMEOUT.total_seconds())
         abort_when_lost(self._mesh_groups, limit)
 
@@ -605,15 +605,9 @@ class ProcessGroupMesh(RankMethods):
             axis = self.axes[self.layout._numbers_of((axis,))[0]]
         from pgmesh.elastic.records import Request
         from pgmesh.elastic.shrinking import shrink
-        from pgmesh.elastic.watching import ElasticState
 
-        mesh_groups = self._mesh_groups
-        request = Request(
-            axis,
-            tuple(places),
-            _parse_lost_after(lost_after, mesh_groups.world.size) or mesh_groups.state_of(ElasticState).lost_after,
-        )
-        return _root_mesh(shrink(mesh_groups, request, to_timedelta(timeout).total_seconds()))
+        request = Request(axis, tuple(places), self._lost_after(lost_after))
+        return _root_mesh(shrink(self._mesh_groups, request, to_timedelta(timeout).total_seconds()))
 
     def stand_by(self, timeout: Timeout = CONNECT_TIMEOUT, *, lost_after: Timeout | None = None) -> ProcessGroupMesh:
         """Wait until the ranks of this mesh call ``shrink``, and return the mesh that replaces it.
@@ -639,8 +633,23 @@ class ProcessGroupMesh(RankMethods):
         self._check_root()
         from pgmesh.elastic.shrinking import stand_by
 
-        mesh_groups, seconds = self._mesh_groups, to_timedelta(timeout).total_seconds()
-        return _root_mesh(stand_by(mesh_groups, seconds, _parse_lost_after(lost_after, mesh_groups.world.size)))
+        seconds = to_timedelta(timeout).total_seconds()
+        return _root_mesh(stand_by(self._mesh_groups, seconds, self._lost_after(lost_after)))
+
+    def _lost_after(self, given: Timeout | None) -> float | None:
+        """Seconds without a heartbeat after which a rank is lost: those given, or else those of ``abort_when_lost``.
+
+        None for the default.
+        """
+        if given is None:
+            from pgmesh.elastic.watching import ElasticState
+
+            return self._mesh_groups.state_of(ElasticState).lost_after
+        seconds = to_timedelta(given).total_seconds()
+        least = 3 * heartbeat_period(self._mesh_groups.world.size)
+        if seconds < least:
+            raise OptionsError(f"lost_after={seconds:g} s is less than three heartbeats, which take {least:g} s here.")
+        return seconds
 
     @property
     def shrunk(self) -> Shrunk | None:
@@ -844,16 +853,6 @@ def _root_mesh(mesh_groups: MeshGroups) -> ProcessGroupMesh:
     mesh = object.__new__(ProcessGroupMesh)
     mesh._set(mesh_groups.layout, mesh_groups, way=(), part_of=mesh_groups.layout)
     return mesh
-
-
-def _parse_lost_after(lost_after: Timeout | None, world_size: int) -> float | None:
-    """Seconds without a heartbeat after which a rank counts as lost; None for the default."""
-    if lost_after is None:
-        return None
-    seconds, least = to_timedelta(lost_after).total_seconds(), 3 * heartbeat_period(world_size)
-    if seconds < least:
-        raise OptionsError(f"lost_after={seconds:g} s is less than three heartbeats, which take {least:g} s here.")
-    return seconds
 
 
 def _check_name(who: str, name: object) -> None:
