@@ -7,7 +7,7 @@ Verbs that a program may never use (connect, locality, report) are imported when
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -594,7 +594,8 @@ class ProcessGroupMesh(RankMethods):
             WorldError: the store does not respond.
         """
         self._check_root()
-        places = parse_ranks("shrink", spares) if spares else ()
+        has_spares = not isinstance(spares, Sized) or len(spares) > 0  # an array has no truth value
+        places = parse_ranks("shrink", spares) if has_spares else ()
         if axis is None and not places:
             raise OptionsError(
                 "shrink has neither an axis nor spares, so no rank could be dropped or replaced.\n\n"
