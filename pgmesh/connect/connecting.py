@@ -7,8 +7,9 @@ which they decide is in ``rendezvous/group_rounds.py``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -76,11 +77,9 @@ class ConnectState:
 
     Args:
         operations: their store operations.
-        last_errors: those of the last failed call; a retry does not log them again.
     """
 
     operations: int = 0
-    last_errors: set[str] = field(default_factory=set)
 
 
 class _Call:
@@ -100,14 +99,12 @@ class _Call:
 
     def __init__(self, mesh: MeshGroups, wanted: Wanted, seconds: float) -> None:
         self.mesh, self.wanted = mesh, wanted
-        self.call_site, self.state = call_site(), mesh.state_of(ConnectState)
+        self.call_site = call_site()
         self.statuses = mesh.world.new_statuses()
         self.client = CallClient(mesh.world.heartbeat_thread(), seconds)
         self.collectives = FirstCollectives(self.client, self.statuses, mesh.rank)
         self.groups: Table = {}  # those that this call connects
         self.locks = GroupLocks()  # of connected groups too
-        self.rounds: dict[GroupRound, Group] = {}  # empty until this rank arrives
-        self.met: dict[GroupAxes, float] = {}
 
     def run(self) -> Connected:
         """Connect the groups. If that ends with an error of this rank, tell the other members."""
@@ -120,21 +117,23 @@ class _Call:
                 self._cancel(error)
                 raise
             finally:
-                self.state.operations += self.client.operations
+                self.mesh.state_of(ConnectState).operations += self.client.operations
                 self._clean_up()
         self._raise_errors()
-        warm = {
-            axes: each.done - self.client.start for each in self.collectives.all for axes in self.groups[each.group]
-        }
-        return Connected(self.met, warm, self.client.operations)
+        done = {axes: each for each in self.collectives.of_made for axes in self.groups[each.group]}
+        return Connected(
+            {axes: each.met - self.client.start for axes, each in done.items()},
+            {axes: each.done - self.client.start for axes, each in done.items()},
+            self.client.operations,
+        )
 
     def _connect(self) -> None:
         """Arrive, wait for the other members, and run the first collectives."""
-        self.rounds = {self._new_round(group): group for group in self.groups}
+        self.collectives.add({self._new_round(group): group for group in self.groups})
         with self.mesh.lock:
             for group in self.groups:
                 group.connect()
-        self._rounds_of([*self.rounds]).run()
+        self._rounds_of(self.collectives.by_round).run()
         self.collectives.finish()
 
     def _new_round(self, group: Group) -> GroupRound:
@@ -154,7 +153,7 @@ class _Call:
         group.round = new
         return new
 
-    def _rounds_of(self, rounds: Sequence[GroupRound]) -> Rounds[GroupRound, Decision]:
+    def _rounds_of(self, rounds: Iterable[GroupRound]) -> Rounds[GroupRound, Decision]:
         """These rounds, with the judge of this call. The mesh is registered: their keys begin with its key."""
         judge = ConnectJudge(
             self.mesh.rank,
@@ -165,26 +164,20 @@ class _Call:
             self.statuses,
             self.mesh.identity.refusal_key,
             pace=self.client.thread.pace,
-            warn=self._warn,
+            warn=functools.partial(log.warning, "%s"),
             ready=self._ready,
         )
-        return Rounds(rounds, judge)
-
-    def _warn(self, text: str) -> None:
-        """Log a text, unless it repeats an error that this rank has raised."""
-        if not any(text.endswith(error) for error in self.state.last_errors):
-            log.warning("%s", text)
+        return Rounds([*rounds], judge)
 
     def _cancel(self, error: BaseException) -> None:
         """Tell the other members that this rank stopped."""
         self.client.end(error)
-        if isinstance(error, MismatchError) and not self.rounds:
+        arrived = self.collectives.by_round
+        if isinstance(error, MismatchError) and not arrived:
             return
         with contextlib.suppress(PgmeshError):  # the caller raises the first error
-            rounds = self.rounds or map(self._new_round, self._unconnected())
-            self._rounds_of([*rounds]).cancel(error)
-            why = why_stopped(self.mesh.rank, self.call_site, error)
-            self.collectives.cancel(why, {each: group for each, group in self.rounds.items() if each.is_made()})
+            self._rounds_of(arrived or map(self._new_round, self._unconnected())).cancel(error)
+            self.collectives.cancel(why_stopped(self.mesh.rank, self.call_site, error))
 
     def _unconnected(self) -> Iterator[Group]:
         """The groups that are not connected, and that no other thread connects. Some may not have been made."""
@@ -194,9 +187,9 @@ class _Call:
                 yield group
 
     def _raise_errors(self) -> None:
-        errors = [failure for each in self.rounds if each.decision and (failure := each.decision.error())]
-        errors += [each.error for each in self.collectives.all if each.error]
-        self.state.last_errors = set(map(str, errors))
+        rounds = self.collectives.by_round
+        errors = [failure for each in rounds if each.decision and (failure := each.decision.error())]
+        errors += [each.error for each in rounds.values() if each.error]
         if errors:
             ranks_missing = any(isinstance(error, MissingRanksError) for error in errors)
             hint = self.client.thread.store_hint() if ranks_missing else ""
@@ -205,18 +198,17 @@ class _Call:
 
     def _ready(self, made: GroupRound) -> None:
         """Start the first collective of a group whose members have all arrived."""
-        group = self.rounds[made]
+        group = self.collectives.by_round[made].group
         if not group.is_known():
             raise LifetimeError(f"{group.label} was released while it was being connected.")
-        self.met.update(dict.fromkeys(self.groups[group], self.client.now()))
         if group.gloo is not None and made.decision is not None:
             group.gloo.set_addresses(made.decision.addresses)
-        self.collectives.start_for(group, made)
+        self.collectives.start(made)
 
     def _clean_up(self) -> None:
         """Record the connected groups, and discard groups that cannot be used."""
-        unusable = {each.group: each for each in self.collectives.all if not each.done}
-        connected = {each.group for each in self.collectives.all if each.done}
+        unusable = {each.group: each for each in self.collectives.of_made if not each.done}
+        connected = {each.group for each in self.collectives.of_made if each.done}
         try:
             self.mesh.discard(unusable, "could not be connected; ask its mesh for it anew.")
         finally:

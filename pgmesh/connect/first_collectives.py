@@ -17,15 +17,15 @@ from pgmesh.rendezvous.rounds import pauses
 from pgmesh.rendezvous.statuses import Statuses
 
 
-def _poll(collectives: Sequence[FirstCollective]) -> list[FirstCollective]:
+def _poll(by_round: Mapping[GroupRound, FirstCollective]) -> list[FirstCollective]:
     """Poll those that run; return those that still run then."""
-    for collective in collectives:
+    for collective in by_round.values():
         collective.poll()
-    return [collective for collective in collectives if collective.is_running()]
+    return [collective for collective in by_round.values() if collective.is_running()]
 
 
 class FirstCollectives:
-    """The first collectives of one call. They are polled in each pause of its client.
+    """The first collectives of one call, by round. They are polled in each pause of its client.
 
     Args:
         client: the store and the clock of the call.
@@ -35,34 +35,39 @@ class FirstCollectives:
 
     def __init__(self, client: CallClient, statuses: Statuses, rank: int) -> None:
         self._client, self._statuses, self._rank = client, statuses, rank
-        self.all: list[FirstCollective] = []
+        self.by_round: dict[GroupRound, FirstCollective] = {}
         # Not a method: the reference cycle would keep the groups until the next garbage collection.
-        client.on_sleep = functools.partial(_poll, self.all)
+        client.on_sleep = functools.partial(_poll, self.by_round)
 
-    def start_for(self, group: Group, made: GroupRound) -> None:
-        """Start the first collective of a group whose members have all arrived.
+    @property
+    def of_made(self) -> list[FirstCollective]:
+        """Those of the groups whose members have all arrived."""
+        return [collective for each, collective in self.by_round.items() if each.is_made()]
+
+    def add(self, groups: Mapping[GroupRound, Group]) -> None:
+        """Add those of groups that are not made yet, at once for a thread that is interrupted."""
+        self.by_round.update({each: FirstCollective(group, each, self._statuses) for each, group in groups.items()})
+
+    def start(self, made: GroupRound) -> None:
+        """Start the one of a group whose members have all arrived.
 
         Gloo connects in a background thread. NCCL connects in this one, so it waits until all rounds are decided, and
         then uses the same order on all ranks.
         """
-        collective = self._add(group, made)
-        if connects_in_background(group.process_group):
+        collective = self.by_round[made]
+        collective.met = time.monotonic()
+        if connects_in_background(collective.group.process_group):
             collective.start()
-
-    def _add(self, group: Group, made: GroupRound) -> FirstCollective:
-        collective = FirstCollective(group, made.broken_key, self._statuses)
-        self.all.append(collective)
-        return collective
 
     def finish(self) -> None:
         """Run every first collective to its end, and publish those that failed."""
-        for collective in sorted(self.all, key=lambda each: each.group.name):
+        for collective in sorted(self.of_made, key=lambda each: each.group.name):
             collective.start()
         # The last member may have arrived at the deadline. This leaves time to detect ranks that were lost since.
         deadline = max(self._client.deadline, time.monotonic() + self._statuses.lost_after + 1.0)
         inspection = time.monotonic() + timing.TIMING.inspection
         for pause in pauses():
-            running = _poll(self.all)
+            running = _poll(self.by_round)
             if not running:
                 break
             now = time.monotonic()
@@ -70,18 +75,14 @@ class FirstCollectives:
                 inspection = now + timing.TIMING.inspection * self._client.thread.pace
                 self._inspect(running)
             if now >= deadline:
-                for collective in _poll(self.all):
+                for collective in _poll(self.by_round):
                     collective.time_out(self._client.seconds)
             time.sleep(pause)
         self._publish_failures()
 
-    def cancel(self, why: str, made: Mapping[GroupRound, Group]) -> None:
-        """Publish that this rank stopped before the collectives of these groups were done."""
-        started = {collective.group for collective in self.all}
-        for each, group in made.items():
-            if group not in started:
-                self._add(group, each)
-        for collective in self.all:
+    def cancel(self, why: str) -> None:
+        """Publish that this rank stopped before the collectives were done."""
+        for collective in self.of_made:
             collective.fail(f"was cancelled because {why}")
         self._publish_failures()
 
@@ -91,10 +92,10 @@ class FirstCollectives:
         following = {rank for each in running for rank in each.following(timing.LIMITS.asking)}
         self._statuses.read(self._client.run, (members | following) - {self._rank})
         self._statuses.find_ended(self._client.run, following, all_of_them=True)
-        broken = dict(zip(running, self._client.run(*(Read(each.broken_key) for each in running))))
-        for collective in _poll(self.all):  # again, since a member whose collective is done may have left
+        broken = dict(zip(running, self._client.run(*(Read(each.round.broken_key) for each in running))))
+        for collective in _poll(self.by_round):  # again, since a member whose collective is done may have left
             collective.inspect(broken[collective])
 
     def _publish_failures(self) -> None:
-        for collective in self.all:
+        for collective in self.of_made:
             collective.publish(self._client.run)
