@@ -903,13 +903,13 @@ def taken(before: Layout, after: Layout) -> dict[Axis, int | range | tuple[int, 
     >>> taken(layout, layout.at(pp=1, tp=[1]))
     {'pp': 1, 'tp': range(1, 2)}
     """
-    first = before.coord_of(after.rank_of([0] * len(after._axes)))
+    first = after.rank_of([0] * len(after.axes))
     asked: dict[Axis, int | range | tuple[int, ...]] = {}
-    for axis, old, start in zip(before._axes, before._offsets, first):
-        if axis not in after._numbers:
-            asked[axis] = start
+    for i, axis in enumerate(before.axes):
+        if axis not in after.axes:
+            asked[axis] = before.coord_of(first)[i]
             continue
-        kept = strided.indices_of_part(old, after._offsets[after._numbers[axis]], start)
-        if kept != range(len(old)):
+        kept = strided.as_offsets([before.coord_of(rank)[i] for rank in after.block_of(first, axis)])
+        if kept != range(before.shape[i]):
             asked[axis] = kept
     return asked

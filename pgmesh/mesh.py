@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT = timedelta(seconds=30)
 """Default timeout of ``connect``, ``locality`` and ``hosts``."""
 
+_Calls = tuple[tuple[str, Layout], ...]
+"""Each call from the root mesh to a slice or a view: its verb, and the layout before it."""
+
 MAX_NAME_BYTES = 1024
 """Maximum length of a mesh's name in UTF-8. Store keys begin with it, and TCPStore closes the connection at a key of
 8,192 bytes."""
@@ -80,7 +83,7 @@ class ProcessGroupMesh(RankMethods):
     _part_of: Layout  # the layout whose DeviceMesh is the root of this mesh's DeviceMeshes
     _groups: dict[tuple[Axis, ...], ProcessGroup]
     _slices: dict[Any, ProcessGroupMesh]
-    _calls: tuple[tuple[str, Layout], ...]  # each call from the root to this mesh: its verb and the layout before it
+    _calls: _Calls
     _cached: dict[Any, Any]  # cached results: neither the mesh nor its rank changes
 
     def __init__(
@@ -101,12 +104,12 @@ class ProcessGroupMesh(RankMethods):
         count_text = f"the world has {world}" if given is None else f"ranks= has {len(order)}"
         box = fill_sizes(who, box, len(order), count_text, is_world=given is None, more=more)
         layout = Layout.of(box, order)
-        self._set(layout, MeshGroups(name, layout), way=(), part_of=layout)
+        self._set(layout, MeshGroups(name, layout))
 
     def _set(
-        self, layout: Layout, mesh_groups: MeshGroups, *, way: tuple[tuple[str, Layout], ...], part_of: Layout
+        self, layout: Layout, mesh_groups: MeshGroups, calls: _Calls = (), *, part_of: Layout | None = None
     ) -> None:
-        self.layout, self._mesh_groups, self._calls, self._part_of = layout, mesh_groups, way, part_of
+        self.layout, self._mesh_groups, self._calls, self._part_of = layout, mesh_groups, calls, part_of or layout
         self._groups, self._slices, self._cached = {}, {}, {}
         mesh_groups.track(self)
 
@@ -116,7 +119,7 @@ class ProcessGroupMesh(RankMethods):
 
     def _derive(self, verb: str, layout: Layout, *, part_of: Layout | None = None) -> ProcessGroupMesh:
         mesh = object.__new__(ProcessGroupMesh)
-        mesh._set(layout, self._mesh_groups, way=(*self._calls, (verb, self.layout)), part_of=part_of or layout)
+        mesh._set(layout, self._mesh_groups, (*self._calls, (verb, self.layout)), part_of=part_of)
         return mesh
 
     # -- ranks, coords and indices ------------------------------------------------------------------------------
@@ -307,7 +310,7 @@ class ProcessGroupMesh(RankMethods):
         True
         """
         self._check_member()
-        limit = named_timeout("mesh", axes, timeout, of="axes", known=self.axes)
+        limit = named_timeout(axes, timeout, known=self.axes)
         if axes:
             block = self.layout.block_of(self.rank, *axes)
             if not self._mesh_groups.set_timeout(limit, lambda ranks: ranks == block):
@@ -685,17 +688,17 @@ class ProcessGroupMesh(RankMethods):
         >>> mesh.at(pp=[0, -1]).ranks("pp")             # first and last stage: tied embeddings
         (1, 5)
         """
-        seen = None if fixed is not None else _cache_key(indices)
-        if seen in self._slices:
-            return self._slices[seen]
+        only_integers = fixed is None and {int}.issuperset(map(type, indices.values()))
+        key = (..., *indices.items()) if only_integers else None  # no axis is an ellipsis
+        if key in self._slices:
+            return self._slices[key]
         layout = self.layout.at(fixed, **indices)
-        if ("at", layout) not in self._slices:
-            only_fixes = len(layout.axes) + len(fixed or ()) + len(indices) == len(self.axes)
-            through_me = only_fixes and self.rank in layout
-            self._slices["at", layout] = self._derive("at", layout, part_of=self._part_of if through_me else None)
-        if seen is not None:
-            self._slices[seen] = self._slices["at", layout]
-        return self._slices["at", layout]
+        only_fixes = len(layout.axes) + len(fixed or ()) + len(indices) == len(self.axes)
+        part_of = self._part_of if only_fixes and self.rank in layout else None
+        part = self._slices.setdefault(("at", layout), self._derive("at", layout, part_of=part_of))
+        if key is not None:
+            self._slices[key] = part
+        return part
 
     def along(self, *axes: Axis) -> ProcessGroupMesh:
         """The slice through this rank along these axes. ``mesh[axes]`` is the same.
@@ -735,9 +738,7 @@ class ProcessGroupMesh(RankMethods):
         True
         """
         layout = self.layout.view(*shape, **sizes)
-        if ("view", layout) not in self._slices:
-            self._slices["view", layout] = self._derive("view", layout)
-        return self._slices["view", layout]
+        return self._slices.setdefault(("view", layout), self._derive("view", layout))
 
     # -- torch's DeviceMesh -------------------------------------------------------------------------------------
 
@@ -852,7 +853,7 @@ def meshes() -> dict[str, ProcessGroupMesh]:
 def _root_mesh(mesh_groups: MeshGroups) -> ProcessGroupMesh:
     """The root mesh of these groups."""
     mesh = object.__new__(ProcessGroupMesh)
-    mesh._set(mesh_groups.layout, mesh_groups, way=(), part_of=mesh_groups.layout)
+    mesh._set(mesh_groups.layout, mesh_groups)
     return mesh
 
 
@@ -864,23 +865,6 @@ def _check_name(who: str, name: object) -> None:
         raise ShapeError(
             f"{who}: a name has at most {MAX_NAME_BYTES:,} bytes in UTF-8, and {name[:16]!r}... has {size:,}."
         )
-
-
-def _cache_key(indices: Mapping[str, Keep]) -> tuple[object, ...] | None:
-    """The arguments of ``at`` as a key; None if a value is not a plain int, slice, list or tuple of ints."""
-    key: list[object] = [...]  # a key that no axis has
-    for axis, keep in indices.items():
-        parts = (keep.start, keep.stop, keep.step) if type(keep) is slice else keep
-        if type(parts) is int:
-            key += axis, parts
-        elif type(parts) in (list, tuple) and _PLAIN_TYPES.issuperset(map(type, parts)):  # type: ignore[arg-type]
-            key += axis, type(keep), *parts  # type: ignore[misc]
-        else:
-            return None
-    return tuple(key)
-
-
-_PLAIN_TYPES = frozenset({int, type(None)})
 
 
 def _call_for_torch(mesh: ProcessGroupMesh, verb: str, axes: Iterable[Axis]) -> str:
@@ -939,13 +923,11 @@ def _kept(keep: int | range | tuple[int, ...]) -> str:
     return f"slice({ends})" if keep.step == 1 else f"slice({ends}, {keep.step})"
 
 
-def _unpickle(
-    root: tuple[Any, ...], layout: Layout, way: tuple[tuple[str, Layout], ...], part_of: Layout
-) -> ProcessGroupMesh:
+def _unpickle(root: tuple[Any, ...], layout: Layout, calls: _Calls, part_of: Layout) -> ProcessGroupMesh:
     """Rebuild a mesh. It uses the open MeshGroups with this identity, or a new one."""
     mesh = object.__new__(ProcessGroupMesh)
     mesh_groups = find_mesh_groups(*root)
     if mesh_groups.rank != root[-1]:  # on this rank, along() would give another slice
-        way = tuple(("at" if verb == "along" else verb, before) for verb, before in way)
-    mesh._set(layout, mesh_groups, way=way, part_of=part_of)
+        calls = tuple(("at" if verb == "along" else verb, before) for verb, before in calls)
+    mesh._set(layout, mesh_groups, calls, part_of=part_of)
     return mesh

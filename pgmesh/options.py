@@ -182,25 +182,22 @@ def to_timedelta(timeout: object, error: type[PgmeshError] = OptionsError) -> ti
     return span
 
 
-def named_timeout(
-    who: str, names: Sequence[object], timeout: Timeout | None, *, of: str, known: Sequence[object]
-) -> timedelta:
+def named_timeout(axes: Sequence[object], timeout: Timeout | None, *, known: Sequence[object]) -> timedelta:
     """The ``timeout=`` of ``set_timeout``; an error if it is missing.
 
     Args:
-        of: the plural noun for the names.
-        known: all names in order. A name may also be given by its position.
+        known: all axes in order. An axis may also be given by its position.
 
     Raises:
         OptionsError: no timeout was given by keyword.
 
-    >>> named_timeout("mesh", ["tp"], 90, of="axes", known=["dp", "tp"])
+    >>> named_timeout(["tp"], 90, known=["dp", "tp"])
     datetime.timedelta(seconds=90)
     """
     if timeout is not None:
         return to_timedelta(timeout)
-    right = [name for name in names if name in known or name in range(len(known))]
-    others = [name for name in names if name not in right]
+    others = [axis for axis in axes if axis not in known and axis not in range(len(known))]
     seconds = to_timedelta(others[-1]).total_seconds() if others else 30
-    call = f"{who}.set_timeout({', '.join([*map(repr, right), f'timeout={seconds:g}'])})"
-    raise OptionsError(f"set_timeout takes its timeout by name, after the {of}.\n\n  {call}")
+    words = [repr(axis) for axis in axes if axis not in others]
+    call = f"mesh.set_timeout({', '.join([*words, f'timeout={seconds:g}'])})"
+    raise OptionsError(f"set_timeout takes its timeout by name, after the axes.\n\n  {call}")
