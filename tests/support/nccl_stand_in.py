@@ -42,7 +42,7 @@ class StandIn:
 
     def __new__(cls, store: Any, rank: int, size: int, options: Any) -> Any:
         cls.made.append(options)
-        return torch_private.fake_backend(rank, size)
+        return torch_private.fake_backend(store, rank, size)
 
 
 @contextmanager
