@@ -30,11 +30,12 @@ class State(enum.Enum):
     - *waiting*: this rank has not entered it.
     - *running*: torch has not ended it.
     - *raised*: torch has raised an error. A lost member, which is noticed later, may be the reason.
-    - *failed*: it has its error, which this rank found or another member published.
+    - *failed*: it has its error.
+    - *published*: the other members know of the error.
     - *done*: its sum is right.
     """
 
-    WAITING, RUNNING, RAISED, FAILED, DONE = range(5)
+    WAITING, RUNNING, RAISED, FAILED, PUBLISHED, DONE = range(6)
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ class FirstCollective:
         lost, raised = self._statuses.lost(self.group.ranks), self._raised
         if published is not None:
             self._fail(published)
+            self.state = State.PUBLISHED
         elif lost:
             details = "".join(f"\n  {text}" for text in lost.values())
             self._fail(
@@ -173,10 +175,11 @@ class FirstCollective:
         self.state, self.error = State.FAILED, error
 
     def publish(self, run: Run) -> None:
-        """Publish the error, if there is one. The first that a member publishes holds.
+        """Publish the error, if the other members have to know of it.
 
         Args:
             run: performs operations on the store.
         """
-        if self.error is not None:
+        if self.state is State.FAILED and self.error is not None:
             run(CompareSet(self.round.broken_key, Decision.of(self.error, str(self.error)).pack()))
+            self.state = State.PUBLISHED
