@@ -89,9 +89,11 @@ class ShrinkJudge(SurvivorJudge):
             return self.failure(problem, "mismatch")
         if self.rank not in arrivals:  # another rank knows the decision, and has deleted them
             return self.failure("the arrivals were deleted", "left") if late else None
+        callers = [rank for rank, arrival in arrivals.items() if arrival.call]
+        self._turn = [*callers, self.rank].index(self.rank) // timing.LIMITS.statuses
         ranks = dict.fromkeys((*self.layout.ranks(), *self.request.spares))
         absent = [rank for rank in ranks if rank not in arrivals]
-        if not late and not self._is_my_turn(arrivals, absent):
+        if not late and not self._is_my_turn(absent):
             return None
         view = self._view = self._find_view(arrivals, absent, late=late)
         enough = len(view.ready) >= len(view.lost) or not view.coming
@@ -99,13 +101,11 @@ class ShrinkJudge(SurvivorJudge):
             return self.success(view)
         return self.failure(self._describe(view, f"in {self.deadline:g} s"), "missing") if late else None
 
-    def _is_my_turn(self, arrivals: Mapping[int, Arrival], absent: Sequence[int]) -> bool:
-        """True at once for the first 32 ranks that called ``shrink``, an inspection later for the next 32, and so on.
+    def _is_my_turn(self, absent: Sequence[int]) -> bool:
+        """True if this rank may look at the absent ranks already; at a few of them, each rank may.
 
-        True also if so few ranks are absent that all may look at them.
+        At many, the first 32 ranks that called ``shrink`` look at once, the next 32 an inspection later, and so on.
         """
-        callers = [rank for rank, arrival in arrivals.items() if arrival.call]
-        self._turn = [*callers, self.rank].index(self.rank) // timing.LIMITS.statuses
         return len(absent) <= timing.LIMITS.statuses or self.client.now() >= self._turn * timing.TIMING.inspection
 
     def _read_arrivals(self, each: MeshRound) -> tuple[dict[int, Arrival], str]:
