@@ -119,7 +119,7 @@ class GroupOptions:
         >>> GroupOptions(nccl={"max_ctas": 8, "min_ctas": 1}).but({"nccl": {"min_ctas": 4}})
         GroupOptions(nccl={'max_ctas': 8, 'min_ctas': 4})
         """
-        names = [each.name for each in dataclasses.fields(self)]
+        names = [*self.keywords()]
         unknown = sorted(map(str, set(changes) - set(names)))
         if unknown:
             raise OptionsError(f"a group has no option {', '.join(unknown)}; it has {', '.join(names)}.")
@@ -137,12 +137,12 @@ class GroupOptions:
         >>> GroupOptions(timeout=timedelta(minutes=10)).given
         {'timeout': 600.0}
         """
-        plain = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.compare}
+        plain = {name: value for name, value in self.keywords().items() if value is not None and name != "description"}
         if self.timeout is not None:
             plain["timeout"] = self.timeout.total_seconds()
         if self.nccl is not None:
             plain["nccl"] = dict(sorted(self.nccl.items()))
-        return {name: value for name, value in plain.items() if value is not None}
+        return plain
 
     def keywords(self) -> dict[str, Any]:
         """All options as keyword arguments of the constructor."""
