@@ -513,9 +513,8 @@ class Layout:
         if not self._axes:  # one rank: every axis is fixed
             return f"{self.view(1).spell(who, world=world, **more)}.at({{0: 0}})"
         box = dict(zip(self._axes, self.shape))
-        ranks = self._as_range()
-        is_default = ranks == range(len(self) if world is None else world)
-        return format_call(who, box, ranks=None if is_default else ranks or Text(self._ranks_written()), **more)
+        is_default = self._as_range() == range(len(self) if world is None else world)
+        return format_call(who, box, ranks=None if is_default else Text(self._ranks_written()), **more)
 
     def __str__(self) -> str:
         from pgmesh.drawing import text  # only to print
@@ -648,7 +647,7 @@ class Layout:
         """
         coalesced = strided.coalesce(self._offsets)
         if self._table is not None or len(coalesced) < 2 or len(self) <= 64:
-            return format_value(self._as_range() or self.ranks())
+            return format_value(self.ranks_in_order())
         first = strided.shift(coalesced[0], self._offset)
         names = [chr(ord("a") + i) for i in range(len(coalesced))]
         loops = [f"for {a} in {format_value(offsets)}" for a, offsets in zip(names, [first, *coalesced[1:]])]
