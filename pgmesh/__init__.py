@@ -95,22 +95,7 @@ if TYPE_CHECKING:
     from pgmesh.connect.connecting import Connected as Connected
     from pgmesh.connect.report import Held as Held, Report as Report, Stats as Stats
     from pgmesh.elastic.shrinking import Shrunk as Shrunk
-    from pgmesh.errors import (
-        AxisError as AxisError,
-        LaunchError as LaunchError,
-        LifetimeError as LifetimeError,
-        MembershipError as MembershipError,
-        MethodError as MethodError,
-        MismatchError as MismatchError,
-        MissingRanksError as MissingRanksError,
-        NameTakenError as NameTakenError,
-        OptionsError as OptionsError,
-        PgmeshError as PgmeshError,
-        RankError as RankError,
-        ShapeError as ShapeError,
-        UnsupportedTorchError as UnsupportedTorchError,
-        WorldError as WorldError,
-    )
+    from pgmesh.errors import *  # noqa: F403
     from pgmesh.interop import from_device_mesh as from_device_mesh
     from pgmesh.layout import Layout as Layout, Partition as Partition, RankView as RankView
     from pgmesh.mesh import ProcessGroupMesh as ProcessGroupMesh, meshes as meshes

@@ -51,7 +51,7 @@ Each question about a layout also costs O(number of axes), plus a step for each 
     | question                                              | ranks                                                   |
     | ----------------------------------------------------- | ------------------------------------------------------- |
     | rank_of(coord)                                        | 0                                                       |
-    | coord_of(rank), index_of, label_of, neighbor_of       | 0. The most recent coord is cached                      |
+    | coord_of(rank), index_of, label_of, neighbor_of       | 0                                                       |
     | block_of(rank, "tp")                                  | those of the block                                      |
     | partition("tp")                                       | 0. Reading a block costs its ranks                      |
     | ranks(), iteration                                    | all                                                     |
@@ -125,7 +125,7 @@ class Layout:
     1
     """
 
-    __slots__ = (*_FIELDS, "_by_stride", "_last_lookup", "_lowest", "_numbers")
+    __slots__ = (*_FIELDS, "_by_stride", "_lowest", "_numbers")
 
     def __init__(self, /, *shape: int | Sizes, ranks: Iterable[int] | None = None, **sizes: int) -> None:
         order = None if ranks is None else parse_ranks("Layout", ranks)
@@ -180,7 +180,6 @@ class Layout:
         self._numbers = {axis: i for i, axis in enumerate(axes)}
         self._by_stride = strided.by_descending_stride(offsets)
         self._lowest = offset + sum(lowest for _, lowest, _ in self._by_stride)  # the lowest position
-        self._last_lookup: tuple[int | None, tuple[int, ...] | None] = (None, None)
 
     def _replace(self, **changed: Any) -> Layout:
         """A copy with some fields changed, given without their underscores."""
@@ -514,9 +513,8 @@ class Layout:
         if not self._axes:  # one rank: every axis is fixed
             return f"{self.view(1).spell(who, world=world, **more)}.at({{0: 0}})"
         box = dict(zip(self._axes, self.shape))
-        ranks = self._as_range()
-        is_default = ranks == range(len(self) if world is None else world)
-        return format_call(who, box, ranks=None if is_default else ranks or Text(self._ranks_written()), **more)
+        is_default = self._as_range() == range(len(self) if world is None else world)
+        return format_call(who, box, ranks=None if is_default else Text(self._ranks_written()), **more)
 
     def __str__(self) -> str:
         from pgmesh.drawing import text  # only to print
@@ -623,22 +621,14 @@ class Layout:
         return tuple(self._ranks_at(strided.expand((start,), strided.coalesce(self._offsets[i] for i in along))))
 
     def _lookup(self, rank: object) -> tuple[int, ...] | None:
-        """The coord of a rank, None if the rank is not in this layout.
-
-        The most recent result is cached: most callers look up one rank repeatedly.
-        """
-        last, coord = self._last_lookup
-        if last is rank:
-            return coord
+        """The coord of a rank, None if the rank is not in this layout."""
         try:
-            number = rank if type(rank) is int else whole_number(rank)
+            position = whole_number(rank)
         except TypeError:
             return None
-        position = number if self._table is None else self._table.positions.get(number, -1)  # -1 is no position
-        coord = strided.find_coord(position - self._lowest, self._offsets, self._by_stride)
-        if number is rank:  # not for a tensor or an array: its value can change in place
-            self._last_lookup = (number, coord)
-        return coord
+        if self._table is not None:
+            position = self._table.positions.get(position, -1)  # -1 is no position
+        return strided.find_coord(position - self._lowest, self._offsets, self._by_stride)
 
     # -- text for messages --------------------------------------------------------------------------------------
 
@@ -657,7 +647,7 @@ class Layout:
         """
         coalesced = strided.coalesce(self._offsets)
         if self._table is not None or len(coalesced) < 2 or len(self) <= 64:
-            return format_value(self._as_range() or self.ranks())
+            return format_value(self.ranks_in_order())
         first = strided.shift(coalesced[0], self._offset)
         names = [chr(ord("a") + i) for i in range(len(coalesced))]
         loops = [f"for {a} in {format_value(offsets)}" for a, offsets in zip(names, [first, *coalesced[1:]])]
@@ -754,7 +744,7 @@ class RankMethods:
         >>> mesh.coord, mesh.at(pp=0).coord
         ((1, 0, 1), None)
         """
-        return self.layout.coord_of(self.rank) if self.rank in self.layout else None
+        return self.layout._lookup(self.rank)
 
     def size(self, *axes: Axis) -> int:
         """Number of ranks along these axes; without axes, of all ranks.
@@ -903,13 +893,13 @@ def taken(before: Layout, after: Layout) -> dict[Axis, int | range | tuple[int, 
     >>> taken(layout, layout.at(pp=1, tp=[1]))
     {'pp': 1, 'tp': range(1, 2)}
     """
-    first = before.coord_of(after.rank_of([0] * len(after._axes)))
+    first = after.rank_of([0] * len(after.axes))
     asked: dict[Axis, int | range | tuple[int, ...]] = {}
-    for axis, old, start in zip(before._axes, before._offsets, first):
-        if axis not in after._numbers:
-            asked[axis] = start
+    for i, axis in enumerate(before.axes):
+        if axis not in after.axes:
+            asked[axis] = before.coord_of(first)[i]
             continue
-        kept = strided.indices_of_part(old, after._offsets[after._numbers[axis]], start)
-        if kept != range(len(old)):
+        kept = strided.as_offsets([before.coord_of(rank)[i] for rank in after.block_of(first, axis)])
+        if kept != range(before.shape[i]):
             asked[axis] = kept
     return asked

@@ -7,7 +7,7 @@ Verbs that a program may never use (connect, locality, report) are imported when
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT = timedelta(seconds=30)
 """Default timeout of ``connect``, ``locality`` and ``hosts``."""
+
+_Calls = tuple[tuple[str, Layout], ...]
+"""Each call from the root mesh to a slice or a view: its verb, and the layout before it."""
 
 MAX_NAME_BYTES = 1024
 """Maximum length of a mesh's name in UTF-8. Store keys begin with it, and TCPStore closes the connection at a key of
@@ -80,7 +83,7 @@ class ProcessGroupMesh(RankMethods):
     _part_of: Layout  # the layout whose DeviceMesh is the root of this mesh's DeviceMeshes
     _groups: dict[tuple[Axis, ...], ProcessGroup]
     _slices: dict[Any, ProcessGroupMesh]
-    _calls: tuple[tuple[str, Layout], ...]  # each call from the root to this mesh: its verb and the layout before it
+    _calls: _Calls
     _cached: dict[Any, Any]  # cached results: neither the mesh nor its rank changes
 
     def __init__(
@@ -101,12 +104,12 @@ class ProcessGroupMesh(RankMethods):
         count_text = f"the world has {world}" if given is None else f"ranks= has {len(order)}"
         box = fill_sizes(who, box, len(order), count_text, is_world=given is None, more=more)
         layout = Layout.of(box, order)
-        self._set(layout, MeshGroups(name, layout), way=(), part_of=layout)
+        self._set(layout, MeshGroups(name, layout))
 
     def _set(
-        self, layout: Layout, mesh_groups: MeshGroups, *, way: tuple[tuple[str, Layout], ...], part_of: Layout
+        self, layout: Layout, mesh_groups: MeshGroups, calls: _Calls = (), *, part_of: Layout | None = None
     ) -> None:
-        self.layout, self._mesh_groups, self._calls, self._part_of = layout, mesh_groups, way, part_of
+        self.layout, self._mesh_groups, self._calls, self._part_of = layout, mesh_groups, calls, part_of or layout
         self._groups, self._slices, self._cached = {}, {}, {}
         mesh_groups.track(self)
 
@@ -116,7 +119,7 @@ class ProcessGroupMesh(RankMethods):
 
     def _derive(self, verb: str, layout: Layout, *, part_of: Layout | None = None) -> ProcessGroupMesh:
         mesh = object.__new__(ProcessGroupMesh)
-        mesh._set(layout, self._mesh_groups, way=(*self._calls, (verb, self.layout)), part_of=part_of or layout)
+        mesh._set(layout, self._mesh_groups, (*self._calls, (verb, self.layout)), part_of=part_of)
         return mesh
 
     # -- ranks, coords and indices ------------------------------------------------------------------------------
@@ -307,7 +310,7 @@ class ProcessGroupMesh(RankMethods):
         True
         """
         self._check_member()
-        limit = named_timeout("mesh", axes, timeout, of="axes", known=self.axes)
+        limit = named_timeout(axes, timeout, known=self.axes)
         if axes:
             block = self.layout.block_of(self.rank, *axes)
             if not self._mesh_groups.set_timeout(limit, lambda ranks: ranks == block):
@@ -553,7 +556,7 @@ class ProcessGroupMesh(RankMethods):
         self._mesh_groups.check()
         from pgmesh.elastic.watching import abort_when_lost, wait_for_heartbeat
 
-        limit = _parse_lost_after(lost_after, self._mesh_groups.world.size)
+        limit = self._lost_after(lost_after)
         wait_for_heartbeat(self._mesh_groups, CONNECT_TIMEOUT.total_seconds())
         abort_when_lost(self._mesh_groups, limit)
 
@@ -594,7 +597,8 @@ class ProcessGroupMesh(RankMethods):
             WorldError: the store does not respond.
         """
         self._check_root()
-        places = parse_ranks("shrink", spares) if spares else ()
+        has_spares = not isinstance(spares, Sized) or len(spares) > 0  # an array has no truth value
+        places = parse_ranks("shrink", spares) if has_spares else ()
         if axis is None and not places:
             raise OptionsError(
                 "shrink has neither an axis nor spares, so no rank could be dropped or replaced.\n\n"
@@ -605,15 +609,9 @@ class ProcessGroupMesh(RankMethods):
             axis = self.axes[self.layout._numbers_of((axis,))[0]]
         from pgmesh.elastic.records import Request
         from pgmesh.elastic.shrinking import shrink
-        from pgmesh.elastic.watching import ElasticState
 
-        mesh_groups = self._mesh_groups
-        request = Request(
-            axis,
-            tuple(places),
-            _parse_lost_after(lost_after, mesh_groups.world.size) or mesh_groups.state_of(ElasticState).lost_after,
-        )
-        return _root_mesh(shrink(mesh_groups, request, to_timedelta(timeout).total_seconds()))
+        request = Request(axis, tuple(places), self._lost_after(lost_after))
+        return _root_mesh(shrink(self._mesh_groups, request, to_timedelta(timeout).total_seconds()))
 
     def stand_by(self, timeout: Timeout = CONNECT_TIMEOUT, *, lost_after: Timeout | None = None) -> ProcessGroupMesh:
         """Wait until the ranks of this mesh call ``shrink``, and return the mesh that replaces it.
@@ -639,8 +637,23 @@ class ProcessGroupMesh(RankMethods):
         self._check_root()
         from pgmesh.elastic.shrinking import stand_by
 
-        mesh_groups, seconds = self._mesh_groups, to_timedelta(timeout).total_seconds()
-        return _root_mesh(stand_by(mesh_groups, seconds, _parse_lost_after(lost_after, mesh_groups.world.size)))
+        seconds = to_timedelta(timeout).total_seconds()
+        return _root_mesh(stand_by(self._mesh_groups, seconds, self._lost_after(lost_after)))
+
+    def _lost_after(self, given: Timeout | None) -> float | None:
+        """Seconds without a heartbeat after which a rank is lost: those given, or else those of ``abort_when_lost``.
+
+        None for the default.
+        """
+        if given is None:
+            from pgmesh.elastic.watching import ElasticState
+
+            return self._mesh_groups.state_of(ElasticState).lost_after
+        seconds = to_timedelta(given).total_seconds()
+        least = 3 * heartbeat_period(self._mesh_groups.world.size)
+        if seconds < least:
+            raise OptionsError(f"lost_after={seconds:g} s is less than three heartbeats, which take {least:g} s here.")
+        return seconds
 
     @property
     def shrunk(self) -> Shrunk | None:
@@ -675,17 +688,17 @@ class ProcessGroupMesh(RankMethods):
         >>> mesh.at(pp=[0, -1]).ranks("pp")             # first and last stage: tied embeddings
         (1, 5)
         """
-        seen = None if fixed is not None else _cache_key(indices)
-        if seen in self._slices:
-            return self._slices[seen]
+        only_integers = fixed is None and {int}.issuperset(map(type, indices.values()))
+        key = (..., *indices.items()) if only_integers else None  # no axis is an ellipsis
+        if key in self._slices:
+            return self._slices[key]
         layout = self.layout.at(fixed, **indices)
-        if ("at", layout) not in self._slices:
-            only_fixes = len(layout.axes) + len(fixed or ()) + len(indices) == len(self.axes)
-            through_me = only_fixes and self.rank in layout
-            self._slices["at", layout] = self._derive("at", layout, part_of=self._part_of if through_me else None)
-        if seen is not None:
-            self._slices[seen] = self._slices["at", layout]
-        return self._slices["at", layout]
+        only_fixes = len(layout.axes) + len(fixed or ()) + len(indices) == len(self.axes)
+        part_of = self._part_of if only_fixes and self.rank in layout else None
+        part = self._slices.setdefault(("at", layout), self._derive("at", layout, part_of=part_of))
+        if key is not None:
+            self._slices[key] = part
+        return part
 
     def along(self, *axes: Axis) -> ProcessGroupMesh:
         """The slice through this rank along these axes. ``mesh[axes]`` is the same.
@@ -725,9 +738,7 @@ class ProcessGroupMesh(RankMethods):
         True
         """
         layout = self.layout.view(*shape, **sizes)
-        if ("view", layout) not in self._slices:
-            self._slices["view", layout] = self._derive("view", layout)
-        return self._slices["view", layout]
+        return self._slices.setdefault(("view", layout), self._derive("view", layout))
 
     # -- torch's DeviceMesh -------------------------------------------------------------------------------------
 
@@ -842,18 +853,8 @@ def meshes() -> dict[str, ProcessGroupMesh]:
 def _root_mesh(mesh_groups: MeshGroups) -> ProcessGroupMesh:
     """The root mesh of these groups."""
     mesh = object.__new__(ProcessGroupMesh)
-    mesh._set(mesh_groups.layout, mesh_groups, way=(), part_of=mesh_groups.layout)
+    mesh._set(mesh_groups.layout, mesh_groups)
     return mesh
-
-
-def _parse_lost_after(lost_after: Timeout | None, world_size: int) -> float | None:
-    """Seconds without a heartbeat after which a rank counts as lost; None for the default."""
-    if lost_after is None:
-        return None
-    seconds, least = to_timedelta(lost_after).total_seconds(), 3 * heartbeat_period(world_size)
-    if seconds < least:
-        raise OptionsError(f"lost_after={seconds:g} s is less than three heartbeats, which take {least:g} s here.")
-    return seconds
 
 
 def _check_name(who: str, name: object) -> None:
@@ -864,23 +865,6 @@ def _check_name(who: str, name: object) -> None:
         raise ShapeError(
             f"{who}: a name has at most {MAX_NAME_BYTES:,} bytes in UTF-8, and {name[:16]!r}... has {size:,}."
         )
-
-
-def _cache_key(indices: Mapping[str, Keep]) -> tuple[object, ...] | None:
-    """The arguments of ``at`` as a key; None if a value is not a plain int, slice, list or tuple of ints."""
-    key: list[object] = [...]  # a key that no axis has
-    for axis, keep in indices.items():
-        parts = (keep.start, keep.stop, keep.step) if type(keep) is slice else keep
-        if type(parts) is int:
-            key += axis, parts
-        elif type(parts) in (list, tuple) and _PLAIN_TYPES.issuperset(map(type, parts)):  # type: ignore[arg-type]
-            key += axis, type(keep), *parts  # type: ignore[misc]
-        else:
-            return None
-    return tuple(key)
-
-
-_PLAIN_TYPES = frozenset({int, type(None)})
 
 
 def _call_for_torch(mesh: ProcessGroupMesh, verb: str, axes: Iterable[Axis]) -> str:
@@ -939,13 +923,11 @@ def _kept(keep: int | range | tuple[int, ...]) -> str:
     return f"slice({ends})" if keep.step == 1 else f"slice({ends}, {keep.step})"
 
 
-def _unpickle(
-    root: tuple[Any, ...], layout: Layout, way: tuple[tuple[str, Layout], ...], part_of: Layout
-) -> ProcessGroupMesh:
+def _unpickle(root: tuple[Any, ...], layout: Layout, calls: _Calls, part_of: Layout) -> ProcessGroupMesh:
     """Rebuild a mesh. It uses the open MeshGroups with this identity, or a new one."""
     mesh = object.__new__(ProcessGroupMesh)
     mesh_groups = find_mesh_groups(*root)
     if mesh_groups.rank != root[-1]:  # on this rank, along() would give another slice
-        way = tuple(("at" if verb == "along" else verb, before) for verb, before in way)
-    mesh._set(layout, mesh_groups, way=way, part_of=part_of)
+        calls = tuple(("at" if verb == "along" else verb, before) for verb, before in calls)
+    mesh._set(layout, mesh_groups, calls, part_of=part_of)
     return mesh

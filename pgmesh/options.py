@@ -119,7 +119,7 @@ class GroupOptions:
         >>> GroupOptions(nccl={"max_ctas": 8, "min_ctas": 1}).but({"nccl": {"min_ctas": 4}})
         GroupOptions(nccl={'max_ctas': 8, 'min_ctas': 4})
         """
-        names = [each.name for each in dataclasses.fields(self)]
+        names = [*self.keywords()]
         unknown = sorted(map(str, set(changes) - set(names)))
         if unknown:
             raise OptionsError(f"a group has no option {', '.join(unknown)}; it has {', '.join(names)}.")
@@ -137,12 +137,12 @@ class GroupOptions:
         >>> GroupOptions(timeout=timedelta(minutes=10)).given
         {'timeout': 600.0}
         """
-        plain = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.compare}
+        plain = {name: value for name, value in self.keywords().items() if value is not None and name != "description"}
         if self.timeout is not None:
             plain["timeout"] = self.timeout.total_seconds()
         if self.nccl is not None:
             plain["nccl"] = dict(sorted(self.nccl.items()))
-        return {name: value for name, value in plain.items() if value is not None}
+        return plain
 
     def keywords(self) -> dict[str, Any]:
         """All options as keyword arguments of the constructor."""
@@ -182,25 +182,22 @@ def to_timedelta(timeout: object, error: type[PgmeshError] = OptionsError) -> ti
     return span
 
 
-def named_timeout(
-    who: str, names: Sequence[object], timeout: Timeout | None, *, of: str, known: Sequence[object]
-) -> timedelta:
+def named_timeout(axes: Sequence[object], timeout: Timeout | None, *, known: Sequence[object]) -> timedelta:
     """The ``timeout=`` of ``set_timeout``; an error if it is missing.
 
     Args:
-        of: the plural noun for the names.
-        known: all names in order. A name may also be given by its position.
+        known: all axes in order. An axis may also be given by its position.
 
     Raises:
         OptionsError: no timeout was given by keyword.
 
-    >>> named_timeout("mesh", ["tp"], 90, of="axes", known=["dp", "tp"])
+    >>> named_timeout(["tp"], 90, known=["dp", "tp"])
     datetime.timedelta(seconds=90)
     """
     if timeout is not None:
         return to_timedelta(timeout)
-    right = [name for name in names if name in known or name in range(len(known))]
-    others = [name for name in names if name not in right]
+    others = [axis for axis in axes if axis not in known and axis not in range(len(known))]
     seconds = to_timedelta(others[-1]).total_seconds() if others else 30
-    call = f"{who}.set_timeout({', '.join([*map(repr, right), f'timeout={seconds:g}'])})"
-    raise OptionsError(f"set_timeout takes its timeout by name, after the {of}.\n\n  {call}")
+    words = [repr(axis) for axis in axes if axis not in others]
+    call = f"mesh.set_timeout({', '.join([*words, f'timeout={seconds:g}'])})"
+    raise OptionsError(f"set_timeout takes its timeout by name, after the axes.\n\n  {call}")

@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pgmesh._util.torch_versions import TRIED_ON, is_newer
 from pgmesh.errors import LifetimeError, OptionsError, UnsupportedTorchError
+from pgmesh.options import GroupOptions
 
 log = logging.getLogger("pgmesh")
 c10d: Any = _c10d  # its tables are read and written here as torch itself does, whatever its stubs declare
@@ -335,27 +336,31 @@ def new_group_object(
 def gloo_backend(
     store: Any,
     rank: int,
-    size: int,
+    name: str,
+    options: GroupOptions,
+    ranks: Sequence[int],
     *,
     devices: Sequence[Mapping[str, str]],
-    timeout: timedelta | None,
-    ranks: Sequence[int],
-    name: str,
 ) -> Any:
     """A Gloo backend that connects when it is first used.
 
     Args:
-        devices: an ``interface`` or a ``hostname`` for each device.
         ranks: the members' ranks in the world.
+        devices: an ``interface`` or a ``hostname`` for each device.
     """
     gloo: Any = dist.ProcessGroupGloo
     settings = gloo._Options()
     settings._devices = [gloo.create_device(**device, lazy_init=True) for device in devices]
     settings._threads = 1  # collectives of one group run one after another, as on NCCL's stream
-    settings._timeout = timeout
+    _set_up(settings, name, options, ranks)
+    return gloo(store, rank, len(ranks), settings)
+
+
+def _set_up(settings: Any, name: str, options: GroupOptions, ranks: Sequence[int]) -> None:
+    """Set what the options of Gloo and of NCCL have in common."""
+    settings._timeout = options.timeout
     settings.global_ranks_in_group = list(ranks)
     settings.group_name = name
-    return gloo(store, rank, size, settings)
 
 
 NCCL_CLASSES = {
@@ -375,43 +380,31 @@ def register_backend(name: str) -> None:
 
 
 def nccl_backend(
-    store: Any,
-    rank: int,
-    size: int,
-    *,
-    backend: str,
-    high_priority: bool,
-    config: Mapping[str, int | str],
-    timeout: timedelta | None,
-    ranks: Sequence[int],
-    name: str,
+    store: Any, rank: int, name: str, options: GroupOptions, ranks: Sequence[int], *, backend: str
 ) -> Any:
     """An NCCL backend with a communicator of its own.
 
     Args:
-        backend: a key of ``NCCL_CLASSES``.
-        config: fields of ``ncclConfig_t``.
         ranks: the members' ranks in the world.
+        backend: a key of ``NCCL_CLASSES``.
 
     Raises:
-        OptionsError: this torch's NCCL lacks a field.
+        OptionsError: this torch's NCCL lacks a setting.
     """
     device = [] if NCCL_CLASSES[backend] == "ProcessGroupNCCL" else [torch.device("cuda", torch.cuda.current_device())]
     settings: Any = dist.ProcessGroupNCCL.Options()
-    settings.is_high_priority_stream = high_priority
-    settings._timeout = timeout
-    settings.global_ranks_in_group = list(ranks)
-    settings.group_name = name
-    for field, value in config.items():
+    settings.is_high_priority_stream = bool(options.high_priority)
+    _set_up(settings, name, options, ranks)
+    for field, value in (options.nccl or {}).items():
         if not hasattr(settings.config, field):
             raise OptionsError(f"this torch's NCCL has no setting {field}.")
         setattr(settings.config, field, value)
-    return getattr(dist, NCCL_CLASSES[backend])(store, rank, size, settings, *device)
+    return getattr(dist, NCCL_CLASSES[backend])(store, rank, len(ranks), settings, *device)
 
 
-def fake_backend(rank: int, size: int) -> Any:
+def fake_backend(store: Any, rank: int, name: str, options: GroupOptions, ranks: Sequence[int]) -> Any:
     """A backend that moves nothing."""
-    return _new_fake(rank, size, _FakeBackend.Options())
+    return _new_fake(rank, len(ranks), _FakeBackend.Options())
 
 
 # -- the addresses of Gloo's listeners ----------------------------------------------------------------------------
@@ -484,21 +477,16 @@ _stores_of_destroyed: weakref.WeakKeyDictionary[Any, _RaisingStore] = weakref.We
 def invalidate(group: Any, text: str) -> None:
     """Make every later use of a group raise an error with this text."""
     destroyed[group] = text
-    backend: Any = group._get_backend(group._device_types[0])
     gloo: Any = getattr(dist, "ProcessGroupGloo", None)
     if gloo is None:
-        if not hasattr(_FakeBackend.Options, "error_on_collective"):
-            return  # only ``torch.distributed`` raises the error
-        settings = _FakeBackend.Options()
-        settings.error_on_collective = True
-        backend = _new_fake(0, 2, settings)
-    else:  # it looks for the other member of two at its first use, in a store that raises
-        if not _device_of_destroyed:
-            _device_of_destroyed.append(gloo.create_device(hostname="127.0.0.1", lazy_init=True))
-        settings = gloo._Options()
-        settings._devices, settings._threads, settings._timeout = _device_of_destroyed, 1, timedelta(milliseconds=100)
-        store = _stores_of_destroyed[group] = _RaisingStore(text)
-        backend = gloo(store, 0, 2, settings)
+        return  # only ``torch.distributed`` raises the error
+    # The backend looks for the other member of two at its first use, in a store that raises.
+    if not _device_of_destroyed:
+        _device_of_destroyed.append(gloo.create_device(hostname="127.0.0.1", lazy_init=True))
+    settings = gloo._Options()
+    settings._devices, settings._threads, settings._timeout = _device_of_destroyed, 1, timedelta(milliseconds=100)
+    store = _stores_of_destroyed[group] = _RaisingStore(text)
+    backend = gloo(store, 0, 2, settings)
     # torch ignores a second backend of the same type, so use UNDEFINED, which no group of pgmesh has.
     for device in group._device_types:
         group._register_backend(device, dist.ProcessGroup.BackendType.UNDEFINED, backend)

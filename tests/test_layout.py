@@ -95,7 +95,7 @@ def test_mutated_rank_tensor_is_looked_up_again(number, ranks):
 @pytest.mark.parametrize("ranks", [range(8), (3, 1, 4, 5, 0, 2, 6, 7)], ids=["straight", "permuted"])
 def test_bool_is_no_rank(truth, ranks):
     layout = Layout(pp=2, dp=2, tp=2, ranks=ranks)
-    assert 1 in layout  # and is remembered, though True equals it
+    assert 1 in layout  # which True equals
     assert truth not in layout
     with pytest.raises(RankError, match="is not in mesh"):
         layout.coord_of(truth)

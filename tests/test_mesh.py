@@ -162,18 +162,32 @@ def test_destroyed_group_is_dropped_under_both_names(mesh):
         mesh.group("dp")
 
 
-@pytest.mark.parametrize("axis", ["dp", 1, -2])
-def test_shrink_takes_positions_of_axes(mesh, axis, monkeypatch):
-    requests: list[Any] = []
+@pytest.fixture
+def requests(monkeypatch) -> list[Any]:
+    """The requests of calls of ``shrink``, which raise LifetimeError."""
+    found: list[Any] = []
 
     def shrink(mesh: object, request: Any, seconds: float) -> None:
-        requests.append(request)
+        found.append(request)
         raise pgmesh.LifetimeError("not in this test")
 
     monkeypatch.setattr(shrinking, "shrink", shrink)
+    return found
+
+
+@pytest.mark.parametrize("axis", ["dp", 1, -2])
+def test_shrink_takes_positions_of_axes(mesh, axis, requests):
     with pytest.raises(pgmesh.LifetimeError):
         mesh.shrink(axis)
     assert requests[0].axis == "dp"
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_shrink_takes_spares_in_any_iterable(mesh, kind, requests):
+    for spares in ([6, 7], []):
+        with pytest.raises(pgmesh.LifetimeError):
+            mesh.shrink("dp", spares=kind(spares))
+    assert [each.spares for each in requests] == [(6, 7), ()]
 
 
 def test_rank_outside_knows_layout_and_creates_nothing():

@@ -97,21 +97,6 @@ def stride_and_lowest(offsets: Offsets) -> tuple[int, int]:
     return math.gcd(*offsets), min(offsets)
 
 
-def indices_of_part(whole: Offsets, part: Offsets, first: int) -> Offsets:
-    """The indices of an axis that a part of it keeps, given the first of them.
-
-    >>> indices_of_part(range(0, 16, 2), range(0, 12, 4), first=1)
-    range(1, 7, 2)
-    >>> indices_of_part((0, 1, 3, 7), (0, 4), first=2)
-    range(2, 4)
-    """
-    if isinstance(whole, range) and isinstance(part, range):
-        stride = part.step // whole.step if len(part) > 1 else 1
-        return range(first, first + len(part) * stride, stride)
-    index = {offset: i for i, offset in enumerate(whole)}
-    return as_offsets([index[whole[first] + offset] for offset in part])
-
-
 def take_slice(values: Offsets, part: slice, name: str) -> Offsets:
     """A slice of the values, whose ends may be integers of numpy or torch.
 

@@ -7,20 +7,21 @@ which they decide is in ``rendezvous/group_rounds.py``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING
 
 from pgmesh._util.call_sites import call_site
 from pgmesh.connect.first_collectives import FirstCollectives
-from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError, PgmeshError, WorldError
+from pgmesh.connect.locking import GroupAxes, GroupLocks, Table, Wanted, lock_groups
+from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError, PgmeshError
 from pgmesh.groups.group import Group, Left, State
 from pgmesh.groups.mesh_groups import MeshGroups
 from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.group_rounds import ConnectJudge, GroupRound, why_stopped
-from pgmesh.rendezvous.operations import Read
 from pgmesh.rendezvous.processes import process_label
 from pgmesh.rendezvous.records import Decision
 from pgmesh.rendezvous.rounds import Rounds
@@ -29,12 +30,6 @@ if TYPE_CHECKING:
     from pgmesh.layout import Axis, Layout
 
 log = logging.getLogger("pgmesh")
-
-GroupAxes = Union["Axis", "tuple[Axis, ...]"]
-"""Axes as in the call: "tp", or ("dp", "tp")."""
-
-Table = dict[Group, "list[GroupAxes]"]
-"""Groups, each with its axes."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +63,12 @@ def connect(mesh: MeshGroups, layout: Layout, combinations: Sequence[tuple[Axis,
         seconds: the timeout of the whole call.
     """
     mesh.check()
-    for axes in combinations:
-        layout.size(*axes)  # raises for unknown axes, before anything is published
+    wanted = {axes[0] if len(axes) == 1 else axes: mesh.members(layout, axes) for axes in combinations}
     if mesh.is_fake():
-        for axes in combinations:
-            mesh.group(layout, axes, "", {})
+        for members in wanted.values():
+            mesh.find(members, {})
         return Connected()
-    return _Call(mesh, layout, combinations, seconds).run()
+    return _Call(mesh, wanted, seconds).run()
 
 
 @dataclass
@@ -83,95 +77,64 @@ class ConnectState:
 
     Args:
         operations: their store operations.
-        last_errors: those of the last failed call; a retry does not log them again.
     """
 
     operations: int = 0
-    last_errors: set[str] = field(default_factory=set)
 
 
 class _Call:
-    """One call of ``connect`` on one rank: its rounds, and the first collective of each connected group.
+    """One call of ``connect`` on one rank. It ends in one of these ways for each group:
 
-    ``run`` locks the groups, arrives and waits, and runs the first collectives. The state of each group is "connecting"
-    meanwhile. At the end, ``_clean_up`` makes it "connected", or "broken" if its collective is not done.
+        this rank                          the group here   what the other members find in the store
+        has done its first collective      connected        nothing
+        has learned that the round failed  made             the decision, which it may have written
+        has failed in the collective       broken           the reason, under the ``broken`` key of the round
+        stops while it waits in rounds     made             this round, decided as cancelled
+        stops in first collectives         broken           the ``broken`` key
+        stops before it arrives            as before        a new round, decided as cancelled
+        finds a mismatch of the mesh       as before        the mismatch
+
+    It *stops* with an error of its own or with an interrupt. A group that another thread releases meanwhile is ended.
     """
 
-    def __init__(
-        self, mesh: MeshGroups, layout: Layout, combinations: Sequence[tuple[Axis, ...]], seconds: float
-    ) -> None:
-        self.mesh, self.layout, self.combinations, self.seconds = mesh, layout, combinations, seconds
-        self.call_site, self.state = call_site(), mesh.state_of(ConnectState)
+    def __init__(self, mesh: MeshGroups, wanted: Wanted, seconds: float) -> None:
+        self.mesh, self.wanted = mesh, wanted
+        self.call_site = call_site()
         self.statuses = mesh.world.new_statuses()
-        self.client = FirstCollectives(mesh.world.heartbeat_thread(), seconds, self.statuses, mesh.rank)
+        self.client = CallClient(mesh.world.heartbeat_thread(), seconds)
+        self.collectives = FirstCollectives(self.client, self.statuses, mesh.rank)
         self.groups: Table = {}  # those that this call connects
-        self.locks = contextlib.ExitStack()  # ``Group.connecting``, of connected groups too
-        self.rounds: dict[GroupRound, Group] = {}  # empty until this rank arrives
-        self.met: dict[GroupAxes, float] = {}
+        self.locks = GroupLocks()  # of connected groups too
 
     def run(self) -> Connected:
         """Connect the groups. If that ends with an error of this rank, tell the other members."""
         with self.locks:
             try:
-                self.groups = self._lock_groups()
+                self.groups = lock_groups(self.mesh, self.wanted, self.client, self.locks)
                 if self.groups:
                     self._connect()
             except BaseException as error:
                 self._cancel(error)
                 raise
             finally:
-                self.state.operations += self.client.operations
+                self.mesh.state_of(ConnectState).operations += self.client.operations
                 self._clean_up()
         self._raise_errors()
-        warm = {axes: each.done - self.client.start for each in self.client.all for axes in self.groups[each.group]}
-        return Connected(self.met, warm, self.client.operations)
+        done = {axes: each for each in self.collectives.of_made for axes in self.groups[each.group]}
+        return Connected(
+            {axes: each.met - self.client.start for axes, each in done.items()},
+            {axes: each.done - self.client.start for axes, each in done.items()},
+            self.client.operations,
+        )
 
-    def _lock_groups(self) -> Table:
-        """Keep other threads of this process from connecting the groups, and return those that are not connected.
-
-        Raises:
-            WorldError: another thread has not finished before the deadline.
-        """
-        while True:
-            found = self._find_groups()
-            for group in sorted(found, key=lambda each: each.path):
-                if not self._lock(group, self.client.deadline - time.monotonic()):
-                    label = self.mesh.label
-                    raise WorldError(f"{label}: another thread of this process still connects the same group.")
-            groups = self._find_groups()  # another thread may have connected or released them meanwhile
-            if groups.keys() <= found.keys() and not self._discard_broken(groups):
-                return {each: axes for each, axes in groups.items() if each.state is State.MADE}
-            self.locks.close()
-
-    def _find_groups(self) -> Table:
-        """Find or create the groups, and return those that pgmesh connects."""
-        found: Table = {}
-        for axes in self.combinations:
-            group = self.mesh.find(self.mesh.members(self.layout, axes), {})
-            if group.fingerprint is not None:
-                found.setdefault(group, []).append(axes[0] if len(axes) == 1 else axes)
-        return found
-
-    def _lock(self, group: Group, seconds: float) -> bool:
-        """Keep other threads from connecting a group until this call ends. False if one still does after that time."""
-        locked: bool = group.connecting.acquire(timeout=max(0.0, seconds))
-        if locked:
-            self.locks.callback(group.connecting.release)
-        return locked
-
-    def _discard_broken(self, groups: Iterable[Group]) -> bool:
-        """Discard groups whose first collective failed. True if there are any.
-
-        Another member has set their ``broken`` key, or a second interrupt ended an earlier call of this process, which
-        had set it.
-        """
-        connected = {each: each.round for each in groups if each.state is State.CONNECTED and each.round}
-        reads = [Read(each.broken_key) for each in connected.values()]
-        answers = self.client.run(*reads) if reads else []
-        broken = [group for group, answer in zip(connected, answers) if answer is not None]
-        broken += [group for group in groups if group.state is State.CONNECTING]
-        self.mesh.discard(broken, "failed on another member; ask its mesh for it anew.")
-        return bool(broken)
+    def _connect(self) -> None:
+        """Arrive, wait for the other members, and run the first collectives."""
+        self.collectives.add({self._new_round(group): group for group in self.groups})
+        with self.mesh.lock:
+            for group in self.groups:
+                group.connect()
+        self._rounds_of(self.collectives.by_round).run()
+        self.collectives.finish()
 
     def _new_round(self, group: Group) -> GroupRound:
         """The round of a group in this call. It continues after that of the call before."""
@@ -190,67 +153,43 @@ class _Call:
         group.round = new
         return new
 
-    def _rounds_of(self, rounds: Sequence[GroupRound]) -> Rounds[GroupRound, Decision]:
+    def _rounds_of(self, rounds: Iterable[GroupRound]) -> Rounds[GroupRound, Decision]:
         """These rounds, with the judge of this call. The mesh is registered: their keys begin with its key."""
         judge = ConnectJudge(
             self.mesh.rank,
             self.client,
             self.call_site,
             process_label(),
-            self.seconds,
+            self.client.seconds,
             self.statuses,
             self.mesh.identity.refusal_key,
             pace=self.client.thread.pace,
-            warn=self._warn,
+            warn=functools.partial(log.warning, "%s"),
             ready=self._ready,
         )
-        return Rounds(rounds, judge)
-
-    def _warn(self, text: str) -> None:
-        """Log a text, unless it repeats an error that this rank has raised."""
-        if not any(text.endswith(error) for error in self.state.last_errors):
-            log.warning("%s", text)
-
-    def _connect(self) -> None:
-        """Arrive, wait for the other members, and run the first collectives."""
-        self.rounds = {self._new_round(group): group for group in self.groups}
-        with self.mesh.lock:
-            for group in self.groups:
-                group.connect()
-        self._rounds_of([*self.rounds]).run()
-        self.client.finish()
+        return Rounds([*rounds], judge)
 
     def _cancel(self, error: BaseException) -> None:
-        """Tell the other members that this rank stopped.
-
-        They wait for it in one of three ways, depending on how far it came:
-
-            this rank           its rounds        what tells the others
-            made groups         are not there     a new round for each group, decided as cancelled
-            found a mismatch    are not there     the mismatch, which it has published
-            waited in rounds    are undecided     these rounds, decided as cancelled
-            ran collectives     are made          the ``broken`` key of each that is not done
-        """
+        """Tell the other members that this rank stopped."""
         self.client.end(error)
-        if isinstance(error, MismatchError) and not self.rounds:
+        arrived = self.collectives.by_round
+        if isinstance(error, MismatchError) and not arrived:
             return
         with contextlib.suppress(PgmeshError):  # the caller raises the first error
-            rounds = self.rounds or map(self._new_round, self._unconnected())
-            self._rounds_of([*rounds]).cancel(error)
-            why = why_stopped(self.mesh.rank, self.call_site, error)
-            self.client.cancel(why, {each: group for each, group in self.rounds.items() if each.is_made()})
+            self._rounds_of(arrived or map(self._new_round, self._unconnected())).cancel(error)
+            self.collectives.cancel(why_stopped(self.mesh.rank, self.call_site, error))
 
     def _unconnected(self) -> Iterator[Group]:
         """The groups that are not connected, and that no other thread connects. Some may not have been made."""
-        for axes in self.combinations:
-            group = self.mesh.find_unmade(self.mesh.members(self.layout, axes))
-            if group.fingerprint and self._lock(group, 0.0) and group.state is not State.CONNECTED:
+        for members in self.wanted.values():
+            group = self.mesh.find_unmade(members)
+            if group.fingerprint and self.locks.take(group, 0.0) and group.state is not State.CONNECTED:
                 yield group
 
     def _raise_errors(self) -> None:
-        errors = [failure for each in self.rounds if each.decision and (failure := each.decision.error())]
-        errors += [each.error for each in self.client.all if each.error]
-        self.state.last_errors = set(map(str, errors))
+        rounds = self.collectives.by_round
+        errors = [failure for each in rounds if each.decision and (failure := each.decision.error())]
+        errors += [each.error for each in rounds.values() if each.error]
         if errors:
             ranks_missing = any(isinstance(error, MissingRanksError) for error in errors)
             hint = self.client.thread.store_hint() if ranks_missing else ""
@@ -259,27 +198,25 @@ class _Call:
 
     def _ready(self, made: GroupRound) -> None:
         """Start the first collective of a group whose members have all arrived."""
-        group = self.rounds[made]
+        group = self.collectives.by_round[made].group
         if not group.is_known():
             raise LifetimeError(f"{group.label} was released while it was being connected.")
-        self.met.update(dict.fromkeys(self.groups[group], self.client.now()))
         if group.gloo is not None and made.decision is not None:
             group.gloo.set_addresses(made.decision.addresses)
-        self.client.start_for(group, made)
+        self.collectives.start(made)
 
     def _clean_up(self) -> None:
         """Record the connected groups, and discard groups that cannot be used."""
-        unusable = [collective for collective in self.client.all if not collective.done]
-        failed = {collective.group for collective in unusable}
+        unusable = {each.group: each for each in self.collectives.of_made if not each.done}
+        connected = {each.group for each in self.collectives.of_made if each.done}
         try:
-            self.mesh.discard((each.group for each in unusable), "could not be connected; ask its mesh for it anew.")
+            self.mesh.discard(unusable, "could not be connected; ask its mesh for it anew.")
         finally:
-            for collective in unusable:
+            for collective in unusable.values():
                 collective.keep_until_done()
             with self.mesh.lock:
-                done = {collective.group for collective in self.client.all} - failed
-                for group in self.groups.keys() - failed:  # those were discarded, or the next call discards them
-                    group.end_connect(connected=group in done)
+                for group in self.groups.keys() - unusable.keys():  # those were discarded, or the next call does it
+                    group.end_connect(connected=group in connected)
         for group in self.groups:
             if group.state is State.ENDED and not self.mesh.aborted:  # another thread released it meanwhile
                 self.mesh.world.clean(Left(rounds=group.take_round()))

@@ -18,6 +18,7 @@ from pgmesh.groups.connections import endpoints_of
 from pgmesh.groups.default_world import device_of
 from pgmesh.groups.group import Group
 from pgmesh.rendezvous.gloo_store import GlooStore
+from pgmesh.rendezvous.group_rounds import GroupRound
 from pgmesh.rendezvous.operations import CompareSet, Run
 from pgmesh.rendezvous.records import Decision
 from pgmesh.rendezvous.statuses import Statuses
@@ -62,15 +63,15 @@ class FirstCollective:
 
     Args:
         group: the group.
-        broken_key: store key under which a member publishes that it failed.
+        round: its round. A member that fails publishes that under its ``broken`` key.
         statuses: the last statuses of the other ranks.
     """
 
-    def __init__(self, group: Group, broken_key: str, statuses: Statuses) -> None:
-        self.group, self.broken_key, self._statuses = group, broken_key, statuses
+    def __init__(self, group: Group, round: GroupRound, statuses: Statuses) -> None:
+        self.group, self.round, self._statuses = group, round, statuses
         self.state = State.WAITING
         self.error: PgmeshError | None = None  # if it failed
-        self.done = 0.0  # the time when it was done
+        self.met = self.done = 0.0  # the times when all members had arrived, and when it was done
         # From the start on, since another thread may end the group or make it again:
         self._process_group: Any = None
         self._gloo: GlooStore | None = None
@@ -132,9 +133,9 @@ class FirstCollective:
         Otherwise set torch's error, once so much time has passed that a lost member would have been noticed.
 
         Args:
-            broken: what the store has under ``broken_key``.
+            broken: what the store has under the ``broken`` key.
         """
-        published = None if broken is None else Decision.unpack(self.broken_key, broken).error()
+        published = None if broken is None else Decision.unpack(self.round.broken_key, broken).error()
         lost, raised = self._statuses.lost(self.group.ranks), self._raised
         if published is not None:
             self._fail(published)
@@ -180,5 +181,5 @@ class FirstCollective:
             run: performs operations on the store.
         """
         if self.state is State.FAILED and self.error is not None:
-            run(CompareSet(self.broken_key, Decision.of(self.error, str(self.error)).pack()))
+            run(CompareSet(self.round.broken_key, Decision.of(self.error, str(self.error)).pack()))
             self.state = State.PUBLISHED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 
@@ -14,80 +15,74 @@ from pgmesh.rendezvous.group_rounds import GroupRound
 from pgmesh.rendezvous.operations import Read
 from pgmesh.rendezvous.rounds import pauses
 from pgmesh.rendezvous.statuses import Statuses
-from pgmesh.rendezvous.store_thread import StoreThread
 
 
-class FirstCollectives(CallClient):
-    """The store and the clock of one call, and its first collectives, which are polled in each pause.
+def _poll(by_round: Mapping[GroupRound, FirstCollective]) -> list[FirstCollective]:
+    """Poll those that run; return those that still run then."""
+    for collective in by_round.values():
+        collective.poll()
+    return [collective for collective in by_round.values() if collective.is_running()]
 
-    It does not refer to the call: the collectives hold groups, and a reference cycle would keep them until the next
-    garbage collection.
+
+class FirstCollectives:
+    """The first collectives of one call, by round. They are polled in each pause of its client.
 
     Args:
-        seconds: its timeout.
+        client: the store and the clock of the call.
         statuses: the last statuses of the other ranks.
         rank: this rank.
     """
 
-    def __init__(self, thread: StoreThread, seconds: float, statuses: Statuses, rank: int) -> None:
-        super().__init__(thread, seconds)
-        self._seconds, self._statuses, self._rank = seconds, statuses, rank
-        self.all: list[FirstCollective] = []
+    def __init__(self, client: CallClient, statuses: Statuses, rank: int) -> None:
+        self._client, self._statuses, self._rank = client, statuses, rank
+        self.by_round: dict[GroupRound, FirstCollective] = {}
+        # Not a method: the reference cycle would keep the groups until the next garbage collection.
+        client.on_sleep = functools.partial(_poll, self.by_round)
 
-    def sleep(self, seconds: float) -> None:
-        """Wait."""
-        self._poll()
-        super().sleep(seconds)
+    @property
+    def of_made(self) -> list[FirstCollective]:
+        """Those of the groups whose members have all arrived."""
+        return [collective for each, collective in self.by_round.items() if each.is_made()]
 
-    def _poll(self) -> list[FirstCollective]:
-        """Poll those that run; return those that still run then."""
-        for collective in self.all:
-            collective.poll()
-        return [collective for collective in self.all if collective.is_running()]
+    def add(self, groups: Mapping[GroupRound, Group]) -> None:
+        """Add those of groups that are not made yet, at once for a thread that is interrupted."""
+        self.by_round.update({each: FirstCollective(group, each, self._statuses) for each, group in groups.items()})
 
-    def start_for(self, group: Group, made: GroupRound) -> None:
-        """Start the first collective of a group whose members have all arrived.
+    def start(self, made: GroupRound) -> None:
+        """Start the one of a group whose members have all arrived.
 
         Gloo connects in a background thread. NCCL connects in this one, so it waits until all rounds are decided, and
         then uses the same order on all ranks.
         """
-        collective = self._add(group, made)
-        if connects_in_background(group.process_group):
+        collective = self.by_round[made]
+        collective.met = time.monotonic()
+        if connects_in_background(collective.group.process_group):
             collective.start()
-
-    def _add(self, group: Group, made: GroupRound) -> FirstCollective:
-        collective = FirstCollective(group, made.broken_key, self._statuses)
-        self.all.append(collective)
-        return collective
 
     def finish(self) -> None:
         """Run every first collective to its end, and publish those that failed."""
-        for collective in sorted(self.all, key=lambda each: each.group.name):
+        for collective in sorted(self.of_made, key=lambda each: each.group.name):
             collective.start()
         # The last member may have arrived at the deadline. This leaves time to detect ranks that were lost since.
-        deadline = max(self.deadline, time.monotonic() + self.thread.lost_after + 1.0)
+        deadline = max(self._client.deadline, time.monotonic() + self._statuses.lost_after + 1.0)
         inspection = time.monotonic() + timing.TIMING.inspection
         for pause in pauses():
-            running = self._poll()
+            running = _poll(self.by_round)
             if not running:
                 break
             now = time.monotonic()
             if now >= inspection:
-                inspection = now + timing.TIMING.inspection * self.thread.pace
+                inspection = now + timing.TIMING.inspection * self._client.thread.pace
                 self._inspect(running)
             if now >= deadline:
-                for collective in self._poll():
-                    collective.time_out(self._seconds)
+                for collective in _poll(self.by_round):
+                    collective.time_out(self._client.seconds)
             time.sleep(pause)
         self._publish_failures()
 
-    def cancel(self, why: str, made: Mapping[GroupRound, Group]) -> None:
-        """Publish that this rank stopped before the collectives of these groups were done."""
-        started = {collective.group for collective in self.all}
-        for each, group in made.items():
-            if group not in started:
-                self._add(group, each)
-        for collective in self.all:
+    def cancel(self, why: str) -> None:
+        """Publish that this rank stopped before the collectives were done."""
+        for collective in self.of_made:
             collective.fail(f"was cancelled because {why}")
         self._publish_failures()
 
@@ -95,12 +90,12 @@ class FirstCollectives(CallClient):
         """Read whether another member failed, and the statuses of the members."""
         members = {rank for each in running for rank in each.group.ranks[: timing.LIMITS.statuses + 1]}
         following = {rank for each in running for rank in each.following(timing.LIMITS.asking)}
-        self._statuses.read(self.run, (members | following) - {self._rank})
-        self._statuses.find_ended(self.run, following, all_of_them=True)
-        broken = dict(zip(running, self.run(*(Read(each.broken_key) for each in running))))
-        for collective in self._poll():  # again, since a member whose collective is done may have left
+        self._statuses.read(self._client.run, (members | following) - {self._rank})
+        self._statuses.find_ended(self._client.run, following, all_of_them=True)
+        broken = dict(zip(running, self._client.run(*(Read(each.round.broken_key) for each in running))))
+        for collective in _poll(self.by_round):  # again, since a member whose collective is done may have left
             collective.inspect(broken[collective])
 
     def _publish_failures(self) -> None:
-        for collective in self.all:
-            collective.publish(self.run)
+        for collective in self.of_made:
+            collective.publish(self._client.run)

@@ -22,6 +22,7 @@ from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.statuses import RankStatus, RunningCollective, Statuses
 
 if TYPE_CHECKING:
+    from pgmesh.groups.group import Group
     from pgmesh.groups.mesh_groups import MeshGroups
 
 
@@ -74,7 +75,8 @@ class Report:
     running: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        lines = [f"rank {self.rank} of {self.mesh} holds {count_of(len(self.held), 'group')}{':' * bool(self.held)}"]
+        end = ":" if self.held else ""
+        lines = [f"rank {self.rank} of {self.mesh} holds {count_of(len(self.held), 'group')}{end}"]
         lines += [f"  {held}" for held in self.held]
         lines += self.running
         ranks_by_status: dict[str, list[int]] = {}
@@ -108,14 +110,13 @@ class Stats:
 
 def held(mesh: MeshGroups) -> tuple[Held, ...]:
     """The groups of this rank."""
-    found = []
-    for group in mesh.made():
-        used = any(store.used for store in group.stores.values()) if group.stores else None
-        options = repr(
-            group.options if group.new_timeout is None else group.options.but({"timeout": group.new_timeout})
-        )
-        found.append(Held(group.label, group.name, group.ranks, options, group.releases, group.call_site, used))
-    return tuple(found)
+    return tuple(map(_describe_group, mesh.made()))
+
+
+def _describe_group(group: Group) -> Held:
+    used = any(store.used for store in group.stores.values()) if group.stores else None
+    options = repr(group.options.but({"timeout": group.new_timeout}))
+    return Held(group.label, group.name, group.ranks, options, group.releases, group.call_site, used)
 
 
 def report(mesh: MeshGroups) -> Report:
@@ -179,8 +180,8 @@ def _read_statuses(mesh: MeshGroups, statuses: Statuses) -> str:
 def _describe_running(mesh: MeshGroups, mine: RunningCollective, statuses: Statuses) -> str:
     """A collective that this rank is in, with the members that have entered it according to their last status."""
     members = next((group.ranks for group in mesh.made() if group.name == mine.name), ())
-    entered = [mesh.rank] * (mesh.rank in members)
-    entered += [rank for rank in mesh.layout.ranks() if statuses.has_entered(rank, mine)]
+    entered = [rank for rank in mesh.layout.ranks() if statuses.has_entered(rank, mine)]
+    entered += {mesh.rank}.intersection(members)
     absent = [rank for rank in members if rank != mesh.rank and did_not_report(statuses, rank, mine)]
     also = f"; entered by {name_ranks(sorted(entered))}" if entered else ""
     missing = f"; {name_ranks(absent)} did not report it" if absent else ""

@@ -14,13 +14,12 @@ taken for lost and come back.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pgmesh.elastic.records import Arrival, Outcome
 from pgmesh.layout import Layout
-from pgmesh.rendezvous.operations import Append, Delete, Run
+from pgmesh.rendezvous.operations import Append, Delete
 from pgmesh.rendezvous.records import error_text
 from pgmesh.rendezvous.rounds import Client, Judge, Round
 from pgmesh.rendezvous.statuses import Statuses
@@ -31,40 +30,6 @@ MeshRound = Round[Outcome]
 def standing_by(label: str) -> str:
     """The activity in the status of a rank that stands by."""
     return f"standing by for {label}"
-
-
-def find_lost(
-    run: Run,
-    statuses: Statuses,
-    ranks: Sequence[int],
-    lost_after: float | None,
-    *,
-    since: float = math.inf,
-    asks: Callable[[int], bool] = lambda rank: True,
-    all_ended: bool = False,
-) -> dict[int, str]:
-    """Read the statuses of some ranks, and ask the listeners of those that are not lost by their status.
-
-    Args:
-        run: performs operations on the store.
-        since: the first such call, on the clock of the statuses. A rank that publishes no status is lost after the same
-            time as a silent one. Default: it is not.
-        asks: called with each rank once its status is read. The first False ends the asking.
-        all_ended: ask all listeners, for a message; otherwise stop at the first process that still runs.
-
-    Returns:
-        The ranks that are lost, each with the reason.
-    """
-    statuses.read(run, ranks)
-    lost = statuses.lost(ranks, lost_after)
-    unknown = [rank for rank in itertools.takewhile(asks, ranks) if rank not in lost]
-    statuses.find_ended(run, unknown, all_of_them=all_ended)
-    lost |= statuses.lost(unknown, lost_after)
-    seconds = statuses.now() - since
-    if seconds >= statuses.limit(lost_after):
-        without = [rank for rank in ranks if statuses.text(rank) is None]
-        lost |= {rank: f"rank {rank} has published no status in {int(seconds)} s" for rank in without}
-    return lost
 
 
 @dataclass
@@ -115,6 +80,25 @@ class SurvivorJudge(Judge[MeshRound, Outcome]):
             late: the deadline has passed, so a decision is due.
         """
         raise NotImplementedError
+
+    def find_lost(
+        self, ranks: Sequence[int], *, asks: Callable[[int], bool] = lambda rank: True, all_ended: bool = False
+    ) -> dict[int, str]:
+        """Read the statuses of some ranks, and ask the listeners of those that are not lost by their status.
+
+        Args:
+            asks: called with each rank once its status is read. The first False ends the asking.
+            all_ended: ask all listeners, for a message; otherwise stop at the first process that still runs.
+
+        Returns:
+            The ranks that are lost, each with the reason.
+        """
+        statuses, run = self.statuses, self.client.run
+        statuses.read(run, ranks)
+        lost = statuses.lost(ranks, self.lost_after)
+        unknown = [rank for rank in itertools.takewhile(asks, ranks) if rank not in lost]
+        statuses.find_ended(run, unknown, all_of_them=all_ended)
+        return lost | statuses.lost(unknown, self.lost_after)
 
     def failure(self, problem: str, error: str) -> Outcome:
         """The decision that the attempt failed."""

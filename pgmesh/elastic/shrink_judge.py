@@ -7,13 +7,11 @@ ended is not.
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pgmesh._util.formatting import name_ranks
-from pgmesh.elastic.judging import MeshRound, SurvivorJudge, find_lost
+from pgmesh.elastic.judging import MeshRound, SurvivorJudge
 from pgmesh.elastic.records import Arrival, Outcome, Request
 from pgmesh.elastic.successor import successor
 from pgmesh.errors import MissingRanksError
@@ -26,15 +24,26 @@ from pgmesh.rendezvous.records import foreign_value
 class View:
     """The members and spares, as one look finds them.
 
+    For example, rank 0 of ranks 0 to 3 calls ``shrink("dp", spares=[4, 5])``. Rank 4 stands by. Rank 1 has not arrived,
+    rank 2 has ended, a new process of rank 3 stands by, and rank 5 has not arrived:
+
+        View(
+            dead_or_silent={2: "rank 2 has ended: ..."},
+            waiting=[1],
+            lost={2: "rank 2 has ended: ...", 3: "rank 3 stands by, as a new process does"},
+            ready={4: "the process of rank 4"},
+            coming=[5],
+        )
+
     Args:
-        gone: those that are lost, each with the reason.
+        dead_or_silent: the members and spares that have ended or left, or send no heartbeat, each with the reason.
         waiting: the members that have neither arrived nor are lost.
         lost: the members that are lost or have a new process, each with the reason.
         ready: by spare that has arrived, its process; in the order of the request.
         coming: the spares that may still arrive.
     """
 
-    gone: dict[int, str]
+    dead_or_silent: dict[int, str]
     waiting: list[int]
     lost: dict[int, str]
     ready: dict[int, str]
@@ -54,10 +63,10 @@ class ShrinkJudge(SurvivorJudge):
     options: Sequence[object] = field(default=(), kw_only=True)
     _view: View | None = field(default=None, init=False)  # what the last look found
     _turn: int = field(default=0, init=False)  # 0 for the first ranks that arrived, which look most often, then 1, ...
-    _asked_since: float = field(default=math.inf, init=False)  # the first look, on the clock of the statuses
 
     def __post_init__(self) -> None:
         self.call = str(self.request)
+        self._start = self.statuses.now()
 
     def goes_on_after(self, outcome: Outcome) -> bool:
         """True after "left", before the deadline, and after "over" also at the deadline.
@@ -84,14 +93,20 @@ class ShrinkJudge(SurvivorJudge):
         self._turn = [*callers, self.rank].index(self.rank) // timing.LIMITS.statuses
         ranks = dict.fromkeys((*self.layout.ranks(), *self.request.spares))
         absent = [rank for rank in ranks if rank not in arrivals]
-        is_early = self.client.now() < self._turn * timing.TIMING.inspection
-        if is_early and len(absent) > timing.LIMITS.statuses and not late:
+        if not late and not self._is_my_turn(absent):
             return None
         view = self._view = self._find_view(arrivals, absent, late=late)
         enough = len(view.ready) >= len(view.lost) or not view.coming
         if not view.waiting and (enough or late):
             return self.success(view)
         return self.failure(self._describe(view, f"in {self.deadline:g} s"), "missing") if late else None
+
+    def _is_my_turn(self, absent: Sequence[int]) -> bool:
+        """True if this rank may look at the absent ranks already; at a few of them, each rank may.
+
+        At many, the first 32 ranks that called ``shrink`` look at once, the next 32 an inspection later, and so on.
+        """
+        return len(absent) <= timing.LIMITS.statuses or self.client.now() >= self._turn * timing.TIMING.inspection
 
     def _read_arrivals(self, each: MeshRound) -> tuple[dict[int, Arrival], str]:
         """The arrivals by rank, of its last process; and what is wrong with them, "" for nothing."""
@@ -110,38 +125,41 @@ class ShrinkJudge(SurvivorJudge):
 
     def _find_view(self, arrivals: Mapping[int, Arrival], absent: Sequence[int], *, late: bool) -> View:
         """Find out which absent ranks are lost, and which spares were lost after they had arrived."""
-        self._asked_since = since = min(self._asked_since, self.statuses.now())
-        find = functools.partial(find_lost, self.client.run, self.statuses, lost_after=self.lost_after, since=since)
-        view = self._view_of(arrivals, find(absent, all_ended=late))
-        while not view.waiting and (ended := find([*view.ready][: len(view.lost)], all_ended=True)):
-            view = self._view_of(arrivals, view.gone | ended)
+        dead_or_silent = self.find_lost(absent, all_ended=late)
+        seconds = self.statuses.now() - self._start
+        if seconds >= self.statuses.limit(self.lost_after):  # as long as for a silent rank
+            without = [rank for rank in absent if self.statuses.text(rank) is None]
+            dead_or_silent |= {rank: f"rank {rank} has published no status in {int(seconds)} s" for rank in without}
+        view = self._view_of(arrivals, dead_or_silent)
+        while not view.waiting and (ended := self.find_lost([*view.ready][: len(view.lost)], all_ended=True)):
+            view = self._view_of(arrivals, view.dead_or_silent | ended)
         return view
 
-    def _view_of(self, arrivals: Mapping[int, Arrival], gone: dict[int, str]) -> View:
+    def _view_of(self, arrivals: Mapping[int, Arrival], dead_or_silent: dict[int, str]) -> View:
         """Who is waited for, who is lost, and which spares there are.
 
         A spare that is     with an axis    without one
         arrived             is ready        is ready        unless it is a member that is not lost
-        arrived, and gone   counts no more  may come again
+        arrived, then lost  counts no more  may come again
         absent              may come        may come
-        absent, and gone    counts no more  may come
+        absent, and lost    counts no more  may come
 
         Without an axis there is no mesh without spares, so new processes in the places of ended ones are waited for.
         """
         members, spares = self.layout.ranks(), self.request.spares
         absent = [rank for rank in members if rank not in arrivals]
-        lost = {rank: gone[rank] for rank in absent if rank in gone}
+        lost = {rank: dead_or_silent[rank] for rank in absent if rank in dead_or_silent}
         # A member that stands by is a new process in the place of the lost one.
         new = [rank for rank in members if rank in arrivals and not arrivals[rank].call]
         lost |= {rank: f"rank {rank} stands by, as a new process does" for rank in new}
-        there = [rank for rank in spares if rank in arrivals and rank not in gone]
+        there = [rank for rank in spares if rank in arrivals and rank not in dead_or_silent]
         may_restart = self.request.axis is None
         return View(
-            gone,
-            waiting=[rank for rank in absent if rank not in gone],
+            dead_or_silent,
+            waiting=[rank for rank in absent if rank not in dead_or_silent],
             lost=lost,
             ready={rank: arrivals[rank].process for rank in there if rank in lost or rank not in self.layout},
-            coming=[rank for rank in spares if (may_restart if rank in gone else rank not in arrivals)],
+            coming=[rank for rank in spares if (may_restart if rank in dead_or_silent else rank not in arrivals)],
         )
 
     def _describe(self, view: View, when: str) -> str:
@@ -171,6 +189,6 @@ class ShrinkJudge(SurvivorJudge):
                 raise MissingRanksError(f"a decision on {sizes} does not fit into one record")
             successor(self.layout, outcome)
         except MissingRanksError as error:
-            reasons = "".join(f"\n  {why}" for why in {**lost, **view.gone}.values())
+            reasons = "".join(f"\n  {why}" for why in {**lost, **view.dead_or_silent}.values())
             return self.failure(f"{error}{reasons}", "missing")
         return outcome

@@ -30,6 +30,7 @@ from pgmesh.errors import LifetimeError, MembershipError
 from pgmesh.groups.aborts import publish_abort
 from pgmesh.groups.identity import MeshIdentity
 from pgmesh.groups.mesh_groups import MeshGroups
+from pgmesh.layout import Layout
 from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.operations import Read
 from pgmesh.rendezvous.processes import process_id, process_key, process_label, without_token
@@ -97,14 +98,14 @@ def shrink(mesh: MeshGroups, request: Request, seconds: float) -> MeshGroups:
     after = "" if error is None else f" after {error_text(error).splitlines()[0].rstrip(':')}"
     if mesh.rank in mesh.layout:  # a spare may call before anything went wrong
         mesh.abort(f"it called {request}{after}", call_site())
-    return ShrinkCall(mesh, request, client, seconds, request.lost_after, pace=client.thread.pace).run()
+    return ShrinkCall(mesh, request, client, request.lost_after).run()
 
 
 def stand_by(mesh: MeshGroups, seconds: float, lost_after: float | None) -> MeshGroups:
     """Wait until the ranks of a mesh shrink it, and return the mesh that replaces it.
 
     Args:
-        lost_after: seconds without a heartbeat after which a rank is lost; None for that of ``abort_when_lost``.
+        lost_after: seconds without a heartbeat after which a rank is lost; None for the default.
 
     Raises:
         LifetimeError: the mesh was closed, or an earlier call has returned the mesh that replaces it.
@@ -112,9 +113,7 @@ def stand_by(mesh: MeshGroups, seconds: float, lost_after: float | None) -> Mesh
         MissingRanksError: no rank called ``shrink`` in time, or none is left that could.
         WorldError: the store has failed.
     """
-    lost_after = mesh.state_of(ElasticState).lost_after if lost_after is None else lost_after
-    client = _client(mesh, seconds)
-    return ShrinkCall(mesh, None, client, seconds, lost_after, pace=client.thread.pace).run()
+    return ShrinkCall(mesh, None, _client(mesh, seconds), lost_after).run()
 
 
 def _client(mesh: MeshGroups, seconds: float) -> CallClient:
@@ -124,21 +123,6 @@ def _client(mesh: MeshGroups, seconds: float) -> CallClient:
     return CallClient(mesh.world.heartbeat_thread(), seconds)
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """The mesh that replaces another one, as its ranks have decided.
-
-    Args:
-        before: the identity of the mesh that was replaced.
-        after: that of the mesh that replaces it.
-        outcome: the decision.
-    """
-
-    before: MeshIdentity
-    after: MeshIdentity
-    outcome: Outcome
-
-
 @dataclass
 class ShrinkCall:
     """One call of ``shrink`` or ``stand_by``, after it has aborted the mesh.
@@ -146,23 +130,18 @@ class ShrinkCall:
     Args:
         request: the arguments of ``shrink``; None to stand by.
         client: the store and the clock of this call.
-        seconds: its timeout.
-        lost_after: seconds without a heartbeat after which a rank is lost; None for the default. That of ``shrink`` is
-            in its request, and that of ``stand_by`` in its call, or else that of ``abort_when_lost``.
+        lost_after: seconds without a heartbeat after which a rank is lost; None for the default.
         process: a word that no other process of this rank has.
         warn: called with text for the log.
-        pace: factor of all pauses, to spare the store in a large world.
         shrinks, stands_by: make the judge of a call of ``shrink``, and of ``stand_by``.
     """
 
     mesh: MeshGroups
     request: Request | None
     client: CallClient
-    seconds: float
     lost_after: float | None = None
     process: str = field(default_factory=process_id)
     warn: Callable[[str], None] = field(default=lambda text: log.warning("%s", text))
-    pace: float = 1.0
     shrinks: Callable[..., SurvivorJudge] = ShrinkJudge
     stands_by: Callable[..., SurvivorJudge] = StandByJudge
 
@@ -174,18 +153,18 @@ class ShrinkCall:
         if mesh.identity.rejoined:  # a new process in the place of a lost one stands by
             self.request = None
         if self.request is not None:
-            return self._replace(self.agree())
+            return self.agree()
         thread.set_status(standing_by(mesh.label))
         try:
-            return self._replace(self.agree())
+            return self.agree()
         finally:
             thread.set_status("")
 
-    def agree(self) -> Agreement:
-        """Take part in the decision on this mesh.
+    def agree(self) -> MeshGroups:
+        """Take part in the decision on this mesh, and create the mesh that follows from it.
 
-        A process that stands by may have missed that. Then it takes part in the one on the next mesh, and so on. The
-        layouts of the meshes in between follow from the decisions in the store.
+        A process that stands by may have missed that. Then it takes part in the decision on the next mesh, and so on.
+        The layouts of the meshes in between follow from the decisions in the store.
         """
         mesh, after, missed = self.mesh, self.mesh.identity, True
         while missed:
@@ -196,7 +175,7 @@ class ShrinkCall:
                 _check_process(mesh, self.client)
                 text = f"{mesh.label} was aborted by rank {mesh.rank}, which is a new process and stands by"
                 publish_abort(self.client.run, after.refusal_key, text)
-        return Agreement(before, after, outcome)
+        return self._replace(before.layout, after, outcome)
 
     def decide(self, identity: MeshIdentity) -> tuple[Outcome, bool]:
         """Take part in the decision on a mesh.
@@ -213,11 +192,11 @@ class ShrinkCall:
             mesh.rank,
             self.process,
             self.client,
-            self.seconds,
+            self.client.seconds,
             mesh.world.statuses,
             self.lost_after,
             self.warn,
-            self.pace,
+            self.client.thread.pace,
         )
         attempts = mesh.state_of(ElasticState).attempts
         each = MeshRound(f"{key}/shrink", number=attempts[key])
@@ -231,10 +210,15 @@ class ShrinkCall:
         outcome.check()
         return outcome, judge.missed(outcome)
 
-    def _replace(self, agreed: Agreement) -> MeshGroups:
-        """Create the mesh that was agreed on."""
-        mesh, outcome, identity = self.mesh, agreed.outcome, agreed.after
-        state = mesh.state_of(ElasticState)
+    def _replace(self, old: Layout, identity: MeshIdentity, outcome: Outcome) -> MeshGroups:
+        """Create the mesh that was agreed on.
+
+        Args:
+            old: the layout of the mesh before it.
+            identity: that of the new mesh.
+            outcome: the decision.
+        """
+        mesh, state = self.mesh, self.mesh.state_of(ElasticState)
         if state.replaced_by == identity.key:  # that one may be closed, or have lost ranks since
             raise LifetimeError(f"{mesh.label} was replaced already. Use the mesh that shrink or stand_by returned.")
         mesh.forget_store()
@@ -248,7 +232,7 @@ class ShrinkCall:
         after = mesh.replacement(identity, outcome.options)
         after.state_of(ElasticState).shrunk = Shrunk(
             mesh.label,
-            agreed.before.layout.ranks(),
+            old.ranks(),
             identity.layout.ranks(),
             outcome.lost,
             outcome.replaced,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pgmesh.elastic.judging import MeshRound, SurvivorJudge, find_lost, standing_by
+from pgmesh.elastic.judging import MeshRound, SurvivorJudge, standing_by
 from pgmesh.elastic.records import Outcome
 from pgmesh.rendezvous import timing
 
@@ -37,18 +37,16 @@ class StandByJudge(SurvivorJudge):
         if late:
             return self.failure(f"no rank called shrink in {self.deadline:g} s", "left")
         others = [rank for rank in self.layout.ranks() if rank != self.rank]
-        statuses, heard = self.statuses, {rank: self.statuses.heard(rank) for rank in others}
+        heard = {rank: self.statuses.heard(rank) for rank in others}
+
+        def is_silent(rank: int) -> bool:
+            return heard[rank] in (None, self.statuses.heard(rank))
+
         lost: dict[int, str] = {}
         for first in range(0, len(others), timing.LIMITS.statuses):
             ranks = others[first : first + timing.LIMITS.statuses]
-            lost |= find_lost(
-                self.client.run,
-                statuses,
-                ranks,
-                self.lost_after,
-                asks=lambda rank: heard[rank] in (None, statuses.heard(rank)),  # no new heartbeat
-            )
-            for status in filter(None, map(statuses.get, ranks)):
+            lost |= self.find_lost(ranks, asks=is_silent)
+            for status in filter(None, map(self.statuses.get, ranks)):
                 if standing_by(self.label) in status.activity:
                     lost.setdefault(status.rank, f"rank {status.rank} stands by too")
             if any(rank not in lost for rank in ranks):

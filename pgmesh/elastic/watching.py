@@ -56,8 +56,7 @@ def abort_when_lost(mesh: MeshGroups, lost_after: float | None) -> None:
     world, ranks = mesh.world, mesh.layout.ranks()
     statuses = world.statuses
     state = mesh.state_of(ElasticState)
-    if lost_after is not None:
-        state.lost_after = lost_after
+    state.lost_after = lost_after
     looks_already, state.aborts_when_lost = state.aborts_when_lost, True
     if looks_already or mesh.rank not in ranks or len(ranks) == 1:
         return

@@ -107,32 +107,15 @@ def _gloo(store: dist.Store, rank: int, name: str, options: GroupOptions, ranks:
         devices = [{"interface": each} for each in interfaces.split(",") if each]
     else:
         devices = [{"hostname": _own_address()}]
-    return torch_private.gloo_backend(
-        store, rank, len(ranks), devices=devices, timeout=options.timeout, ranks=ranks, name=name
-    )
-
-
-def _nccl(store: dist.Store, rank: int, name: str, options: GroupOptions, ranks: Sequence[int], *, backend: str) -> Any:
-    return torch_private.nccl_backend(
-        store,
-        rank,
-        len(ranks),
-        backend=backend,
-        high_priority=bool(options.high_priority),
-        config=options.nccl or {},
-        timeout=options.timeout,
-        ranks=ranks,
-        name=name,
-    )
-
-
-def _fake(store: dist.Store, rank: int, name: str, options: GroupOptions, ranks: Sequence[int]) -> Any:
-    return torch_private.fake_backend(rank, len(ranks))
+    return torch_private.gloo_backend(store, rank, name, options, ranks, devices=devices)
 
 
 CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     "gloo": _gloo,
-    "fake": _fake,
-    **{backend: functools.partial(_nccl, backend=backend) for backend in torch_private.NCCL_CLASSES},
+    "fake": torch_private.fake_backend,
+    **{
+        backend: functools.partial(torch_private.nccl_backend, backend=backend)
+        for backend in torch_private.NCCL_CLASSES
+    },
 }
 """The backends that the members of a group can create by themselves."""

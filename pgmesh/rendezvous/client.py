@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from pgmesh.errors import WorldError
@@ -24,7 +25,8 @@ class CallClient:
     """
 
     def __init__(self, thread: StoreThread, seconds: float) -> None:
-        self.thread = thread
+        self.thread, self.seconds = thread, seconds
+        self.on_sleep: Callable[[], object] = lambda: None  # called before each pause
         self.start = time.monotonic()
         self.deadline = self.start + seconds
         self.operations = 0
@@ -57,6 +59,7 @@ class CallClient:
 
     def sleep(self, seconds: float) -> None:
         """Wait."""
+        self.on_sleep()
         time.sleep(seconds)
 
     def set_pending(self, pending: tuple[PendingConnect, ...]) -> None:

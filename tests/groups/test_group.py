@@ -16,9 +16,13 @@ from pgmesh.errors import LifetimeError, WorldError
 from pgmesh.groups import background, building, watch
 from pgmesh.groups.group import Group, State, find_group
 from pgmesh.options import GroupOptions
+from pgmesh.rendezvous.client import CallClient
+from pgmesh.rendezvous.group_rounds import GroupRound
 from pgmesh.rendezvous.operations import CompareSet, Read
+from pgmesh.rendezvous.records import Decision
 from pgmesh.rendezvous.statuses import RankStatus, RunningCollective, Statuses, status_key
 from tests.support.fake_world import fake_rank
+from tests.support.memory_client import round_of
 
 
 @pytest.mark.parametrize("connected", [True, False])
@@ -87,12 +91,18 @@ def test_rank_in_many_collectives_is_not_named(many: bool):
 # ---- its first collective ----
 
 
+def made_round() -> GroupRound:
+    made = round_of()
+    made.decision = Decision("made")
+    return made
+
+
 def test_failure_of_ended_group_is_published():
     group = Group("group tp", "mesh 'actor'", (0, 1))
     group.make(SimpleNamespace(group_name="pgmesh/actor.0/0-1"), "train.py:7", {})
     group.end("was released")
     group.take_process_group()
-    collective = FirstCollective(group, "group/0/broken", Statuses(5.0, lambda: 0.0))
+    collective = FirstCollective(group, made_round(), Statuses(5.0, lambda: 0.0))
     collective.fail("was cancelled")
     written: list[Any] = []
     collective.publish(lambda *operations: written.extend(operations) or [])
@@ -113,12 +123,12 @@ def test_failure_that_the_store_lost_is_published_again():
 
     statuses = Statuses(5.0, lambda: 0.0)
     thread: Any = SimpleNamespace(run=run)
-    collectives = FirstCollectives(thread, 1.0, statuses, 0)
-    collectives.all.append(FirstCollective(group, "group/0/broken", statuses))
+    collectives = FirstCollectives(CallClient(thread, 1.0), statuses, 0)
+    collectives.add({made_round(): group})
     with pytest.raises(WorldError):
-        collectives.cancel("rank 0 stopped", {})
+        collectives.cancel("rank 0 stopped")
     for _ in range(2):
-        collectives.cancel("rank 0 stopped", {})
+        collectives.cancel("rank 0 stopped")
     assert len(written) == 2
 
 
@@ -127,7 +137,7 @@ def test_error_of_torch_without_text_fails_collective():
         raise RuntimeError("")
 
     group = Group("group tp", "mesh 'actor'", (0, 1))
-    collective = FirstCollective(group, "group/0/broken", Statuses(5.0, lambda: 0.0))
+    collective = FirstCollective(group, made_round(), Statuses(5.0, lambda: 0.0))
     collective.state = first_collective.State.RUNNING
     collective._work = SimpleNamespace(is_completed=lambda: True, wait=fail)
     collective.poll()
@@ -144,11 +154,11 @@ def test_member_far_from_the_front_names_ended_one():
 
     group = Group("group tp", "mesh 'actor'", tuple(range(40)))
     statuses = Statuses(5.0, lambda: 0.0, lambda status, seconds: True)
-    collective = FirstCollective(group, "group/0/broken", statuses)
+    thread: Any = SimpleNamespace(run=run, lost_after=0.0, pace=1.0)
+    collectives = FirstCollectives(CallClient(thread, 1.0), statuses, 36)
+    collectives.add({made_round(): group})
+    (collective,) = collectives.of_made
     collective.state, collective._work = first_collective.State.RUNNING, SimpleNamespace(is_completed=lambda: False)
     collective._process_group = SimpleNamespace(rank=lambda: 36)
-    thread: Any = SimpleNamespace(run=run, lost_after=0.0, pace=1.0)
-    collectives = FirstCollectives(thread, 1.0, statuses, 36)
-    collectives.all.append(collective)
     collectives.finish()
     assert "rank 37 has ended: its listener at 127.0.0.1:4000 refuses connections" in str(collective.error)

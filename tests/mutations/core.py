@@ -292,11 +292,11 @@ def silent_interrupt(cancel):
 @breaks(
     "connect skips a connected group, unless another member has published that it broke",
     page="groups.md",
-    target="connect.connecting:_Call._discard_broken",
+    target="connect.locking:discard_broken",
     tests="tests/faults/test_faults.py -k failed_on_one_rank",
 )
 def broken_group_kept(discard_broken):
-    return lambda self, groups: False
+    return lambda mesh, groups, client: False
 
 
 @breaks(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from pgmesh import recipes, torch_private
 from pgmesh.groups.backends import backends_of
+from pgmesh.options import GroupOptions
 from pgmesh.options import NCCL_SETTINGS
 from tests.support.fake_world import fake_rank
 
@@ -42,7 +43,7 @@ class StandIn:
 
     def __new__(cls, store: Any, rank: int, size: int, options: Any) -> Any:
         cls.made.append(options)
-        return torch_private.fake_backend(rank, size)
+        return torch_private.fake_backend(store, rank, "", GroupOptions(), range(size))
 
 
 @contextmanager

@@ -127,6 +127,7 @@ class Shrink(Call):
 
     def __init__(self, code: Code, process: int, program: Program, memory: Memory, answers: tuple[Any, ...]) -> None:
         self.code, self.process, self.program = code, process, program
+        self.seconds = DEADLINE
         self.time = 0.0  # a deadline comes without a silence of the others
         self.looked = b""  # the arrivals when they were last read
         self.learnt: dict[str, Outcome] = {}  # by decision key, the decisions that this call has taken
@@ -135,6 +136,7 @@ class Shrink(Call):
         self.thread = SimpleNamespace(
             store=SimpleNamespace(claim=Claim(replaces_process=program.replaces is not None)),
             set_status=lambda activity: None,
+            pace=1.0,
         )
         super().__init__(memory, answers, code.board)
 
@@ -166,7 +168,6 @@ class Shrink(Call):
             self._cache(),
             call,
             self,  # type: ignore[arg-type]
-            DEADLINE,
             process=f"process {self.process}",
             warn=lambda text: None,
             shrinks=self._seen(self.code.member),
