@@ -379,9 +379,7 @@ def register_backend(name: str) -> None:
     getattr(c10d.Backend, "_ensure_backend_registered", lambda name: None)(name)
 
 
-def nccl_backend(
-    store: Any, rank: int, name: str, options: GroupOptions, ranks: Sequence[int], *, backend: str
-) -> Any:
+def nccl_backend(store: Any, rank: int, name: str, options: GroupOptions, ranks: Sequence[int], *, backend: str) -> Any:
     """An NCCL backend with a communicator of its own.
 
     Args:

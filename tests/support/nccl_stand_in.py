@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from pgmesh import recipes, torch_private
 from pgmesh.groups.backends import backends_of
-from pgmesh.options import GroupOptions
-from pgmesh.options import NCCL_SETTINGS
+from pgmesh.options import NCCL_SETTINGS, GroupOptions
 from tests.support.fake_world import fake_rank
 
 UNSET = -(2**31)  # NCCL's mark of a setting that is left to NCCL
