@@ -5,8 +5,7 @@
 
 Each seed is one composition: a mesh, methods on it, a model and a way of training. Its result is one of three: it
 trains (losses, gradients, norms and weights are those of one process), it is refused (by an error that says why), or it
-is wrong (another difference, a hang, or a crash). At the end a table has the pairs of features that occurred. The exit
-status is 1 if one was wrong.
+is wrong (another difference, a hang, or a crash). The exit status is 1 if one was wrong.
 """
 
 from __future__ import annotations
@@ -150,7 +149,7 @@ class Drawn:
 
     @property
     def features(self) -> list[str]:
-        """What the table of pairs counts."""
+        """What is reported of it."""
         experts = self.experts and ("experts" if self.experts[2] == 1 else "experts, tensor=")
         names = [self.data, self.tensor and f"tensor {self.tensor}", self.context, experts, self.schedule]
         kinds = ("tied", "largest", "evaluation", "checkpointing", "compiled", "clip", "masked", "ragged", "viewed")
@@ -722,18 +721,6 @@ def run_all(seeds: list[int], report: Callable[[str], object] = print) -> list[R
     return results
 
 
-def table(results: list[Result]) -> str:
-    """Pairs of features: how many compositions with both train, and how many are refused."""
-    counts = Counter[tuple[str, str, str]]()
-    for result in results:
-        for one, other in itertools.combinations(sorted(result.drawn.features), 2):
-            counts[one, other, result.kind] += 1
-    lines = ["| one | other | trains | refused |", "|---|---|---|---|"]
-    for one, other in sorted({key[:2] for key in counts}):
-        lines.append(f"| {one} | {other} | {counts[one, other, 'trains']} | {counts[one, other, 'refused']} |")
-    return "\n".join(lines)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=500, help="number of compositions")
@@ -743,7 +730,6 @@ def main() -> int:
     seeds = [int(each) for each in parsed.only.split(",") if each]
     results = run_all(seeds or [*range(parsed.seed, parsed.seed + parsed.count)], lambda line: print(line, flush=True))
     kinds = Counter(result.kind for result in results)
-    print(table(results))
     print(f"{kinds['trains']} train, {kinds['refused']} are refused, {kinds['WRONG']} are wrong")
     for result in results:
         if result.kind == "WRONG":

@@ -81,28 +81,21 @@ def model_of(kind: str, seed: int = 0) -> TinyGPT:
 
 # ---- weights ----
 
-TOKENS = "tokens.weight: (24, 16) torch.float64 True on rank{}; (24, 16) torch.float64 True, other values on rank{}."
-
-
-@pytest.mark.parametrize(
-    ("kind", "found"),
-    [
-        ("tp, fsdp", TOKENS.format(" 0", "s 1, 2, 3")),
-        ("fsdp", TOKENS.format(" 0", "s 1, 2, 3")),
-        ("pp, fsdp", TOKENS.format(" 0", "s 1, 2, 3")),
-        ("cp, fsdp", TOKENS.format(" 0", "s 1, 2, 3")),
-        ("ep, fsdp", TOKENS.format(" 0", "s 1, 2, 3")),
-    ],
+TOKENS = (
+    "tokens.weight: (24, 16) torch.float64 True on rank 0; (24, 16) torch.float64 True, other values on ranks 1, 2, 3."
 )
+
+
+@pytest.mark.parametrize("kind", ["tp, fsdp", "fsdp", "pp, fsdp", "cp, fsdp", "ep, fsdp"])
 @on_ranks(4)
-def test_apply_on_differently_seeded_ranks_raises_until_broadcast(kind: str, found: str):
+def test_apply_on_differently_seeded_ranks_raises_until_broadcast(kind: str):
     with ProcessGroupMesh(other=2, dp=2) as mesh:
         together = compose(mesh, *methods_of(kind, mesh))
         model = model_of(kind, mesh.rank)
         with pytest.raises(MethodError) as caught:
             together.apply(model)
         assert str(caught.value) == (
-            f"ranks start with different weights, of which the first is {found}\n\n"
+            f"ranks start with different weights, of which the first is {TOKENS}\n\n"
             "  torch.manual_seed(0)   # on all ranks, before the module is built\n"
             "  together.broadcast(module)   # before apply: the values of the first rank; together = compose(...)"
         )
@@ -119,7 +112,7 @@ def test_weights_that_ddp_broadcasts_may_differ():
             model = compose(mesh, *methods_of(kind, mesh)).apply(model_of(kind, mesh.rank))
             assert_same(kind, weights_of(model), weights_of(model_of(kind)), 0.0)
         without = compose(mesh, DataParallel(mesh, "other", "dp", init_sync=False))
-        with pytest.raises(MethodError, match=re.escape(TOKENS.format(" 0", "s 1, 2, 3"))):
+        with pytest.raises(MethodError, match=re.escape(TOKENS)):
             without.apply(model_of("dp", mesh.rank))
         check_sums(groups_of(mesh))
 
@@ -207,19 +200,6 @@ def test_ranks_of_different_slices_may_have_different_weights():
 
 
 @on_ranks(2)
-def test_sharded_weights_are_not_broadcast():
-    with ProcessGroupMesh(dp=2) as mesh:
-        together = compose(mesh, ShardedDataParallel(mesh, "dp"))
-        model = together.apply(TinyGPT(layers=1))
-        assert_raises(
-            MethodError,
-            lambda: together.broadcast(model),
-            "tokens.weight is sharded already: call broadcast(module) before apply(module).",
-        )
-        dist.barrier()
-
-
-@on_ranks(2)
 def test_broadcast_of_strided_tensors_is_whole():
     with ProcessGroupMesh(dp=2) as mesh:
         model = nn.Module()
@@ -261,14 +241,6 @@ def test_long_lists_of_numbers_are_shortened(monkeypatch: pytest.MonkeyPatch):
         )
         rows = [1] * 8
         together.check_inputs(())
-
-
-@pytest.mark.parametrize("numel", [0, 1, 2, 63, 64, 65, 127, 128, 1000])
-def test_sample_has_first_and_last_value(numel: int):
-    values = comparing.sample(torch.arange(numel))
-    assert values == sorted({*values})
-    assert len(values) == min(numel, comparing.SAMPLES)
-    assert values[:1] + values[-1:] == ([0, numel - 1] if numel else [])
 
 
 def test_jagged_inputs_are_not_counted():
@@ -487,42 +459,6 @@ def test_first_step_compares_inputs_in_one_exchange(kind):
         check_sums(groups_of(mesh))
         gradients = int("tp" in kind)  # the second compares those of the first
         assert counts == [0, 1, gradients, 0]
-
-
-@long
-@pytest.mark.parametrize("kind", ["dp", "fsdp"])
-@on_ranks(4)
-def test_accumulated_passes_compare_inputs_in_one_exchange(kind):
-    with ProcessGroupMesh(other=2, dp=2) as mesh:
-        together = compose(mesh, *methods_of(kind, mesh))
-        model, counts = together.apply(model_of(kind)), list[int]()
-        codes, target = together.share(batch(0))
-        for last in (False, True):
-            with (
-                together.accumulate(model, last=last),
-                mock.patch("torch.distributed.all_gather", side_effect=dist.all_gather) as counter,
-            ):
-                (loss_of(model(codes), target) / 2).backward()
-            counts.append(counter.call_count)
-        expected = model_of(kind)
-        codes, target = batch(0)
-        loss_of(expected(codes), target).backward()
-        assert_same(kind, gradients_of(model), gradients_of(expected))
-        assert counts == [1, 0]
-
-
-@long
-@on_ranks(2)
-def test_different_inputs_after_first_step_are_accepted():
-    """DDP's join: ranks have different numbers of batches, and of rows."""
-    with ProcessGroupMesh(dp=2) as mesh:
-        model = compose(mesh, DataParallel(mesh, "dp")).apply(TinyGPT(layers=1))
-        codes, target = batch(0)
-        loss_of(model(codes[:2]), target[:2]).backward()
-        with model.join():
-            for _ in range(3 + 2 * mesh.rank):
-                loss_of(model(codes[: 1 + mesh.rank]), target[: 1 + mesh.rank]).backward()
-        check_sums(groups_of(mesh))
 
 
 # ---- who raises, and over which group ----

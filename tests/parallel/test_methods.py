@@ -20,7 +20,6 @@ from pgmesh.parallel import (
     Composition,
     DataParallel,
     ExpertParallel,
-    Method,
     PipelineParallel,
     ShardedDataParallel,
     TensorParallel,
@@ -29,8 +28,6 @@ from pgmesh.parallel import (
     mix,
 )
 from pgmesh.parallel.sharded import default_layers
-from pgmesh.parallel.stage_cutting import partition_layers
-from tests.support.expert_models import expert_model
 from tests.support.fake_world import fake_rank
 from tests.support.parallel_models import (
     FIRST,
@@ -46,7 +43,6 @@ from tests.support.parallel_models import (
     loss_of,
     train_alone,
     train_parallel,
-    weights_of,
 )
 from tests.support.tensor_plans import BLOCK_PLAN
 from tests.support.worlds import check_sums, groups_of, on_ranks
@@ -109,10 +105,6 @@ def test_gradients_accumulate_and_are_averaged_once(kind: type[DataParallel] | t
         dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.group())
         dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.group())
         assert bool((most == least).all()) == (i == 1)  # ranks agree after the last alone
-    right = TinyGPT()
-    codes, target = batch(0, 2 * ROWS)
-    loss_of(right(codes), target).backward()
-    assert_same("accumulated", gradients_of(module), gradients_of(right))
 
 
 @pytest.mark.parametrize("fails", [True, False])
@@ -332,15 +324,6 @@ def test_layers_that_do_not_divide_and_one_stage():
         dist.barrier()
 
 
-def test_partition_layers_gives_remainder_to_the_first_stages():
-    for layers, parts in itertools.product(range(1, 30), range(1, 9)):
-        shares = partition_layers(layers, parts)
-        assert list(itertools.chain(*shares)) == list(range(layers))
-        sizes = [len(share) for share in shares]
-        assert sizes == sorted(sizes, reverse=True)
-        assert max(sizes) - min(sizes) <= 1
-
-
 def test_stages_follow_one_another_whatever_the_schedule():
     for schedule, count in [("1f1b", 1), ("interleaved", 1), ("interleaved", 3), ("zero-bubble-v", 2)]:
         place: dict[int, tuple[int, int]] = {}
@@ -375,37 +358,6 @@ def test_stages_share_weights_and_leave_the_module_unchanged():
         assert not any(isinstance(each, nn.Module) and each is None for each in whole.children())
 
 
-# ---- together ----
-
-
-@on_ranks(8)
-def test_two_independent_meshes_train_two_models_interleaved():
-    """Two models on the same ranks with alternating steps, on meshes of the same and of different shapes."""
-    actor = ProcessGroupMesh(dp=4, tp=2, name="actor")
-    critic = ProcessGroupMesh(dp=4, tp=2, name="critic")
-    judge = ProcessGroupMesh(tp=2, pp=2, dp=2, ranks=[0, 2, 4, 6, 1, 3, 5, 7], name="judge")
-    runs = []
-    for seed, mesh in enumerate((actor, critic, judge)):
-        methods: list[Method] = [split(mesh), ShardedDataParallel(mesh, "dp")]
-        composition = compose(mesh, *methods, *([stages(mesh)] if "pp" in mesh.axes else []))
-        module = composition.apply(TinyGPT(seed=seed, tied=seed == 2))
-        runs.append((composition, module, torch.optim.AdamW(module.parameters(), 0.05, eps=1e-4), seed))
-    truth = [expected(seed=seed, tied=seed == 2) for seed in range(3)]
-    for step in range(3):
-        for composition, module, optimizer, seed in runs:
-            codes, target = (composition.share(each) for each in batch(step))
-            optimizer.zero_grad()
-            if "pp" in composition.mesh.axes:
-                module.step(codes, target=target)
-            else:
-                loss_of(module(codes), target).backward()
-            assert_same(f"{composition.mesh.name}, step {step}", gradients_of(module), truth[seed].gradients[step])
-            optimizer.step()
-    for composition, module, _, seed in runs:
-        assert_same(str(composition.mesh.name), weights_of(module), truth[seed].weights)
-        check_sums(groups_of(composition.mesh))
-
-
 # ---- norms, one start ----
 
 
@@ -420,25 +372,6 @@ def test_norm_with_nan_on_some_ranks_is_nan():
             weight.grad = torch.full_like(weight, math.nan if mesh.index("pp") == stage else 1.0)
         found.append(composition.clip_grad_norm_(1.0, norm_type=order).item())
     assert all(map(math.isnan, found)), found
-
-
-@on_ranks(8)
-def test_grad_norm_counts_each_weight_once():
-    mesh = ProcessGroupMesh(pp=2, ep=2, tp=2)
-    composition = compose(mesh, stages(mesh), ExpertParallel(mesh, "ep"), unowned=["tp"])
-    module = composition.apply(expert_model())
-    numbers: list[torch.Tensor] = []
-    for name, weight in module.named_parameters():
-        is_expert = ".experts." in name
-        weight.grad = torch.full_like(weight, 10.0 + mesh.index("pp", "ep") if is_expert else 1.0 + mesh.index("pp"))
-        if mesh.index("tp") == 0 and (is_expert or mesh.index("ep") == 0):
-            numbers.append(weight.grad.flatten())
-    everyone: list[Any] = [None] * 8
-    dist.all_gather_object(everyone, torch.cat([torch.zeros(0, dtype=torch.float64), *numbers]), group=mesh.group())
-    for order in (1.0, 2.0, 3.0, math.inf):
-        right = torch.linalg.vector_norm(torch.cat(everyone), order)
-        torch.testing.assert_close(composition.grad_norm(norm_type=order), right)
-    check_sums(groups_of(mesh))
 
 
 @on_ranks(8)

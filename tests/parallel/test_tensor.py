@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -39,9 +38,7 @@ from tests.support.parallel_models import (
     FIRST,
     LAST,
     WIDTH,
-    Adapted,
     TinyGPT,
-    TrainingRun,
     assert_same,
     batch,
     gradients_of,
@@ -49,44 +46,10 @@ from tests.support.parallel_models import (
     train_alone,
 )
 from tests.support.parallel_training import train_and_compare
-from tests.support.tensor_plans import BLOCK_PLAN, EMBEDDED_PLAN, GATHERED_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
+from tests.support.tensor_plans import EMBEDDED_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
 from tests.support.worlds import check_sums, groups_of, on_ranks
 
 pytestmark = pytest.mark.long
-
-CASES = {
-    "blocks": {"plan": BLOCK_PLAN},
-    "vocabulary": {"plan": VOCABULARY_PLAN, "heads": 8},
-    "gathered": {"plan": GATHERED_PLAN},
-    "sequence": {"plan": SEQUENCE_PLAN},
-    "embedded": {"plan": EMBEDDED_PLAN},
-    "tied": {"plan": VOCABULARY_PLAN},
-}
-
-
-def train_and_check(together: Composition, model: nn.Module, expected: TrainingRun) -> nn.Module:
-    """Train three steps, and assert that this rank's gradients and weights equal those of one process."""
-    model = together.apply(model)
-    train_and_compare(together, model, expected, around=loss_parallel)
-    return model
-
-
-@on_ranks(8)
-def test_training_with_eight_shards_equals_one_process():
-    with ProcessGroupMesh(tp=8) as mesh:
-        for case, how in CASES.items():
-            tied = case == "tied"
-            together = compose(mesh, TensorParallel(mesh, "tp", **how))
-            model = {"tied": tied, "layers": 2, "heads": 8}
-            model = train_and_check(together, TinyGPT(**model), train_alone(TinyGPT(**model)))
-            cut = model.blocks[0].up.weight
-            assert cut.to_local().size(0) * mesh.size("tp") == cut.size(0)
-            if tied:
-                assert model.head.weight is model.tokens.weight
-            for weight in model.parameters():
-                assert not isinstance(weight, DTensor) or weight.grad.placements == weight.placements
-        check_sums(groups_of(mesh))
-
 
 # ---- frozen parameters ----
 
@@ -111,44 +74,25 @@ def frozen_norms() -> TinyGPT:
     return model
 
 
-def adapted(kind: Callable[[nn.Linear], nn.Module] = Adapted) -> TinyGPT:
+def adapted() -> TinyGPT:
     """Only the adapters are trained."""
     model = TinyGPT(layers=2).requires_grad_(False)
     for block in model.blocks:
-        block.up, block.down = kind(block.up), kind(block.down)
+        block.up, block.down = AdaptedLinear(block.up), AdaptedLinear(block.down)
     return model.double()
 
 
-def adapter_plan(sequence: bool) -> dict[str, ParallelStyle]:
-    plan = dict(SEQUENCE_PLAN if sequence else VOCABULARY_PLAN)
-    up, down = plan.pop("blocks.*.up"), plan.pop("blocks.*.down")
-    whole = (
-        {"blocks.*.up.a": SequenceParallel(), "blocks.*.down.b": SequenceParallel(use_local_output=True)}
-        if sequence
-        else {}
-    )
-    sharded = {"blocks.*.up.base": up, "blocks.*.up.b": up, "blocks.*.down.base": down, "blocks.*.down.a": down}
-    return {**plan, **sharded, **whole}
-
-
-FROZEN: dict[str, tuple[Callable[[], TinyGPT], dict[str, ParallelStyle]]] = {
-    "norms": (frozen_norms, VOCABULARY_PLAN),
-    "norms between sequences": (frozen_norms, SEQUENCE_PLAN),
-    "adapters": (adapted, adapter_plan(sequence=False)),
-    "adapters between sequences": (adapted, adapter_plan(sequence=True)),
-    "adapters of linear layers": (partial(adapted, AdaptedLinear), VOCABULARY_PLAN),
-    "adapters of linear layers between sequences": (partial(adapted, AdaptedLinear), SEQUENCE_PLAN),
-}
-
-
 @on_ranks(4)
-def test_frozen_parameters_stay_frozen_under_every_style():
+def test_frozen_linear_layer_may_have_own_adapter():
     with ProcessGroupMesh(tp=4) as mesh:
-        for make, plan in FROZEN.values():
-            method, model = TensorParallel(mesh, "tp", plan=plan), make()
-            frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
-            model = train_and_check(compose(mesh, method), model, train_alone(make()))
-            assert frozen == {name for name, weight in model.named_parameters() if not weight.requires_grad}
+        for plan in (VOCABULARY_PLAN, SEQUENCE_PLAN):
+            together = compose(mesh, TensorParallel(mesh, "tp", plan=plan))
+            model, alone = together.apply(adapted()), adapted()
+            train_and_compare(together, model, train_alone(alone), around=loss_parallel)
+            trained = [
+                {name for name, weight in each.named_parameters() if weight.requires_grad} for each in (model, alone)
+            ]
+            assert trained[0] == trained[1]
         check_sums(groups_of(mesh))
 
 
@@ -284,11 +228,6 @@ def test_class_of_style_prints_arguments_that_it_needs(mesh):
         TensorParallel(mesh, "tp", plan={"places": PrepareModuleOutput})
     call = "PrepareModuleOutput(output_layouts=..., desired_output_layouts=...)"
     assert str(caught.value).endswith(f"  TensorParallel(mesh, 'tp', plan={{**plan, 'places': {call}}})")
-
-
-def test_a_wrong_argument_raises_at_construction(mesh):
-    with pytest.raises(TypeError, match="sequence"):
-        TensorParallel(mesh, "tp", plan=BLOCK_PLAN, sequence=True)
 
 
 # ---- sequences ----
