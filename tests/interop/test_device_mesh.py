@@ -36,7 +36,7 @@ from tests.support.device_mesh_training import (
 )
 from tests.support.fake_world import fake_rank
 from tests.support.pipelines import needs_pipelines
-from tests.support.torch_tables import c10d, root_of, table_sizes
+from tests.support.torch_tables import root_of, table_sizes
 from tests.support.worlds import check_sums, groups_of, on_ranks, world
 
 
@@ -230,37 +230,6 @@ def test_checkpoint_goes_through_groups_of_the_mesh(tmp_path: Path):
         found = {name: full_tensor(p).detach() for name, p in loaded.named_parameters()}
         assert_same({"norm": torch.zeros(()), **found}, train(make_net(), batch()))
     check_sums(groups_of(mesh))
-
-
-def resharded(mesh: ProcessGroupMesh) -> None:
-    """Parameters that are gathered in part after the forward pass need groups that torch makes for itself."""
-    model = fully_shard(make_net(), mesh=mesh.device_mesh("dp"), reshard_after_forward=2)
-    assert_same(train(model, own_rows(mesh, "dp")), train(make_net(), batch()))
-
-
-def flattened(mesh: ProcessGroupMesh) -> None:
-    both = mesh.device_mesh()["dp", "tp"]._flatten("both")
-    assert dist.get_process_group_ranks(both.get_group()) == list(mesh.ranks("dp", "tp"))
-    assert both.get_group() is not mesh.group("dp", "tp")
-
-
-@pytest.mark.parametrize(
-    ("use", "sizes", "count"),
-    [(resharded, {"dp": 4}, 2), (flattened, {"pp": 2, "dp": 1, "tp": 2}, 1)],
-    ids=["reshard_after_forward=2", "_flatten"],
-)
-@on_ranks(4)
-def test_uses_that_create_groups_of_torch(use: Callable[[ProcessGroupMesh], None], sizes: dict[str, int], count: int):
-    """Not a promise of ours: it tells when torch changes, so that the page can."""
-    mesh = ProcessGroupMesh(**sizes)
-    device_mesh_of(mesh)
-    groups, before = groups_of(mesh), table_sizes()["pg_map"]
-    use(mesh)
-    theirs = list(c10d._world.pg_map)[before:]
-    assert len(theirs) == count
-    check_sums(groups)
-    for group in theirs:
-        dist.destroy_process_group(group)
 
 
 # ---- two meshes of one shape ----

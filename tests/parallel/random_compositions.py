@@ -147,19 +147,6 @@ class Drawn:
         """Number of rows of each part in a pass."""
         return [self.microbatches * self.rows * (2 if self.ragged and part % 2 else 1) for part in range(self.parts)]
 
-    @property
-    def features(self) -> list[str]:
-        """What is reported of it."""
-        experts = self.experts and ("experts" if self.experts[2] == 1 else "experts, tensor=")
-        names = [self.data, self.tensor and f"tensor {self.tensor}", self.context, experts, self.schedule]
-        kinds = ("tied", "largest", "evaluation", "checkpointing", "compiled", "clip", "masked", "ragged", "viewed")
-        names += [name for name in kinds if getattr(self, name)]
-        names += [self.frozen and f"frozen {self.frozen}", self.passes > 1 and "accumulation", self.half and "bfloat16"]
-        names += ["late" in self.sizes and "averages later", "run" in self.sizes and "slices"]
-        names += ["idle" in self.sizes and "unowned", list(self.ranks) != sorted(self.ranks) and "permuted"]
-        names += [self.omission and f"omits {self.omission}"]
-        return [str(name) for name in names if name]
-
 
 class Numbers(random.Random):
     """Random numbers of a seed."""
@@ -716,8 +703,7 @@ def run_all(seeds: list[int], report: Callable[[str], object] = print) -> list[R
     results = []
     for seed in seeds:
         results.append(result := run_one(seed))
-        line = f"{seed:5} {result.kind:8} {result.seconds:5.1f} s  {', '.join(result.drawn.features)}"
-        report(f"{line}  {result.drawn.sizes}  {result.text}")
+        report(f"{seed:5} {result.kind:8} {result.seconds:5.1f} s  {result.drawn}  {result.text}")
     return results
 
 

@@ -241,23 +241,20 @@ def test_a_model_may_call_its_layers_parts(tmp_path: Path):
         dist.barrier()
 
 
-def load_with_gradients(folder: Path) -> None:
+@on_ranks(2)
+def test_load_restores_optimizer_that_has_gradients(tmp_path: Path):
     with ProcessGroupMesh(dp=2, name="present gradients") as mesh:
         for gradients in (False, True):
             model = ShardedDataParallel(mesh, "dp").apply(nn.Linear(4, 4))
             optimizer = torch.optim.AdamW(model.parameters())
             model(torch.ones(2, 4)).sum().backward()
             if gradients:
-                checkpoint.load(folder, mesh, model, optimizer)
+                checkpoint.load(tmp_path, mesh, model, optimizer)
             else:
                 optimizer.step()
-                checkpoint.save(folder, mesh, model, optimizer)
+                checkpoint.save(tmp_path, mesh, model, optimizer)
             averages = [full_tensor(optimizer.state[weight]["exp_avg"]) for weight in model.parameters()]
             assert all(each.allclose(torch.tensor(0.2)) for each in averages)  # 0.1 of gradients of 2
-
-
-def test_load_restores_optimizer_that_has_gradients(tmp_path: Path):
-    world(2).run(load_with_gradients, tmp_path)
 
 
 def absent_and_damaged(folder: Path) -> None:

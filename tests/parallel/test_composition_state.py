@@ -157,11 +157,6 @@ def test_replicated_shards_from_meta_are_compared():
     assert replicas_on_meta(seed_by_rank=True) == f"{found}\n\n{SAME_VALUES_FROM_META}"
 
 
-def test_one_unowned_axis_needs_no_list(mesh: ProcessGroupMesh):
-    compose(mesh, DataParallel(mesh, "dp"), unowned=["pp", "tp"])
-    compose(mesh.view(dp=4, tp=2), DataParallel(mesh.view(dp=4, tp=2), "dp"), unowned="tp")
-
-
 def test_the_proposed_view_has_a_new_axis():
     with fake_rank(0, 4), ProcessGroupMesh(data=2, cp=2) as mesh:
         together = compose(mesh, ContextParallel(mesh, "cp"), unowned="data")
@@ -173,17 +168,6 @@ def test_the_proposed_view_has_a_new_axis():
 
 
 # ---- calls that would be silently wrong ----
-
-
-def test_an_optimizer_from_before_apply_raises(mesh: ProcessGroupMesh):
-    model = nn.Sequential(nn.Linear(2, 2))
-    early = torch.optim.SGD(model.parameters(), lr=0.1)
-    together = compose(mesh, ShardedDataParallel(mesh, "dp"), unowned=["pp", "tp"])
-    assert together.attach(early) is early  # nothing is applied yet
-    model = together.apply(model)
-    with pytest.raises(MethodError, match="has 2 parameters of no module that apply returned"):
-        together.attach(early)
-    together.attach(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 @on_ranks(2)

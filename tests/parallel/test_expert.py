@@ -336,29 +336,9 @@ def test_checkpoint_of_experts_loads_on_another_mesh(tmp_path):
             check_sums(groups_of(mesh))
 
 
-def test_a_checkpoint_rejects_sharded_experts(mesh, tmp_path):
-    layer = expert_layer()
-    ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"]).apply(layer)
-    assert_raises(
-        MethodError,
-        lambda: checkpoint.save(tmp_path, mesh, layer),
-        "experts.0.up.weight is sharded along etp=2 as a plain tensor: a checkpoint would have only one of the shards. "
-        "Save whole experts (ExpertParallel without tensor=), and DTensors of a method of your own.",
-    )
-
-
 def test_stage_without_experts_or_attention_is_accepted(mesh):
     module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
     stage = copy_stage(module, absent=["1"])
     assert ExpertParallel(mesh, "ep").apply(stage) is stage
     assert ContextParallel(mesh, "ep").apply(stage) is stage
     assert TensorParallel(mesh, "ep", plan={"1": ColwiseParallel(), "1.0": RowwiseParallel()}).apply(stage) is stage
-
-
-def test_a_module_without_experts_or_axes_is_refused(mesh):
-    bare = nn.Module()
-    bare.mix = mix
-    with pytest.raises(AttributeError, match="has no attribute `experts`"):
-        ExpertParallel(mesh, "ep").apply(bare)
-    with pytest.raises(MethodError, match=r"not sharded, .*\. Name their layers in columns= or rows="):
-        ExpertParallel(mesh, "ep", tensor="etp").apply(expert_layer())

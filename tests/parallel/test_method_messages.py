@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleOutput, RowwiseParallel, SequenceParallel
 
 from pgmesh import PgmeshError, ProcessGroupMesh
 from pgmesh.parallel import (
@@ -23,12 +23,13 @@ from pgmesh.parallel import (
     Router,
     ShardedDataParallel,
     TensorParallel,
+    checkpoint,
     compose,
     mlp_plan,
 )
 from pgmesh.parallel.ring import ring_attention
 from tests.support import golden_files
-from tests.support.expert_models import expert_layer
+from tests.support.expert_models import expert_layer, expert_model
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import facts
 from tests.support.parallel_models import FIRST, LAST, TinyGPT, loss_of
@@ -94,6 +95,8 @@ BY_NAME = {
     **{each.__name__: each for each in (PipelineParallel, TensorParallel, expert_layer, with_shared_layer)},
     "with_experts_in_two_places": with_experts_in_two_places,
     **{each.__name__: each for each in (ColwiseParallel, RowwiseParallel, Router, experts_with, mlp_plan)},
+    **{each.__name__: each for each in (PrepareModuleOutput, SequenceParallel, expert_model)},
+    "checkpoint": checkpoint,
     "torch": torch,
     "BLOCK_PLAN": BLOCK_PLAN,
     "SEQUENCE_PLAN": SEQUENCE_PLAN,

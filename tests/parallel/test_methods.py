@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
@@ -24,7 +23,6 @@ from pgmesh.parallel import (
     ShardedDataParallel,
     TensorParallel,
     compose,
-    local,
     mix,
 )
 from pgmesh.parallel.sharded import default_layers
@@ -105,34 +103,6 @@ def test_gradients_accumulate_and_are_averaged_once(kind: type[DataParallel] | t
         dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.group())
         dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.group())
         assert bool((most == least).all()) == (i == 1)  # ranks agree after the last alone
-
-
-@pytest.mark.parametrize("fails", [True, False])
-@on_ranks(2)
-def test_fsdp_gradients_after_caught_error_are_wrong(fails: bool):
-    """The page says so; torch's ``reset_iter_state`` keeps the gradients of earlier passes."""
-
-    def fail(_: torch.Tensor) -> None:
-        raise ValueError("in the middle of a backward pass")
-
-    with ProcessGroupMesh(dp=2) as mesh:
-        data = ShardedDataParallel(mesh, "dp")
-        model = data.apply(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-        rows = torch.full((2, 2), 1.0 + mesh.rank)
-        model(rows).sum().backward()
-        right = [local(weight.grad).clone() for weight in model.parameters()]
-        model.zero_grad()
-        with contextlib.suppress(ValueError):
-            if fails:
-                hook = model[0].register_forward_hook(lambda *given: given[2].register_hook(fail) and None)
-                model(rows).sum().backward()
-            with data.accumulate(model, last=False):
-                model(rows).sum().backward()
-        if fails:
-            hook.remove()
-        model.zero_grad()
-        model(rows).sum().backward()
-        assert not any(local(weight.grad).equal(each) for weight, each in zip(model.parameters(), right))
 
 
 def batch_norm_buffers(kind: type[DataParallel] | type[ShardedDataParallel]) -> list[float]:

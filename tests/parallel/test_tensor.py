@@ -13,14 +13,13 @@ from torch.distributed.tensor.parallel import (
     ParallelStyle,
     PrepareModuleInput,
     PrepareModuleInputOutput,
-    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
 )
 from torch.nn.functional import linear
 
-from pgmesh import MethodError, OptionsError, ProcessGroupMesh, ShapeError
+from pgmesh import MethodError, ProcessGroupMesh, ShapeError
 from pgmesh.parallel import (
     Composition,
     ExpertParallel,
@@ -201,35 +200,6 @@ def test_indivisible_sequences_raise(mesh, entry, dim):
     )
 
 
-@pytest.mark.parametrize(
-    ("plan", "call"),
-    [
-        ({}, "'blocks.*.up': ColwiseParallel()"),
-        ({"tokens": "columns", "head": ColwiseParallel()}, "'tokens': ColwiseParallel()"),
-        ({"tokens": RowwiseParallel}, "'tokens': RowwiseParallel()"),
-        ({"tokens": nn.Embedding}, "'tokens': ColwiseParallel()"),
-    ],
-    ids=str,
-)
-def test_a_plan_without_styles_raises(mesh, plan, call):
-    wrong = {name: style for name, style in plan.items() if name == "tokens"}
-    found = f"has {wrong}" if wrong else "is empty"
-    assert_raises(
-        OptionsError,
-        lambda: TensorParallel(mesh, "tp", plan=plan),
-        f"TensorParallel: plan= maps module names to ParallelStyles of torch, and {found}.\n\n"
-        f"  TensorParallel(mesh, 'tp', plan={{**plan, {call}}})",
-    )
-    eval(f"TensorParallel(mesh, 'tp', plan={{**plan, {call}}})", globals() | {"plan": plan, "mesh": mesh})
-
-
-def test_class_of_style_prints_arguments_that_it_needs(mesh):
-    with pytest.raises(OptionsError) as caught:
-        TensorParallel(mesh, "tp", plan={"places": PrepareModuleOutput})
-    call = "PrepareModuleOutput(output_layouts=..., desired_output_layouts=...)"
-    assert str(caught.value).endswith(f"  TensorParallel(mesh, 'tp', plan={{**plan, 'places': {call}}})")
-
-
 # ---- sequences ----
 
 
@@ -264,26 +234,6 @@ def test_the_length_of_the_split_argument_counts(mesh):
 def test_a_star_matches_children_alone(mesh):
     module = TensorParallel(mesh, "tp", plan={"*": ColwiseParallel()}).apply(nn.Sequential(nn.Linear(4, 8)))
     assert module[0].weight.placements == (Shard(0),)
-
-
-@pytest.mark.parametrize("layers", ["blocks", "model.layers"])
-def test_sequences_nowhere_sharded_raise(mesh, layers):
-    plan = {name.replace("blocks", layers): style for name, style in SEQUENCE_PLAN.items() if name != "blocks.0"}
-    enter = "PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True)"
-    assert_raises(
-        OptionsError,
-        lambda: TensorParallel(mesh, "tp", plan=plan),
-        "TensorParallel: styles of the plan take sharded sequences, but none shards them.\n\n"
-        f"  plan={{**plan, '{layers}.0': {enter}}}",
-    )
-
-
-def test_sequences_nowhere_sharded_print_no_unknown_name(mesh):
-    with pytest.raises(OptionsError) as caught:
-        TensorParallel(mesh, "tp", plan={"norm": SequenceParallel()})
-    enter = "PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True)"
-    last = str(caught.value).splitlines()[-1]
-    assert last == f"  plan={{**plan, ...: {enter}}}   # ...: the name of the first module that gets shards"
 
 
 def test_a_module_around_others_may_gather_sequences(mesh):
@@ -345,13 +295,3 @@ def test_experts_between_sharded_sequences_raise_until_gathered():
             found, right = gradients_of(model), gradients_of(expected)
             assert_same("gradients", found, {name: right[name] for name in found})
         check_sums(groups_of(mesh))
-
-
-def test_tied_weights_are_sharded_in_the_same_way(mesh):
-    plan = {"tokens": RowwiseParallel(input_layouts=Replicate())}
-    assert_raises(
-        MethodError,
-        lambda: TensorParallel(mesh, "tp", plan=plan).apply(TinyGPT(tied=True)),
-        "tokens.weight and head.weight are one tied parameter, which the plan shards in different ways. It needs "
-        "RowwiseParallel for an embedding and ColwiseParallel for a Linear.",
-    )
