@@ -40,7 +40,6 @@ from pgmesh.parallel import (
     DataParallel,
     ExpertParallel,
     Method,
-    PipelineParallel,
     ShardedDataParallel,
     TensorParallel,
     attention_plan,
@@ -52,8 +51,6 @@ from tests.support import expert_models
 from tests.support.expert_models import ExpertBlock, ExpertBlockAgain, cut_like
 from tests.support.parallel_models import (
     CONTEXT,
-    FIRST,
-    LAST,
     STEPS,
     TOLERANCE,
     Adapted,
@@ -68,6 +65,7 @@ from tests.support.parallel_models import (
     optimizer_of,
     weights_of,
 )
+from tests.support.pipelines import gpt_stages
 from tests.support.tensor_plans import BLOCK_PLAN, EMBEDDED_PLAN, GATHERED_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
 from tests.support.worlds import World, _checked, world
 
@@ -392,17 +390,8 @@ def methods_of(mesh: ProcessGroupMesh, drawn: Drawn, loss: Losses) -> Iterator[M
     if drawn.experts:
         yield experts_method(mesh, drawn.experts, drawn)
     if drawn.schedule:
-        yield PipelineParallel(
-            mesh,
-            "pp",
-            layers="blocks",
-            first=FIRST,
-            last=LAST,
-            loss=loss,
-            microbatches=drawn.microbatches,
-            schedule=drawn.schedule,
-            stages_per_rank=drawn.stages_per_rank,
-        )
+        counts = {"microbatches": drawn.microbatches, "stages_per_rank": drawn.stages_per_rank}
+        yield gpt_stages(mesh, loss=loss, schedule=drawn.schedule, **counts)
 
 
 def batch_of(drawn: Drawn, step: int, run: int) -> tuple[torch.Tensor, torch.Tensor]:

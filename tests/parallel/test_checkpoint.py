@@ -25,8 +25,6 @@ from pgmesh.parallel import (
 from pgmesh.resharding.resharder import describe
 from tests.support.message_assertions import assert_raises
 from tests.support.parallel_models import (
-    FIRST,
-    LAST,
     STEPS,
     TinyGPT,
     TrainingRun,
@@ -40,7 +38,7 @@ from tests.support.parallel_models import (
     train_alone,
     weights_of,
 )
-from tests.support.pipelines import needs_pipelines
+from tests.support.pipelines import gpt_stages, needs_pipelines
 from tests.support.tensor_plans import GATHERED_PLAN
 from tests.support.worlds import on_ranks, world
 
@@ -48,9 +46,7 @@ torch.set_num_threads(1)  # on ranks too, which import this: others share their 
 
 
 def methods_of(mesh: ProcessGroupMesh, kind: str) -> list[Method]:
-    pipeline = functools.partial(
-        PipelineParallel, mesh, "pp", layers="blocks", first=FIRST, last=LAST, loss=loss_of, microbatches=4
-    )
+    pipeline = functools.partial(gpt_stages, mesh, microbatches=4)
     tensor = functools.partial(TensorParallel, mesh, "tp", plan=GATHERED_PLAN)
     return {
         "data": lambda: [DataParallel(mesh, "dp")],

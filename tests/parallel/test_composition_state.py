@@ -16,15 +16,14 @@ from pgmesh.parallel import (
     ContextParallel,
     DataParallel,
     Method,
-    PipelineParallel,
     ShardedDataParallel,
     compose,
 )
 from pgmesh.parallel.comparing import SAME_VALUES_FROM_META
 from pgmesh.parallel.composing import Composition
 from tests.support.fake_world import fake_rank
-from tests.support.parallel_models import FIRST, LAST, TinyGPT, assert_same, batch, gradients_of, loss_of
-from tests.support.pipelines import needs_pipelines
+from tests.support.parallel_models import TinyGPT, assert_same, batch, gradients_of, loss_of
+from tests.support.pipelines import gpt_stages, needs_pipelines
 from tests.support.worlds import check_sums, groups_of, on_ranks
 
 # ---- shards of methods of other packages ----
@@ -243,8 +242,7 @@ def test_pipeline_loss_of_unequal_parts_counts_tokens():
     with ProcessGroupMesh(pp=2, dp=2) as mesh:
 
         def train(loss: Any) -> nn.Module:
-            places = {"layers": "blocks", "first": FIRST, "last": LAST}
-            stages = PipelineParallel(mesh, "pp", **places, loss=loss, microbatches=microbatches)
+            stages = gpt_stages(mesh, loss=loss, microbatches=microbatches)
             together = compose(mesh, stages, DataParallel(mesh, "dp"), equal_parts=False)
             variables["together"], model = together, together.apply(TinyGPT(layers=2))
             model.step(codes[own], target=target[own])

@@ -16,12 +16,10 @@ from torch.nn.functional import scaled_dot_product_attention, scaled_dot_product
 from torch.utils.checkpoint import checkpoint
 
 from pgmesh import MethodError, ProcessGroupMesh
-from pgmesh.parallel import ContextParallel, DataParallel, Method, PipelineParallel, compose, ring
+from pgmesh.parallel import ContextParallel, DataParallel, Method, compose, ring
 from tests.support import parallel_models
 from tests.support.fake_world import fake_rank
 from tests.support.parallel_models import (
-    FIRST,
-    LAST,
     Block,
     TinyGPT,
     assert_same,
@@ -29,6 +27,7 @@ from tests.support.parallel_models import (
     loss_of,
     train_alone,
 )
+from tests.support.pipelines import gpt_stages
 from tests.support.worlds import check_sums, on_ranks
 
 pytestmark = pytest.mark.long
@@ -280,9 +279,7 @@ def test_attention_called_by_name_raises(layer, name, function, stages):
     with fake_rank(0, 2 * stages), ProcessGroupMesh(pp=stages, dp=1, cp=2) as mesh:
         methods: list[Method] = [ContextParallel(mesh, "cp"), DataParallel(mesh, "dp")]
         if stages > 1:
-            methods.append(
-                PipelineParallel(mesh, "pp", layers="blocks", first=FIRST, last=LAST, loss=None, microbatches=2)
-            )
+            methods.append(gpt_stages(mesh))
         with pytest.raises(MethodError, match=rf"^blocks\.1\.{name}, which is \w+, calls {function} by its name\."):
             compose(mesh, *methods).apply(model_with(layer))
 

@@ -285,13 +285,6 @@ def test_router_chooses_the_most_probable_experts():
     assert (one.weights < 1).all()
 
 
-def test_a_balance_loss_counts_what_all_ranks_chose():
-    probabilities, chosen = torch.rand(6, 4).softmax(-1), torch.tensor([[0], [0], [1], [2], [3], [3]])
-    alone = balance_loss(probabilities, chosen)
-    shares = torch.tensor([2, 1, 1, 2]) / 6
-    torch.testing.assert_close(alone, 4 * (shares * probabilities.mean(0)).sum())
-
-
 @pytest.mark.parametrize("counts", [[3, 3], [5, 1], [4, 0]], ids=str)
 @on_ranks(2)
 def test_balance_loss_of_unequal_parts_equals_one_process(counts: list[int]):

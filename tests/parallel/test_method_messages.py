@@ -32,7 +32,8 @@ from tests.support import golden_files
 from tests.support.expert_models import expert_layer, expert_model
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import facts
-from tests.support.parallel_models import FIRST, LAST, TinyGPT, loss_of
+from tests.support.parallel_models import TinyGPT
+from tests.support.pipelines import gpt_stages
 from tests.support.tensor_plans import BLOCK_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
 
 NAME = "method-messages.txt"
@@ -52,8 +53,7 @@ class Weights(Method):
 
 def stages(mesh: ProcessGroupMesh, **changes: Any) -> PipelineParallel:
     """A pipeline of the tiny GPT with four stages."""
-    given = {"layers": "blocks", "first": FIRST, "last": LAST, "loss": loss_of, "microbatches": 4, **changes}
-    return PipelineParallel(mesh.view(pp=4, dp=2), "pp", **given)
+    return gpt_stages(mesh.view(pp=4, dp=2), **{"microbatches": 4, **changes})
 
 
 def gpt_inside(*, layer_weight: bool = False, own_weight: bool = False) -> torch.nn.Module:

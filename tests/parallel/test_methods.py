@@ -19,7 +19,6 @@ from pgmesh.parallel import (
     Composition,
     DataParallel,
     ExpertParallel,
-    PipelineParallel,
     ShardedDataParallel,
     TensorParallel,
     compose,
@@ -28,8 +27,6 @@ from pgmesh.parallel import (
 from pgmesh.parallel.sharded import default_layers
 from tests.support.fake_world import fake_rank
 from tests.support.parallel_models import (
-    FIRST,
-    LAST,
     ROWS,
     TinyGPT,
     TrainingRun,
@@ -42,6 +39,7 @@ from tests.support.parallel_models import (
     train_alone,
     train_parallel,
 )
+from tests.support.pipelines import gpt_stages
 from tests.support.tensor_plans import BLOCK_PLAN
 from tests.support.worlds import check_sums, groups_of, on_ranks
 
@@ -57,11 +55,6 @@ def expected(**model: Any) -> TrainingRun:
 
 def split(mesh: ProcessGroupMesh) -> TensorParallel:
     return TensorParallel(mesh, "tp", plan=BLOCK_PLAN)
-
-
-def stages(mesh: ProcessGroupMesh, axis: str = "pp", **changes: Any) -> PipelineParallel:
-    options = {"layers": "blocks", "first": FIRST, "last": LAST, "loss": loss_of, "microbatches": 2, **changes}
-    return PipelineParallel(mesh, axis, **options)
 
 
 def train_and_check(composition: Composition, **model: Any) -> nn.Module:
@@ -285,12 +278,12 @@ def test_default_layers_are_elements_of_nested_lists():
 def test_layers_that_do_not_divide_and_one_stage():
     """Stages with different numbers of layers, and a pipeline with one stage."""
     mesh = ProcessGroupMesh(pp=8)
-    module = train_and_check(compose(mesh, stages(mesh, microbatches=8)), layers=11, tied=True)
+    module = train_and_check(compose(mesh, gpt_stages(mesh, microbatches=8)), layers=11, tied=True)
     layers = [each for each in module.parts[0].blocks if next(each.parameters(), None) is not None]
     assert len(layers) == (2 if mesh.rank < 3 else 1)
     dist.barrier()
     with ProcessGroupMesh(pp=1, dp=8, name="one stage") as mesh:
-        train_and_check(compose(mesh, stages(mesh, microbatches=1), DataParallel(mesh, "dp")), tied=True)
+        train_and_check(compose(mesh, gpt_stages(mesh, microbatches=1), DataParallel(mesh, "dp")), tied=True)
         dist.barrier()
 
 
@@ -299,7 +292,7 @@ def test_stages_follow_one_another_whatever_the_schedule():
         place: dict[int, tuple[int, int]] = {}
         for rank in range(8):
             with fake_rank(rank, 8), ProcessGroupMesh(4, 2, ranks=[7, 6, 5, 4, 3, 2, 1, 0]) as mesh:
-                pipeline = stages(mesh, 0, schedule=schedule, stages_per_rank=count, microbatches=4)
+                pipeline = gpt_stages(mesh, 0, schedule=schedule, stages_per_rank=count, microbatches=4)
                 if mesh.index(1) == 0:
                     for i in range(count):
                         place[pipeline.stage(i)] = rank, i
@@ -316,7 +309,7 @@ def test_stages_share_weights_and_leave_the_module_unchanged():
         outer = nn.Module()
         outer.gpt = whole
         changes = {"layers": "gpt.blocks", "first": ["gpt.tokens", "gpt.places"], "last": ["gpt.norm", "gpt.head"]}
-        pipeline = stages(mesh, schedule="zero-bubble-v", stages_per_rank=2, **changes)
+        pipeline = gpt_stages(mesh, schedule="zero-bubble-v", stages_per_rank=2, **changes)
         first, last = pipeline.cut(outer)
         assert first.gpt.tokens is whole.tokens
         assert first.gpt.blocks[0] is whole.blocks[0]
@@ -336,7 +329,7 @@ def test_norm_with_nan_on_some_ranks_is_nan():
     """The norm of each order if the gradient of one stage has a NaN, on the first or on the last ranks."""
     mesh, found = ProcessGroupMesh(pp=2, dp=2), list[float]()
     for stage, order in itertools.product(range(2), (2.0, math.inf)):
-        composition = compose(mesh, stages(mesh), DataParallel(mesh, "dp"))
+        composition = compose(mesh, gpt_stages(mesh), DataParallel(mesh, "dp"))
         module = composition.apply(TinyGPT())
         for weight in module.parameters():
             weight.grad = torch.full_like(weight, math.nan if mesh.index("pp") == stage else 1.0)

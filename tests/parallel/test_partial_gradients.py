@@ -14,10 +14,10 @@ from torch.nn.functional import gelu
 from torch.utils.checkpoint import checkpoint
 
 from pgmesh import MethodError, ProcessGroupMesh
-from pgmesh.parallel import Method, PipelineParallel, ShardedDataParallel, TensorParallel, compose
-from tests.support.parallel_models import FIRST, LAST, Block, TinyGPT, batch, loss_of, train_alone
+from pgmesh.parallel import Method, ShardedDataParallel, TensorParallel, compose
+from tests.support.parallel_models import Block, TinyGPT, batch, loss_of, train_alone
 from tests.support.parallel_training import train_and_compare
-from tests.support.pipelines import needs_pipelines
+from tests.support.pipelines import gpt_stages, needs_pipelines
 from tests.support.tensor_plans import BLOCK_PLAN, SEQUENCE_PLAN
 from tests.support.worlds import check_sums, fresh_world, groups_of, on_ranks, world
 
@@ -70,9 +70,8 @@ def normed_heads(kind: str = "") -> TinyGPT:
 
 def methods_of(mesh: ProcessGroupMesh, kind: str, plan: dict[str, ParallelStyle]) -> list[Method]:
     data: list[Method] = [ShardedDataParallel(mesh, "dp", replicate="dp" if kind == "hybrid" else ())]
-    stages = {"layers": "blocks", "first": FIRST, "last": LAST, "loss": loss_of, "microbatches": 2}
     if kind == "pipeline":
-        data = [PipelineParallel(mesh, "dp", schedule="gpipe", **stages)]
+        data = [gpt_stages(mesh, "dp", schedule="gpipe")]
     return [*data, TensorParallel(mesh, "tp", plan=plan)]
 
 

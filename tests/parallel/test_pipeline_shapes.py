@@ -27,8 +27,8 @@ from pgmesh.parallel import (
 from tests.support.expert_models import expert_model
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
-from tests.support.parallel_models import FIRST, LAST, TinyGPT, assert_same, batch, full_tensor, gradients_of, loss_of
-from tests.support.pipelines import needs_pipelines
+from tests.support.parallel_models import TinyGPT, assert_same, batch, full_tensor, gradients_of, loss_of
+from tests.support.pipelines import gpt_stages, needs_pipelines
 from tests.support.worlds import check_sums, groups_of, on_ranks, world
 
 pytestmark = needs_pipelines
@@ -256,8 +256,7 @@ LENGTHS = [(8, 8), (8, 8), (8, 5), (4, 5), (4, 8)]
 @on_ranks(4)
 def test_new_shapes_on_some_data_ranks_are_accepted(experts: bool):
     with ProcessGroupMesh(pp=2, dp=2) as mesh:
-        names = {"layers": "blocks", "first": FIRST, "last": LAST}
-        methods: list[Method] = [PipelineParallel(mesh, "pp", **names, loss=loss_of, microbatches=2)]
+        methods: list[Method] = [gpt_stages(mesh)]
         if experts:
             methods.append(ExpertParallel(mesh.view(pp=2, ep=2), "ep"))
         together = compose(mesh, *methods, ShardedDataParallel(mesh, "dp"))

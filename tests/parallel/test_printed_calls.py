@@ -18,15 +18,14 @@ from pgmesh import AxisError, MethodError, PgmeshError, ProcessGroupMesh
 from pgmesh.parallel import (
     ContextParallel,
     DataParallel,
-    PipelineParallel,
     ShardedDataParallel,
     TensorParallel,
     compose,
     with_loss,
 )
 from tests.support.fake_world import fake_rank
-from tests.support.parallel_models import FIRST, LAST, TinyGPT, assert_same, batch, gradients_of, loss_of
-from tests.support.pipelines import needs_pipelines
+from tests.support.parallel_models import TinyGPT, assert_same, batch, gradients_of, loss_of
+from tests.support.pipelines import gpt_stages, needs_pipelines
 from tests.support.tensor_plans import BLOCK_PLAN
 from tests.support.worlds import on_ranks
 
@@ -177,18 +176,12 @@ def test_early_optimizer_gets_new_parameters_and_keeps_settings(mesh: ProcessGro
 # ---- the result of apply is lost ----
 
 
-def methods_that_wrap(mesh: ProcessGroupMesh, kind: str) -> list[Any]:
-    if kind == "data":
-        return [DataParallel(mesh, "a")]
-    stages = {"layers": "blocks", "first": FIRST, "last": LAST, "loss": loss_of, "microbatches": 2}
-    return [PipelineParallel(mesh, "a", **stages)]
-
-
 @pytest.mark.parametrize("kind", ["data", pytest.param("pipeline", marks=needs_pipelines)])
 @on_ranks(2)
 def test_training_without_the_wrapper_of_apply_raises(kind: str):
     with ProcessGroupMesh(a=2) as mesh:
-        together, codes, target = compose(mesh, *methods_that_wrap(mesh, kind)), *batch(0)
+        together = compose(mesh, DataParallel(mesh, "a") if kind == "data" else gpt_stages(mesh, "a"))
+        codes, target = batch(0)
         model = TinyGPT(layers=2)
         together.apply(model)
         with torch.no_grad():

@@ -23,7 +23,6 @@ from pgmesh import MethodError, ProcessGroupMesh, ShapeError
 from pgmesh.parallel import (
     Composition,
     ExpertParallel,
-    PipelineParallel,
     ShardedDataParallel,
     TensorParallel,
     attention_plan,
@@ -34,8 +33,6 @@ from tests.support.expert_models import expert_layer
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
 from tests.support.parallel_models import (
-    FIRST,
-    LAST,
     WIDTH,
     TinyGPT,
     assert_same,
@@ -45,6 +42,7 @@ from tests.support.parallel_models import (
     train_alone,
 )
 from tests.support.parallel_training import train_and_compare
+from tests.support.pipelines import gpt_stages
 from tests.support.tensor_plans import EMBEDDED_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
 from tests.support.worlds import check_sums, groups_of, on_ranks
 
@@ -143,8 +141,7 @@ def test_what_another_stage_has_is_left_to_it(mesh):
 
 @pytest.mark.parametrize("pattern", ["tokens", "t*", "place?", "blocks.0.up", "blocks.*.up"])
 def test_plan_may_name_modules_of_another_stage(mesh, pattern):
-    pipeline = PipelineParallel(mesh, "dp", layers="blocks", first=FIRST, last=LAST, loss=None, microbatches=2)
-    (part,) = pipeline.cut(TinyGPT())
+    (part,) = gpt_stages(mesh, "dp").cut(TinyGPT())
     TensorParallel(mesh, "tp", plan={pattern: ColwiseParallel()}).apply(part)
     cut = [name for name, weight in part.named_parameters() if isinstance(weight, DTensor) and "bias" not in name]
     assert cut == (["blocks.2.up.weight", "blocks.3.up.weight"] if pattern == "blocks.*.up" else [])
