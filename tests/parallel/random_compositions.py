@@ -20,7 +20,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -57,6 +57,7 @@ from tests.support.parallel_models import (
     Block,
     BlockAgain,
     TinyGPT,
+    TrainingRun,
     assert_same,
     batch,
     gradients_of,
@@ -408,20 +409,10 @@ def batch_of(drawn: Drawn, step: int, run: int) -> tuple[torch.Tensor, torch.Ten
 # ---- training ----
 
 
-@dataclass
-class Run:
-    """Losses, norms and gradients of each step, and the weights after the last."""
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-def train_alone(drawn: Drawn, run: int, replicas: list[list[int]]) -> list[Run]:
+def train_alone(drawn: Drawn, run: int, replicas: list[list[int]]) -> list[TrainingRun]:
     """Train in one process, each replica with its parts of the rows. Replicas average weights later."""
     models = [model_of(replace(drawn, compiled=False)) for _ in replicas]
-    optimizers, runs = [optimizer_of(model.parameters()) for model in models], [Run() for _ in replicas]
+    optimizers, runs = [optimizer_of(model.parameters()) for model in models], [TrainingRun() for _ in replicas]
     for step in range(STEPS):
         codes, target = batch_of(drawn, step, run)
         for model, optimizer, parts, found in zip(models, optimizers, replicas, runs):
@@ -517,7 +508,7 @@ def replicas_of(together: Composition, mesh: ProcessGroupMesh, drawn: Drawn) -> 
 
 
 def train_and_compare(
-    drawn: Drawn, together: Composition, model: nn.Module, loss: Losses, expected: Run, run: int
+    drawn: Drawn, together: Composition, model: nn.Module, loss: Losses, expected: TrainingRun, run: int
 ) -> tuple[set[str], set[str], float]:
     optimizer = together.attach(optimizer_of(model.parameters()))
     compare = Comparison(drawn, together, model)

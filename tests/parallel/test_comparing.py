@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
 
 from pgmesh import MethodError, ProcessGroupMesh, ShapeError
 from pgmesh.parallel import (
@@ -394,52 +393,6 @@ def test_unequal_tokens_along_ep_raise_before_sending():
                 with torch.no_grad():
                     assert layer(tokens).shape == tokens.shape  # nothing is averaged
         check_sums(groups_of(mesh))
-
-
-# ---- how often ----
-
-
-class Checkpointed(nn.Module):
-    """Runs a module again in the backward pass."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *inputs: torch.Tensor) -> Any:
-        return checkpoint(self.module, *inputs, use_reentrant=False)
-
-
-@long
-@pytest.mark.parametrize("kind", ["dp", "fsdp", "tp, fsdp", "cp, dp", "pp, dp", "pp, fsdp", "ep, dp"])
-@on_ranks(4)
-def test_first_step_compares_inputs_in_one_exchange(kind):
-    """An evaluation and three steps. Blocks or whole modules are checkpointed."""
-    with ProcessGroupMesh(other=2, dp=2) as mesh:
-        model = model_of(kind)
-        together = compose(mesh, *methods_of(kind, mesh))
-        if kind in ("dp", "fsdp"):
-            model.blocks = nn.ModuleList(map(Checkpointed, model.blocks))
-        model, counts = together.apply(model), list[int]()
-        run = Checkpointed(model) if kind.startswith(("tp", "cp", "ep")) else model
-        codes, target = together.share(batch(0))
-
-        def learn() -> None:
-            if kind.startswith("pp"):
-                model.step(codes, target=target)
-            else:
-                loss_of(run(codes), target).backward()
-
-        for training in (False, True, True, True):
-            with (
-                torch.set_grad_enabled(training),
-                mock.patch("torch.distributed.all_gather", side_effect=dist.all_gather) as counter,
-            ):
-                learn() if training else model(codes)
-            counts.append(counter.call_count)
-        check_sums(groups_of(mesh))
-        gradients = int("tp" in kind)  # the second compares those of the first
-        assert counts == [0, 1, gradients, 0]
 
 
 # ---- who raises, and over which group ----

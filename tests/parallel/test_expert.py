@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from pgmesh import MethodError, ProcessGroupMesh
+from pgmesh import ProcessGroupMesh
 from pgmesh.parallel import (
     ContextParallel,
     DataParallel,
@@ -23,7 +23,6 @@ from pgmesh.parallel import (
     mix,
     mixture,
 )
-from pgmesh.parallel.local_experts import LocalExperts
 from pgmesh.parallel.stage_cutting import copy_stage
 from tests.support.expert_models import (
     EXPERTS,
@@ -35,7 +34,6 @@ from tests.support.expert_models import (
 )
 from tests.support.fake_world import fake_rank
 from tests.support.host_syncs import host_syncs
-from tests.support.message_assertions import assert_raises
 from tests.support.parallel_models import (
     WIDTH,
     assert_same,
@@ -176,38 +174,8 @@ def test_bfloat16_experts_call_grouped_mm_once_per_layer():
         torch.testing.assert_close(one, other, rtol=0.02, atol=0.02 * other.abs().max().item())
 
 
-class Doubled(Expert):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-
-
-class Counted(Expert):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(()))
-
-
-def experts_of(kind: type[nn.Module] = Expert) -> nn.ModuleDict:
-    return nn.ModuleDict({str(i): kind() for i in range(3)})
-
-
-def test_grouped_experts_need_equal_modules_of_linear_layers():
-    assert mixture.grouped_template(experts_of())
-    bad = [experts_of(Doubled), experts_of(Counted), experts_of(), experts_of(lambda: nn.Linear(WIDTH, WIDTH))]
-    bad[2]["2"].up = nn.Linear(WIDTH, 4 * WIDTH)
-    for experts in bad:
-        assert_raises(
-            MethodError,
-            lambda experts=experts: LocalExperts(experts, grouped=True),
-            "grouped=True needs experts of the same modules, with parameters in torch.nn.Linear layers alone.\n\n"
-            "  ExpertParallel(..., grouped=False)   # one expert after another",
-        )
-        LocalExperts(experts)  # as it says
-
-
 def test_experts_without_grouped_mm_run_in_turn(monkeypatch):
-    rows, parameters = torch.zeros(4, WIDTH).bfloat16(), dict(experts_of().bfloat16().named_parameters())
+    rows, parameters = torch.zeros(4, WIDTH).bfloat16(), dict(expert_layer().bfloat16().named_parameters())
     monkeypatch.setattr(mixture, "grouped_mm", lambda *args, **keywords: None)  # torch 2.9 has none
     assert mixture.can_group(rows, parameters.values())
     assert not mixture.can_group(rows.double(), parameters.values())
