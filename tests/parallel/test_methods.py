@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from pgmesh import ProcessGroupMesh
 from pgmesh.parallel import (
-    Composition,
     DataParallel,
     ExpertParallel,
     ShardedDataParallel,
@@ -29,16 +26,14 @@ from tests.support.fake_world import fake_rank
 from tests.support.parallel_models import (
     ROWS,
     TinyGPT,
-    TrainingRun,
     assert_same,
-    assert_same_run,
     batch,
     full_tensor,
     gradients_of,
     loss_of,
     train_alone,
-    train_parallel,
 )
+from tests.support.parallel_training import train_and_compare
 from tests.support.pipelines import gpt_stages
 from tests.support.tensor_plans import BLOCK_PLAN
 from tests.support.worlds import check_sums, groups_of, on_ranks
@@ -48,26 +43,8 @@ pytestmark = pytest.mark.long
 torch.set_num_threads(1)  # also on ranks, which import this: others share their cores
 
 
-@functools.cache
-def expected(**model: Any) -> TrainingRun:
-    return train_alone(TinyGPT(**model))
-
-
 def split(mesh: ProcessGroupMesh) -> TensorParallel:
     return TensorParallel(mesh, "tp", plan=BLOCK_PLAN)
-
-
-def train_and_check(composition: Composition, **model: Any) -> nn.Module:
-    """Train, and compare gradients of each step, final weights and mean losses with one process."""
-    module = composition.apply(TinyGPT(**model))
-    found, right = train_parallel(module, composition.share), expected(**model)
-    assert_same_run(found, right)
-    mesh = composition.mesh
-    sums = torch.tensor([*found.losses, 1.0] if found.losses else [0.0] * 4, dtype=torch.float64)
-    dist.all_reduce(sums, group=mesh.group())
-    torch.testing.assert_close(sums[:3] / sums[3], torch.tensor(right.losses, dtype=torch.float64), rtol=0, atol=1e-12)
-    check_sums(groups_of(mesh))
-    return module
 
 
 def held(module: nn.Module) -> int:
@@ -182,12 +159,16 @@ def test_sharding_along_one_two_or_replicated_axes():
         assert held(module) == whole / 8
         assert sum(isinstance(each, FSDPModule) for each in module.modules()) == 5  # the whole and each layer
     with ProcessGroupMesh(a=2, b=2, c=2, name="replicated between sharded axes") as mesh:
-        module = train_and_check(compose(mesh, ShardedDataParallel(mesh, "a", "b", "c", replicate="b")))
+        together = compose(mesh, ShardedDataParallel(mesh, "a", "b", "c", replicate="b"))
+        module = together.apply(TinyGPT())
+        train_and_compare(together, module, train_alone(TinyGPT()))
         assert held(module) == whole / 4
         assert module.blocks[0].up.weight.device_mesh.get_group("a_c") is mesh.group("a", "c")
         dist.barrier()
     with ProcessGroupMesh(dp=2, mid=1, cp=2, tp=2, name="combined") as mesh:
-        module = train_and_check(compose(mesh, ShardedDataParallel(mesh, "dp", "cp"), split(mesh)))
+        together = compose(mesh, ShardedDataParallel(mesh, "dp", "cp"), split(mesh))
+        module = together.apply(TinyGPT())
+        train_and_compare(together, module, train_alone(TinyGPT()))
         weight = module.blocks[0].up.weight
         assert weight.device_mesh.mesh_dim_names == ("dp_cp", "tp")
         assert weight.to_local().numel() == weight.numel() / 8
@@ -209,10 +190,8 @@ def test_mixed_precision_is_passed_through():
     codes, target = (method.share(each) for each in batch(0))
     loss_of(module(codes), target).backward()
     assert seen == [torch.bfloat16]
-    furthest = max(
-        (full_tensor(grad) - expected().gradients[0][name]).abs().max().item()
-        for name, grad in gradients_of(module).items()
-    )
+    right = train_alone(TinyGPT(), steps=1).gradients[0]
+    furthest = max((full_tensor(grad) - right[name]).abs().max().item() for name, grad in gradients_of(module).items())
     assert 1e-6 < furthest < 1e-2
 
 
@@ -220,7 +199,7 @@ def test_mixed_precision_is_passed_through():
 def test_resharding_and_offloading_are_passed_through():
     """Both keywords are passed to fully_shard: layers are resharded after forward or not, with equal gradients."""
     with ProcessGroupMesh(dp=2) as mesh:
-        codes, target = batch(0)
+        (codes, target), right = batch(0), train_alone(TinyGPT(), steps=1).gradients[0]
         for keep in (True, False):
             policy = CPUOffloadPolicy(pin_memory=False)
             method = ShardedDataParallel(mesh, "dp", reshard_after_forward=not keep, offload_policy=policy)
@@ -230,7 +209,7 @@ def test_resharding_and_offloading_are_passed_through():
             assert cut == {not keep}
             assert all(each._get_fsdp_state()._fsdp_param_group.offload_policy is policy for each in module.blocks)
             loss.backward()
-            assert_same("gradients", gradients_of(module), expected().gradients[0])
+            assert_same("gradients", gradients_of(module), right)
         check_sums(groups_of(mesh))
 
 
@@ -272,19 +251,6 @@ def test_default_layers_are_elements_of_nested_lists():
 
 
 # ---- pipeline ----
-
-
-@on_ranks(8)
-def test_layers_that_do_not_divide_and_one_stage():
-    """Stages with different numbers of layers, and a pipeline with one stage."""
-    mesh = ProcessGroupMesh(pp=8)
-    module = train_and_check(compose(mesh, gpt_stages(mesh, microbatches=8)), layers=11, tied=True)
-    layers = [each for each in module.parts[0].blocks if next(each.parameters(), None) is not None]
-    assert len(layers) == (2 if mesh.rank < 3 else 1)
-    dist.barrier()
-    with ProcessGroupMesh(pp=1, dp=8, name="one stage") as mesh:
-        train_and_check(compose(mesh, gpt_stages(mesh, microbatches=1), DataParallel(mesh, "dp")), tied=True)
-        dist.barrier()
 
 
 def test_stages_follow_one_another_whatever_the_schedule():
