@@ -14,19 +14,14 @@ import torch.distributed as dist
 from hypothesis import given, strategies as st
 
 import pgmesh
-from pgmesh import (
-    LifetimeError,
-    NameTakenError,
-    ProcessGroupMesh,
-    RankError,
-)
+from pgmesh import LifetimeError, NameTakenError, ProcessGroupMesh, RankError
 from pgmesh.interop.colossalai import ColossalMesh
 from tests.support.fake_world import fake_rank
 from tests.support.torch_tables import table_sizes
 from tests.support.worlds import check_sums, groups_of, on_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming_from" / "colossalai.md"
-SHAPES = [shape for n in (1, 2, 3) for shape in itertools.product((1, 2, 3), repeat=n)]
+SHAPES = [(1,), (3,), (1, 2), (2, 3), (3, 1), (1, 3, 2), (2, 1, 3), (2, 2, 1), (2, 3, 2), (3, 2, 3)]
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 

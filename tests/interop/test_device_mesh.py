@@ -36,7 +36,7 @@ from tests.support.device_mesh_training import (
 )
 from tests.support.fake_world import fake_rank
 from tests.support.pipelines import needs_pipelines
-from tests.support.torch_tables import c10d, root_of, table_sizes
+from tests.support.torch_tables import root_of, table_sizes
 from tests.support.worlds import check_sums, groups_of, on_ranks, world
 
 
@@ -200,18 +200,17 @@ USES: dict[str, Callable[[ProcessGroupMesh], None]] = {
 }
 
 
-def use(name: str, ranks: list[int] | None) -> None:
-    mesh = ProcessGroupMesh(dp=2, tp=2, ranks=ranks)
+def use(name: str) -> None:
+    mesh = ProcessGroupMesh(dp=2, tp=2, ranks=[3, 1, 2, 0])
     device_mesh_of(mesh)
     with no_more_groups():
         (pipeline if name == "a pipeline" else USES[name])(mesh)
     check_sums(groups_of(mesh))
 
 
-@pytest.mark.parametrize("ranks", [None, [3, 1, 2, 0]], ids=["in order", "permuted"])
 @pytest.mark.parametrize("name", [*USES, pytest.param("a pipeline", marks=needs_pipelines)])
-def test_torch_computes_over_a_mesh_like_one_process(name: str, ranks: list[int] | None):
-    world(4).run(use, name, ranks)
+def test_torch_computes_over_a_mesh_like_one_process(name: str):
+    world(4).run(use, name)
 
 
 @on_ranks(4)
@@ -231,37 +230,6 @@ def test_checkpoint_goes_through_groups_of_the_mesh(tmp_path: Path):
         found = {name: full_tensor(p).detach() for name, p in loaded.named_parameters()}
         assert_same({"norm": torch.zeros(()), **found}, train(make_net(), batch()))
     check_sums(groups_of(mesh))
-
-
-def resharded(mesh: ProcessGroupMesh) -> None:
-    """Parameters that are gathered in part after the forward pass need groups that torch makes for itself."""
-    model = fully_shard(make_net(), mesh=mesh.device_mesh("dp"), reshard_after_forward=2)
-    assert_same(train(model, own_rows(mesh, "dp")), train(make_net(), batch()))
-
-
-def flattened(mesh: ProcessGroupMesh) -> None:
-    both = mesh.device_mesh()["dp", "tp"]._flatten("both")
-    assert dist.get_process_group_ranks(both.get_group()) == list(mesh.ranks("dp", "tp"))
-    assert both.get_group() is not mesh.group("dp", "tp")
-
-
-@pytest.mark.parametrize(
-    ("use", "sizes", "count"),
-    [(resharded, {"dp": 4}, 2), (flattened, {"pp": 2, "dp": 1, "tp": 2}, 1)],
-    ids=["reshard_after_forward=2", "_flatten"],
-)
-@on_ranks(4)
-def test_uses_that_create_groups_of_torch(use: Callable[[ProcessGroupMesh], None], sizes: dict[str, int], count: int):
-    """Not a promise of ours: it tells when torch changes, so that the page can."""
-    mesh = ProcessGroupMesh(**sizes)
-    device_mesh_of(mesh)
-    groups, before = groups_of(mesh), table_sizes()["pg_map"]
-    use(mesh)
-    theirs = list(c10d._world.pg_map)[before:]
-    assert len(theirs) == count
-    check_sums(groups)
-    for group in theirs:
-        dist.destroy_process_group(group)
 
 
 # ---- two meshes of one shape ----
@@ -434,25 +402,6 @@ def test_device_mesh_of_sorted_ranks_is_refused():
             dist.destroy_process_group(theirs.get_group(i))
 
 
-# ---- axes that do not touch ----
-
-
-@on_ranks(8)
-def test_fsdp_shards_over_separate_axes():
-    mesh = ProcessGroupMesh(dp=2, tp=2, cp=2, ranks=[7, 2, 5, 0, 1, 6, 3, 4])
-    view = mesh.along("dp", "cp").view(fsdp=4)
-    assert view.group("fsdp") is view.group() is mesh.group("dp", "cp")
-    assert (view.ranks(), view.index("fsdp")) == (mesh.ranks("dp", "cp"), mesh.index("dp", "cp"))
-    assert view.view(dp=2, cp=2).group("cp") is mesh.group("cp")
-    assert view.at(fsdp=slice(0, 2)).ranks() == mesh.ranks("dp", "cp")[:2]
-    with no_more_groups():
-        assert view.device_mesh().get_group() is mesh.group("dp", "cp")
-        assert view.device_mesh().mesh.tolist() == list(view.ranks())
-        fsdp(view, "fsdp")
-    view.connect("fsdp")
-    check_sums({"fsdp": (view.group("fsdp"), view.ranks())})
-
-
 # ---- dimensions of several axes ----
 
 COMBINES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
@@ -492,7 +441,9 @@ def test_fsdp_over_axes_around_tensor_parallelism():
         train_tensor_parallel(mesh, both["tp"], both["fsdp"])
     if COMBINES:
         train_tensor_parallel(mesh, mesh.device_mesh("tp"), mesh.device_mesh(fsdp=("dp", "cp")))
-        train_tensor_parallel(mesh, mesh.device_mesh("tp"), mesh.along("dp", "cp").view(fsdp=4).device_mesh())
+        view = mesh.along("dp", "cp").view(fsdp=4)
+        assert view.device_mesh().get_group() is view.group("fsdp") is view.group() is mesh.group("dp", "cp")
+        train_tensor_parallel(mesh, mesh.device_mesh("tp"), view.device_mesh())
     check_sums({"fsdp": (mesh.group("dp", "cp"), mesh.ranks("dp", "cp")), "tp": (mesh.group("tp"), mesh.ranks("tp"))})
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pgmesh import AxisError, Layout, ShapeError, UnsupportedTorchError, WorldError, recipes
+from pgmesh import AxisError, ShapeError, UnsupportedTorchError, WorldError, recipes
 from pgmesh.interop import megatron
 from tests.support.fake_world import fake_rank
 from tests.support.nccl_stand_in import OPTIONS_YAML, options_by_name, stand_in_for_nccl
@@ -452,7 +452,3 @@ def test_nccl_options_equal_those_of_megatrons_reader(state: Any):
         for short in settings:
             (name,) = arrangement.short[short]
             assert found[name] == state.get_nccl_options(short, settings).changed
-
-
-def test_arrangement_without_levels_has_no_hcp_groups():
-    assert megatron._group(recipes.fairscale(8, of=Layout), "hcp") is None

@@ -5,8 +5,7 @@
 
 Each seed is one composition: a mesh, methods on it, a model and a way of training. Its result is one of three: it
 trains (losses, gradients, norms and weights are those of one process), it is refused (by an error that says why), or it
-is wrong (another difference, a hang, or a crash). At the end a table has the pairs of features that occurred. The exit
-status is 1 if one was wrong.
+is wrong (another difference, a hang, or a crash). The exit status is 1 if one was wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -41,7 +40,6 @@ from pgmesh.parallel import (
     DataParallel,
     ExpertParallel,
     Method,
-    PipelineParallel,
     ShardedDataParallel,
     TensorParallel,
     attention_plan,
@@ -53,14 +51,13 @@ from tests.support import expert_models
 from tests.support.expert_models import ExpertBlock, ExpertBlockAgain, cut_like
 from tests.support.parallel_models import (
     CONTEXT,
-    FIRST,
-    LAST,
     STEPS,
     TOLERANCE,
     Adapted,
     Block,
     BlockAgain,
     TinyGPT,
+    TrainingRun,
     assert_same,
     batch,
     gradients_of,
@@ -69,6 +66,7 @@ from tests.support.parallel_models import (
     optimizer_of,
     weights_of,
 )
+from tests.support.pipelines import gpt_stages
 from tests.support.tensor_plans import BLOCK_PLAN, EMBEDDED_PLAN, GATHERED_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
 from tests.support.worlds import World, _checked, world
 
@@ -147,19 +145,6 @@ class Drawn:
     def rows_of_parts(self) -> list[int]:
         """Number of rows of each part in a pass."""
         return [self.microbatches * self.rows * (2 if self.ragged and part % 2 else 1) for part in range(self.parts)]
-
-    @property
-    def features(self) -> list[str]:
-        """What the table of pairs counts."""
-        experts = self.experts and ("experts" if self.experts[2] == 1 else "experts, tensor=")
-        names = [self.data, self.tensor and f"tensor {self.tensor}", self.context, experts, self.schedule]
-        kinds = ("tied", "largest", "evaluation", "checkpointing", "compiled", "clip", "masked", "ragged", "viewed")
-        names += [name for name in kinds if getattr(self, name)]
-        names += [self.frozen and f"frozen {self.frozen}", self.passes > 1 and "accumulation", self.half and "bfloat16"]
-        names += ["late" in self.sizes and "averages later", "run" in self.sizes and "slices"]
-        names += ["idle" in self.sizes and "unowned", list(self.ranks) != sorted(self.ranks) and "permuted"]
-        names += [self.omission and f"omits {self.omission}"]
-        return [str(name) for name in names if name]
 
 
 class Numbers(random.Random):
@@ -406,17 +391,8 @@ def methods_of(mesh: ProcessGroupMesh, drawn: Drawn, loss: Losses) -> Iterator[M
     if drawn.experts:
         yield experts_method(mesh, drawn.experts, drawn)
     if drawn.schedule:
-        yield PipelineParallel(
-            mesh,
-            "pp",
-            layers="blocks",
-            first=FIRST,
-            last=LAST,
-            loss=loss,
-            microbatches=drawn.microbatches,
-            schedule=drawn.schedule,
-            stages_per_rank=drawn.stages_per_rank,
-        )
+        counts = {"microbatches": drawn.microbatches, "stages_per_rank": drawn.stages_per_rank}
+        yield gpt_stages(mesh, loss=loss, schedule=drawn.schedule, **counts)
 
 
 def batch_of(drawn: Drawn, step: int, run: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -433,20 +409,10 @@ def batch_of(drawn: Drawn, step: int, run: int) -> tuple[torch.Tensor, torch.Ten
 # ---- training ----
 
 
-@dataclass
-class Run:
-    """Losses, norms and gradients of each step, and the weights after the last."""
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-def train_alone(drawn: Drawn, run: int, replicas: list[list[int]]) -> list[Run]:
+def train_alone(drawn: Drawn, run: int, replicas: list[list[int]]) -> list[TrainingRun]:
     """Train in one process, each replica with its parts of the rows. Replicas average weights later."""
     models = [model_of(replace(drawn, compiled=False)) for _ in replicas]
-    optimizers, runs = [optimizer_of(model.parameters()) for model in models], [Run() for _ in replicas]
+    optimizers, runs = [optimizer_of(model.parameters()) for model in models], [TrainingRun() for _ in replicas]
     for step in range(STEPS):
         codes, target = batch_of(drawn, step, run)
         for model, optimizer, parts, found in zip(models, optimizers, replicas, runs):
@@ -542,7 +508,7 @@ def replicas_of(together: Composition, mesh: ProcessGroupMesh, drawn: Drawn) -> 
 
 
 def train_and_compare(
-    drawn: Drawn, together: Composition, model: nn.Module, loss: Losses, expected: Run, run: int
+    drawn: Drawn, together: Composition, model: nn.Module, loss: Losses, expected: TrainingRun, run: int
 ) -> tuple[set[str], set[str], float]:
     optimizer = together.attach(optimizer_of(model.parameters()))
     compare = Comparison(drawn, together, model)
@@ -717,21 +683,8 @@ def run_all(seeds: list[int], report: Callable[[str], object] = print) -> list[R
     results = []
     for seed in seeds:
         results.append(result := run_one(seed))
-        line = f"{seed:5} {result.kind:8} {result.seconds:5.1f} s  {', '.join(result.drawn.features)}"
-        report(f"{line}  {result.drawn.sizes}  {result.text}")
+        report(f"{seed:5} {result.kind:8} {result.seconds:5.1f} s  {result.drawn}  {result.text}")
     return results
-
-
-def table(results: list[Result]) -> str:
-    """Pairs of features: how many compositions with both train, and how many are refused."""
-    counts = Counter[tuple[str, str, str]]()
-    for result in results:
-        for one, other in itertools.combinations(sorted(result.drawn.features), 2):
-            counts[one, other, result.kind] += 1
-    lines = ["| one | other | trains | refused |", "|---|---|---|---|"]
-    for one, other in sorted({key[:2] for key in counts}):
-        lines.append(f"| {one} | {other} | {counts[one, other, 'trains']} | {counts[one, other, 'refused']} |")
-    return "\n".join(lines)
 
 
 def main() -> int:
@@ -743,7 +696,6 @@ def main() -> int:
     seeds = [int(each) for each in parsed.only.split(",") if each]
     results = run_all(seeds or [*range(parsed.seed, parsed.seed + parsed.count)], lambda line: print(line, flush=True))
     kinds = Counter(result.kind for result in results)
-    print(table(results))
     print(f"{kinds['trains']} train, {kinds['refused']} are refused, {kinds['WRONG']} are wrong")
     for result in results:
         if result.kind == "WRONG":

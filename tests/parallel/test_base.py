@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DistributedSampler
 
 from pgmesh import (
     AxisError,
@@ -115,9 +114,6 @@ def test_batch_parts_count_blocks_of_rows_alone(mesh: ProcessGroupMesh):
     split, whole = (Data(mesh, "dp"), Data(mesh, "pp", "tp")), (Tensor(mesh, "tp"), Context(mesh, "dp"))
     assert [(each.batch_parts, each.batch_part) for each in split] == [(2, 0), (4, 3)]
     assert [(each.batch_parts, each.batch_part) for each in whole] == [(1, 0), (1, 0)]
-
-
-def test_a_method_shares_out_rows(mesh: ProcessGroupMesh):
     rows = torch.arange(12).view(6, 2)
     assert Data(mesh, "tp").share(rows).equal(rows[3:])
     assert Tensor(mesh, "tp").share(rows).equal(rows)
@@ -204,21 +200,6 @@ def test_a_composition_says_what_a_data_loader_needs(mesh: ProcessGroupMesh):
     rows = torch.arange(8)
     assert two.share(rows).tolist() == [6, 7]
     assert none.share(rows).equal(rows)
-    with pytest.raises(ShapeError, match=r"^a batch of 6 rows cannot be split evenly along tp=2 x pp=2: 6 is not"):
-        two.share(rows[:6])
-
-
-def test_samplers_of_all_ranks_cover_the_data_set():
-    drawn = dict[int, list[int]]()
-    for rank in range(8):
-        with fake_rank(rank, 8), ProcessGroupMesh(pp=2, dp=2, tp=2) as mesh:
-            together = compose(mesh, Tensor(mesh, "tp"), Later(mesh, "pp"), Data(mesh, "dp"))
-            sampler = DistributedSampler(
-                range(16), num_replicas=together.num_replicas, rank=together.rank, shuffle=False
-            )
-            drawn[rank] = [*sampler]
-    assert all(drawn[rank] == drawn[rank + 1] for rank in (0, 2, 4, 6))
-    assert sorted(row for rank in (0, 2, 4, 6) for row in drawn[rank]) == [*range(16)]
 
 
 def test_rank_is_unique_with_rows_on_two_layouts():
@@ -290,27 +271,8 @@ def check_rows(together: Composition, batch: object) -> None:
 def test_share_keeps_values_that_have_no_rows(mesh: ProcessGroupMesh):
     together = compose(mesh, Data(mesh, "dp"), unowned=["pp", "tp"])
     assert together.share(("one", 2, 3.0, None, b"4", True)) == ("one", 2, 3.0, None, b"4", True)
-
-
-def test_share_of_different_numbers_of_rows_raises(mesh: ProcessGroupMesh):
-    """Position ids of one dimension would be cut by rows, and rank 5 would get those of another half."""
-    context = ContextParallel(mesh, "tp", attention="ulysses")
-    codes, positions = torch.arange(32).view(4, 8), torch.arange(8)
-    for together in (compose(mesh, Data(mesh, "dp"), context, unowned=["pp"]), compose(mesh, unowned=mesh.axes)):
-        assert_raises(
-            ShapeError,
-            lambda together=together: together.share({"x": codes, "positions": positions, "scale": torch.tensor(2.0)}),
-            """
-            the tensors of this batch have 4 and 8 rows, dimension 0.
-
-              positions = positions.expand(4, -1)   # position ids: one row for each row of the batch
-            """,
-        )
-        with pytest.raises(ShapeError, match=r"1 and 4 rows") as caught:
-            together.share((positions[None], codes))
-        assert "positions = positions.expand(4, -1) " in str(caught.value)
-        shared = together.share((codes, positions.expand(4, -1)))
-        assert shared[0].shape == shared[1].shape
+    rows, scale = together.share((torch.arange(4), torch.tensor(3.0)))
+    assert (rows.tolist(), scale.item()) == ([0, 1], 3.0)
 
 
 # ---- the ranks that read different tokens ----
@@ -515,60 +477,44 @@ def test_failed_apply_keeps_groups_created_before(mesh: ProcessGroupMesh):
     assert {held.ranks for held in mesh.report().held} == {(5, 7), (4, 5)}
 
 
-class Refuses(Method):
+class Raises(Method):
+    """Creates its group, and then raises an error, or returns None."""
+
     differs = "weights"
+    error: BaseException | None = None
 
-    def apply(self, module: nn.Module) -> nn.Module:
+    def apply(self, module: nn.Module) -> Any:
         self.mesh.group(*self.owns)
-        raise MethodError("weights of another kind are wanted.")
+        if self.error is not None:
+            raise self.error
 
 
-def test_method_error_is_wrapped_once(mesh: ProcessGroupMesh):
-    composition = compose(mesh, Refuses(mesh, "dp"), Pipeline(mesh, "pp"), unowned=["tp"])
-    message = r"^Refuses along dp failed in apply: MethodError: weights of another kind are wanted\.\n\nNew groups"
-    with pytest.raises(MethodError, match=message) as caught:
-        composition.apply(nn.Identity())
+FAILS = "^Raises along dp failed in apply: "
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "text"),
+    [
+        (MethodError("weights are wanted."), MethodError, FAILS + r"MethodError: weights are wanted\.\n\nNew groups"),
+        (KeyboardInterrupt(), KeyboardInterrupt, "^$"),
+        (None, MethodError, FAILS + "TypeError: apply returned None, not the module"),
+    ],
+)
+def test_failed_apply_wraps_errors_once(mesh: ProcessGroupMesh, error: Any, raised: Any, text: str):
+    method = Raises(mesh, "dp")
+    method.error = error
+    with pytest.raises(raised, match=text) as caught:
+        compose(mesh, method, Pipeline(mesh, "pp"), unowned=["tp"]).apply(nn.Identity())
     assert "Pipeline" not in str(caught.value)
     assert mesh.report().held == ()  # without the group of all, which compared weights
-
-
-class Interrupted(Method):
-    differs = "weights"
-
-    def apply(self, module: nn.Module) -> nn.Module:
-        self.mesh.group(*self.owns)
-        raise KeyboardInterrupt
-
-
-def test_interrupted_apply_raises_interrupt_and_releases_groups(mesh: ProcessGroupMesh):
-    with pytest.raises(KeyboardInterrupt):
-        compose(mesh, Interrupted(mesh, "dp"), unowned=["pp", "tp"]).apply(nn.Identity())
-    assert mesh.report().held == ()
-
-
-class Forgets(Method):
-    differs = "weights"
-
-    def apply(self, module: nn.Module) -> nn.Module:  # type: ignore[return]
-        pass
-
-
-def test_apply_has_to_return_a_module(mesh: ProcessGroupMesh):
-    with pytest.raises(
-        MethodError, match=r"^Forgets along dp failed .*: TypeError: apply returned None, not the module"
-    ):
-        compose(mesh, Forgets(mesh, "dp"), Pipeline(mesh, "pp"), unowned=["tp"]).apply(nn.Identity())
 
 
 # ---- found by name ----
 
 
-def test_our_own_methods_are_found_as_others_are():
-    assert find("data") is DataParallel
-
-
 def test_an_unknown_name_is_answered_with_those_found():
     ours = sorted(f"{point.name} ({point.value})" for point in metadata.entry_points(group="pgmesh.parallel"))
+    assert find("data") is DataParallel
     assert "data (pgmesh.parallel.data:DataParallel)" in ours
     assert_raises(
         MethodError,

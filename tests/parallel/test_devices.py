@@ -6,8 +6,6 @@ collective was given.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pgmesh import ProcessGroupMesh, torch_private
 from pgmesh.parallel import Composition, Method, PipelineParallel, compose, seed_of, seeded_rng
 from pgmesh.parallel.stage_shapes import device_of_stage
-from tests.support.fake_world import fake_rank
 from tests.support.pipelines import needs_pipelines
 from tests.support.programs import run_programs
 
@@ -37,12 +34,6 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(dist, "get_backend_config", lambda group: request.param if ":" in request.param else config)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: CUDA)
     return request.param
-
-
-@pytest.fixture
-def mesh() -> Iterator[ProcessGroupMesh]:
-    with fake_rank(5, 8), ProcessGroupMesh(pp=2, dp=2, tp=2) as mesh:
-        yield mesh
 
 
 @pytest.fixture

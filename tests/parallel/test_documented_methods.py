@@ -29,13 +29,12 @@ ROOT = Path(__file__).parents[2]
 # ---- what the pages show ----
 
 
-def of_markdown(path: str) -> type[Method]:
-    """Class Average of a page."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / path).read_text(encoding="utf-8"), flags=re.DOTALL)
+def of_markdown() -> type[Method]:
+    """Class Average of the page."""
+    page = (ROOT / "docs" / "own_methods.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     (block,) = (block for block in blocks if "class Average" in block)
-    lines = block.splitlines()
-    if ">>>" in block:
-        lines = [line[4:] for line in lines if line.startswith((">>> ", "... "))]
+    lines = [line[4:] for line in block.splitlines() if line.startswith((">>> ", "... "))]
     start = next(i for i, line in enumerate(lines) if line.startswith("class "))
     end = next((i for i, line in enumerate(lines) if i > start and line and not line.startswith(" ")), len(lines))
     imports = [line for found in blocks for line in found.replace(">>> ", "").splitlines() if "import" in line]
@@ -44,18 +43,12 @@ def of_markdown(path: str) -> type[Method]:
     return scope["Average"]
 
 
-def of_program(path: str, name: str) -> type[Method]:
-    """Class of an example program."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+def of_program(name: str) -> type[Method]:
+    """Class of the example program."""
+    spec = importlib.util.spec_from_file_location("own_method", ROOT / "examples" / "10_own_method.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return getattr(module, name)
-
-
-AVERAGES = {
-    "docs": functools.partial(of_markdown, "docs/own_methods.md"),
-    "example": functools.partial(of_program, "examples/10_own_method.py", "Average"),
-}
 
 
 def partners(mesh: ProcessGroupMesh, kind: str, axis: str = "x") -> list[Method]:
@@ -73,25 +66,14 @@ def partners(mesh: ProcessGroupMesh, kind: str, axis: str = "x") -> list[Method]
 
 
 @needs_pipelines
-@pytest.mark.parametrize("page", AVERAGES)
 @on_ranks(4)
-def test_documented_average_composes_with_one_method(page: str):
-    averages = AVERAGES[page]()
+def test_documented_average_composes_with_one_method():
+    averages = of_markdown()
     for kind, frozen in (("tensor", ()), ("two stages", ()), ("pipeline", FIRST_STAGE)):
-        with ProcessGroupMesh(dp=2, x=2, name=f"{page}, {kind}, {len(frozen)} frozen") as mesh:
+        with ProcessGroupMesh(dp=2, x=2, name=f"{kind}, {len(frozen)} frozen") as mesh:
             together = compose(mesh, averages(mesh, "dp"), *partners(mesh, kind))
             assert_same_run(train(together.apply(SmallModel(frozen)), together.share), train_alone(frozen))
             check_sums(groups_of(mesh))
-
-
-@pytest.mark.long
-@on_ranks(8)
-def test_an_average_composed_with_two_other_methods():
-    average = AVERAGES["docs"]()
-    with ProcessGroupMesh(pp=2, dp=2, x=2, name="two stages, tensor") as mesh:
-        together = compose(mesh, average(mesh, "dp"), *partners(mesh, "two stages", "pp"), *partners(mesh, "tensor"))
-        assert_same_run(train(together.apply(SmallModel()), together.share), train_alone())
-        check_sums(groups_of(mesh))
 
 
 # ---- the example's own tensor parallelism ----
@@ -100,7 +82,7 @@ def test_an_average_composed_with_two_other_methods():
 @needs_pipelines
 @on_ranks(4)
 def test_documented_tensor_parallelism_composes_with_other_methods():
-    split = of_program("examples/10_own_method.py", "Split")
+    split = of_program("Split")
     for kind in ("sharding", "two stages"):
         with ProcessGroupMesh(x=2, tp=2, name=f"split, {kind}") as mesh:
             together = compose(mesh, *partners(mesh, kind), split(mesh, "tp"))
@@ -148,7 +130,7 @@ def test_sharding_is_applied_before_methods_that_keep_weights(mesh: ProcessGroup
 def test_zero_bubble_schedule_refuses_hooks_on_gradients(mesh: ProcessGroupMesh):
     layers: dict[str, Any] = {"layers": "blocks", "first": "012", "loss": loss_of, "microbatches": 4}
     pipeline = PipelineParallel(mesh, "pp", **layers, schedule="zero-bubble")
-    together = compose(mesh, of_markdown("docs/own_methods.md")(mesh, "dp"), pipeline, unowned=["tp"])
+    together = compose(mesh, of_markdown()(mesh, "dp"), pipeline, unowned=["tp"])
     with pytest.raises(MethodError, match=r"schedule 'zero-bubble' .* and post-accumulate-grad hooks do not run\."):
         together.apply(SmallModel())
 

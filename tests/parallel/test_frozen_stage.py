@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from pgmesh import ProcessGroupMesh
-from pgmesh.parallel import DataParallel, PipelineParallel, ShardedDataParallel, TensorParallel, compose
+from pgmesh.parallel import DataParallel, PipelineParallel, ShardedDataParallel, compose
 from tests.support.parallel_models import assert_same_run
 from tests.support.pipelines import needs_pipelines
-from tests.support.small_model import FIRST_STAGE, SmallModel, loss_of, train, train_alone
-from tests.support.tensor_plans import TWO_LAYERS
+from tests.support.small_model import SmallModel, loss_of, train, train_alone
 from tests.support.worlds import check_sums, groups_of, on_ranks
 
 LAST = ("blocks.2", "blocks.3")
@@ -37,19 +36,8 @@ def next_to_a_frozen_stage(
 @pytest.mark.parametrize("kind", [DataParallel, ShardedDataParallel])
 @on_ranks(4)
 def test_a_pipeline_trains_next_to_a_frozen_stage(kind: type[DataParallel] | type[ShardedDataParallel]):
-    next_to_a_frozen_stage(kind, FIRST_STAGE)
     next_to_a_frozen_stage(kind, LAST)
     next_to_a_frozen_stage(kind, ("0", "2", "blocks.0", "blocks.2"), schedule="interleaved", stages_per_rank=2)
-
-
-@needs_pipelines
-@on_ranks(4)
-def test_a_frozen_stage_may_be_cut():
-    with ProcessGroupMesh(pp=2, tp=2, name="cut and frozen") as mesh:
-        tensor = TensorParallel(mesh, "tp", plan=TWO_LAYERS)
-        pipeline = PipelineParallel(mesh, "pp", layers="blocks", first="012", loss=loss_of, microbatches=4)
-        together = compose(mesh, tensor, pipeline)
-        assert_same_run(train(together.apply(SmallModel(FIRST_STAGE)), together.share), train_alone(FIRST_STAGE))
 
 
 @on_ranks(2)

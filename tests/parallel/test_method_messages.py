@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleOutput, RowwiseParallel, SequenceParallel
 
 from pgmesh import PgmeshError, ProcessGroupMesh
 from pgmesh.parallel import (
@@ -23,15 +23,17 @@ from pgmesh.parallel import (
     Router,
     ShardedDataParallel,
     TensorParallel,
+    checkpoint,
     compose,
     mlp_plan,
 )
 from pgmesh.parallel.ring import ring_attention
 from tests.support import golden_files
-from tests.support.expert_models import expert_layer
+from tests.support.expert_models import expert_layer, expert_model
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import facts
-from tests.support.parallel_models import FIRST, LAST, TinyGPT, loss_of
+from tests.support.parallel_models import TinyGPT
+from tests.support.pipelines import gpt_stages
 from tests.support.tensor_plans import BLOCK_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
 
 NAME = "method-messages.txt"
@@ -51,8 +53,7 @@ class Weights(Method):
 
 def stages(mesh: ProcessGroupMesh, **changes: Any) -> PipelineParallel:
     """A pipeline of the tiny GPT with four stages."""
-    given = {"layers": "blocks", "first": FIRST, "last": LAST, "loss": loss_of, "microbatches": 4, **changes}
-    return PipelineParallel(mesh.view(pp=4, dp=2), "pp", **given)
+    return gpt_stages(mesh.view(pp=4, dp=2), **{"microbatches": 4, **changes})
 
 
 def gpt_inside(*, layer_weight: bool = False, own_weight: bool = False) -> torch.nn.Module:
@@ -94,6 +95,8 @@ BY_NAME = {
     **{each.__name__: each for each in (PipelineParallel, TensorParallel, expert_layer, with_shared_layer)},
     "with_experts_in_two_places": with_experts_in_two_places,
     **{each.__name__: each for each in (ColwiseParallel, RowwiseParallel, Router, experts_with, mlp_plan)},
+    **{each.__name__: each for each in (PrepareModuleOutput, SequenceParallel, expert_model)},
+    "checkpoint": checkpoint,
     "torch": torch,
     "BLOCK_PLAN": BLOCK_PLAN,
     "SEQUENCE_PLAN": SEQUENCE_PLAN,

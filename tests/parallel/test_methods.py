@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -17,37 +14,27 @@ from torch.distributed.tensor import DTensor
 
 from pgmesh import ProcessGroupMesh
 from pgmesh.parallel import (
-    Composition,
     DataParallel,
     ExpertParallel,
-    Method,
-    PipelineParallel,
     ShardedDataParallel,
     TensorParallel,
     compose,
-    local,
     mix,
 )
 from pgmesh.parallel.sharded import default_layers
-from pgmesh.parallel.stage_cutting import partition_layers
-from tests.support.expert_models import expert_model
 from tests.support.fake_world import fake_rank
 from tests.support.parallel_models import (
-    FIRST,
-    LAST,
     ROWS,
     TinyGPT,
-    TrainingRun,
     assert_same,
-    assert_same_run,
     batch,
     full_tensor,
     gradients_of,
     loss_of,
     train_alone,
-    train_parallel,
-    weights_of,
 )
+from tests.support.parallel_training import train_and_compare
+from tests.support.pipelines import gpt_stages
 from tests.support.tensor_plans import BLOCK_PLAN
 from tests.support.worlds import check_sums, groups_of, on_ranks
 
@@ -56,31 +43,8 @@ pytestmark = pytest.mark.long
 torch.set_num_threads(1)  # also on ranks, which import this: others share their cores
 
 
-@functools.cache
-def expected(**model: Any) -> TrainingRun:
-    return train_alone(TinyGPT(**model))
-
-
 def split(mesh: ProcessGroupMesh) -> TensorParallel:
     return TensorParallel(mesh, "tp", plan=BLOCK_PLAN)
-
-
-def stages(mesh: ProcessGroupMesh, axis: str = "pp", **changes: Any) -> PipelineParallel:
-    options = {"layers": "blocks", "first": FIRST, "last": LAST, "loss": loss_of, "microbatches": 2, **changes}
-    return PipelineParallel(mesh, axis, **options)
-
-
-def train_and_check(composition: Composition, **model: Any) -> nn.Module:
-    """Train, and compare gradients of each step, final weights and mean losses with one process."""
-    module = composition.apply(TinyGPT(**model))
-    found, right = train_parallel(module, composition.share), expected(**model)
-    assert_same_run(found, right)
-    mesh = composition.mesh
-    sums = torch.tensor([*found.losses, 1.0] if found.losses else [0.0] * 4, dtype=torch.float64)
-    dist.all_reduce(sums, group=mesh.group())
-    torch.testing.assert_close(sums[:3] / sums[3], torch.tensor(right.losses, dtype=torch.float64), rtol=0, atol=1e-12)
-    check_sums(groups_of(mesh))
-    return module
 
 
 def held(module: nn.Module) -> int:
@@ -109,38 +73,6 @@ def test_gradients_accumulate_and_are_averaged_once(kind: type[DataParallel] | t
         dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.group())
         dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.group())
         assert bool((most == least).all()) == (i == 1)  # ranks agree after the last alone
-    right = TinyGPT()
-    codes, target = batch(0, 2 * ROWS)
-    loss_of(right(codes), target).backward()
-    assert_same("accumulated", gradients_of(module), gradients_of(right))
-
-
-@pytest.mark.parametrize("fails", [True, False])
-@on_ranks(2)
-def test_fsdp_gradients_after_caught_error_are_wrong(fails: bool):
-    """The page says so; torch's ``reset_iter_state`` keeps the gradients of earlier passes."""
-
-    def fail(_: torch.Tensor) -> None:
-        raise ValueError("in the middle of a backward pass")
-
-    with ProcessGroupMesh(dp=2) as mesh:
-        data = ShardedDataParallel(mesh, "dp")
-        model = data.apply(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-        rows = torch.full((2, 2), 1.0 + mesh.rank)
-        model(rows).sum().backward()
-        right = [local(weight.grad).clone() for weight in model.parameters()]
-        model.zero_grad()
-        with contextlib.suppress(ValueError):
-            if fails:
-                hook = model[0].register_forward_hook(lambda *given: given[2].register_hook(fail) and None)
-                model(rows).sum().backward()
-            with data.accumulate(model, last=False):
-                model(rows).sum().backward()
-        if fails:
-            hook.remove()
-        model.zero_grad()
-        model(rows).sum().backward()
-        assert not any(local(weight.grad).equal(each) for weight, each in zip(model.parameters(), right))
 
 
 def batch_norm_buffers(kind: type[DataParallel] | type[ShardedDataParallel]) -> list[float]:
@@ -227,12 +159,16 @@ def test_sharding_along_one_two_or_replicated_axes():
         assert held(module) == whole / 8
         assert sum(isinstance(each, FSDPModule) for each in module.modules()) == 5  # the whole and each layer
     with ProcessGroupMesh(a=2, b=2, c=2, name="replicated between sharded axes") as mesh:
-        module = train_and_check(compose(mesh, ShardedDataParallel(mesh, "a", "b", "c", replicate="b")))
+        together = compose(mesh, ShardedDataParallel(mesh, "a", "b", "c", replicate="b"))
+        module = together.apply(TinyGPT())
+        train_and_compare(together, module, train_alone(TinyGPT()))
         assert held(module) == whole / 4
         assert module.blocks[0].up.weight.device_mesh.get_group("a_c") is mesh.group("a", "c")
         dist.barrier()
     with ProcessGroupMesh(dp=2, mid=1, cp=2, tp=2, name="combined") as mesh:
-        module = train_and_check(compose(mesh, ShardedDataParallel(mesh, "dp", "cp"), split(mesh)))
+        together = compose(mesh, ShardedDataParallel(mesh, "dp", "cp"), split(mesh))
+        module = together.apply(TinyGPT())
+        train_and_compare(together, module, train_alone(TinyGPT()))
         weight = module.blocks[0].up.weight
         assert weight.device_mesh.mesh_dim_names == ("dp_cp", "tp")
         assert weight.to_local().numel() == weight.numel() / 8
@@ -254,10 +190,8 @@ def test_mixed_precision_is_passed_through():
     codes, target = (method.share(each) for each in batch(0))
     loss_of(module(codes), target).backward()
     assert seen == [torch.bfloat16]
-    furthest = max(
-        (full_tensor(grad) - expected().gradients[0][name]).abs().max().item()
-        for name, grad in gradients_of(module).items()
-    )
+    right = train_alone(TinyGPT(), steps=1).gradients[0]
+    furthest = max((full_tensor(grad) - right[name]).abs().max().item() for name, grad in gradients_of(module).items())
     assert 1e-6 < furthest < 1e-2
 
 
@@ -265,7 +199,7 @@ def test_mixed_precision_is_passed_through():
 def test_resharding_and_offloading_are_passed_through():
     """Both keywords are passed to fully_shard: layers are resharded after forward or not, with equal gradients."""
     with ProcessGroupMesh(dp=2) as mesh:
-        codes, target = batch(0)
+        (codes, target), right = batch(0), train_alone(TinyGPT(), steps=1).gradients[0]
         for keep in (True, False):
             policy = CPUOffloadPolicy(pin_memory=False)
             method = ShardedDataParallel(mesh, "dp", reshard_after_forward=not keep, offload_policy=policy)
@@ -275,7 +209,7 @@ def test_resharding_and_offloading_are_passed_through():
             assert cut == {not keep}
             assert all(each._get_fsdp_state()._fsdp_param_group.offload_policy is policy for each in module.blocks)
             loss.backward()
-            assert_same("gradients", gradients_of(module), expected().gradients[0])
+            assert_same("gradients", gradients_of(module), right)
         check_sums(groups_of(mesh))
 
 
@@ -319,34 +253,12 @@ def test_default_layers_are_elements_of_nested_lists():
 # ---- pipeline ----
 
 
-@on_ranks(8)
-def test_layers_that_do_not_divide_and_one_stage():
-    """Stages with different numbers of layers, and a pipeline with one stage."""
-    mesh = ProcessGroupMesh(pp=8)
-    module = train_and_check(compose(mesh, stages(mesh, microbatches=8)), layers=11, tied=True)
-    layers = [each for each in module.parts[0].blocks if next(each.parameters(), None) is not None]
-    assert len(layers) == (2 if mesh.rank < 3 else 1)
-    dist.barrier()
-    with ProcessGroupMesh(pp=1, dp=8, name="one stage") as mesh:
-        train_and_check(compose(mesh, stages(mesh, microbatches=1), DataParallel(mesh, "dp")), tied=True)
-        dist.barrier()
-
-
-def test_partition_layers_gives_remainder_to_the_first_stages():
-    for layers, parts in itertools.product(range(1, 30), range(1, 9)):
-        shares = partition_layers(layers, parts)
-        assert list(itertools.chain(*shares)) == list(range(layers))
-        sizes = [len(share) for share in shares]
-        assert sizes == sorted(sizes, reverse=True)
-        assert max(sizes) - min(sizes) <= 1
-
-
 def test_stages_follow_one_another_whatever_the_schedule():
     for schedule, count in [("1f1b", 1), ("interleaved", 1), ("interleaved", 3), ("zero-bubble-v", 2)]:
         place: dict[int, tuple[int, int]] = {}
         for rank in range(8):
             with fake_rank(rank, 8), ProcessGroupMesh(4, 2, ranks=[7, 6, 5, 4, 3, 2, 1, 0]) as mesh:
-                pipeline = stages(mesh, 0, schedule=schedule, stages_per_rank=count, microbatches=4)
+                pipeline = gpt_stages(mesh, 0, schedule=schedule, stages_per_rank=count, microbatches=4)
                 if mesh.index(1) == 0:
                     for i in range(count):
                         place[pipeline.stage(i)] = rank, i
@@ -363,7 +275,7 @@ def test_stages_share_weights_and_leave_the_module_unchanged():
         outer = nn.Module()
         outer.gpt = whole
         changes = {"layers": "gpt.blocks", "first": ["gpt.tokens", "gpt.places"], "last": ["gpt.norm", "gpt.head"]}
-        pipeline = stages(mesh, schedule="zero-bubble-v", stages_per_rank=2, **changes)
+        pipeline = gpt_stages(mesh, schedule="zero-bubble-v", stages_per_rank=2, **changes)
         first, last = pipeline.cut(outer)
         assert first.gpt.tokens is whole.tokens
         assert first.gpt.blocks[0] is whole.blocks[0]
@@ -375,37 +287,6 @@ def test_stages_share_weights_and_leave_the_module_unchanged():
         assert not any(isinstance(each, nn.Module) and each is None for each in whole.children())
 
 
-# ---- together ----
-
-
-@on_ranks(8)
-def test_two_independent_meshes_train_two_models_interleaved():
-    """Two models on the same ranks with alternating steps, on meshes of the same and of different shapes."""
-    actor = ProcessGroupMesh(dp=4, tp=2, name="actor")
-    critic = ProcessGroupMesh(dp=4, tp=2, name="critic")
-    judge = ProcessGroupMesh(tp=2, pp=2, dp=2, ranks=[0, 2, 4, 6, 1, 3, 5, 7], name="judge")
-    runs = []
-    for seed, mesh in enumerate((actor, critic, judge)):
-        methods: list[Method] = [split(mesh), ShardedDataParallel(mesh, "dp")]
-        composition = compose(mesh, *methods, *([stages(mesh)] if "pp" in mesh.axes else []))
-        module = composition.apply(TinyGPT(seed=seed, tied=seed == 2))
-        runs.append((composition, module, torch.optim.AdamW(module.parameters(), 0.05, eps=1e-4), seed))
-    truth = [expected(seed=seed, tied=seed == 2) for seed in range(3)]
-    for step in range(3):
-        for composition, module, optimizer, seed in runs:
-            codes, target = (composition.share(each) for each in batch(step))
-            optimizer.zero_grad()
-            if "pp" in composition.mesh.axes:
-                module.step(codes, target=target)
-            else:
-                loss_of(module(codes), target).backward()
-            assert_same(f"{composition.mesh.name}, step {step}", gradients_of(module), truth[seed].gradients[step])
-            optimizer.step()
-    for composition, module, _, seed in runs:
-        assert_same(str(composition.mesh.name), weights_of(module), truth[seed].weights)
-        check_sums(groups_of(composition.mesh))
-
-
 # ---- norms, one start ----
 
 
@@ -414,31 +295,12 @@ def test_norm_with_nan_on_some_ranks_is_nan():
     """The norm of each order if the gradient of one stage has a NaN, on the first or on the last ranks."""
     mesh, found = ProcessGroupMesh(pp=2, dp=2), list[float]()
     for stage, order in itertools.product(range(2), (2.0, math.inf)):
-        composition = compose(mesh, stages(mesh), DataParallel(mesh, "dp"))
+        composition = compose(mesh, gpt_stages(mesh), DataParallel(mesh, "dp"))
         module = composition.apply(TinyGPT())
         for weight in module.parameters():
             weight.grad = torch.full_like(weight, math.nan if mesh.index("pp") == stage else 1.0)
         found.append(composition.clip_grad_norm_(1.0, norm_type=order).item())
     assert all(map(math.isnan, found)), found
-
-
-@on_ranks(8)
-def test_grad_norm_counts_each_weight_once():
-    mesh = ProcessGroupMesh(pp=2, ep=2, tp=2)
-    composition = compose(mesh, stages(mesh), ExpertParallel(mesh, "ep"), unowned=["tp"])
-    module = composition.apply(expert_model())
-    numbers: list[torch.Tensor] = []
-    for name, weight in module.named_parameters():
-        is_expert = ".experts." in name
-        weight.grad = torch.full_like(weight, 10.0 + mesh.index("pp", "ep") if is_expert else 1.0 + mesh.index("pp"))
-        if mesh.index("tp") == 0 and (is_expert or mesh.index("ep") == 0):
-            numbers.append(weight.grad.flatten())
-    everyone: list[Any] = [None] * 8
-    dist.all_gather_object(everyone, torch.cat([torch.zeros(0, dtype=torch.float64), *numbers]), group=mesh.group())
-    for order in (1.0, 2.0, 3.0, math.inf):
-        right = torch.linalg.vector_norm(torch.cat(everyone), order)
-        torch.testing.assert_close(composition.grad_norm(norm_type=order), right)
-    check_sums(groups_of(mesh))
 
 
 @on_ranks(8)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -15,10 +14,10 @@ from torch.nn.functional import gelu
 from torch.utils.checkpoint import checkpoint
 
 from pgmesh import MethodError, ProcessGroupMesh
-from pgmesh.parallel import Method, PipelineParallel, ShardedDataParallel, TensorParallel, compose, partial_gradients
-from tests.support.parallel_models import FIRST, LAST, Block, TinyGPT, batch, loss_of, train_alone
+from pgmesh.parallel import Method, ShardedDataParallel, TensorParallel, compose
+from tests.support.parallel_models import Block, TinyGPT, batch, loss_of, train_alone
 from tests.support.parallel_training import train_and_compare
-from tests.support.pipelines import needs_pipelines
+from tests.support.pipelines import gpt_stages, needs_pipelines
 from tests.support.tensor_plans import BLOCK_PLAN, SEQUENCE_PLAN
 from tests.support.worlds import check_sums, fresh_world, groups_of, on_ranks, world
 
@@ -71,9 +70,8 @@ def normed_heads(kind: str = "") -> TinyGPT:
 
 def methods_of(mesh: ProcessGroupMesh, kind: str, plan: dict[str, ParallelStyle]) -> list[Method]:
     data: list[Method] = [ShardedDataParallel(mesh, "dp", replicate="dp" if kind == "hybrid" else ())]
-    stages = {"layers": "blocks", "first": FIRST, "last": LAST, "loss": loss_of, "microbatches": 2}
     if kind == "pipeline":
-        data = [PipelineParallel(mesh, "dp", schedule="gpipe", **stages)]
+        data = [gpt_stages(mesh, "dp", schedule="gpipe")]
     return [*data, TensorParallel(mesh, "tp", plan=plan)]
 
 
@@ -225,30 +223,3 @@ def error_of(mesh: ProcessGroupMesh, model: nn.Module, plan: dict[str, ParallelS
 def test_printed_entries_make_training_right(program: str, names: Sequence[str]):
     last = ["norm.weight"] if program == "norms of sharded sequences" else []
     assert world(2).run(errors_until_right, program) == [[*names, *last]] * 2
-
-
-# ---- how often ----
-
-
-@on_ranks(2)
-def test_gradients_are_compared_in_one_exchange():
-    with ProcessGroupMesh(tp=2) as mesh:
-        model = TensorParallel(mesh, "tp", plan=BLOCK_PLAN).apply(TinyGPT(layers=1))
-        counts, gather = list[int](), partial_gradients.dist.all_gather
-
-        def counting(*args: Any, **keywords: Any) -> Any:
-            counts[-1] += 1
-            return gather(*args, **keywords)
-
-        partial_gradients.dist.all_gather = counting
-        try:
-            for step in range(4):
-                counts.append(0)
-                codes, target = batch(step)
-                with torch.no_grad():
-                    model(codes)
-                model.eval()(codes)
-                loss_of(model.train()(codes), target).backward()
-        finally:
-            partial_gradients.dist.all_gather = gather
-        assert counts == [0, 1, 0, 0]

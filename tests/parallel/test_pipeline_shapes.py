@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from unittest import mock
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import _utils
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.functional import dropout, mse_loss
 from torch.utils.checkpoint import checkpoint
@@ -28,11 +24,11 @@ from pgmesh.parallel import (
     seed_of,
     seeded_rng,
 )
-from tests.support.expert_models import cut_like, expert_model
+from tests.support.expert_models import expert_model
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
-from tests.support.parallel_models import FIRST, LAST, TinyGPT, assert_same, batch, full_tensor, gradients_of, loss_of
-from tests.support.pipelines import needs_pipelines
+from tests.support.parallel_models import TinyGPT, assert_same, batch, full_tensor, gradients_of, loss_of
+from tests.support.pipelines import gpt_stages, needs_pipelines
 from tests.support.worlds import check_sums, groups_of, on_ranks, world
 
 pytestmark = needs_pipelines
@@ -250,50 +246,6 @@ def test_a_first_step_draws_what_a_second_draws(schedule: str, count: int):
                 assert one.equal(other)
 
 
-# ---- experts ----
-
-
-@contextmanager
-def garbage() -> Iterator[None]:
-    """Fill torch's uninitialized memory with different numbers on each rank."""
-    make, rank = _utils._make_tensor_from_meta, dist.get_rank()
-
-    def filled(*args: object) -> torch.Tensor:
-        made = make(*args)
-        if made.is_floating_point():
-            made.copy_(torch.randn(made.shape, generator=torch.Generator().manual_seed(rank)))
-        return made
-
-    with mock.patch.object(_utils, "_make_tensor_from_meta", filled):
-        yield
-
-
-@on_ranks(8)
-def test_routers_choose_right_experts_with_alternating_shapes():
-    """Ranks along etp hold the same tokens, so their routers have to choose the same experts; two shapes."""
-    with ProcessGroupMesh(pp=2, dp=2, tp=2) as mesh, garbage():
-        moe = mesh.view(pp=2, ep=2, etp=2)
-        split = ExpertParallel(moe, "ep", tensor="etp", columns=["up"], rows=["down"])
-        names = {"layers": "blocks", "first": FIRST, "last": LAST}
-        pipeline = PipelineParallel(mesh, "pp", **names, loss=loss_of, microbatches=2)
-        together = compose(mesh, pipeline, DataParallel(mesh, "dp"), split, unowned=["tp"])
-        whole_, plain = expert_model(), expert_model()
-        model = together.apply(whole_)
-        for step, length in enumerate([8, 5, 8]):
-            codes, target = (each[:, :length] for each in batch(step))
-            for weight in (*model.parameters(), *plain.parameters()):
-                weight.grad = None
-            model.step(together.share(codes), target=together.share(target))
-            shares = [[part.chunk(2) for part in each.chunk(2)] for each in (codes, target)]
-            for i in range(2):  # in one microbatch the rows that ranks along dp have in it
-                one, other = (torch.cat([part[i] for part in each]) for each in shares)
-                loss_of(plain(one), other).backward()  # and the loss of the loads, which no one scales
-            expected = {name: each / 2 for name, each in gradients_of(plain).items()}
-            parts = {**expected, **cut_like(gradients_of(model), expected, moe, "etp")}
-            assert_same(f"gradients of step {step}", gradients_of(model), parts)
-        check_sums(groups_of(mesh))
-
-
 # ---- shapes that only some data ranks have ----
 
 LENGTHS = [(8, 8), (8, 8), (8, 5), (4, 5), (4, 8)]
@@ -304,8 +256,7 @@ LENGTHS = [(8, 8), (8, 8), (8, 5), (4, 5), (4, 8)]
 @on_ranks(4)
 def test_new_shapes_on_some_data_ranks_are_accepted(experts: bool):
     with ProcessGroupMesh(pp=2, dp=2) as mesh:
-        names = {"layers": "blocks", "first": FIRST, "last": LAST}
-        methods: list[Method] = [PipelineParallel(mesh, "pp", **names, loss=loss_of, microbatches=2)]
+        methods: list[Method] = [gpt_stages(mesh)]
         if experts:
             methods.append(ExpertParallel(mesh.view(pp=2, ep=2), "ep"))
         together = compose(mesh, *methods, ShardedDataParallel(mesh, "dp"))

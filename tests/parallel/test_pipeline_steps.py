@@ -1,4 +1,4 @@
-"""Several steps of a pipeline: accumulated gradients, new shapes, and what torch's own stages do with them."""
+"""Several steps of a pipeline: accumulated gradients, new shapes and schedules."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn.functional import mse_loss
 
 from pgmesh import MethodError, OptionsError, ProcessGroupMesh
@@ -94,45 +92,6 @@ def test_steps_with_known_and_new_shapes_add_gradients(
         check_sums(groups_of(mesh))
 
 
-# ---- torch's own stages ----
-
-
-def torch_step(part: nn.Module, mesh: ProcessGroupMesh, batch: torch.Tensor) -> None:
-    """A step by torch's stages alone, which infer their shapes."""
-    stage = PipelineStage(part, mesh.index("pp"), 2, torch.device("cpu"), group=mesh.group("pp"))
-    last = {"target": batch} if stage.is_last else {}
-    ScheduleGPipe(stage, PARTS, mse_loss).step(*([batch] if stage.is_first else []), **last, return_outputs=False)
-
-
-@on_ranks(2)
-def test_only_torch_counts_batches_while_it_infers_shapes():
-    with ProcessGroupMesh(pp=2) as mesh:
-        batch, method = rows_of(8, 3), pipeline_on(mesh)
-        model = method.apply(Net(norm=True))
-        (part,) = method.cut(Net(norm=True))
-        model.step(batch, target=batch)
-        torch_step(part, mesh, batch)
-        ours, of_torch = (part.layers[mesh.index("pp")].norm.num_batches_tracked for part in (model.parts[0], part))
-        assert ours == PARTS
-        assert of_torch == PARTS + 1, "torch restores buffers now: is our Stage still needed?"
-
-
-@on_ranks(4)
-def test_new_shape_drops_sharded_gradients_in_torch_alone():
-    """``test_steps_with_known_and_new_shapes_add_gradients`` shows that ours do not."""
-    with ProcessGroupMesh(pp=2, dp=2) as mesh:
-        (part,) = pipeline_on(mesh).cut(Net())
-        fully_shard(part, mesh=mesh.device_mesh("dp"))
-        found = []
-        for steps in ([(8, 3), (8, 2)], [(8, 2)]):
-            part.zero_grad()
-            for shape in steps:
-                torch_step(part, mesh, rows_of(*shape))
-            found.append({name: full_tensor(each) for name, each in gradients_of(part).items()})
-        kept = any(not each.equal(found[1][name]) for name, each in found[0].items())
-        assert not kept, "torch keeps them now: is our Stage still needed?"
-
-
 # ---- schedules ----
 
 
@@ -175,6 +134,12 @@ def test_before_step_is_called_first_in_training_alone():
         with pytest.raises(ValueError, match="3 rows of inputs, 4 rows of target cannot be split"):
             model.step(batch[:3], target=batch)
         assert len(calls) == 2
+
+
+def test_pipeline_without_a_loss_goes_forward():
+    with fake_rank(0, 1), ProcessGroupMesh(pp=1) as mesh:
+        batch = rows_of(4, 2)
+        torch.testing.assert_close(pipeline_on(mesh, loss=None).apply(Net())(batch), Net()(batch).detach())
 
 
 def test_suggested_schedule_runs_the_microbatches_it_names():

@@ -18,17 +18,16 @@ from pgmesh import AxisError, MethodError, PgmeshError, ProcessGroupMesh
 from pgmesh.parallel import (
     ContextParallel,
     DataParallel,
-    PipelineParallel,
     ShardedDataParallel,
     TensorParallel,
     compose,
     with_loss,
 )
 from tests.support.fake_world import fake_rank
-from tests.support.parallel_models import FIRST, LAST, TinyGPT, assert_same, batch, gradients_of, loss_of
-from tests.support.pipelines import needs_pipelines
+from tests.support.parallel_models import TinyGPT, assert_same, batch, gradients_of, loss_of
+from tests.support.pipelines import gpt_stages, needs_pipelines
 from tests.support.tensor_plans import BLOCK_PLAN
-from tests.support.worlds import on_ranks, world
+from tests.support.worlds import on_ranks
 
 torch.set_num_threads(1)  # also on ranks, which import this: others share their cores
 
@@ -106,7 +105,8 @@ def test_printed_unowned_axes_keep_those_given(mesh: ProcessGroupMesh):
 # ---- data ----
 
 
-def whole_weights_of_tensor_parallelism() -> None:
+@on_ranks(4)
+def test_ddp_on_sharded_layers_prints_fully_shard():
     with ProcessGroupMesh(dp=2, tp=2) as mesh:
         tensor = TensorParallel(mesh, "tp", plan=BLOCK_PLAN)
         call = printed_call(lambda: DataParallel(mesh, "dp").apply(tensor.apply(TinyGPT(layers=1))))
@@ -114,7 +114,8 @@ def whole_weights_of_tensor_parallelism() -> None:
         check_gradients(together, together.apply(TinyGPT(layers=1)))
 
 
-def data_around_sharded_data() -> None:
+@on_ranks(4)
+def test_ddp_around_sharded_data_prints_fully_shard():
     with ProcessGroupMesh(a=2, b=2) as mesh:
         sharded = ShardedDataParallel(mesh, "a").apply(TinyGPT(layers=1))
         call = printed_call(lambda: DataParallel(mesh, "b").apply(sharded))
@@ -124,17 +125,12 @@ def data_around_sharded_data() -> None:
         check_gradients(together, together.apply(TinyGPT(layers=1)))
 
 
-def check_gradients(together: Any, model: nn.Module) -> None:
+def check_gradients(together: Any, model: nn.Module, layers: int = 1) -> None:
     codes, target = batch(0)
-    expected = TinyGPT(layers=1)
+    expected = TinyGPT(layers=layers)
     loss_of(expected(codes), target).backward()
     loss_of(model(together.share(codes)), together.share(target)).backward()
     assert_same("gradients", gradients_of(model), gradients_of(expected))
-
-
-@pytest.mark.parametrize("program", [whole_weights_of_tensor_parallelism, data_around_sharded_data])
-def test_ddp_on_dtensors_prints_fully_shard(program: Callable[[], None]):
-    world(4).run(program)
 
 
 @pytest.mark.parametrize("kind", ["all", "head"])
@@ -168,6 +164,7 @@ def test_early_optimizer_gets_new_parameters_and_keeps_settings(mesh: ProcessGro
     model = nn.Sequential(nn.Linear(2, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.125, weight_decay=0.0)
     together = compose(mesh, ShardedDataParallel(mesh, "dp"), unowned=["pp", "tp"])
+    assert together.attach(optimizer) is optimizer  # nothing is applied yet
     model = together.apply(model)
     run_printed(lambda: together.attach(optimizer), optimizer=optimizer, model=model)
     assert together.attach(optimizer) is optimizer
@@ -179,18 +176,12 @@ def test_early_optimizer_gets_new_parameters_and_keeps_settings(mesh: ProcessGro
 # ---- the result of apply is lost ----
 
 
-def methods_that_wrap(mesh: ProcessGroupMesh, kind: str) -> list[Any]:
-    if kind == "data":
-        return [DataParallel(mesh, "a")]
-    stages = {"layers": "blocks", "first": FIRST, "last": LAST, "loss": loss_of, "microbatches": 2}
-    return [PipelineParallel(mesh, "a", **stages)]
-
-
 @pytest.mark.parametrize("kind", ["data", pytest.param("pipeline", marks=needs_pipelines)])
 @on_ranks(2)
 def test_training_without_the_wrapper_of_apply_raises(kind: str):
     with ProcessGroupMesh(a=2) as mesh:
-        together, codes, target = compose(mesh, *methods_that_wrap(mesh, kind)), *batch(0)
+        together = compose(mesh, DataParallel(mesh, "a") if kind == "data" else gpt_stages(mesh, "a"))
+        codes, target = batch(0)
         model = TinyGPT(layers=2)
         together.apply(model)
         with torch.no_grad():
@@ -201,10 +192,7 @@ def test_training_without_the_wrapper_of_apply_raises(kind: str):
         exec(call, variables)
         applied = variables["model"]
         if kind == "data":
-            loss_of(applied(together.share(codes)), together.share(target)).backward()
-            expected = TinyGPT(layers=2)
-            loss_of(expected(codes), target).backward()
-            assert_same("gradients", gradients_of(applied), gradients_of(expected))
+            check_gradients(together, applied, layers=2)
         else:
             applied.step(codes, target=target)
         model(codes)  # on purpose, since the wrapper was trained
@@ -253,13 +241,6 @@ def test_module_that_was_never_trained_is_freed():
         assert reference() is None
 
 
-@on_ranks(2)
-def test_wrapper_in_evaluation_mode_may_be_trained():
-    with ProcessGroupMesh(a=2) as mesh:
-        model = compose(mesh, DataParallel(mesh, "a")).apply(WithMethod())
-        model.eval()(torch.ones(2, 4, dtype=torch.float64)).backward()
-
-
 class Prints(nn.Module):
     """Breaks the graph."""
 
@@ -276,11 +257,11 @@ def test_compiled_wrapper_is_known_after_graph_breaks():
 
 
 @on_ranks(2)
-def test_copy_of_wrapped_module_may_be_trained():
+def test_evaluated_wrapper_or_copied_module_may_be_trained():
     with ProcessGroupMesh(a=2) as mesh:
         model = compose(mesh, DataParallel(mesh, "a")).apply(nn.Linear(2, 2))
-        for each in (copy.deepcopy(model.module), pickle.loads(pickle.dumps(model.module))):
-            each(torch.ones(2, 2)).sum().backward()  # a module of its own
+        for each in (copy.deepcopy(model.module), pickle.loads(pickle.dumps(model.module)), model.eval()):
+            each(torch.ones(2, 2)).sum().backward()
 
 
 # ---- accumulation of with_loss ----

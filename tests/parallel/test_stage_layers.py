@@ -19,11 +19,10 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint_sequential
 
 from pgmesh import MethodError, OptionsError, ProcessGroupMesh
-from pgmesh.parallel import ExpertParallel, PipelineParallel, TensorParallel, compose
-from tests.support.expert_models import expert_model
+from pgmesh.parallel import PipelineParallel, TensorParallel, compose
 from tests.support.fake_world import fake_rank
 from tests.support.parallel_models import FIRST, LAST, TinyGPT, assert_same, batch, gradients_of, loss_of
-from tests.support.pipelines import needs_pipelines
+from tests.support.pipelines import gpt_stages, needs_pipelines
 from tests.support.tensor_plans import BLOCK_PLAN
 from tests.support.worlds import on_ranks
 
@@ -277,9 +276,7 @@ STYLES = {"RowwiseParallel": RowwiseParallel, "ColwiseParallel": ColwiseParallel
 @on_ranks(4)
 def test_tied_ends_in_different_shards_raise():
     with ProcessGroupMesh(pp=2, tp=2) as mesh:
-        stages = PipelineParallel(
-            mesh, "pp", layers="blocks", first=FIRST, last=LAST, loss=loss_of, microbatches=2, schedule="gpipe"
-        )
+        stages = gpt_stages(mesh, schedule="gpipe")
         columns = {"tokens": ColwiseParallel(), "head": ColwiseParallel(output_layouts=Replicate())}
         model, alone = (TinyGPT(tied=True, vocabulary=16) for _ in range(2))  # as wide as it is high
         for plan, one in ((columns, "[16, 8] [Shard(dim=1)]"), ({"head": columns["head"]}, "[16, 16] []")):
@@ -294,15 +291,3 @@ def test_tied_ends_in_different_shards_raise():
         model.step(codes, target=target)
         loss_of(alone(codes), target).backward()
         assert_same("gradients", gradients_of(model), gradients_of(alone))
-
-
-# ---- experts ----
-
-
-@on_ranks(8)
-def test_two_methods_of_experts_in_a_pipeline_raise():
-    with ProcessGroupMesh(pp=2, a=2, b=2) as mesh:
-        stages = PipelineParallel(mesh, "pp", layers="blocks", first=FIRST, last=LAST, loss=loss_of, microbatches=2)
-        both = compose(mesh, stages, ExpertParallel(mesh, "a"), ExpertParallel(mesh, "b"))
-        with pytest.raises(MethodError, match="another ExpertParallel has distributed its experts"):
-            both.apply(expert_model())

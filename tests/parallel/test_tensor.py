@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,18 +13,16 @@ from torch.distributed.tensor.parallel import (
     ParallelStyle,
     PrepareModuleInput,
     PrepareModuleInputOutput,
-    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
 )
 from torch.nn.functional import linear
 
-from pgmesh import MethodError, OptionsError, ProcessGroupMesh, ShapeError
+from pgmesh import MethodError, ProcessGroupMesh, ShapeError
 from pgmesh.parallel import (
     Composition,
     ExpertParallel,
-    PipelineParallel,
     ShardedDataParallel,
     TensorParallel,
     attention_plan,
@@ -36,12 +33,8 @@ from tests.support.expert_models import expert_layer
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
 from tests.support.parallel_models import (
-    FIRST,
-    LAST,
     WIDTH,
-    Adapted,
     TinyGPT,
-    TrainingRun,
     assert_same,
     batch,
     gradients_of,
@@ -49,44 +42,11 @@ from tests.support.parallel_models import (
     train_alone,
 )
 from tests.support.parallel_training import train_and_compare
-from tests.support.tensor_plans import BLOCK_PLAN, EMBEDDED_PLAN, GATHERED_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
+from tests.support.pipelines import gpt_stages
+from tests.support.tensor_plans import EMBEDDED_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
 from tests.support.worlds import check_sums, groups_of, on_ranks
 
 pytestmark = pytest.mark.long
-
-CASES = {
-    "blocks": {"plan": BLOCK_PLAN},
-    "vocabulary": {"plan": VOCABULARY_PLAN, "heads": 8},
-    "gathered": {"plan": GATHERED_PLAN},
-    "sequence": {"plan": SEQUENCE_PLAN},
-    "embedded": {"plan": EMBEDDED_PLAN},
-    "tied": {"plan": VOCABULARY_PLAN},
-}
-
-
-def train_and_check(together: Composition, model: nn.Module, expected: TrainingRun) -> nn.Module:
-    """Train three steps, and assert that this rank's gradients and weights equal those of one process."""
-    model = together.apply(model)
-    train_and_compare(together, model, expected, around=loss_parallel)
-    return model
-
-
-@on_ranks(8)
-def test_training_with_eight_shards_equals_one_process():
-    with ProcessGroupMesh(tp=8) as mesh:
-        for case, how in CASES.items():
-            tied = case == "tied"
-            together = compose(mesh, TensorParallel(mesh, "tp", **how))
-            model = {"tied": tied, "layers": 2, "heads": 8}
-            model = train_and_check(together, TinyGPT(**model), train_alone(TinyGPT(**model)))
-            cut = model.blocks[0].up.weight
-            assert cut.to_local().size(0) * mesh.size("tp") == cut.size(0)
-            if tied:
-                assert model.head.weight is model.tokens.weight
-            for weight in model.parameters():
-                assert not isinstance(weight, DTensor) or weight.grad.placements == weight.placements
-        check_sums(groups_of(mesh))
-
 
 # ---- frozen parameters ----
 
@@ -111,44 +71,25 @@ def frozen_norms() -> TinyGPT:
     return model
 
 
-def adapted(kind: Callable[[nn.Linear], nn.Module] = Adapted) -> TinyGPT:
+def adapted() -> TinyGPT:
     """Only the adapters are trained."""
     model = TinyGPT(layers=2).requires_grad_(False)
     for block in model.blocks:
-        block.up, block.down = kind(block.up), kind(block.down)
+        block.up, block.down = AdaptedLinear(block.up), AdaptedLinear(block.down)
     return model.double()
 
 
-def adapter_plan(sequence: bool) -> dict[str, ParallelStyle]:
-    plan = dict(SEQUENCE_PLAN if sequence else VOCABULARY_PLAN)
-    up, down = plan.pop("blocks.*.up"), plan.pop("blocks.*.down")
-    whole = (
-        {"blocks.*.up.a": SequenceParallel(), "blocks.*.down.b": SequenceParallel(use_local_output=True)}
-        if sequence
-        else {}
-    )
-    sharded = {"blocks.*.up.base": up, "blocks.*.up.b": up, "blocks.*.down.base": down, "blocks.*.down.a": down}
-    return {**plan, **sharded, **whole}
-
-
-FROZEN: dict[str, tuple[Callable[[], TinyGPT], dict[str, ParallelStyle]]] = {
-    "norms": (frozen_norms, VOCABULARY_PLAN),
-    "norms between sequences": (frozen_norms, SEQUENCE_PLAN),
-    "adapters": (adapted, adapter_plan(sequence=False)),
-    "adapters between sequences": (adapted, adapter_plan(sequence=True)),
-    "adapters of linear layers": (partial(adapted, AdaptedLinear), VOCABULARY_PLAN),
-    "adapters of linear layers between sequences": (partial(adapted, AdaptedLinear), SEQUENCE_PLAN),
-}
-
-
 @on_ranks(4)
-def test_frozen_parameters_stay_frozen_under_every_style():
+def test_frozen_linear_layer_may_have_own_adapter():
     with ProcessGroupMesh(tp=4) as mesh:
-        for make, plan in FROZEN.values():
-            method, model = TensorParallel(mesh, "tp", plan=plan), make()
-            frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
-            model = train_and_check(compose(mesh, method), model, train_alone(make()))
-            assert frozen == {name for name, weight in model.named_parameters() if not weight.requires_grad}
+        for plan in (VOCABULARY_PLAN, SEQUENCE_PLAN):
+            together = compose(mesh, TensorParallel(mesh, "tp", plan=plan))
+            model, alone = together.apply(adapted()), adapted()
+            train_and_compare(together, model, train_alone(alone), around=loss_parallel)
+            trained = [
+                {name for name, weight in each.named_parameters() if weight.requires_grad} for each in (model, alone)
+            ]
+            assert trained[0] == trained[1]
         check_sums(groups_of(mesh))
 
 
@@ -200,8 +141,7 @@ def test_what_another_stage_has_is_left_to_it(mesh):
 
 @pytest.mark.parametrize("pattern", ["tokens", "t*", "place?", "blocks.0.up", "blocks.*.up"])
 def test_plan_may_name_modules_of_another_stage(mesh, pattern):
-    pipeline = PipelineParallel(mesh, "dp", layers="blocks", first=FIRST, last=LAST, loss=None, microbatches=2)
-    (part,) = pipeline.cut(TinyGPT())
+    (part,) = gpt_stages(mesh, "dp").cut(TinyGPT())
     TensorParallel(mesh, "tp", plan={pattern: ColwiseParallel()}).apply(part)
     cut = [name for name, weight in part.named_parameters() if isinstance(weight, DTensor) and "bias" not in name]
     assert cut == (["blocks.2.up.weight", "blocks.3.up.weight"] if pattern == "blocks.*.up" else [])
@@ -257,40 +197,6 @@ def test_indivisible_sequences_raise(mesh, entry, dim):
     )
 
 
-@pytest.mark.parametrize(
-    ("plan", "call"),
-    [
-        ({}, "'blocks.*.up': ColwiseParallel()"),
-        ({"tokens": "columns", "head": ColwiseParallel()}, "'tokens': ColwiseParallel()"),
-        ({"tokens": RowwiseParallel}, "'tokens': RowwiseParallel()"),
-        ({"tokens": nn.Embedding}, "'tokens': ColwiseParallel()"),
-    ],
-    ids=str,
-)
-def test_a_plan_without_styles_raises(mesh, plan, call):
-    wrong = {name: style for name, style in plan.items() if name == "tokens"}
-    found = f"has {wrong}" if wrong else "is empty"
-    assert_raises(
-        OptionsError,
-        lambda: TensorParallel(mesh, "tp", plan=plan),
-        f"TensorParallel: plan= maps module names to ParallelStyles of torch, and {found}.\n\n"
-        f"  TensorParallel(mesh, 'tp', plan={{**plan, {call}}})",
-    )
-    eval(f"TensorParallel(mesh, 'tp', plan={{**plan, {call}}})", globals() | {"plan": plan, "mesh": mesh})
-
-
-def test_class_of_style_prints_arguments_that_it_needs(mesh):
-    with pytest.raises(OptionsError) as caught:
-        TensorParallel(mesh, "tp", plan={"places": PrepareModuleOutput})
-    call = "PrepareModuleOutput(output_layouts=..., desired_output_layouts=...)"
-    assert str(caught.value).endswith(f"  TensorParallel(mesh, 'tp', plan={{**plan, 'places': {call}}})")
-
-
-def test_a_wrong_argument_raises_at_construction(mesh):
-    with pytest.raises(TypeError, match="sequence"):
-        TensorParallel(mesh, "tp", plan=BLOCK_PLAN, sequence=True)
-
-
 # ---- sequences ----
 
 
@@ -325,26 +231,6 @@ def test_the_length_of_the_split_argument_counts(mesh):
 def test_a_star_matches_children_alone(mesh):
     module = TensorParallel(mesh, "tp", plan={"*": ColwiseParallel()}).apply(nn.Sequential(nn.Linear(4, 8)))
     assert module[0].weight.placements == (Shard(0),)
-
-
-@pytest.mark.parametrize("layers", ["blocks", "model.layers"])
-def test_sequences_nowhere_sharded_raise(mesh, layers):
-    plan = {name.replace("blocks", layers): style for name, style in SEQUENCE_PLAN.items() if name != "blocks.0"}
-    enter = "PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True)"
-    assert_raises(
-        OptionsError,
-        lambda: TensorParallel(mesh, "tp", plan=plan),
-        "TensorParallel: styles of the plan take sharded sequences, but none shards them.\n\n"
-        f"  plan={{**plan, '{layers}.0': {enter}}}",
-    )
-
-
-def test_sequences_nowhere_sharded_print_no_unknown_name(mesh):
-    with pytest.raises(OptionsError) as caught:
-        TensorParallel(mesh, "tp", plan={"norm": SequenceParallel()})
-    enter = "PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True)"
-    last = str(caught.value).splitlines()[-1]
-    assert last == f"  plan={{**plan, ...: {enter}}}   # ...: the name of the first module that gets shards"
 
 
 def test_a_module_around_others_may_gather_sequences(mesh):
@@ -406,13 +292,3 @@ def test_experts_between_sharded_sequences_raise_until_gathered():
             found, right = gradients_of(model), gradients_of(expected)
             assert_same("gradients", found, {name: right[name] for name in found})
         check_sums(groups_of(mesh))
-
-
-def test_tied_weights_are_sharded_in_the_same_way(mesh):
-    plan = {"tokens": RowwiseParallel(input_layouts=Replicate())}
-    assert_raises(
-        MethodError,
-        lambda: TensorParallel(mesh, "tp", plan=plan).apply(TinyGPT(tied=True)),
-        "tokens.weight and head.weight are one tied parameter, which the plan shards in different ways. It needs "
-        "RowwiseParallel for an embedding and ColwiseParallel for a Linear.",
-    )

@@ -1,15 +1,12 @@
-"""The plan of a transfer: every element against an oracle, shards against torch's own, and mutations that fail."""
+"""The plan of a transfer: every element against an oracle, and shards against torch's own."""
 
 from __future__ import annotations
 
 import itertools
 import random
 import re
-import sys
 import time
-import types
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,24 +14,19 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.torch_version import TorchVersion
 
-import pgmesh.resharding
 from pgmesh import AxisError, Layout, RankError, ShapeError
 from pgmesh.resharding import RankPlan, ReshardPlan, Transfer
 from pgmesh.resharding.plan import balance
 from pgmesh.resharding.sharding import Sharding, length
 from tests.support.transfer_oracle import Case, check_plan, random_case, random_layout, random_placements
 
-FOLDER = Path(pgmesh.resharding.__file__).parent
 
-
-@settings(max_examples=150)
-@given(st.integers(0, 1 << 32))
-def test_every_element_arrives_once_from_a_holder(seed):
-    case = random_case(random.Random(seed))
-    check_plan(ReshardPlan(*case[:5], hosts=case.hosts), case)
+def test_every_element_arrives_once_from_a_holder():
+    for seed in range(200):
+        case = random_case(random.Random(seed))
+        check_plan(ReshardPlan(*case[:5], hosts=case.hosts), case)
 
 
 @settings(max_examples=150)
@@ -55,12 +47,6 @@ def test_shards_are_those_of_torch(seed):
         assert sharding.ranks_of(part)[sharding.replica_of(rank)] == rank
 
 
-def test_strided_shards_are_lists_of_intervals():
-    sharding = Sharding((8,), Layout(dp=2, tp=2), [_StridedShard(0, split_factor=2), Shard(0)])
-    assert [sharding.region_of(rank) for rank in range(4)] == [(((0, 2),),), (((4, 6),),), (((2, 4),),), (((6, 8),),)]
-    assert Sharding((8,), Layout(dp=2), [_StridedShard(0, split_factor=2)]).region_of(0) == (((0, 2), (4, 6)),)
-
-
 def test_placements_by_axis_are_those_by_position():
     layout = Layout(dp=2, tp=2)
     by_axis = Sharding((5, 8), layout, {"tp": 1, "dp": Shard(-1)})
@@ -76,14 +62,6 @@ def test_replicas_share_load_and_serve_own_host_first():
     uneven = ReshardPlan((100,), trainer, None, Layout(3, ranks=[1, 2, 3]), None, hosts=[range(4), range(4, 8)])
     assert [(uneven.of(rank).sent, uneven.of(rank).leaving) for rank in trainer] == [(150, 0), (150, 150)]
     assert uneven.of(2).receives == (Transfer(0, (((0, 100),),), 0, 50), Transfer(4, (((0, 100),),), 50, 100))
-
-
-def test_a_rank_that_holds_a_piece_copies_it():
-    plan = ReshardPlan((8,), Layout(4), [0], Layout(2, ranks=[1, 0]), [0])
-    assert plan.of(0).copied is None
-    assert plan.of(1).copied == (((2, 4),),)
-    assert plan.of(1).receives == (Transfer(0, (((0, 2),),), 0, 2),)
-    assert (plan.of(7).sends, plan.of(7).receives) == ((), ())
 
 
 def random_model(rng: random.Random) -> list[tuple[Case, int]]:
@@ -123,24 +101,13 @@ def test_load_of_a_model_is_even(seed):
     assert max(load.values()) <= 1.1 * least_load(sent) + slack
 
 
-def test_replicas_relieve_ranks_that_hold_a_tensor_alone():
-    shared = ReshardPlan((1200,), Layout(4), None, Layout(1, ranks=[4]), None)
-    alone = ReshardPlan((300,), Layout(1), None, Layout(1, ranks=[4]), None)
-    balance({shared: 1, alone: 1})
-    assert [shared.of(rank).sent + alone.of(rank).sent for rank in range(4)] == [375] * 4
-    assert [shared.of(rank).sent for rank in range(4)] == [75, 375, 375, 375]
-
-
 def test_one_rank_of_a_million_plans_in_seconds():
     n = 1 << 20
-    half = Layout(dp=n // 16, tp=8, ranks=range(n // 2, n))
-    mine = timed(ReshardPlan((8192, 8192), Layout(dp=n // 8, tp=8), {"tp": 0}, half, {"tp": 0}), n - 1)
-    assert (mine.received, mine.floor, mine.sent) == (0, 0, 0)
     moved = Layout(dp=n // 16, tp=8, ranks=range(n - 1, n // 2 - 1, -1))
     hosts = [range(first, first + 8) for first in range(0, n, 8)]
     mine = timed(ReshardPlan((8192, 8192), Layout(dp=n // 8, tp=8), {"tp": 0}, moved, {"tp": 0}, hosts=hosts), n - 1)
     assert (mine.received, mine.floor, mine.sent) == (8192 * 1024, 8192 * 1024, 8192 * 1024 // 2)  # two for each one
-    sharded = Layout(replicate=32, fsdp=n // 512, tp=8)
+    sharded, half = Layout(replicate=32, fsdp=n // 512, tp=8), Layout(dp=n // 16, tp=8, ranks=range(n // 2, n))
     mine = timed(ReshardPlan((8192, 8192), sharded, {"fsdp": 0, "tp": 1}, half, {"tp": 0}), n - 1)
     assert (mine.received, mine.floor, mine.sent) == (8192 * 1024, 8192 * 1024, 0)
 
@@ -186,69 +153,3 @@ def test_a_plan_of_many_ranks_prints_the_first():
     text = str(ReshardPlan((4096,), Layout(4096), [0], Layout(2048, ranks=range(4095, 2047, -1)), [0]))
     assert text.endswith("and 4,032 more ranks: print(plan.of(rank)) shows one")
     assert len(text.splitlines()) == 67
-
-
-# ---- mutations ----
-
-MUTATIONS = [
-    ("-(-(stop - start) // self.n)", "(stop - start) // self.n"),
-    ("min(start + (i + 1) * step, stop)", "start + (i + 1) * step"),
-    ("max(-(-size // self.factor), 1)", "max(size // self.factor, 1)"),
-    ("(stop - 1 - first) // step + 1", "(stop - first) // step"),
-    ("if one[i][1] <= other[j][1]:", "if one[i][1] < other[j][0]:"),
-    ("start = joined.pop()[0] - shift", "start = joined[-1][0] - shift"),
-    (
-        "return tuple(coord[axis] for axis in self.sharded)",
-        "return tuple(coord[axis] for axis in sorted(self.sharded))",
-    ),
-    ("self.layout.index_of(rank, *self._others)", "self.layout.index_of(rank, *self._others[:1])"),
-    ('getattr(each, "split_factor", 1)', "1"),
-    ("return wanted - copied", "return wanted"),
-    ("level + (place < extra) - loads[i]", "level - loads[i]"),
-    ("split_evenly(self.total, [0] * len(self.replicas))", "[self.total] + [0] * (len(self.replicas) - 1)"),
-    ("self._end - sum(", "self._end - 0 * sum("),
-    ("if len(self._plan._hosts) > 1:", "if len(self._plan._hosts) == 1:"),
-    ("self._left[replica] -= size", "self._left[replica] -= size + 1"),
-    ("start = cut.give(number, start, stop)", "cut.give(number, start, stop)"),
-    ("if rank not in self._own:", "if True:"),
-    ("taken = sorted([*self._own.values(), *(", "taken = sorted([*("),
-    ("min(self._left[replica], stop - start)", "stop - start"),
-    ("if part == mine:", "if part == mine and part:"),
-    ("bisect.bisect(self._wanted, start, ", "bisect.bisect_left(self._wanted, start, "),
-    ("last = min(first + stop - start, slots.size)", "last = first + stop - start"),
-    ("self._target.replica_of(rank) * slots.size", "self._target.replica_of(rank)"),
-    ("start - slot[0], stop - slot[0]", "start - slot[0], stop - start"),
-    ("self._host_of[each.peer] != self._host_of[rank]", "self._host_of[each.peer] == self._host_of[rank]"),
-    ("ranks_of(each.part) if rank in some]", "ranks_of(each.part)]"),
-]
-
-
-def mutated_plan(old: str, new: str) -> type:
-    """``ReshardPlan`` with a change in the source of its two files."""
-    sources = [(FOLDER / name).read_text() for name in ("sharding.py", "plan.py")]
-    assert sum(source.count(old) for source in sources) == 1, f"{old} is not in the source once"
-    module = types.ModuleType("mutated_plan")
-    sys.modules[module.__name__] = module
-    for source in sources:
-        text = re.sub("^from pgmesh.resharding.sharding import .*$", "", source, flags=re.MULTILINE)
-        exec(compile(text.replace(old, new), "mutated", "exec"), module.__dict__)
-    return module.__dict__["ReshardPlan"]
-
-
-@pytest.mark.parametrize(("old", "new"), MUTATIONS)
-def test_each_mutation_is_seen(old, new):
-    mutated = mutated_plan(old, new)
-    for seed in range(600):
-        case = random_case(random.Random(seed))
-        try:
-            check_plan(mutated(*case[:5], hosts=case.hosts), case)
-        except Exception:  # an error is seen too
-            return
-    pytest.fail("600 random transfers did not show it")
-
-
-def test_the_copy_without_a_mutation_is_right():
-    plan = mutated_plan("MOST_ROWS = 64", "MOST_ROWS = 63")
-    for seed in range(50):
-        case = random_case(random.Random(seed))
-        check_plan(plan(*case[:5], hosts=case.hosts), case)

@@ -10,15 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from pgmesh.parallel import Router, mix, with_loss
 from tests.support.parallel_models import (
     HEADS,
-    STEPS,
     WIDTH,
     TinyGPT,
-    TrainingRun,
-    batch,
-    gradients_of,
-    loss_of,
-    optimizer_of,
-    weights_of,
 )
 
 EXPERTS, TOP_K, BALANCE_WEIGHT = 8, 2, 0.1
@@ -75,23 +68,6 @@ def cut_like(found, expected, mesh, tensor):
             if part.size(dimension) < expected[name].size(dimension):
                 parts[name] = expected[name].chunk(mesh.size(tensor), dimension)[mesh.index(tensor)]
     return parts
-
-
-def train_alone_in_parts(parts: int = 1, rows=lambda each: [each]) -> TrainingRun:
-    """Train in one process. Gradients are means over parts of the rows, and each part has a balance loss."""
-    torch.set_num_threads(1)
-    model, trained = expert_model(), TrainingRun([], [], {})
-    optimizer = optimizer_of(model.parameters())
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for codes, target in zip(*(rows(each) for each in batch(step)), strict=True):
-            loss_of(model(codes), target).backward()
-        for weight in model.parameters():
-            weight.grad /= parts
-        trained.gradients.append(gradients_of(model))
-        optimizer.step()
-    trained.weights = weights_of(model)
-    return trained
 
 
 def expert_layer(experts: int = 4, expert=Expert) -> nn.Module:

@@ -1,8 +1,8 @@
 """Reference of the parallel methods: a tiny GPT and its training in one process, in 64-bit floats.
 
-    expected = alone(TinyGPT())                            # losses, gradients of each step, weights after the last
+    expected = train_alone(TinyGPT())                      # losses, gradients of each step, weights after the last
     ...                                                    # the same on a mesh, gradients as whole tensors by name
-    same(step, found_gradients, expected.gradients[step])
+    assert_same(step, found_gradients, expected.gradients[step])
 
 The two runs differ only in the order of sums, by about 1e-16 each; a wrong group, factor or batch changes 1e-4 or
 more. A rank runs with one thread, since the ranks share the cores.
@@ -11,7 +11,7 @@ more. A rank runs with one thread, since the ranks share the cores.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -112,11 +112,12 @@ def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class TrainingRun:
-    """The loss and the gradients of each step, and the weights after the last, by name."""
+    """The loss and the gradients of each step, the weights after the last, and perhaps norms; tensors by name."""
 
-    losses: list[float]
-    gradients: list[dict[str, torch.Tensor]]
-    weights: dict[str, torch.Tensor]
+    losses: list[float] = field(default_factory=list)
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    norms: list[float] = field(default_factory=list)
 
 
 def optimizer_of(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -131,7 +132,7 @@ def train_alone(model: nn.Module, *, steps: int = STEPS, rows: int = ROWS, clip:
         clip: the norm that gradients are clipped to before they are recorded.
     """
     optimizer = optimizer_of(model.parameters())
-    trained = TrainingRun([], [], {})
+    trained = TrainingRun()
     for step in range(steps):
         codes, target = batch(step, rows)
         optimizer.zero_grad()
@@ -162,7 +163,7 @@ def train_parallel(
         batch, loss_of: those of another model than the tiny GPT.
     """
     optimizer = optimizer_of(model.parameters())
-    trained = TrainingRun([], [], {})
+    trained = TrainingRun()
     for step in range(STEPS):
         codes, target = (share(each) for each in batch(step))
         optimizer.zero_grad()
