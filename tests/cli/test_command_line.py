@@ -36,11 +36,9 @@ def output(capsys: pytest.CaptureFixture[str], line: str, status: int = 0) -> st
 ANSWERS = {
     "plan": f"plan {MESH} --view 'moe: ep=8 edp=-1' --combinations dp,cp",
     "plan-in-another-order": f"plan {MESH} --order tp,cp,dp,pp",
-    "plan-uneven": "plan dp=5 tp=4 --nodes 8,6,6",
     "plan-domains": "plan pp=4 dp=-1 tp=8 --domains 4x18x4",
     "plan-numbered": "plan 2 2 2 --nodes 2x4 --combinations 0,2",
     "show-numbered": "show --rank 5 2 2 2",
-    "plan-a-million": "plan pp=16 dp=-1 cp=8 tp=16 --nodes 131072x8",
     "show": f"show --rank 13 {MESH}",
     "show-without-hosts": "show --rank 5 pp=2 dp=2 tp=2",
     "show-a-million": "show --rank 77777 pp=16 dp=512 cp=8 tp=16 --nodes 131072x8",
