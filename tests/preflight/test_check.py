@@ -311,7 +311,7 @@ def test_check_names_ranks_of_other_versions():
     assert {*mine} == {"Python", "pgmesh", "torch"}
     lines = [("dp=2 tp=2", mine)] * 3 + [("dp=2 tp=2", dict.fromkeys(mine, "1.0"))]
     text = output_of_rank_0(world(4).run_each(of_versions, lines), 1)
-    assert_mismatch(text, {name: (version, "1.0") for name, version in mine.items()})
+    assert_mismatch(text, {name: (version, "1.0") for name, version in sorted(mine.items())})
 
 
 def test_check_names_a_rank_with_other_sizes():
