@@ -39,15 +39,6 @@ def test_marked_rank_has_brackets():
     assert text.draw(layout, mark=99) == str(layout)
 
 
-@pytest.mark.parametrize("width", [1, 14, 29, 30, 45, 46, 80, 200])
-def test_panels_wrap_at_the_width(width):
-    lines = text.draw(Layout(pp=8, dp=2, tp=2), width=width).splitlines()
-    panel, between = 14, 2
-    fit = max(1, (width + between) // (panel + between))
-    assert {len(line) for line in lines} <= {n * (panel + between) - between for n in (min(fit, 8), 8 % fit)}
-    assert len(lines) == 5 * -(-8 // fit)
-
-
 # ---- a picture read back ----
 
 

@@ -28,6 +28,7 @@ from pgmesh.launch.detect import LAUNCHERS
 from pgmesh.launch.launcher import LauncherInfo
 from pgmesh.preflight import diagnosis
 from pgmesh.preflight.diagnosis import Finding
+from tests.support.message_assertions import without_hostname_warnings
 from tests.support.programs import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -151,6 +152,7 @@ sys.exit(status)
 """
     ran = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
+    assert without_hostname_warnings(ran.stderr) == ""
     flat = re.sub(r"\n {6,8}", " ", ran.stdout)
     assert (
         "warn  numpy: torch cannot use numpy (Numpy is not available), so its object collectives fail, such as "
