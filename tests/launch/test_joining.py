@@ -53,7 +53,7 @@ def test_launcher_that_did_not_start_the_process(monkeypatch, call, program, env
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(LaunchError, match=f"^{program} did not start this process") as caught:
-        call()
+        call(timeout=1)
     assert str(caught.value).endswith("\n\n  launch.join()   # detects the launcher")
 
 
