@@ -102,22 +102,14 @@ def test_bool_is_no_index_and_no_size(box, truth):
 
 
 @pytest.mark.parametrize("kind", [list, tuple, iter, np.array, torch.tensor])
-@pytest.mark.parametrize(
-    ("mask", "call"),
-    [
-        ([True, False, False, True], "mesh.at(pp=[0, 3])"),
-        ([False, True, False, False], "mesh.at(pp=[1])"),
-        ([True] * 4, "mesh.at(pp=[0, 1, 2, 3])"),
-    ],
-)
-def test_mask_error_shows_the_indices(kind, mask, call):
+def test_mask_error_shows_the_indices(kind):
+    mask, text = [True, False, False, True], "axis {} is given a mask; it takes indices.\n\n  mesh.at({}[0, 3]{})"
     with pytest.raises(RankError) as caught:
         Layout(pp=4, tp=2).at(pp=kind(mask))
-    text = "axis pp is given a mask; it takes indices.\n\n  "
-    assert str(caught.value) == text + call
+    assert str(caught.value) == text.format("pp", "pp=", "")
     with pytest.raises(RankError) as caught:
         Layout(2, 4).at({1: kind(mask)})
-    assert str(caught.value) == text.replace("pp", "1") + call.replace("pp=", "{1: ").replace(")", "})")
+    assert str(caught.value) == text.format("1", "{1: ", "}")
 
 
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
