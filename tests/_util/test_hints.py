@@ -52,11 +52,8 @@ def test_missing_attribute_of_mesh_shows_call(mesh, name, call):
     assert hint_of(mesh.at(pp=1), name) == call
 
 
-def test_unflatten_shows_view_of_all_sizes(mesh):
-    assert hint_of(mesh, "_unflatten") == "mesh.view({'pp': 2, 'dp': 2, 'tp': 2})"
-
-
-def test_slice_without_axes_raises_attribute_error(mesh):
+def test_hint_of_a_slice_names_its_axes(mesh):
+    assert hint_of(mesh.at(pp=1), "_unflatten") == "mesh.view({'dp': 2, 'tp': 2})"
     assert hint_of(mesh.at(pp=1, dp=0, tp=1), "get_group") == "mesh.group()"
 
 

@@ -74,6 +74,7 @@ def test_rank_selects_the_device_of_its_local_rank(monkeypatch):
     assert take(monkeypatch, 4, local_rank=3) == [3]
     assert take(monkeypatch, 4, local_rank=3, launcher="MPICH") == [3]
     assert take(monkeypatch, 4, "NCCL", local_rank=3) == [3]
+    assert take(monkeypatch, 1, local_rank=3) == [0]  # the one device that Slurm makes visible to this task
 
 
 @pytest.mark.parametrize("local_rank", [0, None])
@@ -84,10 +85,6 @@ def test_nccl_without_a_device_suggests_gloo(monkeypatch, local_rank):
           launch.join("gloo")   # ranks without a device
         """
     assert_raises(LaunchError, lambda: take(monkeypatch, 0, local_rank=local_rank), text)
-
-
-def test_slurm_task_selects_its_one_visible_device(monkeypatch):
-    assert take(monkeypatch, 1, local_rank=3) == [0]
 
 
 def test_unknown_local_rank_selects_no_device(monkeypatch):

@@ -63,6 +63,8 @@ def test_plan_of_mesh_equals_plan_of_its_layout():
 
 
 def test_plan_finds_groups_by_their_axes():
+    numbered = plan(2, 4)
+    assert numbered[0] == numbered["0"]
     planned = plan(BASE, nodes="8x8", views=MOE, combinations=[("cp", "dp")])
     assert planned["dp x cp"].strides == (4,)
     assert planned["moe: ep"].size == 8
@@ -70,11 +72,6 @@ def test_plan_finds_groups_by_their_axes():
         RankError, match="no groups along 'ep'; there are pp, dp, cp, tp, dp x cp, moe: pp, moe: edp, moe: ep"
     ):
         planned["ep"]
-
-
-def test_plan_finds_groups_of_numbered_axes():
-    planned = plan(2, 4)
-    assert planned[0] == planned["0"]
 
 
 @pytest.mark.parametrize(
@@ -161,11 +158,6 @@ def test_method_of_axis_is_known_by_its_name(axis, method):
 
 
 # ---- errors ----
-
-
-def test_plan_reads_domains_in_a_list():
-    assert plan(dp=8, domains=[1, 2, 4]) == plan(dp=8, domains="1x2x4")
-    assert "level-3 units" in str(plan(dp=16, domains="2x1x2x4"))
 
 
 def test_combinations_as_one_word_name_one_axis():

@@ -115,13 +115,13 @@ def test_parse_topology_reads_hosts(nodes, spelled):
     assert parse_topology(nodes)[0].spell() == spelled
 
 
-def test_parse_topology_reads_domains_innermost_first():
-    hosts, domains = parse_topology(None, "8x18x4")
-    assert (hosts.name, hosts.spell(), str(hosts)) == ("host", "144x4", "144 hosts of 4")
-    assert (domains.name, domains.spell()) == ("domain", "8x72")
-    assert parse_topology(None, [8, 18, 4]) == (hosts, domains)
-
-
-def test_parse_topology_reads_levels_above_domains():
-    hosts, domains, pods = parse_topology(None, "2x4x18x4")
-    assert (hosts.spell(), domains.spell(), str(pods)) == ("144x4", "8x72", "2 level-3 units of 288")
+@pytest.mark.parametrize(
+    ("domains", "levels"),
+    [
+        ("8x18x4", ["144 hosts of 4", "8 domains of 72"]),
+        ([8, 18, 4], ["144 hosts of 4", "8 domains of 72"]),
+        ("2x4x18x4", ["144 hosts of 4", "8 domains of 72", "2 level-3 units of 288"]),
+    ],
+)
+def test_parse_topology_reads_domains_innermost_first(domains, levels):
+    assert [*map(str, parse_topology(None, domains))] == levels
