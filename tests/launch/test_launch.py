@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -174,70 +175,68 @@ def hang(folder: Path) -> None:
     time.sleep(600)
 
 
-def spawn_until_interrupted(folder: Path) -> None:
+def spawn_until_killed(first: Path, second: Path) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the background job of a shell ignores it
-    try:
-        del PRELOAD[1:]  # the rest than torch
-        spawn(hang, 2, folder)
-    except KeyboardInterrupt:
-        sys.exit(3)
+    del PRELOAD[1:]  # the rest than torch
+    with contextlib.suppress(KeyboardInterrupt):
+        spawn(hang, 2, first)
+    spawn(hang, 2, second)
 
 
 def test_ctrl_c_or_kill_ends_every_rank(tmp_path):
-    """Two programs, of which one is interrupted and one is killed."""
-    ends, programs = {signal.SIGINT: 3, signal.SIGKILL: -signal.SIGKILL}, []
+    folders = {signal.SIGINT: tmp_path / "interrupted", signal.SIGKILL: tmp_path / "killed"}
+    for folder in folders.values():
+        folder.mkdir()
+    program = process_context().Process(target=spawn_until_killed, args=tuple(folders.values()))
+    program.start()
     try:
-        for number in ends:
-            (folder := tmp_path / number.name).mkdir()
-            programs.append(process_context().Process(target=spawn_until_interrupted, args=(folder,)))
-            programs[-1].start()
-        pids = [pid for number in ends for pid in pids_in(tmp_path / number.name, 2, 120.0)]  # servers import torch
-        for program, number in zip(programs, ends):
+        for number, folder in folders.items():
+            pids = pids_in(folder, 2, 120.0)  # its server imports torch
             os.kill(program.pid, number)
-        for program in programs:
-            program.join(60)
-        assert [program.exitcode for program in programs] == [*ends.values()]
+            assert wait_until_gone(pids)
     finally:
-        for program in programs:
-            program.kill()
-    assert wait_until_gone(pids)
+        program.kill()
 
 
 # ---- scripts that other processes cannot import, or whose functions they cannot find ----
 
-SCRIPTS: dict[str, tuple[str, str]] = {
-    "a spawn without a guard": (
-        "from pgmesh import launch\nlaunch.spawn(print, 1)\n",
-        f"rank 0 of 1 died without an error message (exit code 1) while it started\n\n{GUARD}",
-    ),
-    "a store without a guard": (
-        "from pgmesh import launch\nwith launch.StoreProcess() as store:\n    print(store.env)\n",
-        f"no store at port 0: its process ended while it started.\n\n{GUARD}",
-    ),
-    "a function under the guard": (
-        "from pgmesh import launch\nif __name__ == '__main__':\n    def work(): ...\n    launch.spawn(work, 1)\n",
-        f"rank 0 of 1 cannot unpickle the call: Can't get attribute 'work' on <module '__mp_main__'>\n\n{PICKLING}",
-    ),
-}
+SCRIPT = """
+from pgmesh import LaunchError, launch
+
+def said_by(start, *args):
+    try:
+        start(*args)
+    except LaunchError as error:
+        print(error)
+
+"""
+WITHOUT_GUARD = "said_by(launch.spawn, print, 1)\nsaid_by(launch.StoreProcess)"
+UNDER_GUARD = "if __name__ == '__main__':\n    def work(): ...\n    said_by(launch.spawn, work, 1)"
 
 
-@pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Standard error of each script. All scripts run at the same time, each as the main program."""
+@pytest.mark.parametrize(
+    ("calls", "text"),
+    [
+        (
+            WITHOUT_GUARD,
+            f"rank 0 of 1 died without an error message (exit code 1) while it started\n\n{GUARD}\n"
+            f"no store at port 0: its process ended while it started.\n\n{GUARD}\n",
+        ),
+        (
+            UNDER_GUARD,
+            "rank 0 of 1 cannot unpickle the call: Can't get attribute 'work' on <module '__mp_main__'>\n\n"
+            f"{PICKLING}\n",
+        ),
+    ],
+)
+def test_script_that_cannot_start_processes_shows_the_fix(tmp_path, calls, text):
     run = (
         "import os, runpy; from pgmesh.launch.processes import PRELOAD; del PRELOAD[1:];"  # leave torch
         "runpy.run_path(os.environ['SCRIPT'], run_name='__main__')"
     )
-    paths = [write_script(tmp_path_factory.mktemp("script"), text) for text, _ in SCRIPTS.values()]
-    environs = [clean_env(SCRIPT=path) for path in paths]
-    said = run_programs(tmp_path_factory.mktemp("said"), run, environs=environs, statuses=(1,))
-    return {name: err for name, (_, err) in zip(SCRIPTS, said)}
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_script_that_cannot_start_processes_shows_the_fix(name: str, said: dict[str, str]):
-    text = re.sub(r" from '/\S*/script.py'", "", said[name].rpartition("pgmesh.LaunchError: ")[2])
-    assert in_python_3_10_wording(text) == SCRIPTS[name][1] + "\n"
+    environ = clean_env(SCRIPT=write_script(tmp_path, SCRIPT + calls))
+    ((out, _),) = run_programs(tmp_path, run, environs=[environ])
+    assert in_python_3_10_wording(re.sub(r" from '/\S*/script.py'", "", out)) == text
 
 
 def test_call_that_does_not_pickle_shows_a_fix():
