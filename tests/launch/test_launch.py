@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -65,10 +66,11 @@ def die_on(rank: int, how: str) -> None:
     dist.barrier()
 
 
-def hang_on(rank: int, folder: Path) -> None:
-    write_pid(folder)
-    if dist.get_rank() == rank:
+def hang_on(ranks: Sequence[int], folder: Path) -> None:
+    if dist.get_rank() in ranks:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    write_pid(folder)
+    if dist.get_rank() in ranks:
         time.sleep(600)
 
 
@@ -163,24 +165,18 @@ def test_death_is_reported_before_the_errors_it_causes(how, name):
 
 def test_deadline_ends_a_rank_that_ignores_sigterm(tmp_path):
     with pytest.raises(LaunchError) as caught:
-        spawn(hang_on, 2, 1, tmp_path, timeout=timedelta(seconds=3))
+        spawn(hang_on, 2, [1], tmp_path, timeout=timedelta(seconds=3))
     assert str(caught.value).startswith("rank 1 of 2 was not done in 3 s")
     assert "rank 0" not in str(caught.value)
     assert not any(map(is_running, pids_in(tmp_path, 2)))
-
-
-def hang(folder: Path) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    write_pid(folder)
-    time.sleep(600)
 
 
 def spawn_until_killed(first: Path, second: Path) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the background job of a shell ignores it
     del PRELOAD[1:]  # the rest than torch
     with contextlib.suppress(KeyboardInterrupt):
-        spawn(hang, 2, first)
-    spawn(hang, 2, second)
+        spawn(hang_on, 2, [0, 1], first)
+    spawn(hang_on, 2, [0, 1], second)
 
 
 def test_ctrl_c_or_kill_ends_every_rank(tmp_path):
