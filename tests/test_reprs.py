@@ -34,6 +34,7 @@ def again(mesh: ProcessGroupMesh, root: ProcessGroupMesh) -> ProcessGroupMesh:
     ("take", "says"),
     [
         (lambda mesh: mesh.at(pp=1), ".at(pp=1)"),
+        (lambda mesh: mesh.at(pp=-1), ".at(pp=1)"),
         (lambda mesh: mesh.at({"pp": 1}, tp=0), ".at(pp=1, tp=0)"),
         (lambda mesh: mesh.at(pp=1, dp=0, tp=1), ".at(pp=1, dp=0, tp=1)"),
         (lambda mesh: mesh.at(tp=slice(1, None)), ".at(tp=slice(1, 2))"),

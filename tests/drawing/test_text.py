@@ -39,6 +39,12 @@ def test_marked_rank_has_brackets():
     assert text.draw(layout, mark=99) == str(layout)
 
 
+@pytest.mark.parametrize(("width", "fit"), [(1, 1), (29, 1), (30, 2), (80, 5), (200, 8)])
+def test_as_many_panels_as_fit_share_a_line(width, fit):
+    lines = text.draw(Layout(pp=8, dp=2, tp=2), width=width).splitlines()
+    assert max(map(len, lines)) == 16 * fit - 2
+
+
 # ---- a picture read back ----
 
 
