@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).parent.parent / "pgmesh"
+SOURCES = {str(file.relative_to(PACKAGE)): file.read_text() for file in sorted(PACKAGE.rglob("*.py"))}
+"""The source of each file, by its path in the package."""
 
 FLOORS = [
     "errors",
@@ -155,7 +155,7 @@ def foreign_names(path: str, tree: ast.AST, ours: set[str]) -> Iterator[tuple[in
 
 @functools.cache
 def ours() -> set[str]:
-    return set().union(*(defined_names(file.read_text()) for file in PACKAGE.rglob("*.py")))
+    return set().union(*map(defined_names, SOURCES.values()))
 
 
 def defined_names(source: str) -> set[str]:
@@ -184,45 +184,30 @@ def is_in(package: str, name: str) -> bool:
 # ---- the package ----
 
 
-@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: str(file.relative_to(PACKAGE)))
-def test_imports_point_down_only(file):
-    assert offences(str(file.relative_to(PACKAGE)), file.read_text()) == []
+def test_imports_point_down_only():
+    assert [offence for path, source in SOURCES.items() for offence in offences(path, source)] == []
 
 
-def imported_files(path: str, source: str, files: set[str]) -> set[str]:
-    """The other files of the package that a file imports, by their names without ``.py``."""
+def imported_files(path: str) -> set[str]:
+    """The other files of the package that a file imports."""
     found = set()
-    for _, _, name in names_imported(path, parsed(source)):
+    for _, _, name in names_imported(path, parsed(SOURCES[path])):
         parts = name.split(".")[1:] if name.startswith("pgmesh.") else []
-        homes = ("/".join(parts[:end]) for end in range(len(parts), 0, -1))
-        home = next((each for each in homes if each in files), None)
-        found |= {home} if home is not None else set()
-    return found - {path.removesuffix(".py")}
-
-
-def circle_in(sources: Mapping[str, str]) -> list[str]:
-    """Files that import one another in a circle, if there are some."""
-    files = {path.removesuffix(".py") for path in sources}
-    graph = {path.removesuffix(".py"): imported_files(path, source, files) for path, source in sources.items()}
-    try:
-        graphlib.TopologicalSorter(graph).prepare()
-    except graphlib.CycleError as error:
-        return list(error.args[1])
-    return []
+        homes = ("/".join(parts[:end]) + ".py" for end in range(len(parts), 0, -1))
+        found.add(next((each for each in homes if each in SOURCES), path))
+    return found - {path}
 
 
 def test_imports_form_no_circle():
-    sources = {str(file.relative_to(PACKAGE)): file.read_text() for file in PACKAGE.rglob("*.py")}
-    assert circle_in(sources) == []
+    graphlib.TopologicalSorter({path: imported_files(path) for path in SOURCES}).prepare()  # raises CycleError
 
 
 # ---- a mesh's private attributes ----
 
 
-@functools.cache
 def private_slots() -> set[str]:
     """The private attributes of ``ProcessGroupMesh``, read from its ``__slots__``."""
-    for node in ast.walk(ast.parse((PACKAGE / "mesh.py").read_text())):
+    for node in nodes_of(parsed(SOURCES["mesh.py"])):
         if isinstance(node, ast.Assign) and [*map(ast.unparse, node.targets)] == ["__slots__"]:
             return {name for name in ast.literal_eval(node.value) if name.startswith("_") and not name.startswith("__")}
     return set()
@@ -237,9 +222,10 @@ def slots_read(path: str, source: str, slots: set[str]) -> list[str]:
     return [f"{path}:{node.lineno} {ast.unparse(node)}" for node in nodes if ast.unparse(node.value) != "self"]
 
 
-@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: str(file.relative_to(PACKAGE)))
-def test_layers_above_mesh_read_no_private_attributes(file):
-    assert slots_read(str(file.relative_to(PACKAGE)), file.read_text(), private_slots()) == []
+def test_layers_above_mesh_read_no_private_attributes():
+    slots = private_slots()
+    assert slots
+    assert [each for path, source in SOURCES.items() for each in slots_read(path, source, slots)] == []
 
 
 # ---- process groups ----
@@ -261,5 +247,4 @@ def groups_made(path: str, source: str) -> list[str]:
 
 
 def test_only_groups_folder_creates_or_destroys_groups():
-    files = {str(file.relative_to(PACKAGE)): file.read_text() for file in PACKAGE.rglob("*.py")}
-    assert [call for path, source in files.items() for call in groups_made(path, source)] == []
+    assert [call for path, source in SOURCES.items() for call in groups_made(path, source)] == []

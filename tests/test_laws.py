@@ -93,7 +93,7 @@ def everywhere(law):
 
 @everywhere
 def test_rank_of_inverts_coord_of(layout, plain):
-    assert layout.ranks() == plain.ranks()
+    assert layout.ranks() == tuple(layout) == plain.ranks()
     for coord, rank in plain.table.items():
         assert layout.coord_of(rank) == coord
         assert layout.rank_of(coord) == rank

@@ -258,22 +258,17 @@ def often_switching():
 
 
 def test_threads_that_unpickle_a_mesh_get_one():
-    with fake_rank(5, 8):
-        sent = pickle.dumps(ProcessGroupMesh(pp=2, dp=4, name="train"))
-        gc.collect()
-        unpickle_at_once(sent)
-
-
-def unpickle_at_once(sent: bytes, threads: int = 4) -> None:
-    start = threading.Barrier(threads)
+    start = threading.Barrier(4)
 
     def load() -> ProcessGroupMesh:
         start.wait(10)
         return pickle.loads(sent)
 
-    for _ in range(20):
-        with often_switching(), ThreadPoolExecutor(threads) as pool:
-            loaded = [future.result() for future in [pool.submit(load) for _ in range(threads)]]
+    with fake_rank(5, 8), often_switching(), ThreadPoolExecutor(4) as pool:
+        sent = pickle.dumps(ProcessGroupMesh(pp=2, dp=4, name="train"))
+        gc.collect()
+        for _ in range(20):
+            loaded = [future.result() for future in [pool.submit(load) for _ in range(4)]]
             assert len({each.group("dp").group_name for each in loaded}) == 1
             loaded[0].close()
 
@@ -351,26 +346,20 @@ def test_unpickling_in_a_smaller_world_is_refused():
 
 
 def test_threads_create_meshes_with_different_names(mesh):
-    names, start = [], threading.Barrier(8)
+    start = threading.Barrier(8)
 
-    def make() -> None:
+    def make() -> list[str]:
+        names = []
         start.wait()
         for _ in range(50):
             with ProcessGroupMesh(dp=8, ranks=range(8)) as own:
                 names.append(own._mesh_groups.identity.group_name(""))
                 mesh.view(2, 4).release(0)
+        return names
 
-    threads = [threading.Thread(target=make) for _ in range(8)]
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    finally:
-        sys.setswitchinterval(interval)
-    assert len(set(names)) == len(names) == 400
+    with often_switching(), ThreadPoolExecutor(8) as pool:
+        made = [future.result(60) for future in [pool.submit(make) for _ in range(8)]]
+    assert len({*itertools.chain(*made)}) == 400
 
 
 def test_mesh_works_in_world_of_a_million():

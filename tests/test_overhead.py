@@ -80,16 +80,6 @@ def test_cached_call_keeps_no_memory(hit):
         assert kept < 20, f"{kept} blocks of memory stay from 1000 hits"
 
 
-def test_cached_call_needs_no_store_operation():
-    with fake_rank(5, 8):
-        mesh = ProcessGroupMesh(pp=2, dp=2, tp=2)
-        with record_operations() as done:
-            for hit in HITS.values():
-                for _ in range(3):
-                    hit(mesh)
-        assert done == []
-
-
 # ---- worlds of any size ----
 
 

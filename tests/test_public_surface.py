@@ -15,19 +15,18 @@ import importlib
 import inspect
 import os
 import re
-import warnings
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from pgmesh import Layout, ProcessGroupMesh, launch, parallel, plan
 from tests.support import golden_files
 from tests.support.pipelines import needs_pipelines
-
-NAME = "public-surface.txt"
 
 Surface = dict[str, list[str]]
 """The lines of each section, sorted, by its title."""
@@ -82,8 +81,7 @@ def surface() -> Surface:
     found: Surface = {}
     classes: dict[str, type] = {}
     for path, names in MODULES.items():
-        module = reach(*path.rpartition(".")[::2])
-        values = {name: reach(path, name) for name in names or module.__all__}
+        values = {name: reach(f"{path}.{name}") for name in names or reach(path).__all__}
         found[path] = sorted(lines_of(values))
         classes |= {f"{path}.{name}": value for name, value in values.items() if isinstance(value, type)}
     public = {*classes.values()}
@@ -94,16 +92,13 @@ def surface() -> Surface:
     return found | command_line()
 
 
-def reach(path: str, name: str) -> Any:
-    """The value of ``path.name`` after ``import pgmesh``, or the module ``name`` if there is no path."""
-    if not path:
-        return importlib.import_module(name)
-    package, *rest = path.split(".")
-    module = importlib.import_module(package)
-    for each in rest:
-        inside = f"{module.__name__}.{each}"
-        module = getattr(module, each) if hasattr(module, each) else importlib.import_module(inside)
-    return getattr(module, name) if hasattr(module, name) else importlib.import_module(f"{path}.{name}")
+def reach(path: str) -> Any:
+    """The value at a path that begins with a package, such as ``pgmesh.launch.join``, or a module."""
+    package, *names = path.split(".")
+    value: Any = importlib.import_module(package)
+    for name in names:
+        value = getattr(value, name) if hasattr(value, name) else importlib.import_module(f"{value.__name__}.{name}")
+    return value
 
 
 def lines_of(values: Mapping[str, Any]) -> Iterator[str]:
@@ -190,20 +185,15 @@ def assigned(kind: type) -> Iterator[str]:
 
 def functions_of(value: Any) -> Iterator[Any]:
     """The functions behind a member of a class, without those that a decorator generated."""
-    if isinstance(value, property):
-        parts = [value.fget, value.fset, value.fdel]
-    else:
-        parts = [value.func if isinstance(value, cached_property) else value]
-    for part in filter(None, parts):
-        function = inspect.unwrap(part)
+    parts = [value.fget, value.fset] if isinstance(value, property) else [getattr(value, "func", value)]
+    for function in map(inspect.unwrap, filter(None, parts)):
         if inspect.isfunction(function) and os.path.exists(function.__code__.co_filename):
             yield function
 
 
 def parsed(function: Any) -> ast.Module:
     """The source of a function. Its file comes from its code: ``__module__`` of a class may name another one."""
-    source = inspect.getsource(function)
-    return ast.parse(f"if True:\n{source}" if source[0].isspace() else source)
+    return ast.parse(textwrap.dedent(inspect.getsource(function)))
 
 
 # -- a signature ------------------------------------------------------------------------------------------------------
@@ -251,13 +241,10 @@ def parser_of(*words: str) -> argparse.ArgumentParser:
     def stop(self: argparse.ArgumentParser, *_: object, **__: object) -> Any:
         raise Parsing(self)
 
-    main = reach("pgmesh.__main__", "main")
-    with warnings.catch_warnings(), mock.patch.object(argparse.ArgumentParser, "parse_known_args", stop):
-        try:
-            main(words)
-        except Parsing as found:
-            return found.args[0]
-    raise AssertionError(f"pgmesh {' '.join(words)} parses no arguments")
+    main = reach("pgmesh.__main__.main")
+    with mock.patch.object(argparse.ArgumentParser, "parse_known_args", stop), pytest.raises(Parsing) as found:
+        main(words)
+    return found.value.args[0]
 
 
 def command_line() -> Surface:
@@ -287,10 +274,7 @@ def options(parser: argparse.ArgumentParser) -> Iterator[str]:
 # -- the comparison ---------------------------------------------------------------------------------------------------
 
 
-def written(found: Surface) -> str:
-    return "\n".join(f"[{title}]\n" + "".join(f"{line}\n" for line in lines) for title, lines in found.items())
-
-
 @needs_pipelines
 def test_public_surface_equals_the_golden_listing():
-    golden_files.check(NAME, written(surface()))
+    sections = (f"[{title}]\n" + "".join(f"{line}\n" for line in lines) for title, lines in surface().items())
+    golden_files.check("public-surface.txt", "\n".join(sections))

@@ -36,11 +36,9 @@ def output(capsys: pytest.CaptureFixture[str], line: str, status: int = 0) -> st
 ANSWERS = {
     "plan": f"plan {MESH} --view 'moe: ep=8 edp=-1' --combinations dp,cp",
     "plan-in-another-order": f"plan {MESH} --order tp,cp,dp,pp",
-    "plan-uneven": "plan dp=5 tp=4 --nodes 8,6,6",
     "plan-domains": "plan pp=4 dp=-1 tp=8 --domains 4x18x4",
     "plan-numbered": "plan 2 2 2 --nodes 2x4 --combinations 0,2",
     "show-numbered": "show --rank 5 2 2 2",
-    "plan-a-million": "plan pp=16 dp=-1 cp=8 tp=16 --nodes 131072x8",
     "show": f"show --rank 13 {MESH}",
     "show-without-hosts": "show --rank 5 pp=2 dp=2 tp=2",
     "show-a-million": "show --rank 77777 pp=16 dp=512 cp=8 tp=16 --nodes 131072x8",
@@ -80,9 +78,9 @@ def test_command_output_equals_the_docs(capsys):
         assert output(capsys, line) == answer
 
 
-@pytest.mark.parametrize(("name", "more"), [("plan", ""), ("two-meshes", " --view 'moe: pp=2 edp=-1 ep=8'")])
-def test_command_svg_equals_the_docs(capsys, name, more):
-    golden.check(f"../../docs/pictures/{name}.svg", output(capsys, f"plan {MESH}{more} --svg -"))
+def test_command_svg_equals_the_docs(capsys):
+    drawn = output(capsys, f"plan {MESH} --view 'moe: pp=2 edp=-1 ep=8' --svg -")
+    golden.check("../../docs/pictures/two-meshes.svg", drawn)
 
 
 def test_command_svg_equals_the_readme(capsys, tmp_path):
@@ -122,6 +120,10 @@ INVALID = [
     "plan dp=8 --view 'moe: 4 2'",
     "plan dp=8 --view moe:",
     "plan dp=8 --view 'moe: ep=8' 'moe: ep=8'",
+    "plan dp=2 tp=4 --view ep=4",
+    "plan dp=8 --svg /nowhere/at/all.svg",
+    "plan dp=8 --json --svg -",
+    "show --rank 1 dp=8 --svg - --json",
     "show --rank 99 dp=8",
     "show --rank 3 dp=9 --nodes 1x8",
 ]
@@ -138,17 +140,6 @@ def test_suggested_sizes_are_valid(capsys, line):
     found = re.search(r": (\S.*) (?:holds|has|cannot).* Did you mean ([^']+)\?$", text)
     if found is not None and found[1] in line:
         assert main(shlex.split(line.replace(found[1], found[2]))) == 0
-
-
-def test_unwritable_file_is_a_usage_error(capsys):
-    text = output(capsys, "plan dp=8 --svg /nowhere/at/all.svg", status=2)
-    assert text == "pgmesh plan: cannot write /nowhere/at/all.svg: No such file or directory.\n"
-
-
-@pytest.mark.parametrize("line", ["plan dp=8 --json --svg -", "show --rank 1 dp=8 --svg - --json"])
-def test_standard_output_takes_one_output(capsys, line):
-    message = "standard output takes one output; write the other to a file."
-    assert output(capsys, line, status=2) == f"pgmesh {line.split()[0]}: {message}\n"
 
 
 @pytest.mark.parametrize(
@@ -190,8 +181,6 @@ def test_version_option_prints_the_version(capsys):
 
 def test_view_option_accepts_one_size(capsys):
     assert output(capsys, "plan dp=2 tp=4 --view ep=8").startswith("8 ranks: dp=2 tp=4\n")
-    refusal = "pgmesh plan: ep=4 holds 4 ranks, but the mesh has 8.\n\n  ep=-1   # ep is then 8\n"
-    assert output(capsys, "plan dp=2 tp=4 --view ep=4", 2) == refusal
 
 
 @pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS)], ids=" ".join)
@@ -239,17 +228,14 @@ def test_module_prints_the_same_as_main(capsys):
     assert 'pgmesh = "pgmesh.__main__:main"' in (ROOT / "pyproject.toml").read_text()
 
 
-@pytest.mark.parametrize("line", ["--version", ANSWERS["plan"], "plan dp=3 --nodes 2x2"])
-def test_installed_script_prints_the_same_as_the_module(line):
+@pytest.mark.parametrize(("line", "status"), [(ANSWERS["plan"], 0), ("plan dp=3 --nodes 2x2", 2)])
+def test_installed_script_prints_the_same_as_main(capsys, line, status):
     script = Path(sys.executable).with_name("pgmesh")
     if not script.exists():
         pytest.skip(f"there is no {script.name} beside {sys.executable}: install it")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
-    words = [str(script), *shlex.split(line)]
-    ours = subprocess.run(words, env=environment, capture_output=True, text=True, encoding="utf-8", timeout=60)
-    module = run("-m", "pgmesh", *shlex.split(line))
-    assert (ours.returncode, ours.stdout, ours.stderr) == (module.returncode, module.stdout, module.stderr)
-    assert ours.stdout or ours.returncode == 2
+    ran, expected = run(str(script), *shlex.split(line)), output(capsys, line, status)
+    assert ran.returncode == status
+    assert (ran.stdout, ran.stderr) == (("", expected) if status else (expected, ""))
 
 
 def test_closed_pipe_is_no_error():
@@ -270,7 +256,7 @@ def test_ascii_terminal_gets_an_answer():
 # ---- in a terminal ----
 
 
-@pytest.mark.parametrize("name", ["plan", "show", "show-a-million"])
+@pytest.mark.parametrize("name", ["plan", "show"])
 def test_terminal_shows_the_same_with_rich(capsys, name):
     pytest.importorskip("rich")
     plain = output(capsys, ANSWERS[name])
@@ -308,32 +294,20 @@ def test_terminal_shows_a_colour_for_each_group():
 
 
 def test_figure_fits_the_width_of_the_terminal():
-    for columns in (60, 132):
-        text = run_in_terminal("show --rank 13 pp=2 dp=4 cp=2 tp=4 --nodes 16x4", rich=False, columns=columns)
-        picture = [line for line in text.splitlines() if line.startswith(("┌", "│", "└"))]
-        assert max(map(len, picture)) <= columns
+    text = run_in_terminal("show --rank 13 pp=2 dp=4 cp=2 tp=4 --nodes 16x4", rich=False, columns=60)
+    assert max(len(line) for line in text.splitlines() if line.startswith(("┌", "│", "└"))) <= 60
 
 
-# ---- without numpy ----
+WITHOUT_NUMPY = """
+import sys
+sys.modules["numpy"] = None
+from pgmesh.__main__ import main
+sys.exit(main(["check", "dp=1", "--repeats", "1"]))
+"""
 
 
-@pytest.fixture
-def without_numpy(tmp_path):
-    """The environment of a process in which numpy is missing."""
-    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')\n")
-    return {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-
-
-def test_torch_without_numpy_warns(without_numpy):
-    assert "Failed to initialize NumPy" in run("-c", "import torch", env=without_numpy).stderr
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["doctor --timeout 1", pytest.param("check dp=1 --repeats 1", marks=pytest.mark.long)],
-    ids=["doctor", "check"],
-)
-def test_commands_without_numpy_do_not_warn(line, without_numpy):
-    done = run("-m", "pgmesh", *line.split(), env=without_numpy)
+@pytest.mark.long
+def test_check_without_numpy_does_not_warn():
+    done = run("-c", WITHOUT_NUMPY)
     assert done.stdout
-    assert (without_hostname_warnings(done.stderr), done.returncode in (0, 1)) == ("", True)
+    assert (without_hostname_warnings(done.stderr), done.returncode) == ("", 0)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import pgmesh
@@ -95,16 +94,6 @@ def test_both_scripts_print_what_the_page_shows(tmp_path: Path, program: int):
     script = re.findall(r"^```python\n(import.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[program]
     (shown,) = re.findall(r"^```console\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     assert run_ranks(tmp_path, script, 8) == shown
-
-
-def test_configured_backend_and_timeout_reach_the_group():
-    with fake_rank(5, 8):
-        mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="train")
-        (configure,) = (row.ours for row in ROWS if "backend_override" in row.theirs)
-        exec(in_fake_world(configure), {"mesh": mesh})
-        assert dist.get_backend(mesh.group("dp")) == "fake"
-        with pytest.raises(pgmesh.OptionsError):
-            mesh.configure("dp", timeout=60)  # the group was created with the other timeout
 
 
 def test_page_has_each_public_name_of_device_mesh():

@@ -106,12 +106,6 @@ def test_code_in_tables_breaks_between_words(site: Path):
     assert "<wbr>" not in re.sub("<table.*?</table>", "", page, flags=re.DOTALL)
 
 
-def test_the_search_index_has_the_pages(site: Path):
-    index = (site / "searchindex.js").read_text(encoding="utf-8")
-    assert "docs/why_does_it_hang" in index
-    assert "ProcessGroupMesh" in index
-
-
 def test_first_page_has_menu_and_copy_button(site: Path):
     page = (site / "index.html").read_text(encoding="utf-8")
     for name in ("README", "docs/frameworks", "docs/limits", "docs/elastic", "examples/tour"):

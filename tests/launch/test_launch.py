@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
-import socket
-import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +24,7 @@ from pgmesh.launch.detect import BY_HAND
 from pgmesh.launch.processes import GUARD, PRELOAD, process_context
 from pgmesh.launch.spawning import PICKLING, Outcome, unwrap_results
 from tests.support.message_assertions import assert_raises, in_python_3_10_wording
-from tests.support.programs import clean_env, is_running, run_programs, wait_until_gone, write_script
+from tests.support.programs import clean_env, free_port, is_running, run_programs, wait_until_gone, write_script
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,10 +66,11 @@ def die_on(rank: int, how: str) -> None:
     dist.barrier()
 
 
-def hang_on(rank: int, folder: Path) -> None:
-    write_pid(folder)
-    if dist.get_rank() == rank:
+def hang_on(ranks: Sequence[int], folder: Path) -> None:
+    if dist.get_rank() in ranks:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    write_pid(folder)
+    if dist.get_rank() in ranks:
         time.sleep(600)
 
 
@@ -108,11 +109,7 @@ def pids_in(folder: Path, n: int, seconds: float = 60.0) -> list[int]:
 
 
 def test_results_are_in_rank_order():
-    assert spawn(rank_and_sum, 4) == [(0, 6), (1, 6), (2, 6), (3, 6)]
-
-
-def test_arguments_reach_every_rank():
-    assert spawn(rank_and_sum, 2, 10, step=5) == [(0, 25), (1, 25)]
+    assert spawn(rank_and_sum, 4, 10, step=5) == [(0, 70), (1, 70), (2, 70), (3, 70)]
 
 
 def test_large_arguments_and_results_pass():
@@ -168,88 +165,74 @@ def test_death_is_reported_before_the_errors_it_causes(how, name):
 
 def test_deadline_ends_a_rank_that_ignores_sigterm(tmp_path):
     with pytest.raises(LaunchError) as caught:
-        spawn(hang_on, 2, 1, tmp_path, timeout=timedelta(seconds=3))
+        spawn(hang_on, 2, [1], tmp_path, timeout=timedelta(seconds=3))
     assert str(caught.value).startswith("rank 1 of 2 was not done in 3 s")
     assert "rank 0" not in str(caught.value)
     assert not any(map(is_running, pids_in(tmp_path, 2)))
 
 
-def hang(folder: Path) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    write_pid(folder)
-    time.sleep(600)
-
-
-def spawn_until_interrupted(folder: Path) -> None:
+def spawn_until_killed(first: Path, second: Path) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the background job of a shell ignores it
-    try:
-        del PRELOAD[1:]  # the rest than torch
-        spawn(hang, 2, folder)
-    except KeyboardInterrupt:
-        sys.exit(3)
+    del PRELOAD[1:]  # the rest than torch
+    with contextlib.suppress(KeyboardInterrupt):
+        spawn(hang_on, 2, [0, 1], first)
+    spawn(hang_on, 2, [0, 1], second)
 
 
 def test_ctrl_c_or_kill_ends_every_rank(tmp_path):
-    """Two programs, of which one is interrupted and one is killed."""
-    ends, programs = {signal.SIGINT: 3, signal.SIGKILL: -signal.SIGKILL}, []
+    folders = {signal.SIGINT: tmp_path / "interrupted", signal.SIGKILL: tmp_path / "killed"}
+    for folder in folders.values():
+        folder.mkdir()
+    program = process_context().Process(target=spawn_until_killed, args=tuple(folders.values()))
+    program.start()
     try:
-        for number in ends:
-            (folder := tmp_path / number.name).mkdir()
-            programs.append(process_context().Process(target=spawn_until_interrupted, args=(folder,)))
-            programs[-1].start()
-        pids = [pid for number in ends for pid in pids_in(tmp_path / number.name, 2, 120.0)]  # servers import torch
-        for program, number in zip(programs, ends):
+        for number, folder in folders.items():
+            pids = pids_in(folder, 2, 120.0)  # its server imports torch
             os.kill(program.pid, number)
-        for program in programs:
-            program.join(60)
-        assert [program.exitcode for program in programs] == [*ends.values()]
+            assert wait_until_gone(pids)
     finally:
-        for program in programs:
-            program.kill()
-    assert wait_until_gone(pids)
+        program.kill()
 
 
 # ---- scripts that other processes cannot import, or whose functions they cannot find ----
 
-SCRIPTS: dict[str, tuple[str, str]] = {
-    "a spawn without a guard": (
-        "from pgmesh import launch\nlaunch.spawn(print, 1)\n",
-        f"rank 0 of 1 died without an error message (exit code 1) while it started\n\n{GUARD}",
-    ),
-    "a store without a guard": (
-        "from pgmesh import launch\nwith launch.StoreProcess() as store:\n    print(store.env)\n",
-        f"no store at port 0: its process ended while it started.\n\n{GUARD}",
-    ),
-    "a function under the guard": (
-        "from pgmesh import launch\nif __name__ == '__main__':\n    def work(): ...\n    launch.spawn(work, 1)\n",
-        f"rank 0 of 1 cannot unpickle the call: Can't get attribute 'work' on <module '__mp_main__'>\n\n{PICKLING}",
-    ),
-    "a function of a function": (
-        "from pgmesh import launch\ndef main():\n    def work(): ...\n    launch.spawn(work, 4)\n"
-        "if __name__ == '__main__':\n    main()\n",
-        "the call of main.<locals>.work does not pickle: "
-        f"Can't pickle local object 'main.<locals>.work'.\n\n{PICKLING}",
-    ),
-}
+SCRIPT = """
+from pgmesh import LaunchError, launch
+
+def said_by(start, *args):
+    try:
+        start(*args)
+    except LaunchError as error:
+        print(error)
+
+"""
+WITHOUT_GUARD = "said_by(launch.spawn, print, 1)\nsaid_by(launch.StoreProcess)"
+UNDER_GUARD = "if __name__ == '__main__':\n    def work(): ...\n    said_by(launch.spawn, work, 1)"
 
 
-@pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Standard error of each script. All scripts run at the same time, each as the main program."""
+@pytest.mark.parametrize(
+    ("calls", "text"),
+    [
+        (
+            WITHOUT_GUARD,
+            f"rank 0 of 1 died without an error message (exit code 1) while it started\n\n{GUARD}\n"
+            f"no store at port 0: its process ended while it started.\n\n{GUARD}\n",
+        ),
+        (
+            UNDER_GUARD,
+            "rank 0 of 1 cannot unpickle the call: Can't get attribute 'work' on <module '__mp_main__'>\n\n"
+            f"{PICKLING}\n",
+        ),
+    ],
+)
+def test_script_that_cannot_start_processes_shows_the_fix(tmp_path, calls, text):
     run = (
         "import os, runpy; from pgmesh.launch.processes import PRELOAD; del PRELOAD[1:];"  # leave torch
         "runpy.run_path(os.environ['SCRIPT'], run_name='__main__')"
     )
-    paths = [write_script(tmp_path_factory.mktemp("script"), text) for text, _ in SCRIPTS.values()]
-    environs = [clean_env(SCRIPT=path) for path in paths]
-    said = run_programs(tmp_path_factory.mktemp("said"), run, environs=environs, statuses=(0, 1))
-    return {name: err for name, (_, err) in zip(SCRIPTS, said)}
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_script_that_cannot_start_processes_shows_the_fix(name: str, said: dict[str, str]):
-    text = re.sub(r" from '/\S*/script.py'", "", said[name].rpartition("pgmesh.LaunchError: ")[2])
-    assert in_python_3_10_wording(text) == SCRIPTS[name][1] + "\n"
+    environ = clean_env(SCRIPT=write_script(tmp_path, SCRIPT + calls))
+    ((out, _),) = run_programs(tmp_path, run, environs=[environ])
+    assert in_python_3_10_wording(re.sub(r" from '/\S*/script.py'", "", out)) == text
 
 
 def test_call_that_does_not_pickle_shows_a_fix():
@@ -274,26 +257,25 @@ def test_function_in_no_file_is_its_ranks_error(monkeypatch: pytest.MonkeyPatch)
         spawn(rank_and_sum, 1)
 
 
-def test_unpicklable_result_is_an_error_of_its_rank():
+@pytest.mark.parametrize(
+    ("fn", "text"),
+    [
+        (
+            return_a_lambda,
+            "returned a function, which does not pickle: Can't pickle local object "
+            f"'return_a_lambda.<locals>.<lambda>'\n\n{PICKLING}",
+        ),
+        (raise_stubborn, "raised Stubborn: this and that\n\n"),
+        (exit_politely, "raised SystemExit: I am off\n\n"),
+    ],
+)
+def test_error_of_a_rank_has_its_text(fn, text):
     with pytest.raises(LaunchError) as caught:
-        spawn(return_a_lambda, 1)
-    assert in_python_3_10_wording(str(caught.value)) == (
-        "rank 0 of 1 returned a function, which does not pickle: Can't pickle local object "
-        f"'return_a_lambda.<locals>.<lambda>'\n\n{PICKLING}"
-    )
+        spawn(fn, 1)
+    assert in_python_3_10_wording(str(caught.value)).startswith(f"rank 0 of 1 {text}")
 
 
-def test_exception_that_does_not_unpickle_keeps_its_text():
-    with pytest.raises(LaunchError, match="rank 0 of 1 raised Stubborn: this and that"):
-        spawn(raise_stubborn, 1)
-
-
-def test_sys_exit_is_an_error():
-    with pytest.raises(LaunchError, match="rank 0 of 1 raised SystemExit: I am off"):
-        spawn(exit_politely, 1)
-
-
-@pytest.mark.parametrize("threads", ["", "0", "many", "1"])
+@pytest.mark.parametrize("threads", ["0", "many"])
 def test_spawn_starts_with_any_omp_num_threads(monkeypatch, threads):
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
     assert spawn(torch.get_num_threads, np.int64(1)) == [1]
@@ -313,66 +295,6 @@ def test_spawn_without_ranks_is_an_error(n):
 
 # ---- join ----
 
-JOIN = """
-import sys
-
-import torch.distributed as dist
-from pgmesh.launch import join
-
-join()
-join()  # the second leaves the first's world
-everyone = [None] * dist.get_world_size()
-dist.all_gather_object(everyone, dist.get_rank())
-sys.stdout.write(f"everyone {everyone}\\n")  # in one piece
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.long
-def test_join_under_torchrun(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, write_script(tmp_path, JOIN)], env=clean_env(), capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("everyone [0, 1]") == 2
-
-
-def test_join_without_launcher_is_a_world_of_one(tmp_path):
-    ((out, _),) = run_programs(tmp_path, JOIN, environs=[clean_env()])
-    assert out == "everyone [0]\n"
-
-
-@pytest.mark.parametrize(
-    "env",
-    [
-        {"RANK": "3"},
-        {"MASTER_ADDR": "localhost"},
-        {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
-        dict.fromkeys(BY_HAND.marks, "2"),  # rank 2 of 2
-        dict.fromkeys(BY_HAND.marks, "x"),
-    ],
-)
-def test_join_lists_incomplete_variables(monkeypatch, env):
-    for name in BY_HAND.marks:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(LaunchError) as caught:
-        join()
-    for name, value in env.items():
-        assert re.search(rf"^  {name} += {value}$", str(caught.value), re.MULTILINE)
-    assert "torchrun --nproc-per-node 8 script.py" in str(caught.value)
-    assert not dist.is_initialized()
-
-
-def test_join_names_the_address_that_does_not_answer(monkeypatch):
-    env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(LaunchError, match=r"rank 1 of 2 could not join at 127\.0\.0\.1:1: "):
-        join("gloo", timeout=timedelta(seconds=1))
-
 
 def test_join_takes_the_device_of_its_local_rank(monkeypatch):
     for name, value in zip(BY_HAND.marks, ("1", "2", "1", "127.0.0.1", "1"), strict=True):
@@ -383,12 +305,12 @@ def test_join_takes_the_device_of_its_local_rank(monkeypatch):
 
 
 @pytest.mark.fault("a process never starts, or not in time")
-def test_join_without_other_ranks_asks_for_them(monkeypatch):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_join_without_other_ranks_asks_for_them(monkeypatch, rank):
     """Rank 0 hosts the store. No other rank comes."""
-    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1"}.items():
+    port = free_port()
+    for name, value in zip(BY_HAND.marks, (rank, 2, rank, "127.0.0.1", port), strict=True):
         monkeypatch.setenv(name, f"{value}")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        monkeypatch.setenv("MASTER_PORT", f"{free.getsockname()[1]}")
-    with pytest.raises(LaunchError, match=r"^rank 0 of 2 could not join at ") as info:
+    with pytest.raises(LaunchError, match=rf"^rank {rank} of 2 could not join at 127\.0\.0\.1:{port}: ") as info:
         join("gloo", timeout=1)
     assert str(info.value).endswith("\n\nCheck that all 2 ranks have started, with this host and port.")

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -148,36 +147,31 @@ def test_torchruns_lose_a_replica_and_regain_it(tmp_path: Path):
             raise
 
 
-def test_replicas_and_port_may_be_numpy_integers():
-    info = with_replica(detect_launcher(TORCHRUN), np.int64(2), np.int64(3), "n9", np.int64(29501))
-    assert info == with_replica(detect_launcher(TORCHRUN), 2, 3, "n9", 29501)
-    assert {type(number) for number in (info.rank, info.size, info.replica, info.port)} == {int}
-
-
 def test_ranks_of_replicas_are_counted_in_their_order():
     info = with_replica(detect_launcher(TORCHRUN), 2, 3, "n9", 29501)
     assert (info.rank, info.size, info.end_point()) == (2 * 8 + 5, 24, ("n9", 29501))
+    same = with_replica(detect_launcher(TORCHRUN), np.int64(2), np.int64(3), "n9", np.int64(29501))
+    assert same == info
+    assert {type(number) for number in (same.rank, same.size, same.replica, same.port)} == {int}
 
 
-@pytest.mark.parametrize("given", [(3, 3), (-1, 3), (0, None), (None, 3), (0, 0), (True, 3), ("0", 3)])
-def test_invalid_replica_is_an_error(given: tuple[object, object]):
-    assert_raises(LaunchError, lambda: join(replica=given[0], replicas=given[1]), refusal(*given, None, None))
-
-
-def refusal(replica: object, replicas: object, host: object, port: object) -> str:
-    return f"""
-        replica is {replica!r}, replicas is {replicas!r}, host is {host!r} and port is {port!r}. A replica is a \
-launch's number, from 0; host and port are those of the store of all replicas, which no launcher sets.
+@pytest.mark.parametrize(
+    ("replica", "replicas", "port"),
+    [
+        *((3, 3, None), (-1, 3, None), (0, None, None), (None, 3, None), (0, 0, None), (True, 3, None), ("0", 3, None)),
+        (1, 3, 29500),  # without a host
+    ],
+)
+def test_invalid_replica_is_an_error(replica: object, replicas: object, port: int | None):
+    text = f"""
+        replica is {replica!r}, replicas is {replicas!r}, host is None and port is {port}. A replica is a launch's \
+number, from 0; host and port are those of the store of all replicas, which no launcher sets.
 
           store = launch.StoreProcess(port=29500)   # in a process that starts the replicas
           launch.join(replica=0, replicas=3, host='n1', port=29500)   # in the ranks of the first of three
         """
-
-
-def test_replicas_need_the_address_of_their_store():
     with mock.patch.dict(os.environ, TORCHRUN):
-        call = partial(join, replica=1, replicas=3, port=29500)
-        assert_raises(LaunchError, call, refusal(1, 3, None, 29500))
+        assert_raises(LaunchError, lambda: join(replica=replica, replicas=replicas, port=port), text)
 
 
 def test_silent_store_is_an_error():

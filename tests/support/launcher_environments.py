@@ -54,6 +54,9 @@ ONE_HOST = SRUN | {
     "SLURM_TASKS_PER_NODE": "4",
 }
 
+SMALL_STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}
+"""The least that srun sets: no lists of hosts and tasks."""
+
 DAEMON = SRUN | {
     "SLURM_GTIDS": "1",
     "SLURM_NTASKS": "2",

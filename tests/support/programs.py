@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -115,6 +116,12 @@ def send_signal(pid: int, number: int) -> None:
     while goes_on is not None and goes_on(pid):
         assert time.monotonic() < end, f"process {pid} goes on after signal {number}"
         time.sleep(0.001)
+
+
+def free_port() -> int:
+    """A port of this host at which no process listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def write_script(tmp_path: Path, text: str) -> str:
