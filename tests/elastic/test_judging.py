@@ -119,10 +119,10 @@ def test_4096_lost_ranks_fit_into_one_record():
 
 
 def test_oversized_decision_fails_the_attempt():
-    size = 12_000
+    size = 3_000
     one = Rank(size=size, values={k: v for r in range(1, size) for k, v in status(r, exited="gone " * 40).items()})
-    problem = "a decision on 11999 lost ranks and 0 spares does not fit into one record"
-    with mock.patch.object(timing, "LIMITS", timing.LIMITS._replace(record_chars=1 << 17)):
+    problem = "a decision on 2999 lost ranks and 0 spares does not fit into one record"
+    with mock.patch.object(timing, "LIMITS", timing.LIMITS._replace(record_chars=1 << 15)):
         assert problem in one.agree().failed
         assert problem in one.decision().failed
 

@@ -27,7 +27,7 @@ from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, Statuses, sta
 from pgmesh.rendezvous.store_thread import StoreThread
 from pgmesh.rendezvous.world_name import Entry, leave_world, name_on
 from pgmesh.rendezvous.world_store import WorldStore
-from tests.support.board import Fault, FaultyBoard, faults, raises, slow_store
+from tests.support.board import CountedStore, Fault, FaultyBoard, faults, raises, slow_store
 from tests.support.faults import wait_until
 from tests.support.memory_client import enter_world, round_of, rounds_of
 from tests.support.proxy import Proxy
@@ -114,31 +114,20 @@ def test_half_entered_world_is_entered_again():
     thread.stop()
 
 
-class FailingStore:
+def failing(store: dist.Store, *numbers: int) -> CountedStore:
     """A store whose nth operations fail before they are performed."""
-
-    def __init__(self, store: dist.Store, *numbers: int) -> None:
-        self.store, self.numbers, self.operations = store, numbers, 0
-
-    def __getattr__(self, operation: str) -> Any:
-        def ask(*arguments: Any) -> Any:
-            self.operations += 1
-            if self.operations in self.numbers:
-                raise RuntimeError("the connection was reset")
-            return getattr(self.store, operation)(*arguments)
-
-        return ask
+    return CountedStore(store, numbers, raises(RuntimeError("the connection was reset")))
 
 
 @pytest.mark.parametrize("numbers", [(1,), (2,), (3,), (3, 4, 5)])
 def test_failed_entry_counts_its_process_once(numbers: tuple[int, ...]):
     """It sets the name, counts itself, and reads the name again. Counted twice, it would leave the name behind."""
     store = dist.HashStore()
-    failing, entry = FailingStore(store, *numbers), Entry(set())
+    unreliable, entry = failing(store, *numbers), Entry(set())
     for _ in numbers:
         with pytest.raises(RuntimeError):
-            entry.enter(failing)
-    assert leave_world(store, entry.enter(failing))
+            entry.enter(unreliable)
+    assert leave_world(store, entry.enter(unreliable))
     assert store.num_keys() == 0
 
 
@@ -146,7 +135,7 @@ def test_failed_entry_is_uncounted_in_ended_world():
     store = dist.HashStore()
     entry, first = Entry(set()), enter_world(store, set())
     with pytest.raises(RuntimeError):
-        entry.enter(FailingStore(store, 3))
+        entry.enter(failing(store, 3))
     second = enter_world(store, {first})
     assert entry.enter(store) == second
     assert leave_world(store, first)
