@@ -36,7 +36,7 @@ from tests.support.faults import (
     write_result,
 )
 from tests.support.rank_processes import RankProcesses
-from tests.support.worlds import check_sums, fresh_world, groups_of
+from tests.support.worlds import check_sums, fresh_world, groups_of, on_ranks
 
 LONGER_THAN_H = H + 3 * BEAT
 
@@ -86,13 +86,11 @@ def train(folder: Path) -> Attempt:
 
 @pytest.mark.fault("the store pauses for 0.3 to 20 s and goes on")
 @pytest.mark.fault("all ranks of a job are suspended and continued")
-@pytest.mark.parametrize("what", ["store", "ranks", "both"])
-def test_pause_aborts_no_healthy_mesh(tmp_path: Path, what: str):
-    """Longer than the silence after which a rank is lost."""
+def test_pause_aborts_no_healthy_mesh(tmp_path: Path):
+    """Longer than the silence after which a rank is lost: of the store, of all ranks, and of both."""
 
     def pause(store: int, ranks: Sequence[int]) -> None:
-        pids = {"store": [store], "ranks": ranks, "both": [store, *ranks]}[what]
-        for _ in range(2):  # one pause alone does not always show it
+        for pids in ([store], ranks, [store, *ranks]) * 2:  # one pause alone does not always show it
             wait_for_steps(tmp_path)
             with stopped(pids):
                 time.sleep(LONGER_THAN_H)
@@ -149,16 +147,13 @@ def abort_in_pause(folder: Path) -> Attempt:
 
 
 @pytest.mark.fault("`abort()` during a pause of the store, or just before the process exits")
-@pytest.mark.parametrize("seconds", [0.3, 1.5])
-def test_abort_during_store_pause_reaches_all(tmp_path: Path, seconds: float):
-    """The pause is counted from the abort on."""
-
+def test_abort_during_store_pause_reaches_all(tmp_path: Path):
     def pause(store: int, _: Sequence[int]) -> None:
         wait_for_flags(tmp_path, "connected", range(4))
         with stopped([store]):
             set_flag(tmp_path, "paused")
             wait_for_flag(tmp_path, "aborted")
-            time.sleep(max(0.0, seconds - 0.5))  # abort itself has waited for half a second
+            time.sleep(1.0)  # after the half second that abort waits
         set_flag(tmp_path, "continued")
 
     failed = in_world(abort_in_pause, tmp_path, pause)[3]
@@ -202,26 +197,20 @@ def test_abort_before_exit_reaches_others(tmp_path: Path):
             assert "was aborted by rank 0 at " in Attempt(*read_result(tmp_path, f"failed {rank}")).text
 
 
-def shrink_while_the_store_pauses() -> Attempt:
+@on_ranks(2, fresh=True)
+def test_shrink_outlives_pause_after_its_decision():
     """The pause begins once the new mesh is decided, and is longer than the answer to a call without a timeout."""
     beat_fast()
     mesh = ProcessGroupMesh(dp=2, name="train")
     mesh.abort_when_lost()
     pause = Fault(Read(status_key(mesh.rank)), before=lambda: time.sleep(4 * timing.TIMING.late_answer), times=1)
     with faults(pause):
-        return attempt(lambda: mesh.shrink("dp", timeout=LONG_TIMEOUT).connect(timeout=LONG_TIMEOUT))
+        mesh.shrink("dp", timeout=LONG_TIMEOUT).connect(timeout=LONG_TIMEOUT)
 
 
-def test_shrink_outlives_pause_after_its_decision():
-    with fresh_world(2) as own:
-        assert [each.kind for each in own.run(shrink_while_the_store_pauses)] == ["", ""]
-
-
-# ---- a heartbeat fails ----
-
-
-def lose_first_heartbeat() -> bool:
-    """True if the rank's status is in the store after ``abort_when_lost``, whose first heartbeat fails."""
+@on_ranks(2, fresh=True)
+def test_abort_when_lost_awaits_heartbeat_after_failure():
+    """The status is in the store after ``abort_when_lost``, whose first heartbeat fails."""
     beat_fast()
     mesh = ProcessGroupMesh(2, name="train")
     key = status_key(mesh.rank)
@@ -230,9 +219,4 @@ def lose_first_heartbeat() -> bool:
     )
     with faults(heartbeat):
         mesh.abort_when_lost()
-        return last_status(mesh.rank) is not None
-
-
-def test_abort_when_lost_awaits_heartbeat_after_failure():
-    with fresh_world(2) as own:
-        assert own.run(lose_first_heartbeat) == [True, True]
+        assert last_status(mesh.rank) is not None

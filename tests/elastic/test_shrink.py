@@ -123,33 +123,6 @@ def test_shrink_after_kill_takes_one_second(tmp_path: Path):
         assert end - killed[0] < 1.0 + SLACK
 
 
-def replace_by_spares(folder: Path) -> list[str]:
-    """Ranks 4 and 5 stand by. First rank 3 is killed, and then rank 0."""
-    mesh, meshes = connected(folder), []
-    for _ in range(2):
-        if mesh.rank in mesh:
-            steps_until_one_fails(mesh)
-            mesh = mesh.shrink(spares=[4, 5], timeout=LONG_TIMEOUT)
-        else:
-            mesh = mesh.stand_by(timeout=LONG_TIMEOUT)
-        meshes.append(checked(mesh))
-        set_flag(folder, f"again {mesh.rank}")
-    return meshes
-
-
-def test_spares_replace_two_killed_ranks(tmp_path: Path):
-    def kill(own: World) -> None:
-        own.kill(3, signal.SIGKILL)
-        wait_for_flags(tmp_path, "again", (0, 1, 2, 4, 5))
-        own.kill(0, signal.SIGKILL)
-
-    for meshes in run(tmp_path, 6, replace_by_spares, kill, [0, 3]):
-        assert meshes == [
-            "ProcessGroupMesh(dp=2, tp=2, ranks=(0, 1, 2, 4), name='train')",
-            "ProcessGroupMesh(dp=2, tp=2, ranks=(5, 1, 2, 4), name='train')",
-        ]
-
-
 def too_few_are_left(folder: Path) -> tuple[Attempt, str]:
     """A rank of each index of dp is killed. Without spares there is no mesh; with them there is."""
     mesh = connected(folder)
@@ -257,41 +230,31 @@ def test_two_stopped_ranks_are_lost_together(tmp_path: Path):
 # ---- arguments and ranks that differ ----
 
 
-def arguments_differ(folder: Path) -> tuple[Attempt, str]:
+def two_calls_fail(folder: Path) -> tuple[Attempt, Attempt, str]:
+    """The arguments differ. In the next call, rank 2 lives and does not call. Then all of them try again."""
     mesh = connected(folder)
-    failed = attempt(lambda: mesh.shrink(mesh.axes[mesh.rank % 2], timeout=LONG_TIMEOUT))
-    return failed, checked(mesh.shrink("dp", timeout=LONG_TIMEOUT))
-
-
-def test_retry_succeeds_after_different_arguments(tmp_path: Path):
-    for failed, mesh in run(tmp_path, 4, arguments_differ, lambda own: None, []):
-        assert failed.kind == "MismatchError"
-        assert "mesh 'train': the ranks passed different arguments:" in failed.text
-        assert "shrink('dp') on rank" in failed.text
-        assert "shrink('tp') on rank" in failed.text
-        assert mesh == "ProcessGroupMesh(dp=2, tp=2, name='train')"  # no rank was lost
-
-
-def one_does_not_call(folder: Path) -> tuple[Attempt, str]:
-    """Rank 2 lives and does not call. The others say so, and all of them try again."""
-    mesh = connected(folder)
-    failed = attempt(lambda: None)
+    differs = attempt(lambda: mesh.shrink(mesh.axes[mesh.rank % 2], timeout=LONG_TIMEOUT))
+    lacks_one = attempt(lambda: None)
     if mesh.rank == 2:
         wait_for_flags(folder, "failed", (0, 1, 3))
     else:
-        failed = attempt(lambda: mesh.shrink("dp", timeout=SHORT))
+        lacks_one = attempt(lambda: mesh.shrink("dp", timeout=SHORT))
         set_flag(folder, f"failed {mesh.rank}")
-    return failed, checked(mesh.shrink("dp", timeout=LONG_TIMEOUT))
+    return differs, lacks_one, checked(mesh.shrink("dp", timeout=LONG_TIMEOUT))
 
 
-def test_living_missing_rank_is_named_but_kept(tmp_path: Path):
-    for rank, (failed, mesh) in enumerate(run(tmp_path, 4, one_does_not_call, lambda own: None, [])):
-        assert mesh == "ProcessGroupMesh(dp=2, tp=2, name='train')"
+def test_failed_shrink_may_be_repeated(tmp_path: Path):
+    for rank, (differs, lacks_one, mesh) in enumerate(run(tmp_path, 4, two_calls_fail, lambda own: None, [])):
+        assert mesh == "ProcessGroupMesh(dp=2, tp=2, name='train')"  # no rank was lost
+        assert differs.kind == "MismatchError"
+        assert "mesh 'train': the ranks passed different arguments:" in differs.text
+        assert "shrink('dp') on rank" in differs.text
+        assert "shrink('tp') on rank" in differs.text
         if rank != 2:
-            assert failed.kind == "MissingRanksError"
-            assert f"mesh 'train': rank 2 did not call shrink('dp') in {SHORT:g} s." in failed.text
-            assert "lost:" not in failed.text
-            assert failed.took < SHORT + SLACK
+            assert lacks_one.kind == "MissingRanksError"
+            assert f"mesh 'train': rank 2 did not call shrink('dp') in {SHORT:g} s." in lacks_one.text
+            assert "lost:" not in lacks_one.text
+            assert lacks_one.took < SHORT + SLACK
 
 
 # ---- abort ----

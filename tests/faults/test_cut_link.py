@@ -217,10 +217,6 @@ def test_calls_wait_for_the_link_until_their_timeout(monkeypatch: pytest.MonkeyP
         reading = pool.submit(thread.run, Read("a key"), seconds=LONG)
         monkeypatch.undo()
         assert reading.result() == [b"a value"]
-
-
-def test_store_thread_ends_during_a_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    with local_store() as (store, thread):
         cut_off(store.port, monkeypatch)
         with pytest.raises(WorldError, match="did not answer"):
             thread.run(Read("a key"), seconds=0.1)
