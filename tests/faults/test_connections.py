@@ -81,6 +81,31 @@ def test_failed_receive_explains_no_later_error():
         assert "Timed out waiting" in late.text
 
 
+@on_ranks(2, "fast")
+def test_reason_of_slow_collective_explains_no_later_error(tmp_path: Path):
+    """Rank 0 finds out why its first collective does not end. It ends, and rank 0 makes a mistake at once."""
+    beat_fast()
+    mesh = ProcessGroupMesh(2, name="actor")
+    group = mesh.group()
+    record = find_group(group.group_name)
+    assert record is not None
+
+    def watch() -> None:
+        wait_until(lambda: record.finding[1], "the reason why the collective does not end")
+        set_flag(tmp_path, "found")
+
+    if mesh.rank == 0:
+        threading.Thread(target=watch, daemon=True).start()
+    else:
+        wait_for_flag(tmp_path, "found")
+    dist.all_reduce(torch.ones(1), group=group)
+    mistake = attempt(lambda: wrong_shapes(group))
+    check_sums(groups_of(mesh))
+    assert mesh.rank or "rank 1 did not reach the first collective" in record.finding[1]
+    assert mistake.kind == "RuntimeError"
+    assert "invalid output tensor list" in mistake.text
+
+
 # ---- release and close ----
 
 
