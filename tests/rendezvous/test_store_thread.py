@@ -73,16 +73,13 @@ def closed_port(host: str) -> tuple[str, int]:
 
 
 def test_process_of_a_closed_listener_has_ended(store_thread: StoreThread):
-    store_thread.store.listeners.open("127.0.0.1")
-    assert store_thread.store.listeners.has_ended(RankStatus(1, endpoint=closed_port("127.0.0.1")), 0.0)
-    assert not store_thread.store.listeners.has_ended(RankStatus(1), LONG)
-
-
-def test_refusal_of_another_host_needs_missed_heartbeat(store_thread: StoreThread):
-    store_thread.store.listeners.open("127.0.0.1")
-    status = RankStatus(1, endpoint=closed_port("127.0.0.2"))
-    assert not store_thread.store.listeners.has_ended(status, store_thread.period)
-    assert store_thread.store.listeners.has_ended(status, 2 * store_thread.period)
+    """On another host, a heartbeat must be missing too."""
+    listeners, period = store_thread.store.listeners, store_thread.period
+    listeners.open("127.0.0.1")
+    here, there = (RankStatus(1, endpoint=closed_port(host)) for host in ("127.0.0.1", "127.0.0.2"))
+    assert listeners.has_ended(here, 0.0)
+    assert [listeners.has_ended(there, seconds) for seconds in (period, 2 * period)] == [False, True]
+    assert not listeners.has_ended(RankStatus(1), LONG)
 
 
 def test_timeout_skips_the_rest_of_a_batch(store_thread: StoreThread):
