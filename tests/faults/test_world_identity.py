@@ -74,8 +74,7 @@ def test_ranks_agree_on_the_name_of_a_world(worlds: list[tuple[bool, set[int], s
                 leave_world(store, names[process])
 
 
-@pytest.mark.parametrize("number", range(1, 6))
-@pytest.mark.parametrize("returns", [True, False])
+@pytest.mark.parametrize(("returns", "number"), [*((False, i) for i in (1, 2, 3)), *((True, i) for i in range(1, 6))])
 def test_entry_agrees_while_last_rank_leaves(returns: bool, number: int):
     """The last rank leaves before an operation of one that enters, and that may have left the same world before."""
     store, left = dist.HashStore(), set[str]()
@@ -87,15 +86,20 @@ def test_entry_agrees_while_last_rank_leaves(returns: bool, number: int):
     second = enter_world(CountedStore(store, [number], lambda: leave_world(store, first)), left)
     assert second not in left
     assert [enter_world(store, each) for each in (left, set())] == [second, second]
+    assert [leave_world(store, second) for _ in range(3)] == [False, False, True]
+    assert store.num_keys() == 0
 
 
-def test_entry_during_last_leave_keeps_world_name():
+@pytest.mark.parametrize("number", range(1, 7))
+@pytest.mark.parametrize("returns", [True, False])
+def test_last_leave_agrees_with_entry_meanwhile(monkeypatch: pytest.MonkeyPatch, returns: bool, number: int):
+    """A process enters before an operation of the last one that leaves, which it takes for dead while it deletes."""
+    monkeypatch.setattr(timing, "TIMING", timing.TIMING._replace(world_end=0.02))
     store, names = dist.HashStore(), list[str]()
     first = enter_world(store, set())
-    leaving = CountedStore(store, [3], lambda: store.add(f"{world_name.WORLD_KEY}.{first}.entered", 1), "compare_set")
-    assert not leave_world(leaving, first)
-    names = [enter_world(store, set()) for _ in range(2)]
-    assert names == [first, first]
+    past = {first} if returns else set[str]()
+    leave_world(CountedStore(store, [number], lambda: names.append(enter_world(store, past))), first)
+    assert names == [enter_world(store, {first} & past)]
 
 
 def test_world_name_set_during_deletion_is_kept():
@@ -112,22 +116,6 @@ def test_world_name_set_during_deletion_is_kept():
     assert leave_world(CountedStore(store, [3], enter_meanwhile, "delete_key"), first)
     late.join(DEADLINE.total_seconds())
     assert names == [enter_world(store, {first})]
-
-
-def test_late_deletion_spares_the_next_world(monkeypatch: pytest.MonkeyPatch):
-    """The last rank pauses while it deletes the name, and another one takes it for dead."""
-    monkeypatch.setattr(timing, "TIMING", timing.TIMING._replace(world_end=0.02))
-    store, names = dist.HashStore(), list[str]()
-    first = enter_world(store, set())
-    assert leave_world(CountedStore(store, [2], lambda: names.append(enter_world(store, {first})), "delete_key"), first)
-    assert names == [enter_world(store, set())]
-
-
-def test_ranks_enter_after_unfinished_deletion_of_world_name(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(timing, "TIMING", timing.TIMING._replace(world_end=0.02))
-    store = dist.HashStore()
-    store.set(world_name.WORLD_KEY, world_name.OVER)
-    assert enter_world(store, set()) == enter_world(store, set())
 
 
 def test_slow_store_leaves_time_for_the_last_rank(monkeypatch: pytest.MonkeyPatch):
@@ -149,16 +137,6 @@ def test_slow_leave_leaves_no_store_key():
     enter_world(store, set())
     slow = CountedStore(store, [1], lambda: leave_world(store, name), "compare_set")
     assert not leave_world(slow, name)
-    assert store.num_keys() == 0
-
-
-def test_entry_after_last_leave_leaves_no_store_key():
-    """The last rank leaves after another one has read the name, and before that one is counted."""
-    store = dist.HashStore()
-    first = enter_world(store, set())
-    second = enter_world(CountedStore(store, [1], lambda: leave_world(store, first), "add"), set())
-    assert second != first
-    assert leave_world(store, second)
     assert store.num_keys() == 0
 
 

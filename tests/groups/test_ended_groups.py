@@ -76,14 +76,6 @@ def test_abort_during_another_call_destroys_groups():
     assert attempt(lambda: dist.all_reduce(torch.ones(1), group=group)).kind == LifetimeError.__name__
 
 
-@on_ranks(2)
-def test_report_has_the_timeout_that_was_set():
-    mesh = ProcessGroupMesh(2, name="actor")
-    mesh.group()
-    mesh.set_timeout(timeout=7)
-    assert "timeout=datetime.timedelta(seconds=7)" in str(mesh.report())
-
-
 EXITING = """
 import atexit
 import sys
@@ -109,10 +101,11 @@ def test_process_ends_after_its_threads_left_collectives():
 
 
 @on_ranks(2)
-def test_group_that_is_made_again_keeps_its_timeout():
+def test_timeout_that_was_set_is_reported_and_kept():
     mesh = ProcessGroupMesh(2, name="actor")
     mesh.connect()
     mesh.set_timeout(timeout=7)
+    assert "timeout=datetime.timedelta(seconds=7)" in str(mesh.report())
     (group,) = mesh._mesh_groups.made()
     before = group.name
     mesh._mesh_groups.discard([group], "broke.")
