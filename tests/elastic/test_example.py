@@ -29,7 +29,6 @@ STEPS, WORLD = 30, 8
 GROUP_TIMEOUT = 15.0  # seconds: a message that is half sent ends at it, such as that of a rank that was stopped
 GOES_ON = "goes on after step"
 TAKEN_FOR_LOST = "mesh 'train': the other ranks went on without rank"
-NO_RANK_LEFT = "mesh 'train': no other rank of it is left, so none can call shrink"
 
 pytestmark = pytest.mark.long
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from pgmesh import LifetimeError, ProcessGroupMesh, torch_private
 from pgmesh.groups import background
 from pgmesh.launch import StoreProcess
-from tests.support.faults import attempt, wait_until
+from tests.support.faults import WAIT_TIMEOUT, attempt, wait_until
 from tests.support.programs import send_signal
 from tests.support.torch_tables import timeout_of
 from tests.support.worlds import check_sums, fresh_world, groups_of, on_ranks
@@ -116,9 +116,6 @@ def test_timeout_that_was_set_is_reported_and_kept():
 
 
 # ---- no thread waits for the store with the lock of a mesh ----
-
-
-WAIT_TIMEOUT = 30.0
 
 
 def act_while_release_waits(store_pid: int) -> None:
