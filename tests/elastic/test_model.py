@@ -53,7 +53,7 @@ def test_members_agree_after_crash_at_any_step():
 
 def test_members_agree_if_a_host_is_silent():
     explore(members(2), Faults(crashes=1, listeners=False, long_times=1))
-    walk(members(3), Faults(crashes=1, listeners=False, long_times=1), 40)
+    walk(members(3), Faults(crashes=2, listeners=False, long_times=1), 40)
 
 
 def test_members_retry_after_deadlines():

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pgmesh import ProcessGroupMesh, launch
+from pgmesh import ProcessGroupMesh
 from pgmesh.launch import StoreProcess
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Raw, Read
@@ -35,7 +35,7 @@ from tests.support.faults import (
     wait_until,
     write_result,
 )
-from tests.support.rank_processes import RankProcesses
+from tests.support.rank_processes import RankProcesses, join_world
 from tests.support.worlds import check_sums, fresh_world, groups_of, on_ranks
 
 LONGER_THAN_H = H + 3 * BEAT
@@ -163,8 +163,7 @@ def test_abort_during_store_pause_reaches_all(tmp_path: Path):
 
 
 def abort_and_exit(rank: int, port: int, folder: Path, number: int) -> None:
-    beat_fast()
-    launch.join("gloo", replica=rank, replicas=3, host="127.0.0.1", port=port)
+    join_world(rank, port, 3)
     mesh = ProcessGroupMesh(dp=3, name="train")
     ProcessGroupMesh(3, name="other").connect(timeout=LONG_TIMEOUT)
     group = mesh.group_of([1, 2]) if rank else None

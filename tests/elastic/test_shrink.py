@@ -196,37 +196,6 @@ def test_stopped_rank_is_replaced_and_refused_later(tmp_path: Path):
     assert "mesh = mesh.stand_by()" in refused
 
 
-def two_are_stopped(folder: Path) -> tuple[str, float]:
-    """Ranks 2 and 3 are stopped at once, as if their host were lost."""
-    mesh = connected(folder)
-    mesh.abort_when_lost(3 * H)
-    set_flag(folder, f"watching {mesh.rank}")
-    steps_until_one_fails(mesh)
-    mesh = mesh.shrink("dp", timeout=LONG_TIMEOUT)
-    text, end = checked(mesh), time.monotonic()
-    set_flag(folder, f"done {mesh.rank}")
-    return text, end
-
-
-def test_two_stopped_ranks_are_lost_together(tmp_path: Path):
-    stopped = [0.0]
-
-    def stop(own: World) -> None:
-        wait_for_flags(tmp_path, "watching", range(4))
-        time.sleep(2 * BEAT)
-        stopped[0] = time.monotonic()
-        own.kill(2, signal.SIGSTOP)
-        own.kill(3, signal.SIGSTOP)
-        wait_for_flags(tmp_path, "done", range(2))
-        own.kill(2, signal.SIGKILL)
-        own.kill(3, signal.SIGKILL)
-
-    for mesh, end in run(tmp_path, 4, two_are_stopped, stop, [2, 3]):
-        print(mesh, end - stopped[0])
-        assert mesh == "ProcessGroupMesh(dp=1, tp=2, ranks=range(2), name='train')"
-        assert end - stopped[0] < 3 * H + 3 * BEAT + SLACK
-
-
 # ---- arguments and ranks that differ ----
 
 

@@ -29,7 +29,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pgmesh import ProcessGroupMesh, launch, mesh as mesh_file
+from pgmesh import ProcessGroupMesh, mesh as mesh_file
 from pgmesh.groups import backends
 from pgmesh.groups.world import current_world
 from pgmesh.launch import StoreProcess
@@ -45,7 +45,6 @@ from tests.support.faults import (
     Attempt,
     H,
     attempt,
-    beat_fast,
     beat_fast_with_bystander,
     connect_and_check,
     fast_world,
@@ -61,7 +60,7 @@ from tests.support.faults import (
 )
 from tests.support.logs import LogLine, logged_lines
 from tests.support.programs import send_signal
-from tests.support.rank_processes import RankProcesses
+from tests.support.rank_processes import RankProcesses, join_world
 from tests.support.resource_counts import CAN_COUNT, count_resources, growth
 from tests.support.torch_tables import record_operations, table_sizes
 from tests.support.worlds import STARVED, check_sums, fresh_world, groups_of, on_ranks
@@ -323,18 +322,15 @@ def test_missing_rank_is_named_with_its_status(tmp_path: Path):
         assert not again.kind, again.text
 
 
-def one_dies_before(folder: Path, has_status: bool) -> tuple[Attempt, Attempt, float]:
+def one_dies_before(folder: Path) -> tuple[Attempt, Attempt, float]:
     """Rank 3 dies while the others wait for it."""
-    beat_fast()
-    bystander = beat_fast_with_bystander(3) if has_status else ProcessGroupMesh(3, ranks=range(3), name="bystander")
+    bystander = beat_fast_with_bystander(3)
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     if mesh.rank == 3:
-        # A rank that reads from the store has a status soon.
-        wait_until_waiting(0, 1, 2) if has_status else wait_for_flags(folder, "connects", range(3))
+        wait_until_waiting(0, 1, 2)
         (folder / "died").write_text(str(time.monotonic()))
         kill_self()
-    set_flag(folder, f"connects {mesh.rank}")
-    failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT if has_status else timedelta(seconds=D)))
+    failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
     check_sums(groups_of(bystander))
     survivors = ProcessGroupMesh(3, ranks=range(3), name="survivors")
     again = attempt(lambda: connect_and_check(survivors, 0))
@@ -342,20 +338,15 @@ def one_dies_before(folder: Path, has_status: bool) -> tuple[Attempt, Attempt, f
 
 
 @pytest.mark.fault("a member dies before it arrives")
-@pytest.mark.parametrize("has_status", [True, False], ids=["with a status", "without a status"])
-def test_rank_killed_before_arrival_is_named(tmp_path: Path, has_status: bool):
+def test_rank_killed_before_arrival_is_named(tmp_path: Path):
     with fresh_world(4) as own:
-        seen = results(own.outcomes(one_dies_before, tmp_path, has_status), 3)
+        seen = results(own.outcomes(one_dies_before, tmp_path), 3)
     for failed, again, died in seen:
         print(failed, failed.end - died)
         assert failed.kind == "MissingRanksError"
         assert "rank 3 did not arrive" in failed.text
-        if has_status:
-            assert re.search(r"rank 3 has ended: its listener at 127.0.0.1:\d+ refuses connections", failed.text)
-            assert failed.end - died < NAMED + SLACK
-        else:
-            assert "rank 3: no status" in failed.text
-            assert D - SLACK <= failed.took < D + SLACK  # the first to come decides for all
+        assert re.search(r"rank 3 has ended: its listener at 127.0.0.1:\d+ refuses connections", failed.text)
+        assert failed.end - died < NAMED + SLACK
         assert not again.kind, again.text
 
 
@@ -705,8 +696,7 @@ def test_retries_without_a_store_leave_nothing_behind():
 
 def end_or_connect(rank: int, port: int, folder: Path, _: int) -> None:
     """Rank 1 ends without closing its mesh while rank 0 waits for it."""
-    signal.alarm(int(2 * WAIT_TIMEOUT))  # it does not outlive the test
-    launch.join("gloo", replica=rank, replicas=2, host="127.0.0.1", port=port)
+    join_world(rank, port, 2)
     mesh = ProcessGroupMesh(dp=1, tp=2, name="actor")
     mesh.connect("tp")
     if rank == 1:
