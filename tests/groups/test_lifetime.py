@@ -402,8 +402,6 @@ def test_equal_unnamed_meshes_work_one_after_another():
 def test_groups_inherit_the_world_timeout_unless_configured():
     mesh = ProcessGroupMesh(dp=2, tp=2)
     assert timeout_of(mesh.group("dp")) == timeout_of(dist.group.WORLD) == timedelta(seconds=60)
-    with pytest.raises(OptionsError, match=r"group dp of .* was created at test_lifetime\.py:\d+, so it is too late"):
-        mesh.configure("dp", timeout=5)
     with pytest.raises(OptionsError, match="too late"):
         mesh.at(tp=mesh.index("tp")).configure("dp", timeout=5)
     mesh.configure("tp", timeout=5)
