@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ from tests.support.worlds import check_sums, fresh_world, groups_of, on_ranks
 LONGER_THAN_H = H + 3 * BEAT
 
 
-def in_world(fn: Callable[..., Attempt], folder: Path, act: Callable[[int, Sequence[int]], object]) -> list[Attempt]:
+def in_world(fn: Callable[[Path], Any], folder: Path, act: Callable[[int, Sequence[int]], object]) -> list[Any]:
     """Results of four ranks, while ``act`` is called in a thread with the processes of the store and of the ranks."""
     with StoreProcess() as store, fresh_world(4, store) as own:
         store_pid = store.process.pid
@@ -61,7 +62,8 @@ def wait_for_steps(folder: Path) -> None:
         wait_until(lambda rank=rank, before=before: steps_of(folder, rank) >= before + 2, f"steps of rank {rank}")
 
 
-def train(folder: Path) -> Attempt:
+def train(folder: Path) -> tuple[Attempt, Attempt]:
+    """Take steps until the flag "over" is set. Then three ranks wait in connect for one that arrives after a pause."""
     beat_fast()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="train")
     mesh.connect(*mesh.axes, (), timeout=LONG_TIMEOUT)
@@ -81,7 +83,14 @@ def train(folder: Path) -> Attempt:
 
     trained = attempt(steps)
     check_sums(groups_of(mesh))
-    return trained
+    late = ProcessGroupMesh(dp=2, tp=2, name="late")
+    set_flag(folder, f"connects {mesh.rank}")
+    if mesh.rank == 3:
+        wait_for_flag(folder, "suspended")
+        time.sleep(BEAT)
+    connected = attempt(lambda: late.connect(timeout=LONG_TIMEOUT))
+    check_sums(groups_of(late))
+    return trained, connected
 
 
 @pytest.mark.fault("the store pauses for 0.3 to 20 s and goes on")
@@ -97,35 +106,14 @@ def test_pause_aborts_no_healthy_mesh(tmp_path: Path):
         time.sleep(H)  # a rank taken for lost would be noticed meanwhile
         wait_for_steps(tmp_path)
         set_flag(tmp_path, "over")
-
-    assert [failed.text for failed in in_world(train, tmp_path, pause)] == [""] * 4
-
-
-def connect_while_suspended(folder: Path) -> Attempt:
-    """Three ranks wait in connect for the last one, which arrives after the pause."""
-    beat_fast()
-    first = ProcessGroupMesh(4, name="first")
-    first.connect(timeout=LONG_TIMEOUT)
-    mesh = ProcessGroupMesh(dp=2, tp=2, name="train")
-    set_flag(folder, f"connects {mesh.rank}")
-    if mesh.rank == 3:
-        wait_for_flag(folder, "suspended")
-        time.sleep(BEAT)
-    failed = attempt(lambda: mesh.connect(timeout=LONG_TIMEOUT))
-    check_sums(groups_of(mesh))
-    return failed
-
-
-@pytest.mark.fault("all ranks of a job are suspended and continued")
-def test_connect_survives_suspended_machine(tmp_path: Path):
-    def suspend(_: int, ranks: Sequence[int]) -> None:
         wait_for_flags(tmp_path, "connects", range(4))
         time.sleep(2 * BEAT)
         with stopped(ranks):
             time.sleep(LONGER_THAN_H)
         set_flag(tmp_path, "suspended")
 
-    assert [failed.text for failed in in_world(connect_while_suspended, tmp_path, suspend)] == [""] * 4
+    seen = in_world(train, tmp_path, pause)
+    assert [(trained.text, connected.text) for trained, connected in seen] == [("", "")] * 4
 
 
 def abort_in_pause(folder: Path) -> Attempt:
