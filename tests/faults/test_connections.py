@@ -274,8 +274,8 @@ def exchange_for_ever(group: dist.ProcessGroup, mine: torch.Tensor) -> None:
             work.wait()
 
 
-def one_dies_in_large_collectives(end: str) -> tuple[str, float]:
-    """Rank 3 is killed while all-to-alls run. The others destroy their group.
+def one_dies_in_large_collectives() -> tuple[str, float]:
+    """Rank 3 is killed while all-to-alls run. Ranks 0 and 2 destroy their group, and rank 1 closes its mesh.
 
     Returns the type of the error, and the seconds until the group was gone.
     """
@@ -289,7 +289,7 @@ def one_dies_in_large_collectives(end: str) -> tuple[str, float]:
         threading.Timer(0.03, kill_self).start()
     failed = attempt(functools.partial(exchange_for_ever, group, mine))
     start = time.monotonic()
-    if end == "destroy":
+    if mesh.rank != 1:
         dist.destroy_process_group(group)
     mesh.close()
     del mesh, group
@@ -298,11 +298,10 @@ def one_dies_in_large_collectives(end: str) -> tuple[str, float]:
 
 
 @pytest.mark.fault("a group is destroyed after a member died in the middle of a message")
-@pytest.mark.parametrize("end", ["close", "destroy"])
-def test_group_with_half_a_message_is_destroyed(end: str):
+def test_group_with_half_a_message_is_destroyed():
     """Gloo's event loop gets an event for unread data again and again. A loop without a pause never ends."""
     with fresh_world(4) as own:
-        for kind, seconds in results(own.outcomes(one_dies_in_large_collectives, end), 3):
+        for kind, seconds in results(own.outcomes(one_dies_in_large_collectives), 3):
             assert kind
             assert seconds < (10.0 if STARVED else 3.0) + SLACK
 
