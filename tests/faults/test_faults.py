@@ -242,11 +242,10 @@ def test_wrong_first_sum_fails_on_all_ranks():
 @pytest.mark.fault("ranks ask for groups in different orders, or threads connect groups at once")
 @on_ranks(4, "fast")
 def test_threads_connect_groups_in_any_order():
-    """Four threads on every rank connect four groups, each rank in another order."""
+    """Three threads on every rank connect three groups, each rank in another order."""
     beat_fast_with_bystander()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
-    views = [mesh.view(dp=2, tp=2), mesh.view(a=4), mesh.view(dp=2, tp=2), mesh]
-    wanted = [(views[0], "dp"), (views[1], "a"), (views[2], "tp")]
+    wanted = [(mesh.view(dp=2, tp=2), "dp"), (mesh.view(a=4), "a"), (mesh.view(dp=2, tp=2), "tp")]
     random.Random(mesh.rank).shuffle(wanted)
     failed: list[str] = []
 
