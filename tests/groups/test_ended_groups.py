@@ -18,6 +18,7 @@ import torch.distributed as dist
 from pgmesh import LifetimeError, ProcessGroupMesh, torch_private
 from pgmesh.groups import background
 from pgmesh.launch import StoreProcess
+from tests.support.fake_world import fake_rank
 from tests.support.faults import WAIT_TIMEOUT, attempt, wait_until
 from tests.support.programs import send_signal
 from tests.support.torch_tables import timeout_of
@@ -43,6 +44,28 @@ def test_exit_waits_for_threads_that_threads_start():
         background.in_background(abort)
         background.finish_background()
         assert done.is_set()
+
+
+def test_exit_during_another_call_starts_no_thread():
+    """Another thread holds the mesh's lock for good. Nothing would wait for a thread that is started now."""
+    held, may_go_on, exiting = threading.Event(), threading.Event(), threading.Event()
+    exiting.set()
+
+    def hold() -> None:
+        with mesh._mesh_groups.lock:
+            held.set()
+            may_go_on.wait(30.0)
+
+    with fake_rank(0, 2), mock.patch.object(background, "exiting", exiting):
+        mesh = ProcessGroupMesh(2, name="actor")
+        thread = threading.Thread(target=hold)
+        thread.start()
+        assert held.wait(30.0)
+        mesh._mesh_groups.close_because("ended with its process.")
+        assert mesh.is_closed
+        assert "pgmesh-end" not in [each.name for each in threading.enumerate()]
+        may_go_on.set()
+        thread.join()
 
 
 @on_ranks(2)

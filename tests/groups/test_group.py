@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from pgmesh.connect import first_collective
 from pgmesh.connect.first_collective import FirstCollective
 from pgmesh.connect.first_collectives import FirstCollectives
 from pgmesh.errors import LifetimeError, WorldError
-from pgmesh.groups import watch
+from pgmesh.groups import background, watch
 from pgmesh.groups.group import Group, State, find_group
 from pgmesh.rendezvous.operations import CompareSet, Read
 from pgmesh.rendezvous.statuses import RankStatus, RunningCollective, Statuses, status_key
@@ -42,6 +43,23 @@ def test_adopted_group_of_another_mesh_keeps_its_label():
             assert found is not None
             assert found.label == "group dp of mesh 'owner'"
             other.release("dp")
+
+
+def test_reason_is_found_again_after_a_woken_wait(monkeypatch: pytest.MonkeyPatch):
+    collective = RunningCollective("name", "group tp of mesh 'actor'", "all_reduce", 3, 100)
+    gloo = SimpleNamespace(timeout=timedelta(), unread_addresses=dict)
+    group = SimpleNamespace(ranks=(0, 1), label="group tp of mesh 'actor'", gloo=gloo, finding=None)
+    woken: list[Any] = []
+    monkeypatch.setattr(watch, "find_group", lambda name: group)
+    monkeypatch.setattr(background, "in_background", lambda wake, groups: woken.extend(groups))
+    looks = watch.Watch(Statuses(0.0, lambda: 0.0))
+    monkeypatch.setattr(looks.flight_recorder, "stuck", lambda: (collective,))
+    for _ in range(2):
+        group.finding = None
+        looks.find_running(lambda *reads: [None for _ in reads])
+        assert group.finding is not None
+        assert "did not report all_reduce (collective 3)" in group.finding[1]
+    assert woken == [group]
 
 
 @pytest.mark.parametrize("many", [True, False], ids=["as many as it lists", "fewer"])
