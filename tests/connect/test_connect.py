@@ -26,7 +26,7 @@ from tests.support.board import Fault, at_all_reduce, faults, key_of, writes
 from tests.support.fake_world import fake_rank
 from tests.support.faults import attempt, beat_fast, set_flag, wait_for_flag, wait_for_flags, wait_until
 from tests.support.logs import logged_lines
-from tests.support.worlds import check_sums, fresh_world, groups_of, on_ranks, world
+from tests.support.worlds import check_sums, groups_of, on_ranks, world
 
 # ---- it connects ----
 
@@ -263,7 +263,8 @@ def test_long_first_collective_logs_the_missing_rank(tmp_path):
 # ---- report and stats ----
 
 
-def report_and_stats():
+@on_ranks(4, fresh=True)  # communicators counts the whole process, and earlier tests may have left some
+def test_report_shows_groups_and_statuses_of_others():
     mesh = ProcessGroupMesh(dp=2, tp=2, name="reported")
     mesh.connect("tp")
     mesh.group("dp")
@@ -272,28 +273,21 @@ def report_and_stats():
     dist.barrier()
     report, stats = mesh.report(), mesh.stats()
     check_sums(groups_of(mesh))
-    return report, stats
-
-
-def test_report_shows_groups_and_statuses_of_others():
-    with fresh_world(4) as four:  # communicators counts the whole process, and earlier tests may have left some
-        results = four.run(report_and_stats)
-    for rank, (report, stats) in enumerate(results):
-        tp, dp = report.held
-        assert (tp.label, tp.used, tp.generation) == ("group tp of mesh 'reported'", True, 0)
-        assert (dp.label, dp.used, dp.generation) == ("group dp of mesh 'reported'", False, 1)
-        assert tp.ranks == (rank // 2 * 2, rank // 2 * 2 + 1)
-        assert re.fullmatch(r"test_connect\.py:\d+", dp.call_site)
-        assert sorted(report.others) == [other for other in range(4) if other != rank]
-        for said in report.others.values():
-            assert re.match("not in connect|connecting|in ", said), said
-        text = str(report)
-        assert f"rank {rank} of ProcessGroupMesh(dp=2, tp=2, name='reported') holds 2 groups" in text
-        assert "not used, at test_connect.py" in text
-        assert "created again 1 times" in text
-        assert stats.groups == 2 == stats.communicators
-        assert stats.operations > 3
-        assert 0 < stats.making < 5
+    tp, dp = report.held
+    assert (tp.label, tp.used, tp.generation) == ("group tp of mesh 'reported'", True, 0)
+    assert (dp.label, dp.used, dp.generation) == ("group dp of mesh 'reported'", False, 1)
+    assert tp.ranks == mesh.ranks("tp")
+    assert re.fullmatch(r"test_connect\.py:\d+", dp.call_site)
+    assert sorted(report.others) == [other for other in range(4) if other != mesh.rank]
+    for said in report.others.values():
+        assert re.match("not in connect|connecting|in ", said), said
+    text = str(report)
+    assert f"rank {mesh.rank} of ProcessGroupMesh(dp=2, tp=2, name='reported') holds 2 groups" in text
+    assert "not used, at test_connect.py" in text
+    assert "created again 1 times" in text
+    assert stats.groups == 2 == stats.communicators
+    assert stats.operations > 3
+    assert 0 < stats.making < 5
 
 
 @on_ranks(2, fresh=True)
@@ -314,20 +308,10 @@ def test_report_on_forwards_signals_to_earlier_wakeup_descriptor():
 
 
 def test_report_on_raises_outside_the_main_thread():
-    with fake_rank(0, 4):
-        mesh = ProcessGroupMesh(4)
-        errors = []
-
-        def take():
-            try:
-                mesh.report_on(signal.SIGUSR1)
-            except LifetimeError as error:
-                errors.append(str(error))
-
-        thread = threading.Thread(target=take)
-        thread.start()
-        thread.join()
-        assert errors == ["signal handlers can only be set in the main thread: call report_on there."]
+    with fake_rank(0, 4), ThreadPoolExecutor(1) as thread:
+        called = thread.submit(ProcessGroupMesh(4).report_on, signal.SIGUSR1)
+        with pytest.raises(LifetimeError, match=r"^signal handlers can only be set in the main thread: call report_on"):
+            called.result()
 
 
 def test_report_works_after_close():

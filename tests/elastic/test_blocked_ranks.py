@@ -80,7 +80,7 @@ def abort_each(folder: Path, collective: str) -> list[tuple[int, float, Attempt]
 
 
 @pytest.mark.fault("a rank of an aborted mesh is blocked in a collective, also in the first one between two ranks")
-@pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "all_gather", "all_to_all", "barrier"])
+@pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "all_to_all"])
 def test_abort_wakes_ranks_without_connection(tmp_path: Path, collective: str):
     seen = results(fast_world(RANKS).outcomes(abort_each, tmp_path, collective))
     found = [each for per_rank in seen for each in per_rank]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import random
 import re
 import signal
 import subprocess
@@ -30,7 +29,6 @@ STEPS, WORLD = 30, 8
 GROUP_TIMEOUT = 15.0  # seconds: a message that is half sent ends at it, such as that of a rank that was stopped
 GOES_ON = "goes on after step"
 TAKEN_FOR_LOST = "mesh 'train': the other ranks went on without rank"
-NO_RANK_LEFT = "mesh 'train': no other rank of it is left, so none can call shrink"
 
 pytestmark = pytest.mark.long
 
@@ -83,21 +81,6 @@ def check_end(folder: Path, ranks: survive.Ranks, *killed: int) -> None:
 def lines(ranks: survive.Ranks, pattern: str) -> list[int]:
     """The ranks that printed a line, in the order of their lines."""
     return [event.rank for event in ranks.events if re.match(pattern, event.text)]
-
-
-def test_killed_rank_changes_no_loss(tmp_path: Path, start: Callable[..., survive.Ranks]):
-    seed = random.randrange(10_000)
-    chosen = random.Random(seed)
-    victim, step, wait = chosen.randrange(6), chosen.randrange(1, STEPS - 1), 0.05 * chosen.random()
-    print(f"seed {seed}: rank {victim} is killed {wait:.3f} s after step {step}")
-    ranks = start(2)
-    ranks.wait_for(f"step {step}:")
-    time.sleep(wait)
-    ranks.processes[victim].kill()
-    ranks.wait_for(survive.AGREED)
-    check_end(tmp_path, ranks, victim)
-    assert lines(ranks, GOES_ON).count(6) == 1
-    assert sorted(lines(ranks, NO_RANK_LEFT)) == [7]
 
 
 def test_stopped_rank_returns_as_a_spare(tmp_path: Path, start: Callable[..., survive.Ranks]):

@@ -50,21 +50,11 @@ class Rank:
 
     def __init__(self, rank: int = 0, request: Request | None = DP, size: int = 2, **more: Any) -> None:
         self.ended: set[int] = more.pop("ended", set())
-        self.client = MemoryClient(rank, more.pop("values", None))
-        self.warnings: list[str] = []
-        self.deadline = more.pop("deadline", 30.0)
-        self.statuses = Statuses(
-            5.0, lambda: UPTIME + self.client.clock, lambda status, seconds: self.has_ended(status)
-        )
-        common = (
-            "mesh 'm'",
-            Layout(dp=size),
-            rank,
-            more.pop("process", f"process {rank}"),
-            self.client,
-            self.deadline,
-            self.statuses,
-        )
+        self.client, self.warnings = MemoryClient(rank, more.pop("values", None)), list[str]()
+        has_ended = lambda status, seconds: status.rank in self.ended  # noqa: E731
+        self.statuses = Statuses(5.0, lambda: UPTIME + self.client.clock, has_ended)
+        deadline = more.pop("deadline", 30.0)
+        common = "mesh 'm'", Layout(dp=size), rank, f"process {rank}", self.client, deadline, self.statuses
         if request is None:
             self.judge: ShrinkJudge | StandByJudge = StandByJudge(*common, warn=self.warnings.append)
         else:
@@ -72,17 +62,13 @@ class Rank:
         self.round = MeshRound("m/shrink")
         assert not more
 
-    def has_ended(self, status: RankStatus) -> bool:
-        return status.rank in self.ended
-
     def agree(self) -> Outcome:
         Rounds([self.round], self.judge).run()
         assert self.round.decision is not None
         return self.round.decision
 
-    def decision(self, number: int = 0) -> Outcome:
-        key = f"m/shrink/{number}/decision"
-        return Outcome.unpack(key, self.client.values[key])
+    def decision(self) -> Outcome:
+        return Outcome.unpack("", self.client.values["m/shrink/0/decision"])
 
 
 # -- lost ranks -------------------------------------------------------------------------------------------------------
@@ -119,10 +105,10 @@ def test_4096_lost_ranks_fit_into_one_record():
 
 
 def test_oversized_decision_fails_the_attempt():
-    size = 12_000
+    size = 3_000
     one = Rank(size=size, values={k: v for r in range(1, size) for k, v in status(r, exited="gone " * 40).items()})
-    problem = "a decision on 11999 lost ranks and 0 spares does not fit into one record"
-    with mock.patch.object(timing, "LIMITS", timing.LIMITS._replace(record_chars=1 << 17)):
+    problem = "a decision on 2999 lost ranks and 0 spares does not fit into one record"
+    with mock.patch.object(timing, "LIMITS", timing.LIMITS._replace(record_chars=1 << 15)):
         assert problem in one.agree().failed
         assert problem in one.decision().failed
 

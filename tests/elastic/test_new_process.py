@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pgmesh import MembershipError, MissingRanksError, PgmeshError, ProcessGroupMesh, launch
-from tests.support.faults import BEAT, LONG_TIMEOUT, WAIT_TIMEOUT, beat_fast, set_flag, wait_for_flag
-from tests.support.rank_processes import RankProcesses
+from pgmesh import MembershipError, MissingRanksError, PgmeshError, ProcessGroupMesh
+from tests.support.faults import BEAT, LONG_TIMEOUT, WAIT_TIMEOUT, set_flag, wait_for_flag
+from tests.support.rank_processes import RankProcesses, join_world
 from tests.support.worlds import check_sums, groups_of
 
 RANKS, LOST = 4, 3
@@ -20,9 +20,7 @@ TIMEOUT = WAIT_TIMEOUT / 4  # seconds, of the groups: Gloo does not always wake 
 
 def run(rank: int, port: int, folder: Path, process: int) -> None:
     """A rank of the mesh "train". Its processes are numbered from 0; each but the first stands by."""
-    signal.alarm(int(4 * WAIT_TIMEOUT))  # it does not outlive the test
-    beat_fast()
-    launch.join("gloo", timeout=TIMEOUT, replica=rank, replicas=RANKS, host="127.0.0.1", port=port)
+    join_world(rank, port, RANKS, TIMEOUT)
     mesh = ProcessGroupMesh(dp=2, tp=2, name="train")
     if process:
         set_flag(folder, f"process {process}")
@@ -46,9 +44,7 @@ def run(rank: int, port: int, folder: Path, process: int) -> None:
 
 def run_replaced(rank: int, port: int, folder: Path, process: int) -> None:
     """A rank of a mesh of two. Its first process waits for its end, and the second one shrinks the mesh."""
-    signal.alarm(int(4 * WAIT_TIMEOUT))
-    beat_fast()
-    launch.join("gloo", timeout=TIMEOUT, replica=rank, replicas=2, host="127.0.0.1", port=port)
+    join_world(rank, port, 2, TIMEOUT)
     mesh = ProcessGroupMesh(2, name="train")
     if not process:
         mesh.connect(timeout=LONG_TIMEOUT)

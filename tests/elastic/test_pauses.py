@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from pgmesh import ProcessGroupMesh, launch
+from pgmesh import ProcessGroupMesh
 from pgmesh.launch import StoreProcess
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Raw, Read
@@ -35,13 +36,13 @@ from tests.support.faults import (
     wait_until,
     write_result,
 )
-from tests.support.rank_processes import RankProcesses
-from tests.support.worlds import check_sums, fresh_world, groups_of
+from tests.support.rank_processes import RankProcesses, join_world
+from tests.support.worlds import check_sums, fresh_world, groups_of, on_ranks
 
 LONGER_THAN_H = H + 3 * BEAT
 
 
-def in_world(fn: Callable[..., Attempt], folder: Path, act: Callable[[int, Sequence[int]], object]) -> list[Attempt]:
+def in_world(fn: Callable[[Path], Any], folder: Path, act: Callable[[int, Sequence[int]], object]) -> list[Any]:
     """Results of four ranks, while ``act`` is called in a thread with the processes of the store and of the ranks."""
     with StoreProcess() as store, fresh_world(4, store) as own:
         store_pid = store.process.pid
@@ -61,7 +62,8 @@ def wait_for_steps(folder: Path) -> None:
         wait_until(lambda rank=rank, before=before: steps_of(folder, rank) >= before + 2, f"steps of rank {rank}")
 
 
-def train(folder: Path) -> Attempt:
+def train(folder: Path) -> tuple[Attempt, Attempt]:
+    """Take steps until the flag "over" is set. Then three ranks wait in connect for one that arrives after a pause."""
     beat_fast()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="train")
     mesh.connect(*mesh.axes, (), timeout=LONG_TIMEOUT)
@@ -81,53 +83,37 @@ def train(folder: Path) -> Attempt:
 
     trained = attempt(steps)
     check_sums(groups_of(mesh))
-    return trained
+    late = ProcessGroupMesh(dp=2, tp=2, name="late")
+    set_flag(folder, f"connects {mesh.rank}")
+    if mesh.rank == 3:
+        wait_for_flag(folder, "suspended")
+        time.sleep(BEAT)
+    connected = attempt(lambda: late.connect(timeout=LONG_TIMEOUT))
+    check_sums(groups_of(late))
+    return trained, connected
 
 
 @pytest.mark.fault("the store pauses for 0.3 to 20 s and goes on")
 @pytest.mark.fault("all ranks of a job are suspended and continued")
-@pytest.mark.parametrize("what", ["store", "ranks", "both"])
-def test_pause_aborts_no_healthy_mesh(tmp_path: Path, what: str):
-    """Longer than the silence after which a rank is lost."""
+def test_pause_aborts_no_healthy_mesh(tmp_path: Path):
+    """Longer than the silence after which a rank is lost: of the store, of all ranks, and of both."""
 
     def pause(store: int, ranks: Sequence[int]) -> None:
-        pids = {"store": [store], "ranks": ranks, "both": [store, *ranks]}[what]
-        for _ in range(2):  # one pause alone does not always show it
+        for pids in ([store], ranks, [store, *ranks]) * 2:  # one pause alone does not always show it
             wait_for_steps(tmp_path)
             with stopped(pids):
                 time.sleep(LONGER_THAN_H)
         time.sleep(H)  # a rank taken for lost would be noticed meanwhile
         wait_for_steps(tmp_path)
         set_flag(tmp_path, "over")
-
-    assert [failed.text for failed in in_world(train, tmp_path, pause)] == [""] * 4
-
-
-def connect_while_suspended(folder: Path) -> Attempt:
-    """Three ranks wait in connect for the last one, which arrives after the pause."""
-    beat_fast()
-    first = ProcessGroupMesh(4, name="first")
-    first.connect(timeout=LONG_TIMEOUT)
-    mesh = ProcessGroupMesh(dp=2, tp=2, name="train")
-    set_flag(folder, f"connects {mesh.rank}")
-    if mesh.rank == 3:
-        wait_for_flag(folder, "suspended")
-        time.sleep(BEAT)
-    failed = attempt(lambda: mesh.connect(timeout=LONG_TIMEOUT))
-    check_sums(groups_of(mesh))
-    return failed
-
-
-@pytest.mark.fault("all ranks of a job are suspended and continued")
-def test_connect_survives_suspended_machine(tmp_path: Path):
-    def suspend(_: int, ranks: Sequence[int]) -> None:
         wait_for_flags(tmp_path, "connects", range(4))
         time.sleep(2 * BEAT)
         with stopped(ranks):
             time.sleep(LONGER_THAN_H)
         set_flag(tmp_path, "suspended")
 
-    assert [failed.text for failed in in_world(connect_while_suspended, tmp_path, suspend)] == [""] * 4
+    seen = in_world(train, tmp_path, pause)
+    assert [(trained.text, connected.text) for trained, connected in seen] == [("", "")] * 4
 
 
 def abort_in_pause(folder: Path) -> Attempt:
@@ -141,24 +127,20 @@ def abort_in_pause(folder: Path) -> Attempt:
         time.sleep(2 * BEAT)  # a heartbeat waits for the store
         mesh.abort("the test")
         set_flag(folder, "aborted")
-        return Attempt("", "", 0.0, 0.0)
     if mesh.rank != 3:
-        return Attempt("", "", 0.0, 0.0)
+        return attempt(lambda: None)
     wait_for_flag(folder, "continued")
     return attempt(lambda: wait_until(lambda: mesh.group("dp") is None, "an error of the mesh"))
 
 
 @pytest.mark.fault("`abort()` during a pause of the store, or just before the process exits")
-@pytest.mark.parametrize("seconds", [0.3, 1.5])
-def test_abort_during_store_pause_reaches_all(tmp_path: Path, seconds: float):
-    """The pause is counted from the abort on."""
-
+def test_abort_during_store_pause_reaches_all(tmp_path: Path):
     def pause(store: int, _: Sequence[int]) -> None:
         wait_for_flags(tmp_path, "connected", range(4))
         with stopped([store]):
             set_flag(tmp_path, "paused")
             wait_for_flag(tmp_path, "aborted")
-            time.sleep(max(0.0, seconds - 0.5))  # abort itself has waited for half a second
+            time.sleep(1.0)  # after the half second that abort waits
         set_flag(tmp_path, "continued")
 
     failed = in_world(abort_in_pause, tmp_path, pause)[3]
@@ -168,8 +150,7 @@ def test_abort_during_store_pause_reaches_all(tmp_path: Path, seconds: float):
 
 
 def abort_and_exit(rank: int, port: int, folder: Path, number: int) -> None:
-    beat_fast()
-    launch.join("gloo", replica=rank, replicas=3, host="127.0.0.1", port=port)
+    join_world(rank, port, 3)
     mesh = ProcessGroupMesh(dp=3, name="train")
     ProcessGroupMesh(3, name="other").connect(timeout=LONG_TIMEOUT)
     group = mesh.group_of([1, 2]) if rank else None
@@ -202,26 +183,20 @@ def test_abort_before_exit_reaches_others(tmp_path: Path):
             assert "was aborted by rank 0 at " in Attempt(*read_result(tmp_path, f"failed {rank}")).text
 
 
-def shrink_while_the_store_pauses() -> Attempt:
+@on_ranks(2, fresh=True)
+def test_shrink_outlives_pause_after_its_decision():
     """The pause begins once the new mesh is decided, and is longer than the answer to a call without a timeout."""
     beat_fast()
     mesh = ProcessGroupMesh(dp=2, name="train")
     mesh.abort_when_lost()
     pause = Fault(Read(status_key(mesh.rank)), before=lambda: time.sleep(4 * timing.TIMING.late_answer), times=1)
     with faults(pause):
-        return attempt(lambda: mesh.shrink("dp", timeout=LONG_TIMEOUT).connect(timeout=LONG_TIMEOUT))
+        mesh.shrink("dp", timeout=LONG_TIMEOUT).connect(timeout=LONG_TIMEOUT)
 
 
-def test_shrink_outlives_pause_after_its_decision():
-    with fresh_world(2) as own:
-        assert [each.kind for each in own.run(shrink_while_the_store_pauses)] == ["", ""]
-
-
-# ---- a heartbeat fails ----
-
-
-def lose_first_heartbeat() -> bool:
-    """True if the rank's status is in the store after ``abort_when_lost``, whose first heartbeat fails."""
+@on_ranks(2, fresh=True)
+def test_abort_when_lost_awaits_heartbeat_after_failure():
+    """The status is in the store after ``abort_when_lost``, whose first heartbeat fails."""
     beat_fast()
     mesh = ProcessGroupMesh(2, name="train")
     key = status_key(mesh.rank)
@@ -230,9 +205,4 @@ def lose_first_heartbeat() -> bool:
     )
     with faults(heartbeat):
         mesh.abort_when_lost()
-        return last_status(mesh.rank) is not None
-
-
-def test_abort_when_lost_awaits_heartbeat_after_failure():
-    with fresh_world(2) as own:
-        assert own.run(lose_first_heartbeat) == [True, True]
+        assert last_status(mesh.rank) is not None

@@ -123,33 +123,6 @@ def test_shrink_after_kill_takes_one_second(tmp_path: Path):
         assert end - killed[0] < 1.0 + SLACK
 
 
-def replace_by_spares(folder: Path) -> list[str]:
-    """Ranks 4 and 5 stand by. First rank 3 is killed, and then rank 0."""
-    mesh, meshes = connected(folder), []
-    for _ in range(2):
-        if mesh.rank in mesh:
-            steps_until_one_fails(mesh)
-            mesh = mesh.shrink(spares=[4, 5], timeout=LONG_TIMEOUT)
-        else:
-            mesh = mesh.stand_by(timeout=LONG_TIMEOUT)
-        meshes.append(checked(mesh))
-        set_flag(folder, f"again {mesh.rank}")
-    return meshes
-
-
-def test_spares_replace_two_killed_ranks(tmp_path: Path):
-    def kill(own: World) -> None:
-        own.kill(3, signal.SIGKILL)
-        wait_for_flags(tmp_path, "again", (0, 1, 2, 4, 5))
-        own.kill(0, signal.SIGKILL)
-
-    for meshes in run(tmp_path, 6, replace_by_spares, kill, [0, 3]):
-        assert meshes == [
-            "ProcessGroupMesh(dp=2, tp=2, ranks=(0, 1, 2, 4), name='train')",
-            "ProcessGroupMesh(dp=2, tp=2, ranks=(5, 1, 2, 4), name='train')",
-        ]
-
-
 def too_few_are_left(folder: Path) -> tuple[Attempt, str]:
     """A rank of each index of dp is killed. Without spares there is no mesh; with them there is."""
     mesh = connected(folder)
@@ -223,75 +196,34 @@ def test_stopped_rank_is_replaced_and_refused_later(tmp_path: Path):
     assert "mesh = mesh.stand_by()" in refused
 
 
-def two_are_stopped(folder: Path) -> tuple[str, float]:
-    """Ranks 2 and 3 are stopped at once, as if their host were lost."""
-    mesh = connected(folder)
-    mesh.abort_when_lost(3 * H)
-    set_flag(folder, f"watching {mesh.rank}")
-    steps_until_one_fails(mesh)
-    mesh = mesh.shrink("dp", timeout=LONG_TIMEOUT)
-    text, end = checked(mesh), time.monotonic()
-    set_flag(folder, f"done {mesh.rank}")
-    return text, end
-
-
-def test_two_stopped_ranks_are_lost_together(tmp_path: Path):
-    stopped = [0.0]
-
-    def stop(own: World) -> None:
-        wait_for_flags(tmp_path, "watching", range(4))
-        time.sleep(2 * BEAT)
-        stopped[0] = time.monotonic()
-        own.kill(2, signal.SIGSTOP)
-        own.kill(3, signal.SIGSTOP)
-        wait_for_flags(tmp_path, "done", range(2))
-        own.kill(2, signal.SIGKILL)
-        own.kill(3, signal.SIGKILL)
-
-    for mesh, end in run(tmp_path, 4, two_are_stopped, stop, [2, 3]):
-        print(mesh, end - stopped[0])
-        assert mesh == "ProcessGroupMesh(dp=1, tp=2, ranks=range(2), name='train')"
-        assert end - stopped[0] < 3 * H + 3 * BEAT + SLACK
-
-
 # ---- arguments and ranks that differ ----
 
 
-def arguments_differ(folder: Path) -> tuple[Attempt, str]:
+def two_calls_fail(folder: Path) -> tuple[Attempt, Attempt, str]:
+    """The arguments differ. In the next call, rank 2 lives and does not call. Then all of them try again."""
     mesh = connected(folder)
-    failed = attempt(lambda: mesh.shrink(mesh.axes[mesh.rank % 2], timeout=LONG_TIMEOUT))
-    return failed, checked(mesh.shrink("dp", timeout=LONG_TIMEOUT))
-
-
-def test_retry_succeeds_after_different_arguments(tmp_path: Path):
-    for failed, mesh in run(tmp_path, 4, arguments_differ, lambda own: None, []):
-        assert failed.kind == "MismatchError"
-        assert "mesh 'train': the ranks passed different arguments:" in failed.text
-        assert "shrink('dp') on rank" in failed.text
-        assert "shrink('tp') on rank" in failed.text
-        assert mesh == "ProcessGroupMesh(dp=2, tp=2, name='train')"  # no rank was lost
-
-
-def one_does_not_call(folder: Path) -> tuple[Attempt, str]:
-    """Rank 2 lives and does not call. The others say so, and all of them try again."""
-    mesh = connected(folder)
-    failed = attempt(lambda: None)
+    differs = attempt(lambda: mesh.shrink(mesh.axes[mesh.rank % 2], timeout=LONG_TIMEOUT))
+    lacks_one = attempt(lambda: None)
     if mesh.rank == 2:
         wait_for_flags(folder, "failed", (0, 1, 3))
     else:
-        failed = attempt(lambda: mesh.shrink("dp", timeout=SHORT))
+        lacks_one = attempt(lambda: mesh.shrink("dp", timeout=SHORT))
         set_flag(folder, f"failed {mesh.rank}")
-    return failed, checked(mesh.shrink("dp", timeout=LONG_TIMEOUT))
+    return differs, lacks_one, checked(mesh.shrink("dp", timeout=LONG_TIMEOUT))
 
 
-def test_living_missing_rank_is_named_but_kept(tmp_path: Path):
-    for rank, (failed, mesh) in enumerate(run(tmp_path, 4, one_does_not_call, lambda own: None, [])):
-        assert mesh == "ProcessGroupMesh(dp=2, tp=2, name='train')"
+def test_failed_shrink_may_be_repeated(tmp_path: Path):
+    for rank, (differs, lacks_one, mesh) in enumerate(run(tmp_path, 4, two_calls_fail, lambda own: None, [])):
+        assert mesh == "ProcessGroupMesh(dp=2, tp=2, name='train')"  # no rank was lost
+        assert differs.kind == "MismatchError"
+        assert "mesh 'train': the ranks passed different arguments:" in differs.text
+        assert "shrink('dp') on rank" in differs.text
+        assert "shrink('tp') on rank" in differs.text
         if rank != 2:
-            assert failed.kind == "MissingRanksError"
-            assert f"mesh 'train': rank 2 did not call shrink('dp') in {SHORT:g} s." in failed.text
-            assert "lost:" not in failed.text
-            assert failed.took < SHORT + SLACK
+            assert lacks_one.kind == "MissingRanksError"
+            assert f"mesh 'train': rank 2 did not call shrink('dp') in {SHORT:g} s." in lacks_one.text
+            assert "lost:" not in lacks_one.text
+            assert lacks_one.took < SHORT + SLACK
 
 
 # ---- abort ----

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -54,34 +54,6 @@ def sum_powers(group: dist.ProcessGroup) -> int:
 # ---- a rank is stuck in a collective ----
 
 
-def two_are_stuck(folder: Path) -> tuple[Attempt, str, str]:
-    """Ranks 1 and 2 enter an all-reduce of all four. Ranks 0 and 3 do not: they wait for them in connect."""
-    beat_fast()
-    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
-    sum_powers(mesh.group())
-    text = printed = ""
-    failed = attempt(lambda: None)
-    if mesh.rank in (1, 2):
-        errors = (folder / f"errors {mesh.rank}").open("w")
-        stderr, sys.stderr = sys.stderr, errors
-        mesh.report_on(signal.SIGUSR1)
-        watcher = threading.Thread(target=report_and_signal, args=(mesh, folder), daemon=True)
-        watcher.start()
-    else:
-        failed = attempt(lambda: mesh.connect("tp", timeout=timedelta(seconds=D)))
-        set_flag(folder, f"failed {mesh.rank}")
-        wait_for_flags(folder, "reported", (1, 2))
-    assert sum_powers(mesh.group()) == 15
-    if mesh.rank in (1, 2):
-        watcher.join(5.0)
-        sys.stderr = stderr
-        errors.close()
-        text, printed = (folder / f"report {mesh.rank}").read_text(), (folder / f"errors {mesh.rank}").read_text()
-    mesh.connect("tp", timeout=LONG_TIMEOUT)
-    check_sums(groups_of(mesh))
-    return failed, text, printed
-
-
 def report_and_signal(mesh: ProcessGroupMesh, folder: Path) -> None:
     """Report from a thread once the others know of the collective, then on a signal. A report starts the heartbeats."""
     wait_for_flags(folder, "failed", (0, 3))
@@ -94,24 +66,41 @@ def report_and_signal(mesh: ProcessGroupMesh, folder: Path) -> None:
     set_flag(folder, f"reported {mesh.rank}")
 
 
+@on_ranks(4, fresh=True)
 def test_report_and_errors_show_the_stuck_collective(tmp_path: Path):
-    """No rank has called connect before: the heartbeats of the stuck ranks start by themselves."""
-    with fresh_world(4) as own:
-        seen = results(own.outcomes(two_are_stuck, tmp_path))
+    """Ranks 1 and 2 enter an all-reduce of all four. Ranks 0 and 3 do not: they wait for them in connect.
+
+    No rank has called connect before: the heartbeats of the stuck ranks start by themselves.
+    """
+    beat_fast()
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    sum_powers(mesh.group())
     running = r"in all_reduce \(collective 2\) of group dp, tp of mesh 'actor' for \d+ s"
-    for waiting, stuck in [(0, 1), (3, 2)]:
-        failed = seen[waiting][0]
-        print(failed)
+    if mesh.rank in (1, 2):
+        errors = tmp_path / f"errors {mesh.rank}"
+        watcher = threading.Thread(target=report_and_signal, args=(mesh, tmp_path), daemon=True)
+        with errors.open("w") as stderr, contextlib.redirect_stderr(stderr):
+            mesh.report_on(signal.SIGUSR1)
+            watcher.start()
+            assert sum_powers(mesh.group()) == 15
+            watcher.join(5.0)
+        for text in ((tmp_path / f"report {mesh.rank}").read_text(), errors.read_text()):
+            assert re.search(rf"this rank is {running}; entered by ranks 1, 2; ranks 0, 3 did not report it", text)
+    else:
+        failed = attempt(lambda: mesh.connect("tp", timeout=timedelta(seconds=D)))
+        set_flag(tmp_path, f"failed {mesh.rank}")
+        wait_for_flags(tmp_path, "reported", (1, 2))
+        assert sum_powers(mesh.group()) == 15
         assert failed.kind == "MissingRanksError"
-        assert re.search(rf"rank {stuck}: {running}", failed.text)
+        assert re.search(rf"rank {2 if mesh.rank else 1}: {running}", failed.text), failed
         assert failed.took < D + SLACK
-    for _, text, printed in seen[1:3]:
-        print(text, printed)
-        for each in (text, printed):
-            assert re.search(rf"this rank is {running}; entered by ranks 1, 2; ranks 0, 3 did not report it", each)
+    mesh.connect("tp", timeout=LONG_TIMEOUT)
+    check_sums(groups_of(mesh))
 
 
-def one_skips_a_collective(folder: Path) -> tuple[Attempt, list[str]]:
+@pytest.mark.fault("a living member skips a later collective")
+@on_ranks(4, fresh=True)
+def test_timeout_names_living_rank_that_skipped_a_collective(tmp_path: Path):
     """Rank 3 skips the third collective of a connected group, until the others have failed."""
     beat_fast()
     timing.TIMING = timing.TIMING._replace(warn_after=0.1)
@@ -121,27 +110,18 @@ def one_skips_a_collective(folder: Path) -> tuple[Attempt, list[str]]:
     group = mesh.group("dp", "tp")
     assert sum_powers(group) == 15
     if mesh.rank == 3:
-        wait_for_flags(folder, "failed", (0, 1, 2))
-        return attempt(lambda: None), []
+        wait_for_flags(tmp_path, "failed", (0, 1, 2))
+        return
     with logged_lines() as lines:
         failed = attempt(lambda: sum_powers(group))
-    set_flag(folder, f"failed {mesh.rank}")
-    return failed, [line.text for line in lines]
-
-
-@pytest.mark.fault("a living member skips a later collective")
-def test_timeout_names_living_rank_that_skipped_a_collective(tmp_path: Path):
-    with fresh_world(4) as own:
-        seen = results(own.outcomes(one_skips_a_collective, tmp_path))
+    set_flag(tmp_path, f"failed {mesh.rank}")
     skipped = r"rank 3 did not report all_reduce \(collective \d+\)\n  rank 3: not in connect"
-    for failed, lines in seen[:3]:
-        print(failed, lines)
-        assert failed.kind == "MissingRanksError"
-        assert re.search(rf"group dp, tp of mesh 'actor': {skipped}", failed.text)
-        (line,) = lines  # after half of the timeout
-        running = r"this rank is in all_reduce \(collective \d+\) of group dp, tp of mesh 'actor' for (\d+) s"
-        (seconds,) = re.findall(rf"{running}: {skipped}", line)
-        assert int(seconds) >= max(4.0, SHORT) / 2
+    assert failed.kind == "MissingRanksError"
+    assert re.search(rf"group dp, tp of mesh 'actor': {skipped}", failed.text), failed
+    (line,) = lines  # after half of the timeout
+    running = r"this rank is in all_reduce \(collective \d+\) of group dp, tp of mesh 'actor' for (\d+) s"
+    (seconds,) = re.findall(rf"{running}: {skipped}", line.text)
+    assert int(seconds) >= max(4.0, SHORT) / 2
 
 
 @on_ranks(4, "fast")
@@ -149,7 +129,7 @@ def test_all_of_many_stuck_collectives_end_soon():
     """Rank 0 waits for rank 2 to connect to it, or for a message: that depends on their ports in each group."""
     beat_fast()
     groups, timeout = list[dist.ProcessGroup](), max(2.0, SHORT)
-    for i in range(16):
+    for i in range(8):
         mesh = ProcessGroupMesh(4, name=f"mesh {i}")
         mesh.configure(timeout=timeout)
         mesh.connect(timeout=LONG_TIMEOUT)

@@ -53,13 +53,9 @@ def fails(kind: str, act: Callable[[], Any]) -> None:
         raise AssertionError(f"no {kind}")
 
 
-def one_never_connects(mesh: ProcessGroupMesh) -> None:
+def one_connects_too_late(mesh: ProcessGroupMesh) -> None:
     if mesh.rank < 3:
         fails("MissingRanksError", lambda: mesh.connect(ALL, timeout=SOONER))
-
-
-def one_connects_too_late(mesh: ProcessGroupMesh) -> None:
-    one_never_connects(mesh)
     dist.barrier()
     mesh.connect(ALL, timeout=LONG_TIMEOUT)  # rank 3 logs the earlier decision
     check_sums({"all": (mesh.group(), mesh.ranks())})
@@ -151,7 +147,6 @@ def one_stops(kind: str, mesh: ProcessGroupMesh, broken: Any) -> None:
 
 
 FAULTS: list[Callable[[ProcessGroupMesh], None]] = [
-    one_never_connects,
     one_connects_too_late,
     one_skips_first_collective,
     meshes_differ,

@@ -7,10 +7,9 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from pgmesh.rendezvous.operations import CompareSet
 from pgmesh.rendezvous.store_thread import StoreThread
 from pgmesh.rendezvous.world_name import REPLACED, leave_world
 from pgmesh.rendezvous.world_store import WorldStore
+from tests.support.board import CountedStore
 from tests.support.memory_client import enter_world
 from tests.support.resource_counts import CAN_COUNT, count_resources, growth
 from tests.support.worlds import check_sums, fresh_world, groups_of
@@ -74,26 +74,7 @@ def test_ranks_agree_on_the_name_of_a_world(worlds: list[tuple[bool, set[int], s
                 leave_world(store, names[process])
 
 
-class Interrupted:
-    """A store that does something else before its nth operation, of one kind or of any."""
-
-    def __init__(self, store: dist.Store, number: int, act: Callable[[], object], operation: str = "") -> None:
-        self.store, self.left, self.act, self.operation = store, number, act, operation
-
-    def __getattr__(self, operation: str) -> Callable[..., Any]:
-        def ask(*arguments: Any) -> Any:
-            if self.operation in ("", operation):
-                self.left -= 1
-                assert self.left > -100, f"{operation} is asked without end"
-                if self.left == 0:
-                    self.act()
-            return getattr(self.store, operation)(*arguments)
-
-        return ask
-
-
-@pytest.mark.parametrize("number", range(1, 6))
-@pytest.mark.parametrize("returns", [True, False])
+@pytest.mark.parametrize(("returns", "number"), [*((False, i) for i in (1, 2, 3)), *((True, i) for i in range(1, 6))])
 def test_entry_agrees_while_last_rank_leaves(returns: bool, number: int):
     """The last rank leaves before an operation of one that enters, and that may have left the same world before."""
     store, left = dist.HashStore(), set[str]()
@@ -102,50 +83,39 @@ def test_entry_agrees_while_last_rank_leaves(returns: bool, number: int):
         assert enter_world(store, set()) == first
         leave_world(store, first)
         left = {first}
-    second = enter_world(Interrupted(store, number, lambda: leave_world(store, first)), left)
+    second = enter_world(CountedStore(store, [number], lambda: leave_world(store, first)), left)
     assert second not in left
     assert [enter_world(store, each) for each in (left, set())] == [second, second]
+    assert [leave_world(store, second) for _ in range(3)] == [False, False, True]
+    assert store.num_keys() == 0
 
 
-def test_entry_during_last_leave_keeps_world_name():
+@pytest.mark.parametrize("number", range(1, 7))
+@pytest.mark.parametrize("returns", [True, False])
+def test_last_leave_agrees_with_entry_meanwhile(monkeypatch: pytest.MonkeyPatch, returns: bool, number: int):
+    """A process enters before an operation of the last one that leaves, which it takes for dead while it deletes."""
+    monkeypatch.setattr(timing, "TIMING", timing.TIMING._replace(world_end=0.02))
     store, names = dist.HashStore(), list[str]()
     first = enter_world(store, set())
-    leaving = Interrupted(store, 3, lambda: store.add(f"{world_name.WORLD_KEY}.{first}.entered", 1), "compare_set")
-    assert not leave_world(leaving, first)
-    names = [enter_world(store, set()) for _ in range(2)]
-    assert names == [first, first]
+    past = {first} if returns else set[str]()
+    leave_world(CountedStore(store, [number], lambda: names.append(enter_world(store, past))), first)
+    assert names == [enter_world(store, {first} & past)]
 
 
 def test_world_name_set_during_deletion_is_kept():
     store, names = dist.HashStore(), list[str]()
     asked, first = threading.Event(), enter_world(store, set())
     late = threading.Thread(
-        target=lambda: names.append(enter_world(Interrupted(store, 2, asked.set, "compare_set"), {first}))
+        target=lambda: names.append(enter_world(CountedStore(store, [2], asked.set, "compare_set"), {first}))
     )
 
     def enter_meanwhile() -> None:  # the name is over, and not yet deleted
         late.start()
         assert asked.wait(DEADLINE.total_seconds())
 
-    assert leave_world(Interrupted(store, 3, enter_meanwhile, "delete_key"), first)
+    assert leave_world(CountedStore(store, [3], enter_meanwhile, "delete_key"), first)
     late.join(DEADLINE.total_seconds())
     assert names == [enter_world(store, {first})]
-
-
-def test_late_deletion_spares_the_next_world(monkeypatch: pytest.MonkeyPatch):
-    """The last rank pauses while it deletes the name, and another one takes it for dead."""
-    monkeypatch.setattr(timing, "TIMING", timing.TIMING._replace(world_end=0.02))
-    store, names = dist.HashStore(), list[str]()
-    first = enter_world(store, set())
-    assert leave_world(Interrupted(store, 2, lambda: names.append(enter_world(store, {first})), "delete_key"), first)
-    assert names == [enter_world(store, set())]
-
-
-def test_ranks_enter_after_unfinished_deletion_of_world_name(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(timing, "TIMING", timing.TIMING._replace(world_end=0.02))
-    store = dist.HashStore()
-    store.set(world_name.WORLD_KEY, world_name.OVER)
-    assert enter_world(store, set()) == enter_world(store, set())
 
 
 def test_slow_store_leaves_time_for_the_last_rank(monkeypatch: pytest.MonkeyPatch):
@@ -155,7 +125,7 @@ def test_slow_store_leaves_time_for_the_last_rank(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(time, "sleep", lambda seconds: clock.append(clock.pop() + seconds))
     store.set(world_name.WORLD_KEY, world_name.OVER)
-    late = Interrupted(store, 1, lambda: time.sleep(2 * timing.TIMING.world_end), "compare_set")
+    late = CountedStore(store, [1], lambda: time.sleep(2 * timing.TIMING.world_end), "compare_set")
     enter_world(late, set())
     assert clock[0] >= 3 * timing.TIMING.world_end
 
@@ -165,18 +135,8 @@ def test_slow_leave_leaves_no_store_key():
     store = dist.HashStore()
     name = enter_world(store, set())
     enter_world(store, set())
-    slow = Interrupted(store, 1, lambda: leave_world(store, name), "compare_set")
+    slow = CountedStore(store, [1], lambda: leave_world(store, name), "compare_set")
     assert not leave_world(slow, name)
-    assert store.num_keys() == 0
-
-
-def test_entry_after_last_leave_leaves_no_store_key():
-    """The last rank leaves after another one has read the name, and before that one is counted."""
-    store = dist.HashStore()
-    first = enter_world(store, set())
-    second = enter_world(Interrupted(store, 1, lambda: leave_world(store, first), "add"), set())
-    assert second != first
-    assert leave_world(store, second)
     assert store.num_keys() == 0
 
 
@@ -233,49 +193,37 @@ def left_for_others() -> Iterator[int]:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def used(mesh: ProcessGroupMesh, how: str) -> None:
-    if how == "connect":
-        mesh.connect(timeout=timedelta(seconds=10))
+def use(mesh: ProcessGroupMesh) -> None:
+    mesh.connect(timeout=timedelta(seconds=10))
     check_sums(groups_of(mesh))
 
 
-def use_after_different_pasts(port: int, how: str) -> None:
+def use_after_different_pasts_and_again(port: int) -> None:
+    """Rank 0 has been in two other worlds. Both ranks use the store of their first common world three times more."""
     with left_for_others() as rank:
         if rank == 0:
             for _ in range(2):
                 with world_on(dist.HashStore(), 0, 1):
-                    used(ProcessGroupMesh(dp=1), how)
-        store = dist.PrefixStore(how, client(port))
-        with world_on(store, rank, 2):
-            mesh = ProcessGroupMesh(dp=2, name="actor")
-            if rank == 0:  # the other rank asks first
-                wait_for(dist.distributed_c10d._get_default_store(), world_name.WORLD_KEY)
-            used(mesh, how)
-
-
-@pytest.mark.fault("a fresh store after other worlds, or a second world on the same store")
-@pytest.mark.parametrize("how", ["connect", "first collectives"])
-def test_ranks_with_different_pasts_use_fresh_store(how: str):
-    with StoreProcess() as server, fresh_world(2) as own:
-        own.run(use_after_different_pasts, server.port, how)
-
-
-def use_the_store_four_times(port: int, how: str) -> None:
-    with left_for_others() as rank:
+                    use(ProcessGroupMesh(dp=1))
         store = client(port)
         for number in range(4):
             with world_on(store, rank, 2):
                 mesh = ProcessGroupMesh(dp=2, name="actor")
-                assert "left the world" not in str(mesh.report())  # the other leaves only after the sums
-                used(mesh, how)
+                if number:
+                    assert "left the world" not in str(mesh.report())  # the other leaves only after the sums
+                elif rank == 0:  # the other rank asks first
+                    wait_for(dist.distributed_c10d._get_default_store(), world_name.WORLD_KEY)
+                if number % 2:
+                    check_sums(groups_of(mesh))  # first collectives without connect
+                else:
+                    use(mesh)
             wait_for_both(store, f"left {number}")
 
 
 @pytest.mark.fault("a fresh store after other worlds, or a second world on the same store")
-@pytest.mark.parametrize("how", ["connect", "first collectives"])
-def test_processes_with_same_past_reuse_the_store(how: str):
+def test_ranks_with_different_pasts_use_the_store_again():
     with StoreProcess() as server, fresh_world(2) as own:
-        own.run(use_the_store_four_times, server.port, how)
+        own.run(use_after_different_pasts_and_again, server.port)
 
 
 def use_with_process_of_another_past(port: int) -> str:
@@ -285,7 +233,7 @@ def use_with_process_of_another_past(port: int) -> str:
         store = dist.PrefixStore("first", tcp)
         if process != 2:
             dist.init_process_group("gloo", store=store, rank=process, world_size=2, timeout=DEADLINE)
-            used(ProcessGroupMesh(dp=2, name="actor"), "connect")
+            use(ProcessGroupMesh(dp=2, name="actor"))
             if process == 1:
                 wait_for(tcp, "done")
                 dist.destroy_process_group()
@@ -299,7 +247,7 @@ def use_with_process_of_another_past(port: int) -> str:
             with world_on(dist.PrefixStore(attempt, tcp), min(process, 1), 2):
                 mesh = ProcessGroupMesh(dp=2, name="actor")
                 if attempt == "second":
-                    used(mesh, "connect")
+                    use(mesh)
                     continue
                 if process == 0:
                     wait_for(tcp, "asked")
@@ -340,7 +288,7 @@ def live_in(worlds: int, port: int) -> list[dict[str, int]]:
         for number in range(worlds):
             with world_on(dist.PrefixStore(f"world {number}", tcp), rank, 2):
                 mesh = ProcessGroupMesh(dp=2, tp=1, name="actor")
-                used(mesh, "connect")
+                use(mesh)
                 group = mesh.group("dp")
                 dist.barrier()
                 if number % 2:

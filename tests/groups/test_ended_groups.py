@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -21,24 +17,12 @@ import torch.distributed as dist
 
 from pgmesh import LifetimeError, ProcessGroupMesh, torch_private
 from pgmesh.groups import background
-from pgmesh.groups.group import find_group
 from pgmesh.launch import StoreProcess
 from tests.support.fake_world import fake_rank
-from tests.support.faults import LONG_TIMEOUT, Attempt, attempt, wait_until, wait_until_waiting
+from tests.support.faults import WAIT_TIMEOUT, attempt, wait_until
 from tests.support.programs import send_signal
 from tests.support.torch_tables import timeout_of
 from tests.support.worlds import check_sums, fresh_world, groups_of, on_ranks
-
-
-@on_ranks(2)
-def test_abort_frees_process_groups():
-    mesh = ProcessGroupMesh(dp=1, tp=2, name="actor")
-    mesh.connect("tp")
-    check_sums(groups_of(mesh))
-    reference = weakref.ref(mesh.group("tp"))
-    dist.barrier()
-    mesh.abort()
-    wait_until(lambda: reference() is None, "the aborted group is freed")
 
 
 def test_exit_waits_for_threads_that_threads_start():
@@ -115,22 +99,6 @@ def test_abort_during_another_call_destroys_groups():
     assert attempt(lambda: dist.all_reduce(torch.ones(1), group=group)).kind == LifetimeError.__name__
 
 
-@on_ranks(2)
-def test_report_has_the_timeout_that_was_set():
-    mesh = ProcessGroupMesh(2, name="actor")
-    mesh.group()
-    mesh.set_timeout(timeout=7)
-    assert "timeout=datetime.timedelta(seconds=7)" in str(mesh.report())
-
-
-@on_ranks(2, fresh=True)
-def test_second_abort_when_lost_adds_no_second_watch():
-    mesh = ProcessGroupMesh(2, name="actor")
-    mesh.abort_when_lost()
-    mesh.abort_when_lost(lost_after=30)
-    assert len(mesh._mesh_groups.world.at_heartbeat) == 1
-
-
 EXITING = """
 import atexit
 import sys
@@ -156,10 +124,11 @@ def test_process_ends_after_its_threads_left_collectives():
 
 
 @on_ranks(2)
-def test_group_that_is_made_again_keeps_its_timeout():
+def test_timeout_that_was_set_is_reported_and_kept():
     mesh = ProcessGroupMesh(2, name="actor")
     mesh.connect()
     mesh.set_timeout(timeout=7)
+    assert "timeout=datetime.timedelta(seconds=7)" in str(mesh.report())
     (group,) = mesh._mesh_groups.made()
     before = group.name
     mesh._mesh_groups.discard([group], "broke.")
@@ -169,75 +138,29 @@ def test_group_that_is_made_again_keeps_its_timeout():
     assert timeout_of(again).total_seconds() == 7.0
 
 
-def fails_after_it_has_begun() -> Attempt:
-    """Rank 0 makes the first group, and cannot make the second one."""
-    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
-    cache, calls = mesh._mesh_groups, itertools.count(1)
-    find = cache.find
-
-    def fail(*arguments: Any) -> Any:
-        if next(calls) == 2:
-            wait_until_waiting(1, 2)  # a member that arrives after the failure waits for the next attempt
-            raise OSError("no descriptor is left")
-        return find(*arguments)
-
-    with mock.patch.object(cache, "find", fail) if mesh.rank == 0 else contextlib.nullcontext():
-        return attempt(lambda: mesh.connect(timeout=LONG_TIMEOUT))
-
-
-def ends_before_its_round() -> Attempt:
-    """On rank 0, another thread ends a group between the arrival of the other members and its own."""
-    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
-
-    def ended() -> None:
-        wait_until_waiting(1, 2)
-        raise LifetimeError("another thread has released it")
-
-    if mesh.rank == 0:
-        group: Any = find_group(mesh.group("tp").group_name)
-        group.connect = ended
-    return attempt(lambda: mesh.connect(timeout=LONG_TIMEOUT))
-
-
-@pytest.mark.parametrize(
-    ("fails", "kind", "reason"),
-    [
-        (fails_after_it_has_begun, "OSError", "no descriptor is left"),
-        (ends_before_its_round, "LifetimeError", "another thread has released it"),
-    ],
-    ids=["cannot be made", "ended early"],
-)
-def test_members_learn_why_a_group_fails(fails: Callable[[], Attempt], kind: str, reason: str):
-    with fresh_world(4) as own:
-        seen = own.run(fails)
-    assert seen[0].kind == kind
-    for failed in seen[1:3]:
-        assert failed.kind == "MissingRanksError"
-        assert reason in failed.text
-
-
 # ---- no thread waits for the store with the lock of a mesh ----
 
 
-WAIT_TIMEOUT = 30.0
-
-
-def with_stopped_store(act: Callable[[ProcessGroupMesh, threading.Thread], Any], store_pid: int) -> Any:
-    """What ``act`` returns on rank 0, while its other thread releases a connected group and the store is stopped."""
+def act_while_release_waits(store_pid: int) -> None:
+    """Rank 0 creates a group and aborts its mesh, while its other thread releases a group and the store is stopped."""
     mesh = ProcessGroupMesh(dp=2, tp=1, name="train")
     mesh.connect("dp")
     dist.barrier()  # over the group of the world: the other rank is past its use of the store
     if mesh.rank != 0:
         dist.barrier()
         mesh.close()
-        return None
+        return
     send_signal(store_pid, signal.SIGSTOP)
     release = threading.Thread(target=mesh.release, args=("dp",))
     try:
         release.start()
         while mesh.held():  # the group is destroyed; now the thread waits for the store
             assert release.is_alive()
-        return act(mesh, release)
+        assert mesh.group("tp").size() == 1
+        assert release.is_alive()
+        mesh.abort("a test did")
+        with pytest.raises(LifetimeError, match="mesh 'train' was aborted by rank 0"):
+            mesh.group("tp")
     finally:
         os.kill(store_pid, signal.SIGCONT)
         release.join(WAIT_TIMEOUT)
@@ -245,26 +168,6 @@ def with_stopped_store(act: Callable[[ProcessGroupMesh, threading.Thread], Any],
         mesh.close()
 
 
-def create_group(mesh: ProcessGroupMesh, release: threading.Thread) -> tuple[int, bool]:
-    return mesh.group("tp").size(), release.is_alive()
-
-
-def abort_and_ask(mesh: ProcessGroupMesh, _release: threading.Thread) -> str:
-    mesh.group("tp")
-    mesh.abort("a test did")
-    with pytest.raises(LifetimeError) as raised:
-        mesh.group("tp")
-    return str(raised.value)
-
-
-def run(act: Callable[[ProcessGroupMesh, threading.Thread], Any]) -> Any:
+def test_groups_are_created_and_aborted_while_release_waits():
     with StoreProcess() as store, fresh_world(2, store) as own:
-        return own.run(with_stopped_store, act, store.process.pid)[0]
-
-
-def test_group_is_created_while_release_waits():
-    assert run(create_group) == (1, True)
-
-
-def test_abort_ends_groups_while_release_waits():
-    assert "mesh 'train' was aborted by rank 0" in run(abort_and_ask)
+        own.run(act_while_release_waits, store.process.pid)

@@ -1,62 +1,77 @@
-"""Gloo's event loops: they go quiet when their group has ended, whatever Gloo has not read."""
+"""Gloo's event loops, found by their listener: which connections they have, and how they go quiet in the end."""
 
 from __future__ import annotations
 
 import os
 import select
 import socket
+import time
+from types import SimpleNamespace
 
 import pytest
 
 from pgmesh._util.sockets import inode_of
+from pgmesh.groups import connections
+from pgmesh.groups.connections import Endpoints, shut_down
 from pgmesh.groups.event_loops import end_events, find_loops
+from tests.support.resource_counts import CAN_COUNT
+
+pytestmark = pytest.mark.skipif(not CAN_COUNT, reason="reads /proc")
 
 
 @pytest.fixture
-def connection():
-    """A listener, and both ends of a connection to it."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as there:
-        here, _ = listener.accept()
-        with here:
-            yield listener, here, there
+def group():
+    """The event loop of a group, which watches its listener; its listeners; both ends of a connection to a member."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as own,
+        socket.create_server(("127.0.0.1", 0)) as member,
+        socket.create_connection(member.getsockname()) as ours,
+        member.accept()[0] as theirs,
+        select.epoll() as loop,
+    ):
+        loop.register(own, select.EPOLLIN)
+        endpoints = Endpoints([own.getsockname()], [(1, member.getsockname())], [])
+        yield SimpleNamespace(loop=loop, own=own, endpoints=endpoints, ours=ours, theirs=theirs)
 
 
-def test_ended_connection_has_one_last_event(connection):
-    listener, here, there = connection
-    there.sendall(b"the rest of a message that nobody reads")
-    with select.epoll() as loop:
-        loop.register(listener, select.EPOLLIN)
-        loop.register(here, select.EPOLLIN)
-        here.shutdown(socket.SHUT_RDWR)
-        assert loop.poll(0) == loop.poll(0) != []  # it repeats
-
-        end_events(find_loops({inode_of(listener)}))
-
-        assert [number for number, _ in loop.poll(0)] == [here.fileno()]
-        assert loop.poll(0.05) == []
+def test_shut_down_spares_connection_of_another_program(group):
+    """A member has closed its listener, and another program has its port now."""
+    group.loop.register(group.ours, select.EPOLLIN | select.EPOLLONESHOT)
+    with socket.create_connection(group.endpoints.members[0][1]) as other:
+        shut_down([group.endpoints])
+        other.sendall(b"still open")
+    with pytest.raises(BrokenPipeError):
+        group.ours.sendall(b"shut down")
 
 
-def test_late_event_loop_removes_its_connection(connection):
-    # Gloo's thread may have had no time to close the connection. An error here would end the process there.
-    listener, here, _ = connection
-    with select.epoll() as loop:
-        loop.register(listener, select.EPOLLIN)
-        loop.register(here, select.EPOLLIN)
-        here.shutdown(socket.SHUT_RDWR)
-
-        end_events(find_loops({inode_of(listener)}))
-
-        loop.unregister(here)
+def test_shut_down_includes_connection_being_opened(group, monkeypatch: pytest.MonkeyPatch):
+    """Gloo has opened it, and tells its event loop a moment later."""
+    register = lambda seconds: group.loop.register(group.ours, select.EPOLLIN)  # noqa: E731
+    monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=time.monotonic, sleep=register))
+    shut_down([group.endpoints])
+    with pytest.raises(BrokenPipeError):
+        group.ours.sendall(b"shut down")
 
 
-def test_other_loop_keeps_events_under_reused_number(connection):
-    listener, here, there = connection
-    there.sendall(b"unread")
-    with select.epoll() as ended, select.epoll() as other:
-        ended.register(listener, select.EPOLLIN)
-        other.register(here, select.EPOLLIN)
-        found = find_loops({inode_of(listener)})
-        os.dup2(other.fileno(), ended.fileno())
+def test_ended_connection_has_one_last_event(group):
+    group.theirs.sendall(b"the rest of a message that nobody reads")
+    group.loop.register(group.ours, select.EPOLLIN)
+    group.ours.shutdown(socket.SHUT_RDWR)
+    assert group.loop.poll(0) == group.loop.poll(0) != []  # it repeats
+
+    end_events(find_loops({inode_of(group.own)}))
+
+    assert [number for number, _ in group.loop.poll(0)] == [group.ours.fileno()]
+    assert group.loop.poll(0.05) == []
+    group.loop.unregister(group.ours)  # Gloo's thread may do so late; an error would end the process there
+
+
+def test_other_loop_keeps_events_under_reused_number(group):
+    group.theirs.sendall(b"unread")
+    with select.epoll() as other:
+        other.register(group.ours, select.EPOLLIN)
+        found = find_loops({inode_of(group.own)})
+        os.dup2(other.fileno(), group.loop.fileno())
 
         end_events(found)
 

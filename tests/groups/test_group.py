@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -13,9 +12,8 @@ from pgmesh.connect import first_collective
 from pgmesh.connect.first_collective import FirstCollective
 from pgmesh.connect.first_collectives import FirstCollectives
 from pgmesh.errors import LifetimeError, WorldError
-from pgmesh.groups import background, building, watch
+from pgmesh.groups import background, watch
 from pgmesh.groups.group import Group, State, find_group
-from pgmesh.options import GroupOptions
 from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.group_rounds import GroupRound
 from pgmesh.rendezvous.operations import CompareSet, Read
@@ -36,17 +34,6 @@ def test_connect_leaves_group_that_another_thread_ended(connected: bool):
     assert group.state is State.ENDED
     with pytest.raises(LifetimeError, match="group tp of mesh 'actor' was released"):
         group.connect()
-
-
-def test_group_made_by_torch_keeps_no_fingerprint():
-    """Creating it with Gloo failed, and then another backend was configured."""
-    group = Group("group tp", "mesh 'actor'", (0, 1))
-    building.set_options(group, 0, GroupOptions(backend="gloo"), {})
-    assert group.fingerprint is not None
-    torchs = SimpleNamespace(by_members=False, fake=False)  # MPI is one, which this torch may have been built without
-    with mock.patch.object(building, "backends_of", return_value=torchs):
-        building.set_options(group, 0, GroupOptions(backend="mpi"), {})
-    assert group.fingerprint is None
 
 
 def test_adopted_group_of_another_mesh_keeps_its_label():

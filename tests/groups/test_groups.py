@@ -5,12 +5,12 @@ After each test the oracle adds up a mask over every group that the test made.
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import Layout, LifetimeError, OptionsError, ProcessGroupMesh, ShapeError, torch_private
-from tests.support.programs import clean_env, run_programs
+from pgmesh.errors import UnsupportedTorchError
+from tests.support.logs import logged_lines
 from tests.support.torch_tables import record_operations
 from tests.support.worlds import DEADLINE, axis_combinations, check_sums, groups_of, on_ranks, world
 
@@ -209,6 +210,21 @@ def test_equal_options_give_the_same_group():
     check_sums({"dp": (group, mesh.ranks("dp")), "slower": (slower, mesh.ranks("dp"))})
 
 
+@on_ranks(2)
+def test_timeout_in_a_call_is_logged_once():
+    with logged_lines() as lines:
+        mesh = ProcessGroupMesh(dp=1, tp=2, name="actor")
+        for seconds in (20, 20, 21):
+            group = mesh.group("tp", timeout=seconds)
+            assert group is not mesh.group("tp")
+            check_sums({"tp": (group, mesh.ranks("tp"))})
+        mesh.group("dp", timeout=20)  # a group of one rank waits for no other
+        check_sums(groups_of(mesh))
+    (line,) = lines
+    assert line.text.startswith("group tp of mesh 'actor' is a communicator of its own")
+    assert "mesh.configure('tp', timeout=20) on every rank before its first use" in line.text
+
+
 @on_ranks(4)
 def test_tag_makes_a_separate_communicator():
     """Each rank starts with the other of the two: on one communicator the numbers would cross."""
@@ -385,47 +401,16 @@ def test_unknown_backend_is_refused_on_partial_meshes():
     check_sums(groups_of(mesh))
 
 
-RELOADED = """
-import importlib, sys
-import torch, torch.distributed as dist
-import pgmesh
-from pgmesh import torch_private
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-mesh = pgmesh.ProcessGroupMesh(dp=1, name="actor")
-group = mesh.group("dp")
-
-def again():
-    importlib.reload(torch_private)
-
-def beside():
-    first = {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] == "pgmesh"}
-    try:
-        import pgmesh.torch_private
-    finally:
-        sys.modules.update(first)
-
-for load in (again, beside):
-    try:
-        load()
-    except Exception as error:
-        print(type(error).__name__, error)
-dist.all_reduce(torch.ones(1), group=group)
-mesh.release("dp")
-try:
-    dist.all_reduce(torch.ones(1), group=group)
-except pgmesh.LifetimeError as error:
-    print(error)
-dist.destroy_process_group()  # otherwise torch itself aborts some processes at their end
-"""
-
-
-def test_second_import_is_refused_and_first_keeps_working(tmp_path: Path):
-    ((out, _),) = run_programs(tmp_path, RELOADED, environs=[clean_env()])
-    *refused, released = out.splitlines()
-    begins = "UnsupportedTorchError pgmesh.torch_private is already loaded in this process"
-    assert [line.startswith(begins) for line in refused] == [True, True]
-    assert "group dp of mesh 'actor' was released" in released
+@on_ranks(2, fresh=True)
+def test_second_import_is_refused_and_first_keeps_working():
+    mesh = ProcessGroupMesh(dp=2, name="actor")
+    group = mesh.group()
+    with pytest.raises(UnsupportedTorchError, match=r"^pgmesh\.torch_private is already loaded in this process"):
+        importlib.reload(torch_private)
+    check_sums(groups_of(mesh))
+    mesh.release()
+    with pytest.raises(LifetimeError, match="group dp of mesh 'actor' was released"):
+        dist.all_reduce(torch.ones(1), group=group)
 
 
 # ---- long names ----

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -10,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -25,7 +25,6 @@ from pgmesh import (
     MissingRanksError,
     OptionsError,
     ProcessGroupMesh,
-    launch,
 )
 from pgmesh.groups import building as pgmesh_groups, connections, world as pgmesh_world
 from pgmesh.groups.group import find_group
@@ -38,7 +37,7 @@ from tests.support.worlds import check_sums, groups_of, on_ranks, world
 SOON = 2.0  # seconds: at once, on a machine that is busy with something else; no timeout is as short
 
 
-@contextmanager
+@contextlib.contextmanager
 def at_once() -> Iterator[None]:
     start = time.monotonic()
     yield
@@ -63,8 +62,8 @@ def summed(mesh: ProcessGroupMesh) -> None:
 
 @on_ranks(4)
 def test_missing_members_are_named_at_the_timeout():
-    """Rank 0 waits in three groups at once, and rank 3 with it in the last. Rank 1 made its two, rank 2 none."""
-    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    """Rank 3 waits in three groups at once, and rank 0 with it in the last. Rank 1 made its two, rank 2 none."""
+    mesh = ProcessGroupMesh(dp=2, tp=2, ranks=[3, 1, 2, 0], name="actor")
     for axes in [("tp",), ("dp",), ()]:
         mesh.configure(*axes, timeout=1)
     if mesh.rank == 1:
@@ -72,39 +71,28 @@ def test_missing_members_are_named_at_the_timeout():
         mesh.group("dp", "tp")
     if mesh.rank in (0, 3):
         start = time.monotonic()
-        asked = [("tp",), ("dp",), ()] if mesh.rank == 0 else [()]
+        asked = [("tp",), ("dp",), ()] if mesh.rank == 3 else [()]
         under_way = [dist.all_reduce(torch.ones(1), group=mesh.group(*axes), async_op=True) for axes in asked]
         errors = []
         for work in under_way:
             with pytest.raises(MissingRanksError) as caught:
                 work.wait()
-            errors.append(
-                str(caught.value).partition("\n")[0]
-            )  # then the last status of the missing ranks, if there is one
+            first_line, *_ = str(
+                caught.value
+            ).splitlines()  # then the last status of the missing ranks, if there is one
+            errors.append(first_line)
         assert 1 <= time.monotonic() - start < 3
         lines = [
-            "group tp of mesh 'actor': rank 1 did not reach the first collective in 1 s. The group's ranks are 0, 1.",
-            "group dp of mesh 'actor': rank 2 did not reach the first collective in 1 s. The group's ranks are 0, 2.",
+            "group tp of mesh 'actor': rank 1 did not reach the first collective in 1 s. The group's ranks are 3, 1.",
+            "group dp of mesh 'actor': rank 2 did not reach the first collective in 1 s. The group's ranks are 3, 2.",
             "group dp, tp of mesh 'actor': ranks 1, 2 did not reach the first collective in 1 s. "
-            "The group's ranks are 0, 1, 2, 3.",
+            "The group's ranks are 3, 1, 2, 0.",
         ]
         assert errors == lines[-len(errors) :]
     dist.barrier()
     for axes in [("tp",), ("dp",), ()]:
         mesh.release(*axes)
         mesh.configure(*axes, timeout=30)
-    summed(mesh)
-
-
-@on_ranks(4)
-def test_missing_members_are_named_by_world_rank():
-    mesh = ProcessGroupMesh(dp=2, tp=2, ranks=[3, 1, 2, 0])
-    if mesh.rank in (1, 3):
-        group = mesh.group_of([0, 1, 3], timeout=1) if mesh.rank == 1 else mesh.group("tp", timeout=1)
-        who = "rank.* 3, 0" if mesh.rank == 1 else "group tp of ProcessGroupMesh.*: rank 1 "
-        with pytest.raises(MissingRanksError, match=who):
-            dist.barrier(group=group)
-    dist.barrier()
     summed(mesh)
 
 
@@ -183,7 +171,7 @@ def test_release_ends_groups_of_every_tag_and_option():
 
 @on_ranks(4)
 def test_closed_mesh_refuses_calls_that_need_groups():
-    with ProcessGroupMesh(dp=2, tp=2, name="actor") as mesh:
+    with contextlib.suppress(ZeroDivisionError), ProcessGroupMesh(dp=2, tp=2, name="actor") as mesh:
         summed(mesh)
         stage, moe = mesh.along("tp"), mesh.view(ep=4)
         for part in (stage, moe, mesh.at(tp=0)):
@@ -191,6 +179,7 @@ def test_closed_mesh_refuses_calls_that_need_groups():
                 part.close()
         summed(mesh)
         dist.barrier()
+        raise ZeroDivisionError("the mesh is closed after an error too")
     asks: list[Callable[[], Any]] = [
         lambda: mesh.group("tp"),
         lambda: mesh.group("tp", tag="other"),
@@ -210,22 +199,6 @@ def test_closed_mesh_refuses_calls_that_need_groups():
     mesh.close()
     with ProcessGroupMesh(dp=2, tp=2, name="actor") as again:
         summed(again)
-
-
-def divide_by_zero(mesh: ProcessGroupMesh) -> None:
-    summed(mesh)
-    raise ZeroDivisionError
-
-
-@on_ranks(4)
-def test_with_closes_the_mesh_after_an_error():
-    mesh = ProcessGroupMesh(dp=4)
-    with pytest.raises(ZeroDivisionError), mesh:
-        divide_by_zero(mesh)
-    with pytest.raises(LifetimeError):
-        mesh.group("dp")
-    ProcessGroupMesh(dp=4).group("dp")
-    summed(ProcessGroupMesh(tp=4, name="after"))
 
 
 @pytest.mark.parametrize("end", ["release", "close"])
@@ -280,25 +253,6 @@ def test_group_destroyed_by_torch_is_created_again():
     dist.barrier()
 
 
-def close_after_the_world() -> tuple[Any, ...]:
-    mesh = ProcessGroupMesh(dp=2, name="actor")
-    group = mesh.group("dp")
-    summed(mesh)
-    dist.barrier()
-    dist.destroy_process_group()
-    with pytest.raises(LifetimeError, match=r"mesh 'actor' ended when torch\.distributed was destroyed"):
-        mesh.group("dp")
-    with pytest.raises(Exception, match=r"group dp of mesh 'actor' ended when|not been initialized"):
-        dist.all_reduce(torch.ones(1), group=group)
-    mesh.close()
-    mesh.close()
-    return mesh.coord, mesh.ranks("dp")
-
-
-def test_mesh_closes_after_its_world_ended():
-    assert launch.spawn(close_after_the_world, 2) == [((0,), (0, 1)), ((1,), (0, 1))]
-
-
 # ---- what ranks do not describe alike ----
 
 
@@ -318,15 +272,13 @@ def begin(group: dist.ProcessGroup) -> Any:
 @pytest.mark.parametrize(
     ("theirs", "differ"),
     [
-        ({"dp": 1, "tp": 4}, ["shape: [2, 2] on rank 0, [1, 4] on rank 3"]),
         ({"tp": 2, "dp": 2}, ["axes: ['dp', 'tp'] on rank 0, ['tp', 'dp'] on rank 3"]),
-        ({"dp": 2, "tp": 2, "ranks": [3, 2, 1, 0]}, ["ranks: (0, 1, 2, 3) on rank 0, (3, 2, 1, 0) on rank 3"]),
         (
             {"dp": 1, "tp": 2, "ranks": [2, 3]},
             ["ranks: (0, 1, 2, 3) on rank 0, (2, 3) on rank 3", "shape: [2, 2] on rank 0, [1, 2] on rank 3"],
         ),
     ],
-    ids=["shape", "axes", "order", "ranks"],
+    ids=["axes", "ranks"],
 )
 @on_ranks(4)
 def test_different_meshes_fail_at_first_use(theirs: dict[str, Any], differ: list[str]):
@@ -337,17 +289,12 @@ def test_different_meshes_fail_at_first_use(theirs: dict[str, Any], differ: list
         _work = begin(mesh.group())
     dist.barrier()
     if mesh.rank == 3:
-        uses: dict[str, Callable[[tuple[str, ...]], Any]] = {
-            "in a group with options of its own": lambda axes: mesh.group(*axes, timeout=timedelta(seconds=50)),
-            "in a group": lambda axes: mesh.group(*axes),
-        }
-        for group_along in uses.values():
-            for axes in [axes for axes in [(), mesh.axes[:1], mesh.axes[-1:]] if mesh.size(*axes) > 1]:
-                mine = torch.ones(1)
-                with at_once(), pytest.raises(MismatchError, match="'actor' is not the same on all ranks") as caught:
-                    dist.all_reduce(mine, group=group_along(axes))
-                assert fields(caught) == differ
-                assert mine == 1.0
+        for group in (mesh.group(timeout=timedelta(seconds=50)), mesh.group(), mesh.group("tp")):
+            mine = torch.ones(1)
+            with at_once(), pytest.raises(MismatchError, match="'actor' is not the same on all ranks") as caught:
+                dist.all_reduce(mine, group=group)
+            assert fields(caught) == differ
+            assert mine == 1.0
     dist.barrier()
     summed(good)
     mesh.close()
@@ -416,11 +363,6 @@ def test_failed_group_creation_leaves_nothing_behind(failure: str):
         with FAILURES[failure](), pytest.raises(ConnectionError, match="no such network"):
             mesh.group("tp")
         assert (table_sizes(), ours()) == before
-    with pytest.raises(OptionsError, match="backend gloo cannot honour high_priority"):
-        mesh.group("tp", high_priority=True)
-    with pytest.raises(OptionsError, match=r"torch\.distributed knows no backend 'carrier pigeon'"):
-        mesh.group("tp", backend="carrier pigeon")
-    assert (table_sizes(), ours()) == before
     summed(mesh)
 
 
@@ -460,8 +402,6 @@ def test_equal_unnamed_meshes_work_one_after_another():
 def test_groups_inherit_the_world_timeout_unless_configured():
     mesh = ProcessGroupMesh(dp=2, tp=2)
     assert timeout_of(mesh.group("dp")) == timeout_of(dist.group.WORLD) == timedelta(seconds=60)
-    with pytest.raises(OptionsError, match=r"group dp of .* was created at test_lifetime\.py:\d+, so it is too late"):
-        mesh.configure("dp", timeout=5)
     with pytest.raises(OptionsError, match="too late"):
         mesh.at(tp=mesh.index("tp")).configure("dp", timeout=5)
     mesh.configure("tp", timeout=5)

@@ -27,7 +27,7 @@ from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, Statuses, sta
 from pgmesh.rendezvous.store_thread import StoreThread
 from pgmesh.rendezvous.world_name import Entry, leave_world, name_on
 from pgmesh.rendezvous.world_store import WorldStore
-from tests.support.board import Fault, FaultyBoard, faults, raises, slow_store
+from tests.support.board import CountedStore, Fault, FaultyBoard, faults, raises, slow_store
 from tests.support.faults import wait_until
 from tests.support.memory_client import enter_world, round_of, rounds_of
 from tests.support.proxy import Proxy
@@ -73,16 +73,13 @@ def closed_port(host: str) -> tuple[str, int]:
 
 
 def test_process_of_a_closed_listener_has_ended(store_thread: StoreThread):
-    store_thread.store.listeners.open("127.0.0.1")
-    assert store_thread.store.listeners.has_ended(RankStatus(1, endpoint=closed_port("127.0.0.1")), 0.0)
-    assert not store_thread.store.listeners.has_ended(RankStatus(1), LONG)
-
-
-def test_refusal_of_another_host_needs_missed_heartbeat(store_thread: StoreThread):
-    store_thread.store.listeners.open("127.0.0.1")
-    status = RankStatus(1, endpoint=closed_port("127.0.0.2"))
-    assert not store_thread.store.listeners.has_ended(status, store_thread.period)
-    assert store_thread.store.listeners.has_ended(status, 2 * store_thread.period)
+    """On another host, a heartbeat must be missing too."""
+    listeners, period = store_thread.store.listeners, store_thread.period
+    listeners.open("127.0.0.1")
+    here, there = (RankStatus(1, endpoint=closed_port(host)) for host in ("127.0.0.1", "127.0.0.2"))
+    assert listeners.has_ended(here, 0.0)
+    assert [listeners.has_ended(there, seconds) for seconds in (period, 2 * period)] == [False, True]
+    assert not listeners.has_ended(RankStatus(1), LONG)
 
 
 def test_timeout_skips_the_rest_of_a_batch(store_thread: StoreThread):
@@ -114,31 +111,20 @@ def test_half_entered_world_is_entered_again():
     thread.stop()
 
 
-class FailingStore:
+def failing(store: dist.Store, *numbers: int) -> CountedStore:
     """A store whose nth operations fail before they are performed."""
-
-    def __init__(self, store: dist.Store, *numbers: int) -> None:
-        self.store, self.numbers, self.operations = store, numbers, 0
-
-    def __getattr__(self, operation: str) -> Any:
-        def ask(*arguments: Any) -> Any:
-            self.operations += 1
-            if self.operations in self.numbers:
-                raise RuntimeError("the connection was reset")
-            return getattr(self.store, operation)(*arguments)
-
-        return ask
+    return CountedStore(store, numbers, raises(RuntimeError("the connection was reset")))
 
 
 @pytest.mark.parametrize("numbers", [(1,), (2,), (3,), (3, 4, 5)])
 def test_failed_entry_counts_its_process_once(numbers: tuple[int, ...]):
     """It sets the name, counts itself, and reads the name again. Counted twice, it would leave the name behind."""
     store = dist.HashStore()
-    failing, entry = FailingStore(store, *numbers), Entry(set())
+    unreliable, entry = failing(store, *numbers), Entry(set())
     for _ in numbers:
         with pytest.raises(RuntimeError):
-            entry.enter(failing)
-    assert leave_world(store, entry.enter(failing))
+            entry.enter(unreliable)
+    assert leave_world(store, entry.enter(unreliable))
     assert store.num_keys() == 0
 
 
@@ -146,7 +132,7 @@ def test_failed_entry_is_uncounted_in_ended_world():
     store = dist.HashStore()
     entry, first = Entry(set()), enter_world(store, set())
     with pytest.raises(RuntimeError):
-        entry.enter(FailingStore(store, 3))
+        entry.enter(failing(store, 3))
     second = enter_world(store, {first})
     assert entry.enter(store) == second
     assert leave_world(store, first)

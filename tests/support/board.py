@@ -197,3 +197,25 @@ class MemoryStore:
 
     def delete_key(self, key: str) -> bool:
         return self.values.pop(key, None) is not None
+
+
+class CountedStore:
+    """A store that acts before some of its operations.
+
+    Args:
+        numbers: those operations, counted from 1.
+        operation: only operations of this name are counted; "" for all.
+    """
+
+    def __init__(self, store: Any, numbers: Sequence[int], act: Act, operation: str = "") -> None:
+        self.store, self.numbers, self.act, self.operation, self.count = store, numbers, act, operation, 0
+
+    def __getattr__(self, operation: str) -> Callable[..., Any]:
+        def ask(*arguments: Any) -> Any:
+            self.count += self.operation in ("", operation)
+            assert self.count < 100, f"{operation} is asked without end"
+            if self.count in self.numbers and self.operation in ("", operation):
+                self.act()
+            return getattr(self.store, operation)(*arguments)
+
+        return ask

@@ -11,8 +11,8 @@ class Proxy:
     """A TCP proxy to a port of this machine, which has a port of its own."""
 
     def __init__(self, target: int) -> None:
-        self.target, self.port, self.opened = target, 0, 0
-        self.clients: dict[int, tuple[socket.socket, socket.socket]] = {}  # by the client's port: both ends
+        self.target, self.port = target, 0
+        self.ends_of_connections: list[socket.socket] = []
         self.ends = False
         self.listen()
 
@@ -22,20 +22,17 @@ class Proxy:
         self.accepting = threading.Thread(target=self._accept, args=(self.listener,), daemon=True)
         self.accepting.start()
 
-    def stop_listening(self) -> None:
-        with contextlib.suppress(OSError):  # closed by end()
-            self.listener.shutdown(socket.SHUT_RDWR)  # ends the wait in accept()
-        self.accepting.join(10.0)  # which closes the listener
-
-    def cut(self, *ports: int) -> None:
-        """Cut the connections of clients with these ports. Default: all. New ones can be opened."""
-        for end in (end for port in ports or [*self.clients] for end in self.clients.pop(port)):
+    def cut(self) -> None:
+        """Cut all connections. New ones can be opened."""
+        while self.ends_of_connections:
             with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+                self.ends_of_connections.pop().shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Cut all connections, and refuse others."""
-        self.stop_listening()
+        with contextlib.suppress(OSError):  # closed by end()
+            self.listener.shutdown(socket.SHUT_RDWR)  # ends the wait in accept()
+        self.accepting.join(10.0)  # which closes the listener
         self.cut()
 
     def end(self) -> None:
@@ -46,8 +43,7 @@ class Proxy:
     def _accept(self, listener: socket.socket) -> None:
         with listener, contextlib.suppress(OSError):
             while True:
-                client, (_, port) = listener.accept()
-                self.opened += 1
+                client, _ = listener.accept()
                 if self.ends:
                     client.close()
                     return
@@ -56,7 +52,7 @@ class Proxy:
                 except OSError:
                     client.close()
                     continue
-                self.clients[port] = (client, server)
+                self.ends_of_connections += (client, server)
                 for ends in ((client, server), (server, client)):
                     threading.Thread(target=self._forward, args=ends, daemon=True).start()
 

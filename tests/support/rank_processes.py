@@ -15,11 +15,11 @@ from pgmesh.launch.processes import process_context
 from tests.support.faults import WAIT_TIMEOUT, beat_fast
 
 
-def join_world(rank: int, port: int, replicas: int) -> None:
+def join_world(rank: int, port: int, replicas: int, timeout: float = WAIT_TIMEOUT) -> None:
     """Join the world of these processes, with fast heartbeats. The process does not outlive its test."""
     signal.alarm(int(4 * WAIT_TIMEOUT))
     beat_fast()
-    launch.join("gloo", timeout=WAIT_TIMEOUT, replica=rank, replicas=replicas, host="127.0.0.1", port=port)
+    launch.join("gloo", timeout=timeout, replica=rank, replicas=replicas, host="127.0.0.1", port=port)
 
 
 class RankProcesses:

@@ -13,7 +13,7 @@ class SimulatedClock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._due: list[tuple[float, int, threading.Semaphore]] = []
+        self._due: list[tuple[float, int, threading.Lock]] = []
         self._numbers = itertools.count()
         self._own = threading.local()
         self._end = threading.Event()
@@ -21,7 +21,8 @@ class SimulatedClock:
 
     def start(self, when: float, function: Callable[[], object]) -> None:
         """Call a function in a thread, at a time."""
-        turn = threading.Semaphore(0)
+        turn = threading.Lock()  # held until it is the thread's turn
+        turn.acquire()
         threading.Thread(target=self._run, args=(turn, function), daemon=True).start()
         self._wake_at(when, turn)
 
@@ -38,7 +39,7 @@ class SimulatedClock:
         self._go_on()
         self._own.turn.acquire()
 
-    def _run(self, turn: threading.Semaphore, function: Callable[[], object]) -> None:
+    def _run(self, turn: threading.Lock, function: Callable[[], object]) -> None:
         self._own.turn = turn
         turn.acquire()
         try:
@@ -47,7 +48,7 @@ class SimulatedClock:
             self._error = error
         self._go_on()
 
-    def _wake_at(self, when: float, turn: threading.Semaphore) -> None:
+    def _wake_at(self, when: float, turn: threading.Lock) -> None:
         heapq.heappush(self._due, (when, next(self._numbers), turn))
 
     def _go_on(self) -> None:

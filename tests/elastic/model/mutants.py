@@ -29,7 +29,6 @@ from tests.support.model.space import (
 
 TWO, THREE, RETRIES = members(2), members(3), members(2, retries=True)
 CRASH, DEADLINE, INTERRUPT = Faults(crashes=1), Faults(deadlines=1), Faults(interrupts=1)
-STOPPED = Faults(silences=1, long_times=1)
 
 
 # -- judges: what a rank decides from what it reads -------------------------------------------------------------------

@@ -59,9 +59,8 @@ class ShrinkSpace(Space):
         *,
         layout: Layout | None = None,
         before: Outcome | None = None,
-        every_order: bool = False,
     ) -> None:
-        super().__init__(programs, faults, Stores(without_text, in_order), every_order=every_order)
+        super().__init__(programs, faults, Stores(without_text, in_order))
         self.layout = layout or Layout(dp=len({each.rank for each in programs}))
         self.processes = [
             Process(

@@ -54,11 +54,9 @@ class ConnectSpace(Space):
 
     name = "rank"
 
-    def __init__(
-        self, programs: Sequence[Program], faults: Faults = NO_FAULTS, code: Code | None = None, **more: Any
-    ) -> None:
+    def __init__(self, programs: Sequence[Program], faults: Faults = NO_FAULTS, code: Code | None = None) -> None:
         stores = Stores(lambda value: plain(Decision.unpack("", value)).encode(), sorted)
-        super().__init__(programs, faults, stores, **more)
+        super().__init__(programs, faults, stores)
         self.timed = bool(faults.long_times or faults.crashes)
         calls = [functools.partial(Connect, code or Code(), rank, program) for rank, program in enumerate(programs)]
         with self.running():

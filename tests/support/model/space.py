@@ -113,7 +113,6 @@ class Space:
 
     Args:
         stores: the contents of the store.
-        every_order: try every order of steps that commute too.
     """
 
     processes: Sequence[Process]
@@ -121,8 +120,8 @@ class Space:
     name: ClassVar[str] = "process"
     uninterrupted: ClassVar[tuple[type, ...]] = ()  # steps before which Ctrl-C does not come
 
-    def __init__(self, programs: Sequence[Any], faults: Faults, stores: Stores, *, every_order: bool = False) -> None:
-        self.programs, self.faults, self.stores, self.every_order = programs, faults, stores, every_order
+    def __init__(self, programs: Sequence[Any], faults: Faults, stores: Stores) -> None:
+        self.programs, self.faults, self.stores = programs, faults, stores
         self.out = Seen(programs=1)
         self._before: dict[State, State | None] = {}
         self._finished: set[State] = set()
@@ -198,7 +197,7 @@ class Space:
     def _steps(self, state: State) -> Iterator[tuple[int, str, State]]:
         """Everything that can happen next: the process, or -1, a description, and the new state."""
         everyone = range(len(state.nodes))
-        settled = None if self.every_order else next((i for i in everyone if self.is_settled(i, state)), None)
+        settled = next((i for i in everyone if self.is_settled(i, state)), None)
         for i in everyone if settled is None else (settled,):
             for move in self.moves_of(i, state):
                 if state.affords(move.price):
