@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from pgmesh import Layout, ProcessGroupMesh, torch_private
 from pgmesh.groups import building, teardown
-from pgmesh.groups.default_world import world_options
 from pgmesh.groups.group import Group
+from pgmesh.groups.world import current_world
 
 FAMILIES = (("tp",), ("cp",), ("pp",), ("dp",), ("dp", "cp"), ("cp", "tp"))
 
@@ -175,14 +175,14 @@ class Bare:
 
     def __init__(self, name: str, sizes: dict[str, int]) -> None:
         layout, me = Layout(**sizes), dist.get_rank()
-        store, options = torch_private.default_store(), world_options()
+        world = current_world()
         self.made: list[Group] = []
         for axes in FAMILIES:
             block = layout.block_of(me, *axes)
             key = f"{torch_private.PREFIX}bare {name}/{axes} of {block[0]}"
-            stores = {"gloo": dist.PrefixStore(key, store)}
-            group = Group("group", "bare Gloo", block)
-            group.make(building.build(key, block, me, options, store, stores, key), "", {})
+            stores = {"gloo": dist.PrefixStore(key, world.store)}
+            group = Group("group", "bare Gloo", block, options=world.options)
+            group.make(building.build(group, key, world, stores, key), "", {})
             self.made.append(group)
         self.groups = [group.process_group for group in self.made]
 

@@ -78,11 +78,11 @@ def make_by_members(group: Group, identity: MeshIdentity, world: World, descript
     if group.fingerprint is not None:
         names = backends_of(group.options.backend).names
         stores = {each: _polling_store(each, group, path, identity, world) for each in names}
-    process_group = _build(group, identity.group_name(path), world, stores, description)
+    process_group = build(group, identity.group_name(path), world, stores, description)
     group.make(process_group, call_site(), stores)
 
 
-def _build(group: Group, name: str, world: World, stores: Mapping[str, Any], description: str) -> Any:
+def build(group: Group, name: str, world: World, stores: Mapping[str, Any], description: str) -> Any:
     """Build a process group and register it with torch.distributed.
 
     Args:
