@@ -118,6 +118,8 @@ def test_pgmesh_reports_each_status_of_the_table():
     statuses = re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE)
     assert len(statuses) == 7
     for status in statuses:
-        pattern = re.escape(status).replace("5", r"\{(int\()?seconds\)?\}").replace("all_reduce", r"\{self\.operation\}")
-        pattern = pattern.replace(r"connecting\ group", r"connecting \{self\.label\}")
+        pattern = re.escape(status).replace("5", r"\{(int\()?seconds\)?\}")
+        pattern = pattern.replace("all_reduce", r"\{self\.operation\}").replace(
+            r"connecting\ group", r"connecting \{self\.label\}"
+        )
         assert re.search(pattern, code), status
