@@ -91,8 +91,8 @@ class _Call:
         has failed in the collective       broken           the reason, under the ``broken`` key of the round
         stops while it waits in rounds     made             this round, decided as cancelled
         stops in first collectives         broken           the ``broken`` key
-        stops before it arrives            as before        a new round, decided as cancelled
-        finds a mismatch of the mesh       as before        the mismatch
+        stops before it arrives            unchanged        a new round, decided as cancelled
+        finds a mismatch of the mesh       unchanged        the mismatch
 
     It *stops* with an error of its own or with an interrupt. A group that another thread releases meanwhile is ended.
     """
@@ -172,9 +172,9 @@ class _Call:
     def _cancel(self, error: BaseException) -> None:
         """Tell the other members that this rank stopped."""
         self.client.end(error)
-        arrived = self.collectives.by_round
+        arrived = self.collectives.by_round  # empty before this rank arrives
         if isinstance(error, MismatchError) and not arrived:
-            return
+            return  # of the mesh: it is published
         with contextlib.suppress(PgmeshError):  # the caller raises the first error
             self._rounds_of(arrived or map(self._new_round, self._unconnected())).cancel(error)
             self.collectives.cancel(why_stopped(self.mesh.rank, self.call_site, error))

@@ -7,8 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 
 from pgmesh.connect.first_collective import FirstCollective
+from pgmesh.errors import LifetimeError
 from pgmesh.groups.backends import connects_in_background
-from pgmesh.groups.group import Group
+from pgmesh.groups.group import Group, State
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.group_rounds import GroupRound
@@ -24,6 +25,14 @@ def _poll(by_round: Mapping[GroupRound, FirstCollective]) -> list[FirstCollectiv
     return [collective for collective in by_round.values() if collective.is_running()]
 
 
+def _pause(by_round: Mapping[GroupRound, FirstCollective]) -> None:
+    """Poll those that run. Raises LifetimeError if another thread has ended a group."""
+    for each in by_round.values():
+        if each.group.state is State.ENDED:
+            raise LifetimeError(each.group.unusable)
+    _poll(by_round)
+
+
 class FirstCollectives:
     """The first collectives of one call, by round. They are polled in each pause of its client.
 
@@ -37,7 +46,7 @@ class FirstCollectives:
         self._client, self._statuses, self._rank = client, statuses, rank
         self.by_round: dict[GroupRound, FirstCollective] = {}
         # Not a method: the reference cycle would keep the groups until the next garbage collection.
-        client.on_sleep = functools.partial(_poll, self.by_round)
+        client.on_sleep = functools.partial(_pause, self.by_round)
 
     @property
     def of_made(self) -> list[FirstCollective]:
@@ -45,11 +54,11 @@ class FirstCollectives:
         return [collective for each, collective in self.by_round.items() if each.is_made()]
 
     def add(self, groups: Mapping[GroupRound, Group]) -> None:
-        """Add those of groups that are not made yet, at once for a thread that is interrupted."""
+        """Add the first collectives of groups. An interrupt finds all of them, or none."""
         self.by_round.update({each: FirstCollective(group, each, self._statuses) for each, group in groups.items()})
 
     def start(self, made: GroupRound) -> None:
-        """Start the one of a group whose members have all arrived.
+        """Start the first collective of a group whose members have all arrived.
 
         Gloo connects in a background thread. NCCL connects in this one, so it waits until all rounds are decided, and
         then uses the same order on all ranks.

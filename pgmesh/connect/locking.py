@@ -53,8 +53,8 @@ def lock_groups(mesh: MeshGroups, wanted: Wanted, client: CallClient, locks: Gro
         for group in sorted(found, key=lambda each: each.path):
             if not locks.take(group, client.deadline - time.monotonic()):
                 raise WorldError(f"{mesh.label}: another thread of this process still connects the same group.")
-        # While this thread waited, another one may have connected, broken or released them.
-        if all(group.is_made for group in found) and not discard_broken(mesh, found, client):
+        # While this thread waited, another one may have connected, broken or released them, or adopted others.
+        if all(group.is_made and group.fingerprint for group in found) and not discard_broken(mesh, found, client):
             return {group: axes for group, axes in found.items() if group.state is State.MADE}
         locks.close()
 
@@ -62,8 +62,7 @@ def lock_groups(mesh: MeshGroups, wanted: Wanted, client: CallClient, locks: Gro
 def discard_broken(mesh: MeshGroups, groups: Iterable[Group], client: CallClient) -> bool:
     """Discard groups whose first collective failed. True if there are any.
 
-    Another member has set their ``broken`` key, or a second interrupt ended an earlier call of this process, which had
-    set it.
+    Another member has set their ``broken`` key, or an earlier call of this process has: a second interrupt ended it.
     """
     connected = {each: each.round for each in groups if each.state is State.CONNECTED and each.round}
     answers = client.run(*(Read(each.broken_key) for each in connected.values())) if connected else []

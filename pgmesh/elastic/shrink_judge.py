@@ -15,6 +15,7 @@ from pgmesh.elastic.judging import MeshRound, SurvivorJudge
 from pgmesh.elastic.records import Arrival, Outcome, Request
 from pgmesh.elastic.successor import successor
 from pgmesh.errors import MissingRanksError
+from pgmesh.layout import Layout
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Read
 from pgmesh.rendezvous.records import foreign_value
@@ -24,30 +25,62 @@ from pgmesh.rendezvous.records import foreign_value
 class View:
     """The members and spares, as one look finds them.
 
-    For example, rank 0 of ranks 0 to 3 calls ``shrink("dp", spares=[4, 5])``. Rank 4 stands by. Rank 1 has not arrived,
-    rank 2 has ended, a new process of rank 3 stands by, and rank 5 has not arrived:
+    For example, rank 0 of ranks 0 to 3 calls ``shrink("dp", spares=[4, 5])``, and rank 1 has not done so yet. Rank 2
+    has ended. A new process of rank 3 stands by, and so does rank 4:
 
-        View(
-            dead_or_silent={2: "rank 2 has ended: ..."},
-            waiting=[1],
-            lost={2: "rank 2 has ended: ...", 3: "rank 3 stands by, as a new process does"},
-            ready={4: "the process of rank 4"},
-            coming=[5],
-        )
+        arrivals         of ranks 0, 3 and 4
+        dead_or_silent   rank 2
+        waiting          rank 1
+        lost             ranks 2 and 3
+        ready            rank 4
+        coming           rank 5
 
     Args:
+        layout: the layout of the mesh.
+        request: the arguments of ``shrink``.
+        arrivals: by rank, that of its last process.
         dead_or_silent: the members and spares that have ended or left, or send no heartbeat, each with the reason.
-        waiting: the members that have neither arrived nor are lost.
-        lost: the members that are lost or have a new process, each with the reason.
-        ready: by spare that has arrived, its process; in the order of the request.
-        coming: the spares that may still arrive.
     """
 
+    layout: Layout
+    request: Request
+    arrivals: Mapping[int, Arrival]
     dead_or_silent: dict[int, str]
-    waiting: list[int]
-    lost: dict[int, str]
-    ready: dict[int, str]
-    coming: list[int]
+
+    @property
+    def waiting(self) -> list[int]:
+        """The members that have neither arrived nor are lost."""
+        known = {*self.arrivals, *self.dead_or_silent}
+        return [rank for rank in self.layout.ranks() if rank not in known]
+
+    @property
+    def lost(self) -> dict[int, str]:
+        """The members that are lost or have a new process, each with the reason."""
+        ranks, there = self.layout.ranks(), self.arrivals
+        lost = {rank: self.dead_or_silent[rank] for rank in ranks if rank in self.dead_or_silent and rank not in there}
+        # A member that stands by is a new process in the place of the lost one.
+        new = [rank for rank in ranks if rank in there and not there[rank].call]
+        return lost | {rank: f"rank {rank} stands by, as a new process does" for rank in new}
+
+    @property
+    def ready(self) -> dict[int, str]:
+        """By spare that can take a place, its process; in the order of the request."""
+        there = [rank for rank in self.request.spares if rank in self.arrivals and rank not in self.dead_or_silent]
+        lost = self.lost
+        return {rank: self.arrivals[rank].process for rank in there if rank in lost or rank not in self.layout}
+
+    @property
+    def coming(self) -> list[int]:
+        """The spares that may still arrive.
+
+        Without an axis there is no mesh without spares, so new processes in the places of ended ones are waited for.
+        """
+        may_restart = self.request.axis is None
+        return [
+            rank
+            for rank in self.request.spares
+            if (may_restart if rank in self.dead_or_silent else rank not in self.arrivals)
+        ]
 
 
 @dataclass
@@ -62,7 +95,9 @@ class ShrinkJudge(SurvivorJudge):
     request: Request = field(kw_only=True)
     options: Sequence[object] = field(default=(), kw_only=True)
     _view: View | None = field(default=None, init=False)  # what the last look found
-    _turn: int = field(default=0, init=False)  # 0 for the first ranks that arrived, which look most often, then 1, ...
+    _turn: int = field(
+        default=0, init=False
+    )  # 0 for the first 32 callers, 1 for the next 32, ...: they look less often
 
     def __post_init__(self) -> None:
         self.call = str(self.request)
@@ -71,8 +106,8 @@ class ShrinkJudge(SurvivorJudge):
     def goes_on_after(self, outcome: Outcome) -> bool:
         """True after "left", before the deadline, and after "over" also at the deadline.
 
-        A rank that stands by took this one for lost then. "No rank is left" is not true, and in the next attempt this
-        member says what it waited for.
+        "over" says that no member is left, and comes from a rank that took this one for lost. So this member tries
+        again, and says in the next attempt what it waited for.
         """
         return outcome.error == "over" or (outcome.error == "left" and self.client.now() < self.deadline)
 
@@ -125,42 +160,19 @@ class ShrinkJudge(SurvivorJudge):
 
     def _find_view(self, arrivals: Mapping[int, Arrival], absent: Sequence[int], *, late: bool) -> View:
         """Find out which absent ranks are lost, and which spares were lost after they had arrived."""
-        dead_or_silent = self.find_lost(absent, all_ended=late)
-        seconds = self.statuses.now() - self._start
-        if seconds >= self.statuses.limit(self.lost_after):  # as long as for a silent rank
-            without = [rank for rank in absent if self.statuses.text(rank) is None]
-            dead_or_silent |= {rank: f"rank {rank} has published no status in {int(seconds)} s" for rank in without}
-        view = self._view_of(arrivals, dead_or_silent)
-        while not view.waiting and (ended := self.find_lost([*view.ready][: len(view.lost)], all_ended=True)):
-            view = self._view_of(arrivals, view.dead_or_silent | ended)
+        view = View(self.layout, self.request, arrivals, self._find_lost(absent, all_ended=late))
+        while not view.waiting and (ended := self._find_lost([*view.ready][: len(view.lost)], all_ended=True)):
+            view.dead_or_silent.update(ended)
         return view
 
-    def _view_of(self, arrivals: Mapping[int, Arrival], dead_or_silent: dict[int, str]) -> View:
-        """Who is waited for, who is lost, and which spares there are.
-
-        A spare that is     with an axis    without one
-        arrived             is ready        is ready        unless it is a member that is not lost
-        arrived, then lost  counts no more  may come again
-        absent              may come        may come
-        absent, and lost    counts no more  may come
-
-        Without an axis there is no mesh without spares, so new processes in the places of ended ones are waited for.
-        """
-        members, spares = self.layout.ranks(), self.request.spares
-        absent = [rank for rank in members if rank not in arrivals]
-        lost = {rank: dead_or_silent[rank] for rank in absent if rank in dead_or_silent}
-        # A member that stands by is a new process in the place of the lost one.
-        new = [rank for rank in members if rank in arrivals and not arrivals[rank].call]
-        lost |= {rank: f"rank {rank} stands by, as a new process does" for rank in new}
-        there = [rank for rank in spares if rank in arrivals and rank not in dead_or_silent]
-        may_restart = self.request.axis is None
-        return View(
-            dead_or_silent,
-            waiting=[rank for rank in absent if rank not in dead_or_silent],
-            lost=lost,
-            ready={rank: arrivals[rank].process for rank in there if rank in lost or rank not in self.layout},
-            coming=[rank for rank in spares if (may_restart if rank in dead_or_silent else rank not in arrivals)],
-        )
+    def _find_lost(self, ranks: Sequence[int], *, all_ended: bool) -> dict[int, str]:
+        """Those ranks that are lost. One without a status is, after the time of a silent one."""
+        lost = self.find_lost(ranks, all_ended=all_ended)
+        seconds = self.statuses.now() - self._start
+        if seconds >= self.statuses.limit(self.lost_after):
+            without = [rank for rank in ranks if self.statuses.text(rank) is None]
+            lost |= {rank: f"rank {rank} has published no status in {int(seconds)} s" for rank in without}
+        return lost
 
     def _describe(self, view: View, when: str) -> str:
         """The ranks that are waited for, and the reason for each lost one."""

@@ -117,10 +117,17 @@ def stand_by(mesh: MeshGroups, seconds: float, lost_after: float | None) -> Mesh
 
 
 def _client(mesh: MeshGroups, seconds: float) -> CallClient:
-    """The store and the clock of one call."""
+    """The store and the clock of one call. It ends when another thread closes the mesh."""
+    _check_open(mesh)
+    client = CallClient(mesh.world.heartbeat_thread(), seconds)
+    client.on_sleep = functools.partial(_check_open, mesh)
+    return client
+
+
+def _check_open(mesh: MeshGroups) -> None:
+    """Raise LifetimeError if the mesh was closed. One that was aborted can be replaced."""
     if mesh.ended is not None and not mesh.aborted:
         raise LifetimeError(f"{mesh.label} {mesh.ended} It cannot be replaced.")
-    return CallClient(mesh.world.heartbeat_thread(), seconds)
 
 
 @dataclass

@@ -11,6 +11,7 @@ import socket
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -24,7 +25,16 @@ from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Raw, Read
 from tests.support.board import Fault, at_all_reduce, faults, key_of, writes
 from tests.support.fake_world import fake_rank
-from tests.support.faults import attempt, beat_fast, set_flag, wait_for_flag, wait_for_flags, wait_until
+from tests.support.faults import (
+    LONG_TIMEOUT,
+    attempt,
+    beat_fast,
+    last_status,
+    set_flag,
+    wait_for_flag,
+    wait_for_flags,
+    wait_until,
+)
 from tests.support.logs import logged_lines
 from tests.support.worlds import check_sums, groups_of, on_ranks, world
 
@@ -44,6 +54,35 @@ def test_connect_succeeds_with_axes_in_any_order():
     assert len(lines) == 4
     assert all(re.fullmatch(r"group [dpt, ]+ +met +[\d.]+ s, warm +[\d.]+ s", line) for line in lines)
     assert re.fullmatch(r"\d+ store operations", operations)
+
+
+@on_ranks(2)
+def test_close_by_another_thread_ends_the_wait():
+    if dist.get_rank() == 0:
+        for wait in (ProcessGroupMesh.connect, ProcessGroupMesh.stand_by):
+            mesh = ProcessGroupMesh(2, name="actor")
+            with ThreadPoolExecutor(1) as threads:
+                waits = threads.submit(wait, mesh, timeout=LONG_TIMEOUT)
+                wait_until(lambda: (status := last_status(0)) and (status.pending or status.activity), "it waits")
+                mesh.close()
+                with pytest.raises(LifetimeError, match="actor' was closed at"):
+                    waits.result(timeout=5.0)
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_group_adopted_during_another_connect_is_left_out():
+    mesh, asked, lock = ProcessGroupMesh(2, name="actor"), threading.Event(), threading.RLock()
+    group = find_group(mesh.group().group_name)
+    acquire = lambda timeout: asked.set() or lock.acquire(timeout=timeout)  # noqa: E731
+    group.connecting = SimpleNamespace(acquire=acquire, release=lock.release)
+    with ThreadPoolExecutor(1) as threads:
+        with lock:
+            connects = threads.submit(mesh.connect, timeout=LONG_TIMEOUT)
+            assert asked.wait(LONG_TIMEOUT.total_seconds())
+            mesh._mesh_groups.discard([group], "broke.")
+            mesh.adopt(0, dist.group.WORLD)
+        assert connects.result(timeout=LONG_TIMEOUT.total_seconds()).met == {}
 
 
 @on_ranks(4)

@@ -273,3 +273,12 @@ def test_rank_without_status_is_lost_in_time():
     one = Rank()
     assert one.agree().lost == {1: f"rank 1 has published no status in {one.client.clock:.0f} s"}
     assert one.statuses.lost_after <= one.client.clock < one.statuses.lost_after + 0.5
+
+
+def test_spare_that_never_published_a_status_is_lost():
+    lines = arrivals(arrival(2, None), arrival(3, None))
+    ended = status(1, exited="it closed its mesh")
+    one = Rank(request=spares(2, 3), values={**ended, "m/shrink/0/arrivals": lines})
+    one.judge._start -= 5.0  # so long ago, and rank 3 has published one since
+    one.client.values.update(status(3))
+    assert one.agree().replaced == {1: 3}

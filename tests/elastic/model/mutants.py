@@ -36,7 +36,7 @@ CRASH, DEADLINE, INTERRUPT = Faults(crashes=1), Faults(deadlines=1), Faults(inte
 
 class WaitsForNone(ShrinkJudge):
     def look(self, each: MeshRound, *, late: bool) -> Outcome | None:
-        return super().look(each, late=late) or self.success(View({}, [], {}, {}, []))
+        return super().look(each, late=late) or self.success(View(self.layout, self.request, {}, {}))
 
 
 class FailsFromOutside(StandByJudge):
