@@ -218,7 +218,7 @@ class StoreThread:
     def _seconds_to_next_work(self) -> float:
         """Seconds to the next heartbeat, or to the next attempt of the tasks."""
         seconds = self._heartbeat_due - time.monotonic()
-        return min(seconds, timing.TIMING.inspection) if self._tasks else seconds
+        return min(seconds, timing.TIMING.longest_pause * self.pace) if self._tasks else seconds
 
     def _perform_tasks(self) -> None:
         for task in tuple(self._tasks):
