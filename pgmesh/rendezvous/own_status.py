@@ -25,7 +25,7 @@ class OwnStatus:
         self._activities: dict[int, str] = {}  # by thread
         self._pending: dict[int, tuple[PendingConnect, ...]] = {}  # by thread
         self._running: tuple[RunningCollective, ...] = ()
-        self.exited = ""  # the reason for the end. The collectives are then no news
+        self.exited = ""  # the reason for the end. Afterwards no collectives are published
         self.heartbeats = 0  # the number of statuses so far
 
     def set_activity(self, activity: str) -> None:

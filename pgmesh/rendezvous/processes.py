@@ -64,8 +64,8 @@ def claim_rank(run: Run, rank: int, world_size: int, statuses: Statuses, claim: 
     Args:
         run: performs operations on the store.
         statuses: no status has been read yet. Ranks are lost after two heartbeat periods.
-        claim: the claim to complete. An earlier call may have failed after it wrote this process's label in place of
-            another, and the store no longer shows that.
+        claim: the claim to complete. If an earlier call has replaced another process's label and failed then, only
+            the claim shows that.
     """
     me = process_label()
     (holder,) = run(CompareSet(process_key(rank), me))

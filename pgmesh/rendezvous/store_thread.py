@@ -44,13 +44,13 @@ class StoreThread:
     def __init__(self, store: WorldStore) -> None:
         self.store = store
         self.pace, self.period = timing.pace(store.world_size), store.period
-        # Work, which any thread adds and this one takes:
-        self._queue = Queue()
-        self._tasks: list[Callable[[], None]] = []  # of ``insist``, which the store has not answered yet
+        # Work, which any thread adds before it wakes this one:
+        self._queue = Queue()  # batches, which are performed once
+        self._tasks: list[Callable[[], None]] = []  # of ``insist``, which are repeated until the store answers
+        self._publish_now = False  # the status has changed
         # The heartbeat:
         self._status = OwnStatus(store.rank)
         self._heartbeat_due = math.inf  # the time of the next one
-        self._publish_now = False  # another thread has changed the status
         self.on_heartbeat: Callable[[Run], tuple[RunningCollective, ...]] = lambda run: ()
         """Called at each heartbeat, with a function that performs operations. It returns the running collectives."""
         self._warned = False  # of an error of it
@@ -97,19 +97,24 @@ class StoreThread:
             del batch  # else the error and this frame keep each other alive
 
     def _wait_for(self, batch: Batch, seconds: float) -> None:
+        """Wait until a batch is done.
+
+        There are two limits: ``seconds`` without an answer of the store to any thread, and ``late_answer`` more in all.
+        """
         address, start, waited = self.store.address, time.monotonic(), 0.0
         limit = seconds + timing.TIMING.late_answer  # behind batches of other threads, on a slow store
         while self._is_running():
             if batch.done.acquire(timeout=min(max(0.0, seconds - waited), timing.TIMING.thread_check)):
                 return
             waited = self.store.clock.seconds_without_answer(start)  # a slow store answers meanwhile
-            if self.store.is_gone():
+            if self.store.server.is_gone():
                 raise self.store.error("connection refused")
             if waited >= seconds:
                 raise WorldError(f"the store at {address} did not answer for {waited:.1f} s. {AFTER_FAILURE}")
             if time.monotonic() - start >= limit:
                 raise WorldError(f"the store at {address} is slow: a request took {limit:g} s. {AFTER_FAILURE}")
-        raise WorldError(f"this process has left the world, so it cannot use the store at {address}.")
+        if batch.done.locked():  # not done: the thread has ended before
+            raise WorldError(f"this process has left the world, so it cannot use the store at {address}.")
 
     def insist(self, task: Callable[[Run], str], seconds: float) -> str | None:
         """Let the thread perform a task, and repeat it after each failure of the store, until it has been done once.
@@ -178,7 +183,7 @@ class StoreThread:
         returns from the store's client while Python ends would abort the process.
         """
         self._status.exited = reason
-        self.store.leaves = True
+        self.store.server.leaves = True
         self._queue.put(None)
         end = time.monotonic() + 5.0
         while self._thread.is_alive() and time.monotonic() < end:
@@ -208,7 +213,12 @@ class StoreThread:
             self._publish_if_due()
             with contextlib.suppress(IndexError):
                 return self._queue.take()
-            self._queue.wait(self._heartbeat_due - time.monotonic())
+            self._queue.wait(self._seconds_to_next_work())
+
+    def _seconds_to_next_work(self) -> float:
+        """Seconds to the next heartbeat, or to the next attempt of the tasks."""
+        seconds = self._heartbeat_due - time.monotonic()
+        return min(seconds, timing.TIMING.longest_pause * self.pace) if self._tasks else seconds
 
     def _perform_tasks(self) -> None:
         for task in tuple(self._tasks):

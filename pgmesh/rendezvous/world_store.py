@@ -6,11 +6,9 @@ performs operations.
 
 How an operation reaches the store:
 
-    perform                an operation of a caller
-      _with_connection     opens the connection if there is none; after a failure there is none. Then once more, if the
-                           operation can be repeated
-        _connect           the first time, enters the world and claims this process's rank, which needs operations too
-        _perform_on        the operation itself
+    perform         performs an operation; twice if it fails and can be repeated
+      open          returns the connection. If there is none, as after a failure, it tries twice to open one
+        _connect    reaches the server. The first time, enters the world and claims this process's rank
 
 ``world_name.py`` uses torch's object for every store. A wait inside torch may hold it for long, so
 ``served_another_world`` reads the name of the world in a further thread.
@@ -19,32 +17,25 @@ How an operation reaches the store:
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import math
-import socket
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from pgmesh._util.listeners import refuses
-from pgmesh._util.sockets import ending_when_cut
 from pgmesh.errors import PgmeshError, WorldError
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.listeners import Listeners
 from pgmesh.rendezvous.operations import ABSENT, Board, Delete, Operation, can_be_repeated
 from pgmesh.rendezvous.processes import Claim, claim_rank, meshes_key, process_key
+from pgmesh.rendezvous.server import Server
 from pgmesh.rendezvous.statuses import Statuses, status_key
 from pgmesh.rendezvous.world_name import REPLACED, Entry, entered_worlds, leave_world, name_on
 
 AFTER_FAILURE = "Connected groups continue to work. No group can be connected without the store."
-
-_CUT = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN)
-"""Errors of a network that is cut."""
 
 
 def underlying(store: Any) -> Any:
@@ -55,7 +46,7 @@ def underlying(store: Any) -> Any:
 
 
 class AnswerClock:
-    """When the store answered this process. The store thread calls ``ask``, ``answer`` and ``end``; any thread reads.
+    """When the store answered this process. The store thread calls ``ask``; any thread reads.
 
     Args:
         period: seconds between two heartbeats of any rank.
@@ -66,18 +57,15 @@ class AnswerClock:
         self._asked = math.inf  # the start of the operation that runs; inf if none does
         self._answered = 0.0, time.monotonic()  # ``answered_seconds`` at the last answer, and its time
 
-    def ask(self) -> None:
-        """Begin an operation."""
+    def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function that asks the store once. Its return is the store's answer."""
         self._asked = time.monotonic()
-
-    def answer(self) -> None:
-        """End the operation with an answer."""
-        self._answered = self.answered_seconds(), time.monotonic()
-        self.end()
-
-    def end(self) -> None:
-        """End the operation, if it runs."""
-        self._asked = math.inf
+        try:
+            answer = function(*arguments)
+            self._answered = self.answered_seconds(), time.monotonic()
+            return answer
+        finally:
+            self._asked = math.inf
 
     @property
     def silent_seconds(self) -> float:
@@ -101,7 +89,7 @@ class AnswerClock:
 class WorldStore:
     """The store of one world, as one rank reaches it.
 
-    The store thread writes every field, except ``leaves``.
+    The store thread writes every field.
 
     Args:
         store: the world's store.
@@ -120,19 +108,11 @@ class WorldStore:
         self._connection: Any = None  # with the world's key prefix; None before the first operation and after a failure
         self._name = ""  # of the world
         self.claim, self._has_claimed = Claim(), False  # the claim is complete after the first operation
-        self.leaves = False  # this process leaves the world, and connects no more over a cut network
-        self._server: tuple[str, int] | None = None  # numeric address of the store, once it has answered
-        # The server while torch's client connects to it, which takes seconds if the server ends meanwhile. Callers then
-        # ask the port themselves. A killed store closes its port last, so this is common.
-        self._opening: tuple[str, int] | None = None
+        self.server = Server()  # of a ``TCPStore``
         self.clock = AnswerClock(self.period)
         self.listeners = Listeners(self.period)
 
     # -- called by any thread -------------------------------------------------------------------------------------
-
-    def is_gone(self) -> bool:
-        """True if the server's port is closed while this process connects to it."""
-        return (server := self._opening) is not None and refuses(server)
 
     def error(self, reason: str) -> WorldError:
         return WorldError(f"the store at {self.address} failed: {reason}. {AFTER_FAILURE}")
@@ -166,95 +146,60 @@ class WorldStore:
 
     def perform(self, operation: Operation) -> Any:
         """Perform an operation. If that fails and it can be repeated, perform it once more on a new connection."""
-        (answer,) = self._with_connection(
-            lambda: self._perform_on(self._connection, operation), again=can_be_repeated(operation)
+        (answer,) = self._attempt(
+            lambda: self._perform_on(self.open(), operation), attempts=2 if can_be_repeated(operation) else 1
         )
         return answer
 
     def _perform_on(self, connection: Any, *operations: Operation) -> list[Any]:
-        answers = []
-        for operation in operations:
-            self.clock.ask()
-            answers.append(self.board.perform(connection, operation))
-            self.clock.answer()
-        return answers
+        return [self.clock.ask(self.board.perform, connection, operation) for operation in operations]
 
-    def open(self) -> None:
-        """Open the connection and the listener, unless that is done. The first time claims this process's rank."""
-        self._with_connection(lambda: None, again=True)
+    def open(self) -> Any:
+        """Return the connection. If there is none, open one, and the listener, in two attempts."""
+        if self._connection is None:
+            self._connection = self._attempt(self._connect, attempts=2)
+        return self._connection
 
-    def _with_connection(self, perform: Callable[[], Any], *, again: bool) -> Any:
-        """Call a function that uses the connection, which is opened if necessary.
-
-        Args:
-            again: after a failure, call it once more on a new connection.
-        """
+    def _attempt(self, function: Callable[[], Any], attempts: int) -> Any:
+        """Call a function until it succeeds. A failure of the store closes the connection."""
         while True:
-            self.clock.ask()
             try:
-                if self._connection is None:
-                    self._connection = self._connect()
-                return perform()
+                return function()
+            except PgmeshError:
+                raise
             except (RuntimeError, OSError) as error:
-                if isinstance(error, PgmeshError):
-                    raise
                 self._connection = None
-                if not again:
+                attempts -= 1
+                if not attempts:
                     reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
                     raise self.error(reason) from error
-                again = False
-            finally:
-                self.clock.end()
 
     def _connect(self) -> Any:
-        """Open a connection. The first time, enter the world and claim this process's rank."""
+        """Reach the server. The first time, enter the world and claim this process's rank; later, check the world."""
         store = underlying(self._torch_store)
         if isinstance(store, dist.TCPStore):
-            store = self._connect_tcp(store)
+            try:
+                store = self.clock.ask(self.server.connect, store)
+            except OSError as error:  # another attempt would fail too
+                raise self.error(str(error)) from error
+            self.listeners.open(self.server.here)  # where the store's host can reach it
         if not self._name:
-            self._name = self._entry.enter(self._torch_store)
+            self._name = self.clock.ask(self._entry.enter, self._torch_store)
         connection = dist.PrefixStore(f"pgmesh.{self._name}", store)
         if not self._has_claimed:
             statuses = Statuses(2 * self.period, self.clock.answered_seconds, self.listeners.has_ended)
             run = functools.partial(self._perform_on, connection)
             claim_rank(run, self.rank, self.world_size, statuses, self.claim)
             self._has_claimed = True
-        elif not connection.check([process_key(self.rank)]):
+        elif not self.clock.ask(connection.check, [process_key(self.rank)]):
             raise self.error("another store answers there now, without the keys of this world")
         return connection
-
-    def _connect_tcp(self, store: Any) -> Any:
-        """Open another connection to the server of a store, and the listener at this end of it."""
-        try:  # torch's client would wait long for a server that is gone
-            with self._reach(self._server or (store.host, store.port)) as connection:
-                here, self._server = connection.getsockname()[0], connection.getpeername()[:2]
-        except OSError as error:
-            raise self.error(str(error)) from error
-        self.listeners.open(here)  # where the store's host can reach it
-        host, port = self._opening = self._server
-        try:
-            limit = timedelta(seconds=timing.TIMING.late_answer)
-            with ending_when_cut(port, timing.TIMING.store_silence):
-                return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
-        finally:
-            self._opening = None
-
-    def _reach(self, server: tuple[str, int]) -> socket.socket:
-        """Connect to the server's port. If the network is cut later, try again until this process leaves the world."""
-        while True:
-            try:
-                return socket.create_connection(server, 2.0)  # the kernel would try again at growing intervals
-            except OSError as error:
-                is_cut = isinstance(error, TimeoutError) or error.errno in _CUT
-                if not is_cut or self._server is None or self.leaves:
-                    raise
-                time.sleep(0.2)
 
     def leave(self) -> None:
         """Leave the world. The last rank to leave deletes the keys of its ranks."""
         if self._connection is None:
             return
-        if self._with_connection(lambda: leave_world(self._torch_store, self._name), again=False):
+        if self._attempt(lambda: self.clock.ask(leave_world, self._torch_store, self._name), attempts=1):
             keys = [key(rank) for rank in range(self.world_size) for key in (status_key, process_key, meshes_key)]
             self.perform(Delete(tuple(keys)))
 

@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from pgmesh import WorldError, launch
 from pgmesh.rendezvous import processes, timing
+from pgmesh.rendezvous.batches import Batch
 from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.group_rounds import GroupRound
-from pgmesh.rendezvous.operations import Add, Append, CompareSet, Delete, Raw, Read, perform
+from pgmesh.rendezvous.operations import Add, Append, CompareSet, Delete, Raw, Read, Run, perform
 from pgmesh.rendezvous.processes import Claim, claim_rank, process_key, process_label
 from pgmesh.rendezvous.records import Decision
 from pgmesh.rendezvous.rounds import Rounds
@@ -95,7 +96,7 @@ def test_world_entered_after_the_stop_is_left():
     """The thread takes a heartbeat that was due before it learns that the process leaves."""
     entered = set[str]()
     store = WorldStore(dist.HashStore(), "here", 0, 2, entered)
-    store.leaves = True
+    store.server.leaves = True
     store.open()
     store.leave()
     assert len(entered) == 1
@@ -139,6 +140,31 @@ def test_failed_entry_is_uncounted_in_ended_world():
     assert not leave_world(store, second)
     assert leave_world(store, second)
     assert store.num_keys() == 0
+
+
+def test_batch_done_before_the_end_is_answered(store_thread: StoreThread, monkeypatch: pytest.MonkeyPatch):
+    """The caller begins to wait after the thread has ended."""
+    put = store_thread._queue.put
+
+    def put_and_stop(batch: Batch | None) -> None:
+        put(batch)
+        if batch is not None:
+            store_thread.stop()
+
+    monkeypatch.setattr(store_thread._queue, "put", put_and_stop)
+    assert store_thread.run(CompareSet("key", "value"), seconds=LONG) == [b"value"]
+
+
+def test_failed_task_is_repeated_before_the_next_heartbeat(store_thread: StoreThread):
+    """Another thread holds a lock at the first attempt. No heartbeat is due."""
+    attempts = itertools.count(1)
+
+    def task(run: Run) -> str:
+        if next(attempts) == 1:
+            raise WorldError("no answer for 0 s")
+        return "done"
+
+    assert store_thread.insist(task, seconds=LONG) == "done"
 
 
 def test_task_is_performed_before_the_thread_ends():
@@ -355,6 +381,15 @@ def test_claim_with_lost_answers_shows_the_predecessor(lost: int):
             mine.perform(Read("key"))
         mine.perform(Read("key"))
     assert mine.claim.replaces_process
+
+
+def test_claim_uses_up_no_repeat_of_the_operation():
+    claim, reset = CompareSet(process_key(0), process_label()), raises(RuntimeError("the connection was reset"))
+    read, add = Read("key"), Raw("add", ("count", 1))
+    for operation, answer in ((read, None), (add, 1)):
+        lost = Fault(claim, after=reset, times=1), Fault(read, before=reset, times=1)
+        with faults(*lost):
+            assert WorldStore(dist.HashStore(), "here", 0, 2, set()).perform(operation) == answer
 
 
 # ---- a call of connect and the store thread: errors and signals end the wait on both sides ----
