@@ -7,6 +7,7 @@ import threading
 import time
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from pgmesh.rendezvous.circles import circle_text, find_circle
 from pgmesh.rendezvous.gloo_store import GlooStore
 from pgmesh.rendezvous.group_rounds import GroupRound
 from pgmesh.rendezvous.operations import Operation, Read, perform
-from pgmesh.rendezvous.polling_store import SEPARATOR, PollingStore
+from pgmesh.rendezvous.polling_store import SEPARATOR, PollingStore, RefusalKeys
 from pgmesh.rendezvous.records import Decision, Fingerprint
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, Statuses, status_key
 from tests.support.memory_client import MADE, MemoryClient, arrival, fingerprint, round_of, rounds_of
@@ -198,7 +199,7 @@ def polling(
         mine or fingerprint(),
         ranks,
         timedelta(seconds=0.1),
-        refusal_keys=lambda: ("group/mismatch", "mesh/mismatch"),
+        refusal_keys=lambda: RefusalKeys("group/mismatch", "mesh/mismatch"),
     )
 
 
@@ -224,6 +225,12 @@ def test_operation_has_what_is_left_of_the_wait():
     seconds = thread.seconds
     assert 1.0 == seconds[-1] < seconds[0] <= 1.1
     assert seconds == sorted(seconds, reverse=True)
+
+
+def test_wait_with_timeout_zero_reads_once():
+    member = polling(dist.HashStore(), kind=PollingStore)
+    with pytest.raises(MissingRanksError, match="did not reach the first collective in 0 s"):
+        member.wait(["id/0"], timedelta(0))
 
 
 def test_waiting_rank_reads_less_often_in_large_world(monkeypatch: pytest.MonkeyPatch):
@@ -319,6 +326,16 @@ def test_abort_counts_after_mismatch():
     assert store.read_refusal(read).kind == "mismatch"
     published["mesh/mismatch"] = Decision("aborted", "mesh 'train' was aborted by rank 1").pack().encode()
     assert store.read_refusal(read).text == "mesh 'train' was aborted by rank 1"
+
+
+def test_abort_is_remembered_once_the_store_is_gone(monkeypatch: pytest.MonkeyPatch):
+    thread = DirectThread(dist.HashStore())
+    thread.store.set("mesh/mismatch", Decision("aborted", "mesh 'train' was aborted by rank 1").pack())
+    member = polling(thread)
+    with pytest.raises(LifetimeError, match="aborted by rank 1"):
+        member.get("a/1")
+    monkeypatch.setattr(thread, "run", mock.Mock(side_effect=WorldError("connection refused")))
+    assert member.ask_for_refusal(0.5).kind == "aborted"
 
 
 def test_new_heartbeat_shows_that_a_rank_lives():
