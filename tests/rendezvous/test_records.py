@@ -308,8 +308,8 @@ def test_report_names_keys_of_invalid_statuses():
     cache: Any = SimpleNamespace(rank=150, layout=Layout(200), world=world)
     statuses = Statuses(math.inf, time.monotonic)
     assert _read_statuses(cache, statuses) == ""
-    assert {rank for rank in range(200) if statuses.get(rank)} == {*range(100)} - {7}
-    others = {rank: text for rank in range(200) if (text := statuses.text(rank)) is not None}
+    assert {rank for rank in range(200) if statuses.record(rank).status} == {*range(100)} - {7}
+    others = {rank: text for rank in range(200) if (text := statuses.record(rank).text) is not None}
     assert others.pop(7) == "the store's key pgmesh/status/7 holds b'nonsense', which pgmesh did not write"
     idle = "not in connect"
     assert others == {rank: "in a collective" if rank < 40 else idle for rank in range(100) if rank != 7}
