@@ -135,9 +135,9 @@ def report(mesh: MeshGroups) -> Report:
     lines = tuple(_describe_running(mesh, each, statuses) for each in running)
     deadline = time.monotonic() + ANSWER_SECONDS
     others = {
-        rank: text if (status := statuses.get(rank)) is None else _describe_status(mesh, status, deadline)
+        rank: text if (status := statuses.record(rank).status) is None else _describe_status(mesh, status, deadline)
         for rank in mesh.layout.ranks()
-        if (text := statuses.text(rank)) is not None
+        if (text := statuses.record(rank).text) is not None
     }
     return Report(mesh.identity.call, mesh.rank, held(mesh), others, trouble, lines)
 

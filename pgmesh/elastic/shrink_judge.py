@@ -170,7 +170,7 @@ class ShrinkJudge(SurvivorJudge):
         lost = self.find_lost(ranks, all_ended=all_ended)
         seconds = self.statuses.now() - self._start
         if seconds >= self.statuses.limit(self.lost_after):
-            without = [rank for rank in ranks if self.statuses.text(rank) is None]
+            without = [rank for rank in ranks if self.statuses.record(rank).text is None]
             lost |= {rank: f"rank {rank} has published no status in {int(seconds)} s" for rank in without}
         return lost
 

@@ -37,16 +37,16 @@ class StandByJudge(SurvivorJudge):
         if late:
             return self.failure(f"no rank called shrink in {self.deadline:g} s", "left")
         others = [rank for rank in self.layout.ranks() if rank != self.rank]
-        heard = {rank: self.statuses.heard(rank) for rank in others}
+        heard = {rank: self.statuses.record(rank).heard for rank in others}
 
         def is_silent(rank: int) -> bool:
-            return heard[rank] in (None, self.statuses.heard(rank))
+            return heard[rank] in (None, self.statuses.record(rank).heard)
 
         lost: dict[int, str] = {}
         for first in range(0, len(others), timing.LIMITS.statuses):
             ranks = others[first : first + timing.LIMITS.statuses]
             lost |= self.find_lost(ranks, asks=is_silent)
-            for status in filter(None, map(self.statuses.get, ranks)):
+            for status in filter(None, [self.statuses.record(rank).status for rank in ranks]):
                 if standing_by(self.label) in status.activity:
                     lost.setdefault(status.rank, f"rank {status.rank} stands by too")
             if any(rank not in lost for rank in ranks):

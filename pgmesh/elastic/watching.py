@@ -70,12 +70,12 @@ def abort_when_lost(mesh: MeshGroups, lost_after: float | None) -> None:
         if mesh is None or mesh.ended is not None:
             return False
 
-        heard = statuses.heard(next_rank)
+        heard = statuses.record(next_rank).heard
         statuses.read(run, [next_rank])
         watched = [next_rank]
-        if statuses.heard(next_rank) == heard:  # it is silent, and its whole host may be lost
+        if statuses.record(next_rank).heard == heard:  # it is silent, and its whole host may be lost
             statuses.read(run, others)  # whose silence counts from now on
-            watched = [rank for rank in (next_rank, *others) if statuses.get(rank)][:1]
+            watched = [rank for rank in (next_rank, *others) if statuses.record(rank).status][:1]
             statuses.find_ended(run, watched)
         lost = statuses.lost(watched, state.lost_after)
         if lost:  # in another thread: this one sends the heartbeats

@@ -25,7 +25,7 @@ from pgmesh.groups.world import World
 from pgmesh.options import GroupOptions
 from pgmesh.rendezvous.gloo_store import GlooStore
 from pgmesh.rendezvous.missing import ASKED_FOR
-from pgmesh.rendezvous.polling_store import PollingStore
+from pgmesh.rendezvous.polling_store import PollingStore, RefusalKeys
 from pgmesh.rendezvous.records import Fingerprint
 
 
@@ -120,9 +120,9 @@ def _polling_store(backend: str, group: Group, path: str, identity: MeshIdentity
     def use_key(seconds: float) -> str:
         return f"{store_key(path, seconds)}/use"
 
-    def refusal_keys() -> tuple[str, str]:
+    def refusal_keys() -> RefusalKeys:
         # A mismatch is one of the group, whichever of its process groups found it.
-        return store_key(f"{group.path}/mismatch", timeout.total_seconds()), identity.refusal_key
+        return RefusalKeys(store_key(f"{group.path}/mismatch", timeout.total_seconds()), identity.refusal_key)
 
     kind = GlooStore if backend == "gloo" else PollingStore
     compares = group.options != world.options

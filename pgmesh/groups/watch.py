@@ -28,7 +28,7 @@ def did_not_report(statuses: Statuses, rank: int, collective: RunningCollective)
 
     A status that lists the most collectives may lack others.
     """
-    status = statuses.get(rank)
+    status = statuses.record(rank).status
     lists_all = status is None or len(status.running) < _MOST
     return lists_all and not statuses.has_entered(rank, collective)
 
@@ -132,7 +132,7 @@ class Watch:
 
     def _describe(self, ranks: Sequence[int]) -> dict[int, str]:
         """Each rank with its last status."""
-        return {rank: self._statuses.describe(rank) if self._statuses.get(rank) else "" for rank in ranks}
+        return {rank: self._statuses.describe(rank) if self._statuses.record(rank).status else "" for rank in ranks}
 
 
 def _key(collective: RunningCollective) -> tuple[str, int]:

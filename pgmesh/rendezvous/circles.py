@@ -71,7 +71,7 @@ def search_circle(run: Run, statuses: Statuses, rank: int, waits: Sequence[Pendi
         if not unread or find_circle(rank, pending):
             break
         statuses.read(run, sorted(unread)[: timing.LIMITS.statuses])
-        pending |= {each: status.pending if (status := statuses.get(each)) else () for each in unread}
+        pending |= {each: status.pending if (status := statuses.record(each).status) else () for each in unread}
     circle = find_circle(rank, pending)
     return circle if _is_closed(run, circle) else ()
 

@@ -72,12 +72,13 @@ class GlooStore(PollingStore):
     def unread_addresses(self) -> dict[int, str]:
         """The first members whose addresses this rank has not read, each with the store key of its address.
 
-        Empty before this rank has read any, or if ``connect`` gave it all. It is called in the store thread.
+        Empty before this rank has waited, or if ``connect`` gave it all. It is called in the store thread.
         """
+        if not self._prefix:  # to find it may need store operations
+            return {}
         own = next(iter(self.own), "")
         keys = {rank: _beside(own, place) for place, rank in enumerate(self._ranks[: timing.LIMITS.statuses])}
-        unread = {rank: key for rank, key in keys.items() if key != own and key not in self.values}
-        return {rank: self._store_key(key) for rank, key in unread.items()} if self._prefix else {}
+        return {rank: self._store_key(key) for rank, key in keys.items() if key != own and key not in self.values}
 
     def other_places(self) -> list[int]:
         """The places of the other members in the group."""

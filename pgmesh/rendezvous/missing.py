@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pgmesh._util.formatting import format_ranks, name_ranks
+from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Read, Run
 from pgmesh.rendezvous.statuses import RankStatus, status_key
 
@@ -12,9 +13,6 @@ ASKED_FOR = " (asked for with "
 """Separates the label of a group from the options that were asked for in the call."""
 
 _IN_FIRST_COLLECTIVE = "in the first collective of "
-
-_NAMED = 8
-"""The number of missing ranks whose status the message has."""
 
 
 def activity(subject: str) -> str:
@@ -32,7 +30,7 @@ def describe_missing(run: Run, subject: str, ranks: Sequence[int], missing: Sequ
         missing: the missing ones; text if it is not known which rank is missing.
         seconds: the timeout that passed.
     """
-    known = [rank for rank in missing[:_NAMED] if isinstance(rank, int)]
+    known = [rank for rank in missing[: timing.LIMITS.named] if isinstance(rank, int)]
     texts = run(*(Read(status_key(rank)) for rank in known))
     found = {rank: status for rank, text in zip(known, texts) if (status := RankStatus.unpack(rank, text))}
     details = "".join(f"\n  last status of rank {rank}: {status}" for rank, status in found.items())

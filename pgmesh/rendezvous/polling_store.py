@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -32,6 +32,13 @@ from pgmesh.rendezvous.store_thread import StoreThread
 
 SEPARATOR = b"\0"
 """Separates a rank's fingerprint from the value that it wrote."""
+
+
+class RefusalKeys(NamedTuple):
+    """The store keys of what ends every wait."""
+
+    group: str  # of a mismatch of the group
+    mesh: str  # of a mismatch or an abort of the mesh
 
 
 class PollingStore(dist.Store):
@@ -49,7 +56,7 @@ class PollingStore(dist.Store):
         fingerprint: the group's fingerprint on this rank.
         ranks: the members' ranks in the world, in group order.
         timeout: timeout of a wait for which the backend gives none.
-        refusal_keys: returns the keys of a published mismatch of the group, and of a mismatch or an abort of the mesh.
+        refusal_keys: returns the keys of what a rank may publish to end the waits.
         compares: also compare the fingerprint with the one that the first rank published. Members with different
             backends need it: they write different keys, so they never read each other's values.
     """
@@ -62,7 +69,7 @@ class PollingStore(dist.Store):
         ranks: Sequence[int],
         timeout: timedelta,
         *,
-        refusal_keys: Callable[[], Sequence[str]],
+        refusal_keys: Callable[[], RefusalKeys],
         compares: bool = False,
     ) -> None:
         super().__init__()
@@ -73,7 +80,7 @@ class PollingStore(dist.Store):
         self._prefix = ""  # of the group's keys; known once this rank has written or waited
         # Why it waits no longer:
         self.closed = ""  # the reason; "" while it is open
-        self._mismatch: Decision | None = None  # the one that this rank has found, maybe as it registered the mesh
+        self._refusal: Decision | None = None  # why a wait has failed: a mismatch, or an abort of the mesh
         # What this rank has read and written:
         self.values: dict[str, bytes] = {}  # that the backend has read, by key
         self.written: set[str] = set()  # store keys
@@ -88,13 +95,12 @@ class PollingStore(dist.Store):
         return [*self.written]
 
     def _run_until(self, deadline: float = math.inf) -> Run:
-        """The function with which one call performs its operations. The first call finds the prefix of the keys."""
+        """The function with which one call performs its operations."""
 
         def run(*operations: Operation) -> list[Any]:
             self.operations += len(operations)
             return self._thread().run(*operations, seconds=self._seconds_left(deadline))
 
-        self._prefix = self._prefix or self._key_prefix(self._seconds_left(deadline))
         return run
 
     def _seconds_left(self, deadline: float) -> float:
@@ -108,13 +114,18 @@ class PollingStore(dist.Store):
         left = min(self.timeout.total_seconds(), deadline - time.monotonic())
         return max(0.0, left) + timing.TIMING.report_missing
 
+    def _find_prefix(self, deadline: float = math.inf) -> str:
+        """The prefix of the group's keys. The first call may register the mesh."""
+        self._prefix = self._prefix or self._key_prefix(self._seconds_left(deadline))
+        return self._prefix
+
     def _store_key(self, key: str) -> str:
-        return f"{self._prefix}/{key}"
+        return f"{self._find_prefix()}/{key}"
 
     @property
     def timeout(self) -> timedelta:
         """The timeout of the group's collectives."""
-        return self.new_timeout or self._timeout
+        return self._timeout if self.new_timeout is None else self.new_timeout
 
     # -- waiting ------------------------------------------------------------------------------------------------
 
@@ -122,7 +133,7 @@ class PollingStore(dist.Store):
         self.used = True
         if not self.closed and all(key in self.values for key in keys):
             return
-        limit = self.new_timeout or timeout or self._timeout
+        limit = self.timeout if timeout is None or self.new_timeout is not None else timeout
         backend_errors.raise_inside(self._error_of_wait(keys, limit.total_seconds()), self)
 
     def _error_of_wait(self, keys: list[str], limit: float) -> PgmeshError | None:
@@ -133,7 +144,7 @@ class PollingStore(dist.Store):
             return None
         except PgmeshError as error:
             if isinstance(error, MismatchError):
-                self._mismatch = Decision("mismatch", str(error))
+                self._refusal = Decision("mismatch", str(error))
             hint = self._thread().store_hint() if isinstance(error, MissingRanksError) else ""
             return backend_errors.without_frames(error, hint)
         finally:
@@ -151,6 +162,7 @@ class PollingStore(dist.Store):
         deadline = start + limit
         run, pace, shows_status = self._run_until(deadline), self._thread().pace, False
         pause, longest_pause = pauses(pace), timing.TIMING.longest_pause * pace
+        self._find_prefix(deadline)  # in the time of this wait
         try:
             self._compare_with_first(run)
             for key in keys:
@@ -170,25 +182,28 @@ class PollingStore(dist.Store):
                 self._thread().set_status("")
 
     def read_refusal(self, run: Run) -> Decision | None:
-        """The abort or the mismatch that a rank has found; None if there is none, or before this rank has waited.
+        """The abort or the mismatch that a rank has found; None if there is none.
+
+        Nothing is read before this rank knows a key or an address: its mesh may not be registered.
 
         Args:
             run: performs operations on the store.
         """
         keys = self._refusal_keys() if self._prefix or self.values else ()
         published = [Decision.unpack(key, text) for key, text in zip(keys, run(*map(Read, keys))) if text is not None]
-        found = [*filter(None, [self._mismatch]), *published]
+        found = [*filter(None, [self._refusal]), *published]
         return max(found, key=lambda refusal: refusal.kind == "aborted", default=None)  # the end of the mesh counts
 
     def ask_for_refusal(self, seconds: float) -> Decision | None:
         """The same, read with a timeout; what this rank has found if there is no answer."""
         with contextlib.suppress(PgmeshError):
             return self.read_refusal(functools.partial(self._thread().run, seconds=seconds))
-        return self._mismatch
+        return self._refusal
 
     def _raise_refusal(self, run: Run) -> None:
         refusal = self.read_refusal(run)
         if refusal and (error := refusal.error()):
+            self._refusal = refusal
             raise error
 
     def _read(self, run: Run, key: str) -> bool:
@@ -210,7 +225,7 @@ class PollingStore(dist.Store):
             MismatchError: they differ.
         """
         encoded, _, body = value.partition(SEPARATOR)
-        check_published(run, self._refusal_keys()[0], self._fingerprint, encoded, key)
+        check_published(run, self._refusal_keys().group, self._fingerprint, encoded, key)
         return body
 
     def get(self, key: str) -> bytes:

@@ -86,10 +86,10 @@ def _lives(run: Run, rank: int, world_size: int, statuses: Statuses) -> bool:
     ranks = {rank, *range(min(world_size, timing.LIMITS.statuses))}
     statuses.read(run, ranks)
     statuses.find_ended(run, [rank])
-    before, end = statuses.heard(rank), statuses.now() + statuses.lost_after
+    before, end = statuses.record(rank).heard, statuses.now() + statuses.lost_after
     while statuses.now() < end and not statuses.lost(ranks):
         time.sleep(timing.TIMING.longest_pause)
         statuses.read(run, [rank])
-        if statuses.heard(rank) != before and not statuses.lost([rank]):
+        if statuses.record(rank).heard != before and not statuses.lost([rank]):
             return True
     return False

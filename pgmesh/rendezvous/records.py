@@ -100,13 +100,15 @@ class Fingerprint:
             decoded = decode_fingerprint(encoded)
             if decoded is None:
                 return f"{self.subject}: {foreign_value(key, encoded)}."
-            found.append(decoded)
+            rank, fields = decoded
+            other = " (another process)" if rank == self.rank and encoded != self.encoded else ""
+            found.append((rank, f"{rank}{other}", fields))
         found.sort(key=lambda item: item[0])
         lines = []
-        for name in sorted({name for _, fields in found for name in fields}):
-            holders: dict[str, list[int]] = {}
-            for rank, fields in found:
-                holders.setdefault(_format_field(fields.get(name)), []).append(rank)
+        for name in sorted({name for *_, fields in found for name in fields}):
+            holders: dict[str, dict[str, None]] = {}  # a rank once, although its process was replaced
+            for _, holder, fields in found:
+                holders.setdefault(_format_field(fields.get(name)), {})[holder] = None
             if len(holders) > 1:
                 lines.append(f"\n  {name}: " + ", ".join(f"{value} on {name_ranks(r)}" for value, r in holders.items()))
         return f"{self.subject} is not the same on all ranks:{''.join(lines)}\n\n{self.hint}"

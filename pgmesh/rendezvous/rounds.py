@@ -90,7 +90,8 @@ class Round(Generic[D]):
         number: number of the current attempt. A rank begins at the lowest one whose decision it does not know.
         decision: that of the current attempt, once it is known.
         last_sent: number of the last attempt to which this rank sent its arrival; -1 for none.
-        arrived_at: the numbers of those for which the store has answered. After an error, one may be there twice.
+        arrived_at: the attempts at which the store has confirmed its arrival, by number; one twice if an error made
+            this rank arrive there again.
     """
 
     key: str

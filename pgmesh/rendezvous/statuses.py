@@ -7,6 +7,7 @@ A status is a record in the store under ``pgmesh/status/<rank>``.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -138,8 +139,8 @@ def _is_endpoint(values: list[Any]) -> bool:
 
 
 READ_SECONDS = 0.02
-"""The longest time that a read of a status takes on a store that is not busy, in seconds. A silence is measured too
-short by up to this time, which is added back: otherwise a silence of five heartbeats would be noticed at the sixth."""
+"""The longest time that a read of a status takes on a store that is not busy, in seconds. ``Record.silence`` is too
+short by up to this time, so it is added. Without it, a rank would be found lost one heartbeat too late."""
 
 
 class Record(NamedTuple):
@@ -157,7 +158,7 @@ class Record(NamedTuple):
         status: the last one; None if the last read found none.
         foreign: message about the value that was read in its place; None for none.
         heard: the last heartbeat, and when it was first read; None before the first one.
-        silence: seconds from that time to the begin of the last read that found it again. A slow answer is no silence.
+        silence: seconds without a new heartbeat: from that time to the begin of the last read with the same one.
         ended: the listener that is known to refuse; None for none.
     """
 
@@ -202,8 +203,7 @@ class Record(NamedTuple):
 class Statuses:
     """The last status of other ranks, each with the time when its heartbeat was first read.
 
-    The store thread and a caller of ``shrink`` may use one object at the same time. A record is replaced as a whole, so
-    one of two reads at once holds, and the next look finds what it missed.
+    The store thread and a caller of ``shrink`` may use one object at the same time.
 
     Args:
         lost_after: seconds without a new heartbeat after which a rank counts as lost.
@@ -219,6 +219,7 @@ class Statuses:
     ) -> None:
         self.lost_after, self.now, self._has_ended = lost_after, now, has_ended
         self.records: dict[int, Record] = {}  # by rank that was read
+        self._lock = threading.Lock()  # guards the change of a record
 
     def read(self, run: Run, ranks: Iterable[int]) -> None:
         """Read the statuses of some ranks.
@@ -232,22 +233,12 @@ class Statuses:
         for rank, text in zip(ranks, texts):
             status = RankStatus.unpack(rank, text)
             foreign = None if status or text is None else foreign_value(status_key(rank), text)
-            self.records[rank] = self._record(rank).after(status, foreign, began, now)
+            with self._lock:
+                self.records[rank] = self.record(rank).after(status, foreign, began, now)
 
-    def _record(self, rank: int) -> Record:
+    def record(self, rank: int) -> Record:
+        """What is known of a rank; an empty record before it was read."""
         return self.records.get(rank, Record())
-
-    def get(self, rank: int) -> RankStatus | None:
-        """The last status of a rank; None if it has none."""
-        return self._record(rank).status
-
-    def heard(self, rank: int) -> tuple[int, float] | None:
-        """The last heartbeat of a rank, and when it was first read; None before the first one."""
-        return self._record(rank).heard
-
-    def text(self, rank: int) -> str | None:
-        """The last status of a rank as text, or the foreign value in its place; None if it has none."""
-        return self._record(rank).text
 
     def find_ended(self, run: Run, ranks: Iterable[int], *, all_of_them: bool = False) -> None:
         """Ask the listeners of some ranks, up to the first process that has not ended: the caller waits for that one.
@@ -258,12 +249,13 @@ class Statuses:
         """
         start = self.now()
         for rank in ranks:
-            record = self._record(rank)
+            record = self.record(rank)
             status = record.status
             if status is None or status.exited or record.ended == status.endpoint:
                 continue
             if self._has_ended(status, record.silence):
-                self.records[rank] = self._record(rank)._replace(ended=status.endpoint)
+                with self._lock:
+                    self.records[rank] = self.record(rank)._replace(ended=status.endpoint)
                 self.read(run, [rank])  # it may have published a reason since the last read
             elif not all_of_them or self.now() - start >= ANSWER_SECONDS:
                 return
@@ -275,7 +267,7 @@ class Statuses:
             lost_after: as in the class, for this call.
         """
         limit = self.limit(lost_after)
-        return {rank: f"rank {rank}{loss}" for rank in ranks if (loss := self._record(rank).loss(limit))}
+        return {rank: f"rank {rank}{loss}" for rank in ranks if (loss := self.record(rank).loss(limit))}
 
     def limit(self, lost_after: float | None) -> float:
         """Seconds of silence after which a rank is lost: those given, or the default."""
@@ -283,7 +275,7 @@ class Statuses:
 
     def has_entered(self, rank: int, collective: RunningCollective) -> bool:
         """True if a rank has reported that it is in this collective of this rank, or in a later one of its group."""
-        status = self.get(rank)
+        status = self.record(rank).status
         running = () if status is None else status.running
         return any(each.name == collective.name and each.number >= collective.number for each in running)
 
@@ -291,7 +283,7 @@ class Statuses:
         """The last status of a rank for a message; how it is known to be lost, if it is."""
         if rank not in self.records:
             return f"rank {rank}: its status was not read"
-        record = self._record(rank)
+        record = self.record(rank)
         no_status = "no status: it has not called connect yet, or cannot reach the store"
         return f"rank {rank}{record.loss(self.limit(lost_after)) or f': {record.text or no_status}'}"
 

@@ -70,6 +70,7 @@ class Limits(NamedTuple):
         statuses: the number of missing ranks whose status one inspection reads, the number of members of a group that
             are watched in a collective, and the number of ranks that a status reports as missing. A longer circle of
             waiting ranks is not stated.
+        named: the number of missing ranks whose status a message has.
         asking: the number of members of a group that ask the listeners of missing ones, which have little room.
         shared_addresses: the largest group whose members publish their addresses in the arrivals. Each member
             receives all addresses with the decision.
@@ -79,6 +80,7 @@ class Limits(NamedTuple):
 
     record_chars: int = 1 << 18
     statuses: int = 32
+    named: int = 8
     asking: int = 8
     shared_addresses: int = 64
     published_names: int = 256

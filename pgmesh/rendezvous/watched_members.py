@@ -14,9 +14,6 @@ from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Run
 from pgmesh.rendezvous.statuses import Statuses
 
-_NAMED = 8
-"""The number of missing ranks whose status the message has."""
-
 
 class Arriving(Protocol):
     """A group whose members arrive: a ``GroupRound``."""
@@ -72,7 +69,7 @@ class WatchedMembers(NamedTuple):
     def describe_missing(self, each: Arriving, when: str = "") -> str:
         """Message about the missing ranks and the last status of each."""
         lost = self.lost(each)
-        named = [*dict.fromkeys((*lost, *each.missing))][:_NAMED]
+        named = [*dict.fromkeys((*lost, *each.missing))][: timing.LIMITS.named]
         lines = [f"\n  {self.statuses.describe(rank)}" for rank in named]
         arrived = [f", and rank {rank} was lost after it had arrived" for rank in lost if rank not in each.missing]
         missing = f"{each.label}: {name_ranks(each.missing)} did not arrive{when}{''.join(arrived)}."

@@ -155,6 +155,15 @@ def test_fingerprint_is_compared_with_any_value(seen):
     assert mismatch is None or mismatch.startswith(mine.subject)
 
 
+def test_mismatch_marks_another_process_of_this_rank():
+    """As after a restart with other axes. Each rank is named once, although a third process has the fields too."""
+    mine = fingerprint(axes="tp")
+    others = [fingerprint(rank, axes="dp", size=size).encoded for rank, size in ((1, 2), (0, 2), (0, 4))]
+    text = mine.mismatch(others)
+    assert text is not None
+    assert "axes: tp on rank 0, dp on ranks 0 (another process), 1\n" in text
+
+
 @given(st.text(max_size=12), st.integers(0, 9), st.text(max_size=12), st.text(max_size=12))
 def test_written_record_is_read_unchanged(activity, rank, name, line):
     pending = (PendingConnect(name, "group tp", "mesh 'actor'", "0, 1", line, (1, 2)),)
@@ -299,8 +308,8 @@ def test_report_names_keys_of_invalid_statuses():
     cache: Any = SimpleNamespace(rank=150, layout=Layout(200), world=world)
     statuses = Statuses(math.inf, time.monotonic)
     assert _read_statuses(cache, statuses) == ""
-    assert {rank for rank in range(200) if statuses.get(rank)} == {*range(100)} - {7}
-    others = {rank: text for rank in range(200) if (text := statuses.text(rank)) is not None}
+    assert {rank for rank in range(200) if statuses.record(rank).status} == {*range(100)} - {7}
+    others = {rank: text for rank in range(200) if (text := statuses.record(rank).text) is not None}
     assert others.pop(7) == "the store's key pgmesh/status/7 holds b'nonsense', which pgmesh did not write"
     idle = "not in connect"
     assert others == {rank: "in a collective" if rank < 40 else idle for rank in range(100) if rank != 7}

@@ -7,6 +7,7 @@ import threading
 import time
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -18,9 +19,9 @@ from pgmesh.rendezvous.circles import circle_text, find_circle
 from pgmesh.rendezvous.gloo_store import GlooStore
 from pgmesh.rendezvous.group_rounds import GroupRound
 from pgmesh.rendezvous.operations import Operation, Read, perform
-from pgmesh.rendezvous.polling_store import SEPARATOR, PollingStore
+from pgmesh.rendezvous.polling_store import SEPARATOR, PollingStore, RefusalKeys
 from pgmesh.rendezvous.records import Decision, Fingerprint
-from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, Statuses, status_key
+from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, Record, Statuses, status_key
 from tests.support.memory_client import MADE, MemoryClient, arrival, fingerprint, round_of, rounds_of
 
 # -- attempts ---------------------------------------------------------------------------------------------------------
@@ -134,8 +135,8 @@ def test_deleted_status_is_no_new_heartbeat():
     statuses.read(MemoryClient(values=values).run, [1])
     del values[status_key(1)]
     statuses.read(MemoryClient(values=values).run, [1])
-    assert statuses.get(1) is None
-    assert statuses.heard(1) == (3, 7.0)
+    assert statuses.record(1).status is None
+    assert statuses.record(1).heard == (3, 7.0)
     assert not statuses.lost([1])
 
 
@@ -198,7 +199,7 @@ def polling(
         mine or fingerprint(),
         ranks,
         timedelta(seconds=0.1),
-        refusal_keys=lambda: ("group/mismatch", "mesh/mismatch"),
+        refusal_keys=lambda: RefusalKeys("group/mismatch", "mesh/mismatch"),
     )
 
 
@@ -224,6 +225,12 @@ def test_operation_has_what_is_left_of_the_wait():
     seconds = thread.seconds
     assert 1.0 == seconds[-1] < seconds[0] <= 1.1
     assert seconds == sorted(seconds, reverse=True)
+
+
+def test_wait_with_timeout_zero_reads_once():
+    member = polling(dist.HashStore(), kind=PollingStore)
+    with pytest.raises(MissingRanksError, match="did not reach the first collective in 0 s"):
+        member.wait(["id/0"], timedelta(0))
 
 
 def test_waiting_rank_reads_less_often_in_large_world(monkeypatch: pytest.MonkeyPatch):
@@ -319,6 +326,36 @@ def test_abort_counts_after_mismatch():
     assert store.read_refusal(read).kind == "mismatch"
     published["mesh/mismatch"] = Decision("aborted", "mesh 'train' was aborted by rank 1").pack().encode()
     assert store.read_refusal(read).text == "mesh 'train' was aborted by rank 1"
+
+
+def test_abort_is_remembered_once_the_store_is_gone(monkeypatch: pytest.MonkeyPatch):
+    thread = DirectThread(dist.HashStore())
+    thread.store.set("mesh/mismatch", Decision("aborted", "mesh 'train' was aborted by rank 1").pack())
+    member = polling(thread)
+    with pytest.raises(LifetimeError, match="aborted by rank 1"):
+        member.get("a/1")
+    monkeypatch.setattr(thread, "run", mock.Mock(side_effect=WorldError("connection refused")))
+    assert member.ask_for_refusal(0.5).kind == "aborted"
+
+
+def test_ended_rank_stays_ended_while_another_thread_reads(monkeypatch: pytest.MonkeyPatch):
+    """The other thread, which sends the heartbeats, is about to replace the record."""
+    statuses = Statuses(5.0, lambda: 0.0, lambda status, seconds: True)
+    run = MemoryClient(values={status_key(1): RankStatus(1, 3, endpoint=("127.0.0.1", 4000)).pack().encode()}).run
+    statuses.read(run, [1])
+    after, finder = Record.after, threading.Thread(target=statuses.find_ended, args=(run, [1]))
+
+    def after_a_while(*arguments: Any) -> Record:
+        monkeypatch.setattr(Record, "after", after)
+        record = after(*arguments)
+        finder.start()
+        finder.join(0.1)
+        return record
+
+    monkeypatch.setattr(Record, "after", after_a_while)
+    statuses.read(run, [1])
+    finder.join()
+    assert [*statuses.lost([1])] == [1]
 
 
 def test_new_heartbeat_shows_that_a_rank_lives():
