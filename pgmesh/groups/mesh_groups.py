@@ -22,7 +22,7 @@ from pgmesh._util.call_sites import call_site
 from pgmesh.errors import OptionsError
 from pgmesh.groups import adoption, building, ending, naming, teardown
 from pgmesh.groups.backends import backends_of
-from pgmesh.groups.configuring import ConfiguredOptions, OptionData, check_supported
+from pgmesh.groups.configuring import ConfiguredOptions, OptionData, axes_of_root, check_supported
 from pgmesh.groups.device_meshes import Dimensions
 from pgmesh.groups.group import Group, State
 from pgmesh.groups.identity import MeshIdentity
@@ -88,7 +88,8 @@ class MeshGroups(EndableMesh):
         self.creation_seconds = 0.0
         self._generations = naming.Generations()
         self._states: dict[type, Any] = {}
-        self.configured = ConfiguredOptions(self.rank, layout, world.options)
+        self.configured = ConfiguredOptions(self.rank, world.options)
+        self._options_by_axes: dict[tuple[tuple[Axis, ...], str], GroupOptions] = {}  # and by tag
         if self.ended is None:
             world.add(self)
 
@@ -195,7 +196,11 @@ class MeshGroups(EndableMesh):
             if self.rank in layout:
                 members = self.members(layout, axes, tag)
                 self.configured.configure(members, options, self._created(members), call_site())
-            self.configured.of_root.configure(layout, axes, tag, options)
+            # That raised no OptionsError, so the mesh that replaces this one gets these options too.
+            root_axes = axes_of_root(self.layout, layout, axes, self.rank)
+            if root_axes is not None:
+                before = self._options_by_axes.get((root_axes, tag), GroupOptions())
+                self._options_by_axes[root_axes, tag] = before.but(options)
 
     def _created(self, members: Members) -> Group | None:
         """The group of some members that has the configured options, if it was created; of one rank, any group."""
@@ -295,11 +300,15 @@ class MeshGroups(EndableMesh):
             del self._groups[key]
         self.world.clean(left)
 
+    def options_for_replacement(self) -> OptionData:
+        """The options that were configured without an error: the groups of the replacement have other ranks."""
+        return [([*axes], tag, options.given) for (axes, tag), options in list(self._options_by_axes.items())]
+
     def replacement(self, identity: MeshIdentity, options: OptionData) -> MeshGroups:
         """The mesh that replaces this one.
 
         Args:
-            options: what ``configured.of_root.as_data`` returned on the rank that decided.
+            options: ``options_for_replacement`` of the rank that decided.
         """
         mesh = MeshGroups(self.name, identity.layout, identity=identity)
         for axes, tag, given in options:
