@@ -120,11 +120,12 @@ class ProcessGroupMesh(RankMethods):
 
     def _derive(self, verb: str, layout: Layout, *, part_of: Layout | None = None) -> ProcessGroupMesh:
         """The slice or view with this layout. Only the first call makes it, which may wait for the lock of the mesh."""
-        if (verb, layout) not in self._slices:
-            mesh = object.__new__(ProcessGroupMesh)
-            mesh._set(layout, self._mesh_groups, (*self._calls, (verb, self.layout)), part_of=part_of)
-            self._slices.setdefault((verb, layout), mesh)
-        return self._slices[verb, layout]
+        found = self._slices.get((verb, layout))
+        if found is not None:
+            return found
+        mesh = object.__new__(ProcessGroupMesh)
+        mesh._set(layout, self._mesh_groups, (*self._calls, (verb, self.layout)), part_of=part_of)
+        return self._slices.setdefault((verb, layout), mesh)
 
     # -- ranks, coords and indices ------------------------------------------------------------------------------
 
