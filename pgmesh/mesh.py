@@ -7,8 +7,9 @@ Verbs that a program may never use (connect, locality, report) are imported when
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
+from operator import length_hint
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -118,9 +119,13 @@ class ProcessGroupMesh(RankMethods):
         self._groups.clear()
 
     def _derive(self, verb: str, layout: Layout, *, part_of: Layout | None = None) -> ProcessGroupMesh:
+        """The slice or view with this layout. Only the first call makes it, which may wait for the lock of the mesh."""
+        found = self._slices.get((verb, layout))
+        if found is not None:
+            return found
         mesh = object.__new__(ProcessGroupMesh)
         mesh._set(layout, self._mesh_groups, (*self._calls, (verb, self.layout)), part_of=part_of)
-        return mesh
+        return self._slices.setdefault((verb, layout), mesh)
 
     # -- ranks, coords and indices ------------------------------------------------------------------------------
 
@@ -597,7 +602,7 @@ class ProcessGroupMesh(RankMethods):
             WorldError: the store does not respond.
         """
         self._check_root()
-        has_spares = not isinstance(spares, Sized) or len(spares) > 0  # an array has no truth value
+        has_spares = spares is not None and length_hint(spares, 1) > 0  # an array has no truth value
         places = parse_ranks("shrink", spares) if has_spares else ()
         if axis is None and not places:
             raise OptionsError(
@@ -695,7 +700,7 @@ class ProcessGroupMesh(RankMethods):
         layout = self.layout.at(fixed, **indices)
         only_fixes = len(layout.axes) + len(fixed or ()) + len(indices) == len(self.axes)
         part_of = self._part_of if only_fixes and self.rank in layout else None
-        part = self._slices.setdefault(("at", layout), self._derive("at", layout, part_of=part_of))
+        part = self._derive("at", layout, part_of=part_of)
         if key is not None:
             self._slices[key] = part
         return part
@@ -737,8 +742,7 @@ class ProcessGroupMesh(RankMethods):
         >>> fsdp.group("fsdp") is mesh.group("pp", "tp")
         True
         """
-        layout = self.layout.view(*shape, **sizes)
-        return self._slices.setdefault(("view", layout), self._derive("view", layout))
+        return self._derive("view", self.layout.view(*shape, **sizes))
 
     # -- torch's DeviceMesh -------------------------------------------------------------------------------------
 

@@ -190,6 +190,23 @@ def test_shrink_takes_spares_in_any_iterable(mesh, kind, requests):
     assert [each.spares for each in requests] == [(6, 7), ()]
 
 
+def test_shrink_takes_no_spares_from_none(mesh, requests):
+    with pytest.raises(pgmesh.LifetimeError):
+        mesh.shrink("dp", spares=None)
+    assert requests[0].spares == ()
+    with pytest.raises(pgmesh.ShapeError):
+        mesh.shrink("dp", spares=np.array(6))
+
+
+def test_view_and_slice_are_found_without_lock(mesh):
+    """Another thread holds the lock, perhaps in ``new_group``."""
+    calls = [lambda: mesh.view(a=4, b=2), lambda: mesh.at(pp=slice(0, 1)), lambda: mesh.at({"pp": 0})]
+    before = [call() for call in calls]
+    with ThreadPoolExecutor(1) as thread, mesh._mesh_groups.lock:
+        for call, found in zip(calls, before):
+            assert thread.submit(call).result(timeout=10) is found
+
+
 def test_rank_outside_knows_layout_and_creates_nothing():
     with fake_rank(6, 8):
         mesh = ProcessGroupMesh(dp=2, tp=2, ranks=range(4))

@@ -192,7 +192,7 @@ class ShrinkCall:
         """
         mesh, key, judge_of = self.mesh, identity.key, self.stands_by
         if self.request is not None:
-            judge_of = functools.partial(self.shrinks, request=self.request, options=mesh.configured.of_root.as_data())
+            judge_of = functools.partial(self.shrinks, request=self.request, options=mesh.options_for_replacement())
         judge = judge_of(
             mesh.label,
             identity.layout,

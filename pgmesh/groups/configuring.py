@@ -1,4 +1,7 @@
-"""The options of a mesh's groups that were configured before the groups were created."""
+"""The options of a mesh's groups that were configured before the groups were created.
+
+They are found by ranks. For the mesh that replaces this one, ``MeshGroups`` keeps them by axes too.
+"""
 
 from __future__ import annotations
 
@@ -46,15 +49,13 @@ class ConfiguredOptions:
 
     Args:
         rank: this rank.
-        root: layout of the root mesh.
         default: the options of the world.
     """
 
-    def __init__(self, rank: int, root: Layout, default: GroupOptions) -> None:
+    def __init__(self, rank: int, default: GroupOptions) -> None:
         self._rank, self._default = rank, default
         self._configured: dict[OptionKey, Configured] = {}
         self._returned: set[OptionKey] = set()  # of groups of this rank alone
-        self.of_root = RootOptions(rank, root)
         self._warned = False  # of a timeout in a call
 
     def of_call(self, members: Members, asked: Mapping[str, Any]) -> tuple[GroupOptions, dict[str, Any]]:
@@ -149,34 +150,13 @@ class ConfiguredOptions:
             )
 
 
-class RootOptions:
-    """The options that were configured for groups of the root mesh, by axes and tag.
-
-    They are for the mesh that replaces it, whose groups along these axes have other ranks.
-
-    Args:
-        rank: this rank.
-        root: layout of the root mesh.
-    """
-
-    def __init__(self, rank: int, root: Layout) -> None:
-        self._rank, self._root = rank, root
-        self._options: dict[tuple[tuple[Axis, ...], str], GroupOptions] = {}
-
-    def configure(self, layout: Layout, axes: tuple[Axis, ...], tag: str, options: Mapping[str, Any]) -> None:
-        """Keep options of axes of a layout, if the root mesh has these axes and the same block along them."""
-        if layout != self._root:
-            axes = axes or layout.axes
-            if self._rank not in layout or not {*axes} <= {*self._root.axes}:
-                return
-            if self._root.block_of(self._rank, *axes) != layout.block_of(self._rank, *axes):
-                return
-        before = self._options.get((axes, tag), GroupOptions())
-        self._options[axes, tag] = before.but(options)
-
-    def as_data(self) -> OptionData:
-        """They as plain data, for ``MeshGroups.replacement``."""
-        return [([*axes], tag, options.given) for (axes, tag), options in list(self._options.items())]
+def axes_of_root(root: Layout, layout: Layout, axes: tuple[Axis, ...], rank: int) -> tuple[Axis, ...] | None:
+    """The axes of a view or slice as axes of the root mesh; None if that lacks one, or has another block along them."""
+    if layout == root:
+        return axes
+    axes = axes or layout.axes
+    is_same = rank in layout and {*axes} <= {*root.axes} and root.block_of(rank, *axes) == layout.block_of(rank, *axes)
+    return axes if is_same else None
 
 
 def _check_agree(before: Configured, after: GroupOptions, given: GroupOptions, members: Members, spelling: str) -> None:

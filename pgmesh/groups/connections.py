@@ -8,7 +8,7 @@ names a line of https://github.com/pytorch/gloo/tree/70dc360272dfc57e3617184c78f
 from __future__ import annotations
 
 import contextlib
-import select
+import os
 import socket
 import time
 from collections.abc import Collection, Iterable, Sequence
@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from pgmesh import torch_private
 from pgmesh._util.listeners import ANSWER_SECONDS, refuses
-from pgmesh._util.sockets import all_opened, inode_of
-from pgmesh.groups.event_loops import end_connections, end_events, find_loops, inodes
+from pgmesh._util.sockets import all_opened, descriptors, inode_of
+from pgmesh.groups.event_loops import EventLoop, end_connections, end_events, find_loops, inodes
 from pgmesh.rendezvous.gloo_store import GlooStore
 
 Endpoint = tuple[str, int]
@@ -68,7 +68,7 @@ def is_safe_to_wake(seconds: float, timeout: float, first_timeout: float) -> boo
     """False around the times at which Gloo gives up waiting for a member: for its message, and for its connection.
 
     Args:
-        seconds: the time since the collective was entered. If that is long ago, it began to wait later.
+        seconds: the time since the collective was entered. A wait that has outlasted these times began later.
         timeout: the timeout of the group in seconds, by which Gloo waits for messages.
         first_timeout: the one that it was made with, by which Gloo waits for connections. Source: pair.cc:57.
 
@@ -79,17 +79,20 @@ def is_safe_to_wake(seconds: float, timeout: float, first_timeout: float) -> boo
     return all(abs(seconds - end) > margin for end, margin in ends)
 
 
-def wake(group: Endpoints) -> None:
+def wake(groups: Iterable[Endpoints]) -> None:
     """End this rank's waits for members that have not connected to it.
 
     Of each two members, Gloo lets one wait for the other to connect (device.cc:327), for up to five times the group's
     timeout. There is no socket to shut down. So this rank connects to its own listener in the place of each other
     member, and closes that connection. Members that are connected are not affected (listener.cc:137).
     """
-    for own in group.own:
-        for place in group.places:
-            with contextlib.suppress(OSError), socket.create_connection(own, ANSWER_SECONDS) as connection:
-                connection.sendall(torch_private.gloo_greeting(place))
+    wakes = [(own, place) for group in groups for own in group.own for place in group.places]
+    used = len(descriptors())
+    if not used or used + 2 * len(wakes) >= os.sysconf("SC_OPEN_MAX"):  # Gloo must be able to accept (listener.cc:68)
+        return
+    for own, place in wakes:
+        with contextlib.suppress(OSError), socket.create_connection(own, ANSWER_SECONDS) as connection:
+            connection.sendall(torch_private.gloo_greeting(place))
 
 
 def shut_down(groups: Iterable[Endpoints]) -> None:
@@ -128,7 +131,7 @@ class _Sockets(NamedTuple):
     there: set[int]
 
 
-def _all_are_watched(sockets: _Sockets, loops: Sequence[select.epoll]) -> bool:
+def _all_are_watched(sockets: _Sockets, loops: Sequence[EventLoop]) -> bool:
     """False if Gloo may be opening a connection, which no event loop watches for a moment."""
     return not loops or sockets.here | sockets.there <= inodes(loops)
 

@@ -5,11 +5,11 @@ An event loop is an epoll descriptor of this process, and Linux says in /proc wh
     a socket                           the event loop waits for    what we do
     a listener                         data, again and again       nothing: Gloo aborts if accepting a connection fails
     a connection that Gloo opens       its opening, once           nothing: Gloo would only open it again
-    that is open, or accepted          its greeting, once          shut it down: Gloo closes it
-    that no pair of ranks has taken    nothing                     shut it down: Gloo closes it with the group
-    of a pair of ranks                 data, again and again       shut it down: Gloo closes it in less than 1 ms
-    of a pair, shut down long ago      data, again and again       silence it: one more event, and then none
-    silenced                           nothing                     nothing
+    an open or accepted connection     its greeting, once          shut it down: Gloo closes it
+    one that no pair of ranks uses     nothing                     shut it down: Gloo closes it with the group
+    one of a pair of ranks             data, again and again       shut it down: Gloo closes it in less than 1 ms
+    one of a pair, shut down before    data, again and again       silence it: one more event, and then none
+    a silenced connection              nothing                     nothing
 
 Gloo may never read the rest of a message whose buffer is gone (pair.cc:448), so it does not find the end of that
 connection, and its event repeats for ever. But an event loop ends once there are 10 ms without an event (loop.cc:200),
@@ -46,6 +46,20 @@ _ENTRY = re.compile(r"tfd:\s*(\d+) events:\s*(\w+) data:\s*(\w+) .*ino:(\w+)")
 """A watched file in /proc, such as "tfd:  38 events:  19 data:  7f0c4c0d1a70  pos:0 ino:fccbc6 sdev:9"."""
 
 
+class EventLoop(NamedTuple):
+    """An event loop that watches at least one of some sockets.
+
+    Gloo may end it at any time. Its number may be that of another event loop then, which does not watch these sockets.
+
+    Args:
+        number: its descriptor.
+        sockets: the sockets, given by their inodes.
+    """
+
+    number: int
+    sockets: Set[int]
+
+
 class _Watched(NamedTuple):
     """A file that an event loop watches.
 
@@ -62,28 +76,24 @@ class _Watched(NamedTuple):
     inode: int
 
 
-def find_loops(sockets: Set[int]) -> list[select.epoll]:
-    """The event loops that watch at least one of some sockets, which are given by their inodes.
-
-    They are duplicates: if Gloo ends an event loop meanwhile, its number may become that of another program's.
-    """
-    return [loop for number in descriptors() for loop in _duplicate(number) if sockets & inodes([loop])]
+def find_loops(sockets: Set[int]) -> list[EventLoop]:
+    """The event loops that watch at least one of some sockets, which are given by their inodes."""
+    numbers = filter(_is_event_loop, descriptors())
+    return [loop for number in numbers if _watched(loop := EventLoop(number, sockets))]
 
 
-def _duplicate(number: int) -> list[select.epoll]:
-    """A duplicate of an event loop; nothing for other descriptors."""
+def _is_event_loop(number: int) -> bool:
     with contextlib.suppress(OSError):
-        if os.readlink(f"/proc/self/fd/{number}") == "anon_inode:[eventpoll]":
-            return [select.epoll.fromfd(os.dup(number))]
-    return []
+        return os.readlink(f"/proc/self/fd/{number}") == "anon_inode:[eventpoll]"
+    return False
 
 
-def inodes(loops: Iterable[select.epoll]) -> set[int]:
+def inodes(loops: Iterable[EventLoop]) -> set[int]:
     """The inodes of the files that some event loops watch."""
     return {each.inode for loop in loops for each in _watched(loop)}
 
 
-def end_connections(loops: Iterable[select.epoll]) -> None:
+def end_connections(loops: Iterable[EventLoop]) -> None:
     """Shut down the connections that some event loops watch, but not their listeners."""
     for loop in loops:
         for _, connection in _connections(loop):
@@ -92,7 +102,7 @@ def end_connections(loops: Iterable[select.epoll]) -> None:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-def end_events(loops: Sequence[select.epoll]) -> None:
+def end_events(loops: Sequence[EventLoop]) -> None:
     """Wait until Gloo has closed the connections that were shut down, and silence the others in its event loops."""
     deadline = time.monotonic() + _CLOSING_SECONDS
     while any(map(_repeated, loops)) and time.monotonic() < deadline:
@@ -102,21 +112,23 @@ def end_events(loops: Sequence[select.epoll]) -> None:
             _silence(loop, each)
 
 
-def _repeated(loop: select.epoll) -> list[_Watched]:
+def _repeated(loop: EventLoop) -> list[_Watched]:
     """The connections whose data an event loop waits for."""
     return [each for each, _ in _connections(loop) if each.events & select.EPOLLIN]
 
 
-def _silence(loop: select.epoll, watched: _Watched) -> None:
+def _silence(loop: EventLoop, watched: _Watched) -> None:
     """Let a socket have one more event, and then none.
 
     It stays in the event loop: Gloo may still remove it, and would end the process if it were not there (loop.cc:174).
     """
     event = struct.pack(_EVENT, select.EPOLLIN | select.EPOLLONESHOT, watched.data)
-    ctypes.CDLL(None).epoll_ctl(loop.fileno(), _MODIFY, watched.number, event)
+    with contextlib.suppress(OSError), select.epoll.fromfd(os.dup(loop.number)) as same:
+        if _watched(loop._replace(number=same.fileno())):  # by now, the number cannot become another event loop's
+            ctypes.CDLL(None).epoll_ctl(same.fileno(), _MODIFY, watched.number, event)
 
 
-def _connections(loop: select.epoll) -> Iterator[tuple[_Watched, socket.socket]]:
+def _connections(loop: EventLoop) -> Iterator[tuple[_Watched, socket.socket]]:
     """The connections that an event loop watches, each with a duplicate of its socket."""
     for each in _watched(loop):
         with contextlib.suppress(OSError), opened(each.number) as connection:
@@ -125,9 +137,11 @@ def _connections(loop: select.epoll) -> Iterator[tuple[_Watched, socket.socket]]
                 yield each, connection
 
 
-def _watched(loop: select.epoll) -> list[_Watched]:
-    """What an event loop watches; nothing if this process can open no more files."""
+def _watched(loop: EventLoop) -> list[_Watched]:
+    """What an event loop watches; nothing if it has ended, or if this process can open no more files."""
     with contextlib.suppress(OSError):
-        entries = _ENTRY.findall(Path(f"/proc/self/fdinfo/{loop.fileno()}").read_text())
-        return [_Watched(int(number), *(int(each, 16) for each in others)) for number, *others in entries]
+        entries = _ENTRY.findall(Path(f"/proc/self/fdinfo/{loop.number}").read_text())
+        watched = [_Watched(int(number), *(int(each, 16) for each in others)) for number, *others in entries]
+        if any(each.inode in loop.sockets for each in watched):
+            return watched
     return []

@@ -168,7 +168,7 @@ class Group:
 
     @property
     def first_timeout(self) -> float:
-        """Timeout in seconds that it was made with. That of an adopted group is unknown: this is the world's."""
+        """Timeout in seconds that it was made with. For an adopted group, it is that of the world, as a guess."""
         return (self.options.timeout or timedelta()).total_seconds()
 
     @property

@@ -5,7 +5,7 @@
     a group of an interrupted ``reshard``   the same                              over (``teardown.destroy``)
     all groups of a forked child            threads that do not exist there       nothing
 
-Until then, a reference that Python does not know of keeps each of them, also when the process exits.
+Until then, the reference count of each is too high by one. So Python does not free it at exit either.
 """
 
 from __future__ import annotations

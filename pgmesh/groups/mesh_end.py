@@ -10,8 +10,9 @@
 
 Collectives of Gloo end with an error in all cases but the last, since their connections do.
 
-Another thread holds that lock for long only during torch's ``new_group``. If it is not free after the second, a
-background thread waits for it, perhaps for ever, and destroys the groups then.
+Another thread holds that lock for long during torch's ``new_group``, or while it destroys groups: NCCL may wait up to
+its timeout. If it is not free after the second, a background thread waits for it, perhaps for ever, and destroys the
+groups then.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from pgmesh import torch_private
@@ -53,9 +54,10 @@ class EndableMesh:
     def __init__(self, world: World, identity: MeshIdentity, ended: str | None) -> None:
         self.world, self.identity, self.ended = world, identity, ended
         self.aborted = False  # it has ended by ``abort``, or was replaced: it may be shrunk
-        self._first_end = threading.Lock()  # guards these two
+        self._first_end = threading.Lock()  # guards ``ended`` and ``aborted``
         self.lock = threading.RLock()  # guards the rest
         self._groups: dict[GroupKey, Group] = {}
+        self._released: list[Group] = []  # no longer in the table; an interrupt may have kept their process groups
         self._groups_destroyed = False
         self._device_meshes = DeviceMeshes(world.rank, identity.layout)
         self._meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # meshes that hold references to groups
@@ -187,7 +189,8 @@ class EndableMesh:
     def _destroy_all(self) -> Left:
         """Destroy all groups, under the lock; return what they leave in the store."""
         reason, aborted = str(self.ended), self.aborted
-        left = self._destroy(self._groups.values(), lambda group: group.end(reason, keeps_round=aborted), abort=aborted)
+        groups = [*self._groups.values(), *self._released]
+        left = self._destroy(groups, lambda group: group.end(reason, keeps_round=aborted), abort=aborted)
         if not aborted:  # otherwise ``forget_store`` deletes the rest, by these groups
             left.keys += self.identity.store_keys()
             self._groups.clear()
@@ -196,7 +199,7 @@ class EndableMesh:
 
     # -- some groups --------------------------------------------------------------------------------------------
 
-    def _destroy(self, groups: Iterable[Group], end: Callable[[Group], Left], *, abort: bool) -> Left:
+    def _destroy(self, groups: Collection[Group], end: Callable[[Group], Left], *, abort: bool) -> Left:
         """Destroy the process groups of some groups, under the lock; return what they leave in the store.
 
         Args:

@@ -22,7 +22,7 @@ from pgmesh._util.call_sites import call_site
 from pgmesh.errors import OptionsError
 from pgmesh.groups import adoption, building, ending, naming, teardown
 from pgmesh.groups.backends import backends_of
-from pgmesh.groups.configuring import ConfiguredOptions, OptionData, check_supported
+from pgmesh.groups.configuring import ConfiguredOptions, OptionData, axes_of_root, check_supported
 from pgmesh.groups.device_meshes import Dimensions
 from pgmesh.groups.group import Group, State
 from pgmesh.groups.identity import MeshIdentity
@@ -47,15 +47,17 @@ class MeshGroups(EndableMesh):
 
         method                               takes ``lock``        and then waits for
         group, find, configure, adopt, ...   yes                   nothing; torch's ``new_group``, if it is needed
-        release, discard                     yes                   without the lock, the store: 1 s for each round
+        track, for a new view or slice       yes                   nothing
+        release, discard, close              yes                   the end of the groups; then, without the lock, the
+                                                                   store: 1 s for each round
         forget, when torch destroys a group  if it has the group   the same
-        close                                yes                   the same
-        close_because, end_aborted           if free within 1 s    the same, or nothing: a thread destroys the groups
+        close_because, end_aborted           if free within 1 s    the same; if it is not free, a thread does it
         abort                                if free within 1 s    before that, 0.5 s for the store; then the same
         check, made, end_in_child            no                    nothing
 
-    So only ``new_group`` makes other threads wait for the lock. A thread that needs several locks takes first
-    ``Group.connecting``, then ``lock``, and then that of the world.
+    So other threads wait for the lock during ``new_group``, and while groups end: their connections for up to 0.2 s,
+    and NCCL up to its timeout. A thread that needs several locks takes first ``Group.connecting``, then ``lock``, and
+    then that of the world.
 
     Args:
         name: name of the mesh, the same on every rank; None for an unnamed mesh.
@@ -86,7 +88,8 @@ class MeshGroups(EndableMesh):
         self.creation_seconds = 0.0
         self._generations = naming.Generations()
         self._states: dict[type, Any] = {}
-        self.configured = ConfiguredOptions(self.rank, layout, world.options)
+        self.configured = ConfiguredOptions(self.rank, world.options)
+        self._options_by_axes: dict[tuple[tuple[Axis, ...], str], GroupOptions] = {}  # and by tag
         if self.ended is None:
             world.add(self)
 
@@ -118,7 +121,7 @@ class MeshGroups(EndableMesh):
         Args:
             asked: the options of the call.
         """
-        self.check()  # without the lock, which another thread may hold for long: of new_group, or of a slow call
+        self.check()  # before waiting for the lock
         with self.lock:
             self.check()
             options, differing = self.configured.of_call(members, asked)
@@ -149,6 +152,8 @@ class MeshGroups(EndableMesh):
             path, releases = self._generations.path(*key), self._generations.releases(members.ranks)
             group = Group(members.label, self.label, members.ranks, path, releases)
             self._groups[key] = group
+        elif group.state is State.BROKEN and group.has_process_group:  # ``discard`` was interrupted
+            teardown.destroy([group], abort=True)
         return group
 
     def _make(self, group: Group, members: Members, options: GroupOptions, differing: Mapping[str, Any]) -> None:
@@ -191,7 +196,11 @@ class MeshGroups(EndableMesh):
             if self.rank in layout:
                 members = self.members(layout, axes, tag)
                 self.configured.configure(members, options, self._created(members), call_site())
-            self.configured.of_root.configure(layout, axes, tag, options)
+            # That raised no OptionsError, so the mesh that replaces this one gets these options too.
+            root_axes = axes_of_root(self.layout, layout, axes, self.rank)
+            if root_axes is not None:
+                before = self._options_by_axes.get((root_axes, tag), GroupOptions())
+                self._options_by_axes[root_axes, tag] = before.but(options)
 
     def _created(self, members: Members) -> Group | None:
         """The group of some members that has the configured options, if it was created; of one rank, any group."""
@@ -253,11 +262,15 @@ class MeshGroups(EndableMesh):
         reason = f"was released at {call_site()}; ask its mesh for it anew."
         with self.lock:
             # First the table: if an interrupt ends the rest, the next call still creates new groups.
-            released = [self._groups.pop(key) for key in list(self._groups) if key[0] == ranks]
+            released = {key: group for key, group in self._groups.items() if key[0] == ranks}
+            self._released += released.values()
+            for key in released:
+                del self._groups[key]
             self._generations.release(ranks)
             if len(ranks) == 1:
                 self.configured.forget_returned()
-            left = self._destroy(released, lambda group: group.end(reason), abort=False)
+            left = self._destroy(released.values(), lambda group: group.end(reason), abort=False)
+            self._released = [group for group in self._released if group.has_process_group]
         self.world.clean(left)
 
     def discard(self, groups: Iterable[Group], reason: str) -> None:
@@ -287,11 +300,15 @@ class MeshGroups(EndableMesh):
             del self._groups[key]
         self.world.clean(left)
 
+    def options_for_replacement(self) -> OptionData:
+        """The options that were configured without an error: the groups of the replacement have other ranks."""
+        return [([*axes], tag, options.given) for (axes, tag), options in list(self._options_by_axes.items())]
+
     def replacement(self, identity: MeshIdentity, options: OptionData) -> MeshGroups:
         """The mesh that replaces this one.
 
         Args:
-            options: what ``configured.of_root.as_data`` returned on the rank that decided.
+            options: ``options_for_replacement`` of the rank that decided.
         """
         mesh = MeshGroups(self.name, identity.layout, identity=identity)
         for axes, tag, given in options:

@@ -30,9 +30,11 @@ class Registration:
     def __init__(self, rank: int, store_thread: Callable[[], StoreThread]) -> None:
         self._rank, self._store_thread = rank, store_thread
         self._lock = threading.Lock()  # held by the thread that registers a mesh; the others wait for it
-        # Both by the prefix of the names of meshes, such as "pgmesh/train":
+        # All by the prefix of the names of meshes, such as "pgmesh/train":
         self._offsets: dict[str, int] = {}  # the shared minus the local number of each mesh of the name
-        self._last: dict[str, int] = {}  # last shared numbers of this rank, in any process; the latest at the end
+        self._rejoined: dict[str, int | None] = {}  # local number of the mesh that the predecessor was in
+        self._of_predecessor: dict[str, int] = {}  # its last shared numbers
+        self._published: dict[str, int] = {}  # last shared numbers of this rank, in any process; the latest at the end
 
     def store_key(self, identity: MeshIdentity, path: str, seconds: float) -> str:
         """Prefix of the store keys of a group. The first call registers the mesh.
@@ -73,10 +75,12 @@ class Registration:
         store, prefix = thread.store, identity.prefix
         if not self._offsets:
             (text,) = run(Read(meshes_key(self._rank)))  # the first operation shows whether there was a predecessor
-            self._last = _unpack(text) if store.claim.replaces_process else {}
+            self._of_predecessor = _unpack(text) if store.claim.replaces_process else {}
+            self._published = dict(self._of_predecessor)
         if prefix not in self._offsets:
-            identity.rejoined = rejoin and store.claim.replaces_process
-            self._offsets[prefix] = self._find_offset(identity, run) if store.claim.replaces_process else 0
+            self._rejoined[prefix] = identity.number if rejoin and store.claim.replaces_process else None
+            self._offsets[prefix] = self._find_offset(identity, run, rejoin) if store.claim.replaces_process else 0
+        identity.rejoined = self._rejoined[prefix] == identity.number and not identity.generation
         identity.shared_number = identity.number + self._offsets[prefix]
         if store.claim.same_rank:
             _refuse(identity, thread, run)
@@ -85,22 +89,22 @@ class Registration:
         check_mesh(run, identity.key, identity.fingerprint, first_seen)
         identity.registered = True
 
-    def _find_offset(self, identity: MeshIdentity, run: Run) -> int:
+    def _find_offset(self, identity: MeshIdentity, run: Run, rejoin: bool) -> int:
         """The shared minus the local number of the first mesh of a name, in a process that replaces another one.
 
             the mesh                              its shared number
             rejoins that of the predecessor       the last one of the predecessor
             the same, which was not registered    the last one of the other ranks, or else the local number
-            is the next one                       the first one that no process of this rank has had, or that of the
+            is the next one                       the next one after that of the predecessor, or the last one of the
                                                   other ranks if it is higher: they may have created several
 
-        Otherwise the numbers are equal.
+        In a process that replaces no other, the shared number is the local one.
         """
-        last = self._last.get(identity.prefix)  # of the predecessor
-        if identity.rejoined and last is not None:
+        last = self._of_predecessor.get(identity.prefix)
+        if rejoin and last is not None:
             return last - identity.number
         others = self._of_others(identity, run)
-        if identity.rejoined:
+        if rejoin:
             return max(others, default=identity.number) - identity.number
         return max([0 if last is None else last + 1, *others])
 
@@ -112,8 +116,8 @@ class Registration:
 
     def _publish(self, prefix: str, shared: int) -> Operation:
         """The store operation that publishes this rank's last shared numbers, among them this one."""
-        self._last[prefix] = max(shared, self._last.pop(prefix, 0))  # at the end
-        latest = [*self._last.items()][-timing.LIMITS.published_names :]
+        self._published[prefix] = max(shared, self._published.pop(prefix, 0))  # at the end
+        latest = [*self._published.items()][-timing.LIMITS.published_names :]
         return Raw("set", (meshes_key(self._rank), pack(numbers=dict(latest))))
 
 

@@ -26,7 +26,8 @@ def destroy(groups: Iterable[Group], *, abort: bool = False) -> None:
 
     Of adopted groups, only the reference is dropped. The others are ended in this order:
 
-    1. Waits for members that have not connected end: while torch knows the groups, and in which of them a thread waits.
+    1. Threads that wait for members to connect are woken. This is first, since torch must still know the groups, and
+       which of them have a thread in a collective.
     2. Their backends end, and torch forgets the groups.
     3. Later uses raise: a destroyed Gloo group would continue to work.
     4. Their connections are shut down, so that blocked threads here and on the other members wake up. Those here find
@@ -62,10 +63,12 @@ def wake(groups: Iterable[Group]) -> None:
     """
     waiting = [group for group in groups if group.endpoints().places and group.is_known()]
     entered = busy_since() if waiting else {}
-    for group in [group for group in waiting if group.name in entered]:
-        seconds = time.monotonic() - entered[group.name]
-        if connections.is_safe_to_wake(seconds, group.timeout, group.first_timeout):
-            connections.wake(group.endpoints())
+    entered_groups = [(group, time.monotonic() - entered[group.name]) for group in waiting if group.name in entered]
+    connections.wake(
+        group.endpoints()
+        for group, seconds in entered_groups
+        if connections.is_safe_to_wake(seconds, group.timeout, group.first_timeout)
+    )
 
 
 def _free_later(process_groups: list[Any]) -> None:

@@ -74,7 +74,7 @@ class World:
 
     @property
     def statuses(self) -> Statuses:
-        """For the watch and for ``shrink``: a silence is measured from its beginning, whoever reads."""
+        """Shared by the watch and ``shrink``: a silence begins when one of them first reads the last heartbeat."""
         with registering:
             self._statuses = self._statuses or self.new_statuses()
             return self._statuses

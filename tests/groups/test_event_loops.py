@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import select
 import socket
 import time
@@ -10,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from pgmesh._util.sockets import inode_of
+from pgmesh._util.sockets import descriptors, inode_of
 from pgmesh.groups import connections
-from pgmesh.groups.connections import Endpoints, shut_down
+from pgmesh.groups.connections import Endpoints, shut_down, wake
 from pgmesh.groups.event_loops import end_events, find_loops
 from tests.support.resource_counts import CAN_COUNT
 
@@ -32,6 +34,50 @@ def group():
         loop.register(own, select.EPOLLIN)
         endpoints = Endpoints([own.getsockname()], [(1, member.getsockname())], [])
         yield SimpleNamespace(loop=loop, own=own, endpoints=endpoints, ours=ours, theirs=theirs)
+
+
+@contextlib.contextmanager
+def free_descriptors(count: int):
+    """Let this process open so many more files, and no others."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(descriptors()) + 1 + count, limits[1]))
+    opened = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                opened.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(count):
+            os.close(opened.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for each in opened:
+            os.close(each)
+
+
+def test_shut_down_needs_two_free_descriptors(group):
+    """The last of six event loops has the connection."""
+    with contextlib.ExitStack() as stack:
+        loops = [stack.enter_context(select.epoll()) for _ in range(5)]
+        for loop in loops:
+            loop.register(group.own, select.EPOLLIN)
+        loops[-1].register(group.ours, select.EPOLLIN | select.EPOLLONESHOT)
+        with free_descriptors(2):
+            shut_down([group.endpoints])
+    with pytest.raises(BrokenPipeError):
+        group.ours.sendall(b"shut down")
+
+
+def test_wake_needs_free_descriptors_for_gloo(group):
+    """Gloo ends the process if it cannot accept a connection."""
+    group.own.settimeout(0.1)
+    waiting = group.endpoints._replace(places=[1])
+    with free_descriptors(2):
+        wake([waiting])
+    with pytest.raises(TimeoutError):
+        group.own.accept()
+    wake([waiting])
+    group.own.accept()[0].close()
 
 
 def test_shut_down_spares_connection_of_another_program(group):

@@ -117,6 +117,17 @@ def test_rejoined_mesh_may_follow_an_unused_one():
     assert new.key == survivor.key == lost.key == "pgmesh/train.1"
 
 
+def test_mesh_that_is_unpickled_twice_rejoins_twice():
+    """The first one had no groups, so the second one has its local number."""
+    store = dist.HashStore()
+    Process(store, 1).register("train")
+    new = Process(store, 1, replaces_process=True)
+    for _ in range(2):
+        identity = MeshIdentity("train", PAIR, None, 1, 2, pickled=0)
+        new.registration.register(identity, new.run, rejoin=True)
+        assert identity.rejoined
+
+
 def test_groups_used_at_once_register_mesh_once():
     process = Process(dist.HashStore(), 0)
     identity = process.unregistered("train")

@@ -26,7 +26,7 @@ from pgmesh import (
     OptionsError,
     ProcessGroupMesh,
 )
-from pgmesh.groups import building as pgmesh_groups, connections, world as pgmesh_world
+from pgmesh.groups import building as pgmesh_groups, connections, teardown, world as pgmesh_world
 from pgmesh.groups.group import find_group
 from tests.support.collectives import COLLECTIVES
 from tests.support.faults import wait_until
@@ -212,6 +212,18 @@ def test_interrupted_end_can_be_repeated(end: str):
         mesh.release("dp") if end == "release" else mesh.close()
     if end == "release":
         summed(mesh)
+    mesh.close()
+    assert (table_sizes(), ours()) == before
+
+
+@pytest.mark.parametrize("end", ["release", "discard"])
+@on_ranks(1)
+def test_interrupted_process_group_is_destroyed_later(end: str):
+    before, mesh = (table_sizes(), ours()), ProcessGroupMesh(dp=1)
+    mesh.group()
+    with mock.patch.object(teardown, "destroy", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        mesh.release() if end == "release" else mesh._mesh_groups.discard(mesh._mesh_groups.made(), "broke.")
+    summed(mesh)
     mesh.close()
     assert (table_sizes(), ours()) == before
 

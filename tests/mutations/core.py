@@ -349,7 +349,7 @@ def unpublished_abort(publish_abort):
     tests="tests/elastic/test_blocked_ranks.py -k without_connection",
 )
 def sleeping_ranks(wake):
-    return lambda group: None
+    return lambda groups: None
 
 
 @breaks(

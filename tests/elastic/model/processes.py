@@ -212,7 +212,7 @@ class Shrink(Call):
             rank=self.program.rank,
             label="mesh 'm'",
             state_of=self._state_of,
-            configured=SimpleNamespace(of_root=SimpleNamespace(as_data=list)),
+            options_for_replacement=list,
             forget_store=nothing,
             end_aborted=nothing,
             replacement=lambda identity, options: SimpleNamespace(
