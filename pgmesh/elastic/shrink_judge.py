@@ -186,12 +186,12 @@ class ShrinkJudge(SurvivorJudge):
 
     def success(self, view: View) -> Outcome:
         """The decision on the new mesh, or on a failure if too many ranks are lost."""
-        lost = view.lost
+        lost, ready = view.lost, view.ready
         # A new process goes to the place of the old one, and the other spares to the other places in order.
-        replaced = {rank: rank for rank in view.ready if rank in lost}
-        others = (rank for rank in view.ready if rank not in replaced)
+        replaced = {rank: rank for rank in ready if rank in lost}
+        others = (rank for rank in ready if rank not in replaced)
         replaced |= zip((rank for rank in lost if rank not in replaced), others)
-        processes = tuple(view.ready[rank] for rank in replaced.values())
+        processes = tuple(ready[rank] for rank in replaced.values())
         outcome = Outcome(
             lost=lost, replaced=replaced, axis=self.request.axis, processes=processes, options=tuple(self.options)
         )
