@@ -58,15 +58,17 @@ def test_connect_succeeds_with_axes_in_any_order():
 
 @on_ranks(2)
 def test_close_by_another_thread_ends_the_wait():
-    if dist.get_rank() == 0:
-        for wait in (ProcessGroupMesh.connect, ProcessGroupMesh.stand_by):
-            mesh = ProcessGroupMesh(2, name="actor")
+    """Rank 1 does not call. It creates the meshes too: later tests use their name."""
+    for wait in (ProcessGroupMesh.connect, ProcessGroupMesh.stand_by):
+        mesh = ProcessGroupMesh(2, name="actor")
+        if mesh.rank == 0:
             with ThreadPoolExecutor(1) as threads:
                 waits = threads.submit(wait, mesh, timeout=LONG_TIMEOUT)
                 wait_until(lambda: (status := last_status(0)) and (status.pending or status.activity), "it waits")
                 mesh.close()
                 with pytest.raises(LifetimeError, match="actor' was closed at"):
                     waits.result(timeout=5.0)
+        mesh.close()
     dist.barrier()
 
 
