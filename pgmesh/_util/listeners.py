@@ -7,7 +7,7 @@ import ipaddress
 import socket
 
 ANSWER_SECONDS = 0.5
-"""Timeout for one connection to a listener."""
+"""Timeout for one connection to a listener, unless another one is given."""
 
 
 def is_loopback(host: str) -> bool:
@@ -17,10 +17,10 @@ def is_loopback(host: str) -> bool:
     return False
 
 
-def refuses(endpoint: tuple[str, int]) -> bool:
-    """True if the endpoint refuses a connection. No answer is no proof."""
+def refuses(endpoint: tuple[str, int], wait: float = ANSWER_SECONDS) -> bool:
+    """True if the endpoint refuses a connection. No answer in so many seconds is no proof."""
     try:
-        socket.create_connection(endpoint, ANSWER_SECONDS).close()
+        socket.create_connection(endpoint, wait).close()
     except (OSError, UnicodeError) as error:  # or a host that can be no name
         return isinstance(error, ConnectionRefusedError)
     return False

@@ -10,7 +10,7 @@ import math
 import socket
 import time
 
-from pgmesh._util.listeners import is_loopback, refuses
+from pgmesh._util.listeners import ANSWER_SECONDS, is_loopback, refuses
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.statuses import RankStatus
 
@@ -54,7 +54,7 @@ class Listeners:
         if self._own is not None:
             self._own.close()
 
-    def has_ended(self, status: RankStatus, seconds: float) -> bool:
+    def has_ended(self, status: RankStatus, seconds: float, wait: float = ANSWER_SECONDS) -> bool:
         """True if the process that published a status has ended: its listener refuses a connection.
 
         A firewall on another host may refuse too, so for other hosts a heartbeat must be missing as well. A listener is
@@ -62,6 +62,7 @@ class Listeners:
 
         Args:
             seconds: the time without a new heartbeat.
+            wait: the time in which the listener has to answer.
         """
         if not status.endpoint or not self.endpoint:
             return False
@@ -73,6 +74,6 @@ class Listeners:
             return False
         asked_at, refused = self._asked.get(status.endpoint, (-math.inf, False))
         if time.monotonic() >= asked_at + timing.TIMING.ask_again:
-            refused = refuses(status.endpoint)
+            refused = refuses(status.endpoint, wait)
             self._asked[status.endpoint] = time.monotonic(), refused
         return refused

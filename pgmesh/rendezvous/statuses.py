@@ -143,6 +143,10 @@ READ_SECONDS = 0.02
 short by up to this time, so it is added. Without it, a rank would be found lost one heartbeat too late."""
 
 
+_SHORTEST_WAIT = 0.05
+"""The shortest time in seconds that a listener has to answer."""
+
+
 class Record(NamedTuple):
     """The knowledge of one rank, and what follows from it:
 
@@ -208,14 +212,15 @@ class Statuses:
     Args:
         lost_after: seconds without a new heartbeat after which a rank counts as lost.
         now: the clock, in seconds: ``AnswerClock.answered_seconds``, or the one of a model.
-        has_ended: True if the process with this status has ended. Its heartbeat has not changed for these seconds.
+        has_ended: True if the process with this status has ended. Its heartbeat has not changed for the first seconds,
+            and an answer is awaited for the second ones.
     """
 
     def __init__(
         self,
         lost_after: float,
         now: Callable[[], float],
-        has_ended: Callable[[RankStatus, float], bool] = lambda status, seconds: False,
+        has_ended: Callable[[RankStatus, float, float], bool] = lambda status, seconds, wait: False,
     ) -> None:
         self.lost_after, self.now, self._has_ended = lost_after, now, has_ended
         self.records: dict[int, Record] = {}  # by rank that was read
@@ -245,7 +250,8 @@ class Statuses:
 
         Args:
             run: performs operations on the store.
-            all_of_them: ask the others too. A host that does not answer costs ``ANSWER_SECONDS``, so it is the last.
+            all_of_them: ask the others too, up to the first host that does not answer: a wait of ``ANSWER_SECONDS``,
+                or of less if the rank becomes lost before, since its silence then says enough.
         """
         start = self.now()
         for rank in ranks:
@@ -253,11 +259,12 @@ class Statuses:
             status = record.status
             if status is None or status.exited or record.ended == status.endpoint:
                 continue
-            if self._has_ended(status, record.silence):
+            wait = min(ANSWER_SECONDS, max(_SHORTEST_WAIT, self.lost_after - record.silence))
+            if self._has_ended(status, record.silence, wait):
                 with self._lock:
                     self.records[rank] = self.record(rank)._replace(ended=status.endpoint)
                 self.read(run, [rank])  # it may have published a reason since the last read
-            elif not all_of_them or self.now() - start >= ANSWER_SECONDS:
+            elif not all_of_them or self.now() - start >= wait:
                 return
 
     def lost(self, ranks: Iterable[int], lost_after: float | None = None) -> dict[int, str]:

@@ -51,7 +51,7 @@ class Rank:
     def __init__(self, rank: int = 0, request: Request | None = DP, size: int = 2, **more: Any) -> None:
         self.ended: set[int] = more.pop("ended", set())
         self.client, self.warnings = MemoryClient(rank, more.pop("values", None)), list[str]()
-        has_ended = lambda status, seconds: status.rank in self.ended  # noqa: E731
+        has_ended = lambda status, seconds, wait: status.rank in self.ended  # noqa: E731
         self.statuses = Statuses(5.0, lambda: UPTIME + self.client.clock, has_ended)
         deadline = more.pop("deadline", 30.0)
         common = "mesh 'm'", Layout(dp=size), rank, f"process {rank}", self.client, deadline, self.statuses

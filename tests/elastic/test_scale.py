@@ -75,7 +75,7 @@ class Client:
     def set_pending(self, pending: object) -> None:
         assert not pending, "shrink connects nothing"
 
-    def has_ended(self, status: RankStatus, seconds: float) -> bool:
+    def has_ended(self, status: RankStatus, seconds: float, wait: float) -> bool:
         self.simulation.counts["connections"] += 1
         self.simulation.clock.pause(CONNECTION)
         return status.rank in self.simulation.dead

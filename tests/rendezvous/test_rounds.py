@@ -340,7 +340,7 @@ def test_abort_is_remembered_once_the_store_is_gone(monkeypatch: pytest.MonkeyPa
 
 def test_ended_rank_stays_ended_while_another_thread_reads(monkeypatch: pytest.MonkeyPatch):
     """The other thread, which sends the heartbeats, is about to replace the record."""
-    statuses = Statuses(5.0, lambda: 0.0, lambda status, seconds: True)
+    statuses = Statuses(5.0, lambda: 0.0, lambda status, seconds, wait: True)
     run = MemoryClient(values={status_key(1): RankStatus(1, 3, endpoint=("127.0.0.1", 4000)).pack().encode()}).run
     statuses.read(run, [1])
     after, finder = Record.after, threading.Thread(target=statuses.find_ended, args=(run, [1]))
@@ -361,7 +361,7 @@ def test_ended_rank_stays_ended_while_another_thread_reads(monkeypatch: pytest.M
 def test_new_heartbeat_shows_that_a_rank_lives():
     """A new process may have the port of one that has ended."""
     values = dict[str, bytes]()
-    statuses = Statuses(5.0, lambda: 0.0, lambda status, seconds: True)
+    statuses = Statuses(5.0, lambda: 0.0, lambda status, seconds, wait: True)
     seen = []
     for heartbeat in (3, 3, 4):
         values[status_key(1)] = RankStatus(1, heartbeat, endpoint=("127.0.0.1", 4000)).pack().encode()
@@ -371,3 +371,14 @@ def test_new_heartbeat_shows_that_a_rank_lives():
         if heartbeat == 3:
             statuses.find_ended(run, [1])
     assert seen == [[], [1], []]
+
+
+def test_almost_lost_rank_waits_shortly_for_its_listener():
+    """Each ask of a host that does not answer would otherwise postpone the loss by half a second."""
+    clock, waits = [0.0], list[float]()
+    statuses = Statuses(5.0, lambda: clock[0], lambda status, seconds, wait: waits.append(wait) or False)
+    run = MemoryClient(values={status_key(1): RankStatus(1, 3, endpoint=("10.0.0.2", 4000)).pack().encode()}).run
+    for clock[0] in (0.0, 4.75, 6.0):
+        statuses.read(run, [1])
+        statuses.find_ended(run, [1])
+    assert waits == [0.5, 0.25, 0.05]
