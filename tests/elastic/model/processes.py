@@ -203,7 +203,7 @@ class Shrink(Call):
         identity.prefix, identity.shared_number, identity.generation = "m", 0, generation
         identity.rejoined = self.program.replaces is not None and generation == 0
         nothing = lambda *arguments, **more: None  # noqa: E731
-        asks = lambda status, seconds: self.ask(Ended(status.endpoint[1]))  # noqa: E731
+        asks = lambda status, seconds, wait: self.ask(Ended(status.endpoint[1]))  # noqa: E731
         statuses = self.code.statuses(LONG, lambda: self.time + SINCE_BOOT, asks)
         return SimpleNamespace(
             identity=identity,
