@@ -79,7 +79,7 @@ browser: $(VENV)/dev         ## installs Chromium, for the tests that measure fi
 	$(RUN) -m tests.support.browser
 
 test-launchers: $(VENV)/dev  ## torchrun, srun, mpirun and mpiexec themselves, from Debian's packages; needs root
-	$(LOCAL) $(RUN) -m tests.launchers
+	$(RUN) -m tests.launchers
 
 chaos: $(VENV)/dev           ## every fault at every moment, ranks lost by a mesh, the models of both protocols, 500 random compositions, and promises broken one by one, for each of which a test must fail
 	PGMESH_SEED=$(SEED) $(RUN) -m pytest -q -n 2 tests/rendezvous/test_model.py tests/elastic/test_model.py
