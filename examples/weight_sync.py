@@ -26,7 +26,7 @@ from pgmesh import ProcessGroupMesh, launch
 from pgmesh.parallel import ShardedDataParallel, TensorParallel, attention_plan, compose, mlp_plan
 from pgmesh.resharding import Resharder
 
-STEPS, EVERY, RATE, SAMPLES, PROMPT, LENGTH = 40, 10, 1e-2, 4, 16, 60
+STEPS, EVERY, RATE, SAMPLES, PROMPT, LENGTH = 20, 10, 1e-2, 4, 16, 60
 CUTS = {**attention_plan("blocks.*", ["qkv"], "out"), **mlp_plan("blocks.*", ["up"], "down")}
 LETTERS = [*ALPHABET]
 

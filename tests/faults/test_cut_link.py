@@ -49,8 +49,8 @@ from tests.support.hosts import ADDRESSES, ip, ranks_on, set_link
 from tests.support.programs import send_signal
 from tests.support.worlds import check_sums, groups_of
 
-CUT = 14.0
-"""Seconds. On the connection from before the cut, TCP repeats its packets 13 s and 25 s after the cut."""
+CUT = 7.5
+"""Seconds. On the connection from before the cut, TCP repeats its packets 6 s and 13 s after the cut."""
 
 LONG = 60.0
 """Seconds within which an answer of the store arrives in any case."""

@@ -74,10 +74,11 @@ def test_first_program_prints_losses_of_one_process(tmp_path: Path):
     found = r"^# Parallel methods\n.*?^```python\n(.*?)^```\n\n```console\n\$ torchrun .*? train.py\n(.*?)^```"
     ((program, shown),) = re.findall(found, PAGE, re.MULTILINE | re.DOTALL)
     printed = []
-    for ranks, text in ((4, program), (1, program.replace("dp=2, tp=2", "dp=1, tp=1"))):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    for words, text in ((torchrun, program), ([], program.replace("dp=2, tp=2", "dp=1, tp=1"))):
         (tmp_path / "train.py").write_text(text, "utf-8")
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command, settings = [*torchrun, str(tmp_path / "train.py")], {"env": clean_env(), "cwd": ROOT}
+        command = [sys.executable, *words, str(tmp_path / "train.py")]
+        settings = {"env": clean_env(), "cwd": ROOT}
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **settings)
         assert done.returncode == 0, done.stderr
         printed.append(re.findall(r"^\d\.\d\d$", done.stdout, re.MULTILINE))
