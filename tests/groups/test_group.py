@@ -140,7 +140,7 @@ def test_member_far_from_the_front_names_ended_one():
         return [status if operation == Read(status_key(37)) else None for operation in operations]
 
     group = Group("group tp", "mesh 'actor'", tuple(range(40)))
-    statuses = Statuses(5.0, lambda: 0.0, lambda status, seconds: True)
+    statuses = Statuses(5.0, lambda: 0.0, lambda status, seconds, wait: True)
     thread: Any = SimpleNamespace(run=run, lost_after=0.0, pace=1.0)
     collectives = FirstCollectives(CallClient(thread, 1.0), statuses, 36)
     collectives.add({made_round(): group})
