@@ -461,7 +461,7 @@ class ProcessGroupMesh(RankMethods):
         from pgmesh.connect.signals import print_on
 
         mesh_groups = weakref.ref(self._mesh_groups)
-        print_on(number, lambda: report(there) if (there := mesh_groups()) else "the mesh was garbage-collected")
+        print_on(number, lambda: report(there) if (there := mesh_groups()) else None)
 
     def held(self) -> tuple[Held, ...]:
         """The groups that this rank holds of this mesh, its views and slices.

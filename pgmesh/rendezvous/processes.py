@@ -16,6 +16,7 @@ from pgmesh.rendezvous.operations import CompareSet, Raw, Read, Run
 from pgmesh.rendezvous.statuses import Statuses
 
 _TOKEN = secrets.token_hex(4)  # process numbers repeat, for example in containers
+_HOST = socket.gethostname()  # once: a host may get another name while the process runs
 
 
 def process_id() -> str:
@@ -25,7 +26,7 @@ def process_id() -> str:
 
 def process_label() -> str:
     """Description of this process. It reveals two processes that have the same rank."""
-    return f"process {os.getpid()} on {socket.gethostname()}/{_TOKEN}"
+    return f"process {os.getpid()} on {_HOST}/{_TOKEN}"
 
 
 def without_token(label: str) -> str:

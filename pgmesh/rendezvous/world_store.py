@@ -182,7 +182,12 @@ class WorldStore:
                 store = self.clock.ask(self.server.connect, store)
             except OSError as error:  # another attempt would fail too
                 raise self.error(str(error)) from error
-            self.listeners.open(self.server.here)  # where the store's host can reach it
+            try:
+                self.listeners.open(self.server.here)  # where the store's host can reach it
+            except OSError as error:
+                raise WorldError(
+                    f"no listener can be opened on {self.server.here}: {error}. {AFTER_FAILURE}"
+                ) from error
         if not self._name:
             self._name = self.clock.ask(self._entry.enter, self._torch_store)
         connection = dist.PrefixStore(f"pgmesh.{self._name}", store)

@@ -174,6 +174,14 @@ def test_written_record_is_read_unchanged(activity, rank, name, line):
     assert Decision.unpack("key", decision.pack().encode()) == decision
 
 
+def test_text_that_is_not_utf8_is_readable():
+    """A file name may have a lone surrogate, and so an error or the activity of a rank that names it."""
+    status = RankStatus.unpack(1, RankStatus(1, 7, "reads caf\udce9.txt").pack().encode())
+    assert status == RankStatus(1, 7, "reads caf?.txt")
+    decision = Decision.unpack("key", Decision("aborted", "caf\udce9.txt is damaged").pack().encode())
+    assert decision == Decision("aborted", "caf?.txt is damaged")
+
+
 # -- under the keys of an each --------------------------------------------------------------------------------------
 
 

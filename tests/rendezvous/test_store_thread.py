@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import signal
 import socket
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -81,6 +83,21 @@ def test_process_of_a_closed_listener_has_ended(store_thread: StoreThread):
     assert listeners.has_ended(here, 0.0)
     assert [listeners.has_ended(there, seconds) for seconds in (period, 2 * period)] == [False, True]
     assert not listeners.has_ended(RankStatus(1), LONG)
+
+
+def test_renamed_host_leaves_a_process_the_same(monkeypatch: pytest.MonkeyPatch):
+    label = process_label()
+    monkeypatch.setattr(socket, "gethostname", lambda: "another name")
+    assert process_label() == label
+
+
+def test_listener_that_cannot_be_opened_is_named(monkeypatch: pytest.MonkeyPatch):
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    thread = StoreThread(WorldStore(server, "the store", 0, 2, set()))
+    monkeypatch.setattr(socket, "create_server", mock.Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+    with pytest.raises(WorldError, match=r"^no listener can be opened on 127\.0\.0\.1: .* Too many open files\."):
+        thread.run(Read("key"), seconds=LONG)
+    thread.stop()
 
 
 def test_timeout_skips_the_rest_of_a_batch(store_thread: StoreThread):

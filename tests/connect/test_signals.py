@@ -1,0 +1,67 @@
+"""Texts that are printed at signals: what other owners of the wakeup descriptor get, and what they take."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.programs import clean_env
+
+START = """
+import asyncio, os, signal, socket, sys, time
+from pgmesh.connect import signals
+
+def fire():
+    os.kill(os.getpid(), signal.SIGUSR1)
+    end = time.monotonic() + 30
+    while not printed and time.monotonic() < end:
+        time.sleep(0.001)
+    said = len(printed)
+    printed.clear()
+    return said
+
+printed = []
+def text():
+    printed.append(1)
+    return "REPORT"
+"""
+
+LOOP = """
+signals.print_on(signal.SIGUSR1, text)
+async def main():
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, print)
+    print(fire())
+asyncio.run(main())
+print(fire(), fire())
+"""
+
+CLOSED = """
+receiver, sender = socket.socketpair()
+sender.setblocking(False)
+number = signal.set_wakeup_fd(sender.fileno()) or sender.fileno()
+signals.print_on(signal.SIGUSR1, text)
+number = sender.fileno()
+sender.close()
+with open(sys.argv[1], "wb", buffering=0) as file:
+    print(file.fileno() == number, fire(), os.fstat(number).st_size)
+"""
+
+GONE = """
+signals.print_on(signal.SIGUSR1, lambda: None)
+signals.print_on(signal.SIGUSR1, text)
+print(fire(), len(signals._printers[signal.SIGUSR1]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [(LOOP, "1\n1 1\n"), (CLOSED, "True 1 0\n"), (GONE, "1 1\n")],
+    ids=["an event loop has taken the descriptor", "its owner has closed it", "a mesh is gone"],
+)
+def test_signal_prints_once_and_writes_nowhere_else(program: str, expected: str, tmp_path: Path):
+    command = [sys.executable, "-c", START + program, str(tmp_path / "file")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=clean_env())
+    assert (done.returncode, done.stdout) == (0, expected), done.stderr
