@@ -8,9 +8,9 @@ of the decisions.
 
 An attempt has three store keys besides those of every round:
 
-    <group>/<number>/count      the number of arrivals
+    <group>/<number>/count      the number of arrivals, and of members that failed before they arrived
     <group>/<number>/broken     the reason, if the first collective failed on a member after the decision
-    <group>/<number>/left       the number of members that have released the group. The last one deletes the keys
+    <group>/<number>/left       the number of those that have released the group. The last one deletes the keys
 
 and a group has one more:
 
@@ -80,14 +80,14 @@ class GroupRound(Round[Decision]):
         return self.decision is not None and self.decision.kind == "made"
 
     def leave(self, run: Run) -> None:
-        """Release the keys of all attempts. The last of the members that arrived at one deletes its keys."""
+        """Release the keys of all attempts. The last of the members that are counted at one deletes its keys."""
         for number in self.arrived_at:  # twice, if an error of the store made this rank arrive again
-            left, arrived = run(Add(f"{self.key}/{number}/left"), Read(f"{self.key}/{number}/count"))
-            if left >= int(arrived or b"0"):
+            left, counted = run(Add(f"{self.key}/{number}/left"), Read(f"{self.key}/{number}/count"))
+            if left >= int(counted or b"0"):
                 run(Delete(self._keys_of(number)))
 
     def store_keys(self) -> list[str]:
-        """The store keys of all attempts that this rank arrived at."""
+        """The store keys of all attempts at which this rank was counted."""
         return [key for number in {*self.arrived_at} for key in self._keys_of(number)]
 
     def _keys_of(self, number: int) -> tuple[str, ...]:
@@ -162,6 +162,10 @@ class ConnectJudge(Judge[GroupRound, Decision]):
     def stopped(self, each: GroupRound, error: BaseException) -> Decision:
         why = why_stopped(self.rank, self.call_site, error)
         return Decision.of(error, f"{each.label} was cancelled because {why}")
+
+    def stays_out(self, each: GroupRound) -> None:
+        self.client.run(Add(f"{each.name}/count"))  # the last of the ranks that are counted deletes the keys
+        each.arrived_at.append(each.number)
 
     def refused(self, text: bytes) -> BaseException:
         return Decision.unpack(self.refusal_key, text).error() or MismatchError("")

@@ -90,8 +90,8 @@ class Round(Generic[D]):
         number: number of the current attempt. A rank begins at the lowest one whose decision it does not know.
         decision: that of the current attempt, once it is known.
         last_sent: number of the last attempt to which this rank sent its arrival; -1 for none.
-        arrived_at: the attempts at which the store has confirmed its arrival, by number; one twice if an error made
-            this rank arrive there again.
+        arrived_at: the attempts at which the store has counted this rank, by number; one twice if an error made it
+            arrive there again.
     """
 
     key: str
@@ -192,6 +192,9 @@ class Judge(Generic[R, D]):
         """The decision after an error of this rank."""
         raise NotImplementedError
 
+    def stays_out(self, each: R) -> None:
+        """This rank has stopped before it arrived at the current attempt, and has learnt its decision."""
+
     def refused(self, text: bytes) -> BaseException:
         """The error with which the value under ``refusal_key`` ends the call."""
         raise NotImplementedError
@@ -243,9 +246,16 @@ class Rounds(Generic[R, D]):
         """Decide all undecided rounds because of an error on this rank. It acts on no decision any more."""
         for each in undecided(self.rounds):
             mine = self.judge.stopped(each, error)
-            # A rank that has sent no arrival may know an old attempt only. The others wait at a later one.
-            while not self._publish(each, mine) and each.number > each.last_sent:
+            # A rank that has sent no arrival may know an old attempt only. The others may wait at a later one.
+            while not self._publish(each, mine) and each.number > each.last_sent and self._next_has_begun(each):
                 each.number += 1
+            if each.number > each.last_sent:
+                self.judge.stays_out(each)
+
+    def _next_has_begun(self, each: R) -> bool:
+        """True if a rank has arrived at the attempt after the current one, or decided it."""
+        keys = f"{each.key}/{each.number + 1}/arrivals", f"{each.key}/{each.number + 1}/decision"
+        return any(self.client.run(*map(Read, keys)))
 
     def decide(self, each: R, decision: D) -> None:
         """Publish a decision, or take the one that is already there."""

@@ -131,6 +131,11 @@ def cannot_make(mesh: ProcessGroupMesh) -> None:
     one_stops("OSError", mesh, broken)
 
 
+def no_rank_can_make(mesh: ProcessGroupMesh) -> None:
+    with mock.patch.dict(backends.CONSTRUCTORS, gloo=mock.Mock(side_effect=OSError("Too many open files"))):
+        fails("OSError", mesh.connect)
+
+
 def is_interrupted_in_the_first_collective(mesh: ProcessGroupMesh) -> None:
     """The others hang in Gloo for five timeouts of the group."""
     mesh.configure(*ALL, timeout=2 * SOON)
@@ -157,6 +162,7 @@ FAULTS: list[Callable[[ProcessGroupMesh], None]] = [
     is_released_as_it_begins,
     is_refused,
     cannot_make,
+    no_rank_can_make,
     is_interrupted_in_the_first_collective,
 ]
 

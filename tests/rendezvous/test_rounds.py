@@ -41,10 +41,22 @@ def test_interrupt_is_published_with_its_reason():
 def test_error_reaches_the_attempt_that_others_are_at():
     """The others have given up attempt 0, of which this rank knows nothing, and wait at attempt 1."""
     failed = Decision("missing", "rank 0 did not arrive").pack().encode()
-    client = MemoryClient(values={"group/0/decision": failed})
+    client = MemoryClient(values={"group/0/decision": failed, "group/1/arrivals": arrival(1)})
     rounds_of(client, round_of()).cancel(OSError("no descriptor is left"))
     assert client.values["group/0/decision"] == failed
     assert "no descriptor is left" in Decision.unpack("", client.values["group/1/decision"]).text
+
+
+def test_error_of_all_members_takes_one_attempt():
+    """None of them arrives; later all release the group, and no key stays."""
+    values = dict[str, bytes]()
+    rounds = [round_of() for _ in range(3)]
+    for rank, each in enumerate(rounds):
+        rounds_of(MemoryClient(rank, values), each).cancel(OSError("no descriptor is left"))
+    assert [each.number for each in rounds] == [0, 0, 0]
+    for rank, each in enumerate(rounds):
+        each.leave(MemoryClient(rank, values).run)
+    assert not values
 
 
 def test_error_reaches_all_groups_beside_a_made_one():
