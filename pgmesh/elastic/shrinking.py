@@ -213,7 +213,7 @@ class ShrinkCall:
             attempts[key] = each.number  # a retry begins there
         outcome = each.decision
         assert outcome is not None
-        attempts[key] += bool(outcome.failed)
+        attempts[key] += bool(outcome.failed) and outcome.error != "withdrawn"
         outcome.check()
         return outcome, judge.missed(outcome)
 

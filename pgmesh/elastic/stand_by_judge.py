@@ -5,11 +5,14 @@ They look every few seconds. A member that also stands by cannot call it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pgmesh._util.formatting import name_ranks
 from pgmesh.elastic.judging import MeshRound, SurvivorJudge, standing_by
-from pgmesh.elastic.records import Outcome
+from pgmesh.elastic.records import Arrival, Outcome
 from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.operations import Read, Replace
 
 
 @dataclass
@@ -35,7 +38,7 @@ class StandByJudge(SurvivorJudge):
     def look(self, each: MeshRound, *, late: bool) -> Outcome | None:
         """The decision that no member is left; None while one of them may call ``shrink``."""
         if late:
-            return self.failure(f"no rank called shrink in {self.deadline:g} s", "left")
+            return self._give_up(each)
         others = [rank for rank in self.layout.ranks() if rank != self.rank]
         heard = {rank: self.statuses.record(rank).heard for rank in others}
 
@@ -53,3 +56,24 @@ class StandByJudge(SurvivorJudge):
                 return None
         reasons = "".join(f"\n  {why}" for why in lost.values())
         return self.failure(f"no other rank of it is left, so none can call shrink.{reasons}", "over")
+
+    def _give_up(self, each: MeshRound) -> Outcome | None:
+        """End the wait: without a decision if only ranks that stand by are there, which go on without this one."""
+        called: list[int] = []
+        for _ in range(timing.LIMITS.statuses):  # others may arrive and give up at the same time
+            (text,) = self.client.run(Read(each.arrivals_key))
+            lines = [(line, Arrival.unpack(line)) for line in (text or b"").splitlines(keepends=True)]
+            called = self.callers(arrival for _, arrival in lines if arrival is not None)
+            if text is None or called:
+                break
+            others = b"".join(line for line, arrival in lines if arrival is None or arrival.process != self.process)
+            (now,) = self.client.run(Replace(each.arrivals_key, text, others))
+            if now == others:
+                each.decision = self.failure(f"no rank called shrink in {self.deadline:g} s", "withdrawn")
+                return None
+        waited = f"did not agree with the others in {self.deadline:g} s"
+        return self.failure(f"{name_ranks(called)} called shrink, but {waited}" if called else f"it {waited}", "left")
+
+    def callers(self, arrivals: Iterable[Arrival]) -> list[int]:
+        """The ranks that have called ``shrink``, which may decide at any moment, and count this one."""
+        return sorted({arrival.rank for arrival in arrivals if arrival.call})

@@ -43,6 +43,14 @@ class Delete(NamedTuple):
     keys: tuple[str, ...]
 
 
+class Replace(NamedTuple):
+    """Replace the value of a key if it is the expected one. The answer is the value after it."""
+
+    key: str
+    expected: bytes
+    value: bytes
+
+
 class Raw(NamedTuple):
     """Any other method of torch's ``Store``, by its name."""
 
@@ -50,7 +58,7 @@ class Raw(NamedTuple):
     arguments: tuple[Any, ...]
 
 
-Operation = Union[Append, Add, Read, CompareSet, Delete, Raw]
+Operation = Union[Append, Add, Read, CompareSet, Replace, Delete, Raw]
 
 Run = Callable[..., list[Any]]
 """Performs the operations that it is called with on the world's store, and returns their answers."""
@@ -63,6 +71,8 @@ def perform(store: Any, operation: Operation) -> Any:
         return None if value == ABSENT.encode() else value
     if isinstance(operation, CompareSet):
         return store.compare_set(operation.key, "", operation.value)
+    if isinstance(operation, Replace):
+        return store.compare_set(operation.key, operation.expected, operation.value)
     if isinstance(operation, Add):
         return store.add(operation.key, 1)
     if isinstance(operation, Append):
@@ -93,8 +103,8 @@ def can_be_repeated(operation: Operation) -> bool:
 
     Readers ignore a repeated arrival. After a repeated ``Add`` to the count of arrivals, a rank may read the arrivals
     before the last one is there, and reads them again later. The number of ranks that leave does not reach that count,
-    so the attempt's keys stay. A repeated ``compare_set`` finds its own value, or a later one.
+    so the attempt's keys stay. A repeated ``Replace`` finds its own value, or a later one.
     """
     if isinstance(operation, Add):
         return not operation.key.endswith("/left")
-    return not isinstance(operation, Raw) or operation.operation in ("set", "check", "get", "compare_set")
+    return not isinstance(operation, Raw) or operation.operation in ("set", "check", "get")

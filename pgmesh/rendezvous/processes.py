@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import CompareSet, Raw, Read, Run
+from pgmesh.rendezvous.operations import CompareSet, Read, Replace, Run
 from pgmesh.rendezvous.statuses import Statuses
 
 _TOKEN = secrets.token_hex(4)  # process numbers repeat, for example in containers
@@ -76,7 +76,7 @@ def claim_rank(run: Run, rank: int, world_size: int, statuses: Statuses, claim: 
             claim.replaces_process, claim.same_rank = False, (newest or holder).decode()
             return
         claim.replaces_process = True  # unless another new process is faster
-        (holder,) = run(Raw("compare_set", (process_key(rank), holder.decode(), me)))
+        (holder,) = run(Replace(process_key(rank), holder, me.encode()))
 
 
 def _lives(run: Run, rank: int, world_size: int, statuses: Statuses) -> bool:

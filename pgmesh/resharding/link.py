@@ -32,7 +32,7 @@ from pgmesh.groups.world import current_world
 from pgmesh.layout import Layout
 from pgmesh.mesh import ProcessGroupMesh, abort_with, check_not_aborted, meshes
 from pgmesh.options import Timeout, to_timedelta
-from pgmesh.rendezvous.operations import CompareSet, Delete, Operation, Raw, Read
+from pgmesh.rendezvous.operations import CompareSet, Delete, Operation, Raw, Read, Replace
 from pgmesh.rendezvous.records import Decision
 from pgmesh.resharding.plan import layout_of
 from pgmesh.torch_private import PREFIX
@@ -390,7 +390,7 @@ class InternalMeshes:
         ended = Decision("aborted", f"mesh '{self._name_of(number)}' was ended by rank {self._rank}")
         with contextlib.suppress(WorldError):
             self._ask(
-                Raw("compare_set", (self._current_key, str(number), str(number + 1))),
+                Replace(self._current_key, b"%d" % number, b"%d" % (number + 1)),
                 CompareSet(self._refusal_key(number), ended.pack()),
                 Delete((self._refusal_key(number - 1),)),
             )

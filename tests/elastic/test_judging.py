@@ -266,6 +266,22 @@ def test_spare_awaits_ranks_without_a_status():
     assert "no rank called shrink in 20 s" in spare.agree().failed
 
 
+def test_spare_that_gives_up_alone_leaves_nothing():
+    others = arrivals(arrival(5, None))
+    spare = Rank(rank=4, request=None, values={**status(0), "m/shrink/0/arrivals": others}, deadline=2.0)
+    assert "no rank called shrink in 2 s" in spare.agree().failed
+    assert spare.client.values["m/shrink/0/arrivals"] == others
+    assert "m/shrink/0/decision" not in spare.client.values
+
+
+def test_spare_that_gives_up_names_the_callers():
+    values = {**status(0), "m/shrink/0/arrivals": arrivals(arrival(1, DP), arrival(0, DP))}
+    spare = Rank(rank=4, request=None, values=values, deadline=2.0)
+    text = spare.agree().failed
+    assert text == "mesh 'm': ranks 0, 1 called shrink, but did not agree with the others in 2 s"
+    assert spare.decision().error == "left"
+
+
 # -- attempts and records ---------------------------------------------------------------------------------------------
 
 

@@ -84,6 +84,11 @@ def test_members_agree_with_a_spare(request_: Request):
     explore(with_spare(request_), Faults(crashes=1), layout=PAIR)
 
 
+def test_members_agree_when_a_spare_gives_up():
+    explore(with_spare(), Faults(crashes=1, deadlines=1), 2 * STATES, layout=PAIR)
+    walk(with_spare(retries=True), Faults(crashes=1, deadlines=2), 40, layout=PAIR)
+
+
 def test_members_agree_when_a_spare_calls_shrink():
     explore((*members(2, SPARE), Program(2, (SPARE,))), Faults(crashes=1), layout=PAIR)
 

@@ -22,7 +22,7 @@ from pgmesh.rendezvous import processes, timing
 from pgmesh.rendezvous.batches import Batch
 from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.group_rounds import GroupRound
-from pgmesh.rendezvous.operations import Add, Append, CompareSet, Delete, Raw, Read, Run, perform
+from pgmesh.rendezvous.operations import Add, Append, CompareSet, Delete, Raw, Read, Replace, Run, perform
 from pgmesh.rendezvous.processes import Claim, claim_rank, process_key, process_label
 from pgmesh.rendezvous.records import Decision
 from pgmesh.rendezvous.rounds import Rounds
@@ -391,7 +391,7 @@ def test_claim_with_lost_answers_shows_the_predecessor(lost: int):
     prefixed.set(process_key(0), "process 1 on another host/x")
     mine = WorldStore(store, "here", 0, 2, set())
     mine.period = 0.05
-    replacing = Raw("compare_set", (process_key(0), "process 1 on another host/x", process_label()))
+    replacing = Replace(process_key(0), b"process 1 on another host/x", process_label().encode())
     claiming, reset = CompareSet(process_key(0), process_label()), raises(RuntimeError("the connection was reset"))
     with faults(Fault(replacing, after=reset, times=1), Fault(claiming, after=reset, skip=1, times=lost - 1)):
         with contextlib.nullcontext() if lost == 1 else pytest.raises(WorldError, match="the connection was reset"):

@@ -188,12 +188,12 @@ class MemoryStore:
         self.values[key] = b"%d" % count
         return count
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        if key in self.values:
-            return self.values[key]
-        if not expected:
-            self.values[key] = desired.encode()
-        return desired.encode()
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        before, after = (text if isinstance(text, bytes) else text.encode() for text in (expected, desired))
+        if self.values.get(key, b"") != before:
+            return self.values.get(key, after)
+        self.values[key] = after
+        return after
 
     def delete_key(self, key: str) -> bool:
         return self.values.pop(key, None) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,7 @@ from tests.support.model.space import (
 
 TWO, THREE, RETRIES = members(2), members(3), members(2, retries=True)
 CRASH, DEADLINE, INTERRUPT = Faults(crashes=1), Faults(deadlines=1), Faults(interrupts=1)
+LATE = Faults(crashes=1, deadlines=1)
 
 
 # -- judges: what a rank decides from what it reads -------------------------------------------------------------------
@@ -42,6 +44,11 @@ class WaitsForNone(ShrinkJudge):
 class FailsFromOutside(StandByJudge):
     def look(self, each: MeshRound, *, late: bool) -> Outcome | None:
         return self.failure("no rank called shrink", "missing") if late else super().look(each, late=late)
+
+
+class LeavesMembers(StandByJudge):
+    def callers(self, arrivals: Iterable[Arrival]) -> list[int]:
+        return []
 
 
 class Blind(StandByJudge):
@@ -99,6 +106,7 @@ MUTANTS = [
     Mutant("no rank is lost", NO_WAIT, TWO, CRASH, Code(statuses=NoneLost)),
     Mutant("a spare does not look for members", NO_WAIT, with_spare(), Faults(crashes=2), Code(spare=Blind), IN_PAIR),
     Mutant("a spare fails the members' attempt", CAUSE, with_spare(), DEADLINE, Code(spare=FailsFromOutside), IN_PAIR),
+    Mutant("a spare leaves while members decide", ALL_ARRIVED, with_spare(), LATE, Code(spare=LeavesMembers), IN_PAIR),
     Mutant("the others leave out an attempt", RETRY, RETRIES, INTERRUPT, Code(LeavesOutAttempts)),
     Mutant("it takes the other process's mesh", NOT_IN, with_new(), SECOND_DIES, Code(spare=TakesMesh), IN_PAIR),
     Mutant("one rank keeps the lost ranks", ONE_SUCCESSOR, THREE, CRASH, Code(call=KeepsLost)),

@@ -179,7 +179,9 @@ class Shrink(Call):
             if isinstance(error, KeyboardInterrupt) and not self.interrupted:
                 raise AssertionError("nobody pressed Ctrl-C") from error
             again = memory.calls if self.program.retries and memory.count < MOST_CALLS else ()
-            left = memory.left.union([self.round.decision_key] if self.round else [])
+            decision = self.round and self.round.decision
+            withdrawn = decision is not None and decision.error == "withdrawn"
+            left = memory.left.union([self.round.decision_key] if self.round and not withdrawn else [])
             return replace(memory, calls=again, left=left, outcomes=self.known())
         except MembershipError:
             again = (None, *others) if self.program.comes_back else ()

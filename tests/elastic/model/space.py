@@ -9,7 +9,7 @@ from typing import Any
 from pgmesh.elastic.records import Arrival, Outcome
 from pgmesh.elastic.successor import successor
 from pgmesh.layout import Layout
-from pgmesh.rendezvous.operations import Add, Append, CompareSet, Delete, Raw, Read
+from pgmesh.rendezvous.operations import Add, Append, CompareSet, Delete, Raw, Read, Replace
 from pgmesh.rendezvous.records import pack, unpack
 from pgmesh.rendezvous.statuses import RankStatus, status_key
 from tests.elastic.model.processes import Code, Ended, Memory, Program, Shrink, Standing, Start, plain
@@ -89,7 +89,7 @@ class ShrinkSpace(Space):
             return state.nodes[node.step.process].dead or not state.affords(CRASH)
         if isinstance(node.step, Sleep):
             return f"{node.attempt}/decision" in content.values
-        if isinstance(node.step, (Read, CompareSet, Append)):
+        if isinstance(node.step, (Read, CompareSet, Replace, Append)):
             name, _, key = node.step.key.rpartition("/")
             if key in ("decision", "arrivals"):
                 return f"{name}/decision" in content.values
