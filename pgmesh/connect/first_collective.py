@@ -24,7 +24,7 @@ from pgmesh.rendezvous.records import Decision
 from pgmesh.rendezvous.statuses import Statuses
 
 
-class State(enum.Enum):
+class Progress(enum.Enum):
     """The state of a first collective on this rank.
 
     - *waiting*: this rank has not entered it.
@@ -69,7 +69,7 @@ class FirstCollective:
 
     def __init__(self, group: Group, round: GroupRound, statuses: Statuses) -> None:
         self.group, self.round, self._statuses = group, round, statuses
-        self.state = State.WAITING
+        self.state = Progress.WAITING
         self.error: PgmeshError | None = None  # if it failed
         self.met = self.done = 0.0  # the times when all members had arrived, and when it was done
         # From the start on, since another thread may end the group or make it again:
@@ -80,15 +80,15 @@ class FirstCollective:
 
     def start(self) -> None:
         """Enter the collective, unless this rank has done so."""
-        if self.state is State.WAITING:
+        if self.state is Progress.WAITING:
             self._process_group, self._gloo = self.group.process_group, self.group.gloo
             self._ones = torch.ones(1, device=device_of(self._process_group))
             self._work = dist.all_reduce(self._ones, group=self._process_group, async_op=True)
-            self.state = State.RUNNING
+            self.state = Progress.RUNNING
 
     def is_running(self) -> bool:
         """True until it is known whether and why it failed."""
-        return self.state in (State.RUNNING, State.RAISED)
+        return self.state in (Progress.RUNNING, Progress.RAISED)
 
     def following(self, number: int) -> Sequence[int]:
         """The members after this rank, in a ring. Each member asks the listeners of a few others."""
@@ -102,7 +102,7 @@ class FirstCollective:
 
     def poll(self) -> None:
         """Check for the end of a running collective."""
-        if self.state is not State.RUNNING or not self._work.is_completed():
+        if self.state is not Progress.RUNNING or not self._work.is_completed():
             return
         try:
             self._work.wait()
@@ -113,7 +113,7 @@ class FirstCollective:
         except Exception as error:
             now = self._statuses.now()
             self._raised = _Raised(error.with_traceback(None), now, failures.describe_dead(self.group))
-            self.state = State.RAISED
+            self.state = Progress.RAISED
         else:
             self._check(total)
 
@@ -121,7 +121,7 @@ class FirstCollective:
         """Compare the sum with the number of members."""
         size = self._process_group.size()
         if total == size:
-            self.state, self.done = State.DONE, time.monotonic()
+            self.state, self.done = Progress.DONE, time.monotonic()
         else:
             self._fail(
                 MismatchError(f"{self.group.label} has {size} members, but the sum of one from each is {total}.")
@@ -139,7 +139,7 @@ class FirstCollective:
         lost, raised = self._statuses.lost(self.group.ranks), self._raised
         if published is not None:
             self._fail(published)
-            self.state = State.PUBLISHED
+            self.state = Progress.PUBLISHED
         elif lost:
             details = "".join(f"\n  {text}" for text in lost.values())
             self._fail(
@@ -165,14 +165,14 @@ class FirstCollective:
 
     def fail(self, reason: str) -> None:
         """Set the error, unless it has one or is done."""
-        if self.is_running() or self.state is State.WAITING:
+        if self.is_running() or self.state is Progress.WAITING:
             members = name_ranks(self.group.ranks)
             error = MissingRanksError(f"{self.group.label}: its first collective {reason}. Its members are {members}.")
             error.__cause__ = None if self._raised is None else self._raised.error
             self._fail(error)
 
     def _fail(self, error: PgmeshError) -> None:
-        self.state, self.error = State.FAILED, error
+        self.state, self.error = Progress.FAILED, error
 
     def publish(self, run: Run) -> None:
         """Publish the error, if the other members have to know of it.
@@ -180,6 +180,6 @@ class FirstCollective:
         Args:
             run: performs operations on the store.
         """
-        if self.state is State.FAILED and self.error is not None:
+        if self.state is Progress.FAILED and self.error is not None:
             run(CompareSet(self.round.broken_key, Decision.of(self.error, str(self.error)).pack()))
-            self.state = State.PUBLISHED
+            self.state = Progress.PUBLISHED

@@ -86,7 +86,7 @@ class FirstCollectives:
             if now >= deadline:
                 for collective in _poll(self.by_round):
                     collective.time_out(self._client.seconds)
-            time.sleep(pause)
+            self._client.sleep(pause)
         self._publish_failures()
 
     def cancel(self, why: str) -> None:

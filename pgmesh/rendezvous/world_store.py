@@ -205,8 +205,8 @@ class WorldStore:
         if self._connection is None:
             return
         if self._attempt(lambda: self.clock.ask(leave_world, self._torch_store, self._name), attempts=1):
-            keys = [key(rank) for rank in range(self.world_size) for key in (status_key, process_key, meshes_key)]
-            self.perform(Delete(tuple(keys)))
+            for rank in range(self.world_size):  # one by one: a long wait for an answer would look like a dead store
+                self.perform(Delete((status_key(rank), process_key(rank), meshes_key(rank))))
 
     def close(self) -> None:
         """Close the connection and the listener. A mesh that outlives the world would keep them open."""

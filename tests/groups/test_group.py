@@ -125,11 +125,24 @@ def test_error_of_torch_without_text_fails_collective():
 
     group = Group("group tp", "mesh 'actor'", (0, 1))
     collective = FirstCollective(group, made_round(), Statuses(5.0, lambda: 0.0))
-    collective.state = first_collective.State.RUNNING
+    collective.state = first_collective.Progress.RUNNING
     collective._work = SimpleNamespace(is_completed=lambda: True, wait=fail)
     collective.poll()
     collective.time_out(3.0)
     assert "its first collective failed: RuntimeError." in str(collective.error)
+
+
+def test_group_released_during_its_first_collective_is_named():
+    """Another thread releases it after torch has raised an error, of which a lost member could be the cause."""
+    group = Group("group tp", "mesh 'actor'", (0, 1))
+    thread: Any = SimpleNamespace(run=lambda *operations, seconds: [None] * len(operations), pace=1.0)
+    collectives = FirstCollectives(CallClient(thread, 1.0), Statuses(5.0, lambda: 0.0), 0)
+    collectives.add({made_round(): group})
+    (collective,) = collectives.of_made
+    collective.state = first_collective.Progress.RAISED
+    group.end("was released at train.py:3.")
+    with pytest.raises(LifetimeError, match=r"^group tp of mesh 'actor' was released at train\.py:3\."):
+        collectives.finish()
 
 
 def test_member_far_from_the_front_names_ended_one():
@@ -145,7 +158,7 @@ def test_member_far_from_the_front_names_ended_one():
     collectives = FirstCollectives(CallClient(thread, 1.0), statuses, 36)
     collectives.add({made_round(): group})
     (collective,) = collectives.of_made
-    collective.state, collective._work = first_collective.State.RUNNING, SimpleNamespace(is_completed=lambda: False)
+    collective.state, collective._work = first_collective.Progress.RUNNING, SimpleNamespace(is_completed=lambda: False)
     collective._process_group = SimpleNamespace(rank=lambda: 36)
     collectives.finish()
     assert "rank 37 has ended: its listener at 127.0.0.1:4000 refuses connections" in str(collective.error)
