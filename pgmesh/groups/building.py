@@ -25,8 +25,9 @@ from pgmesh.groups.world import World
 from pgmesh.options import GroupOptions
 from pgmesh.rendezvous.gloo_store import GlooStore
 from pgmesh.rendezvous.missing import ASKED_FOR
-from pgmesh.rendezvous.polling_store import PollingStore, RefusalKeys
+from pgmesh.rendezvous.polling_store import PollingStore
 from pgmesh.rendezvous.records import Fingerprint
+from pgmesh.rendezvous.refusals import RefusalKeys, Refusals
 
 
 class _GroupRanks(Mapping[int, int]):
@@ -133,7 +134,7 @@ def _polling_store(backend: str, group: Group, path: str, identity: MeshIdentity
         group.ranks,
         timeout,
         compares=compares,
-        refusal_keys=refusal_keys,
+        refusals=Refusals(refusal_keys),
     )
 
 

@@ -43,7 +43,7 @@ def _raise_refusal(group: Group, error: RuntimeError) -> None:
     The store of each backend is asked for half a second, or for ``Timing.late_answer`` more while the world's store
     answers slowly.
     """
-    refusal = next((found for store in group.stores.values() if (found := store.ask_for_refusal(0.5))), None)
+    refusal = next((found for store in group.stores.values() if (found := store.find_refusal(0.5))), None)
     if refusal is None or refusal.kind == "duplicate":
         return
     if refusal.kind == "aborted":

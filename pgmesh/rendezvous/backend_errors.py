@@ -1,7 +1,9 @@
 """Errors that a backend keeps, without the frames that would keep the backend alive.
 
-A backend keeps the error that ended a collective. The frames of its traceback refer to their callers, and so to the
-backend: a cycle through C++ that Python cannot collect.
+``PollingStore.wait`` runs inside a backend, and raises its errors through it. The backend, in C++, keeps the error that
+ended a collective. So there would be a cycle that Python cannot collect:
+
+    backend -> error -> its traceback -> the frames that called ``wait`` -> process group -> backend
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ def without_frames(error: PgmeshError, hint: str = "") -> PgmeshError:
 def raise_inside(error: PgmeshError | None, store: Any) -> None:
     """Raise the error of a store, if there is one, inside a backend.
 
-    Call it outside any ``except`` block, or the error's context would be an error with frames. Pass the error on
-    without a name for it: the frame of the caller and the error would keep each other alive.
+    Call it outside any ``except`` block, or the error's context would be an error with frames. The caller must not
+    give the error a name: its frame is part of the traceback, so the frame and the error would keep each other alive.
     """
     if error is None:
         return

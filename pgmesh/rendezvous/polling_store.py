@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -27,18 +27,12 @@ from pgmesh.rendezvous.comparing import check_published
 from pgmesh.rendezvous.missing import activity, describe_missing
 from pgmesh.rendezvous.operations import CompareSet, Operation, Raw, Read, Run
 from pgmesh.rendezvous.records import Decision, Fingerprint
+from pgmesh.rendezvous.refusals import Refusals
 from pgmesh.rendezvous.rounds import pauses
 from pgmesh.rendezvous.store_thread import StoreThread
 
 SEPARATOR = b"\0"
 """Separates a rank's fingerprint from the value that it wrote."""
-
-
-class RefusalKeys(NamedTuple):
-    """The store keys of what ends every wait."""
-
-    group: str  # of a mismatch of the group
-    mesh: str  # of a mismatch or an abort of the mesh
 
 
 class PollingStore(dist.Store):
@@ -56,7 +50,7 @@ class PollingStore(dist.Store):
         fingerprint: the group's fingerprint on this rank.
         ranks: the members' ranks in the world, in group order.
         timeout: timeout of a wait for which the backend gives none.
-        refusal_keys: returns the keys of what a rank may publish to end the waits.
+        refusals: what other ranks may publish to end the waits.
         compares: also compare the fingerprint with the one that the first rank published. Members with different
             backends need it: they write different keys, so they never read each other's values.
     """
@@ -69,18 +63,16 @@ class PollingStore(dist.Store):
         ranks: Sequence[int],
         timeout: timedelta,
         *,
-        refusal_keys: Callable[[], RefusalKeys],
+        refusals: Refusals,
         compares: bool = False,
     ) -> None:
         super().__init__()
         self._thread, self._key_prefix, self._fingerprint = thread, key_prefix, fingerprint
         self._ranks, self._timeout = ranks, timeout
-        self._compares, self._refusal_keys = compares, refusal_keys
+        self._compares, self._refusals = compares, refusals
         self.new_timeout: timedelta | None = None  # if set, it overrides the timeout of the backend
         self._prefix = ""  # of the group's keys; known once this rank has written or waited
-        # Why it waits no longer:
-        self.closed = ""  # the reason; "" while it is open
-        self._refusal: Decision | None = None  # why a wait has failed: a mismatch, or an abort of the mesh
+        self.closed = ""  # why it waits no longer; "" while it is open
         # What this rank has read and written:
         self.values: dict[str, bytes] = {}  # that the backend has read, by key
         self.written: set[str] = set()  # store keys
@@ -144,7 +136,7 @@ class PollingStore(dist.Store):
             return None
         except PgmeshError as error:
             if isinstance(error, MismatchError):
-                self._refusal = Decision("mismatch", str(error))
+                self._refusals.known = Decision("mismatch", str(error))
             hint = self._thread().store_hint() if isinstance(error, MissingRanksError) else ""
             return backend_errors.without_frames(error, hint)
         finally:
@@ -172,7 +164,7 @@ class PollingStore(dist.Store):
                         raise MissingRanksError(self._timeout_text(run, key, limit))
                     seconds = next(pause)
                     if seconds == longest_pause:
-                        self._raise_refusal(run)
+                        self._refusals.check(run)
                     if not shows_status and now >= start + timing.TIMING.status_after:
                         shows_status = True
                         self._thread().set_status(activity(self._fingerprint.subject))
@@ -181,30 +173,16 @@ class PollingStore(dist.Store):
             if shows_status:
                 self._thread().set_status("")
 
-    def read_refusal(self, run: Run) -> Decision | None:
-        """The abort or the mismatch that a rank has found; None if there is none.
-
-        Nothing is read before this rank knows a key or an address: its mesh may not be registered.
+    def find_refusal(self, seconds: float) -> Decision | None:
+        """The refusal that holds; the one that this rank knows if the store does not answer in time.
 
         Args:
-            run: performs operations on the store.
+            seconds: the timeout.
         """
-        keys = self._refusal_keys() if self._prefix or self.values else ()
-        published = [Decision.unpack(key, text) for key, text in zip(keys, run(*map(Read, keys))) if text is not None]
-        found = [*filter(None, [self._refusal]), *published]
-        return max(found, key=lambda refusal: refusal.kind == "aborted", default=None)  # the end of the mesh counts
-
-    def ask_for_refusal(self, seconds: float) -> Decision | None:
-        """The same, read with a timeout; what this rank has found if there is no answer."""
-        with contextlib.suppress(PgmeshError):
-            return self.read_refusal(functools.partial(self._thread().run, seconds=seconds))
-        return self._refusal
-
-    def _raise_refusal(self, run: Run) -> None:
-        refusal = self.read_refusal(run)
-        if refusal and (error := refusal.error()):
-            self._refusal = refusal
-            raise error
+        if self._prefix or self.values:  # otherwise the mesh may not be registered
+            with contextlib.suppress(PgmeshError):
+                return self._refusals.read(functools.partial(self._thread().run, seconds=seconds))
+        return self._refusals.known
 
     def _read(self, run: Run, key: str) -> bool:
         """Read a key and cache its value. False if it has none yet."""
@@ -225,7 +203,7 @@ class PollingStore(dist.Store):
             MismatchError: they differ.
         """
         encoded, _, body = value.partition(SEPARATOR)
-        check_published(run, self._refusal_keys().group, self._fingerprint, encoded, key)
+        check_published(run, self._refusals.keys().group, self._fingerprint, encoded, key)
         return body
 
     def get(self, key: str) -> bytes:
@@ -243,7 +221,7 @@ class PollingStore(dist.Store):
         Raises:
             MismatchError: the members' fingerprints differ.
         """
-        self._raise_refusal(run)
+        self._refusals.check(run)
         keys = self._writers_of(key)
         values = run(*map(Read, keys.values()))
         missing = [rank for rank, value in zip(keys, values) if value is None]

@@ -19,8 +19,9 @@ from pgmesh.rendezvous.circles import circle_text, find_circle
 from pgmesh.rendezvous.gloo_store import GlooStore
 from pgmesh.rendezvous.group_rounds import GroupRound
 from pgmesh.rendezvous.operations import Operation, Read, perform
-from pgmesh.rendezvous.polling_store import SEPARATOR, PollingStore, RefusalKeys
+from pgmesh.rendezvous.polling_store import SEPARATOR, PollingStore
 from pgmesh.rendezvous.records import Decision, Fingerprint
+from pgmesh.rendezvous.refusals import RefusalKeys, Refusals
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, Record, Statuses, status_key
 from tests.support.memory_client import MADE, MemoryClient, arrival, fingerprint, round_of, rounds_of
 
@@ -211,7 +212,7 @@ def polling(
         mine or fingerprint(),
         ranks,
         timedelta(seconds=0.1),
-        refusal_keys=lambda: RefusalKeys("group/mismatch", "mesh/mismatch"),
+        refusals=Refusals(lambda: RefusalKeys("group/mismatch", "mesh/mismatch")),
     )
 
 
@@ -268,7 +269,7 @@ def test_reader_of_an_address_checks_its_fingerprint():
         one.get("a/1")  # publishes the one, before the other arrived
     with pytest.raises(MismatchError, match=r"timeout: 30\.0 on rank 4, 31\.0 on rank 6"):
         two.get("a/0")
-    assert "31.0 on rank 6" in two.ask_for_refusal(1.0).text
+    assert "31.0 on rank 6" in two.find_refusal(1.0).text
     store.set("group/a/2", fingerprint(9).encoded.decode() + "\0")
     with pytest.raises(MismatchError):
         one.wait(["a/1", "a/2"])
@@ -333,11 +334,10 @@ def test_abort_counts_after_mismatch():
     def read(*reads: Read) -> list[Any]:
         return [published.get(each.key) for each in reads]
 
-    store = polling(dist.HashStore())
-    store.values["0"] = b"address"  # it has read one, so it looks for refusals
-    assert store.read_refusal(read).kind == "mismatch"
+    refusals = Refusals(lambda: RefusalKeys("group/mismatch", "mesh/mismatch"))
+    assert refusals.read(read).kind == "mismatch"
     published["mesh/mismatch"] = Decision("aborted", "mesh 'train' was aborted by rank 1").pack().encode()
-    assert store.read_refusal(read).text == "mesh 'train' was aborted by rank 1"
+    assert refusals.read(read).text == "mesh 'train' was aborted by rank 1"
 
 
 def test_abort_is_remembered_once_the_store_is_gone(monkeypatch: pytest.MonkeyPatch):
@@ -347,7 +347,7 @@ def test_abort_is_remembered_once_the_store_is_gone(monkeypatch: pytest.MonkeyPa
     with pytest.raises(LifetimeError, match="aborted by rank 1"):
         member.get("a/1")
     monkeypatch.setattr(thread, "run", mock.Mock(side_effect=WorldError("connection refused")))
-    assert member.ask_for_refusal(0.5).kind == "aborted"
+    assert member.find_refusal(0.5).kind == "aborted"
 
 
 def test_ended_rank_stays_ended_while_another_thread_reads(monkeypatch: pytest.MonkeyPatch):
