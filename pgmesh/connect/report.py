@@ -150,7 +150,7 @@ def _describe_status(mesh: MeshGroups, status: RankStatus, deadline: float) -> s
     """
     thread, age = mesh.world.store_thread(), time.time() - status.sent
     ended = (
-        age >= thread.period
+        age >= thread.store.period
         and not status.exited
         and time.monotonic() < deadline
         and thread.store.listeners.has_ended(status, age)

@@ -15,9 +15,9 @@ from pgmesh.groups import background, teardown
 from pgmesh.groups.flight_recorder import FlightRecorder
 from pgmesh.groups.group import Group, find_group
 from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.heartbeat import warn_from_store_thread
 from pgmesh.rendezvous.operations import Read, Run
 from pgmesh.rendezvous.statuses import RunningCollective, Statuses
-from pgmesh.rendezvous.store_thread import warn_from_store_thread
 
 _MOST = 4
 """The number of running collectives that a status lists."""

@@ -64,7 +64,7 @@ class World:
                 )
             if self._thread is None:
                 thread = self._thread = StoreThread(WorldStore(self.store, self.address, self.rank, self.size))
-                thread.on_heartbeat = self._on_heartbeat
+                thread.heartbeat.look = self._look
             return self._thread
 
     def new_statuses(self) -> Statuses:
@@ -84,7 +84,7 @@ class World:
         """Finds out why collectives of this process do not end."""
         return Watch(self.statuses)
 
-    def _on_heartbeat(self, run: Run) -> tuple[RunningCollective, ...]:
+    def _look(self, run: Run) -> tuple[RunningCollective, ...]:
         """Look for aborted meshes, for lost ranks, and for collectives of this process that do not end."""
         self._aborts.look(run, [mesh for mesh in self.open_meshes() if mesh.identity.registered])
         for look in tuple(self.at_heartbeat):

@@ -9,29 +9,19 @@ heartbeat.
 from __future__ import annotations
 
 import contextlib
-import logging
-import math
 import os
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from pgmesh.errors import MismatchError, WorldError
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.batches import Batch, Queue
-from pgmesh.rendezvous.operations import Delete, Operation, Raw, Read, Run
-from pgmesh.rendezvous.own_status import OwnStatus
-from pgmesh.rendezvous.statuses import PendingConnect, RunningCollective, status_key
+from pgmesh.rendezvous.heartbeat import Heartbeat
+from pgmesh.rendezvous.operations import Delete, Operation, Read, Run
+from pgmesh.rendezvous.statuses import PendingConnect
 from pgmesh.rendezvous.world_store import AFTER_FAILURE, WorldStore
-
-log = logging.getLogger("pgmesh")
-
-
-def warn_from_store_thread(text: str) -> None:
-    """Log a warning in another thread, since a log handler may block and the store thread sends the heartbeats."""
-    threading.Thread(target=log.warning, args=("%s", text), name="pgmesh-warning", daemon=True).start()
 
 
 class StoreThread:
@@ -43,17 +33,11 @@ class StoreThread:
 
     def __init__(self, store: WorldStore) -> None:
         self.store = store
-        self.pace, self.period = timing.pace(store.world_size), store.period
+        self.pace = timing.pace(store.world_size)
         # Work, which any thread adds before it wakes this one:
         self._queue = Queue()  # batches, which are performed once
         self._tasks: list[Callable[[], None]] = []  # of ``insist``, which are repeated until the store answers
-        self._publish_now = False  # the status has changed
-        # The heartbeat:
-        self._status = OwnStatus(store.rank)
-        self._heartbeat_due = math.inf  # the time of the next one
-        self.on_heartbeat: Callable[[Run], tuple[RunningCollective, ...]] = lambda run: ()
-        """Called at each heartbeat, with a function that performs operations. It returns the running collectives."""
-        self._warned = False  # of an error of it
+        self.heartbeat = Heartbeat(store)
         # The end:
         self.until_end: dict[str, str] = {}  # by key: values that this process deletes when it ends
         self._ended = False
@@ -64,7 +48,7 @@ class StoreThread:
     @property
     def lost_after(self) -> float:
         """Seconds without a heartbeat after which a rank counts as lost."""
-        return timing.TIMING.missed_heartbeats * self.period
+        return timing.TIMING.missed_heartbeats * self.store.period
 
     @property
     def stalled(self) -> bool:
@@ -99,7 +83,8 @@ class StoreThread:
     def _wait_for(self, batch: Batch, seconds: float) -> None:
         """Wait until a batch is done.
 
-        There are two limits: ``seconds`` without an answer of the store to any thread, and ``late_answer`` more in all.
+        It raises after ``seconds`` in which the store answered no thread. While it answers others, this batch has
+        ``late_answer`` more than ``seconds``.
         """
         address, start, waited = self.store.address, time.monotonic(), 0.0
         limit = seconds + timing.TIMING.late_answer  # behind batches of other threads, on a slow store
@@ -159,21 +144,21 @@ class StoreThread:
 
     def start_heartbeat(self) -> None:
         """Send the first heartbeat of this process now, and not a period after the first operation."""
-        if not self._status.heartbeats:
+        if not self.heartbeat.status.heartbeats:
             self._publish_soon()
 
     def set_pending(self, pending: tuple[PendingConnect, ...]) -> None:
         """Publish the groups that the calling thread waits for."""
-        if self._status.set_pending(pending):
+        if self.heartbeat.status.set_pending(pending):
             self._publish_soon()
 
     def set_status(self, activity: str) -> None:
         """Publish the activity of the calling thread; "" for none. Returns at once."""
-        self._status.set_activity(activity)
+        self.heartbeat.status.set_activity(activity)
         self._publish_soon()
 
     def _publish_soon(self) -> None:
-        self._publish_now = True
+        self.heartbeat.at_once = True
         self._queue.wake()
 
     def stop(self, reason: str = "") -> None:
@@ -182,7 +167,7 @@ class StoreThread:
         Waits for that for 5 s at most; without tasks, for half a second while the store does not answer. A thread that
         returns from the store's client while Python ends would abort the process.
         """
-        self._status.exited = reason
+        self.heartbeat.status.exited = reason
         self.store.server.leaves = True
         self._queue.put(None)
         end = time.monotonic() + 5.0
@@ -210,14 +195,14 @@ class StoreThread:
         """The next batch; None at the end. Heartbeats are sent meanwhile."""
         while True:
             self._perform_tasks()
-            self._publish_if_due()
+            self.heartbeat.send_if_due(self._run_here)
             with contextlib.suppress(IndexError):
                 return self._queue.take()
             self._queue.wait(self._seconds_to_next_work())
 
     def _seconds_to_next_work(self) -> float:
         """Seconds to the next heartbeat, or to the next attempt of the tasks."""
-        seconds = self._heartbeat_due - time.monotonic()
+        seconds = self.heartbeat.due - time.monotonic()
         return min(seconds, timing.TIMING.longest_pause * self.pace) if self._tasks else seconds
 
     def _perform_tasks(self) -> None:
@@ -231,54 +216,18 @@ class StoreThread:
                 if batch.cancelled:
                     break
                 batch.answers.append(self.store.perform(operation))
-                self._publish_if_due()  # a long batch must not delay it
+                self.heartbeat.send_if_due(self._run_here)  # a long batch must not delay it
         except Exception as error:
             batch.error = error
         batch.done.release()
-        if self.store.world_size > 1 and self.store.is_open:
-            self._heartbeat_due = min(self._heartbeat_due, time.monotonic() + self.period)
-
-    def _publish_if_due(self) -> None:
-        if self._publish_now or self._heartbeat_due <= time.monotonic():
-            self._publish_now, began = False, time.monotonic()
-            with contextlib.suppress(Exception):
-                self.store.open()  # and the listener, for the status
-                self._publish_status()
-                self._look()
-            # After a long look, other operations have half of a period.
-            self._heartbeat_due = max(began + self.period, time.monotonic() + self.period / 2)
-
-    def _publish_status(self) -> None:
-        """Publish the status, unless another process has this rank too."""
-        if not self.store.claim.same_rank:
-            self.store.listeners.drain()
-            status = self._status.next(self.store.listeners.endpoint)
-            self.store.perform(Raw("set", (status_key(self.store.rank), status.pack())))
-
-    def _look(self) -> None:
-        """Call ``on_heartbeat``, and publish the running collectives if there are others than before.
-
-        It may run between two operations of a batch, so their caller waits for it too. It follows the heartbeat, which
-        must not wait. An error must not stop the heartbeats; the first is logged.
-        """
-        running: tuple[RunningCollective, ...] = ()
-        try:
-            running = self.on_heartbeat(self._run_here)
-        except Exception as error:
-            if not self._warned and not isinstance(error, WorldError):
-                self._warned = True
-                warn_from_store_thread(
-                    f"this rank could not look for stuck collectives and lost ranks: {traceback.format_exc()}"
-                )
-        if self._status.set_running(running):
-            self._publish_status()
+        self.heartbeat.expect()
 
     def _leave(self) -> None:
         """Publish the reason for the end, and leave the world."""
         with contextlib.suppress(Exception):
             self._perform_tasks()
-            if self._status.heartbeats:
-                self._publish_status()
+            if self.heartbeat.status.heartbeats:
+                self.heartbeat.publish(self._run_here)
             for key, value in [*self.until_end.items()]:
                 if self.store.perform(Read(key)) == value.encode():
                     self.store.perform(Delete((key,)))

@@ -63,7 +63,7 @@ def test_stop_waits_for_a_busy_thread(store_thread: StoreThread):
         time.sleep(1.0)
         return ()
 
-    store_thread.on_heartbeat = be_busy
+    store_thread.heartbeat.look = be_busy
     store_thread.start_heartbeat()
     assert busy.wait(LONG)
     store_thread.stop()
@@ -77,7 +77,7 @@ def closed_port(host: str) -> tuple[str, int]:
 
 def test_process_of_a_closed_listener_has_ended(store_thread: StoreThread):
     """On another host, a heartbeat must be missing too."""
-    listeners, period = store_thread.store.listeners, store_thread.period
+    listeners, period = store_thread.store.listeners, store_thread.store.period
     listeners.open("127.0.0.1")
     here, there = (RankStatus(1, endpoint=closed_port(host)) for host in ("127.0.0.1", "127.0.0.2"))
     assert listeners.has_ended(here, 0.0)
@@ -201,7 +201,7 @@ def test_task_is_performed_before_the_thread_ends():
 
 def test_long_batch_does_not_delay_a_heartbeat():
     thread = StoreThread(WorldStore(dist.HashStore(), "here", 0, 2, set()))
-    thread.period = 0.05
+    thread.store.period = 0.05
     thread.start_heartbeat()
     thread.run(Add("started"), seconds=LONG)
     with slow_store(0.005):
@@ -216,7 +216,7 @@ def test_pending_groups_are_published_for_each_thread():
     store = dist.HashStore()
     enter_world(store, set())  # another rank, so that the keys are not deleted at the end
     thread = StoreThread(WorldStore(store, "here", 0, 2, set()))
-    thread.period = LONG
+    thread.store.period = LONG
     waits = [PendingConnect(f"g/{i}", "group tp", "mesh 'm'", "0, 1", "train.py:7", (1,)) for i in range(2)]
     thread.set_pending((waits[0],))
     other = threading.Thread(target=thread.set_pending, args=((waits[1],),))
@@ -325,7 +325,7 @@ def test_error_at_one_heartbeat_stops_no_later_look(store_thread: StoreThread):
             raise KeyError("a race")
         return ()
 
-    store_thread.on_heartbeat = look
+    store_thread.heartbeat.look = look
     for number in (1, 2):
         store_thread.set_status(f"step {number}")
         wait_until(lambda number=number: len(looks) >= number, f"look {number}")
@@ -334,7 +334,7 @@ def test_error_at_one_heartbeat_stops_no_later_look(store_thread: StoreThread):
 def test_slow_look_follows_heartbeat_and_delays_no_batch():
     store = dist.HashStore()
     thread = StoreThread(WorldStore(store, "here", 0, 2, set()))
-    thread.period = 0.05
+    thread.store.period = 0.05
     looks: list[int] = []  # the heartbeat in the store at each look
 
     def look(perform: Any) -> tuple[()]:
@@ -343,7 +343,7 @@ def test_slow_look_follows_heartbeat_and_delays_no_batch():
         time.sleep(0.1)
         return ()
 
-    thread.on_heartbeat = look
+    thread.heartbeat.look = look
     try:
         thread.start_heartbeat()
         with slow_store(0.005):
@@ -431,7 +431,7 @@ def test_watching_earlier_process_is_no_store_silence():
     prefixed.set(status_key(0), RankStatus(0, 7).pack())
     thread = StoreThread(WorldStore(store, "nowhere", 0, 2, set()))
     try:
-        assert thread.run(Read("key"), seconds=0.7 * thread.period) == [None]
+        assert thread.run(Read("key"), seconds=0.7 * thread.store.period) == [None]
         assert thread.store.claim.replaces_process
     finally:
         thread.stop()
