@@ -172,15 +172,19 @@ class _Call:
     def _cancel(self, error: BaseException) -> None:
         """Tell the other members that this rank stopped."""
         self.client.end(error)
-        arrived = self.collectives.by_round  # empty before this rank arrives
-        if isinstance(error, MismatchError) and not arrived:
-            return  # of the mesh: it is published
+        rounds = self.collectives.by_round
         with contextlib.suppress(PgmeshError):  # the caller raises the first error
-            self._rounds_of(arrived or map(self._new_round, self._unconnected())).cancel(error)
-            self.collectives.cancel(why_stopped(self.mesh.rank, self.call_site, error))
+            if rounds:
+                self._rounds_of(rounds).cancel(error)  # those that an interrupt has left undecided
+                self.collectives.cancel(why_stopped(self.mesh.rank, self.call_site, error))
+            elif not isinstance(error, MismatchError):  # a mismatch of the mesh is published
+                self._rounds_of(map(self._new_round, self._unconnected())).cancel(error)
 
     def _unconnected(self) -> Iterator[Group]:
-        """The groups that are not connected, and that no other thread connects. Some may not have been made."""
+        """The groups at which this rank would have arrived: not connected, and no other thread connects them.
+
+        Some may not have been made. The call holds their locks from now on.
+        """
         for members in self.wanted.values():
             group = self.mesh.find_unmade(members)
             if group.fingerprint and self.locks.take(group, 0.0) and group.state is not State.CONNECTED:
@@ -206,7 +210,10 @@ class _Call:
         self.collectives.start(made)
 
     def _clean_up(self) -> None:
-        """Record the connected groups, and discard groups that cannot be used."""
+        """Record the connected groups, and discard groups whose first collective has not ended well.
+
+        If a second interrupt ends this, they stay in the state "connecting". The next call discards them.
+        """
         unusable = {each.group: each for each in self.collectives.of_made if not each.done}
         connected = {each.group for each in self.collectives.of_made if each.done}
         try:
@@ -215,7 +222,7 @@ class _Call:
             for collective in unusable.values():
                 collective.keep_until_done()
             with self.mesh.lock:
-                for group in self.groups.keys() - unusable.keys():  # those were discarded, or the next call does it
+                for group in self.groups.keys() - unusable.keys():
                     group.end_connect(connected=group in connected)
         for group in self.groups:
             if group.state is State.ENDED and not self.mesh.aborted:  # another thread released it meanwhile

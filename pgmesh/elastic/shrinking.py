@@ -140,7 +140,7 @@ class ShrinkCall:
         lost_after: seconds without a heartbeat after which a rank is lost; None for the default.
         process: a word that no other process of this rank has.
         warn: called with text for the log.
-        shrinks, stands_by: make the judge of a call of ``shrink``, and of ``stand_by``.
+        shrinks, stands_by: the judges of a call of ``shrink`` and of ``stand_by``; a model checker passes others.
     """
 
     mesh: MeshGroups
@@ -173,16 +173,22 @@ class ShrinkCall:
         A process that stands by may have missed that. Then it takes part in the decision on the next mesh, and so on.
         The layouts of the meshes in between follow from the decisions in the store.
         """
-        mesh, after, missed = self.mesh, self.mesh.identity, True
-        while missed:
-            before = after
-            outcome, missed = self.decide(before)
-            after = before.successor(successor(before.layout, outcome))
-            if missed and mesh.rank in after.layout:  # the others counted an earlier process of this rank
-                _check_process(mesh, self.client)
-                text = f"{mesh.label} was aborted by rank {mesh.rank}, which is a new process and stands by"
-                publish_abort(self.client.run, after.refusal_key, text)
-        return self._replace(before.layout, after, outcome)
+        old = self.mesh.identity
+        while True:
+            outcome, missed = self.decide(old)
+            new = old.successor(successor(old.layout, outcome))
+            if not missed:
+                return self._replace(old.layout, new, outcome)
+            if self.mesh.rank in new.layout:
+                self._abort_for_this_process(new)
+            old = new
+
+    def _abort_for_this_process(self, identity: MeshIdentity) -> None:
+        """Abort a mesh that has an earlier process of this rank, so that its other ranks shrink it."""
+        mesh = self.mesh
+        _check_process(mesh, self.client)
+        text = f"{mesh.label} was aborted by rank {mesh.rank}, which is a new process and stands by"
+        publish_abort(self.client.run, identity.refusal_key, text)
 
     def decide(self, identity: MeshIdentity) -> tuple[Outcome, bool]:
         """Take part in the decision on a mesh.
