@@ -22,7 +22,7 @@ from pgmesh.rendezvous.records import foreign_value
 
 
 @dataclass(frozen=True)
-class View:
+class Findings:
     """The members and spares, as one look finds them.
 
     For example, rank 0 of ranks 0 to 3 calls ``shrink("dp", spares=[4, 5])``, and rank 1 has not done so yet. Rank 2
@@ -75,12 +75,10 @@ class View:
 
         Without an axis there is no mesh without spares, so new processes in the places of ended ones are waited for.
         """
-        may_restart = self.request.axis is None
-        return [
-            rank
-            for rank in self.request.spares
-            if (may_restart if rank in self.dead_or_silent else rank not in self.arrivals)
-        ]
+        dead, spares = self.dead_or_silent, self.request.spares
+        if self.request.axis is None:
+            return [rank for rank in spares if rank in dead or rank not in self.arrivals]
+        return [rank for rank in spares if rank not in dead and rank not in self.arrivals]
 
 
 @dataclass
@@ -94,10 +92,8 @@ class ShrinkJudge(SurvivorJudge):
 
     request: Request = field(kw_only=True)
     options: Sequence[object] = field(default=(), kw_only=True)
-    _view: View | None = field(default=None, init=False)  # what the last look found
-    _turn: int = field(
-        default=0, init=False
-    )  # 0 for the first 32 callers, 1 for the next 32, ...: they look less often
+    _found: Findings | None = field(default=None, init=False)  # what the last look found
+    _turn: int = field(default=0, init=False)  # 0 for the first 32 callers, 1 for the next 32, and so on
 
     def __post_init__(self) -> None:
         self.call = str(self.request)
@@ -115,10 +111,10 @@ class ShrinkJudge(SurvivorJudge):
         return timing.TIMING.inspection * self.pace * (1 + self._turn)
 
     def waits_for(self, rounds: Sequence[MeshRound]) -> str:
-        return "" if self._view is None else f"{self.label}: {self._describe(self._view, 'so far')}"
+        return "" if self._found is None else f"{self.label}: {self._describe(self._found, 'so far')}"
 
     def look(self, each: MeshRound, *, late: bool) -> Outcome | None:
-        self._view = None
+        self._found = None
         arrivals, problem = self._read_arrivals(each)
         if problem:
             return self.failure(problem, "mismatch")
@@ -130,11 +126,11 @@ class ShrinkJudge(SurvivorJudge):
         absent = [rank for rank in ranks if rank not in arrivals]
         if not late and not self._is_my_turn(absent):
             return None
-        view = self._view = self._find_view(arrivals, absent, late=late)
-        enough = len(view.ready) >= len(view.lost) or not view.coming
-        if not view.waiting and (enough or late):
-            return self.success(view)
-        return self.failure(self._describe(view, f"in {self.deadline:g} s"), "missing") if late else None
+        found = self._found = self._find(arrivals, absent, late=late)
+        enough = len(found.ready) >= len(found.lost) or not found.coming
+        if not found.waiting and (enough or late):
+            return self.success(found)
+        return self.failure(self._describe(found, f"in {self.deadline:g} s"), "missing") if late else None
 
     def _is_my_turn(self, absent: Sequence[int]) -> bool:
         """True if this rank may look at the absent ranks already; at a few of them, each rank may.
@@ -158,12 +154,12 @@ class ShrinkJudge(SurvivorJudge):
             return {}, f"the ranks passed different arguments:{lines}"
         return arrivals, ""
 
-    def _find_view(self, arrivals: Mapping[int, Arrival], absent: Sequence[int], *, late: bool) -> View:
+    def _find(self, arrivals: Mapping[int, Arrival], absent: Sequence[int], *, late: bool) -> Findings:
         """Find out which absent ranks are lost, and which spares were lost after they had arrived."""
-        view = View(self.layout, self.request, arrivals, self._find_lost(absent, all_ended=late))
-        while not view.waiting and (ended := self._find_lost([*view.ready][: len(view.lost)], all_ended=True)):
-            view.dead_or_silent.update(ended)
-        return view
+        found = Findings(self.layout, self.request, arrivals, self._find_lost(absent, all_ended=late))
+        while not found.waiting and (ended := self._find_lost([*found.ready][: len(found.lost)], all_ended=True)):
+            found.dead_or_silent.update(ended)
+        return found
 
     def _find_lost(self, ranks: Sequence[int], *, all_ended: bool) -> dict[int, str]:
         """Those ranks that are lost. One without a status is, after the time of a silent one."""
@@ -174,23 +170,23 @@ class ShrinkJudge(SurvivorJudge):
             lost |= {rank: f"rank {rank} has published no status in {int(seconds)} s" for rank in without}
         return lost
 
-    def _describe(self, view: View, when: str) -> str:
+    def _describe(self, found: Findings, when: str) -> str:
         """The ranks that are waited for, and the reason for each lost one."""
-        if view.waiting:
-            what = f"{name_ranks(view.waiting)} did not call {self.request}"
+        if found.waiting:
+            what = f"{name_ranks(found.waiting)} did not call {self.request}"
         else:
-            what = f"no spare came of {name_ranks(view.coming)}"
-        missing = [self.statuses.describe(rank, self.lost_after) for rank in (view.waiting or view.coming)[:8]]
-        lines = [*missing, *(f"lost: {why}" for why in view.lost.values())]
+            what = f"no spare came of {name_ranks(found.coming)}"
+        missing = [self.statuses.describe(rank, self.lost_after) for rank in (found.waiting or found.coming)[:8]]
+        lines = [*missing, *(f"lost: {why}" for why in found.lost.values())]
         return "\n  ".join([f"{what} {when}.", *lines])
 
-    def success(self, view: View) -> Outcome:
+    def success(self, found: Findings) -> Outcome:
         """The decision on the new mesh, or on a failure if too many ranks are lost."""
-        lost, ready = view.lost, view.ready
-        # A new process goes to the place of the old one, and the other spares to the other places in order.
-        replaced = {rank: rank for rank in ready if rank in lost}
-        others = (rank for rank in ready if rank not in replaced)
-        replaced |= zip((rank for rank in lost if rank not in replaced), others)
+        lost, ready = found.lost, found.ready
+        replaced = {rank: rank for rank in ready if rank in lost}  # by a new process
+        places = [rank for rank in lost if rank not in replaced]
+        others = [rank for rank in ready if rank not in replaced]
+        replaced |= zip(places, others)
         processes = tuple(ready[rank] for rank in replaced.values())
         outcome = Outcome(
             lost=lost, replaced=replaced, axis=self.request.axis, processes=processes, options=tuple(self.options)
@@ -201,6 +197,6 @@ class ShrinkJudge(SurvivorJudge):
                 raise MissingRanksError(f"a decision on {sizes} does not fit into one record")
             successor(self.layout, outcome)
         except MissingRanksError as error:
-            reasons = "".join(f"\n  {why}" for why in {**lost, **view.dead_or_silent}.values())
+            reasons = "".join(f"\n  {why}" for why in {**lost, **found.dead_or_silent}.values())
             return self.failure(f"{error}{reasons}", "missing")
         return outcome

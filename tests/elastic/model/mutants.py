@@ -8,7 +8,7 @@ from typing import Any
 
 from pgmesh.elastic.judging import MeshRound
 from pgmesh.elastic.records import Arrival, Outcome
-from pgmesh.elastic.shrink_judge import ShrinkJudge, View
+from pgmesh.elastic.shrink_judge import Findings, ShrinkJudge
 from pgmesh.elastic.shrinking import ShrinkCall
 from pgmesh.elastic.stand_by_judge import StandByJudge
 from pgmesh.groups.identity import MeshIdentity
@@ -38,7 +38,7 @@ LATE = Faults(crashes=1, deadlines=1)
 
 class WaitsForNone(ShrinkJudge):
     def look(self, each: MeshRound, *, late: bool) -> Outcome | None:
-        return super().look(each, late=late) or self.success(View(self.layout, self.request, {}, {}))
+        return super().look(each, late=late) or self.success(Findings(self.layout, self.request, {}, {}))
 
 
 class FailsFromOutside(StandByJudge):
