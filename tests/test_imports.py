@@ -28,7 +28,6 @@ FLOORS = [
     "rendezvous/records",
     "rendezvous/statuses",
     "rendezvous/circles",
-    "rendezvous/watched_members",
     "rendezvous/rounds",
     "rendezvous/comparing",
     "rendezvous/group_rounds",

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from pgmesh._util.formatting import format_ranks
+from pgmesh._util.formatting import format_ranks, name_ranks
 from pgmesh.errors import MismatchError
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.circles import Circle, circle_text, search_circle
@@ -31,7 +31,6 @@ from pgmesh.rendezvous.operations import Add, Append, CompareSet, Delete, Operat
 from pgmesh.rendezvous.records import Decision, Fingerprint, error_text, pack, quoted, unpack
 from pgmesh.rendezvous.rounds import Client, Judge, Round, run_each, undecided
 from pgmesh.rendezvous.statuses import PendingConnect, Statuses
-from pgmesh.rendezvous.watched_members import WatchedMembers
 
 
 @dataclass(eq=False)
@@ -204,11 +203,6 @@ class ConnectJudge(Judge[GroupRound, Decision]):
         all_fit = all(addresses) and sum(map(len, addresses)) < timing.LIMITS.record_chars // 8
         return Decision("made", addresses=addresses if all_fit else ())
 
-    @property
-    def watched(self) -> WatchedMembers:
-        """The members that this rank watches."""
-        return WatchedMembers(self.rank, self.call_site, self.statuses)
-
     # -- looks ----------------------------------------------------------------------------------------------------
 
     def judge(self, rounds: Sequence[GroupRound], *, late: bool) -> Iterator[tuple[GroupRound, Decision]]:
@@ -216,6 +210,18 @@ class ConnectJudge(Judge[GroupRound, Decision]):
 
     def inspect(self, rounds: Sequence[GroupRound]) -> Iterator[tuple[GroupRound, Decision]]:
         """Read the arrivals that are new, publish this rank's status, and look for members that were lost."""
+        yield from self._read_news(rounds)
+        self.client.set_pending(self.pending(rounds))
+        self._read_statuses(undecided(rounds))
+        self.statuses.find_ended(self.client.run, self._to_ask(undecided(rounds)), all_of_them=True)
+        with_lost = [each for each in undecided(rounds) if self._lost(each)]
+        yield from self.read_arrivals(with_lost)  # a rank that died between its arrival and the count has arrived
+        for each in undecided(with_lost):
+            if self._lost(each):
+                yield each, Decision("missing", self._describe_missing(each))
+
+    def _read_news(self, rounds: Sequence[GroupRound]) -> Iterator[tuple[GroupRound, Decision]]:
+        """Read whether a backend has found a mismatch, and the arrivals where their count has changed."""
         answers = run_each(self.client, ([Read(each.mismatch_key), Read(f"{each.name}/count")] for each in rounds))
         changed = []
         for each, (mismatch, count) in zip(rounds, answers):
@@ -225,33 +231,25 @@ class ConnectJudge(Judge[GroupRound, Decision]):
                 each.count_seen = count
                 changed.append(each)
         yield from self.read_arrivals(changed)
-        self.client.set_pending(self.pending(rounds))
-        self.watched.read_statuses(self.client.run, undecided(rounds))
-        self.statuses.find_ended(self.client.run, self.watched.to_ask(undecided(rounds)), all_of_them=True)
-        with_lost = [each for each in undecided(rounds) if self.watched.lost(each)]
-        yield from self.read_arrivals(with_lost)  # a rank that died between its arrival and the count has arrived
-        for each in undecided(with_lost):
-            if self.watched.lost(each):
-                yield each, Decision("missing", self.watched.describe_missing(each))
 
     def give_up(self, rounds: Sequence[GroupRound]) -> Iterator[tuple[GroupRound, Decision]]:
         """Decide that all rounds failed at the deadline."""
         yield from self.read_arrivals(rounds)
-        self.watched.read_statuses(self.client.run, undecided(rounds))
+        self._read_statuses(undecided(rounds))
         circle = self.find_circle(rounds)
         if circle:  # rounds of other groups in the circle too, so that all ranks fail and can try again
             # In the order of the circle: a rank fails after the attempt that waits for it, so it cannot arrive there.
             text = Decision("circle", circle_text(circle)).pack()
             self.client.run(*(CompareSet(f"{wait.name}/decision", text) for _, wait in circle))
         for each in undecided(rounds):
-            yield each, Decision("missing", self.watched.describe_missing(each, f" in {self.deadline:g} s"))
+            yield each, Decision("missing", self._describe_missing(each, f" in {self.deadline:g} s"))
 
     def period(self) -> float:
         return self.statuses.next_inspection(timing.TIMING.inspection * self.pace)
 
     def waits_for(self, rounds: Sequence[GroupRound]) -> str:
         when = f" in {self.client.now():.0f} s so far"
-        texts = [self.watched.describe_missing(each, when) for each in rounds]
+        texts = [self._describe_missing(each, when) for each in rounds]
         if circle := self.find_circle(rounds):
             texts.append(circle_text(circle))
         return "\n".join(texts)
@@ -272,3 +270,42 @@ class ConnectJudge(Judge[GroupRound, Decision]):
             )
             for each in undecided(rounds)
         )
+
+    # -- lost members ---------------------------------------------------------------------------------------------
+
+    # A member watches those that have not arrived, and the next one after it that has. So each member that waits is
+    # watched by another, and the first of several lost ones in a row is noticed.
+
+    def _watched(self, each: GroupRound) -> list[int]:
+        """The members of a group that this rank watches: the next one that has arrived, and the missing ones."""
+        if not each.missing:
+            return []
+        place, missing = each.ranks.index(self.rank), {*each.missing}
+        following = (*each.ranks[place + 1 :], *each.ranks[:place])
+        return [*[rank for rank in following if rank not in missing][:1], *each.missing]
+
+    def _to_ask(self, rounds: Iterable[GroupRound]) -> list[int]:
+        """The ranks whose listeners this rank asks. The first members that have arrived ask for all others."""
+        ranks: list[int] = []
+        for each in rounds:
+            before = {*each.ranks[: each.ranks.index(self.rank)]} - {*each.missing}
+            ranks += self._watched(each) if len(before) < timing.LIMITS.asking else ()
+        return [*dict.fromkeys(ranks)][: timing.LIMITS.statuses]
+
+    def _read_statuses(self, rounds: Iterable[GroupRound]) -> None:
+        """Read the statuses of the ranks that this one watches."""
+        watched = dict.fromkeys(rank for each in rounds for rank in self._watched(each))
+        self.statuses.read(self.client.run, [*watched][: timing.LIMITS.statuses])
+
+    def _lost(self, each: GroupRound) -> dict[int, str]:
+        """The watched members that are lost, each with the reason."""
+        return self.statuses.lost(self._watched(each))
+
+    def _describe_missing(self, each: GroupRound, when: str = "") -> str:
+        """Message about the missing ranks and the last status of each."""
+        lost = self._lost(each)
+        named = [*dict.fromkeys((*lost, *each.missing))][: timing.LIMITS.named]
+        lines = [f"\n  {self.statuses.describe(rank)}" for rank in named]
+        arrived = [f", and rank {rank} was lost after it had arrived" for rank in lost if rank not in each.missing]
+        missing = f"{each.label}: {name_ranks(each.missing)} did not arrive{when}{''.join(arrived)}."
+        return f"{missing}{''.join(lines)}\n\nRank {self.rank} waited at {self.call_site}."
