@@ -20,8 +20,8 @@ VERSION = 4
 
 
 def pack(**record: Any) -> str:
-    """Encode a record as text."""
-    return json.dumps({"v": VERSION, **record}, sort_keys=True)
+    """Encode a record as text. Each lone surrogate, as of a file name that is no UTF-8, becomes a question mark."""
+    return json.dumps({"v": VERSION, **record}, sort_keys=True, ensure_ascii=False).encode(errors="replace").decode()
 
 
 def unpack(text: bytes | str, /, **kinds: Any) -> dict[str, Any] | None:

@@ -174,6 +174,15 @@ def test_written_record_is_read_unchanged(activity, rank, name, line):
     assert Decision.unpack("key", decision.pack().encode()) == decision
 
 
+def test_records_with_lone_surrogates_are_read():
+    """Python makes such text of a file name that is no UTF-8."""
+    name = "caf\udce9.py:12"
+    decision = Decision.unpack("key", Decision("aborted", f"FileNotFoundError: {name}").pack().encode())
+    assert (decision.kind, decision.text) == ("aborted", "FileNotFoundError: caf?.py:12")
+    assert unpack(arrival(1, call_site=name), rank=int, call_site=str)
+    assert RankStatus.unpack(1, RankStatus(1, activity=name).pack().encode())
+
+
 # -- under the keys of an each --------------------------------------------------------------------------------------
 
 
