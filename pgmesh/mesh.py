@@ -6,7 +6,6 @@ Verbs that a program may never use (connect, locality, report) are imported when
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from operator import length_hint
@@ -457,11 +456,9 @@ class ProcessGroupMesh(RankMethods):
         Raises:
             LifetimeError: this is not the main thread, which alone can handle signals.
         """
-        from pgmesh.connect.report import report
         from pgmesh.connect.signals import print_on
 
-        mesh_groups = weakref.ref(self._mesh_groups)
-        print_on(number, lambda: report(there) if (there := mesh_groups()) else "the mesh was garbage-collected")
+        print_on(number, self._mesh_groups)
 
     def held(self) -> tuple[Held, ...]:
         """The groups that this rank holds of this mesh, its views and slices.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
 import io
 import os
 import re
@@ -11,6 +13,7 @@ import socket
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -346,6 +349,63 @@ def test_report_on_forwards_signals_to_earlier_wakeup_descriptor():
     if child == 0:
         os._exit(0 if signal.set_wakeup_fd(-1) == -1 else 1)  # the descriptor of the parent is not set in the child
     assert os.waitpid(child, 0)[1] == 0
+
+
+def signalled(errors: io.StringIO) -> None:
+    """Send the signal, and wait until a report is printed."""
+    errors.truncate(errors.seek(0))
+    os.kill(os.getpid(), signal.SIGUSR1)
+    end = "last status of the other ranks:\n  none"
+    wait_until(lambda: end in errors.getvalue(), "the report at the signal")
+
+
+@on_ranks(1, fresh=True)
+def test_report_on_works_beside_asyncio():
+    """asyncio replaces the wakeup descriptor, and removes it at its end."""
+    mesh = ProcessGroupMesh(1)
+
+    async def run() -> None:
+        ended = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+        signalled(errors)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(ended.wait(), 30)
+
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        mesh.report_on(signal.SIGUSR1)
+        asyncio.run(run())
+        signalled(errors)
+
+
+@on_ranks(1, fresh=True)
+def test_report_on_never_writes_to_reused_descriptor(tmp_path: Path):
+    """The earlier wakeup descriptor is closed, and a file gets its number."""
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    number = sender.fileno()
+    signal.set_wakeup_fd(number)
+    mesh = ProcessGroupMesh(1)
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        mesh.report_on(signal.SIGUSR1)
+        sender.close()
+        with (tmp_path / "checkpoint").open("wb") as file:
+            assert file.fileno() == number
+            signalled(errors)
+    assert (tmp_path / "checkpoint").stat().st_size == 0
+    receiver.close()
+
+
+@on_ranks(1, fresh=True)
+def test_report_on_forgets_collected_meshes():
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        for _ in range(3):
+            mesh = ProcessGroupMesh(1)
+            mesh.report_on(signal.SIGUSR1)
+            mesh.close()
+        gc.collect()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        wait_until(lambda: "not available" in errors.getvalue(), "the report of the last mesh")
+        assert "garbage-collected" not in errors.getvalue()
 
 
 def test_report_on_raises_outside_the_main_thread():
