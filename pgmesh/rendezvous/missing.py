@@ -43,14 +43,14 @@ def describe_missing(run: Run, subject: str, ranks: Sequence[int], missing: Sequ
 
 def _hint(subject: str, activities: Sequence[str]) -> str:
     """A hint if missing ranks wait in a different group with the same label."""
-    if activity(subject) in activities:
+    if any(activity(subject) in each for each in activities):
         return (
             "\nThese are different groups with the same label: unnamed meshes are numbered in the order of "
             "creation, and groups by the number of their releases. Name the meshes, and release groups on all "
             "members."
         )
     label = subject.partition(ASKED_FOR)[0]
-    if any(each.startswith(f"{_IN_FIRST_COLLECTIVE}{label}") for each in activities):
+    if any(f"{_IN_FIRST_COLLECTIVE}{label}" in each for each in activities):
         return (
             "\nThese are different groups: an option asked for in a call makes a different group. Use "
             "mesh.configure for options, with the same options on all ranks."

@@ -18,7 +18,8 @@ from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.circles import circle_text, find_circle
 from pgmesh.rendezvous.gloo_store import GlooStore
 from pgmesh.rendezvous.group_rounds import GroupRound
-from pgmesh.rendezvous.operations import Operation, Read, perform
+from pgmesh.rendezvous.missing import activity
+from pgmesh.rendezvous.operations import Operation, Raw, Read, perform
 from pgmesh.rendezvous.polling_store import SEPARATOR, PollingStore, RefusalKeys
 from pgmesh.rendezvous.records import Decision, Fingerprint
 from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, Record, Statuses, status_key
@@ -269,6 +270,15 @@ def test_addresses_of_two_network_interfaces_are_known():
         one.values[f"{device}/2"] = f"other {device}".encode()
     assert [*one.own.values()] == [b"own a", b"own b"]
     assert one.known_addresses() == [(9, b"other a"), (9, b"other b")]
+
+
+def test_missing_member_with_two_activities_keeps_the_hint():
+    """Two of its threads wait in first collectives: one in a group with this label."""
+    member = polling(dist.HashStore(), kind=PollingStore)
+    both = "; ".join(map(activity, ("group dp of mesh 'actor'", "group tp of mesh 'actor'")))
+    member._thread().run(Raw("set", (status_key(4), RankStatus(4, 1, both).pack())), seconds=1.0)
+    with pytest.raises(MissingRanksError, match="These are different groups with the same label"):
+        member.get("id/0")
 
 
 def test_missing_first_member_is_named_as_writer():
