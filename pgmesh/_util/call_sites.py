@@ -14,4 +14,5 @@ def call_site() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno}"
+    file = frame.f_code.co_filename.rpartition(os.sep)[2]
+    return f"{file.encode(errors='backslashreplace').decode()}:{frame.f_lineno}"  # a file name may be no UTF-8

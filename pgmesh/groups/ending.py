@@ -12,6 +12,7 @@ from typing import Any
 from pgmesh import torch_private
 from pgmesh.groups import background, failures, kept_groups
 from pgmesh.groups.world import all_meshes, all_worlds, fork
+from pgmesh.rendezvous.statuses import LEFT_WORLD
 
 log = logging.getLogger("pgmesh")
 
@@ -28,7 +29,7 @@ def _end_world(reason: str) -> None:
     for mesh in all_meshes():
         mesh.close_because(f"ended when {reason}.")
     for world in all_worlds():
-        world.leave("has left the world")
+        world.leave(LEFT_WORLD)
 
 
 def _log_dead() -> None:

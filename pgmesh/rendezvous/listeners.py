@@ -11,6 +11,7 @@ import socket
 import time
 
 from pgmesh._util.listeners import ANSWER_SECONDS, is_loopback, refuses
+from pgmesh.errors import WorldError
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.statuses import RankStatus
 
@@ -36,10 +37,16 @@ class Listeners:
 
         Args:
             host: an address of this host.
+
+        Raises:
+            WorldError: it cannot be opened.
         """
         if self._own is None:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._own = socket.create_server((host, 0), family=family, backlog=128)
+            try:
+                self._own = socket.create_server((host, 0), family=family, backlog=128)
+            except OSError as error:
+                raise WorldError(f"this process cannot listen at {host}: {error}.") from error
             self._own.setblocking(False)
             self.endpoint = self._own.getsockname()[:2]
 

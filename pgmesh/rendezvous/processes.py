@@ -1,6 +1,10 @@
-"""What a process says of itself in the world's store: a word and a label of its own, and the keys of its rank.
+"""The names of a process, and the claim of its rank when it enters the world.
 
-When a process enters the world, it claims its rank. So it learns of a process that has or had the same rank.
+So it learns of a process that has or had the same rank. Its names:
+
+    process_id()      4711/3f2a90bc                     in records of ``shrink``, which name up to thousands
+    process_label()   process 4711 on host7/3f2a90bc    under the ``process_key`` of its rank
+    without_token     process 4711 on host7             in messages
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from dataclasses import dataclass
 
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import CompareSet, Read, Replace, Run
-from pgmesh.rendezvous.statuses import Statuses
+from pgmesh.rendezvous.statuses import LEFT_WORLD, Statuses
 
 _TOKEN = secrets.token_hex(4)  # process numbers repeat, for example in containers
 _HOST = socket.gethostname()  # once: a host may get another name while the process runs
@@ -25,12 +29,12 @@ def process_id() -> str:
 
 
 def process_label() -> str:
-    """Description of this process. It reveals two processes that have the same rank."""
+    """Description of this process, the same while it lives. It reveals two processes that have the same rank."""
     return f"process {os.getpid()} on {_HOST}/{_TOKEN}"
 
 
 def without_token(label: str) -> str:
-    """A description of a process for messages."""
+    """The label of a process, for messages."""
     return label.rpartition("/")[0]
 
 
@@ -80,15 +84,17 @@ def claim_rank(run: Run, rank: int, world_size: int, statuses: Statuses, claim: 
 
 
 def _lives(run: Run, rank: int, world_size: int, statuses: Statuses) -> bool:
-    """True if a process with this rank sends another heartbeat, in a world that no rank has left.
+    """True if a process with this rank sends another heartbeat, in a world that no living process has left.
 
     If one has, the store serves another world now.
     """
     ranks = {rank, *range(min(world_size, timing.LIMITS.statuses))}
     statuses.read(run, ranks)
+    if any((status := statuses.record(each).status) and status.exited == LEFT_WORLD for each in ranks):
+        return False
     statuses.find_ended(run, [rank])
     before, end = statuses.record(rank).heard, statuses.now() + statuses.lost_after
-    while statuses.now() < end and not statuses.lost(ranks):
+    while statuses.now() < end and not statuses.lost([rank]):
         time.sleep(timing.TIMING.longest_pause)
         statuses.read(run, [rank])
         if statuses.record(rank).heard != before and not statuses.lost([rank]):

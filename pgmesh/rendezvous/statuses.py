@@ -21,6 +21,10 @@ _LATEST = 1e11
 """The latest time of a status in seconds since 1970. pgmesh wrote no later one, and some cannot be printed."""
 
 
+LEFT_WORLD = "has left the world"
+"""``RankStatus.exited`` of a rank that destroyed its process group. Its process may live on, in another world."""
+
+
 def status_key(rank: int) -> str:
     """The store key of a rank's status."""
     return f"pgmesh/status/{rank}"

@@ -36,7 +36,7 @@ class StoreThread:
         self.pace = timing.pace(store.world_size)
         # Work, which any thread adds before it wakes this one:
         self._queue = Queue()  # batches, which are performed once
-        self._tasks: list[Callable[[], None]] = []  # of ``insist``, which are repeated until the store answers
+        self._tasks: list[Callable[[], bool]] = []  # of ``insist``, which are repeated until they return True
         self.heartbeat = Heartbeat(store)
         # The end:
         self.until_end: dict[str, str] = {}  # by key: values that this process deletes when it ends
@@ -102,7 +102,7 @@ class StoreThread:
             raise WorldError(f"this process has left the world, so it cannot use the store at {address}.")
 
     def insist(self, task: Callable[[Run], str], seconds: float) -> str | None:
-        """Let the thread perform a task, and repeat it after each failure of the store, until it has been done once.
+        """Let the thread perform a task, and repeat it after each failure of the store, for ``Timing.insist``.
 
         Returns its result as soon as it is done; None after a timeout.
 
@@ -110,13 +110,16 @@ class StoreThread:
             task: performs operations with the function that it is given. A mismatch ends it.
             seconds: the timeout.
         """
-        done, results = threading.Event(), list[str]()
+        done, results, end = threading.Event(), list[str](), time.monotonic() + timing.TIMING.insist
 
-        def attempt() -> None:
-            with contextlib.suppress(MismatchError):
+        def attempt() -> bool:
+            try:
                 results.append(task(self._run_here))
-            self._tasks.remove(attempt)
+            except Exception as error:
+                if not isinstance(error, MismatchError) and time.monotonic() < end:
+                    return False
             done.set()
+            return True
 
         self._tasks.append(attempt)
         self._queue.wake()
@@ -206,9 +209,9 @@ class StoreThread:
         return min(seconds, timing.TIMING.longest_pause * self.pace) if self._tasks else seconds
 
     def _perform_tasks(self) -> None:
-        for task in tuple(self._tasks):
-            with contextlib.suppress(Exception):  # the next call repeats it
-                task()
+        for attempt in tuple(self._tasks):
+            if attempt():
+                self._tasks.remove(attempt)
 
     def _perform_batch(self, batch: Batch) -> None:
         try:

@@ -34,6 +34,7 @@ class Timing(NamedTuple):
         late_answer: the timeout of a store operation that begins after the deadline of ``connect``, and of opening a
             connection to the store.
         interrupted_answer: the timeout for the final status message of an interrupted rank.
+        insist: the time for which the store thread repeats a task that fails. Afterwards the store counts as ended.
         shortest_answer: the shortest timeout of a store operation that begins before the deadline.
         report_answer: the timeout of ``mesh.report``.
     """
@@ -55,6 +56,7 @@ class Timing(NamedTuple):
     store_silence: float = 5.0
     late_answer: float = 5.0
     interrupted_answer: float = 0.2
+    insist: float = 60.0
     shortest_answer: float = 0.5
     report_answer: float = 1.0
 

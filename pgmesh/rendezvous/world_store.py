@@ -29,7 +29,7 @@ import torch.distributed as dist
 from pgmesh.errors import PgmeshError, WorldError
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.listeners import Listeners
-from pgmesh.rendezvous.operations import ABSENT, Board, Delete, Operation, can_be_repeated
+from pgmesh.rendezvous.operations import ABSENT, Board, Delete, Operation, Raw, can_be_repeated
 from pgmesh.rendezvous.processes import Claim, claim_rank, meshes_key, process_key
 from pgmesh.rendezvous.server import Server
 from pgmesh.rendezvous.statuses import Statuses, status_key
@@ -182,12 +182,7 @@ class WorldStore:
                 store = self.clock.ask(self.server.connect, store)
             except OSError as error:  # another attempt would fail too
                 raise self.error(str(error)) from error
-            try:
-                self.listeners.open(self.server.here)  # where the store's host can reach it
-            except OSError as error:
-                raise WorldError(
-                    f"no listener can be opened on {self.server.here}: {error}. {AFTER_FAILURE}"
-                ) from error
+            self.listeners.open(self.server.here)  # where the store's host can reach it
         if not self._name:
             self._name = self.clock.ask(self._entry.enter, self._torch_store)
         connection = dist.PrefixStore(f"pgmesh.{self._name}", store)
@@ -201,12 +196,19 @@ class WorldStore:
         return connection
 
     def leave(self) -> None:
-        """Leave the world. The last rank to leave deletes the keys of its ranks."""
+        """Leave the world. The last rank to leave deletes its keys."""
         if self._connection is None:
             return
         if self._attempt(lambda: self.clock.ask(leave_world, self._torch_store, self._name), attempts=1):
-            for rank in range(self.world_size):  # one by one: a long wait for an answer would look like a dead store
-                self.perform(Delete((status_key(rank), process_key(rank), meshes_key(rank))))
+            for key in self._keys():
+                self.perform(Delete((key,)))  # one by one: ``stop`` waits half a second for each answer
+
+    def _keys(self) -> list[str]:
+        """The keys of the world. If the store cannot list them, as with torch 2.9, those that each rank has."""
+        try:
+            return list(self.perform(Raw("list_keys", ())))
+        except (WorldError, AttributeError):
+            return [key(rank) for rank in range(self.world_size) for key in (status_key, process_key, meshes_key)]
 
     def close(self) -> None:
         """Close the connection and the listener. A mesh that outlives the world would keep them open."""

@@ -149,7 +149,7 @@ def test_last_rank_to_leave_deletes_store_keys():
     for left, each in enumerate(threads):
         assert store.check([world_name.WORLD_KEY])
         each.stop(f"left as number {left}")
-    assert store.num_keys() == 1  # what this test wrote
+    assert store.num_keys() == (0 if hasattr(store, "list_keys") else 1)  # torch 2.9 cannot list keys
 
 
 # ---- real worlds, one after another in the same processes ----

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import signal
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -22,15 +21,27 @@ from pgmesh.rendezvous import processes, timing
 from pgmesh.rendezvous.batches import Batch
 from pgmesh.rendezvous.client import CallClient
 from pgmesh.rendezvous.group_rounds import GroupRound
-from pgmesh.rendezvous.operations import Add, Append, CompareSet, Delete, Raw, Read, Replace, Run, perform
+from pgmesh.rendezvous.operations import (
+    Add,
+    Append,
+    Board,
+    CompareSet,
+    Delete,
+    Operation,
+    Raw,
+    Read,
+    Replace,
+    Run,
+    perform,
+)
 from pgmesh.rendezvous.processes import Claim, claim_rank, process_key, process_label
 from pgmesh.rendezvous.records import Decision
 from pgmesh.rendezvous.rounds import Rounds
-from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, Statuses, status_key
+from pgmesh.rendezvous.statuses import LEFT_WORLD, PendingConnect, RankStatus, Statuses, status_key
 from pgmesh.rendezvous.store_thread import StoreThread
 from pgmesh.rendezvous.world_name import Entry, leave_world, name_on
 from pgmesh.rendezvous.world_store import WorldStore
-from tests.support.board import CountedStore, Fault, FaultyBoard, faults, raises, slow_store
+from tests.support.board import CountedStore, Fault, FaultyBoard, faults, raises, slow_store, use_board
 from tests.support.faults import wait_until
 from tests.support.memory_client import enter_world, round_of, rounds_of
 from tests.support.proxy import Proxy
@@ -83,21 +94,6 @@ def test_process_of_a_closed_listener_has_ended(store_thread: StoreThread):
     assert listeners.has_ended(here, 0.0)
     assert [listeners.has_ended(there, seconds) for seconds in (period, 2 * period)] == [False, True]
     assert not listeners.has_ended(RankStatus(1), LONG)
-
-
-def test_renamed_host_leaves_a_process_the_same(monkeypatch: pytest.MonkeyPatch):
-    label = process_label()
-    monkeypatch.setattr(socket, "gethostname", lambda: "another name")
-    assert process_label() == label
-
-
-def test_listener_that_cannot_be_opened_is_named(monkeypatch: pytest.MonkeyPatch):
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    thread = StoreThread(WorldStore(server, "the store", 0, 2, set()))
-    monkeypatch.setattr(socket, "create_server", mock.Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
-    with pytest.raises(WorldError, match=r"^no listener can be opened on 127\.0\.0\.1: .* Too many open files\."):
-        thread.run(Read("key"), seconds=LONG)
-    thread.stop()
 
 
 def test_timeout_skips_the_rest_of_a_batch(store_thread: StoreThread):
@@ -186,6 +182,7 @@ def test_failed_task_is_repeated_before_the_next_heartbeat(store_thread: StoreTh
 
 def test_task_is_performed_before_the_thread_ends():
     store = dist.HashStore()
+    enter_world(store, set())  # another rank, so that the keys are not deleted at the end
     thread = StoreThread(WorldStore(store, "here", 0, 2, set()))
     thread.run(Read("key"), seconds=LONG)
     name = name_on(store)
@@ -194,6 +191,42 @@ def test_task_is_performed_before_the_thread_ends():
     assert perform(dist.PrefixStore(f"pgmesh.{name}", store), Read("key")) == b"value"
     with pytest.raises(WorldError, match="this process has left the world"):
         thread.run(Read("key"), seconds=LONG)
+
+
+def test_failing_task_is_given_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(timing, "TIMING", timing.TIMING._replace(insist=0.2))
+    thread = StoreThread(WorldStore(dist.HashStore(), "here", 0, 2, set()))
+    attempts = itertools.count(1)
+
+    def task(run: Run) -> str:
+        next(attempts)
+        raise WorldError("connection refused")
+
+    there = weakref.ref(task)
+    assert thread.insist(task, seconds=0.0) is None
+    del task
+    wait_until(lambda: there() is None, "the end of the task")
+    assert next(attempts) > 2
+    thread.stop()
+
+
+class SlowDeletes(Board):
+    """Each deleted key takes 0.1 s."""
+
+    def perform(self, store: Any, operation: Operation) -> Any:
+        if isinstance(operation, Delete):
+            time.sleep(0.1 * len(operation.keys))
+        return perform(store, operation)
+
+
+def test_stop_waits_until_all_keys_are_deleted():
+    store = dist.HashStore()
+    thread = StoreThread(WorldStore(store, "here", 0, 3, set()))
+    thread.run(*[CompareSet(f"key {number}", "value") for number in range(9)], seconds=LONG)
+    with use_board(SlowDeletes()):
+        thread.stop()
+    assert not thread._thread.is_alive()
+    assert store.num_keys() == (0 if hasattr(store, "list_keys") else 9)
 
 
 # -- heartbeats -------------------------------------------------------------------------------------------------------
@@ -310,6 +343,17 @@ def test_store_that_ends_during_connection_fails_at_once():
         assert thread.run(Read("key"), seconds=LONG) == [b"value"]
 
 
+def test_missing_listener_is_no_failure_of_the_store(monkeypatch: pytest.MonkeyPatch):
+    with launch.StoreProcess() as store:
+        thread = StoreThread(WorldStore(dist.TCPStore("127.0.0.1", store.port, is_master=False), "here", 0, 2, set()))
+        with monkeypatch.context() as full:
+            full.setattr(socket, "create_server", raises(OSError(24, "Too many open files")))
+            with pytest.raises(WorldError, match=r"^this process cannot listen at 127\.0\.0\.1: .*Too many open files"):
+                thread.run(Read("key"), seconds=LONG)
+        assert thread.run(Read("key"), seconds=LONG) == [None]
+        thread.stop()
+
+
 def test_store_error_without_text_is_named(store_thread: StoreThread):
     unnamed = Fault(Add("count"), before=raises(RuntimeError("")))
     with faults(unnamed), pytest.raises(WorldError, match=r"nowhere failed: RuntimeError\. Connected"):
@@ -381,6 +425,30 @@ def test_one_of_two_new_processes_has_the_rank(monkeypatch: pytest.MonkeyPatch):
     assert claim("first", second_claims) == Claim(same_rank="second")
     assert second == [Claim(replaces_process=True)]
     assert store.get(process_key(0)) == b"second"
+
+
+@pytest.mark.parametrize(
+    ("exited", "expected"),
+    [("its process has exited", Claim(same_rank="old")), (LEFT_WORLD, Claim(replaces_process=True))],
+)
+def test_claim_after_another_rank_left(exited: str, expected: Claim):
+    """The earlier process of rank 0 sends heartbeats. If rank 1 has left the world, the store serves another one."""
+    store, beats, claim = dist.HashStore(), itertools.count(1), Claim()
+    store.set(process_key(0), "old")
+    store.set(status_key(1), RankStatus(1, 9, exited=exited).pack())
+
+    def run(*operations: Any) -> list[Any]:
+        store.set(status_key(0), RankStatus(0, next(beats)).pack())
+        return [perform(store, operation) for operation in operations]
+
+    claim_rank(run, 0, 2, Statuses(0.5, time.monotonic), claim)
+    assert claim == expected
+
+
+def test_changed_host_name_is_same_process(monkeypatch: pytest.MonkeyPatch):
+    before = process_label()
+    monkeypatch.setattr(socket, "gethostname", lambda: "renamed-by-dhcp")
+    assert process_label() == before
 
 
 @pytest.mark.parametrize("lost", [1, 2])

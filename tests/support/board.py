@@ -118,9 +118,9 @@ def slow_store(seconds: float) -> contextlib.AbstractContextManager[FaultyBoard]
     return faults(Fault(before=lambda: time.sleep(seconds)))
 
 
-def raises(error: BaseException) -> Act:
+def raises(error: BaseException) -> Callable[..., Any]:
 
-    def act() -> None:
+    def act(*_: Any, **__: Any) -> None:
         raise error
 
     return act
