@@ -53,7 +53,7 @@ class StoreThread:
     @property
     def stalled(self) -> bool:
         """True if the store has not answered for a second."""
-        return self.store.clock.silent_seconds > 1.0
+        return self.store.clock.operation_seconds > 1.0
 
     # -- operations, called by other threads ----------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ class StoreThread:
         while self._is_running():
             if batch.done.acquire(timeout=min(max(0.0, seconds - waited), timing.TIMING.thread_check)):
                 return
-            waited = self.store.clock.seconds_without_answer(start)  # a slow store answers meanwhile
+            waited = self.store.clock.seconds_since_answer(start)  # a slow store answers meanwhile
             if self.store.server.is_gone():
                 raise self.store.error("connection refused")
             if waited >= seconds:
@@ -175,7 +175,7 @@ class StoreThread:
         self._queue.put(None)
         end = time.monotonic() + 5.0
         while self._thread.is_alive() and time.monotonic() < end:
-            if not self._tasks and self.store.clock.silent_seconds >= 0.5:
+            if not self._tasks and self.store.clock.operation_seconds >= 0.5:
                 break
             self._thread.join(0.02)
 

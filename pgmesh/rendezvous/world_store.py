@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +26,7 @@ import torch.distributed as dist
 
 from pgmesh.errors import PgmeshError, WorldError
 from pgmesh.rendezvous import timing
+from pgmesh.rendezvous.answer_clock import AnswerClock
 from pgmesh.rendezvous.listeners import Listeners
 from pgmesh.rendezvous.operations import ABSENT, Board, Delete, Operation, Raw, can_be_repeated
 from pgmesh.rendezvous.processes import Claim, claim_rank, meshes_key, process_key
@@ -43,47 +42,6 @@ def underlying(store: Any) -> Any:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
-
-
-class AnswerClock:
-    """When the store answered this process. The store thread calls ``ask``; any thread reads.
-
-    Args:
-        period: seconds between two heartbeats of any rank.
-    """
-
-    def __init__(self, period: float) -> None:
-        self._period = period
-        self._asked = math.inf  # the start of the operation that runs; inf if none does
-        self._answered = 0.0, time.monotonic()  # ``answered_seconds`` at the last answer, and its time
-
-    def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function that asks the store once. Its return is the store's answer."""
-        self._asked = time.monotonic()
-        try:
-            answer = function(*arguments)
-            self._answered = self.answered_seconds(), time.monotonic()
-            return answer
-        finally:
-            self._asked = math.inf
-
-    @property
-    def silent_seconds(self) -> float:
-        """For how long the store has not answered the operation that runs; 0.0 or less if none runs."""
-        return time.monotonic() - self._asked
-
-    def seconds_without_answer(self, start: float) -> float:
-        """Seconds since the store's last answer to this process, or since a later start."""
-        return time.monotonic() - max(start, self._answered[1])
-
-    def answered_seconds(self) -> float:
-        """Time in which the store answered this process, the clock of other ranks' silence.
-
-        Each interval between two answers counts for one heartbeat period at most. So a pause of the store, of this
-        process or of the whole machine adds at most one period, and makes nobody seem lost.
-        """
-        seconds, last = self._answered
-        return seconds + min(time.monotonic() - last, self._period)
 
 
 class WorldStore:

@@ -322,7 +322,7 @@ def processes_alike(process_label):
 @breaks(
     "time in which the store did not answer is nobody's silence",
     page="faults.md",
-    target="rendezvous.world_store:AnswerClock.answered_seconds",
+    target="rendezvous.answer_clock:AnswerClock.answered_seconds",
     tests="tests/elastic/test_pauses.py -k pause_aborts",
 )
 def pause_is_silence(answered_seconds):
