@@ -8,32 +8,19 @@ names a line of https://github.com/pytorch/gloo/tree/70dc360272dfc57e3617184c78f
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from pgmesh import torch_private
 from pgmesh._util.listeners import ANSWER_SECONDS, refuses
-from pgmesh._util.sockets import all_opened, descriptors, inode_of
+from pgmesh._util.sockets import all_opened, inode_of
 from pgmesh.groups.event_loops import EventLoop, end_connections, end_events, find_loops, inodes
 from pgmesh.rendezvous.gloo_store import GlooStore
 
 Endpoint = tuple[str, int]
 """Host and port of a listener."""
 
-
-_GLOO_TIMEOUTS = 5
-"""Gloo waits for a member to connect for this many timeouts of the group. Source: pair.h:305."""
-
-_MARGIN = 1.0
-"""Seconds before and after the end of that wait, in which it is uncertain whether Gloo has given it up. Data or the end
-of a connection that is opened after that would end the process. Source: pair.cc:680."""
-
-_MESSAGE_MARGIN = 0.15
-"""The same for a message of a connected member, for which Gloo waits for one timeout. It then gives up its other waits
-too. Source: unbound_buffer.cc:59 and 76."""
 
 _OPENING_SECONDS = 0.05
 """The longest time for which an event loop does not watch a connection that Gloo opens. Usually it is below 0.1 ms.
@@ -62,37 +49,6 @@ def endpoints_of(store: GlooStore | None) -> Endpoints:
     members = [(rank, torch_private.gloo_endpoint(address)) for rank, address in store.known_addresses()]
     places = store.other_places() if store.used else []
     return Endpoints([*filter(None, own)], [(rank, each) for rank, each in members if each], places)
-
-
-def is_safe_to_wake(seconds: float, timeout: float, first_timeout: float) -> bool:
-    """False around the times at which Gloo gives up waiting for a member: for its message, and for its connection.
-
-    Args:
-        seconds: the time since the collective was entered. A wait that has outlasted these times began later.
-        timeout: the timeout of the group in seconds, by which Gloo waits for messages.
-        first_timeout: the one that it was made with, by which Gloo waits for connections. Source: pair.cc:57.
-
-    >>> [is_safe_to_wake(seconds, 1.0, first_timeout=1.0) for seconds in (0.5, 0.9, 3.0, 4.5, 7.0)]
-    [True, False, True, False, True]
-    """
-    ends = ((timeout, _MESSAGE_MARGIN), (_GLOO_TIMEOUTS * first_timeout, _MARGIN))
-    return all(abs(seconds - end) > margin for end, margin in ends)
-
-
-def wake(groups: Iterable[Endpoints]) -> None:
-    """End this rank's waits for members that have not connected to it.
-
-    Of each two members, Gloo lets one wait for the other to connect (device.cc:327), for up to five times the group's
-    timeout. There is no socket to shut down. So this rank connects to its own listener in the place of each other
-    member, and closes that connection. Members that are connected are not affected (listener.cc:137).
-    """
-    wakes = [(own, place) for group in groups for own in group.own for place in group.places]
-    used = len(descriptors())
-    if not used or used + 2 * len(wakes) >= os.sysconf("SC_OPEN_MAX"):  # Gloo must be able to accept (listener.cc:68)
-        return
-    for own, place in wakes:
-        with contextlib.suppress(OSError), socket.create_connection(own, ANSWER_SECONDS) as connection:
-            connection.sendall(torch_private.gloo_greeting(place))
 
 
 def shut_down(groups: Iterable[Endpoints]) -> None:

@@ -8,8 +8,10 @@ An event loop is an epoll descriptor of this process, and Linux says in /proc wh
     an open or accepted connection     its greeting, once          shut it down: Gloo closes it
     one that no pair of ranks uses     nothing                     shut it down: Gloo closes it with the group
     one of a pair of ranks             data, again and again       shut it down: Gloo closes it in less than 1 ms
-    one of a pair, shut down before    data, again and again       silence it: one more event, and then none
+    one of a pair, shut down before    data, again and again       *silence* it
     a silenced connection              nothing                     nothing
+
+A connection is silenced by a change of what its event loop waits for: one more event, and then none.
 
 Gloo may never read the rest of a message whose buffer is gone (pair.cc:448), so it does not find the end of that
 connection, and its event repeats for ever. But an event loop ends once there are 10 ms without an event (loop.cc:200),
@@ -78,8 +80,8 @@ class _Watched(NamedTuple):
 
 def find_loops(sockets: Set[int]) -> list[EventLoop]:
     """The event loops that watch at least one of some sockets, which are given by their inodes."""
-    numbers = filter(_is_event_loop, descriptors())
-    return [loop for number in numbers if _watched(loop := EventLoop(number, sockets))]
+    loops = [EventLoop(number, sockets) for number in descriptors() if _is_event_loop(number)]
+    return [loop for loop in loops if _watched(loop)]
 
 
 def _is_event_loop(number: int) -> bool:
@@ -118,13 +120,15 @@ def _repeated(loop: EventLoop) -> list[_Watched]:
 
 
 def _silence(loop: EventLoop, watched: _Watched) -> None:
-    """Let a socket have one more event, and then none.
+    """Silence a connection of an event loop.
 
     It stays in the event loop: Gloo may still remove it, and would end the process if it were not there (loop.cc:174).
+    The number of an event loop may become another one's at any time. That of a duplicate cannot, so it is checked, and
+    then used.
     """
     event = struct.pack(_EVENT, select.EPOLLIN | select.EPOLLONESHOT, watched.data)
     with contextlib.suppress(OSError), select.epoll.fromfd(os.dup(loop.number)) as same:
-        if _watched(loop._replace(number=same.fileno())):  # by now, the number cannot become another event loop's
+        if _watched(loop._replace(number=same.fileno())):
             ctypes.CDLL(None).epoll_ctl(same.fileno(), _MODIFY, watched.number, event)
 
 

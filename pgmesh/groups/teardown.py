@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pgmesh import torch_private
-from pgmesh.groups import background, connections, kept_groups
+from pgmesh.groups import background, connections, kept_groups, waking
 from pgmesh.groups.flight_recorder import busy_since
 from pgmesh.groups.group import Group
 
@@ -64,10 +64,10 @@ def wake(groups: Iterable[Group]) -> None:
     waiting = [group for group in groups if group.endpoints().places and group.is_known()]
     entered = busy_since() if waiting else {}
     entered_groups = [(group, time.monotonic() - entered[group.name]) for group in waiting if group.name in entered]
-    connections.wake(
+    waking.wake(
         group.endpoints()
         for group, seconds in entered_groups
-        if connections.is_safe_to_wake(seconds, group.timeout, group.first_timeout)
+        if waking.is_safe_to_wake(seconds, group.timeout, group.first_timeout)
     )
 
 

@@ -14,8 +14,9 @@ import pytest
 
 from pgmesh._util.sockets import descriptors, inode_of
 from pgmesh.groups import connections
-from pgmesh.groups.connections import Endpoints, shut_down, wake
+from pgmesh.groups.connections import Endpoints, shut_down
 from pgmesh.groups.event_loops import end_events, find_loops
+from pgmesh.groups.waking import wake
 from tests.support.resource_counts import CAN_COUNT
 
 pytestmark = pytest.mark.skipif(not CAN_COUNT, reason="reads /proc")

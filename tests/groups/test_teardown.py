@@ -16,7 +16,7 @@ from pgmesh.groups.group import Group
 def test_wake_skips_end_of_a_changed_timeout(monkeypatch: pytest.MonkeyPatch):
     """Gloo connects by the timeout that the group was made with, for five times as long."""
     woken: list[Endpoints] = []
-    monkeypatch.setattr(teardown.connections, "wake", woken.extend)
+    monkeypatch.setattr(teardown.waking, "wake", woken.extend)
     monkeypatch.setattr(teardown, "busy_since", lambda: {"group": time.monotonic() - 10.0})
     group = Group("group tp", "mesh 'actor'", (0, 1), options=GroupOptions(timeout=2), new_timeout=timedelta(minutes=1))
     group.name = "group"

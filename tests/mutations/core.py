@@ -345,7 +345,7 @@ def unpublished_abort(publish_abort):
 @breaks(
     "an abort wakes ranks that wait for another one to connect",
     page="elastic.md",
-    target="groups.connections:wake",
+    target="groups.waking:wake",
     tests="tests/elastic/test_blocked_ranks.py -k without_connection",
 )
 def sleeping_ranks(wake):

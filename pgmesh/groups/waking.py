@@ -1,0 +1,67 @@
+"""Waits of this rank for members that have not connected to it, and how they are ended.
+
+Of each two members, Gloo lets one wait for the other to connect. There is no socket to shut down. So this rank connects
+to its own listener in the place of the other member, and closes that connection: the collective raises an error.
+
+Once Gloo has given a wait up, data or the end of such a connection would end the process. It gives up at two times. T
+is the timeout of the group, T0 the one that the group was made with:
+
+    enters the collective       T                               5 T0
+    |---- safe to wake --------[.]----- safe to wake ----------[...]--- safe to wake: such a wait began later
+                          a message of a             a member that was
+                          connected member           to connect
+
+``connections.py`` says whose the lines of code are that this file names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterable
+
+from pgmesh import torch_private
+from pgmesh._util.listeners import ANSWER_SECONDS
+from pgmesh._util.sockets import descriptors
+from pgmesh.groups.connections import Endpoints
+
+_GLOO_TIMEOUTS = 5
+"""Gloo waits for a member to connect for this many timeouts of the group. Source: pair.h:305."""
+
+_MARGIN = 1.0
+"""Seconds before and after the end of that wait, in which it is uncertain whether Gloo has given it up. After that,
+such a connection ends the process. Source: pair.cc:680."""
+
+_MESSAGE_MARGIN = 0.15
+"""The same for a message of a connected member, for which Gloo waits for one timeout. It then gives up its other waits
+too. Source: unbound_buffer.cc:59 and 76."""
+
+
+def is_safe_to_wake(seconds: float, timeout: float, first_timeout: float) -> bool:
+    """False around the two times at which Gloo gives up.
+
+    Args:
+        seconds: the time since the collective was entered.
+        timeout: the timeout of the group in seconds, by which Gloo waits for messages.
+        first_timeout: the one that it was made with, by which Gloo waits for connections. Source: pair.cc:57.
+
+    >>> [is_safe_to_wake(seconds, 1.0, first_timeout=1.0) for seconds in (0.5, 0.9, 3.0, 4.5, 7.0)]
+    [True, False, True, False, True]
+    """
+    ends = ((timeout, _MESSAGE_MARGIN), (_GLOO_TIMEOUTS * first_timeout, _MARGIN))
+    return all(abs(seconds - end) > margin for end, margin in ends)
+
+
+def wake(groups: Iterable[Endpoints]) -> None:
+    """End this rank's waits for members of some groups that have not connected to it.
+
+    Which of two members connects: device.cc:327. Members that are connected are not affected: listener.cc:137.
+    """
+    wakes = [(own, place) for group in groups for own in group.own for place in group.places]
+    used = len(descriptors())
+    if not used or used + 2 * len(wakes) >= os.sysconf("SC_OPEN_MAX"):  # Gloo must be able to accept (listener.cc:68)
+        return
+    for own, place in wakes:
+        with contextlib.suppress(OSError), socket.create_connection(own, ANSWER_SECONDS) as connection:
+            connection.sendall(torch_private.gloo_greeting(place))
