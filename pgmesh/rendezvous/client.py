@@ -30,7 +30,7 @@ class CallClient:
         self.start = time.monotonic()
         self.deadline = self.start + seconds
         self.operations = 0
-        self.interrupted = False  # an interrupt or an error of the store ends this call
+        self.ending = False  # an interrupt or an error of the store ends this call
 
     def run(self, *operations: Operation) -> list[Any]:
         """Perform operations on the store in this order, and return its answers."""
@@ -44,11 +44,11 @@ class CallClient:
     def end(self, error: BaseException) -> None:
         """Let later operations time out soon if this error is an interrupt, or comes from the store."""
         if isinstance(error, WorldError) or not isinstance(error, Exception):
-            self.interrupted = True
+            self.ending = True
 
     def timeout(self) -> float:
         """Timeout of the next store operations, in seconds."""
-        if self.interrupted:
+        if self.ending:
             return timing.TIMING.interrupted_answer
         left = self.deadline - time.monotonic()
         return timing.TIMING.late_answer if left <= 0 else max(left, timing.TIMING.shortest_answer)

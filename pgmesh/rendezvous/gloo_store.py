@@ -21,18 +21,17 @@ class GlooStore(PollingStore):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.own: dict[str, bytes] = {}  # this rank's addresses, by key
-        self._published = False  # they are in the store, or need not be: ``connect`` has given all members' addresses
+        self._withheld = True  # they are published by the first read, unless ``connect`` gives all members' addresses
 
     def set(self, key: str, value: Any) -> None:
         self.own[key] = bytes(value)
-        if self._published:
+        if not self._withheld:
             super().set(key, value)
 
     def _ask_for(self, run: Run, key: str) -> Any:
         """As for other backends. The first read publishes this rank's addresses too."""
-        publishing = () if self._published else self._writes(self.own)
-        *_, value = run(*publishing, Read(key))
-        self._published = True
+        *_, value = run(*(self._writes(self.own) if self._withheld else ()), Read(key))
+        self._withheld = False
         return value
 
     def _writers_of(self, key: str) -> dict[int | str, str]:
@@ -62,7 +61,7 @@ class GlooStore(PollingStore):
             return
         for key, values in zip(self.own, zip(*addresses)):
             self.values.update((_beside(key, place), value) for place, value in enumerate(values))
-        self._published = True
+        self._withheld = False
 
     def known_addresses(self) -> list[tuple[int, bytes]]:
         """The addresses of members that this rank has read, each with the member's rank, in group order."""

@@ -64,6 +64,11 @@ class Claim:
 def claim_rank(run: Run, rank: int, world_size: int, statuses: Statuses, claim: Claim) -> None:
     """Publish that this process has a rank, unless another process has it too and sends heartbeats.
 
+        the process of the rank      so this one has the rank, and the claim says
+        is this one, or none         yes
+        has ended, left or is lost   yes, ``replaces_process``
+        sends a heartbeat            no, ``same_rank``
+
     It may take two heartbeat periods to know.
 
     Args:

@@ -7,6 +7,7 @@ A status is a record in the store under ``pgmesh/status/<rank>``.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -260,16 +261,19 @@ class Statuses:
         start = self.now()
         for rank in ranks:
             record = self.record(rank)
-            status = record.status
-            if status is None or status.exited or record.ended == status.endpoint:
+            if record.status is None or record.loss(math.inf):
                 continue
             wait = min(ANSWER_SECONDS, max(_SHORTEST_WAIT, self.lost_after - record.silence))
-            if self._has_ended(status, record.silence, wait):
-                with self._lock:
-                    self.records[rank] = self.record(rank)._replace(ended=status.endpoint)
-                self.read(run, [rank])  # it may have published a reason since the last read
+            if self._has_ended(record.status, record.silence, wait):
+                self._note_end(run, rank, record.status)
             elif not all_of_them or self.now() - start >= wait:
                 return
+
+    def _note_end(self, run: Run, rank: int, status: RankStatus) -> None:
+        """Note that the process with this status has ended, and read a reason that it has published since then."""
+        with self._lock:
+            self.records[rank] = self.record(rank)._replace(ended=status.endpoint)
+        self.read(run, [rank])
 
     def lost(self, ranks: Iterable[int], lost_after: float | None = None) -> dict[int, str]:
         """The ranks that are lost, each with the message of ``describe``.

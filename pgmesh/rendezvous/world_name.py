@@ -4,21 +4,18 @@ There are two prefixes. The *store prefix* is that of the ``PrefixStore`` that t
 world's store. Only the keys of this file have it, so each prefix has a world of its own. The *key prefix* of a world,
 "pgmesh.<name>", is that of all other keys. Names are unique, so they need no store prefix.
 
-A store may serve several worlds, one after another. ``WORLD_KEY`` has one of these values:
+A store may serve several worlds, one after another. Two counters say how many ranks have entered the world of a name,
+and how many have left it. If both are equal, the last rank has left. ``WORLD_KEY`` has one of these values:
 
-- none: no world is on the store. The first rank that enters sets a name.
-- a name: the ranks of that world enter. Two counters beside it say how many have entered, and how many have left.
-- a name that ends in ``REPLACED``: the world before it left its name behind.
-- ``OVER``: the last rank to leave a world is about to delete its name. Ranks that enter wait for that.
+    value       what it means               a rank that enters              the last rank that leaves
+    none        no world is on the store    sets a name                     -
+    a name      the world of that name      counts itself, reads it again   sets ``OVER``, reads the count again
+    ``OVER``    that world is ended         waits; after ``world_end`` it   puts the name back if the count has grown,
+                by its last rank            sets a new name + ``REPLACED``  else deletes the key, before ``world_end``
 
-Ranks enter and leave at any time:
-
-    two ranks enter at once       The store sets the name of one of them, and both get it.
-    one enters, the last leaves   The one that enters counts itself, and then reads the name again. The one that leaves
-                                  sets ``OVER``, and then reads the count again. If that has grown, it puts the name
-                                  back; otherwise the one that enters finds no name, and enters the next world.
-    the last dies in ``OVER``     After ``world_end``, a rank that enters replaces ``OVER`` by a new name.
-    the last pauses in ``OVER``   After ``world_end``, it deletes no name: it may be that of the next world.
+A rank that reads another name after it has counted itself takes the count back, and enters the next world. A last rank
+that pauses in ``OVER`` for longer than ``world_end`` does not delete the key: it may have the name of the next world.
+The tests in ``tests/faults/test_world_identity.py`` let one rank act between any two operations of another.
 """
 
 from __future__ import annotations

@@ -533,7 +533,7 @@ def test_second_interrupt_is_raised_at_once(store_thread: StoreThread):
     start = time.monotonic()
     with faults(Fault(before=raises(KeyboardInterrupt()), in_caller=True)), pytest.raises(KeyboardInterrupt):
         rounds(client, 2).run()
-    assert client.interrupted
+    assert client.ending
     assert time.monotonic() - start < LONG / 2
 
 
