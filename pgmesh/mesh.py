@@ -601,8 +601,9 @@ class ProcessGroupMesh(RankMethods):
             OptionsError: there is neither an axis nor a spare, so there would be no mesh.
             WorldError: the store does not respond.
         """
-        self._check_root(format_call("shrink", {}, *([] if axis is None else [axis]), spares=spares))
         has_spares = spares is not None and length_hint(spares, 1) > 0  # an array has no truth value
+        given = [] if axis is None else [axis]
+        self._check_root(format_call("shrink", {}, *given, spares=spares if has_spares else None))
         places = parse_ranks("shrink", spares) if has_spares else ()
         if axis is None and not places:
             raise OptionsError(
