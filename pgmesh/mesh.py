@@ -179,7 +179,7 @@ class ProcessGroupMesh(RankMethods):
             rank: int | None = self._cached["neighbor", axis, type(step), step, wrap]
         except (KeyError, TypeError):
             rank = super().neighbor(axis, step, wrap=wrap)
-            if type(step) is int:  # a tensor may change in place
+            if type(step) is int and abs(step) == 1:  # a tensor may change in place, and of others there are too many
                 self._cached["neighbor", axis, type(step), step, wrap] = rank
         return rank
 
@@ -779,9 +779,20 @@ class ProcessGroupMesh(RankMethods):
         Args:
             device_mesh: torch's, with the ranks and the axes of this mesh.
 
+        Raises:
+            ShapeError: it has other ranks or axes, or the same in another order.
+
         >>> mesh.adopt_device_mesh(mesh.device_mesh())
         """
         self._check_member()
+        ranks, names = tuple(device_mesh.mesh.flatten().tolist()), tuple(map(str, self.axes))
+        theirs = device_mesh.mesh_dim_names, tuple(device_mesh.shape), ranks
+        if theirs != (names, self.shape, self.layout.ranks()):
+            raise ShapeError(
+                f"{self!r} has ranks {format_ranks(self.layout.ranks())}. This DeviceMesh has dimensions "
+                f"{device_mesh.mesh_dim_names} of sizes {tuple(device_mesh.shape)}, and ranks {format_ranks(ranks)}."
+                "\n\n  from_device_mesh(device_mesh)   # a mesh with its groups"
+            )
         self._mesh_groups.adopt_device_mesh(self.layout, device_mesh)
 
     # -- text and pickling --------------------------------------------------------------------------------------
