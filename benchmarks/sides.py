@@ -182,7 +182,7 @@ class Bare:
             key = f"{torch_private.PREFIX}bare {name}/{axes} of {block[0]}"
             stores = {"gloo": dist.PrefixStore(key, world.store)}
             group = Group("group", "bare Gloo", block, options=world.options)
-            group.make(building.build(group, key, world, stores, key), "", {})
+            building.make(group, key, world, stores, key)
             self.made.append(group)
         self.groups = [group.process_group for group in self.made]
 

@@ -79,7 +79,18 @@ def make_by_members(group: Group, identity: MeshIdentity, world: World, descript
     if group.fingerprint is not None:
         names = backends_of(group.options.backend).names
         stores = {each: _polling_store(each, group, path, identity, world) for each in names}
-    name, backends = identity.group_name(path), backends_of(group.options.backend)
+    make(group, identity.group_name(path), world, stores, description)
+
+
+def make(group: Group, name: str, world: World, stores: Mapping[str, Any], description: str) -> None:
+    """Make a group: build its process group, and register that with torch.distributed.
+
+    Args:
+        name: the name in torch.
+        stores: the store that each backend reads through; none for a group without other members.
+        description: text for profiles and flight records.
+    """
+    backends = backends_of(group.options.backend)
     prefixed = dist.PrefixStore(f"{name}/", world.store)  # torch returns it as the store of the group
     made = _build(group, name, prefixed, world.rank, stores)
     try:
@@ -94,13 +105,11 @@ def make_by_members(group: Group, identity: MeshIdentity, world: World, descript
 
 
 def _build(group: Group, name: str, store: Any, own_rank: int, stores: Mapping[str, Any]) -> Any:
-    """Build a process group. torch.distributed does not know it yet.
+    """Build a process group, which torch.distributed does not know yet. Arguments are as in ``make``.
 
     Args:
-        name: its name in torch.
         store: what torch returns as its store.
         own_rank: this process's rank.
-        stores: the store that each backend reads through; none for a group without other members.
     """
     backends, ranks, alone = backends_of(group.options.backend), group.ranks, dist.HashStore()
     rank = ranks.index(own_rank)
