@@ -25,11 +25,16 @@ def _poll(by_round: Mapping[GroupRound, FirstCollective]) -> list[FirstCollectiv
     return [collective for collective in by_round.values() if collective.is_running()]
 
 
-def _pause(by_round: Mapping[GroupRound, FirstCollective]) -> None:
-    """Poll those that run. Raises LifetimeError if another thread has ended a group."""
+def _check_groups(by_round: Mapping[GroupRound, FirstCollective]) -> None:
+    """Raise LifetimeError if another thread has ended a group."""
     for each in by_round.values():
         if each.group.state is State.ENDED:
             raise LifetimeError(each.group.unusable)
+
+
+def _pause(by_round: Mapping[GroupRound, FirstCollective]) -> None:
+    """Check the groups, and poll those that run."""
+    _check_groups(by_round)
     _poll(by_round)
 
 
@@ -86,7 +91,8 @@ class FirstCollectives:
             if now >= deadline:
                 for collective in _poll(self.by_round):
                     collective.time_out(self._client.seconds)
-            self._client.sleep(pause)
+            _check_groups(self.by_round)
+            time.sleep(pause)
         self._publish_failures()
 
     def cancel(self, why: str) -> None:
