@@ -80,10 +80,10 @@ class GroupRound(Round[Decision]):
 
     def leave(self, run: Run) -> None:
         """Release the keys of all attempts. The last of the members that are counted at one deletes its keys."""
-        for number in self.arrived_at:  # twice, if an error of the store made this rank arrive again
-            left, counted = run(Add(f"{self.key}/{number}/left"), Read(f"{self.key}/{number}/count"))
-            if left >= int(counted or b"0"):
-                run(Delete(self._keys_of(number)))
+        names = [f"{self.key}/{number}" for number in self.arrived_at]
+        answers = run_each(run, ((Add(f"{name}/left"), Read(f"{name}/count")) for name in names))
+        numbers = [each for each, (left, count) in zip(self.arrived_at, answers) if left >= int(count or b"0")]
+        run(*(Delete(self._keys_of(number)) for number in numbers))
 
     def store_keys(self) -> list[str]:
         """The store keys of all attempts at which this rank was counted."""
@@ -222,7 +222,7 @@ class ConnectJudge(Judge[GroupRound, Decision]):
 
     def _read_news(self, rounds: Sequence[GroupRound]) -> Iterator[tuple[GroupRound, Decision]]:
         """Read whether a backend has found a mismatch, and the arrivals where their count has changed."""
-        answers = run_each(self.client, ([Read(each.mismatch_key), Read(f"{each.name}/count")] for each in rounds))
+        answers = run_each(self.client.run, ([Read(each.mismatch_key), Read(f"{each.name}/count")] for each in rounds))
         changed = []
         for each, (mismatch, count) in zip(rounds, answers):
             if mismatch is not None:

@@ -26,7 +26,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from pgmesh.errors import WorldError
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import CompareSet, Operation, Read
+from pgmesh.rendezvous.operations import CompareSet, Operation, Read, Run
 from pgmesh.rendezvous.statuses import PendingConnect
 
 
@@ -74,10 +74,10 @@ def pauses(pace: float = 1.0, first: float = 0.0) -> Iterator[float]:
         pause = min(pause * 1.5, longest)
 
 
-def run_each(client: Client, batches: Iterable[Sequence[Operation]]) -> list[list[Any]]:
+def run_each(run: Run, batches: Iterable[Sequence[Operation]]) -> list[list[Any]]:
     """Perform several lists of operations at once; return the answers to each list."""
     batches = list(batches)
-    answers = iter(client.run(*itertools.chain(*batches)))
+    answers = iter(run(*itertools.chain(*batches)))
     return [[next(answers) for _ in batch] for batch in batches]
 
 
@@ -280,7 +280,7 @@ class Rounds(Generic[R, D]):
             sent_before = [each.number == each.last_sent for each in arriving]
             for each in arriving:
                 each.last_sent = each.number
-            answers = run_each(self.client, ([Read(each.decision_key), *self.judge.arrival(each)] for each in arriving))
+            answers = run_each(self.client.run, ([Read(each.decision_key), *self.judge.arrival(each)] for each in arriving))
             for each, sent, (earlier, *more) in zip(arriving, sent_before, answers):
                 each.arrived_at.append(each.number)
                 if earlier is None:
