@@ -123,9 +123,8 @@ class FirstCollective:
         if total == size:
             self.state, self.done = Progress.DONE, time.monotonic()
         else:
-            self._set_error(
-                MismatchError(f"{self.group.label} has {size} members, but the sum of one from each is {total}.")
-            )
+            wrong = f"{self.group.label} has {size} members, but the sum of one from each is {total}."
+            self._set_error(MismatchError(wrong))
 
     def inspect(self, broken: bytes | None) -> None:
         """Set the error of a running collective if another member published a failure, is lost or refuses connections.
@@ -141,12 +140,9 @@ class FirstCollective:
             self._set_error(published)
             self.state = Progress.PUBLISHED
         elif lost:
-            details = "".join(f"\n  {text}" for text in lost.values())
-            self._set_error(
-                MissingRanksError(
-                    f"{self.group.label}: {name_ranks(lost)} arrived, and then failed in the first collective.{details}"
-                )
-            )
+            reasons = "".join(f"\n  {why}" for why in lost.values())
+            text = f"{self.group.label}: {name_ranks(lost)} arrived, and then failed in the first collective.{reasons}"
+            self._set_error(MissingRanksError(text))
         elif raised is not None and raised.dead:
             self._set_error(MissingRanksError(f"{raised.dead}\nThe group was in its first collective."))
         elif raised is not None and self._statuses.now() - raised.time >= self._statuses.lost_after + 1.0:
@@ -158,10 +154,8 @@ class FirstCollective:
         Args:
             seconds: the deadline.
         """
-        if self._raised is None:
-            self.fail(f"did not finish in time: the deadline was {seconds:g} s")
-        else:
-            self.fail(f"failed: {self._raised.reason}")
+        late = f"did not finish in time: the deadline was {seconds:g} s"
+        self.fail(late if self._raised is None else f"failed: {self._raised.reason}")
 
     def fail(self, reason: str) -> None:
         """Set the error, unless it has one or is done."""

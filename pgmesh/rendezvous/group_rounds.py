@@ -72,8 +72,9 @@ class GroupRound(Round[Decision]):
 
     def continue_after(self, before: GroupRound) -> None:
         """Begin where an earlier call ended: at its last attempt if that is undecided, otherwise at the next one."""
-        self.number = before.number if before.decision is None else before.number + 1
-        self.last_sent, self.counted_at = before.last_sent, before.counted_at
+        self.number, self.has_sent, self.counted_at = before.number, before.has_sent, before.counted_at
+        if before.decision is not None:
+            self.go_on()
 
     def is_made(self) -> bool:
         return self.decision is not None and self.decision.kind == "made"

@@ -88,8 +88,8 @@ class Round(Generic[D]):
     Args:
         key: prefix of the store keys.
         number: number of the current attempt. A rank begins at the lowest one whose decision it does not know.
+        has_sent: this rank has sent its arrival at the current attempt. The store may not have got it.
         decision: that of the current attempt, once it is known.
-        last_sent: number of the last attempt to which this rank sent its arrival; -1 for none.
         counted_at: the number of the attempt, for each time that the store has counted this rank. After an error of
             the store, it counts a rank twice at one attempt.
     """
@@ -97,19 +97,18 @@ class Round(Generic[D]):
     key: str
     _: KW_ONLY
     number: int = 0
+    has_sent: bool = False
     decision: D | None = None
-    last_sent: int = -1
     counted_at: list[int] = field(default_factory=list)
+
+    def go_on(self) -> None:
+        """Go on to the next attempt."""
+        self.number, self.has_sent, self.decision = self.number + 1, False, None
 
     @property
     def name(self) -> str:
         """Prefix of the store keys of the current attempt."""
         return f"{self.key}/{self.number}"
-
-    @property
-    def has_sent(self) -> bool:
-        """True if this rank has sent its arrival to the current attempt. The store may not have got it."""
-        return self.last_sent == self.number
 
     @property
     def decision_key(self) -> str:
@@ -237,7 +236,7 @@ class Rounds(Generic[R, D]):
                 self._wait(arrival_seconds=self.client.now() - began)
                 arriving = [each for each in self.rounds if self.judge.tries_again(each)]
                 for each in arriving:
-                    each.number, each.decision = each.number + 1, None
+                    each.go_on()
         except WorldError:
             raise
         except BaseException as error:  # the others need not wait for this rank
@@ -253,7 +252,7 @@ class Rounds(Generic[R, D]):
             mine = self.judge.stopped(each, error)
             # If this rank has not arrived, the others may have given up this attempt, and wait at a later one.
             while not self._publish(each, mine) and not each.has_sent and self._next_has_begun(each):
-                each.number += 1
+                each.go_on()
             if not each.has_sent:
                 self.judge.stays_out(each)
 
@@ -284,7 +283,7 @@ class Rounds(Generic[R, D]):
         while arriving:
             sent_before = [each.has_sent for each in arriving]
             for each in arriving:
-                each.last_sent = each.number
+                each.has_sent = True
             answers = run_each(
                 self.client.run, ([Read(each.decision_key), *self.judge.arrival(each)] for each in arriving)
             )
@@ -295,7 +294,7 @@ class Rounds(Generic[R, D]):
                     continue
                 decision = self.judge.learn(each, earlier)
                 if self.judge.skips(each, decision, sent_before=sent):
-                    each.number += 1
+                    each.go_on()
                 else:
                     self._take(each, decision)
             arriving = [each for each in undecided(arriving) if each not in arrived]

@@ -85,7 +85,7 @@ def test_error_reaches_all_groups_beside_a_made_one():
 
     client = MemoryClient(values={"group/0/decision": MADE.pack().encode()})
     made, other = round_of(), round_of(key="other")
-    made.last_sent = 0
+    made.has_sent = True
     rounds_of(client, made, other, ready=released).cancel(OSError("no descriptor is left"))
     assert made.is_made()
     assert "no descriptor is left" in Decision.unpack("", client.values["other/0/decision"]).text
