@@ -179,7 +179,7 @@ class ProcessGroupMesh(RankMethods):
             rank: int | None = self._cached["neighbor", axis, type(step), step, wrap]
         except (KeyError, TypeError):
             rank = super().neighbor(axis, step, wrap=wrap)
-            if type(step) is int:  # a tensor may change in place
+            if type(step) is int and abs(step) == 1:  # a tensor may change in place, and of others there are too many
                 self._cached["neighbor", axis, type(step), step, wrap] = rank
         return rank
 
@@ -521,7 +521,7 @@ class ProcessGroupMesh(RankMethods):
         self._mesh_groups.close()
 
     def __enter__(self) -> ProcessGroupMesh:
-        self._check_root()
+        self._check_root("close()   # its groups, as the end of the block would")
         return self
 
     # -- going on without lost ranks ------------------------------------------------------------------------------
@@ -540,7 +540,7 @@ class ProcessGroupMesh(RankMethods):
         Raises:
             LifetimeError: this is a view or a slice.
         """
-        self._check_root()
+        self._check_root(format_call("abort", {}, why))
         self._mesh_groups.abort(why, call_site())
 
     def abort_when_lost(self, lost_after: Timeout | None = None) -> None:
@@ -557,7 +557,7 @@ class ProcessGroupMesh(RankMethods):
             LifetimeError: this is a view or a slice, or the mesh is closed.
             WorldError: the store does not respond.
         """
-        self._check_root()
+        self._check_root(format_call("abort_when_lost", {}, lost_after=lost_after))
         self._mesh_groups.check()
         from pgmesh.elastic.watching import abort_when_lost, wait_for_heartbeat
 
@@ -601,8 +601,9 @@ class ProcessGroupMesh(RankMethods):
             OptionsError: there is neither an axis nor a spare, so there would be no mesh.
             WorldError: the store does not respond.
         """
-        self._check_root()
         has_spares = spares is not None and length_hint(spares, 1) > 0  # an array has no truth value
+        given = [] if axis is None else [axis]
+        self._check_root(format_call("shrink", {}, *given, spares=spares if has_spares else None))
         places = parse_ranks("shrink", spares) if has_spares else ()
         if axis is None and not places:
             raise OptionsError(
@@ -639,7 +640,7 @@ class ProcessGroupMesh(RankMethods):
             MissingRanksError: no rank called ``shrink`` in time, or no other rank of the mesh is left.
             WorldError: the store does not respond.
         """
-        self._check_root()
+        self._check_root("stand_by()")
         from pgmesh.elastic.shrinking import stand_by
 
         seconds = to_timedelta(timeout).total_seconds()
@@ -778,9 +779,20 @@ class ProcessGroupMesh(RankMethods):
         Args:
             device_mesh: torch's, with the ranks and the axes of this mesh.
 
+        Raises:
+            ShapeError: it has other ranks or axes, or the same in another order.
+
         >>> mesh.adopt_device_mesh(mesh.device_mesh())
         """
         self._check_member()
+        ranks, names = tuple(device_mesh.mesh.flatten().tolist()), tuple(map(str, self.axes))
+        theirs = device_mesh.mesh_dim_names, tuple(device_mesh.shape), ranks
+        if theirs != (names, self.shape, self.layout.ranks()):
+            raise ShapeError(
+                f"{self!r} has ranks {format_ranks(self.layout.ranks())}. This DeviceMesh has dimensions "
+                f"{device_mesh.mesh_dim_names} of sizes {tuple(device_mesh.shape)}, and ranks {format_ranks(ranks)}."
+                "\n\n  from_device_mesh(device_mesh)   # a mesh with its groups"
+            )
         self._mesh_groups.adopt_device_mesh(self.layout, device_mesh)
 
     # -- text and pickling --------------------------------------------------------------------------------------
@@ -810,12 +822,18 @@ class ProcessGroupMesh(RankMethods):
         )
         return _unpickle, (root, self.layout, self._calls, self._part_of)
 
-    def _check_root(self) -> None:
+    def _check_root(self, call: str = "") -> None:
+        """Raise LifetimeError for a view or a slice.
+
+        Args:
+            call: what the caller may do with the whole mesh; "" for ``close``, in whose place it may release groups.
+        """
         if self._calls:
-            raise LifetimeError(
-                f"{self!r} is a view or a slice and shares the groups of its mesh. Close that mesh, or\n\n"
-                f"  release({', '.join(map(repr, self.axes[:1]))})   # destroys the groups along an axis"
-            )
+            way = f"Call the method of that mesh:\n\n  mesh.{call}"
+            if not call:
+                axes = ", ".join(map(repr, self.axes[:1]))
+                way = f"Close that mesh, or\n\n  release({axes})   # destroys the groups along an axis"
+            raise LifetimeError(f"{self!r} is a view or a slice and shares the groups of its mesh. {way}")
 
     def _check_member(self) -> None:
         if self.rank not in self.layout:

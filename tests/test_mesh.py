@@ -69,6 +69,9 @@ def test_mutated_step_tensor_is_read_again(number):
 
 def test_bool_is_no_step_and_no_member(mesh):
     assert mesh.neighbor("tp", -1) == 4  # and is remembered
+    known = len(mesh._cached)
+    assert {mesh.neighbor("dp", step, wrap=True) for step in range(2, 1000)} == {5, 7}
+    assert len(mesh._cached) == known  # such as the number of an iteration
     assert mesh.neighbor("pp", 1) is None
     for ask in (lambda: mesh.neighbor("pp", True), lambda: mesh.group_of([5, True])):
         with pytest.raises(pgmesh.RankError, match="whole number"):

@@ -13,7 +13,7 @@ from pgmesh import GroupOptions, LaunchError, OptionsError, ProcessGroupMesh, la
 from pgmesh.parallel import PipelineParallel
 from tests.support.fake_world import fake_rank
 from tests.support.torch_tables import timeout_of
-from tests.support.worlds import check_sums, on_ranks
+from tests.support.worlds import check_sums, groups_of, on_ranks
 
 WRONG = ("tp", True, 0, -1, 0.0, math.nan, math.inf, 1e300, 1e-9, timedelta(), timedelta(seconds=-1), [30])
 WRONG += (np.bool_(True), np.float64("inf"), "30")
@@ -51,6 +51,24 @@ def test_timeout_that_overflows_in_torch_is_refused(timeout):
         "  timeout=timedelta(days=36500)"
     )
     assert GroupOptions(timeout=timedelta(days=36500)).timeout == timedelta(days=36500)
+
+
+def break_groups(mesh):
+    """As ``connect`` does with groups whose first collective failed."""
+    mesh._mesh_groups.discard(mesh._mesh_groups.made(), "could not be connected.")
+
+
+@on_ranks(2)
+def test_timeout_set_last_holds_after_a_failed_connect():
+    with ProcessGroupMesh(dp=2) as mesh:
+        mesh.group("dp")
+        mesh.set_timeout("dp", timeout=120)
+        for set_timeout in (mesh.set_timeout, mesh.configure, lambda *axes, timeout: mesh.set_timeout(timeout=timeout)):
+            for seconds in (300, 600):
+                break_groups(mesh)
+                set_timeout("dp", timeout=seconds)
+                assert timeout_of(mesh.group("dp")) == timedelta(seconds=seconds)
+        check_sums(groups_of(mesh))
 
 
 def test_seconds_and_timedelta_give_the_same_group(mesh):

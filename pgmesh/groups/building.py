@@ -79,20 +79,31 @@ def make_by_members(group: Group, identity: MeshIdentity, world: World, descript
     if group.fingerprint is not None:
         names = backends_of(group.options.backend).names
         stores = {each: _polling_store(each, group, path, identity, world) for each in names}
-    process_group = build(group, identity.group_name(path), world, stores, description)
-    group.make(process_group, call_site(), stores)
+    name, backends = identity.group_name(path), backends_of(group.options.backend)
+    prefixed = dist.PrefixStore(f"{name}/", world.store)  # torch returns it as the store of the group
+    made = _build(group, name, prefixed, world.rank, stores)
+    try:
+        torch_private.register(
+            made, name, description, group.options.backend, backends.config, prefixed, _GroupRanks(group.ranks)
+        )
+        group.make(made, call_site(), stores)
+    except BaseException:  # such as an interrupt
+        if not group.is_made:
+            torch_private.unregister(made)
+        raise
 
 
-def build(group: Group, name: str, world: World, stores: Mapping[str, Any], description: str) -> Any:
-    """Build a process group and register it with torch.distributed.
+def _build(group: Group, name: str, store: Any, own_rank: int, stores: Mapping[str, Any]) -> Any:
+    """Build a process group. torch.distributed does not know it yet.
 
     Args:
         name: its name in torch.
+        store: what torch returns as its store.
+        own_rank: this process's rank.
         stores: the store that each backend reads through; none for a group without other members.
-        description: text for profiles and flight records.
     """
     backends, ranks, alone = backends_of(group.options.backend), group.ranks, dist.HashStore()
-    rank = ranks.index(world.rank)
+    rank = ranks.index(own_rank)
     built: dict[str, Any] = {}
     slots = []
     for device, variant, backend in backends.slots:
@@ -100,12 +111,7 @@ def build(group: Group, name: str, world: World, stores: Mapping[str, Any], desc
             inner = dist.PrefixStore(device.type, stores.get(backend, alone))
             built[backend] = CONSTRUCTORS[backend](inner, rank, name, group.options, ranks)
         slots.append((device, variant, built[backend]))
-    prefixed = dist.PrefixStore(f"{name}/", world.store)  # torch returns it as the store of the group
-    made = torch_private.new_group_object(prefixed, rank, len(ranks), backends.default, slots)
-    torch_private.register(
-        made, name, description, group.options.backend, backends.config, prefixed, _GroupRanks(ranks)
-    )
-    return made
+    return torch_private.new_group_object(store, rank, len(ranks), backends.default, slots)
 
 
 def _polling_store(backend: str, group: Group, path: str, identity: MeshIdentity, world: World) -> PollingStore:
@@ -162,17 +168,22 @@ def make_collectively(group: Group, blocks: Sequence[tuple[int, ...]], descripti
             "mesh with ascending ranks."
         )
     mine: Any = None
-    for block in blocks:
-        made = dist.new_group(
-            list(block),
-            timeout=group.options.timeout,
-            backend=backend,
-            group_desc=description,
-            **torch_private.KEEPS_ORDER,
-        )
-        mine = made if rank in block else mine
-    group.created_by = "new_group"
-    group.make(mine, call_site(), {})
+    try:
+        for block in blocks:
+            made = dist.new_group(
+                list(block),
+                timeout=group.options.timeout,
+                backend=backend,
+                group_desc=description,
+                **torch_private.KEEPS_ORDER,
+            )
+            mine = made if rank in block else mine
+        group.created_by = "new_group"
+        group.make(mine, call_site(), {})
+    except BaseException:  # such as an interrupt, while it waits for all ranks of the world
+        if mine is not None and not group.is_made:
+            torch_private.unregister(mine)
+        raise
 
 
 def set_timeout(group: Group, timeout: timedelta) -> None:

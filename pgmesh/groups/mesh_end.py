@@ -59,6 +59,7 @@ class EndableMesh:
         self._groups: dict[GroupKey, Group] = {}
         self._released: list[Group] = []  # no longer in the table; an interrupt may have kept their process groups
         self._groups_destroyed = False
+        self._left = Left()  # what ended groups have left in the store, until ``_clean``
         self._device_meshes = DeviceMeshes(world.rank, identity.layout)
         self._meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # meshes that hold references to groups
         self._dependents: weakref.WeakSet[EndableMesh] = weakref.WeakSet()  # internal meshes that are aborted with it
@@ -157,15 +158,14 @@ class EndableMesh:
         if not self.lock.acquire(timeout=lock_seconds):
             self._end_later(reason, aborted)
             return
-        left = Left()
         try:
             self._set_ended(reason, aborted)
             if not self._groups_destroyed:
-                left = self._destroy_all()
+                self._destroy_all()
                 self._groups_destroyed = True  # only now: after an interrupt, the next end destroys the others
         finally:
             self.lock.release()
-        self.world.clean(left)
+        self._clean()
 
     def _end_later(self, reason: str, aborted: bool) -> None:
         """End the mesh while another thread holds its lock. An abort ends the collectives at once."""
@@ -186,32 +186,34 @@ class EndableMesh:
             self.aborted, self.ended = aborted, reason
             return True
 
-    def _destroy_all(self) -> Left:
-        """Destroy all groups, under the lock; return what they leave in the store."""
+    def _destroy_all(self) -> None:
+        """Destroy all groups, under the lock."""
         reason, aborted = str(self.ended), self.aborted
         groups = [*self._groups.values(), *self._released]
-        left = self._destroy(groups, lambda group: group.end(reason, keeps_round=aborted), abort=aborted)
+        self._destroy(groups, lambda group: group.end(reason, keeps_round=aborted), abort=aborted)
         if not aborted:  # otherwise ``forget_store`` deletes the rest, by these groups
-            left.keys += self.identity.store_keys()
+            self._left.keys += self.identity.store_keys()
             self._groups.clear()
         self.world.stop_keeping(self)
-        return left
 
     # -- some groups --------------------------------------------------------------------------------------------
 
-    def _destroy(self, groups: Collection[Group], end: Callable[[Group], Left], *, abort: bool) -> Left:
-        """Destroy the process groups of some groups, under the lock; return what they leave in the store.
+    def _destroy(self, groups: Collection[Group], end: Callable[[Group], Left], *, abort: bool) -> None:
+        """Destroy the process groups of some groups, under the lock. ``_clean`` follows it, without the lock.
 
         Args:
             end: changes the state of a group, and returns what it leaves.
             abort: do not wait for collectives.
         """
         self._clear_references()
-        left = Left()
         for group in groups:
-            left.add(end(group))
+            self._left.add(end(group))
         teardown.destroy(groups, abort=abort)
-        return left
+
+    def _clean(self) -> None:
+        """Delete what ended groups have left in the store, also in calls that an interrupt ended."""
+        left, self._left = self._left, Left()
+        self.world.clean(left)
 
     def _clear_references(self) -> None:
         """Clear the references to groups. It may have no lock, so it repeats while another thread adds a mesh."""

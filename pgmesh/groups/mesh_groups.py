@@ -196,6 +196,9 @@ class MeshGroups(EndableMesh):
             if self.rank in layout:
                 members = self.members(layout, axes, tag)
                 self.configured.configure(members, options, self._created(members), call_site())
+                for (ranks, each_tag, _), group in self._groups.items():
+                    if (ranks, each_tag) == members[:2] and not group.is_made and "timeout" in options:
+                        group.new_timeout = None  # of an earlier ``set_timeout``, before it broke
             # That raised no OptionsError, so the mesh that replaces this one gets these options too.
             root_axes = axes_of_root(self.layout, layout, axes, self.rank)
             if root_axes is not None:
@@ -213,10 +216,13 @@ class MeshGroups(EndableMesh):
         """Change the timeout of the existing groups whose ranks are chosen; return their number."""
         self.check()
         with self.lock:
-            found = [group for group in self.made() if chosen(group.ranks)]
+            groups = [group for group in self._groups.values() if chosen(group.ranks)]
+            found = [group for group in groups if group.is_made or group.state is State.BROKEN]
             for group in found:
                 if group.is_known():  # torch may have destroyed an adopted group
                     building.set_timeout(group, timeout)
+                elif group.state is State.BROKEN:
+                    group.new_timeout = timeout  # it gets it when it is made again
         return len(found)
 
     # -- torch's DeviceMesh, and adopted groups ------------------------------------------------------------------
@@ -269,9 +275,9 @@ class MeshGroups(EndableMesh):
             self._generations.release(ranks)
             if len(ranks) == 1:
                 self.configured.forget_returned()
-            left = self._destroy(released.values(), lambda group: group.end(reason), abort=False)
+            self._destroy(released.values(), lambda group: group.end(reason), abort=False)
             self._released = [group for group in self._released if group.has_process_group]
-        self.world.clean(left)
+        self._clean()
 
     def discard(self, groups: Iterable[Group], reason: str) -> None:
         """Destroy the process groups of groups whose first collective failed. The next use makes them again."""
@@ -279,8 +285,8 @@ class MeshGroups(EndableMesh):
             broken = [group for group in groups if group.state is not State.ENDED]  # by another thread
             if not broken:
                 return
-            left = self._destroy(broken, lambda group: group.break_(reason), abort=True)
-        self.world.clean(left)
+            self._destroy(broken, lambda group: group.break_(reason), abort=True)
+        self._clean()
 
     def forget(self, process_group: Any) -> None:
         """Drop a group that torch destroys. The next group gets another name."""
@@ -295,10 +301,10 @@ class MeshGroups(EndableMesh):
                 return
             if group.created_by == "pgmesh":  # torch names the groups of new_group
                 self._generations.destroy(group.path)
-            left = group.end("was destroyed; ask its mesh for it anew.")
+            self._left.add(group.end("was destroyed; ask its mesh for it anew."))
             teardown.mark_destroyed(group)
             del self._groups[key]
-        self.world.clean(left)
+        self._clean()
 
     def options_for_replacement(self) -> OptionData:
         """The options that were configured without an error: the groups of the replacement have other ranks."""

@@ -328,9 +328,9 @@ def test_wrong_arguments_raise_before_the_abort():
         for act, kind, text in [
             (mesh.shrink, "OptionsError", "mesh = mesh.shrink('pp')"),
             (lambda: mesh.shrink("ep"), "AxisError", "ep"),
-            (lambda: mesh.at(pp=1).shrink("dp"), "LifetimeError", "Close that mesh"),
-            (lambda: mesh.at(pp=1).stand_by(), "LifetimeError", "Close that mesh"),
-            (lambda: mesh.at(pp=1).abort(), "LifetimeError", "Close that mesh"),
+            (lambda: mesh.at(pp=1).shrink("dp"), "LifetimeError", "\n\n  mesh.shrink('dp')"),
+            (lambda: mesh.at(pp=1).stand_by(), "LifetimeError", "\n\n  mesh.stand_by()"),
+            (lambda: mesh.at(pp=1).abort(), "LifetimeError", "\n\n  mesh.abort('the program aborted it')"),
             (lambda: mesh.shrink("dp", timeout=0), "OptionsError", "0"),
             (
                 lambda: mesh.shrink("dp", lost_after=1),

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from pgmesh import Layout, LifetimeError, OptionsError, ProcessGroupMesh, ShapeError, torch_private
 from pgmesh.errors import UnsupportedTorchError
 from tests.support.logs import logged_lines
-from tests.support.torch_tables import record_operations
+from tests.support.torch_tables import record_operations, table_sizes
 from tests.support.worlds import DEADLINE, axis_combinations, check_sums, groups_of, on_ranks, world
 
 BOXES: dict[str, tuple[int, dict[str, int], Sequence[int] | None]] = {
@@ -429,3 +429,20 @@ def test_connect_accepts_names_of_maximal_length():
     torchs = dist.new_group()
     dist.barrier(torchs)  # torch's own connection to the store lives too
     dist.destroy_process_group(torchs)
+
+
+@on_ranks(4, fresh=True)
+def test_interrupted_new_group_leaves_no_group_behind():
+    """The interrupt comes at the second block: half of the ranks have their group then."""
+    register_lantern()
+    mesh, before, real = ProcessGroupMesh(dp=2, tp=2), table_sizes()["pg_map"], dist.new_group
+
+    def interrupted(block: list[int], **options: Any) -> Any:
+        if tuple(block) == mesh.partition("tp")[1]:
+            raise KeyboardInterrupt
+        return real(block, **options)
+
+    with mock.patch.object(dist, "new_group", interrupted), pytest.raises(KeyboardInterrupt):
+        mesh.group("tp", backend="lantern")
+    assert table_sizes()["pg_map"] == before
+    check_sums(groups_of(mesh))

@@ -27,7 +27,7 @@ from pgmesh import (
     ProcessGroupMesh,
 )
 from pgmesh.groups import building as pgmesh_groups, connections, teardown, world as pgmesh_world
-from pgmesh.groups.group import find_group
+from pgmesh.groups.group import Group, find_group
 from tests.support.collectives import COLLECTIVES
 from tests.support.faults import wait_until
 from tests.support.resource_counts import growth
@@ -216,6 +216,24 @@ def test_interrupted_end_can_be_repeated(end: str):
     assert (table_sizes(), ours()) == before
 
 
+@pytest.mark.parametrize("end", ["release", "close"])
+@on_ranks(2)
+def test_interrupted_end_leaves_no_store_keys(end: str):
+    start_heartbeats()
+    counts = []
+    for _ in range(3):
+        dist.barrier()
+        counts.append(tables_and_keys())
+        dist.barrier()
+        mesh = ProcessGroupMesh(dp=2, name="interrupted")
+        mesh.connect("dp")
+        with mock.patch.object(teardown, "destroy", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            mesh.release("dp") if end == "release" else mesh.close()
+        mesh.close()
+        dist.barrier()
+    assert not growth(counts, tables_and_keys)
+
+
 @pytest.mark.parametrize("end", ["release", "discard"])
 @on_ranks(1)
 def test_interrupted_process_group_is_destroyed_later(end: str):
@@ -361,6 +379,7 @@ FAILURES: dict[str, Any] = {
     "no registration": lambda: mock.patch.object(c10d, "_register_process_group", fail),
     "no store": lambda: mock.patch.object(dist, "PrefixStore", fail),
     "no name": lambda: mock.patch.object(dist.ProcessGroup, "_set_group_name", fail),
+    "registered": lambda: mock.patch.object(Group, "make", fail),
 }
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from pgmesh import LifetimeError, OptionsError, ProcessGroupMesh, RankError, from_device_mesh
+from pgmesh import LifetimeError, OptionsError, ProcessGroupMesh, RankError, ShapeError, from_device_mesh
 from tests.support.device_mesh_training import (
     TOLERANCES,
     assert_same,
@@ -325,6 +325,17 @@ def test_from_device_mesh_returns_the_groups_of_torch(names: tuple[str, str] | N
     check_sums(of_torch)
     for i in range(2):
         dist.destroy_process_group(theirs.get_group(i))
+
+
+@on_ranks(4)
+def test_device_mesh_of_other_ranks_is_not_adopted():
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    here, there = ("dp", "tp"), ("tp", "dp")
+    for table, names in (([[0, 2], [1, 3]], here), ([[0, 1], [2, 3]], there), ([[0, 1, 2, 3]], here)):
+        with pytest.raises(ShapeError, match=r"\n  from_device_mesh\(device_mesh\)") as failed:
+            mesh.adopt_device_mesh(DeviceMesh("cpu", table, mesh_dim_names=names))
+        assert str(names) in str(failed.value)
+    assert dist.get_process_group_ranks(mesh.device_mesh("tp").get_group()) == [*mesh.ranks("tp")]
 
 
 @on_ranks(4)

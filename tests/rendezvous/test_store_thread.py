@@ -24,10 +24,8 @@ from pgmesh.rendezvous.group_rounds import GroupRound
 from pgmesh.rendezvous.operations import (
     Add,
     Append,
-    Board,
     CompareSet,
     Delete,
-    Operation,
     Raw,
     Read,
     Replace,
@@ -41,7 +39,7 @@ from pgmesh.rendezvous.statuses import LEFT_WORLD, PendingConnect, RankStatus, S
 from pgmesh.rendezvous.store_thread import StoreThread
 from pgmesh.rendezvous.world_name import Entry, leave_world, name_on
 from pgmesh.rendezvous.world_store import WorldStore
-from tests.support.board import CountedStore, Fault, FaultyBoard, faults, raises, slow_store, use_board
+from tests.support.board import CountedStore, Fault, FaultyBoard, faults, raises, slow_store
 from tests.support.faults import wait_until
 from tests.support.memory_client import enter_world, round_of, rounds_of
 from tests.support.proxy import Proxy
@@ -210,22 +208,14 @@ def test_failing_task_is_given_up(monkeypatch: pytest.MonkeyPatch):
     thread.stop()
 
 
-class SlowDeletes(Board):
-    """Each deleted key takes 0.1 s."""
-
-    def perform(self, store: Any, operation: Operation) -> Any:
-        if isinstance(operation, Delete):
-            time.sleep(0.1 * len(operation.keys))
-        return perform(store, operation)
-
-
-def test_stop_waits_until_all_keys_are_deleted():
+def test_ended_world_deletes_its_keys_one_by_one():
+    """Each is an answer of the store. ``stop`` waits half a second for an answer."""
     store = dist.HashStore()
     thread = StoreThread(WorldStore(store, "here", 0, 3, set()))
     thread.run(*[CompareSet(f"key {number}", "value") for number in range(9)], seconds=LONG)
-    with use_board(SlowDeletes()):
+    with faults() as board:
         thread.stop()
-    assert not thread._thread.is_alive()
+    assert {len(each.keys) for each in board.performed if isinstance(each, Delete)} == {1}
     assert store.num_keys() == (0 if hasattr(store, "list_keys") else 9)
 
 
