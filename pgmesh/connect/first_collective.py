@@ -109,7 +109,7 @@ class FirstCollective:
             total = int(self._ones.item())
         except PgmeshError as error:
             error.__traceback__ = None  # its frames refer to this group, and the backend keeps the error
-            self._fail(type(error)(str(error)))
+            self._set_error(type(error)(str(error)))
         except Exception as error:
             now = self._statuses.now()
             self._raised = _Raised(error.with_traceback(None), now, failures.describe_dead(self.group))
@@ -123,9 +123,8 @@ class FirstCollective:
         if total == size:
             self.state, self.done = Progress.DONE, time.monotonic()
         else:
-            self._fail(
-                MismatchError(f"{self.group.label} has {size} members, but the sum of one from each is {total}.")
-            )
+            wrong = f"{self.group.label} has {size} members, but the sum of one from each is {total}."
+            self._set_error(MismatchError(wrong))
 
     def inspect(self, broken: bytes | None) -> None:
         """Set the error of a running collective if another member published a failure, is lost or refuses connections.
@@ -138,17 +137,14 @@ class FirstCollective:
         published = None if broken is None else Decision.unpack(self.round.broken_key, broken).error()
         lost, raised = self._statuses.lost(self.group.ranks), self._raised
         if published is not None:
-            self._fail(published)
+            self._set_error(published)
             self.state = Progress.PUBLISHED
         elif lost:
-            details = "".join(f"\n  {text}" for text in lost.values())
-            self._fail(
-                MissingRanksError(
-                    f"{self.group.label}: {name_ranks(lost)} arrived, and then failed in the first collective.{details}"
-                )
-            )
+            reasons = "".join(f"\n  {why}" for why in lost.values())
+            text = f"{self.group.label}: {name_ranks(lost)} arrived, and then failed in the first collective.{reasons}"
+            self._set_error(MissingRanksError(text))
         elif raised is not None and raised.dead:
-            self._fail(MissingRanksError(f"{raised.dead}\nThe group was in its first collective."))
+            self._set_error(MissingRanksError(f"{raised.dead}\nThe group was in its first collective."))
         elif raised is not None and self._statuses.now() - raised.time >= self._statuses.lost_after + 1.0:
             self.fail(f"failed: {raised.reason}")
 
@@ -158,10 +154,8 @@ class FirstCollective:
         Args:
             seconds: the deadline.
         """
-        if self._raised is None:
-            self.fail(f"did not finish in time: the deadline was {seconds:g} s")
-        else:
-            self.fail(f"failed: {self._raised.reason}")
+        late = f"did not finish in time: the deadline was {seconds:g} s"
+        self.fail(late if self._raised is None else f"failed: {self._raised.reason}")
 
     def fail(self, reason: str) -> None:
         """Set the error, unless it has one or is done."""
@@ -169,9 +163,9 @@ class FirstCollective:
             members = name_ranks(self.group.ranks)
             error = MissingRanksError(f"{self.group.label}: its first collective {reason}. Its members are {members}.")
             error.__cause__ = None if self._raised is None else self._raised.error
-            self._fail(error)
+            self._set_error(error)
 
-    def _fail(self, error: PgmeshError) -> None:
+    def _set_error(self, error: PgmeshError) -> None:
         self.state, self.error = Progress.FAILED, error
 
     def publish(self, run: Run) -> None:

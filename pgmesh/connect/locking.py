@@ -32,10 +32,14 @@ class GroupLocks(contextlib.ExitStack):
 
     def take(self, group: Group, seconds: float) -> bool:
         """Keep other threads from connecting a group. False if one still does after that time."""
-        taken: bool = group.connecting.acquire(timeout=max(0.0, seconds))
-        if taken:
-            self.callback(group.connecting.release)
-        return taken
+        self.callback(_release, group)  # first: an interrupt may end the next line with the lock taken
+        return bool(group.connecting.acquire(timeout=max(0.0, seconds)))
+
+
+def _release(group: Group) -> None:
+    """Release the lock of a group, unless this thread has not got it."""
+    with contextlib.suppress(RuntimeError):
+        group.connecting.release()
 
 
 def lock_groups(mesh: MeshGroups, wanted: Wanted, client: CallClient, locks: GroupLocks) -> Table:

@@ -118,7 +118,7 @@ class SurvivorJudge(Judge[MeshRound, Outcome]):
         self.came_late = not outcome.failed
         if self.came_late or (outcome.error == "mismatch" and self.call):
             return False  # of a mismatch, this rank may be the one whose arguments differ
-        if outcome.error not in ("left", "over"):
+        if outcome.error not in ("stopped", "over"):
             self.warn(f"an earlier attempt failed before rank {self.rank} arrived: {outcome.failed}")
         return True
 
@@ -127,7 +127,7 @@ class SurvivorJudge(Judge[MeshRound, Outcome]):
         return outcome is not None and bool(outcome.failed) and self.goes_on_after(outcome)
 
     def stopped(self, each: MeshRound, error: BaseException) -> Outcome:
-        return Outcome(failed=f"rank {self.rank} stopped: {error_text(error)}", error="left")
+        return Outcome(failed=f"rank {self.rank} stopped: {error_text(error)}", error="stopped")
 
     def judge(self, rounds: Sequence[MeshRound], *, late: bool) -> Iterator[tuple[MeshRound, Outcome]]:
         for each in rounds:

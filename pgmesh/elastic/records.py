@@ -71,7 +71,7 @@ class Outcome:
     Args:
         failed: the error message, if the attempt failed.
         error: "missing" if ranks did not arrive or too many are lost, "mismatch" if ranks passed different arguments,
-            "left" if a rank that had arrived stopped: the others then go on to the next attempt. "over" if no member
+            "stopped" if a rank that had arrived stopped: the others then go on to the next attempt. "over" if no member
             is left, which a rank that stands by has found. "withdrawn" is never in the store: no member arrived before
             the deadline of a rank that stood by, and that rank took its arrival back.
         lost: the members that are lost, each with the reason.

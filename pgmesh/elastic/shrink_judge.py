@@ -100,12 +100,12 @@ class ShrinkJudge(SurvivorJudge):
         self._start = self.statuses.now()
 
     def goes_on_after(self, outcome: Outcome) -> bool:
-        """True after "left", before the deadline, and after "over" also at the deadline.
+        """True after "stopped", before the deadline, and after "over" also at the deadline.
 
         "over" says that no member is left, and comes from a rank that took this one for lost. So this member tries
         again, and says in the next attempt what it waited for.
         """
-        return outcome.error == "over" or (outcome.error == "left" and self.client.now() < self.deadline)
+        return outcome.error == "over" or (outcome.error == "stopped" and self.client.now() < self.deadline)
 
     def period(self) -> float:
         return timing.TIMING.inspection * self.pace * (1 + self._turn)
@@ -119,7 +119,7 @@ class ShrinkJudge(SurvivorJudge):
         if problem:
             return self.failure(problem, "mismatch")
         if self.rank not in arrivals:  # another rank knows the decision, and has deleted them
-            return self.failure("the arrivals were deleted", "left") if late else None
+            return self.failure("the arrivals were deleted", "stopped") if late else None
         callers = [rank for rank, arrival in arrivals.items() if arrival.call]
         self._turn = [*callers, self.rank].index(self.rank) // timing.LIMITS.statuses
         ranks = dict.fromkeys((*self.layout.ranks(), *self.request.spares))

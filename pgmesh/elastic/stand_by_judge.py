@@ -43,7 +43,7 @@ class StandByJudge(SurvivorJudge):
         heard = {rank: self.statuses.record(rank).heard for rank in others}
 
         def is_silent(rank: int) -> bool:
-            return heard[rank] in (None, self.statuses.record(rank).heard)
+            return heard[rank] is None or heard[rank] == self.statuses.record(rank).heard
 
         lost: dict[int, str] = {}
         for first in range(0, len(others), timing.LIMITS.statuses):
@@ -71,8 +71,8 @@ class StandByJudge(SurvivorJudge):
             if now == others:
                 each.decision = self.failure(f"no rank called shrink in {self.deadline:g} s", "withdrawn")
                 return None
-        waited = f"did not agree with the others in {self.deadline:g} s"
-        return self.failure(f"{name_ranks(called)} called shrink, but {waited}" if called else f"it {waited}", "left")
+        who = f"{name_ranks(called)} called shrink, but" if called else "it"
+        return self.failure(f"{who} did not agree with the others in {self.deadline:g} s", "stopped")
 
     def callers(self, arrivals: Iterable[Arrival]) -> list[int]:
         """The ranks that have called ``shrink``, which may decide at any moment, and count this one."""

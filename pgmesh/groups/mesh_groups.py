@@ -49,7 +49,7 @@ class MeshGroups(EndableMesh):
         group, find, configure, adopt, ...   yes                   nothing; torch's ``new_group``, if it is needed
         track, for a new view or slice       yes                   nothing
         release, discard, close              yes                   the end of the groups; then, without the lock, the
-                                                                   store: 1 s for each round
+                                                                   store: 2 s for each round
         forget, when torch destroys a group  if it has the group   the same
         close_because, end_aborted           if free within 1 s    the same; if it is not free, a thread does it
         abort                                if free within 1 s    before that, 0.5 s for the store; then the same

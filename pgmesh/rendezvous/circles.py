@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from pgmesh._util.formatting import format_ranks
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Read, Run
 from pgmesh.rendezvous.records import unpack
+from pgmesh.rendezvous.rounds import run_each
 from pgmesh.rendezvous.statuses import PendingConnect, Statuses
 
 Circle = Sequence[tuple[int, PendingConnect]]
@@ -79,10 +79,8 @@ def search_circle(run: Run, statuses: Statuses, rank: int, waits: Sequence[Pendi
 def _is_closed(run: Run, circle: Circle) -> bool:
     """True if each rank of a circle still waits for the next one."""
     # Statuses are read one after another, so a rank may have gone on meanwhile.
-    reads = [Read(f"{wait.name}/{key}") for _, wait in circle for key in ("decision", "arrivals")]
-    answers: Iterator[Any] = iter(run(*reads))
-    for i, (decision, arrivals) in enumerate(zip(answers, answers)):
-        following = circle[(i + 1) % len(circle)][0]
+    reads = ([Read(f"{wait.name}/decision"), Read(f"{wait.name}/arrivals")] for _, wait in circle)
+    for (decision, arrivals), (following, _) in zip(run_each(run, reads), [*circle[1:], *circle[:1]]):
         arrived = {(unpack(line, rank=int) or {}).get("rank") for line in (arrivals or b"").splitlines()}
         if decision is not None or following in arrived:
             return False

@@ -44,7 +44,7 @@ class GroupRound(Round[Decision]):
         mesh: its mesh in messages, such as "mesh 'actor'".
         address: this rank's address, for the arrivals; "" for none.
         missing: the members that had not arrived when the arrivals were last read.
-        count_seen: the count of arrivals at that time.
+        count_seen: the count of arrivals at that time; b"" before that, None if others have deleted it.
     """
 
     ranks: Sequence[int]
@@ -72,22 +72,23 @@ class GroupRound(Round[Decision]):
 
     def continue_after(self, before: GroupRound) -> None:
         """Begin where an earlier call ended: at its last attempt if that is undecided, otherwise at the next one."""
-        self.number = before.number if before.decision is None else before.number + 1
-        self.last_sent, self.arrived_at = before.last_sent, before.arrived_at
+        self.number, self.has_sent, self.counted_at = before.number, before.has_sent, before.counted_at
+        if before.decision is not None:
+            self.go_on()
 
     def is_made(self) -> bool:
         return self.decision is not None and self.decision.kind == "made"
 
     def leave(self, run: Run) -> None:
         """Release the keys of all attempts. The last of the members that are counted at one deletes its keys."""
-        for number in self.arrived_at:  # twice, if an error of the store made this rank arrive again
-            left, counted = run(Add(f"{self.key}/{number}/left"), Read(f"{self.key}/{number}/count"))
-            if left >= int(counted or b"0"):
-                run(Delete(self._keys_of(number)))
+        names = [f"{self.key}/{number}" for number in self.counted_at]
+        answers = run_each(run, ((Add(f"{name}/left"), Read(f"{name}/count")) for name in names))
+        numbers = [each for each, (left, count) in zip(self.counted_at, answers) if left >= int(count or b"0")]
+        run(*(Delete(self._keys_of(number)) for number in numbers))
 
     def store_keys(self) -> list[str]:
         """The store keys of all attempts at which this rank was counted."""
-        return [key for number in {*self.arrived_at} for key in self._keys_of(number)]
+        return [key for number in {*self.counted_at} for key in self._keys_of(number)]
 
     def _keys_of(self, number: int) -> tuple[str, ...]:
         return tuple(f"{self.key}/{number}/{key}" for key in ("arrivals", "count", "decision", "broken", "left"))
@@ -164,7 +165,7 @@ class ConnectJudge(Judge[GroupRound, Decision]):
 
     def stays_out(self, each: GroupRound) -> None:
         self.client.run(Add(f"{each.name}/count"))  # the last of the ranks that are counted deletes the keys
-        each.arrived_at.append(each.number)
+        each.counted_at.append(each.number)
 
     def refused(self, text: bytes) -> BaseException:
         return Decision.unpack(self.refusal_key, text).error() or MismatchError("")
@@ -222,7 +223,7 @@ class ConnectJudge(Judge[GroupRound, Decision]):
 
     def _read_news(self, rounds: Sequence[GroupRound]) -> Iterator[tuple[GroupRound, Decision]]:
         """Read whether a backend has found a mismatch, and the arrivals where their count has changed."""
-        answers = run_each(self.client, ([Read(each.mismatch_key), Read(f"{each.name}/count")] for each in rounds))
+        answers = run_each(self.client.run, ([Read(each.mismatch_key), Read(f"{each.name}/count")] for each in rounds))
         changed = []
         for each, (mismatch, count) in zip(rounds, answers):
             if mismatch is not None:

@@ -26,7 +26,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from pgmesh.errors import WorldError
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import CompareSet, Operation, Read
+from pgmesh.rendezvous.operations import CompareSet, Operation, Read, Run
 from pgmesh.rendezvous.statuses import PendingConnect
 
 
@@ -74,10 +74,10 @@ def pauses(pace: float = 1.0, first: float = 0.0) -> Iterator[float]:
         pause = min(pause * 1.5, longest)
 
 
-def run_each(client: Client, batches: Iterable[Sequence[Operation]]) -> list[list[Any]]:
+def run_each(run: Run, batches: Iterable[Sequence[Operation]]) -> list[list[Any]]:
     """Perform several lists of operations at once; return the answers to each list."""
     batches = list(batches)
-    answers = iter(client.run(*itertools.chain(*batches)))
+    answers = iter(run(*itertools.chain(*batches)))
     return [[next(answers) for _ in batch] for batch in batches]
 
 
@@ -88,18 +88,22 @@ class Round(Generic[D]):
     Args:
         key: prefix of the store keys.
         number: number of the current attempt. A rank begins at the lowest one whose decision it does not know.
+        has_sent: this rank has sent its arrival at the current attempt. The store may not have got it.
         decision: that of the current attempt, once it is known.
-        last_sent: number of the last attempt to which this rank sent its arrival; -1 for none.
-        arrived_at: the attempts at which the store has counted this rank, by number; one twice if an error made it
-            arrive there again.
+        counted_at: the number of the attempt, for each time that the store has counted this rank. After an error of
+            the store, it counts a rank twice at one attempt.
     """
 
     key: str
     _: KW_ONLY
     number: int = 0
+    has_sent: bool = False
     decision: D | None = None
-    last_sent: int = -1
-    arrived_at: list[int] = field(default_factory=list)
+    counted_at: list[int] = field(default_factory=list)
+
+    def go_on(self) -> None:
+        """Go on to the next attempt."""
+        self.number, self.has_sent, self.decision = self.number + 1, False, None
 
     @property
     def name(self) -> str:
@@ -229,10 +233,10 @@ class Rounds(Generic[R, D]):
             while arriving:
                 began = self.client.now()
                 self._arrive(arriving)
-                self._wait(self.client.now() - began)
+                self._wait(arrival_seconds=self.client.now() - began)
                 arriving = [each for each in self.rounds if self.judge.tries_again(each)]
                 for each in arriving:
-                    each.number, each.decision = each.number + 1, None
+                    each.go_on()
         except WorldError:
             raise
         except BaseException as error:  # the others need not wait for this rank
@@ -246,10 +250,10 @@ class Rounds(Generic[R, D]):
         """Decide all undecided rounds because of an error on this rank. It acts on no decision any more."""
         for each in undecided(self.rounds):
             mine = self.judge.stopped(each, error)
-            # A rank that has sent no arrival may know an old attempt only. The others may wait at a later one.
-            while not self._publish(each, mine) and each.number > each.last_sent and self._next_has_begun(each):
-                each.number += 1
-            if each.number > each.last_sent:
+            # If this rank has not arrived, the others may have given up this attempt, and wait at a later one.
+            while not self._publish(each, mine) and not each.has_sent and self._next_has_begun(each):
+                each.go_on()
+            if not each.has_sent:
                 self.judge.stays_out(each)
 
     def _next_has_begun(self, each: R) -> bool:
@@ -277,34 +281,32 @@ class Rounds(Generic[R, D]):
         """Arrive at the first attempt of each round whose decision this rank does not skip."""
         arrived: dict[R, Sequence[Any]] = {}
         while arriving:
-            sent_before = [each.number == each.last_sent for each in arriving]
+            sent_before = [each.has_sent for each in arriving]
             for each in arriving:
-                each.last_sent = each.number
-            answers = run_each(self.client, ([Read(each.decision_key), *self.judge.arrival(each)] for each in arriving))
+                each.has_sent = True
+            answers = run_each(
+                self.client.run, ([Read(each.decision_key), *self.judge.arrival(each)] for each in arriving)
+            )
             for each, sent, (earlier, *more) in zip(arriving, sent_before, answers):
-                each.arrived_at.append(each.number)
+                each.counted_at.append(each.number)
                 if earlier is None:
                     arrived[each] = more
                     continue
                 decision = self.judge.learn(each, earlier)
                 if self.judge.skips(each, decision, sent_before=sent):
-                    each.number += 1
+                    each.go_on()
                 else:
                     self._take(each, decision)
             arriving = [each for each in undecided(arriving) if each not in arrived]
         for each, decision in self.judge.arrived(arrived):
             self.decide(each, decision)
 
-    def _wait(self, took: float) -> None:
-        """Wait until all rounds are decided.
-
-        Args:
-            took: seconds of the arrival. On a slow store, early looks would make it slower.
-        """
-        slow = min(took, timing.TIMING.longest_start_delay)
+    def _wait(self, arrival_seconds: float) -> None:
+        """Wait until all rounds are decided. If the arrival was slow, begin with longer pauses, to spare the store."""
+        extra = min(arrival_seconds, timing.TIMING.longest_start_delay)
         self.warning = min(self.judge.deadline / 3, timing.TIMING.stragglers)
-        self._next_look = self.client.now() + max(timing.TIMING.first_inspection * self.judge.pace, slow)
-        for pause in pauses(self.judge.pace, took / 4):
+        self._next_look = self.client.now() + max(timing.TIMING.first_inspection * self.judge.pace, extra)
+        for pause in pauses(self.judge.pace, arrival_seconds / 4):
             self._look()
             if not undecided(self.rounds):
                 return

@@ -279,7 +279,7 @@ def test_spare_that_gives_up_names_the_callers():
     spare = Rank(rank=4, request=None, values=values, deadline=2.0)
     text = spare.agree().failed
     assert text == "mesh 'm': ranks 0, 1 called shrink, but did not agree with the others in 2 s"
-    assert spare.decision().error == "left"
+    assert spare.decision().error == "stopped"
 
 
 # -- attempts and records ---------------------------------------------------------------------------------------------

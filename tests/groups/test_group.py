@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from pgmesh import ProcessGroupMesh
 from pgmesh.connect import first_collective
 from pgmesh.connect.first_collective import FirstCollective
 from pgmesh.connect.first_collectives import FirstCollectives
+from pgmesh.connect.locking import GroupLocks
 from pgmesh.errors import LifetimeError, WorldError
 from pgmesh.groups import background, watch
 from pgmesh.groups.group import Group, State, find_group
@@ -34,6 +36,30 @@ def test_connect_leaves_group_that_another_thread_ended(connected: bool):
     assert group.state is State.ENDED
     with pytest.raises(LifetimeError, match="group tp of mesh 'actor' was released"):
         group.connect()
+
+
+def test_interrupt_of_connect_keeps_no_lock():
+    """Ctrl-C arrives after the lock is taken, and before the call knows of it. A lock of another thread stays."""
+    group, other, lock = (
+        Group("group tp", "mesh 'actor'", (0, 1)),
+        Group("group dp", "mesh 'actor'", (0, 1)),
+        threading.RLock(),
+    )
+
+    def acquire(timeout: float) -> bool:
+        lock.acquire(timeout=timeout)
+        raise KeyboardInterrupt
+
+    group.connecting = SimpleNamespace(acquire=acquire, release=lock.release)
+    thread = threading.Thread(target=other.connecting.acquire)
+    thread.start()
+    thread.join()
+    with GroupLocks() as locks:
+        assert not locks.take(other, 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            locks.take(group, 1.0)
+    with pytest.raises(RuntimeError, match="un-acquired lock"):
+        lock.release()
 
 
 def test_adopted_group_of_another_mesh_keeps_its_label():

@@ -60,6 +60,23 @@ def test_error_of_all_members_takes_one_attempt():
     assert not values
 
 
+def test_release_waits_for_two_answers_of_the_store():
+    """However many attempts failed: the caller waits up to 1 s for each."""
+    client, each, requests = MemoryClient(), round_of(ranks=(0,)), list[int]()
+    for _ in range(3):
+        rounds_of(client, each).cancel(OSError("no descriptor is left"))
+        before, each = each, round_of(ranks=(0,))
+        each.continue_after(before)
+
+    def run(*operations: Operation) -> list[Any]:
+        requests.append(len(operations))
+        return client.run(*operations)
+
+    each.leave(run)
+    assert not client.values
+    assert len(requests) == 2
+
+
 def test_error_reaches_all_groups_beside_a_made_one():
     """The group was made, and released by another thread before its first collective."""
 
@@ -68,7 +85,7 @@ def test_error_reaches_all_groups_beside_a_made_one():
 
     client = MemoryClient(values={"group/0/decision": MADE.pack().encode()})
     made, other = round_of(), round_of(key="other")
-    made.last_sent = 0
+    made.has_sent = True
     rounds_of(client, made, other, ready=released).cancel(OSError("no descriptor is left"))
     assert made.is_made()
     assert "no descriptor is left" in Decision.unpack("", client.values["other/0/decision"]).text

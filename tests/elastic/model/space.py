@@ -150,7 +150,7 @@ class ShrinkSpace(Space):
             calls = {line.call for line in arrivals.values()} - {""}
             causes = {
                 "mismatch": len(calls) > 1,
-                "left": node.interrupted or node.late,
+                "stopped": node.interrupted or node.late,
                 "over": node.request is None and self._all_lost(state, node),
                 "missing": (node.late and node.request is not None) or self._too_many_lost(state, node),
             }
