@@ -25,7 +25,7 @@ from pgmesh.groups.mesh_groups import MeshGroups
 from pgmesh.groups.unpickling import find_mesh_groups
 from pgmesh.groups.world import open_meshes_by_name
 from pgmesh.layout import Axis, Keep, Layout, RankMethods, taken
-from pgmesh.options import Timeout, named_timeout, to_timedelta
+from pgmesh.options import TIMEOUT_TYPES, Timeout, named_timeout, to_timedelta
 from pgmesh.rendezvous.timing import heartbeat_period
 
 if TYPE_CHECKING:
@@ -306,6 +306,7 @@ class ProcessGroupMesh(RankMethods):
             timeout: a timedelta or a number of seconds, always by keyword.
 
         Raises:
+            AxisError: there is no such axis, or it is named twice.
             MembershipError: the mesh does not contain this rank.
             OptionsError: the timeout is missing or not more than 0, or there is no group along these axes yet.
 
@@ -315,6 +316,7 @@ class ProcessGroupMesh(RankMethods):
         True
         """
         self._check_member()
+        self.layout.size(*[axis for axis in axes if not isinstance(axis, TIMEOUT_TYPES)])  # raises AxisError
         limit = named_timeout(axes, timeout, known=self.axes)
         if axes:
             block = self.layout.block_of(self.rank, *axes)
@@ -602,8 +604,12 @@ class ProcessGroupMesh(RankMethods):
             WorldError: the store does not respond.
         """
         has_spares = spares is not None and length_hint(spares, 1) > 0  # an array has no truth value
-        given = [] if axis is None else [axis]
-        self._check_root(format_call("shrink", {}, *given, spares=spares if has_spares else None))
+        if axis is not None:  # by its name, which a position is not
+            axis = self.axes[self.layout._numbers_of((axis,))[0]]
+        whole = self._mesh_groups.layout.axes
+        given = [] if axis is None else [axis if axis in whole else whole[0]]
+        call = format_call("shrink", {}, *given, spares=spares if has_spares else None)
+        self._check_root(call if axis in (None, *whole) else f"{call}   # or another of its axes")
         places = parse_ranks("shrink", spares) if has_spares else ()
         if axis is None and not places:
             raise OptionsError(
@@ -611,8 +617,6 @@ class ProcessGroupMesh(RankMethods):
                 f"  mesh = mesh.shrink({self.axes[0]!r})   # drop the indices of an axis that lost a rank\n"
                 "  mesh = mesh.shrink(spares=[...])   # or replace lost ranks"
             )
-        if axis is not None:  # by its name, which a position is not
-            axis = self.axes[self.layout._numbers_of((axis,))[0]]
         from pgmesh.elastic.records import Request
         from pgmesh.elastic.shrinking import shrink
 

@@ -15,6 +15,9 @@ from pgmesh.errors import OptionsError, PgmeshError
 Timeout = Union[timedelta, float]
 """A timeout as a caller gives it: a timedelta or a number of seconds."""
 
+TIMEOUT_TYPES = (timedelta, numbers.Real)
+"""The types of a timeout. A number may also be the position of an axis."""
+
 MAX_TIMEOUT = timedelta(days=36500)
 """Maximum timeout. torch adds timeouts to a clock in 64-bit nanoseconds, which overflow after 292 years."""
 
@@ -196,7 +199,9 @@ def named_timeout(axes: Sequence[object], timeout: Timeout | None, *, known: Seq
     """
     if timeout is not None:
         return to_timedelta(timeout)
-    others = [axis for axis in axes if axis not in known and axis not in range(len(known))]
+    named = any(isinstance(axis, str) for axis in axes)  # then a number is a timeout, although it may be a position
+    positions = [] if named else [*map(repr, known), *map(repr, range(len(known)))]
+    others = [axis for axis in axes if isinstance(axis, TIMEOUT_TYPES) and repr(axis) not in positions]
     seconds = to_timedelta(others[-1]).total_seconds() if others else 30
     words = [repr(axis) for axis in axes if axis not in others]
     call = f"mesh.set_timeout({', '.join([*words, f'timeout={seconds:g}'])})"

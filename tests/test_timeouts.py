@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from pgmesh import GroupOptions, LaunchError, OptionsError, ProcessGroupMesh, launch, recipes
+from pgmesh import AxisError, GroupOptions, LaunchError, OptionsError, ProcessGroupMesh, launch, recipes
 from pgmesh.parallel import PipelineParallel
 from tests.support.fake_world import fake_rank
 from tests.support.torch_tables import timeout_of
@@ -156,6 +156,9 @@ def test_launchers_accept_seconds():
         ((1,), "1, timeout=30"),  # axis 1 is dp, as in group(1)
         ((1, 30), "1, timeout=30"),
         ((5, 6), "timeout=6"),
+        (("tp", 1), "'tp', timeout=1"),
+        ((2, "dp", "tp"), "'dp', 'tp', timeout=2"),
+        ((2.0,), "timeout=2"),
         ((np.int64(7), "tp"), "'tp', timeout=7"),
         ((), "timeout=30"),
     ],
@@ -169,6 +172,11 @@ def test_set_timeout_by_position_suggests_keyword(mesh, given, right):
     assert says == "set_timeout takes its timeout by name, after the axes."
     assert (nothing, call) == ("", f"  mesh.set_timeout({right})")
     exec(call.strip(), {"mesh": mesh})
+
+
+def test_set_timeout_with_misspelt_axis_names_axis(mesh):
+    with pytest.raises(AxisError, match=r"no axis 'ppp' in mesh .*Did you mean 'pp'"):
+        mesh.set_timeout("ppp")
 
 
 def test_set_timeout_before_creation_suggests_configure(mesh):

@@ -35,7 +35,7 @@ class Held:
         name: its name in torch.
         ranks: its members in group order.
         options: the options it was created with.
-        generation: how many times it was released and created again.
+        generation: how many times groups of its ranks were released before.
         call_site: the line of code that first asked for it.
         used: True if it has been in a collective; None if its backend does not report that.
     """
@@ -50,7 +50,7 @@ class Held:
 
     def __str__(self) -> str:
         used = {True: "used", False: "not used", None: "created"}[self.used]
-        again = f", created again {self.generation} times" if self.generation else ""
+        again = f", after {count_of(self.generation, 'release')}" if self.generation else ""
         return f"{self.label}: ranks {format_ranks(self.ranks)}; {used}, at {self.call_site}{again}; {self.options}"
 
 

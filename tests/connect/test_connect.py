@@ -325,10 +325,18 @@ def test_report_shows_groups_and_statuses_of_others():
     text = str(report)
     assert f"rank {mesh.rank} of ProcessGroupMesh(dp=2, tp=2, name='reported') holds 2 groups" in text
     assert "not used, at test_connect.py" in text
-    assert "created again 1 times" in text
+    assert "after 1 release;" in text
     assert stats.groups == 2 == stats.communicators
     assert stats.operations > 3
     assert 0 < stats.making < 5
+
+
+def test_report_counts_releases_before_the_first_group():
+    with fake_rank(5, 8):
+        mesh = ProcessGroupMesh(pp=2, dp=2, tp=2)
+        mesh.release("dp")
+        mesh.group("dp")
+        assert re.search(r"created, at test_connect\.py:\d+, after 1 release;", str(mesh.held()[0]))
 
 
 @on_ranks(2, fresh=True)
