@@ -212,8 +212,8 @@ class EndableMesh:
 
     def _clean(self) -> None:
         """Delete what ended groups have left in the store, also in calls that an interrupt ended."""
-        left, self._left = self._left, Left()
-        self.world.clean(left)
+        for part in self._left.take():
+            self.world.clean(part)
 
     def _clear_references(self) -> None:
         """Clear the references to groups. It may have no lock, so it repeats while another thread adds a mesh."""
