@@ -49,7 +49,8 @@ def _handle(number: int, frame: object) -> None:
     if current == _sender.fileno():
         return
     if current >= 0:
-        signal.set_wakeup_fd(current)
+        with contextlib.suppress(OSError, ValueError):  # its owner has closed it
+            signal.set_wakeup_fd(current)
     with contextlib.suppress(OSError):  # full: the thread has enough to print
         _sender.send(bytes([number]))
 

@@ -67,6 +67,8 @@ class StandByJudge(SurvivorJudge):
             if text is None or called:
                 break
             others = b"".join(line for line, arrival in lines if arrival is None or arrival.process != self.process)
+            if others == text:
+                break  # it has been decided, and these ranks arrived afterwards
             (now,) = self.client.run(Replace(each.arrivals_key, text, others))
             if now == others:
                 each.decision = self.failure(f"no rank called shrink in {self.deadline:g} s", "withdrawn")

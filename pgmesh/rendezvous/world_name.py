@@ -88,7 +88,7 @@ class Entry:
                 self._entered.add(name)
                 return name
             self._counted_in = ""
-            if store.add(_entered(name), -1) == 0:  # all ranks of that world have left meanwhile
+            if store.add(_entered(name), -1) <= 0:  # all ranks of that world have left meanwhile
                 store.delete_key(_entered(name))
 
     def _count(self, store: Any) -> str:

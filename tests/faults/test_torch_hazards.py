@@ -113,10 +113,15 @@ def test_idle_process_reads_no_flight_record():
             dist.barrier()
             assert not recorder.stuck()
             assert not read.called  # the group has been used since the last call
-        wait_until(lambda: not recorder.stuck(), "torch has recorded the end of all collectives")
-        assert read.called
-        read.reset_mock()
+
+        def is_idle() -> bool:
+            before = read.call_count
+            return not recorder.stuck() and read.call_count == before
+
+        wait_until(is_idle, "torch has recorded the end of all collectives")
+        asked = read.call_count
+        assert asked
         for _ in range(3):
             assert not recorder.stuck()
-        assert not read.called
+        assert read.call_count == asked
     dist.barrier()
