@@ -42,7 +42,13 @@ def print_on(number: int, text: Text) -> None:
 
 
 def _handle(number: int, frame: object) -> None:
-    """Take the wakeup descriptor back once nobody has it, and print if it was not this module's at the signal."""
+    """Print if the thread was not woken, since the wakeup descriptor was another's; take the descriptor if it is free.
+
+    the wakeup descriptor is      the thread was   so this prints, and the descriptor is afterwards
+    this module's                 woken            no: the same
+    another's                     not woken        yes: the other's
+    closed by its owner, or none  not woken        yes: this module's
+    """
     if _sender is None:
         return
     current = signal.set_wakeup_fd(_sender.fileno(), warn_on_full_buffer=False)

@@ -58,7 +58,16 @@ class StandByJudge(SurvivorJudge):
         return self.failure(f"no other rank of it is left, so none can call shrink.{reasons}", "over")
 
     def _give_up(self, each: MeshRound) -> Outcome | None:
-        """End the wait: without a decision if only ranks that stand by are there, which go on without this one."""
+        """End the wait at the deadline.
+
+        A rank decides that this one is in the new mesh only if it has called ``shrink``, and so has arrived:
+
+            the arrivals                              what follows
+            are deleted, or lack this rank            the attempt has been decided: read the decision
+            have a rank that called ``shrink``        it may decide at any moment: decide that this rank has stopped
+            have only ranks that stand by             take this rank's arrival back. The others' attempt goes on
+            change while that is done                 read them again
+        """
         called: list[int] = []
         for _ in range(timing.LIMITS.statuses):  # others may arrive and give up at the same time
             (text,) = self.client.run(Read(each.arrivals_key))
@@ -68,7 +77,7 @@ class StandByJudge(SurvivorJudge):
                 break
             others = b"".join(line for line, arrival in lines if arrival is None or arrival.process != self.process)
             if others == text:
-                break  # it has been decided, and these ranks arrived afterwards
+                break
             (now,) = self.client.run(Replace(each.arrivals_key, text, others))
             if now == others:
                 each.decision = self.failure(f"no rank called shrink in {self.deadline:g} s", "withdrawn")

@@ -46,12 +46,12 @@ def _value(store: Any, key: str) -> str:
     return str(store.compare_set(key, ABSENT, ABSENT).decode())
 
 
-def _entered(name: str) -> str:
+def _entered_key(name: str) -> str:
     """The counter of the ranks that have entered a world."""
     return f"{WORLD_KEY}.{name}.entered"
 
 
-def _left(name: str) -> str:
+def _left_key(name: str) -> str:
     """The counter of the ranks that have left a world."""
     return f"{WORLD_KEY}.{name}.left"
 
@@ -88,8 +88,8 @@ class Entry:
                 self._entered.add(name)
                 return name
             self._counted_in = ""
-            if store.add(_entered(name), -1) <= 0:  # all ranks of that world have left meanwhile
-                store.delete_key(_entered(name))
+            if store.add(_entered_key(name), -1) <= 0:  # all ranks of that world have left meanwhile
+                store.delete_key(_entered_key(name))
 
     def _count(self, store: Any) -> str:
         """Count this process in the world that is on the store, and return its name.
@@ -101,7 +101,7 @@ class Entry:
             new = secrets.token_hex(4)
             name = _compare_set_name(store, "", new)
             if name != OVER and name not in self._entered:
-                store.add(_entered(name), 1)
+                store.add(_entered_key(name), 1)
                 return name
             # After ``OVER``, the rank that was deleting the name has died. If another rank is faster, its name stays.
             store.compare_set(WORLD_KEY, name, new + REPLACED)
@@ -118,17 +118,17 @@ def _compare_set_name(store: Any, before: str, new: str) -> str:
 
 def leave_world(store: Any, name: str) -> bool:
     """Leave a world. The last rank to leave deletes the world's name and gets True."""
-    count = str(store.add(_left(name), 1))
-    if _value(store, _entered(name)) != count:
+    count = str(store.add(_left_key(name), 1))
+    if _value(store, _entered_key(name)) != count:
         return False
     in_time = time.monotonic() + timing.TIMING.world_end / 2
     over = store.compare_set(WORLD_KEY, name, OVER).decode() == OVER  # else another world has its name there
     # Before ``OVER``, a rank may have entered: it has counted itself. After that, ranks wait.
-    if over and _value(store, _entered(name)) != count:
+    if over and _value(store, _entered_key(name)) != count:
         store.compare_set(WORLD_KEY, OVER, name)
         return False
-    store.delete_key(_entered(name))
-    store.delete_key(_left(name))
+    store.delete_key(_entered_key(name))
+    store.delete_key(_left_key(name))
     # After ``world_end``, others take this rank for dead and replace ``OVER`` by the name of the next world. The store
     # has half of that time to delete the key.
     if over and time.monotonic() < in_time:

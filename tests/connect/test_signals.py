@@ -49,6 +49,15 @@ with open(sys.argv[1], "wb", buffering=0) as file:
     print(file.fileno() == number, fire(), os.fstat(number).st_size)
 """
 
+TAKEN = """
+signals.print_on(signal.SIGUSR1, text)
+receiver, sender = socket.socketpair()
+sender.setblocking(False)
+signal.set_wakeup_fd(sender.fileno())
+sender.close()
+print(fire(), fire())
+"""
+
 GONE = """
 signals.print_on(signal.SIGUSR1, lambda: None)
 signals.print_on(signal.SIGUSR1, text)
@@ -58,8 +67,8 @@ print(fire(), len(signals._printers[signal.SIGUSR1]))
 
 @pytest.mark.parametrize(
     ("program", "expected"),
-    [(LOOP, "1\n1 1\n"), (CLOSED, "True 1 0\n"), (GONE, "1 1\n")],
-    ids=["an event loop has taken the descriptor", "its owner has closed it", "a mesh is gone"],
+    [(LOOP, "1\n1 1\n"), (CLOSED, "True 1 0\n"), (TAKEN, "1 1\n"), (GONE, "1 1\n")],
+    ids=["an event loop has taken the descriptor", "its owner has closed it", "a later owner too", "a mesh is gone"],
 )
 def test_signal_prints_once_and_writes_nowhere_else(program: str, expected: str, tmp_path: Path):
     command = [sys.executable, "-c", START + program, str(tmp_path / "file")]
