@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Union
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pgmesh._util.formatting import format_calls, format_ranks
 from pgmesh.errors import OptionsError
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pgmesh")
 
-OptionKey = tuple[Union[tuple[int, ...], frozenset[Any]], str]
-"""Key of configured options: the ranks of a group, or the axes of a group of one rank; and the tag."""
+OptionKey = tuple[tuple[int, ...], str, frozenset[Any]]
+"""Key of configured options: the ranks of a group, its tag and, for a group of one rank, its axes."""
 
 OptionData = Sequence["tuple[Sequence[Axis], str, Mapping[str, Any]]"]
 """Configured options as plain data, for another rank: axes, tag and options."""
@@ -33,19 +33,20 @@ class Configured(NamedTuple):
     """Options, the axes that they were first configured for, and that line of code."""
 
     options: GroupOptions
-    spelling: str
+    axes_text: str
     call_site: str
 
 
 class ConfiguredOptions:
     """The configured options of one rank's groups.
 
-    Groups of one rank all have the same ranks, this rank alone, so their options belong to the axes:
+    Groups of one rank all have the same ranks, this rank alone, so their options belong to the axes. There are several
+    such groups if the options differ, so their names have the options:
 
-        a group of                  has the options of        in its name   which can change
-        several ranks               its ranks and its tag     no            until it is created
-        this rank, along axes       these axes and its tag    yes           until it is returned
-        this rank, by ``group_of``  the world                 no            never
+        a group of                  has the options of        its name has them   they can change
+        several ranks               its ranks and its tag     no                  until it is created
+        this rank, along axes       these axes and its tag    yes                 at any time: they give another group
+        this rank, by ``group_of``  the world                 no                  never
 
     Args:
         rank: this rank.
@@ -55,7 +56,6 @@ class ConfiguredOptions:
     def __init__(self, rank: int, default: GroupOptions) -> None:
         self._rank, self._default = rank, default
         self._configured: dict[OptionKey, Configured] = {}
-        self._returned: set[OptionKey] = set()  # of groups of this rank alone
         self._warned = False  # of a timeout in a call
 
     def of_call(self, members: Members, asked: Mapping[str, Any]) -> tuple[GroupOptions, dict[str, Any]]:
@@ -72,7 +72,7 @@ class ConfiguredOptions:
 
     def of_ranks(self, members: Members) -> GroupOptions:
         """The options that were configured for these ranks, otherwise those of the world."""
-        return self._options((members.ranks, members.tag))
+        return self._options((members.ranks, members.tag, frozenset()))
 
     def _options(self, key: OptionKey) -> GroupOptions:
         found = self._configured.get(key) if self._configured else None
@@ -80,9 +80,7 @@ class ConfiguredOptions:
 
     def _key(self, members: Members) -> OptionKey:
         """Key of the configured options of this rank's block."""
-        if len(members.ranks) > 1 or members.layout is None:
-            return members.ranks, members.tag
-        return frozenset(self._axes(members)), members.tag
+        return members.ranks, members.tag, frozenset(self._axes(members) if len(members.ranks) == 1 else ())
 
     def _axes(self, members: Members) -> tuple[Axis, ...]:
         """The axes of this rank's block, in mesh order."""
@@ -98,17 +96,8 @@ class ConfiguredOptions:
             raise OptionsError(
                 f"{label} was configured with {configured.options} at {configured.call_site}. An adopted group "
                 f"lacks these options.\n\n  mesh.{format_verb('group', members.axes)}   # a group with them; or adopt "
-                f"without configuring {configured.spelling}"
+                f"without configuring {configured.axes_text}"
             )
-
-    def mark_returned(self, members: Members) -> None:
-        """Record that the caller has a group. If it is of one rank, it is too late to configure it from now on."""
-        if len(members.ranks) == 1:
-            self._returned.add(self._key(members))
-
-    def forget_returned(self) -> None:
-        """Forget the groups of one rank: they were released."""
-        self._returned.clear()
 
     def configure(self, members: Members, options: Mapping[str, Any], created: Group | None, call_site: str) -> None:
         """Set options for the group of this rank's block along axes.
@@ -119,19 +108,19 @@ class ConfiguredOptions:
         Raises:
             OptionsError: the group exists, or the same ranks were configured differently under other axes.
         """
-        key, given, spelling = self._key(members), GroupOptions.of(options), ", ".join(map(str, self._axes(members)))
-        before = self._configured.get(key, Configured(GroupOptions(), spelling, ""))
+        key, given, axes_text = self._key(members), GroupOptions.of(options), ", ".join(map(str, self._axes(members)))
+        before = self._configured.get(key, Configured(GroupOptions(), axes_text, ""))
         after = before.options.but(options)
         if after.keywords() == before.options.keywords():
             return
-        if created is not None and (len(members.ranks) > 1 or key in self._returned):
+        if created is not None and len(members.ranks) > 1:
             raise OptionsError(
                 f"{created.label} was created at {created.call_site}, so it is too late to configure it.\n\n"
                 f"{format_calls(_instead_of_configuring(members.axes, members.tag, given))}"
             )
-        _check_agree(before, after, given, members, spelling)
-        site = call_site if before.spelling == spelling else before.call_site
-        self._configured[key] = Configured(after, before.spelling, site)
+        _check_agree(before, after, given, members, axes_text)
+        site = call_site if before.axes_text == axes_text else before.call_site
+        self._configured[key] = Configured(after, before.axes_text, site)
 
     def warn_of_timeout(self, asked: Mapping[str, Any], axes: tuple[Axis, ...], label: str) -> None:
         """Log once that a timeout in a call makes a second communicator.
@@ -159,22 +148,24 @@ def axes_of_root(root: Layout, layout: Layout, axes: tuple[Axis, ...], rank: int
     return axes if is_same else None
 
 
-def _check_agree(before: Configured, after: GroupOptions, given: GroupOptions, members: Members, spelling: str) -> None:
+def _check_agree(
+    before: Configured, after: GroupOptions, given: GroupOptions, members: Members, axes_text: str
+) -> None:
     """Raise OptionsError if other axes with the same ranks were configured with other values.
 
     Args:
         before: the options of these ranks so far.
         after: the same with those that are given.
         given: the options that are given.
-        spelling: the axes for which they are given.
+        axes_text: the axes for which they are given.
     """
     kept = {name: value for name, value in before.options.keywords().items() if value is not None}
-    if before.spelling != spelling and any(after.keywords()[name] != value for name, value in kept.items()):
+    if before.axes_text != axes_text and any(after.keywords()[name] != value for name, value in kept.items()):
         keywords = [f"{name}={value!r}" for name, value in given.given.items()]
-        separate = f"mesh.{format_verb('configure', members.axes, 'tag=' + repr(spelling), *keywords)}"
+        separate = f"mesh.{format_verb('configure', members.axes, 'tag=' + repr(axes_text), *keywords)}"
         raise OptionsError(
-            f"{spelling} and {before.spelling} are the same ranks here ({format_ranks(members.ranks)}), so one group. "
-            f"But {before.spelling} was configured with {before.options} at {before.call_site}, and {spelling} now "
+            f"{axes_text} and {before.axes_text} are the same ranks here ({format_ranks(members.ranks)}), so one "
+            f"group. But {before.axes_text} was configured with {before.options} at {before.call_site}, and {axes_text} now "
             f"with {given}.\n\n  {separate}   # a separate communicator; or use the same options for both"
         )
 

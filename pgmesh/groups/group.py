@@ -18,12 +18,11 @@ A group is found by its ranks, its tag and the options asked for in the call. It
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import math
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -63,20 +62,6 @@ class Left:
         """Add what other groups leave."""
         self.keys += other.keys
         self.rounds += other.rounds
-
-    def take(self) -> Iterator[Left]:
-        """Take it in parts, also what another thread adds meanwhile. An interrupt loses only the part in progress.
-
-        No part is taken twice: a round that this rank left twice would count for another member.
-        """
-        with contextlib.suppress(IndexError):  # another thread takes the last ones
-            while self.rounds:
-                yield Left(rounds=[self.rounds.pop()])
-        keys: list[str] = []
-        with contextlib.suppress(IndexError):
-            while self.keys:
-                keys.append(self.keys.pop())
-        yield Left(keys)
 
 
 @dataclass(eq=False)

@@ -18,7 +18,6 @@ groups then.
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Collection
@@ -57,9 +56,7 @@ class EndableMesh:
         self._first_end = threading.Lock()  # guards ``ended`` and ``aborted``
         self.lock = threading.RLock()  # guards the rest
         self._groups: dict[GroupKey, Group] = {}
-        self._released: list[Group] = []  # no longer in the table; an interrupt may have kept their process groups
-        self._groups_destroyed = False
-        self._left = Left()  # what ended groups have left in the store, until ``_clean``
+        self._groups_destroyed = False  # after its end
         self._device_meshes = DeviceMeshes(world.rank, identity.layout)
         self._meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # meshes that hold references to groups
         self._dependents: weakref.WeakSet[EndableMesh] = weakref.WeakSet()  # internal meshes that are aborted with it
@@ -155,28 +152,15 @@ class EndableMesh:
         Args:
             lock_seconds: timeout for ``lock``; -1 for none.
         """
-        if not self.lock.acquire(timeout=lock_seconds):
-            self._end_later(reason, aborted)
+        is_first = self._set_ended(reason, aborted)
+        if self._destroy_all(lock_seconds) or not is_first:
             return
-        try:
-            self._set_ended(reason, aborted)
-            if not self._groups_destroyed:
-                self._destroy_all()
-                self._groups_destroyed = True  # only now: after an interrupt, the next end destroys the others
-        finally:
-            self.lock.release()
-        self._clean()
-
-    def _end_later(self, reason: str, aborted: bool) -> None:
-        """End the mesh while another thread holds its lock. An abort ends the collectives at once."""
-        if not self._set_ended(reason, aborted):
-            return  # whoever has ended it destroys the groups
-        if aborted:
+        if aborted:  # end the collectives at once
             self._clear_references()
             teardown.wake(self.made())
             connections.shut_down(group.endpoints() for group in self.made())
         if not background.exiting.is_set():  # nothing waits for threads of a process that exits
-            background.in_background(functools.partial(self._end, reason, lock_seconds=-1))
+            background.in_background(self._destroy_all, -1)
 
     def _set_ended(self, reason: str, aborted: bool) -> bool:
         """Let the mesh create no more groups. False if it has ended before."""
@@ -186,34 +170,44 @@ class EndableMesh:
             self.aborted, self.ended = aborted, reason
             return True
 
-    def _destroy_all(self) -> None:
-        """Destroy all groups, under the lock."""
-        reason, aborted = str(self.ended), self.aborted
-        groups = [*self._groups.values(), *self._released]
-        self._destroy(groups, lambda group: group.end(reason, keeps_round=aborted), abort=aborted)
-        if not aborted:  # otherwise ``forget_store`` deletes the rest, by these groups
-            self._left.keys += self.identity.store_keys()
-            self._groups.clear()
-        self.world.stop_keeping(self)
+    def _destroy_all(self, lock_seconds: float) -> bool:
+        """Destroy all groups of a mesh that has ended, unless that was done before. False if its lock is not free."""
+        if not self.lock.acquire(timeout=lock_seconds):
+            return False
+        try:
+            if self._groups_destroyed:
+                return True
+            reason, aborted = str(self.ended), self.aborted
+            groups = [*self._groups.values()]
+            left = self._destroy(groups, lambda group: group.end(reason, keeps_round=aborted), abort=aborted)
+            if not aborted:  # otherwise ``forget_store`` deletes the rest, by these groups
+                left.keys += self.identity.store_keys()
+                self._groups.clear()
+            self.world.stop_keeping(self)
+            self._groups_destroyed = True  # only now: after an interrupt, the next end destroys the others
+        finally:
+            self.lock.release()
+        self.world.clean(left)
+        return True
 
     # -- some groups --------------------------------------------------------------------------------------------
 
-    def _destroy(self, groups: Collection[Group], end: Callable[[Group], Left], *, abort: bool) -> None:
-        """Destroy the process groups of some groups, under the lock. ``_clean`` follows it, without the lock.
+    def _destroy(self, groups: Collection[Group], end: Callable[[Group], Left], *, abort: bool) -> Left:
+        """Destroy the process groups of some groups, under the lock.
 
         Args:
             end: changes the state of a group, and returns what it leaves.
             abort: do not wait for collectives.
+
+        Returns:
+            What they leave in the store. The caller cleans it without the lock.
         """
         self._clear_references()
+        left = Left()
         for group in groups:
-            self._left.add(end(group))
+            left.add(end(group))
         teardown.destroy(groups, abort=abort)
-
-    def _clean(self) -> None:
-        """Delete what ended groups have left in the store, also in calls that an interrupt ended."""
-        for part in self._left.take():
-            self.world.clean(part)
+        return left
 
     def _clear_references(self) -> None:
         """Clear the references to groups. It may have no lock, so it repeats while another thread adds a mesh."""

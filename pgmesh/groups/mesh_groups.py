@@ -128,7 +128,6 @@ class MeshGroups(EndableMesh):
             group = self._group(members, differing)
             if not group.is_made:
                 self._make(group, members, options, differing)
-            self.configured.mark_returned(members)
             adoption.check_exists(group, members)
             return group
 
@@ -196,6 +195,8 @@ class MeshGroups(EndableMesh):
             if self.rank in layout:
                 members = self.members(layout, axes, tag)
                 self.configured.configure(members, options, self._created(members), call_site())
+                if len(members.ranks) == 1:
+                    self._clear_references()  # the next call gives another group
                 for (ranks, each_tag, _), group in self._groups.items():
                     if (ranks, each_tag) == members[:2] and not group.is_made and "timeout" in options:
                         group.new_timeout = None  # of an earlier ``set_timeout``, before it broke
@@ -206,11 +207,9 @@ class MeshGroups(EndableMesh):
                 self._options_by_axes[root_axes, tag] = before.but(options)
 
     def _created(self, members: Members) -> Group | None:
-        """The group of some members that has the configured options, if it was created; of one rank, any group."""
-        for (ranks, tag, asked), group in self._groups.items():
-            if group.is_made and (ranks, tag) == members[:2] and (asked == _NOTHING_ASKED or len(ranks) == 1):
-                return group
-        return None
+        """The group of some members that has the configured options, if it was created."""
+        group = self._groups.get((members.ranks, members.tag, _NOTHING_ASKED))
+        return group if group is not None and group.is_made else None
 
     def set_timeout(self, timeout: timedelta, chosen: Callable[[tuple[int, ...]], bool]) -> int:
         """Change the timeout of the existing groups whose ranks are chosen; return their number."""
@@ -258,7 +257,6 @@ class MeshGroups(EndableMesh):
                 self.world.keep(self)
                 group.adopt(process_group, call_site(), self.world.options)
             adoption.check_is_same(group, process_group, members)
-            self.configured.mark_returned(members)
 
     # -- ends of some groups, and the mesh that replaces this one -------------------------------------------------
 
@@ -268,16 +266,10 @@ class MeshGroups(EndableMesh):
         reason = f"was released at {call_site()}; ask its mesh for it anew."
         with self.lock:
             # First the table: if an interrupt ends the rest, the next call still creates new groups.
-            released = {key: group for key, group in self._groups.items() if key[0] == ranks}
-            self._released += released.values()
-            for key in released:
-                del self._groups[key]
+            released = [self._groups.pop(key) for key in [*self._groups] if key[0] == ranks]
             self._generations.release(ranks)
-            if len(ranks) == 1:
-                self.configured.forget_returned()
-            self._destroy(released.values(), lambda group: group.end(reason), abort=False)
-            self._released = [group for group in self._released if group.has_process_group]
-        self._clean()
+            left = self._destroy(released, lambda group: group.end(reason), abort=False)
+        self.world.clean(left)
 
     def discard(self, groups: Iterable[Group], reason: str) -> None:
         """Destroy the process groups of groups whose first collective failed. The next use makes them again."""
@@ -285,8 +277,8 @@ class MeshGroups(EndableMesh):
             broken = [group for group in groups if group.state is not State.ENDED]  # by another thread
             if not broken:
                 return
-            self._destroy(broken, lambda group: group.break_(reason), abort=True)
-        self._clean()
+            left = self._destroy(broken, lambda group: group.break_(reason), abort=True)
+        self.world.clean(left)
 
     def forget(self, process_group: Any) -> None:
         """Drop a group that torch destroys. The next group gets another name."""
@@ -301,10 +293,10 @@ class MeshGroups(EndableMesh):
                 return
             if group.created_by == "pgmesh":  # torch names the groups of new_group
                 self._generations.destroy(group.path)
-            self._left.add(group.end("was destroyed; ask its mesh for it anew."))
+            left = group.end("was destroyed; ask its mesh for it anew.")
             teardown.mark_destroyed(group)
             del self._groups[key]
-        self._clean()
+        self.world.clean(left)
 
     def options_for_replacement(self) -> OptionData:
         """The options that were configured without an error: the groups of the replacement have other ranks."""
