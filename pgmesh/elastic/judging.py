@@ -97,7 +97,7 @@ class SurvivorJudge(Judge[MeshRound, Outcome]):
         statuses.read(run, ranks)
         lost = statuses.lost(ranks, self.lost_after)
         unknown = [rank for rank in itertools.takewhile(asks, ranks) if rank not in lost]
-        statuses.find_ended(run, unknown, all_of_them=all_ended)
+        statuses.find_ended(run, unknown, self.lost_after, all_of_them=all_ended)
         return lost | statuses.lost(unknown, self.lost_after)
 
     def failure(self, problem: str, error: str) -> Outcome:

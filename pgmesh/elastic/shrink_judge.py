@@ -137,7 +137,10 @@ class ShrinkJudge(SurvivorJudge):
 
         At many, the first 32 ranks that called ``shrink`` look at once, the next 32 an inspection later, and so on.
         """
-        return len(absent) <= timing.LIMITS.statuses or self.client.now() >= self._turn * timing.TIMING.inspection
+        return (
+            len(absent) <= timing.LIMITS.statuses
+            or self.client.now() >= self._turn * timing.TIMING.inspection * self.pace
+        )
 
     def _read_arrivals(self, each: MeshRound) -> tuple[dict[int, Arrival], str]:
         """The arrivals by rank, of its last process; and what is wrong with them, "" for nothing."""

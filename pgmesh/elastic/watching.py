@@ -76,7 +76,7 @@ def abort_when_lost(mesh: MeshGroups, lost_after: float | None) -> None:
         if statuses.record(next_rank).heard == heard:  # it is silent, and its whole host may be lost
             statuses.read(run, others)  # whose silence counts from now on
             watched = [rank for rank in (next_rank, *others) if statuses.record(rank).status][:1]
-            statuses.find_ended(run, watched)
+            statuses.find_ended(run, watched, state.lost_after)
         lost = statuses.lost(watched, state.lost_after)
         if lost:  # in another thread: this one sends the heartbeats
             in_background(mesh.abort, next(iter(lost.values())))

@@ -165,8 +165,9 @@ def _check_agree(
         separate = f"mesh.{format_verb('configure', members.axes, 'tag=' + repr(axes_text), *keywords)}"
         raise OptionsError(
             f"{axes_text} and {before.axes_text} are the same ranks here ({format_ranks(members.ranks)}), so one "
-            f"group. But {before.axes_text} was configured with {before.options} at {before.call_site}, and {axes_text} now "
-            f"with {given}.\n\n  {separate}   # a separate communicator; or use the same options for both"
+            f"group. But {before.axes_text} was configured with {before.options} at {before.call_site}, and "
+            f"{axes_text} now with {given}.\n\n"
+            f"  {separate}   # a separate communicator; or use the same options for both"
         )
 
 

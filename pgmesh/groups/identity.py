@@ -58,13 +58,13 @@ class MeshIdentity:
     ) -> None:
         self.name, self.layout, self.rank, self.world_size = name, layout, rank, world_size
         self.pickled_number = pickled
+        self.generation = 0
+        # Set by ``registration.py``, in this order:
         self.number = 0  # the local number
         self.counted = False  # the next mesh of this name in this process has another number
-        self.generation = 0
-        # Set by ``registration.py``:
         self.shared_number: int | None = None  # None until it is derived
-        self.registered = False  # this rank has published the fingerprint
-        self.rejoined = False  # registered as the mesh that the predecessor was in
+        self.rejoined = False  # it is the mesh that the predecessor was in
+        self.registered = False  # this rank has published the fingerprint, and no other one differs
         if call is not None:
             self.call = call
 

@@ -1,4 +1,4 @@
-"""The registration of meshes in a world's store: their shared numbers, and the comparison of their fingerprints.
+"""The numbers of a world's meshes, and their registration in its store: the comparison of their fingerprints.
 
 What the numbers are for is in ``identity.py``.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 
 from pgmesh.errors import MismatchError
@@ -14,13 +15,13 @@ from pgmesh.groups.identity import MeshIdentity
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.comparing import check_mesh, register_mesh
 from pgmesh.rendezvous.operations import CompareSet, Operation, Raw, Read, Run
-from pgmesh.rendezvous.processes import meshes_key, process_label, without_token
+from pgmesh.rendezvous.processes import Claim, meshes_key, process_label, without_token
 from pgmesh.rendezvous.records import Decision, pack, unpack
 from pgmesh.rendezvous.store_thread import StoreThread
 
 
 class Registration:
-    """The meshes that this process has registered in one world.
+    """The numbers of the meshes of this process in one world, and which of them are registered.
 
     Args:
         rank: this process's rank.
@@ -30,11 +31,25 @@ class Registration:
     def __init__(self, rank: int, store_thread: Callable[[], StoreThread]) -> None:
         self._rank, self._store_thread = rank, store_thread
         self._lock = threading.Lock()  # held by the thread that registers a mesh; the others wait for it
-        # All by the prefix of the names of meshes, such as "pgmesh/train":
+        self._rejoined = set[str]()  # the meshes that the predecessor was in, such as "pgmesh/train.0/"
+        # By the prefix of the names of meshes, such as "pgmesh/train":
+        self._next: defaultdict[str, int] = defaultdict(int)  # the next local number
         self._offsets: dict[str, int] = {}  # the shared minus the local number of each mesh of the name
-        self._rejoined: dict[str, int | None] = {}  # local number of the mesh that the predecessor was in
-        self._of_predecessor: dict[str, int] = {}  # its last shared numbers
         self._published: dict[str, int] = {}  # last shared numbers of this rank, in any process; the latest at the end
+
+    def count(self, identity: MeshIdentity, *, is_used: bool = True) -> None:
+        """Give a mesh its local number, unless it has one for good. The caller holds ``world.registering``.
+
+        Args:
+            is_used: the next mesh of this name has another number. Until then, that of an unpickled mesh may change:
+                ranks that load no mesh count none.
+        """
+        if identity.counted:
+            return
+        identity.number = max(self._next[identity.prefix], identity.pickled_number or 0)
+        if is_used:
+            identity.counted = True
+            self._next[identity.prefix] = identity.number + 1
 
     def store_key(self, identity: MeshIdentity, path: str, seconds: float) -> str:
         """Prefix of the store keys of a group. The first call registers the mesh.
@@ -72,22 +87,22 @@ class Registration:
             self._lock.release()
 
     def _register(self, identity: MeshIdentity, thread: StoreThread, run: Run, *, rejoin: bool) -> None:
-        store, prefix = thread.store, identity.prefix
-        if not self._offsets:
-            (text,) = run(Read(meshes_key(self._rank)))  # the first operation shows whether there was a predecessor
-            self._of_predecessor = _unpack(text) if store.claim.replaces_process else {}
-            self._published = dict(self._of_predecessor)
-        if prefix not in self._offsets:
-            self._rejoined[prefix] = identity.number if rejoin and store.claim.replaces_process else None
-            self._offsets[prefix] = self._find_offset(identity, run, rejoin) if store.claim.replaces_process else 0
-        identity.rejoined = self._rejoined[prefix] == identity.number and not identity.generation
-        identity.shared_number = identity.number + self._offsets[prefix]
-        if store.claim.same_rank:
+        self._set_shared_number(identity, thread.store.claim, run, rejoin=rejoin)
+        if thread.store.claim.same_rank:
             _refuse(identity, thread, run)
-        publish = self._publish(prefix, identity.shared_number)
-        *_, first_seen = run(publish, *register_mesh(identity.key, identity.fingerprint))
+        *_, first_seen = run(self._publish(identity), *register_mesh(identity.key, identity.fingerprint))
         check_mesh(run, identity.key, identity.fingerprint, first_seen)
         identity.registered = True
+
+    def _set_shared_number(self, identity: MeshIdentity, claim: Claim, run: Run, *, rejoin: bool) -> None:
+        if not self._offsets:
+            (text,) = run(Read(meshes_key(self._rank)))  # the first operation, which completes the claim
+            self._published = _unpack(text) if claim.replaces_process else {}
+        if identity.prefix not in self._offsets:
+            self._offsets[identity.prefix] = self._find_offset(identity, run, rejoin) if claim.replaces_process else 0
+            self._rejoined |= {identity.group_name("")} if rejoin and claim.replaces_process else set()
+        identity.rejoined = identity.group_name("") in self._rejoined  # also one that is unpickled a second time
+        identity.shared_number = identity.number + self._offsets[identity.prefix]
 
     def _find_offset(self, identity: MeshIdentity, run: Run, rejoin: bool) -> int:
         """The shared minus the local number of the first mesh of a name, in a process that replaces another one.
@@ -100,7 +115,7 @@ class Registration:
 
         In a process that replaces no other, the shared number is the local one.
         """
-        last = self._of_predecessor.get(identity.prefix)
+        last = self._published.get(identity.prefix)
         if rejoin and last is not None:
             return last - identity.number
         others = self._of_others(identity, run)
@@ -114,9 +129,10 @@ class Registration:
         published = map(_unpack, run(*(Read(meshes_key(rank)) for rank in others)) if others else ())
         return [numbers[identity.prefix] for numbers in published if identity.prefix in numbers]
 
-    def _publish(self, prefix: str, shared: int) -> Operation:
-        """The store operation that publishes this rank's last shared numbers, among them this one."""
-        self._published[prefix] = max(shared, self._published.pop(prefix, 0))  # at the end
+    def _publish(self, identity: MeshIdentity) -> Operation:
+        """The store operation that publishes this rank's last shared numbers, among them that of this mesh."""
+        last = self._published.pop(identity.prefix, 0)
+        self._published[identity.prefix] = max(identity.shared_number or 0, last)  # at the end
         latest = [*self._published.items()][-timing.LIMITS.published_names :]
         return Raw("set", (meshes_key(self._rank), pack(numbers=dict(latest))))
 

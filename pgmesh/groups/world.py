@@ -10,7 +10,6 @@ import functools
 import itertools
 import threading
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,6 @@ from pgmesh.groups import background
 from pgmesh.groups.aborts import Aborts
 from pgmesh.groups.default_world import store_address, world_options, world_rank_and_size
 from pgmesh.groups.group import Left
-from pgmesh.groups.identity import MeshIdentity
 from pgmesh.groups.registration import Registration
 from pgmesh.groups.watch import Watch
 from pgmesh.options import GroupOptions
@@ -33,7 +31,7 @@ from pgmesh.rendezvous.world_store import WorldStore
 
 
 class World:
-    """This process in one world: the store thread, the statuses of other ranks, its meshes and their numbers.
+    """This process in one world: the store thread, the statuses of other ranks, and its meshes.
 
     Args:
         store: the world's store.
@@ -53,7 +51,6 @@ class World:
         self._thread: StoreThread | None = None  # started by the first store operation
         self._statuses: Statuses | None = None
         self.registration = Registration(rank, self.store_thread)
-        self._next_numbers: defaultdict[str, int] = defaultdict(int)  # local numbers of meshes, by the prefix of names
 
     def store_thread(self) -> StoreThread:
         """The store thread of this process. The first call starts it."""
@@ -138,21 +135,8 @@ class World:
                         f"  mesh = pgmesh.meshes()[{mesh.name!r}]    # use that one\n"
                         f"  pgmesh.meshes()[{mesh.name!r}].close()   # or close it first, or use another name"
                     )
-            self._set_number(mesh.identity, counts=mesh.identity.pickled_number is None)
+            self.registration.count(mesh.identity, is_used=mesh.identity.pickled_number is None)
             self.meshes[mesh] = None
-
-    def _set_number(self, identity: MeshIdentity, *, counts: bool) -> None:
-        """Set the local number of a mesh, unless it is counted already.
-
-        Args:
-            counts: the next mesh of this name has another number.
-        """
-        if identity.counted:
-            return
-        identity.number = max(self._next_numbers[identity.prefix], identity.pickled_number or 0)
-        identity.counted = counts
-        if counts:
-            self._next_numbers[identity.prefix] = identity.number + 1
 
     def keep(self, mesh: Any) -> None:
         """Keep a mesh alive, from its first group on. An unpickled mesh is counted now.
@@ -174,7 +158,7 @@ class World:
                         f"  {mesh.layout.spell('ProcessGroupMesh', world=self.size, name='actor')}   "
                         "# or name this one"
                     )
-            self._set_number(mesh.identity, counts=True)  # of an unpickled one; ranks that load no mesh count none
+            self.registration.count(mesh.identity)  # an unpickled one, which is used now
             self.with_groups.add(mesh)
 
     def stop_keeping(self, mesh: Any) -> None:

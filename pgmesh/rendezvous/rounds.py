@@ -213,12 +213,12 @@ class Rounds(Generic[R, D]):
     Args:
         rounds: the rounds.
         judge: what they decide, the store and the clock.
-        warning: when the log says what this rank waits for, in seconds of the call; inf once it has.
+        warning: the time in the call at which the log says what this rank waits for; inf once it has.
     """
 
     def __init__(self, rounds: Sequence[R], judge: Judge[R, D]) -> None:
         self.rounds, self.judge, self.client = rounds, judge, judge.client
-        self.warning = math.inf
+        self.warning = min(judge.deadline / 3, timing.TIMING.stragglers)
         self._next_look = 0.0
 
     def run(self) -> None:
@@ -304,7 +304,6 @@ class Rounds(Generic[R, D]):
     def _wait(self, arrival_seconds: float) -> None:
         """Wait until all rounds are decided. If the arrival was slow, begin with longer pauses, to spare the store."""
         extra = min(arrival_seconds, timing.TIMING.longest_start_delay)
-        self.warning = min(self.judge.deadline / 3, timing.TIMING.stragglers)
         self._next_look = self.client.now() + max(timing.TIMING.first_inspection * self.judge.pace, extra)
         for pause in pauses(self.judge.pace, arrival_seconds / 4):
             self._look()

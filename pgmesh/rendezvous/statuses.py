@@ -250,23 +250,25 @@ class Statuses:
         """What is known of a rank; an empty record before it was read."""
         return self.records.get(rank, Record())
 
-    def find_ended(self, run: Run, ranks: Iterable[int], *, all_of_them: bool = False) -> None:
+    def find_ended(
+        self, run: Run, ranks: Iterable[int], lost_after: float | None = None, *, all_of_them: bool = False
+    ) -> None:
         """Ask the listeners of some ranks, up to the first process that has not ended: the caller waits for that one.
 
         Args:
             run: performs operations on the store.
+            lost_after: as in the class, for this call.
             all_of_them: ask the others too, up to the first host that does not answer: a wait of ``ANSWER_SECONDS``,
                 or of less if the rank becomes lost before, since its silence then says enough.
         """
-        start = self.now()
         for rank in ranks:
             record = self.record(rank)
             if record.status is None or record.loss(math.inf):
                 continue
-            wait = min(ANSWER_SECONDS, max(_SHORTEST_WAIT, self.lost_after - record.silence))
+            wait, asked = min(ANSWER_SECONDS, max(_SHORTEST_WAIT, self.limit(lost_after) - record.silence)), self.now()
             if self._has_ended(record.status, record.silence, wait):
                 self._note_end(run, rank, record.status)
-            elif not all_of_them or self.now() - start >= wait:
+            elif not all_of_them or self.now() - asked >= wait:
                 return
 
     def _note_end(self, run: Run, rank: int, status: RankStatus) -> None:

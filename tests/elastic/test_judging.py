@@ -198,6 +198,16 @@ def test_rank_warns_once_about_missing_ranks():
     assert late.warnings == []
 
 
+def test_rank_warns_once_in_several_attempts():
+    stopped = Outcome(failed="rank 1 stopped", error="stopped").pack().encode()
+    one = Rank(values=status(1), deadline=9.0)
+    one.client.between = lambda: one.client.values.update(
+        {"m/shrink/0/decision": stopped} if one.client.clock > 4.0 else {}
+    )
+    one.agree()
+    assert (one.round.number, len(one.warnings)) == (1, 1)
+
+
 # -- spares and new processes -----------------------------------------------------------------------------------------
 
 

@@ -410,4 +410,5 @@ def test_almost_lost_rank_waits_shortly_for_its_listener():
     for clock[0] in (0.0, 4.75, 6.0):
         statuses.read(run, [1])
         statuses.find_ended(run, [1])
-    assert waits == [0.5, 0.25, 0.05]
+    statuses.find_ended(run, [1], 6.25)  # the limit of a call
+    assert waits == [0.5, 0.25, 0.05, 0.25]
