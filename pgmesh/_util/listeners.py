@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import socket
+
+from pgmesh._util.sockets import open_connection
 
 ANSWER_SECONDS = 0.5
 """Timeout for one connection to a listener, unless another one is given."""
@@ -20,7 +21,7 @@ def is_loopback(host: str) -> bool:
 def refuses(endpoint: tuple[str, int], wait: float = ANSWER_SECONDS) -> bool:
     """True if the endpoint refuses a connection. No answer in so many seconds is no proof."""
     try:
-        socket.create_connection(endpoint, wait).close()
+        open_connection(endpoint, wait).close()
     except (OSError, UnicodeError) as error:  # or a host that can be no name
         return isinstance(error, ConnectionRefusedError)
     return False

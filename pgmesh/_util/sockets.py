@@ -10,6 +10,21 @@ from collections.abc import Iterator
 from typing import Any
 
 
+def as_host(name: str) -> str | bytes:
+    """The name of a host for ``socket.getaddrinfo``. Python needs 3 ms before the first one that is not bytes."""
+    return name.encode() if name.isascii() else name
+
+
+def open_connection(address: tuple[str, int], seconds: float) -> socket.socket:
+    """Open a connection to a host and port, within so many seconds for each of the host's addresses.
+
+    Raises:
+        OSError: there was none.
+        UnicodeError: the host can be no name.
+    """
+    return socket.create_connection((as_host(address[0]), address[1]), seconds)  # type: ignore[arg-type]
+
+
 def descriptors() -> list[int]:
     """The descriptors of this process; none without /proc, or if it can open no more files."""
     with contextlib.suppress(OSError):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as _c10d
 
 from pgmesh import torch_private
+from pgmesh._util.sockets import as_host
 from pgmesh.errors import OptionsError
 from pgmesh.options import GroupOptions
 
@@ -94,7 +95,8 @@ def connects_in_background(group: Any) -> bool:
 def _own_address() -> str:
     """The address that Gloo uses by default: the first of this host that can be bound. Looked up once."""
     with contextlib.suppress(OSError):
-        for family, variant, _, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+        host = as_host(socket.gethostname())
+        for family, variant, _, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
             with contextlib.suppress(OSError), socket.socket(family, variant) as trial:
                 trial.bind(address)
                 return str(address[0])

@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections.abc import Iterable
 
 from pgmesh import torch_private
 from pgmesh._util.listeners import ANSWER_SECONDS
-from pgmesh._util.sockets import descriptors
+from pgmesh._util.sockets import descriptors, open_connection
 from pgmesh.groups.connections import Endpoints
 
 _GLOO_TIMEOUTS = 5
@@ -63,5 +62,5 @@ def wake(groups: Iterable[Endpoints]) -> None:
     if not used or used + 2 * len(wakes) >= os.sysconf("SC_OPEN_MAX"):  # Gloo must be able to accept (listener.cc:68)
         return
     for own, place in wakes:
-        with contextlib.suppress(OSError), socket.create_connection(own, ANSWER_SECONDS) as connection:
+        with contextlib.suppress(OSError), open_connection(own, ANSWER_SECONDS) as connection:
             connection.sendall(torch_private.gloo_greeting(place))

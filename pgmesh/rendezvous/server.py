@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from pgmesh._util.listeners import refuses
-from pgmesh._util.sockets import ending_when_cut
+from pgmesh._util.sockets import ending_when_cut, open_connection
 from pgmesh.rendezvous import timing
 
 _CUT = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN)
@@ -58,7 +58,7 @@ class Server:
     def _reach(self, address: tuple[str, int]) -> socket.socket:
         while True:
             try:
-                return socket.create_connection(address, 2.0)  # the kernel would try again at growing intervals
+                return open_connection(address, 2.0)  # the kernel would try again at growing intervals
             except OSError as error:
                 is_cut = isinstance(error, TimeoutError) or error.errno in _CUT
                 if not is_cut or self._address is None or self.leaves:
