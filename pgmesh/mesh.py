@@ -288,7 +288,7 @@ class ProcessGroupMesh(RankMethods):
             options: as in ``GroupOptions``. Options not given keep their value; the default is that of the world.
 
         Raises:
-            OptionsError: there is no such option, or the group was created already.
+            OptionsError: there is no such option, or a group of several ranks was created already.
 
         >>> mesh.configure("pp", timeout=600)
         """

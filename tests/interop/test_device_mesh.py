@@ -387,8 +387,8 @@ def test_axis_of_one_rank_is_adopted_or_configured():
             mesh.adopt("tp", theirs)
         mesh.adopt("pp", theirs)
         assert mesh.group("pp") is theirs
-        with pytest.raises(OptionsError, match=r"group pp of mesh 'actor' was created at .* too late"):
-            mesh.configure("pp", timeout=timedelta(seconds=40))
+        mesh.configure("pp", timeout=timedelta(seconds=40))  # one rank needs no other: it gets a group with that
+        assert mesh.group("pp") is mesh.group("tp") is not theirs
 
 
 def test_axes_of_one_rank_share_an_adopted_group():
