@@ -28,14 +28,14 @@ class Progress(enum.Enum):
     """The state of a first collective on this rank.
 
     - *waiting*: this rank has not entered it.
-    - *running*: torch has not ended it.
-    - *raised*: torch has raised an error. A lost member, which is noticed later, may be the reason.
+    - *running*: torch has not ended it. Or it has raised an error, and a lost member, which is noticed later, may be
+      the reason.
     - *failed*: it has its error.
     - *published*: the other members know of the error.
     - *done*: its sum is right.
     """
 
-    WAITING, RUNNING, RAISED, FAILED, PUBLISHED, DONE = range(6)
+    WAITING, RUNNING, FAILED, PUBLISHED, DONE = range(5)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class FirstCollective:
 
     def is_running(self) -> bool:
         """True until it is known whether and why it failed."""
-        return self.state in (Progress.RUNNING, Progress.RAISED)
+        return self.state is Progress.RUNNING
 
     def following(self, number: int) -> Sequence[int]:
         """The members after this rank, in a ring. Each member asks the listeners of a few others."""
@@ -102,7 +102,7 @@ class FirstCollective:
 
     def poll(self) -> None:
         """Check for the end of a running collective."""
-        if self.state is not Progress.RUNNING or not self._work.is_completed():
+        if not self.is_running() or self._raised is not None or not self._work.is_completed():
             return
         try:
             self._work.wait()
@@ -113,7 +113,6 @@ class FirstCollective:
         except Exception as error:
             now = self._statuses.now()
             self._raised = _Raised(error.with_traceback(None), now, failures.describe_dead(self.group))
-            self.state = Progress.RAISED
         else:
             self._check(total)
 

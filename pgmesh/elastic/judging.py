@@ -84,7 +84,7 @@ class SurvivorJudge(Judge[MeshRound, Outcome]):
     def find_lost(
         self, ranks: Sequence[int], *, asks: Callable[[int], bool] = lambda rank: True, all_ended: bool = False
     ) -> dict[int, str]:
-        """Read the statuses of some ranks, and ask the listeners of those that are not lost by their status.
+        """Read the statuses of some ranks, and ask the listeners of those that are not lost by them.
 
         Args:
             asks: called with each rank once its status is read. The first False ends the asking.
@@ -95,10 +95,8 @@ class SurvivorJudge(Judge[MeshRound, Outcome]):
         """
         statuses, run = self.statuses, self.client.run
         statuses.read(run, ranks)
-        lost = statuses.lost(ranks, self.lost_after)
-        unknown = [rank for rank in itertools.takewhile(asks, ranks) if rank not in lost]
-        statuses.find_ended(run, unknown, self.lost_after, all_of_them=all_ended)
-        return lost | statuses.lost(unknown, self.lost_after)
+        statuses.find_ended(run, itertools.takewhile(asks, ranks), self.lost_after, all_of_them=all_ended)
+        return statuses.lost(ranks, self.lost_after)
 
     def failure(self, problem: str, error: str) -> Outcome:
         """The decision that the attempt failed."""

@@ -57,17 +57,18 @@ class Findings:
     def lost(self) -> dict[int, str]:
         """The members that are lost or have a new process, each with the reason."""
         ranks, there = self.layout.ranks(), self.arrivals
-        lost = {rank: self.dead_or_silent[rank] for rank in ranks if rank in self.dead_or_silent and rank not in there}
+        lost = {rank: self.dead_or_silent[rank] for rank in ranks if rank in self.dead_or_silent}
         # A member that stands by is a new process in the place of the lost one.
-        new = [rank for rank in ranks if rank in there and not there[rank].call]
+        new = [rank for rank in ranks if rank not in lost and rank in there and not there[rank].call]
         return lost | {rank: f"rank {rank} stands by, as a new process does" for rank in new}
 
     @property
     def ready(self) -> dict[int, str]:
-        """By spare that can take a place, its process; in the order of the request."""
+        """By spare that can take a place, its process: first those that take their own, each in the order given."""
         there = [rank for rank in self.request.spares if rank in self.arrivals and rank not in self.dead_or_silent]
         lost = self.lost
-        return {rank: self.arrivals[rank].process for rank in there if rank in lost or rank not in self.layout}
+        new, others = [rank for rank in there if rank in lost], [rank for rank in there if rank not in self.layout]
+        return {rank: self.arrivals[rank].process for rank in (*new, *others)}
 
     @property
     def coming(self) -> list[int]:

@@ -117,17 +117,19 @@ def stand_by(mesh: MeshGroups, seconds: float, lost_after: float | None) -> Mesh
 
 
 def _client(mesh: MeshGroups, seconds: float) -> CallClient:
-    """The store and the clock of one call. It ends when another thread closes the mesh."""
-    _check_open(mesh)
+    """The store and the clock of one call. It ends when another thread closes or replaces the mesh."""
+    _check_replaceable(mesh)
     client = CallClient(mesh.world.heartbeat_thread(), seconds)
-    client.on_sleep = functools.partial(_check_open, mesh)
+    client.on_sleep = functools.partial(_check_replaceable, mesh)
     return client
 
 
-def _check_open(mesh: MeshGroups) -> None:
-    """Raise LifetimeError if the mesh was closed. One that was aborted can be replaced."""
+def _check_replaceable(mesh: MeshGroups) -> None:
+    """Raise LifetimeError if the mesh was closed or replaced. One that was aborted can be replaced."""
     if mesh.ended is not None and not mesh.aborted:
         raise LifetimeError(f"{mesh.label} {mesh.ended} It cannot be replaced.")
+    if mesh.state_of(ElasticState).replaced:  # the new mesh may be closed, or have lost ranks since
+        raise LifetimeError(f"{mesh.label} was replaced already. Use the mesh that shrink or stand_by returned.")
 
 
 @dataclass
@@ -232,8 +234,7 @@ class ShrinkCall:
             outcome: the decision.
         """
         mesh, state = self.mesh, self.mesh.state_of(ElasticState)
-        if state.replaced_by == identity.key:  # that one may be closed, or have lost ranks since
-            raise LifetimeError(f"{mesh.label} was replaced already. Use the mesh that shrink or stand_by returned.")
+        _check_replaceable(mesh)  # by another thread meanwhile
         mesh.forget_store()
         if self.request is not None and mesh.rank in outcome.lost:
             raise MembershipError(
@@ -254,7 +255,7 @@ class ShrinkCall:
         )
         if state.aborts_when_lost:
             abort_when_lost(after, state.lost_after)
-        state.replaced_by = identity.key
+        state.replaced = True
         return after
 
 

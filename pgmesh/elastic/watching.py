@@ -26,14 +26,14 @@ class ElasticState:
     Args:
         shrunk: the change, if ``shrink`` created this mesh.
         attempts: by prefix of a mesh's store keys, the number of the attempt at which a retry of ``shrink`` begins.
-        replaced_by: prefix of the store keys of the mesh that replaced this one; "" for none.
+        replaced: a call has returned the mesh that replaces this one.
         aborts_when_lost: ``abort_when_lost`` was called.
         lost_after: seconds of silence after which a lost rank aborts the mesh; None for the default.
     """
 
     shrunk: Any = None
     attempts: Counter[str] = field(default_factory=Counter)
-    replaced_by: str = ""
+    replaced: bool = False
     aborts_when_lost: bool = False
     lost_after: float | None = None
 

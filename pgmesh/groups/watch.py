@@ -103,7 +103,7 @@ class Watch:
         ranks = _watched(group)
         warn_after = timing.TIMING.warn_after
         if missing := self._statuses.lost(ranks):
-            what, warn_after = "sent no heartbeat", 0.0
+            what, warn_after = "left, ended or sent no heartbeat", 0.0
         elif missing := self._describe(self._absent(run, group)):
             what = "did not reach the first collective"
         elif group.gloo is not None and (missing := self._describe(self._unreported(ranks, collective))):

@@ -70,8 +70,9 @@ def search_circle(run: Run, statuses: Statuses, rank: int, waits: Sequence[Pendi
         unread = {each for waiting in pending.values() for wait in waiting for each in wait.missing} - {*pending}
         if not unread or find_circle(rank, pending):
             break
-        statuses.read(run, sorted(unread)[: timing.LIMITS.statuses])
-        pending |= {each: status.pending if (status := statuses.record(each).status) else () for each in unread}
+        some = sorted(unread)[: timing.LIMITS.statuses]
+        statuses.read(run, some)
+        pending |= {each: status.pending if (status := statuses.record(each).status) else () for each in some}
     circle = find_circle(rank, pending)
     return circle if _is_closed(run, circle) else ()
 

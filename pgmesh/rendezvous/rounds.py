@@ -57,18 +57,17 @@ class Client(Protocol):
         """Publish the groups that this rank waits for."""
 
 
-def pauses(pace: float = 1.0, first: float = 0.0) -> Iterator[float]:
+def pauses(pace: float = 1.0) -> Iterator[float]:
     """Pauses between reads of the store, in seconds: each is 1.5 times the one before, up to a limit.
 
     Args:
         pace: factor of the limit; greater than 1 in a large world.
-        first: shortest first pause.
 
     >>> [round(pause, 4) for pause, _ in zip(pauses(), range(10))]
     [0.002, 0.003, 0.0045, 0.0068, 0.0101, 0.0152, 0.0228, 0.0342, 0.05, 0.05]
     """
     longest = timing.TIMING.longest_pause * pace
-    pause = min(max(first, timing.TIMING.first_pause), longest)
+    pause = min(timing.TIMING.first_pause, longest)
     while True:
         yield pause
         pause = min(pause * 1.5, longest)
@@ -231,9 +230,8 @@ class Rounds(Generic[R, D]):
         arriving = self.rounds
         try:
             while arriving:
-                began = self.client.now()
                 self._arrive(arriving)
-                self._wait(arrival_seconds=self.client.now() - began)
+                self._wait()
                 arriving = [each for each in self.rounds if self.judge.tries_again(each)]
                 for each in arriving:
                     each.go_on()
@@ -301,11 +299,10 @@ class Rounds(Generic[R, D]):
         for each, decision in self.judge.arrived(arrived):
             self.decide(each, decision)
 
-    def _wait(self, arrival_seconds: float) -> None:
-        """Wait until all rounds are decided. If the arrival was slow, begin with longer pauses, to spare the store."""
-        extra = min(arrival_seconds, timing.TIMING.longest_start_delay)
-        self._next_look = self.client.now() + max(timing.TIMING.first_inspection * self.judge.pace, extra)
-        for pause in pauses(self.judge.pace, arrival_seconds / 4):
+    def _wait(self) -> None:
+        """Wait until all rounds are decided."""
+        self._next_look = self.client.now() + timing.TIMING.first_inspection * self.judge.pace
+        for pause in pauses(self.judge.pace):
             self._look()
             if not undecided(self.rounds):
                 return

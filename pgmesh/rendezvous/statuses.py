@@ -7,7 +7,6 @@ A status is a record in the store under ``pgmesh/status/<rank>``.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -148,10 +147,6 @@ READ_SECONDS = 0.02
 short by up to this time, so it is added. Without it, a rank would be found lost one heartbeat too late."""
 
 
-_SHORTEST_WAIT = 0.05
-"""The shortest time in seconds that a listener has to answer."""
-
-
 class Record(NamedTuple):
     """The knowledge of one rank, and what follows from it:
 
@@ -261,11 +256,12 @@ class Statuses:
             all_of_them: ask the others too, up to the first host that does not answer: a wait of ``ANSWER_SECONDS``,
                 or of less if the rank becomes lost before, since its silence then says enough.
         """
+        limit = self.limit(lost_after)
         for rank in ranks:
             record = self.record(rank)
-            if record.status is None or record.loss(math.inf):
+            if record.status is None or record.loss(limit):
                 continue
-            wait, asked = min(ANSWER_SECONDS, max(_SHORTEST_WAIT, self.limit(lost_after) - record.silence)), self.now()
+            wait, asked = min(ANSWER_SECONDS, limit - record.silence), self.now()
             if self._has_ended(record.status, record.silence, wait):
                 self._note_end(run, rank, record.status)
             elif not all_of_them or self.now() - asked >= wait:

@@ -9,7 +9,6 @@ heartbeat.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -41,7 +40,6 @@ class StoreThread:
         # The end:
         self.until_end: dict[str, str] = {}  # by key: values that this process deletes when it ends
         self._ended = False
-        self._process = os.getpid()  # a forked child has no such thread
         self._thread = threading.Thread(target=self._run, name="pgmesh-store", daemon=True)
         self._thread.start()
 
@@ -88,7 +86,8 @@ class StoreThread:
         """
         address, start, waited = self.store.address, time.monotonic(), 0.0
         limit = seconds + timing.TIMING.late_answer  # behind batches of other threads, on a slow store
-        while self._is_running():
+        # Not ``Thread.is_alive``: up to Python 3.12, it may return False for good after Ctrl-C inside it.
+        while not self._ended:
             if batch.done.acquire(timeout=min(max(0.0, seconds - waited), timing.TIMING.thread_check)):
                 return
             waited = self.store.clock.seconds_since_answer(start)  # a slow store answers meanwhile
@@ -135,13 +134,6 @@ class StoreThread:
             "keys than ranks that were not. Give each world a separate store or prefix:\n\n"
             "  dist.init_process_group(..., store=dist.PrefixStore('attempt-2', store))"
         )
-
-    def _is_running(self) -> bool:
-        """True if the thread runs in this process.
-
-        Up to Python 3.12, ``Thread.is_alive`` may return False for good after Ctrl-C inside it.
-        """
-        return not self._ended and os.getpid() == self._process
 
     # -- the status, set by other threads ---------------------------------------------------------------------------
 

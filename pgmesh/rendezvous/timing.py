@@ -20,8 +20,6 @@ class Timing(NamedTuple):
         stragglers: the longest wait in ``connect`` until a rank logs what it waits for. After a third of a shorter
             deadline it does so earlier.
         ask_again: the time until a rank asks the listener of another one again.
-        longest_start_delay: the upper limit of an extra wait before the first inspection. A rank whose arrival took
-            ``t`` seconds waits for up to ``t`` more, since early inspections would make a slow store slower.
         heartbeat: the interval of heartbeats in a world of up to ``Limits.full_rate_ranks`` ranks. In a larger world
             it grows in proportion, so that the store receives no more heartbeats per second.
         missed_heartbeats: the number of heartbeats that a rank misses before it counts as lost.
@@ -45,7 +43,6 @@ class Timing(NamedTuple):
     inspection: float = 0.2
     ask_again: float = 0.3
     stragglers: float = 2.0
-    longest_start_delay: float = 0.3
     heartbeat: float = 1.0
     missed_heartbeats: float = 5.0
     thread_check: float = 0.5

@@ -244,6 +244,16 @@ def test_new_process_takes_only_one_place():
     assert one.agree().replaced == {1: 1, 2: 4}
 
 
+@pytest.mark.parametrize("listed", [(4, 2), (2, 4)])
+def test_living_spare_comes_before_an_ended_new_process(listed: tuple[int, int]):
+    request = spares(*listed)
+    lines = arrivals(arrival(1, request), arrival(2, None, "another"), arrival(4, None))
+    there = {**status(2), **status(4), "m/shrink/0/arrivals": lines}
+    outcome = Rank(request=request, size=3, values=there, ended={2}).agree()
+    assert outcome.replaced == {2: 4}
+    assert "rank 2 has ended: its listener" in outcome.lost[2]
+
+
 def test_rank_with_unlisted_new_process_is_lost():
     one = Rank(values={"m/shrink/0/arrivals": arrivals(arrival(1, None))})
     outcome = one.agree()

@@ -308,12 +308,17 @@ def test_ten_shrinks_leave_two_keys_each():
 
 
 @on_ranks(2)
-def test_second_shrink_of_same_mesh_raises_error():
+def test_mesh_is_replaced_only_once():
     """The decision on it holds: a second call would return the closed mesh again, with ranks that were lost since."""
     beat_fast()
     mesh = ProcessGroupMesh(dp=2, name="train")
     after = mesh.shrink("dp", timeout=LONG_TIMEOUT)
     check_sums(groups_of(after))
+    if mesh.rank == 0:
+        stood = attempt(lambda: mesh.stand_by(timeout=LONG_TIMEOUT))
+        assert (stood.kind, "mesh 'train' was replaced already" in stood.text) == ("LifetimeError", True), stood
+    dist.barrier()
+    check_sums(groups_of(after))  # it is not aborted
     dist.barrier()  # the other rank may still check its sums
     after.close()
     failed = attempt(lambda: mesh.shrink("dp", timeout=LONG_TIMEOUT))

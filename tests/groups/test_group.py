@@ -165,7 +165,8 @@ def test_group_released_during_its_first_collective_is_named():
     collectives = FirstCollectives(CallClient(thread, 1.0), Statuses(5.0, lambda: 0.0), 0)
     collectives.add({made_round(): group})
     (collective,) = collectives.of_made
-    collective.state = first_collective.Progress.RAISED
+    collective.state = first_collective.Progress.RUNNING
+    collective._raised = first_collective._Raised(RuntimeError("closed by peer"), 0.0, "")
     group.end("was released at train.py:3.")
     with pytest.raises(LifetimeError, match=r"^group tp of mesh 'actor' was released at train\.py:3\."):
         collectives.finish()

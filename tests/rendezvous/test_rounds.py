@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 
 from pgmesh import LifetimeError, MismatchError, MissingRanksError, WorldError
 from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.circles import circle_text, find_circle
+from pgmesh.rendezvous.circles import circle_text, find_circle, search_circle
 from pgmesh.rendezvous.gloo_store import GlooStore
 from pgmesh.rendezvous.group_rounds import GroupRound
 from pgmesh.rendezvous.operations import Operation, Read, perform
@@ -188,6 +188,13 @@ def test_circle_text_begins_at_the_lowest_rank():
         "  rank 2 connects group d of mesh 'm' (ranks 0, 1) at train.py:7, and waits for rank 0\n\n"
         "Connect the groups in one call on every rank, as in mesh.connect('dp', 'tp'), or in the same order."
     )
+
+
+def test_circle_behind_the_first_32_ranks_is_found():
+    """Rank 0 waits for 40 ranks, of which the last waits for rank 0."""
+    mine, its = waits("a", 1)._replace(missing=tuple(range(1, 41))), waits("b", 0)
+    client = MemoryClient(values={status_key(40): RankStatus(40, 1, pending=(its,)).pack().encode()})
+    assert search_circle(client.run, Statuses(5.0, lambda: 0.0), 0, [mine]) == [(0, mine), (40, its)]
 
 
 def test_rank_that_awaits_a_circle_is_outside():
@@ -411,4 +418,4 @@ def test_almost_lost_rank_waits_shortly_for_its_listener():
         statuses.read(run, [1])
         statuses.find_ended(run, [1])
     statuses.find_ended(run, [1], 6.25)  # the limit of a call
-    assert waits == [0.5, 0.25, 0.05, 0.25]
+    assert waits == [0.5, 0.25, 0.25]

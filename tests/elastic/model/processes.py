@@ -213,6 +213,7 @@ class Shrink(Call):
             world=SimpleNamespace(statuses=statuses, registration=SimpleNamespace(register=nothing)),
             rank=self.program.rank,
             label="mesh 'm'",
+            ended=None,
             state_of=self._state_of,
             options_for_replacement=list,
             forget_store=nothing,
