@@ -210,9 +210,15 @@ class _Call:
         self.collectives.start(made)
 
     def _clean_up(self) -> None:
-        """Record the connected groups, and discard groups whose first collective has not ended well.
+        """Leave the state "connecting".
 
-        If a second interrupt ends this, they stay in the state "connecting". The next call discards them.
+            the group               its first collective    is afterwards
+            was not made            was not begun           made, to be connected by a later call
+            was made                ended well              connected
+            was made                did not                 broken: its process group is discarded
+            was released by another thread                  ended: its round is released
+
+        If a second interrupt ends this, groups stay in that state. The next call discards them.
         """
         unusable = {each.group: each for each in self.collectives.of_made if not each.done}
         connected = {each.group for each in self.collectives.of_made if each.done}

@@ -126,9 +126,12 @@ class FirstCollective:
             self._set_error(MismatchError(wrong))
 
     def inspect(self, broken: bytes | None) -> None:
-        """Set the error of a running collective if another member published a failure, is lost or refuses connections.
+        """Set the error of a running collective. The first of these counts:
 
-        Otherwise set torch's error, once so much time has passed that a lost member would have been noticed.
+        1. another member has published a failure;
+        2. a member is lost;
+        3. torch has raised an error, and a member's listener refused connections then;
+        4. torch has raised an error so long ago that a lost member would have been noticed.
 
         Args:
             broken: what the store has under the ``broken`` key.

@@ -66,7 +66,7 @@ class SurvivorJudge(Judge[MeshRound, Outcome]):
     """The call of ``shrink`` with its arguments, as text; "" for a rank that stands by."""
 
     def missed(self, outcome: Outcome) -> bool:
-        """True if this process stands by and came too late, or if another process of its rank was counted."""
+        """True on a rank that stands by, if it came too late or another process of its rank was counted."""
         return False
 
     def goes_on_after(self, outcome: Outcome) -> bool:

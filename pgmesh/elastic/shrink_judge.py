@@ -101,7 +101,7 @@ class ShrinkJudge(SurvivorJudge):
         self._start = self.statuses.now()
 
     def goes_on_after(self, outcome: Outcome) -> bool:
-        """True after "stopped", before the deadline, and after "over" also at the deadline.
+        """True after "stopped" until the deadline, and after "over" always.
 
         "over" says that no member is left, and comes from a rank that took this one for lost. So this member tries
         again, and says in the next attempt what it waited for.

@@ -60,7 +60,7 @@ class StandByJudge(SurvivorJudge):
     def _give_up(self, each: MeshRound) -> Outcome | None:
         """End the wait at the deadline.
 
-        A rank decides that this one is in the new mesh only if it has called ``shrink``, and so has arrived:
+        Only a rank that has called ``shrink`` can put this one into the new mesh, and it is among the arrivals:
 
             the arrivals                              what follows
             are deleted, or lack this rank            the attempt has been decided: read the decision

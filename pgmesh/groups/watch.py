@@ -97,11 +97,11 @@ class Watch:
     def _examine(self, run: Run, group: Group, collective: RunningCollective) -> None:
         """Record why a collective does not end, and log it once.
 
-        A lost member is logged at once, and one that did not reach its first collective at ``warn_after``. One that did
-        not report this collective may be late for a good reason: half of the timeout has to pass too.
+        A lost member is logged at once, and one that did not reach its first collective at ``warn_in_collective``. One
+        that did not report this collective may be late for a good reason: half of the timeout has to pass too.
         """
         ranks = _watched(group)
-        warn_after = timing.TIMING.warn_after
+        warn_after = timing.TIMING.warn_in_collective
         if missing := self._statuses.lost(ranks):
             what, warn_after = "left, ended or sent no heartbeat", 0.0
         elif missing := self._describe(self._absent(run, group)):

@@ -74,7 +74,7 @@ class Stages:
             raise
         except PgmeshError as error:
             mine = Decision.of(error, str(error))
-            self._rounds(stage, timing.TIMING.late_answer).decide(stage, mine)
+            self._rounds(stage, timing.TIMING.late_answer).publish_and_act(stage, mine)
             if stage.decision is None or stage.decision.pack() == mine.pack():  # pack shortens a long text
                 raise  # also of a type that a decision does not have
             # Another rank decided first. Its decision holds, also here.

@@ -16,12 +16,18 @@ from pgmesh.rendezvous.polling_store import PollingStore
 
 
 class GlooStore(PollingStore):
-    """Publishes this rank's addresses when it first waits, so that they show that it has entered a collective."""
+    """Publishes this rank's addresses when it first waits, so that they show that it has entered a collective.
+
+    When                       its own addresses are   those of the others are read from
+    before the first wait      in this object          -
+    from the first wait on     in the store            the store
+    after ``set_addresses``    in this object          this object
+    """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.own: dict[str, bytes] = {}  # this rank's addresses, by key
-        self._withheld = True  # they are published by the first read, unless ``connect`` gives all members' addresses
+        self._withheld = True  # they are published by the first read
 
     def set(self, key: str, value: Any) -> None:
         self.own[key] = bytes(value)
@@ -73,7 +79,7 @@ class GlooStore(PollingStore):
 
         Empty before this rank has waited, or if ``connect`` gave it all. It is called in the store thread.
         """
-        if not self._prefix:  # to find it may need store operations
+        if not self._known_prefix:  # to find it may need store operations
             return {}
         own = next(iter(self.own), "")
         keys = {rank: _beside(own, place) for place, rank in enumerate(self._ranks[: timing.LIMITS.statuses])}

@@ -12,7 +12,10 @@ An attempt has three store keys besides those of every round:
     <group>/<number>/broken     the reason, if the first collective failed on a member after the decision
     <group>/<number>/left       the number of those that have released the group. The last one deletes the keys
 
-and a group has one more:
+So each member leaves an attempt as often as it was counted there (``counted_at``). If one cannot, as after its death,
+the keys stay.
+
+A group has one more:
 
     <group>/mismatch            a mismatch that the store of a backend found
 """
@@ -286,7 +289,7 @@ class ConnectJudge(Judge[GroupRound, Decision]):
         return [*[rank for rank in following if rank not in missing][:1], *each.missing]
 
     def _to_ask(self, rounds: Iterable[GroupRound]) -> list[int]:
-        """The ranks whose listeners this rank asks. The first members that have arrived ask for all others."""
+        """The ranks whose listeners this rank asks: none unless it is among the first members that have arrived."""
         ranks: list[int] = []
         for each in rounds:
             before = {*each.ranks[: each.ranks.index(self.rank)]} - {*each.missing}

@@ -45,7 +45,7 @@ class PollingStore(dist.Store):
 
     Args:
         thread: returns the store thread.
-        key_prefix: returns the prefix of the group's keys, within so many seconds. It is called when this rank first
+        make_prefix: returns the prefix of the group's keys, within so many seconds. It is called when this rank first
             writes or waits.
         fingerprint: the group's fingerprint on this rank.
         ranks: the members' ranks in the world, in group order.
@@ -58,7 +58,7 @@ class PollingStore(dist.Store):
     def __init__(
         self,
         thread: Callable[[], StoreThread],
-        key_prefix: Callable[[float], str],
+        make_prefix: Callable[[float], str],
         fingerprint: Fingerprint,
         ranks: Sequence[int],
         timeout: timedelta,
@@ -67,11 +67,11 @@ class PollingStore(dist.Store):
         compares: bool = False,
     ) -> None:
         super().__init__()
-        self._thread, self._key_prefix, self._fingerprint = thread, key_prefix, fingerprint
+        self._thread, self._make_prefix, self._fingerprint = thread, make_prefix, fingerprint
         self._ranks, self._timeout = ranks, timeout
         self._compares, self._refusals = compares, refusals
         self.new_timeout: timedelta | None = None  # if set, it overrides the timeout of the backend
-        self._prefix = ""  # of the group's keys; known once this rank has written or waited
+        self._known_prefix = ""  # of the group's keys; known once this rank has written or waited
         self.closed = ""  # why it waits no longer; "" while it is open
         # What this rank has read and written:
         self.values: dict[str, bytes] = {}  # that the backend has read, by key
@@ -106,13 +106,13 @@ class PollingStore(dist.Store):
         left = min(self.timeout.total_seconds(), deadline - time.monotonic())
         return max(0.0, left) + timing.TIMING.report_missing
 
-    def _find_prefix(self, deadline: float = math.inf) -> str:
+    def _prefix(self, deadline: float = math.inf) -> str:
         """The prefix of the group's keys. The first call may register the mesh."""
-        self._prefix = self._prefix or self._key_prefix(self._seconds_left(deadline))
-        return self._prefix
+        self._known_prefix = self._known_prefix or self._make_prefix(self._seconds_left(deadline))
+        return self._known_prefix
 
     def _store_key(self, key: str) -> str:
-        return f"{self._find_prefix()}/{key}"
+        return f"{self._prefix()}/{key}"
 
     @property
     def timeout(self) -> timedelta:
@@ -154,7 +154,7 @@ class PollingStore(dist.Store):
         deadline = start + limit
         run, pace, shows_status = self._run_until(deadline), self._thread().pace, False
         pause, longest_pause = pauses(pace), timing.TIMING.longest_pause * pace
-        self._find_prefix(deadline)  # in the time of this wait
+        self._prefix(deadline)  # in the time of this wait
         try:
             self._compare_with_first(run)
             for key in keys:
@@ -179,7 +179,7 @@ class PollingStore(dist.Store):
         Args:
             seconds: the timeout.
         """
-        if self._prefix or self.values:  # otherwise the mesh may not be registered
+        if self._known_prefix or self.values:  # otherwise the mesh may not be registered
             with contextlib.suppress(PgmeshError):
                 return self._refusals.read(functools.partial(self._thread().run, seconds=seconds))
         return self._refusals.known

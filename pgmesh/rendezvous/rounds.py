@@ -130,9 +130,20 @@ def undecided(rounds: Iterable[R]) -> list[R]:
 class Judge(Generic[R, D]):
     """What the ranks of some rounds decide. Its calls are the only ones that know what a round is about.
 
-    ``Rounds`` calls ``arrival``; then ``learn`` and ``skips`` for an attempt that was decided before, and ``arrived``
-    for the others; then ``judge`` from time to time. It calls ``learn`` for each decision that it reads, ``decided``
-    for those that hold for this rank, and ``tries_again`` at the end.
+    ``Rounds`` calls, in this order (G: overridden for groups in ``group_rounds.py``, M: for meshes in ``elastic/``):
+
+        arrival        G M   before each attempt: the operations of this rank
+        learn          G M   with each decision that it reads
+        skips          G M   if the attempt was decided before this rank arrived
+        arrived        G     otherwise, with the answers to ``arrival``
+        judge          G M   from time to time, and after the deadline
+        period         G M   then: the seconds until it looks again
+        waits_for      G M   once, at ``Rounds.warning``
+        refused        G     with the value under ``refusal_key``
+        decided        G     with each decision that this rank takes
+        tries_again      M   when all rounds are decided
+        stopped        G M   after an error of this rank: its decision
+        stays_out      G     then, if it had not arrived
 
     Args:
         client: the store and the clock.
@@ -217,7 +228,7 @@ class Rounds(Generic[R, D]):
 
     def __init__(self, rounds: Sequence[R], judge: Judge[R, D]) -> None:
         self.rounds, self.judge, self.client = rounds, judge, judge.client
-        self.warning = min(judge.deadline / 3, timing.TIMING.stragglers)
+        self.warning = min(judge.deadline / 3, timing.TIMING.warn_in_connect)
         self._next_look = 0.0
 
     def run(self) -> None:
@@ -245,11 +256,11 @@ class Rounds(Generic[R, D]):
             self.client.set_pending(())
 
     def cancel(self, error: BaseException) -> None:
-        """Decide all undecided rounds because of an error on this rank. It acts on no decision any more."""
+        """Decide all undecided rounds because of an error on this rank. Decisions that it reads here start nothing."""
         for each in undecided(self.rounds):
             mine = self.judge.stopped(each, error)
             # If this rank has not arrived, the others may have given up this attempt, and wait at a later one.
-            while not self._publish(each, mine) and not each.has_sent and self._next_has_begun(each):
+            while not self._publish_decision(each, mine) and not each.has_sent and self._next_has_begun(each):
                 each.go_on()
             if not each.has_sent:
                 self.judge.stays_out(each)
@@ -259,19 +270,19 @@ class Rounds(Generic[R, D]):
         keys = f"{each.key}/{each.number + 1}/arrivals", f"{each.key}/{each.number + 1}/decision"
         return any(self.client.run(*map(Read, keys)))
 
-    def decide(self, each: R, decision: D) -> None:
-        """Publish a decision, or take the one that is already there."""
-        self._publish(each, decision)
+    def publish_and_act(self, each: R, decision: D) -> None:
+        """Publish a decision, and act on the one that holds: another rank may have published one before."""
+        self._publish_decision(each, decision)
         self.judge.decided(each)
 
-    def _publish(self, each: R, decision: D) -> bool:
+    def _publish_decision(self, each: R, decision: D) -> bool:
         """Publish a decision, and give the round the one that holds. True if it is this one."""
         mine = decision.pack()
         (text,) = self.client.run(CompareSet(each.decision_key, mine))
         each.decision = self.judge.learn(each, text)
         return bool(text == mine.encode())
 
-    def _take(self, each: R, decision: D) -> None:
+    def _act_on(self, each: R, decision: D) -> None:
         each.decision = decision
         self.judge.decided(each)
 
@@ -294,10 +305,10 @@ class Rounds(Generic[R, D]):
                 if self.judge.skips(each, decision, sent_before=sent):
                     each.go_on()
                 else:
-                    self._take(each, decision)
+                    self._act_on(each, decision)
             arriving = [each for each in undecided(arriving) if each not in arrived]
         for each, decision in self.judge.arrived(arrived):
-            self.decide(each, decision)
+            self.publish_and_act(each, decision)
 
     def _wait(self) -> None:
         """Wait until all rounds are decided."""
@@ -317,7 +328,7 @@ class Rounds(Generic[R, D]):
         if not open_rounds or (not late and now < self._next_look):
             return
         for each, decision in self.judge.judge(open_rounds, late=late):
-            self.decide(each, decision)
+            self.publish_and_act(each, decision)
         self._next_look = self.client.now() + self.judge.period()
         open_rounds = undecided(self.rounds)
         if open_rounds and now >= self.warning and (text := self.judge.waits_for(open_rounds)):
@@ -333,6 +344,6 @@ class Rounds(Generic[R, D]):
         texts = self.client.run(*map(Read, [*keys, self.judge.refusal_key] if self.judge.refusal_key else keys))
         for each, text in zip(open_rounds, texts):
             if text is not None:
-                self._take(each, self.judge.learn(each, text))
+                self._act_on(each, self.judge.learn(each, text))
         if self.judge.refusal_key and texts[-1] is not None:
             raise self.judge.refused(texts[-1])

@@ -162,7 +162,7 @@ class Record(NamedTuple):
         status: the last one; None if the last read found none.
         foreign: message about the value that was read in its place; None for none.
         heard: the last heartbeat, and when it was first read; None before the first one.
-        silence: seconds without a new heartbeat: from that time to the begin of the last read with the same one.
+        silence: seconds from the first read of the last heartbeat to the start of the latest read.
         ended: the listener that is known to refuse; None for none.
     """
 
@@ -248,13 +248,20 @@ class Statuses:
     def find_ended(
         self, run: Run, ranks: Iterable[int], lost_after: float | None = None, *, all_of_them: bool = False
     ) -> None:
-        """Ask the listeners of some ranks, up to the first process that has not ended: the caller waits for that one.
+        """Ask the listeners of some ranks in turn, up to the first process that still runs: the caller waits for it.
+
+            a rank                              then
+            has no status, or is lost           is not asked
+            has a listener that refuses         has ended; the next rank is asked
+            has one that answers                still runs; the next rank is asked only with ``all_of_them``
+            has one that does not, in time      the others are not asked
+
+        It waits for ``ANSWER_SECONDS``, or less if the rank becomes lost before, since its silence then says enough.
 
         Args:
             run: performs operations on the store.
             lost_after: as in the class, for this call.
-            all_of_them: ask the others too, up to the first host that does not answer: a wait of ``ANSWER_SECONDS``,
-                or of less if the rank becomes lost before, since its silence then says enough.
+            all_of_them: ask the others too.
         """
         limit = self.limit(lost_after)
         for rank in ranks:

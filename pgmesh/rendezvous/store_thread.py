@@ -81,8 +81,9 @@ class StoreThread:
     def _wait_for(self, batch: Batch, seconds: float) -> None:
         """Wait until a batch is done.
 
-        It raises after ``seconds`` in which the store answered no thread. While it answers others, this batch has
-        ``late_answer`` more than ``seconds``.
+        Raises:
+            WorldError: the store answered no thread for ``seconds``. Or ``late_answer`` more have passed: it answers
+                other threads. Or this thread has ended.
         """
         address, start, waited = self.store.address, time.monotonic(), 0.0
         limit = seconds + timing.TIMING.late_answer  # behind batches of other threads, on a slow store
@@ -159,11 +160,16 @@ class StoreThread:
     def stop(self, reason: str = "") -> None:
         """Let the thread publish the reason, leave the world and end.
 
+            ``status.exited``    is in the last heartbeat, which the thread sends before it leaves
+            ``server.leaving``   ends its attempts to reach the store again
+            None in the queue    ends it once all batches before are done
+            ``_ended``           is set at its end: later calls raise an error
+
         Waits for that for 5 s at most; without tasks, for half a second while the store does not answer. A thread that
         returns from the store's client while Python ends would abort the process.
         """
         self.heartbeat.status.exited = reason
-        self.store.server.leaves = True
+        self.store.server.leaving = True
         self._queue.put(None)
         end = time.monotonic() + 5.0
         while self._thread.is_alive() and time.monotonic() < end:

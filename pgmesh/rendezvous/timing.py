@@ -17,7 +17,7 @@ class Timing(NamedTuple):
         first_inspection: the wait until a rank first reads the arrivals and statuses of the missing ranks. A mismatch
             is found after this wait, and the others read it within one ``longest_pause``, so within 0.1 s.
         inspection: the interval between two such inspections.
-        stragglers: the longest wait in ``connect`` until a rank logs what it waits for. After a third of a shorter
+        warn_in_connect: the longest wait in ``connect`` until a rank logs what it waits for. After a third of a shorter
             deadline it does so earlier.
         ask_again: the time until a rank asks the listener of another one again.
         heartbeat: the interval of heartbeats in a world of up to ``Limits.full_rate_ranks`` ranks. In a larger world
@@ -25,7 +25,7 @@ class Timing(NamedTuple):
         missed_heartbeats: the number of heartbeats that a rank misses before it counts as lost.
         thread_check: the interval at which a waiting caller checks that the store thread is alive.
         world_end: the time after which a rank that was about to delete the name of its world counts as dead.
-        warn_after: the wait in a collective until the rank logs the members that did not reach it.
+        warn_in_collective: the wait in a collective until the rank logs the members that did not reach it.
         status_after: the wait in a group's first collective until the rank publishes its status.
         report_missing: the time beyond a deadline for finding out which ranks are missing.
         store_silence: the time without any packet of the store's host until the connection to it is opened again.
@@ -42,12 +42,12 @@ class Timing(NamedTuple):
     first_inspection: float = 0.025
     inspection: float = 0.2
     ask_again: float = 0.3
-    stragglers: float = 2.0
+    warn_in_connect: float = 2.0
     heartbeat: float = 1.0
     missed_heartbeats: float = 5.0
     thread_check: float = 0.5
     world_end: float = 1.0
-    warn_after: float = 10.0
+    warn_in_collective: float = 10.0
     status_after: float = 1.0
     report_missing: float = 1.0
     store_silence: float = 5.0

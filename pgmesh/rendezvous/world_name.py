@@ -117,7 +117,10 @@ def _compare_set_name(store: Any, before: str, new: str) -> str:
 
 
 def leave_world(store: Any, name: str) -> bool:
-    """Leave a world. The last rank to leave deletes the world's name and gets True."""
+    """Leave a world. The last rank to leave deletes the world's name and gets True.
+
+    It deletes the name only if it has read after it set ``OVER`` that as many ranks have left as have entered.
+    """
     count = str(store.add(_left_key(name), 1))
     if _value(store, _entered_key(name)) != count:
         return False

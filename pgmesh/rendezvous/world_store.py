@@ -7,7 +7,8 @@ performs operations.
 How an operation reaches the store:
 
     perform         performs an operation; twice if it fails and can be repeated
-      open          returns the connection. If there is none, as after a failure, it tries twice to open one
+      open          returns the connection. If there is none, as after a failure, it tries twice to open one: so four
+                    times for an operation that can be repeated
         _connect    reaches the server. The first time, enters the world and claims this process's rank
 
 ``world_name.py`` uses torch's object for every store. A wait inside torch may hold it for long, so
@@ -47,7 +48,7 @@ def underlying(store: Any) -> Any:
 class WorldStore:
     """The store of one world, as one rank reaches it.
 
-    The store thread writes every field.
+    The store thread writes every field, but for ``server.leaving``.
 
     Args:
         store: the world's store.

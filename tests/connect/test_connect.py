@@ -278,7 +278,7 @@ def test_connect_in_fake_world_costs_no_operation():
 def test_long_first_collective_logs_the_missing_rank(tmp_path):
     mesh = ProcessGroupMesh(dp=2, tp=2, name="watched")
     usual = timing.TIMING
-    timing.TIMING = usual._replace(warn_after=0.3, status_after=0.05)
+    timing.TIMING = usual._replace(warn_in_collective=0.3, status_after=0.05)
     total = torch.tensor([2.0**mesh.rank])
 
     def release_rank_1() -> None:

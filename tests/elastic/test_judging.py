@@ -192,7 +192,9 @@ def test_rank_warns_once_about_missing_ranks():
     assert one.warnings == ["mesh 'm': rank 1 did not call shrink('dp') so far.\n  rank 1: not in connect"]
     late = Rank(values=status(1), deadline=30.0)
     late.client.between = lambda: late.client.values.update(
-        {"m/shrink/0/decision": Outcome().pack().encode()} if late.client.clock > timing.TIMING.stragglers / 2 else {}
+        {"m/shrink/0/decision": Outcome().pack().encode()}
+        if late.client.clock > timing.TIMING.warn_in_connect / 2
+        else {}
     )
     late.agree()
     assert late.warnings == []

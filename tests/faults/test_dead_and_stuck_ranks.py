@@ -103,7 +103,7 @@ def test_report_and_errors_show_the_stuck_collective(tmp_path: Path):
 def test_timeout_names_living_rank_that_skipped_a_collective(tmp_path: Path):
     """Rank 3 skips the third collective of a connected group, until the others have failed."""
     beat_fast()
-    timing.TIMING = timing.TIMING._replace(warn_after=0.1)
+    timing.TIMING = timing.TIMING._replace(warn_in_collective=0.1)
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     mesh.configure("dp", "tp", timeout=max(4.0, SHORT))
     connect_and_beat(mesh)

@@ -88,7 +88,7 @@ def test_living_member_is_awaited_until_the_deadline(arrivals, pace):
         assert (
             deadline * pace <= caller.finished_at - first < (deadline + POLL) * pace + max(0.0, caller.arrives - first)
         )
-        warned_after = min(deadline * pace / 3, TIMING.stragglers)
+        warned_after = min(deadline * pace / 3, TIMING.warn_in_connect)
         assert len(caller.warned_at) == 1
         assert warned_after <= caller.warned_at[0] - caller.arrives < warned_after + POLL * pace
         assert "\n  rank 3: " in caller.warnings[0]
@@ -107,7 +107,7 @@ def test_circle_is_warned_about_and_then_raised(ranks, data):
         assert [type(each) for each in caller.outcomes] == [MissingRanksError], caller
         assert "wait for each other" in str(caller.outcomes[0])
         assert caller.finished_at - first.arrives < 9.0 + POLL
-    assert TIMING.stragglers <= last.warned_at[0] - last.arrives < TIMING.stragglers + POLL
+    assert TIMING.warn_in_connect <= last.warned_at[0] - last.arrives < TIMING.warn_in_connect + POLL
     assert "wait for each other" in last.warnings[0]
 
 

@@ -190,7 +190,7 @@ def judged(arrivals: bytes) -> tuple[GroupRound, MemoryClient]:
     client, each = MemoryClient(), round_of()
     decision = judge_of(client).decision_from_arrivals(each, arrivals)
     if decision is not None:
-        rounds_of(client, each).decide(each, decision)
+        rounds_of(client, each).publish_and_act(each, decision)
     return each, client
 
 

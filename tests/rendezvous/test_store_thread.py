@@ -107,7 +107,7 @@ def test_world_entered_after_the_stop_is_left():
     """The thread takes a heartbeat that was due before it learns that the process leaves."""
     entered = set[str]()
     store = WorldStore(dist.HashStore(), "here", 0, 2, entered)
-    store.server.leaves = True
+    store.server.leaving = True
     store.open()
     store.leave()
     assert len(entered) == 1

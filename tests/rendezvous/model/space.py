@@ -69,8 +69,8 @@ class ConnectSpace(Space):
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        stragglers = 0.0 if self.faults.warns else float("inf")
-        warns = timing.TIMING._replace(stragglers=stragglers)
+        seconds = 0.0 if self.faults.warns else float("inf")
+        warns = timing.TIMING._replace(warn_in_connect=seconds)
         with super().running(), mock.patch.object(timing, "TIMING", warns):
             yield
 
