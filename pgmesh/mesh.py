@@ -25,7 +25,7 @@ from pgmesh.groups.mesh_groups import MeshGroups
 from pgmesh.groups.unpickling import find_mesh_groups
 from pgmesh.groups.world import open_meshes_by_name
 from pgmesh.layout import Axis, Keep, Layout, RankMethods, taken
-from pgmesh.options import TIMEOUT_TYPES, Timeout, named_timeout, to_timedelta
+from pgmesh.options import Timeout, to_timedelta
 from pgmesh.rendezvous.timing import heartbeat_period
 
 if TYPE_CHECKING:
@@ -294,7 +294,7 @@ class ProcessGroupMesh(RankMethods):
         """
         self._mesh_groups.configure(self.layout, axes, _tag(tag), options)
 
-    def set_timeout(self, *axes: Axis, timeout: Timeout | None = None) -> None:
+    def set_timeout(self, *axes: Axis, timeout: Timeout) -> None:
         """Change the timeout of existing groups on this rank, from the next collective on.
 
         The group object stays the same. Every member calls it. Use ``configure`` before a group is created. With Gloo,
@@ -303,12 +303,12 @@ class ProcessGroupMesh(RankMethods):
         Args:
             axes: change every group along these axes, those with tags or other backends included. Without axes, change
                 every group whose ranks are all in this mesh.
-            timeout: a timedelta or a number of seconds, always by keyword.
+            timeout: a timedelta or a number of seconds.
 
         Raises:
             AxisError: there is no such axis, or it is named twice.
             MembershipError: the mesh does not contain this rank.
-            OptionsError: the timeout is missing or not more than 0, or there is no group along these axes yet.
+            OptionsError: the timeout is not more than 0, or there is no group along these axes yet.
 
         >>> group = mesh.group("tp")
         >>> mesh.set_timeout("tp", timeout=120)
@@ -316,8 +316,7 @@ class ProcessGroupMesh(RankMethods):
         True
         """
         self._check_member()
-        self.layout.size(*[axis for axis in axes if not isinstance(axis, TIMEOUT_TYPES)])  # raises AxisError
-        limit = named_timeout(axes, timeout, known=self.axes)
+        limit = to_timedelta(timeout)
         if axes:
             block = self.layout.block_of(self.rank, *axes)
             if not self._mesh_groups.set_timeout(limit, lambda ranks: ranks == block):
@@ -489,6 +488,7 @@ class ProcessGroupMesh(RankMethods):
     def release(self, *axes: Axis, ranks: Iterable[int] | None = None) -> None:
         """Destroy this rank's groups along these axes, those with tags or other backends included.
 
+        So it destroys all groups of the same ranks: along an axis of size 1, all groups of this rank alone.
         Every member calls it, and none waits for the others. The next ``group`` creates a new group under a new name.
 
         Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Union
@@ -14,9 +14,6 @@ from pgmesh.errors import OptionsError, PgmeshError
 
 Timeout = Union[timedelta, float]
 """A timeout as a caller gives it: a timedelta or a number of seconds."""
-
-TIMEOUT_TYPES = (timedelta, numbers.Real)
-"""The types of a timeout. A number may also be the position of an axis."""
 
 MAX_TIMEOUT = timedelta(days=36500)
 """Maximum timeout. torch adds timeouts to a clock in 64-bit nanoseconds, which overflow after 292 years."""
@@ -183,26 +180,3 @@ def to_timedelta(timeout: object, error: type[PgmeshError] = OptionsError) -> ti
             f"it is {timeout!r}.\n\n  timeout=timedelta(days={MAX_TIMEOUT.days})"
         )
     return span
-
-
-def named_timeout(axes: Sequence[object], timeout: Timeout | None, *, known: Sequence[object]) -> timedelta:
-    """The ``timeout=`` of ``set_timeout``; an error if it is missing.
-
-    Args:
-        known: all axes in order. An axis may also be given by its position.
-
-    Raises:
-        OptionsError: no timeout was given by keyword.
-
-    >>> named_timeout(["tp"], 90, known=["dp", "tp"])
-    datetime.timedelta(seconds=90)
-    """
-    if timeout is not None:
-        return to_timedelta(timeout)
-    named = any(isinstance(axis, str) for axis in axes)  # then a number is a timeout, although it may be a position
-    positions = [] if named else [*map(repr, known), *map(repr, range(len(known)))]
-    others = [axis for axis in axes if isinstance(axis, TIMEOUT_TYPES) and repr(axis) not in positions]
-    seconds = to_timedelta(others[-1]).total_seconds() if others else 30
-    words = [repr(axis) for axis in axes if axis not in others]
-    call = f"mesh.set_timeout({', '.join([*words, f'timeout={seconds:g}'])})"
-    raise OptionsError(f"set_timeout takes its timeout by name, after the axes.\n\n  {call}")

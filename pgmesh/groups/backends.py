@@ -28,7 +28,6 @@ class Backends(NamedTuple):
     """The resolution of a backend's name.
 
     Args:
-        by_device: the backend of each type of device.
         slots: a device, a backend type and a backend name for each device.
         config: this mapping as text, such as "cpu:gloo,cuda:nccl".
         names: names of the backends.
@@ -38,7 +37,6 @@ class Backends(NamedTuple):
         fake: the backend of a fake world, which has no other processes.
     """
 
-    by_device: dict[str, str]
     slots: tuple[tuple[Any, Any, str], ...]
     config: str
     names: frozenset[str]
@@ -71,7 +69,6 @@ def backends_of(name: str | None) -> Backends:
     names = frozenset(by_device.values())
     nccl = next((each for each in names if each in torch_private.NCCL_CLASSES), "")
     return Backends(
-        by_device,
         tuple((torch.device(device), _type_of(backend), backend) for device, backend in by_device.items()),
         ",".join(f"{device}:{backend}" for device, backend in by_device.items()),
         names,

@@ -7,7 +7,7 @@ use, through the store of ``rendezvous/polling_store.py``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -28,26 +28,6 @@ from pgmesh.rendezvous.missing import ASKED_FOR
 from pgmesh.rendezvous.polling_store import PollingStore
 from pgmesh.rendezvous.records import Fingerprint
 from pgmesh.rendezvous.refusals import RefusalKeys, Refusals
-
-
-class _GroupRanks(Mapping[int, int]):
-    """A table from rank to group rank, for torch. It is built at the first lookup."""
-
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self._ranks = ranks
-
-    @functools.cached_property
-    def _table(self) -> dict[int, int]:
-        return {rank: i for i, rank in enumerate(self._ranks)}
-
-    def __getitem__(self, rank: int) -> int:
-        return self._table[rank]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._ranks)
-
-    def __len__(self) -> int:
-        return len(self._ranks)
 
 
 def set_options(group: Group, rank: int, options: GroupOptions, differing: Mapping[str, Any]) -> None:
@@ -92,11 +72,9 @@ def make(group: Group, name: str, world: World, stores: Mapping[str, Any], descr
     """
     backends = backends_of(group.options.backend)
     prefixed = dist.PrefixStore(f"{name}/", world.store)  # torch returns it as the store of the group
-    made = _build(group, name, prefixed, world.rank, stores)
+    made, places = _build(group, name, prefixed, world.rank, stores), {rank: i for i, rank in enumerate(group.ranks)}
     try:
-        torch_private.register(
-            made, name, description, group.options.backend, backends.config, prefixed, _GroupRanks(group.ranks)
-        )
+        torch_private.register(made, name, description, group.options.backend, backends.config, prefixed, places)
         group.make(made, call_site(), stores)
     except BaseException:  # such as an interrupt
         if not group.is_made:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pgmesh")
 
-OptionKey = tuple[tuple[int, ...], str, frozenset[Any]]
-"""Key of configured options: the ranks of a group, its tag and, for a group of one rank, its axes."""
+OptionKey = tuple[tuple[int, ...], str, "frozenset[Any] | None"]
+"""Key of configured options: the ranks of a group, its tag and, for this rank alone along axes, those axes."""
 
 OptionData = Sequence["tuple[Sequence[Axis], str, Mapping[str, Any]]"]
 """Configured options as plain data, for another rank: axes, tag and options."""
@@ -72,7 +72,7 @@ class ConfiguredOptions:
 
     def of_ranks(self, members: Members) -> GroupOptions:
         """The options that were configured for these ranks, otherwise those of the world."""
-        return self._options((members.ranks, members.tag, frozenset()))
+        return self._options((members.ranks, members.tag, None))
 
     def _options(self, key: OptionKey) -> GroupOptions:
         found = self._configured.get(key) if self._configured else None
@@ -80,7 +80,8 @@ class ConfiguredOptions:
 
     def _key(self, members: Members) -> OptionKey:
         """Key of the configured options of this rank's block."""
-        return members.ranks, members.tag, frozenset(self._axes(members) if len(members.ranks) == 1 else ())
+        along_axes = len(members.ranks) == 1 and members.layout is not None
+        return members.ranks, members.tag, frozenset(self._axes(members)) if along_axes else None
 
     def _axes(self, members: Members) -> tuple[Axis, ...]:
         """The axes of this rank's block, in mesh order."""

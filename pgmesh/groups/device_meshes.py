@@ -46,6 +46,10 @@ def parse_dimensions(layout: Layout, rank: int, axes: tuple[Axis, ...], merged: 
     return dimensions
 
 
+DeviceMeshKey = tuple[Layout, tuple[Any, ...]]
+"""A layout, and the axes of each dimension along it."""
+
+
 class DeviceMeshes:
     """The DeviceMeshes of one mesh, on one rank. ``MeshGroups.lock`` guards them.
 
@@ -56,7 +60,8 @@ class DeviceMeshes:
 
     def __init__(self, rank: int, root: Layout) -> None:
         self._rank, self._root = rank, root
-        self._made: dict[tuple[Layout, tuple[Any, ...]], DeviceMesh] = {}
+        self._made: dict[DeviceMeshKey, DeviceMesh] = {}
+        self._adopted: dict[DeviceMeshKey, DeviceMesh] = {}
 
     def find(
         self,
@@ -78,7 +83,9 @@ class DeviceMeshes:
         made = self._made.get(key)
         if made is None:
             groups = {name: group(layout, axes) for name, axes in built.items()}
-            made = _build(layout, self._rank, built, groups, self._root.ranks())
+            made = self._adopted.get(key)
+            if made is None or any(made.get_group(name) is not each for name, each in groups.items()):
+                made = _build(layout, self._rank, built, groups, self._root.ranks())
             for process_group in groups.values():  # an adopted one may be that of another mesh, which destroys it
                 if (owner := find_group(process_group.group_name)) is not None:
                     owner.device_meshes[id(made)] = made
@@ -87,10 +94,11 @@ class DeviceMeshes:
 
     def adopt(self, layout: Layout, device_mesh: DeviceMesh) -> None:
         """Use the DeviceMesh whose groups were adopted."""
-        self._made[layout, tuple(dimensions_of(layout).items())] = device_mesh
+        self._adopted[layout, tuple(dimensions_of(layout).items())] = device_mesh
+        self._made.clear()
 
     def clear(self) -> None:
-        """Drop all. An abort does so without the lock."""
+        """Drop all that were made. An abort does so without the lock."""
         self._made.clear()
 
 

@@ -59,8 +59,8 @@ def _running_in(busy: Collection[str]) -> tuple[RunningCollective, ...]:
 
 def busy_since() -> dict[str, float]:
     """The groups with an operation that is not done, by name in torch, each with the time when it was entered."""
-    now, entries = time.monotonic(), _unfinished(_busy_groups(), p2p=True)
-    return {name: now - _seconds_since(entry) for name, entry in entries.items()}
+    entries = _unfinished(_busy_groups(), p2p=True)
+    return {name: time.monotonic() - _seconds_since(entry) for name, entry in entries.items()}
 
 
 def _seconds_since(entry: dict[str, Any]) -> float:

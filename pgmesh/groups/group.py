@@ -109,8 +109,8 @@ class Group:
     name: str = field(default="", init=False)  # of the process group, in torch
     _process_group: Any = field(default=None, init=False)
 
-    def _go(self, state: State, *before: State) -> None:
-        """Change the state, which has to be one of those before it.
+    def _check(self, *before: State) -> None:
+        """Check that the state is one of these. The caller changes it, as the last step: an interrupt may come before.
 
         Raises:
             LifetimeError: the group has ended.
@@ -118,8 +118,7 @@ class Group:
         if self.state is State.ENDED:
             raise LifetimeError(self.unusable)
         if self.state not in before:
-            raise AssertionError(f"{self.label} cannot become {state.name} from {self.state.name}.")
-        self.state = state
+            raise AssertionError(f"{self.label} is {self.state.name}, not {' or '.join(each.name for each in before)}.")
 
     @property
     def label(self) -> str:
@@ -184,13 +183,14 @@ class Group:
 
     def make(self, process_group: Any, call_site: str, stores: Mapping[str, PollingStore]) -> None:
         """Enter the state "made", with a process group that torch knows."""
-        self._go(State.MADE, State.NEW, State.BROKEN)
+        self._check(State.NEW, State.BROKEN)
         self._process_group, self.call_site, self.stores = process_group, call_site, stores
         self.name, self.reason, self.finding = str(process_group.group_name), "", (-math.inf, "")
         if self.created_by != "adopted":
             _by_name[self.name] = self
         else:  # of another mesh, perhaps, which keeps its name
             _by_name.setdefault(self.name, self)
+        self.state = State.MADE
 
     def adopt(self, process_group: Any, call_site: str, options: GroupOptions) -> None:
         """Enter the state "made", with a process group of the user."""
@@ -199,7 +199,8 @@ class Group:
 
     def connect(self) -> None:
         """Enter the state "connecting"."""
-        self._go(State.CONNECTING, State.MADE)
+        self._check(State.MADE)
+        self.state = State.CONNECTING
 
     def end_connect(self, *, connected: bool) -> None:
         """Leave the state "connecting", unless another thread has ended the group meanwhile."""
@@ -212,10 +213,11 @@ class Group:
         Returns:
             The store keys to delete.
         """
-        self._go(State.BROKEN, State.MADE, State.CONNECTING, State.CONNECTED)
+        self._check(State.MADE, State.CONNECTING, State.CONNECTED)
         self.reason = reason
         if self.round is not None:  # else the mesh was replaced meanwhile
             self.broken = self.round.number
+        self.state = State.BROKEN
         return Left(self._cancel_waits())
 
     def end(self, reason: str, *, keeps_round: bool = False) -> Left:

@@ -82,7 +82,7 @@ class MeshGroups(EndableMesh):
         super().__init__(
             world,
             identity or MeshIdentity(name, layout, call, world.rank, world.size, pickled_number),
-            ended=None if outside is None else "was unpickled outside any world.",
+            ended=None if outside is None else "was unpickled outside any world, or in a forked process.",
         )
         self.layout, self.name, self.rank, self.call_site = layout, name, world.rank, call_site()
         self.creation_seconds = 0.0
@@ -203,7 +203,7 @@ class MeshGroups(EndableMesh):
             # That raised no OptionsError, so the mesh that replaces this one gets these options too.
             root_axes = axes_of_root(self.layout, layout, axes, self.rank)
             if root_axes is not None:
-                before = self._options_by_axes.get((root_axes, tag), GroupOptions())
+                before = self._options_by_axes.pop((root_axes, tag), GroupOptions())  # the last one counts: at the end
                 self._options_by_axes[root_axes, tag] = before.but(options)
 
     def _created(self, members: Members) -> Group | None:

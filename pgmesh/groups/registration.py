@@ -35,7 +35,8 @@ class Registration:
         # By the prefix of the names of meshes, such as "pgmesh/train":
         self._next: defaultdict[str, int] = defaultdict(int)  # the next local number
         self._offsets: dict[str, int] = {}  # the shared minus the local number of each mesh of the name
-        self._published: dict[str, int] = {}  # last shared numbers of this rank, in any process; the latest at the end
+        self._published: dict[str, int] = {}  # the last shared number that a process of this rank has published;
+        # the most recent name at the end
 
     def count(self, identity: MeshIdentity, *, is_used: bool = True) -> None:
         """Give a mesh its local number, unless it has one for good. The caller holds ``world.registering``.
@@ -99,29 +100,31 @@ class Registration:
             (text,) = run(Read(meshes_key(self._rank)))  # the first operation, which completes the claim
             self._published = _unpack(text) if claim.replaces_process else {}
         if identity.prefix not in self._offsets:
-            self._offsets[identity.prefix] = self._find_offset(identity, run, rejoin) if claim.replaces_process else 0
+            shared = self._find_shared_number(identity, run, rejoin) if claim.replaces_process else identity.number
+            self._offsets[identity.prefix] = shared - identity.number
             self._rejoined |= {identity.group_name("")} if rejoin and claim.replaces_process else set()
         identity.rejoined = identity.group_name("") in self._rejoined  # also one that is unpickled a second time
         identity.shared_number = identity.number + self._offsets[identity.prefix]
 
-    def _find_offset(self, identity: MeshIdentity, run: Run, rejoin: bool) -> int:
-        """The shared minus the local number of the first mesh of a name, in a process that replaces another one.
+    def _find_shared_number(self, identity: MeshIdentity, run: Run, rejoin: bool) -> int:
+        """The shared number of the first mesh of a name that a process registers which replaces another one.
 
             the mesh                              its shared number
             rejoins that of the predecessor       the last one of the predecessor
             the same, which was not registered    the last one of the other ranks, or else the local number
-            is the next one                       the next one after that of the predecessor, or the last one of the
-                                                  other ranks if it is higher: they may have created several
+            is the next one                       the one of this local number after those of the predecessor, or the
+                                                  last one of the other ranks if it is higher: they may have created
+                                                  several
 
         In a process that replaces no other, the shared number is the local one.
         """
         last = self._published.get(identity.prefix)
         if rejoin and last is not None:
-            return last - identity.number
+            return last
         others = self._of_others(identity, run)
         if rejoin:
-            return max(others, default=identity.number) - identity.number
-        return max([0 if last is None else last + 1, *others])
+            return max(others, default=identity.number)
+        return max([identity.number if last is None else last + 1 + identity.number, *others])
 
     def _of_others(self, identity: MeshIdentity, run: Run) -> list[int]:
         """The last shared numbers of this name that other ranks of the mesh have published."""

@@ -6,6 +6,7 @@ Only ``groups/`` destroys process groups; the access to torch's tables is in ``t
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -26,8 +27,7 @@ def destroy(groups: Iterable[Group], *, abort: bool = False) -> None:
 
     Of adopted groups, only the reference is dropped. The others are ended in this order:
 
-    1. Threads that wait for members to connect are woken. This is first, since torch must still know the groups, and
-       which of them have a thread in a collective.
+    1. Threads that wait for members to connect are woken.
     2. Their backends end, and torch forgets the groups.
     3. Later uses raise: a destroyed Gloo group would continue to work.
     4. Their connections are shut down, so that blocked threads here and on the other members wake up. Those here find
@@ -41,7 +41,7 @@ def destroy(groups: Iterable[Group], *, abort: bool = False) -> None:
     groups = list(groups)
     ours = [group for group in groups if group.has_process_group and group.created_by != "adopted"]
     known = [group for group in ours if group.is_known()]
-    wake(known)
+    wake(ours)
     together = torch_private.aborting_together(group.process_group for group in known)
     with together if abort else contextlib.nullcontext():
         for group in known:
@@ -58,17 +58,21 @@ def destroy(groups: Iterable[Group], *, abort: bool = False) -> None:
 def wake(groups: Iterable[Group]) -> None:
     """End this rank's waits for members that have not connected, in those groups that are in a collective.
 
-    Once Gloo has given a collective up, such a connection would end the process. So groups are skipped around the times
-    at which it does.
+    It may first wait for 0.3 s until that is safe. Of groups for which it is not then, Gloo ends the waits itself.
     """
-    waiting = [group for group in groups if group.endpoints().places and group.is_known()]
-    entered = busy_since() if waiting else {}
-    entered_groups = [(group, time.monotonic() - entered[group.name]) for group in waiting if group.name in entered]
-    waking.wake(
-        group.endpoints()
-        for group, seconds in entered_groups
-        if waking.is_safe_to_wake(seconds, group.timeout, group.first_timeout)
-    )
+    waiting = [group for group in groups if group.has_process_group and group.endpoints().places]
+    for is_last in (False, True):
+        entered, now = busy_since() if waiting else {}, time.monotonic()
+        unsafe = {
+            group: waking.unsafe_seconds(now - entered[group.name], group.timeout, group.first_timeout)
+            for group in waiting
+            if group.name in entered
+        }
+        seconds = max((each for each in unsafe.values() if each < math.inf), default=0.0)
+        if is_last or not seconds:
+            break
+        time.sleep(seconds + 0.01)  # the clock of torch's record is another one
+    waking.wake(group.endpoints() for group, seconds in unsafe.items() if not seconds)
 
 
 def _free_later(process_groups: list[Any]) -> None:
@@ -93,7 +97,8 @@ def _end(group: Group, *, abort: bool) -> None:
 
 
 def mark_destroyed(group: Group) -> None:
-    """Mark a group that torch destroys, shut its connections down, and drop the process group."""
+    """Mark a group that torch destroys, end its waits and its connections, and drop the process group."""
+    wake([group])
     torch_private.destroyed[group.process_group] = group.unusable
     torch_private.unregister_tag(group.process_group)
     connections.shut_down([group.endpoints()])

@@ -8,8 +8,9 @@ is the timeout of the group, T0 the one that the group was made with:
 
     enters the collective       T                               5 T0
     |---- safe to wake --------[.]----- safe to wake ----------[...]--- safe to wake: such a wait began later
-                          a message of a             a member that was
-                          connected member           to connect
+                          gives up messages of       gives up members
+                          connected members, and     that were to connect
+                          this wait with them
 
 ``connections.py`` says whose the lines of code are that this file names.
 """
@@ -17,6 +18,7 @@ is the timeout of the group, T0 the one that the group was made with:
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterable
 
@@ -37,19 +39,20 @@ _MESSAGE_MARGIN = 0.15
 too. Source: unbound_buffer.cc:59 and 76."""
 
 
-def is_safe_to_wake(seconds: float, timeout: float, first_timeout: float) -> bool:
-    """False around the two times at which Gloo gives up.
+def unsafe_seconds(seconds: float, timeout: float, first_timeout: float) -> float:
+    """How long it is not safe to wake a wait: 0.0 if it is, inf at the end of 5 T0, at which Gloo ends the wait itself.
 
     Args:
         seconds: the time since the collective was entered.
         timeout: the timeout of the group in seconds, by which Gloo waits for messages.
         first_timeout: the one that it was made with, by which Gloo waits for connections. Source: pair.cc:57.
 
-    >>> [is_safe_to_wake(seconds, 1.0, first_timeout=1.0) for seconds in (0.5, 0.9, 3.0, 4.5, 7.0)]
-    [True, False, True, False, True]
+    >>> [round(unsafe_seconds(seconds, 1.0, first_timeout=1.0), 2) for seconds in (0.5, 0.9, 3.0, 4.5, 7.0)]
+    [0.0, 0.25, 0.0, inf, 0.0]
     """
-    ends = ((timeout, _MESSAGE_MARGIN), (_GLOO_TIMEOUTS * first_timeout, _MARGIN))
-    return all(abs(seconds - end) > margin for end, margin in ends)
+    if abs(seconds - _GLOO_TIMEOUTS * first_timeout) <= _MARGIN:
+        return math.inf
+    return timeout + _MESSAGE_MARGIN - seconds if abs(seconds - timeout) <= _MESSAGE_MARGIN else 0.0
 
 
 def wake(groups: Iterable[Endpoints]) -> None:

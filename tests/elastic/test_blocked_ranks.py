@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -91,6 +92,46 @@ def test_abort_wakes_ranks_without_connection(tmp_path: Path, collective: str):
             continue  # it did not need the absent rank
         assert seconds < 1.0 + SLACK, f"without {absent}: {seconds:.1f} s after the abort, {failed}"
         assert failed.kind == "LifetimeError" or "onnection" in failed.text, failed
+
+
+ENDS: dict[str, tuple[float, Callable[[ProcessGroupMesh], None]]] = {
+    "torch destroys the world": (1.0, lambda mesh: dist.destroy_process_group()),
+    "torch destroys the group": (1.0, lambda mesh: dist.destroy_process_group(mesh.group())),
+    "the mesh is closed at the timeout": (1.98, lambda mesh: mesh.close()),  # at which Gloo gives other waits up
+}
+"""What the main thread does, and how long after another thread has entered a collective of a group of 2 s."""
+
+
+def end_while_blocked(folder: Path, how: str) -> tuple[bool, float, Attempt] | None:
+    """One rank stays out of a broadcast. Another is in it, and ends the group: was it blocked, and how long then?"""
+    mesh = ProcessGroupMesh(4, name="ends")
+    mesh.configure(timeout=2.0)
+    mesh.connect(timeout=LONG_TIMEOUT)
+    group, seen = mesh.group(), list[Attempt]()
+    if mesh.rank == 1:
+        wait_for_flag(folder, "ended")
+        return None
+    with meanwhile(lambda: seen.append(attempt(lambda: dist.broadcast(torch.ones(1), 3, group=group)))):
+        entered, (seconds, end) = time.monotonic(), ENDS[how]
+        time.sleep(entered + seconds - time.monotonic())
+        is_blocked, at = not seen, time.monotonic()
+        if mesh.rank == 3:
+            end(mesh)
+    if mesh.rank == 3:
+        set_flag(folder, "ended")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for the end of the test
+    return is_blocked, seen[0].end - at, seen[0]
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_any_end_wakes_a_wait_for_a_connection(tmp_path: Path, how: str):
+    """Otherwise it would last for five timeouts of the group: hours, by default."""
+    with fresh_world(4) as world:
+        *_, (is_blocked, seconds, failed) = results(world.outcomes(end_while_blocked, tmp_path, how))
+    assert is_blocked
+    assert seconds < 1.0 + SLACK, (seconds, failed)
+    assert failed.kind
 
 
 # ---- a rank sends more than the connection's buffers hold, to a rank that is killed ----

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from pgmesh import Layout, LifetimeError, OptionsError, ProcessGroupMesh, ShapeError, torch_private
 from pgmesh.errors import UnsupportedTorchError
+from tests.support.fake_world import fake_rank
 from tests.support.logs import logged_lines
 from tests.support.torch_tables import record_operations, table_sizes
 from tests.support.worlds import DEADLINE, axis_combinations, check_sums, groups_of, on_ranks, world
@@ -446,3 +447,20 @@ def test_interrupted_new_group_leaves_no_group_behind():
         mesh.group("tp", backend="lantern")
     assert table_sizes()["pg_map"] == before
     check_sums(groups_of(mesh))
+
+
+def test_options_of_a_slice_of_one_rank_are_not_those_of_group_of():
+    with fake_rank(0, 8, dist.HashStore()):
+        mesh = ProcessGroupMesh(dp=8, cp=1)
+        mesh.at(dp=0, cp=0).configure(backend="gloo")
+        assert dist.get_backend(mesh.at(dp=0, cp=0).group()) == "gloo"
+        assert mesh.group("cp") is mesh.group_of([0]) is not mesh.at(dp=0, cp=0).group()
+
+
+def test_last_options_of_a_group_come_last_for_a_replacement():
+    """The axes of one group in two orders: the mesh that replaces this one takes them in turn."""
+    with fake_rank(5, 8):
+        mesh = ProcessGroupMesh(pp=2, dp=2, tp=2)
+        for axes, seconds in ((("dp", "tp"), 60), (("tp", "dp"), 90), (("dp", "tp"), 120)):
+            mesh.configure(*axes, timeout=seconds)
+        assert mesh._mesh_groups.options_for_replacement()[-1] == (["dp", "tp"], "", {"timeout": 120.0})

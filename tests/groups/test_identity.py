@@ -117,6 +117,22 @@ def test_rejoined_mesh_may_follow_an_unused_one():
     assert new.key == survivor.key == lost.key == "pgmesh/train.1"
 
 
+@pytest.mark.parametrize("survivor_is_first", [True, False])
+def test_next_mesh_may_follow_an_unused_one(survivor_is_first: bool):
+    """As above, but the survivor closes the mesh, and both create the next one."""
+
+    def second(process: Process) -> MeshIdentity:
+        process.unregistered("train")
+        return process.create("train")
+
+    store = dist.HashStore()
+    survivor, lost = (Process(store, rank) for rank in (0, 1))
+    assert second(survivor).key == second(lost).key == "pgmesh/train.1"
+    processes = [survivor, Process(store, 1, replaces_process=True)]
+    keys = {second(each).key for each in processes[:: 1 if survivor_is_first else -1]}
+    assert keys == {"pgmesh/train.3"}
+
+
 def test_mesh_that_is_unpickled_twice_rejoins_twice():
     """The first one had no groups, so the second one has its local number."""
     store = dist.HashStore()

@@ -20,7 +20,7 @@ def test_wake_skips_end_of_a_changed_timeout(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(teardown, "busy_since", lambda: {"group": time.monotonic() - 10.0})
     group = Group("group tp", "mesh 'actor'", (0, 1), options=GroupOptions(timeout=2), new_timeout=timedelta(minutes=1))
     group.name = "group"
-    monkeypatch.setattr(group, "is_known", lambda: True)
+    group._process_group = object()
     monkeypatch.setattr(group, "endpoints", lambda: Endpoints([], [], [1]))
     teardown.wake([group])
     assert not woken

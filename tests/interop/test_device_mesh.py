@@ -327,6 +327,21 @@ def test_from_device_mesh_returns_the_groups_of_torch(names: tuple[str, str] | N
         dist.destroy_process_group(theirs.get_group(i))
 
 
+def test_adopted_device_mesh_stays_until_its_groups_change():
+    with fake_rank(0, 8):
+        theirs = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        mesh = from_device_mesh(theirs, name="theirs")
+        view = mesh.view(dp=2, ep=2, etp=2)
+        view.group("ep")
+        view.release("ep")
+        assert mesh.device_mesh() is theirs
+        mesh.release("tp")
+        ours = mesh.device_mesh()
+        assert ours is not theirs
+        assert ours.get_group("tp") is mesh.group("tp") is not theirs.get_group("tp")
+        assert ours.get_group("dp") is theirs.get_group("dp")
+
+
 @on_ranks(4)
 def test_device_mesh_of_other_ranks_is_not_adopted():
     mesh = ProcessGroupMesh(dp=2, tp=2)
