@@ -32,7 +32,7 @@ class Backends(NamedTuple):
         config: this mapping as text, such as "cpu:gloo,cuda:nccl".
         names: names of the backends.
         nccl: the name of the NCCL backend; "" for none.
-        default: type of the default backend of a group.
+        default_type: type of the default backend of a group.
         by_members: the members can create a group without the other ranks of the world.
         fake: the backend of a fake world, which has no other processes.
     """
@@ -41,7 +41,7 @@ class Backends(NamedTuple):
     config: str
     names: frozenset[str]
     nccl: str
-    default: Any
+    default_type: Any
     by_members: bool
     fake: bool
 

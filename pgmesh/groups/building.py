@@ -54,12 +54,12 @@ def make_by_members(group: Group, identity: MeshIdentity, world: World, descript
         description: text for profiles and flight records.
     """
     # The number is the same on all members, so the new name is too.
-    path = group.path if group.broken is None else f"{group.path}.{group.broken}"
+    path_in_name = group.path if group.broken is None else f"{group.path}.{group.broken}"
     stores: dict[str, Any] = {}
     if group.fingerprint is not None:
         names = backends_of(group.options.backend).names
-        stores = {each: _polling_store(each, group, path, identity, world) for each in names}
-    make(group, identity.group_name(path), world, stores, description)
+        stores = {each: _polling_store(each, group, path_in_name, identity, world) for each in names}
+    make(group, identity.group_name(path_in_name), world, stores, description)
 
 
 def make(group: Group, name: str, world: World, stores: Mapping[str, Any], description: str) -> None:
@@ -98,21 +98,21 @@ def _build(group: Group, name: str, store: Any, own_rank: int, stores: Mapping[s
             inner = dist.PrefixStore(device.type, stores.get(backend, alone))
             built[backend] = CONSTRUCTORS[backend](inner, rank, name, group.options, ranks)
         slots.append((device, variant, built[backend]))
-    return torch_private.new_group_object(store, rank, len(ranks), backends.default, slots)
+    return torch_private.new_group_object(store, rank, len(ranks), backends.default_type, slots)
 
 
-def _polling_store(backend: str, group: Group, path: str, identity: MeshIdentity, world: World) -> PollingStore:
+def _polling_store(backend: str, group: Group, path_in_name: str, identity: MeshIdentity, world: World) -> PollingStore:
     """The store that one backend of a group reads through.
 
     Args:
-        path: that of the group, with a number behind it if an earlier process group of this path broke.
+        path_in_name: the group's path, with a number behind it if an earlier process group of this path broke.
     """
     assert group.fingerprint is not None
     timeout = group.options.timeout or timedelta()
     store_key = functools.partial(world.registration.store_key, identity)
 
     def use_key(seconds: float) -> str:
-        return f"{store_key(path, seconds)}/use"
+        return f"{store_key(path_in_name, seconds)}/use"
 
     def refusal_keys() -> RefusalKeys:
         # A mismatch is one of the group, whichever of its process groups found it.

@@ -65,7 +65,7 @@ def shut_down(groups: Iterable[Endpoints]) -> None:
     deadline = time.monotonic() + _OPENING_SECONDS
     while True:
         sockets = _find_sockets(own, members)
-        loops = find_loops(sockets.here)
+        loops = find_loops(sockets.accepted)
         complete = _all_are_watched(sockets, loops)  # before Gloo closes them
         end_connections(loops)
         if complete or time.monotonic() >= deadline:
@@ -78,18 +78,18 @@ class _Sockets(NamedTuple):
     """Sockets of this process, by their inodes.
 
     Args:
-        here: the listeners of some groups, and the connections that they accepted.
-        there: the connections to listeners of members. A member may have closed its listener, and another program may
+        accepted: the listeners of some groups, and the connections that they accepted.
+        opened: the connections to listeners of members. A member may have closed its listener, and another program may
             have the port now. So only those that an event loop of the groups watches are theirs.
     """
 
-    here: set[int]
-    there: set[int]
+    accepted: set[int]
+    opened: set[int]
 
 
 def _all_are_watched(sockets: _Sockets, loops: Sequence[EventLoop]) -> bool:
     """False if Gloo may be opening a connection, which no event loop watches for a moment."""
-    return not loops or sockets.here | sockets.there <= inodes(loops)
+    return not loops or sockets.accepted | sockets.opened <= inodes(loops)
 
 
 def _find_sockets(own: Collection[Endpoint], members: Collection[Endpoint]) -> _Sockets:
@@ -97,9 +97,9 @@ def _find_sockets(own: Collection[Endpoint], members: Collection[Endpoint]) -> _
     for each in all_opened():
         with contextlib.suppress(OSError):
             if each.getsockname()[:2] in own:
-                found.here.add(inode_of(each))
+                found.accepted.add(inode_of(each))
             elif each.getpeername()[:2] in members:  # raises for a listener
-                found.there.add(inode_of(each))
+                found.opened.add(inode_of(each))
     return found
 
 

@@ -76,6 +76,7 @@ class DeviceMeshes:
             whole: a layout with these axes. Its DeviceMesh is sliced if each dimension is one axis of that name.
             group: returns this rank's group along axes of a layout.
         """
+        # If each dimension is one axis under its own name, in mesh order: a slice of the DeviceMesh of all axes.
         single, built = dimensions_of(whole), dimensions
         if [*dimensions.items()] == [item for item in single.items() if item in dimensions.items()]:
             layout, built = whole, single

@@ -17,10 +17,8 @@ class FlightRecorder:
     It asks torch's recorder only if there may be one. torch 2.13 reads its record without a lock, and the process may
     crash if another thread makes a group, or enters its first collective, just then (FlightRecorderDetail.hpp:98, 170).
 
-        a group that has entered        is said to be stuck
-        an operation since the last     no
-        none, and is in the record      yes, in its first collective there
-        none, and is not                no; if no group is busy, torch is not asked again until one is used
+    A group is stuck if it has entered nothing since the last call, and the record has a collective of it that is not
+    done. If no group is busy, torch is not asked again until one is used.
     """
 
     def __init__(self) -> None:

@@ -66,7 +66,13 @@ class Left:
 
 @dataclass(eq=False)
 class Group:
-    """A group. Which fields are set depends on ``state``.
+    """A group. What can be asked of it depends on its state:
+
+        the group                      ``is_made``   ``has_process_group``   ``is_known``
+        is new                         no            no                      no
+        is made or connected           yes           yes                     yes, unless torch has destroyed it
+        broke or ended a moment ago    no            yes                     until it is unregistered
+        broke or ended                 no            no                      no
 
     Args:
         group_label: the group in messages, such as "group dp, tp".

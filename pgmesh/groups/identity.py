@@ -4,9 +4,9 @@ A mesh has a name, or the set of its ranks instead, and three numbers:
 
 - The *local number* counts the meshes of that name in this process, from 0. It is part of the names of groups in torch.
 - The *shared number* counts the meshes of that name on this rank, in all processes that have had the rank. It is part
-  of the store keys, under which the ranks meet. It is the local number plus the number of meshes of that name that
-  earlier processes of this rank registered. Each rank derives it when it *registers* the mesh, at its first use of the
-  store (``registration.py``).
+  of the store keys, under which the ranks meet. It is the local number plus an offset, which is 0 except in a process
+  that replaces another one. Each rank derives it when it *registers* the mesh, at its first use of the store
+  (``registration.py``).
 - The *generation* counts how often ``shrink`` has replaced the mesh that the program created.
 
 For example, ranks 0 to 3 create the mesh "train", close it, and create it again. Then rank 3 is lost, and a new process

@@ -42,7 +42,10 @@ _ABORT_SECONDS = 0.5
 
 
 class EndableMesh:
-    """A mesh that can end, with its groups. ``MeshGroups`` makes them. If several threads end it, the first one counts.
+    """A mesh that can end, with its groups. If several threads end it, the first one counts.
+
+    ``MeshGroups`` makes the groups. It reads and changes ``_groups`` and ``_device_meshes`` under ``lock``, and sets no
+    other field of this class.
 
     Args:
         world: its world.

@@ -35,8 +35,7 @@ class Registration:
         # By the prefix of the names of meshes, such as "pgmesh/train":
         self._next: defaultdict[str, int] = defaultdict(int)  # the next local number
         self._offsets: dict[str, int] = {}  # the shared minus the local number of each mesh of the name
-        self._published: dict[str, int] = {}  # the last shared number that a process of this rank has published;
-        # the most recent name at the end
+        self._published: dict[str, int] = {}  # the last shared number that any process of this rank has published
 
     def count(self, identity: MeshIdentity, *, is_used: bool = True) -> None:
         """Give a mesh its local number, unless it has one for good. The caller holds ``world.registering``.
@@ -135,7 +134,7 @@ class Registration:
     def _publish(self, identity: MeshIdentity) -> Operation:
         """The store operation that publishes this rank's last shared numbers, among them that of this mesh."""
         last = self._published.pop(identity.prefix, 0)
-        self._published[identity.prefix] = max(identity.shared_number or 0, last)  # at the end
+        self._published[identity.prefix] = max(identity.shared_number or 0, last)  # after those published earlier
         latest = [*self._published.items()][-timing.LIMITS.published_names :]
         return Raw("set", (meshes_key(self._rank), pack(numbers=dict(latest))))
 

@@ -38,12 +38,12 @@ class _Stuck:
     """The record of a collective that does not end.
 
     Args:
-        since: the time when it was found.
+        found_at: the time when it was found, one or two heartbeats after it was entered.
         logged: the reason was logged.
         woken: this rank's waits for members to connect were ended.
     """
 
-    since: float
+    found_at: float
     logged: bool = False
     woken: bool = False
 
@@ -88,7 +88,7 @@ class Watch:
         now, late = time.monotonic(), list[Group]()
         for collective, group in groups.items():
             stuck = self._stuck[_key(collective)]
-            if not stuck.woken and now - stuck.since >= group.timeout:
+            if not stuck.woken and now - stuck.found_at >= group.timeout:
                 stuck.woken = True
                 late.append(group)
         if late:
@@ -126,7 +126,7 @@ class Watch:
 
     def _unreported(self, ranks: Sequence[int], collective: RunningCollective) -> list[int]:
         """The members that have not reported the collective, although they had the time to do so."""
-        if time.monotonic() - self._stuck[_key(collective)].since < self._statuses.lost_after / 2:
+        if time.monotonic() - self._stuck[_key(collective)].found_at < self._statuses.lost_after / 2:
             return []
         return [rank for rank in ranks if did_not_report(self._statuses, rank, collective)]
 

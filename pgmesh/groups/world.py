@@ -33,6 +33,10 @@ from pgmesh.rendezvous.world_store import WorldStore
 class World:
     """This process in one world: the store thread, the statuses of other ranks, and its meshes.
 
+        ``meshes``         all that are referred to, in order of creation; closed ones too
+        ``open_meshes``    those of them that have not ended
+        ``with_groups``    those that hold groups, and so are kept alive
+
     Args:
         store: the world's store.
         address: its host and port, for messages.
@@ -43,8 +47,8 @@ class World:
 
     def __init__(self, store: Any, address: str, rank: int, size: int, options: GroupOptions) -> None:
         self.store, self.address, self.rank, self.size, self.options = store, address, rank, size, options
-        self.meshes: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # in order of creation
-        self.with_groups: set[Any] = set()  # meshes that hold groups; kept alive
+        self.meshes: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+        self.with_groups: set[Any] = set()
         self.forked = False  # this process is a forked child, and its parent is in the world
         self._aborts = Aborts()
         self.at_heartbeat: list[Callable[[Run], bool]] = []  # until they return False
