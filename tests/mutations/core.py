@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import time
+from types import SimpleNamespace
 
 from tests.mutations import adds, breaks
 
@@ -248,7 +248,7 @@ def unchecked_sum(poll):
 @breaks(
     "the first decision holds for all members",
     page="groups.md",
-    target="rendezvous.rounds:Rounds.decide",
+    target="rendezvous.rounds:Rounds.publish_and_act",
     tests="tests/rendezvous/test_model.py -k keep_laws",
 )
 def own_decision(decide):
@@ -369,7 +369,11 @@ def silent_leave(leave):
     tests="tests/elastic/test_judging.py -k order",
 )
 def last_spare_first(success):
-    return lambda self, view: success(self, dataclasses.replace(view, ready=dict(reversed(view.ready.items()))))
+    def backwards(self, found):
+        ready = dict(reversed(found.ready.items()))
+        return success(self, SimpleNamespace(lost=found.lost, ready=ready, dead_or_silent=found.dead_or_silent))
+
+    return backwards
 
 
 @breaks(
