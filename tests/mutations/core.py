@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from types import SimpleNamespace
 
 from tests.mutations import adds, breaks
 
@@ -370,8 +369,10 @@ def silent_leave(leave):
 )
 def last_spare_first(success):
     def backwards(self, found):
-        ready = dict(reversed(found.ready.items()))
-        return success(self, SimpleNamespace(lost=found.lost, ready=ready, dead_or_silent=found.dead_or_silent))
+        class Backwards(type(found)):
+            ready = property(lambda self: dict(reversed(found.ready.items())))
+
+        return success(self, Backwards(found.layout, found.request, found.arrivals, found.dead_or_silent))
 
     return backwards
 
