@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -86,11 +87,20 @@ class World:
         return Watch(self.statuses)
 
     def _look(self, run: Run) -> tuple[RunningCollective, ...]:
-        """Look for aborted meshes, for lost ranks, and for collectives of this process that do not end."""
+        """Look for aborted meshes, for lost ranks, and for collectives of this process that do not end.
+
+        Each look for a lost rank may wait for a host that does not answer. If these take long, the next heartbeat goes
+        on with the others: this process must not seem lost itself.
+        """
         self._aborts.look(run, [mesh for mesh in self.open_meshes() if mesh.identity.registered])
+        end = time.monotonic() + self.statuses.lost_after / 4
         for look in tuple(self.at_heartbeat):
+            self.at_heartbeat.remove(look)
+            self.at_heartbeat.append(look)  # the last one of the next heartbeat
             if not look(run):
                 self.at_heartbeat.remove(look)
+            if time.monotonic() > end:
+                break
         return self.watch.find_running(run)
 
     def heartbeat_thread(self) -> StoreThread:
