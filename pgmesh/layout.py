@@ -563,8 +563,8 @@ class Layout:
         elif isinstance(axis, (tuple, slice)) or not isinstance(axis, Hashable):
             known = {*map(repr, self._axes)}
             given = axis if isinstance(axis, (list, tuple, set)) and {*map(repr, axis)} <= known else self._axes[-2:]
-            problem = f"axes are separate arguments, not a {kind.__name__} {axis!r}."
-            raise AxisError(f"{problem}\n\n  {format_call('mesh.group', {}, *given)}   # and so on")
+            words = ", ".join(map(repr, given))
+            raise AxisError(f"axes are separate arguments, such as {words}, and not one {kind.__name__} {axis!r}.")
         else:
             raise AxisError(f"there is no axis {axis!r} in {self._brief()}.")
         # On named axes an integer is a position. On numbered axes it is the number of the axis, which does not shift
@@ -574,7 +574,9 @@ class Layout:
             return int(axis) % len(self._axes)
         fixed = dict(self._all_axes).get(axis)
         if fixed is not None:
-            raise AxisError(f"axis {axis} is fixed at {fixed} in {self._brief()}; use the mesh before at() fixed it.")
+            raise AxisError(
+                f"axis {axis} is fixed at {fixed} in {self._brief()}; use the mesh that this one is a slice of."
+            )
         close = closest_name(axis, [name for name in self._axes if isinstance(name, str)])
         raise AxisError(f"there is no axis {axis!r} in {self._brief()}.{did_you_mean(close)}")
 

@@ -275,7 +275,7 @@ class ProcessGroupMesh(RankMethods):
         if self.rank not in members:
             raise MembershipError(
                 f"rank {self.rank} asked for the group of ranks {format_ranks(members)}, but is not one of them.\n\n"
-                f"  if mesh.rank in ranks: mesh.group_of(ranks)   # only members call"
+                f"  if mesh.rank in {list(members)}: ...   # only members call"
             )
         return members
 
@@ -453,7 +453,8 @@ class ProcessGroupMesh(RankMethods):
     def report_on(self, number: int) -> None:
         """Print the report to stderr on each signal of this number: ``mesh.report_on(signal.SIGUSR1)``.
 
-        A background thread prints it, so it also works while the main thread hangs in a collective.
+        A background thread prints it, so it also works while the main thread hangs in a collective, unless ``asyncio``
+        handles signals in this process. A handler that was set before is called too.
 
         Raises:
             LifetimeError: this is not the main thread, which alone can handle signals.
@@ -519,7 +520,7 @@ class ProcessGroupMesh(RankMethods):
         Raises:
             LifetimeError: this is a view or a slice; its groups belong to the mesh that it was taken from.
         """
-        self._check_root()
+        self._check_root("close()   # ends all groups of the mesh")
         self._mesh_groups.close()
 
     def __enter__(self) -> ProcessGroupMesh:
@@ -601,21 +602,27 @@ class ProcessGroupMesh(RankMethods):
             MissingRanksError: living ranks did not call in time, or too many ranks are lost. All ranks get it, and may
                 try again.
             OptionsError: there is neither an axis nor a spare, so there would be no mesh.
+            RankError: the world does not have one of the spares.
             WorldError: the store does not respond.
         """
         has_spares = spares is not None and length_hint(spares, 1) > 0  # an array has no truth value
         if axis is not None:  # by its name, which a position is not
             axis = self.axes[self.layout._numbers_of((axis,))[0]]
         whole = self._mesh_groups.layout.axes
-        given = [] if axis is None else [axis if axis in whole else whole[0]]
-        call = format_call("shrink", {}, *given, spares=spares if has_spares else None)
-        self._check_root(call if axis in (None, *whole) else f"{call}   # or another of its axes")
-        places = parse_ranks("shrink", spares) if has_spares else ()
-        if axis is None and not places:
+        given, world = [] if axis is None else [axis if axis in whole else whole[0]], self._mesh_groups.world.size
+        if axis is None and not has_spares:
             raise OptionsError(
                 "shrink has neither an axis nor spares, so no rank could be dropped or replaced.\n\n"
-                f"  mesh = mesh.shrink({self.axes[0]!r})   # drop the indices of an axis that lost a rank\n"
-                "  mesh = mesh.shrink(spares=[...])   # or replace lost ranks"
+                f"  mesh = mesh.shrink({whole[0]!r})   # drop the indices of an axis that lost a rank\n"
+                f"  mesh = mesh.shrink(spares=range({world}))   # or replace lost ranks"
+            )
+        words = {"spares": spares if has_spares else None, "timeout": None if timeout == CONNECT_TIMEOUT else timeout}
+        call = format_call("shrink", {}, *given, **words, lost_after=lost_after)
+        self._check_root(call if axis in (None, *whole) else f"{call}   # or another of its axes")
+        places = parse_ranks("shrink", spares) if has_spares else ()
+        if foreign := [rank for rank in places if rank >= world]:
+            raise RankError(
+                f"shrink: the world's ranks are 0 to {world - 1}; there is no rank {format_ranks(foreign)}."
             )
         from pgmesh.elastic.records import Request
         from pgmesh.elastic.shrinking import shrink
@@ -644,7 +651,8 @@ class ProcessGroupMesh(RankMethods):
             MissingRanksError: no rank called ``shrink`` in time, or no other rank of the mesh is left.
             WorldError: the store does not respond.
         """
-        self._check_root("stand_by()")
+        given = None if timeout == CONNECT_TIMEOUT else timeout
+        self._check_root(format_call("stand_by", {}, timeout=given, lost_after=lost_after))
         from pgmesh.elastic.shrinking import stand_by
 
         seconds = to_timedelta(timeout).total_seconds()
@@ -758,13 +766,15 @@ class ProcessGroupMesh(RankMethods):
         Earlier versions combine only slices of one DeviceMesh.
 
         Args:
-            axes: axes that become a dimension each, in mesh order. Without arguments: all axes.
+            axes: axes that become a dimension each: in mesh order, since placements are by position. Without
+                arguments: all axes.
             merged: further dimensions by name, in this order. Each merges one or several axes, adjacent or not, into
                 one dimension with the group along them: ``fully_shard`` shards along all of them. Along the first of
                 two dimensions it replicates.
 
         Raises:
-            AxisError: there is no such axis, an axis is named twice, or a dimension has no axis.
+            AxisError: there is no such axis, an axis is named twice, axes are not in mesh order, or a dimension has no
+                axis.
             MembershipError: the mesh does not contain this rank.
 
         >>> mesh.device_mesh("dp", "tp").get_group("tp") is mesh.group("tp")
@@ -826,17 +836,14 @@ class ProcessGroupMesh(RankMethods):
         )
         return _unpickle, (root, self.layout, self._calls, self._part_of)
 
-    def _check_root(self, call: str = "") -> None:
+    def _check_root(self, call: str) -> None:
         """Raise LifetimeError for a view or a slice.
 
         Args:
-            call: what the caller may do with the whole mesh; "" for ``close``, in whose place it may release groups.
+            call: what the caller may do with the whole mesh.
         """
         if self._calls:
             way = f"Call the method of that mesh:\n\n  mesh.{call}"
-            if not call:
-                axes = ", ".join(map(repr, self.axes[:1]))
-                way = f"Close that mesh, or\n\n  release({axes})   # destroys the groups along an axis"
             raise LifetimeError(f"{self!r} is a view or a slice and shares the groups of its mesh. {way}")
 
     def _check_member(self) -> None:
@@ -909,12 +916,13 @@ def _not_a_device_mesh(mesh: ProcessGroupMesh) -> str:
     """The message for a mesh in the place of a DeviceMesh."""
     ways = [(_call_for_torch(mesh, "device_mesh", mesh.axes), "")]
     if len(mesh.axes) > 1:
-        likely = sorted(mesh.axes, key=lambda axis: ("dp" not in str(axis), "cp" not in str(axis)))[:2]
-        one = _call_for_torch(mesh, "device_mesh", likely[:1])
-        ways = [(one, "along one axis: name the one that you mean"), (ways[0][0], "a dimension for each axis")]
-        if len(mesh.axes) > 2:
-            merged = _call_for_torch(mesh, "device_mesh", ()).replace("()", f"(fsdp={(*likely,)})")
-            ways = [ways[0], (merged, "along several"), (ways[1][0], f"{ways[1][1]}; fully_shard takes one or two")]
+        data = [axis for axis in mesh.axes if "dp" in str(axis) or "cp" in str(axis)]  # whose ranks have equal weights
+        one = _call_for_torch(mesh, "device_mesh", (data or mesh.axes)[:1])
+        whole = "a dimension for each axis" + ("; fully_shard takes one or two" if len(mesh.axes) > 2 else "")
+        ways = [(one, "along one axis: name the one that you mean"), (ways[0][0], whole)]
+        if 1 < len(data) < len(mesh.axes):
+            merged = _call_for_torch(mesh, "device_mesh", ()).replace("()", f"(fsdp={(*data,)})")
+            ways.insert(1, (merged, "along several"))
     return f"torch takes a DeviceMesh here, not {mesh!r}.\n\n{format_calls(ways)}"
 
 

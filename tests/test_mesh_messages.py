@@ -38,11 +38,11 @@ def suggested(error: Exception) -> list[str]:
 @pytest.mark.parametrize("verb", ["group", "along", "index", "size", "ranks", "partition", "neighbor", "device_mesh"])
 @pytest.mark.parametrize("several", [["dp", "tp"], ("dp", "tp")], ids=["list", "tuple"])
 def test_axes_in_a_list_suggest_separate_arguments(mesh, verb, several):
-    kind, call = type(several).__name__, "mesh.group('dp', 'tp')   # and so on"
+    kind, words = type(several).__name__, "'dp', 'tp'"
     with pytest.raises(pgmesh.AxisError) as info:
         getattr(mesh, verb)(several)
-    assert str(info.value) == f"axes are separate arguments, not a {kind} {several!r}.\n\n  {call}"
-    eval(call, {"mesh": mesh})
+    assert str(info.value) == f"axes are separate arguments, such as {words}, and not one {kind} {several!r}."
+    eval("mesh.neighbor('dp')" if verb == "neighbor" else f"mesh.{verb}({words})", {"mesh": mesh})
 
 
 def test_configure_after_creation_suggests_calls(mesh):
@@ -201,14 +201,17 @@ def test_torch_given_a_mesh_shows_device_meshes(mesh):
         fully_shard(torch.nn.Linear(8, 8), mesh=mesh)
     assert str(info.value) == (
         "torch takes a DeviceMesh here, not ProcessGroupMesh(pp=2, dp=2, tp=2).\n\n"
-        "  mesh.device_mesh('dp')                # along one axis: name the one that you mean\n"
-        "  mesh.device_mesh(fsdp=('dp', 'pp'))   # along several\n"
-        "  mesh.device_mesh('pp', 'dp', 'tp')    # a dimension for each axis; fully_shard takes one or two"
+        "  mesh.device_mesh('dp')               # along one axis: name the one that you mean\n"
+        "  mesh.device_mesh('pp', 'dp', 'tp')   # a dimension for each axis; fully_shard takes one or two"
     )
-    along_one, merged, whole = (eval(call, {"mesh": mesh}) for call in suggested(info.value))
+    along_one, whole = (eval(call, {"mesh": mesh}) for call in suggested(info.value))
     fully_shard(torch.nn.Linear(8, 8), mesh=along_one)
-    fully_shard(torch.nn.Linear(8, 8), mesh=merged)
     distribute_tensor(torch.ones(4), whole, [Shard(0), Replicate(), Replicate()])
+    long = mesh.view(dp=2, cp=2, tp=2)
+    with pytest.raises(AttributeError) as info:
+        fully_shard(torch.nn.Linear(8, 8), mesh=long)
+    assert suggested(info.value)[1] == "mesh.view(dp=2, cp=2, tp=2).device_mesh(fsdp=('dp', 'cp'))"  # not with tp or pp
+    fully_shard(torch.nn.Linear(8, 8), mesh=eval(suggested(info.value)[1], {"mesh": mesh}))
     numbered = ProcessGroupMesh(8, name="numbered")
     with pytest.raises(AttributeError) as info:
         distribute_tensor(torch.ones(8), numbered, [Shard(0)])

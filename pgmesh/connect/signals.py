@@ -10,6 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 from pgmesh.errors import LifetimeError
 
@@ -17,6 +18,7 @@ Text = Callable[[], object]
 """Makes the text for a signal; None if there will never be one again."""
 
 _printers: dict[int, list[Text]] = {}
+_before: dict[int, Any] = {}  # by signal: the handler of the program, or the default action
 _sender: socket.socket | None = None  # wakes the thread that prints; None before the first ``print_on``
 
 
@@ -39,14 +41,17 @@ def print_on(number: int, text: Text) -> None:
         threading.Thread(target=_listen, args=[receiver], name="pgmesh-signals", daemon=True).start()
     _printers.setdefault(number, []).append(text)
     _take_descriptor(_sender)
-    signal.signal(number, _handle)  # replaces the default action
+    if (before := signal.signal(number, _handle)) is not _handle:
+        _before[number] = before  # which is called too
 
 
 def _handle(number: int, frame: object) -> None:
-    """Wake the thread, unless Python has done so."""
+    """Wake the thread, unless Python has done so, and call the handler of the program."""
     if _sender is not None and not _take_descriptor(_sender):
         with contextlib.suppress(OSError):  # full: the thread has enough to print
             _sender.send(bytes([number]))
+    if callable(before := _before.get(number)):
+        before(number, frame)
 
 
 def _take_descriptor(sender: socket.socket) -> bool:

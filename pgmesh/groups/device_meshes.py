@@ -33,9 +33,22 @@ def parse_dimensions(layout: Layout, rank: int, axes: tuple[Axis, ...], merged: 
         merged: by name, one axis or a sequence of axes.
 
     Raises:
-        AxisError: there is no such axis, an axis or a name is given twice, or a dimension has no axis.
+        AxisError: there is no such axis, an axis or a name is given twice, axes are not in mesh order, or a dimension
+            has no axis.
     """
     dimensions = dict(dimensions_of(layout.along(rank, *axes))) if axes or not merged else {}
+    given = [axis for each in axes for axis in layout.along(rank, each).axes]
+    if [*map(str, given)] != [*dimensions] and axes:  # placements are by position
+        named = {str(axis): axis for axis in given}
+        words = (
+            [f"{name}={axis!r}" for name, axis in named.items()]
+            if all(map(str.isidentifier, named))
+            else [f"**{named}"]
+        )
+        raise AxisError(
+            f"device_mesh: the order of these axes is {', '.join(dimensions)} in the mesh, and so in a DeviceMesh."
+            f"\n\n  mesh.device_mesh({', '.join(words)})   # for another order, name the dimensions"
+        )
     for name, given in merged.items():
         along = tuple(given) if isinstance(given, (tuple, list)) else (given,)
         if not along or name in dimensions:

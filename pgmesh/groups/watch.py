@@ -69,7 +69,7 @@ class Watch:
         running = self.flight_recorder.stuck()
         self._renew(running)
         groups = {each: group for each in running if (group := find_group(each.name)) is not None}
-        self._wake(groups)
+        self._wake(run, groups)
         start = time.monotonic()
         self._statuses.read(run, {rank for group in groups.values() for rank in _watched(group)})
         for collective, group in groups.items():
@@ -83,16 +83,21 @@ class Watch:
         now, before = time.monotonic(), self._stuck
         self._stuck = {_key(each): before.get(_key(each), _Stuck(now)) for each in running}
 
-    def _wake(self, groups: Mapping[RunningCollective, Group]) -> None:
-        """End the waits for members to connect that last longer than the timeout of the group, which Gloo ignores."""
-        now, late = time.monotonic(), list[Group]()
+    def _wake(self, run: Run, groups: Mapping[RunningCollective, Group]) -> None:
+        """End the waits for members to connect that Gloo would not end in time.
+
+        Those are waits that last longer than the timeout of the group, and those in a group of which another member has
+        published a mismatch: that one may never connect.
+        """
+        now, over = time.monotonic(), list[Group]()
         for collective, group in groups.items():
             stuck = self._stuck[_key(collective)]
-            if not stuck.woken and now - stuck.found_at >= group.timeout:
+            is_late = now - stuck.found_at >= group.timeout
+            if not stuck.woken and (is_late or any(store.is_refused(run) for store in group.stores.values())):
                 stuck.woken = True
-                late.append(group)
-        if late:
-            background.in_background(teardown.wake, late)
+                over.append(group)
+        if over:
+            background.in_background(teardown.wake, over)
 
     def _examine(self, run: Run, group: Group, collective: RunningCollective) -> None:
         """Record why a collective does not end, and log it once.

@@ -252,7 +252,7 @@ class ConnectJudge(Judge[GroupRound, Decision]):
         return self.statuses.next_inspection(timing.TIMING.inspection * self.pace)
 
     def waits_for(self, rounds: Sequence[GroupRound]) -> str:
-        when = f" in {self.client.now():.0f} s so far"
+        when = f" in {round(self.client.now(), 1):g} s so far"
         texts = [self._describe_missing(each, when) for each in rounds]
         if circle := self.find_circle(rounds):
             texts.append(circle_text(circle))

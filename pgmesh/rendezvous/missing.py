@@ -45,9 +45,9 @@ def _hint(subject: str, activities: Sequence[str]) -> str:
     """A hint if missing ranks wait in a different group with the same label."""
     if any(activity(subject) in each for each in activities):  # a rank may have several, one for each thread
         return (
-            "\nThese are different groups with the same label: unnamed meshes are numbered in the order of "
-            "creation, and groups by the number of their releases. Name the meshes, and release groups on all "
-            "members."
+            "\nThese are different groups with the same label: their ranks are in another order, as in a view with "
+            "other axes, or the ranks have created their meshes, or released their groups, a different number of "
+            "times. Create, release and close the same ones on all ranks."
         )
     label = subject.partition(ASKED_FOR)[0]
     if any(f"{_IN_FIRST_COLLECTIVE}{label}" in each for each in activities):

@@ -5,7 +5,7 @@ polls in the backend's thread. Its methods run in these threads:
 
 - the methods of torch's ``Store``, such as ``wait`` and ``set``: in the thread that makes the group or enters a
   collective, or in one of the backend's.
-- ``GlooStore.unread_addresses``: in the store thread, at a heartbeat, so it performs no operation.
+- ``is_refused`` and ``GlooStore.unread_addresses``: in the store thread, at a heartbeat, so they ask it for nothing.
 - all others: in a thread of pgmesh's caller or of its background work, also while a backend waits.
 """
 
@@ -183,6 +183,10 @@ class PollingStore(dist.Store):
             with contextlib.suppress(PgmeshError):
                 return self._refusals.read(functools.partial(self._thread().run, seconds=seconds))
         return self._refusals.known
+
+    def is_refused(self, run: Run) -> bool:
+        """True if a refusal ends the waits of this group. It is called in the store thread."""
+        return bool(self._known_prefix) and self._refusals.read(run) is not None
 
     def _read(self, run: Run, key: str) -> bool:
         """Read a key and cache its value. False if it has none yet."""

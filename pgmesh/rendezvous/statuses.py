@@ -304,7 +304,7 @@ class Statuses:
         if rank not in self.records:
             return f"rank {rank}: its status was not read"
         record = self.record(rank)
-        no_status = "no status: it has not called connect yet, or cannot reach the store"
+        no_status = "no status: it has not called connect yet, has left the world, or cannot reach the store"
         return f"rank {rank}{record.loss(self.limit(lost_after)) or f': {record.text or no_status}'}"
 
     def next_inspection(self, period: float) -> float:

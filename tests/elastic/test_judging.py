@@ -229,7 +229,7 @@ def test_missing_spare_drops_axis_at_deadline():
     assert 3.0 <= one.client.clock < 3.1
     assert one.warnings == [
         "mesh 'm': no spare came of rank 4 so far."
-        "\n  rank 4: no status: it has not called connect yet, or cannot reach the store"
+        "\n  rank 4: no status: it has not called connect yet, has left the world, or cannot reach the store"
         "\n  lost: rank 1 has ended: its listener at host:101 refuses connections"
     ]
 

@@ -220,3 +220,27 @@ def test_report_names_ended_and_silent_ranks(tmp_path: Path):
         assert took < H + 1.0 + SLACK
         assert re.fullmatch(rf"it has ended: its listener at 127\.0\.0\.1:\d+ refuses connections; {at}", ended), ended
         assert re.fullmatch(at, silent), silent
+
+
+# ---- a mismatch that a rank cannot read, since it waits for a connection ----
+
+
+def sum_of_another_order(folder: Path) -> Attempt:
+    """Rank 3 orders the ranks differently. The others learn it, and rank 1 waits for them to connect."""
+    order = [3, 2, 1, 0] if dist.get_rank() == 3 else [0, 1, 2, 3]
+    mesh = ProcessGroupMesh(dp=4, ranks=order, name="ordered")
+    mesh.configure(timeout=60.0)
+    failed = attempt(lambda: dist.all_reduce(torch.ones(1), group=mesh.group()))
+    set_flag(folder, f"failed {mesh.rank}")
+    for rank in range(4):
+        wait_for_flag(folder, f"failed {rank}")
+    mesh.close()
+    return failed
+
+
+@pytest.mark.fault("shape, axes, order of ranks or options differ")
+def test_mismatch_ends_a_wait_for_a_connection(tmp_path: Path):
+    with fresh_world(4) as world:
+        for failed in results(world.outcomes(sum_of_another_order, tmp_path)):
+            assert failed.kind == "MismatchError", failed
+            assert failed.took < 3.0 + SLACK, failed

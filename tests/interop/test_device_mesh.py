@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from pgmesh import LifetimeError, OptionsError, ProcessGroupMesh, RankError, ShapeError, from_device_mesh
+from pgmesh import AxisError, LifetimeError, OptionsError, ProcessGroupMesh, RankError, ShapeError, from_device_mesh
 from tests.support.device_mesh_training import (
     TOLERANCES,
     assert_same,
@@ -64,7 +64,7 @@ def test_device_mesh_uses_the_groups_of_the_mesh():
             assert mesh.device_mesh(axis).get_group() is mesh.group(axis)
             assert whole[axis].get_local_rank() == mesh.index(axis) == mesh.group(axis).rank()
         part = mesh.device_mesh("dp", "tp")
-        assert part.mesh_dim_names == mesh.device_mesh("tp", "dp").mesh_dim_names == ("dp", "tp")
+        assert part.mesh_dim_names == ("dp", "tp")
         assert tuple(part.mesh.flatten().tolist()) == mesh.ranks("dp", "tp")
         assert [part.get_group(axis) for axis in ("dp", "tp")] == [mesh.group("dp"), mesh.group("tp")]
         assert mesh.along("dp", "tp").device_mesh("tp").get_group() is mesh.group("tp")
@@ -512,11 +512,18 @@ def test_device_mesh_mixes_axes_and_merged_dimensions():
     with fake_rank(5, 8):
         mesh = ProcessGroupMesh(pp=2, dp=2, tp=2)
         assert mesh.device_mesh("dp", flat=("pp", "tp")).mesh_dim_names == ("dp", "flat")
-        assert mesh.device_mesh(dp="dp", tp="tp") == mesh.device_mesh("tp", "dp")
+        assert mesh.device_mesh(dp="dp", tp="tp") == mesh.device_mesh("dp", "tp")
         assert root_of(mesh.device_mesh(tp="tp")) is mesh.device_mesh()
         assert mesh.device_mesh(tp="tp", dp="dp").mesh.tolist() == [[4, 6], [5, 7]]
         assert mesh["tp"].device_mesh(mine="tp").get_group() is mesh.group("tp")
+        with pytest.raises(AxisError, match="the order of these axes is dp, tp") as caught:
+            mesh.device_mesh("tp", "dp")  # placements are by position
+        swapped = eval(str(caught.value).splitlines()[2].partition("#")[0], {"mesh": mesh})
+        assert (swapped.mesh_dim_names, swapped.mesh.tolist()) == (("tp", "dp"), [[4, 6], [5, 7]])
         numbered = ProcessGroupMesh(2, 2, 2)
+        with pytest.raises(AxisError, match="the order of these axes is 0, 1") as caught:
+            numbered.device_mesh(1, 0)
+        eval(str(caught.value).splitlines()[2].partition("#")[0], {"mesh": numbered})
         assert numbered.device_mesh(1, flat=(0, 2)).mesh.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 

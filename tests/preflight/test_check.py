@@ -214,7 +214,7 @@ def test_check_names_only_the_unstarted_rank(tmp_path: Path):
     err = without_hostname_warnings(first[1])
     assert re.sub("Rank [012] waited", "A rank waited", err) == (  # each of them may find it first
         "pgmesh check failed: MissingRanksError: pgmesh check (ranks 0, 1, 2, 3): rank 3 did not arrive in 4 s.\n"
-        "  rank 3: no status: it has not called connect yet, or cannot reach the store\n\n"
+        "  rank 3: no status: it has not called connect yet, has left the world, or cannot reach the store\n\n"
         "A rank waited at pgmesh check, at the start.\n"
     )
 
