@@ -199,6 +199,20 @@ def test_shrink_takes_no_spares_from_none(mesh, requests):
     assert requests[0].spares == ()
     with pytest.raises(pgmesh.ShapeError):
         mesh.shrink("dp", spares=np.array(6))
+    with pytest.raises(pgmesh.RankError, match="the world's ranks are 0 to 7; there is no rank 9"):
+        mesh.shrink("dp", spares=[4, 9])
+
+
+def test_calls_for_the_whole_mesh_keep_all_arguments(mesh):
+    for call, printed in (
+        (lambda: mesh["dp"].shrink("dp", timeout=120, lost_after=60), "mesh.shrink('dp', timeout=120, lost_after=60)"),
+        (lambda: mesh["dp"].stand_by(3600, lost_after=9), "mesh.stand_by(timeout=3600, lost_after=9)"),
+        (lambda: mesh["dp"].stand_by(), "mesh.stand_by()"),
+        (lambda: mesh["dp"].close(), "mesh.close()   # ends all groups of the mesh"),
+    ):
+        with pytest.raises(pgmesh.LifetimeError) as caught:
+            call()
+        assert str(caught.value).splitlines()[-1].strip() == printed
 
 
 def test_view_and_slice_are_found_without_lock(mesh):

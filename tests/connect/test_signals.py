@@ -56,6 +56,14 @@ sender.close()
 print(fire(), fire())
 """
 
+HANDLED = """
+saved = []
+signal.signal(signal.SIGUSR1, lambda number, frame: saved.append(number))
+signals.print_on(signal.SIGUSR1, text)
+signals.print_on(signal.SIGUSR1, text)
+print(fire() > 0, len(saved))
+"""
+
 GONE = """
 signals.print_on(signal.SIGUSR1, lambda: None)
 signals.print_on(signal.SIGUSR1, text)
@@ -65,11 +73,12 @@ print(fire(), len(signals._printers[signal.SIGUSR1]))
 
 @pytest.mark.parametrize(
     ("program", "expected"),
-    [(LOOP, "1\n1 1\n"), (BEFORE, "1 True\n1 1\n"), (TAKEN, "1 1\n"), (GONE, "1 1\n")],
+    [(LOOP, "1\n1 1\n"), (BEFORE, "1 True\n1 1\n"), (TAKEN, "1 1\n"), (HANDLED, "True 1\n"), (GONE, "1 1\n")],
     ids=[
         "an event loop has taken the descriptor",
         "a program had it before",
         "a later owner has closed it",
+        "the program has a handler",
         "a mesh is gone",
     ],
 )
