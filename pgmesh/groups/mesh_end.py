@@ -26,7 +26,7 @@ from typing import Any
 from pgmesh import torch_private
 from pgmesh._util.call_sites import call_site
 from pgmesh.errors import LifetimeError, PgmeshError
-from pgmesh.groups import background, connections, teardown
+from pgmesh.groups import background, teardown
 from pgmesh.groups.aborts import publish_abort
 from pgmesh.groups.device_meshes import DeviceMeshes
 from pgmesh.groups.group import Group, Left
@@ -160,8 +160,7 @@ class EndableMesh:
             return
         if aborted:  # end the collectives at once
             self._clear_references()
-            teardown.wake(self.made())
-            connections.shut_down(group.endpoints() for group in self.made())
+            teardown.cut(self.made())
         if not background.exiting.is_set():  # nothing waits for threads of a process that exits
             background.in_background(self._destroy_all, -1)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -73,6 +73,12 @@ def wake(groups: Iterable[Group]) -> None:
             break
         time.sleep(seconds + 0.01)  # the clock of torch's record is another one
     waking.wake(group.endpoints() for group, seconds in unsafe.items() if not seconds)
+
+
+def cut(groups: Sequence[Group]) -> None:
+    """End all waits of groups: for members that have not connected, and for data of those that have."""
+    wake(groups)
+    connections.shut_down(group.endpoints() for group in groups)
 
 
 def _free_later(process_groups: list[Any]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pgmesh._util.formatting import name_ranks
 from pgmesh.groups import background, teardown
 from pgmesh.groups.flight_recorder import FlightRecorder
-from pgmesh.groups.group import Group, find_group
+from pgmesh.groups.group import Group, State, find_group
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.heartbeat import warn_from_store_thread
 from pgmesh.rendezvous.operations import Read, Run
@@ -86,18 +86,20 @@ class Watch:
     def _wake(self, run: Run, groups: Mapping[RunningCollective, Group]) -> None:
         """End the waits for members to connect that Gloo would not end in time.
 
-        Those are waits that last longer than the timeout of the group, and those in a group of which another member has
-        published a mismatch: that one may never connect.
+        Those are waits that last longer than the timeout of the group. And of a first collective, all waits if a rank
+        has published a mismatch: it may never connect, and this rank reads the store no longer.
         """
-        now, over = time.monotonic(), list[Group]()
+        now = time.monotonic()
         for collective, group in groups.items():
-            stuck = self._stuck[_key(collective)]
-            is_late = now - stuck.found_at >= group.timeout
-            if not stuck.woken and (is_late or any(store.is_refused(run) for store in group.stores.values())):
+            stuck, is_first = self._stuck[_key(collective)], collective.number == 1 and group.state is State.MADE
+            if stuck.woken:
+                continue
+            if is_first and any(store.is_refused(run) for store in group.stores.values()):
                 stuck.woken = True
-                over.append(group)
-        if over:
-            background.in_background(teardown.wake, over)
+                background.in_background(teardown.cut, [group])
+            elif now - stuck.found_at >= group.timeout:
+                stuck.woken = True
+                background.in_background(teardown.wake, [group])
 
     def _examine(self, run: Run, group: Group, collective: RunningCollective) -> None:
         """Record why a collective does not end, and log it once.

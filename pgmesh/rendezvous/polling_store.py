@@ -185,8 +185,9 @@ class PollingStore(dist.Store):
         return self._refusals.known
 
     def is_refused(self, run: Run) -> bool:
-        """True if a refusal ends the waits of this group. It is called in the store thread."""
-        return bool(self._known_prefix) and self._refusals.read(run) is not None
+        """True if a mismatch or an abort ends the waits of this group. It is called in the store thread."""
+        refusal = self._refusals.read(run) if self._known_prefix else None
+        return refusal is not None and refusal.kind != "duplicate"
 
     def _read(self, run: Run, key: str) -> bool:
         """Read a key and cache its value. False if it has none yet."""
