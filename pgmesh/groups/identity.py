@@ -61,10 +61,10 @@ class MeshIdentity:
         self.generation = 0
         # Set by ``registration.py``, in this order:
         self.number = 0  # the local number
-        self.counted = False  # the next mesh of this name in this process has another number
+        self.counted = False  # the local number is reserved; until then it may change
         self.shared_number: int | None = None  # None until it is derived
         self.rejoined = False  # it is the mesh that the predecessor was in
-        self.registered = False  # this rank has published the fingerprint, and no other one differs
+        self.registered = False  # this rank has published the fingerprint, which equals the first one
         if call is not None:
             self.call = call
 

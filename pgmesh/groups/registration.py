@@ -41,8 +41,8 @@ class Registration:
         """Give a mesh its local number, unless it has one for good. The caller holds ``world.registering``.
 
         Args:
-            is_used: the next mesh of this name has another number. Until then, that of an unpickled mesh may change:
-                ranks that load no mesh count none.
+            is_used: reserve the number. That of an unpickled mesh is reserved at its first use, so that ranks that load
+                a mesh without using it stay in step with those that load none.
         """
         if identity.counted:
             return
@@ -67,8 +67,8 @@ class Registration:
 
         Args:
             run: performs operations on the store.
-            rejoin: in a process that replaces a lost one, this is the mesh that the lost one was in. By default it is
-                the next one of that name.
+            rejoin: in a process that replaces another one, this is the last mesh of the name that its predecessor was
+                in. By default it is a later one.
             seconds: the longest wait for another thread that registers a mesh. The store thread must not wait.
 
         Raises:
@@ -95,27 +95,25 @@ class Registration:
         identity.registered = True
 
     def _set_shared_number(self, identity: MeshIdentity, claim: Claim, run: Run, *, rejoin: bool) -> None:
-        if not self._offsets:
+        if not self._offsets:  # no mesh was registered before
             (text,) = run(Read(meshes_key(self._rank)))  # the first operation, which completes the claim
             self._published = _unpack(text) if claim.replaces_process else {}
         if identity.prefix not in self._offsets:
             shared = self._find_shared_number(identity, run, rejoin) if claim.replaces_process else identity.number
             self._offsets[identity.prefix] = shared - identity.number
             self._rejoined |= {identity.group_name("")} if rejoin and claim.replaces_process else set()
-        identity.rejoined = identity.group_name("") in self._rejoined  # also one that is unpickled a second time
+        identity.rejoined = identity.group_name("") in self._rejoined  # also a second object with this number
         identity.shared_number = identity.number + self._offsets[identity.prefix]
 
     def _find_shared_number(self, identity: MeshIdentity, run: Run, rejoin: bool) -> int:
-        """The shared number of the first mesh of a name that a process registers which replaces another one.
+        """The shared number of the first mesh of a name that a replacement process registers.
 
-            the mesh                              its shared number
-            rejoins that of the predecessor       the last one of the predecessor
-            the same, which was not registered    the last one of the other ranks, or else the local number
-            is the next one                       the one of this local number after those of the predecessor, or the
-                                                  last one of the other ranks if it is higher: they may have created
-                                                  several
-
-        In a process that replaces no other, the shared number is the local one.
+        the mesh                                        its shared number
+        rejoins                                         the last one of the predecessor
+        rejoins, but the predecessor published none     the last one of the other ranks, or else the local number
+        does not rejoin                                 the last one of the predecessor + 1 + the local number; that
+                                                        of the other ranks if it is higher: they may have created
+                                                        several
         """
         last = self._published.get(identity.prefix)
         if rejoin and last is not None:
@@ -134,7 +132,7 @@ class Registration:
     def _publish(self, identity: MeshIdentity) -> Operation:
         """The store operation that publishes this rank's last shared numbers, among them that of this mesh."""
         last = self._published.pop(identity.prefix, 0)
-        self._published[identity.prefix] = max(identity.shared_number or 0, last)  # after those published earlier
+        self._published[identity.prefix] = max(identity.shared_number or 0, last)  # at the end: the oldest are cut off
         latest = [*self._published.items()][-timing.LIMITS.published_names :]
         return Raw("set", (meshes_key(self._rank), pack(numbers=dict(latest))))
 

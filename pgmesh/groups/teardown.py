@@ -58,7 +58,8 @@ def destroy(groups: Iterable[Group], *, abort: bool = False) -> None:
 def wake(groups: Iterable[Group]) -> None:
     """End this rank's waits for members that have not connected, in those groups that are in a collective.
 
-    It may first wait for 0.3 s until that is safe. Of groups for which it is not then, Gloo ends the waits itself.
+    It may first wait for 0.3 s until that is safe. Groups for which it is not safe then are skipped: the timeout of
+    Gloo ends their waits.
     """
     waiting = [group for group in groups if group.has_process_group and group.endpoints().places]
     for is_last in (False, True):

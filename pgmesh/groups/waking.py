@@ -1,13 +1,13 @@
 """Waits of this rank for members that have not connected to it, and how they are ended.
 
-Of each two members, Gloo lets one wait for the other to connect. There is no socket to shut down. So this rank connects
-to its own listener in the place of the other member, and closes that connection: the collective raises an error.
+Of each two members, one connects and the other waits. The one that waits has no socket to shut down. So it connects to
+its own listener in the place of the other member, and closes that connection: the collective raises an error.
 
-Once Gloo has given a wait up, data or the end of such a connection would end the process. It gives up at two times. T
-is the timeout of the group, T0 the one that the group was made with:
+Once Gloo has given the wait up, such a connection would end the process. It gives up at two times. T is the timeout of
+the group, T0 the one that the group was made with:
 
     enters the collective       T                               5 T0
-    |---- safe to wake --------[.]----- safe to wake ----------[...]--- safe to wake: such a wait began later
+    |---- safe to wake --------[.]----- safe to wake ----------[...]--- safe to wake: a wait that lasts began later
                           gives up messages of       gives up members
                           connected members, and     that were to connect
                           this wait with them
@@ -31,7 +31,7 @@ _GLOO_TIMEOUTS = 5
 """Gloo waits for a member to connect for this many timeouts of the group. Source: pair.h:305."""
 
 _MARGIN = 1.0
-"""Seconds before and after the end of that wait, in which it is uncertain whether Gloo has given it up. After that,
+"""Seconds before and after the end of that wait, in which it is uncertain whether Gloo has given it up. Once it has,
 such a connection ends the process. Source: pair.cc:680."""
 
 _MESSAGE_MARGIN = 0.15
@@ -40,7 +40,7 @@ too. Source: unbound_buffer.cc:59 and 76."""
 
 
 def unsafe_seconds(seconds: float, timeout: float, first_timeout: float) -> float:
-    """How long it is not safe to wake a wait: 0.0 if it is, inf at the end of 5 T0, at which Gloo ends the wait itself.
+    """Seconds until it is safe to wake a wait: 0.0 if it is safe now, inf near 5 T0, at which Gloo ends the wait.
 
     Args:
         seconds: the time since the collective was entered.

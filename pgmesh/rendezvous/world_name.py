@@ -1,8 +1,8 @@
 """The unique name of a world on its store.
 
-There are two prefixes. The *store prefix* is that of the ``PrefixStore`` that torch and the user have put around the
-world's store. Only the keys of this file have it, so each prefix has a world of its own. The *key prefix* of a world,
-"pgmesh.<name>", is that of all other keys. Names are unique, so they need no store prefix.
+The keys of this file have the prefix of the ``PrefixStore`` that torch and the user have put around the world's store.
+So two such prefixes give two worlds. All other keys begin with "pgmesh.<name>" instead, outside that prefix: names are
+unique.
 
 A store may serve several worlds, one after another. Two counters say how many ranks have entered the world of a name,
 and how many have left it. If both are equal, the last rank has left. ``WORLD_KEY`` has one of these values:
@@ -70,14 +70,14 @@ class Entry:
 
     def __init__(self, entered: set[str]) -> None:
         self._entered = entered
-        self._counted_in = ""  # the world that counts this process, and may have ended before that; "" for none
+        self._counted_in = ""  # the world that this process has counted itself in, not confirmed yet; "" for none
 
     def enter(self, store: Any) -> str:
         """Return the unique name of the world. The first rank that calls sets it.
 
         On an unused store, all ranks get one name. A process that was in an earlier world of the store never takes
         that world's name: it sets a new one, or takes the one that is there. A new process takes the name that it
-        finds, even an old one while ranks of that world have not left.
+        finds, also that of a world whose ranks were killed and have never left it.
 
         Args:
             store: the world's store, with its store prefix.
