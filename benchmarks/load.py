@@ -21,15 +21,13 @@ from unittest import mock
 
 from benchmarks.sides import FAMILIES, compared_sizes
 from pgmesh import Layout
-from pgmesh.rendezvous import group_rounds, records
-from pgmesh.rendezvous.comparing import register_mesh
-from pgmesh.rendezvous.group_rounds import ConnectJudge, GroupRound
-from pgmesh.rendezvous.operations import Operation, Raw, Read, perform
-from pgmesh.rendezvous.processes import meshes_key
-from pgmesh.rendezvous.records import Fingerprint, pack
-from pgmesh.rendezvous.rounds import Rounds
-from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, Statuses, status_key
-from pgmesh.rendezvous.timing import LIMITS, TIMING
+from pgmesh.connect import decisions
+from pgmesh.connect.group_rounds import ConnectJudge, GroupRound
+from pgmesh.connect.rounds import Rounds
+from pgmesh.groups.fingerprints import Fingerprint
+from pgmesh.liveness.operations import Operation, Set, perform
+from pgmesh.liveness.statuses import PendingConnect, RankStatus, Statuses, status_key
+from pgmesh.liveness.timing import LIMITS, TIMING
 
 ROUND_TRIP = 200e-6
 """Round-trip time to an idle store in seconds, as in a data centre."""
@@ -106,7 +104,8 @@ class Rank:
         rounds = [group_round(layout, rank, axes) for axes in FAMILIES]
         who = f"process {rank + 1000} on host{rank // 8}"
         statuses = Statuses(math.inf, self.now)
-        judge = ConnectJudge(rank, self, "train.py:360", who, 3600.0, statuses, pace=pace)
+        mesh = Fingerprint(rank, {"axes": layout.axes, "shape": layout.shape, "ranks": "all"}, MESH, "")
+        judge = ConnectJudge(rank, self, "train.py:360", who, 3600.0, statuses, mesh, MESH, pace=pace)
         self.rounds = Rounds(rounds, judge)
         self._thread = threading.Thread(target=self._connect, daemon=True)
         self._resume, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
@@ -121,9 +120,6 @@ class Rank:
 
     def _connect(self) -> None:
         try:
-            fingerprint = Fingerprint(self.rank, {"ranks": "all"}, MESH, "")
-            numbers = Raw("set", (meshes_key(self.rank), pack(numbers={MESH: 0})))
-            self.run(Read(meshes_key(self.rank)), numbers, *register_mesh(MESH, fingerprint))
             self.rounds.run()
         finally:
             self.done = True
@@ -148,15 +144,17 @@ class Rank:
 
     def set_pending(self, pending: tuple[PendingConnect, ...]) -> None:
         if pending and pending != self.pending:
-            self.run(Raw("set", (status_key(self.rank), RankStatus(self.rank, pending=pending).pack())))
+            self.run(Set(status_key(self.rank), RankStatus(self.rank, pending=pending).pack()))
         self.pending = pending
 
 
 def group_round(layout: Layout, rank: int, axes: tuple[str, ...]) -> GroupRound:
     """The round of a rank and its group along these axes."""
     ranks, group = layout.block_of(rank, *axes), f"group {', '.join(axes)}"
-    fingerprint = Fingerprint(rank, {"backend": "nccl"}, f"{group} of {MESH}", "")
-    return GroupRound(f"{MESH}/{'-'.join(axes)}.{ranks[0]}", ranks, fingerprint, group, MESH)
+    key, label = f"{MESH}/{'-'.join(axes)}.{ranks[0]}", f"{group} of {MESH}"
+    name = f"pgmesh/simulated.0/{ranks[0]}-{ranks[-1]}/d2679e7ded091c43.0.0"
+    fields: list[dict[str, Any]] = [{"backend": "nccl", "timeout": 600.0}, {"name in torch": name}]
+    return GroupRound(key, ranks, group, MESH, [Fingerprint(rank, each, label, "") for each in fields])
 
 
 def simulate(size: int, rate: float, spread: float, seed: int = 0) -> Load:
@@ -174,8 +172,8 @@ def simulate(size: int, rate: float, spread: float, seed: int = 0) -> Load:
     ranks = [Rank(rank, layout, rng.uniform(0, spread), pace) for rank in range(size)]
     events = [(rank.start, rank.rank) for rank in ranks]
     heapq.heapify(events)
-    cached = functools.cache(records.unpack)  # otherwise most of the time is spent on reading the same arrivals
-    with mock.patch.object(group_rounds, "unpack", cached):
+    cached = functools.cache(decisions.Arrival.unpack)  # otherwise most of the time is spent on the same arrivals
+    with mock.patch.object(decisions.Arrival, "unpack", cached):
         while events:
             time, number = heapq.heappop(events)
             rank = ranks[number]

@@ -22,9 +22,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 from pgmesh import Layout, ProcessGroupMesh, torch_private
-from pgmesh.groups import building, teardown
-from pgmesh.groups.group import Group
-from pgmesh.groups.world import current_world
+from pgmesh.groups.backends import backends_of, new_gloo
+from pgmesh.groups.default_world import world_options
 
 FAMILIES = (("tp",), ("cp",), ("pp",), ("dp",), ("dp", "cp"), ("cp", "tp"))
 
@@ -174,20 +173,23 @@ class Bare:
     """
 
     def __init__(self, name: str, sizes: dict[str, int]) -> None:
-        layout, me = Layout(**sizes), dist.get_rank()
-        world = current_world()
-        self.made: list[Group] = []
+        layout, me, options = Layout(**sizes), dist.get_rank(), world_options()
+        backends = backends_of("gloo")
+        self.groups = []
         for axes in FAMILIES:
             block = layout.block_of(me, *axes)
             key = f"{torch_private.PREFIX}bare {name}/{axes} of {block[0]}"
-            stores = {"gloo": dist.PrefixStore(key, world.store)}
-            group = Group("group", "bare Gloo", block, options=world.options)
-            building.make(group, key, world, stores, key)
-            self.made.append(group)
-        self.groups = [group.process_group for group in self.made]
+            store, place = dist.PrefixStore(key, torch_private.default_store()), block.index(me)
+            backend = new_gloo(store, place, key, options, block)
+            slots = [(device, variant, backend) for device, variant, _ in backends.slots]
+            group = torch_private.new_group_object(store, place, len(block), backends.default_type, slots)
+            places = {rank: i for i, rank in enumerate(block)}
+            torch_private.register(group, key, key, "gloo", backends.config, store, places)
+            self.groups.append(group)
 
     def close(self) -> None:
-        teardown.destroy(self.made)
+        for group in self.groups:
+            torch_private.unregister(group)
         self.__dict__.clear()
 
 

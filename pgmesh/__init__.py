@@ -18,7 +18,7 @@ Names of the package, each with its own help, such as ``help(pgmesh.ProcessGroup
 - ``meshes``: the open meshes of this process
 - ``GroupOptions``: timeout, backend, device and options of groups
 - ``from_device_mesh``: a mesh over the groups of a DeviceMesh
-- what calls return: ``Connected``, ``Report``, ``Held``, ``Stats``, ``Shrunk``, ``Locality``, ``Partition``,
+- what calls return: ``Connected``, ``Report``, ``Held``, ``Shrunk``, ``Locality``, ``Partition``,
   ``RankView``, ``Plan``, ``CombinationPlan``, ``Finding``, ``HostLevel``
 
 Modules:
@@ -52,7 +52,7 @@ _NAMES = {
     "topology.hosts": "HostLevel",
     "topology.locality": "Locality",
     "connect.connecting": "Connected",
-    "connect.report": "Report Held Stats",
+    "report.report": "Report Held",
     "elastic.shrinking": "Shrunk",
     "options": "GroupOptions",
     "interop": "from_device_mesh",
@@ -93,7 +93,6 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from pgmesh.connect.connecting import Connected as Connected
-    from pgmesh.connect.report import Held as Held, Report as Report, Stats as Stats
     from pgmesh.elastic.shrinking import Shrunk as Shrunk
     from pgmesh.errors import *  # noqa: F403
     from pgmesh.interop import from_device_mesh as from_device_mesh
@@ -102,5 +101,6 @@ if TYPE_CHECKING:
     from pgmesh.options import GroupOptions as GroupOptions
     from pgmesh.planning.data import CombinationPlan as CombinationPlan, Finding as Finding
     from pgmesh.planning.plan import Plan as Plan, plan as plan
+    from pgmesh.report.report import Held as Held, Report as Report
     from pgmesh.topology.hosts import HostLevel as HostLevel
     from pgmesh.topology.locality import Locality as Locality

@@ -20,6 +20,7 @@ COMMANDS = {
     "plan": "predict the groups of a mesh, their hosts and problems",
     "show": "show one rank: its coord, its groups, its neighbours, a figure",
     "check": "check a job before it runs: its ranks join, connect, reduce, are measured",
+    "report": "where each rank of a running job is, who has ended, who is behind",
     "doctor": "diagnose launcher, torch, network and store of this process, with fixes",
 }
 """The commands with their help. Each is a module of ``pgmesh.cli``: ``add`` declares its arguments, ``EXAMPLES`` is the

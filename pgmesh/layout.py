@@ -625,7 +625,7 @@ class Layout:
     def _lookup(self, rank: object) -> tuple[int, ...] | None:
         """The coord of a rank, None if the rank is not in this layout."""
         try:
-            position = whole_number(rank)
+            position = rank if type(rank) is int else whole_number(rank)
         except TypeError:
             return None
         if self._table is not None:

@@ -6,7 +6,7 @@ Verbs that a program may never use (connect, locality, report) are imported when
 
 from __future__ import annotations
 
-import weakref
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from operator import length_hint
@@ -21,20 +21,19 @@ from pgmesh._util.validation import Sizes, fill_sizes, parse_ranks, parse_sizes,
 from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, RankError, ShapeError
 from pgmesh.groups.default_world import world_rank_and_size
 from pgmesh.groups.device_meshes import parse_dimensions
-from pgmesh.groups.mesh_groups import MeshGroups
-from pgmesh.groups.unpickling import find_mesh_groups
+from pgmesh.groups.mesh_groups import MeshGroups, find_mesh_groups
+from pgmesh.groups.naming import Members
 from pgmesh.groups.world import open_meshes_by_name
 from pgmesh.layout import Axis, Keep, Layout, RankMethods, taken
 from pgmesh.options import Timeout, to_timedelta
-from pgmesh.rendezvous.timing import heartbeat_period
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from pgmesh.connect.connecting import Connected
-    from pgmesh.connect.report import Held, Report, Stats
     from pgmesh.elastic.shrinking import Shrunk
+    from pgmesh.report.report import Held, Report
     from pgmesh.topology.host_mapping import Placement
     from pgmesh.topology.locality import Locality
 
@@ -59,15 +58,15 @@ class ProcessGroupMesh(RankMethods):
         shape: the sizes of numbered axes, outermost first: the last axis varies fastest. Or one mapping of sizes by
             axis, with any names or numbers: ``ProcessGroupMesh({"pp": 2, "dp": -1})``.
         ranks: the ranks to arrange, in this order. Default: the whole world.
-        name: the identity of this mesh, the same on every rank. An unnamed mesh is identified by its ranks and a
-            counter. If another open unnamed mesh has the same layout, the first ``group`` raises NameTakenError.
+        name: the identity of this mesh, the same on every rank. An unnamed mesh is identified by its axes, shape and
+            ranks. If another open unnamed mesh with groups has the same, the first ``group`` raises NameTakenError.
         sizes: the sizes of named axes, outermost first. At most one size is -1: it is inferred.
 
     Raises:
         ShapeError: the sizes do not hold the ranks, or the name is invalid.
         OptionsError: a keyword is an option of groups, not an axis.
         RankError: the world does not have one of the ranks.
-        NameTakenError: an open mesh has this name.
+        NameTakenError: an open mesh that has groups has this name.
         WorldError: torch.distributed is not initialised.
 
     >>> mesh = ProcessGroupMesh(pp=2, dp=-1, tp=2, name="actor")
@@ -97,9 +96,7 @@ class ProcessGroupMesh(RankMethods):
         given = None if ranks is None else parse_ranks(who, ranks)
         order = range(world) if given is None else given
         ends = (order[0], order[-1]) if isinstance(order, range) else order
-        foreign = [rank for rank in dict.fromkeys(ends) if rank >= world]
-        if foreign:
-            raise RankError(f"{who}: the world's ranks are 0 to {world - 1}; there is no rank {format_ranks(foreign)}.")
+        _check_in_world(who, dict.fromkeys(ends), world)
         more = other_arguments(given, name=name)
         box = parse_sizes(who, shape, sizes, more, len(order))
         count_text = f"the world has {world}" if given is None else f"ranks= has {len(order)}"
@@ -347,7 +344,13 @@ class ProcessGroupMesh(RankMethods):
             raise RankError(f"adopt takes an axis and then a group.\n\n  mesh.adopt({group!r}, group)")
         self._mesh_groups.adopt(self.layout, (axis,), group)
 
-    def connect(self, *axes: Axis | tuple[Axis, ...], timeout: Timeout = CONNECT_TIMEOUT) -> Connected:
+    def connect(
+        self,
+        *axes: Axis | tuple[Axis, ...],
+        tag: str | None = None,
+        ranks: Iterable[int] | None = None,
+        timeout: Timeout = CONNECT_TIMEOUT,
+    ) -> Connected:
         """Connect and warm up groups with all their members, or raise by the deadline who is missing and why.
 
         Each member of each group calls it, in any order, and waits for the others. It compares the members'
@@ -358,14 +361,15 @@ class ProcessGroupMesh(RankMethods):
 
         Args:
             axes: the axes of each group: "tp", or ("dp", "tp") for one group along two axes. Default: each axis.
+            tag: the tag of these groups.
+            ranks: the ranks of a group from ``group_of``, in place of axes.
             timeout: maximum wait for the other members: a timedelta or a number of seconds.
 
         Raises:
             OptionsError: the timeout is not more than 0.
-            MissingRanksError: members did not arrive or were lost: the message has the status of each. Or ranks wait
-                for each other: it has the group and the call site of each.
+            MissingRanksError: members did not arrive or were lost: the message has the status of each.
             MismatchError: ranks describe the mesh or a group differently. The message has each value with its ranks.
-            WorldError: the store does not respond.
+            WorldError: the store has failed.
 
         >>> print(mesh.connect("tp", ("dp", "tp")))            # a fake world has no other ranks
         0 store operations
@@ -379,10 +383,22 @@ class ProcessGroupMesh(RankMethods):
                     f"  mesh.connect({tuple(each)})   # one group along all of them\n"
                     f"  mesh.connect(*{tuple(each)})  # a group along each"
                 )
+        if axes and ranks is not None:
+            raise AxisError(f"connect takes axes ({', '.join(map(str, axes))}) or ranks, not both.")
         from pgmesh.connect.connecting import connect
+        from pgmesh.elastic.aborts import join_aborts
 
-        combinations = [each if isinstance(each, tuple) else (each,) for each in axes or self.axes]
-        return connect(self._mesh_groups, self.layout, combinations, seconds)
+        groups = self._mesh_groups
+        groups.check()
+        wanted: dict[Any, Members] = {}
+        if ranks is not None:
+            members = self._members(ranks)
+            wanted[members] = Members(members, _tag(tag))
+        for each in () if ranks is not None else axes or self.axes:
+            along = each if isinstance(each, tuple) else (each,)
+            wanted[each if len(along) > 1 else along[0]] = groups.members(self.layout, along, _tag(tag))
+        join_aborts(groups.world)
+        return connect(groups, wanted, seconds)
 
     def locality(self, *axes: Axis, timeout: Timeout = CONNECT_TIMEOUT) -> Locality:
         """The locality of the groups along these axes: each inside one host, each rank on another host, or mixed.
@@ -433,64 +449,42 @@ class ProcessGroupMesh(RankMethods):
 
         return map_hosts(self.layout.ranks(), timeout=timeout)
 
-    def report(self) -> Report:
-        """A printable report: the groups of this rank, and the last published status of every other rank.
+    def report(self, *, thread: threading.Thread | None = None) -> Report:
+        """A printable table: where each rank of the mesh is, since when, and who has ended, is silent or is behind.
 
         Any thread may call it at any time, also from a debugger while another thread hangs. It waits at most a second.
+        A rank is in the table from its first ``connect``, ``report`` or ``abort_when_lost`` on. ``pgmesh report``
+        prints the same table from any shell.
 
-        >>> mesh.group("tp")                                   # doctest: +ELLIPSIS
-        <torch.distributed...
+        Args:
+            thread: the thread of this process whose place the ranks see from now on. Default: the main thread.
+
         >>> print(mesh.report())                               # doctest: +ELLIPSIS
-        rank 5 of ProcessGroupMesh(pp=2, dp=2, tp=2, name='example') holds 1 group:
-          group tp of mesh 'example': ranks 4, 5; created, at ...
-        last status of the other ranks:
-          none
+        mesh 'example'...
         """
-        from pgmesh.connect.report import report
+        from pgmesh.elastic.aborts import join_aborts
+        from pgmesh.report.report import report
 
-        return report(self._mesh_groups)
-
-    def report_on(self, number: int) -> None:
-        """Print the report to stderr on each signal of this number: ``mesh.report_on(signal.SIGUSR1)``.
-
-        A background thread prints it, so it also works while the main thread hangs in a collective, unless ``asyncio``
-        handles signals in this process. A handler that was set before is called too.
-
-        Raises:
-            LifetimeError: this is not the main thread, which alone can handle signals.
-        """
-        from pgmesh.connect.report import report
-        from pgmesh.connect.signals import print_on
-
-        mesh_groups = weakref.ref(self._mesh_groups)
-        print_on(number, lambda: report(there) if (there := mesh_groups()) else None)
+        if self._mesh_groups.ended is None and not self._mesh_groups.is_fake():
+            join_aborts(self._mesh_groups.world)
+        return report(self._mesh_groups, thread)
 
     def held(self) -> tuple[Held, ...]:
         """The groups that this rank holds of this mesh, its views and slices.
 
         >>> group = mesh.group("tp")
-        >>> [(held.ranks, held.used) for held in mesh.held()]
-        [((4, 5), None)]
+        >>> [held.ranks for held in mesh.held()]
+        [(4, 5)]
         """
-        from pgmesh.connect.report import held
+        from pgmesh.report.report import held
 
         return held(self._mesh_groups)
-
-    def stats(self) -> Stats:
-        """Counters of this mesh, its views and slices on this rank.
-
-        >>> mesh.stats().groups, mesh.stats().operations
-        (0, 0)
-        """
-        from pgmesh.connect.report import stats
-
-        return stats(self._mesh_groups)
 
     def release(self, *axes: Axis, ranks: Iterable[int] | None = None) -> None:
         """Destroy this rank's groups along these axes, those with tags or other backends included.
 
-        So it destroys all groups of the same ranks: along an axis of size 1, all groups of this rank alone.
-        Every member calls it, and none waits for the others. The next ``group`` creates a new group under a new name.
+        So it destroys all groups of the same ranks: along an axis of size 1, all groups of this rank alone. Every
+        member calls it, and none waits for the others. The next ``group`` creates a new group under a new name.
 
         Args:
             axes: the axes; none for the group of the whole mesh.
@@ -521,7 +515,7 @@ class ProcessGroupMesh(RankMethods):
             LifetimeError: this is a view or a slice; its groups belong to the mesh that it was taken from.
         """
         self._check_root("close()   # ends all groups of the mesh")
-        self._mesh_groups.close()
+        self._mesh_groups.end(f"was closed at {call_site()}.")
 
     def __enter__(self) -> ProcessGroupMesh:
         self._check_root("close()   # its groups, as the end of the block would")
@@ -532,10 +526,10 @@ class ProcessGroupMesh(RankMethods):
     def abort(self, why: str = "the program aborted it") -> None:
         """End every group of this mesh, its views and slices at once, without waiting for collectives.
 
-        Blocked collectives raise, in other threads and on the other members, with an error that has the rank that
-        aborted the mesh and the reason. Members that do not wait for this rank learn it at their next heartbeat. Other
-        meshes are not affected. Only collectives that block in Python get that error: asynchronous ones, FSDP and DDP
-        get the backend's own. On systems without /proc, blocked ranks wait until the timeout. Untested with NCCL.
+        Blocked collectives raise, in other threads and on the other members; a rank whose message is half sent, or that
+        waits for a member to connect, raises at the group's timeout. Members that do not wait for this rank learn it at
+        their next heartbeat. Other meshes are not affected. The aborted groups are kept until the process ends. On
+        systems without /proc, blocked ranks wait until the timeout. Untested with NCCL.
 
         Args:
             why: the reason, for the messages.
@@ -544,7 +538,11 @@ class ProcessGroupMesh(RankMethods):
             LifetimeError: this is a view or a slice.
         """
         self._check_root(format_call("abort", {}, why))
-        self._mesh_groups.abort(why, call_site())
+        from pgmesh.elastic.aborts import abort, join_aborts
+
+        if self._mesh_groups.ended is None:
+            join_aborts(self._mesh_groups.world)
+            abort(self._mesh_groups, why, call_site())
 
     def abort_when_lost(self, lost_after: Timeout | None = None) -> None:
         """Abort the mesh as soon as a rank is lost: it has left the world, or has sent no heartbeat for a while.
@@ -562,10 +560,11 @@ class ProcessGroupMesh(RankMethods):
         """
         self._check_root(format_call("abort_when_lost", {}, lost_after=lost_after))
         self._mesh_groups.check()
-        from pgmesh.elastic.watching import abort_when_lost, wait_for_heartbeat
+        from pgmesh.elastic.aborts import join_aborts
+        from pgmesh.elastic.watching import abort_when_lost
 
         limit = self._lost_after(lost_after)
-        wait_for_heartbeat(self._mesh_groups, CONNECT_TIMEOUT.total_seconds())
+        join_aborts(self._mesh_groups.world)
         abort_when_lost(self._mesh_groups, limit)
 
     def shrink(
@@ -583,7 +582,8 @@ class ProcessGroupMesh(RankMethods):
         answer. A rank whose process has ended is lost at once; one that lives is waited for; one that sends no
         heartbeat is lost after ``lost_after``. A lost rank is replaced by a spare, as far as there are any; for the
         others, the indices of ``axis`` that lost a rank are dropped. A living rank that is dropped gets a mesh that it
-        is not in (``rank in mesh``), and can stand by. Groups are created anew, with the options of ``configure``.
+        is not in (``rank in mesh``), and can stand by. Groups are created anew: call ``configure`` again for their
+        options. The new mesh is named ``<name>#<n>``.
         ``print(mesh.shrunk)`` says who was lost and how that is known.
 
         Args:
@@ -609,23 +609,24 @@ class ProcessGroupMesh(RankMethods):
         if axis is not None:  # by its name, which a position is not
             axis = self.axes[self.layout._numbers_of((axis,))[0]]
         whole = self._mesh_groups.layout.axes
-        given, world = [] if axis is None else [axis if axis in whole else whole[0]], self._mesh_groups.world.size
+        world = self._mesh_groups.world.size
         if axis is None and not has_spares:
             raise OptionsError(
                 "shrink has neither an axis nor spares, so no rank could be dropped or replaced.\n\n"
                 f"  mesh = mesh.shrink({whole[0]!r})   # drop the indices of an axis that lost a rank\n"
                 f"  mesh = mesh.shrink(spares=range({world}))   # or replace lost ranks"
             )
-        words = {"spares": spares if has_spares else None, "timeout": None if timeout == CONNECT_TIMEOUT else timeout}
-        call = format_call("shrink", {}, *given, **words, lost_after=lost_after)
+        given = [] if axis is None else [axis if axis in whole else whole[0]]
+        replacing, limit = spares if has_spares else None, None if timeout == CONNECT_TIMEOUT else timeout
+        call = format_call("shrink", {}, *given, spares=replacing, timeout=limit, lost_after=lost_after)
         self._check_root(call if axis in (None, *whole) else f"{call}   # or another of its axes")
         places = parse_ranks("shrink", spares) if has_spares else ()
-        if foreign := [rank for rank in places if rank >= world]:
-            raise RankError(
-                f"shrink: the world's ranks are 0 to {world - 1}; there is no rank {format_ranks(foreign)}."
-            )
+        _check_in_world("shrink", places, world)
+        from pgmesh.elastic.aborts import join_aborts
         from pgmesh.elastic.records import Request
         from pgmesh.elastic.shrinking import shrink
+
+        join_aborts(self._mesh_groups.world)
 
         request = Request(axis, tuple(places), self._lost_after(lost_after))
         return _root_mesh(shrink(self._mesh_groups, request, to_timedelta(timeout).total_seconds()))
@@ -651,10 +652,12 @@ class ProcessGroupMesh(RankMethods):
             MissingRanksError: no rank called ``shrink`` in time, or no other rank of the mesh is left.
             WorldError: the store does not respond.
         """
-        given = None if timeout == CONNECT_TIMEOUT else timeout
-        self._check_root(format_call("stand_by", {}, timeout=given, lost_after=lost_after))
+        limit = None if timeout == CONNECT_TIMEOUT else timeout
+        self._check_root(format_call("stand_by", {}, timeout=limit, lost_after=lost_after))
+        from pgmesh.elastic.aborts import join_aborts
         from pgmesh.elastic.shrinking import stand_by
 
+        join_aborts(self._mesh_groups.world)
         seconds = to_timedelta(timeout).total_seconds()
         return _root_mesh(stand_by(self._mesh_groups, seconds, self._lost_after(lost_after)))
 
@@ -664,9 +667,11 @@ class ProcessGroupMesh(RankMethods):
         None for the default.
         """
         if given is None:
-            from pgmesh.elastic.watching import ElasticState
+            from pgmesh.elastic.state import ElasticState
 
             return self._mesh_groups.state_of(ElasticState).lost_after
+        from pgmesh.liveness.timing import heartbeat_period
+
         seconds = to_timedelta(given).total_seconds()
         least = 3 * heartbeat_period(self._mesh_groups.world.size)
         if seconds < least:
@@ -676,7 +681,7 @@ class ProcessGroupMesh(RankMethods):
     @property
     def shrunk(self) -> Shrunk | None:
         """The change that ``shrink`` made, to print; None for a mesh that the program created."""
-        from pgmesh.elastic.watching import ElasticState
+        from pgmesh.elastic.state import ElasticState
 
         change: Shrunk | None = self._mesh_groups.state_of(ElasticState).shrunk
         return change
@@ -814,7 +819,7 @@ class ProcessGroupMesh(RankMethods):
     def __repr__(self) -> str:
         layouts = [*(layout for _, layout in self._calls), self.layout]
         calls = map(_call_of, (verb for verb, _ in self._calls), layouts, layouts[1:])
-        return self._mesh_groups.identity.call + "".join(calls)
+        return self._mesh_groups.call + "".join(calls)
 
     def __str__(self) -> str:
         from pgmesh.drawing import text  # only to print
@@ -827,13 +832,7 @@ class ProcessGroupMesh(RankMethods):
         return svg.draw(self.layout, mark=self.rank)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        root = (
-            self._mesh_groups.name,
-            self._mesh_groups.identity.number,
-            self._mesh_groups.layout,
-            self._mesh_groups.identity.call,
-            self._mesh_groups.rank,
-        )
+        root = self._mesh_groups.name, self._mesh_groups.layout, self._mesh_groups.rank
         return _unpickle, (root, self.layout, self._calls, self._part_of)
 
     def _check_root(self, call: str) -> None:
@@ -860,21 +859,16 @@ def abort_with(mesh: ProcessGroupMesh, internal: ProcessGroupMesh) -> None:
     Raises:
         LifetimeError: it was aborted.
     """
-    mesh._mesh_groups.add_dependent(internal._mesh_groups)
-    check_not_aborted(mesh)
+    from pgmesh.elastic import aborts
 
-
-def check_not_aborted(mesh: ProcessGroupMesh) -> None:
-    """Raise LifetimeError if a mesh was aborted."""
-    if mesh._mesh_groups.aborted:
-        mesh._mesh_groups.check()
+    aborts.abort_with(mesh._mesh_groups, internal._mesh_groups)
 
 
 def meshes() -> dict[str, ProcessGroupMesh]:
     """The open meshes of this process by name, in the order in which they were made.
 
-    The key of an unnamed mesh is its constructor call; the second mesh with the same call gets a number appended. A
-    mesh with groups stays open until it is closed, also after the last variable for it is gone.
+    The key of an unnamed mesh is its constructor call; a later mesh with the same key gets a number appended. A mesh
+    with groups stays open until it is closed, also after the last variable for it is gone.
 
     >>> import pgmesh
     >>> pgmesh.meshes()["example"].group("tp") is mesh.group("tp")
@@ -890,6 +884,12 @@ def _root_mesh(mesh_groups: MeshGroups) -> ProcessGroupMesh:
     return mesh
 
 
+def _check_in_world(who: str, ranks: Iterable[int], world: int) -> None:
+    """Raise RankError for ranks that a world of this size does not have."""
+    if foreign := [rank for rank in ranks if rank >= world]:
+        raise RankError(f"{who}: the world's ranks are 0 to {world - 1}; there is no rank {format_ranks(foreign)}.")
+
+
 def _check_name(who: str, name: object) -> None:
     if not (isinstance(name, str) and name and name.isprintable() and "/" not in name):
         raise ShapeError(f"{who}: a name is a printable string without '/', such as name='actor', not {name!r}.")
@@ -903,7 +903,7 @@ def _check_name(who: str, name: object) -> None:
 def _call_for_torch(mesh: ProcessGroupMesh, verb: str, axes: Iterable[Axis]) -> str:
     """The call of a verb on the root mesh, called ``mesh``, that does the same as on this mesh."""
     along = f".along({', '.join(map(repr, mesh.axes))})"
-    calls = repr(mesh).removeprefix(mesh._mesh_groups.identity.call).removesuffix(along)
+    calls = repr(mesh).removeprefix(mesh._mesh_groups.call).removesuffix(along)
     return f"mesh{calls}.{verb}({', '.join(map(repr, axes))})"
 
 

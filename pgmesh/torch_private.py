@@ -1,26 +1,26 @@
 """The private names of torch that pgmesh uses, each with its reason.
 
 No other file uses one. ``_util/torch_versions.py`` has the versions of torch on which all were tried. Loading this
-module changes torch for good in four places:
+module changes torch for good in three places:
 
 - its table of group names: ``_Names``;
 - the check of every group that it is given: ``_check_group``;
-- its report of a failed collective: ``_explain_failure``;
 - the equality of DeviceMeshes: ``_groups_of``.
 
-Other files add functions to the hooks ``on_destroy``, ``on_world_end`` and ``on_failure``.
+Other files add functions to the hooks ``on_destroy`` and ``on_world_end``.
 
 The parts, each under a heading: what is needed and replaced in torch; the world; a group, from torch's tables and its
-backends to its end; the flight recorder; DeviceMesh; modules; pipeline stages.
+backends to its end; DeviceMesh; modules; pipeline stages.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import ctypes
 import logging
 import socket
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import c10d_logger as _c10d_logger, distributed_c10d as _c10d
+from torch.distributed import distributed_c10d as _c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from pgmesh._util.torch_versions import TRIED_ON, is_newer
@@ -38,7 +38,6 @@ from pgmesh.options import GroupOptions
 
 log = logging.getLogger("pgmesh")
 c10d: Any = _c10d  # its tables are read and written here as torch itself does, whatever its stubs declare
-c10d_logger: Any = _c10d_logger
 
 if loaded := getattr(c10d, "_changed_by_pgmesh", None):
     raise UnsupportedTorchError(
@@ -57,7 +56,6 @@ SEAM: dict[str, str] = {
     },
     "distributed_c10d._pg_names": "its length is part of the names of groups with local synchronisation",
     "distributed_c10d._rank_not_in_group": "torch calls it for every group: a destroyed one, or a mesh, raises here",
-    "c10d_logger._get_msg_dict": "torch calls it when a collective has raised: the place for a better error",
     "distributed_c10d._get_default_store": "the world's store",
     "distributed_c10d._register_process_group": "functional collectives look groups up by name",
     "distributed_c10d._resolve_process_group": "operators that torch compiles take the name of a group",
@@ -78,10 +76,11 @@ SEAM: dict[str, str] = {
     "ProcessGroupGloo._Options._timeout": "timeout of the collectives",
     "ProcessGroupGloo.create_device": "creates a device that connects at its first use",
     "_C._distributed_c10d.FakeProcessGroup": "fake worlds",
+    "_C._distributed_c10d._ProcessGroupWrapper": "the checks of TORCH_DISTRIBUTED_DEBUG=DETAIL",
 }
 """The private names that every supported torch has, each with its reason. ``_groups_of`` also reads attributes of
 DeviceMesh objects (``_dim_group_names``, ``_thread_id``), which no class has. Names that some versions lack are looked
-up where they are used: ``_dump_fr_trace_json``, ``_use_torchcomms_enabled``, ``FakeProcessGroup._create_internal``,
+up where they are used: ``_use_torchcomms_enabled``, ``FakeProcessGroup._create_internal``,
 ``Backend._ensure_backend_registered``, the shapes of a ``PipelineStage``, ``_mesh_layout``,
 ``DeviceMesh._pg_registry``, ``ProcessGroupNCCL._group_start`` and ``_group_end``."""
 
@@ -127,9 +126,6 @@ on_destroy: list[Callable[[Any], None]] = []
 on_world_end: list[Callable[[str], None]] = []
 """Hooks called with the reason when torch destroys the world."""
 
-on_failure: list[Callable[[Any, BaseException], None]] = []
-"""Hooks called with the group and the error of a collective that failed. A hook may raise a better error."""
-
 destroyed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 """Groups that were destroyed, each with the error message for later uses. ``_check_group`` reads it."""
 
@@ -162,7 +158,6 @@ class _Names(dict[Any, str]):
 
 
 _is_outside = c10d._rank_not_in_group
-_describe_failure = c10d_logger._get_msg_dict
 
 
 def _check_group(group: Any) -> Any:
@@ -172,20 +167,6 @@ def _check_group(group: Any) -> Any:
     if destroyed and group in destroyed:
         raise LifetimeError(destroyed[group])
     return _is_outside(group)
-
-
-def _explain_failure(function: str, *args: Any, **kwargs: Any) -> Any:
-    """torch's description of a collective that raised. The hooks may raise a better error in its place.
-
-    ``torch.distributed.checkpoint`` calls it at the start of each function too. The error is then one that the user
-    handles, such as the reason for saving, and no hook is called.
-    """
-    error = sys.exc_info()[1]
-    if error is not None and sys._getframe(1).f_globals is vars(c10d_logger):
-        group = next((each for each in (*args, *kwargs.values()) if isinstance(each, dist.ProcessGroup)), None)
-        for hook in on_failure:
-            hook(group, error)
-    return _describe_failure(function, *args, **kwargs)
 
 
 def _groups_of(mesh: DeviceMesh) -> Any:
@@ -204,7 +185,6 @@ DeviceMesh._thread_id = property(_groups_of, _set_thread_id)  # type: ignore[ass
 c10d._changed_by_pgmesh = __file__
 c10d._pg_names = _Names(c10d._pg_names)
 c10d._rank_not_in_group = _check_group
-c10d_logger._get_msg_dict = _explain_failure
 
 
 # -- the world ----------------------------------------------------------------------------------------------------
@@ -303,7 +283,8 @@ def timeout_of(group: Any) -> timedelta | None:
     """The timeout of a group's collectives, where its backend has one."""
     for device in group._device_types:
         with contextlib.suppress(AttributeError, RuntimeError):
-            timeout: timedelta = group._get_backend(device).options._timeout
+            backend = group._get_backend(device)
+            timeout: timedelta = getattr(backend, "wrapped_pg", backend).options._timeout
             return timeout
     return None
 
@@ -354,6 +335,57 @@ def gloo_backend(
     settings._threads = 1  # collectives of one group run one after another, as on NCCL's stream
     _set_up(settings, name, options, ranks)
     return gloo(store, rank, len(ranks), settings)
+
+
+_nothing = torch.zeros(1, device="cpu")
+"""What operations get whose data does not matter. It outlives Python, as the backends' threads may."""
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_nothing))
+
+_RESERVED_TAG = (1 << 31) - 7
+"""The tag of a receive that no rank sends to."""
+
+
+def start_pairs(gloo: Iterable[Any]) -> None:
+    """Start the connections of Gloo backends to all members, and wait for none.
+
+    A receive from any rank starts all pairs. It is dropped.
+    """
+    for backend in gloo:
+        backend.recv_anysource([_nothing], _RESERVED_TAG)
+
+
+def drain(gloo: Iterable[Any], place: int, seconds: float) -> bool:
+    """Wait until Gloo backends are done with what was begun before, once their waits for addresses have been ended.
+
+    Each backend's thread works in order, so the wait for one more operation is enough. It goes to one member, whose
+    address the backend does not get, and so touches no other.
+
+    Args:
+        place: that member's place in the group.
+        seconds: timeout.
+
+    Returns:
+        False after the timeout.
+    """
+    to_member = dist.GatherOptions()
+    to_member.rootRank = place
+    deadline = time.monotonic() + seconds
+    for backend in gloo:
+        work = backend.gather([], [_nothing], to_member)
+        while not work.is_completed():  # ``wait`` would raise its error, whose frames would keep the work
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.0005)
+    return True
+
+
+def checked(backend: Any, helper: Any) -> Any:
+    """A backend that compares each operation with those of the other members first, as torch wraps its own.
+
+    Args:
+        helper: a Gloo backend of the same members.
+    """
+    return torch._C._distributed_c10d._ProcessGroupWrapper(backend, helper)
 
 
 def _set_up(settings: Any, name: str, options: GroupOptions, ranks: Sequence[int]) -> None:
@@ -425,11 +457,6 @@ def gloo_endpoint(address: bytes) -> tuple[str, int] | None:
     return None
 
 
-def gloo_greeting(place: int) -> bytes:
-    """The first bytes of a connection to a Gloo listener: the place in the group of the member that connects."""
-    return place.to_bytes(8, "little")
-
-
 # -- the end of groups --------------------------------------------------------------------------------------------
 
 
@@ -451,71 +478,20 @@ def aborting_together(groups: Iterable[Any]) -> Iterator[None]:
         first._group_end()
 
 
-class _RaisingStore(dist.Store):
-    """A store that takes addresses, and raises an error for every question."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self._text = text
-
-    def set(self, key: str, value: Any) -> None:
-        pass
-
-    def _raise(self, *args: Any) -> Any:
-        raise LifetimeError(self._text)
-
-    get = wait = check = multi_get = _raise  # type: ignore[assignment]
-
-
-_device_of_destroyed: list[Any] = []  # one for all destroyed groups: they never connect
-_stores_of_destroyed: weakref.WeakKeyDictionary[Any, _RaisingStore] = weakref.WeakKeyDictionary()
-"""By destroyed group, the store of its backend, which keeps only the C++ part of it alive."""
-
-
-def invalidate(group: Any, text: str) -> None:
-    """Make every later use of a group raise an error with this text."""
-    destroyed[group] = text
-    gloo: Any = getattr(dist, "ProcessGroupGloo", None)
-    if gloo is None:
-        return  # only ``torch.distributed`` raises the error
-    # The backend looks for the other member of two at its first use, in a store that raises.
-    if not _device_of_destroyed:
-        _device_of_destroyed.append(gloo.create_device(hostname="127.0.0.1", lazy_init=True))
-    settings = gloo._Options()
-    settings._devices, settings._threads, settings._timeout = _device_of_destroyed, 1, timedelta(milliseconds=100)
-    store = _stores_of_destroyed[group] = _RaisingStore(text)
-    backend = gloo(store, 0, 2, settings)
-    # torch ignores a second backend of the same type, so use UNDEFINED, which no group of pgmesh has.
-    for device in group._device_types:
-        group._register_backend(device, dist.ProcessGroup.BackendType.UNDEFINED, backend)
-    group._set_default_backend(dist.ProcessGroup.BackendType.UNDEFINED)
-
-
-# -- the flight recorder ------------------------------------------------------------------------------------------
+def keep_for_ever(kept: Any) -> None:
+    """Raise the reference count of an object by one, so that its destructor never runs, also when Python exits."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 def operations_entered() -> dict[str, int]:
     """By name of each group: how many operations this process has entered. NCCL's do not count: none is recorded."""
     entered: dict[str, int] = {}
     for group in all_groups():
-        if group in destroyed:  # another thread is about to register a backend there, and torch has no lock for that
-            continue
         with contextlib.suppress(RuntimeError):
             backends = {group._get_backend(device) for device in group._device_types}
             counts = [each._get_sequence_number_for_group() for each in backends if "NCCL" not in type(each).__name__]
             entered[group.group_name] = sum(counts)
     return entered
-
-
-def flight_record(*, entries: bool) -> dict[str, Any]:
-    """torch's flight record; empty without one.
-
-    Args:
-        entries: also return the collectives, which takes up to 60 ms. Otherwise only the state of each group.
-    """
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    record: dict[str, Any] = {} if dump is None else json.loads(dump(entries, False))
-    return record
 
 
 # -- DeviceMesh ---------------------------------------------------------------------------------------------------

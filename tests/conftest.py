@@ -7,13 +7,9 @@ import gc
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
-
-if TYPE_CHECKING:
-    from pgmesh.rendezvous.store_thread import StoreThread
 
 # Torch is imported in functions: pytest's own process, which only hands out the tests to the workers, does without.
 
@@ -55,19 +51,6 @@ LONGEST = (
     "rendezvous/test_detection_latency",
 )
 """The slowest files. Files that wait alternate with files that compute; mypy runs next to the first two."""
-
-
-@pytest.fixture
-def store_thread() -> Iterator[StoreThread]:
-    """A store thread over a store in memory."""
-    import torch.distributed as dist
-
-    from pgmesh.rendezvous.store_thread import StoreThread
-    from pgmesh.rendezvous.world_store import WorldStore
-
-    thread = StoreThread(WorldStore(dist.HashStore(), "nowhere", 0, 1))
-    yield thread
-    thread.stop()
 
 
 @pytest.fixture

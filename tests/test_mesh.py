@@ -26,8 +26,9 @@ import pgmesh
 from pgmesh import GroupOptions, ProcessGroupMesh, torch_private
 from pgmesh._util.torch_versions import TRIED_ON
 from pgmesh.elastic import shrinking
-from pgmesh.groups import building, world
+from pgmesh.groups import building
 from pgmesh.groups.default_world import default_device, device_of
+from pgmesh.groups.group import find_group
 from tests.support.fake_world import fake_rank
 
 SHAPES = {
@@ -163,6 +164,18 @@ def test_destroyed_group_is_dropped_under_both_names(mesh):
     assert mesh.group("dp", tag="own") is not group
     with pytest.raises(pgmesh.LifetimeError, match="was adopted at"):
         mesh.group("dp")
+
+
+def test_adopted_group_of_another_mesh_keeps_its_label():
+    with fake_rank(0, 2):
+        owner, other = ProcessGroupMesh(dp=2, name="owner"), ProcessGroupMesh(dp=2, name="other")
+        group = owner.group("dp")
+        other.adopt("dp", group)
+        for _ in range(2):
+            found = find_group(group.group_name)
+            assert found is not None
+            assert found.label == "group dp of mesh 'owner'"
+            other.release("dp")
 
 
 @pytest.fixture
@@ -311,14 +324,16 @@ def test_meshes_are_listed_while_another_thread_creates_some():
     """torch's hooks list them, in any thread."""
 
     def create() -> None:
-        for step in range(20):
-            kept = [ProcessGroupMesh(dp=8, name=f"mesh {step} {i}") for i in range(50)]
+        for step in range(3):
+            kept = [ProcessGroupMesh(dp=8, name=f"mesh {step} {i}") for i in range(1000)]
             kept.clear()
 
     with fake_rank(5, 8), often_switching(), ThreadPoolExecutor(1) as pool:
         created = pool.submit(create)
         while not created.done():
-            world.all_meshes()
+            pgmesh.meshes()
+            for hook in torch_private.on_destroy:
+                hook(object())
         created.result()
 
 
@@ -354,7 +369,7 @@ def test_configured_options_change_no_group_name(mesh):
     before = mesh.group("dp").group_name
     mesh.close()
     again = ProcessGroupMesh(pp=2, dp=2, tp=2)
-    again.configure("dp", backend="cpu:fake")
+    again.configure("dp", timeout=20)
     assert again.group("dp").group_name.split("/")[-1] == before.split("/")[-1]
 
 
@@ -387,7 +402,7 @@ def test_threads_create_meshes_with_different_names(mesh):
         start.wait()
         for _ in range(50):
             with ProcessGroupMesh(dp=8, ranks=range(8)) as own:
-                names.append(own._mesh_groups.identity.group_name(""))
+                names.append(own._mesh_groups.key)
                 mesh.view(2, 4).release(0)
         return names
 

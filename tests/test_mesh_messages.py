@@ -87,6 +87,7 @@ def test_closed_mesh_is_named_in_errors(mesh):
 
 def test_taken_name_suggests_existing_mesh():
     mesh = ProcessGroupMesh(dp=8, name="actor")
+    mesh.group()
     with pytest.raises(pgmesh.NameTakenError) as info:
         ProcessGroupMesh(tp=8, name="actor")
     use, close = suggested(info.value)
@@ -99,15 +100,22 @@ def test_taken_name_suggests_existing_mesh():
     assert ProcessGroupMesh(tp=8, name="actor").group().size() == 8
 
 
-def test_equal_unnamed_meshes_suggest_names():
-    first, second = ProcessGroupMesh(dp=8), ProcessGroupMesh(dp=8)
+def test_name_of_a_mesh_without_groups_is_free():
+    first, second = ProcessGroupMesh(dp=8, name="actor"), ProcessGroupMesh(tp=8, name="actor")
+    second.group()
+    with pytest.raises(pgmesh.NameTakenError, match="a mesh named 'actor' already exists, created at"):
+        first.group()
+
+
+@pytest.mark.parametrize(("used", "key"), [(0, "ProcessGroupMesh(dp=8)"), (1, "ProcessGroupMesh(dp=8) (2)")])
+def test_equal_unnamed_meshes_suggest_names(used, key):
+    meshes = ProcessGroupMesh(dp=8), ProcessGroupMesh(dp=8)
+    first, second = meshes[used], meshes[1 - used]
+    first.group("dp")
     with pytest.raises(pgmesh.NameTakenError) as info:
         second.group("dp")
     close, name = str(info.value).splitlines()[2:]
-    assert close == "  pgmesh.meshes()['ProcessGroupMesh(dp=8)'].close()   # close the other, if it is no longer used"
-    with pytest.raises(pgmesh.NameTakenError) as info:
-        first.group("dp")
-    assert "  pgmesh.meshes()['ProcessGroupMesh(dp=8) (2)'].close()" in str(info.value)
+    assert close == f"  pgmesh.meshes()[{key!r}].close()   # close the other, if it is no longer used"
     assert [*pgmesh.meshes()] == ["ProcessGroupMesh(dp=8)", "ProcessGroupMesh(dp=8) (2)"]
     assert name == "  ProcessGroupMesh(dp=8, name='actor')   # or name this one"
     assert eval(name).group("dp").size() == 8
@@ -121,8 +129,8 @@ def test_mesh_named_like_another_repr_is_listed():
     plain = ProcessGroupMesh(8)
     named = ProcessGroupMesh(dp=8, name="ProcessGroupMesh(8)")
     assert {key: mesh.axes for key, mesh in pgmesh.meshes().items()} == {
-        "ProcessGroupMesh(8) (2)": plain.axes,
-        "ProcessGroupMesh(8)": named.axes,
+        "ProcessGroupMesh(8)": plain.axes,
+        "ProcessGroupMesh(8) (2)": named.axes,
     }
 
 
@@ -165,7 +173,8 @@ def test_mesh_without_a_world_is_refused():
 def test_group_without_axes_is_named_by_rank(mesh):
     part = mesh.at(pp=1, dp=0, tp=1)
     part.group()
-    assert "group of rank 5 of ProcessGroupMesh(pp=2, dp=2, tp=2): ranks 5; created, at" in str(part.report())
+    (held,) = part.held()
+    assert str(held).startswith("group of rank 5 of ProcessGroupMesh(pp=2, dp=2, tp=2): ranks 5; created at ")
 
 
 # ---- a mesh in the place of torch's objects ----

@@ -19,12 +19,12 @@ import torch.distributed as dist
 import pgmesh
 from pgmesh import GroupOptions, Layout, MismatchError, PgmeshError, ProcessGroupMesh, ShapeError, errors, plan, recipes
 from pgmesh._util.validation import fill_sizes
+from pgmesh.groups.fingerprints import Fingerprint
 from pgmesh.interop.colossalai import ColossalMesh
 from pgmesh.launch.detect import detect_launcher, with_address
 from pgmesh.launch.slurm import parse_hosts
+from pgmesh.liveness.statuses import PendingConnect, Place, RankStatus, status_key
 from pgmesh.parallel import DataParallel, compose
-from pgmesh.rendezvous.records import Fingerprint
-from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, status_key
 from tests.support import golden_files, launcher_environments
 from tests.support.fake_world import fake_rank
 from tests.support.memory_client import MemoryClient, round_of, rounds_of
@@ -49,6 +49,11 @@ def use_a_released_group(mesh: ProcessGroupMesh) -> None:
     dist.all_reduce(torch.ones(1), group=group)
 
 
+def take_the_name(mesh: ProcessGroupMesh) -> None:
+    mesh.group()
+    ProcessGroupMesh(8, name="actor")
+
+
 def compare_options(rank: int, other: int) -> None:
     hint = "On every rank, configure its axes with the same options or pass the same options in the call."
     label = "group tp of mesh 'actor'"
@@ -61,6 +66,7 @@ def fill_one_rank(**sizes: int) -> None:
     fill_sizes("ProcessGroupMesh", sizes, 1, "the world has 1", is_world=True)
 
 
+AT = Place("train.py:31", "step", "torch.distributed.all_reduce", "group dp of mesh 'actor'", 12)
 WAITING = PendingConnect("other/0", "group dp", "mesh 'actor'", "0, 1", "train.py:12", (0,))
 
 DESCRIBED: dict[str, Callable[[ProcessGroupMesh], object]] = {
@@ -68,11 +74,10 @@ DESCRIBED: dict[str, Callable[[ProcessGroupMesh], object]] = {
     "ProcessGroupMesh(dp=-1, tp=2) in a world of one rank": lambda mesh: fill_one_rank(dp=-1, tp=2),
     "ProcessGroupMesh(dp=8, tp=8) in a world of one rank": lambda mesh: fill_one_rank(dp=8, tp=8),
     "a group that was released": use_a_released_group,
+    "a name that is taken": take_the_name,
     "options that differ": lambda mesh: compare_options(0, 3),
-    "a rank that never comes": lambda mesh: connect_without_rank_1(RankStatus(1, 3)),
-    "ranks that wait for each other": lambda mesh: connect_without_rank_1(
-        RankStatus(1, 3, pending=(WAITING._replace(name="group tp/1"),))
-    ),
+    "a rank that never comes": lambda mesh: connect_without_rank_1(RankStatus(1, 3, place=AT)),
+    "a rank that waits elsewhere": lambda mesh: connect_without_rank_1(RankStatus(1, 3, pending=(WAITING,))),
     "two methods on one axis": lambda mesh: compose(mesh, DataParallel(mesh, "dp"), DataParallel(mesh, "dp")),
 }
 """Calls that a line cannot hold."""

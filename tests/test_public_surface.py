@@ -69,8 +69,7 @@ def results() -> dict[str, type]:
             "mesh.connect()": mesh.connect("tp"),
             "mesh.locality()": mesh.locality("tp"),
             "mesh.report()": mesh.report(),
-            "mesh.report().held[0]": mesh.report().held[0],
-            "mesh.stats()": mesh.stats(),
+            "mesh.held()[0]": mesh.held()[0],
             "PipelineParallel.apply()": pipeline,
         }
     return {title: type(value) for title, value in found.items()}

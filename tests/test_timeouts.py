@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from datetime import timedelta
 
@@ -53,9 +54,10 @@ def test_timeout_that_overflows_in_torch_is_refused(timeout):
     assert GroupOptions(timeout=timedelta(days=36500)).timeout == timedelta(days=36500)
 
 
-def break_groups(mesh):
+def break_groups(mesh, number):
     """As ``connect`` does with groups whose first collective failed."""
-    mesh._mesh_groups.discard(mesh._mesh_groups.made(), "could not be connected.")
+    for group in mesh._mesh_groups.made():
+        mesh._mesh_groups.replace(group, number, "could not be connected.")
 
 
 @on_ranks(2)
@@ -63,12 +65,23 @@ def test_timeout_set_last_holds_after_a_failed_connect():
     with ProcessGroupMesh(dp=2) as mesh:
         mesh.group("dp")
         mesh.set_timeout("dp", timeout=120)
+        numbers = itertools.count(1)
         for set_timeout in (mesh.set_timeout, mesh.configure, lambda *axes, timeout: mesh.set_timeout(timeout=timeout)):
             for seconds in (300, 600):
-                break_groups(mesh)
+                break_groups(mesh, next(numbers))
                 set_timeout("dp", timeout=seconds)
                 assert timeout_of(mesh.group("dp")) == timedelta(seconds=seconds)
         check_sums(groups_of(mesh))
+
+
+@on_ranks(2)
+def test_timeout_that_was_set_is_listed():
+    mesh = ProcessGroupMesh(2, name="actor")
+    mesh.group()
+    mesh.set_timeout(timeout=7)
+    (held,) = mesh.held()
+    assert "timeout=datetime.timedelta(seconds=7)" in held.options
+    check_sums(groups_of(mesh))
 
 
 def test_seconds_and_timedelta_give_the_same_group(mesh):

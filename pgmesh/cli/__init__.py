@@ -1,4 +1,4 @@
-"""The command line. ``check``, ``doctor``, ``plan`` and ``show`` are commands; the other modules are shared.
+"""The command line. ``check``, ``doctor``, ``plan``, ``report`` and ``show`` are commands; the other modules are shared.
 
 Each command has ``add``, which declares its arguments, ``EXAMPLES`` for its help, and ``run``, which executes it.
 """

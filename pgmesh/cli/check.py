@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import re
 import sys
@@ -17,6 +18,7 @@ from pgmesh.cli.arguments import USAGE_ERRORS, Sizes, UsageError
 from pgmesh.drawing import styled_text
 from pgmesh.errors import LaunchError, PgmeshError
 from pgmesh.launch.detect import detect_launcher
+from pgmesh.preflight.diagnosis import torch_findings
 from pgmesh.topology.hosts import Topology
 
 if TYPE_CHECKING:
@@ -70,6 +72,10 @@ def repeats(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     sizes, topology = arguments.parse_mesh(args)
+    torch = next(torch_findings(importlib.import_module))
+    if torch.mark == "bad":
+        print(f"pgmesh check: {torch.text}\n\n  {torch.fix}", file=sys.stderr)
+        return 1
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # torch's Gloo groups then connect at first use
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch would log each attempt to reach the store
     from pgmesh.preflight import preflight, stages  # these import torch

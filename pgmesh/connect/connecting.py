@@ -1,7 +1,7 @@
 """The collective call ``connect``: members arrive, compare fingerprints, and run each group's first collective.
 
 If ranks are missing, every member that arrived raises an error that names them and their last status. The round in
-which they decide is in ``rendezvous/group_rounds.py``.
+which they decide is in ``group_rounds.py``.
 """
 
 from __future__ import annotations
@@ -9,27 +9,37 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Union
 
 from pgmesh._util.call_sites import call_site
-from pgmesh.connect.first_collectives import FirstCollectives
-from pgmesh.connect.locking import GroupAxes, GroupLocks, Table, Wanted, lock_groups
-from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError, PgmeshError
-from pgmesh.groups.group import Group, Left, State
+from pgmesh.connect.decisions import Decision
+from pgmesh.connect.first_collective import FirstCollective, FirstCollectives
+from pgmesh.connect.group_rounds import ConnectJudge, GroupRound, why_stopped
+from pgmesh.connect.rounds import Rounds
+from pgmesh.errors import PgmeshError, WorldError
+from pgmesh.groups.fingerprints import Fingerprint
+from pgmesh.groups.group import Group, find_group
 from pgmesh.groups.mesh_groups import MeshGroups
-from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.client import CallClient
-from pgmesh.rendezvous.group_rounds import ConnectJudge, GroupRound, why_stopped
-from pgmesh.rendezvous.processes import process_label
-from pgmesh.rendezvous.records import Decision
-from pgmesh.rendezvous.rounds import Rounds
+from pgmesh.groups.naming import Members, encode_ranks
+from pgmesh.liveness.client import CallClient
+from pgmesh.liveness.operations import Read
+from pgmesh.liveness.processes import process_label
 
 if TYPE_CHECKING:
-    from pgmesh.layout import Axis, Layout
+    from pgmesh.layout import Axis
 
 log = logging.getLogger("pgmesh")
+
+_NAMES_HINT = (
+    "The ranks have released or destroyed groups of these ranks a different number of times. Release them on all ranks."
+)
+
+GroupAxes = Union["Axis", "tuple[Axis, ...]"]
+"""Axes as in the call: "tp", or ("dp", "tp")."""
 
 
 @dataclass(frozen=True)
@@ -56,30 +66,54 @@ class Connected:
         return "\n".join([*lines, f"{self.operations} store operations"])
 
 
-def connect(mesh: MeshGroups, layout: Layout, combinations: Sequence[tuple[Axis, ...]], seconds: float) -> Connected:
-    """Connect this rank's groups along each combination of axes.
+def connect(mesh: MeshGroups, wanted: Mapping[GroupAxes, Members], seconds: float) -> Connected:
+    """Connect this rank's groups.
 
     Args:
+        wanted: the members of each, by axes as in the call.
         seconds: the timeout of the whole call.
+
+    Raises:
+        MissingRanksError: members did not arrive in time, were lost, or stopped; or a first collective failed.
+        MismatchError: the members' meshes or options differ, or two processes have the same rank.
+        LifetimeError: the mesh or a group has ended.
+        WorldError: the store has failed.
     """
     mesh.check()
-    wanted = {axes[0] if len(axes) == 1 else axes: mesh.members(layout, axes) for axes in combinations}
-    if mesh.is_fake():
+    if mesh.is_fake() or all(len(members.ranks) == 1 for members in wanted.values()):
         for members in wanted.values():
             mesh.find(members, {})
         return Connected()
     return _Call(mesh, wanted, seconds).run()
 
 
-@dataclass
-class ConnectState:
-    """What a mesh remembers of its calls of ``connect``.
+class Connection:
+    """What ``connect`` keeps about the groups of some ranks with a tag: there is another one after each release.
 
-    Args:
-        operations: their store operations.
+    this group has the name          and the last round      it is
+    ``connected``                    was made                connected
+    ``tried``, and not the other     was made                broken: an interrupt has kept the call from replacing it
+    any other                        any                     not connected
     """
 
-    operations: int = 0
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # held by the thread that connects them
+        self.round: GroupRound | None = None  # the last one
+        self.tried = self.connected = ""  # names in torch of the groups of the last call, and of the last good one
+
+    def is_broken(self, group: Group) -> bool:
+        """True if an earlier call has begun the first collective of a group, and has not replaced it."""
+        return self.tried == group.name != self.connected and self.round is not None and self.round.is_made()
+
+
+class Connections:
+    """The connections of a mesh, by ranks and tag."""
+
+    def __init__(self) -> None:
+        self._all: dict[tuple[tuple[int, ...], str], Connection] = {}
+
+    def of(self, members: Members) -> Connection:
+        return self._all.setdefault((members.ranks, members.tag), Connection())
 
 
 class _Call:
@@ -88,73 +122,100 @@ class _Call:
         this rank                          the group here   what the other members find in the store
         has done its first collective      connected        nothing
         has learned that the round failed  made             the decision, which it may have written
-        has failed in the collective       broken           the reason, under the ``broken`` key of the round
+        has failed in the collective       replaced         the reason, under the ``broken`` key of the round
         stops while it waits in rounds     made             this round, decided as cancelled
-        stops in first collectives         broken           the ``broken`` key
+        stops in first collectives         replaced         the ``broken`` key
         stops before it arrives            unchanged        a new round, decided as cancelled
-        finds a mismatch of the mesh       unchanged        the mismatch
 
     It *stops* with an error of its own or with an interrupt. A group that another thread releases meanwhile is ended.
     """
 
-    def __init__(self, mesh: MeshGroups, wanted: Wanted, seconds: float) -> None:
-        self.mesh, self.wanted = mesh, wanted
-        self.call_site = call_site()
-        self.statuses = mesh.world.new_statuses()
-        self.client = CallClient(mesh.world.heartbeat_thread(), seconds)
-        self.collectives = FirstCollectives(self.client, self.statuses, mesh.rank)
-        self.groups: Table = {}  # those that this call connects
-        self.locks = GroupLocks()  # of connected groups too
+    def __init__(self, mesh: MeshGroups, wanted: Mapping[GroupAxes, Members], seconds: float) -> None:
+        self.mesh, self.call_site = mesh, call_site()
+        self.client = CallClient(mesh.world, seconds)
+        self.statuses = self.client.liveness.new_statuses()
+        self.collectives = FirstCollectives(mesh, self.client, self.statuses)
+        self.locks = contextlib.ExitStack()
+        connections = mesh.state_of(Connections)
+        self.by_axes = {axes: connections.of(members) for axes, members in wanted.items() if len(members.ranks) > 1}
+        self.members = {self.by_axes[axes]: members for axes, members in wanted.items() if axes in self.by_axes}
 
     def run(self) -> Connected:
         """Connect the groups. If that ends with an error of this rank, tell the other members."""
         with self.locks:
             try:
-                self.groups = lock_groups(self.mesh, self.wanted, self.client, self.locks)
-                if self.groups:
-                    self._connect()
+                self._connect()
             except BaseException as error:
                 self._cancel(error)
                 raise
             finally:
-                self.mesh.state_of(ConnectState).operations += self.client.operations
                 self._clean_up()
         self._raise_errors()
-        done = {axes: each for each in self.collectives.of_made for axes in self.groups[each.group]}
+        done = {axes: each for axes, connection in self.by_axes.items() if (each := self._begun(connection))}
         return Connected(
             {axes: each.met - self.client.start for axes, each in done.items()},
             {axes: each.done - self.client.start for axes, each in done.items()},
             self.client.operations,
         )
 
+    def _begun(self, connection: Connection) -> FirstCollective | None:
+        """The first collective of a group whose members have all arrived in this call."""
+        each = connection.round
+        return self.collectives.by_round.get(each) if each is not None and each.is_made() else None
+
     def _connect(self) -> None:
         """Arrive, wait for the other members, and run the first collectives."""
-        self.collectives.add({self._new_round(group): group for group in self.groups})
-        with self.mesh.lock:
-            for group in self.groups:
-                group.connect()
-        self._rounds_of(self.collectives.by_round).run()
-        self.collectives.finish()
+        for connection, _ in sorted(self.members.items(), key=lambda item: item[1][:2]):
+            if not self._lock(connection, self.client.deadline - time.monotonic()):
+                raise WorldError(f"{self.mesh.label}: another thread of this process still connects the same group.")
+        groups = self._find_unconnected()
+        if groups:
+            self.collectives.add({self._round_of(connection, group): group for connection, group in groups.items()})
+            self._rounds_of(self.collectives.by_round).run()
+            self.collectives.finish()
 
-    def _new_round(self, group: Group) -> GroupRound:
-        """The round of a group in this call. It continues after that of the call before."""
-        assert group.fingerprint is not None
-        store = group.gloo if len(group.ranks) <= timing.LIMITS.shared_addresses else None
-        new = GroupRound(
-            self.mesh.world.registration.store_key(self.mesh.identity, group.path, self.client.timeout()),
-            group.ranks,
-            group.fingerprint,
-            group.group_label,
-            group.mesh_label,
-            address="" if store is None else store.address,
-        )
-        if group.round is not None:
-            new.continue_after(group.round)
-        group.round = new
-        return new
+    def _lock(self, connection: Connection, seconds: float) -> bool:
+        """Keep other threads from connecting some ranks. False if one still does after that time."""
+        self.locks.callback(_release, connection.lock)  # first: an interrupt may end the next line with the lock taken
+        return connection.lock.acquire(timeout=max(0.0, seconds))
+
+    def _find_unconnected(self) -> dict[Connection, Group]:
+        """Find or make the groups, and return those that this call connects."""
+        found = {connection: self.mesh.find(members, {}) for connection, members in self.members.items()}
+        for connection in self._find_broken(found):
+            assert connection.round is not None
+            reason = "failed on another member; ask its mesh for it anew."
+            self.mesh.replace(found[connection], connection.round.number, reason)
+            found[connection] = self.mesh.find(self.members[connection], {})
+        return {each: group for each, group in found.items() if group.fingerprint and each.connected != group.name}
+
+    def _find_broken(self, found: Mapping[Connection, Group]) -> list[Connection]:
+        """Those whose first collective failed on another member, or in an earlier call that was interrupted."""
+        rounds = {each: each.round for each, group in found.items() if each.round and each.connected == group.name}
+        answers = self.client.run(*(Read(each.broken_key) for each in rounds.values()))
+        broken = [connection for connection, answer in zip(rounds, answers) if answer is not None]
+        return [*broken, *(each for each, group in found.items() if each.is_broken(group))]
+
+    def _round_of(self, connection: Connection, group: Group | None = None) -> GroupRound:
+        """The round of this call. It continues after that of the call before.
+
+        Args:
+            group: the group; None if this rank only tells that it has stopped.
+        """
+        each, members, rank = connection.round, self.members[connection], self.mesh.rank
+        if each is None:
+            key = f"{self.mesh.key}/connect/{encode_ranks(members.ranks)}/{members.tag}"
+            each = connection.round = GroupRound(key, members.ranks, members.label, self.mesh.label)
+        elif each.decision is not None:
+            each.go_on()
+        if group is not None and group.fingerprint is not None:
+            options = Fingerprint(rank, group.options.given, group.fingerprint.subject, group.fingerprint.hint)
+            each.fingerprints = options, Fingerprint(rank, {"name in torch": group.name}, group.label, _NAMES_HINT)
+            connection.tried = group.name
+        return each
 
     def _rounds_of(self, rounds: Iterable[GroupRound]) -> Rounds[GroupRound, Decision]:
-        """These rounds, with the judge of this call. The mesh is registered: their keys begin with its key."""
+        """These rounds, with the judge of this call."""
         judge = ConnectJudge(
             self.mesh.rank,
             self.client,
@@ -162,74 +223,51 @@ class _Call:
             process_label(),
             self.client.seconds,
             self.statuses,
-            self.mesh.identity.refusal_key,
-            pace=self.client.thread.pace,
+            self.mesh.fingerprint,
+            self.mesh.key,
+            pace=self.client.liveness.pace,
             warn=functools.partial(log.warning, "%s"),
-            ready=self._ready,
+            ready=self.collectives.start,
         )
         return Rounds([*rounds], judge)
 
     def _cancel(self, error: BaseException) -> None:
         """Tell the other members that this rank stopped."""
-        self.client.end(error)
         rounds = self.collectives.by_round
         with contextlib.suppress(PgmeshError):  # the caller raises the first error
             if rounds:
                 self._rounds_of(rounds).cancel(error)  # those that an interrupt has left undecided
                 self.collectives.cancel(why_stopped(self.mesh.rank, self.call_site, error))
-            elif not isinstance(error, MismatchError):  # a mismatch of the mesh is published
-                self._rounds_of(map(self._new_round, self._unconnected())).cancel(error)
+            else:
+                self._rounds_of(map(self._round_of, self._not_arrived())).cancel(error)
 
-    def _unconnected(self) -> Iterator[Group]:
-        """The groups at which this rank would have arrived: not connected, and no other thread connects them.
+    def _not_arrived(self) -> Iterator[Connection]:
+        """The connections at which this rank would have arrived: not connected, and no other thread connects them."""
+        for connection in self.members:
+            if self._lock(connection, 0.0) and find_group(connection.connected) is None:
+                yield connection
 
-        Some may not have been made. The call holds their locks from now on.
-        """
-        for members in self.wanted.values():
-            group = self.mesh.find_unmade(members)
-            if group.fingerprint and self.locks.take(group, 0.0) and group.state is not State.CONNECTED:
-                yield group
+    def _clean_up(self) -> None:
+        """Note the connected groups, and replace those that have failed in their first collective."""
+        begun = {connection: each for connection in self.members if (each := self._begun(connection))}
+        for connection, each in begun.items():
+            if each.done:
+                connection.connected = each.group.name
+        for each in begun.values():
+            if not each.done:
+                each.keep_while_running()
+                self.mesh.replace(each.group, each.round.number, "could not be connected; ask its mesh for it anew.")
 
     def _raise_errors(self) -> None:
         rounds = self.collectives.by_round
         errors = [failure for each in rounds if each.decision and (failure := each.decision.error())]
         errors += [each.error for each in rounds.values() if each.error]
         if errors:
-            ranks_missing = any(isinstance(error, MissingRanksError) for error in errors)
-            hint = self.client.thread.store_hint() if ranks_missing else ""
             text = "\n\n".join([*dict.fromkeys(map(str, errors))][:8])
-            raise type(errors[0])(f"{text}{hint}") from errors[0].__cause__
+            raise type(errors[0])(text) from errors[0].__cause__
 
-    def _ready(self, made: GroupRound) -> None:
-        """Start the first collective of a group whose members have all arrived."""
-        group = self.collectives.by_round[made].group
-        if not group.is_known():
-            raise LifetimeError(f"{group.label} was released while it was being connected.")
-        if group.gloo is not None and made.decision is not None:
-            group.gloo.set_addresses(made.decision.addresses)
-        self.collectives.start(made)
 
-    def _clean_up(self) -> None:
-        """Leave the state "connecting".
-
-            the group               its first collective    is afterwards
-            was not made            was not begun           made, to be connected by a later call
-            was made                ended well              connected
-            was made                did not                 broken: its process group is discarded
-            was released by another thread                  ended: its round is released
-
-        If a second interrupt ends this, groups stay in that state. The next call discards them.
-        """
-        unusable = {each.group: each for each in self.collectives.of_made if not each.done}
-        connected = {each.group for each in self.collectives.of_made if each.done}
-        try:
-            self.mesh.discard(unusable, "could not be connected; ask its mesh for it anew.")
-        finally:
-            for collective in unusable.values():
-                collective.keep_until_done()
-            with self.mesh.lock:
-                for group in self.groups.keys() - unusable.keys():
-                    group.end_connect(connected=group in connected)
-        for group in self.groups:
-            if group.state is State.ENDED and not self.mesh.aborted:  # another thread released it meanwhile
-                self.mesh.world.clean(Left(rounds=group.take_round()))
+def _release(lock: threading.RLock) -> None:
+    """Release a lock, unless this thread has not got it."""
+    with contextlib.suppress(RuntimeError):
+        lock.release()

@@ -1,27 +1,30 @@
-"""A group's first collective in ``connect``, and the reasons why it may fail."""
+"""The first collectives of the groups that one call of ``connect`` connects: they run at once, and each may fail."""
 
 from __future__ import annotations
 
 import enum
+import functools
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from pgmesh import torch_private
 from pgmesh._util.formatting import name_ranks
-from pgmesh.errors import MismatchError, MissingRanksError, PgmeshError
-from pgmesh.groups import failures, kept_groups
-from pgmesh.groups.connections import endpoints_of
+from pgmesh.connect.decisions import Decision
+from pgmesh.connect.group_rounds import GroupRound
+from pgmesh.connect.rounds import pauses
+from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError, PgmeshError
+from pgmesh.groups.backends import connects_in_background
 from pgmesh.groups.default_world import device_of
 from pgmesh.groups.group import Group
-from pgmesh.rendezvous.gloo_store import GlooStore
-from pgmesh.rendezvous.group_rounds import GroupRound
-from pgmesh.rendezvous.operations import CompareSet, Run
-from pgmesh.rendezvous.records import Decision
-from pgmesh.rendezvous.statuses import Statuses
+from pgmesh.groups.mesh_groups import MeshGroups
+from pgmesh.liveness import timing
+from pgmesh.liveness.client import CallClient
+from pgmesh.liveness.operations import CompareSet, Read, Run
+from pgmesh.liveness.statuses import Statuses
 
 
 class Progress(enum.Enum):
@@ -38,26 +41,6 @@ class Progress(enum.Enum):
     WAITING, RUNNING, FAILED, PUBLISHED, DONE = range(5)
 
 
-@dataclass(frozen=True)
-class _Raised:
-    """An error that torch has raised, and the evidence at that time.
-
-    Args:
-        error: torch's error.
-        time: the time, on the clock of the statuses.
-        dead: message about the members whose listeners refused a connection then; "" for none.
-    """
-
-    error: Exception
-    time: float
-    dead: str
-
-    @property
-    def reason(self) -> str:
-        """The first line of torch's error, which may have none."""
-        return next(iter(str(self.error).splitlines()), type(self.error).__name__)
-
-
 class FirstCollective:
     """A group's first collective: an all-reduce of one number, which allocates memory and whose sum is checked.
 
@@ -72,16 +55,15 @@ class FirstCollective:
         self.state = Progress.WAITING
         self.error: PgmeshError | None = None  # if it failed
         self.met = self.done = 0.0  # the times when all members had arrived, and when it was done
-        # From the start on, since another thread may end the group or make it again:
-        self._process_group: Any = None
-        self._gloo: GlooStore | None = None
+        self._process_group: Any = None  # from the start on, since another thread may end the group or make it again
         self._work: Any = None
-        self._raised: _Raised | None = None
+        self._raised: Exception | None = None  # torch's error
+        self._raised_at = 0.0  # on the clock of the statuses
 
     def start(self) -> None:
         """Enter the collective, unless this rank has done so."""
         if self.state is Progress.WAITING:
-            self._process_group, self._gloo = self.group.process_group, self.group.gloo
+            self._process_group = self.group.process_group
             self._ones = torch.ones(1, device=device_of(self._process_group))
             self._work = dist.all_reduce(self._ones, group=self._process_group, async_op=True)
             self.state = Progress.RUNNING
@@ -95,11 +77,6 @@ class FirstCollective:
         place = self._process_group.rank() + 1
         return (*self.group.ranks[place:], *self.group.ranks[: place - 1])[:number]
 
-    def keep_until_done(self) -> None:
-        """Keep the group alive if its collective does not end although its connections were shut down."""
-        if self._work is not None:
-            kept_groups.keep_until_done(self._process_group, endpoints_of(self._gloo), [self._work])
-
     def poll(self) -> None:
         """Check for the end of a running collective."""
         if not self.is_running() or self._raised is not None or not self._work.is_completed():
@@ -108,11 +85,9 @@ class FirstCollective:
             self._work.wait()
             total = int(self._ones.item())
         except PgmeshError as error:
-            error.__traceback__ = None  # its frames refer to this group, and the backend keeps the error
-            self._set_error(type(error)(str(error)))
+            self._set_error(type(error)(str(error)))  # without its frames, which refer to this group
         except Exception as error:
-            now = self._statuses.now()
-            self._raised = _Raised(error.with_traceback(None), now, failures.describe_dead(self.group))
+            self._raised, self._raised_at = error.with_traceback(None), self._statuses.now()
         else:
             self._check(total)
 
@@ -125,30 +100,28 @@ class FirstCollective:
             wrong = f"{self.group.label} has {size} members, but the sum of one from each is {total}."
             self._set_error(MismatchError(wrong))
 
-    def inspect(self, broken: bytes | None) -> None:
-        """Set the error of a running collective. The first of these counts:
-
-        1. another member has published a failure;
-        2. a member is lost;
-        3. torch has raised an error, and a member's listener refused connections then;
-        4. torch has raised an error so long ago that a lost member would have been noticed.
+    def learn(self, broken: bytes | None) -> None:
+        """Take the failure of another member, if there is one.
 
         Args:
             broken: what the store has under the ``broken`` key.
         """
-        published = None if broken is None else Decision.unpack(self.round.broken_key, broken).error()
-        lost, raised = self._statuses.lost(self.group.ranks), self._raised
-        if published is not None:
-            self._set_error(published)
-            self.state = Progress.PUBLISHED
-        elif lost:
+        error = None if broken is None else Decision.unpack(self.round.broken_key, broken).error()
+        if error is not None:
+            self.state, self.error, self.done = Progress.PUBLISHED, error, 0.0
+
+    def inspect(self) -> None:
+        """Set the error of a running collective.
+
+        The reason is a lost member; or the error that torch has raised, so long ago that one would have been noticed.
+        """
+        lost = self._statuses.lost(self.group.ranks)
+        if lost:
             reasons = "".join(f"\n  {why}" for why in lost.values())
             text = f"{self.group.label}: {name_ranks(lost)} arrived, and then failed in the first collective.{reasons}"
             self._set_error(MissingRanksError(text))
-        elif raised is not None and raised.dead:
-            self._set_error(MissingRanksError(f"{raised.dead}\nThe group was in its first collective."))
-        elif raised is not None and self._statuses.now() - raised.time >= self._statuses.lost_after + 1.0:
-            self.fail(f"failed: {raised.reason}")
+        elif self._raised and self._statuses.now() - self._raised_at >= self._statuses.lost_after + 1.0:
+            self.fail(self._why_raised())
 
     def time_out(self, seconds: float) -> None:
         """Set the error of a collective that still runs some time after the deadline of the call.
@@ -157,18 +130,27 @@ class FirstCollective:
             seconds: the deadline.
         """
         late = f"did not finish in time: the deadline was {seconds:g} s"
-        self.fail(late if self._raised is None else f"failed: {self._raised.reason}")
+        self.fail(self._why_raised() if self._raised else late)
+
+    def _why_raised(self) -> str:
+        reason = next(iter(str(self._raised).splitlines()), type(self._raised).__name__)
+        return f"failed: {reason}"
 
     def fail(self, reason: str) -> None:
         """Set the error, unless it has one or is done."""
         if self.is_running() or self.state is Progress.WAITING:
             members = name_ranks(self.group.ranks)
             error = MissingRanksError(f"{self.group.label}: its first collective {reason}. Its members are {members}.")
-            error.__cause__ = None if self._raised is None else self._raised.error
+            error.__cause__ = self._raised
             self._set_error(error)
 
     def _set_error(self, error: PgmeshError) -> None:
         self.state, self.error = Progress.FAILED, error
+
+    def keep_while_running(self) -> None:
+        """Keep the process group for ever if torch has not ended the collective: its destructor would wait for that."""
+        if self._work is not None and not self._work.is_completed():
+            torch_private.keep_for_ever(self._process_group)
 
     def publish(self, run: Run) -> None:
         """Publish the error, if the other members have to know of it.
@@ -179,3 +161,109 @@ class FirstCollective:
         if self.state is Progress.FAILED and self.error is not None:
             run(CompareSet(self.round.broken_key, Decision.of(self.error, str(self.error)).pack()))
             self.state = Progress.PUBLISHED
+
+
+def _check(mesh: MeshGroups, by_round: Mapping[GroupRound, FirstCollective]) -> None:
+    """Raise LifetimeError if the mesh or a group has ended, as by an abort or in another thread."""
+    mesh.check()
+    for each in by_round.values():
+        if not each.group.is_made:
+            raise LifetimeError(each.group.unusable)
+
+
+def _poll(by_round: Mapping[GroupRound, FirstCollective]) -> list[FirstCollective]:
+    """Poll those that run; return those that still run then."""
+    for collective in by_round.values():
+        collective.poll()
+    return [collective for collective in by_round.values() if collective.is_running()]
+
+
+def _pause(mesh: MeshGroups, by_round: Mapping[GroupRound, FirstCollective]) -> None:
+    _check(mesh, by_round)
+    _poll(by_round)
+
+
+class FirstCollectives:
+    """The first collectives of one call, by round. They are polled in each pause of its client.
+
+    Args:
+        mesh: the mesh. If it ends, the call does.
+        client: the store and the clock of the call.
+        statuses: the last statuses of the other ranks.
+    """
+
+    def __init__(self, mesh: MeshGroups, client: CallClient, statuses: Statuses) -> None:
+        self._mesh, self._client, self._statuses = mesh, client, statuses
+        self.by_round: dict[GroupRound, FirstCollective] = {}
+        # Not a method: the reference cycle would keep the groups until the next garbage collection.
+        client.on_sleep = functools.partial(_pause, mesh, self.by_round)
+
+    @property
+    def of_made(self) -> list[FirstCollective]:
+        """Those of the groups whose members have all arrived."""
+        return [collective for each, collective in self.by_round.items() if each.is_made()]
+
+    def add(self, groups: Mapping[GroupRound, Group]) -> None:
+        """Add the first collectives of groups. An interrupt finds all of them, or none."""
+        self.by_round.update({each: FirstCollective(group, each, self._statuses) for each, group in groups.items()})
+
+    def start(self, made: GroupRound) -> None:
+        """Start the first collective of a group whose members have all arrived.
+
+        Gloo connects in a background thread. NCCL connects in this one, so it waits until all rounds are decided, and
+        then uses the same order on all ranks.
+        """
+        collective = self.by_round[made]
+        collective.met = time.monotonic()
+        if connects_in_background(collective.group.process_group):
+            collective.start()
+
+    def finish(self) -> None:
+        """Run every first collective to its end, and publish those that failed."""
+        for collective in sorted(self.of_made, key=lambda each: each.group.name):
+            collective.start()
+        # The last member may have arrived at the deadline. This leaves time to detect ranks that were lost since.
+        deadline = max(self._client.deadline, time.monotonic() + self._statuses.lost_after + 1.0)
+        inspection = time.monotonic() + timing.TIMING.inspection
+        for pause in pauses():
+            running = _poll(self.by_round)
+            if not running:
+                break
+            now = time.monotonic()
+            if now >= inspection:
+                inspection = now + timing.TIMING.inspection * self._client.liveness.pace
+                self._inspect(running)
+            if now >= deadline:
+                for collective in _poll(self.by_round):
+                    collective.time_out(self._client.seconds)
+            _check(self._mesh, self.by_round)
+            time.sleep(pause)
+        self._learn([each for each in self.of_made if each.done - each.met > timing.TIMING.inspection])
+        self._publish_failures()
+
+    def cancel(self, why: str) -> None:
+        """Publish that this rank stopped before the collectives were done."""
+        for collective in self.of_made:
+            collective.fail(f"was cancelled because {why}")
+        self._publish_failures()
+
+    def _inspect(self, running: Sequence[FirstCollective]) -> None:
+        """Read whether another member failed, and the statuses of the members."""
+        members = {rank for each in running for rank in each.group.ranks[: timing.LIMITS.statuses + 1]}
+        following = {rank for each in running for rank in each.following(timing.LIMITS.asking)}
+        self._statuses.read(self._client.run, (members | following) - {self._mesh.rank})
+        self._statuses.find_ended(self._client.run, following, all_of_them=True)
+        running = _poll(self.by_round)  # again, since a member whose collective is done may have left
+        self._learn(running)
+        for collective in filter(FirstCollective.is_running, running):
+            collective.inspect()
+
+    def _learn(self, collectives: Sequence[FirstCollective]) -> None:
+        """Read whether other members failed."""
+        answers = self._client.run(*(Read(each.round.broken_key) for each in collectives))
+        for collective, broken in zip(collectives, answers):
+            collective.learn(broken)
+
+    def _publish_failures(self) -> None:
+        for collective in self.of_made:
+            collective.publish(self._client.run)

@@ -1,6 +1,6 @@
 """What the decisions of ``shrink`` and ``stand_by`` have in common: the round, and who is lost.
 
-The ranks of a mesh decide in a round, as described in ``rendezvous/rounds.py``. A mesh is replaced once; until then its
+The ranks of a mesh decide in a round, as described in ``connect/rounds.py``. A mesh is replaced once; until then its
 ranks may try several times. If an attempt has failed before a rank arrives, the rank goes on to the next one, or raises
 the error if the arguments differed. If it has succeeded, the mesh was replaced without this rank.
 
@@ -13,23 +13,21 @@ taken for lost and come back.
 
 from __future__ import annotations
 
-import itertools
+import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from pgmesh.connect.rounds import Judge, Round
 from pgmesh.elastic.records import Arrival, Outcome
-from pgmesh.layout import Layout
-from pgmesh.rendezvous.operations import Append, Delete
-from pgmesh.rendezvous.records import error_text
-from pgmesh.rendezvous.rounds import Client, Judge, Round
-from pgmesh.rendezvous.statuses import Statuses
+from pgmesh.elastic.state import Generation
+from pgmesh.liveness.client import CallClient
+from pgmesh.liveness.operations import Append, Delete
+from pgmesh.liveness.records import error_text
+
+log = logging.getLogger("pgmesh")
 
 MeshRound = Round[Outcome]
-
-
-def standing_by(label: str) -> str:
-    """The activity in the status of a rank that stands by."""
-    return f"standing by for {label}"
 
 
 @dataclass
@@ -38,29 +36,27 @@ class SurvivorJudge(Judge[MeshRound, Outcome]):
 
     Args:
         label: the mesh in messages.
-        layout: its layout.
+        generation: the mesh.
         rank: this rank.
-        process: a word that no other process of this rank has.
         client: the store and the clock.
-        deadline: seconds from the start of the call.
-        statuses: the statuses of the other ranks.
+        process: a word that no other process of this rank has.
         lost_after: seconds without a heartbeat after which a rank is lost; None for the default.
         warn: called with text for the log.
-        pace: factor of all pauses, and of the time between two looks.
         came_late: the mesh was replaced before this call.
     """
 
     label: str
-    layout: Layout
+    generation: Generation
     rank: int
+    client: CallClient
     process: str
-    client: Client
-    deadline: float
-    statuses: Statuses
     lost_after: float | None = None
-    warn: Callable[[str], None] = field(default=lambda text: None)
-    pace: float = 1.0
+    warn: Callable[[str], None] = field(default=functools.partial(log.warning, "%s"))
     came_late: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.deadline, self.pace = self.client.seconds, self.client.liveness.pace
+        self.statuses = self.client.liveness.statuses
 
     call = ""
     """The call of ``shrink`` with its arguments, as text; "" for a rank that stands by."""
@@ -81,21 +77,15 @@ class SurvivorJudge(Judge[MeshRound, Outcome]):
         """
         raise NotImplementedError
 
-    def find_lost(
-        self, ranks: Sequence[int], *, asks: Callable[[int], bool] = lambda rank: True, all_ended: bool = False
-    ) -> dict[int, str]:
-        """Read the statuses of some ranks, and ask the listeners of those that are not lost by them.
+    def find_lost(self, ranks: Sequence[int], *, all_ended: bool = False) -> dict[int, str]:
+        """The ranks that are lost, each with the reason: by their statuses, or by the listeners of the others.
 
         Args:
-            asks: called with each rank once its status is read. The first False ends the asking.
             all_ended: ask all listeners, for a message; otherwise stop at the first process that still runs.
-
-        Returns:
-            The ranks that are lost, each with the reason.
         """
         statuses, run = self.statuses, self.client.run
         statuses.read(run, ranks)
-        statuses.find_ended(run, itertools.takewhile(asks, ranks), self.lost_after, all_of_them=all_ended)
+        statuses.find_ended(run, ranks, self.lost_after, all_of_them=all_ended)
         return statuses.lost(ranks, self.lost_after)
 
     def failure(self, problem: str, error: str) -> Outcome:

@@ -1,15 +1,18 @@
-"""The records of a decision on lost ranks: the arguments of ``shrink``, a rank's arrival, and the decision."""
+"""The records of a decision on lost ranks: the arguments of ``shrink``, a rank's arrival, and the decision.
+
+The layout of the mesh that replaces another one follows from its layout and the decision.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pgmesh._util.formatting import as_range
+from pgmesh._util.formatting import as_range, name_ranks
 from pgmesh.errors import MismatchError, MissingRanksError
-from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.records import foreign_value, pack, unpack
+from pgmesh.layout import Layout
+from pgmesh.liveness import timing
+from pgmesh.liveness.records import foreign_value, pack, unpack
 
 
 @dataclass(frozen=True)
@@ -32,13 +35,6 @@ class Request:
         words += [f"spares={spares}"] if self.spares else []
         words += [] if self.lost_after is None else [f"lost_after={self.lost_after:g}"]
         return f"shrink({', '.join(words)})"
-
-
-def _have_types(rows: Iterable[Any], *types: Any) -> bool:
-    """True if each row holds one value of each of these types."""
-    return all(
-        isinstance(row, (list, tuple)) and len(row) == len(types) and all(map(isinstance, row, types)) for row in rows
-    )
 
 
 @dataclass(frozen=True)
@@ -72,13 +68,11 @@ class Outcome:
         failed: the error message, if the attempt failed.
         error: "missing" if ranks did not arrive or too many are lost, "mismatch" if ranks passed different arguments,
             "stopped" if a rank that had arrived stopped: the others then go on to the next attempt. "over" if no member
-            is left, which a rank that stands by has found. "withdrawn" is never in the store: no member arrived before
-            the deadline of a rank that stood by, and that rank took its arrival back.
+            is left, which a rank that stands by has found.
         lost: the members that are lost, each with the reason.
         replaced: for each lost rank that a spare replaces, that spare.
         axis: the axis whose indices are dropped where a rank is lost and not replaced.
         processes: the processes of these spares, in the same order.
-        options: the configured options of the mesh: axes, tag, and options by name.
     """
 
     failed: str = ""
@@ -87,7 +81,6 @@ class Outcome:
     replaced: dict[int, int] = field(default_factory=dict)
     axis: Any = None
     processes: tuple[str, ...] = ()
-    options: tuple[Any, ...] = ()
 
     def pack(self) -> str:
         chars = timing.LIMITS.record_chars // 32  # for the texts; a character may take six in JSON
@@ -98,21 +91,12 @@ class Outcome:
             replaced=[*map(list, self.replaced.items())],
             axis=[self.axis],
             processes=self.processes,
-            options=self.options,
         )
 
     @classmethod
     def unpack(cls, key: str, text: bytes) -> Outcome:
-        lists = dict.fromkeys(("lost", "replaced", "axis", "processes", "options"), list)
-        record = unpack(text, failed=str, error=str, **lists)
-        if (
-            record is None
-            or not _have_types(record["lost"], int, str)
-            or not _have_types(record["replaced"], int, int)
-            or not _have_types(zip(record["processes"]), str)
-            or not _have_types([record["axis"]], (str, int, type(None)))
-            or not _have_types(record["options"], list, str, dict)
-        ):
+        record = unpack(text, failed=str, error=str, lost=list, replaced=list, axis=list, processes=list)
+        if record is None:
             return cls(failed=f"{foreign_value(key, text)}.", error="mismatch")
         return cls(
             record["failed"],
@@ -121,10 +105,48 @@ class Outcome:
             dict(record["replaced"]),
             record["axis"][0],
             tuple(record["processes"]),
-            tuple(record["options"]),
         )
 
     def check(self) -> None:
         """Raise the error of a failed attempt."""
         if self.failed:
             raise (MismatchError if self.error == "mismatch" else MissingRanksError)(self.failed)
+
+    def successor(self, layout: Layout) -> Layout:
+        """The layout with spares in the places of lost ranks, and without the indices of the other lost ranks.
+
+        Args:
+            layout: the layout of the mesh that lost ranks.
+
+        Raises:
+            MissingRanksError: no rank would be left, or ranks that are not replaced would have to be dropped without an
+                axis.
+
+        >>> layout = Layout(dp=3, tp=2)
+        >>> Outcome(lost={3: "it has ended"}, axis="dp").successor(layout)
+        Layout(dp=2, tp=2, ranks=(0, 1, 4, 5))
+        >>> Outcome(lost={3: "it has ended"}, replaced={3: 6}).successor(layout)
+        Layout(dp=3, tp=2, ranks=(0, 1, 2, 6, 4, 5))
+        """
+        left_out = [rank for rank in self.lost if rank not in self.replaced]
+        if left_out:
+            layout = self._without(layout, left_out)
+        ranks = tuple(self.replaced.get(rank, rank) for rank in layout.ranks())
+        return Layout.of(dict(zip(layout.axes, layout.shape)), as_range(ranks) or ranks)
+
+    def _without(self, layout: Layout, left_out: list[int]) -> Layout:
+        """The layout without the indices of the axis that have these ranks."""
+        who, came = f"lost: {name_ranks([*self.lost])}.", f"Spares that came: {len(self.replaced)}."
+        if self.axis is None:
+            raise MissingRanksError(
+                f"{who} {came} Name an axis whose indices may be dropped, as in mesh.shrink({layout.axes[0]!r}), or "
+                "more spares."
+            )
+        position = layout.axes.index(self.axis)
+        dropped = {layout.coord_of(rank)[position] for rank in left_out}
+        size = layout.shape[position]
+        if len(dropped) == size:
+            raise MissingRanksError(
+                f"{who} Each of the {size} indices of axis {self.axis!r} has lost a rank, so nothing is left. {came}"
+            )
+        return layout.at({self.axis: [index for index in range(size) if index not in dropped]})

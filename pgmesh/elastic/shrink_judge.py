@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 from pgmesh._util.formatting import name_ranks
 from pgmesh.elastic.judging import MeshRound, SurvivorJudge
 from pgmesh.elastic.records import Arrival, Outcome, Request
-from pgmesh.elastic.successor import successor
 from pgmesh.errors import MissingRanksError
 from pgmesh.layout import Layout
-from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import Read
-from pgmesh.rendezvous.records import foreign_value
+from pgmesh.liveness import timing
+from pgmesh.liveness.operations import Read
 
 
 @dataclass(frozen=True)
@@ -88,15 +86,14 @@ class ShrinkJudge(SurvivorJudge):
 
     Args:
         request: the arguments of ``shrink``.
-        options: the configured options of the mesh, for the mesh that replaces it.
     """
 
     request: Request = field(kw_only=True)
-    options: Sequence[object] = field(default=(), kw_only=True)
     _found: Findings | None = field(default=None, init=False)  # what the last look found
-    _turn: int = field(default=0, init=False)  # 0 for the first 32 callers, 1 for the next 32, and so on
+    _follows: bool = field(default=False, init=False)  # this rank leaves the looks to others, to spare the store
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.call = str(self.request)
         self._start = self.statuses.now()
 
@@ -109,58 +106,35 @@ class ShrinkJudge(SurvivorJudge):
         return outcome.error == "over" or (outcome.error == "stopped" and self.client.now() < self.deadline)
 
     def period(self) -> float:
-        return timing.TIMING.inspection * self.pace * (1 + self._turn)
+        return self.deadline if self._follows else timing.TIMING.inspection * self.pace
 
     def waits_for(self, rounds: Sequence[MeshRound]) -> str:
         return "" if self._found is None else f"{self.label}: {self._describe(self._found, 'so far')}"
 
     def look(self, each: MeshRound, *, late: bool) -> Outcome | None:
         self._found = None
-        arrivals, problem = self._read_arrivals(each)
-        if problem:
-            return self.failure(problem, "mismatch")
+        (text,) = self.client.run(Read(each.arrivals_key))
+        arrivals = {line.rank: line for line in map(Arrival.unpack, (text or b"").splitlines()) if line is not None}
+        calls = {rank: arrival.call for rank, arrival in arrivals.items() if arrival.call}
+        if len({*calls.values()}) > 1:
+            lines = "".join(f"\n  {call} on rank {rank}" for rank, call in sorted(calls.items()))
+            return self.failure(f"the ranks passed different arguments:{lines}", "mismatch")
         if self.rank not in arrivals:  # another rank knows the decision, and has deleted them
             return self.failure("the arrivals were deleted", "stopped") if late else None
-        callers = [rank for rank, arrival in arrivals.items() if arrival.call]
-        self._turn = [*callers, self.rank].index(self.rank) // timing.LIMITS.statuses
-        ranks = dict.fromkeys((*self.layout.ranks(), *self.request.spares))
-        absent = [rank for rank in ranks if rank not in arrivals]
-        if not late and not self._is_my_turn(absent):
+        self._follows = not late and self.rank in [*calls][timing.LIMITS.statuses :]
+        if self._follows:
             return None
-        found = self._found = self._find(arrivals, absent, late=late)
+        found = self._found = self._find(arrivals, late=late)
         enough = len(found.ready) >= len(found.lost) or not found.coming
         if not found.waiting and (enough or late):
             return self.success(found)
         return self.failure(self._describe(found, f"in {self.deadline:g} s"), "missing") if late else None
 
-    def _is_my_turn(self, absent: Sequence[int]) -> bool:
-        """True if this rank may look at the absent ranks already; at a few of them, each rank may.
-
-        At many, the first 32 ranks that called ``shrink`` look at once, the next 32 an inspection later, and so on.
-        """
-        return (
-            len(absent) <= timing.LIMITS.statuses
-            or self.client.now() >= self._turn * timing.TIMING.inspection * self.pace
-        )
-
-    def _read_arrivals(self, each: MeshRound) -> tuple[dict[int, Arrival], str]:
-        """The arrivals by rank, of its last process; and what is wrong with them, "" for nothing."""
-        (text,) = self.client.run(Read(each.arrivals_key))
-        arrivals: dict[int, Arrival] = {}
-        for line in (text or b"").splitlines():
-            arrival = Arrival.unpack(line)
-            if arrival is None:
-                return {}, f"{foreign_value(each.arrivals_key, line)}."
-            arrivals[arrival.rank] = arrival
-        calls = {rank: arrival.call for rank, arrival in arrivals.items() if arrival.call}
-        if len({*calls.values()}) > 1:
-            lines = "".join(f"\n  {call} on rank {rank}" for rank, call in sorted(calls.items()))
-            return {}, f"the ranks passed different arguments:{lines}"
-        return arrivals, ""
-
-    def _find(self, arrivals: Mapping[int, Arrival], absent: Sequence[int], *, late: bool) -> Findings:
+    def _find(self, arrivals: Mapping[int, Arrival], *, late: bool) -> Findings:
         """Find out which absent ranks are lost, and which spares were lost after they had arrived."""
-        found = Findings(self.layout, self.request, arrivals, self._find_lost(absent, all_ended=late))
+        layout, spares = self.generation.layout, self.request.spares
+        absent = [rank for rank in dict.fromkeys((*layout.ranks(), *spares)) if rank not in arrivals]
+        found = Findings(layout, self.request, arrivals, self._find_lost(absent, all_ended=late))
         while not found.waiting and (ended := self._find_lost([*found.ready][: len(found.lost)], all_ended=True)):
             found.dead_or_silent.update(ended)
         return found
@@ -192,14 +166,9 @@ class ShrinkJudge(SurvivorJudge):
         others = [rank for rank in ready if rank not in replaced]
         replaced |= zip(places, others)
         processes = tuple(ready[rank] for rank in replaced.values())
-        outcome = Outcome(
-            lost=lost, replaced=replaced, axis=self.request.axis, processes=processes, options=tuple(self.options)
-        )
+        outcome = Outcome(lost=lost, replaced=replaced, axis=self.request.axis, processes=processes)
         try:
-            if len(outcome.pack()) > timing.LIMITS.record_chars:
-                sizes = f"{len(lost)} lost ranks and {len(replaced)} spares"
-                raise MissingRanksError(f"a decision on {sizes} does not fit into one record")
-            successor(self.layout, outcome)
+            outcome.successor(self.generation.layout)
         except MissingRanksError as error:
             reasons = "".join(f"\n  {why}" for why in {**lost, **found.dead_or_silent}.values())
             return self.failure(f"{error}{reasons}", "missing")

@@ -48,7 +48,7 @@ def check_is_same(group: Group, process_group: Any, members: Members) -> None:
 
 def check_exists(group: Group, members: Members) -> None:
     """Raise LifetimeError if torch has destroyed an adopted group."""
-    if group.created_by == "adopted" and not group.is_known():
+    if not group.is_known():
         release = format_verb("release", members.axes)
         raise LifetimeError(
             f"{group.label} was adopted at {group.call_site}, and torch has destroyed it since.\n\n"

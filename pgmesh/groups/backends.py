@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as _c10d
 
 from pgmesh import torch_private
-from pgmesh._util.sockets import as_host
 from pgmesh.errors import OptionsError
 from pgmesh.options import GroupOptions
 
 c10d: Any = _c10d
+
+GLOO = "gloo"
 
 
 class Backends(NamedTuple):
@@ -85,22 +86,24 @@ def _type_of(backend: str) -> Any:
 
 def connects_in_background(group: Any) -> bool:
     """True if a group connects in threads of its backend, so that an asynchronous collective returns at once."""
-    return backends_of(torch_private.backend_name(group)).names == {"gloo"}
+    return backends_of(torch_private.backend_name(group)).names == {GLOO}
 
 
 @functools.cache
 def _own_address() -> str:
     """The address that Gloo uses by default: the first of this host that can be bound. Looked up once."""
     with contextlib.suppress(OSError):
-        host = as_host(socket.gethostname())
-        for family, variant, _, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+        for family, variant, _, _, address in socket.getaddrinfo(
+            socket.gethostname().encode(), None, type=socket.SOCK_STREAM
+        ):
             with contextlib.suppress(OSError), socket.socket(family, variant) as trial:
                 trial.bind(address)
                 return str(address[0])
     return "127.0.0.1"
 
 
-def _gloo(store: dist.Store, rank: int, name: str, options: GroupOptions, ranks: Sequence[int]) -> Any:
+def new_gloo(store: dist.Store, rank: int, name: str, options: GroupOptions, ranks: Sequence[int]) -> Any:
+    """A Gloo backend that connects when it is first used."""
     # Each group has separate devices, since a lazy device identifies pairs only by their ranks in the group.
     if interfaces := os.environ.get("GLOO_SOCKET_IFNAME"):
         devices = [{"interface": each} for each in interfaces.split(",") if each]
@@ -110,7 +113,7 @@ def _gloo(store: dist.Store, rank: int, name: str, options: GroupOptions, ranks:
 
 
 CONSTRUCTORS: dict[str, Callable[..., Any]] = {
-    "gloo": _gloo,
+    GLOO: new_gloo,
     "fake": torch_private.fake_backend,
     **{
         backend: functools.partial(torch_private.nccl_backend, backend=backend)

@@ -1,7 +1,6 @@
 """Creation of one process group: by its members only, without waiting for them, or by torch's ``new_group``.
 
-A group of the first kind is built directly, not split from the world's communicator. Its backend connects at its first
-use, through the store of ``rendezvous/polling_store.py``.
+A group of the first kind is built directly, not split from the world's communicator.
 """
 
 from __future__ import annotations
@@ -17,118 +16,99 @@ import torch.distributed as dist
 from pgmesh import torch_private
 from pgmesh._util.call_sites import call_site
 from pgmesh.errors import OptionsError
-from pgmesh.groups.backends import CONSTRUCTORS, backends_of
+from pgmesh.groups.backends import CONSTRUCTORS, GLOO, backends_of, new_gloo
+from pgmesh.groups.connecting import GroupStore
 from pgmesh.groups.default_world import world_rank_and_size
+from pgmesh.groups.fingerprints import Fingerprint
 from pgmesh.groups.group import Group
-from pgmesh.groups.identity import MeshIdentity
 from pgmesh.groups.world import World
 from pgmesh.options import GroupOptions
-from pgmesh.rendezvous.gloo_store import GlooStore
-from pgmesh.rendezvous.missing import ASKED_FOR
-from pgmesh.rendezvous.polling_store import PollingStore
-from pgmesh.rendezvous.records import Fingerprint
-from pgmesh.rendezvous.refusals import RefusalKeys, Refusals
+
+_DEBUGGED = (GLOO, "nccl")
+"""The backends that torch checks with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
 
 
-def set_options(group: Group, rank: int, options: GroupOptions, differing: Mapping[str, Any]) -> None:
+def set_options(group: Group, mesh: Fingerprint, options: GroupOptions, differing: Mapping[str, Any]) -> None:
     """Set the options of a group that is about to be made, and its fingerprint.
 
     Args:
-        rank: this process's rank.
+        mesh: the fingerprint of its mesh.
         differing: the options of the call that differ from those configured.
     """
-    group.options, group.fingerprint = options, None  # the options of a failed attempt may have been others
+    group.options, group.fingerprint = options, None
     backends = backends_of(options.backend)
     if len(group.ranks) > 1 and backends.by_members and not backends.fake:
-        hint = "On every rank, configure its axes with the same options or pass the same options in the call."
         asked_for = ", ".join(f"{name}={value!r}" for name, value in differing.items())
-        subject = f"{group.label}{ASKED_FOR}{asked_for})" if differing else group.label
-        group.fingerprint = Fingerprint(rank, options.given, subject, hint)
+        subject = f"{group.label} (asked for with {asked_for})" if differing else group.label
+        hint = (
+            "Create the same mesh on all ranks, configure its axes with the same options, and pass the same options "
+            "in calls. Give different meshes different names."
+        )
+        group.fingerprint = Fingerprint(mesh.rank, {**mesh.fields, **options.given}, subject, hint)
 
 
-def make_by_members(group: Group, identity: MeshIdentity, world: World, description: str) -> None:
+def make_by_members(group: Group, key: str, world: World, description: str) -> None:
     """Make a group without the other ranks of the world.
 
     Args:
-        identity: its mesh.
+        key: the key of its mesh.
         description: text for profiles and flight records.
     """
-    # The number is the same on all members, so the new name is too.
-    path_in_name = group.path if group.broken is None else f"{group.path}.{group.broken}"
-    stores: dict[str, Any] = {}
-    if group.fingerprint is not None:
-        names = backends_of(group.options.backend).names
-        stores = {each: _polling_store(each, group, path_in_name, identity, world) for each in names}
-    make(group, identity.group_name(path_in_name), world, stores, description)
-
-
-def make(group: Group, name: str, world: World, stores: Mapping[str, Any], description: str) -> None:
-    """Make a group: build its process group, and register that with torch.distributed.
-
-    Args:
-        name: the name in torch.
-        stores: the store that each backend reads through; none for a group without other members.
-        description: text for profiles and flight records.
-    """
+    name = f"{key}/{group.path}" + ("" if group.attempt is None else f".{group.attempt}")
     backends = backends_of(group.options.backend)
-    prefixed = dist.PrefixStore(f"{name}/", world.store)  # torch returns it as the store of the group
-    made, places = _build(group, name, prefixed, world.rank, stores), {rank: i for i, rank in enumerate(group.ranks)}
+    prefixed = dist.PrefixStore(f"{name}/", world.root_store())  # torch returns it as the store of the group
+    store = None
+    if group.fingerprint is not None and (GLOO in backends.names or _is_debugged(backends.names)):
+        timeout = group.options.timeout or timedelta()
+        store = GroupStore(name, group.fingerprint, group.ranks, world.rank, timeout, world.store)
+    made, gloo = _build(group, name, prefixed, world, store)
     try:
+        places = {rank: i for i, rank in enumerate(group.ranks)}
         torch_private.register(made, name, description, group.options.backend, backends.config, prefixed, places)
-        group.make(made, call_site(), stores)
+        group.make(made, call_site(), store, gloo)
+        if store is not None:
+            world.connector.add(store, functools.partial(torch_private.start_pairs, gloo))
     except BaseException:  # such as an interrupt
         if not group.is_made:
             torch_private.unregister(made)
         raise
 
 
-def _build(group: Group, name: str, store: Any, own_rank: int, stores: Mapping[str, Any]) -> Any:
-    """Build a process group, which torch.distributed does not know yet. Arguments are as in ``make``.
+def _is_debugged(names: frozenset[str]) -> bool:
+    """True if torch's checks of each collective are asked for, and exist for one of these backends."""
+    return dist.get_debug_level() == dist.DebugLevel.DETAIL and not names.isdisjoint(_DEBUGGED)
+
+
+def _build(group: Group, name: str, prefixed: Any, world: World, store: GroupStore | None) -> tuple[Any, list[Any]]:
+    """Build a process group, which torch.distributed does not know yet.
 
     Args:
-        store: what torch returns as its store.
-        own_rank: this process's rank.
+        name: its name in torch.
+        prefixed: what torch returns as its store.
+        store: what its Gloo backends read through, if they have other members.
+
+    Returns:
+        The process group, and its Gloo backends.
     """
     backends, ranks, alone = backends_of(group.options.backend), group.ranks, dist.HashStore()
-    rank = ranks.index(own_rank)
+    rank = ranks.index(world.rank)
     built: dict[str, Any] = {}
-    slots = []
+    gloo, slots = [], []
     for device, variant, backend in backends.slots:
         if backend not in built:
-            inner = dist.PrefixStore(device.type, stores.get(backend, alone))
-            built[backend] = CONSTRUCTORS[backend](inner, rank, name, group.options, ranks)
+            inner: Any = alone
+            if group.fingerprint is not None:
+                inner = store if backend == GLOO else dist.PrefixStore(name, world.waiting_store())
+            arguments = rank, name, group.options, ranks
+            made = CONSTRUCTORS[backend](dist.PrefixStore(device.type, inner), *arguments)
+            gloo += [made] if backend == GLOO else []
+            if _is_debugged(frozenset([backend])):
+                helper = new_gloo(dist.PrefixStore(f"{device.type}/checks", store or alone), *arguments)
+                gloo.append(helper)
+                made = torch_private.checked(made, helper)
+            built[backend] = made
         slots.append((device, variant, built[backend]))
-    return torch_private.new_group_object(store, rank, len(ranks), backends.default_type, slots)
-
-
-def _polling_store(backend: str, group: Group, path_in_name: str, identity: MeshIdentity, world: World) -> PollingStore:
-    """The store that one backend of a group reads through.
-
-    Args:
-        path_in_name: the group's path, with a number behind it if an earlier process group of this path broke.
-    """
-    assert group.fingerprint is not None
-    timeout = group.options.timeout or timedelta()
-    store_key = functools.partial(world.registration.store_key, identity)
-
-    def use_key(seconds: float) -> str:
-        return f"{store_key(path_in_name, seconds)}/use"
-
-    def refusal_keys() -> RefusalKeys:
-        # A mismatch is one of the group, whichever of its process groups found it.
-        return RefusalKeys(store_key(f"{group.path}/mismatch", timeout.total_seconds()), identity.refusal_key)
-
-    kind = GlooStore if backend == "gloo" else PollingStore
-    compares = group.options != world.options
-    return kind(
-        world.store_thread,
-        use_key,
-        group.fingerprint,
-        group.ranks,
-        timeout,
-        compares=compares,
-        refusals=Refusals(refusal_keys),
-    )
+    return torch_private.new_group_object(prefixed, rank, len(ranks), backends.default_type, slots), gloo
 
 
 def make_collectively(group: Group, blocks: Sequence[tuple[int, ...]], description: str) -> None:
@@ -166,7 +146,7 @@ def make_collectively(group: Group, blocks: Sequence[tuple[int, ...]], descripti
             )
             mine = made if rank in block else mine
         group.created_by = "new_group"
-        group.make(mine, call_site(), {})
+        group.make(mine, call_site())
     except BaseException:  # such as an interrupt, while it waits for all ranks of the world
         if mine is not None and not group.is_made:
             torch_private.unregister(mine)
@@ -179,5 +159,5 @@ def set_timeout(group: Group, timeout: timedelta) -> None:
     if not backends_of(torch_private.backend_name(process_group)).fake:  # a fake backend never waits
         process_group.set_timeout(timeout)
         group.new_timeout = timeout
-        for store in group.stores.values():  # Gloo connects with the timeout of its creation
-            store.new_timeout = timeout
+        if group.store is not None:
+            group.store.limit = timeout

@@ -1,12 +1,11 @@
 """The options of a mesh's groups that were configured before the groups were created.
 
-They are found by ranks. For the mesh that replaces this one, ``MeshGroups`` keeps them by axes too.
+They are found by ranks.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pgmesh._util.formatting import format_calls, format_ranks
@@ -18,15 +17,10 @@ from pgmesh.groups.naming import Members
 from pgmesh.options import GroupOptions
 
 if TYPE_CHECKING:
-    from pgmesh.layout import Axis, Layout
-
-log = logging.getLogger("pgmesh")
+    from pgmesh.layout import Axis
 
 OptionKey = tuple[tuple[int, ...], str, "frozenset[Any] | None"]
 """Key of configured options: the ranks of a group, its tag and, for this rank alone along axes, those axes."""
-
-OptionData = Sequence["tuple[Sequence[Axis], str, Mapping[str, Any]]"]
-"""Configured options as plain data, for another rank: axes, tag and options."""
 
 
 class Configured(NamedTuple):
@@ -55,8 +49,7 @@ class ConfiguredOptions:
 
     def __init__(self, rank: int, default: GroupOptions) -> None:
         self._rank, self._default = rank, default
-        self._configured: dict[OptionKey, Configured] = {}
-        self._warned = False  # of a timeout in a call
+        self.table: dict[OptionKey, Configured] = {}
 
     def of_call(self, members: Members, asked: Mapping[str, Any]) -> tuple[GroupOptions, dict[str, Any]]:
         """The options of the group that a call asks for; and those in its name, as JSON data.
@@ -75,7 +68,7 @@ class ConfiguredOptions:
         return self._options((members.ranks, members.tag, None))
 
     def _options(self, key: OptionKey) -> GroupOptions:
-        found = self._configured.get(key) if self._configured else None
+        found = self.table.get(key)
         return self._default if found is None else self._default.but(found.options.keywords())
 
     def _key(self, members: Members) -> OptionKey:
@@ -93,7 +86,7 @@ class ConfiguredOptions:
         Args:
             label: the group in messages.
         """
-        if configured := self._configured.get(self._key(members)):
+        if configured := self.table.get(self._key(members)):
             raise OptionsError(
                 f"{label} was configured with {configured.options} at {configured.call_site}. An adopted group "
                 f"lacks these options.\n\n  mesh.{format_verb('group', members.axes)}   # a group with them; or adopt "
@@ -110,7 +103,7 @@ class ConfiguredOptions:
             OptionsError: the group exists, or the same ranks were configured differently under other axes.
         """
         key, given, axes_text = self._key(members), GroupOptions.of(options), ", ".join(map(str, self._axes(members)))
-        before = self._configured.get(key, Configured(GroupOptions(), axes_text, ""))
+        before = self.table.get(key, Configured(GroupOptions(), axes_text, ""))
         after = before.options.but(options)
         if after.keywords() == before.options.keywords():
             return
@@ -121,32 +114,7 @@ class ConfiguredOptions:
             )
         _check_agree(before, after, given, members, axes_text)
         site = call_site if before.axes_text == axes_text else before.call_site
-        self._configured[key] = Configured(after, before.axes_text, site)
-
-    def warn_of_timeout(self, asked: Mapping[str, Any], axes: tuple[Axis, ...], label: str) -> None:
-        """Log once that a timeout in a call makes a second communicator.
-
-        Args:
-            asked: the options of the call that differ from those configured.
-            label: the group in messages.
-        """
-        if [*asked] == ["timeout"] and not self._warned:
-            self._warned = True
-            log.warning(
-                "%s is a communicator of its own, because an option in the call differs from the configured one. To "
-                "change the timeout of the group itself, call mesh.%s on every rank before its first use.",
-                label,
-                format_verb("configure", axes, f"timeout={asked['timeout']:g}"),
-            )
-
-
-def axes_of_root(root: Layout, layout: Layout, axes: tuple[Axis, ...], rank: int) -> tuple[Axis, ...] | None:
-    """The axes of a view or slice as axes of the root mesh; None if that lacks one, or has another block along them."""
-    if layout == root:
-        return axes
-    axes = axes or layout.axes
-    is_same = rank in layout and {*axes} <= {*root.axes} and root.block_of(rank, *axes) == layout.block_of(rank, *axes)
-    return axes if is_same else None
+        self.table[key] = Configured(after, before.axes_text, site)
 
 
 def _check_agree(

@@ -11,7 +11,13 @@ from pgmesh import torch_private
 from pgmesh.errors import WorldError
 from pgmesh.groups.backends import backends_of
 from pgmesh.options import GroupOptions
-from pgmesh.rendezvous.world_store import underlying
+
+
+def underlying(store: Any) -> Any:
+    """The store inside any ``PrefixStore`` wrappers."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def world_rank_and_size() -> tuple[int, int]:

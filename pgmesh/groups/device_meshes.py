@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pgmesh import torch_private
+from pgmesh._util.formatting import format_call, is_keyword_name
 from pgmesh.errors import AxisError
 from pgmesh.groups.default_world import default_device
 from pgmesh.groups.group import find_group
@@ -37,17 +38,13 @@ def parse_dimensions(layout: Layout, rank: int, axes: tuple[Axis, ...], merged: 
             has no axis.
     """
     dimensions = dict(dimensions_of(layout.along(rank, *axes))) if axes or not merged else {}
-    given = [axis for each in axes for axis in layout.along(rank, each).axes]
-    if [*map(str, given)] != [*dimensions] and axes:  # placements are by position
-        named = {str(axis): axis for axis in given}
-        words = (
-            [f"{name}={axis!r}" for name, axis in named.items()]
-            if all(map(str.isidentifier, named))
-            else [f"**{named}"]
-        )
+    named = {str(axis): axis for each in axes for axis in layout.along(rank, each).axes}
+    if axes and [*named] != [*dimensions]:  # placements are by position
+        are_words = all(map(is_keyword_name, named))
+        call = format_call("mesh.device_mesh", {}, **named) if are_words else f"mesh.device_mesh(**{named})"
         raise AxisError(
             f"device_mesh: the order of these axes is {', '.join(dimensions)} in the mesh, and so in a DeviceMesh."
-            f"\n\n  mesh.device_mesh({', '.join(words)})   # for another order, name the dimensions"
+            f"\n\n  {call}   # for another order, name the dimensions"
         )
     for name, given in merged.items():
         along = tuple(given) if isinstance(given, (tuple, list)) else (given,)

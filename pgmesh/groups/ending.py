@@ -1,71 +1,75 @@
-"""The end of all meshes: with a world, with the process, or in a forked child."""
+"""The end of process groups: torch forgets them, and they are freed once the last reference to them goes."""
 
 from __future__ import annotations
 
-import atexit
-import logging
-import os
-import sys
-import time
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch.distributed as dist
+
 from pgmesh import torch_private
-from pgmesh.groups import background, failures, kept_groups
-from pgmesh.groups.world import all_meshes, all_worlds, fork
-from pgmesh.rendezvous.statuses import LEFT_WORLD
+from pgmesh.groups.group import Group
+from pgmesh.groups.world import World
 
-log = logging.getLogger("pgmesh")
+Abort = Callable[[Sequence[Group]], object]
+"""Ends the backends of groups at once."""
 
-_LOG_DEAD_SECONDS = 1.0
-"""Seconds after which the process, when it exits with an error, looks at no further group for members that ended."""
-
-
-def _forget(group: Any) -> None:
-    for mesh in all_meshes():
-        mesh.forget(group)
+_DRAIN_SECONDS = 0.3
+"""The longest wait for a backend whose waits for members have been ended."""
 
 
-def _end_world(reason: str) -> None:
-    for mesh in all_meshes():
-        mesh.close_because(f"ended when {reason}.")
-    for world in all_worlds():
-        world.leave(LEFT_WORLD)
+def destroy(world: World, groups: Iterable[Group], *, by_torch: bool = False) -> None:
+    """End the process groups of groups that have ended.
+
+    Args:
+        by_torch: torch's own destroy ends them, and removes them from its tables.
+    """
+    for group in groups:
+        is_known, gloo, process_group = group.is_known(), group.gloo, group.take_process_group()
+        if process_group is None or group.created_by == "adopted":
+            continue
+        leave(world, group, gloo, process_group)
+        if is_known and not by_torch:
+            with contextlib.suppress(Exception):  # of a third-party backend: the groups after this one have to end too
+                if group.created_by == "new_group":
+                    dist.destroy_process_group(process_group)
+                else:
+                    process_group.shutdown()
+            torch_private.unregister(process_group)  # torch does not, after an error of the backend
+        torch_private.destroyed[process_group] = group.unusable
 
 
-def _log_dead() -> None:
-    """Log the members of one group that have ended: errors of asynchronous collectives do not name them."""
-    deadline = time.monotonic() + _LOG_DEAD_SECONDS
-    for group in [group for mesh in all_meshes() for group in mesh.made()]:
-        if text := failures.describe_dead(group):
-            log.warning("%s", text)
-        if text or time.monotonic() > deadline:
-            return
+def abort(world: World, groups: Iterable[Group], end_backends: Abort) -> None:
+    """End the process groups of groups that have ended, without waiting for their operations.
+
+    They are kept for ever: their destructors would wait.
+    """
+    ours = [group for group in groups if group.has_process_group and group.created_by != "adopted"]
+    end_backends(ours)
+    for group in ours:
+        process_group = group.take_process_group()
+        torch_private.keep_for_ever(process_group)
+        torch_private.destroyed[process_group] = group.unusable
+        torch_private.unregister(process_group)
+        if group.store is not None:
+            world.connector.remove(group.store)
 
 
-def _at_exit() -> None:
-    """Destroy all groups while Python still runs. Their threads would outlive it."""
-    for world in all_worlds():
-        world.leave("its process has exited")
-    if getattr(sys, "last_value", None) is not None:  # an error ends the process
-        _log_dead()
-    background.finish_background()
-    for mesh in all_meshes():
-        mesh.close_because("ended with its process.")
-    background.wait_for_collectives()
+def leave(world: World, group: Group, gloo: Sequence[Any], process_group: Any) -> None:
+    """End the search for the members of a group that has ended.
 
-
-def _in_child() -> None:
-    """Invalidate all groups in a forked child: their threads do not exist there."""
-    kept_groups.keep_all_groups()
-    fork()
-    for mesh in all_meshes():
-        mesh.end_in_child("was created before this process was forked.")
-
-
-def install() -> None:
-    """Register the ends of all meshes with Python and with torch; once, when meshes can first be made."""
-    atexit.register(_at_exit)
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_in_child)
-    torch_private.on_destroy.append(_forget)
-    torch_private.on_world_end.append(_end_world)
+    Afterwards no thread of its backends is inside Python: one that comes back there after Python has finalised ends the
+    process. If one does not come back in time, it is in C++, with a member, and the process group is kept for ever.
+    """
+    store = group.store
+    if store is None:
+        return
+    was_open = world.connector.is_open(store)
+    world.connector.remove(store, start=bool(world.ended))
+    # When the world ends, its keys end with it. But members that have not connected look whether this one has left.
+    if not world.ended or (was_open and world.has_server):
+        with contextlib.suppress(RuntimeError, OSError):  # the store has failed
+            store.leave()
+    if store.complete_at is None and not torch_private.drain(gloo, store.other_place, _DRAIN_SECONDS):
+        torch_private.keep_for_ever(process_group)

@@ -1,32 +1,32 @@
-"""The process groups of a mesh: create, find, configure, adopt and release them.
+"""The process groups of a mesh: create, find, configure, adopt, replace, release and close them.
 
-Views and slices of a mesh share one ``MeshGroups``. Creating a group communicates nothing: its name is computed
-(``naming.py``), and its backend connects at its first use, through the store of ``rendezvous/polling_store.py``.
+Views and slices of a mesh share one ``MeshGroups``. Creating a group communicates nothing but this member's address:
+its name is computed (``naming.py``), and its members are found in the background (``connecting.py``).
 
-The table of the groups (``group.py``), the lock that guards it and the end of the whole mesh are in ``mesh_end.py``.
-Other data has files of its own: the mesh's numbers (``identity.py``) and the configured options (``configuring.py``).
-``world.py`` has all meshes of this process.
+The lock guards the table of the groups. A thread that needs several locks takes that of the mesh first, and then that
+of the world. Other threads wait for it during torch's ``new_group`` and while groups end.
 """
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Iterable, Mapping
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
+from pgmesh import torch_private
 from pgmesh._util.call_sites import call_site
-from pgmesh.errors import OptionsError
-from pgmesh.groups import adoption, building, ending, naming, teardown
+from pgmesh.errors import LifetimeError, RankError
+from pgmesh.groups import adoption, building, ending, naming
 from pgmesh.groups.backends import backends_of
-from pgmesh.groups.configuring import ConfiguredOptions, OptionData, axes_of_root, check_supported
-from pgmesh.groups.device_meshes import Dimensions
+from pgmesh.groups.configuring import ConfiguredOptions, check_supported
+from pgmesh.groups.device_meshes import DeviceMeshes, Dimensions
+from pgmesh.groups.fingerprints import Fingerprint
 from pgmesh.groups.group import Group, State
-from pgmesh.groups.identity import MeshIdentity
-from pgmesh.groups.mesh_end import EndableMesh, GroupKey
 from pgmesh.groups.naming import Members
 from pgmesh.groups.world import World, current_world
 from pgmesh.options import GroupOptions
@@ -39,67 +39,91 @@ if TYPE_CHECKING:
 
 S = TypeVar("S")
 
-_NOTHING_ASKED = naming.encode_asked({})
+GroupKey = tuple[tuple[int, ...], str]
+"""The ranks of a group; and what tells it from others of the same ranks."""
 
 
-class MeshGroups(EndableMesh):
+class MeshGroups:
     """The groups of a mesh, its views and its slices. They are found by their properties and closed together.
-
-        method                               takes ``lock``        and then waits for
-        group, find, configure, adopt, ...   yes                   nothing; torch's ``new_group``, if it is needed
-        track, for a new view or slice       yes                   nothing
-        release, discard, close              yes                   the end of the groups; then, without the lock, the
-                                                                   store: 2 s for each round
-        forget, when torch destroys a group  if it has the group   the same
-        close_because, end_aborted           if free within 1 s    the same; if it is not free, a thread does it
-        abort                                if free within 1 s    before that, 0.5 s for the store; then the same
-        check, made, end_in_child            no                    nothing
-
-    So other threads wait for the lock during ``new_group``, and while groups end: their connections for up to 0.2 s,
-    and NCCL up to its timeout. A thread that needs several locks takes first ``Group.connecting``, then ``lock``, and
-    then that of the world.
 
     Args:
         name: name of the mesh, the same on every rank; None for an unnamed mesh.
         layout: layout of the root mesh, the same on every rank.
-        call: the call that created the root mesh, for messages. Default: derived from the layout.
-        pickled_number: local number of an unpickled mesh where it was created. It is the same here unless taken.
         outside: rank of an unpickled mesh outside any world; the mesh is then closed.
-        identity: identity of a mesh that replaces another one. Default: a new one, from name and layout.
     """
 
-    def __init__(
-        self,
-        name: str | None,
-        layout: Layout,
-        call: str | None = None,
-        *,
-        pickled_number: int | None = None,
-        outside: int | None = None,
-        identity: MeshIdentity | None = None,
-    ) -> None:
-        world = current_world() if outside is None else World(None, "", outside, 0, GroupOptions())
-        super().__init__(
-            world,
-            identity or MeshIdentity(name, layout, call, world.rank, world.size, pickled_number),
-            ended=None if outside is None else "was unpickled outside any world, or in a forked process.",
-        )
-        self.layout, self.name, self.rank, self.call_site = layout, name, world.rank, call_site()
-        self.creation_seconds = 0.0
+    def __init__(self, name: str | None, layout: Layout, *, outside: int | None = None) -> None:
+        self.name, self.layout, self.call_site = name, layout, call_site()
+        self.ended: str | None = None  # why it has ended, for messages, which begin with its label
+        self.lock = threading.RLock()
+        self._groups: dict[GroupKey, Group] = {}
         self._generations = naming.Generations()
-        self._states: dict[type, Any] = {}
-        self.configured = ConfiguredOptions(self.rank, world.options)
-        self._options_by_axes: dict[tuple[tuple[Axis, ...], str], GroupOptions] = {}  # and by tag
-        if self.ended is None:
-            world.add(self)
+        self._meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # meshes that hold references to groups
+        self._states: dict[Any, Any] = {}
+        if outside is None:
+            self.world = current_world()
+            self.number = self.world.add(self, self.prefix)
+        else:
+            self.world, self.number = World(None, outside, 0, GroupOptions()), 0
+            self.ended = "was unpickled outside any world, or in a forked process."
+        self.rank = self.world.rank
+        self.configured = ConfiguredOptions(self.rank, self.world.options)
+        self._device_meshes = DeviceMeshes(self.rank, layout)
+
+    # -- identity ---------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def prefix(self) -> str:
+        """The part of its key before the number, such as "pgmesh/train". Names have no "/"."""
+        return f"{torch_private.PREFIX}{self.name or f'layout/{naming.encode_layout(self.layout)}'}"
+
+    @property
+    def key(self) -> str:
+        """Prefix of the names of its groups and of its store keys, the same on every rank, such as "pgmesh/train.0"."""
+        return f"{self.prefix}.{self.number}"
+
+    @functools.cached_property
+    def call(self) -> str:
+        """The call that created the root mesh."""
+        named = {"name": self.name} if self.name else {}
+        return self.layout.spell("ProcessGroupMesh", world=self.world.size, **named)
+
+    @property
+    def label(self) -> str:
+        """Name of the mesh in messages."""
+        return f"mesh {self.name!r}" if self.name else self.call
+
+    @functools.cached_property
+    def fingerprint(self) -> Fingerprint:
+        """The fingerprint of the mesh on this rank."""
+        fields = {
+            "axes": list(self.layout.axes),
+            "shape": list(self.layout.shape),
+            "ranks": naming.describe_ranks(self.layout.ranks_in_order()),
+            "size of the world": self.world.size,
+        }
+        hint = "Close it on every rank and create the same mesh on all, or give different meshes different names."
+        return Fingerprint(self.rank, fields, self.label, hint)
 
     def is_fake(self) -> bool:
         """True in a fake world, which has no other processes."""
         return backends_of(self.world.options.backend).fake
 
-    def state_of(self, kind: type[S]) -> S:
-        """The state that a verb of other folders, such as ``shrink``, has for this mesh."""
+    def state_of(self, kind: Callable[[], S]) -> S:
+        """What a layer keeps about this mesh: ``kind()``, made at its first use."""
         return self._states.setdefault(kind, kind())  # type: ignore[no-any-return]
+
+    def check(self) -> None:
+        """Raise LifetimeError if the mesh is closed, the world has ended, or this process is a forked child."""
+        if self.ended is not None:
+            raise LifetimeError(
+                f"{self.label} {self.ended.rstrip('.')}. Its layout can still be used, but it has no groups."
+            )
+
+    def track(self, mesh: Any) -> None:
+        """Register a mesh whose references to groups are cleared when groups end."""
+        with self.lock:
+            self._meshes.add(mesh)
 
     # -- finding and creating -----------------------------------------------------------------------------------
 
@@ -124,36 +148,32 @@ class MeshGroups(EndableMesh):
         self.check()  # before waiting for the lock
         with self.lock:
             self.check()
-            options, differing = self.configured.of_call(members, asked)
-            group = self._group(members, differing)
+            options, differing = self.world.options, dict[str, Any]()
+            if asked or self.configured.table:
+                options, differing = self.configured.of_call(members, asked)
+            group = self._group(members, options, differing)
             if not group.is_made:
                 self._make(group, members, options, differing)
-            adoption.check_exists(group, members)
+            if group.created_by == "adopted":
+                adoption.check_exists(group, members)
             return group
 
-    def find_unmade(self, members: Members) -> Group:
-        """The group of some members, which this rank may have failed to make."""
-        with self.lock:
-            group = self._group(members, {})
-            if not group.is_made:
-                building.set_options(group, self.rank, self.configured.of_ranks(members), {})
-            return group
+    def made(self) -> list[Group]:
+        """The groups that torch knows. It does not wait for the lock."""
+        return [group for group in list(self._groups.values()) if group.is_made]
 
-    def _group(self, members: Members, differing: Mapping[str, Any]) -> Group:
+    def _group(self, members: Members, options: GroupOptions, differing: Mapping[str, Any]) -> Group:
         """The group of some members. It may be new.
 
         Args:
             differing: the options of the call that differ from those configured.
         """
-        key = members.ranks, members.tag, naming.encode_asked(differing)
-        group = self._groups.get(key)
-        if group is None:
+        variant = naming.variant_of(options.backend, members.tag, differing)
+        key = members.ranks, variant
+        if key not in self._groups:
             path, releases = self._generations.path(*key), self._generations.releases(members.ranks)
-            group = Group(members.label, self.label, members.ranks, path, releases)
-            self._groups[key] = group
-        elif group.state is State.BROKEN and group.has_process_group:  # ``discard`` was interrupted
-            teardown.destroy([group], abort=True)
-        return group
+            self._groups[key] = Group(members.label, self.label, members.ranks, path, releases)
+        return self._groups[key]
 
     def _make(self, group: Group, members: Members, options: GroupOptions, differing: Mapping[str, Any]) -> None:
         """Make a group. With Gloo and NCCL, this waits for no other member.
@@ -161,27 +181,24 @@ class MeshGroups(EndableMesh):
         Args:
             differing: the options of the call that differ from those configured.
         """
-        start = time.monotonic()
         try:
-            if differing and len(members.ranks) > 1:
-                self.configured.warn_of_timeout(differing, members.axes, group.label)
             if options is not self.world.options:
                 check_supported(options, group.label)
             self.world.keep(self)
-            group.mesh_label = self.label  # the number of an unpickled mesh is known now
-            building.set_options(group, self.rank, options, differing)
+            building.set_options(group, self.fingerprint, options, differing)
             description = options.description or f"{self.name or 'mesh'}[{members.describe(self.rank)}]"
             if backends_of(options.backend).by_members:
-                building.make_by_members(group, self.identity, self.world, description)
+                building.make_by_members(group, self.key, self.world, description)
             else:
                 building.make_collectively(group, members.blocks(), description)
-        except BaseException:
+        except BaseException as error:
             if not self.made():
                 self.world.stop_keeping(self)  # a mesh without groups does not block its successor
+            if type(error) is RuntimeError or isinstance(error, dist.DistError):
+                raise self.world.error(error) from error
             raise
         if group.new_timeout is not None:
             building.set_timeout(group, group.new_timeout)
-        self.creation_seconds += time.monotonic() - start
         self.check()  # another thread may have ended the mesh, which did not wait for this one
 
     # -- options ------------------------------------------------------------------------------------------------
@@ -191,37 +208,28 @@ class MeshGroups(EndableMesh):
         self.check()
         GroupOptions.of(options)  # raises OptionsError, on ranks outside the mesh too
         layout.size(*axes)  # raises AxisError
+        if self.rank not in layout:
+            return
         with self.lock:
-            if self.rank in layout:
-                members = self.members(layout, axes, tag)
-                self.configured.configure(members, options, self._created(members), call_site())
-                if len(members.ranks) == 1:
-                    self._clear_references()  # the next call gives another group
-                for (ranks, each_tag, _), group in self._groups.items():
-                    if (ranks, each_tag) == members[:2] and not group.is_made and "timeout" in options:
-                        group.new_timeout = None  # of an earlier ``set_timeout``, before it broke
-            # That raised no OptionsError, so the mesh that replaces this one gets these options too.
-            root_axes = axes_of_root(self.layout, layout, axes, self.rank)
-            if root_axes is not None:
-                before = self._options_by_axes.pop((root_axes, tag), GroupOptions())  # the last one counts: at the end
-                self._options_by_axes[root_axes, tag] = before.but(options)
+            members = self.members(layout, axes, tag)
+            self.configured.configure(members, options, self._created(members), call_site())
+            if len(members.ranks) == 1:
+                self._clear_references()  # the next call gives another group
 
     def _created(self, members: Members) -> Group | None:
         """The group of some members that has the configured options, if it was created."""
-        group = self._groups.get((members.ranks, members.tag, _NOTHING_ASKED))
+        variant = naming.variant_of(self.configured.of_ranks(members).backend, members.tag, {})
+        group = self._groups.get((members.ranks, variant))
         return group if group is not None and group.is_made else None
 
     def set_timeout(self, timeout: timedelta, chosen: Callable[[tuple[int, ...]], bool]) -> int:
         """Change the timeout of the existing groups whose ranks are chosen; return their number."""
         self.check()
         with self.lock:
-            groups = [group for group in self._groups.values() if chosen(group.ranks)]
-            found = [group for group in groups if group.is_made or group.state is State.BROKEN]
+            found = [group for group in self.made() if chosen(group.ranks)]
             for group in found:
                 if group.is_known():  # torch may have destroyed an adopted group
                     building.set_timeout(group, timeout)
-                elif group.state is State.BROKEN:
-                    group.new_timeout = timeout  # it gets it when it is made again
         return len(found)
 
     # -- torch's DeviceMesh, and adopted groups ------------------------------------------------------------------
@@ -252,13 +260,14 @@ class MeshGroups(EndableMesh):
         with self.lock:
             self.check()
             self.configured.check_adopted(members, label)
-            group = self._group(members, {})
+            options, differing = self.configured.of_call(members, {})
+            group = self._group(members, options, differing)
             if not group.is_made:
                 self.world.keep(self)
                 group.adopt(process_group, call_site(), self.world.options)
             adoption.check_is_same(group, process_group, members)
 
-    # -- ends of some groups, and the mesh that replaces this one -------------------------------------------------
+    # -- ends -------------------------------------------------------------------------------------------------------
 
     def release(self, ranks: tuple[int, ...]) -> None:
         """Destroy the groups of these ranks. The next call creates new ones under new names."""
@@ -268,51 +277,99 @@ class MeshGroups(EndableMesh):
             # First the table: if an interrupt ends the rest, the next call still creates new groups.
             released = [self._groups.pop(key) for key in [*self._groups] if key[0] == ranks]
             self._generations.release(ranks)
-            left = self._destroy(released, lambda group: group.end(reason), abort=False)
-        self.world.clean(left)
+            self._destroy(released, reason)
 
-    def discard(self, groups: Iterable[Group], reason: str) -> None:
-        """Destroy the process groups of groups whose first collective failed. The next use makes them again."""
+    def replace(self, group: Group, number: int, reason: str) -> None:
+        """Destroy the process group of a group that could not be used. The next ``find`` makes it again.
+
+        Args:
+            number: a number that all members give. The name of the next process group has it.
+        """
         with self.lock:
-            broken = [group for group in groups if group.state is not State.ENDED]  # by another thread
-            if not broken:
+            if group.is_made:
+                group.attempt = number
+                self._destroy([group], reason, State.NEW)
+
+    def end(self, reason: str, *, abort: ending.Abort | None = None) -> None:
+        """Destroy all groups. The mesh creates no more. The first reason counts.
+
+        Args:
+            reason: why, to follow the name of the mesh.
+            abort: ends the backends of groups at once. Without it, their operations go on.
+        """
+        with self.lock:
+            if self.ended is not None:
                 return
-            left = self._destroy(broken, lambda group: group.break_(reason), abort=True)
-        self.world.clean(left)
+            self.ended = reason
+            groups = [*self._groups.values()]
+            self._groups.clear()
+            self._destroy(groups, reason, abort=abort)
+            self.world.stop_keeping(self)
+
+    def end_in_child(self) -> None:
+        """Invalidate all groups in a forked child. They belong to the parent."""
+        self.lock = threading.RLock()  # the parent's threads may hold the old one
+        self.ended = self.ended or "was created before this process was forked."
+        self._clear_references()
+        for group in self.made():
+            process_group = group.process_group
+            torch_private.destroyed[process_group] = f"{group.label} {self.ended}"
+            torch_private.forget_group(process_group)
+        self._groups.clear()
 
     def forget(self, process_group: Any) -> None:
         """Drop a group that torch destroys. The next group gets another name."""
         for key, group in list(self._groups.items()):  # without the lock, which a thread that creates groups may hold
-            if group.holds(process_group):
+            if group.holds(process_group) and group.created_by != "adopted":  # of that one, the next call raises
                 self._forget(key, group)
 
     def _forget(self, key: GroupKey, group: Group) -> None:
         with self.lock:
             self._clear_references()
-            if not group.is_made or group.created_by == "adopted":  # of an adopted one, the next call raises an error
+            if not group.is_made:
                 return
             if group.created_by == "pgmesh":  # torch names the groups of new_group
                 self._generations.destroy(group.path)
-            left = group.end("was destroyed; ask its mesh for it anew.")
-            teardown.mark_destroyed(group)
             del self._groups[key]
-        self.world.clean(left)
+            torch_private.unregister_tag(group.process_group)
+            group.end("was destroyed; ask its mesh for it anew.")
+            ending.destroy(self.world, [group], by_torch=True)
 
-    def options_for_replacement(self) -> OptionData:
-        """The options that were configured without an error: the groups of the replacement have other ranks."""
-        return [([*axes], tag, options.given) for (axes, tag), options in list(self._options_by_axes.items())]
-
-    def replacement(self, identity: MeshIdentity, options: OptionData) -> MeshGroups:
-        """The mesh that replaces this one.
+    def _destroy(
+        self, groups: Sequence[Group], reason: str, state: State = State.ENDED, *, abort: ending.Abort | None = None
+    ) -> None:
+        """Destroy the process groups of some groups, under the lock.
 
         Args:
-            options: ``options_for_replacement`` of the rank that decided.
+            state: the state of the groups afterwards.
         """
-        mesh = MeshGroups(self.name, identity.layout, identity=identity)
-        for axes, tag, given in options:
-            with contextlib.suppress(OptionsError):  # other axes have the same ranks now: the first ones count
-                mesh.configure(mesh.layout, tuple(axes), tag, given)
-        return mesh
+        self._clear_references()
+        for group in groups:
+            group.end(reason, state)
+        if abort is None:
+            ending.destroy(self.world, groups)
+        else:
+            ending.abort(self.world, groups, abort)
+
+    def _clear_references(self) -> None:
+        """Clear the references to groups of meshes and DeviceMeshes."""
+        self._device_meshes.clear()
+        for mesh in list(self._meshes):
+            mesh._clear_groups()
 
 
-ending.install()
+def find_mesh_groups(name: str | None, layout: Layout, rank: int) -> MeshGroups:
+    """The groups of an unpickled mesh: those of the open mesh with its name and layout, or new ones.
+
+    Outside any world the new mesh is closed and has only the rank that pickled it.
+    """
+    if not dist.is_initialized() or current_world().ended:
+        return MeshGroups(name, layout, outside=rank)
+    here = current_world()
+    if (highest := max(layout.ranks_in_order())) >= here.size:
+        raise RankError(
+            f"{layout.spell('ProcessGroupMesh')} was unpickled with rank {highest}, but the world's ranks are 0 to "
+            f"{here.size - 1}."
+        )
+    found = [mesh for mesh in here.open_meshes() if (mesh.name, mesh.layout) == (name, layout)]
+    return found[0] if found else MeshGroups(name, layout)

@@ -80,19 +80,18 @@ class Generations:
         # A lookup hashes the whole tuple of ranks, which may be long: none in an empty table.
         return self._released.get(ranks, 0) if self._released else 0
 
-    def path(self, ranks: tuple[int, ...], tag: str, asked: str) -> str:
+    def path(self, ranks: tuple[int, ...], variant: str) -> str:
         """The part of a group's name after the name of its mesh.
 
         Args:
-            asked: options of the call that differ from those configured, as text. All members have to ask for the same
-                ones. Configured options are no part of the name: the members' fingerprints are compared instead.
+            variant: encodes what tells groups of the same ranks apart.
 
         >>> generations = Generations()
         >>> generations.release((0, 1))
-        >>> generations.path((0, 1), "", encode_asked({}))
-        '0-1/d2679e7ded091c43.1.0'
+        >>> generations.path((0, 1), variant_of("gloo", "", {}))
+        '0-1/ebb0f7fb79f1b8ba.1.0'
         """
-        stem = f"{encode_ranks(ranks)}/{_variant(tag, asked)}.{self.releases(ranks)}"
+        stem = f"{encode_ranks(ranks)}/{variant}.{self.releases(ranks)}"
         return f"{stem}.{self._destroyed.get(stem, 0)}"
 
 
@@ -103,22 +102,12 @@ def asked_options(options: GroupOptions, default: GroupOptions) -> dict[str, Any
     return {name: value for name, value in options.given.items() if default.given.get(name) != value}
 
 
-def encode_asked(asked: Mapping[str, Any]) -> str:
-    """Encode the options asked for in a call."""
-    return str(sorted(asked.items())) if asked else "[]"
-
-
 def encode_ranks(ranks: range | tuple[int, ...]) -> str:
     """Encode ordered ranks: "0-7", "1-7:2", or a digest."""
     straight = as_range(ranks)
     if straight is None:
-        return _digest(array("q", ranks).tobytes())
+        return hashlib.blake2b(array("q", ranks), digest_size=8).hexdigest()
     return f"{straight[0]}-{straight[-1]}" + (f":{straight.step}" if straight.step != 1 and len(straight) > 1 else "")
-
-
-def encode_rank_set(ranks: range | tuple[int, ...]) -> str:
-    """Encode a set of ranks."""
-    return encode_ranks(ranks if isinstance(ranks, range) and ranks.step > 0 else tuple(sorted(ranks)))
 
 
 def describe_ranks(ranks: range | tuple[int, ...]) -> str:
@@ -126,10 +115,25 @@ def describe_ranks(ranks: range | tuple[int, ...]) -> str:
     return format_ranks(ranks, 32) + (f" ({encode_ranks(ranks)})" if len(ranks) > 32 else "")
 
 
+def encode_layout(layout: Layout) -> str:
+    """Encode the axes, the shape and the ordered ranks of a layout."""
+    return _digest(f"{layout.axes} {layout.shape} {encode_ranks(layout.ranks_in_order())}")
+
+
+def variant_of(backend: str | None, tag: str, asked: Mapping[str, Any]) -> str:
+    """Encode what tells groups of the same ranks apart.
+
+    Args:
+        asked: options of the call that differ from those configured. All members have to ask for the same ones. The
+            other options are no part of the name: the members' fingerprints are compared instead.
+    """
+    return _variant(str(backend), tag, str(sorted(asked.items())) if asked else "[]")
+
+
 @functools.lru_cache(64)
-def _variant(tag: str, asked: str) -> str:
-    return _digest(f"{tag!r} {asked}".encode())
+def _variant(backend: str, tag: str, asked: str) -> str:
+    return _digest(f"{backend} {tag!r} {asked}")
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,256 +1,282 @@
-"""This process in each of its worlds, with the index of its meshes.
+"""This process in one world: its clients of the world's store, and the meshes that it has made there.
 
-It does not import ``MeshGroups``: meshes add themselves. ``ending.py`` ends them with the world, the process or a fork.
+It does not import ``MeshGroups``: meshes add themselves. A world ends when torch destroys it, or with the process.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import functools
 import itertools
+import os
 import threading
-import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from pgmesh import torch_private
 from pgmesh.errors import LifetimeError, NameTakenError, WorldError
-from pgmesh.groups import background
-from pgmesh.groups.aborts import Aborts
-from pgmesh.groups.default_world import store_address, world_options, world_rank_and_size
-from pgmesh.groups.group import Left
-from pgmesh.groups.registration import Registration
-from pgmesh.groups.watch import Watch
+from pgmesh.groups.connecting import Connector
+from pgmesh.groups.default_world import store_address, underlying, world_options, world_rank_and_size
 from pgmesh.options import GroupOptions
-from pgmesh.rendezvous.operations import Delete, Run
-from pgmesh.rendezvous.statuses import RunningCollective, Statuses
-from pgmesh.rendezvous.store_thread import StoreThread
-from pgmesh.rendezvous.world_store import WorldStore
+
+S = TypeVar("S")
+
+_OPERATIONS = ("set", "get", "check", "wait", "add", "append", "compare_set", "delete_key")
+"""The operations that a store needs, under their names in torch."""
+
+_FULL_RATE_RANKS = 1024
+"""The largest world whose ranks look for missing members each second."""
 
 
 class World:
-    """This process in one world: the store thread, the statuses of other ranks, and its meshes.
-
-        ``meshes``         all that are referred to, in order of creation; closed ones too
-        ``open_meshes``    those of them that have not ended
-        ``with_groups``    those that hold groups, and so are kept alive
+    """This process in one world.
 
     Args:
         store: the world's store.
-        address: its host and port, for messages.
         rank: this process's rank.
         size: the number of ranks.
         options: the options of a group for which nothing else is configured.
+        address: host and port of the store, for messages.
     """
 
-    def __init__(self, store: Any, address: str, rank: int, size: int, options: GroupOptions) -> None:
-        self.store, self.address, self.rank, self.size, self.options = store, address, rank, size, options
+    def __init__(self, store: Any, rank: int, size: int, options: GroupOptions, address: str = "") -> None:
+        self.rank, self.size, self.options, self.address = rank, size, options, address
+        self.ended = ""  # why this process has left the world
+        self.on_end: list[Callable[[], object]] = []
+        """Called in reverse order when this process leaves the world, before its meshes end."""
         self.meshes: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
-        self.with_groups: set[Any] = set()
-        self.forked = False  # this process is a forked child, and its parent is in the world
-        self._aborts = Aborts()
-        self.at_heartbeat: list[Callable[[Run], bool]] = []  # until they return False
-        self._thread: StoreThread | None = None  # started by the first store operation
-        self._statuses: Statuses | None = None
-        self.registration = Registration(rank, self.store_thread)
+        """The meshes that are referred to, in the order of creation; closed ones too."""
+        self.with_groups: dict[Any, None] = {}
+        """The meshes that hold groups, and so are kept alive."""
+        self.lock = threading.RLock()  # guards the meshes and the fields below; never held while a mesh's lock is taken
+        self.has_server = isinstance(underlying(store), dist.TCPStore)
+        self._store, self._client, self._waiting = store, None, None
+        self._counts: Counter[str] = Counter()  # meshes made so far, by name
+        self._states: dict[type, Any] = {}
+        self.connector = Connector(rank, self.store, self.error, max(1.0, size / _FULL_RATE_RANKS))
 
-    def store_thread(self) -> StoreThread:
-        """The store thread of this process. The first call starts it."""
-        with registering:
-            if self.forked:
-                raise LifetimeError(
-                    "this process was forked from a rank and shares its sockets, so it cannot use the store."
-                )
-            if self._thread is None:
-                thread = self._thread = StoreThread(WorldStore(self.store, self.address, self.rank, self.size))
-                thread.heartbeat.look = self._look
-            return self._thread
+    # -- the store --------------------------------------------------------------------------------------------------
 
-    def new_statuses(self) -> Statuses:
-        """For one call, which gives ranks that were cut off before it the time to send a heartbeat."""
-        thread = self.store_thread()
-        return Statuses(thread.lost_after, thread.store.clock.answered_seconds, thread.store.listeners.has_ended)
+    def store(self) -> Any:
+        """This process's client for short operations. They block until the store answers, and wait for no key."""
+        with self.lock:
+            if self._client is None:
+                self._client = self.new_client()
+            return self._client
 
-    @property
-    def statuses(self) -> Statuses:
-        """Shared by the watch and ``shrink``: a silence begins when one of them first reads the last heartbeat."""
-        with registering:
-            self._statuses = self._statuses or self.new_statuses()
-            return self._statuses
+    def new_client(self) -> Any:
+        """A further client. Each connection of a ``TCPStore`` holds a lock while an operation waits."""
+        if self.ended:
+            raise LifetimeError(f"this process has no store: {self.ended}.")
+        if not self.has_server:
+            return self._store
+        try:
+            return self._store.clone()
+        except (RuntimeError, OSError) as error:
+            raise self.error(error) from error
 
-    @functools.cached_property
-    def watch(self) -> Watch:
-        """Finds out why collectives of this process do not end."""
-        return Watch(self.statuses)
+    def error(self, error: Exception) -> WorldError:
+        """The error for a failure of the store."""
+        reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+        return WorldError(
+            f"the store at {self.address} failed: {reason}. Connected groups continue to work. No group can be "
+            "connected without the store."
+        )
 
-    def _look(self, run: Run) -> tuple[RunningCollective, ...]:
-        """Look for aborted meshes, for lost ranks, and for collectives of this process that do not end.
+    def waiting_store(self) -> Any:
+        """A client for backends that wait for keys with its lock held, as NCCL does."""
+        with self.lock:
+            if self._waiting is None:
+                self._waiting = self.new_client()
+            return self._waiting
 
-        Each look for a lost rank may wait for a host that does not answer. If these take long, the next heartbeat goes
-        on with the others: this process must not seem lost itself.
-        """
-        self._aborts.look(run, [mesh for mesh in self.open_meshes() if mesh.identity.registered])
-        end = time.monotonic() + self.statuses.lost_after / 4
-        for look in tuple(self.at_heartbeat):
-            self.at_heartbeat.remove(look)
-            self.at_heartbeat.append(look)  # the last one of the next heartbeat
-            if not look(run):
-                self.at_heartbeat.remove(look)
-            if time.monotonic() > end:
-                break
-        return self.watch.find_running(run)
+    def root_store(self) -> Any:
+        """torch's own client, for torch's table of groups."""
+        return self._store
 
-    def heartbeat_thread(self) -> StoreThread:
-        """The store thread of this process, with its heartbeat started."""
-        thread = self.store_thread()
-        thread.start_heartbeat()
-        return thread
+    # -- meshes, and what layers keep ---------------------------------------------------------------------------------
 
-    def clean(self, left: Left) -> None:
-        """Delete what ended groups have left in the store. A failed or stalled store is ignored.
+    def state_of(self, kind: Callable[[World], S]) -> S:
+        """What a layer keeps about this world: ``kind(world)``, made at its first use."""
+        with self.lock:
+            if kind not in self._states:
+                self._states[kind] = kind(self)  # type: ignore[index]
+            return self._states[kind]  # type: ignore[index, no-any-return]
 
-        The caller holds no lock: this waits for the store.
-        """
-        if background.exiting.is_set():  # this process has left the world
-            return
-        tasks: list[Callable[..., object]] = [each.leave for each in left.rounds]
-        if left.keys:
-            tasks.append(lambda run: run(Delete(tuple(left.keys))))
-        for task in tasks:
-            with contextlib.suppress(WorldError, LifetimeError):
-                thread = self.store_thread()
-                if not thread.stalled:
-                    task(functools.partial(thread.run, seconds=1.0))
+    def add(self, mesh: Any, prefix: str) -> int:
+        """Add a new mesh.
 
-    # -- meshes -------------------------------------------------------------------------------------------------
+        Args:
+            prefix: the same for meshes of one name.
 
-    def add(self, mesh: Any) -> None:
-        """Add a new mesh. It gets its local number.
+        Returns:
+            The number of meshes of its name that this process has made before in this world.
 
         Raises:
-            LifetimeError: this process is a forked child.
-            NameTakenError: an open mesh has the same name.
+            LifetimeError: this process has left the world.
+            NameTakenError: an open mesh that has groups has this name.
         """
-        if self.forked:
+        if self.ended:
             raise LifetimeError(
-                f"{mesh.identity.call}: this process was forked from rank {mesh.rank} and shares its sockets, so it "
-                "cannot create groups.\n\n"
-                "  pgmesh.Layout(dp=2, tp=2)   # a layout needs no processes"
+                f"{mesh.call}: {self.ended}.\n\n  pgmesh.Layout(dp=2, tp=2)   # a layout needs no processes"
             )
-        with registering:
-            for other in self.open_meshes():
-                if mesh.name is not None and other.name == mesh.name:
-                    raise NameTakenError(
-                        f"a mesh named {mesh.name!r} already exists, created at {other.call_site}: "
-                        f"{other.identity.call}.\n\n"
-                        f"  mesh = pgmesh.meshes()[{mesh.name!r}]    # use that one\n"
-                        f"  pgmesh.meshes()[{mesh.name!r}].close()   # or close it first, or use another name"
-                    )
-            self.registration.count(mesh.identity, is_used=mesh.identity.pickled_number is None)
+        with self.lock:
+            if mesh.name is not None:
+                self._check_name(mesh)
             self.meshes[mesh] = None
+            self._counts[prefix] += 1
+            return self._counts[prefix] - 1
 
     def keep(self, mesh: Any) -> None:
-        """Keep a mesh alive, from its first group on. An unpickled mesh is counted now.
+        """Keep a mesh alive, from its first group on.
 
         Raises:
-            NameTakenError: it has no name, and the layout of another open mesh without a name.
+            NameTakenError: another mesh with groups has its name, or has no name either and the same layout.
         """
-        if mesh in self.with_groups:
-            return
-        with registering:
-            for other in self.open_meshes() if mesh.name is None else ():
-                if other is not mesh and (other.name, other.layout) == (None, mesh.layout):
-                    key = next(key for key, each in open_meshes_by_name().items() if each is other)
-                    raise NameTakenError(
-                        f"two unnamed meshes differ only in the order of creation: {mesh.identity.call}, created at "
-                        f"{other.call_site} and at {mesh.call_site}. Ranks that use them in different orders would "
-                        "use different groups.\n\n"
-                        f"  pgmesh.meshes()[{key!r}].close()   # close the other, if it is no longer used\n"
-                        f"  {mesh.layout.spell('ProcessGroupMesh', world=self.size, name='actor')}   "
-                        "# or name this one"
-                    )
-            self.registration.count(mesh.identity)  # an unpickled one, which is used now
-            self.with_groups.add(mesh)
+        with self.lock:
+            if mesh not in self.with_groups:
+                self._check_name(mesh)
+                self.with_groups[mesh] = None
 
     def stop_keeping(self, mesh: Any) -> None:
         """Keep a mesh alive no longer: it has no groups."""
-        with registering:
-            self.with_groups.discard(mesh)
+        with self.lock:
+            self.with_groups.pop(mesh, None)
+
+    def _check_name(self, mesh: Any) -> None:
+        """Raise NameTakenError if another mesh with groups has the name of this one."""
+        for other in self.with_groups:
+            if other is mesh or other.ended is not None or other.prefix != mesh.prefix:
+                continue
+            if mesh.name is not None:
+                raise NameTakenError(
+                    f"a mesh named {mesh.name!r} already exists, created at {other.call_site}: {other.call}.\n\n"
+                    f"  mesh = pgmesh.meshes()[{mesh.name!r}]    # use that one\n"
+                    f"  pgmesh.meshes()[{mesh.name!r}].close()   # or close it first, or use another name"
+                )
+            key = next(key for key, each in open_meshes_by_name().items() if each is other)
+            raise NameTakenError(
+                f"two unnamed meshes differ only in the order of creation: {mesh.call}, created at {other.call_site} "
+                f"and at {mesh.call_site}. Ranks that use them in different orders would use different groups.\n\n"
+                f"  pgmesh.meshes()[{key!r}].close()   # close the other, if it is no longer used\n"
+                f"  {mesh.layout.spell('ProcessGroupMesh', world=self.size, name='actor')}   # or name this one"
+            )
 
     def open_meshes(self) -> list[Any]:
         """The meshes that are not closed, in the order of creation."""
-        with registering:
+        with self.lock:
             return [mesh for mesh in self.meshes if mesh.ended is None]
 
-    def leave(self, reason: str) -> None:
-        """Leave the world: publish the reason, and end the store thread."""
-        if self._thread is not None:
-            self._thread.stop(reason)
-        self.store = None  # else a mesh that outlives the world keeps the connection open
+    # -- the end ----------------------------------------------------------------------------------------------------
 
-    def fork(self) -> None:
-        """Mark this process as a forked child."""
-        if self._thread is not None:
-            self._thread.store.listeners.close()
-        self.forked, self._thread = True, None
+    def end(self, reason: str) -> None:
+        """Leave the world: end the threads of the layers, and then all groups."""
+        with self.lock:
+            if self.ended:
+                return
+            self.ended = reason
+            meshes = [*self.meshes]
+        for act in reversed(self.on_end):
+            with contextlib.suppress(RuntimeError, OSError):  # the store has failed
+                act()
+        for mesh in meshes:
+            mesh.end(f"ended when {reason}.")
+        self.connector.stop()
+        self._store = self._client = self._waiting = (
+            None  # a mesh that outlives the world would keep the connections open
+        )
+
+    def end_in_child(self) -> None:
+        """Invalidate the world in a forked child. Its threads, locks and connections are the parent's."""
+        self.ended = "this process was forked from a rank, and shares its connections"
+        self.lock = threading.RLock()  # a thread of the parent may hold the old one
+        for mesh in [*self.meshes]:
+            mesh.end_in_child()
 
 
-_worlds: weakref.WeakKeyDictionary[Any, World] = weakref.WeakKeyDictionary()
-registering = threading.RLock()  # guards the worlds; never held while waiting for a mesh's lock
+_worlds: weakref.WeakKeyDictionary[Any, World] = weakref.WeakKeyDictionary()  # by torch's default group
+_lock = threading.Lock()
 
 
 def current_world() -> World:
     """This process in torch's default world.
 
     Raises:
-        WorldError: torch.distributed is not initialised.
+        WorldError: torch.distributed is not initialised, or its store lacks an operation.
     """
     rank, size = world_rank_and_size()
     default: Any = dist.group.WORLD
     world = _worlds.get(default)
     if world is None:
-        with registering:
-            new = World(torch_private.default_store(), store_address(), rank, size, world_options())
-            world = _worlds.setdefault(default, new)
+        store = torch_private.default_store()
+        if torch_private.backend_name(default) != "fake":
+            _check_store(store)
+        with _lock:
+            world = _worlds.setdefault(default, World(store, rank, size, world_options(), store_address()))
     return world
 
 
-def open_meshes_by_name() -> dict[str, Any]:
-    """The open meshes of this world in the order of creation.
+def _check_store(store: Any) -> None:
+    """Raise WorldError if a store that is written in Python lacks an operation."""
+    inner = underlying(store)
+    kind = type(inner)
+    lacking = [name for name in _OPERATIONS if getattr(kind, name, None) is getattr(dist.Store, name)]
+    if lacking and not isinstance(inner, (dist.TCPStore, dist.FileStore, dist.HashStore)):
+        raise WorldError(
+            f"the world's store is a {kind.__module__}.{kind.__qualname__}, which lacks {', '.join(lacking)}. Groups "
+            "are found through these operations.\n\n"
+            "  dist.init_process_group(..., store=dist.TCPStore(host, port, ...))   # for example"
+        )
 
-    The keys are names; for unnamed meshes the call, with a number if the same call created several.
+
+def open_meshes_by_name() -> dict[str, Any]:
+    """The open meshes of the default world in the order of creation.
+
+    The keys are names; for unnamed meshes the call. Later ones of the same key have a number.
     """
     if not dist.is_initialized():
         return {}
-    with registering:
-        meshes = current_world().open_meshes()
-    names, found = {mesh.name for mesh in meshes}, dict[str, Any]()
-    for mesh in meshes:
-        numbered = (f"{mesh.identity.call} ({number})" for number in itertools.count(2))
-        calls = itertools.chain([mesh.identity.call], numbered)
-        key = mesh.name or next(call for call in calls if call not in found and call not in names)
-        found[key] = mesh
+    found: dict[str, Any] = {}
+    for mesh in current_world().open_meshes():
+        first = mesh.name or mesh.call
+        numbered = (f"{first} ({number})" for number in itertools.count(2))
+        found[next(key for key in itertools.chain([first], numbered) if key not in found)] = mesh
     return found
 
 
 def all_worlds() -> list[World]:
-    """All worlds of this process, those that have ended too."""
-    with registering:
-        return list(_worlds.values())
+    """All worlds of this process whose default group is referred to."""
+    return [*_worlds.values()]
 
 
-def all_meshes() -> list[Any]:
-    """The meshes of all worlds of this process, closed ones too."""
-    with registering:  # another thread may create a mesh
-        return [mesh for world in all_worlds() for mesh in world.meshes]
+def _end_all(reason: str) -> None:
+    for world in all_worlds():
+        world.end(reason)
 
 
-def fork() -> None:
-    """Mark this process as a forked child."""
-    global registering
-    registering = threading.RLock()  # a thread of the parent may hold the old one
-    if dist.is_initialized():
-        current_world().fork()
+def _forget(process_group: Any) -> None:
+    """A group was destroyed through torch."""
+    for world in all_worlds():
+        for mesh in [*world.meshes]:
+            mesh.forget(process_group)
+
+
+def _in_child() -> None:
+    """Invalidate all groups in a forked child, whose destructors would wait for threads that do not exist there."""
+    global _lock
+    _lock = threading.Lock()
+    for process_group in torch_private.all_groups():
+        torch_private.keep_for_ever(process_group)
+    for world in all_worlds():
+        world.end_in_child()
+
+
+atexit.register(_end_all, "its process has exited")
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
+torch_private.on_destroy.append(_forget)
+torch_private.on_world_end.append(_end_all)

@@ -59,6 +59,8 @@ def join(
     that outlives the ranks, such as a StoreProcess. So that a new rank does not wait for the others as it joins,
     TORCH_GLOO_LAZY_INIT is set to 1, unless it is set: Gloo groups of torch then connect at their first use.
 
+    With PGMESH_REPORT=1 in its environment, each rank publishes from here on where it is, for ``pgmesh report``.
+
     Args:
         backend: name of the backend, as in torch. Default: "nccl" if CUDA is available, on the device of the local
             rank; otherwise "gloo".
@@ -141,6 +143,7 @@ def from_openmpi(
 def _initialize(detect: Callable[[], LauncherInfo], backend: str | None, timeout: Timeout | None) -> World:
     """Choose the backend and the device, and call ``init_process_group``; nothing if there is a world already."""
     if dist.is_initialized():
+        _publish_status()
         return World(own=False)
     info = detect()
     limit = None if timeout is None else to_timedelta(timeout, LaunchError)
@@ -166,7 +169,17 @@ def _initialize(detect: Callable[[], LauncherInfo], backend: str | None, timeout
             started = f"all {info.size} ranks have" if info.replica is None else "the store has"
             fix = f"Check that {started} started, with this host and port."
         raise LaunchError(f"{problem}\n\n{fix}") from error
+    _publish_status()
     return World(own=True)
+
+
+def _publish_status() -> None:
+    """Publish where this rank is, for ``pgmesh report``, if PGMESH_REPORT=1 asks for that."""
+    if os.environ.get("PGMESH_REPORT") == "1":
+        from pgmesh.groups.world import current_world  # here: joining needs no mesh
+        from pgmesh.liveness.liveness import liveness_of
+
+        liveness_of(current_world())
 
 
 def _store_keywords(info: LauncherInfo, limit: timedelta | None) -> dict[str, Any]:

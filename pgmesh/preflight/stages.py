@@ -1,7 +1,7 @@
 """A task of all ranks of the world, in several stages.
 
 At the end of each stage all ranks continue, or all ranks raise the same error. A stage is a round of
-``rendezvous/group_rounds.py``, without a group: a rank arrives when it has finished its work. The last one to arrive
+``connect/group_rounds.py``, without a group: a rank arrives when it has finished its work. The last one to arrive
 decides that all continue. A rank whose work failed decides that all fail, with its error. The first decision holds.
 """
 
@@ -13,17 +13,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from pgmesh.connect.decisions import Decision
+from pgmesh.connect.group_rounds import ConnectJudge, GroupRound
+from pgmesh.connect.rounds import Rounds
 from pgmesh.errors import PgmeshError, WorldError
-from pgmesh.groups.default_world import world_rank_and_size
-from pgmesh.groups.mesh_groups import MeshGroups
-from pgmesh.layout import Layout
-from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.client import CallClient
-from pgmesh.rendezvous.group_rounds import ConnectJudge, GroupRound
-from pgmesh.rendezvous.operations import Add, CompareSet, Operation, Read
-from pgmesh.rendezvous.processes import process_label
-from pgmesh.rendezvous.records import Decision, Fingerprint
-from pgmesh.rendezvous.rounds import Rounds
+from pgmesh.groups.fingerprints import Fingerprint
+from pgmesh.groups.world import World, current_world
+from pgmesh.liveness import timing
+from pgmesh.liveness.client import CallClient
+from pgmesh.liveness.liveness import liveness_of
+from pgmesh.liveness.operations import Add, CompareSet, Operation, Read
+from pgmesh.liveness.processes import process_label
+
+
+class _Tasks:
+    """The tasks of this process in a world. All ranks run the same ones, so their numbers are equal."""
+
+    def __init__(self, world: World) -> None:
+        self.numbers = itertools.count()
 
 
 class Stages:
@@ -36,12 +43,11 @@ class Stages:
     """
 
     def __init__(self, subject: str, seconds: float, hint: str) -> None:
-        self.rank, self.size = world_rank_and_size()
+        self._world = current_world()
+        self.rank, self.size = self._world.rank, self._world.size
         self.subject, self.seconds, self.hint = subject, seconds, hint
-        # It never has groups. Its identity gives all ranks the same prefix of store keys, and its world the heartbeats.
-        self._mesh = MeshGroups(f"all ranks of {subject}", Layout(self.size), subject)
-        self._thread = self._mesh.world.heartbeat_thread()
-        self._prefix = self._mesh.identity.group_name("task")
+        self._liveness = liveness_of(self._world)
+        self._prefix = f"pgmesh/task.{next(self._world.state_of(_Tasks).numbers)}"
         self._numbers = itertools.count()
 
     @contextlib.contextmanager
@@ -63,37 +69,37 @@ class Stages:
         stage = GroupRound(
             key=f"{self._prefix}/stage{next(self._numbers)}",
             ranks=range(self.size),
-            fingerprint=Fingerprint(self.rank, fields, self.subject, self.hint),
             group=f"{self.subject}, {activity}",
             mesh=self.subject,
+            fingerprints=[Fingerprint(self.rank, fields, self.subject, self.hint)],
         )
-        self._thread.set_status(stage.group)
+        self._liveness.set_activity(stage.group)
         try:
             yield
         except WorldError:  # the store is lost, so the ranks cannot agree
             raise
         except PgmeshError as error:
             mine = Decision.of(error, str(error))
-            self._rounds(stage, timing.TIMING.late_answer).publish_and_act(stage, mine)
+            self._rounds(stage).publish_and_act(stage, mine)
             if stage.decision is None or stage.decision.pack() == mine.pack():  # pack shortens a long text
                 raise  # also of a type that a decision does not have
             # Another rank decided first. Its decision holds, also here.
         else:
-            self._rounds(stage, self.seconds).run()
+            self._rounds(stage).run()
         if stage.decision is not None and (failure := stage.decision.error()) is not None:
             raise failure
 
-    def _rounds(self, stage: GroupRound, seconds: float) -> Rounds[GroupRound, Decision]:
+    def _rounds(self, stage: GroupRound) -> Rounds[GroupRound, Decision]:
         """The round of a stage, before it runs."""
         judge = ConnectJudge(
             rank=self.rank,
-            client=CallClient(self._thread, seconds),
+            client=CallClient(self._world, self.seconds),
             call_site=stage.group,
             process=process_label(),
-            deadline=seconds,
-            statuses=self._mesh.world.new_statuses(),
+            deadline=self.seconds,
+            statuses=self._liveness.new_statuses(),
             skip_decided=False,  # the decision of a stage holds for ranks that arrive later
-            pace=self._thread.pace,
+            pace=self._liveness.pace,
         )
         return Rounds([stage], judge)
 
@@ -125,8 +131,7 @@ class Stages:
             self._run(Add(f"{self._prefix}/left"))
             if self.rank == 0:
                 self._wait(lambda: int(self.read("left") or 0) >= self.size, end)
-            self._thread.set_status("")
-            self._mesh.close()
+            self._liveness.set_activity("")
         return reported
 
     def _wait(self, condition: Callable[[], bool], end: float) -> bool:
@@ -136,5 +141,5 @@ class Stages:
         return is_met
 
     def _run(self, operation: Operation) -> Any:
-        """Perform one store operation with a timeout."""
-        return self._thread.run(operation, seconds=timing.TIMING.late_answer)[0]
+        """Perform one store operation."""
+        return CallClient(self._world, self.seconds).run(operation)[0]

@@ -9,27 +9,22 @@ Each rank publishes one line in the world's store, once per world, and reads the
 from __future__ import annotations
 
 import socket
-import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
 
 from pgmesh._util.formatting import as_range, format_ranks, name_ranks
+from pgmesh.connect.rounds import pauses
 from pgmesh.errors import MissingRanksError
 from pgmesh.groups.backends import backends_of
-from pgmesh.groups.default_world import world_options, world_rank_and_size
-from pgmesh.groups.world import current_world
+from pgmesh.groups.world import World, current_world
 from pgmesh.layout import Axis, Layout
+from pgmesh.liveness.client import CallClient
+from pgmesh.liveness.operations import Add, Append, Read
+from pgmesh.liveness.records import pack, unpack
 from pgmesh.options import Timeout, to_timedelta
-from pgmesh.rendezvous.client import CallClient
-from pgmesh.rendezvous.operations import Add, Append, Read
-from pgmesh.rendezvous.records import pack, unpack
-from pgmesh.rendezvous.rounds import pauses
 from pgmesh.topology.hosts import HostLevel
 from pgmesh.topology.locality import Locality, locality_of
 
@@ -91,8 +86,11 @@ class Placement:
         return locality_of(by_host, axes or layout.axes, level)
 
 
-_worlds: weakref.WeakKeyDictionary[Any, dict[int, HostInfo]] = weakref.WeakKeyDictionary()
-"""The host infos that this process has read or published in each world."""
+class KnownHosts:
+    """The host infos that this process has read or published in a world, by rank."""
+
+    def __init__(self, world: World) -> None:
+        self.by_rank: dict[int, HostInfo] = {}
 
 
 def map_hosts(ranks: Iterable[int] | None = None, *, timeout: Timeout) -> Placement:
@@ -109,26 +107,24 @@ def map_hosts(ranks: Iterable[int] | None = None, *, timeout: Timeout) -> Placem
         OptionsError: the timeout is not positive.
         WorldError: there is no world, or its store does not answer.
     """
-    seconds = to_timedelta(timeout).total_seconds()
-    me, size = world_rank_and_size()
-    wanted = range(size) if ranks is None else tuple(ranks)
-    if size == 1 or backends_of(world_options().backend).fake:
+    seconds, world = to_timedelta(timeout).total_seconds(), current_world()
+    wanted = range(world.size) if ranks is None else tuple(ranks)
+    if world.size == 1 or backends_of(world.options.backend).fake:
         return Placement(dict.fromkeys(wanted, this_host()))
-    world: Any = dist.group.WORLD
-    known = _worlds.setdefault(world, {})
+    known = world.state_of(KnownHosts).by_rank
     if not known.keys() >= {*wanted}:
-        _exchange(known, me, wanted, seconds)
+        _exchange(known, world, wanted, seconds)
     return Placement({rank: known[rank] for rank in wanted})
 
 
-def _exchange(known: dict[int, HostInfo], me: int, wanted: range | tuple[int, ...], seconds: float) -> None:
+def _exchange(known: dict[int, HostInfo], world: World, wanted: range | tuple[int, ...], seconds: float) -> None:
     """Publish this rank's line, then poll the store until the lines of all wanted ranks are read."""
-    client = CallClient(current_world().store_thread(), seconds)
+    client, me = CallClient(world, seconds), world.rank
     if me not in known:
         mine = this_host()
         client.run(Append(HOSTS_KEY, f"{pack(rank=me, host=mine.host, boot=mine.boot)}\n"), Add(f"{HOSTS_KEY}/count"))
         known[me] = mine
-    pause, seen, is_late = pauses(client.thread.pace), 0, False
+    pause, seen, is_late = pauses(client.liveness.pace), 0, False
     while missing := [rank for rank in wanted if rank not in known]:
         if is_late:
             raise MissingRanksError(

@@ -62,6 +62,14 @@ def test_pages_have_at_most_20000_words():
     assert [name for name in names if words(ROOT / "docs" / f"{name}.md") > 1_800] == []
 
 
+def test_limits_fit_on_one_screen():
+    lines = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 60
+    limits = [line for line in lines if line.startswith("- **")]
+    assert [line for line in limits if len(line) > 140] == []
+    assert len(lines) - len(limits) < 30  # each limit is one line
+
+
 @pytest.mark.long
 def test_resharding_page_prints_what_it_shows(tmp_path: Path):
     page = (ROOT / "docs" / "resharding.md").read_text(encoding="utf-8")

@@ -6,6 +6,7 @@ import functools
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import pgmesh
 from pgmesh import Layout, MismatchError, MissingRanksError, ProcessGroupMesh
+from pgmesh.groups.default_world import store_address
 from tests.support.programs import clean_env, run_programs, run_ranks
 from tests.support.torch_tables import table_sizes
 from tests.support.worlds import World, check_sums, fresh_world, groups_of, on_ranks, world
@@ -54,8 +56,18 @@ def test_its_script_prints_what_it_shows(tmp_path: Path):
 
 def test_readme_names_version_in_under_100_lines():
     assert f"| status of {pgmesh.__version__} |" in README
-    assert README.index("| NCCL | not tried") < README.index("## Install")
+    assert README.index(PROGRAM) < README.index("| NCCL | not tried") < README.index("## Install")
     assert len(README.splitlines()) < 100
+
+
+def test_commands_of_a_fresh_machine_are_targets():
+    first = README.partition("## Seven lines")[0]
+    (commands,) = re.findall(r"^```\n(.*?)^```", first, re.MULTILINE | re.DOTALL)
+    targets = re.findall(r"^make ([\w-]+)", commands, re.MULTILINE)
+    assert targets == ["demo", "test"]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert [target for target in targets if not re.search(f"^{target}:", makefile, re.MULTILINE)] == []
+    assert (ROOT / re.search(r"PIP_CONSTRAINT=(\S+) pip install", README)[1]).is_file()
 
 
 # ---- why not just init_device_mesh? ----
@@ -96,30 +108,45 @@ def device_mesh(shape: tuple[int, int] = (2, 2)) -> Any:
 
 
 def own_mesh(shape: tuple[int, int]) -> ProcessGroupMesh:
-    return ProcessGroupMesh(*shape, name=str(shape))
+    return ProcessGroupMesh(*shape)
 
 
-def device_mesh_of_another_shape() -> None:
+def device_mesh_of_another_shape(folder: str) -> None:
     mesh = init_device_mesh("cpu", (4, 1) if dist.get_rank() == 3 else (2, 2))
-    for axis in (0, 1):
-        dist.all_reduce(torch.ones(1), group=mesh.get_group(axis))
+    Path(folder, f"rank {dist.get_rank()} has created it").touch()
+    dist.all_reduce(torch.ones(1), group=mesh.get_group(0))
 
+
+def all_reduce_without_rank_3() -> None:
+    group = device_mesh((1, 4)).get_group(1)
+    without_rank_3(lambda: dist.all_reduce(torch.ones(1), group=group))
+
+
+FOLDER = "a temporary folder"
+"""An argument in place of that folder."""
 
 HANGS: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
     "two orders": (4, in_two_orders, (device_mesh,)),
     "flatten": (8, flatten_without_rank_3, ()),
     "never comes": (4, without_rank_3, (device_mesh,)),
-    "another shape": (4, device_mesh_of_another_shape, ()),
+    "another shape": (4, device_mesh_of_another_shape, (FOLDER,)),
+    "skips": (4, all_reduce_without_rank_3, ()),
 }
 """The size of a world, and a call with its arguments, that DeviceMesh does not return from on some ranks."""
 
 
 @pytest.fixture(scope="module")
-def waiting_ranks() -> dict[str, list[int]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("waiting")
+
+
+@pytest.fixture(scope="module")
+def waiting_ranks(folder: Path) -> dict[str, list[int]]:
     """The ranks that still wait after STILL_WAITS seconds, for all of HANGS at the same time. No rank raises."""
 
     def run(own: World, fn: Callable[..., Any], args: tuple[Any, ...]) -> list[int]:
-        outcomes = own.outcomes(fn, *args, deadline=STILL_WAITS)
+        given = [str(folder) if each is FOLDER else each for each in args]
+        outcomes = own.outcomes(fn, *given, deadline=STILL_WAITS)
         assert all(outcome.timed_out or not outcome.error for outcome in outcomes), outcomes
         return [outcome.rank for outcome in outcomes if outcome.timed_out]
 
@@ -134,7 +161,8 @@ def waiting_ranks() -> dict[str, list[int]]:
 @of_torch_2_13
 def test_who_calls_and_in_which_order(waiting_ranks: dict[str, list[int]]):
     _, theirs, ours = ROWS["Who calls, and in which order?"]
-    assert "all still wait after 5 s" in theirs
+    orders = "If rank 3 creates `(1, 4)` before `(2, 2)`, and the others `(2, 2)` first"
+    assert f"{orders}, all still wait after 5 s" in theirs
     assert waiting_ranks["two orders"] == [0, 1, 2, 3]
     assert "every sum right" in ours
     world(4).run(in_two_orders, own_mesh)
@@ -200,10 +228,12 @@ def test_a_rank_that_never_comes(waiting_ranks: dict[str, list[int]]):
 
 @of_torch_2_13
 @on_ranks(4)
-def test_ranks_with_different_shapes(waiting_ranks: dict[str, list[int]]):
+def test_ranks_with_different_shapes(waiting_ranks: dict[str, list[int]], folder: Path):
     _, theirs, ours = ROWS["Ranks have different shapes?"]
-    assert "All ranks still wait after 5 s" in theirs
+    shapes = "With `(4, 1)` on rank 3 and `(2, 2)` on the others"
+    assert f"{shapes}, these still wait after 5 s, and rank 3 in its first all-reduce" in theirs
     assert waiting_ranks["another shape"] == [0, 1, 2, 3]
+    assert [each.name for each in folder.iterdir()] == ["rank 3 has created it"]
     mesh = ProcessGroupMesh(*((4, 1) if dist.get_rank() == 3 else (2, 2)), name="shapes")
     with pytest.raises(MismatchError) as caught:
         mesh.connect((0, 1))
@@ -211,6 +241,26 @@ def test_ranks_with_different_shapes(waiting_ranks: dict[str, list[int]]):
     (shown,) = re.findall(r"`(\[[^`]+)`", ours)
     assert re.search(r"\n  shape: \[2, 2\] on ranks? [0-2, ]+, ", str(caught.value))
     assert shown in str(caught.value)
+
+
+@of_torch_2_13
+@on_ranks(4)
+def test_a_job_that_hangs(waiting_ranks: dict[str, list[int]]):
+    _, theirs, ours = ROWS["The job hangs?"]
+    assert "If rank 3 skips an all-reduce, the others still wait after 5 s" in theirs
+    assert waiting_ranks["skips"] == [0, 1, 2]
+    assert "each rank's host, PID, line, function and group, for how long, and `behind: rank 3`" in ours
+    mesh = ProcessGroupMesh(4, name="hangs")
+    mesh.connect()
+    if mesh.rank == 3:
+        time.sleep(STILL_WAITS)
+        command = [sys.executable, "-m", "pgmesh", "report", store_address()]
+        shown = subprocess.run(command, cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=60).stdout
+        place = r"at test_readme.py:\d+ in test_a_job_that_hangs: torch.distributed.all_reduce, group 0 of mesh 'hangs'"
+        waiting = re.findall(rf"^([012]) +\S+ +(\d+) +runs +([3-9]) s +{place}$", shown, re.MULTILINE)
+        assert len({pid for _, pid, _ in waiting}) == 3, shown
+        assert re.search(r"^group 0 of mesh 'hangs': .*; behind: rank 3 with \d+$", shown, re.MULTILINE), shown
+    dist.all_reduce(torch.ones(1), group=mesh.group(0))
 
 
 @of_torch_2_13

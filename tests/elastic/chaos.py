@@ -32,9 +32,8 @@ import torch.distributed as dist
 
 from pgmesh import MembershipError, MissingRanksError, ProcessGroupMesh
 from pgmesh.launch import StoreProcess
-from pgmesh.rendezvous.operations import Read, perform
-from pgmesh.rendezvous.statuses import RankStatus, status_key
-from pgmesh.rendezvous.world_name import WORLD_KEY
+from pgmesh.liveness.operations import Read, perform
+from pgmesh.liveness.statuses import RankStatus, status_key
 from pgmesh.resharding import Resharder
 from tests.support.faults import (
     SEED,
@@ -73,7 +72,6 @@ def live(folder: Path) -> list[str]:
         connect(mesh)
     seen, is_ready = [repr(mesh)], True
     weights: torch.Tensor | None = weights_of(mesh) if mesh.rank in mesh else None
-    (folder / "world").write_text(dist.distributed_c10d._get_default_store().get(WORLD_KEY).decode())
     set_flag(folder, f"ready {mesh.rank}")
     while not (folder / "over").exists():
         try:
@@ -106,7 +104,7 @@ def live(folder: Path) -> list[str]:
 
 def connect(mesh: ProcessGroupMesh) -> None:
     for axes in AXES:
-        mesh.configure(*axes, timeout=TIMEOUT)  # Gloo does not wake each rank whose connection ends
+        mesh.configure(*axes, timeout=TIMEOUT)  # an abort does not wake each rank
     mesh.connect(*AXES, timeout=DEADLINE)
 
 
@@ -307,8 +305,8 @@ class Driver(threading.Thread):
     def last_heartbeat(self, rank: int) -> float:
         """The time.monotonic() at which a rank sent its last heartbeat."""
         client = dist.TCPStore(self.store.host, self.store.port, is_master=False, wait_for_workers=False)
-        world = dist.PrefixStore(f"pgmesh.{(self.folder / 'world').read_text()}", client)
-        status = RankStatus.unpack(rank, perform(world, Read(status_key(rank))))
+        (key,) = (each for each in client.list_keys() if each.endswith(f"/{status_key(rank)}"))
+        status = RankStatus.unpack(rank, perform(client, Read(key)))
         assert status is not None
         return time.monotonic() - (time.time() - status.sent)
 
@@ -353,6 +351,7 @@ def test_random_faults_break_no_promise(number: int, tmp_path: Path):
         outcomes = own.outcomes(live, tmp_path, deadline=4 * DEADLINE)
         driver.join(DEADLINE)
     print(dict(driver.done), "to the next step:", driver.times)
+    print("killed:", sorted(driver.dead), "stopped:", sorted(driver.stopped - driver.dead))
     print(*(f"rank {outcome.rank} {outcome.error}" for outcome in outcomes if outcome.error), sep="\n")
     assert not driver.trouble, driver.trouble
     assert [path.read_text() for path in tmp_path.glob("wrong *")] == []

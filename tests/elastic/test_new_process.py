@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pgmesh import MembershipError, MissingRanksError, PgmeshError, ProcessGroupMesh
+from pgmesh import MembershipError, PgmeshError, ProcessGroupMesh
 from tests.support.faults import BEAT, LONG_TIMEOUT, WAIT_TIMEOUT, set_flag, wait_for_flag
 from tests.support.rank_processes import RankProcesses, join_world
 from tests.support.worlds import check_sums, groups_of
@@ -29,7 +29,7 @@ def run(rank: int, port: int, folder: Path, process: int) -> None:
         try:
             mesh.connect("dp", "tp", ("dp", "tp"), timeout=LONG_TIMEOUT)  # nothing to do where they are connected
             check_sums(groups_of(mesh))
-            round_ = mesh._mesh_groups.identity.generation
+            round_ = int(repr(mesh).partition("#")[2].partition("'")[0] or 0)
             assert [*mesh] == [*range(RANKS)]
             set_flag(folder, f"round {round_} rank {rank} process {process}")
         except (PgmeshError, RuntimeError, KeyError):  # torch's tables lose a group while they are read
@@ -40,38 +40,6 @@ def run(rank: int, port: int, folder: Path, process: int) -> None:
                 break
             assert mesh.shrunk.replaced_by == {LOST: LOST}
     os._exit(0)
-
-
-def run_replaced(rank: int, port: int, folder: Path, process: int) -> None:
-    """A rank of a mesh of two. Its first process waits for its end, and the second one shrinks the mesh."""
-    join_world(rank, port, 2, TIMEOUT)
-    mesh = ProcessGroupMesh(2, name="train")
-    if not process:
-        mesh.connect(timeout=LONG_TIMEOUT)
-        set_flag(folder, f"connected {rank}")
-        wait_for_flag(folder, "over")
-    with pytest.raises(MissingRanksError) as caught:
-        mesh.shrink(spares=[0, 1], timeout=WAIT_TIMEOUT)
-    (folder / f"error {rank}").write_text(str(caught.value))
-    set_flag(folder, f"raised {rank}")
-    os._exit(0)
-
-
-def test_shrink_raises_if_all_processes_are_new(tmp_path: Path):
-    with RankProcesses(run_replaced, tmp_path) as processes:
-        for rank in range(2):
-            processes.start(rank, 0)
-        for rank in range(2):
-            wait_for_flag(tmp_path, f"connected {rank}")
-        for rank in range(2):
-            processes.newest[rank].kill()
-            processes.newest[rank].join(WAIT_TIMEOUT)
-            processes.start(rank, 1)
-        for rank in range(2):
-            wait_for_flag(tmp_path, f"raised {rank}")
-        errors = [(tmp_path / f"error {rank}").read_text() for rank in range(2)]
-    print(errors)
-    assert all("so none can call shrink" in error for error in errors)
 
 
 @pytest.mark.parametrize("order", ["new process first", "the others call shrink first"])
@@ -115,9 +83,6 @@ def test_continued_old_process_leaves_the_mesh_alone(tmp_path: Path):
         time.sleep(3 * BEAT)  # in which an abort would reach the others
         set_flag(tmp_path, "over")
         processes.join(WAIT_TIMEOUT)
-        new = processes.newest[LOST]
     print(refused)
-    assert f"process {old.pid} on" not in refused
-    assert f"process {new.pid} on" in refused
-    assert f"has taken the place of this process as rank {LOST}" in refused
+    assert f"a new process has taken the place of this one as rank {LOST}" in refused
     assert not [*tmp_path.glob("round 2 *")], "the mesh was replaced again"

@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
 from pgmesh.launch import StoreProcess
-from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import Raw, Read
-from pgmesh.rendezvous.statuses import status_key
+from pgmesh.liveness.operations import Set
+from pgmesh.liveness.statuses import status_key
 from tests.support.board import Fault, faults, key_of, raises
 from tests.support.faults import (
     BEAT,
@@ -184,24 +183,13 @@ def test_abort_before_exit_reaches_others(tmp_path: Path):
 
 
 @on_ranks(2, fresh=True)
-def test_shrink_outlives_pause_after_its_decision():
-    """The pause begins once the new mesh is decided, and is longer than the answer to a call without a timeout."""
-    beat_fast()
-    mesh = ProcessGroupMesh(dp=2, name="train")
-    mesh.abort_when_lost()
-    pause = Fault(Read(status_key(mesh.rank)), before=lambda: time.sleep(4 * timing.TIMING.late_answer), times=1)
-    with faults(pause):
-        mesh.shrink("dp", timeout=LONG_TIMEOUT).connect(timeout=LONG_TIMEOUT)
-
-
-@on_ranks(2, fresh=True)
 def test_abort_when_lost_awaits_heartbeat_after_failure():
     """The status is in the store after ``abort_when_lost``, whose first heartbeat fails."""
     beat_fast()
     mesh = ProcessGroupMesh(2, name="train")
     key = status_key(mesh.rank)
     heartbeat = Fault(
-        lambda operation: isinstance(operation, Raw) and key_of(operation) == key, raises(RuntimeError("cut")), times=2
+        lambda operation: isinstance(operation, Set) and key_of(operation) == key, raises(RuntimeError("cut")), times=2
     )
     with faults(heartbeat):
         mesh.abort_when_lost()

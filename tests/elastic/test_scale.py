@@ -5,18 +5,20 @@ from __future__ import annotations
 import functools
 import random
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from pgmesh.connect.rounds import Rounds
 from pgmesh.elastic.judging import MeshRound
 from pgmesh.elastic.records import Arrival, Outcome, Request
 from pgmesh.elastic.shrink_judge import ShrinkJudge
 from pgmesh.elastic.stand_by_judge import StandByJudge
+from pgmesh.elastic.state import Generation
 from pgmesh.layout import Layout
-from pgmesh.rendezvous.operations import Append, Operation, Read, perform
-from pgmesh.rendezvous.rounds import Rounds
-from pgmesh.rendezvous.statuses import RankStatus, Statuses, status_key
+from pgmesh.liveness.operations import Append, Operation, Read, perform
+from pgmesh.liveness.statuses import RankStatus, Statuses, status_key
 from tests.support.board import MemoryStore
 from tests.support.simulated_clock import SimulatedClock
 
@@ -43,18 +45,15 @@ class Simulation:
     def _run(self, rank: int, client: Client) -> None:
         common: dict[str, Any] = {
             "label": "mesh 'm'",
-            "layout": Layout(dp=len(self.members)),
+            "generation": Generation("m", Layout(dp=len(self.members))),
             "rank": rank,
             "process": f"1234567/{rank:08x}",
             "client": client,
-            "deadline": 60.0,
-            "statuses": Statuses(5.0, client.now, client.has_ended),
-            "pace": self.pace,
         }
         judge: ShrinkJudge | StandByJudge = StandByJudge(**common)
         if rank in self.members:
             judge = ShrinkJudge(**common, request=self.request)
-        each = MeshRound("m/shrink")
+        each = MeshRound("pgmesh/m/shrink")
         Rounds([each], judge).run()
         assert each.decision is not None
         self.outcomes[rank] = each.decision, self.clock.now
@@ -64,7 +63,9 @@ class Client:
     """The store and the clock of one rank."""
 
     def __init__(self, simulation: Simulation, start: float) -> None:
-        self.simulation, self.start = simulation, start
+        self.simulation, self.start, self.seconds = simulation, start, 60.0
+        statuses = Statuses(5.0, self.now, self.has_ended)
+        self.liveness = SimpleNamespace(statuses=statuses, pace=simulation.pace)
 
     def now(self) -> float:
         return self.simulation.clock.now - self.start
@@ -117,7 +118,7 @@ def test_shrink_among_1000_ranks_needs_few_operations(monkeypatch: pytest.Monkey
     assert counts["reads of statuses"] < 60_000
     assert counts["reads of decision"] < 20_000
     assert counts["connections"] < 500 + 128 * len(dead)
-    assert [*seen.values.keys() - {status_key(rank) for rank in range(1064)}] == ["m/shrink/0/decision"]
+    assert [*seen.values.keys() - {status_key(rank) for rank in range(1064)}] == ["pgmesh/m/shrink/0/decision"]
 
 
 def test_shrink_reads_less_often_in_large_world():

@@ -474,7 +474,7 @@ def test_failed_apply_keeps_groups_created_before(mesh: ProcessGroupMesh):
     assert isinstance(caught.value.__cause__, ShapeError)
     assert mesh.group("dp") is kept
     assert mesh.group("tp", tag="other") is tagged
-    assert {held.ranks for held in mesh.report().held} == {(5, 7), (4, 5)}
+    assert {held.ranks for held in mesh.held()} == {(5, 7), (4, 5)}
 
 
 class Raises(Method):
@@ -506,7 +506,7 @@ def test_failed_apply_wraps_errors_once(mesh: ProcessGroupMesh, error: Any, rais
     with pytest.raises(raised, match=text) as caught:
         compose(mesh, method, Pipeline(mesh, "pp"), unowned=["tp"]).apply(nn.Identity())
     assert "Pipeline" not in str(caught.value)
-    assert mesh.report().held == ()  # without the group of all, which compared weights
+    assert mesh.held() == ()  # without the group of all, which compared weights
 
 
 # ---- found by name ----

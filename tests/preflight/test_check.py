@@ -10,6 +10,8 @@ import re
 import shlex
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -27,13 +29,15 @@ from pgmesh.__main__ import main
 from pgmesh.cli import check
 from pgmesh.errors import OptionsError
 from pgmesh.launch.detect import detect_launcher
+from pgmesh.liveness import timing
+from pgmesh.liveness.statuses import NO_STATUS
 from pgmesh.preflight import diagnosis, preflight
 from pgmesh.preflight.microbenchmarks import Microbenchmarks
 from pgmesh.preflight.stages import Stages
-from pgmesh.rendezvous import timing
 from pgmesh.topology import host_mapping
 from pgmesh.topology.host_mapping import HostInfo, Placement
 from pgmesh.topology.hosts import HostLevel, hosts_from_names, placement_faults
+from tests.support.faults import last_status
 from tests.support.message_assertions import without_hostname_warnings
 from tests.support.programs import clean_env, free_port, run_programs
 from tests.support.resource_counts import growth
@@ -150,7 +154,7 @@ def test_check_without_rich_shows_no_colour(tmp_path: Path):
 
 
 def held() -> dict[str, int]:
-    threads = [thread for thread in threading.enumerate() if thread.name != "pgmesh-store"]
+    threads = [thread for thread in threading.enumerate() if not thread.name.startswith("pgmesh-")]
     return {"groups": table_sizes()["pg_map"], "threads": len(threads)}
 
 
@@ -169,7 +173,16 @@ def test_check_leaves_no_groups_threads_or_status():
 def said_by_others() -> list[str]:
     mesh = ProcessGroupMesh(dp=4)
     mesh.connect()
-    return list(mesh.report().others.values())
+    return [str(last_status(rank)) for rank in mesh.ranks()]
+
+
+def test_check_without_torch_says_what_doctor_says():
+    hide = "import sys; sys.modules['torch'] = None; "
+    command = [sys.executable, "-c", f"{hide}{PIPED}", "check", "dp=2"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.startswith("pgmesh check: torch cannot be imported: ModuleNotFoundError: import of torch halt")
+    assert ended.stderr.endswith("\n\n  pip install torch   # pgmesh plan and show work without it\n")
 
 
 # ---- what fails, fails on every rank with one error ----
@@ -214,7 +227,7 @@ def test_check_names_only_the_unstarted_rank(tmp_path: Path):
     err = without_hostname_warnings(first[1])
     assert re.sub("Rank [012] waited", "A rank waited", err) == (  # each of them may find it first
         "pgmesh check failed: MissingRanksError: pgmesh check (ranks 0, 1, 2, 3): rank 3 did not arrive in 4 s.\n"
-        "  rank 3: no status: it has not called connect yet, has left the world, or cannot reach the store\n\n"
+        f"  rank 3: {NO_STATUS}\n\n"
         "A rank waited at pgmesh check, at the start.\n"
     )
 

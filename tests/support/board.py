@@ -1,13 +1,15 @@
 """The board of tests: it observes the operations on the store, and injects faults before or after any of them.
 
-``FaultyBoard`` passes operations on to another board: that of a process, or the one of a model checker.
+Every operation of ``connect``, of the liveness thread and of ``elastic`` goes through ``operations.perform``, in whose
+place ``use_board`` puts a board. A model checker passes its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Union
 from unittest import mock
@@ -15,8 +17,8 @@ from unittest import mock
 import torch.distributed as dist
 
 from pgmesh.errors import MissingRanksError
-from pgmesh.rendezvous.operations import Board, CompareSet, Delete, Operation, Raw, Result
-from pgmesh.rendezvous.world_store import WorldStore
+from pgmesh.liveness import operations
+from pgmesh.liveness.operations import CompareSet, Delete, Operation
 
 Act = Callable[[], object]
 """A fault: it raises, sleeps, waits, sends a signal, sets a flag."""
@@ -29,11 +31,7 @@ def writes(*ends: str) -> Callable[[Operation], bool]:
 
 def key_of(operation: Operation) -> str:
     """The key of an operation; "" for one on several keys."""
-    if isinstance(operation, Delete):
-        return ""
-    if isinstance(operation, Raw):
-        return str(operation.arguments[0]) if operation.arguments else ""
-    return operation.key
+    return "" if isinstance(operation, Delete) else operation.key
 
 
 @dataclass
@@ -45,8 +43,6 @@ class Fault:
         before, after: the acts.
         skip: number of such operations without the acts.
         times: number of such operations with them; later ones have none.
-        in_caller: the acts are those of the thread that waits for the answers, before and after the whole batch.
-            Default: those of the store thread.
     """
 
     at: Union[Operation, Callable[[Operation], bool]] = lambda operation: True
@@ -54,18 +50,25 @@ class Fault:
     after: Act = lambda: None
     skip: int = 0
     times: float = float("inf")
-    in_caller: bool = False
 
-    def strikes(self, operations: Sequence[Operation]) -> bool:
-        """True if the acts are due at one of these operations."""
-        at = self.at
-        due = False
-        for operation in operations:
-            if at(operation) if callable(at) else at == operation:
-                due |= self.skip <= 0 < self.times
-                self.times -= self.skip <= 0
-                self.skip -= 1
+    def strikes(self, operation: Operation) -> bool:
+        """True if the acts are due at this operation."""
+        if not (self.at(operation) if callable(self.at) else self.at == operation):
+            return False
+        due = self.skip <= 0 < self.times
+        self.times -= self.skip <= 0
+        self.skip -= 1
         return due
+
+
+_perform = operations.perform
+
+
+class Board:
+    """Performs operations on a store of torch."""
+
+    def perform(self, store: Any, operation: Operation) -> Any:
+        return _perform(store, operation)
 
 
 class FaultyBoard(Board):
@@ -78,33 +81,26 @@ class FaultyBoard(Board):
 
     def __init__(self, *faults: Fault, board: Board | None = None) -> None:
         self.faults, self.board = faults, board or Board()
-        self.requested: list[Operation] = []
         self.performed: list[Operation] = []
-
-    def request(self, operations: Sequence[Operation], ask: Callable[[], Result]) -> Result:
-        self.requested += operations
-        with self._faults(operations, in_caller=True):
-            return self.board.request(operations, ask)
+        self.requested: list[Operation] = []  # without those of the liveness thread
 
     def perform(self, store: Any, operation: Operation) -> Any:
         self.performed.append(operation)
-        with self._faults((operation,), in_caller=False):
-            return self.board.perform(store, operation)
-
-    @contextlib.contextmanager
-    def _faults(self, operations: Sequence[Operation], *, in_caller: bool) -> Iterator[None]:
-        due = [each for each in self.faults if each.in_caller == in_caller and each.strikes(operations)]
+        if threading.current_thread().name != "pgmesh-liveness":
+            self.requested.append(operation)
+        due = [fault for fault in self.faults if fault.strikes(operation)]
         for fault in due:
             fault.before()
-        yield
+        answer = self.board.perform(store, operation)
         for fault in due:
             fault.after()
+        return answer
 
 
 @contextlib.contextmanager
 def use_board(board: Board) -> Iterator[Any]:
-    """Let all store threads of this process use a board."""
-    with mock.patch.object(WorldStore, "board", board):
+    """Let all threads of this process use a board."""
+    with mock.patch.object(operations, "perform", board.perform):
         yield board
 
 
@@ -197,25 +193,3 @@ class MemoryStore:
 
     def delete_key(self, key: str) -> bool:
         return self.values.pop(key, None) is not None
-
-
-class CountedStore:
-    """A store that acts before some of its operations.
-
-    Args:
-        numbers: those operations, counted from 1.
-        operation: only operations of this name are counted; "" for all.
-    """
-
-    def __init__(self, store: Any, numbers: Sequence[int], act: Act, operation: str = "") -> None:
-        self.store, self.numbers, self.act, self.operation, self.count = store, numbers, act, operation, 0
-
-    def __getattr__(self, operation: str) -> Callable[..., Any]:
-        def ask(*arguments: Any) -> Any:
-            self.count += self.operation in ("", operation)
-            assert self.count < 100, f"{operation} is asked without end"
-            if self.count in self.numbers and self.operation in ("", operation):
-                self.act()
-            return getattr(self.store, operation)(*arguments)
-
-        return ask

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
+from pgmesh.groups.world import current_world
 from pgmesh.launch.spawning import Outcome
-from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import Read, perform
-from pgmesh.rendezvous.statuses import RankStatus, status_key
+from pgmesh.liveness import timing
+from pgmesh.liveness.operations import Read, perform
+from pgmesh.liveness.statuses import RankStatus, status_key
 from tests.support.programs import send_signal
-from tests.support.torch_tables import pgmesh_store
 from tests.support.worlds import STARVED, World, check_sums, world
 
 BEAT = 1.0 if STARVED else 0.2
@@ -73,7 +73,7 @@ def wait_until(condition: Callable[[], Any], what: str, seconds: float = WAIT_TI
 
 def last_status(rank: int) -> RankStatus | None:
     """The last status that a rank has written to the store."""
-    return RankStatus.unpack(rank, perform(pgmesh_store(), Read(status_key(rank))))
+    return RankStatus.unpack(rank, perform(current_world().store(), Read(status_key(rank))))
 
 
 def wait_until_waiting(*ranks: int) -> None:
@@ -122,8 +122,8 @@ def read_result(folder: Path, name: str) -> list[Any]:
 
 
 def beat_fast() -> None:
-    """Shorten the interval of heartbeats and the timeout of the final status message."""
-    timing.TIMING = timing.TIMING._replace(heartbeat=BEAT, late_answer=5.0 if STARVED else 0.5)
+    """Shorten the interval of heartbeats."""
+    timing.TIMING = timing.TIMING._replace(heartbeat=BEAT)
     logging.getLogger("pgmesh").addHandler(logging.NullHandler())  # keeps warnings off stderr
 
 

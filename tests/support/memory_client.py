@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
-from pgmesh.rendezvous.group_rounds import ConnectJudge, GroupRound
-from pgmesh.rendezvous.operations import Delete, Operation, Read, perform
-from pgmesh.rendezvous.records import Decision, Fingerprint, pack
-from pgmesh.rendezvous.rounds import Rounds
-from pgmesh.rendezvous.statuses import PendingConnect, RankStatus, Statuses, status_key
-from pgmesh.rendezvous.world_name import Entry
+from pgmesh.connect.decisions import Arrival, Decision
+from pgmesh.connect.group_rounds import ConnectJudge, GroupRound
+from pgmesh.connect.rounds import Rounds
+from pgmesh.groups.fingerprints import Fingerprint
+from pgmesh.liveness.operations import Delete, Operation, Read, perform
+from pgmesh.liveness.statuses import PendingConnect, RankStatus, Statuses, status_key
 from tests.support.board import MemoryStore, key_of
 
 MADE = Decision("made")
@@ -58,7 +58,7 @@ def fingerprint(rank: int = 0, **fields: object) -> Fingerprint:
 
 
 def round_of(rank: int = 0, key: str = "group", ranks: tuple[int, ...] = (0, 1), **fields: object) -> GroupRound:
-    return GroupRound(key, ranks, fingerprint(rank, **fields), "group tp", "mesh 'actor'")
+    return GroupRound(key, ranks, "group tp", "mesh 'actor'", [fingerprint(rank, **fields)])
 
 
 def judge_of(client: Any, rank: int = 0, deadline: float = 1.0, **more: Any) -> ConnectJudge:
@@ -71,13 +71,11 @@ def rounds_of(client: Any, *rounds: GroupRound, deadline: float = 1.0, **more: A
     return Rounds(rounds, judge_of(client, deadline=deadline, **more))
 
 
-def arrival(rank: int, **more: Any) -> bytes:
-    """The record of a rank's arrival, as one line."""
-    record = {"call_site": f"train.py:{rank}", "process": f"process {rank}", "address": "", **more}
-    record.setdefault("fingerprint", fingerprint(rank).encoded.decode())
-    return pack(rank=rank, **record).encode() + b"\n"
+def arrival(rank: int, *, process: str = "", mesh: str = "", group: str | None = None) -> bytes:
+    """The record of a rank's arrival, as one line.
 
-
-def enter_world(store: Any, entered: Collection[str]) -> str:
-    """The world that a process enters which has been in these worlds."""
-    return Entry({*entered}).enter(store)
+    Args:
+        group: its fingerprint of the group; that of ``round_of`` if None.
+    """
+    mine = fingerprint(rank).encoded.decode() if group is None else group
+    return Arrival(rank, process or f"process {rank}", mesh, (mine,)).pack().encode() + b"\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -15,11 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pgmesh.groups.group import find_group
 from pgmesh.groups.world import current_world
-from pgmesh.rendezvous.operations import Board, Operation, Read, Result
-from pgmesh.rendezvous.statuses import status_key
-from pgmesh.rendezvous.world_name import WORLD_KEY
-from pgmesh.rendezvous.world_store import underlying
-from tests.support.board import use_board
 
 c10d: Any = _c10d
 
@@ -91,47 +86,18 @@ for _operation in (
     setattr(RecordingStore, _operation, _recorded(_operation))
 
 
-class _Recorder(Board):
-    """Appends the names of torch's operations to ``done``, without those of the heartbeats."""
-
-    def __init__(self, done: list[str]) -> None:
-        self.done, self.requested = done, dict[int, Operation]()
-
-    def request(self, operations: Sequence[Operation], ask: Callable[[], Result]) -> Result:
-        self.requested |= {id(each): each for each in operations}
-        return ask()
-
-    def perform(self, store: dist.Store, operation: Operation) -> Any:
-        recorded = self.requested.get(id(operation)) is operation
-        return super().perform(RecordingStore(store, self.done) if recorded else store, operation)
-
-
 @contextmanager
 def record_operations() -> Iterator[list[str]]:
-    """Record the operations of this process on the world's store, without those of its heartbeats."""
+    """Record the operations of this process on its client of the world's store, which its threads do not use."""
     done: list[str] = []
-    current_world().store_thread()  # the thread keeps the store that it starts with
-    store = RecordingStore(c10d._get_default_store(), done)
-    with (
-        mock.patch.object(c10d, "_get_default_store", return_value=store),
-        mock.patch.object(current_world(), "store", store),
-        use_board(_Recorder(done)),
-    ):
+    world = current_world()
+    with mock.patch.object(world, "store", return_value=RecordingStore(world.store(), done)):
         yield done
 
 
-def pgmesh_store() -> dist.Store:
-    """The world's store under pgmesh's prefix."""
-    store = c10d._get_default_store()
-    if not store.check([WORLD_KEY]):  # the first operation of a store thread sets it
-        current_world().store_thread().run(Read(status_key(0)), seconds=30.0)
-    return dist.PrefixStore(f"pgmesh.{store.get(WORLD_KEY).decode()}", underlying(store))
-
-
 def address_is_published(group: dist.ProcessGroup) -> bool:
-    """True if this rank's address in a Gloo group is in the store. The options of the group are there before it."""
+    """True if this rank's address in a Gloo group is in the store."""
     record = find_group(group.group_name)
     assert record is not None
-    assert record.gloo is not None
-    keys = [key for key in tuple(record.gloo.written) if not key.endswith("/options")]
-    return bool(keys) and pgmesh_store().check(keys)
+    assert record.store is not None
+    return current_world().store().check([f"{record.store.name}/{key}" for key in record.store.own])

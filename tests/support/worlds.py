@@ -47,7 +47,7 @@ PRELOAD += ["hypothesis", "pytest"]
 PRELOAD += ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"]
 PRELOAD += ["torch.distributed.checkpoint.state_dict", "torch.distributed.tensor.parallel"]
 PRELOAD += ["pgmesh.mesh", "pgmesh.parallel.composing", "pgmesh.parallel.pipeline", "pgmesh.resharding.resharder"]
-PRELOAD += ["pgmesh.connect.connecting", "pgmesh.connect.report", "pgmesh.elastic.shrinking", "encodings.idna"]
+PRELOAD += ["pgmesh.connect.connecting", "pgmesh.report.report", "pgmesh.elastic.shrinking", "encodings.idna"]
 PRELOAD += ["pgmesh.cli.check", "pgmesh.interop", "pgmesh.recipes", "pgmesh.launch.faking"]
 PRELOAD += ["tests.support.faults", "tests.support.parallel_models", "tests.support.expert_models"]
 PRELOAD += ["tests.support.resource_counts", "tests.support.rank_assertions", "tests.support.gc_freeze"]
@@ -172,9 +172,9 @@ def after_run() -> None:
     a second.
     """
     registry = sys.modules.get("pgmesh.groups.world")
-    meshes = [] if registry is None else registry.all_meshes()
+    meshes = [] if registry is None else registry.current_world().open_meshes()
     for mesh in meshes:
-        mesh.close()
+        mesh.end("was closed after a test")
     if meshes:
         gc.collect()
 

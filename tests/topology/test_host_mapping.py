@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hypothesis import given, strategies as st
 
 from pgmesh import Layout, MembershipError, MissingRanksError, ProcessGroupMesh
+from pgmesh.groups.world import current_world
 from pgmesh.topology import host_mapping
 from pgmesh.topology.host_mapping import HostInfo, Placement
 from tests.support.torch_tables import record_operations
@@ -77,7 +78,7 @@ def test_mesh_locality_describes_pretended_hosts():
 
 def half() -> list[str]:
     """Two members of a mesh call ``locality``; then two of four ranks call ``hosts``; then all four."""
-    host_mapping._worlds.clear()
+    current_world().state_of(host_mapping.KnownHosts).by_rank.clear()
     rank = dist.get_rank()
     mesh, whole = ProcessGroupMesh(tp=2, ranks=[1, 2], name="half"), ProcessGroupMesh(4, name="whole")
     said = []

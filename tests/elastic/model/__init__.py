@@ -1,7 +1,7 @@
 """A model checker for the agreement on lost ranks: every interleaving, crash, silence and timeout of small programs.
 
 Processes run small programs, each a sequence of calls of shrink and stand_by, with the code of
-``pgmesh/rendezvous/rounds.py``, the judges in ``pgmesh/elastic/`` and the call in ``shrinking.py`` there. The method is
+``pgmesh/connect/rounds.py``, the judges in ``pgmesh/elastic/`` and ``agree`` in ``shrinking.py`` there. The method is
 that of ``tests/support/model``.
 
 The laws:

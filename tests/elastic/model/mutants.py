@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from pgmesh.elastic.judging import MeshRound
+from pgmesh.elastic.judging import MeshRound, SurvivorJudge
 from pgmesh.elastic.records import Arrival, Outcome
 from pgmesh.elastic.shrink_judge import Findings, ShrinkJudge
-from pgmesh.elastic.shrinking import ShrinkCall
+from pgmesh.elastic.shrinking import decide
 from pgmesh.elastic.stand_by_judge import StandByJudge
-from pgmesh.groups.identity import MeshIdentity
-from pgmesh.rendezvous.operations import Operation, Read
+from pgmesh.liveness.operations import Operation, Read
 from tests.elastic.model.processes import Code, Program
 from tests.elastic.model.programs import DROP, PAIR, SECOND_DIES, SPARE, members, with_new, with_spare
 from tests.elastic.model.space import ALL_ARRIVED, CAUSE, NOT_IN, ONE_SUCCESSOR, TRUE_LOST
@@ -38,7 +36,7 @@ LATE = Faults(crashes=1, deadlines=1)
 
 class WaitsForNone(ShrinkJudge):
     def look(self, each: MeshRound, *, late: bool) -> Outcome | None:
-        return super().look(each, late=late) or self.success(Findings(self.layout, self.request, {}, {}))
+        return super().look(each, late=late) or self.success(Findings(self.generation.layout, self.request, {}, {}))
 
 
 class FailsFromOutside(StandByJudge):
@@ -47,8 +45,11 @@ class FailsFromOutside(StandByJudge):
 
 
 class LeavesMembers(StandByJudge):
-    def callers(self, arrivals: Iterable[Arrival]) -> list[int]:
-        return []
+    def look(self, each: MeshRound, *, late: bool) -> Outcome | None:
+        outcome = super().look(each, late=late)
+        if late:
+            each.decision, outcome = outcome, None  # which the others do not learn
+        return outcome
 
 
 class Blind(StandByJudge):
@@ -75,10 +76,9 @@ class ExpectsArrivals(ShrinkJudge):
         return super().look(each, late=late)
 
 
-class KeepsLost(ShrinkCall):
-    def decide(self, identity: MeshIdentity) -> tuple[Outcome, bool]:
-        outcome, missed = super().decide(identity)
-        return (outcome if self.mesh.rank else replace(outcome, lost={})), missed
+def keeps_lost(mesh: Any, judge: SurvivorJudge) -> Outcome:
+    outcome = decide(mesh, judge)
+    return outcome if judge.rank else replace(outcome, lost={})
 
 
 class OneCall(MutantBoard):
@@ -109,7 +109,7 @@ MUTANTS = [
     Mutant("a spare leaves while members decide", ALL_ARRIVED, with_spare(), LATE, Code(spare=LeavesMembers), IN_PAIR),
     Mutant("the others leave out an attempt", RETRY, RETRIES, INTERRUPT, Code(LeavesOutAttempts)),
     Mutant("it takes the other process's mesh", NOT_IN, with_new(), SECOND_DIES, Code(spare=TakesMesh), IN_PAIR),
-    Mutant("one rank keeps the lost ranks", ONE_SUCCESSOR, THREE, CRASH, Code(call=KeepsLost)),
+    Mutant("one rank keeps the lost ranks", ONE_SUCCESSOR, THREE, CRASH, Code(decide=keeps_lost)),
     Mutant("the arrivals are expected to be there", NO_ERROR, TWO, NO_FAULTS, Code(ExpectsArrivals)),
 ]
 """At least one for each law."""

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Union
+from unittest import mock
 
+from pgmesh.elastic import shrinking
 from pgmesh.elastic.judging import MeshRound, SurvivorJudge
 from pgmesh.elastic.records import Outcome, Request
 from pgmesh.elastic.shrink_judge import ShrinkJudge
-from pgmesh.elastic.shrinking import ShrinkCall
 from pgmesh.elastic.stand_by_judge import StandByJudge
-from pgmesh.elastic.watching import ElasticState
+from pgmesh.elastic.state import ElasticState, Generation
 from pgmesh.errors import MembershipError, MismatchError, MissingRanksError
-from pgmesh.groups.identity import MeshIdentity
 from pgmesh.layout import Layout
-from pgmesh.rendezvous.operations import Board, Operation, Read
-from pgmesh.rendezvous.processes import Claim, process_key
-from pgmesh.rendezvous.statuses import Statuses
+from pgmesh.liveness.operations import Read
+from pgmesh.liveness.statuses import Statuses
+from tests.support.board import Board
 from tests.support.model.processes import DEADLINE, LONG, MOST_CALLS, Call, Node, as_it_is
 
 SINCE_BOOT = 1e12
@@ -53,13 +54,14 @@ class Code:
 
     Args:
         member, spare: the judges of ranks that shrink and that stand by.
-        call, statuses: other classes of the package.
+        decide: ``shrinking.decide``.
+        statuses: the class of the statuses.
         board: wraps the board of each call.
     """
 
     member: type[ShrinkJudge] = ShrinkJudge
     spare: type[StandByJudge] = StandByJudge
-    call: type[ShrinkCall] = ShrinkCall
+    decide: Callable[..., Outcome] = shrinking.decide
     statuses: type[Statuses] = Statuses
     board: Callable[[Board], Board] = as_it_is
 
@@ -110,6 +112,7 @@ class Memory:
         count: the number of calls so far.
         outcomes: by key, the decisions that it learnt.
         results: the meshes that it was given.
+        called_shrink: it has called shrink on the mesh of the next call.
         left: the decision keys of attempts at which its call ended with an error.
     """
 
@@ -119,6 +122,7 @@ class Memory:
     count: int = 0
     outcomes: frozenset[tuple[str, str]] = frozenset()
     results: tuple[Result, ...] = ()
+    called_shrink: bool = False
     left: frozenset[str] = frozenset()
 
 
@@ -133,11 +137,9 @@ class Shrink(Call):
         self.learnt: dict[str, Outcome] = {}  # by decision key, the decisions that this call has taken
         self.round: MeshRound | None = None  # the last one
         self.judge: SurvivorJudge | None = None
-        self.thread = SimpleNamespace(
-            store=SimpleNamespace(claim=Claim(replaces_process=program.replaces is not None)),
-            set_status=lambda activity: None,
-            pace=1.0,
-        )
+        asks = lambda status, seconds, wait: self.ask(Ended(status.endpoint[1]))  # noqa: E731
+        statuses = code.statuses(LONG, lambda: self.time + SINCE_BOOT, asks)
+        self.liveness = SimpleNamespace(statuses=statuses, pace=1.0)
         super().__init__(memory, answers, code.board)
 
     def _seen(self, judge: type[SurvivorJudge]) -> type[SurvivorJudge]:
@@ -160,31 +162,27 @@ class Shrink(Call):
         return frozenset(self.memory.outcomes.union((key, plain(each)) for key, each in self.learnt.items()))
 
     def finish(self) -> Memory:
-        memory = replace(self.memory, count=self.memory.count + 1)
-        call, *others = memory.calls
+        call, *others = self.memory.calls
+        called_shrink = self.memory.called_shrink or (call is not None and self.program.rank in self.memory.layout)
+        memory = replace(self.memory, count=self.memory.count + 1, called_shrink=called_shrink)
         if self.program.replaces is not None and not self.memory.count:
             self.ask(Start())
-        shrinking = self.code.call(
-            self._cache(),
-            call,
-            self,  # type: ignore[arg-type]
-            process=f"process {self.process}",
-            warn=lambda text: None,
-            shrinks=self._seen(self.code.member),
-            stands_by=self._seen(self.code.spare),
-        )
+        own = {"process": f"process {self.process}", "warn": lambda text: None}
+        judge_of = functools.partial(self._seen(self.code.spare), **own)
+        if call is not None:
+            judge_of = functools.partial(self._seen(self.code.member), **own, request=call)
+        make = lambda name, layout: SimpleNamespace(layout=layout, state_of=_state_of(ElasticState()))  # noqa: E731
         try:
-            mesh = shrinking.run()
+            with mock.patch.multiple(shrinking, MeshGroups=make, decide=self.code.decide):
+                mesh = shrinking.agree(self._mesh(called_shrink), self, judge_of)  # type: ignore[arg-type]
         except (KeyboardInterrupt, MissingRanksError, MismatchError) as error:
             if isinstance(error, KeyboardInterrupt) and not self.interrupted:
                 raise AssertionError("nobody pressed Ctrl-C") from error
             again = memory.calls if self.program.retries and memory.count < MOST_CALLS else ()
-            decision = self.round and self.round.decision
-            withdrawn = decision is not None and decision.error == "withdrawn"
-            left = memory.left.union([self.round.decision_key] if self.round and not withdrawn else [])
+            left = memory.left.union([self.round.decision_key] if self.round else [])
             return replace(memory, calls=again, left=left, outcomes=self.known())
         except MembershipError:
-            again = (None, *others) if self.program.comes_back else ()
+            again = (None, *others) if self.program.comes_back and call is not None else ()
             return replace(memory, calls=again, outcomes=self.known())
         ranks = mesh.layout.ranks()
         assert self.round is not None
@@ -193,38 +191,25 @@ class Shrink(Call):
             memory,
             calls=tuple(others) if self.program.rank in ranks else (None,) * len(others),
             layout=mesh.layout,
-            generation=mesh.identity.generation,
+            generation=mesh.state_of(ElasticState).generation.number,
+            called_shrink=False,
             outcomes=self.known(),
             results=(*memory.results, result),
         )
 
-    def _cache(self) -> Any:
+    def _mesh(self, called_shrink: bool) -> Any:
         """The mesh of this call."""
-        layout, generation = self.memory.layout, self.memory.generation
-        identity: Any = MeshIdentity("m", layout, None, self.program.rank, 9)
-        identity.prefix, identity.shared_number, identity.generation = "m", 0, generation
-        identity.rejoined = self.program.replaces is not None and generation == 0
-        nothing = lambda *arguments, **more: None  # noqa: E731
-        asks = lambda status, seconds, wait: self.ask(Ended(status.endpoint[1]))  # noqa: E731
-        statuses = self.code.statuses(LONG, lambda: self.time + SINCE_BOOT, asks)
+        layout, number = self.memory.layout, self.memory.generation
+        state = ElasticState(Generation("m", layout, number), called_shrink=called_shrink)
         return SimpleNamespace(
-            identity=identity,
             layout=layout,
-            world=SimpleNamespace(statuses=statuses, registration=SimpleNamespace(register=nothing)),
             rank=self.program.rank,
+            key="pgmesh/m.0",
             label="mesh 'm'",
             ended=None,
-            state_of=self._state_of,
-            options_for_replacement=list,
-            forget_store=nothing,
-            end_aborted=nothing,
-            replacement=lambda identity, options: SimpleNamespace(
-                layout=identity.layout, identity=identity, state_of=self._state_of
-            ),
+            state_of=_state_of(state),
+            end=lambda reason, abort: None,
         )
-
-    def _state_of(self, kind: type[ElasticState]) -> ElasticState:
-        return kind()
 
     def explicit_state(self) -> object:
         """What the last round and its judge offer."""
@@ -236,16 +221,12 @@ class Shrink(Call):
         return (
             self.memory,
             self.known(),
-            repr([each.name, judge.layout.ranks(), judge.call, judge.came_late]),
+            repr([each.name, judge.generation.layout.ranks(), judge.call, judge.came_late]),
             tuple((rank, beat, (at - SINCE_BOOT) // LONG) for rank, beat, at in heard),
             tuple((rank, each.ended) for rank, each in records if each.ended is not None),
         )
 
     # -- the client -----------------------------------------------------------------------------------------------
-
-    def run(self, *operations: Operation) -> list[Any]:
-        newest = Read(process_key(self.program.rank))  # which the model has not
-        return [None if operation == newest else self.ask(operation) for operation in operations]
 
     def received(self, step: Any, answer: Any) -> Any:
         if isinstance(step, Read) and step.key.endswith("/arrivals"):
@@ -255,15 +236,17 @@ class Shrink(Call):
             self.time = max(self.time, beats * LONG + self.time % LONG)
         return answer
 
-    def timeout(self) -> float:
-        return 1.0
-
     def set_pending(self, pending: tuple[object, ...]) -> None:
         assert not pending
 
     def wake(self, choice: str) -> None:
         self.time = self.beats * LONG + self.time % LONG + PAUSE
         self.clock = DEADLINE if choice == "deadline" else self.time
+
+
+def _state_of(state: ElasticState) -> Callable[[type], ElasticState]:
+    """The ``state_of`` of a mesh with this state."""
+    return lambda kind: state
 
 
 def mesh_key(each: MeshRound) -> str:
@@ -292,7 +275,7 @@ class Standing(Node):
         each, judge = (call.round, call.judge) if call else (None, None)
         self.mesh = mesh_key(each) if each else ""
         self.number = each.number if each else 0
-        self.layout = judge.layout.ranks() if judge else ()
+        self.layout = judge.generation.layout.ranks() if judge else ()
         self.request = judge.request if isinstance(judge, ShrinkJudge) else None
         self.outcomes = call.known() if call else memory.outcomes
         self.looked = call.looked if call else b""

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from pgmesh.elastic.records import Arrival, Outcome
-from pgmesh.elastic.successor import successor
 from pgmesh.layout import Layout
-from pgmesh.rendezvous.operations import Add, Append, CompareSet, Delete, Raw, Read, Replace
-from pgmesh.rendezvous.records import pack, unpack
-from pgmesh.rendezvous.statuses import RankStatus, status_key
+from pgmesh.liveness.operations import Add, Append, CompareSet, Delete, Read, Replace, Set
+from pgmesh.liveness.records import pack, unpack
+from pgmesh.liveness.statuses import RankStatus, status_key
 from tests.elastic.model.processes import Code, Ended, Memory, Program, Shrink, Standing, Start, plain
 from tests.support.model.processes import Process, Sleep
 from tests.support.model.space import CRASH, NO_FAULTS, NO_WAIT, RETRY, Faults, Space, State, Violation
@@ -73,7 +72,7 @@ class ShrinkSpace(Space):
         first = {each.rank: i for i, each in reversed([*enumerate(programs)]) if each.replaces is None}
         values = {status_key(rank): _status(rank, i) for rank, i in first.items()}
         if before is not None:
-            key = "m.0/shrink/0/decision"
+            key = "pgmesh/m/shrink/0/decision"
             values |= {key: plain(before).encode(), f"{key}.counted": pack(processes=[]).encode()}
         content = self.stores.content(values, 0)
         self.start = State(tuple(each.start for each in self.processes), content, faults.left())
@@ -125,7 +124,7 @@ class ShrinkSpace(Space):
         answer, new = self.stores.perform(step, content)
         if isinstance(step, Read) and "/status/" in step.key:
             answer = content.beats, answer
-        if isinstance(step, (CompareSet, Raw)) and new is not content:
+        if isinstance(step, (CompareSet, Set)) and new is not content:
             key, _ = decision_in(step)  # with the processes that it counts: the last ones that the process has read
             counted = [[line.rank, line.process] for line in last_lines(node.looked).values()]
             new = self.stores.content({**new.values, f"{key}.counted": pack(processes=counted).encode()}, new.beats)
@@ -159,7 +158,7 @@ class ShrinkSpace(Space):
             return
         looked = last_lines(node.looked)
         layout = Layout.of(dict(zip(self.layout.axes, (len(node.layout),))), node.layout)
-        after = successor(layout, outcome)
+        after = outcome.successor(layout)
         if len({line.call for line in looked.values()} - {""}) > 1:
             raise Violation(ALL_ARRIVED, "the ranks passed different arguments", text)
         for rank in after.ranks():
@@ -285,5 +284,5 @@ def lives(node: Standing) -> bool:
 
 def following(mesh: str) -> str:
     """The key of the mesh that replaces a mesh."""
-    first, _, generation = mesh.partition("~")
-    return f"{first}~{int(generation or 0) + 1}"
+    first, _, number = mesh.partition("#")
+    return f"{first}#{int(number or 0) + 1}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from pgmesh.rendezvous.operations import Board, CompareSet, Operation, Raw
-from pgmesh.rendezvous.statuses import Statuses
-from tests.support.board import FaultyBoard
+from pgmesh.liveness.operations import CompareSet, Operation, Set
+from pgmesh.liveness.statuses import Statuses
+from tests.support.board import Board, FaultyBoard
 
 
 class MutantBoard(FaultyBoard):
@@ -34,7 +34,7 @@ class Overwriting(_Decides):
     """It overwrites a decision that is there."""
 
     def decide(self, store: Any, operation: CompareSet) -> None:
-        super(_Decides, self).perform(store, Raw("set", (operation.key, operation.value)))
+        super(_Decides, self).perform(store, Set(operation.key, operation.value))
 
 
 class Stubborn(_Decides):

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
-from pgmesh.rendezvous.operations import Board, Operation
-from tests.support.board import Fault, FaultyBoard
+from pgmesh.liveness.operations import Operation
+from tests.support.board import Board, Fault, FaultyBoard
 
 LONG = 1e6
 """Seconds without a heartbeat after which a rank counts as lost. An inspection takes a few seconds."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from pgmesh.rendezvous.operations import Append, CompareSet, Delete, Raw, Read
+from pgmesh.liveness.operations import Append, CompareSet, Delete, Read, Set
 from tests.support.model.processes import AFTER, BEFORE, MOST_CALLS, Process, Sleep
 from tests.support.model.stores import Content, Stores, decision_in
 
@@ -78,7 +78,6 @@ class Seen:
 
     programs: int = 0
     states: int = 0
-    circles: int = 0
     cut_short: int = 0
     broken: list[Broken] = field(default_factory=list)
 
@@ -298,13 +297,13 @@ class Space:
         if before is not after:
             for key, value in after.items():
                 if key.endswith("/decision") and before.get(key) != value:
-                    if key in before:
-                        raise Violation(NEVER_CHANGES, f"{move.text}: it was {before[key].decode()}")
+                    if (was := state.content.ever(key)) is not None:
+                        raise Violation(NEVER_CHANGES, f"{move.text}: it was {was.decode()}")
                     self.check_decision(state, i, key, value, move.text)
         if move.node.outcomes != node.outcomes:
             for key, outcome in move.node.outcomes:
-                if after.get(key) != outcome.encode():
-                    was = after.get(key, b"nothing").decode()
+                if move.content.ever(key) != outcome.encode():
+                    was = (move.content.ever(key) or b"nothing").decode()
                     raise Violation(ONE_DECISION, f"{key} is {outcome} on {i}, and {was} in the store", move.text)
         self.check_step(state, i, new, move.text)
         return new
@@ -383,7 +382,7 @@ class Space:
 
     def describe(self, step: Any) -> str:
         """A step in the trace of a violation."""
-        if isinstance(step, (CompareSet, Raw)):
+        if isinstance(step, (CompareSet, Set)):
             key, value = decision_in(step)
             verb = "sets" if isinstance(step, CompareSet) else "overwrites"
             return f"{verb} {key} to {value[:80].decode()}"

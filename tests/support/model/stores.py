@@ -7,10 +7,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from pgmesh.rendezvous.operations import CompareSet, Delete, Operation, Raw, perform
-from pgmesh.rendezvous.records import unpack
-from pgmesh.rendezvous.statuses import RankStatus, status_key
+from pgmesh.liveness.operations import CompareSet, Delete, Operation, perform
+from pgmesh.liveness.records import unpack
+from pgmesh.liveness.statuses import RankStatus, status_key
 from tests.support.board import MemoryStore
+
+
+def deleted(key: str) -> str:
+    """Where a content keeps the last value of a deleted key."""
+    return f"{key}, deleted"
 
 
 class Content:
@@ -23,6 +28,10 @@ class Content:
 
     def get(self, key: str) -> bytes | None:
         return self.values.get(key)
+
+    def ever(self, key: str) -> bytes | None:
+        """The value of a decision key, also after it was deleted."""
+        return self.values.get(key, self.values.get(deleted(key)))
 
 
 class Stores:
@@ -46,6 +55,8 @@ class Stores:
         answer = perform(MemoryStore(values), operation)
         if isinstance(operation, Delete):
             answer = None  # no call depends on it
+            decisions = [key for key in operation.keys if key.endswith("/decision") and key in content.values]
+            values |= {deleted(key): content.values[key] for key in decisions}  # for the laws
         if values == content.values:
             return answer, content
         for key, value in values.items() - content.values.items():
@@ -76,5 +87,4 @@ def rank_of(line: bytes) -> int:
 
 def decision_in(operation: Any) -> tuple[str, bytes]:
     """Key and value of an operation that publishes a decision. A mutant overwrites it."""
-    key, value = operation.arguments if isinstance(operation, Raw) else operation
-    return key, value.encode()
+    return operation.key, operation.value.encode()

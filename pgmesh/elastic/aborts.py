@@ -1,0 +1,146 @@
+"""Aborts of meshes: one rank publishes its abort, and the others find it at their next heartbeat.
+
+A rank that aborts a mesh, and each that finds an abort of its mesh, ends its groups. That shuts down their connections,
+so members that wait for this rank raise at once, before their heartbeat. Backends of Gloo cannot be freed then: a
+collective that waits for something else goes on until its timeout. So ``groups/`` keeps the groups for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pgmesh import torch_private
+from pgmesh.elastic import sockets
+from pgmesh.elastic.state import ElasticState, Generation, generation_of
+from pgmesh.groups.backends import backends_of
+from pgmesh.groups.group import Group
+from pgmesh.groups.mesh_groups import MeshGroups
+from pgmesh.groups.world import World
+from pgmesh.liveness.liveness import liveness_of
+from pgmesh.liveness.operations import Add, CompareSet, Read, Run
+
+ABORTS_KEY = "pgmesh/aborts"
+"""Store key with the number of aborts of meshes in this world."""
+
+_PUBLISH_SECONDS = 0.5
+"""The longest wait of ``abort`` for the store. The liveness thread publishes the abort later if there is no answer."""
+
+_EXIT_SECONDS = 2.0
+"""The longest wait at the end of the world for threads that end meshes."""
+
+
+class Aborts:
+    """The aborts that this process has seen in a world. It looks for them at each heartbeat.
+
+    Args:
+        world: the world.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._seen: tuple[bytes | None, list[str]] = None, []  # the number of aborts, and the keys of the meshes then
+        liveness_of(world).looks.append(self._look)
+
+    def _look(self, run: Run) -> bool:
+        """End the meshes of this process that another rank has aborted."""
+        meshes = self._world.open_meshes()
+        keys = [aborted_key(generation_of(mesh)) for mesh in meshes]
+        (count,) = run(Read(ABORTS_KEY))
+        if count is not None and (count, keys) != self._seen:
+            for mesh, text in zip(meshes, run(*map(Read, keys)) if keys else []):
+                if text is not None:
+                    self.in_thread(end_aborted, mesh, text.decode(errors="replace"))
+            self._seen = count, keys  # only now: if the store fails, the next heartbeat looks again
+        return True
+
+    def in_thread(self, end: Callable[..., object], *arguments: Any) -> None:
+        """End a mesh in a thread of its own: the liveness thread has to go on with its heartbeats."""
+        thread = threading.Thread(target=end, args=arguments, name="pgmesh-abort", daemon=True)
+        self._world.on_end.append(lambda: thread.join(_EXIT_SECONDS))
+        thread.start()
+
+
+def join_aborts(world: World) -> None:
+    """Let this process find the aborts of other ranks from now on, unless the world has no others."""
+    if not backends_of(world.options.backend).fake:
+        world.state_of(Aborts)
+
+
+def aborted_key(generation: Generation) -> str:
+    """The store key of the reason why a mesh was aborted."""
+    return f"{generation.key}/aborted"
+
+
+def publish_abort(run: Run, generation: Generation, text: str) -> str:
+    """Publish that a mesh is aborted.
+
+    Args:
+        run: performs operations on the store.
+        generation: its generation.
+        text: the error message.
+
+    Returns:
+        The text of the rank that was first.
+    """
+    (first,) = run(CompareSet(aborted_key(generation), text.encode(errors="replace").decode()))
+    run(Add(ABORTS_KEY))
+    return str(first.decode(errors="replace"))
+
+
+def abort(mesh: MeshGroups, why: str, where: str = "") -> None:
+    """End all groups of a mesh without waiting for their collectives, and publish why. Other ranks do it too then.
+
+    Args:
+        why: the reason, for messages.
+        where: the line of code that called; "" for a thread of ours.
+    """
+    if mesh.ended is not None:
+        return
+    mine = f"{mesh.label} was aborted by rank {mesh.rank}{f' at {where}' if where else ''}: {why}"
+    first = None
+    if not mesh.is_fake():
+        generation = generation_of(mesh)
+        first = liveness_of(mesh.world).insist(lambda run: publish_abort(run, generation, mine), _PUBLISH_SECONDS)
+    end_aborted(mesh, first or mine)
+
+
+def end_aborted(mesh: MeshGroups, text: str) -> None:
+    """End all groups of a mesh that was aborted or replaced, and the internal meshes that serve it.
+
+    Args:
+        text: the error message of the mesh.
+    """
+    state, reason = mesh.state_of(ElasticState), text.removeprefix(f"{mesh.label} ")
+    state.abort_reasons.add(reason)
+    mesh.end(reason, abort=end_backends)
+    for internal in tuple(state.dependents):
+        abort(internal, text)
+
+
+def end_backends(groups: Sequence[Group]) -> None:
+    """End the backends of groups, so that blocked collectives raise."""
+    sockets.shut_down(group.store for group in groups if group.store is not None)
+    process_groups = [group.process_group for group in groups]
+    with torch_private.aborting_together(process_groups):
+        for each in process_groups:
+            with contextlib.suppress(RuntimeError):  # of a third-party backend
+                each.abort()
+
+
+def is_aborted(mesh: MeshGroups) -> bool:
+    """True if a mesh has ended by an abort, so that it can be replaced."""
+    return mesh.ended in mesh.state_of(ElasticState).abort_reasons
+
+
+def abort_with(mesh: MeshGroups, internal: MeshGroups) -> None:
+    """Abort an internal mesh when the mesh that it serves is aborted.
+
+    Raises:
+        LifetimeError: it was aborted.
+    """
+    mesh.state_of(ElasticState).dependents.add(internal)
+    if is_aborted(mesh):
+        mesh.check()

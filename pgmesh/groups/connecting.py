@@ -1,0 +1,403 @@
+"""How the members of Gloo groups find each other, in one thread of the process that lives while members are missing.
+
+A lazy Gloo backend connects a pair of ranks when it first uses it, and needs the address of the other one then. Of each
+pair one side is *passive*: it waits inside the operation until the other side has started the pair too. So a rank that
+posts a receive first might wait for a rank that has no reason yet to use the group. Therefore:
+
+1. Making a group publishes this member's address, with its fingerprint: one ``set``, whose answer is not awaited.
+2. The thread takes the addresses of the others once all members have made the group, and compares the fingerprints.
+3. ``PAIRS_AFTER`` seconds later it starts all pairs, and waits for none. Then the group is as one of ``new_group``.
+
+A backend waits for addresses in C++, in the ``HashStore`` of its ``GroupStore``. To end such a wait, the addresses are
+set to zeros, which Gloo refuses.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import functools
+import itertools
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from pgmesh._util.formatting import format_ranks, name_ranks
+from pgmesh.errors import MismatchError, MissingRanksError, PgmeshError
+from pgmesh.groups.fingerprints import Fingerprint
+
+log = logging.getLogger("pgmesh")
+
+PAIRS_AFTER = 0.25
+"""Seconds from the time when all members are known until the thread connects their pairs, which slows a start less."""
+
+MOST_PAIRED = 64
+"""The largest group whose pairs the thread connects. A larger one connects those that it uses, to save descriptors."""
+
+_LONGEST_YOUNG_PAUSE = 0.02
+_WARN_SECONDS = 10.0
+_NOTES = "pgmesh/waits/"
+_SEPARATOR = b"\0"
+_REFUSED = bytes(16)
+"""An address that Gloo refuses."""
+
+_ABSENT = "?"
+"""``compare_set(key, _ABSENT, _ABSENT)`` reads a key without waiting. It returns this if the key is missing."""
+
+
+class GroupStore(dist.Store):
+    """The store of one group's Gloo backends. It refers to no group: a backend keeps the errors that it raised.
+
+    Args:
+        name: the group's name in torch, the prefix of its keys.
+        fingerprint: the group's fingerprint on this rank.
+        ranks: the members' ranks in the world, in group order.
+        own: this rank.
+        timeout: the group's timeout.
+        client: returns the client of the world's store, for short operations.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        fingerprint: Fingerprint,
+        ranks: Sequence[int],
+        own: int,
+        timeout: timedelta,
+        client: Callable[[], Any],
+    ) -> None:
+        super().__init__()
+        self.name, self.fingerprint, self.ranks, self.limit = name, fingerprint, ranks, timeout
+        self.waiting_since: float | None = None
+        self.complete_at: float | None = None  # when all members were known
+        self.on_wait: Callable[[], object] = lambda: None  # called when the backend waits for members
+        self.own: dict[str, bytes] = {}  # this rank's address, by key
+        self._client, self._place = client, ranks.index(own)
+        self._local: Any = dist.HashStore()
+        self._error: PgmeshError | None = None
+        self._raised: weakref.WeakSet[PgmeshError] = weakref.WeakSet()
+        self._completing = threading.Lock()  # guards the two fields that say whether it has ended or is complete
+
+    # -- called by the backend, in any thread -----------------------------------------------------------------------
+
+    def set(self, key: str, value: Any) -> None:
+        self.own[key] = bytes(value)
+        self._local.set(key, value)
+        self._client().set(f"{self.name}/{key}", self.fingerprint.encoded + _SEPARATOR + bytes(value))
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._local.get(key))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._local.check(keys))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self.waiting_since = self.waiting_since or time.monotonic()
+        self.on_wait()
+        with contextlib.suppress(RuntimeError):  # the time is over
+            self._local.wait(keys, self.limit)
+        self.waiting_since = None
+        if self._error is not None or not self._local.check(keys):
+            raise self._error_of_wait()
+
+    def _error_of_wait(self) -> PgmeshError:
+        """A new error that says why a wait has ended."""
+        missing, limit = self.missing() if self._error is None else (), self.limit.total_seconds()
+        if self._error is None:
+            error: PgmeshError = MissingRanksError(f"{self.describe(missing, limit)}{self.notes(missing)}")
+        else:
+            error = type(self._error)(str(self._error))
+        self._raised.add(error)
+        return error
+
+    # -- the members ------------------------------------------------------------------------------------------------
+
+    def keys_of(self, place: int) -> list[str]:
+        """The keys of the addresses of a member, in the group's part of the world's store."""
+        return [f"{key.rpartition('/')[0]}/{place}" for key in self.own]
+
+    def others_keys(self) -> list[str]:
+        """The keys of the other members' addresses in the world's store."""
+        return [f"{self.name}/{key}" for place in self._others() for key in self.keys_of(place)]
+
+    def _others(self) -> list[int]:
+        return [place for place in range(len(self.ranks)) if place != self._place]
+
+    @property
+    def other_place(self) -> int:
+        """The place in the group of another member."""
+        return 1 if self._place == 0 else 0
+
+    def missing(self) -> tuple[int, ...]:
+        """The ranks that have not made this group."""
+        if self.complete_at is not None:
+            return ()
+        client = self._client()
+        return tuple(
+            self.ranks[place]
+            for place in self._others()
+            if not client.check([f"{self.name}/{key}" for key in self.keys_of(place)])
+        )
+
+    def addresses(self) -> list[bytes]:
+        """The addresses of the other members; none before all are known."""
+        if self.complete_at is None:
+            return []
+        return [self._local.get(key) for place in self._others() for key in self.keys_of(place)]
+
+    def describe(self, missing: Sequence[int], seconds: float) -> str:
+        """Message about the members that have not made the group."""
+        who = f"{name_ranks(missing)} did not make this group" if missing else "the members were not found"
+        return f"{self.fingerprint.subject}: {who} in {seconds:g} s. Its ranks are {format_ranks(tuple(self.ranks))}."
+
+    def notes(self, missing: Iterable[int]) -> str:
+        """Where these ranks wait themselves, as far as they have said so."""
+        found = [self._client().compare_set(f"{_NOTES}{rank}", _ABSENT, _ABSENT).decode() for rank in missing]
+        return "".join(f"\n  {note}" for note in found if note != _ABSENT)
+
+    def complete(self, values: Sequence[bytes]) -> None:
+        """Take the values under ``keys``, unless a member has another fingerprint.
+
+        Raises:
+            MismatchError: it has. The waits of this group end with it.
+        """
+        parts = [value.partition(_SEPARATOR) for value in values]
+        if text := self.fingerprint.mismatch([encoded for encoded, *_ in parts], self.name):
+            error = MismatchError(text)
+            self.end(error)
+            raise error
+        with self._completing:
+            if self._error is None and self.complete_at is None:
+                self.complete_at = time.monotonic()
+                self._set_addresses([address for *_, address in parts])
+
+    def end(self, error: PgmeshError) -> None:
+        """End every wait for an address with this error. The first one counts."""
+        for raised in [*self._raised]:
+            raised.__traceback__ = None  # of frames that refer to the backend, which keeps the error
+        with self._completing:
+            if self._error is None:
+                self._error = error
+                if self.complete_at is None:
+                    self._set_addresses(itertools.repeat(_REFUSED))
+
+    def _set_addresses(self, addresses: Iterable[bytes]) -> None:
+        keys = [key for place in self._others() for key in self.keys_of(place)]
+        for key, address in zip(keys, addresses):
+            self._local.set(key, address)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._error is not None
+
+    @property
+    def left_key(self) -> str:
+        """The key of the number of members that have ended the group."""
+        return f"{self.name}/left"
+
+    def leave(self) -> None:
+        """Count this member as one that has ended the group. The last one deletes the group's keys."""
+        client = self._client()
+        if client.add(self.left_key, 1) == len(self.ranks):
+            for key in [*self.others_keys(), *(f"{self.name}/{key}" for key in self.own), self.left_key]:
+                client.delete_key(key)
+
+
+class _Connection:
+    """What the thread does for one group.
+
+    Args:
+        start_pairs: connects all pairs, and waits for none.
+    """
+
+    def __init__(self, store: GroupStore, start_pairs: Callable[[], object]) -> None:
+        self.store, self.start_pairs = store, start_pairs
+        self.made_at = time.monotonic()
+        self.next_look = self.made_at + _LONGEST_YOUNG_PAUSE
+        self.warned = False
+
+    @property
+    def age(self) -> float:
+        """Seconds since this process has made the group."""
+        return time.monotonic() - self.made_at
+
+    def pause(self, pace: float) -> None:
+        """Look again after a part of the group's age, in seconds at most times the pace."""
+        young = min(max(0.002, self.age / 8), _LONGEST_YOUNG_PAUSE)
+        pause = young if self.age < 1.0 else min(self.age / 10, pace)
+        self.next_look = time.monotonic() + pause
+
+    @property
+    def next_step(self) -> float:
+        """The time of the next look for members, or of the start of the pairs."""
+        return self.next_look if self.store.complete_at is None else self.store.complete_at + PAIRS_AFTER
+
+
+class Connector:
+    """The connections of this process's Gloo groups in one world, until their pairs are started.
+
+    Args:
+        rank: this process's rank.
+        client: returns the client of the world's store, for short operations.
+        error: makes the error for a failure of the store.
+        pace: factor of the pauses between looks for groups that have been missing members for long.
+    """
+
+    def __init__(
+        self, rank: int, client: Callable[[], Any], error: Callable[[Exception], PgmeshError], pace: float
+    ) -> None:
+        self._rank, self._client, self._error, self._pace = rank, client, error, pace
+        self._open: dict[GroupStore, _Connection] = {}
+        self._changed = threading.Condition()  # guards ``_open`` and the next two
+        self._runs = False  # the thread
+        self._wakes_at = 0.0
+
+    def add(self, store: GroupStore, start_pairs: Callable[[], object]) -> None:
+        """Find the other members of a group that this process has made, and then connect its pairs."""
+        with self._changed:
+            self._open[store] = _Connection(store, start_pairs)
+            store.on_wait = functools.partial(self._look_now, store)
+            if not self._runs:
+                self._runs = True
+                _thread.start_new_thread(self._run, ())  # a Thread waits until it has started, for long on a busy core
+            elif self._open[store].next_step < self._wakes_at:
+                self._changed.notify()
+
+    def _look_now(self, store: GroupStore) -> None:
+        """Look for the members of a group in this thread of its backend, which is about to wait for them."""
+        with self._changed:
+            if store not in self._open:
+                return
+            self._open[store].next_look = 0.0
+            connections = [*self._open.values()]
+        self._find_members(connections)
+        with self._changed:
+            self._changed.notify()  # for the next look
+
+    def remove(self, store: GroupStore, *, start: bool = False) -> None:
+        """Forget a group that ends.
+
+        Args:
+            start: start its pairs if they were not yet and no member is missing, since the process ends: a member that
+                waits for this rank to connect would not learn that.
+        """
+        with self._changed:
+            connection = self._open.pop(store, None)
+            self._changed.notify()
+        if start and connection is not None and store.complete_at is not None and len(store.ranks) <= MOST_PAIRED:
+            with contextlib.suppress(RuntimeError):
+                connection.start_pairs()
+
+    def stop(self) -> None:
+        """Forget all groups, and wait for the end of the thread."""
+        with self._changed:
+            self._open.clear()
+            self._changed.notify()
+            self._changed.wait_for(lambda: not self._runs)
+
+    def is_open(self, store: GroupStore) -> bool:
+        """True until the pairs of a group are started."""
+        return store in self._open
+
+    # -- the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while connections := self._next():
+            self._find_members(connections)
+            self._start_pairs(connections)
+
+    def _next(self) -> list[_Connection]:
+        """Wait until there is something to do for a connection; return all of them, or none at the end."""
+        with self._changed:
+            while self._open:
+                connections, now = [*self._open.values()], time.monotonic()
+                self._wakes_at = min(each.next_step for each in connections)
+                if self._wakes_at <= now:
+                    return connections
+                self._changed.wait(self._wakes_at - now)
+            self._runs = False
+            self._changed.notify_all()
+            return []
+
+    def _find_members(self, connections: Sequence[_Connection]) -> None:
+        """Look for members if it is time for a group."""
+        incomplete = [each for each in connections if each.store.complete_at is None]
+        due = [each for each in incomplete if time.monotonic() >= each.next_look]
+        if not due:
+            return
+        try:
+            self._complete(self._with_all_members(incomplete, due))
+            for each in due:
+                each.pause(self._pace)
+                self._warn_if_late(each)
+        except (RuntimeError, OSError) as error:
+            self._give_up(error)
+
+    def _with_all_members(self, incomplete: Sequence[_Connection], due: Sequence[_Connection]) -> Sequence[_Connection]:
+        """The groups that all members have made; of those that are not due, only if it is all of them.
+
+        Mostly, groups are made together, here and on other ranks. Then one operation is enough.
+        """
+        client = self._client()
+        if client.check([key for each in incomplete for key in each.store.others_keys()]):
+            return incomplete
+        return [each for each in due if len(incomplete) > 1 and client.check(each.store.others_keys())]
+
+    def _complete(self, connections: Sequence[_Connection]) -> None:
+        """Give each group the addresses of its members."""
+        if not connections:
+            return
+        values = iter(read_all(self._client(), [key for each in connections for key in each.store.others_keys()]))
+        for each in connections:
+            try:
+                each.store.complete([next(values) for _ in each.store.others_keys()])
+            except MismatchError as error:
+                log.warning("rank %s: %s", self._rank, error)
+            if each.store.has_ended or len(each.store.ranks) > MOST_PAIRED:
+                self.remove(each.store)
+
+    def _start_pairs(self, connections: Iterable[_Connection]) -> None:
+        """Start the pairs of groups whose members have been known for long enough, unless one has left."""
+        complete = [each for each in connections if each.store.complete_at is not None]
+        due = [each for each in complete if time.monotonic() >= each.next_step]
+        for each in due:
+            with contextlib.suppress(RuntimeError, OSError):  # it has ended meanwhile, or the store has failed
+                if not self._client().check([each.store.left_key]):  # else Gloo would log that a listener refuses
+                    each.start_pairs()
+            self.remove(each.store)
+
+    def _warn_if_late(self, each: _Connection) -> None:
+        """Say in the log and in the store where this rank has been waiting for long."""
+        since, store = each.store.waiting_since, each.store
+        if since is None or each.warned or store.has_ended:
+            return
+        seconds = time.monotonic() - since
+        if seconds >= min(_WARN_SECONDS, store.limit.total_seconds() / 3):
+            each.warned = True
+            ranks = format_ranks(tuple(store.ranks))
+            self._client().set(
+                f"{_NOTES}{self._rank}", f"rank {self._rank} waits in {store.fingerprint.subject} with ranks {ranks}"
+            )
+            missing = store.missing()
+            log.warning(
+                "rank %s waits. %s%s", self._rank, store.describe(missing, round(seconds)), store.notes(missing)
+            )
+
+    def _give_up(self, error: Exception) -> None:
+        """The store has failed: end the waits of all groups that miss members."""
+        reason = self._error(error)
+        with self._changed:
+            for store in [*self._open]:
+                store.end(reason)
+            self._open.clear()
+
+
+def read_all(client: Any, keys: Sequence[str]) -> list[bytes]:
+    """Read keys that the store has; at once, if the store can."""
+    return list(client.multi_get(keys)) if client.has_extended_api() else [client.get(key) for key in keys]

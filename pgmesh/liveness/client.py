@@ -1,0 +1,56 @@
+"""The store and the clock of one call that has a deadline, such as ``connect`` or ``shrink``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from pgmesh.groups.world import World
+from pgmesh.liveness import operations
+from pgmesh.liveness.liveness import liveness_of
+from pgmesh.liveness.operations import Operation
+from pgmesh.liveness.statuses import PendingConnect
+
+
+class CallClient:
+    """The store and the clock of one call. A world with such a call has a liveness thread.
+
+    Args:
+        world: the world.
+        seconds: the deadline, from now on. An operation may last longer: it waits until the store answers.
+    """
+
+    def __init__(self, world: World, seconds: float) -> None:
+        self.world, self.seconds = world, seconds
+        self.liveness = liveness_of(world)
+        self.on_sleep: Callable[[], object] = lambda: None  # called before each pause
+        self.start = time.monotonic()
+        self.deadline = self.start + seconds
+        self.operations = 0
+
+    def run(self, *asked: Operation) -> list[Any]:
+        """Perform operations on the store in this order, and return its answers.
+
+        Raises:
+            WorldError: the store has failed.
+        """
+        self.operations += len(asked)
+        store = self.world.store()
+        try:
+            return [operations.perform(store, each) for each in asked]
+        except (RuntimeError, OSError) as error:
+            raise self.world.error(error) from error
+
+    def now(self) -> float:
+        """Seconds since the start of the call."""
+        return time.monotonic() - self.start
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        self.on_sleep()
+        time.sleep(seconds)
+
+    def set_pending(self, pending: tuple[PendingConnect, ...]) -> None:
+        """Publish the groups that this rank waits for."""
+        self.liveness.set_pending(pending)

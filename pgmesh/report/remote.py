@@ -1,0 +1,106 @@
+"""The table for ``pgmesh report``: it reads the store of a job from any process, which joins no world."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import time
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from pgmesh._util.formatting import count_of
+from pgmesh.errors import WorldError
+from pgmesh.liveness import timing
+from pgmesh.liveness.listeners import Listeners
+from pgmesh.liveness.operations import Operation, Read, perform
+from pgmesh.liveness.statuses import STATUS_KEYS, RankStatus, Statuses
+from pgmesh.report.table import Report, make_report
+
+_WAIT_PERIODS = 1.6
+"""The wait for a late heartbeat: longer than the time after which the listener of another host is believed."""
+
+_LONGEST_WAIT = 5.0
+"""The longest such wait in seconds."""
+
+
+def report_at(host: str, port: int, seconds: float) -> Report:
+    """Where each rank of the newest world on a store is.
+
+    A thread reads the store. The client of a store that is stopped does not return, and cannot be interrupted.
+
+    Raises:
+        WorldError: no store answers there within so many seconds, or no rank has a status in it.
+    """
+    result: Future[Report] = Future()
+
+    def read() -> None:
+        try:
+            result.set_result(_read(host, port, seconds))
+        except Exception as error:
+            result.set_exception(error)
+
+    threading.Thread(target=read, daemon=True).start()
+    wait([result], seconds)
+    if not result.done():
+        raise WorldError(f"{host}:{port} is open, but no store of torch.distributed answered in {seconds:g} s.")
+    return result.result()
+
+
+def _read(host: str, port: int, seconds: float) -> Report:
+    where = f"{host}:{port}"
+    store = _connect(host, port, seconds)
+    worlds = _find_worlds(store, where)
+    prefix, newest = max(worlds.items(), key=lambda item: max(status.sent for status in item[1]))
+    size = max(status.world_size for status in newest)
+    title = f"the world at {where}: {count_of(size, 'rank')}"
+    if len(worlds) > 1:
+        title += f" (the newest of {len(worlds)} worlds there, under {prefix})"
+    client = dist.PrefixStore(prefix, store) if prefix else store
+
+    def run(*operations: Operation) -> list[Any]:
+        return [perform(client, each) for each in operations]
+
+    period = timing.heartbeat_period(size)
+    listeners = Listeners(period)
+    listeners.open(where)  # which shows on which host this process is
+    statuses = Statuses(timing.TIMING.missed_heartbeats * period, time.monotonic, listeners.has_ended)
+    report = make_report(title, statuses, run, range(size), period, min(_WAIT_PERIODS * period, _LONGEST_WAIT))
+    listeners.close()
+    return report
+
+
+def _connect(host: str, port: int, seconds: float) -> dist.TCPStore:
+    """A client of the store. A port that refuses is asked before: torch's client would try again and again."""
+    try:
+        socket.create_connection((host, port), seconds).close()
+        return dist.TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+    except (OSError, RuntimeError, UnicodeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise WorldError(
+            f"no store of torch.distributed answers at {host}:{port}: {reason}\n\nIts address is that of the job: "
+            "MASTER_ADDR and MASTER_PORT in the environment of a rank."
+        ) from error
+
+
+def _find_worlds(store: dist.TCPStore, where: str) -> dict[str, list[RankStatus]]:
+    """By the prefix of their keys: the worlds whose ranks have statuses in a store, as of torchrun's attempts."""
+    if not hasattr(store, "list_keys"):
+        raise WorldError(
+            "torch 2.9 cannot list the keys of a store. Use a later one here, or call mesh.report() in the job."
+        )
+    worlds: dict[str, list[RankStatus]] = {}
+    for key in store.list_keys():
+        found = re.fullmatch(rf"(?:(.*)/)?{STATUS_KEYS}([0-9]+)", key)
+        status = RankStatus.unpack(int(found[2]), perform(store, Read(key))) if found else None
+        if found and status:
+            worlds.setdefault(found[1] or "", []).append(status)
+    if not worlds:
+        raise WorldError(
+            f"no rank has a status in the store at {where}.\n\nA rank publishes one from its first connect, report or "
+            "abort_when_lost on, or from pgmesh.launch.join on with PGMESH_REPORT=1 in its environment."
+        )
+    return worlds

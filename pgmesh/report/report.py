@@ -1,0 +1,71 @@
+"""``mesh.report()`` and ``mesh.held()``: where each rank of a mesh is, and the groups of this rank."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from pgmesh._util.formatting import count_of, format_ranks
+from pgmesh.errors import WorldError
+from pgmesh.groups.group import Group
+from pgmesh.groups.mesh_groups import MeshGroups
+from pgmesh.liveness import timing
+from pgmesh.liveness.client import CallClient
+from pgmesh.report.table import Report as Report, make_report
+
+
+@dataclass(frozen=True)
+class Held:
+    """One group of this rank.
+
+    Args:
+        label: the group in messages, such as "group dp, tp of mesh 'actor'".
+        name: its name in torch.
+        ranks: its members in group order.
+        options: the options it was created with.
+        generation: how many times groups of its ranks were released before.
+        call_site: the line of code that first asked for it.
+    """
+
+    label: str
+    name: str
+    ranks: tuple[int, ...]
+    options: str
+    generation: int
+    call_site: str
+
+    def __str__(self) -> str:
+        again = f", after {count_of(self.generation, 'release')}" if self.generation else ""
+        return f"{self.label}: ranks {format_ranks(self.ranks)}; created at {self.call_site}{again}; {self.options}"
+
+
+def held(mesh: MeshGroups) -> tuple[Held, ...]:
+    """The groups of this rank."""
+    return tuple(map(_describe, mesh.made()))
+
+
+def _describe(group: Group) -> Held:
+    options = repr(group.options.but({"timeout": group.new_timeout}))
+    return Held(group.label, group.name, group.ranks, options, group.releases, group.call_site)
+
+
+def report(mesh: MeshGroups, thread: threading.Thread | None = None) -> Report:
+    """Where each rank of a mesh is.
+
+    Args:
+        thread: the thread of this process that other ranks see from now on; None for the one that they see now.
+    """
+    ranks = mesh.layout.ranks()
+    title = f"{mesh.label}: {count_of(len(ranks), 'rank')}"
+    if mesh.ended is not None:
+        return Report(title, {}, trouble=f"not available: {mesh.label} {mesh.ended}")
+    if mesh.is_fake():
+        return Report(title, {}, trouble="not available: the ranks of a fake world have no processes")
+    try:
+        client = CallClient(mesh.world, timing.TIMING.report)
+        if thread is not None:
+            client.liveness.places.thread = thread.ident
+        client.liveness.wait_for_heartbeat()
+        return make_report(title, client.liveness.statuses, client.run, ranks, client.liveness.period, client.seconds)
+    except WorldError as error:
+        return Report(title, {}, trouble=f"not available: {error}")

@@ -1,0 +1,560 @@
+"""Faults while real processes connect: the error on each rank, and its time.
+
+Heartbeats are five times as frequent here as elsewhere, so a silent rank is suspected after a second. Times are taken
+in the ranks, on the clock that all processes of a machine share. No test sleeps and hopes: a rank that must act after
+another one polls the store, or a file, until that one is ready.
+
+With PGMESH_STARVED=4, while four processes keep the cores busy, heartbeats are as frequent as elsewhere, and reports
+may be late. Their text may not differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pgmesh import ProcessGroupMesh, mesh as mesh_file
+from pgmesh.groups import backends
+from pgmesh.groups.world import current_world
+from pgmesh.launch import StoreProcess
+from tests.support import worlds
+from tests.support.board import Fault, at_all_reduce, faults, key_of, losing_all_reduces, raises
+from tests.support.faults import (
+    BEAT,
+    LONG_TIMEOUT,
+    NAMED,
+    SLACK,
+    WAIT_TIMEOUT,
+    Attempt,
+    H,
+    attempt,
+    beat_fast_with_bystander,
+    connect_and_check,
+    fast_world,
+    kill_self,
+    meanwhile,
+    results,
+    set_flag,
+    wait_for_flag,
+    wait_for_flags,
+    wait_until_waiting,
+)
+from tests.support.logs import LogLine, logged_lines
+from tests.support.programs import send_signal
+from tests.support.worlds import STARVED, World, check_sums, fresh_world, groups_of, on_ranks
+
+# ---- meshes and options that differ ----
+
+ALIKE: dict[str, Any] = {"dp": 2, "tp": 2, "ranks": range(4)}
+DIFFER: dict[str, tuple[dict[str, Any], str]] = {
+    "shape": ({"dp": 4, "tp": 1}, "shape: [2, 2] on ranks 0, 1, 2, [4, 1] on rank 3"),
+    "axes": ({"dp": 2, "cp": 2}, "axes: ['dp', 'tp'] on ranks 0, 1, 2, ['dp', 'cp'] on rank 3"),
+    "ranks": (
+        {"dp": 2, "tp": 2, "ranks": [3, 1, 2, 0]},
+        "ranks: (0, 1, 2, 3) on ranks 0, 1, 2, (3, 1, 2, 0) on rank 3",
+    ),
+    "options": (ALIKE, f"timeout: {worlds.DEADLINE} on ranks 0, 1, 2, 7.0 on rank 3"),
+    "backend": (ALIKE, "backend: gloo on ranks 0, 1, 2, cpu:gloo on rank 3"),
+    "world": (ALIKE, "size of the world: 4 on ranks 0, 1, 2, 5 on rank 3"),
+}
+
+
+@contextlib.contextmanager
+def larger_world() -> Iterator[None]:
+    """This rank takes the world for larger than it is."""
+    mistaken = dist.get_rank(), 1 + dist.get_world_size()
+    with (
+        mock.patch.object(mesh_file, "world_rank_and_size", return_value=mistaken),
+        mock.patch.object(current_world(), "size", mistaken[1]),
+    ):
+        yield
+
+
+def differ() -> dict[str, Attempt]:
+    bystander, seen = beat_fast_with_bystander(), {}
+    odd = dist.get_rank() == 3
+    for what, (theirs, _) in DIFFER.items():
+        with larger_world() if odd and what == "world" else contextlib.nullcontext():
+            mesh = ProcessGroupMesh(**(theirs if odd else ALIKE), name=f"actor, {what}")
+            if odd and what == "options":
+                mesh.configure(*mesh.axes, timeout=timedelta(seconds=7))
+            if odd and what == "backend":
+                mesh.configure(*mesh.axes, backend="cpu:gloo")
+            if odd:
+                wait_until_waiting(0, 1, 2)
+            seen[what] = attempt(lambda mesh=mesh: mesh.connect(*mesh.axes, mesh.axes, timeout=LONG_TIMEOUT))
+        check_sums(groups_of(bystander))
+        mesh.close()
+        right = ProcessGroupMesh(**ALIKE, name=mesh.name)
+        connect_and_check(right, "dp", "tp", ("dp", "tp"))
+        right.close()
+        dist.barrier()
+    return seen
+
+
+@pytest.mark.fault("shape, axes, rank order, options differ between ranks")
+def test_mismatch_is_raised_on_all_arrived_ranks():
+    """Once, though several groups differ; a retry works at once. test_detection_latency.py has the exact time."""
+    ranks = results(fast_world(4).outcomes(differ))
+    for what, (_, words) in DIFFER.items():
+        came = ranks[3][what].start
+        for failed in (seen[what] for seen in ranks):
+            print(failed, failed.end - came)
+            assert failed.kind == "MismatchError"
+            assert failed.text.count(words) == failed.text.count("is not the same on all ranks") == 1
+            assert failed.end - came < 0.1 + SLACK
+
+
+# ---- the order of asking ----
+
+
+@pytest.mark.fault("ranks `connect` in a circle")
+@on_ranks(4, "fast")
+def test_circle_error_shows_what_each_rank_awaits():
+    bystander = beat_fast_with_bystander()
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    first = {0: "tp", 1: "dp", 3: "tp", 2: "dp"}[mesh.rank]  # 0 waits for 1, 1 for 3, 3 for 2, 2 for 0
+    following = {0: 1, 1: 3, 3: 2, 2: 0}
+    with logged_lines() as lines:
+        failed = attempt(lambda: mesh.connect(first, timeout=timedelta(seconds=D)))
+    check_sums(groups_of(bystander))
+    connect_and_check(mesh, "tp", "dp")
+    assert failed.kind == "MissingRanksError"
+    after = following[mesh.rank]
+    waits = rf"rank {after}: .*connecting group .* of mesh 'actor' .* at test_faults.py:\d+, waiting for rank "
+    for text in (failed.text, lines[0].text):
+        assert re.search(f"{waits}{following[after]}", text), text
+    assert lines[0].text.startswith(f"rank {mesh.rank} waits in connect.")
+    assert D / 3 <= lines[0].at - failed.start < D / 3 + SLACK / 2
+    assert failed.took < D + SLACK
+
+
+@on_ranks(4, fresh=True)
+def test_error_shows_meshes_of_other_names():
+    bystander = beat_fast_with_bystander()
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="trian" if bystander.rank == 3 else "train")
+    dist.barrier()  # all of them wait for D at the same time
+    failed = attempt(lambda: mesh.connect(mesh.axes, timeout=timedelta(seconds=D)))
+    check_sums(groups_of(bystander))
+    assert failed.kind == "MissingRanksError"
+    other = "group dp, tp of mesh 'train'" if mesh.rank == 3 else "rank 3: connecting group dp, tp of mesh 'trian'"
+    assert other in failed.text
+    assert failed.took < D + SLACK
+
+
+@on_ranks(4, "fast")
+def test_wrong_first_sum_fails_on_all_ranks():
+    beat_fast_with_bystander()
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    twice = mock.patch.object(torch, "ones", lambda *size, **how: torch.full(size, 2.0, **how))
+    with twice if mesh.rank == 3 else contextlib.nullcontext():
+        failed = attempt(lambda: mesh.connect(("dp", "tp"), timeout=LONG_TIMEOUT))
+    again = attempt(lambda: connect_and_check(mesh, ("dp", "tp")))
+    assert failed.kind == "MismatchError", failed.text
+    assert "group dp, tp of mesh 'actor' has 4 members, but the sum of one from each is 5." in failed.text
+    assert not again.kind, again.text
+
+
+@on_ranks(4, "fast")
+def test_threads_connect_groups_in_any_order():
+    """Three threads on every rank connect three groups, each rank in another order."""
+    beat_fast_with_bystander()
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    wanted = [(mesh.view(dp=2, tp=2), "dp"), (mesh.view(a=4), "a"), (mesh.view(dp=2, tp=2), "tp")]
+    random.Random(mesh.rank).shuffle(wanted)
+    failed: list[str] = []
+
+    def connect(part: ProcessGroupMesh, axis: str) -> None:
+        seen = attempt(lambda: part.connect(axis, timeout=LONG_TIMEOUT))
+        failed.extend([seen.text] if seen.kind else [])
+
+    threads = [threading.Thread(target=connect, args=what) for what in wanted]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_TIMEOUT)
+    assert not failed
+    check_sums(groups_of(mesh))
+
+
+# ---- a member does not arrive ----
+
+
+D = 1.5
+
+
+def one_never_comes(folder: Path) -> tuple[Attempt, list[LogLine], Attempt]:
+    """Ranks 0 and 1 wait for 2 and 3: 2 waits for 3 elsewhere, and 3 for no other. Both arrive too late."""
+    bystander = beat_fast_with_bystander()
+    everyone = ProcessGroupMesh(4, name="everyone")
+    pair = ProcessGroupMesh(2, ranks=[2, 3], name="pair") if everyone.rank >= 2 else None
+    with logged_lines() as lines:
+        if everyone.rank == 2:
+            threading.Thread(target=lambda: attempt(lambda: pair.connect(timeout=LONG_TIMEOUT)), daemon=True).start()
+        if everyone.rank < 2:
+            wait_until_waiting(2)
+        else:
+            wait_for_flag(folder, "given up by 0")
+            wait_for_flag(folder, "given up by 1")
+        failed = attempt(lambda: everyone.connect(timeout=timedelta(seconds=D)))
+        set_flag(folder, f"given up by {everyone.rank}")
+    check_sums(groups_of(bystander))
+    if pair is not None and everyone.rank == 3:
+        pair.connect(timeout=LONG_TIMEOUT)
+    return failed, lines, attempt(lambda: connect_and_check(everyone, 0))
+
+
+@pytest.mark.fault("a living member never comes to `connect`")
+def test_missing_rank_is_named_with_its_status(tmp_path: Path):
+    seen = results(fast_world(4).outcomes(one_never_comes, tmp_path))
+    early, late = seen[:2], seen[2:]
+    for failed, lines, again in early:
+        print(failed, lines)
+        assert failed.kind == "MissingRanksError"
+        for text in (failed.text, lines[0].text):
+            assert "group 0 of mesh 'everyone' (ranks 0, 1, 2, 3): ranks 2, 3 did not arrive" in text
+            assert re.search(r"rank 2: connecting group 0 of mesh 'pair' .* at test_faults.py:\d+, waiting for", text)
+            assert re.search(r"rank 3: at faults.py:\d+ in wait_until, for \d+ s", text)
+        assert "did not arrive in 1.5 s" in failed.text
+        assert re.search(r"Rank [01] waited at test_faults.py:\d+", failed.text)
+        assert len(lines) == 1
+        assert D / 3 <= lines[0].at - failed.start < D / 3 + SLACK / 2
+        assert not again.kind, again.text
+    assert min(failed.took for failed, *_ in early) >= D - 0.01
+    assert max(failed.took for failed, *_ in early) < D + SLACK
+    for rank, (failed, lines, again) in zip((2, 3), late):  # each logs the last decision at once, and waits for a retry
+        print("late", failed, lines)
+        (line,) = [each for each in lines if f"failed before rank {rank} arrived" in each.text]
+        assert early[0][0].text in line.text
+        assert line.at - failed.start < 0.1 + SLACK / 2
+        assert failed.kind == "MissingRanksError"
+        assert D - 0.2 <= failed.took < D + SLACK  # the deadline of one of them ends the attempt of both
+        assert not again.kind, again.text
+
+
+def one_dies_before(folder: Path) -> tuple[Attempt, Attempt, float]:
+    """Rank 3 dies while the others wait for it."""
+    bystander = beat_fast_with_bystander(3)
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    if mesh.rank == 3:
+        wait_until_waiting(0, 1, 2)
+        (folder / "died").write_text(str(time.monotonic()))
+        kill_self()
+    failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
+    check_sums(groups_of(bystander))
+    survivors = ProcessGroupMesh(3, ranks=range(3), name="survivors")
+    again = attempt(lambda: connect_and_check(survivors, 0))
+    return failed, again, float((folder / "died").read_text())
+
+
+@pytest.mark.fault("a member dies before arriving (L)")
+def test_rank_killed_before_arrival_is_named(tmp_path: Path):
+    with fresh_world(4) as own:
+        seen = results(own.outcomes(one_dies_before, tmp_path), 3)
+    for failed, again, died in seen:
+        print(failed, failed.end - died)
+        assert failed.kind == "MissingRanksError"
+        assert "rank 3 did not arrive" in failed.text
+        assert re.search(r"rank 3 has ended: its listener at 127.0.0.1:\d+ refuses connections", failed.text)
+        assert failed.end - died < NAMED + SLACK
+        assert not again.kind, again.text
+
+
+def one_dies_after(moment: str) -> Attempt:
+    """All have arrived, and rank 3 dies before it begins the first collective, or right after."""
+    bystander = beat_fast_with_bystander(3)
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    die = at_all_reduce(**{"after" if moment == "in" else "before": kill_self})
+    with die if mesh.rank == 3 else contextlib.nullcontext():
+        failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
+    check_sums(groups_of(bystander))
+    connect_and_check(ProcessGroupMesh(3, ranks=range(3), name="survivors"), 0)
+    return failed
+
+
+@pytest.mark.fault("a member dies in the first collective")
+@pytest.mark.parametrize("moment", ["before", "in"])
+def test_rank_killed_in_first_collective_is_named(moment: str):
+    """If it dies right after it began, the collective may have been done on some or on all."""
+    with fresh_world(4) as own:
+        seen = results(own.outcomes(one_dies_after, moment), 3)
+    for failed in seen:
+        print(failed)
+        if moment == "before" or failed.kind:
+            assert failed.kind == "MissingRanksError"
+            assert "rank 3" in failed.text
+            assert "first collective" in failed.text
+        if moment == "before":
+            assert "refuses connections" in failed.text, failed.text  # known before it is silent
+        assert failed.took < H + BEAT + SLACK
+
+
+@pytest.mark.parametrize("release", [True, False], ids=["released", "still held"])
+@on_ranks(4, "fast")
+def test_group_that_failed_on_one_rank_reconnects(tmp_path: Path, release: bool):
+    """The first collective is done on all, but rank 3 takes it for lost; then all connect again."""
+    beat_fast_with_bystander()
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+
+    def wait() -> None:
+        wait_for_flags(tmp_path, "connected", range(3))
+
+    with losing_all_reduces(before=wait) if mesh.rank == 3 else contextlib.nullcontext():
+        failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
+    set_flag(tmp_path, f"connected {mesh.rank}")
+    dist.barrier()
+    if release:
+        mesh.release()
+    connect_and_check(mesh, mesh.axes)
+    assert failed.kind == ("MissingRanksError" if mesh.rank == 3 else "")
+
+
+# ---- the store ----
+
+
+@contextlib.contextmanager
+def store_of_its_own(number: int, folder: Path, seconds: float = math.inf) -> Iterator[tuple[World, int]]:
+    """A world of four ranks, and the port of its store.
+
+    Args:
+        number: the signal that the store gets once each rank is ready.
+        seconds: the time until it continues.
+    """
+
+    def go(pid: int) -> None:
+        wait_for_flags(folder, "ready", range(4))
+        send_signal(pid, number)
+        (folder / "gone").write_text(str(time.monotonic()))
+        if seconds < math.inf:
+            time.sleep(seconds)
+            os.kill(pid, signal.SIGCONT)
+
+    with StoreProcess() as store, fresh_world(4, store) as own:
+        own.run(dist.get_rank)
+        pid = store.process.pid
+        assert pid is not None
+        with meanwhile(lambda: go(pid)):
+            yield own, store.port
+
+
+def connect_without_a_store(folder: Path) -> tuple[Attempt, Attempt, Attempt, float]:
+    """The store goes while ranks 0 and 2 wait for 1 and 3, which arrive after that."""
+    bystander = beat_fast_with_bystander()
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    dist.barrier()
+    if mesh.rank == 1:
+        wait_until_waiting(0, 2)
+    set_flag(folder, f"ready {mesh.rank}")
+    if mesh.index("tp"):
+        wait_for_flag(folder, "gone")
+    failed = attempt(lambda: mesh.connect("tp", *["dp"] * mesh.index("tp"), timeout=LONG_TIMEOUT))
+    check_sums(groups_of(bystander))
+    closing = attempt(mesh.close)
+    again = attempt(lambda: connect_and_check(ProcessGroupMesh(dp=2, tp=2, name="again"), "tp"))
+    check_sums(groups_of(bystander))
+    return failed, closing, again, float((folder / "gone").read_text())
+
+
+@pytest.mark.fault("the store dies")
+def test_dead_store_is_named_while_groups_work(tmp_path: Path):
+    with store_of_its_own(signal.SIGKILL, tmp_path) as (own, port):
+        seen = results(own.outcomes(connect_without_a_store, tmp_path))
+    for failed, closing, again, gone in seen:
+        took = failed.end - max(gone, failed.start)
+        print(failed, took, "close", closing, "again", again)
+        for each in (failed, again):
+            assert each.kind == "WorldError"
+            assert f"the store at 127.0.0.1:{port} failed: " in each.text
+            assert "Connected groups continue to work" in each.text
+        assert max(took, closing.took, again.took) < 1.0 + SLACK
+        assert not closing.kind
+
+
+STOP = 3.0
+
+
+def connect_while_the_store_stops(folder: Path) -> tuple[Attempt, float]:
+    bystander = beat_fast_with_bystander()
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    dist.barrier()
+    if mesh.rank == 1:
+        wait_until_waiting(0, 2)
+    set_flag(folder, f"ready {mesh.rank}")
+    if mesh.index("tp"):
+        wait_for_flag(folder, "gone")
+    connected = attempt(lambda: mesh.connect("tp", timeout=LONG_TIMEOUT))
+    check_sums(groups_of(mesh) | groups_of(bystander))
+    return connected, float((folder / "gone").read_text())
+
+
+@pytest.mark.fault("the store is stopped, or its host does not answer")
+def test_connect_waits_for_a_stopped_store(tmp_path: Path):
+    """It stops for longer than H. No rank is taken for lost."""
+    assert STARVED or STOP > H
+    with store_of_its_own(signal.SIGSTOP, tmp_path, STOP) as (own, _):
+        seen = results(own.outcomes(connect_while_the_store_stops, tmp_path))
+    for connected, gone in seen:
+        assert not connected.kind, connected
+        assert connected.end - gone < STOP + 1.0 + SLACK
+    assert max(connected.end - gone for connected, gone in seen) >= STOP
+
+
+# ---- a member is stopped, and continues ----
+
+
+def one_is_stopped(folder: Path) -> tuple[Attempt, Attempt, float]:
+    bystander = beat_fast_with_bystander(3)
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    if mesh.rank == 3:
+        wait_until_waiting(0, 1, 2)
+        stopped = time.monotonic()
+        set_flag(folder, "stop me")
+        wait_for_flag(folder, "stopped")
+    failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
+    set_flag(folder, f"done {mesh.rank}")
+    check_sums(groups_of(bystander)) if mesh.rank < 3 else None
+    return failed, attempt(lambda: connect_and_check(mesh, mesh.axes, "dp", "tp")), stopped if mesh.rank == 3 else 0.0
+
+
+@pytest.mark.fault("a member is stopped (SIGSTOP) and continues (L)")
+def test_stopped_rank_is_named_and_may_return(tmp_path: Path):
+    def stop(pid: int) -> None:
+        wait_for_flag(tmp_path, "stop me")
+        send_signal(pid, signal.SIGSTOP)
+        set_flag(tmp_path, "stopped")
+        wait_for_flags(tmp_path, "done", range(3))
+        os.kill(pid, signal.SIGCONT)
+
+    with fresh_world(4) as own:
+        own.run(dist.get_rank)
+        with meanwhile(lambda: stop(own.pids[3])):
+            seen = results(own.outcomes(one_is_stopped, tmp_path))
+    stopped = seen[3][2]
+    assert not any(again.kind for _, again, _ in seen)
+    assert not seen[3][0].kind  # it connects with the retry of the others
+    for failed, _, _ in seen[:3]:
+        print(failed, failed.end - stopped)
+        assert failed.kind == "MissingRanksError"
+        assert failed.text == seen[0][0].text
+        assert re.search(r"rank 3 has sent no heartbeat for at least \d+ s", failed.text)
+    assert max(failed.end for failed, *_ in seen[:3]) - stopped < H + BEAT + SLACK
+
+
+# ---- signals ----
+
+
+SIGNALS = {
+    "Ctrl-C": (signal.SIGINT, signal.default_int_handler, "KeyboardInterrupt"),
+    "SIGTERM": (signal.SIGTERM, signal.SIG_DFL, "rank 2 has ended: its listener at 127.0.0.1:"),
+}
+
+
+def one_is_signalled(folder: Path, how: str) -> tuple[Attempt, Attempt]:
+    """Rank 2 is sent a signal while 0, 1 and 2 wait for 3."""
+    bystander = beat_fast_with_bystander(2)
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    number, handler, _ = SIGNALS[how]
+    if mesh.rank == 3:
+        wait_until_waiting(0, 1, 2)
+        set_flag(folder, "signal")
+        wait_for_flag(folder, "done 0")
+        wait_for_flag(folder, "done 1")
+    if mesh.rank == 2:
+        signal.signal(number, handler)
+    failed = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
+    set_flag(folder, f"done {mesh.rank}")
+    kept = signal.getsignal(number) == handler or mesh.rank != 2
+    assert kept, f"the handler is now {signal.getsignal(number)}"
+    if how == "SIGTERM":
+        mesh = ProcessGroupMesh(-1, ranks=[0, 1, 3], name="survivors")
+    again = attempt(lambda: connect_and_check(mesh, mesh.axes))
+    if mesh.rank != 2:
+        check_sums(groups_of(bystander))
+    return failed, again
+
+
+@pytest.mark.fault("Ctrl-C or SIGTERM while connecting")
+@pytest.mark.parametrize("how", SIGNALS)
+def test_signal_during_connect_is_named_on_peers(tmp_path: Path, how: str):
+    sent = []
+
+    def send(pid: int) -> None:
+        wait_for_flag(tmp_path, "signal")
+        sent.append(time.monotonic())
+        os.kill(pid, SIGNALS[how][0])
+
+    with fresh_world(4) as own:
+        own.run(dist.get_rank)
+        with meanwhile(lambda: send(own.pids[2])):
+            outcomes = own.outcomes(one_is_signalled, tmp_path, how)
+    seen = results(outcomes, *([2] if how == "SIGTERM" else []))
+    if how == "SIGTERM":
+        assert outcomes[2].exitcode == -signal.SIGTERM
+    for failed, again in seen:
+        print(failed, failed.end - sent[0])
+        assert not again.kind, again.text
+    peers = [outcomes[rank].result[0] for rank in (0, 1)]
+    for failed in peers:
+        assert failed.kind == "MissingRanksError"
+        assert SIGNALS[how][2] in failed.text
+        if how != "SIGTERM":
+            assert re.search(r"was cancelled because rank 2 stopped connecting at test_faults.py:\d+: ", failed.text)
+    assert max(failed.end for failed in peers) - sent[0] < (NAMED if how == "SIGTERM" else 0.2) + SLACK
+    late = outcomes[3].result[0]  # it connects with the retry of the others, or fails because rank 2 has ended
+    assert late.kind == ("MissingRanksError" if how == "SIGTERM" else ""), late
+    assert "rank 2" in late.text or how != "SIGTERM"
+    assert late.took < NAMED + SLACK
+    if how != "SIGTERM":
+        failed = outcomes[2].result[0]
+        assert failed.kind == "KeyboardInterrupt"
+        assert failed.end - sent[0] < 0.2 + SLACK
+
+
+def interrupt_at(where: str) -> Any:
+    """Ctrl-C in this process, at one place of ``connect``."""
+    stop = raises(KeyboardInterrupt())
+    if where == "making":
+        return mock.patch.dict(backends.CONSTRUCTORS, gloo=lambda *arguments: stop())
+    if where == "first collective":
+        return at_all_reduce(before=stop)
+    return faults(Fault(lambda each: key_of(each).endswith(where), before=stop, times=1))
+
+
+def one_is_interrupted(where: str) -> Attempt:
+    """Rank 3 is interrupted. It has a connected group, so it reads the key under which others tell that one broke."""
+    bystander = beat_fast_with_bystander()
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    mesh.connect("dp")
+    if mesh.rank == 3 and where != "first collective":
+        wait_until_waiting(0, 1, 2)
+    with interrupt_at(where) if mesh.rank == 3 else contextlib.nullcontext():
+        failed = attempt(lambda: mesh.connect("dp", mesh.axes, timeout=LONG_TIMEOUT))
+    check_sums(groups_of(bystander))
+    connect_and_check(mesh, mesh.axes)
+    return failed
+
+
+@pytest.mark.fault("Ctrl-C or SIGTERM while connecting")
+@pytest.mark.parametrize("where", ["making", "/broken", "/arrivals", "first collective"])
+def test_interrupt_before_or_after_arrival_reaches_peers(where: str):
+    seen = results(fast_world(4).outcomes(one_is_interrupted, where))
+    for failed in seen:
+        print(failed)
+        assert failed.kind == ("KeyboardInterrupt" if failed is seen[3] else "MissingRanksError")
+        assert failed.end - seen[3].end < 0.2 + SLACK
+    assert all("rank 3" in failed.text and "KeyboardInterrupt" in failed.text for failed in seen[:3])

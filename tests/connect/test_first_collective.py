@@ -1,0 +1,130 @@
+"""The first collective of a group: which error it gets, and what the other members learn."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from pgmesh import LifetimeError, ProcessGroupMesh, WorldError
+from pgmesh.connect.decisions import Decision
+from pgmesh.connect.first_collective import FirstCollective, FirstCollectives
+from pgmesh.connect.group_rounds import GroupRound
+from pgmesh.groups.group import Group
+from pgmesh.liveness.operations import CompareSet, Operation, Read
+from pgmesh.liveness.statuses import RankStatus, Statuses, status_key
+from tests.support.fake_world import fake_rank
+from tests.support.memory_client import round_of
+
+SILENT = Statuses(5.0, lambda: 0.0)
+"""The statuses of ranks that have none."""
+
+
+def no_answers(*operations: Operation) -> list[Any]:
+    return [None] * len(operations)
+
+
+def client_of(run: Callable[..., list[Any]] = no_answers) -> Any:
+    """A client with a deadline in a second."""
+    return SimpleNamespace(
+        run=run, deadline=time.monotonic() + 1.0, seconds=1.0, liveness=SimpleNamespace(pace=1.0), on_sleep=None
+    )
+
+
+def made_round() -> GroupRound:
+    made = round_of()
+    made.decision = Decision("made")
+    return made
+
+
+@contextlib.contextmanager
+def mesh_and_group(rank: int = 0, size: int = 2) -> Iterator[tuple[ProcessGroupMesh, Group]]:
+    with fake_rank(rank, size):
+        mesh = ProcessGroupMesh(tp=size, name="actor")
+        mesh.group()
+        (group,) = mesh._mesh_groups.made()
+        yield mesh, group
+
+
+@contextlib.contextmanager
+def work_of_torch(error: Exception | None) -> Iterator[None]:
+    """Let an all-reduce fail with an error, or never end."""
+    work = SimpleNamespace(is_completed=lambda: error is not None, wait=mock.Mock(side_effect=error))
+    with mock.patch.object(dist, "all_reduce", return_value=work):
+        yield
+
+
+def test_failure_of_ended_group_is_published():
+    written: list[Any] = []
+    with mesh_and_group() as (mesh, group):
+        collective = FirstCollective(group, made_round(), SILENT)
+        mesh.release()
+        collective.fail("was cancelled")
+        collective.publish(lambda *operations: written.extend(operations) or [])
+    (operation,) = written
+    assert isinstance(operation, CompareSet)
+    assert operation.key == "group/0/broken"
+
+
+def test_failure_that_the_store_lost_is_published_again():
+    written: list[object] = []
+
+    def run(*operations: object) -> list[Any]:
+        written.append(operations)
+        if len(written) == 1:
+            raise WorldError("the store failed")
+        return []
+
+    with mesh_and_group() as (mesh, group):
+        collectives = FirstCollectives(mesh._mesh_groups, client_of(run), SILENT)
+        collectives.add({made_round(): group})
+        with pytest.raises(WorldError):
+            collectives.cancel("rank 0 stopped")
+        for _ in range(2):
+            collectives.cancel("rank 0 stopped")
+    assert len(written) == 2
+
+
+def test_error_of_torch_without_text_is_named():
+    with mesh_and_group() as (_, group), work_of_torch(RuntimeError("")):
+        collective = FirstCollective(group, made_round(), SILENT)
+        collective.start()
+        collective.poll()
+        collective.time_out(3.0)
+    assert "its first collective failed: RuntimeError." in str(collective.error)
+
+
+def test_group_released_during_its_first_collective_is_named():
+    """Another thread releases it after torch has raised an error, of which a lost member could be the cause."""
+    with mesh_and_group() as (mesh, group), work_of_torch(RuntimeError("closed by peer")):
+        collectives = FirstCollectives(mesh._mesh_groups, client_of(), SILENT)
+        made = made_round()
+        collectives.add({made: group})
+        collectives.by_round[made].start()
+        mesh.release()
+        with pytest.raises(
+            LifetimeError, match=r"^group tp of mesh 'actor' was released at test_first_collective\.py:"
+        ):
+            collectives.finish()
+
+
+def test_member_far_from_the_front_names_ended_one():
+    """It reads the statuses of the first members, and of those after it, whose listeners it asks."""
+    status = RankStatus(37, 3, endpoint=("127.0.0.1", 4000)).pack().encode()
+
+    def run(*operations: Operation) -> list[Any]:
+        return [status if operation == Read(status_key(37)) else None for operation in operations]
+
+    statuses = Statuses(5.0, lambda: 0.0, lambda status, seconds, wait: True)
+    with mesh_and_group(36, 40) as (mesh, group), work_of_torch(None):
+        collectives = FirstCollectives(mesh._mesh_groups, client_of(run), statuses)
+        collectives.add({made_round(): group})
+        collectives.finish()
+    (collective,) = collectives.of_made
+    assert "rank 37 has ended: its listener at 127.0.0.1:4000 refuses connections" in str(collective.error)

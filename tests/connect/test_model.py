@@ -1,0 +1,146 @@
+"""The connect protocol under a model checker: each law over all interleavings of small programs; mutants are caught."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from tests.connect.model.mutants import KNOT, MUTANTS
+from tests.connect.model.programs import (
+    PAIRS_AND_TRIPLE,
+    Program,
+    at_once,
+    one_after_another,
+    random_faults,
+    random_programs,
+)
+from tests.connect.model.space import ConnectSpace
+from tests.support.faults import RANDOM_PROGRAMS, SEED, STATES
+from tests.support.model.space import MANY, NO_FAULTS, Faults, Mutant, Seen, check
+
+AB, AC, BC, ABC = PAIRS_AND_TRIPLE
+
+
+def explore(programs: Sequence[Program], faults: Faults = NO_FAULTS, most: int = MANY) -> Seen:
+    """Try everything that can happen, and assert the laws."""
+    space = ConnectSpace(programs, faults)
+    return check(space.explore(most), space, most)
+
+
+def walk(programs: Sequence[Program], faults: Faults, walks: int, chance: random.Random) -> Seen:
+    """Take random walks, and assert the laws."""
+    space = ConnectSpace(programs, faults)
+    return check(space.walk(walks, chance), space)
+
+
+# -- nothing fails ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("programs", [(at_once(AB),) * 2, (one_after_another(AB, AB),) * 2, (at_once(ABC),) * 3])
+def test_small_programs_create_their_groups(programs):
+    explore(programs)
+
+
+def test_calls_connect_groups_in_any_order():
+    explore((at_once(AB, AC), at_once(BC, AB), one_after_another(AC, BC)))
+
+
+def test_different_groups_are_never_connected():
+    explore((at_once(AB), at_once(AB, variant=1)), Faults(deadlines=1))
+    explore((at_once(ABC), at_once(ABC, variant=1), at_once(ABC)))
+
+
+# -- circles ----------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_connect_in_one_call_after_a_circle():
+    groups = [tuple(group for call in each.calls for group in call) for each in KNOT]
+    programs = [Program(each.calls, otherwise=(mine,)) for each, mine in zip(KNOT, groups)]
+    explore(programs)
+    explore(programs, Faults(deadlines=1), 40_000)
+    explore(KNOT, Faults(warns=True))
+
+
+@pytest.mark.parametrize("ranks", [8, 16, 24])
+def test_ranks_of_a_long_circle_connect_later(ranks):
+    """Each rank connects to the next, and then to the one before: all wait for each other."""
+    programs = []
+    for rank in range(ranks):
+        pairs = tuple(tuple(sorted((rank, (rank + step) % ranks))) for step in (1, -1))
+        programs.append(one_after_another(*pairs, otherwise=(pairs,)))
+    walk(programs, NO_FAULTS, 1, random.Random(5))
+
+
+# -- something fails --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault("a member dies at any of its operations on the store")
+def test_rank_may_die_at_any_step():
+    explore((at_once(AB), at_once(AB)), Faults(crashes=1, long_times=2))
+
+
+def test_remaining_ranks_connect_without_the_lost_one():
+    programs = (at_once(ABC, otherwise=((AB,),)), at_once(ABC, otherwise=((AB,),)), at_once(ABC))
+    explore(programs, Faults(crashes=1, mortal=frozenset([2])))
+
+
+def test_rank_without_status_is_awaited_until_deadline():
+    """It may have died, or not have begun."""
+    explore((at_once(AB), at_once(AB)), Faults(crashes=1, deadlines=1, heard=False, warns=True))
+
+
+@pytest.mark.fault("a rank arrives while another gives up")
+def test_ranks_retry_after_deadlines():
+    """One rank may reach its deadline as another succeeds: the outcome is the same, and a retry works."""
+    explore((at_once(AB, after="retry"), at_once(AB, after="retry")), Faults(deadlines=2))
+
+
+@pytest.mark.parametrize("faults", [Faults(deadlines=1), Faults(interrupts=1)])
+@pytest.mark.parametrize("programs", ["one group", "two groups"])
+def test_three_ranks_retry_the_groups_that_failed(programs, faults):
+    groups = [(ABC,)] * 3 if programs == "one group" else [(AB,), (AB, BC), (BC,)]
+    retries = [at_once(*mine, after="retry") for mine in groups]
+    explore(retries, faults, 4 * STATES)
+    walk(retries, faults, 20, random.Random(3))
+
+
+def test_interrupt_may_come_at_any_step():
+    explore((one_after_another(AB, AB),) * 2, Faults(interrupts=1))
+
+
+def test_interrupted_rank_retries():
+    explore((at_once(AB, after="retry"),) * 2, Faults(interrupts=1))
+
+
+def test_stopped_rank_retries_after_it_continues():
+    """It may count as lost. Then both ranks get this outcome, and a retry works."""
+    explore((at_once(AB, after="retry"), at_once(AB, after="retry")), Faults(silences=1, long_times=2))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(RANDOM_PROGRAMS))
+def test_random_programs_and_faults_keep_laws(number):
+    chance = random.Random(f"{SEED} {number}")
+    explore(*random_faults(chance), 20_000)
+    for faults in (NO_FAULTS, Faults(crashes=1, deadlines=1, long_times=1, warns=True)):
+        walk(random_programs(chance, 4 + number % 2), faults, 30, chance)
+
+
+# -- the checker ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutants_are_caught(mutant: Mutant):
+    broken = mutant.broken(ConnectSpace)
+    assert broken is not None, f"{mutant.name}: expected it to break the law: {mutant.law}"
+    print(broken)
+    check_without_mutant(tuple(mutant.programs), mutant.faults)
+
+
+@functools.cache
+def check_without_mutant(programs: tuple[Program, ...], faults: Faults) -> None:
+    """Assert the laws of programs that reveal a mutant, once for all mutants of the same programs."""
+    explore(programs, faults, 3 * STATES)

@@ -1,0 +1,169 @@
+"""Rounds of groups, in one process that plays all ranks over a store in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pgmesh import LifetimeError, MismatchError, MissingRanksError, WorldError
+from pgmesh.connect.decisions import Decision
+from pgmesh.connect.group_rounds import GroupRound
+from pgmesh.groups.fingerprints import Fingerprint
+from pgmesh.liveness.operations import Operation
+from pgmesh.liveness.statuses import PendingConnect, RankStatus, status_key
+from tests.support.memory_client import MADE, MemoryClient, arrival, round_of, rounds_of
+
+# -- attempts ---------------------------------------------------------------------------------------------------------
+
+
+def test_interrupt_is_published_with_its_reason():
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    client, each = MemoryClient(between=interrupt), round_of()
+    with pytest.raises(KeyboardInterrupt):
+        rounds_of(client, each).run()
+    text = Decision.unpack("", client.values["group/0/decision"]).text
+    assert "was cancelled because rank 0 stopped connecting at train.py:0: KeyboardInterrupt" in text
+
+
+def test_error_reaches_the_attempt_that_others_are_at():
+    """The others have given up attempt 0, of which this rank knows nothing, and wait at attempt 1."""
+    failed = Decision("missing", "rank 0 did not arrive").pack().encode()
+    client = MemoryClient(values={"group/0/decision": failed, "group/1/arrivals": arrival(1)})
+    rounds_of(client, round_of()).cancel(OSError("no descriptor is left"))
+    assert client.values["group/0/decision"] == failed
+    assert "no descriptor is left" in Decision.unpack("", client.values["group/1/decision"]).text
+
+
+def test_error_of_all_members_takes_one_attempt():
+    """None of them arrives."""
+    values = dict[str, bytes]()
+    rounds = [round_of() for _ in range(3)]
+    for rank, each in enumerate(rounds):
+        rounds_of(MemoryClient(rank, values), each).cancel(OSError("no descriptor is left"))
+    assert [each.number for each in rounds] == [0, 0, 0]
+
+
+def test_made_attempt_deletes_keys_of_earlier_ones():
+    """All members have arrived at the later one."""
+    failed = Decision("missing", "rank 0 did not arrive").pack().encode()
+    values = {f"group/{number}/{kind}": b"1" for number in (0, 1) for kind in ("count", "broken")}
+    values |= {"group/0/decision": failed, "group/0/arrivals": arrival(1), "group/1/decision": MADE.pack().encode()}
+    values |= {"group/2/arrivals": arrival(1), "group/2/count": b"1"}
+    client, each = MemoryClient(values=values), round_of()
+    each.number, each.decision = 1, MADE  # it took part there
+    each.go_on()
+    rounds_of(client, each).run()
+    assert each.is_made()
+    assert {key for key in client.values if key.startswith("group/")} == {
+        f"group/2/{kind}" for kind in ("arrivals", "count", "decision")
+    }
+
+
+def test_error_reaches_all_groups_beside_a_made_one():
+    """The group was made, and released by another thread before its first collective."""
+
+    def released(made: GroupRound) -> None:
+        raise LifetimeError("it was released")
+
+    client = MemoryClient(values={"group/0/decision": MADE.pack().encode()})
+    made, other = round_of(), round_of(key="other")
+    made.has_sent = True
+    rounds_of(client, made, other, ready=released).cancel(OSError("no descriptor is left"))
+    assert made.is_made()
+    assert "no descriptor is left" in Decision.unpack("", client.values["other/0/decision"]).text
+
+
+@pytest.mark.fault("a member dies after it arrived, while another is late")
+@pytest.mark.parametrize("late", [range(2, 4), range(2, 60)])
+def test_member_that_dies_after_it_arrived_is_named(late: range):
+    """A rank that has not begun is waited for. The one that died is named before the many that are late."""
+    values = {
+        "group/0/arrivals": arrival(1),
+        status_key(1): RankStatus(1, activity="waiting").pack().encode(),
+        status_key(late[-1]): RankStatus(late[-1], exited="its process has exited").pack().encode(),
+    }
+    if len(late) == 2:
+        del values[status_key(late[-1])]
+    client, each = MemoryClient(values=values), round_of(ranks=(0, 1, *late))
+    rounds_of(client, each, deadline=30.0).run()
+    assert each.decision is not None
+    assert isinstance(each.decision.error(), MissingRanksError)
+    assert client.clock < 5.3
+    first, lost, *_ = each.decision.text.splitlines()
+    assert first.endswith("did not arrive, and rank 1 was lost after it had arrived."), first
+    assert lost == "  rank 1 has sent no heartbeat for at least 5 s; its last status: waiting"
+
+
+def test_retry_takes_success_of_its_earlier_attempt():
+    """The store failed as this rank arrived. The others connected, so it must not arrive at a later attempt."""
+
+    def run(*operations: Operation) -> list[Any]:
+        MemoryClient.run(client, *operations)
+        raise WorldError("the store did not answer")
+
+    client, each = MemoryClient(), round_of()
+    client.run = run  # type: ignore[method-assign]
+    with pytest.raises(WorldError):
+        rounds_of(client, each).run()
+    rounds_of(MemoryClient(values={**client.values, "group/0/decision": MADE.pack().encode()}), each).run()
+    assert (each.number, each.decision) == (0, MADE)
+
+
+# -- two processes, and two meshes -------------------------------------------------------------------------------------
+
+
+def test_second_process_of_rank_learns_the_first():
+    """The first one has connected the group, and goes on undisturbed."""
+    values = {"group/0/decision": MADE.pack().encode(), "group/0/arrivals": arrival(0, process="process 7 on h/a")}
+    client, each = MemoryClient(values=values), round_of()
+    rounds_of(client, each, process="process 8 on h/b").run()
+    assert each.decision is not None
+    assert each.decision.kind == "duplicate"
+    assert "both process 7 on h and process 8 on h connect as rank 0." in each.decision.text
+    assert client.values["group/0/decision"] == MADE.pack().encode()
+    assert "group/0/broken" not in client.values
+
+
+def test_second_process_reports_rank_once_attempt_failed():
+    values = {"group/0/arrivals": arrival(1, process="process 7 on h/a") + arrival(1, process="process 8 on h/b")}
+    client, each = MemoryClient(values=values), round_of()
+    rounds_of(client, each).run()
+    assert (
+        "both process 7 on h and process 8 on h connect as rank 1."
+        in Decision.unpack("", client.values["group/0/decision"]).text
+    )
+
+
+MINE, OTHER = (Fingerprint(rank, {"shape": shape}, "mesh 'a'", "Fix it.") for rank, shape in ((0, [2]), (1, [1, 2])))
+
+
+def test_mismatch_of_mesh_fails_all_its_rounds():
+    """Rank 1 waits in another group of the mesh, under another key. Its round gets the decision too."""
+    pending = PendingConnect("m/other/0", "group dp", "mesh 'a'", "1", "train.py:9", (0,))
+    values = {
+        "m/other/0/arrivals": arrival(1, mesh=OTHER.encoded.decode()),
+        status_key(1): RankStatus(1, 1, pending=(pending,)).pack().encode(),
+    }
+    client, rounds = MemoryClient(values=values), [round_of(key="m/one"), round_of(key="m/two", ranks=(0, 2))]
+    with pytest.raises(MismatchError, match=r"shape: \[2\] on rank 0, \[1, 2\] on rank 1"):
+        rounds_of(client, *rounds, mesh=MINE, mesh_key="m").run()
+    assert client.clock < 0.1
+    texts = {key: Decision.unpack("", client.values[f"m/{key}/0/decision"]) for key in ("one", "two", "other")}
+    assert len({*texts.values()}) == 1
+    assert texts["one"].kind == "mesh"
+
+
+def test_rank_waiting_in_another_mesh_is_no_mismatch():
+    pending = PendingConnect("n/other/0", "group dp", "mesh 'b'", "1", "train.py:9", (0,))
+    values = {
+        "n/other/0/arrivals": arrival(1, mesh=OTHER.encoded.decode()),
+        status_key(1): RankStatus(1, 1, pending=(pending,)).pack().encode(),
+    }
+    each = round_of(key="m/one")
+    rounds_of(MemoryClient(values=values), each, mesh=MINE, mesh_key="m").run()
+    assert each.decision is not None
+    assert each.decision.kind == "missing"
+    assert "rank 1: connecting group dp of mesh 'b' (ranks 1) at train.py:9, waiting for rank 0" in each.decision.text

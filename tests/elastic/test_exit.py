@@ -1,0 +1,70 @@
+"""Processes that end shortly after an abort, a shrink or a failed collective: each has the program's own status."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pgmesh import ProcessGroupMesh
+from tests.support.faults import CHAOS, LONG_TIMEOUT, SEED, WAIT_TIMEOUT, attempt, set_flag, wait_for_flags
+from tests.support.rank_processes import RankProcesses, join_world
+
+RANKS, STATUS = 4, 7
+TIMES = 20 if CHAOS else 2  # of each kind
+
+
+def end_soon(rank: int, port: int, folder: Path, kind: int) -> None:
+    """The ranks are in collectives. Rank 3 aborts the mesh, or is killed. Then each ends at a random moment."""
+    join_world(rank, port, RANKS, WAIT_TIMEOUT / 4)
+    mesh = ProcessGroupMesh(dp=2, tp=2, name="train")
+    mesh.connect("dp", timeout=LONG_TIMEOUT)
+    group = mesh.group("tp")
+    set_flag(folder, f"ready {rank}")
+    wait_for_flags(folder, "ready", range(RANKS))
+    chance = random.Random(f"{SEED} {folder} {rank}")
+
+    def steps() -> None:
+        while True:
+            dist.all_reduce(torch.ones(1), group=mesh.group("dp"))
+            dist.all_reduce(torch.ones(1), group=group)
+
+    if rank == RANKS - 1:
+        threading.Thread(target=lambda: attempt(steps), daemon=True).start()
+        time.sleep(chance.uniform(0.0, 0.3))
+        if kind:
+            os.kill(os.getpid(), signal.SIGKILL)
+        mesh.abort("the test")
+    else:
+        attempt(steps)
+        if kind == 2:
+            mesh = mesh.shrink("dp", timeout=LONG_TIMEOUT)
+            if mesh.rank in mesh:
+                mesh.group("tp")
+    time.sleep(chance.choice((0.0, chance.uniform(0.0, 0.3))))
+    sys.exit(STATUS)
+
+
+@pytest.mark.fault("the program ends 0 to 300 ms after an abort, a shrink, or a failed collective")
+@pytest.mark.parametrize("kind", range(3), ids=["abort", "failed collective", "shrink"])
+def test_process_ends_with_its_own_status(tmp_path: Path, kind: int):
+    for time_ in range(TIMES):
+        folder = tmp_path / f"{time_}"
+        folder.mkdir()
+        with RankProcesses(end_soon, folder) as ranks:
+            for rank in range(RANKS):
+                ranks.start(rank, kind)
+            ranks.join(WAIT_TIMEOUT)
+            killed = {RANKS - 1: -signal.SIGKILL} if kind else {}
+            assert {rank: process.exitcode for rank, process in ranks.newest.items()} == {
+                **dict.fromkeys(range(RANKS), STATUS),
+                **killed,
+            }

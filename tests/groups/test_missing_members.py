@@ -1,0 +1,225 @@
+"""Members that have not made a group, or have made it with other options: what a plain first collective raises."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pgmesh import LifetimeError, MismatchError, MissingRanksError, ProcessGroupMesh
+from tests.support.faults import SLACK, WAIT_TIMEOUT, Attempt, attempt, meanwhile, wait_until
+from tests.support.logs import logged_lines
+from tests.support.message_assertions import facts
+from tests.support.torch_tables import address_is_published
+from tests.support.worlds import STARVED, check_sums, groups_of, on_ranks, world
+
+T = 20.0 if STARVED else 1.0  # seconds; the timeout of a group whose members do not come
+AT_ONCE = 0.1  # seconds
+PERMUTED = [2, 0, 3, 1]
+
+CALLS: dict[str, Callable[[Any], object]] = {
+    "all_reduce": lambda group: dist.all_reduce(torch.ones(1), group=group),
+    "asynchronous all_reduce": lambda group: dist.all_reduce(torch.ones(1), group=group, async_op=True).wait(),
+    "barrier": lambda group: dist.barrier(group=group),
+    "broadcast_object_list": lambda group: dist.broadcast_object_list([1], group_src=0, group=group),
+    "all_gather_into_tensor": lambda group: dist.all_gather_into_tensor(
+        torch.zeros(group.size()), torch.ones(1), group=group
+    ),
+}
+
+
+def summed(group: Any, *, async_op: bool = False) -> Any:
+    return dist.all_reduce(torch.ones(1), group=group, async_op=async_op)
+
+
+def in_turn(turn: int, act: Callable[[], Any]) -> Any:
+    """Call ``act`` once the members of the turns before have done so."""
+    for rank in range(dist.get_world_size()):
+        if rank == turn:
+            result = act()
+        dist.barrier()
+    return result
+
+
+# ---- members that are missing ----
+
+
+@pytest.mark.parametrize("call", CALLS)
+@on_ranks(4)
+def test_first_collective_names_missing_ranks(call: str):
+    mesh = ProcessGroupMesh(dp=2, tp=2, ranks=PERMUTED, name="actor")
+    mesh.configure("dp", "tp", timeout=T)
+    if mesh.rank != 1:
+        group = mesh.group()
+    dist.barrier()
+    if mesh.rank in (0, 3):
+        start = time.monotonic()
+        with pytest.raises(MissingRanksError, match=r"rank 1 did not make this group") as caught:
+            CALLS[call](group)
+        assert T <= time.monotonic() - start < T + AT_ONCE + SLACK
+        assert facts(str(caught.value)) == facts(f"of mesh 'actor': rank 1 in {T:g} s. 2, 0, 3, 1")
+    dist.barrier()
+    mesh.release()
+    check_sums(groups_of(mesh))
+
+
+@on_ranks(4)
+def test_wait_of_asynchronous_work_names_missing_ranks():
+    mesh = ProcessGroupMesh(dp=2, tp=2, ranks=PERMUTED, name="actor")
+    mesh.configure("dp", "tp", timeout=T)
+    if mesh.rank == 0:
+        works = [summed(mesh.group(), async_op=True) for _ in range(3)]
+        for work in works:
+            with pytest.raises(MissingRanksError, match="ranks 2, 3, 1 did not make this group"):
+                work.wait()
+    dist.barrier()
+    mesh.release()
+    check_sums(groups_of(mesh))
+
+
+@on_ranks(2)
+def test_error_quotes_the_wait_in_another_group():
+    """Rank 1 has asked for another option in the call. Both errors say where the other rank waits."""
+    mesh = ProcessGroupMesh(dp=2, name="actor")
+    mesh.configure("dp", timeout=3 * T)
+    options = {"timeout": 3.5 * T} if mesh.rank else {}
+    with logged_lines() as lines:
+        group = mesh.group("dp", **options)
+        dist.barrier()
+        with pytest.raises(MissingRanksError) as caught:
+            summed(group)
+    other = "rank 0 waits in group dp of mesh 'actor' with ranks 0, 1"
+    if mesh.rank == 0:
+        other = f"rank 1 waits in group dp of mesh 'actor' (asked for with timeout={3.5 * T}) with ranks 0, 1"
+    assert str(caught.value).splitlines()[1:] == [f"  {other}"]
+    assert any(f"rank {mesh.rank} waits" in line.text for line in lines)
+    dist.barrier()
+    mesh.release("dp")
+    check_sums(groups_of(mesh))
+
+
+@on_ranks(2)
+def test_error_quotes_no_wait_that_has_ended():
+    """Rank 1 has waited for rank 0 in another group, for long enough that it left a note, and does so no longer."""
+    mesh = ProcessGroupMesh(2, name="actor")
+    mesh.configure(0, tag="first", timeout=3 * T)
+    mesh.configure(0, tag="second", timeout=T)
+    if mesh.rank == 1:
+        with logged_lines() as lines, meanwhile(lambda: summed(mesh.group(0, tag="first"))):
+            wait_until(lambda: any("rank 1 waits" in line.text for line in lines), "the note")
+            dist.barrier()
+    else:
+        dist.barrier()
+        summed(mesh.group(0, tag="first"))
+    dist.barrier()
+    if mesh.rank == 0:
+        with pytest.raises(MissingRanksError, match="rank 1 did not make this group") as caught:
+            summed(mesh.group(0, tag="second"))
+        assert "waits" not in str(caught.value)
+    dist.barrier()
+    check_sums({"second": (mesh.group(0, tag="third"), [0, 1])})
+
+
+@on_ranks(2)
+def test_group_continues_after_late_member():
+    """A member that comes before the timeout is no fault, however old the group is."""
+    mesh = ProcessGroupMesh(2, name="actor")
+    if mesh.rank == 0:
+        work = summed(mesh.group(), async_op=True)
+        wait_until(lambda: address_is_published(mesh.group()), "the address")
+        time.sleep(T)
+        dist.barrier()
+        work.wait()
+    else:
+        dist.barrier()
+        summed(mesh.group())
+    check_sums(groups_of(mesh))
+
+
+# ---- members that differ ----
+
+
+def attempts_of_mesh(make: Callable[[], ProcessGroupMesh]) -> tuple[float, Attempt, list[str]]:
+    """When this rank has made the group of the whole mesh, its first collective, and what was logged."""
+    mesh = make()
+    with logged_lines() as lines:
+        group = in_turn(mesh.rank, mesh.group)
+        made = time.monotonic()
+        tried = attempt(lambda: summed(group))
+    dist.barrier()
+    mesh.close()
+    return made, tried, [line.text for line in lines]
+
+
+def configured_differently() -> ProcessGroupMesh:
+    mesh = ProcessGroupMesh(dp=2, tp=2, ranks=PERMUTED, name="actor")
+    mesh.configure("dp", "tp", timeout=WAIT_TIMEOUT + (dist.get_rank() == 3))
+    return mesh
+
+
+def shaped_differently() -> ProcessGroupMesh:
+    sizes = {"dp": 4, "tp": 1} if dist.get_rank() == 0 else {"dp": 2, "tp": 2}
+    return ProcessGroupMesh(sizes, ranks=PERMUTED, name="actor")
+
+
+def named_differently() -> ProcessGroupMesh:
+    axes = ("dp", "cp") if dist.get_rank() == 2 else ("dp", "tp")
+    return ProcessGroupMesh(dict.fromkeys(axes, 2), ranks=PERMUTED, name="actor")
+
+
+DIFFERING = {
+    configured_differently: f"timeout: {WAIT_TIMEOUT} on ranks 0, 1, 2, {WAIT_TIMEOUT + 1} on rank 3",
+    shaped_differently: "shape: [4, 1] on rank 0, [2, 2] on ranks 1, 2, 3",
+    named_differently: "axes: ['dp', 'tp'] on ranks 0, 1, 3, ['dp', 'cp'] on rank 2",
+}
+
+
+@pytest.mark.parametrize("make", DIFFERING, ids=lambda make: make.__name__)
+def test_mismatch_is_raised_on_every_member(make: Callable[[], ProcessGroupMesh]):
+    results = world(4).run(attempts_of_mesh, make)
+    complete = max(made for made, _, _ in results)
+    for _, tried, lines in results:
+        assert tried.kind == MismatchError.__name__, tried
+        assert DIFFERING[make] in tried.text
+        assert tried.end < complete + AT_ONCE + SLACK
+        assert any(DIFFERING[make] in line for line in lines)
+    world(4).run(sums_of_corrected_mesh)
+
+
+def sums_of_corrected_mesh() -> None:
+    """A corrected retry in the same processes."""
+    check_sums(groups_of(ProcessGroupMesh(dp=2, tp=2, ranks=PERMUTED, name="actor")))
+
+
+@on_ranks(2)
+def test_wait_of_asynchronous_work_raises_mismatch():
+    mesh = ProcessGroupMesh(2, name="actor")
+    mesh.configure(0, timeout=WAIT_TIMEOUT + mesh.rank)
+    with logged_lines(), pytest.raises(MismatchError, match="timeout"):
+        summed(mesh.group(), async_op=True).wait()
+
+
+# ---- the end of a group that misses members ----
+
+
+@pytest.mark.parametrize("verb", ["release", "close"])
+@on_ranks(2)
+def test_end_of_group_ends_wait_for_members(verb: str):
+    mesh = ProcessGroupMesh(2, name="actor")
+    if mesh.rank == 0:
+        group = mesh.group()
+        tried: list[Attempt] = []
+        thread = threading.Thread(target=lambda: tried.append(attempt(lambda: summed(group))), daemon=True)
+        thread.start()
+        wait_until(lambda: mesh._mesh_groups.made()[0].store.waiting_since, "the wait")
+        end = time.monotonic()
+        getattr(mesh, verb)()
+        thread.join(WAIT_TIMEOUT)
+        assert tried[0].kind == LifetimeError.__name__, tried
+        assert tried[0].end < end + AT_ONCE + SLACK
+        assert "mesh 'actor'" in tried[0].text

@@ -1,0 +1,145 @@
+"""The table of a report: the state of each rank, and the ranks that are behind in a group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from pgmesh.liveness.counters import GroupCounter
+from pgmesh.liveness.statuses import NO_STATUS, PendingConnect, Place, RankStatus, Statuses, status_key
+from pgmesh.report.table import Report, Row, find_behind, make_report
+from tests.support.memory_client import MemoryClient
+
+PERIOD = 0.1
+PLACE = Place("train.py:31", "step", "torch.distributed.all_reduce", "group dp of mesh 'train'", 12)
+WAITS = PendingConnect("train.0/0", "group tp", "mesh 'train'", "0, 1", "train.py:9", (1,))
+
+
+def status(rank: int, sent: float = 0.0, **more: Any) -> RankStatus:
+    """A status that was sent some seconds ago."""
+    given: dict[str, Any] = {"place": PLACE, "endpoint": ("127.0.0.1", 4000 + rank), **more}
+    return RankStatus(rank, 1, 8, f"host{rank}", 4000 + rank, sent=time.time() - sent, **given)
+
+
+def report_of(
+    *statuses: RankStatus,
+    ended: tuple[int, ...] = (),
+    size: int = 2,
+    between: Callable[[MemoryClient], object] = lambda client: None,
+) -> Report:
+    client = MemoryClient(0, {status_key(each.rank): each.pack().encode() for each in statuses})
+
+    def run(*operations: Any) -> list[Any]:
+        answers = client.run(*operations)
+        between(client)
+        return answers
+
+    known = Statuses(5 * PERIOD, time.monotonic, lambda status, *_: status.rank in ended)
+    return make_report("mesh 'train'", known, run, range(size), PERIOD, 2 * PERIOD)
+
+
+def test_running_rank_is_where_its_thread_is():
+    report = report_of(status(0), status(1, pending=(WAITS,)))
+    assert report.rows == {
+        0: Row(0, "host0", 4000, "runs", 12, f"{PLACE}"),
+        1: Row(1, "host1", 4001, "runs", 12, f"{WAITS}"),
+    }
+    assert f"{report}" == (
+        "mesh 'train'\n"
+        "rank  host   PID   state  for   where\n"
+        "0     host0  4000  runs   12 s  at train.py:31 in step: torch.distributed.all_reduce, "
+        "group dp of mesh 'train'\n"
+        "1     host1  4001  runs   12 s  connecting group tp of mesh 'train' (ranks 0, 1) at train.py:9, "
+        "waiting for rank 1"
+    )
+
+
+def test_rank_with_refusing_listener_has_ended():
+    row = report_of(status(0), status(1, 3.0), ended=(1,)).rows[1]
+    assert (row.state, row.seconds) == ("ended", 3)
+    assert row.text == f"has ended: its listener at 127.0.0.1:4001 refuses connections; was {PLACE}"
+
+
+def test_rank_without_heartbeats_is_silent():
+    row = report_of(status(0), status(1, 9.5)).rows[1]
+    assert (row.state, row.seconds) == ("silent", 9)
+    assert row.text == f"its last heartbeat was 9 s ago by its clock; was {PLACE}"
+
+
+def test_rank_that_left_is_not_silent():
+    row = report_of(status(0), status(1, 9.5, exited="has left the world: its process has exited")).rows[1]
+    assert (row.state, row.seconds, row.text) == ("left", 9, "has left the world: its process has exited")
+
+
+@pytest.mark.parametrize("skew", [-1000.0, 1000.0])
+def test_rank_with_another_clock_is_not_silent(skew: float):
+    def beat(client: MemoryClient) -> None:
+        client.values[status_key(1)] = status(1, skew - 1.0).pack().encode()
+
+    assert report_of(status(0), status(1, skew), between=beat).rows[1].state == "runs"
+
+
+def test_rank_without_status_says_how_to_get_one():
+    report = report_of(status(0))
+    assert report.rows[1] == Row(1)
+    assert "PGMESH_REPORT=1" in report.rows[1].text
+    assert f"{report}".endswith(f"1     -      -     -      -     {report.rows[1].text}")
+    assert NO_STATUS.startswith("no status")
+
+
+def test_report_waits_for_first_status():
+    def begin(client: MemoryClient) -> None:
+        client.values[status_key(1)] = status(1).pack().encode()
+
+    assert report_of(status(0), between=begin).rows[1].state == "runs"
+
+
+def test_ranks_not_read_in_time_are_named():
+    report = report_of(*map(status, range(100)), size=100, between=lambda client: time.sleep(2 * PERIOD))
+    assert len(report.rows) == 32
+    assert report.trouble == "ranks 32, 33, 34, 35, 36, 37, 38, ..., 99 could not be read in 0.2 s"
+
+
+# -- ranks that are behind ---------------------------------------------------------------------------------------------
+
+DP = "group dp of mesh 'train'"
+
+
+def behind(counts: Mapping[int, int | None], places: Mapping[int, Place] = {}) -> list[str]:
+    """What is said of ranks that have entered so many operations in a group of ranks 0 to 3; None: not made."""
+    statuses = {rank: status(rank, place=places.get(rank, PLACE)) for rank in counts}
+    counters = {
+        rank: () if count is None else (GroupCounter("train.0/dp", DP, [0, 1, 2, 3], count),)
+        for rank, count in counts.items()
+    }
+    return [*find_behind(statuses, counters, 1.0)]
+
+
+def test_rank_with_fewer_operations_is_behind():
+    assert behind({0: 17, 1: 17, 2: 16, 3: 17}) == [
+        f"{DP}: ranks 0, 1, 3 entered 17 operations; behind: rank 2 with 16"
+    ]
+
+
+def test_member_that_has_not_made_group_is_behind():
+    assert behind({0: 1, 1: None, 2: 1}) == [f"{DP}: ranks 0, 2 entered 1 operation; behind: rank 1 with 0"]
+    assert behind({0: 1, 2: 1, 4: None}) == []  # rank 4 is no member, and rank 1 has no status
+
+
+def test_equal_counters_say_nothing():
+    assert behind({0: 17, 1: 17}) == []
+    assert behind({}) == []
+
+
+def test_moving_ranks_are_not_compared():
+    """Their statuses are of different moments."""
+    assert behind({0: 17, 1: 16}, {0: PLACE._replace(seconds=1)}) == []
+
+
+@pytest.mark.parametrize("call", ["recv", "isend", "batch_isend_irecv"])
+def test_group_in_point_to_point_call_is_left_out(call: str):
+    assert behind({0: 17, 1: 16}, {1: PLACE._replace(called=f"torch.distributed.{call}")}) == []
+    assert behind({0: 17, 1: 16}, {1: PLACE._replace(called=f"torch.distributed.{call}", group="another")}) != []
