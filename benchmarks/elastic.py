@@ -20,14 +20,14 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-
-from benchmarks.report import OURS, Figure, Target
-from pgmesh import PgmeshError, ProcessGroupMesh, launch
-from pgmesh.launch.processes import process_context
 from pgmesh.rendezvous import timing
 from pgmesh.rendezvous.operations import Board, Operation
 from pgmesh.rendezvous.statuses import status_key
 from pgmesh.rendezvous.world_store import WorldStore
+
+from benchmarks.report import OURS, Figure, Target
+from pgmesh import PgmeshError, ProcessGroupMesh, launch
+from pgmesh.launch.processes import process_context
 
 RANKS, VICTIM, SIZES = 8, 3, {"dp": 4, "tp": 2}
 STEPS_BEFORE, COUNTED = 5, 20

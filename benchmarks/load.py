@@ -24,7 +24,7 @@ from pgmesh import Layout
 from pgmesh.connect import decisions
 from pgmesh.connect.group_rounds import ConnectJudge, GroupRound
 from pgmesh.connect.rounds import Rounds
-from pgmesh.groups.fingerprints import Fingerprint
+from pgmesh.groups.naming import Fingerprint
 from pgmesh.liveness.operations import Operation, Set, perform
 from pgmesh.liveness.statuses import PendingConnect, RankStatus, Statuses, status_key
 from pgmesh.liveness.timing import LIMITS, TIMING
@@ -105,7 +105,7 @@ class Rank:
         who = f"process {rank + 1000} on host{rank // 8}"
         statuses = Statuses(math.inf, self.now)
         mesh = Fingerprint(rank, {"axes": layout.axes, "shape": layout.shape, "ranks": "all"}, MESH, "")
-        judge = ConnectJudge(rank, self, "train.py:360", who, 3600.0, statuses, mesh, MESH, pace=pace)
+        judge = ConnectJudge(rank, self, "train.py:360", 3600.0, statuses, who, mesh, MESH, pace=pace)
         self.rounds = Rounds(rounds, judge)
         self._thread = threading.Thread(target=self._connect, daemon=True)
         self._resume, self._stopped = threading.Semaphore(0), threading.Semaphore(0)

@@ -1,9 +1,10 @@
-"""What one call enters: files, calls and classes of pgmesh, counted on rank 0.
+"""What one call enters: files, calls and classes of pgmesh, counted on rank 0, in all threads.
 
     python -m benchmarks.paths
 
-Four processes with Gloo, in their main threads: the first ``group`` of a mesh, ``connect`` of all its axes, and a
-``shrink`` after rank 3 has ended. The counts tell how much of the code a reader has to know for one verb.
+Four processes with Gloo: the first ``group`` of a mesh with its first collective, ``connect`` of all its axes, and a
+``shrink`` after rank 3 has ended. The counts tell how much of the code a reader has to know for one verb. To count in
+another checkout, run this file there: ``PYTHONPATH=CHECKOUT python benchmarks/paths.py``.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import pgmesh
@@ -41,7 +44,7 @@ class Entered:
 
     def note(self, frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(HOME):
+        if event == "call" and code.co_filename.startswith(HOME) and code.co_name != "<module>":
             self.calls += 1
             self.files.add(code.co_filename)
             if "self" in code.co_varnames[:1]:
@@ -55,21 +58,22 @@ class Entered:
 def entering() -> Iterator[Entered]:
     """Count what the block enters."""
     entered = Entered()
+    threading.setprofile(entered.note)
     sys.setprofile(entered.note)
     try:
         yield entered
     finally:
         sys.setprofile(None)
+        threading.setprofile(None)
 
 
 def call_each() -> dict[str, str]:
     """Call each verb once; return what it entered."""
     found = {}
-    ProcessGroupMesh(4, name="first").connect()  # what is imported at the first call does not count
-    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+    mesh = ProcessGroupMesh(dp=2, tp=2)
     with entering() as entered:
-        mesh.group("dp")
-    found['group("dp")'] = str(entered)
+        dist.all_reduce(torch.ones(1), group=mesh.group("dp"))
+    found["group, all_reduce"] = str(entered)
     with entering() as entered:
         mesh.connect()
     found["connect()"] = str(entered)
@@ -88,7 +92,7 @@ def main() -> None:
     if outcomes[0].error:
         raise SystemExit(f"{outcomes[0].error}\n{outcomes[0].details}")
     for verb, text in outcomes[0].result.items():
-        print(f"{verb:14} {text}")
+        print(f"{verb:17} {text}")
 
 
 if __name__ == "__main__":

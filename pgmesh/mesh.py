@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pgmesh import torch_private
 from pgmesh._util import missing_attributes
-from pgmesh._util.call_sites import call_site
-from pgmesh._util.formatting import Text, format_call, format_calls, format_ranks, other_arguments
+from pgmesh._util.formatting import Text, call_site, format_call, format_calls, format_ranks, other_arguments
 from pgmesh._util.validation import Sizes, fill_sizes, parse_ranks, parse_sizes, whole_number
 from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, RankError, ShapeError
 from pgmesh.groups.default_world import world_rank_and_size

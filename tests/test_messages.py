@@ -19,7 +19,7 @@ import torch.distributed as dist
 import pgmesh
 from pgmesh import GroupOptions, Layout, MismatchError, PgmeshError, ProcessGroupMesh, ShapeError, errors, plan, recipes
 from pgmesh._util.validation import fill_sizes
-from pgmesh.groups.fingerprints import Fingerprint
+from pgmesh.groups.naming import Fingerprint
 from pgmesh.interop.colossalai import ColossalMesh
 from pgmesh.launch.detect import detect_launcher, with_address
 from pgmesh.launch.slurm import parse_hosts

@@ -1,10 +1,13 @@
-"""Calls, values, ranks and counts as text, for error messages and reprs.
+"""Calls, values, ranks, counts and lines of code as text, for error messages and reprs.
 
 ``format_call`` and ``format_value`` write Python that can be run as printed. The others write text for messages.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from keyword import kwlist
@@ -14,6 +17,9 @@ from pgmesh._util.keywords import RESERVED
 
 SHORT = 400
 """Maximum characters of an argument in a suggested call. A longer one is replaced by a variable name."""
+
+
+_SKIPPED = (os.path.dirname(os.path.dirname(__file__)) + os.sep, contextlib.__file__)
 
 
 class Text(str):
@@ -176,3 +182,12 @@ def as_range(values: range | tuple[int, ...]) -> range | None:
     step = values[1] - values[0] if len(values) > 1 else 1
     straight = range(values[0], values[0] + len(values) * step, step or 1)
     return straight if values[-1] in straight and tuple(straight) == values else None
+
+
+def call_site() -> str:
+    """File and line of the innermost frame outside this package and its ``with`` blocks: the call of the user."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED):
+        frame = frame.f_back
+    file = frame.f_code.co_filename.rpartition(os.sep)[2]
+    return f"{file.encode(errors='backslashreplace').decode()}:{frame.f_lineno}"  # a file name may be no UTF-8

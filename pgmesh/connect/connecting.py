@@ -15,19 +15,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Union
 
-from pgmesh._util.call_sites import call_site
+from pgmesh._util.formatting import call_site
 from pgmesh.connect.decisions import Decision
 from pgmesh.connect.first_collective import FirstCollective, FirstCollectives
 from pgmesh.connect.group_rounds import ConnectJudge, GroupRound, why_stopped
 from pgmesh.connect.rounds import Rounds
 from pgmesh.errors import PgmeshError, WorldError
-from pgmesh.groups.fingerprints import Fingerprint
 from pgmesh.groups.group import Group, find_group
 from pgmesh.groups.mesh_groups import MeshGroups
-from pgmesh.groups.naming import Members, encode_ranks
+from pgmesh.groups.naming import Fingerprint, Members, encode_ranks
 from pgmesh.liveness.client import CallClient
 from pgmesh.liveness.operations import Read
-from pgmesh.liveness.processes import process_label
 
 if TYPE_CHECKING:
     from pgmesh.layout import Axis
@@ -88,22 +86,12 @@ def connect(mesh: MeshGroups, wanted: Mapping[GroupAxes, Members], seconds: floa
 
 
 class Connection:
-    """What ``connect`` keeps about the groups of some ranks with a tag: there is another one after each release.
-
-    this group has the name          and the last round      it is
-    ``connected``                    was made                connected
-    ``tried``, and not the other     was made                broken: an interrupt has kept the call from replacing it
-    any other                        any                     not connected
-    """
+    """What ``connect`` keeps about the groups of some ranks with a tag: there is another one after each release."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # held by the thread that connects them
         self.round: GroupRound | None = None  # the last one
-        self.tried = self.connected = ""  # names in torch of the groups of the last call, and of the last good one
-
-    def is_broken(self, group: Group) -> bool:
-        """True if an earlier call has begun the first collective of a group, and has not replaced it."""
-        return self.tried == group.name != self.connected and self.round is not None and self.round.is_made()
+        self.connected = ""  # name in torch of the last group that was connected
 
 
 class Connections:
@@ -190,11 +178,10 @@ class _Call:
         return {each: group for each, group in found.items() if group.fingerprint and each.connected != group.name}
 
     def _find_broken(self, found: Mapping[Connection, Group]) -> list[Connection]:
-        """Those whose first collective failed on another member, or in an earlier call that was interrupted."""
+        """The connected ones whose first collective failed on another member."""
         rounds = {each: each.round for each, group in found.items() if each.round and each.connected == group.name}
         answers = self.client.run(*(Read(each.broken_key) for each in rounds.values()))
-        broken = [connection for connection, answer in zip(rounds, answers) if answer is not None]
-        return [*broken, *(each for each, group in found.items() if each.is_broken(group))]
+        return [connection for connection, answer in zip(rounds, answers) if answer is not None]
 
     def _round_of(self, connection: Connection, group: Group | None = None) -> GroupRound:
         """The round of this call. It continues after that of the call before.
@@ -211,7 +198,6 @@ class _Call:
         if group is not None and group.fingerprint is not None:
             options = Fingerprint(rank, group.options.given, group.fingerprint.subject, group.fingerprint.hint)
             each.fingerprints = options, Fingerprint(rank, {"name in torch": group.name}, group.label, _NAMES_HINT)
-            connection.tried = group.name
         return each
 
     def _rounds_of(self, rounds: Iterable[GroupRound]) -> Rounds[GroupRound, Decision]:
@@ -220,11 +206,10 @@ class _Call:
             self.mesh.rank,
             self.client,
             self.call_site,
-            process_label(),
             self.client.seconds,
             self.statuses,
-            self.mesh.fingerprint,
-            self.mesh.key,
+            mesh=self.mesh.fingerprint,
+            mesh_key=self.mesh.key,
             pace=self.client.liveness.pace,
             warn=functools.partial(log.warning, "%s"),
             ready=self.collectives.start,

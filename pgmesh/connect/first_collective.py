@@ -121,20 +121,13 @@ class FirstCollective:
             text = f"{self.group.label}: {name_ranks(lost)} arrived, and then failed in the first collective.{reasons}"
             self._set_error(MissingRanksError(text))
         elif self._raised and self._statuses.now() - self._raised_at >= self._statuses.lost_after + 1.0:
-            self.fail(self._why_raised())
+            self.fail(self.why_raised)
 
-    def time_out(self, seconds: float) -> None:
-        """Set the error of a collective that still runs some time after the deadline of the call.
-
-        Args:
-            seconds: the deadline.
-        """
-        late = f"did not finish in time: the deadline was {seconds:g} s"
-        self.fail(self._why_raised() if self._raised else late)
-
-    def _why_raised(self) -> str:
+    @property
+    def why_raised(self) -> str:
+        """The first line of torch's error, as a reason; "" for none."""
         reason = next(iter(str(self._raised).splitlines()), type(self._raised).__name__)
-        return f"failed: {reason}"
+        return f"failed: {reason}" if self._raised else ""
 
     def fail(self, reason: str) -> None:
         """Set the error, unless it has one or is done."""
@@ -151,6 +144,7 @@ class FirstCollective:
         """Keep the process group for ever if torch has not ended the collective: its destructor would wait for that."""
         if self._work is not None and not self._work.is_completed():
             torch_private.keep_for_ever(self._process_group)
+            torch_private.keep_for_ever(self._ones)  # which the backend's thread may free after the end of Python
 
     def publish(self, run: Run) -> None:
         """Publish the error, if the other members have to know of it.
@@ -223,6 +217,7 @@ class FirstCollectives:
         for collective in sorted(self.of_made, key=lambda each: each.group.name):
             collective.start()
         # The last member may have arrived at the deadline. This leaves time to detect ranks that were lost since.
+        late = f"did not finish in time: the deadline was {self._client.seconds:g} s"
         deadline = max(self._client.deadline, time.monotonic() + self._statuses.lost_after + 1.0)
         inspection = time.monotonic() + timing.TIMING.inspection
         for pause in pauses():
@@ -235,7 +230,7 @@ class FirstCollectives:
                 self._inspect(running)
             if now >= deadline:
                 for collective in _poll(self.by_round):
-                    collective.time_out(self._client.seconds)
+                    collective.fail(collective.why_raised or late)
             _check(self._mesh, self.by_round)
             time.sleep(pause)
         self._learn([each for each in self.of_made if each.done - each.met > timing.TIMING.inspection])

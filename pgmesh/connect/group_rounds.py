@@ -22,10 +22,10 @@ from pgmesh._util.formatting import format_ranks, name_ranks
 from pgmesh.connect.decisions import Arrival, Arrivals, Decision
 from pgmesh.connect.rounds import Client, Judge, Round, undecided
 from pgmesh.errors import MismatchError
-from pgmesh.groups.fingerprints import Fingerprint
+from pgmesh.groups.naming import Fingerprint
 from pgmesh.liveness import timing
 from pgmesh.liveness.operations import Add, Append, CompareSet, Delete, Operation, Read
-from pgmesh.liveness.processes import without_token
+from pgmesh.liveness.processes import process_label, without_token
 from pgmesh.liveness.records import error_text, quoted
 from pgmesh.liveness.statuses import PendingConnect, Statuses
 
@@ -91,9 +91,9 @@ class ConnectJudge(Judge[GroupRound, Decision]):
         rank: this rank.
         client: the store and the clock.
         call_site: the line of code that called.
-        process: description of this process. It reveals two processes that have the same rank.
         deadline: seconds from the start of the call.
         statuses: the statuses of the other ranks, which this call reads.
+        process: description of this process. It reveals two processes that have the same rank.
         mesh: fingerprint of the mesh; None if the rounds belong to no mesh.
         mesh_key: prefix of the keys of all rounds of the mesh.
         skip_decided: arrive at the next attempt if the current one was decided before this rank arrived.
@@ -105,9 +105,9 @@ class ConnectJudge(Judge[GroupRound, Decision]):
     rank: int
     client: Client
     call_site: str
-    process: str
     deadline: float
     statuses: Statuses
+    process: str = field(default_factory=process_label)
     mesh: Fingerprint | None = None
     mesh_key: str = ""
     skip_decided: bool = True

@@ -16,7 +16,7 @@ import functools
 import sys
 from collections.abc import Callable
 
-from pgmesh._util.call_sites import call_site
+from pgmesh._util.formatting import call_site
 from pgmesh.connect.rounds import Rounds
 from pgmesh.elastic.aborts import abort, end_aborted, is_aborted, publish_abort
 from pgmesh.elastic.judging import MeshRound, SurvivorJudge

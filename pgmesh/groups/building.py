@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import torch_private
-from pgmesh._util.call_sites import call_site
+from pgmesh._util.formatting import call_site
 from pgmesh.errors import OptionsError
 from pgmesh.groups.backends import CONSTRUCTORS, GLOO, backends_of, new_gloo
 from pgmesh.groups.connecting import GroupStore
 from pgmesh.groups.default_world import world_rank_and_size
-from pgmesh.groups.fingerprints import Fingerprint
 from pgmesh.groups.group import Group
+from pgmesh.groups.naming import Fingerprint
 from pgmesh.groups.world import World
 from pgmesh.options import GroupOptions
 
@@ -28,11 +28,13 @@ _DEBUGGED = (GLOO, "nccl")
 """The backends that torch checks with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
 
 
-def set_options(group: Group, mesh: Fingerprint, options: GroupOptions, differing: Mapping[str, Any]) -> None:
+def set_options(
+    group: Group, mesh: Fingerprint, options: GroupOptions, default: GroupOptions, differing: Mapping[str, Any]
+) -> None:
     """Set the options of a group that is about to be made, and its fingerprint.
 
     Args:
-        mesh: the fingerprint of its mesh.
+        mesh: the fingerprint of its mesh, with the default options.
         differing: the options of the call that differ from those configured.
     """
     group.options, group.fingerprint = options, None
@@ -44,7 +46,8 @@ def set_options(group: Group, mesh: Fingerprint, options: GroupOptions, differin
             "Create the same mesh on all ranks, configure its axes with the same options, and pass the same options "
             "in calls. Give different meshes different names."
         )
-        group.fingerprint = Fingerprint(mesh.rank, {**mesh.fields, **options.given}, subject, hint)
+        fields = mesh.fields if options is default else {**mesh.fields, **options.given}
+        group.fingerprint = Fingerprint(mesh.rank, fields, subject, hint)
 
 
 def make_by_members(group: Group, key: str, world: World, description: str) -> None:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from pgmesh._util.formatting import format_ranks, name_ranks
 from pgmesh.errors import MismatchError, MissingRanksError, PgmeshError
-from pgmesh.groups.fingerprints import Fingerprint
+from pgmesh.groups.naming import Fingerprint
 
 log = logging.getLogger("pgmesh")
 
@@ -118,16 +118,14 @@ class GroupStore(dist.Store):
 
     # -- the members ------------------------------------------------------------------------------------------------
 
-    def keys_of(self, place: int) -> list[str]:
-        """The keys of the addresses of a member, in the group's part of the world's store."""
-        return [f"{key.rpartition('/')[0]}/{place}" for key in self.own]
+    def _others(self) -> list[str]:
+        """The keys of the other members' addresses, which end in their places in the group."""
+        places = [place for place in range(len(self.ranks)) if place != self._place]
+        return [f"{key.rpartition('/')[0]}/{place}" for place in places for key in self.own]
 
     def others_keys(self) -> list[str]:
-        """The keys of the other members' addresses in the world's store."""
-        return [f"{self.name}/{key}" for place in self._others() for key in self.keys_of(place)]
-
-    def _others(self) -> list[int]:
-        return [place for place in range(len(self.ranks)) if place != self._place]
+        """The same in the world's store."""
+        return [f"{self.name}/{key}" for key in self._others()]
 
     @property
     def other_place(self) -> int:
@@ -139,17 +137,14 @@ class GroupStore(dist.Store):
         if self.complete_at is not None:
             return ()
         client = self._client()
-        return tuple(
-            self.ranks[place]
-            for place in self._others()
-            if not client.check([f"{self.name}/{key}" for key in self.keys_of(place)])
-        )
+        keys = [key for key in self.others_keys() if not client.check([key])]
+        return tuple(dict.fromkeys(self.ranks[int(key.rpartition("/")[2])] for key in keys))
 
     def addresses(self) -> list[bytes]:
         """The addresses of the other members; none before all are known."""
         if self.complete_at is None:
             return []
-        return [self._local.get(key) for place in self._others() for key in self.keys_of(place)]
+        return [self._local.get(key) for key in self._others()]
 
     def describe(self, missing: Sequence[int], seconds: float) -> str:
         """Message about the members that have not made the group."""
@@ -188,8 +183,7 @@ class GroupStore(dist.Store):
                     self._set_addresses(itertools.repeat(_REFUSED))
 
     def _set_addresses(self, addresses: Iterable[bytes]) -> None:
-        keys = [key for place in self._others() for key in self.keys_of(place)]
-        for key, address in zip(keys, addresses):
+        for key, address in zip(self._others(), addresses):
             self._local.set(key, address)
 
     @property

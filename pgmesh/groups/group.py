@@ -21,13 +21,15 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from pgmesh import torch_private
 from pgmesh.errors import LifetimeError
 from pgmesh.groups.connecting import GroupStore
-from pgmesh.groups.fingerprints import Fingerprint
+from pgmesh.groups.naming import Fingerprint
 from pgmesh.options import GroupOptions
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 S = TypeVar("S")
+
+_NO_OPTIONS = GroupOptions()
 
 
 class State(enum.Enum):
@@ -63,7 +65,7 @@ class Group:
     path: str = ""
     releases: int = 0
     attempt: int | None = None
-    options: GroupOptions = field(default_factory=GroupOptions)
+    options: GroupOptions = _NO_OPTIONS
     fingerprint: Fingerprint | None = None
     call_site: str = ""
     store: GroupStore | None = None

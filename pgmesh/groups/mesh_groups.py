@@ -19,15 +19,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from pgmesh import torch_private
-from pgmesh._util.call_sites import call_site
+from pgmesh._util.formatting import call_site
 from pgmesh.errors import LifetimeError, RankError
 from pgmesh.groups import adoption, building, ending, naming
 from pgmesh.groups.backends import backends_of
 from pgmesh.groups.configuring import ConfiguredOptions, check_supported
 from pgmesh.groups.device_meshes import DeviceMeshes, Dimensions
-from pgmesh.groups.fingerprints import Fingerprint
 from pgmesh.groups.group import Group, State
-from pgmesh.groups.naming import Members
+from pgmesh.groups.naming import Fingerprint, Members
 from pgmesh.groups.world import World, current_world
 from pgmesh.options import GroupOptions
 
@@ -101,6 +100,7 @@ class MeshGroups:
             "shape": list(self.layout.shape),
             "ranks": naming.describe_ranks(self.layout.ranks_in_order()),
             "size of the world": self.world.size,
+            **self.world.given,
         }
         hint = "Close it on every rank and create the same mesh on all, or give different meshes different names."
         return Fingerprint(self.rank, fields, self.label, hint)
@@ -185,7 +185,7 @@ class MeshGroups:
             if options is not self.world.options:
                 check_supported(options, group.label)
             self.world.keep(self)
-            building.set_options(group, self.fingerprint, options, differing)
+            building.set_options(group, self.fingerprint, options, self.world.options, differing)
             description = options.description or f"{self.name or 'mesh'}[{members.describe(self.rank)}]"
             if backends_of(options.backend).by_members:
                 building.make_by_members(group, self.key, self.world, description)

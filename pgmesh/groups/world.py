@@ -45,6 +45,7 @@ class World:
 
     def __init__(self, store: Any, rank: int, size: int, options: GroupOptions, address: str = "") -> None:
         self.rank, self.size, self.options, self.address = rank, size, options, address
+        self.given = options.given  # for the fingerprints
         self.ended = ""  # why this process has left the world
         self.on_end: list[Callable[[], object]] = []
         """Called in reverse order when this process leaves the world, before its meshes end."""

@@ -1,4 +1,4 @@
-"""How many operations each rank has entered in each of its groups. Only reports read that: it is longer than a status."""
+"""How many operations each rank has entered in each of its groups. Only reports read that, as it may be long."""
 
 from __future__ import annotations
 

@@ -17,13 +17,12 @@ from pgmesh.connect.decisions import Decision
 from pgmesh.connect.group_rounds import ConnectJudge, GroupRound
 from pgmesh.connect.rounds import Rounds
 from pgmesh.errors import PgmeshError, WorldError
-from pgmesh.groups.fingerprints import Fingerprint
+from pgmesh.groups.naming import Fingerprint
 from pgmesh.groups.world import World, current_world
 from pgmesh.liveness import timing
 from pgmesh.liveness.client import CallClient
 from pgmesh.liveness.liveness import liveness_of
 from pgmesh.liveness.operations import Add, CompareSet, Operation, Read
-from pgmesh.liveness.processes import process_label
 
 
 class _Tasks:
@@ -95,7 +94,6 @@ class Stages:
             rank=self.rank,
             client=CallClient(self._world, self.seconds),
             call_site=stage.group,
-            process=process_label(),
             deadline=self.seconds,
             statuses=self._liveness.new_statuses(),
             skip_decided=False,  # the decision of a stage holds for ranks that arrive later

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pgmesh._util.call_sites import call_site
+from pgmesh._util.formatting import call_site
 
 
 def test_call_site_of_undecodable_file_is_text():

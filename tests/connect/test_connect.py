@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from pgmesh import LifetimeError, MismatchError, ProcessGroupMesh, WorldError
+from pgmesh.connect import first_collective
 from pgmesh.connect.connecting import Connections
-from pgmesh.groups.mesh_groups import MeshGroups
 from pgmesh.groups.naming import Members
 from pgmesh.groups.world import current_world
 from pgmesh.liveness.operations import Read
@@ -195,6 +195,25 @@ def test_tags_and_chosen_ranks_connect():
         check_sums({"three": (mesh.group_of([0, 2, 3]), [0, 2, 3])})
 
 
+@on_ranks(4)
+def test_blocking_backends_start_in_one_order():
+    """As NCCL, which connects in the calling thread: in the same order on all ranks, once all groups are decided."""
+    mesh, entered, all_reduce = ProcessGroupMesh(dp=2, tp=2, name="actor"), [], dist.all_reduce
+
+    def record(*arguments, **more):
+        entered.append(more["group"].group_name)
+        return all_reduce(*arguments, **more)
+
+    families = ["dp", "tp", ("dp", "tp")]
+    turn = mesh.rank % 3
+    blocking = mock.patch.object(first_collective, "connects_in_background", return_value=False)
+    with blocking, mock.patch.object(dist, "all_reduce", record):
+        mesh.connect(*families[turn:], *families[:turn])
+    assert len(entered) == 3
+    assert entered == sorted(entered)
+    check_sums(groups_of(mesh))
+
+
 @on_ranks(2, "fast")
 def test_unstarted_first_collective_fails_at_the_deadline(tmp_path):
     """Rank 1 arrives, but it does not begin the first collective before rank 0 has given up."""
@@ -213,25 +232,6 @@ def test_unstarted_first_collective_fails_at_the_deadline(tmp_path):
         "group dp of mesh 'actor': its first collective did not finish in time: the deadline was 2 s. "
         "Its members are ranks 0, 1."
     )
-
-
-@on_ranks(4, "fast")
-def test_retry_succeeds_after_interrupted_clean_up(tmp_path):
-    """Both first collectives of rank 0 fail, and it is interrupted before it has ended the first of their groups."""
-    beat_fast()
-    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
-    dist.barrier()
-    if mesh.rank == 0:
-        with mock.patch.object(MeshGroups, "replace", side_effect=KeyboardInterrupt):
-            failed = attempt(lambda: mesh.connect("dp", "tp", timeout=1))
-        assert failed.kind == "KeyboardInterrupt"
-        set_flag(tmp_path, "interrupted")
-    else:
-        with at_all_reduce(before=lambda: wait_for_flag(tmp_path, "interrupted")):
-            attempt(lambda: mesh.connect("dp", "tp", timeout=1))
-    dist.barrier()
-    mesh.connect("dp", "tp")
-    check_sums(groups_of(mesh))
 
 
 @on_ranks(4)

@@ -9,7 +9,7 @@ import pytest
 from pgmesh import LifetimeError, MismatchError, MissingRanksError, WorldError
 from pgmesh.connect.decisions import Decision
 from pgmesh.connect.group_rounds import GroupRound
-from pgmesh.groups.fingerprints import Fingerprint
+from pgmesh.groups.naming import Fingerprint
 from pgmesh.liveness.operations import Operation
 from pgmesh.liveness.statuses import PendingConnect, RankStatus, status_key
 from tests.support.memory_client import MADE, MemoryClient, arrival, round_of, rounds_of

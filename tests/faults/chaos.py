@@ -21,11 +21,11 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from pgmesh.rendezvous.operations import Add, Operation
 
 from pgmesh import ProcessGroupMesh
 from pgmesh.launch import StoreProcess
 from pgmesh.launch.spawning import Outcome
-from pgmesh.rendezvous.operations import Add, Operation
 from tests.support.board import Fault, at_all_reduce, faults as faults_at
 from tests.support.faults import (
     BEAT,

@@ -1,8 +1,8 @@
 """Resource leaks after each kind of fault that a process survives: none.
 
-Four ranks run into one kind of fault again and again. Early and late, each counts its descriptors, its threads, the
-entries of torch's tables and the keys in the store, of which none may be more, and its resident memory, which may grow
-by MOST in TIMES faults: for each, by less than the 175 KiB of a group. In test_torch_hazards.py, nothing fails.
+Four ranks run into one kind of fault again and again. Early and late, each counts its descriptors, its threads and the
+entries of torch's tables, of which none may be more, and its resident memory, which may grow by MOST in TIMES faults:
+for each, by less than the 175 KiB of a group. In test_torch_hazards.py, nothing fails.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from torch.distributed.tensor import DTensor, Shard
 from pgmesh import ProcessGroupMesh
 from pgmesh.groups import backends
 from pgmesh.groups.group import find_group
-from tests.support.board import at_all_reduce, raises
 from tests.support.faults import BEAT, LONG_TIMEOUT, beat_fast_with_bystander, wait_until, wait_until_waiting
-from tests.support.resource_counts import CAN_COUNT, count_resources, count_with_keys, growth, resident_kib
+from tests.support.resource_counts import CAN_COUNT, count_resources, growth, resident_kib
 from tests.support.worlds import World, check_sums, on_ranks, world
 
 pytestmark = pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")
@@ -119,11 +118,6 @@ def no_rank_can_make(mesh: ProcessGroupMesh) -> None:
         fails("OSError", mesh.connect)
 
 
-def is_interrupted_in_the_first_collective(mesh: ProcessGroupMesh) -> None:
-    mesh.configure(*ALL, timeout=2 * SOON)
-    one_stops("KeyboardInterrupt", mesh, at_all_reduce(before=raises(KeyboardInterrupt())))
-
-
 def one_stops(kind: str, mesh: ProcessGroupMesh, broken: Any) -> None:
     if mesh.rank == 3:
         wait_until_waiting(0, 1, 2)
@@ -144,7 +138,6 @@ FAULTS: list[Callable[[ProcessGroupMesh], None]] = [
     is_refused,
     cannot_make,
     no_rank_can_make,
-    is_interrupted_in_the_first_collective,
 ]
 
 # ---- nothing waits for the garbage collector ----
@@ -211,14 +204,14 @@ def again_and_again(fault: Callable[[ProcessGroupMesh], None]) -> dict[str, int]
     """
     beat_fast_with_bystander()
     memory, rounds, grown = repeat(fault, FIRST), 0, math.inf
-    held = count_with_keys()
+    held = count_resources()
     while grown > MOST and rounds < 3:
         dist.barrier()
         before, memory, rounds = memory, repeat(fault, TIMES), rounds + 1
         most = torch.tensor(memory - before)
         dist.all_reduce(most, dist.ReduceOp.MAX)  # all ranks repeat it, or none
         grown = int(most)
-    more = growth([held], count_with_keys)
+    more = growth([held])
     dist.barrier()
     if grown > MOST:
         more["KiB"] = grown

@@ -8,7 +8,7 @@ from typing import Any
 from pgmesh.connect.decisions import Arrival, Decision
 from pgmesh.connect.group_rounds import ConnectJudge, GroupRound
 from pgmesh.connect.rounds import Rounds
-from pgmesh.groups.fingerprints import Fingerprint
+from pgmesh.groups.naming import Fingerprint
 from pgmesh.liveness.operations import Delete, Operation, Read, perform
 from pgmesh.liveness.statuses import PendingConnect, RankStatus, Statuses, status_key
 from tests.support.board import MemoryStore, key_of

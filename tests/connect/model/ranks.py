@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from pgmesh.connect.decisions import Decision
 from pgmesh.connect.group_rounds import ConnectJudge, GroupRound
 from pgmesh.connect.rounds import Rounds
-from pgmesh.groups.fingerprints import Fingerprint
+from pgmesh.groups.naming import Fingerprint
 from pgmesh.liveness.operations import Append, CompareSet
 from pgmesh.liveness.statuses import PendingConnect, Statuses
 from tests.connect.model.programs import Call as Groups, Group, Program
