@@ -1,4 +1,4 @@
-"""The command line. ``check``, ``doctor``, ``plan``, ``report`` and ``show`` are commands; the other modules are shared.
+"""The command line. ``arguments`` and ``output`` are shared; each other module is a command.
 
 Each command has ``add``, which declares its arguments, ``EXAMPLES`` for its help, and ``run``, which executes it.
 """

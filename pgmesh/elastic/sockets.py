@@ -1,11 +1,18 @@
-"""The TCP connections of Gloo groups in this process, which an abort shuts down. No other file touches them."""
+"""The TCP sockets of Gloo groups in this process, which an abort ends. No other file touches them. Needs Linux's /proc.
+
+A listener is never shut down: Gloo ends the process if it cannot accept (listener.cc:68). It gets a filter that drops
+all packets. Gloo also ends the process if a member connects after a wait for it has timed out (pair.cc:680), as a rank
+does that was stopped, and goes on. Source: https://github.com/pytorch/gloo/tree/70dc360/gloo/transport/tcp
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
 import stat
+import struct
 import time
 from collections.abc import Collection, Iterable
 
@@ -17,9 +24,13 @@ _Address = tuple[str, int]
 _OPENING_SECONDS = 0.005
 """The time in which Gloo completes a connection that it is opening, usually."""
 
+_SO_ATTACH_FILTER = 26
+_DROP = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # of each packet, pass on 0 bytes
+_FILTER = struct.pack("HP", 1, ctypes.addressof(_DROP))
+
 
 def shut_down(stores: Iterable[GroupStore]) -> None:
-    """Shut down all connections of some groups, so that collectives on both ends raise. It needs Linux's /proc.
+    """Shut down all connections of some groups, so that collectives on both ends raise, and accept no others.
 
     Gloo may be opening a connection. So all are shut down a second time, a few milliseconds later.
     """
@@ -35,14 +46,14 @@ def shut_down(stores: Iterable[GroupStore]) -> None:
 
 
 def _shut_down(own: Collection[_Address], members: Collection[_Address]) -> None:
-    """Shut down connections that listeners of this process have accepted, or that lead to listeners of members.
-
-    A listener itself is left alone: Gloo ends the process if it cannot accept.
-    """
+    """Shut down connections that listeners of this process have accepted, or that lead to listeners of members."""
     with contextlib.suppress(FileNotFoundError):
         for number in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError), _duplicate(int(number)) as each:  # closed meanwhile, or no connection
-                if each.getpeername()[:2] in members or each.getsockname()[:2] in own:
+                is_own = each.getsockname()[:2] in own
+                if is_own and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    each.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, _FILTER)
+                elif is_own or each.getpeername()[:2] in members:
                     each.shutdown(socket.SHUT_RDWR)
 
 

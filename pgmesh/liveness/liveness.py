@@ -31,8 +31,6 @@ log = logging.getLogger("pgmesh")
 
 R = TypeVar("R")
 
-LEFT_WORLD = "has left the world"
-
 
 class Liveness:
     """The liveness thread of this process in one world.
@@ -135,7 +133,7 @@ class Liveness:
 
         A thread that returns from the store's client while Python finalises would abort the process.
         """
-        self._exited = f"{LEFT_WORLD}: {self.world.ended}"
+        self._exited = f"has left the world: {self.world.ended}"
         self._wake.set()
         self._thread.join()
         self._listeners.close()

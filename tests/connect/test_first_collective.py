@@ -96,7 +96,7 @@ def test_error_of_torch_without_text_is_named():
         collective = FirstCollective(group, made_round(), SILENT)
         collective.start()
         collective.poll()
-        collective.time_out(3.0)
+        collective.fail(collective.why_raised)
     assert "its first collective failed: RuntimeError." in str(collective.error)
 
 

@@ -25,6 +25,7 @@ from pgmesh.groups import backends
 from pgmesh.groups.group import find_group
 from tests.support.faults import BEAT, LONG_TIMEOUT, beat_fast_with_bystander, wait_until, wait_until_waiting
 from tests.support.resource_counts import CAN_COUNT, count_resources, growth, resident_kib
+from tests.support.torch_tables import is_connecting
 from tests.support.worlds import World, check_sums, on_ranks, world
 
 pytestmark = pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")
@@ -202,7 +203,8 @@ def again_and_again(fault: Callable[[ProcessGroupMesh], None]) -> dict[str, int]
 
     Memory that is allocated once, at whatever time, is no leak: in one of three rounds it may not grow.
     """
-    beat_fast_with_bystander()
+    bystander = beat_fast_with_bystander()
+    wait_until(lambda: not is_connecting(bystander.group()), "all connections of the bystander")
     memory, rounds, grown = repeat(fault, FIRST), 0, math.inf
     held = count_resources()
     while grown > MOST and rounds < 3:

@@ -175,7 +175,7 @@ CALLS = {
     receive: "torch.distributed.recv",
     gather_objects: "torch.distributed.all_gather_object",
     wait_in_barrier: "torch.distributed.barrier",
-    wrap_model: "DistributedDataParallel.__init__",
+    wrap_model: ".__init__",
 }
 
 

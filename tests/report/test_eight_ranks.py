@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from pgmesh.__main__ import main
+from pgmesh.liveness import timing
 from tests.support.faults import beat_fast, set_flag, wait_for_flag, wait_until
 from tests.support.jobs import Job, running_job
 from tests.support.programs import send_signal
@@ -119,13 +120,18 @@ def check_table(table: str, job: Job) -> None:
 
 
 def test_command_says_where_each_rank_is(job: Job, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(timing, "TIMING", timing.TIMING)  # until the end of the test
     beat_fast()
 
     def table() -> str:
         assert main(["report", f"127.0.0.1:{job.port}"]) == 0
         return str(capsys.readouterr().out)
 
-    text = wait_until(lambda: found if states_of(found := table())[2] == "silent" else "", "the silent rank")
+    def complete_table() -> str:
+        text = table()
+        return text if states_of(text)[2] == "silent" and "behind" in text else ""
+
+    text = wait_until(complete_table, "a table with the silent rank")
     assert text.startswith(f"the world at 127.0.0.1:{job.port}: 8 ranks\n")
     check_table(text, job)
     behind = re.findall(

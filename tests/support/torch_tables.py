@@ -101,3 +101,11 @@ def address_is_published(group: dist.ProcessGroup) -> bool:
     assert record is not None
     assert record.store is not None
     return current_world().store().check([f"{record.store.name}/{key}" for key in record.store.own])
+
+
+def is_connecting(group: dist.ProcessGroup) -> bool:
+    """True until this rank has found the members of a Gloo group and started all its pairs."""
+    record = find_group(group.group_name)
+    assert record is not None
+    assert record.store is not None
+    return current_world().connector.is_open(record.store)
