@@ -484,13 +484,12 @@ def keep_for_ever(kept: Any) -> None:
 
 
 def operations_entered() -> dict[str, int]:
-    """By name of each group: how many operations this process has entered. NCCL's do not count: none is recorded."""
+    """By name of each group: how many operations this process has entered."""
     entered: dict[str, int] = {}
     for group in all_groups():
         with contextlib.suppress(RuntimeError):
             backends = {group._get_backend(device) for device in group._device_types}
-            counts = [each._get_sequence_number_for_group() for each in backends if "NCCL" not in type(each).__name__]
-            entered[group.group_name] = sum(counts)
+            entered[group.group_name] = sum(each._get_sequence_number_for_group() for each in backends)
     return entered
 
 

@@ -18,7 +18,7 @@ TESTS = Path(__file__).parent
 collect_ignore = ["upstream/plugin.py"]  # for torch's own tests, which need expecttest
 
 LONGEST = (
-    "rendezvous/test_model",
+    "connect/test_model",
     "elastic/test_model",
     "faults/test_faults",
     "launch/test_launch",
@@ -36,7 +36,6 @@ LONGEST = (
     "test_laws",
     "elastic/test_spares",
     "groups/test_lifetime",
-    "rendezvous/test_store_thread",
     "faults/test_exits",
     "faults/test_connections",
     "resharding/test_plan",
@@ -48,7 +47,7 @@ LONGEST = (
     "connect/test_connect",
     "parallel/test_checkpoint",
     "docs/test_readme",
-    "rendezvous/test_detection_latency",
+    "connect/test_detection_latency",
 )
 """The slowest files. Files that wait alternate with files that compute; mypy runs next to the first two."""
 

@@ -1,18 +1,19 @@
 """The TCP sockets of Gloo groups in this process, which an abort ends. No other file touches them. Needs Linux's /proc.
 
-A listener is never shut down: Gloo ends the process if it cannot accept (listener.cc:68). It gets a filter that drops
-all packets. Gloo also ends the process if a member connects after a wait for it has timed out (pair.cc:680), as a rank
-does that was stopped, and goes on. Source: https://github.com/pytorch/gloo/tree/70dc360/gloo/transport/tcp
+Gloo ends the process if a listener of it fails (listener.cc:68), or if a member connects after a wait for that member
+has timed out (pair.cc:680), as a member does that was stopped and goes on. So a listener is closed in another way: its
+descriptor becomes that of a socket to which nothing connects.
+Source: https://github.com/pytorch/gloo/tree/70dc360272dfc57e3617184c78ff9b06f8cd4757/gloo/transport/tcp
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import functools
 import os
 import socket
 import stat
-import struct
+import threading
 import time
 from collections.abc import Collection, Iterable
 
@@ -24,13 +25,11 @@ _Address = tuple[str, int]
 _OPENING_SECONDS = 0.005
 """The time in which Gloo completes a connection that it is opening, usually."""
 
-_SO_ATTACH_FILTER = 26
-_DROP = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # of each packet, pass on 0 bytes
-_FILTER = struct.pack("HP", 1, ctypes.addressof(_DROP))
+_lock = threading.Lock()  # no thread finds the duplicates of another one
 
 
 def shut_down(stores: Iterable[GroupStore]) -> None:
-    """Shut down all connections of some groups, so that collectives on both ends raise, and accept no others.
+    """Shut down all connections of some groups, so that collectives on both ends raise, and refuse new ones.
 
     Gloo may be opening a connection. So all are shut down a second time, a few milliseconds later.
     """
@@ -39,7 +38,7 @@ def shut_down(stores: Iterable[GroupStore]) -> None:
     for store in stores:
         own.update(filter(None, map(torch_private.gloo_endpoint, store.own.values())))
         members.update(filter(None, map(torch_private.gloo_endpoint, store.addresses())))
-    if members:
+    with _lock, contextlib.suppress(FileNotFoundError):
         _shut_down(own, members)
         time.sleep(_OPENING_SECONDS)
         _shut_down(own, members)
@@ -47,14 +46,13 @@ def shut_down(stores: Iterable[GroupStore]) -> None:
 
 def _shut_down(own: Collection[_Address], members: Collection[_Address]) -> None:
     """Shut down connections that listeners of this process have accepted, or that lead to listeners of members."""
-    with contextlib.suppress(FileNotFoundError):
-        for number in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError), _duplicate(int(number)) as each:  # closed meanwhile, or no connection
-                is_own = each.getsockname()[:2] in own
-                if is_own and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    each.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, _FILTER)
-                elif is_own or each.getpeername()[:2] in members:
-                    each.shutdown(socket.SHUT_RDWR)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError), _duplicate(number) as each:  # closed meanwhile, or no connection
+            is_own = each.getsockname()[:2] in own
+            if is_own and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                os.dup2(_idle_listener().fileno(), number)
+            elif is_own or each.getpeername()[:2] in members:
+                each.shutdown(socket.SHUT_RDWR)
 
 
 def _duplicate(number: int) -> socket.socket:
@@ -67,3 +65,13 @@ def _duplicate(number: int) -> socket.socket:
         raise OSError(f"descriptor {number} is no socket")
     # If the program has set a default timeout, Python makes the socket itself non-blocking, unless its type says it is.
     return socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=os.dup(number))
+
+
+@functools.cache
+def _idle_listener() -> socket.socket:
+    """A listener without an address that others know: to accept on it fails as if no connection has come."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.setblocking(False)
+    listener.bind("")
+    listener.listen()
+    return listener

@@ -76,6 +76,8 @@ class World:
         if not self.has_server:
             return self._store
         try:
+            if self._client is not None:
+                self._client.check([""])  # fails at once if the server has ended, where ``clone`` would try for minutes
             return self._store.clone()
         except (RuntimeError, OSError) as error:
             raise self.error(error) from error

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
-from pgmesh.groups.connecting import PAIRS_AFTER
+from pgmesh.groups import connecting
 from pgmesh.launch import StoreProcess
 from tests.support.collectives import COLLECTIVES
 from tests.support.faults import (
@@ -42,7 +42,7 @@ def connected(name: str, timeout: float) -> ProcessGroupMesh:
     mesh.configure(timeout=timedelta(seconds=timeout))
     mesh.connect(timeout=LONG_TIMEOUT)
     check_sums(groups_of(mesh))
-    time.sleep(2 * PAIRS_AFTER)
+    time.sleep(2 * connecting.PAIRS_AFTER)
     dist.barrier(mesh.group())
     return mesh
 
@@ -85,6 +85,40 @@ def test_abort_wakes_ranks_in_a_collective(tmp_path: Path, collective: str):
             continue  # it did not need the absent rank
         assert seconds < 1.0 + SLACK, f"without {absent}: {seconds:.1f} s after the abort, {failed}"
         assert failed.kind == "LifetimeError" or "onnection" in failed.text, failed
+
+
+# ---- a rank connects to a mesh that the others have replaced ----
+
+
+def connect_late(folder: Path) -> list[Attempt]:
+    """Rank 2 connects to the others after their waits for it have timed out, as a rank does that was stopped."""
+    beat_fast()
+    connecting.PAIRS_AFTER = 1e6  # each pair is connected at its first use
+    mesh, value = ProcessGroupMesh(3, name="train"), torch.ones(1)
+    mesh.configure(timeout=0.5)
+    group = mesh.group()
+    time.sleep(BEAT)  # until each rank knows the others
+    if mesh.rank == 2:
+        wait_for_flags(folder, "replaced", (0, 1))
+        found = [attempt(lambda rank=rank: dist.send(value, rank, group=group)) for rank in (0, 1)]
+        set_flag(folder, "sent")
+        return found
+    mesh.abort_when_lost()  # so that the two know of each other
+    failed = attempt(lambda: dist.recv(value, 2, group=group))
+    check_sums(groups_of(mesh.shrink(0, timeout=LONG_TIMEOUT)))
+    set_flag(folder, f"replaced {mesh.rank}")
+    wait_for_flag(folder, "sent")
+    time.sleep(BEAT)
+    return [failed]
+
+
+@pytest.mark.parametrize("_", range(3))
+def test_late_connection_ends_no_survivor(tmp_path: Path, _: int):
+    """Of each two ranks, the one with the greater port connects: several worlds, so that it is the late one in some."""
+    with fresh_world(3) as own:
+        for failed in results(own.outcomes(connect_late, tmp_path)):
+            print(failed)
+            assert all(each.kind for each in failed)
 
 
 # ---- a rank sends more than the connection's buffers hold, to a rank that is killed ----

@@ -42,10 +42,12 @@ from tests.support.faults import (
     set_flag,
     wait_for_flag,
     wait_for_flags,
+    wait_until,
     wait_until_waiting,
 )
 from tests.support.releases import check_cycles
 from tests.support.resource_counts import count_resources, growth
+from tests.support.torch_tables import is_connecting
 from tests.support.worlds import check_sums, fresh_world, groups_of
 
 D = 4 * H  # seconds: the deadline of the calls that faults fall into
@@ -174,6 +176,7 @@ def live_through(case: Case, folder: Path) -> Seen:
         connect_and_check(bystander, (0,))
         with ProcessGroupMesh(-1, ranks=case.alive, name="first") as first:  # what is made once in a process
             connect_and_check(first)
+        wait_until(lambda: not is_connecting(bystander.group()), "all connections of the bystander")
     gc.collect()
     before = count_resources()
     mesh = ProcessGroupMesh(-1, ranks=case.members, name="actor")

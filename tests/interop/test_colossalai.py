@@ -247,6 +247,7 @@ def test_the_two_columns_are_the_same(theirs: str, ours: str):
 def test_two_equal_meshes_need_names():
     with fake_rank(5, 8):
         first, second = ColossalMesh(2, 2, 2), ColossalMesh(2, 2, 2)
+        second.get_group_along_axis(0)
         with pytest.raises(NameTakenError, match=r"close the other.*\n.*name='actor'\)   # or name this one"):
             first.get_group_along_axis(0)
         assert ColossalMesh(2, 2, 2, name="critic").get_group_along_axis(0).size() == second.size(0) == 2

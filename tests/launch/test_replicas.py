@@ -36,8 +36,8 @@ folder, replica, replicas, port, start = Path(sys.argv[1]), *map(int, sys.argv[2
 signal.alarm(300)  # it does not outlive the test
 world = launch.join("gloo", timeout=60, replica=replica, replicas=replicas, host="127.0.0.1", port=port)
 
-def create():
-    return ProcessGroupMesh(dp=replicas, tp=-1, name="train")
+def create(epoch):
+    return ProcessGroupMesh(dp=replicas, tp=-1, name=f"train-{epoch}")
 
 def check_sums(mesh):
     for axes in ("dp",), ("tp",), ("dp", "tp"):
@@ -46,7 +46,8 @@ def check_sums(mesh):
         dist.all_reduce(total, group=mesh.group(*axes))
         assert total.nonzero().flatten().tolist() == sorted(mesh.ranks(*axes)), (axes, total)
 
-mesh, epoch = create(), int(start != "first")
+epoch = int(start != "first")
+mesh = create(epoch)
 if start == "by standing by":
     mesh = mesh.stand_by(timeout=60)
 else:
@@ -62,7 +63,7 @@ while not (folder / "over").exists():
             dist.all_reduce(told, dist.ReduceOp.MIN, group=mesh.group("dp", "tp"))
         if epoch == 0 and told:
             mesh.close()
-            mesh, epoch = create(), 1
+            mesh, epoch = create(1), 1
             mesh.connect(timeout=60)
         check_sums(mesh)
         new = folder / f"{world.rank}.new"
