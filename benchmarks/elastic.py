@@ -20,14 +20,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from pgmesh.rendezvous import timing
-from pgmesh.rendezvous.operations import Board, Operation
-from pgmesh.rendezvous.statuses import status_key
-from pgmesh.rendezvous.world_store import WorldStore
 
 from benchmarks.report import OURS, Figure, Target
 from pgmesh import PgmeshError, ProcessGroupMesh, launch
+from pgmesh.groups.world import current_world
 from pgmesh.launch.processes import process_context
+from pgmesh.liveness import timing
 
 RANKS, VICTIM, SIZES = 8, 3, {"dp": 4, "tp": 2}
 STEPS_BEFORE, COUNTED = 5, 20
@@ -192,25 +190,16 @@ def _count() -> float:
     return max(launch.spawn(_counted, RANKS, timeout=2 * SECONDS))
 
 
-class RecordingBoard(Board):
-    def __init__(self) -> None:
-        self.performed: list[Operation] = []
-
-    def perform(self, store: Any, operation: Operation) -> Any:
-        self.performed.append(operation)
-        return super().perform(store, operation)
-
-
 def _counted() -> int:
     mesh, weights = ProcessGroupMesh(SIZES, name="train"), torch.eye(64)
     mesh.connect("dp", "tp")
-    board = RecordingBoard()
-    with mock.patch.object(WorldStore, "board", board):
+    world = current_world()
+    store = mock.Mock(wraps=world.store())
+    with mock.patch.object(world, "store", return_value=store):
         for _ in range(COUNTED):
             step(mesh, weights)
     dist.barrier()
-    heartbeats = [each for each in board.performed if status_key(mesh.rank) in str(each)]
-    return len(board.performed) - len(heartbeats)
+    return len(store.method_calls)
 
 
 if __name__ == "__main__":

@@ -282,17 +282,6 @@ def test_names_of_torch_groups_ignore_our_groups(mesh):
     assert c10d._world.pg_config_info, "torch's own look at its tables still works"
 
 
-def test_unpickled_mesh_without_use_takes_no_number():
-    """One rank loads a checkpoint with a mesh. The mesh that all ranks create then has the same names on each."""
-    with fake_rank(5, 8):
-        sent = pickle.dumps(ProcessGroupMesh(dp=8, name="train"))
-        first = ProcessGroupMesh(dp=8, name="count").group("dp").group_name
-    with fake_rank(5, 8):
-        pickle.loads(sent)
-        loaded = ProcessGroupMesh(dp=8, name="train").group("dp").group_name
-    assert loaded == first.replace("count", "train")
-
-
 @contextlib.contextmanager
 def often_switching():
     """Let threads take turns as often as Python can."""

@@ -5,7 +5,6 @@ The mesh "train" of a program is replaced by "train#1", that one by "train#2", a
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -111,7 +110,7 @@ class ElasticState:
     generation: Generation | None = None
     shrunk: Shrunk | None = None
     abort_reasons: set[str] = field(default_factory=set)
-    dependents: weakref.WeakSet[MeshGroups] = field(default_factory=weakref.WeakSet)
+    dependents: set[MeshGroups] = field(default_factory=set)
     aborts_when_lost: bool = False
     lost_after: float | None = None
     attempts: Counter[str] = field(default_factory=Counter)

@@ -320,13 +320,13 @@ class MeshGroups:
     def forget(self, process_group: Any) -> None:
         """Drop a group that torch destroys. The next group gets another name."""
         for key, group in list(self._groups.items()):  # without the lock, which a thread that creates groups may hold
-            if group.holds(process_group) and group.created_by != "adopted":  # of that one, the next call raises
+            if group.holds(process_group):
                 self._forget(key, group)
 
     def _forget(self, key: GroupKey, group: Group) -> None:
         with self.lock:
             self._clear_references()
-            if not group.is_made:
+            if not group.is_made or group.created_by == "adopted":  # of an adopted one, the next call raises an error
                 return
             if group.created_by == "pgmesh":  # torch names the groups of new_group
                 self._generations.destroy(group.path)

@@ -77,7 +77,7 @@ def test_ranks_of_a_long_circle_connect_later(ranks):
 # -- something fails --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fault("a member dies at any of its operations on the store")
+@pytest.mark.fault("a member dies before arriving (L)")
 def test_rank_may_die_at_any_step():
     explore((at_once(AB), at_once(AB)), Faults(crashes=1, long_times=2))
 
@@ -92,7 +92,7 @@ def test_rank_without_status_is_awaited_until_deadline():
     explore((at_once(AB), at_once(AB)), Faults(crashes=1, deadlines=1, heard=False, warns=True))
 
 
-@pytest.mark.fault("a rank arrives while another gives up")
+@pytest.mark.fault("one member would time out as another succeeds")
 def test_ranks_retry_after_deadlines():
     """One rank may reach its deadline as another succeeds: the outcome is the same, and a retry works."""
     explore((at_once(AB, after="retry"), at_once(AB, after="retry")), Faults(deadlines=2))

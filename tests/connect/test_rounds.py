@@ -76,7 +76,7 @@ def test_error_reaches_all_groups_beside_a_made_one():
     assert "no descriptor is left" in Decision.unpack("", client.values["other/0/decision"]).text
 
 
-@pytest.mark.fault("a member dies after it arrived, while another is late")
+@pytest.mark.fault("a member dies before arriving (L)")
 @pytest.mark.parametrize("late", [range(2, 4), range(2, 60)])
 def test_member_that_dies_after_it_arrived_is_named(late: range):
     """A rank that has not begun is waited for. The one that died is named before the many that are late."""

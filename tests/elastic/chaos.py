@@ -340,6 +340,7 @@ class Driver(threading.Thread):
             time.sleep(0.005)
 
 
+@pytest.mark.fault("a second rank dies while the survivors set up the new mesh")
 @pytest.mark.parametrize("number", range(25))
 def test_random_faults_break_no_promise(number: int, tmp_path: Path):
     """One world with five faults."""

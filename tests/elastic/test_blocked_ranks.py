@@ -73,7 +73,7 @@ def abort_each(folder: Path, collective: str) -> list[tuple[int, float, Attempt]
     return seen
 
 
-@pytest.mark.fault("a rank of an aborted mesh is blocked in a collective")
+@pytest.mark.fault("a rank is killed, the others call `shrink`")
 @pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "all_to_all"])
 def test_abort_wakes_ranks_in_a_collective(tmp_path: Path, collective: str):
     seen = results(fast_world(RANKS).outcomes(abort_each, tmp_path, collective))

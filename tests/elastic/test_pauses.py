@@ -92,8 +92,12 @@ def train(folder: Path) -> tuple[Attempt, Attempt]:
     return trained, connected
 
 
-@pytest.mark.fault("the store pauses for 0.3 to 20 s and goes on")
-@pytest.mark.fault("all ranks of a job are suspended and continued")
+@pytest.mark.fault(
+    "the store pauses for 0.3 to 20 s, all ranks are suspended for a while, or a machine is overloaded (L)"
+)
+@pytest.mark.fault(
+    "the store pauses for 0.3 to 20 s, all ranks are suspended for a while, or a machine is overloaded (L)"
+)
 def test_pause_aborts_no_healthy_mesh(tmp_path: Path):
     """Longer than the silence after which a rank is lost: of the store, of all ranks, and of both."""
 
@@ -132,7 +136,7 @@ def abort_in_pause(folder: Path) -> Attempt:
     return attempt(lambda: wait_until(lambda: mesh.group("dp") is None, "an error of the mesh"))
 
 
-@pytest.mark.fault("`abort()` during a pause of the store, or just before the process exits")
+@pytest.mark.fault("`abort()`, also during a pause of the store or just before the process exits")
 def test_abort_during_store_pause_reaches_all(tmp_path: Path):
     def pause(store: int, _: Sequence[int]) -> None:
         wait_for_flags(tmp_path, "connected", range(4))
@@ -167,7 +171,7 @@ def abort_and_exit(rank: int, port: int, folder: Path, number: int) -> None:
     write_result(folder, f"failed {rank}", *failed)
 
 
-@pytest.mark.fault("`abort()` during a pause of the store, or just before the process exits")
+@pytest.mark.fault("`abort()`, also during a pause of the store or just before the process exits")
 def test_abort_before_exit_reaches_others(tmp_path: Path):
     """The store pauses, and the process leaves the world at once."""
     with RankProcesses(abort_and_exit, tmp_path) as ranks:

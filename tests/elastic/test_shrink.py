@@ -101,7 +101,7 @@ def drop_along_dp(folder: Path) -> tuple[Attempt, str, str, float]:
     return failed, str(after.shrunk), checked(after), time.monotonic()
 
 
-@pytest.mark.fault("a rank is killed, and the others call [`shrink`](elastic.md)")
+@pytest.mark.fault("a rank is killed, the others call `shrink`")
 def test_shrink_after_kill_takes_one_second(tmp_path: Path):
     killed = [0.0]
 
@@ -172,7 +172,7 @@ def one_is_stopped(folder: Path) -> tuple[Attempt, str, float]:
     return failed, text, end
 
 
-@pytest.mark.fault("a rank is stopped or unreachable, and the others call `shrink`")
+@pytest.mark.fault("a rank is stopped or unreachable, with `abort_when_lost`")
 def test_stopped_rank_is_replaced_and_refused_later(tmp_path: Path):
     stopped = [0.0]
 

@@ -118,7 +118,7 @@ def wait_in_connect(rank: int, port: int, folder: Path, watches: int) -> None:
     write_result(folder, f"failed {rank}", *failed)
 
 
-@pytest.mark.fault("a member dies after it arrived, while another is late")
+@pytest.mark.fault("a member dies before arriving (L)")
 @pytest.mark.parametrize("watches", [0, 1], ids=["connect", "abort_when_lost"])
 def test_dead_rank_is_named_while_another_never_starts(tmp_path: Path, watches: int):
     with RankProcesses(wait_in_connect, tmp_path) as ranks:

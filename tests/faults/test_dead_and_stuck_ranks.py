@@ -1,10 +1,8 @@
-"""Ranks that die early, and ranks that are stuck in a collective: the errors and reports of all ranks."""
+"""Ranks that die early, and ranks that are stuck in a collective: the errors of the others."""
 
 from __future__ import annotations
 
 import os
-import re
-import signal
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -15,23 +13,18 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
-from pgmesh.report.table import Row
 from tests.support.faults import (
     BEAT,
     LONG_TIMEOUT,
     SLACK,
     Attempt,
-    H,
     attempt,
     beat_fast,
-    connect_and_beat,
     connect_and_check,
     kill_self,
-    meanwhile,
     results,
     set_flag,
     wait_for_flag,
-    wait_for_flags,
     wait_until,
 )
 from tests.support.programs import wait_until_gone
@@ -95,45 +88,3 @@ def test_plain_first_collective_raises_if_a_member_died(tmp_path: Path):
         print(failed, failed.took)
         assert failed.kind in ("RuntimeError", "MissingRanksError")
         assert failed.took < 5 * SHORT + SLACK  # Gloo waits five timeouts for a neighbour to connect
-
-
-# ---- report ----
-
-
-def report_on_the_lost(folder: Path) -> tuple[Row, Row, float]:
-    """Rank 2 is killed and rank 3 is stopped; their rows once the report names both, and the seconds until then."""
-    beat_fast()
-    mesh = ProcessGroupMesh(4, name="train")
-    connect_and_beat(mesh)
-    set_flag(folder, f"ready {mesh.rank}")
-    wait_for_flags(folder, "ready", range(4))
-    if mesh.rank >= 2:
-        kill_self(signal.SIGKILL if mesh.rank == 2 else signal.SIGSTOP)
-    start = time.monotonic()
-
-    def look() -> tuple[Row, Row] | None:
-        rows = mesh.report().rows
-        return (rows[2], rows[3]) if (rows[2].state, rows[3].state) == ("ended", "silent") else None
-
-    ended, silent = wait_until(look, "the report names both")
-    took = time.monotonic() - start
-    set_flag(folder, f"reported {mesh.rank}")
-    return ended, silent, took
-
-
-@pytest.mark.fault("a rank hangs anywhere (L)")
-def test_report_names_ended_and_silent_ranks(tmp_path: Path):
-    with fresh_world(4) as own:
-
-        def end_stopped_rank() -> None:
-            wait_for_flags(tmp_path, "reported", range(2))
-            own.kill(3, signal.SIGKILL)
-
-        with meanwhile(end_stopped_rank):
-            outcomes = own.outcomes(report_on_the_lost, tmp_path)
-    for ended, silent, took in results(outcomes, 2, 3):
-        print(ended, silent, took)
-        assert took < H + 1.0 + SLACK
-        refuses = r"has ended: its listener at 127\.0\.0\.1:\d+ refuses connections"
-        assert re.match(rf"{refuses}; was at \S+\.py:\d+ in ", ended.text)
-        assert re.match(r"has sent no heartbeat for .* s; was at \S+\.py:\d+ in ", silent.text)

@@ -85,27 +85,6 @@ def test_local_errors_are_raised_without_store_operations():
     assert max(took) < (SLACK if STARVED else 0.01)
 
 
-# ---- groups that differ ----
-
-
-D = 1.5
-
-
-@pytest.mark.fault("shape, axes, rank order, options differ between ranks")
-@on_ranks(2, "fast")
-def test_missing_rank_error_shows_differing_call_options():
-    timeout = D + 0.1 * dist.get_rank()
-    group = ProcessGroupMesh(dp=2, name="actor").group(timeout=timeout)
-    failed = attempt(lambda: dist.all_reduce(torch.ones(1), group=group))
-    assert failed.kind == "MissingRanksError"
-    if dist.get_rank() == 0:
-        assert failed.text == (
-            "group dp of mesh 'actor' (asked for with timeout=1.5): rank 1 did not make this group in 1.5 s. Its ranks "
-            "are 0, 1.\n  rank 1 waits in group dp of mesh 'actor' (asked for with timeout=1.6) with ranks 0, 1"
-        )
-    dist.barrier()
-
-
 # ---- the store ----
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch.distributed as dist
 
-from tests.support.faults import SLACK
-from tests.support.first_uses import PROGRAMS, blocks, mesh_groups, torch_groups, use
+from tests.support.faults import SLACK, WAIT_TIMEOUT, attempt, read_result, write_result
+from tests.support.first_uses import PROGRAMS, Block, blocks, mesh_groups, torch_groups, use
+from tests.support.rank_processes import RankProcesses, join_world
 from tests.support.worlds import STARVED, check_sums, world
 
 TIMES = 4  # in groups of six kinds
@@ -35,7 +38,29 @@ def compare(name: str) -> None:
             dist.destroy_process_group(group)
 
 
+@pytest.mark.fault("point-to-point calls or `monitored_barrier` as the first use of a Gloo group of up to 64 members")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_first_use_is_that_of_new_group(name: str):
     """Which side of a pair is passive depends on ports, so each program runs in 24 groups."""
     world(4).run(compare, name, deadline=DEADLINE)
+
+
+# ---- torch's own groups ----
+
+
+def use_groups_of_torch(rank: int, port: int, folder: Path, number: int) -> None:
+    """Join as one of two replicas, and use groups of ``new_group`` as two pipeline stages do."""
+    join_world(rank, port, replicas=2)
+    run = PROGRAMS["pipeline_with_a_group_for_each_direction"]._replace(timeout=DEADLINE / 10)
+    table = {"the world": Block([range(2)], mesh_groups)}
+    write_result(folder, f"{rank}", attempt(lambda: use(run, torch_groups, table, 20)).text)
+    read_result(folder, f"{1 - rank}")
+
+
+def test_new_group_after_join_of_replicas_connects_at_once(tmp_path: Path):
+    """``join`` lets the default group connect at its first use, and only that one."""
+    with RankProcesses(use_groups_of_torch, tmp_path) as processes:
+        for rank in range(2):
+            processes.start(rank, 0)
+        assert [read_result(tmp_path, f"{rank}") for rank in range(2)] == [[""]] * 2
+        processes.join(WAIT_TIMEOUT)

@@ -7,7 +7,7 @@ import time
 
 from tests.mutations import adds, breaks
 
-# -- layers --
+# -- layers and layouts --
 
 adds(
     "upward_import",
@@ -17,24 +17,6 @@ adds(
     addition="def _late():\n    from pgmesh.mesh import meshes\n\n    return meshes()",
     tests="tests/test_imports.py",
 )
-adds(
-    "group_made_above",
-    "only groups/ creates or destroys process groups",
-    page="contributing.md",
-    module="parallel.data",
-    addition="def _late(ranks):\n    import torch.distributed\n\n    return torch.distributed.new_group(ranks)",
-    tests="tests/test_imports.py",
-)
-adds(
-    "torch_at_import",
-    "import pgmesh never imports torch",
-    page="contributing.md",
-    module="__init__",
-    addition="import torch  # noqa",
-    tests="tests/test_overhead.py -k import",
-)
-
-# -- layouts and options --
 
 
 @breaks(
@@ -45,26 +27,6 @@ adds(
 )
 def index_counts_down(index_of):
     return lambda self, rank, *axes: self.size(*axes) - 1 - index_of(self, rank, *axes)
-
-
-@breaks(
-    "the error has a call that does what the caller meant: it keeps ranks= and name=",
-    page="contributing.md",
-    target="_util.formatting:other_arguments",
-    tests="tests/_util/test_suggestions.py",
-)
-def suggestion_without_name(other_arguments):
-    return lambda ranks, **more: other_arguments(ranks)
-
-
-@breaks(
-    "a timeout is a timedelta or a number of seconds",
-    page="reference.md",
-    target="options:to_timedelta",
-    tests="tests/test_timeouts.py",
-)
-def numbers_are_minutes(to_timedelta):
-    return lambda timeout, *error: to_timedelta(timeout * 60 if isinstance(timeout, (int, float)) else timeout, *error)
 
 
 # -- groups --
@@ -99,7 +61,7 @@ def sorted_ranks(make_by_members):
     "no name is used twice: release increments the generation",
     page="groups.md",
     target="groups.naming:Generations.release",
-    tests="tests/test_mesh.py",
+    tests="tests/test_mesh.py -k released_group_gets",
 )
 def kept_generation(release):
     return lambda self, ranks: None
@@ -134,33 +96,33 @@ def uncached_group(group):
 
 
 @breaks(
-    "options set with configure are those of the group",
-    page="groups.md",
-    target="mesh:ProcessGroupMesh.configure",
-    tests="tests/test_mesh.py -k configure_sets",
-)
-def ignored_options(configure):
-    return lambda self, *axes, **options: None
-
-
-@breaks(
-    "two equal unnamed meshes: the first group of either is an error that asks for names",
+    "two unnamed meshes of one layout: the first group of the second is an error that asks for names",
     page="groups.md",
     target="groups.world:World.keep",
     tests="tests/test_mesh_messages.py -k equal_unnamed",
 )
 def unnamed_meshes_alike(keep):
-    return lambda self, cache: self.with_groups.add(cache)
+    return lambda self, mesh: self.with_groups.setdefault(mesh)
 
 
 @breaks(
-    "set_timeout changes the timeout of existing groups",
-    page="why_does_it_hang.md",
-    target="groups.building:set_timeout",
-    tests="tests/test_timeouts.py -k set_timeout",
+    "the members of a group start all connections, so that `isend` and `irecv` return",
+    page="groups.md",
+    target="torch_private:start_pairs",
+    tests="tests/groups/test_first_use.py -k pipeline",
 )
-def kept_timeout(set_timeout):
-    return lambda record, timeout: None
+def pairs_not_started(start_pairs):
+    return lambda gloo: None
+
+
+@breaks(
+    "release and close end a wait for members at once",
+    page="groups.md",
+    target="groups.connecting:GroupStore.end",
+    tests="tests/groups/test_missing_members.py -k end_of_group",
+)
+def endless_waits(end):
+    return lambda self, error: None
 
 
 @breaks(
@@ -173,54 +135,51 @@ def group_left_in_torch(unregister):
     return lambda group: None
 
 
-@breaks(
-    "threads that are blocked in a released group wake up",
-    page="groups.md",
-    target="groups.connections:shut_down",
-    tests="tests/faults/test_connections.py -k release_ends_blocked",
-)
-def open_connections(shut_down):
-    return lambda groups: None
-
-
-@breaks(
+adds(
+    "released_group_answers",
     "a collective of torch.distributed on a released group raises an error that names it",
     page="groups.md",
-    target="torch_private:invalidate",
+    module="torch_private",
+    addition="c10d._rank_not_in_group = _is_outside",
     tests="tests/groups/test_lifetime.py -k raise_on_an_ended_group",
 )
-def released_group_answers(invalidate):
-    return lambda group, text: None
 
 
 @breaks(
-    "a process forks: the mesh of the child raises an error that says so",
+    "a forked child's mesh raises an error that says so",
     page="faults.md",
-    target="groups.mesh_end:EndableMesh.end_in_child",
+    target="groups.mesh_groups:MeshGroups.end_in_child",
     tests="tests/faults/test_exits.py -k forked_child",
 )
 def mesh_lives_in_child(end_in_child):
-    return lambda self, reason: None
+    return lambda self: None
 
 
 @breaks(
     "a copied mesh keeps its ranks and axes, and shares the groups of the open one",
     page="faults.md",
-    target="groups.unpickling:find_mesh_groups",
+    target="groups.mesh_groups:find_mesh_groups",
     tests="tests/groups/test_lifetime.py -k pickle",
 )
 def copies_apart(find_mesh_groups):
-    return lambda name, number, layout, call, rank: find_mesh_groups(f"{name} again", number, layout, call, rank)
+    return lambda name, layout, rank: find_mesh_groups(f"{name} again", layout, rank)
 
 
-# -- connect --
+@breaks(
+    "with TORCH_DISTRIBUTED_DEBUG=DETAIL, an operation that only one rank has called is named",
+    page="why_does_it_hang.md",
+    target="torch_private:checked",
+    tests="tests/groups/test_debug_detail.py -k rank_and_operation",
+)
+def unchecked_collectives(checked):
+    return lambda backend, helper: backend
 
 
 @breaks(
     "a difference between two fingerprints (timeout) is a MismatchError with both values",
     page="groups.md",
-    target="rendezvous.records:Fingerprint.__init__",
-    tests="tests/groups/test_lifetime.py -k different_options_fail",
+    target="groups.fingerprints:Fingerprint.__init__",
+    tests="tests/groups/test_missing_members.py -k 'mismatch and configured'",
 )
 def timeout_not_compared(init):
     def init_without_timeout(self, rank, fields, subject, hint):
@@ -229,11 +188,14 @@ def timeout_not_compared(init):
     return init_without_timeout
 
 
+# -- connect --
+
+
 @breaks(
     "the first sum of a group is wrong: MismatchError",
-    page="faults.md",
+    page="groups.md",
     target="connect.first_collective:FirstCollective.poll",
-    tests="tests/faults/test_faults.py -k wrong_first_sum",
+    tests="tests/connect/test_faults.py -k wrong_first_sum",
 )
 def unchecked_sum(poll):
     def poll_without_check(self):
@@ -247,8 +209,8 @@ def unchecked_sum(poll):
 @breaks(
     "the first decision holds for all members",
     page="groups.md",
-    target="rendezvous.rounds:Rounds.publish_and_act",
-    tests="tests/rendezvous/test_model.py -k keep_laws",
+    target="connect.rounds:Rounds.publish_and_act",
+    tests="tests/connect/test_model.py -k keep_laws",
 )
 def own_decision(decide):
     def decide_alone(self, each, decision):
@@ -258,107 +220,57 @@ def own_decision(decide):
     return decide_alone
 
 
+# -- lost ranks --
+
+
 @breaks(
-    "a living member does not come: MissingRanksError at the deadline of the call",
+    "time in which the store did not answer is no rank's silence",
     page="faults.md",
-    target="mesh:ProcessGroupMesh.connect",
-    tests="tests/faults/test_faults.py -k missing_rank_is_named",
-)
-def later_deadline(connect):
-    return lambda self, *axes, timeout=30: connect(self, *axes, timeout=2 * timeout)
-
-
-@breaks(
-    "ranks wait for each other in a circle: both the warning and the error say so",
-    page="faults.md",
-    target="rendezvous.circles:find_circle",
-    tests="tests/rendezvous/test_rounds.py -k circle",
-)
-def circle_not_seen(find_circle):
-    return lambda rank, pending: []
-
-
-@breaks(
-    "an interrupt while connecting: the other members get MissingRanksError with the reason",
-    page="faults.md",
-    target="rendezvous.rounds:Rounds.cancel",
-    tests="tests/rendezvous/test_rounds.py -k interrupt",
-)
-def silent_interrupt(cancel):
-    return lambda self, error: None
-
-
-@breaks(
-    "connect skips a connected group, unless another member has published that it broke",
-    page="groups.md",
-    target="connect.locking:discard_broken",
-    tests="tests/faults/test_faults.py -k failed_on_one_rank",
-)
-def broken_group_kept(discard_broken):
-    return lambda mesh, groups, client: False
-
-
-@breaks(
-    "values in the store are read strictly: another type is a value that pgmesh did not write",
-    page="groups.md",
-    target="rendezvous.records:unpack",
-    tests="tests/rendezvous/test_records.py",
-)
-def types_not_checked(unpack):
-    return lambda text, /, **kinds: unpack(text)
-
-
-@breaks(
-    "two processes have the same rank: both are named",
-    page="faults.md",
-    target="rendezvous.processes:process_label",
-    tests="tests/faults/test_processes_of_a_rank.py -k named_everywhere",
-)
-def processes_alike(process_label):
-    return lambda: "process 1 on host/1"
-
-
-@breaks(
-    "time in which the store did not answer is nobody's silence",
-    page="faults.md",
-    target="rendezvous.answer_clock:AnswerClock.answered_seconds",
-    tests="tests/elastic/test_pauses.py -k pause_aborts",
+    target="liveness.liveness:Liveness.answered_seconds",
+    tests="tests/liveness/test_liveness.py -k paused_store",
 )
 def pause_is_silence(answered_seconds):
     return lambda self: time.monotonic()
 
 
-# -- lost ranks --
+@breaks(
+    "a rank without a new heartbeat for five seconds counts as lost",
+    page="groups.md",
+    target="liveness.statuses:Statuses.lost",
+    tests="tests/elastic/test_judging.py -k silent_rank",
+)
+def no_rank_is_lost(lost):
+    return lambda self, ranks, lost_after=None: {}
+
+
+@breaks(
+    "report() says where each rank is",
+    page="why_does_it_hang.md",
+    target="liveness.places:PlaceFinder.find",
+    tests="tests/liveness/test_liveness.py -k names_process_and_place",
+)
+def places_unknown(find):
+    return lambda self, progress: type(find(self, progress))()
 
 
 @breaks(
     "the other members learn of an abort at their next heartbeat",
     page="elastic.md",
-    target="groups.aborts:publish_abort",
+    target="elastic.aborts:publish_abort",
     tests="tests/elastic/test_shrink.py -k abort_wakes",
 )
 def unpublished_abort(publish_abort):
-    return lambda run, key, text: text
+    return lambda run, generation, text: text
 
 
 @breaks(
-    "an abort wakes ranks that wait for another one to connect",
+    "an abort wakes ranks that are blocked in a collective",
     page="elastic.md",
-    target="groups.waking:wake",
-    tests="tests/elastic/test_blocked_ranks.py -k without_connection",
+    target="elastic.sockets:shut_down",
+    tests="tests/elastic/test_blocked_ranks.py -k abort_wakes",
 )
-def sleeping_ranks(wake):
-    return lambda groups: None
-
-
-@breaks(
-    "all ranks of the mesh leave the world: the ranks that stand by learn how that is known of each",
-    page="elastic.md",
-    target="groups.world:World.leave",
-    tests="tests/elastic/test_spares.py -k members_ended",
-)
-def silent_leave(leave):
-    return lambda self, reason: None
+def open_sockets(shut_down):
+    return lambda stores: None
 
 
 @breaks(
@@ -375,33 +287,3 @@ def last_spare_first(success):
         return success(self, Backwards(found.layout, found.request, found.arrivals, found.dead_or_silent))
 
     return backwards
-
-
-@breaks(
-    "options set with configure on the mesh are carried over to the next one",
-    page="elastic.md",
-    target="groups.mesh_groups:MeshGroups.replacement",
-    tests="tests/elastic/test_shrink.py -k options_survive",
-)
-def options_lost(replacement):
-    return lambda self, identity, options: replacement(self, identity, ())
-
-
-@breaks(
-    "a rank without a new heartbeat for five seconds counts as lost",
-    page="groups.md",
-    target="rendezvous.statuses:Statuses.lost",
-    tests="tests/elastic/test_judging.py -k silent_rank",
-)
-def no_rank_is_lost(lost):
-    return lambda self, ranks, lost_after=None: {}
-
-
-@breaks(
-    "a process that has ended is named within 0.5 s",
-    page="faults.md",
-    target="rendezvous.statuses:Statuses.find_ended",
-    tests="tests/faults/test_faults.py -k rank_killed_before_arrival",
-)
-def no_listener_is_asked(find_ended):
-    return lambda self, run, ranks, all_of_them=False: None

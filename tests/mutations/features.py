@@ -21,16 +21,6 @@ def target_never_torn(set_damage):
 
 
 @breaks(
-    "several ranks that hold a shard of the source share what is wanted of it",
-    page="resharding.md",
-    target="resharding.plan:split_evenly",
-    tests="tests/resharding/test_plan.py -k replicas_share",
-)
-def one_replica_sends(split_evenly):
-    return lambda total, loads: [total] + [0] * (len(loads) - 1)
-
-
-@breaks(
     "the source or target mesh is aborted: LifetimeError on all ranks of both",
     page="resharding.md",
     target="mesh:abort_with",
@@ -113,19 +103,6 @@ def seed_of_each_rank(seed_of):
     return lambda mesh, *axes, seed, tag="": seed_of(mesh, *mesh.axes, seed=seed, tag=tag)
 
 
-# -- recipes --
-
-
-@breaks(
-    "order= of recipes.megatron names the fastest axis first",
-    page="recipes.md",
-    target="recipes.arguments:parse_order",
-    tests="tests/recipes/test_recipes.py -k lists_of_its_page",
-)
-def slowest_axis_first(parse_order):
-    return lambda *arguments: parse_order(*arguments)[::-1]
-
-
 # -- launchers and hosts --
 
 
@@ -155,16 +132,6 @@ def replicas_interleaved(with_replica):
         return dataclasses.replace(placed, rank=info.rank * replicas + replica)
 
     return with_interleaved
-
-
-@breaks(
-    "spawn returns results in rank order",
-    page="launchers.md",
-    target="launch.spawning:unwrap_results",
-    tests="tests/launch/test_launch.py -k rank_order",
-)
-def results_backwards(unwrap_results):
-    return lambda outcomes: unwrap_results(outcomes)[::-1]
 
 
 # -- plans, checks and pictures --
@@ -202,16 +169,6 @@ def tensor_outermost(order_by_traffic):
 )
 def sums_not_checked(check_sum):
     return lambda self, group, ranks, rank, size, label: None
-
-
-@breaks(
-    "each bad line of pgmesh doctor makes the exit status 1",
-    page="preflight.md",
-    target="cli.doctor:run",
-    tests="tests/preflight/test_doctor.py -k exit_with_1",
-)
-def doctor_content(run):
-    return lambda args: run(args) * 0
 
 
 # -- other libraries --

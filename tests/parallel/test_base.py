@@ -443,7 +443,7 @@ New groups along its axes were released. The module may be partly changed: build
 """
 
 
-@pytest.mark.fault("a parallel method raises an error when it is applied")
+@pytest.mark.fault("a plugin raises half-way")
 @on_ranks(4)
 def test_failed_apply_releases_its_groups():
     mesh = ProcessGroupMesh(dp=2, tp=2)

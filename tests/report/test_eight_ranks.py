@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from pgmesh.__main__ import main
 from pgmesh.liveness import timing
+from pgmesh.report.remote import report_at
 from tests.support.faults import beat_fast, set_flag, wait_for_flag, wait_until
 from tests.support.jobs import Job, running_job
 from tests.support.programs import send_signal
@@ -101,7 +101,11 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     with running_job(PROGRAM, 8, folder) as job:
         for rank in range(8):
             wait_for_flag(folder, f"begins {rank}")
-        time.sleep(1.0)
+        slept = rf"^[25] .* {at('999', 'sleep')}"
+        wait_until(
+            lambda: len(re.findall(slept, str(report_at("127.0.0.1", job.port, 10.0)), re.MULTILINE)) == 2,
+            "ranks 2 and 5 have published that they sleep",
+        )
         send_signal(job.pid(2), signal.SIGSTOP)
         send_signal(job.pid(5), signal.SIGKILL)
         yield job
@@ -119,6 +123,7 @@ def check_table(table: str, job: Job) -> None:
         assert re.search(rf"^{row}$", table, re.MULTILINE), (row, table)
 
 
+@pytest.mark.fault("a rank hangs anywhere (L)")
 def test_command_says_where_each_rank_is(job: Job, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(timing, "TIMING", timing.TIMING)  # until the end of the test
     beat_fast()

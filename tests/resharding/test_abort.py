@@ -53,7 +53,7 @@ def test_ranks_in_a_transfer_raise_after_an_abort(tmp_path: Path, moment: str):
     assert [values for _, values in seen] == [[7.0] * 4] * 3
     for failed, _ in (seen[0], seen[2]):
         print(failed)
-        assert failed.kind == "LifetimeError"
+        assert failed.kind in ("LifetimeError", "MissingRanksError")  # the latter if another rank learnt it first
         assert "mesh 'train' was aborted by rank 1 at test_abort.py:" in failed.text
         assert ": rank 1 has enough" in failed.text
         assert failed.took < 3.0 + SLACK

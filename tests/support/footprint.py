@@ -1,7 +1,7 @@
 """What a program of pgmesh adds to its process: threads, ports, signal handlers, files under /proc, names of torch.
 
-``python -m tests.support.footprint PORT`` forks two ranks over the store at this port, and each writes what it has found
-to a file as JSON. This module imports nothing of pgmesh, and torch is complete before pgmesh is imported.
+``python -m tests.support.footprint PORT`` forks two ranks over the store at this port, and each writes what it has
+found to a file as JSON. This module imports nothing of pgmesh, and torch is complete before pgmesh is imported.
 """
 
 from __future__ import annotations
@@ -41,7 +41,11 @@ def watch_files() -> None:
     """Record from now on what Python opens."""
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
-        if _watching and event in ("open", "os.listdir", "os.scandir") and isinstance(args[0], (str, bytes, os.PathLike)):
+        if (
+            _watching
+            and event in ("open", "os.listdir", "os.scandir")
+            and isinstance(args[0], (str, bytes, os.PathLike))
+        ):
             path = os.fsdecode(args[0])
             if path.startswith("/proc"):
                 opened.append(path)
@@ -114,7 +118,8 @@ def listening_ports() -> list[int]:
         for descriptor in os.listdir("/proc/self/fd"):
             with contextlib.suppress(FileNotFoundError):
                 mine.add(os.readlink(f"/proc/self/fd/{descriptor}"))
-        rows = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{kind}").open()]
+        text = "".join(Path(f"/proc/self/net/{kind}").read_text() for kind in ("tcp", "tcp6"))
+    rows = [line.split() for line in text.splitlines()]
     listening = "0A"  # linux/tcp_states.h
     return sorted(int(row[1][-4:], 16) for row in rows if row[3] == listening and f"socket:[{row[9]}]" in mine)
 
