@@ -337,9 +337,15 @@ def gloo_backend(
     return gloo(store, rank, len(ranks), settings)
 
 
-_nothing = torch.zeros(1, device="cpu")
-"""What operations get whose data does not matter. It outlives Python, as the backends' threads may."""
-ctypes.pythonapi.Py_IncRef(ctypes.py_object(_nothing))
+def keep_for_ever(kept: Any) -> None:
+    """Raise the reference count of an object by one, so that its destructor never runs, also when Python exits."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
+_nothing, _empty = torch.zeros(1, device="cpu"), torch.zeros(0, device="cpu")
+"""What operations get whose data does not matter. They outlive Python, as the backends' threads may."""
+keep_for_ever(_nothing)
+keep_for_ever(_empty)
 
 _RESERVED_TAG = (1 << 31) - 7
 """The tag of a receive that no rank sends to."""
@@ -354,24 +360,21 @@ def start_pairs(gloo: Iterable[Any]) -> None:
         backend.recv_anysource([_nothing], _RESERVED_TAG)
 
 
-def drain(gloo: Iterable[Any], place: int, seconds: float) -> bool:
-    """Wait until Gloo backends are done with what was begun before, once their waits for addresses have been ended.
+def drain(gloo: Iterable[Any], seconds: float) -> bool:
+    """Wait until Gloo backends are done with what was begun before.
 
-    Each backend's thread works in order, so the wait for one more operation is enough. It goes to one member, whose
-    address the backend does not get, and so touches no other.
+    Each backend's thread works in order, so the wait for one more operation is enough: one without data, which needs no
+    other member.
 
     Args:
-        place: that member's place in the group.
         seconds: timeout.
 
     Returns:
         False after the timeout.
     """
-    to_member = dist.GatherOptions()
-    to_member.rootRank = place
     deadline = time.monotonic() + seconds
     for backend in gloo:
-        work = backend.gather([], [_nothing], to_member)
+        work = backend.allreduce([_empty], dist.AllreduceOptions())
         while not work.is_completed():  # ``wait`` would raise its error, whose frames would keep the work
             if time.monotonic() >= deadline:
                 return False
@@ -476,11 +479,6 @@ def aborting_together(groups: Iterable[Any]) -> Iterator[None]:
         yield
     finally:
         first._group_end()
-
-
-def keep_for_ever(kept: Any) -> None:
-    """Raise the reference count of an object by one, so that its destructor never runs, also when Python exits."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 def operations_entered() -> dict[str, int]:

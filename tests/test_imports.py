@@ -22,7 +22,7 @@ FLOORS = [
     # 3
     *("torch_private", "launch/launcher", "launch/slurm", "launch/detect"),
     # 4
-    *("groups/fingerprints", "groups"),
+    *("groups/naming", "groups"),
     # 5
     *("liveness/timing", "liveness/operations", "liveness/records", "liveness/statuses", "liveness"),
     "launch",  # ``join`` starts the liveness thread, if the environment asks for it
@@ -51,7 +51,7 @@ top: it exports names of all others, and none of them imports it."""
 
 PLAIN = (
     *(each for each in FLOORS[: FLOORS.index("launch/detect") + 1] if each != "torch_private"),
-    *("groups/fingerprints", "liveness/timing", "liveness/operations", "liveness/records", "liveness/statuses"),
+    *("groups/naming", "liveness/timing", "liveness/operations", "liveness/records", "liveness/statuses"),
     *("connect/decisions", "connect/rounds", "connect/group_rounds", "resharding/sharding", "resharding/plan"),
     *("planning", "cli", "__main__"),
 )

@@ -65,7 +65,7 @@ class Aborts:
 
 def join_aborts(world: World) -> None:
     """Let this process find the aborts of other ranks from now on, unless the world has no others."""
-    if not backends_of(world.options.backend).fake:
+    if not world.ended and not backends_of(world.options.backend).fake:
         world.state_of(Aborts)
 
 

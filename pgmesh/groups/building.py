@@ -64,16 +64,18 @@ def make_by_members(group: Group, key: str, world: World, description: str) -> N
     if group.fingerprint is not None and (GLOO in backends.names or _is_debugged(backends.names)):
         timeout = group.options.timeout or timedelta()
         store = GroupStore(name, group.fingerprint, group.ranks, world.rank, timeout, world.store)
-    made, gloo = _build(group, name, prefixed, world, store)
+    made, gloo, checking = _build(group, name, prefixed, world, store)
     try:
         places = {rank: i for i, rank in enumerate(group.ranks)}
         torch_private.register(made, name, description, group.options.backend, backends.config, prefixed, places)
-        group.make(made, call_site(), store, gloo)
+        group.make(made, call_site(), store, [*gloo, *checking])
         if store is not None:
-            world.connector.add(store, functools.partial(torch_private.start_pairs, gloo))
+            store.publish()  # only now: others would connect to a group that could not be made
+            # It would count as an operation, of which torch's checks compare the numbers.
+            world.connector.add(store, functools.partial(torch_private.start_pairs, checking or gloo))
     except BaseException:  # such as an interrupt
-        if not group.is_made:
-            torch_private.unregister(made)
+        torch_private.unregister(made)
+        group.unmake()
         raise
 
 
@@ -82,7 +84,9 @@ def _is_debugged(names: frozenset[str]) -> bool:
     return dist.get_debug_level() == dist.DebugLevel.DETAIL and not names.isdisjoint(_DEBUGGED)
 
 
-def _build(group: Group, name: str, prefixed: Any, world: World, store: GroupStore | None) -> tuple[Any, list[Any]]:
+def _build(
+    group: Group, name: str, prefixed: Any, world: World, store: GroupStore | None
+) -> tuple[Any, list[Any], list[Any]]:
     """Build a process group, which torch.distributed does not know yet.
 
     Args:
@@ -91,12 +95,12 @@ def _build(group: Group, name: str, prefixed: Any, world: World, store: GroupSto
         store: what its Gloo backends read through, if they have other members.
 
     Returns:
-        The process group, and its Gloo backends.
+        The process group, its Gloo backends, and those that compare each operation for torch.
     """
     backends, ranks, alone = backends_of(group.options.backend), group.ranks, dist.HashStore()
     rank = ranks.index(world.rank)
     built: dict[str, Any] = {}
-    gloo, slots = [], []
+    gloo, checking, slots = [], [], []
     for device, variant, backend in backends.slots:
         if backend not in built:
             inner: Any = alone
@@ -107,11 +111,11 @@ def _build(group: Group, name: str, prefixed: Any, world: World, store: GroupSto
             gloo += [made] if backend == GLOO else []
             if _is_debugged(frozenset([backend])):
                 helper = new_gloo(dist.PrefixStore(f"{device.type}/checks", store or alone), *arguments)
-                gloo.append(helper)
+                checking.append(helper)
                 made = torch_private.checked(made, helper)
             built[backend] = made
         slots.append((device, variant, built[backend]))
-    return torch_private.new_group_object(prefixed, rank, len(ranks), backends.default_type, slots), gloo
+    return torch_private.new_group_object(prefixed, rank, len(ranks), backends.default_type, slots), gloo, checking
 
 
 def make_collectively(group: Group, blocks: Sequence[tuple[int, ...]], description: str) -> None:

@@ -75,6 +75,7 @@ class GroupStore(dist.Store):
         super().__init__()
         self.name, self.fingerprint, self.ranks, self.limit = name, fingerprint, ranks, timeout
         self.waiting_since: float | None = None
+        self.warned = False  # the others can read that it waits
         self.complete_at: float | None = None  # when all members were known
         self.on_wait: Callable[[], object] = lambda: None  # called when the backend waits for members
         self.own: dict[str, bytes] = {}  # this rank's address, by key
@@ -89,7 +90,6 @@ class GroupStore(dist.Store):
     def set(self, key: str, value: Any) -> None:
         self.own[key] = bytes(value)
         self._local.set(key, value)
-        self._client().set(f"{self.name}/{key}", self.fingerprint.encoded + _SEPARATOR + bytes(value))
 
     def get(self, key: str) -> bytes:
         return bytes(self._local.get(key))
@@ -103,7 +103,11 @@ class GroupStore(dist.Store):
         with contextlib.suppress(RuntimeError):  # the time is over
             self._local.wait(keys, self.limit)
         self.waiting_since = None
-        if self._error is not None or not self._local.check(keys):
+        found = self._error is None and self._local.check(keys)
+        if self.warned:
+            self.note("" if found else "waited, until it gave up,")
+            self.warned = not found
+        if not found:
             raise self._error_of_wait()
 
     def _error_of_wait(self) -> PgmeshError:
@@ -118,6 +122,11 @@ class GroupStore(dist.Store):
 
     # -- the members ------------------------------------------------------------------------------------------------
 
+    def publish(self) -> None:
+        """Publish this rank's address, with its fingerprint. No answer of the store is awaited."""
+        for key, address in self.own.items():
+            self._client().set(f"{self.name}/{key}", self.fingerprint.encoded + _SEPARATOR + address)
+
     def _others(self) -> list[str]:
         """The keys of the other members' addresses, which end in their places in the group."""
         places = [place for place in range(len(self.ranks)) if place != self._place]
@@ -126,11 +135,6 @@ class GroupStore(dist.Store):
     def others_keys(self) -> list[str]:
         """The same in the world's store."""
         return [f"{self.name}/{key}" for key in self._others()]
-
-    @property
-    def other_place(self) -> int:
-        """The place in the group of another member."""
-        return 1 if self._place == 0 else 0
 
     def missing(self) -> tuple[int, ...]:
         """The ranks that have not made this group."""
@@ -150,6 +154,20 @@ class GroupStore(dist.Store):
         """Message about the members that have not made the group."""
         who = f"{name_ranks(missing)} did not make this group" if missing else "the members were not found"
         return f"{self.fingerprint.subject}: {who} in {seconds:g} s. Its ranks are {format_ranks(tuple(self.ranks))}."
+
+    def note(self, does: str) -> None:
+        """Let the other ranks read what this rank does in this group; "" for nothing any more.
+
+        Args:
+            does: such as "waits".
+        """
+        key, ranks = f"{_NOTES}{self.ranks[self._place]}", format_ranks(tuple(self.ranks))
+        with contextlib.suppress(RuntimeError, OSError):  # the store has failed
+            if does:
+                text = f"rank {self.ranks[self._place]} {does} in {self.fingerprint.subject} with ranks {ranks}"
+                self._client().set(key, text)
+            else:
+                self._client().delete_key(key)
 
     def notes(self, missing: Iterable[int]) -> str:
         """Where these ranks wait themselves, as far as they have said so."""
@@ -214,7 +232,6 @@ class _Connection:
         self.store, self.start_pairs = store, start_pairs
         self.made_at = time.monotonic()
         self.next_look = self.made_at + _LONGEST_YOUNG_PAUSE
-        self.warned = False
 
     @property
     def age(self) -> float:
@@ -250,6 +267,7 @@ class Connector:
         self._open: dict[GroupStore, _Connection] = {}
         self._changed = threading.Condition()  # guards ``_open`` and the next two
         self._runs = False  # the thread
+        self._looking = threading.RLock()  # held during a look, so that no member's keys go meanwhile
         self._wakes_at = 0.0
 
     def add(self, store: GroupStore, start_pairs: Callable[[], object]) -> None:
@@ -274,19 +292,15 @@ class Connector:
         with self._changed:
             self._changed.notify()  # for the next look
 
-    def remove(self, store: GroupStore, *, start: bool = False) -> None:
-        """Forget a group that ends.
+    def remove(self, store: GroupStore) -> bool:
+        """Forget a group that ends. True if no member is missing, and its pairs were not started."""
+        with self._looking:
+            return self._forget(store) is not None and store.complete_at is not None
 
-        Args:
-            start: start its pairs if they were not yet and no member is missing, since the process ends: a member that
-                waits for this rank to connect would not learn that.
-        """
+    def _forget(self, store: GroupStore) -> _Connection | None:
         with self._changed:
-            connection = self._open.pop(store, None)
             self._changed.notify()
-        if start and connection is not None and store.complete_at is not None and len(store.ranks) <= MOST_PAIRED:
-            with contextlib.suppress(RuntimeError):
-                connection.start_pairs()
+            return self._open.pop(store, None)
 
     def stop(self) -> None:
         """Forget all groups, and wait for the end of the thread."""
@@ -321,17 +335,21 @@ class Connector:
 
     def _find_members(self, connections: Sequence[_Connection]) -> None:
         """Look for members if it is time for a group."""
-        incomplete = [each for each in connections if each.store.complete_at is None]
-        due = [each for each in incomplete if time.monotonic() >= each.next_look]
-        if not due:
-            return
-        try:
-            self._complete(self._with_all_members(incomplete, due))
-            for each in due:
-                each.pause(self._pace)
-                self._warn_if_late(each)
-        except (RuntimeError, OSError) as error:
-            self._give_up(error)
+        with self._looking:
+            open_ones = [
+                each for each in connections if each.store in self._open
+            ]  # another thread may have removed some
+            incomplete = [each for each in open_ones if each.store.complete_at is None]
+            due = [each for each in incomplete if time.monotonic() >= each.next_look]
+            if not due:
+                return
+            try:
+                self._complete(self._with_all_members(incomplete, due))
+                for each in due:
+                    each.pause(self._pace)
+                    self._warn_if_late(each)
+            except (RuntimeError, OSError) as error:
+                self._give_up(error)
 
     def _with_all_members(self, incomplete: Sequence[_Connection], due: Sequence[_Connection]) -> Sequence[_Connection]:
         """The groups that all members have made; of those that are not due, only if it is all of them.
@@ -354,7 +372,7 @@ class Connector:
             except MismatchError as error:
                 log.warning("rank %s: %s", self._rank, error)
             if each.store.has_ended or len(each.store.ranks) > MOST_PAIRED:
-                self.remove(each.store)
+                self._forget(each.store)
 
     def _start_pairs(self, connections: Iterable[_Connection]) -> None:
         """Start the pairs of groups whose members have been known for long enough, unless one has left."""
@@ -364,24 +382,20 @@ class Connector:
             with contextlib.suppress(RuntimeError, OSError):  # it has ended meanwhile, or the store has failed
                 if not self._client().check([each.store.left_key]):  # else Gloo would log that a listener refuses
                     each.start_pairs()
-            self.remove(each.store)
+            self._forget(each.store)
 
     def _warn_if_late(self, each: _Connection) -> None:
         """Say in the log and in the store where this rank has been waiting for long."""
         since, store = each.store.waiting_since, each.store
-        if since is None or each.warned or store.has_ended:
+        if since is None or store.warned or store.has_ended:
             return
         seconds = time.monotonic() - since
         if seconds >= min(_WARN_SECONDS, store.limit.total_seconds() / 3):
-            each.warned = True
-            ranks = format_ranks(tuple(store.ranks))
-            self._client().set(
-                f"{_NOTES}{self._rank}", f"rank {self._rank} waits in {store.fingerprint.subject} with ranks {ranks}"
-            )
+            store.warned = True
+            store.note("waits")
             missing = store.missing()
-            log.warning(
-                "rank %s waits. %s%s", self._rank, store.describe(missing, round(seconds)), store.notes(missing)
-            )
+            text = f"{store.describe(missing, round(seconds, 1))}{store.notes(missing)}"
+            log.warning("rank %s waits. %s", self._rank, text)
 
     def _give_up(self, error: Exception) -> None:
         """The store has failed: end the waits of all groups that miss members."""

@@ -15,8 +15,8 @@ from pgmesh.groups.world import World
 Abort = Callable[[Sequence[Group]], object]
 """Ends the backends of groups at once."""
 
-_DRAIN_SECONDS = 0.3
-"""The longest wait for a backend whose waits for members have been ended."""
+_DRAIN_SECONDS = 10.0
+"""The longest wait for a backend whose waits for members have been ended; that for one with all members is T."""
 
 
 def destroy(world: World, groups: Iterable[Group], *, by_torch: bool = False) -> None:
@@ -59,17 +59,19 @@ def abort(world: World, groups: Iterable[Group], end_backends: Abort) -> None:
 def leave(world: World, group: Group, gloo: Sequence[Any], process_group: Any) -> None:
     """End the search for the members of a group that has ended.
 
-    Afterwards no thread of its backends is inside Python: one that comes back there after Python has finalised ends the
-    process. If one does not come back in time, it is in C++, with a member, and the process group is kept for ever.
+    Afterwards its backends have done what was begun, and no thread of them is inside Python: one that comes back there
+    after Python has finalised ends the process. If that takes too long, the process group is kept for ever.
     """
     store = group.store
     if store is None:
         return
-    was_open = world.connector.is_open(store)
-    world.connector.remove(store, start=bool(world.ended))
-    # When the world ends, its keys end with it. But members that have not connected look whether this one has left.
-    if not world.ended or (was_open and world.has_server):
+    if world.connector.remove(store):
+        with contextlib.suppress(RuntimeError):
+            torch_private.start_pairs(gloo)  # members may wait for this rank
+    complete = store.complete_at is not None
+    # When the world ends, its keys end with it. But the members of an incomplete group look whether this one has left.
+    if not world.ended or (world.has_server and not complete):
         with contextlib.suppress(RuntimeError, OSError):  # the store has failed
             store.leave()
-    if store.complete_at is None and not torch_private.drain(gloo, store.other_place, _DRAIN_SECONDS):
+    if not torch_private.drain(gloo, group.timeout if complete else _DRAIN_SECONDS):
         torch_private.keep_for_ever(process_group)

@@ -146,6 +146,11 @@ class Group:
         self.created_by, self.options, self.fingerprint = "adopted", options, None
         self.make(process_group, call_site)
 
+    def unmake(self) -> None:
+        """Enter the state "new" again: its process group could not be used."""
+        self.state = State.NEW
+        self.take_process_group()
+
     def end(self, reason: str, state: State = State.ENDED) -> None:
         """Enter the state "ended", or "new" again. Waits for members raise an error with the reason."""
         self.state, self.reason = state, reason

@@ -65,6 +65,7 @@ class MeshGroups:
         else:
             self.world, self.number = World(None, outside, 0, GroupOptions()), 0
             self.ended = "was unpickled outside any world, or in a forked process."
+            self.world.ended = "this process is in no world"
         self.rank = self.world.rank
         self.configured = ConfiguredOptions(self.rank, self.world.options)
         self._device_meshes = DeviceMeshes(self.rank, layout)
@@ -213,6 +214,9 @@ class MeshGroups:
         with self.lock:
             members = self.members(layout, axes, tag)
             self.configured.configure(members, options, self._created(members), call_site())
+            for group in self._groups.values():
+                if group.ranks == members.ranks and not group.is_made and "timeout" in options:
+                    group.new_timeout = None  # of a ``set_timeout`` before it was replaced
             if len(members.ranks) == 1:
                 self._clear_references()  # the next call gives another group
 
@@ -226,9 +230,11 @@ class MeshGroups:
         """Change the timeout of the existing groups whose ranks are chosen; return their number."""
         self.check()
         with self.lock:
-            found = [group for group in self.made() if chosen(group.ranks)]
+            found = [group for group in self._groups.values() if chosen(group.ranks)]
             for group in found:
-                if group.is_known():  # torch may have destroyed an adopted group
+                if not group.is_made:  # it was replaced, and gets the timeout when it is made again
+                    group.new_timeout = timeout
+                elif group.is_known():  # torch may have destroyed an adopted group
                     building.set_timeout(group, timeout)
         return len(found)
 
@@ -371,5 +377,6 @@ def find_mesh_groups(name: str | None, layout: Layout, rank: int) -> MeshGroups:
             f"{layout.spell('ProcessGroupMesh')} was unpickled with rank {highest}, but the world's ranks are 0 to "
             f"{here.size - 1}."
         )
-    found = [mesh for mesh in here.open_meshes() if (mesh.name, mesh.layout) == (name, layout)]
-    return found[0] if found else MeshGroups(name, layout)
+    with here.lock:  # another thread may unpickle it too
+        found = [mesh for mesh in here.open_meshes() if (mesh.name, mesh.layout) == (name, layout)]
+        return found[0] if found else MeshGroups(name, layout)

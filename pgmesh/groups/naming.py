@@ -91,7 +91,7 @@ class Generations:
         >>> generations = Generations()
         >>> generations.release((0, 1))
         >>> generations.path((0, 1), variant_of("gloo", "", {}))
-        '0-1/ebb0f7fb79f1b8ba.1.0'
+        '0-1/a8836e12eced8819.1.0'
         """
         stem = f"{encode_ranks(ranks)}/{variant}.{self.releases(ranks)}"
         return f"{stem}.{self._destroyed.get(stem, 0)}"

@@ -264,7 +264,9 @@ def _end_all(reason: str) -> None:
 def _forget(process_group: Any) -> None:
     """A group was destroyed through torch."""
     for world in all_worlds():
-        for mesh in [*world.meshes]:
+        with world.lock:  # another thread may make a mesh
+            meshes = [*world.meshes]
+        for mesh in meshes:
             mesh.forget(process_group)
 
 

@@ -57,7 +57,7 @@ def join(
     launcher that ends all its ranks when one fails then ends one replica, and can start it anew. Rank r of replica i
     is rank i * n + r of the world. Without a launcher, n is 1. The store is at ``host`` and ``port``, in a process
     that outlives the ranks, such as a StoreProcess. So that a new rank does not wait for the others as it joins,
-    TORCH_GLOO_LAZY_INIT is set to 1, unless it is set: Gloo groups of torch then connect at their first use.
+    TORCH_GLOO_LAZY_INIT is 1 meanwhile: torch's default group on Gloo then connects at its first use.
 
     With PGMESH_REPORT=1 in its environment, each rank publishes from here on where it is, for ``pgmesh report``.
 
@@ -87,10 +87,15 @@ def join(
     """
     if dist.is_initialized() or (replica is None and replicas is None):
         return _initialize(lambda: with_address(detect_launcher(os.environ), host, port), backend, timeout)
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # torch's default group would wait for all other ranks
     environ = {name: value for name, value in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
     detected = detect_launcher(environ)
-    return _initialize(lambda: with_replica(detected, replica, replicas, host, port), backend, timeout)
+    given = os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "")
+    os.environ["TORCH_GLOO_LAZY_INIT"] = given or "1"  # else torch's default group would wait for all other ranks
+    try:
+        return _initialize(lambda: with_replica(detected, replica, replicas, host, port), backend, timeout)
+    finally:
+        if not given:  # lazy groups of ``new_group`` may wait for each other at their first use
+            del os.environ["TORCH_GLOO_LAZY_INIT"]
 
 
 def from_torch(backend: str | None = None, *, timeout: Timeout | None = None) -> World:

@@ -162,6 +162,8 @@ class Link:
             except LifetimeError as error:  # another rank has aborted it, or the mesh of a user on some rank
                 self.check_deadline(str(error))
             except PgmeshError as error:
+                if isinstance(error, MismatchError):  # a new process does not know the names of replaced groups
+                    self._connection.abort()
                 raise type(error)(self._named(str(error))) from error.__cause__
 
     def _seconds_left(self) -> float:
@@ -294,7 +296,7 @@ class Connection:
     def open(self) -> ProcessGroupMesh:
         """The internal mesh; the next one if it has ended."""
         if self._is_broken:
-            self.end()  # which was interrupted
+            self.abort()  # which was interrupted
         if self._mesh is not None and self._mesh.is_closed:
             self._go_on()
         if self._mesh is None:
@@ -319,14 +321,18 @@ class Connection:
         return self.running[-1]
 
     def end(self) -> None:
-        """Abort the internal mesh after a failure, if it was connected. The others notice at their next heartbeat.
+        """Abort the internal mesh after a failure, if it was connected."""
+        if self._is_connected:
+            self.abort()
+
+    def abort(self) -> None:
+        """Abort the internal mesh. The others notice at their next heartbeat.
 
         If Ctrl-C interrupts it, the next call begins with it.
         """
-        if self._mesh is None or not self._is_connected:
-            return
         self._is_broken = True
-        self._mesh.abort("a transfer failed")
+        if self._mesh is not None:
+            self._mesh.abort("a transfer failed")
         end = time.monotonic() + JOIN_SECONDS
         for works in self.running:
             works.join(max(0.0, end - time.monotonic()))

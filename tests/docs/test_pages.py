@@ -108,7 +108,7 @@ def run_short_loop() -> str:
 def test_short_elastic_loop_survives_a_killed_rank():
     with fresh_world(3) as own:
         seen = results(own.outcomes(run_short_loop), 2)
-    assert seen == ["ProcessGroupMesh(dp=2, ranks=range(2), name='train')"] * 2
+    assert seen == ["ProcessGroupMesh(dp=2, ranks=range(2), name='train#1')"] * 2
 
 
 def test_elastic_page_shows_loop_of_the_example():

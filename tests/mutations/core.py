@@ -159,7 +159,7 @@ def mesh_lives_in_child(end_in_child):
     "a copied mesh keeps its ranks and axes, and shares the groups of the open one",
     page="faults.md",
     target="groups.mesh_groups:find_mesh_groups",
-    tests="tests/groups/test_lifetime.py -k pickle",
+    tests="tests/groups/test_lifetime.py -k copied_mesh",
 )
 def copies_apart(find_mesh_groups):
     return lambda name, layout, rank: find_mesh_groups(f"{name} again", layout, rank)
@@ -178,7 +178,7 @@ def unchecked_collectives(checked):
 @breaks(
     "a difference between two fingerprints (timeout) is a MismatchError with both values",
     page="groups.md",
-    target="groups.fingerprints:Fingerprint.__init__",
+    target="groups.naming:Fingerprint.__init__",
     tests="tests/groups/test_missing_members.py -k 'mismatch and configured'",
 )
 def timeout_not_compared(init):
@@ -227,7 +227,7 @@ def own_decision(decide):
     "time in which the store did not answer is no rank's silence",
     page="faults.md",
     target="liveness.liveness:Liveness.answered_seconds",
-    tests="tests/liveness/test_liveness.py -k paused_store",
+    tests="tests/elastic/test_pauses.py -k pause_aborts",
 )
 def pause_is_silence(answered_seconds):
     return lambda self: time.monotonic()
