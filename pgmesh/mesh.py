@@ -395,7 +395,7 @@ class ProcessGroupMesh(RankMethods):
             wanted[members] = Members(members, _tag(tag))
         for each in () if ranks is not None else axes or self.axes:
             along = each if isinstance(each, tuple) else (each,)
-            wanted[each if len(along) > 1 else along[0]] = groups.members(self.layout, along, _tag(tag))
+            wanted[along[0] if len(along) == 1 else along] = groups.members(self.layout, along, _tag(tag))
         join_aborts(groups.world)
         return connect(groups, wanted, seconds)
 

@@ -51,6 +51,15 @@ _ABSENT = "?"
 """``compare_set(key, _ABSENT, _ABSENT)`` reads a key without waiting. It returns this if the key is missing."""
 
 
+_raised: weakref.WeakSet[PgmeshError] = weakref.WeakSet()  # by stores, in operations of backends
+
+
+def clear_frames() -> None:
+    """Clear the frames of errors that backends keep: they refer to the operation, and so to the backend."""
+    for error in [*_raised]:
+        error.__traceback__ = None
+
+
 class GroupStore(dist.Store):
     """The store of one group's Gloo backends. It refers to no group: a backend keeps the errors that it raised.
 
@@ -75,6 +84,7 @@ class GroupStore(dist.Store):
         super().__init__()
         self.name, self.fingerprint, self.ranks, self.limit = name, fingerprint, ranks, timeout
         self.waiting_since: float | None = None
+        self.own_operations = 0  # that pgmesh has entered: the start of the pairs
         self.warned = False  # the others can read that it waits
         self.complete_at: float | None = None  # when all members were known
         self.on_wait: Callable[[], object] = lambda: None  # called when the backend waits for members
@@ -82,7 +92,6 @@ class GroupStore(dist.Store):
         self._client, self._place = client, ranks.index(own)
         self._local: Any = dist.HashStore()
         self._error: PgmeshError | None = None
-        self._raised: weakref.WeakSet[PgmeshError] = weakref.WeakSet()
         self._completing = threading.Lock()  # guards the two fields that say whether it has ended or is complete
 
     # -- called by the backend, in any thread -----------------------------------------------------------------------
@@ -117,7 +126,7 @@ class GroupStore(dist.Store):
             error: PgmeshError = MissingRanksError(f"{self.describe(missing, limit)}{self.notes(missing)}")
         else:
             error = type(self._error)(str(self._error))
-        self._raised.add(error)
+        _raised.add(error)
         return error
 
     # -- the members ------------------------------------------------------------------------------------------------
@@ -192,8 +201,6 @@ class GroupStore(dist.Store):
 
     def end(self, error: PgmeshError) -> None:
         """End every wait for an address with this error. The first one counts."""
-        for raised in [*self._raised]:
-            raised.__traceback__ = None  # of frames that refer to the backend, which keeps the error
         with self._completing:
             if self._error is None:
                 self._error = error
@@ -382,6 +389,7 @@ class Connector:
             with contextlib.suppress(RuntimeError, OSError):  # it has ended meanwhile, or the store has failed
                 if not self._client().check([each.store.left_key]):  # else Gloo would log that a listener refuses
                     each.start_pairs()
+                    each.store.own_operations = 1
             self._forget(each.store)
 
     def _warn_if_late(self, each: _Connection) -> None:

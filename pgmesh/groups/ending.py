@@ -9,27 +9,30 @@ from typing import Any
 import torch.distributed as dist
 
 from pgmesh import torch_private
+from pgmesh.groups.connecting import clear_frames
 from pgmesh.groups.group import Group
 from pgmesh.groups.world import World
 
 Abort = Callable[[Sequence[Group]], object]
 """Ends the backends of groups at once."""
 
-_DRAIN_SECONDS = 10.0
-"""The longest wait for a backend whose waits for members have been ended; that for one with all members is T."""
+DRAIN_SECONDS = 5.0
+"""The longest wait for the backends of a group that has ended."""
 
 
-def destroy(world: World, groups: Iterable[Group], *, by_torch: bool = False) -> None:
+def destroy(world: World, groups: Iterable[Group], *, by_torch: bool = False, seconds: float = DRAIN_SECONDS) -> None:
     """End the process groups of groups that have ended.
 
     Args:
+        seconds: the longest wait for their operations.
         by_torch: torch's own destroy ends them, and removes them from its tables.
     """
+    clear_frames()
     for group in groups:
         is_known, gloo, process_group = group.is_known(), group.gloo, group.take_process_group()
         if process_group is None or group.created_by == "adopted":
             continue
-        leave(world, group, gloo, process_group)
+        leave(world, group, gloo, process_group, seconds)
         if is_known and not by_torch:
             with contextlib.suppress(Exception):  # of a third-party backend: the groups after this one have to end too
                 if group.created_by == "new_group":
@@ -56,7 +59,7 @@ def abort(world: World, groups: Iterable[Group], end_backends: Abort) -> None:
             world.connector.remove(group.store)
 
 
-def leave(world: World, group: Group, gloo: Sequence[Any], process_group: Any) -> None:
+def leave(world: World, group: Group, gloo: Sequence[Any], process_group: Any, seconds: float) -> None:
     """End the search for the members of a group that has ended.
 
     Afterwards its backends have done what was begun, and no thread of them is inside Python: one that comes back there
@@ -73,5 +76,5 @@ def leave(world: World, group: Group, gloo: Sequence[Any], process_group: Any) -
     if not world.ended or (world.has_server and not complete):
         with contextlib.suppress(RuntimeError, OSError):  # the store has failed
             store.leave()
-    if not torch_private.drain(gloo, group.timeout if complete else _DRAIN_SECONDS):
+    if not torch_private.drain(gloo, seconds):
         torch_private.keep_for_ever(process_group)

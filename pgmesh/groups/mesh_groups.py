@@ -352,8 +352,8 @@ class MeshGroups:
         self._clear_references()
         for group in groups:
             group.end(reason, state)
-        if abort is None:
-            ending.destroy(self.world, groups)
+        if abort is None:  # the operations of a group that could not be used are not waited for
+            ending.destroy(self.world, groups, seconds=0.1 if state is State.NEW else ending.DRAIN_SECONDS)
         else:
             ending.abort(self.world, groups, abort)
 

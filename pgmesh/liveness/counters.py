@@ -40,7 +40,8 @@ def own_counters() -> tuple[GroupCounter, ...]:
     for name, operations in [*torch_private.operations_entered().items()][-timing.LIMITS.counters :]:
         group = find_group(name)
         ranks = () if group is None else group.ranks[: timing.LIMITS.statuses]
-        found.append(GroupCounter(name, label_of(name), ranks, operations))
+        store = None if group is None else group.store
+        found.append(GroupCounter(name, label_of(name), ranks, operations - (store.own_operations if store else 0)))
     return tuple(found)
 
 
