@@ -29,7 +29,7 @@ STATUS = 7
 SOON = 2.0 + SLACK  # seconds until a process has ended that misses members
 PENDING_SECONDS = 600.0  # for all worlds with a pending collective
 EXITS = int(os.environ.get("PGMESH_EXITS", "1"))
-EXITS_SECONDS = float(os.environ.get("PGMESH_EXITS_SECONDS", "600"))
+EXITS_SECONDS = float(os.environ.get("PGMESH_EXITS_SECONDS", "60"))
 
 # ---- inside a rank ----
 
