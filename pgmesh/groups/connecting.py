@@ -28,6 +28,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pgmesh._util import stores
 from pgmesh._util.formatting import format_ranks, name_ranks
 from pgmesh.errors import MismatchError, MissingRanksError, PgmeshError
 from pgmesh.groups.naming import Fingerprint
@@ -46,9 +47,6 @@ _NOTES = "pgmesh/waits/"
 _SEPARATOR = b"\0"
 _REFUSED = bytes(16)
 """An address that Gloo refuses."""
-
-_ABSENT = "?"
-"""``compare_set(key, _ABSENT, _ABSENT)`` reads a key without waiting. It returns this if the key is missing."""
 
 
 _raised: weakref.WeakSet[PgmeshError] = weakref.WeakSet()  # by stores, in operations of backends
@@ -136,28 +134,33 @@ class GroupStore(dist.Store):
         for key, address in self.own.items():
             self._client().set(f"{self.name}/{key}", self.fingerprint.encoded + _SEPARATOR + address)
 
+    @functools.cached_property
     def _others(self) -> list[str]:
-        """The keys of the other members' addresses, which end in their places in the group."""
+        """The keys of the other members' addresses, which end in their places in the group.
+
+        It is read once the backends have set this rank's addresses.
+        """
         places = [place for place in range(len(self.ranks)) if place != self._place]
         return [f"{key.rpartition('/')[0]}/{place}" for place in places for key in self.own]
 
+    @functools.cached_property
     def others_keys(self) -> list[str]:
         """The same in the world's store."""
-        return [f"{self.name}/{key}" for key in self._others()]
+        return [f"{self.name}/{key}" for key in self._others]
 
     def missing(self) -> tuple[int, ...]:
         """The ranks that have not made this group."""
         if self.complete_at is not None:
             return ()
         client = self._client()
-        keys = [key for key in self.others_keys() if not client.check([key])]
+        keys = [key for key in self.others_keys if not client.check([key])]
         return tuple(dict.fromkeys(self.ranks[int(key.rpartition("/")[2])] for key in keys))
 
     def addresses(self) -> list[bytes]:
         """The addresses of the other members; none before all are known."""
         if self.complete_at is None:
             return []
-        return [self._local.get(key) for key in self._others()]
+        return [self._local.get(key) for key in self._others]
 
     def describe(self, missing: Sequence[int], seconds: float) -> str:
         """Message about the members that have not made the group."""
@@ -180,8 +183,8 @@ class GroupStore(dist.Store):
 
     def notes(self, missing: Iterable[int]) -> str:
         """Where these ranks wait themselves, as far as they have said so."""
-        found = [self._client().compare_set(f"{_NOTES}{rank}", _ABSENT, _ABSENT).decode() for rank in missing]
-        return "".join(f"\n  {note}" for note in found if note != _ABSENT)
+        found = [stores.read(self._client(), f"{_NOTES}{rank}") for rank in missing]
+        return "".join(f"\n  {note.decode()}" for note in found if note is not None)
 
     def complete(self, values: Sequence[bytes]) -> None:
         """Take the values under ``keys``, unless a member has another fingerprint.
@@ -208,7 +211,7 @@ class GroupStore(dist.Store):
                     self._set_addresses(itertools.repeat(_REFUSED))
 
     def _set_addresses(self, addresses: Iterable[bytes]) -> None:
-        for key, address in zip(self._others(), addresses):
+        for key, address in zip(self._others, addresses):
             self._local.set(key, address)
 
     @property
@@ -224,7 +227,7 @@ class GroupStore(dist.Store):
         """Count this member as one that has ended the group. The last one deletes the group's keys."""
         client = self._client()
         if client.add(self.left_key, 1) == len(self.ranks):
-            for key in [*self.others_keys(), *(f"{self.name}/{key}" for key in self.own), self.left_key]:
+            for key in [*self.others_keys, *(f"{self.name}/{key}" for key in self.own), self.left_key]:
                 client.delete_key(key)
 
 
@@ -316,10 +319,6 @@ class Connector:
             self._changed.notify()
             self._changed.wait_for(lambda: not self._runs)
 
-    def is_open(self, store: GroupStore) -> bool:
-        """True until the pairs of a group are started."""
-        return store in self._open
-
     # -- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -343,10 +342,8 @@ class Connector:
     def _find_members(self, connections: Sequence[_Connection]) -> None:
         """Look for members if it is time for a group."""
         with self._looking:
-            open_ones = [
-                each for each in connections if each.store in self._open
-            ]  # another thread may have removed some
-            incomplete = [each for each in open_ones if each.store.complete_at is None]
+            still_open = [each for each in connections if each.store in self._open]
+            incomplete = [each for each in still_open if each.store.complete_at is None]
             due = [each for each in incomplete if time.monotonic() >= each.next_look]
             if not due:
                 return
@@ -364,18 +361,18 @@ class Connector:
         Mostly, groups are made together, here and on other ranks. Then one operation is enough.
         """
         client = self._client()
-        if client.check([key for each in incomplete for key in each.store.others_keys()]):
+        if client.check([key for each in incomplete for key in each.store.others_keys]):
             return incomplete
-        return [each for each in due if len(incomplete) > 1 and client.check(each.store.others_keys())]
+        return [each for each in due if len(incomplete) > 1 and client.check(each.store.others_keys)]
 
     def _complete(self, connections: Sequence[_Connection]) -> None:
         """Give each group the addresses of its members."""
         if not connections:
             return
-        values = iter(read_all(self._client(), [key for each in connections for key in each.store.others_keys()]))
+        values = iter(read_all(self._client(), [key for each in connections for key in each.store.others_keys]))
         for each in connections:
             try:
-                each.store.complete([next(values) for _ in each.store.others_keys()])
+                each.store.complete([next(values) for _ in each.store.others_keys])
             except MismatchError as error:
                 log.warning("rank %s: %s", self._rank, error)
             if each.store.has_ended or len(each.store.ranks) > MOST_PAIRED:
@@ -383,7 +380,8 @@ class Connector:
 
     def _start_pairs(self, connections: Iterable[_Connection]) -> None:
         """Start the pairs of groups whose members have been known for long enough, unless one has left."""
-        complete = [each for each in connections if each.store.complete_at is not None]
+        still_open = [each for each in connections if each.store in self._open]
+        complete = [each for each in still_open if each.store.complete_at is not None]
         due = [each for each in complete if time.monotonic() >= each.next_step]
         for each in due:
             with contextlib.suppress(RuntimeError, OSError):  # it has ended meanwhile, or the store has failed

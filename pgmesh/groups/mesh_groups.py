@@ -192,11 +192,9 @@ class MeshGroups:
                 building.make_by_members(group, self.key, self.world, description)
             else:
                 building.make_collectively(group, members.blocks(), description)
-        except BaseException as error:
+        except BaseException:
             if not self.made():
                 self.world.stop_keeping(self)  # a mesh without groups does not block its successor
-            if type(error) is RuntimeError or isinstance(error, dist.DistError):
-                raise self.world.error(error) from error
             raise
         if group.new_timeout is not None:
             building.set_timeout(group, group.new_timeout)

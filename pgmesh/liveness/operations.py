@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Union
 
-ABSENT = "?"
-"""``compare_set(key, ABSENT, ABSENT)`` reads a key without waiting. It returns ``ABSENT`` if the key is missing."""
+from pgmesh._util import stores
 
 
 class Append(NamedTuple):
@@ -65,8 +64,7 @@ Run = Callable[..., list[Any]]
 def perform(store: Any, operation: Operation) -> Any:
     """Perform one operation on a store of torch. None of them waits for a key."""
     if isinstance(operation, Read):
-        value = store.compare_set(operation.key, ABSENT, ABSENT)
-        return None if value == ABSENT.encode() else value
+        return stores.read(store, operation.key)
     if isinstance(operation, CompareSet):
         return store.compare_set(operation.key, "", operation.value)
     if isinstance(operation, Replace):

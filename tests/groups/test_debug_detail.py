@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import MismatchError, MissingRanksError, ProcessGroupMesh
+from pgmesh.groups.group import find_group
 from pgmesh.torch_private import KEEPS_ORDER
-from tests.support.faults import SLACK, attempt
+from tests.support.faults import SLACK, attempt, wait_until
 from tests.support.logs import logged_lines
 from tests.support.worlds import STARVED, check_sums, groups_of, on_ranks
 
@@ -111,6 +112,21 @@ def test_detail_checks_groups_made_while_it_is_set():
         with pytest.raises(RuntimeError, match="Detected mismatch between collectives"):
             dist.all_reduce(torch.ones(4 + mesh.rank), group=checked)
     check_sums({"dp": (unchecked, mesh.ranks("dp")), "tp": (checked, mesh.ranks("tp"))})
+
+
+@on_ranks(2)
+def test_start_of_pairs_counts_as_no_operation():
+    """torch compares the numbers of the operations. The members start the pairs at slightly different times."""
+    with detail():
+        mesh = ProcessGroupMesh(2, name="actor")
+        group: Any = mesh.group()
+    record = find_group(group.group_name)
+    assert record is not None
+    assert record.store is not None
+    wait_until(lambda: record.store.own_operations, "the pairs are started")
+    assert group._get_backend(torch.device("cpu"))._get_sequence_number_for_group() == 0
+    dist.barrier()
+    check_sums(groups_of(mesh))
 
 
 @pytest.mark.fault("the same before the other member has made the group")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Union
@@ -107,11 +106,6 @@ def use_board(board: Board) -> Iterator[Any]:
 def faults(*each: Fault) -> contextlib.AbstractContextManager[FaultyBoard]:
     """Inject faults into all operations of this process on the store."""
     return use_board(FaultyBoard(*each))
-
-
-def slow_store(seconds: float) -> contextlib.AbstractContextManager[FaultyBoard]:
-    """A store that needs some seconds for each answer."""
-    return faults(Fault(before=lambda: time.sleep(seconds)))
 
 
 def raises(error: BaseException) -> Callable[..., Any]:

@@ -160,8 +160,7 @@ def wait_until_connected(mesh: ProcessGroupMesh, case: Case) -> None:
     """Wait until the pairs of the group are started."""
     record = find_group(group_of(mesh, case).group_name)
     assert record is not None
-    connector = mesh._mesh_groups.world.connector
-    wait_until(lambda: not connector.is_open(record.store), "the pairs are started")
+    wait_until(lambda: record.store.own_operations, "the pairs are started")
 
 
 @contextlib.contextmanager
