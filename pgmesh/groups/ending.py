@@ -63,7 +63,8 @@ def leave(world: World, group: Group, gloo: Sequence[Any], process_group: Any, s
     """End the search for the members of a group that has ended.
 
     Afterwards its backends have done what was begun, and no thread of them is inside Python: one that comes back there
-    after Python has finalised ends the process. If that takes too long, the process group is kept for ever.
+    after Python has finalised ends the process. If that takes too long, or this process ends, the process group is kept
+    for ever.
     """
     store = group.store
     if store is None:
@@ -76,5 +77,5 @@ def leave(world: World, group: Group, gloo: Sequence[Any], process_group: Any, s
     if not world.ended or (world.has_server and not complete):
         with contextlib.suppress(RuntimeError, OSError):  # the store has failed
             store.leave()
-    if not torch_private.drain(gloo, seconds):
+    if not torch_private.drain(gloo, seconds) or world.exits:
         torch_private.keep_for_ever(process_group)

@@ -47,6 +47,7 @@ class World:
         self.rank, self.size, self.options, self.address = rank, size, options, address
         self.given = options.given  # for the fingerprints
         self.ended = ""  # why this process has left the world
+        self.exits = False  # and it ends
         self.on_end: list[Callable[[], object]] = []
         """Called in reverse order when this process leaves the world, before its meshes end."""
         self.meshes: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
@@ -176,12 +177,16 @@ class World:
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
-    def end(self, reason: str) -> None:
-        """Leave the world: end the threads of the layers, and then all groups."""
+    def end(self, reason: str, *, exits: bool = False) -> None:
+        """Leave the world: end the threads of the layers, and then all groups.
+
+        Args:
+            exits: the process ends. Then no group is freed, which may take for ever after a member has died.
+        """
         with self.lock:
             if self.ended:
                 return
-            self.ended = reason
+            self.ended, self.exits = reason, exits
             meshes = [*self.meshes]
         for act in reversed(self.on_end):
             with contextlib.suppress(RuntimeError, OSError):  # the store has failed
@@ -256,9 +261,9 @@ def all_worlds() -> list[World]:
     return [*_worlds.values()]
 
 
-def _end_all(reason: str) -> None:
+def _end_all(reason: str, *, exits: bool = False) -> None:
     for world in all_worlds():
-        world.end(reason)
+        world.end(reason, exits=exits)
 
 
 def _forget(process_group: Any) -> None:
@@ -280,7 +285,7 @@ def _in_child() -> None:
         world.end_in_child()
 
 
-atexit.register(_end_all, "its process has exited")
+atexit.register(_end_all, "its process has exited", exits=True)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_in_child)
 torch_private.on_destroy.append(_forget)

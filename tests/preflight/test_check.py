@@ -242,12 +242,14 @@ def alone(monkeypatch, line: str, **place: object) -> str:
 
 
 def test_check_names_rank_0_that_never_starts(monkeypatch):
-    port = free_port()
-    assert alone(monkeypatch, "dp=4 --timeout 0.5", MASTER_PORT=port) == (
-        "pgmesh check failed: LaunchError: rank 1 of 4 cannot join: no process listened at "
-        f"127.0.0.1:{port} in 0.5 s: rank 0, which hosts the store, did not start\n\n"
-        "  start rank 0, and check its output for errors\n"
-    )
+    with socket.socket() as bound:  # refuses connections, and no other process takes the port
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+        assert alone(monkeypatch, "dp=4 --timeout 0.5", MASTER_PORT=port) == (
+            "pgmesh check failed: LaunchError: rank 1 of 4 cannot join: no process listened at "
+            f"127.0.0.1:{port} in 0.5 s: rank 0, which hosts the store, did not start\n\n"
+            "  start rank 0, and check its output for errors\n"
+        )
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable
@@ -28,10 +29,12 @@ class RankProcesses:
     Args:
         fn: called in each process with its rank, the port of the store, the folder, and the number of the process.
         folder: for flags.
+        context: of multiprocessing. Only processes of "spawn" end as programs do, with the functions of ``atexit``.
     """
 
-    def __init__(self, fn: Callable[[int, int, Path, int], None], folder: Path) -> None:
+    def __init__(self, fn: Callable[[int, int, Path, int], None], folder: Path, context: str = "") -> None:
         self._fn, self._folder, self._store = fn, folder, StoreProcess()
+        self._context: Any = multiprocessing.get_context(context) if context else process_context()
         self.newest: dict[int, Any] = {}
         """By rank, its last process."""
         self.all: list[Any] = []
@@ -45,7 +48,7 @@ class RankProcesses:
 
     def start(self, rank: int, number: int) -> None:
         """Start a process of a rank. Its processes are numbered from 0."""
-        process = process_context().Process(target=self._fn, args=(rank, self._store.port, self._folder, number))
+        process = self._context.Process(target=self._fn, args=(rank, self._store.port, self._folder, number))
         process.start()
         self.newest[rank] = process
         self.all.append(process)
