@@ -5,11 +5,13 @@ pair one side is *passive*: it waits inside the operation until the other side h
 posts a receive first might wait for a rank that has no reason yet to use the group. Therefore:
 
 1. Making a group publishes this member's address, with its fingerprint: one ``set``, whose answer is not awaited.
-2. The thread takes the addresses of the others once all members have made the group, and compares the fingerprints.
-3. ``PAIRS_AFTER`` seconds later it starts all pairs, and waits for none. Then the group is as one of ``new_group``.
+2. A backend that waits for addresses looks for them now and then; ``PAIRS_AFTER`` seconds after the group was made, so
+   does the thread. Once all members have made the group, the addresses of the others are taken, and the fingerprints
+   compared.
+3. Then the thread starts all pairs, and waits for none. Then the group is as one of ``new_group``.
 
-A backend waits for addresses in C++, in the ``HashStore`` of its ``GroupStore``. To end such a wait, the addresses are
-set to zeros, which Gloo refuses.
+A backend waits in C++ between its looks, in the ``HashStore`` of its ``GroupStore``. To end such a wait, the addresses
+are set to zeros, which Gloo refuses.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ from pgmesh.groups.naming import Fingerprint
 log = logging.getLogger("pgmesh")
 
 PAIRS_AFTER = 0.25
-"""Seconds from the time when all members are known until the thread connects their pairs, which slows a start less."""
+"""Seconds after a group was made, from which on the thread looks for its members and connects its pairs. Until then it
+would slow the start of a job."""
 
 MOST_PAIRED = 64
 """The largest group whose pairs the thread connects. A larger one connects those that it uses, to save descriptors."""
@@ -85,8 +88,9 @@ class GroupStore(dist.Store):
         self.own_operations = 0  # that pgmesh has entered: the start of the pairs
         self.warned = False  # the others can read that it waits
         self.complete_at: float | None = None  # when all members were known
-        self.on_wait: Callable[[], object] = lambda: None  # called when the backend waits for members
+        self.look: Callable[[], float] = lambda: 0.0  # for members; returns the seconds until the next look
         self.own: dict[str, bytes] = {}  # this rank's address, by key
+        self._started: set[str] = set()  # the addresses that a backend has taken, to start a pair
         self._client, self._place = client, ranks.index(own)
         self._local: Any = dist.HashStore()
         self._error: PgmeshError | None = None
@@ -99,16 +103,18 @@ class GroupStore(dist.Store):
         self._local.set(key, value)
 
     def get(self, key: str) -> bytes:
+        self._started.add(key)
         return bytes(self._local.get(key))
 
     def check(self, keys: list[str]) -> bool:
         return bool(self._local.check(keys))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self.waiting_since = self.waiting_since or time.monotonic()
-        self.on_wait()
-        with contextlib.suppress(RuntimeError):  # the time is over
-            self._local.wait(keys, self.limit)
+        self.waiting_since = since = self.waiting_since or time.monotonic()
+        while not self._local.check(keys) and (left := since + self.limit.total_seconds() - time.monotonic()) > 0:
+            with contextlib.suppress(RuntimeError):  # the time is over
+                # At least a millisecond: a timeout of 0 is none.
+                self._local.wait(keys, timedelta(seconds=max(min(self.look(), left), 0.001)))
         self.waiting_since = None
         found = self._error is None and self._local.check(keys)
         if self.warned:
@@ -215,6 +221,11 @@ class GroupStore(dist.Store):
             self._local.set(key, address)
 
     @property
+    def has_started_pairs(self) -> bool:
+        """True if this rank has started the pairs with all members."""
+        return self._started.issuperset(self._others)
+
+    @property
     def has_ended(self) -> bool:
         return self._error is not None
 
@@ -241,7 +252,7 @@ class _Connection:
     def __init__(self, store: GroupStore, start_pairs: Callable[[], object]) -> None:
         self.store, self.start_pairs = store, start_pairs
         self.made_at = time.monotonic()
-        self.next_look = self.made_at + _LONGEST_YOUNG_PAUSE
+        self.next_look = self.made_at
 
     @property
     def age(self) -> float:
@@ -256,8 +267,8 @@ class _Connection:
 
     @property
     def next_step(self) -> float:
-        """The time of the next look for members, or of the start of the pairs."""
-        return self.next_look if self.store.complete_at is None else self.store.complete_at + PAIRS_AFTER
+        """The time when the thread looks for members, or starts the pairs."""
+        return max(self.made_at + PAIRS_AFTER, self.next_look if self.store.complete_at is None else 0.0)
 
 
 class Connector:
@@ -284,23 +295,17 @@ class Connector:
         """Find the other members of a group that this process has made, and then connect its pairs."""
         with self._changed:
             self._open[store] = _Connection(store, start_pairs)
-            store.on_wait = functools.partial(self._look_now, store)
+            store.look = functools.partial(self._look, self._open[store])
             if not self._runs:
                 self._runs = True
                 _thread.start_new_thread(self._run, ())  # a Thread waits until it has started, for long on a busy core
             elif self._open[store].next_step < self._wakes_at:
                 self._changed.notify()
 
-    def _look_now(self, store: GroupStore) -> None:
-        """Look for the members of a group in this thread of its backend, which is about to wait for them."""
-        with self._changed:
-            if store not in self._open:
-                return
-            self._open[store].next_look = 0.0
-            connections = [*self._open.values()]
-        self._find_members(connections)
-        with self._changed:
-            self._changed.notify()  # for the next look
+    def _look(self, connection: _Connection) -> float:
+        """Look for members in a thread of a backend that waits for them; return the seconds until its next look."""
+        self._find_members([*self._open.values()])
+        return connection.next_look - time.monotonic()
 
     def remove(self, store: GroupStore) -> bool:
         """Forget a group that ends. True if no member is missing, and its pairs were not started."""
@@ -385,7 +390,8 @@ class Connector:
         due = [each for each in complete if time.monotonic() >= each.next_step]
         for each in due:
             with contextlib.suppress(RuntimeError, OSError):  # it has ended meanwhile, or the store has failed
-                if not self._client().check([each.store.left_key]):  # else Gloo would log that a listener refuses
+                if not each.store.has_started_pairs and not self._client().check([each.store.left_key]):
+                    # After a member has left, Gloo would log that a listener refuses.
                     each.start_pairs()
                     each.store.own_operations = 1
             self._forget(each.store)
