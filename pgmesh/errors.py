@@ -12,7 +12,7 @@ PgmeshError
 ├── MismatchError          (RuntimeError)            ranks describe one mesh or group differently
 ├── MissingRanksError      (TimeoutError)            members that did not arrive in time, or wait for each other
 ├── MethodError            (RuntimeError)            a parallel method that failed or was not found
-├── UnsupportedTorchError  (RuntimeError)            this torch lacks a private name that pgmesh needs
+├── UnsupportedTorchError  (RuntimeError)            a second copy of pgmesh, or a package in an unknown version
 └── LaunchError            (RuntimeError)            a launcher or a spawned rank failed
 """
 
@@ -68,7 +68,7 @@ class MethodError(PgmeshError, RuntimeError):
 
 
 class UnsupportedTorchError(PgmeshError, RuntimeError):
-    """This torch lacks a private name that pgmesh needs."""
+    """A second copy of pgmesh in this process, or a package whose version pgmesh does not know."""
 
 
 class LaunchError(PgmeshError, RuntimeError):

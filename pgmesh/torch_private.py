@@ -47,65 +47,32 @@ if loaded := getattr(c10d, "_changed_by_pgmesh", None):
     )
 
 
-# -- the private names, and what happens without one --------------------------------------------------------------
+# -- the private names --------------------------------------------------------------------------------------------
 
-SEAM: dict[str, str] = {
-    **{
-        f"distributed_c10d._world.{table}": "a table where torch.distributed looks groups up"
-        for table in ("pg_map", "pg_group_ranks", "pg_backend_config", "pg_coalesce_state", "pg_to_tag", "tags_to_pg")
-    },
-    "distributed_c10d._pg_names": "its length is part of the names of groups with local synchronisation",
-    "distributed_c10d._rank_not_in_group": "torch calls it for every group: a destroyed one, or a mesh, raises here",
-    "distributed_c10d._get_default_store": "the world's store",
-    "distributed_c10d._register_process_group": "functional collectives look groups up by name",
-    "distributed_c10d._resolve_process_group": "operators that torch compiles take the name of a group",
-    "distributed_c10d._unregister_process_group": "the world keeps a group alive until this call",
-    "distributed_c10d._get_default_timeout": "the timeout of a world whose backend has none",
-    "device_mesh.DeviceMesh.__eq__": "compares _thread_id: meshes with different groups must be unequal",
-    "nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model": "excludes parameters",
-    "Tensor._post_accumulate_grad_hooks": "some pipeline schedules would skip these hooks",
-    "ProcessGroup._set_default_backend": "sets the backend of a group that is built directly",
-    "ProcessGroup._register_backend": "the same for each device",
-    "ProcessGroup._get_backend": "the backend of the world has its timeout",
-    "ProcessGroup._device_types": "the devices that a group supports",
-    "ProcessGroup._set_group_name": "torch names only groups of new_group",
-    "ProcessGroup._set_group_desc": "profiles and flight records show this",
-    "ProcessGroupGloo._get_sequence_number_for_group": "how many operations this process has entered in a group",
-    "ProcessGroupGloo._Options._devices": "the only way to pass a lazy device",
-    "ProcessGroupGloo._Options._threads": "number of threads of a group",
-    "ProcessGroupGloo._Options._timeout": "timeout of the collectives",
-    "ProcessGroupGloo.create_device": "creates a device that connects at its first use",
-    "_C._distributed_c10d.FakeProcessGroup": "fake worlds",
-    "_C._distributed_c10d._ProcessGroupWrapper": "the checks of TORCH_DISTRIBUTED_DEBUG=DETAIL",
-}
-"""The private names that every supported torch has, each with its reason. ``_groups_of`` also reads attributes of
-DeviceMesh objects (``_dim_group_names``, ``_thread_id``), which no class has. Names that some versions lack are looked
-up where they are used: ``_use_torchcomms_enabled``, ``FakeProcessGroup._create_internal``,
-``Backend._ensure_backend_registered``, the shapes of a ``PipelineStage``, ``_mesh_layout``,
-``DeviceMesh._pg_registry``, ``ProcessGroupNCCL._group_start`` and ``_group_end``."""
+# In distributed_c10d:
+#   _world.pg_map, .pg_group_ranks, .pg_backend_config, .pg_coalesce_state, .pg_to_tag, .tags_to_pg: where torch looks
+#     groups up
+#   _pg_names: its length is part of the names of groups with local synchronisation
+#   _rank_not_in_group: torch calls it for every group: a destroyed one, or a mesh, raises here
+#   _get_default_store: the world's store
+#   _get_default_timeout: the timeout of a world whose backend has none
+#   _register_process_group, _resolve_process_group, _unregister_process_group: functional collectives and compiled
+#     operators look groups up by name, and torch keeps them alive
+#   _use_torchcomms_enabled, Backend._ensure_backend_registered (newer torch): which backends there are
+# ProcessGroup._set_default_backend, ._register_backend: a group that is built directly
+# ProcessGroup._get_backend, ._device_types: the backends of a group, and their timeout
+# ProcessGroup._set_group_name, ._set_group_desc: torch names only groups of new_group
+# ProcessGroupGloo._get_sequence_number_for_group: how many operations this process has entered in a group
+# ProcessGroupGloo._Options._devices, ._threads, ._timeout, .create_device: a device that connects at its first use
+# ProcessGroupNCCL._group_start, ._group_end (newer torch): the abort of several communicators in one call
+# _C._distributed_c10d.FakeProcessGroup, ._create_internal: fake worlds
+# _C._distributed_c10d._ProcessGroupWrapper: the checks of TORCH_DISTRIBUTED_DEBUG=DETAIL
+# DeviceMesh._thread_id, ._dim_group_names: meshes with different groups must be unequal
+# DeviceMesh._pg_registry, _mesh_layout (newer torch): DeviceMeshes that torch combines
+# DistributedDataParallel._set_params_and_buffers_to_ignore_for_model: excludes parameters
+# Tensor._post_accumulate_grad_hooks: some pipeline schedules would skip these hooks
+# PipelineStage._send_meta, ._recv_meta and others (torch 2.12): the shapes of a stage are exchanged once
 
-
-def missing_names(torch: Any = torch) -> dict[str, str]:
-    """The private names that this torch lacks, each with its reason."""
-
-    def there(path: str) -> bool:
-        root, *names = path.split(".")
-        place = getattr(torch if root in ("_C", "nn", "Tensor") else torch.distributed, root, None)
-        for name in names:
-            place = getattr(place, name, getattr(place, "__annotations__", {}).get(name))
-        if name == "__eq__":  # every object has one
-            return "_thread_id" in getattr(getattr(place, "__code__", None), "co_names", ())
-        return place is not None
-
-    optional = {name for name in SEAM if name.startswith("ProcessGroupGloo") and not dist.is_gloo_available()}
-    return {name: reason for name, reason in SEAM.items() if name not in optional and not there(name)}
-
-
-if _gone := missing_names():
-    raise UnsupportedTorchError(
-        f"torch {torch.__version__} lacks what pgmesh, tried on torch {', '.join(TRIED_ON)}, uses to create groups:"
-        + "".join(f"\n  {name}: {reason}" for name, reason in _gone.items())
-    )
 if is_newer(torch.__version__):
     log.warning(
         "torch %s is newer than torch %s, the newest that pgmesh was tested on. All private names that pgmesh uses "

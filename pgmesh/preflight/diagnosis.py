@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from pgmesh._util.formatting import count_of, format_seconds
 from pgmesh._util.torch_versions import TRIED_ON
-from pgmesh.errors import LaunchError, UnsupportedTorchError
+from pgmesh.errors import LaunchError
 from pgmesh.launch.detect import LAUNCHERS, detect_launcher
 from pgmesh.launch.launcher import LAST_PORT, PORTS, LauncherInfo
 
@@ -127,7 +127,7 @@ def torch_findings(load: Callable[[str], Any]) -> Iterator[Finding]:
     fix = f"install torch {TRIED_ON[-1]}"
     try:
         load("pgmesh.torch_private")
-    except (UnsupportedTorchError, ImportError):
+    except (AttributeError, ImportError):  # it lacks a private name
         yield Finding("bad", "torch", f"pgmesh cannot create groups with {version}", fix)
         return
     if not any(version.startswith(f"torch {number}.") for number in TRIED_ON):

@@ -83,7 +83,7 @@ def main(words: list[str]) -> int:
 
     try:
         importlib.import_module("pgmesh.torch_private")
-    except RuntimeError as error:  # a UnsupportedTorchError: a torch on which pgmesh does not run
+    except (AttributeError, RuntimeError) as error:  # a torch on which pgmesh does not run
         print(f"test-gpu: nothing was run. {error}")
         return 2
 
