@@ -68,7 +68,7 @@ class MethodError(PgmeshError, RuntimeError):
 
 
 class UnsupportedTorchError(PgmeshError, RuntimeError):
-    """A second copy of pgmesh in this process, or a package whose version pgmesh does not know."""
+    """A second copy of pgmesh, or a package in an unknown version."""
 
 
 class LaunchError(PgmeshError, RuntimeError):
