@@ -501,19 +501,19 @@ class Layout:
     def __repr__(self) -> str:
         return self.spell("Layout")
 
-    def spell(self, who: str, *, world: int | None = None, **more: object) -> str:
+    def spell(self, who: str, *, world_size: int | None = None, **more: object) -> str:
         """The call of ``who`` that makes this layout, as text.
 
         Args:
-            world: the number of ranks if the call names none. Default: the number of ranks of this layout.
+            world_size: the number of ranks if the call names none. Default: the number of ranks of this layout.
 
-        >>> layout.at(pp=0).spell("ProcessGroupMesh", world=8)
+        >>> layout.at(pp=0).spell("ProcessGroupMesh", world_size=8)
         'ProcessGroupMesh(dp=2, tp=2, ranks=range(4))'
         """
         if not self._axes:  # one rank: every axis is fixed
-            return f"{self.view(1).spell(who, world=world, **more)}.at({{0: 0}})"
+            return f"{self.view(1).spell(who, world_size=world_size, **more)}.at({{0: 0}})"
         box = dict(zip(self._axes, self.shape))
-        is_default = self._as_range() == range(len(self) if world is None else world)
+        is_default = self._as_range() == range(len(self) if world_size is None else world_size)
         return format_call(who, box, ranks=None if is_default else Text(self._ranks_written()), **more)
 
     def __str__(self) -> str:

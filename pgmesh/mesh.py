@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from operator import length_hint
-from types import TracebackType
+from types import NoneType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pgmesh import torch_private
@@ -23,6 +23,7 @@ from pgmesh.groups.device_meshes import parse_dimensions
 from pgmesh.groups.mesh_groups import MeshGroups, find_mesh_groups
 from pgmesh.groups.naming import Members
 from pgmesh.groups.world import open_meshes_by_name
+from pgmesh.launch.joining import World
 from pgmesh.layout import Axis, Keep, Layout, RankMethods, taken
 from pgmesh.options import Timeout, to_timedelta
 
@@ -59,6 +60,7 @@ class ProcessGroupMesh(RankMethods):
         ranks: the ranks to arrange, in this order. Default: the whole world.
         name: the identity of this mesh, the same on every rank. An unnamed mesh is identified by its axes, shape and
             ranks. If another open unnamed mesh with groups has the same, the first ``group`` raises NameTakenError.
+        world: a world of ``launch.open_world``. Default: torch's default world.
         sizes: the sizes of named axes, outermost first. At most one size is -1: it is inferred.
 
     Raises:
@@ -86,22 +88,30 @@ class ProcessGroupMesh(RankMethods):
     _cached: dict[Any, Any]  # cached results: neither the mesh nor its rank changes
 
     def __init__(
-        self, /, *shape: int | Sizes, ranks: Iterable[int] | None = None, name: str | None = None, **sizes: int
+        self,
+        /,
+        *shape: int | Sizes,
+        ranks: Iterable[int] | None = None,
+        name: str | None = None,
+        world: World | None = None,
+        **sizes: int,
     ) -> None:
         who = "ProcessGroupMesh"
-        _, world = world_rank_and_size()
+        if not isinstance(world, (World, NoneType)):
+            raise ShapeError(f"{who}: world= is a world that launch.open_world has returned, not {world!r}.")
+        size = world_rank_and_size()[1] if world is None else world.size
         if name is not None:
             _check_name(who, name)
         given = None if ranks is None else parse_ranks(who, ranks)
-        order = range(world) if given is None else given
+        order = range(size) if given is None else given
         ends = (order[0], order[-1]) if isinstance(order, range) else order
-        _check_in_world(who, dict.fromkeys(ends), world)
-        more = other_arguments(given, name=name)
+        _check_in_world(who, dict.fromkeys(ends), size)
+        more = other_arguments(given, name=name, world=None if world is None else Text(world.name))
         box = parse_sizes(who, shape, sizes, more, len(order))
-        count_text = f"the world has {world}" if given is None else f"ranks= has {len(order)}"
+        count_text = f"the world has {size}" if given is None else f"ranks= has {len(order)}"
         box = fill_sizes(who, box, len(order), count_text, is_world=given is None, more=more)
         layout = Layout.of(box, order)
-        self._set(layout, MeshGroups(name, layout))
+        self._set(layout, MeshGroups(name, layout, None if world is None else world.core))
 
     def _set(
         self, layout: Layout, mesh_groups: MeshGroups, calls: _Calls = (), *, part_of: Layout | None = None
@@ -446,7 +456,7 @@ class ProcessGroupMesh(RankMethods):
         self._mesh_groups.check()
         from pgmesh.topology.host_mapping import map_hosts
 
-        return map_hosts(self.layout.ranks(), timeout=timeout)
+        return map_hosts(self.layout.ranks(), timeout=timeout, world=self._mesh_groups.world)
 
     def report(self, *, thread: threading.Thread | None = None) -> Report:
         """A printable table: where each rank of the mesh is, since when, and who has ended, is silent or is behind.
@@ -831,7 +841,8 @@ class ProcessGroupMesh(RankMethods):
         return svg.draw(self.layout, mark=self.rank)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        root = self._mesh_groups.name, self._mesh_groups.layout, self._mesh_groups.rank
+        groups = self._mesh_groups
+        root = groups.name, groups.layout, groups.world.name, groups.rank
         return _unpickle, (root, self.layout, self._calls, self._part_of)
 
     def _check_root(self, call: str) -> None:

@@ -33,7 +33,7 @@ from torch.distributed import distributed_c10d as _c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from pgmesh._util.torch_versions import TRIED_ON, is_newer
-from pgmesh.errors import LifetimeError, OptionsError, UnsupportedTorchError
+from pgmesh.errors import LifetimeError, OptionsError, UnsupportedTorchError, WorldError
 from pgmesh.options import GroupOptions
 
 log = logging.getLogger("pgmesh")
@@ -87,6 +87,9 @@ if is_newer(torch.__version__):
 PREFIX = "pgmesh/"
 """Start of the names of all groups and store keys of pgmesh."""
 
+BESIDE = f"{PREFIX}/"
+"""Start of the names of groups in worlds beside torch's default one."""
+
 on_destroy: list[Callable[[Any], None]] = []
 """Hooks called with each group that torch destroys."""
 
@@ -95,6 +98,9 @@ on_world_end: list[Callable[[str], None]] = []
 
 destroyed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 """Groups that were destroyed, each with the error message for later uses. ``_check_group`` reads it."""
+
+beside: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Groups in worlds beside torch's default one."""
 
 not_groups: dict[type, Callable[[Any], str]] = {}
 """Types whose objects callers pass in the place of a group, each with the function that returns the error message."""
@@ -112,6 +118,10 @@ class _Names(dict[Any, str]):
 
     def __len__(self) -> int:
         return sum(not name.startswith(PREFIX) for name in list(self.values()))  # another thread may add one
+
+    def __iter__(self) -> Iterator[Any]:
+        """Without the groups of worlds beside the default one: torch shuts down what it finds as that ends."""
+        return iter([group for group, name in list(self.items()) if not name.startswith(BESIDE)])
 
     def __delitem__(self, group: Any) -> None:
         super().__delitem__(group)
@@ -133,6 +143,11 @@ def _check_group(group: Any) -> Any:
         raise OptionsError(not_groups[type(group)](group))
     if destroyed and group in destroyed:
         raise LifetimeError(destroyed[group])
+    if beside and group in beside and sys._getframe(1).f_code.co_name == "get_rank":  # it looks up another world's rank
+        raise WorldError(
+            f"torch.distributed.get_rank knows the ranks of torch's default world only. {group.group_desc} is in "
+            "another.\n\n  group.rank()   # the rank in the group; mesh.rank is that in its world"
+        )
     return _is_outside(group)
 
 

@@ -152,7 +152,7 @@ def _replace(mesh: MeshGroups, judge: SurvivorJudge, outcome: Outcome, new: Gene
     """Create the mesh that was agreed on."""
     _check_replaceable(mesh)  # by another thread meanwhile
     end_aborted(mesh, f"{mesh.label} was replaced by shrink.")  # on a rank that stood by
-    after, state = MeshGroups(new.name, new.layout), mesh.state_of(ElasticState)
+    after, state = MeshGroups(new.name, new.layout, mesh.world), mesh.state_of(ElasticState)
     ranks, seconds = (judge.generation.layout.ranks(), new.layout.ranks()), judge.client.now()
     change = Shrunk(mesh.label, *ranks, outcome.lost, outcome.replaced, seconds, stood_by=not judge.call)
     new_state = after.state_of(ElasticState)

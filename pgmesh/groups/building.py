@@ -57,7 +57,7 @@ def make_by_members(group: Group, key: str, world: World, description: str) -> N
         key: the key of its mesh.
         description: text for profiles and flight records.
     """
-    name = f"{key}/{group.path}" + ("" if group.attempt is None else f".{group.attempt}")
+    name = world.name_in_torch(f"{key}/{group.path}") + ("" if group.attempt is None else f".{group.attempt}")
     backends = backends_of(group.options.backend)
     prefixed = dist.PrefixStore(f"{name}/", world.root_store())  # torch returns it as the store of the group
     store = None
@@ -67,7 +67,12 @@ def make_by_members(group: Group, key: str, world: World, description: str) -> N
     made, gloo, checking = _build(group, name, prefixed, world, store)
     try:
         places = {rank: i for i, rank in enumerate(group.ranks)}
-        torch_private.register(made, name, description, group.options.backend, backends.config, prefixed, places)
+        group.register = functools.partial(
+            torch_private.register, made, name, description, group.options.backend, backends.config, prefixed, places
+        )
+        group.register()
+        if world.name:
+            torch_private.beside.add(made)
         group.make(made, call_site(), store, [*gloo, *checking])
         if store is not None:
             _publish(store, world)  # only now: others would connect to a group that could not be made

@@ -46,9 +46,9 @@ def world_options() -> GroupOptions:
     return GroupOptions(backend=backend, timeout=timeout or torch_private.default_timeout(backend))
 
 
-def store_address() -> str:
-    """Host and port of the world's store, for messages."""
-    store = underlying(torch_private.default_store())
+def store_address(store: Any) -> str:
+    """Host and port of a world's store, for messages."""
+    store = underlying(store)
     host, port = getattr(store, "host", None), getattr(store, "port", None)
     return f"{host}:{port}" if host else type(store).__name__
 

@@ -72,6 +72,7 @@ class Group:
     created_by: Literal["pgmesh", "new_group", "adopted"] = "pgmesh"
     new_timeout: timedelta | None = None
     device_meshes: weakref.WeakValueDictionary[int, DeviceMesh] = field(default_factory=weakref.WeakValueDictionary)
+    register: Callable[[], object] = field(default=lambda: None, init=False)  # with torch
     state: State = field(default=State.NEW, init=False)
     reason: str = field(default="", init=False)  # why it has ended
     name: str = field(default="", init=False)  # of the process group, in torch
@@ -159,7 +160,7 @@ class Group:
 
     def take_process_group(self) -> Any:
         """Drop the process group, and return it; None if that was done before."""
-        process_group, self._process_group, self.gloo = self._process_group, None, []
+        process_group, self._process_group, self.gloo, self.register = self._process_group, None, [], lambda: None
         if _by_name.get(self.name) is self:
             del _by_name[self.name]
         if self.created_by != "adopted":

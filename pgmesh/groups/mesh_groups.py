@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from pgmesh import torch_private
-from pgmesh._util.formatting import call_site
-from pgmesh.errors import LifetimeError, RankError
+from pgmesh._util.formatting import Text, call_site
+from pgmesh.errors import LifetimeError, OptionsError, RankError
 from pgmesh.groups import adoption, building, ending, naming
 from pgmesh.groups.backends import backends_of
 from pgmesh.groups.configuring import ConfiguredOptions, check_supported
 from pgmesh.groups.device_meshes import DeviceMeshes, Dimensions
 from pgmesh.groups.group import Group, State
 from pgmesh.groups.naming import Fingerprint, Members
-from pgmesh.groups.world import World, current_world
+from pgmesh.groups.world import World, current_world, world_named
 from pgmesh.options import GroupOptions
 
 if TYPE_CHECKING:
@@ -48,10 +48,13 @@ class MeshGroups:
     Args:
         name: name of the mesh, the same on every rank; None for an unnamed mesh.
         layout: layout of the root mesh, the same on every rank.
+        world: its world. Default: torch's default one.
         outside: rank of an unpickled mesh outside any world; the mesh is then closed.
     """
 
-    def __init__(self, name: str | None, layout: Layout, *, outside: int | None = None) -> None:
+    def __init__(
+        self, name: str | None, layout: Layout, world: World | None = None, *, outside: int | None = None
+    ) -> None:
         self.name, self.layout, self.call_site = name, layout, call_site()
         self.ended: str | None = None  # why it has ended, for messages, which begin with its label
         self.lock = threading.RLock()
@@ -60,7 +63,7 @@ class MeshGroups:
         self._meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # meshes that hold references to groups
         self._states: dict[Any, Any] = {}
         if outside is None:
-            self.world = current_world()
+            self.world = world or current_world()
             self.number = self.world.add(self, self.prefix)
         else:
             self.world, self.number = World(None, outside, 0, GroupOptions()), 0
@@ -86,7 +89,8 @@ class MeshGroups:
     def call(self) -> str:
         """The call that created the root mesh."""
         named = {"name": self.name} if self.name else {}
-        return self.layout.spell("ProcessGroupMesh", world=self.world.size, **named)
+        where = {"world": Text(self.world.name)} if self.world.name else {}
+        return self.layout.spell("ProcessGroupMesh", world_size=self.world.size, **named, **where)
 
     @property
     def label(self) -> str:
@@ -155,6 +159,8 @@ class MeshGroups:
             group = self._group(members, options, differing)
             if not group.is_made:
                 self._make(group, members, options, differing)
+            if self.world.name and not group.is_known():  # torch's default world was destroyed
+                group.register()
             if group.created_by == "adopted":
                 adoption.check_exists(group, members)
             return group
@@ -188,7 +194,7 @@ class MeshGroups:
             self.world.keep(self)
             building.set_options(group, self.fingerprint, options, self.world.options, differing)
             description = options.description or f"{self.name or 'mesh'}[{members.describe(self.rank)}]"
-            if backends_of(options.backend).by_members:
+            if backends_of(options.backend).by_members or self.world.name:
                 building.make_by_members(group, self.key, self.world, description)
             else:
                 building.make_collectively(group, members.blocks(), description)
@@ -245,6 +251,7 @@ class MeshGroups:
             whole: a layout with these axes, whose DeviceMesh may be sliced.
         """
         self.check()
+        self._check_default("DeviceMesh")
         with self.lock:
             return self._device_meshes.find(
                 whole, layout, dimensions, lambda layout, axes: self.group(layout, axes, "", {})
@@ -258,6 +265,7 @@ class MeshGroups:
     def adopt(self, layout: Layout, axes: tuple[Axis, ...], process_group: dist.ProcessGroup) -> None:
         """Use an existing group for these axes. pgmesh never destroys it."""
         self.check()
+        self._check_default("new_group")
         members = self.members(layout, axes)
         label = f"{members.label} of {self.label}"
         adoption.check_process_group(process_group, members, label)
@@ -270,6 +278,13 @@ class MeshGroups:
                 self.world.keep(self)
                 group.adopt(process_group, call_site(), self.world.options)
             adoption.check_is_same(group, process_group, members)
+
+    def _check_default(self, what: str) -> None:
+        """Raise OptionsError in a world beside torch's default one."""
+        if self.world.name:
+            raise OptionsError(
+                f"{self.label} is in world {self.world.name!r}. torch has {what} only in its default world."
+            )
 
     # -- ends -------------------------------------------------------------------------------------------------------
 
@@ -309,6 +324,11 @@ class MeshGroups:
             self._groups.clear()
             self._destroy(groups, reason, abort=abort)
             self.world.stop_keeping(self)
+
+    def drop_references(self) -> None:
+        """Let the next call of ``group`` look the group up again."""
+        with self.lock:
+            self._clear_references()
 
     def end_in_child(self) -> None:
         """Invalidate all groups in a forked child. They belong to the parent."""
@@ -362,14 +382,14 @@ class MeshGroups:
             mesh._clear_groups()
 
 
-def find_mesh_groups(name: str | None, layout: Layout, rank: int) -> MeshGroups:
+def find_mesh_groups(name: str | None, layout: Layout, world: str, rank: int) -> MeshGroups:
     """The groups of an unpickled mesh: those of the open mesh with its name and layout, or new ones.
 
     Outside any world the new mesh is closed and has only the rank that pickled it.
     """
-    if not dist.is_initialized() or current_world().ended:
+    here = world_named(world)
+    if here is None or here.ended:
         return MeshGroups(name, layout, outside=rank)
-    here = current_world()
     if (highest := max(layout.ranks_in_order())) >= here.size:
         raise RankError(
             f"{layout.spell('ProcessGroupMesh')} was unpickled with rank {highest}, but the world's ranks are 0 to "
@@ -377,4 +397,4 @@ def find_mesh_groups(name: str | None, layout: Layout, rank: int) -> MeshGroups:
         )
     with here.lock:  # another thread may unpickle it too
         found = [mesh for mesh in here.open_meshes() if (mesh.name, mesh.layout) == (name, layout)]
-        return found[0] if found else MeshGroups(name, layout)
+        return found[0] if found else MeshGroups(name, layout, here)

@@ -1,6 +1,7 @@
 """This process in one world: its clients of the world's store, and the meshes that it has made there.
 
-It does not import ``MeshGroups``: meshes add themselves. A world ends when torch destroys it, or with the process.
+It does not import ``MeshGroups``: meshes add themselves. torch's default world ends when torch destroys it, one beside
+it by ``close``, and all with the process.
 """
 
 from __future__ import annotations
@@ -41,10 +42,13 @@ class World:
         size: the number of ranks.
         options: the options of a group for which nothing else is configured.
         address: host and port of the store, for messages.
+        name: of a world beside torch's default one; "" for that.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, options: GroupOptions, address: str = "") -> None:
-        self.rank, self.size, self.options, self.address = rank, size, options, address
+    def __init__(
+        self, store: Any, rank: int, size: int, options: GroupOptions, address: str = "", name: str = ""
+    ) -> None:
+        self.rank, self.size, self.options, self.address, self.name = rank, size, options, address, name
         self.given = options.given  # for the fingerprints
         self.ended = ""  # why this process has left the world
         self.exits = False  # and it ends
@@ -146,6 +150,10 @@ class World:
                 self._check_name(mesh)
                 self.with_groups[mesh] = None
 
+    def name_in_torch(self, name: str) -> str:
+        """The name of a group in torch's tables, which the groups of all worlds share."""
+        return f"{torch_private.BESIDE}{self.name}/{name}" if self.name else name
+
     def stop_keeping(self, mesh: Any) -> None:
         """Keep a mesh alive no longer: it has no groups."""
         with self.lock:
@@ -167,7 +175,7 @@ class World:
                 f"two unnamed meshes differ only in the order of creation: {mesh.call}, created at {other.call_site} "
                 f"and at {mesh.call_site}. Ranks that use them in different orders would use different groups.\n\n"
                 f"  pgmesh.meshes()[{key!r}].close()   # close the other, if it is no longer used\n"
-                f"  {mesh.layout.spell('ProcessGroupMesh', world=self.size, name='actor')}   # or name this one"
+                f"  {mesh.layout.spell('ProcessGroupMesh', world_size=self.size, name='actor')}   # or name this one"
             )
 
     def open_meshes(self) -> list[Any]:
@@ -198,6 +206,13 @@ class World:
             None  # a mesh that outlives the world would keep the connections open
         )
 
+    def close(self) -> None:
+        """Leave a world beside torch's default one."""
+        self.end(f"world {self.name!r} was closed")
+        with _lock:
+            if _beside.get(self.name) is self:
+                del _beside[self.name]
+
     def end_in_child(self) -> None:
         """Invalidate the world in a forked child. Its threads, locks and connections are the parent's."""
         self.ended = "this process was forked from a rank, and shares its connections"
@@ -207,7 +222,37 @@ class World:
 
 
 _worlds: weakref.WeakKeyDictionary[Any, World] = weakref.WeakKeyDictionary()  # by torch's default group
+_beside: dict[str, World] = {}  # by name
 _lock = threading.Lock()
+
+
+def open_world(name: str, store: Any, rank: int, size: int, options: GroupOptions) -> World:
+    """Enter a world beside torch's default one, over a store of its own or the same one.
+
+    Raises:
+        NameTakenError: this process is in a world of this name.
+        WorldError: the store lacks an operation, or another rank has entered the world with another size.
+    """
+    _check_store(store)
+    world = World(dist.PrefixStore(name, store), rank, size, options, store_address(store), name)
+    with _lock:
+        if name in _beside:
+            raise NameTakenError(f"this process is in a world {name!r} already, as rank {_beside[name].rank}.")
+        _beside[name] = world
+    try:
+        first = world.store().compare_set(f"{torch_private.PREFIX}size", "", f"{size} on rank {rank}").decode()
+    except (RuntimeError, OSError) as error:
+        world.close()
+        raise world.error(error) from error
+    if int(first.partition(" ")[0]) != size:
+        world.close()
+        raise WorldError(f"the size of world {name!r} is {first} and {size} on rank {rank}; all ranks give the same.")
+    return world
+
+
+def world_named(name: str) -> World | None:
+    """The open world beside torch's default one with this name; with "", the default one."""
+    return _beside.get(name) if name else current_world() if dist.is_initialized() else None
 
 
 def current_world() -> World:
@@ -224,7 +269,7 @@ def current_world() -> World:
         if torch_private.backend_name(default) != "fake":
             _check_store(store)
         with _lock:
-            world = _worlds.setdefault(default, World(store, rank, size, world_options(), store_address()))
+            world = _worlds.setdefault(default, World(store, rank, size, world_options(), store_address(store)))
     return world
 
 
@@ -242,14 +287,12 @@ def _check_store(store: Any) -> None:
 
 
 def open_meshes_by_name() -> dict[str, Any]:
-    """The open meshes of the default world in the order of creation.
+    """The open meshes of each world in the order of creation, those of the default world first.
 
     The keys are names; for unnamed meshes the call. Later ones of the same key have a number.
     """
-    if not dist.is_initialized():
-        return {}
     found: dict[str, Any] = {}
-    for mesh in current_world().open_meshes():
+    for mesh in itertools.chain.from_iterable(world.open_meshes() for world in all_worlds()):
         first = mesh.name or mesh.call
         numbered = (f"{first} ({number})" for number in itertools.count(2))
         found[next(key for key in itertools.chain([first], numbered) if key not in found)] = mesh
@@ -257,13 +300,21 @@ def open_meshes_by_name() -> dict[str, Any]:
 
 
 def all_worlds() -> list[World]:
-    """All worlds of this process whose default group is referred to."""
-    return [*_worlds.values()]
+    """All worlds of this process: torch's default one while its group is referred to, and the open ones beside it."""
+    return [*_worlds.values(), *_beside.values()]
 
 
-def _end_all(reason: str, *, exits: bool = False) -> None:
+def _end_all(reason: str) -> None:
     for world in all_worlds():
-        world.end(reason, exits=exits)
+        world.end(reason, exits=True)
+
+
+def _end_default(reason: str) -> None:
+    """torch has destroyed its default world, and forgotten the groups of the others."""
+    for world in [*_worlds.values()]:
+        world.end(reason)
+    for mesh in itertools.chain.from_iterable(world.open_meshes() for world in _beside.values()):
+        mesh.drop_references()
 
 
 def _forget(process_group: Any) -> None:
@@ -285,8 +336,8 @@ def _in_child() -> None:
         world.end_in_child()
 
 
-atexit.register(_end_all, "its process has exited", exits=True)
+atexit.register(_end_all, "its process has exited")
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_in_child)
 torch_private.on_destroy.append(_forget)
-torch_private.on_world_end.append(_end_all)
+torch_private.on_world_end.append(_end_default)

@@ -12,7 +12,7 @@ _MODULES = {
     "LauncherInfo": "launcher",
     "detect_launcher": "detect",
     "fake_world": "faking",
-    **dict.fromkeys(("World", "from_openmpi", "from_slurm", "from_torch", "join"), "joining"),
+    **dict.fromkeys(("World", "from_openmpi", "from_slurm", "from_torch", "join", "open_world"), "joining"),
     "spawn": "spawning",
 }
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         from_slurm as from_slurm,
         from_torch as from_torch,
         join as join,
+        open_world as open_world,
     )
     from pgmesh.launch.launcher import LauncherInfo as LauncherInfo
     from pgmesh.launch.spawning import spawn as spawn

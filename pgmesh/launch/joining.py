@@ -11,31 +11,42 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pgmesh import torch_private
+from pgmesh._util.validation import number_between
 from pgmesh.errors import LaunchError
+from pgmesh.groups import world as worlds
 from pgmesh.launch.detect import BY_HAND, OPEN_MPI, detect_launcher, detect_one, with_address, with_replica
 from pgmesh.launch.launcher import LauncherInfo
 from pgmesh.launch.slurm import SLURM
-from pgmesh.options import Timeout, to_timedelta
+from pgmesh.options import GroupOptions, Timeout, to_timedelta
 
 log = logging.getLogger("pgmesh")
 
 
 class World:
-    """Result of ``join`` and ``fake_world``. In a ``with`` statement, it destroys the world at the end of the block.
+    """Result of ``join``, ``fake_world`` and ``open_world``. In a ``with`` statement, the end of the block closes it.
 
     A world that another call initialized is kept.
     """
 
-    def __init__(self, own: bool) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+    def __init__(self, own: bool, core: worlds.World | None = None) -> None:
+        self.rank, self.size = (core.rank, core.size) if core else (dist.get_rank(), dist.get_world_size())
+        self.name = core.name if core else ""
+        self.core = core  # None for torch's default world
         self._world: Any = dist.group.WORLD if own else None
+
+    def close(self) -> None:
+        """Leave this world, and end its groups."""
+        if self.core is not None:
+            self.core.close()
+        elif dist.is_initialized() and dist.group.WORLD is self._world:
+            dist.destroy_process_group()
 
     def __enter__(self) -> World:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if dist.is_initialized() and dist.group.WORLD is self._world:
-            dist.destroy_process_group()
+        self.close()
 
 
 def join(
@@ -46,12 +57,15 @@ def join(
     port: int | None = None,
     replica: int | None = None,
     replicas: int | None = None,
+    rank: int | None = None,
+    size: int | None = None,
 ) -> World:
     """Initialize torch.distributed under any launcher: torchrun, srun, mpirun or none.
 
-    Without a launcher, the world has one rank. If torch.distributed is already initialized, nothing changes. The
-    detected launcher and the reason are logged at level INFO. The call by itself initializes the world until the
-    process ends; ``with launch.join():`` destroys it at the end of the block, unless it was there before.
+    Without a launcher, the world has one rank; with ``rank``, ``size``, ``host`` and ``port``, as in actors of Ray, no
+    launcher is looked for. If torch.distributed is already initialized, nothing changes. The detected launcher and the
+    reason are logged at level INFO. The call by itself initializes the world until the process ends;
+    ``with launch.join():`` destroys it at the end of the block, unless it was there before.
 
     With ``replica`` and ``replicas``, several launches of n ranks each form one world, one for each replica group. A
     launcher that ends all its ranks when one fails then ends one replica, and can start it anew. Rank r of replica i
@@ -72,6 +86,8 @@ def join(
             set, a port from 20000 to 29999 that depends on the number of the job (Slurm, Open MPI, PALS, PMIx).
         replica: number of this launch among the ``replicas``, from 0. ``host`` and ``port`` are those of the store.
         replicas: number of launches that form the world. All have the same number of ranks.
+        rank: this process's rank, in place of a launcher's. With several devices, LOCAL_RANK is this one's number.
+        size: number of ranks.
 
     Raises:
         LaunchError: the launcher's variables are incomplete or contradict each other, or the host or the port of rank
@@ -85,6 +101,8 @@ def join(
         srun -n 8 python script.py
         mpirun -n 8 python script.py
     """
+    if rank is not None or size is not None:
+        return _initialize(lambda: _by_hand(rank, size, host, port), backend, timeout)
     if dist.is_initialized() or (replica is None and replicas is None):
         return _initialize(lambda: with_address(detect_launcher(os.environ), host, port), backend, timeout)
     environ = {name: value for name, value in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
@@ -96,6 +114,73 @@ def join(
     finally:
         if not given:  # lazy groups of ``new_group`` may wait for each other at their first use
             del os.environ["TORCH_GLOO_LAZY_INIT"]
+
+
+def open_world(
+    name: str,
+    *,
+    rank: int,
+    size: int,
+    host: str | None = None,
+    port: int | None = None,
+    store: dist.Store | None = None,
+    backend: str | None = None,
+    timeout: Timeout | None = None,
+) -> World:
+    """A world of its own, beside torch's default one or without one: ``ProcessGroupMesh(world=...)`` has its ranks.
+
+    For processes that have different default worlds, such as a trainer and an inference engine. Groups, ``connect``,
+    ``report``, ``shrink`` and errors speak of this world's ranks. It ends by ``close``, and not when torch's default
+    world does. Several may share a store.
+
+    Args:
+        name: identifies the world, the same on every rank. Keys in the store and names of groups begin with it.
+        rank: this process's rank in this world, from 0.
+        size: number of ranks.
+        host: name or address of the host of rank 0, which hosts the store.
+        port: a free port there.
+        store: a store of torch that all ranks reach, in place of ``host`` and ``port``.
+        backend: as in ``join``.
+        timeout: limit for this call and default limit of each collective. Default: torch's for the backend.
+
+    Raises:
+        LaunchError: the arguments are incomplete, or the store does not answer.
+        NameTakenError: this process is in a world of this name.
+        WorldError: another rank has entered the world with another size.
+
+    >>> with open_world("sync", rank=0, size=1, store=dist.HashStore(), backend="gloo") as sync:
+    ...     ProcessGroupMesh(1, world=sync).group().size()
+    1
+    """
+    backend = backend or _default_backend()
+    limit = torch_private.default_timeout(backend) if timeout is None else to_timedelta(timeout, LaunchError)
+    info = _by_hand(rank, size, host, port, needs_store=store is None)
+    if store is None:
+        is_host = info.rank == 0
+        try:
+            store = dist.TCPStore(*info.end_point(), info.size, is_host, limit, wait_for_workers=False)
+        except (RuntimeError, ValueError) as error:
+            raise LaunchError(f"rank {rank} of {size} could not enter world {name!r}: {error}") from error
+    core = worlds.open_world(name, store, info.rank, info.size, GroupOptions(backend=backend, timeout=limit))
+    _publish_status(core)
+    return World(own=True, core=core)
+
+
+def _by_hand(rank: Any, size: Any, host: str | None, port: int | None, *, needs_store: bool = True) -> LauncherInfo:
+    """This place in a world, without a launcher.
+
+    Raises:
+        LaunchError: it is incomplete.
+    """
+    count = number_between(size, 1) or 0
+    number = number_between(rank, 0, count - 1)
+    if number is None or (needs_store and count > 1 and (host is None or port is None)):
+        raise LaunchError(
+            f"rank is {rank!r}, size is {size!r}, host is {host!r} and port is {port!r}: they go together.\n\n"
+            "  launch.join(rank=0, size=4, host='n1', port=29500)   # rank 0 of 4, on host n1"
+        )
+    variables = {"RANK": f"{number}", "WORLD_SIZE": f"{count}", "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}
+    return with_address(detect_one(BY_HAND, variables), host, port)
 
 
 def from_torch(backend: str | None = None, *, timeout: Timeout | None = None) -> World:
@@ -152,8 +237,7 @@ def _initialize(detect: Callable[[], LauncherInfo], backend: str | None, timeout
         return World(own=False)
     info = detect()
     limit = None if timeout is None else to_timedelta(timeout, LaunchError)
-    if backend is None:
-        backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    backend = backend or _default_backend()
     _set_device(info, backend)
     if unknown := [name for name in backend.split(",") if not dist.is_backend_available(name.rpartition(":")[2])]:
         raise LaunchError(f"torch has no backend {unknown[0]!r} here.")
@@ -178,13 +262,16 @@ def _initialize(detect: Callable[[], LauncherInfo], backend: str | None, timeout
     return World(own=True)
 
 
-def _publish_status() -> None:
+def _default_backend() -> str:
+    return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+
+
+def _publish_status(world: worlds.World | None = None) -> None:
     """Publish where this rank is, for ``pgmesh report``, if PGMESH_REPORT=1 asks for that."""
     if os.environ.get("PGMESH_REPORT") == "1":
-        from pgmesh.groups.world import current_world  # here: joining needs no mesh
-        from pgmesh.liveness.liveness import liveness_of
+        from pgmesh.liveness.liveness import liveness_of  # here: joining needs no thread
 
-        liveness_of(current_world())
+        liveness_of(world or worlds.current_world())
 
 
 def _store_keywords(info: LauncherInfo, limit: timedelta | None) -> dict[str, Any]:

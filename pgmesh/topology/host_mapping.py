@@ -93,7 +93,7 @@ class KnownHosts:
         self.by_rank: dict[int, HostInfo] = {}
 
 
-def map_hosts(ranks: Iterable[int] | None = None, *, timeout: Timeout) -> Placement:
+def map_hosts(ranks: Iterable[int] | None = None, *, timeout: Timeout, world: World | None = None) -> Placement:
     """The hosts of these ranks, or of all ranks of the world. Each of the ranks has to call it.
 
     In a world of one rank, or with the fake backend, all ranks are on this host and nothing is published.
@@ -101,13 +101,14 @@ def map_hosts(ranks: Iterable[int] | None = None, *, timeout: Timeout) -> Placem
     Args:
         ranks: ranks of the world; all of them if None.
         timeout: the timeout for the other ranks, a timedelta or a number of seconds.
+        world: the world. Default: torch's default one.
 
     Raises:
         MissingRanksError: some ranks did not call it in time.
         OptionsError: the timeout is not positive.
         WorldError: there is no world, or its store does not answer.
     """
-    seconds, world = to_timedelta(timeout).total_seconds(), current_world()
+    seconds, world = to_timedelta(timeout).total_seconds(), world or current_world()
     wanted = range(world.size) if ranks is None else tuple(ranks)
     if world.size == 1 or backends_of(world.options.backend).fake:
         return Placement(dict.fromkeys(wanted, this_host()))

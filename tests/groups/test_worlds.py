@@ -1,0 +1,232 @@
+"""Worlds beside torch's default one, or without one: their meshes have their own ranks."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pgmesh
+from pgmesh import LifetimeError, NameTakenError, OptionsError, ProcessGroupMesh, ShapeError, WorldError, launch
+from pgmesh.launch import World
+from tests.support.faults import LONG_TIMEOUT, WAIT_TIMEOUT, attempt, beat_fast
+from tests.support.programs import free_port
+from tests.support.rank_processes import RankProcesses
+from tests.support.worlds import axis_combinations, check_sums, groups_of, on_ranks
+
+SIZE = 4
+
+
+def reversed_world(name: str, size: int = SIZE) -> World:
+    """A world in which the ranks of the default one are in reversed order, over the same store."""
+    store = pgmesh.torch_private.default_store()
+    return launch.open_world(name, rank=SIZE - 1 - dist.get_rank(), size=size, store=store, backend="gloo")
+
+
+def check_own_sums(mesh: ProcessGroupMesh) -> None:
+    """Each group sums over its ranks, as its mesh numbers them."""
+    for axes in axis_combinations(mesh):
+        total = torch.tensor(2**mesh.rank)
+        dist.all_reduce(total, group=mesh.group(*axes))
+        assert int(total) == sum(2**rank for rank in mesh.ranks(*axes)), axes
+        assert mesh.group(*axes).rank() == mesh.index(*axes)
+
+
+@on_ranks(SIZE)
+def test_meshes_of_two_worlds_have_their_own_ranks():
+    with reversed_world("sync") as world:
+        ours = ProcessGroupMesh(dp=2, tp=2, name="actor")
+        theirs = ProcessGroupMesh(dp=2, tp=2, name="actor", world=world)
+        assert theirs.rank == world.rank == SIZE - 1 - ours.rank
+        assert repr(theirs) == "ProcessGroupMesh(dp=2, tp=2, name='actor', world=sync)"
+        check_own_sums(theirs)
+        check_sums(groups_of(ours))
+        assert theirs.connect(timeout=LONG_TIMEOUT).operations
+        assert len(theirs.hosts()) == 1
+        assert "4 ranks" in str(theirs.report())
+        assert pickle.loads(pickle.dumps(theirs)).group("dp") is theirs.group("dp")
+        assert [*pgmesh.meshes()] == ["actor", "actor (2)"]
+        dist.barrier()
+    with pytest.raises(LifetimeError, match="mesh 'actor' ended when world 'sync' was closed"):
+        theirs.group("dp")
+    check_sums(groups_of(ours))
+
+
+# ---- torch's functions ----
+
+
+def value(act: Callable[[torch.Tensor], object], *shape: int) -> Any:
+    """What a function leaves in a tensor of ones times this rank."""
+    tensor = torch.full(shape, float(SIZE - 1 - dist.get_rank()))
+    act(tensor)
+    return tensor.tolist()
+
+
+def objects(act: Callable[[list[Any]], object], count: int = 1) -> list[Any]:
+    """What a function leaves in a list that begins with this rank."""
+    given = [SIZE - 1 - dist.get_rank(), *[None] * (count - 1)]
+    act(given)
+    return given
+
+
+@on_ranks(SIZE)
+def test_functions_of_torch_take_groups_of_a_world():
+    """``src`` and ``dst`` are ranks of that world."""
+    with reversed_world("sync") as world:
+        mesh = ProcessGroupMesh(SIZE, world=world)
+        group, me, everyone = mesh.group(), world.rank, [*range(SIZE)]
+        after, before = (me + 1) % SIZE, (me - 1) % SIZE
+
+        def turn(send: Callable[[], object], receive: Callable[[], object]) -> object:
+            return send() if me % 2 == 0 else receive()
+
+        assert value(lambda t: dist.broadcast(t, src=2, group=group)) == 2
+        assert value(lambda t: dist.broadcast(t, group_src=2, group=group)) == 2
+        assert value(lambda t: dist.reduce(t, 2, group=group)) == 6 or me != 2  # elsewhere it may be anything
+        parts = [torch.zeros(()) for _ in everyone]
+        dist.all_gather(parts, torch.tensor(float(me)), group=group)
+        assert [int(part) for part in parts] == everyone
+        parts = parts if me != 2 else [torch.zeros(()) for _ in everyone]
+        dist.gather(torch.tensor(float(me)), parts if me == 2 else None, 2, group=group)
+        assert [int(part) for part in parts] == everyone
+        assert value(lambda t: dist.scatter(t, [*torch.arange(4.0)] if me == 2 else None, 2, group=group)) == me
+        mixed = torch.zeros(SIZE)
+        dist.all_to_all_single(mixed, torch.full((SIZE,), float(me)), group=group)
+        assert mixed.tolist() == everyone
+        assert objects(lambda o: dist.broadcast_object_list(o, src=2, group=group)) == [2]
+        assert objects(lambda o: dist.broadcast_object_list(o, group_src=2, group=group)) == [2]
+        assert objects(lambda o: dist.all_gather_object(o, me, group=group), SIZE) == everyone
+        assert objects(lambda o: dist.gather_object(me, o if me == 2 else None, 2, group=group), SIZE)[-1] == (
+            3 if me == 2 else None
+        )
+        assert objects(lambda o: dist.scatter_object_list(o, everyone if me == 2 else None, 2, group=group)) == [me]
+        received = me if me % 2 == 0 else before
+        assert (
+            value(lambda t: turn(lambda: dist.send(t, after, group), lambda: dist.recv(t, before, group))) == received
+        )
+        assert objects(
+            lambda o: turn(
+                lambda: dist.send_object_list(o, after, group), lambda: dist.recv_object_list(o, before, group)
+            )
+        ) == [received]
+        mine, other = torch.tensor(float(me)), torch.zeros(())
+        both = [dist.P2POp(dist.isend, mine, after, group), dist.P2POp(dist.irecv, other, before, group)]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+        assert int(other) == before
+        dist.barrier(group=group)
+        dist.monitored_barrier(group=group)
+        assert dist.get_world_size(group) == SIZE
+        assert dist.get_process_group_ranks(group) == everyone
+        assert (dist.get_global_rank(group, 2), dist.get_group_rank(group, 2)) == (2, 2)
+        assert dist.get_backend(group) == "gloo"
+        dist.barrier()
+
+
+@on_ranks(SIZE)
+def test_what_needs_the_default_world_says_so():
+    with reversed_world("sync") as world:
+        mesh = ProcessGroupMesh(SIZE, world=world)
+        group = mesh.group()
+        with pytest.raises(WorldError, match=r"group\.rank\(\)"):
+            dist.get_rank(group)
+        with pytest.raises(OptionsError, match="torch has DeviceMesh only in its default world"):
+            mesh.device_mesh()
+        with pytest.raises(OptionsError, match="torch has new_group only in its default world"):
+            mesh.adopt(0, dist.group.WORLD)
+        dist.barrier()
+
+
+# ---- entering and leaving ----
+
+
+@on_ranks(2)
+def test_ranks_that_give_different_sizes_are_named():
+    me, store = dist.get_rank(), pgmesh.torch_private.default_store()
+    if me == 0:
+        world = launch.open_world("torn", rank=0, size=2, store=store, backend="gloo")
+    dist.barrier()
+    if me == 1:
+        with pytest.raises(WorldError, match="the size of world 'torn' is 2 on rank 0 and 3 on rank 1"):
+            launch.open_world("torn", rank=1, size=3, store=store, backend="gloo")
+    else:
+        with pytest.raises(NameTakenError, match="is in a world 'torn' already, as rank 0"):
+            launch.open_world("torn", rank=0, size=2, store=store, backend="gloo")
+        world.close()
+        world.close()
+
+
+@on_ranks(1)
+def test_incomplete_places_are_named():
+    with pytest.raises(pgmesh.LaunchError, match=r"rank is 4, size is 4.*they go together"):
+        launch.open_world("sync", rank=4, size=4, host="127.0.0.1", port=1)
+    with pytest.raises(pgmesh.LaunchError, match=r"port is None: they go together"):
+        launch.open_world("sync", rank=0, size=4, host="127.0.0.1")
+    with pytest.raises(ShapeError, match=r"world= is a world that launch\.open_world has returned, not 8"):
+        ProcessGroupMesh(world=8)
+
+
+def outlive_default_world(rank: int, port: int, folder: Path, own_port: int) -> None:
+    """Ranks 0 and 1 have a default world, of which nothing is left at the end. Rank 2 has none."""
+    signal.alarm(int(2 * WAIT_TIMEOUT))
+    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+    if rank < 2:
+        launch.join("gloo", rank=rank, size=2, timeout=WAIT_TIMEOUT, host="127.0.0.1", port=own_port)
+    with launch.open_world("sync", rank=2 - rank, size=3, store=store, timeout=WAIT_TIMEOUT) as world:
+        mesh = ProcessGroupMesh(3, world=world)
+        check_own_sums(mesh)
+        if rank < 2:
+            check_sums(groups_of(ProcessGroupMesh(2)))
+            dist.destroy_process_group()
+        check_own_sums(mesh)
+        assert value_of_broadcast(mesh) == 1
+    assert not dist.is_initialized()
+    sys.exit(7)
+
+
+def value_of_broadcast(mesh: ProcessGroupMesh) -> int:
+    tensor = torch.tensor(mesh.rank)
+    dist.broadcast(tensor, src=1, group=mesh.group())
+    return int(tensor)
+
+
+def lose_a_rank(rank: int, port: int, folder: Path, number: int) -> None:
+    """No rank has a default world. Rank 2 is killed, and the others go on."""
+    signal.alarm(int(2 * WAIT_TIMEOUT))
+    beat_fast()
+    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+    world = launch.open_world("alone", rank=rank, size=3, store=store, timeout=WAIT_TIMEOUT)
+    mesh = ProcessGroupMesh(dp=3, name="train", world=world)
+    mesh.connect("dp", timeout=LONG_TIMEOUT)
+    check_own_sums(mesh)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    failed = attempt(lambda: [dist.all_reduce(torch.ones(1), group=mesh.group("dp")) for _ in range(1000)])
+    assert failed.kind
+    mesh = mesh.shrink("dp", timeout=LONG_TIMEOUT)
+    assert mesh.ranks() == (0, 1)
+    check_own_sums(mesh)
+    world.close()
+    sys.exit(7)
+
+
+@pytest.mark.parametrize(
+    ("body", "statuses"),
+    [(outlive_default_world, [7, 7, 7]), (lose_a_rank, [7, 7, -signal.SIGKILL])],
+    ids=["default world ends", "rank is killed"],
+)
+def test_world_outlives(tmp_path: Path, body: Callable[..., None], statuses: list[int]):
+    own_port = free_port()
+    with RankProcesses(body, tmp_path) as ranks:
+        for rank in range(3):
+            ranks.start(rank, own_port)
+        ranks.join(WAIT_TIMEOUT)
+        assert [process.exitcode for process in ranks.newest.values()] == statuses
