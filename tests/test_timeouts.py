@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from datetime import timedelta
 
@@ -58,20 +57,6 @@ def break_groups(mesh, number):
     """As ``connect`` does with groups whose first collective failed."""
     for group in mesh._mesh_groups.made():
         mesh._mesh_groups.replace(group, number, "could not be connected.")
-
-
-@on_ranks(2)
-def test_timeout_set_last_holds_after_a_failed_connect():
-    with ProcessGroupMesh(dp=2) as mesh:
-        mesh.group("dp")
-        mesh.set_timeout("dp", timeout=120)
-        numbers = itertools.count(1)
-        for set_timeout in (mesh.set_timeout, mesh.configure, lambda *axes, timeout: mesh.set_timeout(timeout=timeout)):
-            for seconds in (300, 600):
-                break_groups(mesh, next(numbers))
-                set_timeout("dp", timeout=seconds)
-                assert timeout_of(mesh.group("dp")) == timedelta(seconds=seconds)
-        check_sums(groups_of(mesh))
 
 
 @on_ranks(2)

@@ -5,7 +5,6 @@ After each test the oracle adds up a mask over every group that the test made.
 
 from __future__ import annotations
 
-import importlib
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -19,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import Layout, LifetimeError, OptionsError, ProcessGroupMesh, ShapeError, torch_private
-from pgmesh.errors import UnsupportedTorchError
 from tests.support.fake_world import fake_rank
 from tests.support.torch_tables import record_operations, table_sizes
 from tests.support.worlds import DEADLINE, axis_combinations, check_sums, groups_of, on_ranks, world
@@ -385,18 +383,6 @@ def test_unknown_backend_is_refused_on_partial_meshes():
         with pytest.raises(OptionsError, match="This partition has 2 ranks"):
             part.group("dp", backend="lantern")
     check_sums(groups_of(mesh))
-
-
-@on_ranks(2, fresh=True)
-def test_second_import_is_refused_and_first_keeps_working():
-    mesh = ProcessGroupMesh(dp=2, name="actor")
-    group = mesh.group()
-    with pytest.raises(UnsupportedTorchError, match=r"^pgmesh\.torch_private is already loaded in this process"):
-        importlib.reload(torch_private)
-    check_sums(groups_of(mesh))
-    mesh.release()
-    with pytest.raises(LifetimeError, match="group dp of mesh 'actor' was released"):
-        dist.all_reduce(torch.ones(1), group=group)
 
 
 # ---- long names ----
