@@ -1,0 +1,350 @@
+"""``verify``: programs that train wrong in silence fail, their right twins pass, and what the error says of each.
+
+A program is a function of ``wrong`` that every rank runs. The compositions of ``test_combinations.py`` pass too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss, normalize, scaled_dot_product_attention, silu
+
+from pgmesh import MethodError, ProcessGroupMesh
+from pgmesh.parallel import (
+    Composition,
+    ContextParallel,
+    DataParallel,
+    ExpertParallel,
+    Method,
+    ShardedDataParallel,
+    TensorParallel,
+    attention_plan,
+    compose,
+    local,
+    mlp_plan,
+    verify,
+)
+from tests.parallel.random_compositions import MAX_NORM, Drawn, Losses, backward, methods_of, model_of
+from tests.parallel.test_combinations import COMPOSITIONS
+from tests.support.expert_models import expert_model
+from tests.support.parallel_models import batch, loss_of, optimizer_of
+from tests.support.worlds import on_ranks, world
+
+torch.set_num_threads(1)  # ranks import this too, and share the cores
+
+WIDTH, HEADS, LENGTH, CLASSES = 8, 4, 8, 5
+
+
+def numbers(seed: int, *shape: int) -> torch.Tensor:
+    """Random numbers, the same on every rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def pairs(*shape: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The inputs and targets of two steps."""
+    return [(numbers(step, *shape), numbers(step + 10, *shape)) for step in range(2)]
+
+
+CODES = [batch(step) for step in range(2)]
+
+
+# ---- tensor parallelism ----
+
+
+class GatedMLP(nn.Module):
+    """The rows of ``gate_up`` are two halves, or pairs."""
+
+    def __init__(self, halves: bool) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.halves = halves
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        fused = self.gate_up(x)
+        gate, up = fused.chunk(2, -1) if self.halves else fused.unflatten(-1, (-1, 2)).unbind(-1)
+        return self.down(silu(gate) * up)
+
+
+def fused_layer_cut_in_halves(wrong: bool) -> float:
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    tensor = TensorParallel(mesh, "tp", plan=mlp_plan("0", into=["gate_up"], out="down"))
+    together = compose(mesh, ShardedDataParallel(mesh, "dp"), tensor)
+    return verify(together, lambda: nn.Sequential(GatedMLP(wrong)), pairs(8, WIDTH), loss=mse_loss)
+
+
+class Alibi(nn.Module):
+    """Attention with a slope for each head, by the heads of this rank or by those of all."""
+
+    def __init__(self, mesh: ProcessGroupMesh, local_heads: bool) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mesh, self.local_heads = mesh, local_heads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 3, WIDTH // HEADS)).transpose(1, 2).unbind(3)
+        here = q.size(1)
+        first, heads = (0, here) if self.local_heads else (self.mesh.index("tp") * here, here * self.mesh.size("tp"))
+        slopes = 2.0 ** (-8 * torch.arange(first + 1, first + here + 1) / heads)
+        distance = torch.arange(x.size(1)) - torch.arange(x.size(1))[:, None]
+        bias = (slopes[:, None, None] * distance).masked_fill(distance > 0, -math.inf)
+        return self.out(scaled_dot_product_attention(q, k, v, bias.to(q)).transpose(1, 2).flatten(2))
+
+
+def slopes_of_local_heads(wrong: bool) -> float:
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    tensor = TensorParallel(mesh, "tp", plan=attention_plan("0", ["qkv"], "out"))
+    together = compose(mesh, ShardedDataParallel(mesh, "dp"), tensor)
+
+    def build(mesh: ProcessGroupMesh) -> nn.Module:
+        return nn.Sequential(Alibi(mesh, wrong))
+
+    return verify(together, build, pairs(4, LENGTH, WIDTH), loss=mse_loss)
+
+
+# ---- losses, batches and averages ----
+
+
+def contrastive_loss_over_local_negatives(wrong: bool) -> float:
+    mesh = ProcessGroupMesh(dp=4)
+
+    def step(together: Composition, model: nn.Module, given: Any) -> torch.Tensor:
+        one, other = (normalize(model(each), dim=-1) for each in together.share(given))
+        size = 1 if wrong else together.mesh.size("dp")
+        if not wrong:
+            one, other = (gathered(each, together.mesh) for each in (one, other))
+        loss = cross_entropy(one @ other.T, torch.arange(len(one)))
+        (loss * size).backward()  # each rank has the gradient of its own rows, of which the mean is taken
+        return loss
+
+    return verify(compose(mesh, DataParallel(mesh, "dp")), lambda: nn.Linear(WIDTH, WIDTH), pairs(8, WIDTH), step=step)
+
+
+def gathered(rows: torch.Tensor, mesh: ProcessGroupMesh) -> torch.Tensor:
+    """The rows of all ranks, of which this rank's own have a gradient."""
+    parts = [torch.empty_like(rows) for _ in range(mesh.size("dp"))]
+    dist.all_gather(parts, rows.detach(), group=mesh.group("dp"))
+    parts[mesh.index("dp")] = rows
+    return torch.cat(parts)
+
+
+def class_weights_normalised_locally(wrong: bool) -> float:
+    mesh = ProcessGroupMesh(dp=4)
+    weights = torch.arange(1.0, CLASSES + 1, dtype=torch.float64)
+    batches = [(numbers(step, 8, WIDTH), torch.arange(8) ** 2 % CLASSES) for step in range(2)]
+
+    def step(together: Composition, model: nn.Module, given: Any) -> torch.Tensor:
+        x, labels = together.share(given)
+        if wrong:
+            loss = cross_entropy(model(x), labels, weights)
+        else:
+            loss = together.mean(cross_entropy(model(x), labels, weights, reduction="sum"), weights[labels].sum())
+        loss.backward()
+        return loss
+
+    together = compose(mesh, ShardedDataParallel(mesh, "dp"))
+    return verify(together, lambda: nn.Linear(WIDTH, CLASSES), batches, step=step)
+
+
+def whole_sequences_with_context(wrong: bool) -> float:
+    mesh = ProcessGroupMesh(dp=2, cp=2)
+
+    def step(together: Composition, model: nn.Module, given: Any) -> torch.Tensor:
+        if wrong:  # as DistributedSampler(num_replicas=together.num_replicas, rank=together.rank) has it
+            x, y = (each[together.rank :: together.num_replicas] for each in given)
+        else:
+            x, y = together.share(given)
+        loss = mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    together = compose(mesh, ShardedDataParallel(mesh, "dp"), ContextParallel(mesh, "cp"))
+    return verify(together, Attention, pairs(4, LENGTH, WIDTH), step=step)
+
+
+class Attention(nn.Module):
+    """Causal attention of one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.attention = nn.Linear(WIDTH, 3 * WIDTH), scaled_dot_product_attention
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 3, WIDTH // HEADS)).transpose(1, 2).unbind(3)
+        return self.attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def rows_of_ranks_without_average(wrong: bool) -> float:
+    mesh = ProcessGroupMesh(dp=4)
+    together = compose(mesh, unowned=["dp"]) if wrong else compose(mesh, DataParallel(mesh, "dp"))
+
+    def step(composition: Composition, model: nn.Module, given: Any) -> torch.Tensor:
+        size, index = composition.mesh.size("dp"), composition.mesh.index("dp")
+        x, y = (each.chunk(size)[index] for each in given)
+        loss = mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    return verify(together, lambda: nn.Linear(WIDTH, WIDTH), pairs(8, WIDTH), step=step)
+
+
+class Hooked(Method):
+    """Averages gradients, after a function has changed this rank's."""
+
+    differs = "rows"
+
+    def __init__(self, mesh: ProcessGroupMesh, *axes: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(mesh, *axes)
+        self.change = change
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        for weight in self.weights(module):
+            weight.register_post_accumulate_grad_hook(self._average)
+        return module
+
+    def _average(self, weight: nn.Parameter) -> None:
+        gradient = local(weight.grad)
+        dist.all_reduce(gradient, group=self.mesh.group(*self.average_axes))
+        gradient /= self.mesh.size(*self.average_axes)
+        gradient.copy_(self.change(gradient))
+
+
+def hooked(change: Callable[[torch.Tensor], torch.Tensor]) -> float:
+    mesh = ProcessGroupMesh(dp=4)
+    together = compose(mesh, Hooked(mesh, "dp", change=change))
+    return verify(together, lambda: nn.Linear(WIDTH, WIDTH), pairs(8, WIDTH), loss=mse_loss)
+
+
+def sum_in_place_of_average(wrong: bool) -> float:
+    return hooked(lambda gradient: gradient * (4 if wrong else 1))
+
+
+def gradients_of_zero(wrong: bool) -> float:
+    return hooked(lambda gradient: gradient * (not wrong))
+
+
+def gradient_of_one_rank(wrong: bool) -> float:
+    return hooked(lambda gradient: gradient.sin() if wrong and dist.get_rank() == 3 else gradient)
+
+
+# ---- optimizers ----
+
+
+def decay_by_old_names(wrong: bool) -> float:
+    mesh = ProcessGroupMesh(dp=4)
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        named = [*model.named_parameters()]
+        decayed = [each for name, each in named if (name.startswith("0.") if wrong else each.ndim == 2)]
+        others = [each for _, each in named if all(each is not one for one in decayed)]
+        return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
+
+    together = compose(mesh, DataParallel(mesh, "dp"))
+    build = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))  # noqa: E731
+    return verify(together, build, pairs(8, WIDTH), loss=mse_loss, optimizer=optimizer)
+
+
+class Lars(torch.optim.Optimizer):
+    """SGD whose step of each parameter has a part of the parameter's norm."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    weight -= 0.01 * weight.norm() / (weight.grad.norm() + 1e-8) * weight.grad
+
+
+def lars_on_shards_of_experts(wrong: bool) -> float:
+    mesh = ProcessGroupMesh(ep=2, etp=2)
+    if wrong:
+        experts = ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"])
+    else:
+        experts = ExpertParallel(mesh.view(ep=4), "ep")
+    together = compose(mesh, DataParallel(mesh, "ep", "etp"), experts)
+    return verify(together, expert_model, CODES, loss=loss_of, optimizer=lambda model: Lars(model.parameters()))
+
+
+REASONS = {
+    fused_layer_cut_in_halves: "A part of the program computes with what a rank has where one process has all",
+    slopes_of_local_heads: "A part of the program computes with what a rank has where one process has all",
+    contrastive_loss_over_local_negatives: "A part of the program computes with what a rank has",
+    class_weights_normalised_locally: "A part of the program computes with what a rank has",
+    whole_sequences_with_context: "A part of the program computes with what a rank has",
+    rows_of_ranks_without_average: "gradients of the same weights differ: no method averages them.",
+    sum_in_place_of_average: "Each gradient that differs is 4 times that on one rank, and dp has size 4.",
+    gradients_of_zero: "These gradients are zero on the mesh.",
+    gradient_of_one_rank: "Only rank 3 differs.",
+    decay_by_old_names: "Gradients are equal, and updates are not",
+    lars_on_shards_of_experts: "Gradients are equal, and updates are not",
+}
+"""Programs, and a part of the likely reason that the error of each has."""
+
+
+@pytest.mark.parametrize("program", [*REASONS], ids=lambda program: program.__name__)
+@on_ranks(4)
+def test_verify_fails_wrong_program_and_passes_its_twin(program: Callable[[bool], float]):
+    with pytest.raises(MethodError) as caught:
+        program(wrong=True)
+    assert REASONS[program] in str(caught.value), caught.value
+    assert program(wrong=False) < 1e-12
+
+
+# ---- right programs ----
+
+
+COMPARED = {
+    name: drawn
+    for name, drawn in COMPOSITIONS.items()
+    if not (drawn.half or drawn.ragged or drawn.compiled or "late" in drawn.sizes)
+}
+"""Compositions in 64-bit floats whose replicas are not averaged later. Those that are compiled take long."""
+
+QUICK = (
+    "hybrid",
+    "tensor, sequence",
+    "1f1b, sharded; tied",
+    "zero-bubble, sharded logits",
+    "ulysses, sharded",
+    "experts with tensor, sharded",
+    "accumulation, experts",
+    "norm, 1f1b, experts",
+    "adapters, tensor",
+    "frozen stage, tensor",
+    "masked, accumulation, 1f1b, data",
+    "masked, ring, sharded",
+)
+
+
+def verify_drawn(drawn: Drawn) -> float:
+    """Verify a composition, with its own step. Its batches are numbers, from which the step makes the tensors."""
+    with ProcessGroupMesh(**drawn.sizes, ranks=list(drawn.ranks), name="drawn") as mesh:
+        loss = Losses(drawn)
+        together = loss.together = compose(mesh, *methods_of(mesh, drawn, loss))
+
+        def step(composition: Composition, model: nn.Module, number: int) -> float | None:
+            found = backward(drawn, composition, model, loss, number, 0)
+            if drawn.clip:
+                composition.clip_grad_norm_(MAX_NORM, norm_type=drawn.norm_type)
+            return found
+
+        def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+            return optimizer_of(model.parameters())
+
+        return verify(together, lambda: model_of(drawn), range(2), step=step, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in COMPARED]
+)
+def test_verify_passes_composition(name: str):
+    drawn = COMPARED[name]
+    assert max(world(len(drawn.ranks)).run(verify_drawn, drawn)) < 1e-9
