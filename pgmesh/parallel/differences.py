@@ -30,6 +30,7 @@ OTHER_UPDATES = (
 ONLY_NORMS = "Only norms differ: one that computes with shards of sequences needs SequenceParallel() in the plan."
 ONLY_EXPERTS = "Only experts differ: ranks have others, or other parts of them."
 ZEROS = "These gradients are zero on the mesh."
+UNOWNED = "The mesh has axes without a method: nothing is averaged along them."
 RANDOM = "One rank alone gets another loss with another seed: the model draws random numbers, as in dropout."
 UNKNOWN = (
     "A part of the program computes with what a rank has where one process has all: of the rows, positions, heads, "
@@ -112,6 +113,8 @@ def likely_reasons(
         yield f"Each gradient that differs is {factor} times that on one rank{size_like(float(factor), mesh)}."
     elif pair := next(unequal_replicas(gradients, tolerance), None):
         yield f"On {name_ranks(pair)} gradients of the same weights differ: no method averages them."
+    if len(per_rank) < mesh.size():
+        yield UNOWNED
 
 
 def size_like(factor: float, mesh: ProcessGroupMesh) -> str:

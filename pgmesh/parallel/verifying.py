@@ -332,8 +332,9 @@ class Comparison:
             print(f"{title}, {self.tolerance:.0e} allowed", table_of(greatest), sep="\n", flush=True)
         key, worst = max(greatest.items(), key=lambda each: each[1])
         if worst > self.tolerance:
+            what = " of ".join(filter(None, key))
             raise MethodError(
-                f"this program trains otherwise than one rank: in step {steps} the {' of '.join(filter(None, key))} differs "
+                f"this program trains otherwise than one rank: in step {steps} the {what} differs "
                 f"by {worst:.1e} of its greatest value, more than {self.tolerance:.0e}.\n\n  "
                 + "\n  ".join(reasons or [UNKNOWN])
             )

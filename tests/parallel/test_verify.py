@@ -72,7 +72,7 @@ class GatedMLP(nn.Module):
 
 
 def fused_layer_cut_in_halves(wrong: bool) -> float:
-    mesh = ProcessGroupMesh(dp=2, tp=2)
+    mesh = ProcessGroupMesh(dp=2, tp=2, name=f"wrong: {wrong}")
     tensor = TensorParallel(mesh, "tp", plan=mlp_plan("0", into=["gate_up"], out="down"))
     together = compose(mesh, ShardedDataParallel(mesh, "dp"), tensor)
     return verify(together, lambda: nn.Sequential(GatedMLP(wrong)), pairs(8, WIDTH), loss=mse_loss)
@@ -97,7 +97,7 @@ class Alibi(nn.Module):
 
 
 def slopes_of_local_heads(wrong: bool) -> float:
-    mesh = ProcessGroupMesh(dp=2, tp=2)
+    mesh = ProcessGroupMesh(dp=2, tp=2, name=f"wrong: {wrong}")
     tensor = TensorParallel(mesh, "tp", plan=attention_plan("0", ["qkv"], "out"))
     together = compose(mesh, ShardedDataParallel(mesh, "dp"), tensor)
 
@@ -111,7 +111,7 @@ def slopes_of_local_heads(wrong: bool) -> float:
 
 
 def contrastive_loss_over_local_negatives(wrong: bool) -> float:
-    mesh = ProcessGroupMesh(dp=4)
+    mesh = ProcessGroupMesh(dp=4, name=f"wrong: {wrong}")
 
     def step(together: Composition, model: nn.Module, given: Any) -> torch.Tensor:
         one, other = (normalize(model(each), dim=-1) for each in together.share(given))
@@ -134,7 +134,7 @@ def gathered(rows: torch.Tensor, mesh: ProcessGroupMesh) -> torch.Tensor:
 
 
 def class_weights_normalised_locally(wrong: bool) -> float:
-    mesh = ProcessGroupMesh(dp=4)
+    mesh = ProcessGroupMesh(dp=4, name=f"wrong: {wrong}")
     weights = torch.arange(1.0, CLASSES + 1, dtype=torch.float64)
     batches = [(numbers(step, 8, WIDTH), torch.arange(8) ** 2 % CLASSES) for step in range(2)]
 
@@ -152,7 +152,7 @@ def class_weights_normalised_locally(wrong: bool) -> float:
 
 
 def whole_sequences_with_context(wrong: bool) -> float:
-    mesh = ProcessGroupMesh(dp=2, cp=2)
+    mesh = ProcessGroupMesh(dp=2, cp=2, name=f"wrong: {wrong}")
 
     def step(together: Composition, model: nn.Module, given: Any) -> torch.Tensor:
         if wrong:  # as DistributedSampler(num_replicas=together.num_replicas, rank=together.rank) has it
@@ -179,8 +179,8 @@ class Attention(nn.Module):
         return self.attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 
-def rows_of_ranks_without_average(wrong: bool) -> float:
-    mesh = ProcessGroupMesh(dp=4)
+def rows_along_an_axis_without_a_method(wrong: bool) -> float:
+    mesh = ProcessGroupMesh(dp=4, name=f"wrong: {wrong}")
     together = compose(mesh, unowned=["dp"]) if wrong else compose(mesh, DataParallel(mesh, "dp"))
 
     def step(composition: Composition, model: nn.Module, given: Any) -> torch.Tensor:
@@ -193,12 +193,15 @@ def rows_of_ranks_without_average(wrong: bool) -> float:
     return verify(together, lambda: nn.Linear(WIDTH, WIDTH), pairs(8, WIDTH), step=step)
 
 
+Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
 class Hooked(Method):
-    """Averages gradients, after a function has changed this rank's."""
+    """Averages gradients, and changes them by a function of this rank's gradient and the average."""
 
     differs = "rows"
 
-    def __init__(self, mesh: ProcessGroupMesh, *axes: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, mesh: ProcessGroupMesh, *axes: str, change: Change) -> None:
         super().__init__(mesh, *axes)
         self.change = change
 
@@ -209,34 +212,39 @@ class Hooked(Method):
 
     def _average(self, weight: nn.Parameter) -> None:
         gradient = local(weight.grad)
-        dist.all_reduce(gradient, group=self.mesh.group(*self.average_axes))
-        gradient /= self.mesh.size(*self.average_axes)
-        gradient.copy_(self.change(gradient))
+        mean = gradient.clone()
+        dist.all_reduce(mean, group=self.mesh.group(*self.average_axes))
+        mean /= self.mesh.size(*self.average_axes)
+        gradient.copy_(self.change(gradient, mean))
 
 
-def hooked(change: Callable[[torch.Tensor], torch.Tensor]) -> float:
-    mesh = ProcessGroupMesh(dp=4)
+def hooked(wrong: bool, change: Change) -> float:
+    mesh = ProcessGroupMesh(dp=4, name=f"wrong: {wrong}")
     together = compose(mesh, Hooked(mesh, "dp", change=change))
     return verify(together, lambda: nn.Linear(WIDTH, WIDTH), pairs(8, WIDTH), loss=mse_loss)
 
 
+def forgotten_average(wrong: bool) -> float:
+    return hooked(wrong, lambda own, mean: own if wrong else mean)
+
+
 def sum_in_place_of_average(wrong: bool) -> float:
-    return hooked(lambda gradient: gradient * (4 if wrong else 1))
+    return hooked(wrong, lambda _, mean: mean * (4 if wrong else 1))
 
 
 def gradients_of_zero(wrong: bool) -> float:
-    return hooked(lambda gradient: gradient * (not wrong))
+    return hooked(wrong, lambda _, mean: mean * (not wrong))
 
 
 def gradient_of_one_rank(wrong: bool) -> float:
-    return hooked(lambda gradient: gradient.sin() if wrong and dist.get_rank() == 3 else gradient)
+    return hooked(wrong, lambda _, mean: mean.sin() if wrong and dist.get_rank() == 3 else mean)
 
 
 # ---- optimizers ----
 
 
 def decay_by_old_names(wrong: bool) -> float:
-    mesh = ProcessGroupMesh(dp=4)
+    mesh = ProcessGroupMesh(dp=4, name=f"wrong: {wrong}")
 
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
         named = [*model.named_parameters()]
@@ -264,7 +272,7 @@ class Lars(torch.optim.Optimizer):
 
 
 def lars_on_shards_of_experts(wrong: bool) -> float:
-    mesh = ProcessGroupMesh(ep=2, etp=2)
+    mesh = ProcessGroupMesh(ep=2, etp=2, name=f"wrong: {wrong}")
     if wrong:
         experts = ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"])
     else:
@@ -279,7 +287,8 @@ REASONS = {
     contrastive_loss_over_local_negatives: "A part of the program computes with what a rank has",
     class_weights_normalised_locally: "A part of the program computes with what a rank has",
     whole_sequences_with_context: "A part of the program computes with what a rank has",
-    rows_of_ranks_without_average: "gradients of the same weights differ: no method averages them.",
+    rows_along_an_axis_without_a_method: "The mesh has axes without a method: nothing is averaged along them.",
+    forgotten_average: "On ranks 0, 1 gradients of the same weights differ: no method averages them.",
     sum_in_place_of_average: "Each gradient that differs is 4 times that on one rank, and dp has size 4.",
     gradients_of_zero: "These gradients are zero on the mesh.",
     gradient_of_one_rank: "Only rank 3 differs.",
