@@ -111,16 +111,9 @@ def verify(
     step, default = step or step_with(together, loss), torch.get_default_dtype()
     optimizer = optimizer or (lambda model: torch.optim.AdamW(model.parameters()))
     tolerance = math.sqrt(torch.finfo(dtype).eps) if tolerance is None else tolerance
-    axes = dict.fromkeys(together.mesh.axes, 1)
     torch.set_default_dtype(dtype)
     try:
-        with ProcessGroupMesh(axes, ranks=[together.mesh.rank], name=f"one rank of {together.mesh!r}") as alone:
-            models = [build_model(build, mesh, dtype) for mesh in (together.mesh, alone)]
-            kinds = {ONLY_NORMS: names_of_norms(models[1]), ONLY_EXPERTS: names_of_experts(models[1])}
-            both = zip((together, OneRank(together, alone)), models)
-            on_mesh, one = (Run(each, each.apply(model), optimizer, step) for each, model in both)
-            comparison = Comparison(on_mesh, one, tolerance, kinds)
-            return comparison.run(map_tensors(partial(cast, dtype), each) for each in batches)
+        return run_both(together, partial(build_model, build), batches, step, optimizer, tolerance)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
             raise MethodError(f"the whole model does not fit on one rank: verify fewer layers. ({error})") from error
@@ -128,6 +121,24 @@ def verify(
     finally:
         torch.set_default_dtype(default)
         gc.collect()  # the composition forgets this model
+
+
+def run_both(
+    together: Composition,
+    build: Callable[[ProcessGroupMesh], nn.Module],
+    batches: Iterable[Any],
+    step: Step,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    tolerance: float,
+) -> float:
+    """Compare the two runs. Arguments as in ``verify``; ``build`` takes the mesh."""
+    name = f"one rank of {together.mesh!r}"
+    with ProcessGroupMesh(dict.fromkeys(together.mesh.axes, 1), ranks=[together.mesh.rank], name=name) as alone:
+        models = [build(mesh) for mesh in (together.mesh, alone)]
+        kinds = {ONLY_NORMS: names_of_norms(models[1]), ONLY_EXPERTS: names_of_experts(models[1])}
+        both = zip((together, OneRank(together, alone)), models)
+        on_mesh, one = (Run(each, each.apply(model), optimizer, step) for each, model in both)
+        return Comparison(on_mesh, one, tolerance, kinds).run(batches)
 
 
 def step_with(together: Composition, loss: Callable[[Any, Any], Tensor] | None) -> Step:
@@ -150,13 +161,13 @@ def step_with(together: Composition, loss: Callable[[Any, Any], Tensor] | None) 
 # ---- the two models ----
 
 
-def cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    """A floating-point tensor in another dtype; any other tensor unchanged."""
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+def cast(tensor: Tensor) -> Tensor:
+    """A floating-point tensor in torch's default dtype, which ``verify`` sets; any other tensor unchanged."""
+    return tensor.to(torch.get_default_dtype()) if tensor.is_floating_point() else tensor
 
 
 @torch.no_grad()
-def build_model(build: Callable[..., nn.Module], mesh: ProcessGroupMesh, dtype: torch.dtype) -> nn.Module:
+def build_model(build: Callable[..., nn.Module], mesh: ProcessGroupMesh) -> nn.Module:
     """A whole model, the same in each call, without dropout and constant parameters. Arguments as in ``verify``."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -164,7 +175,7 @@ def build_model(build: Callable[..., nn.Module], mesh: ProcessGroupMesh, dtype: 
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.is_meta:
                 raise MethodError("build returned weights on the meta device, without the values that verify needs.")
-            tensor.data = cast(dtype, tensor.data)
+            tensor.data = cast(tensor.data)
         for weight in model.parameters():
             if weight.is_floating_point() and weight.numel() > 1 and (weight == weight.flatten()[0]).all():
                 weight.add_(torch.randn_like(weight), alpha=0.02)
@@ -233,7 +244,7 @@ class Run:
         self.optimizer.zero_grad()
         with torch.random.fork_rng():
             torch.manual_seed(seed)  # the same numbers in both runs
-            found = self.step(self.together, self.model, batch)
+            found = self.step(self.together, self.model, map_tensors(cast, batch))
         if isinstance(found, Sequence):  # the losses of microbatches
             found = torch.stack([*found]).mean() if found else None
         return None if found is None else self.together.mean(torch.as_tensor(found).detach(), tokens=1)

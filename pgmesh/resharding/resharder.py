@@ -526,7 +526,7 @@ def _lost_values(name: str, tables: Tables) -> Iterator[str]:
         others = " than on ".join(name_ranks(sorted(ranks)) for ranks in [*replicas.values()][:2])
         yield f"{name}: whole on each rank of the source that has it, but with other values on {others}"
     held = dtype_of(next(iter(tables["source"][name])).dtype)
-    (float8,) = (entry.shape for entry in tables["argument"]["float8"])
+    float8 = all(entry.shape for entry in tables["argument"]["float8"])
     for wanted in {dtype_of(entry.dtype): None for entry in tables["target"][name] if entry.dtype}:
         if not can_cast(held, wanted, float8):
             hint = " without float8=True" if can_cast(held, wanted, float8=True) else ""

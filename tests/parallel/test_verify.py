@@ -13,9 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import cross_entropy, mse_loss, normalize, scaled_dot_product_attention, silu
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.nn.functional import cross_entropy, dropout, mse_loss, normalize, scaled_dot_product_attention, silu
 
-from pgmesh import MethodError, ProcessGroupMesh
+from pgmesh import MethodError, OptionsError, ProcessGroupMesh
 from pgmesh.parallel import (
     Composition,
     ContextParallel,
@@ -33,7 +35,9 @@ from pgmesh.parallel import (
 from tests.parallel.random_compositions import MAX_NORM, Drawn, Losses, backward, methods_of, model_of
 from tests.parallel.test_combinations import COMPOSITIONS
 from tests.support.expert_models import expert_model
-from tests.support.parallel_models import batch, loss_of, optimizer_of
+from tests.support.parallel_models import TinyGPT, batch, loss_of, optimizer_of
+from tests.support.pipelines import gpt_stages
+from tests.support.tensor_plans import BLOCK_PLAN, SEQUENCE_PLAN
 from tests.support.worlds import on_ranks, world
 
 torch.set_num_threads(1)  # ranks import this too, and share the cores
@@ -351,9 +355,165 @@ def verify_drawn(drawn: Drawn) -> float:
         return verify(together, lambda: model_of(drawn), range(2), step=step, optimizer=optimizer)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in COMPARED]
-)
+LONG = [name for name in COMPARED if name not in QUICK][::3]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
 def test_verify_passes_composition(name: str):
     drawn = COMPARED[name]
     assert max(world(len(drawn.ranks)).run(verify_drawn, drawn)) < 1e-9
+
+
+# ---- what else the error says ----
+
+
+def error_of(together: Composition, build: Callable[..., nn.Module], batches: Any, **given: Any) -> str:
+    with pytest.raises(MethodError) as caught:
+        verify(together, build, batches, **given)
+    return str(caught.value)
+
+
+def layer() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+@on_ranks(4)
+def test_verify_says_if_only_norms_or_experts_differ():
+    mesh = ProcessGroupMesh(dp=4, name="experts")
+    together = compose(mesh, DataParallel(mesh, "dp"), ExpertParallel(mesh, "dp"))
+
+    def step(composition: Composition, model: nn.Module, given: Any) -> None:
+        codes, target = composition.share(given)
+        loss_of(model(codes), target).backward()
+        for name, weight in model.named_parameters():
+            if "experts" in name and len(composition.mesh) > 1:
+                weight.grad *= 2
+
+    text = error_of(together, expert_model, CODES, step=step)
+    assert "Only experts differ" in text
+    assert "Each gradient that differs is 2 times that on one rank." in text
+    mesh = ProcessGroupMesh(tp=4, name="norms")
+    plan = {name: style for name, style in SEQUENCE_PLAN.items() if "norm" not in name}
+    plan = {**plan, "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())}
+    text = error_of(compose(mesh, TensorParallel(mesh, "tp", plan=plan)), TinyGPT, CODES, loss=loss_of)
+    assert "Only norms differ: one that computes with shards of sequences needs SequenceParallel()" in text
+
+
+@on_ranks(2)
+def test_verify_says_if_batches_differ_between_ranks():
+    mesh = ProcessGroupMesh(dp=2)
+    batches = [(numbers(mesh.rank, 4, WIDTH), numbers(9, 4, WIDTH))]
+    text = error_of(compose(mesh, DataParallel(mesh, "dp")), layer, batches, loss=mse_loss)
+    assert "The losses on one rank differ between ranks too: batches has to be the same on all of them." in text
+
+
+class Noisy(nn.Module):
+    def __init__(self, module: bool) -> None:
+        super().__init__()
+        self.layer, self.drop = layer(), nn.Dropout(0.5) if module else dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.layer(x))
+
+
+@on_ranks(2)
+def test_verify_switches_dropout_off_or_names_it():
+    mesh = ProcessGroupMesh(dp=2)
+    together = compose(mesh, DataParallel(mesh, "dp"))
+    assert verify(together, lambda: Noisy(True), pairs(4, WIDTH), loss=mse_loss) < 1e-12
+    text = error_of(together, lambda: Noisy(False), pairs(4, WIDTH), loss=mse_loss)
+    assert text.endswith("the model draws random numbers, as in dropout.")
+
+
+class LowRank(nn.Module):
+    """An adapter whose second layer starts at zero, as LoRA's does: at first the first one has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+        nn.init.zeros_(self.b.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x))
+
+
+@on_ranks(2)
+def test_verify_sees_gradients_behind_zeros_in_the_first_step():
+    mesh = ProcessGroupMesh(dp=2)
+
+    def step(composition: Composition, model: nn.Module, given: Any) -> None:
+        x, y = composition.share(given)
+        mse_loss(model(x), y).backward()
+        if len(composition.mesh) > 1:
+            model.get_parameter("module.a.weight").grad.mul_(3)
+
+    text = error_of(compose(mesh, DataParallel(mesh, "dp")), LowRank, pairs(4, WIDTH)[:1], step=step)
+    assert "in step 1 the gradient of a.weight differs by 2.0e+00" in text
+
+
+@on_ranks(4)
+def test_verify_steps_a_pipeline_by_its_own_loss():
+    mesh = ProcessGroupMesh(pp=2, dp=2)
+    together = compose(mesh, gpt_stages(mesh), ShardedDataParallel(mesh, "dp"))
+    assert verify(together, TinyGPT, CODES) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(4)
+def test_tolerance_follows_from_the_dtype(dtype: torch.dtype):
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    tensor = TensorParallel(mesh, "tp", plan=BLOCK_PLAN)
+    together = compose(mesh, ShardedDataParallel(mesh, "dp"), tensor)
+    tolerance = math.sqrt(torch.finfo(dtype).eps)
+    assert 0 < verify(together, TinyGPT, CODES, loss=loss_of, dtype=dtype) <= tolerance
+    assert torch.get_default_dtype() == torch.float32
+    error_of(together, TinyGPT, CODES, loss=loss_of, dtype=dtype, tolerance=1e-9)
+
+
+# ---- what cannot be verified ----
+
+
+@on_ranks(2)
+def test_composition_forgets_the_verified_model():
+    mesh = ProcessGroupMesh(dp=2)
+    together = compose(mesh, ShardedDataParallel(mesh, "dp"))
+    verify(together, layer, pairs(4, WIDTH), loss=mse_loss)
+    model = together.apply(layer())
+    model(together.share(numbers(0, 4, WIDTH))).sum().backward()
+    assert together.clip_grad_norm_(1.0) > 0
+
+
+@on_ranks(2)
+def test_builds_with_other_weights_are_named_on_every_rank():
+    mesh = ProcessGroupMesh(dp=2)
+    together = compose(mesh, DataParallel(mesh, "dp"))
+    draws = torch.Generator().manual_seed(0)
+
+    def build() -> nn.Module:
+        model = layer()
+        nn.init.normal_(model.weight, generator=draws)
+        return model
+
+    start = "weight is no part of a weight of the whole model: build has to return equal weights in each call"
+    assert error_of(together, build, pairs(4, WIDTH), loss=mse_loss).startswith(start)
+
+
+def test_verify_refuses_what_it_cannot_compare(mesh: ProcessGroupMesh):
+    together = compose(mesh, unowned=mesh.axes)
+    with pytest.raises(OptionsError, match="verify needs a loss, or a step"):
+        verify(together, layer, pairs(4, WIDTH))
+    with torch.device("meta"):
+        model = layer()
+    assert "on the meta device" in error_of(together, lambda: model, pairs(4, WIDTH), loss=mse_loss)
+
+    def build() -> nn.Module:
+        raise torch.OutOfMemoryError("tried to allocate 80.00 GiB")
+
+    start = "the whole model does not fit on one rank: verify fewer layers. (tried to allocate 80.00 GiB)"
+    assert error_of(together, build, pairs(4, WIDTH), loss=mse_loss) == start
+
+    class Later(Method):
+        differs, averages_later = "rows", True
+
+    later = compose(mesh, Later(mesh, "dp"), unowned=["pp", "tp"])
+    assert error_of(later, layer, [], loss=mse_loss).startswith("Later along dp averages weights later")
