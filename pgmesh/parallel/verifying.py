@@ -99,7 +99,7 @@ def verify(
     >>> together = compose(mesh, unowned=mesh.axes)
     >>> batches = [(torch.ones(4, 2), torch.zeros(4, 1))]
     >>> verify(together, lambda: torch.nn.Linear(2, 1), batches, loss=torch.nn.functional.mse_loss)
-    Composition() and one rank, 1 step: greatest relative differences, 1e-08 allowed
+    Composition() and one rank, 1 step: greatest relative differences, 1.5e-08 allowed
             gradient   update
     loss     0.0e+00
     weight   0.0e+00  0.0e+00
@@ -340,13 +340,13 @@ class Comparison:
                 break
         if mesh.rank == self.ranks[0]:
             title = f"{self.mesh.together} and one rank, {count_of(steps, 'step')}: greatest relative differences"
-            print(f"{title}, {self.tolerance:.0e} allowed", table_of(greatest), sep="\n", flush=True)
+            print(f"{title}, {self.tolerance:.1e} allowed", table_of(greatest), sep="\n", flush=True)
         key, worst = max(greatest.items(), key=lambda each: each[1])
         if worst > self.tolerance:
             what = " of ".join(filter(None, key))
             raise MethodError(
                 f"this program trains otherwise than one rank: in step {steps} the {what} differs "
-                f"by {worst:.1e} of its greatest value, more than {self.tolerance:.0e}.\n\n  "
+                f"by {worst:.1e} of its greatest value, more than {self.tolerance:.1e}.\n\n  "
                 + "\n  ".join(reasons or [UNKNOWN])
             )
         return worst
