@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -27,11 +27,15 @@ OTHER_UPDATES = (
     "Gradients are equal, and updates are not: the optimizer takes a shard for a whole weight, as in a norm, or "
     "chooses settings by names or shapes, which methods change."
 )
-ONLY_NORMS = "Only norms differ: one that computes with shards of sequences needs SequenceParallel() in the plan."
-ONLY_EXPERTS = "Only experts differ: ranks have others, or other parts of them."
+ONLY = {
+    "norm": "Only norms differ: one that computes with shards of sequences needs SequenceParallel() in the plan.",
+    "expert": "Only experts differ: ranks have others, or other parts of them.",
+}
+"""What is said if the names of all parameters that differ have a word."""
 ZEROS = "These gradients are zero on the mesh."
 UNOWNED = "The mesh has axes without a method: nothing is averaged along them."
 RANDOM = "One rank alone gets another loss with another seed: the model draws random numbers, as in dropout."
+LATER = "Earlier steps were right: something of theirs is used again, such as old weights, gradients or statistics."
 UNKNOWN = (
     "A part of the program computes with what a rank has where one process has all: of the rows, positions, heads, "
     "features, experts or stages."
@@ -52,8 +56,17 @@ class Difference:
     """Norm of the part on one rank: equal on ranks that hold the same part."""
 
     @classmethod
-    def of(cls, found: Tensor, expected: Tensor, scale: float, tolerance: float) -> Difference:
-        """The difference of two parts, relative to ``scale``."""
+    def of(cls, found: Tensor, expected: Tensor, whole: Tensor, context: float, tolerance: float) -> Difference:
+        """The difference of this rank's part of a whole tensor.
+
+        Args:
+            found: the part on the mesh.
+            expected: the part on one rank.
+            whole: the whole tensor on one rank.
+            context: the largest value around it: a tensor that is zero but for rounding has no scale of its own.
+            tolerance: greatest relative difference that is none.
+        """
+        scale = max(largest(whole), math.sqrt(tolerance) * context) or 1.0
         found, expected = (each.detach().cpu().double().flatten() for each in (found, expected))
         factor = (found @ expected / (expected @ expected)).item()
         factor = factor if largest(found - factor * expected) <= tolerance * scale else math.nan
@@ -79,10 +92,7 @@ def table_of(greatest: Mapping[Key, float]) -> str:
 
 
 def likely_reasons(
-    per_rank: Mapping[int, Mapping[Key, Difference]],
-    tolerance: float,
-    mesh: ProcessGroupMesh,
-    kinds: Mapping[str, Collection[str]],
+    per_rank: Mapping[int, Mapping[Key, Difference]], tolerance: float, mesh: ProcessGroupMesh
 ) -> Iterator[str]:
     """Likely reasons for the differences of a step; none if they have no known pattern.
 
@@ -90,7 +100,6 @@ def likely_reasons(
         per_rank: what each rank has seen.
         tolerance: greatest difference that is none.
         mesh: the mesh of the program.
-        kinds: names of the parameters of a kind, by what is said if only they differ.
     """
     losses = [seen[LOSS].expected for seen in per_rank.values() if LOSS in seen] or [0.0]
     if max(losses) - min(losses) > tolerance * max(losses):
@@ -102,7 +111,7 @@ def likely_reasons(
         yield OTHER_UPDATES if any(kind == "update" for kind, *_ in wrong) else OTHER_LOSS
         return
     names, ranks = ({*each} for each in zip(*((name, rank) for rank, name in gradients)))
-    yield from (text for text, members in kinds.items() if names <= {*members})
+    yield from (text for word, text in ONLY.items() if all(word in name for name in names))
     if len(ranks) == 1 < len(per_rank):
         yield f"Only {name_ranks([*ranks])} differs."
     factors = {f"{each.factor:.4g}" for each in gradients.values() if each.expected}

@@ -12,7 +12,7 @@ import inspect
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,9 +28,8 @@ from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.comparing import exchange_group
 from pgmesh.parallel.composing import Composition
 from pgmesh.parallel.differences import (
+    LATER,
     LOSS,
-    ONLY_EXPERTS,
-    ONLY_NORMS,
     RANDOM,
     UNKNOWN,
     Difference,
@@ -40,12 +39,10 @@ from pgmesh.parallel.differences import (
     table_of,
 )
 from pgmesh.parallel.gradients import local
-from pgmesh.parallel.local_experts import names_of_experts
 from pgmesh.parallel.nests import map_tensors
 from pgmesh.parallel.pipeline import DROPOUTS, PipelineParallel
 from pgmesh.parallel.rank_sets import ranks_along
 from pgmesh.parallel.running import Pipeline
-from pgmesh.parallel.sharded import reshard
 from pgmesh.resharding.sharding import Sharding
 
 WRAPPERS = re.compile(r"\b(module|_orig_mod|_checkpoint_wrapped_module)\.")
@@ -135,10 +132,9 @@ def run_both(
     name = f"one rank of {together.mesh!r}"
     with ProcessGroupMesh(dict.fromkeys(together.mesh.axes, 1), ranks=[together.mesh.rank], name=name) as alone:
         models = [build(mesh) for mesh in (together.mesh, alone)]
-        kinds = {ONLY_NORMS: names_of_norms(models[1]), ONLY_EXPERTS: names_of_experts(models[1])}
         both = zip((together, OneRank(together, alone)), models)
         on_mesh, one = (Run(each, each.apply(model), optimizer, step) for each, model in both)
-        return Comparison(on_mesh, one, tolerance, kinds).run(batches)
+        return Comparison(on_mesh, one, tolerance).run(batches)
 
 
 def step_with(together: Composition, loss: Callable[[Any, Any], Tensor] | None) -> Step:
@@ -185,12 +181,6 @@ def build_model(build: Callable[..., nn.Module], mesh: ProcessGroupMesh) -> nn.M
     return model
 
 
-def names_of_norms(model: nn.Module) -> set[str]:
-    """Names of the parameters of normalisation layers."""
-    norms = tuple(name for name, each in model.named_modules() if "norm" in type(each).__name__.lower())
-    return {name for name, _ in model.named_parameters() if name.rpartition(".")[0] in norms}
-
-
 # ---- the two runs ----
 
 
@@ -231,13 +221,10 @@ class Run:
     def __init__(self, together: Composition, model: nn.Module, optimizer: Callable[..., Any], step: Step) -> None:
         self.together, self.model, self.step = together, model, step
         self.optimizer: torch.optim.Optimizer = together.attach(optimizer(model))
-
-    def weights(self) -> dict[str, nn.Parameter]:
+        start = r"^parts\.\d+\." if isinstance(model, Pipeline) else "^"
+        named = model.named_parameters(remove_duplicate=False)
+        self.weights = {WRAPPERS.sub("", re.sub(start, "", name)): weight for name, weight in named}
         """The parameters by their names in the whole model; tied ones under each name."""
-        reshard(self.model)
-        start = r"^parts\.\d+\." if isinstance(self.model, Pipeline) else "^"
-        named = self.model.named_parameters(remove_duplicate=False)
-        return {WRAPPERS.sub("", re.sub(start, "", name)): weight for name, weight in named}
 
     def backward(self, batch: Any, seed: int = 0) -> Tensor | None:
         """Run forward and backward. Returns the loss of the whole batch, if this rank has one."""
@@ -295,14 +282,13 @@ class Comparison:
         mesh: the run on the mesh.
         one: the run on one rank.
         tolerance: as in ``verify``.
-        kinds: names of the parameters of a kind, by what ``likely_reasons`` says of them.
     """
 
-    def __init__(self, mesh: Run, one: Run, tolerance: float, kinds: Mapping[str, Collection[str]]) -> None:
-        self.mesh, self.one, self.tolerance, self.kinds = mesh, one, tolerance, kinds
+    def __init__(self, mesh: Run, one: Run, tolerance: float) -> None:
+        self.mesh, self.one, self.tolerance = mesh, one, tolerance
         self.ranks = ranks_along(mesh.together.mesh, mesh.together.methods)
-        whole = one.weights()
-        found = {name: find_piece(whole.get(name), weight) for name, weight in mesh.weights().items()}
+        whole = one.weights
+        found = {name: find_piece(whole.get(name), weight) for name, weight in mesh.weights.items()}
         per_rank = self._gather({name: piece is not None for name, piece in found.items()})
         held = dict(itertools.chain(*(names.items() for names in per_rank.values())))
         if strange := [name for names in per_rank.values() for name, is_piece in names.items() if not is_piece]:
@@ -327,7 +313,7 @@ class Comparison:
         Raises:
             MethodError: there is a difference.
         """
-        greatest = dict.fromkeys([LOSS, *itertools.product(["gradient", "update"], self.one.weights())], 0.0)
+        greatest = dict.fromkeys([LOSS, *itertools.product(["gradient", "update"], self.one.weights)], 0.0)
         steps, reasons, mesh = 0, list[str](), self.mesh.together.mesh
         for batch in batches:
             steps += 1
@@ -336,7 +322,7 @@ class Comparison:
                 greatest[key] = max(greatest[key], each.relative)
             if max(greatest.values()) > self.tolerance:
                 is_random = self.one.backward(batch, 1) != self.one.backward(batch, 2)
-                reasons = [RANDOM] if is_random else [*likely_reasons(per_rank, self.tolerance, mesh, self.kinds)]
+                reasons = [RANDOM] if is_random else [*likely_reasons(per_rank, self.tolerance, mesh)]
                 break
         if mesh.rank == self.ranks[0]:
             title = f"{self.mesh.together} and one rank, {count_of(steps, 'step')}: greatest relative differences"
@@ -347,7 +333,7 @@ class Comparison:
             raise MethodError(
                 f"this program trains otherwise than one rank: in step {steps} the {what} differs "
                 f"by {worst:.1e} of its greatest value, more than {self.tolerance:.1e}.\n\n  "
-                + "\n  ".join(reasons or [UNKNOWN])
+                + "\n  ".join(reasons or [LATER if steps > 1 else UNKNOWN])
             )
         return worst
 
@@ -356,20 +342,21 @@ class Comparison:
         found, expected = (run.backward(batch) for run in (self.mesh, self.one))
         seen = self._compare_gradients()
         if found is not None and expected is not None:
-            seen[LOSS] = self._difference(found, expected, expected, 0.0)
-        before = {name: weight.detach().clone() for name, weight in self.one.weights().items()}
+            seen[LOSS] = Difference.of(found, expected, expected, 0.0, self.tolerance)
+        before = {name: weight.detach().clone() for name, weight in self.one.weights.items()}
         for run in (self.mesh, self.one):
             run.optimizer.step()
         return seen | self._compare_updates(before)
 
     def _compare_gradients(self) -> dict[Key, Difference]:
         """Compare gradients, and give the run on the mesh those of one rank."""
-        whole, seen = self.one.weights(), dict[Key, Difference]()
+        whole, seen = self.one.weights, dict[Key, Difference]()
         expected = {name: gradient_of(weight) for name, weight in whole.items()}
         context = max(map(largest, expected.values()), default=0.0)
-        for name, weight in self.mesh.weights().items():
+        for name, weight in self.mesh.weights.items():
             part = part_of(expected[name][self.pieces[name]], weight)
-            seen["gradient", name] = self._difference(gradient_of(weight), part, expected[name], context)
+            found = gradient_of(weight)
+            seen["gradient", name] = Difference.of(found, part, expected[name], context, self.tolerance)
             weight.grad = None if whole[name].grad is None else torch.zeros_like(weight)
             if weight.grad is not None:
                 local(weight.grad).copy_(part)
@@ -378,18 +365,11 @@ class Comparison:
     @torch.no_grad()
     def _compare_updates(self, before: Mapping[str, Tensor]) -> dict[Key, Difference]:
         """Compare the updates of the weights, and give the run on the mesh the weights of one rank."""
-        whole, seen = self.one.weights(), dict[Key, Difference]()
-        for name, weight in self.mesh.weights().items():
+        whole, seen = self.one.weights, dict[Key, Difference]()
+        for name, weight in self.mesh.weights.items():
             old, new = (part_of(each[name][self.pieces[name]], weight) for each in (before, whole))
             update, context = whole[name] - before[name], largest(before[name])
-            seen["update", name] = self._difference(local(weight) - old, new - old, update, context)
+            found = local(weight) - old
+            seen["update", name] = Difference.of(found, new - old, update, context, self.tolerance)
             local(weight).copy_(new)
         return seen
-
-    def _difference(self, found: Tensor, expected: Tensor, whole: Tensor, context: float) -> Difference:
-        """The difference of two parts, relative to the largest value of the whole tensor.
-
-        A tensor that is zero but for rounding has no scale of its own: ``context`` is the largest value around it.
-        """
-        scale = max(largest(whole), math.sqrt(self.tolerance) * context) or 1.0
-        return Difference.of(found, expected, scale, self.tolerance)

@@ -470,6 +470,22 @@ def test_tolerance_follows_from_the_dtype(dtype: torch.dtype):
     error_of(together, TinyGPT, CODES, loss=loss_of, dtype=dtype, tolerance=1e-9)
 
 
+@on_ranks(2)
+def test_verify_says_if_only_later_steps_are_wrong():
+    mesh, before = ProcessGroupMesh(dp=2), list[torch.Tensor]()
+
+    def step(composition: Composition, model: nn.Module, given: Any) -> None:
+        x, y = composition.share(given)
+        mse_loss(model(x), y).backward()
+        for weight in model.parameters() if len(composition.mesh) > 1 else ():
+            weight.grad += sum(each for each in before if each.shape == weight.shape)
+            before.append(weight.grad.clone())
+
+    text = error_of(compose(mesh, DataParallel(mesh, "dp")), layer, pairs(4, WIDTH), step=step)
+    assert "in step 2 the gradient" in text
+    assert "Earlier steps were right: something of theirs is used again" in text
+
+
 # ---- what cannot be verified ----
 
 
