@@ -70,7 +70,8 @@ class Difference:
         found, expected = (each.detach().cpu().double().flatten() for each in (found, expected))
         factor = (found @ expected / (expected @ expected)).item()
         factor = factor if largest(found - factor * expected) <= tolerance * scale else math.nan
-        return cls(largest(found - expected) / scale, factor, found.norm().item(), expected.norm().item())
+        relative = largest(found - expected) / scale
+        return cls(math.inf if math.isnan(relative) else relative, factor, found.norm().item(), expected.norm().item())
 
 
 def largest(tensor: Tensor) -> float:
@@ -111,17 +112,17 @@ def likely_reasons(
         yield OTHER_UPDATES if any(kind == "update" for kind, *_ in wrong) else OTHER_LOSS
         return
     names, ranks = ({*each} for each in zip(*((name, rank) for rank, name in gradients)))
-    yield from (text for word, text in ONLY.items() if all(word in name for name in names))
+    yield from (text for word, text in ONLY.items() if all(word in name.lower() for name in names))
     if len(ranks) == 1 < len(per_rank):
         yield f"Only {name_ranks([*ranks])} differs."
-    factors = {f"{each.factor:.4g}" for each in gradients.values() if each.expected}
+    factors = {f"{each.factor + 0.0:.4g}" for each in gradients.values() if each.expected}
     if factors == {"0"}:
         yield ZEROS
     elif len(factors) == 1 and "nan" not in factors:
         (factor,) = factors
         yield f"Each gradient that differs is {factor} times that on one rank{size_like(float(factor), mesh)}."
-    elif pair := next(unequal_replicas(gradients, tolerance), None):
-        yield f"On {name_ranks(pair)} gradients of the same weights differ: no method averages them."
+    elif replicas := unequal_replicas(gradients, tolerance):
+        yield f"On {name_ranks(replicas)} gradients of the same weights differ: no method averages them."
     if len(per_rank) < mesh.size():
         yield UNOWNED
 
@@ -134,8 +135,12 @@ def size_like(factor: float, mesh: ProcessGroupMesh) -> str:
     return ""
 
 
-def unequal_replicas(gradients: Mapping[tuple[int, str], Difference], tolerance: float) -> Iterator[list[int]]:
-    """Pairs of ranks that hold the same part of a weight, and have different gradients."""
-    for ((one, name), a), ((other, other_name), b) in itertools.combinations(gradients.items(), 2):
-        if (name, a.expected) == (other_name, b.expected) and abs(a.found - b.found) > tolerance * a.expected > 0:
-            yield [one, other]
+def unequal_replicas(gradients: Mapping[tuple[int, str], Difference], tolerance: float) -> list[int]:
+    """The ranks that hold the same part of a weight and have different gradients; the first such ranks, if any."""
+    replicas: dict[tuple[str, float], dict[int, float]] = {}
+    for (rank, name), each in gradients.items():
+        replicas.setdefault((name, each.expected), {})[rank] = each.found
+    for (_, expected), found in replicas.items():
+        if max(found.values()) - min(found.values()) > tolerance * expected > 0:
+            return sorted(found)
+    return []

@@ -43,6 +43,7 @@ from pgmesh.parallel.nests import map_tensors
 from pgmesh.parallel.pipeline import DROPOUTS, PipelineParallel
 from pgmesh.parallel.rank_sets import ranks_along
 from pgmesh.parallel.running import Pipeline
+from pgmesh.parallel.seeds import seeded_rng
 from pgmesh.resharding.sharding import Sharding
 
 WRAPPERS = re.compile(r"\b(module|_orig_mod|_checkpoint_wrapped_module)\.")
@@ -108,9 +109,11 @@ def verify(
     step, default = step or step_with(together, loss), torch.get_default_dtype()
     optimizer = optimizer or (lambda model: torch.optim.AdamW(model.parameters()))
     tolerance = math.sqrt(torch.finfo(dtype).eps) if tolerance is None else tolerance
+    batches = [*batches]  # outside of the block, where all draw the same numbers
     torch.set_default_dtype(dtype)
     try:
-        return run_both(together, partial(build_model, build), batches, step, optimizer, tolerance)
+        with seeded_rng(0):
+            return run_both(together, partial(build_model, build), batches, step, optimizer, tolerance)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
             raise MethodError(f"the whole model does not fit on one rank: verify fewer layers. ({error})") from error
@@ -165,16 +168,15 @@ def cast(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def build_model(build: Callable[..., nn.Module], mesh: ProcessGroupMesh) -> nn.Module:
     """A whole model, the same in each call, without dropout and constant parameters. Arguments as in ``verify``."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = build(mesh) if "mesh" in inspect.signature(build).parameters else build()
-        for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.is_meta:
-                raise MethodError("build returned weights on the meta device, without the values that verify needs.")
-            tensor.data = cast(tensor.data)
-        for weight in model.parameters():
-            if weight.is_floating_point() and weight.numel() > 1 and (weight == weight.flatten()[0]).all():
-                weight.add_(torch.randn_like(weight), alpha=0.02)
+    torch.manual_seed(0)
+    model = build(mesh) if "mesh" in inspect.signature(build).parameters else build()
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_meta:
+            raise MethodError("build returned weights on the meta device, without the values that verify needs.")
+        tensor.data = cast(tensor.data)
+    for weight in model.parameters():
+        if weight.is_floating_point() and weight.numel() > 1 and (weight == weight.flatten()[0]).all():
+            weight.add_(torch.randn_like(weight), alpha=0.02)
     for module in model.modules():
         if isinstance(module, DROPOUTS):
             module.p = 0.0
@@ -229,9 +231,8 @@ class Run:
     def backward(self, batch: Any, seed: int = 0) -> Tensor | None:
         """Run forward and backward. Returns the loss of the whole batch, if this rank has one."""
         self.optimizer.zero_grad()
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)  # the same numbers in both runs
-            found = self.step(self.together, self.model, map_tensors(cast, batch))
+        torch.manual_seed(seed)  # the same numbers in both runs
+        found = self.step(self.together, self.model, map_tensors(cast, batch))
         if isinstance(found, Sequence):  # the losses of microbatches
             found = torch.stack([*found]).mean() if found else None
         return None if found is None else self.together.mean(torch.as_tensor(found).detach(), tokens=1)
