@@ -13,7 +13,6 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -83,7 +82,7 @@ def verify(
         optimizer: function from the model to its optimizer. Default: AdamW of all parameters.
         dtype: dtype of the parameters, the buffers and floating-point inputs.
         tolerance: greatest allowed difference, relative to the greatest value of the gradient or the update. Default:
-            the square root of the precision of ``dtype``, 1.5e-8 in float64.
+            the square root of the precision of ``dtype``, 1.5e-8 in float64. A method with ``mp_policy=`` needs 0.1.
 
     Returns:
         The greatest relative difference.
@@ -110,10 +109,13 @@ def verify(
     optimizer = optimizer or (lambda model: torch.optim.AdamW(model.parameters()))
     tolerance = math.sqrt(torch.finfo(dtype).eps) if tolerance is None else tolerance
     batches = [*batches]  # outside of the block, where all draw the same numbers
+    axes, name = dict.fromkeys(together.mesh.axes, 1), f"one rank of {together.mesh!r}"
     torch.set_default_dtype(dtype)
     try:
-        with seeded_rng(0):
-            return run_both(together, partial(build_model, build), batches, step, optimizer, tolerance)
+        with seeded_rng(0), ProcessGroupMesh(axes, ranks=[together.mesh.rank], name=name) as alone:
+            both = together, OneRank(together, alone)
+            runs = (Run(each, build_model(build, each.mesh), optimizer, step) for each in both)
+            return Comparison(runs, tolerance).run(batches)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
             raise MethodError(f"the whole model does not fit on one rank: verify fewer layers. ({error})") from error
@@ -121,23 +123,6 @@ def verify(
     finally:
         torch.set_default_dtype(default)
         gc.collect()  # the composition forgets this model
-
-
-def run_both(
-    together: Composition,
-    build: Callable[[ProcessGroupMesh], nn.Module],
-    batches: Iterable[Any],
-    step: Step,
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-    tolerance: float,
-) -> float:
-    """Compare the two runs. Arguments as in ``verify``; ``build`` takes the mesh."""
-    name = f"one rank of {together.mesh!r}"
-    with ProcessGroupMesh(dict.fromkeys(together.mesh.axes, 1), ranks=[together.mesh.rank], name=name) as alone:
-        models = [build(mesh) for mesh in (together.mesh, alone)]
-        both = zip((together, OneRank(together, alone)), models)
-        on_mesh, one = (Run(each, each.apply(model), optimizer, step) for each, model in both)
-        return Comparison(on_mesh, one, tolerance).run(batches)
 
 
 def step_with(together: Composition, loss: Callable[[Any, Any], Tensor] | None) -> Step:
@@ -215,16 +200,17 @@ class Run:
 
     Args:
         together: its composition.
-        model: what ``apply`` returned.
+        model: the whole model.
         optimizer: as in ``verify``.
         step: the step of the program.
     """
 
     def __init__(self, together: Composition, model: nn.Module, optimizer: Callable[..., Any], step: Step) -> None:
-        self.together, self.model, self.step = together, model, step
-        self.optimizer: torch.optim.Optimizer = together.attach(optimizer(model))
-        start = r"^parts\.\d+\." if isinstance(model, Pipeline) else "^"
-        named = model.named_parameters(remove_duplicate=False)
+        self.together, self.step = together, step
+        self.model = together.apply(model)
+        self.optimizer: torch.optim.Optimizer = together.attach(optimizer(self.model))
+        start = r"^parts\.\d+\." if isinstance(self.model, Pipeline) else "^"
+        named = self.model.named_parameters(remove_duplicate=False)
         self.weights = {WRAPPERS.sub("", re.sub(start, "", name)): weight for name, weight in named}
         """The parameters by their names in the whole model; tied ones under each name."""
 
@@ -280,25 +266,24 @@ class Comparison:
     """The comparison of two runs.
 
     Args:
-        mesh: the run on the mesh.
-        one: the run on one rank.
+        runs: the run on the mesh, and that on one rank.
         tolerance: as in ``verify``.
     """
 
-    def __init__(self, mesh: Run, one: Run, tolerance: float) -> None:
-        self.mesh, self.one, self.tolerance = mesh, one, tolerance
-        self.ranks = ranks_along(mesh.together.mesh, mesh.together.methods)
-        whole = one.weights
-        found = {name: find_piece(whole.get(name), weight) for name, weight in mesh.weights.items()}
-        per_rank = self._gather({name: piece is not None for name, piece in found.items()})
-        held = dict(itertools.chain(*(names.items() for names in per_rank.values())))
-        if strange := [name for names in per_rank.values() for name, is_piece in names.items() if not is_piece]:
+    def __init__(self, runs: Iterable[Run], tolerance: float) -> None:
+        self.mesh, self.one = runs
+        self.tolerance = tolerance
+        self.ranks = ranks_along(self.mesh.together.mesh, self.mesh.together.methods)
+        whole = self.one.weights
+        found = {name: find_piece(whole.get(name), weight) for name, weight in self.mesh.weights.items()}
+        per_rank = self._gather({name: piece is not None for name, piece in found.items()}).values()
+        if strange := [name for names in per_rank for name, is_piece in names.items() if not is_piece]:
             raise MethodError(
                 f"{strange[0]} is no part of a weight of the whole model: build has to return equal weights in each "
                 "call, drawn from torch's seed, and apply may change neither values nor names."
             )
-        if missing := [name for name in whole if name not in held]:
-            raise MethodError(f"no rank has {missing[0]} of the whole model.")
+        if missing := whole.keys() - itertools.chain(*per_rank):
+            raise MethodError(f"no rank has {min(missing)} of the whole model.")
         self.pieces = {name: piece for name, piece in found.items() if piece is not None}
 
     def _gather(self, value: Any) -> dict[int, Any]:

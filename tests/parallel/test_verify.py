@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.nn.functional import cross_entropy, dropout, mse_loss, normalize, scaled_dot_product_attention, silu
@@ -443,6 +444,15 @@ def test_verify_sees_gradients_behind_zeros_in_the_first_step():
     assert "in step 1 the gradient of a.weight differs by 2.0e+00" in text
 
 
+@on_ranks(2)
+def test_mixed_precision_needs_a_tolerance():
+    mesh = ProcessGroupMesh(dp=2)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float64)
+    together = compose(mesh, ShardedDataParallel(mesh, "dp", mp_policy=policy))
+    assert 1e-4 < verify(together, TinyGPT, CODES, loss=loss_of, tolerance=0.1) < 0.1
+    error_of(together, TinyGPT, CODES, loss=loss_of)
+
+
 @on_ranks(4)
 def test_verify_steps_a_pipeline_by_its_own_loss():
     mesh = ProcessGroupMesh(pp=2, dp=2)
@@ -504,6 +514,23 @@ def test_composition_forgets_the_verified_model():
     model = together.apply(layer())
     model(together.share(numbers(0, 4, WIDTH))).sum().backward()
     assert together.clip_grad_norm_(1.0) > 0
+
+
+class Drops(Method):
+    """Leaves out a parameter."""
+
+    differs = "weights"
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        module.bias = None
+        return module
+
+
+@on_ranks(2)
+def test_verify_names_a_parameter_that_no_rank_has():
+    mesh = ProcessGroupMesh(tp=2)
+    text = error_of(compose(mesh, Drops(mesh, "tp")), layer, pairs(4, WIDTH), loss=mse_loss)
+    assert text == "no rank has bias of the whole model."
 
 
 @on_ranks(2)
