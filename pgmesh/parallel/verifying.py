@@ -90,7 +90,8 @@ def verify(
     Raises:
         MethodError: the runs differ. The message has the worst parameter, and a likely reason if the pattern is known.
         MethodError: the whole model does not fit on one rank, or ``build`` or ``batches`` differ between calls.
-        OptionsError: there is neither a loss nor a step.
+        MethodError: a step on one rank leaves no gradients: it has no backward pass, or of another model.
+        OptionsError: there is neither a loss nor a step, or there is no batch.
 
     >>> from pgmesh.parallel import compose, verify
     >>> together = compose(mesh, unowned=mesh.axes)
@@ -109,6 +110,8 @@ def verify(
     optimizer = optimizer or (lambda model: torch.optim.AdamW(model.parameters()))
     tolerance = math.sqrt(torch.finfo(dtype).eps) if tolerance is None else tolerance
     batches = [*batches]  # outside of the block, where all draw the same numbers
+    if not batches:
+        raise OptionsError("verify needs the batch of at least one step.")
     axes, name = dict.fromkeys(together.mesh.axes, 1), f"one rank of {together.mesh!r}"
     torch.set_default_dtype(dtype)
     try:
@@ -307,8 +310,7 @@ class Comparison:
             for key, each in itertools.chain(*(seen.items() for seen in per_rank.values())):
                 greatest[key] = max(greatest[key], each.relative)
             if max(greatest.values()) > self.tolerance:
-                is_random = self.one.backward(batch, 1) != self.one.backward(batch, 2)
-                reasons = [RANDOM] if is_random else [*likely_reasons(per_rank, self.tolerance, mesh)]
+                reasons = [RANDOM] if self._is_random(batch) else [*likely_reasons(per_rank, self.tolerance, mesh)]
                 break
         if mesh.rank == self.ranks[0]:
             title = f"{self.mesh.together} and one rank, {count_of(steps, 'step')}: greatest relative differences"
@@ -322,6 +324,11 @@ class Comparison:
                 + "\n  ".join(reasons or [LATER if steps > 1 else UNKNOWN])
             )
         return worst
+
+    def _is_random(self, batch: Any) -> bool:
+        """Return True if the loss on one rank depends on the seed."""
+        one, other = (self.one.backward(batch, seed) for seed in (1, 2))
+        return one is not None and other is not None and bool((one - other).abs() > self.tolerance * one.abs())
 
     def _step(self, batch: Any) -> dict[Key, Difference]:
         """Run a step of both runs, and compare. The weights are equal afterwards."""
@@ -339,6 +346,8 @@ class Comparison:
         whole, seen = self.one.weights, dict[Key, Difference]()
         expected = {name: gradient_of(weight) for name, weight in whole.items()}
         context = max(map(largest, expected.values()), default=0.0)
+        if not context:
+            raise MethodError("a step has left no gradients on one rank: it has to train the model that it is given.")
         for name, weight in self.mesh.weights.items():
             part = part_of(expected[name][self.pieces[name]], weight)
             found = gradient_of(weight)

@@ -552,6 +552,10 @@ def test_verify_refuses_what_it_cannot_compare(mesh: ProcessGroupMesh):
     together = compose(mesh, unowned=mesh.axes)
     with pytest.raises(OptionsError, match="verify needs a loss, or a step"):
         verify(together, layer, pairs(4, WIDTH))
+    with pytest.raises(OptionsError, match="verify needs the batch of at least one step"):
+        verify(together, layer, [], loss=mse_loss)
+    text = error_of(together, layer, pairs(4, WIDTH), step=lambda _, model, batch: mse_loss(model(batch[0]), batch[1]))
+    assert text == "a step has left no gradients on one rank: it has to train the model that it is given."
     with torch.device("meta"):
         model = layer()
     assert "on the meta device" in error_of(together, lambda: model, pairs(4, WIDTH), loss=mse_loss)
