@@ -152,9 +152,8 @@ def group_round(layout: Layout, rank: int, axes: tuple[str, ...]) -> GroupRound:
     """The round of a rank and its group along these axes."""
     ranks, group = layout.block_of(rank, *axes), f"group {', '.join(axes)}"
     key, label = f"{MESH}/{'-'.join(axes)}.{ranks[0]}", f"{group} of {MESH}"
-    name = f"pgmesh/simulated.0/{ranks[0]}-{ranks[-1]}/d2679e7ded091c43.0.0"
-    fields: list[dict[str, Any]] = [{"backend": "nccl", "timeout": 600.0}, {"name in torch": name}]
-    return GroupRound(key, ranks, group, MESH, [Fingerprint(rank, each, label, "") for each in fields])
+    fields: dict[str, Any] = {"backend": "nccl", "timeout": 600.0}
+    return GroupRound(key, ranks, group, MESH, Fingerprint(rank, fields, label, ""))
 
 
 def simulate(size: int, rate: float, spread: float, seed: int = 0) -> Load:

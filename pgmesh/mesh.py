@@ -378,8 +378,8 @@ class ProcessGroupMesh(RankMethods):
             MismatchError: ranks describe the mesh or a group differently. The message has each value with its ranks.
             WorldError: the store has failed.
 
-        >>> print(mesh.connect("tp", ("dp", "tp")))            # a fake world has no other ranks
-        0 store operations
+        >>> mesh.connect("tp", ("dp", "tp")).operations         # a fake world has no other ranks
+        0
         """
         self._check_member()
         seconds = to_timedelta(timeout).total_seconds()
@@ -596,11 +596,12 @@ class ProcessGroupMesh(RankMethods):
 
         Raises:
             AxisError: there is no such axis.
-            LifetimeError: this is a view or a slice, or the mesh was closed or has been replaced.
+            LifetimeError: this is a view or a slice, or the mesh was closed.
             MembershipError: the others took this rank for lost and went on, or a new process has its place.
             MismatchError: ranks passed different arguments.
             MissingRanksError: living ranks did not call in time, or too many ranks are lost. All ranks get it, and may
                 try again.
+            NameTakenError: an earlier call has returned the mesh that replaces this one, and that has groups.
             OptionsError: there is neither an axis nor a spare, so there would be no mesh.
             RankError: the world does not have one of the spares.
             WorldError: the store does not respond.
@@ -647,7 +648,7 @@ class ProcessGroupMesh(RankMethods):
                 lost, and raises an error once it finds no other.
 
         Raises:
-            LifetimeError: this is a view or a slice, or the mesh was closed or has been replaced.
+            LifetimeError: this is a view or a slice, or the mesh was closed.
             MembershipError: a new process has taken the place of this one.
             MissingRanksError: no rank called ``shrink`` in time, or no other rank of the mesh is left.
             WorldError: the store does not respond.

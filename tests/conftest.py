@@ -41,9 +41,7 @@ LONGEST = (
     "liveness/test_liveness",
     "report/test_eight_ranks",
     "groups/test_lifetime",
-    "faults/test_connections",
     "resharding/test_plan",
-    "faults/test_dead_and_stuck_ranks",
     "cli/test_command_line",
     "resharding/test_new_process",
     "groups/test_groups",
@@ -51,7 +49,6 @@ LONGEST = (
     "connect/test_connect",
     "parallel/test_checkpoint",
     "docs/test_readme",
-    "connect/test_detection_latency",
 )
 """The slowest files. Files that wait alternate with files that compute; mypy runs next to the first two."""
 

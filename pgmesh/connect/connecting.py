@@ -10,20 +10,20 @@ import contextlib
 import functools
 import logging
 import threading
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Union
 
+from pgmesh import torch_private
 from pgmesh._util.formatting import call_site
 from pgmesh.connect.decisions import Decision
-from pgmesh.connect.first_collective import FirstCollective, FirstCollectives
+from pgmesh.connect.first_collective import FirstCollectives
 from pgmesh.connect.group_rounds import ConnectJudge, GroupRound, why_stopped
 from pgmesh.connect.rounds import Rounds
 from pgmesh.errors import PgmeshError, WorldError
 from pgmesh.groups.group import Group, find_group
 from pgmesh.groups.mesh_groups import MeshGroups
-from pgmesh.groups.naming import Fingerprint, Members, encode_ranks
+from pgmesh.groups.naming import Members, encode_ranks
 from pgmesh.liveness.client import CallClient
 from pgmesh.liveness.operations import Read
 
@@ -32,36 +32,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pgmesh")
 
-_NAMES_HINT = (
-    "The ranks have released or destroyed groups of these ranks a different number of times. Release them on all ranks."
-)
-
 GroupAxes = Union["Axis", "tuple[Axis, ...]"]
 """Axes as in the call: "tp", or ("dp", "tp")."""
 
 
 @dataclass(frozen=True)
 class Connected:
-    """Times and operations of one call of ``connect``. Times are seconds from the call.
+    """Times and operations of one call of ``connect``.
 
     Args:
-        met: by axes, as in the call ("tp", or ("dp", "tp")): the time until all members of the group had arrived.
-        warm: by axes: the time until the group's first collective was done.
+        warm: by axes, as in the call ("tp", or ("dp", "tp")): seconds until the group's first collective was done.
         operations: store operations of this rank, without those of the backends.
     """
 
-    met: dict[GroupAxes, float] = field(default_factory=dict)
     warm: dict[GroupAxes, float] = field(default_factory=dict)
     operations: int = 0
-
-    def __str__(self) -> str:
-        labels = {axes: ", ".join(map(str, axes)) if isinstance(axes, tuple) else f"{axes}" for axes in self.warm}
-        width = max(map(len, labels.values()), default=0)
-        lines = [
-            f"group {label:<{width}}  met {self.met[axes]:6.3f} s, warm {self.warm[axes]:6.3f} s"
-            for axes, label in labels.items()
-        ]
-        return "\n".join([*lines, f"{self.operations} store operations"])
 
 
 def connect(mesh: MeshGroups, wanted: Mapping[GroupAxes, Members], seconds: float) -> Connected:
@@ -85,23 +70,17 @@ def connect(mesh: MeshGroups, wanted: Mapping[GroupAxes, Members], seconds: floa
     return _Call(mesh, wanted, seconds).run()
 
 
-class Connection:
-    """What ``connect`` keeps about the groups of some ranks with a tag: there is another one after each release."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()  # held by the thread that connects them
-        self.round: GroupRound | None = None  # the last one
-        self.connected = ""  # name in torch of the last group that was connected
-
-
 class Connections:
-    """The connections of a mesh, by ranks and tag."""
+    """The rounds of a mesh's groups, by ranks and tag. A group that is made anew goes on with its round."""
 
     def __init__(self) -> None:
-        self._all: dict[tuple[tuple[int, ...], str], Connection] = {}
+        self._rounds: dict[tuple[tuple[int, ...], str], GroupRound] = {}
+        self.threads: dict[GroupRound, int] = {}  # those that connect a group now
 
-    def of(self, members: Members) -> Connection:
-        return self._all.setdefault((members.ranks, members.tag), Connection())
+    def round_of(self, mesh: MeshGroups, members: Members) -> GroupRound:
+        key = f"{mesh.key}/connect/{encode_ranks(members.ranks)}/{members.tag}"
+        new = GroupRound(key, members.ranks, members.label, mesh.label)
+        return self._rounds.setdefault((members.ranks, members.tag), new)
 
 
 class _Call:
@@ -123,82 +102,63 @@ class _Call:
         self.client = CallClient(mesh.world, seconds)
         self.statuses = self.client.liveness.new_statuses()
         self.collectives = FirstCollectives(mesh, self.client, self.statuses)
-        self.locks = contextlib.ExitStack()
+        self.client.on_sleep = self.collectives.poll
         connections = mesh.state_of(Connections)
-        self.by_axes = {axes: connections.of(members) for axes, members in wanted.items() if len(members.ranks) > 1}
-        self.members = {self.by_axes[axes]: members for axes, members in wanted.items() if axes in self.by_axes}
+        self.threads, self.thread = connections.threads, threading.get_ident()
+        several = {axes: members for axes, members in wanted.items() if len(members.ranks) > 1}
+        self.by_axes = {axes: connections.round_of(mesh, members) for axes, members in several.items()}
+        self.members = {self.by_axes[axes]: members for axes, members in several.items()}
 
     def run(self) -> Connected:
         """Connect the groups. If that ends with an error of this rank, tell the other members."""
-        with self.locks:
-            try:
-                self._connect()
-            except BaseException as error:
-                self._cancel(error)
-                raise
-            finally:
-                self._clean_up()
+        try:
+            self._connect()
+        except BaseException as error:
+            self._cancel(error)
+            raise
+        finally:
+            self.client.on_sleep = lambda: None  # the reference cycle would keep the groups
+            self._clean_up()
         self._raise_errors()
-        done = {axes: each for axes, connection in self.by_axes.items() if (each := self._begun(connection))}
-        return Connected(
-            {axes: each.met - self.client.start for axes, each in done.items()},
-            {axes: each.done - self.client.start for axes, each in done.items()},
-            self.client.operations,
-        )
-
-    def _begun(self, connection: Connection) -> FirstCollective | None:
-        """The first collective of a group whose members have all arrived in this call."""
-        each = connection.round
-        return self.collectives.by_round.get(each) if each is not None and each.is_made() else None
+        done = {axes: each for axes, round_ in self.by_axes.items() if (each := self.collectives.by_round.get(round_))}
+        warm = {axes: each.done - self.client.start for axes, each in done.items()}
+        return Connected(warm, self.client.operations)
 
     def _connect(self) -> None:
         """Arrive, wait for the other members, and run the first collectives."""
-        for connection, _ in sorted(self.members.items(), key=lambda item: item[1][:2]):
-            if not self._lock(connection, self.client.deadline - time.monotonic()):
-                raise WorldError(f"{self.mesh.label}: another thread of this process still connects the same group.")
+        if not all(map(self._take, self.members)):
+            raise WorldError(f"{self.mesh.label}: another thread of this process connects the same group.")
         groups = self._find_unconnected()
         if groups:
-            self.collectives.add({self._round_of(connection, group): group for connection, group in groups.items()})
-            self._rounds_of(self.collectives.by_round).run()
+            for each, group in groups.items():
+                self._begin(each)
+                each.fingerprint = group.fingerprint
+            self.collectives.add(groups)
+            self._rounds_of(groups).run()
             self.collectives.finish()
 
-    def _lock(self, connection: Connection, seconds: float) -> bool:
-        """Keep other threads from connecting some ranks. False if one still does after that time."""
-        self.locks.callback(_release, connection.lock)  # first: an interrupt may end the next line with the lock taken
-        return connection.lock.acquire(timeout=max(0.0, seconds))
+    def _take(self, each: GroupRound) -> bool:
+        """Keep other threads from connecting a group. False if one connects it already."""
+        return self.threads.setdefault(each, self.thread) == self.thread
 
-    def _find_unconnected(self) -> dict[Connection, Group]:
-        """Find or make the groups, and return those that this call connects."""
-        found = {connection: self.mesh.find(members, {}) for connection, members in self.members.items()}
-        for connection in self._find_broken(found):
-            assert connection.round is not None
-            reason = "failed on another member; ask its mesh for it anew."
-            self.mesh.replace(found[connection], connection.round.number, reason)
-            found[connection] = self.mesh.find(self.members[connection], {})
+    def _find_unconnected(self) -> dict[GroupRound, Group]:
+        """Find or make the groups, and return those that this call connects.
+
+        A connected one whose first collective failed on another member is made anew.
+        """
+        found = {each: self.mesh.find(members, {}) for each, members in self.members.items()}
+        connected = [each for each, group in found.items() if each.connected == group.name]
+        answers = self.client.run(*(Read(each.broken_key) for each in connected))
+        for each, broken in zip(connected, answers):
+            if broken is not None:
+                self.mesh.replace(found[each], each.number, "failed on another member; ask its mesh for it anew.")
+                found[each] = self.mesh.find(self.members[each], {})
         return {each: group for each, group in found.items() if group.fingerprint and each.connected != group.name}
 
-    def _find_broken(self, found: Mapping[Connection, Group]) -> list[Connection]:
-        """The connected ones whose first collective failed on another member."""
-        rounds = {each: each.round for each, group in found.items() if each.round and each.connected == group.name}
-        answers = self.client.run(*(Read(each.broken_key) for each in rounds.values()))
-        return [connection for connection, answer in zip(rounds, answers) if answer is not None]
-
-    def _round_of(self, connection: Connection, group: Group | None = None) -> GroupRound:
-        """The round of this call. It continues after that of the call before.
-
-        Args:
-            group: the group; None if this rank only tells that it has stopped.
-        """
-        each, members, rank = connection.round, self.members[connection], self.mesh.rank
-        if each is None:
-            key = f"{self.mesh.key}/connect/{encode_ranks(members.ranks)}/{members.tag}"
-            each = connection.round = GroupRound(key, members.ranks, members.label, self.mesh.label)
-        elif each.decision is not None:
+    def _begin(self, each: GroupRound) -> None:
+        """Go on to the next attempt after that of the call before."""
+        if each.decision is not None:
             each.go_on()
-        if group is not None and group.fingerprint is not None:
-            options = Fingerprint(rank, group.options.given, group.fingerprint.subject, group.fingerprint.hint)
-            each.fingerprints = options, Fingerprint(rank, {"name in torch": group.name}, group.label, _NAMES_HINT)
-        return each
 
     def _rounds_of(self, rounds: Iterable[GroupRound]) -> Rounds[GroupRound, Decision]:
         """These rounds, with the judge of this call."""
@@ -218,30 +178,27 @@ class _Call:
 
     def _cancel(self, error: BaseException) -> None:
         """Tell the other members that this rank stopped."""
-        rounds = self.collectives.by_round
+        rounds = [*self.collectives.by_round]
+        if not rounds:  # those at which it would have arrived
+            rounds = [each for each in self.members if self._take(each) and find_group(each.connected) is None]
+            for each in rounds:
+                self._begin(each)
         with contextlib.suppress(PgmeshError):  # the caller raises the first error
-            if rounds:
-                self._rounds_of(rounds).cancel(error)  # those that an interrupt has left undecided
-                self.collectives.cancel(why_stopped(self.mesh.rank, self.call_site, error))
-            else:
-                self._rounds_of(map(self._round_of, self._not_arrived())).cancel(error)
-
-    def _not_arrived(self) -> Iterator[Connection]:
-        """The connections at which this rank would have arrived: not connected, and no other thread connects them."""
-        for connection in self.members:
-            if self._lock(connection, 0.0) and find_group(connection.connected) is None:
-                yield connection
+            self._rounds_of(rounds).cancel(error)
+            self.collectives.cancel(why_stopped(self.mesh.rank, self.call_site, error))
 
     def _clean_up(self) -> None:
         """Note the connected groups, and replace those that have failed in their first collective."""
-        begun = {connection: each for connection in self.members if (each := self._begun(connection))}
-        for connection, each in begun.items():
-            if each.done:
-                connection.connected = each.group.name
-        for each in begun.values():
-            if not each.done:
-                each.keep_while_running()
-                self.mesh.replace(each.group, each.round.number, "could not be connected; ask its mesh for it anew.")
+        for each, collective in self.collectives.by_round.items():
+            if collective.done:
+                each.connected = collective.group.name
+        for each, collective in self.collectives.by_round.items():
+            if each.is_made() and not collective.done:
+                torch_private.keep_for_ever(collective.ones)  # its backend may free it after the end of Python
+                reason = "could not be connected; ask its mesh for it anew."
+                self.mesh.replace(collective.group, each.number, reason)
+        for each in filter(self._take, self.members):
+            del self.threads[each]
 
     def _raise_errors(self) -> None:
         rounds = self.collectives.by_round
@@ -250,9 +207,3 @@ class _Call:
         if errors:
             text = "\n\n".join([*dict.fromkeys(map(str, errors))][:8])
             raise type(errors[0])(text) from errors[0].__cause__
-
-
-def _release(lock: threading.RLock) -> None:
-    """Release a lock, unless this thread has not got it."""
-    with contextlib.suppress(RuntimeError):
-        lock.release()

@@ -17,36 +17,27 @@ class Arrival(NamedTuple):
         rank: its rank in the world.
         process: its process. It reveals two processes that have the same rank.
         mesh: its fingerprint of the mesh, encoded; "" if the round belongs to no mesh.
-        group: its fingerprints of the group, encoded.
+        group: its fingerprint of the group, encoded.
     """
 
     rank: int
     process: str
     mesh: str
-    group: tuple[str, ...]
+    group: str
 
     def pack(self) -> str:
         return pack(**self._asdict())
 
     @classmethod
     def unpack(cls, line: bytes) -> Arrival | None:
-        """Decode an arrival; None for a foreign value."""
-        record = unpack(line, rank=int, process=str, mesh=str, group=list)
-        if record is None or not {*map(type, record["group"])} <= {str}:
-            return None
-        return cls(record["rank"], record["process"], record["mesh"], tuple(record["group"]))
+        """Decode an arrival; None for another value."""
+        record = unpack(line, rank=int, process=str, mesh=str, group=str)
+        return None if record is None else cls(record["rank"], record["process"], record["mesh"], record["group"])
 
-
-class Arrivals:
-    """The arrivals at an attempt.
-
-    Args:
-        text: what the store has under their key; None for nothing.
-    """
-
-    def __init__(self, text: bytes | None) -> None:
-        self.lines = (text or b"").splitlines()
-        self.all = [*map(Arrival.unpack, self.lines)]  # None for a foreign line
+    @classmethod
+    def unpack_all(cls, text: bytes | None) -> list[Arrival]:
+        """Decode what the store has under the key of the arrivals; None for nothing."""
+        return [*filter(None, map(cls.unpack, (text or b"").splitlines()))]
 
 
 @dataclass(frozen=True)
@@ -59,8 +50,7 @@ class Decision:
                     or reached its deadline
         duplicate   a member that found two processes with one rank, or that    goes on       MismatchError
                     failed with a MismatchError
-        mismatch    a member that read another fingerprint of the group, or     takes it      MismatchError
-                    a foreign value
+        mismatch    a member that read another fingerprint of the group         takes it      MismatchError
         mesh        a member that read another fingerprint of the mesh          takes it      MismatchError
 
     A *late* rank arrives at an attempt that has a decision. It goes on to the next attempt, or takes the decision as
@@ -83,10 +73,6 @@ class Decision:
         if record is None or record["kind"] not in ERRORS:
             return cls("mismatch", f"{foreign_value(key, text)}.")
         return cls(record["kind"], record["text"])
-
-    @property
-    def holds_for_late_ranks(self) -> bool:
-        return self.kind in ("mismatch", "mesh")
 
     def error(self) -> PgmeshError | None:
         """The error that members raise; None if the group was made."""

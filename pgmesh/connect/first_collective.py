@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import functools
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,10 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pgmesh import torch_private
 from pgmesh._util.formatting import name_ranks
 from pgmesh.connect.decisions import Decision
-from pgmesh.connect.group_rounds import GroupRound
+from pgmesh.connect.group_rounds import GroupRound, following
 from pgmesh.connect.rounds import pauses
 from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError, PgmeshError
 from pgmesh.groups.backends import connects_in_background
@@ -23,7 +21,7 @@ from pgmesh.groups.group import Group
 from pgmesh.groups.mesh_groups import MeshGroups
 from pgmesh.liveness import timing
 from pgmesh.liveness.client import CallClient
-from pgmesh.liveness.operations import CompareSet, Read, Run
+from pgmesh.liveness.operations import CompareSet, Read
 from pgmesh.liveness.statuses import Statuses
 
 
@@ -34,11 +32,10 @@ class Progress(enum.Enum):
     - *running*: torch has not ended it. Or it has raised an error, and a lost member, which is noticed later, may be
       the reason.
     - *failed*: it has its error.
-    - *published*: the other members know of the error.
     - *done*: its sum is right.
     """
 
-    WAITING, RUNNING, FAILED, PUBLISHED, DONE = range(5)
+    WAITING, RUNNING, FAILED, DONE = range(4)
 
 
 class FirstCollective:
@@ -54,8 +51,8 @@ class FirstCollective:
         self.group, self.round, self._statuses = group, round, statuses
         self.state = Progress.WAITING
         self.error: PgmeshError | None = None  # if it failed
-        self.met = self.done = 0.0  # the times when all members had arrived, and when it was done
-        self._process_group: Any = None  # from the start on, since another thread may end the group or make it again
+        self.done = 0.0  # the time when it was done
+        self.ones: Any = None
         self._work: Any = None
         self._raised: Exception | None = None  # torch's error
         self._raised_at = 0.0  # on the clock of the statuses
@@ -63,19 +60,14 @@ class FirstCollective:
     def start(self) -> None:
         """Enter the collective, unless this rank has done so."""
         if self.state is Progress.WAITING:
-            self._process_group = self.group.process_group
-            self._ones = torch.ones(1, device=device_of(self._process_group))
-            self._work = dist.all_reduce(self._ones, group=self._process_group, async_op=True)
+            process_group = self.group.process_group
+            self.ones = torch.ones(1, device=device_of(process_group))
+            self._work = dist.all_reduce(self.ones, group=process_group, async_op=True)
             self.state = Progress.RUNNING
 
     def is_running(self) -> bool:
         """True until it is known whether and why it failed."""
         return self.state is Progress.RUNNING
-
-    def following(self, number: int) -> Sequence[int]:
-        """The members after this rank, in a ring. Each member asks the listeners of a few others."""
-        place = self._process_group.rank() + 1
-        return (*self.group.ranks[place:], *self.group.ranks[: place - 1])[:number]
 
     def poll(self) -> None:
         """Check for the end of a running collective."""
@@ -83,22 +75,16 @@ class FirstCollective:
             return
         try:
             self._work.wait()
-            total = int(self._ones.item())
-        except PgmeshError as error:
-            self._set_error(type(error)(str(error)))  # without its frames, which refer to this group
+            total = int(self.ones.item())
         except Exception as error:
             self._raised, self._raised_at = error.with_traceback(None), self._statuses.now()
         else:
-            self._check(total)
-
-    def _check(self, total: int) -> None:
-        """Compare the sum with the number of members."""
-        size = self._process_group.size()
-        if total == size:
-            self.state, self.done = Progress.DONE, time.monotonic()
-        else:
-            wrong = f"{self.group.label} has {size} members, but the sum of one from each is {total}."
-            self._set_error(MismatchError(wrong))
+            size = len(self.group.ranks)
+            if total == size:
+                self.state, self.done = Progress.DONE, time.monotonic()
+            else:
+                wrong = f"{self.group.label} has {size} members, but the sum of one from each is {total}."
+                self._set_error(MismatchError(wrong))
 
     def learn(self, broken: bytes | None) -> None:
         """Take the failure of another member, if there is one.
@@ -108,7 +94,8 @@ class FirstCollective:
         """
         error = None if broken is None else Decision.unpack(self.round.broken_key, broken).error()
         if error is not None:
-            self.state, self.error, self.done = Progress.PUBLISHED, error, 0.0
+            self.done = 0.0
+            self._set_error(error)
 
     def inspect(self) -> None:
         """Set the error of a running collective.
@@ -140,45 +127,9 @@ class FirstCollective:
     def _set_error(self, error: PgmeshError) -> None:
         self.state, self.error = Progress.FAILED, error
 
-    def keep_while_running(self) -> None:
-        """Keep the process group for ever if torch has not ended the collective: its destructor would wait for that."""
-        if self._work is not None and not self._work.is_completed():
-            torch_private.keep_for_ever(self._process_group)
-            torch_private.keep_for_ever(self._ones)  # which the backend's thread may free after the end of Python
-
-    def publish(self, run: Run) -> None:
-        """Publish the error, if the other members have to know of it.
-
-        Args:
-            run: performs operations on the store.
-        """
-        if self.state is Progress.FAILED and self.error is not None:
-            run(CompareSet(self.round.broken_key, Decision.of(self.error, str(self.error)).pack()))
-            self.state = Progress.PUBLISHED
-
-
-def _check(mesh: MeshGroups, by_round: Mapping[GroupRound, FirstCollective]) -> None:
-    """Raise LifetimeError if the mesh or a group has ended, as by an abort or in another thread."""
-    mesh.check()
-    for each in by_round.values():
-        if not each.group.is_made:
-            raise LifetimeError(each.group.unusable)
-
-
-def _poll(by_round: Mapping[GroupRound, FirstCollective]) -> list[FirstCollective]:
-    """Poll those that run; return those that still run then."""
-    for collective in by_round.values():
-        collective.poll()
-    return [collective for collective in by_round.values() if collective.is_running()]
-
-
-def _pause(mesh: MeshGroups, by_round: Mapping[GroupRound, FirstCollective]) -> None:
-    _check(mesh, by_round)
-    _poll(by_round)
-
 
 class FirstCollectives:
-    """The first collectives of one call, by round. They are polled in each pause of its client.
+    """The first collectives of one call, by round.
 
     Args:
         mesh: the mesh. If it ends, the call does.
@@ -189,8 +140,6 @@ class FirstCollectives:
     def __init__(self, mesh: MeshGroups, client: CallClient, statuses: Statuses) -> None:
         self._mesh, self._client, self._statuses = mesh, client, statuses
         self.by_round: dict[GroupRound, FirstCollective] = {}
-        # Not a method: the reference cycle would keep the groups until the next garbage collection.
-        client.on_sleep = functools.partial(_pause, mesh, self.by_round)
 
     @property
     def of_made(self) -> list[FirstCollective]:
@@ -201,6 +150,19 @@ class FirstCollectives:
         """Add the first collectives of groups. An interrupt finds all of them, or none."""
         self.by_round.update({each: FirstCollective(group, each, self._statuses) for each, group in groups.items()})
 
+    def poll(self) -> list[FirstCollective]:
+        """Check for the end of those that run; return those that still run then.
+
+        Raises:
+            LifetimeError: the mesh or a group has ended, as by an abort or in another thread.
+        """
+        self._mesh.check()
+        for collective in self.by_round.values():
+            if not collective.group.is_made:
+                raise LifetimeError(collective.group.unusable)
+            collective.poll()
+        return [collective for collective in self.by_round.values() if collective.is_running()]
+
     def start(self, made: GroupRound) -> None:
         """Start the first collective of a group whose members have all arrived.
 
@@ -208,7 +170,6 @@ class FirstCollectives:
         then uses the same order on all ranks.
         """
         collective = self.by_round[made]
-        collective.met = time.monotonic()
         if connects_in_background(collective.group.process_group):
             collective.start()
 
@@ -221,7 +182,7 @@ class FirstCollectives:
         deadline = max(self._client.deadline, time.monotonic() + self._statuses.lost_after + 1.0)
         inspection = time.monotonic() + timing.TIMING.inspection
         for pause in pauses():
-            running = _poll(self.by_round)
+            running = self.poll()
             if not running:
                 break
             now = time.monotonic()
@@ -229,11 +190,10 @@ class FirstCollectives:
                 inspection = now + timing.TIMING.inspection * self._client.liveness.pace
                 self._inspect(running)
             if now >= deadline:
-                for collective in _poll(self.by_round):
+                for collective in running:
                     collective.fail(collective.why_raised or late)
-            _check(self._mesh, self.by_round)
             time.sleep(pause)
-        self._learn([each for each in self.of_made if each.done - each.met > timing.TIMING.inspection])
+        self._learn(self.of_made)
         self._publish_failures()
 
     def cancel(self, why: str) -> None:
@@ -243,12 +203,13 @@ class FirstCollectives:
         self._publish_failures()
 
     def _inspect(self, running: Sequence[FirstCollective]) -> None:
-        """Read whether another member failed, and the statuses of the members."""
-        members = {rank for each in running for rank in each.group.ranks[: timing.LIMITS.statuses + 1]}
-        following = {rank for each in running for rank in each.following(timing.LIMITS.asking)}
-        self._statuses.read(self._client.run, (members | following) - {self._mesh.rank})
-        self._statuses.find_ended(self._client.run, following, all_of_them=True)
-        running = _poll(self.by_round)  # again, since a member whose collective is done may have left
+        """Read whether another member failed, and the statuses of the members after this one."""
+        after = {
+            rank for each in running for rank in following(each.group.ranks, self._mesh.rank)[: timing.LIMITS.asking]
+        }
+        self._statuses.read(self._client.run, after)
+        self._statuses.find_ended(self._client.run, after, all_of_them=True)
+        running = self.poll()  # again, since a member whose collective is done may have left
         self._learn(running)
         for collective in filter(FirstCollective.is_running, running):
             collective.inspect()
@@ -261,4 +222,6 @@ class FirstCollectives:
 
     def _publish_failures(self) -> None:
         for collective in self.of_made:
-            collective.publish(self._client.run)
+            if collective.error is not None:
+                failure = Decision.of(collective.error, str(collective.error))
+                self._client.run(CompareSet(collective.round.broken_key, failure.pack()))

@@ -9,24 +9,26 @@ An attempt has two store keys besides those of every round:
     <group>/<number>/count      the number of arrivals
     <group>/<number>/broken     the reason, if the first collective failed on a member after the decision
 
-When an attempt is made, its members delete the keys of the attempts before it: all members have arrived at a later one.
+When an attempt is made, its members delete the keys of the one before it, at which no member can arrive any more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from pgmesh._util.formatting import format_ranks, name_ranks
-from pgmesh.connect.decisions import Arrival, Arrivals, Decision
-from pgmesh.connect.rounds import Client, Judge, Round, undecided
+from pgmesh.connect.decisions import Arrival, Decision
+from pgmesh.connect.rounds import Judge, Round, undecided
 from pgmesh.errors import MismatchError
 from pgmesh.groups.naming import Fingerprint
 from pgmesh.liveness import timing
+from pgmesh.liveness.client import CallClient
 from pgmesh.liveness.operations import Add, Append, CompareSet, Delete, Operation, Read
 from pgmesh.liveness.processes import process_label, without_token
-from pgmesh.liveness.records import error_text, quoted
+from pgmesh.liveness.records import error_text
 from pgmesh.liveness.statuses import PendingConnect, Statuses
 
 
@@ -38,26 +40,24 @@ class GroupRound(Round[Decision]):
         ranks: the members.
         group: the group in messages, such as "group dp".
         mesh: its mesh in messages, such as "mesh 'actor'".
-        fingerprints: the group's fingerprints on this rank. The first that differs is reported.
+        fingerprint: the group's fingerprint on this rank; None if this rank only tells that it has stopped.
         missing: the members that had not arrived when the arrivals were last read.
         count_seen: the count of arrivals at that time; b"" before that.
-        oldest: number of the oldest attempt that may have store keys.
-        made_without: the attempt was made before this process arrived.
+        connected: name in torch of the last group that was connected.
     """
 
     ranks: Sequence[int]
     group: str
     mesh: str
-    fingerprints: Sequence[Fingerprint] = ()
+    fingerprint: Fingerprint | None = None
     _: KW_ONLY
     missing: tuple[int, ...] = ()
     count_seen: bytes | None = b""
-    oldest: int = 0
-    made_without: bool = False
+    connected: str = ""
 
     @property
     def label(self) -> str:
-        subject = self.fingerprints[0].subject if self.fingerprints else f"{self.group} of {self.mesh}"
+        subject = self.fingerprint.subject if self.fingerprint else f"{self.group} of {self.mesh}"
         return f"{subject} (ranks {format_ranks(tuple(self.ranks))})"
 
     @property
@@ -67,15 +67,20 @@ class GroupRound(Round[Decision]):
 
     def go_on(self) -> None:
         super().go_on()
-        self.missing, self.count_seen, self.made_without = (), b"", False
+        self.missing, self.count_seen = (), b""
 
     def is_made(self) -> bool:
         return self.decision is not None and self.decision.kind == "made"
 
     def keys_before(self) -> tuple[str, ...]:
-        """The store keys of earlier attempts."""
-        kinds = ("arrivals", "count", "decision", "broken")
-        return tuple(f"{self.key}/{number}/{kind}" for number in range(self.oldest, self.number) for kind in kinds)
+        """The store keys of the attempt before."""
+        return tuple(f"{self.key}/{self.number - 1}/{kind}" for kind in ("arrivals", "count", "decision", "broken"))
+
+
+def following(ranks: Sequence[int], rank: int) -> tuple[int, ...]:
+    """The other members after a rank, in a ring."""
+    place = ranks.index(rank)
+    return (*ranks[place + 1 :], *ranks[:place])
 
 
 def why_stopped(rank: int, call_site: str, error: BaseException) -> str:
@@ -103,7 +108,7 @@ class ConnectJudge(Judge[GroupRound, Decision]):
     """
 
     rank: int
-    client: Client
+    client: CallClient
     call_site: str
     deadline: float
     statuses: Statuses
@@ -115,43 +120,42 @@ class ConnectJudge(Judge[GroupRound, Decision]):
     warn: Callable[[str], None] = field(default=lambda text: None)
     ready: Callable[[GroupRound], None] = field(default=lambda each: None)
     _meshes: dict[bytes, None] = field(default_factory=dict, init=False)  # the encoded fingerprints of the mesh so far
-    _looked: set[tuple[int, str]] = field(default_factory=set, init=False)  # ranks and where they wait, that were read
     _waits: dict[int, str] = field(default_factory=dict, init=False)  # by rank, what it has last waited for
     _mismatch: Decision | None = field(default=None, init=False)  # of the mesh
+    _warns_at: float = field(init=False)  # when the log says what this rank waits for; inf once it has
+
+    def __post_init__(self) -> None:
+        self._warns_at = min(self.deadline / 3, timing.TIMING.warn_in_connect)
 
     # -- arriving -------------------------------------------------------------------------------------------------
 
     def arrival(self, each: GroupRound) -> tuple[Operation, Operation]:
-        mesh = "" if self.mesh is None else self.mesh.encoded.decode()
-        arrival = Arrival(self.rank, self.process, mesh, tuple(mine.encoded.decode() for mine in each.fingerprints))
+        mesh, group = (mine.encoded.decode() if mine else "" for mine in (self.mesh, each.fingerprint))
+        arrival = Arrival(self.rank, self.process, mesh, group)
         return Append(each.arrivals_key, f"{arrival.pack()}\n"), Add(f"{each.name}/count")
 
-    def arrived(self, answers: Mapping[GroupRound, Sequence[Any]]) -> Iterator[tuple[GroupRound, Decision]]:
-        return self.read_arrivals([each for each, (_, count) in answers.items() if count >= len(each.ranks)])
+    def arrived(self, answers: Sequence[tuple[GroupRound, Sequence[Any]]]) -> Iterator[tuple[GroupRound, Decision]]:
+        return self.read_arrivals([each for each, (_, count) in answers if count >= len(each.ranks)])
 
     def learn(self, each: GroupRound, text: bytes) -> Decision:
         return Decision.unpack(each.decision_key, text)
 
-    def skips(self, each: GroupRound, decision: Decision, *, sent_before: bool) -> bool:
+    def takes(self, each: GroupRound, decision: Decision, *, sent_before: bool) -> Decision | None:
         if decision.kind == "made":
-            each.made_without = not sent_before
-            return False
-        if decision.holds_for_late_ranks or not self.skip_decided:
-            return False
+            return decision if sent_before else self._made_by_another_process(each)
+        if decision.kind in ("mismatch", "mesh") or not self.skip_decided:
+            return decision
         self.warn(f"an earlier attempt to connect failed before rank {self.rank} arrived: {decision.text}")
-        return True
+        return None
 
     def decided(self, each: GroupRound) -> None:
         assert each.decision is not None
         if each.decision.kind == "mesh":  # no group of the mesh can be made, so this ends the call
             self._mismatch = each.decision
             raise MismatchError(each.decision.text)
-        if each.made_without:
-            each.decision = self._made_by_another_process(each)
-        elif each.is_made():
-            if keys := each.keys_before():
-                self.client.run(Delete(keys))
-            each.oldest = each.number
+        if each.is_made():
+            if each.number:
+                self.client.run(Delete(each.keys_before()))
             self.ready(each)
 
     def stopped(self, each: GroupRound, error: BaseException) -> Decision:
@@ -161,7 +165,7 @@ class ConnectJudge(Judge[GroupRound, Decision]):
     def _made_by_another_process(self, each: GroupRound) -> Decision:
         """The decision of this process alone, after an attempt that another process of its rank took part in."""
         (text,) = self.client.run(Read(each.arrivals_key))
-        found = [arrival.process for arrival in Arrivals(text).all if arrival and arrival.rank == self.rank]
+        found = [arrival.process for arrival in Arrival.unpack_all(text) if arrival.rank == self.rank]
         both = self._two_processes(each, found[0] if found else "another process", self.process, self.rank)
         hint = "A process in the place of one that has ended needs a mesh with another name, or mesh.stand_by()."
         return Decision("duplicate", f"{both}\n\n{hint}")
@@ -171,35 +175,30 @@ class ConnectJudge(Judge[GroupRound, Decision]):
     def read_arrivals(self, rounds: Sequence[GroupRound]) -> Iterator[tuple[GroupRound, Decision]]:
         """Read the arrivals of some rounds, and decide on a mismatch or on success."""
         # All are read first, so that a mismatch of the mesh names the ranks in all of them.
-        for each, arrivals in [*zip(rounds, self._read_arrivals_at([each.name for each in rounds]))]:
+        for each, arrivals in zip(rounds, self._read_arrivals_at([each.name for each in rounds])):
             decision = self.decision_from_arrivals(each, arrivals)
             if decision is not None:
                 yield each, decision
 
-    def _read_arrivals_at(self, names: Sequence[str]) -> list[Arrivals]:
+    def _read_arrivals_at(self, names: Sequence[str]) -> list[list[Arrival]]:
         """Read the arrivals at some attempts, and note the fingerprints of the mesh."""
-        found = [Arrivals(text) for text in self.client.run(*(Read(f"{name}/arrivals") for name in names))]
-        arrived = (arrival for arrivals in found for arrival in arrivals.all if arrival is not None)
-        self._meshes |= {arrival.mesh.encode(): None for arrival in arrived}
+        found = [Arrival.unpack_all(text) for text in self.client.run(*(Read(f"{name}/arrivals") for name in names))]
+        self._meshes |= {arrival.mesh.encode(): None for arrivals in found for arrival in arrivals}
         return found
 
-    def decision_from_arrivals(self, each: GroupRound, arrivals: Arrivals) -> Decision | None:
+    def decision_from_arrivals(self, each: GroupRound, arrivals: Sequence[Arrival]) -> Decision | None:
         """The decision that follows from the arrivals; None if members are missing."""
-        members, ranks = dict[int, Arrival](), {*each.ranks}
-        for line, arrival in zip(arrivals.lines, arrivals.all):
-            if arrival is None or arrival.rank not in ranks or len(arrival.group) != len(each.fingerprints):
-                foreign = f"the store's key {each.arrivals_key} holds {quoted(line)}, which no member wrote."
-                return Decision("mismatch", f"{each.label}: {foreign}")
+        members = dict[int, Arrival]()
+        for arrival in arrivals:
             first = members.setdefault(arrival.rank, arrival)
             if first.process != arrival.process:
                 return Decision("duplicate", self._two_processes(each, first.process, arrival.process, arrival.rank))
         each.missing = tuple(rank for rank in each.ranks if rank not in members)
         if mismatch := self._mesh_mismatch():
             return mismatch
-        for i, mine in enumerate(each.fingerprints):
-            text = mine.mismatch([arrival.group[i].encode() for arrival in members.values()], each.arrivals_key)
-            if text is not None:
-                return Decision("mismatch", text)
+        groups = [arrival.group.encode() for arrival in members.values()]
+        if each.fingerprint and (text := each.fingerprint.mismatch(groups, each.arrivals_key)):
+            return Decision("mismatch", text)
         return None if each.missing else Decision("made")
 
     def _mesh_mismatch(self) -> Decision | None:
@@ -220,12 +219,17 @@ class ConnectJudge(Judge[GroupRound, Decision]):
         self.client.set_pending(self.pending(rounds))
         self._read_statuses(undecided(rounds))
         yield from self._compare_elsewhere(undecided(rounds))
-        self.statuses.find_ended(self.client.run, self._to_ask(undecided(rounds)), all_of_them=True)
-        with_lost = [each for each in undecided(rounds) if self._lost(each)]
+        self.statuses.find_ended(self.client.run, self._watched(undecided(rounds)), all_of_them=True)
+        with_lost = [each for each in undecided(rounds) if self.statuses.lost(each.ranks)]
         yield from self.read_arrivals(with_lost)  # a rank that died between its arrival and the count has arrived
         for each in undecided(with_lost):
-            if self._lost(each):
+            if self.statuses.lost(each.ranks):
                 yield each, Decision("missing", self._describe_missing(each))
+        if self.client.now() >= self._warns_at and (waits := undecided(rounds)):
+            self._warns_at = math.inf
+            when = f" in {round(self.client.now(), 1):g} s so far"
+            lines = [f"rank {self.rank} waits in connect.", *(self._describe_missing(each, when) for each in waits)]
+            self.warn("\n".join(lines))
 
     def _read_news(self, rounds: Sequence[GroupRound]) -> Iterator[tuple[GroupRound, Decision]]:
         """Read the arrivals where their count has changed."""
@@ -243,10 +247,9 @@ class ConnectJudge(Judge[GroupRound, Decision]):
         if self.mesh is None:
             return
         missing = {rank for each in rounds for rank in each.missing[: timing.LIMITS.statuses]}
-        waiting = {rank: status.pending for rank in missing if (status := self.statuses.record(rank).status)}
-        waits = {(rank, wait.name) for rank, pending in waiting.items() for wait in pending} - self._looked
-        self._looked |= waits
-        names = sorted({name for _, name in waits if name.startswith(f"{self.mesh_key}/")})
+        statuses = [status for rank in missing if (status := self.statuses.record(rank).status)]
+        waits = {wait.name for status in statuses for wait in status.pending}
+        names = sorted(name for name in waits if name.startswith(f"{self.mesh_key}/"))
         self._read_arrivals_at(names)
         if names and (mismatch := self._mesh_mismatch()):
             self.client.run(*(CompareSet(f"{name}/decision", mismatch.pack()) for name in names))
@@ -259,15 +262,6 @@ class ConnectJudge(Judge[GroupRound, Decision]):
         self._read_statuses(undecided(rounds))
         for each in undecided(rounds):
             yield each, Decision("missing", self._describe_missing(each, f" in {self.deadline:g} s"))
-
-    def period(self) -> float:
-        return self.statuses.next_inspection(timing.TIMING.inspection * self.pace)
-
-    def waits_for(self, rounds: Sequence[GroupRound]) -> str:
-        when = f" in {round(self.client.now(), 1):g} s so far"
-        return "\n".join(
-            [f"rank {self.rank} waits in connect.", *(self._describe_missing(each, when) for each in rounds)]
-        )
 
     def pending(self, rounds: Iterable[GroupRound]) -> tuple[PendingConnect, ...]:
         return tuple(
@@ -284,40 +278,30 @@ class ConnectJudge(Judge[GroupRound, Decision]):
 
     # -- lost members ---------------------------------------------------------------------------------------------
 
-    # A member watches those that have not arrived, and the next one after it that has. So each member that waits is
-    # watched by another, and the first of several lost ones in a row is noticed.
+    def _watched(self, rounds: Iterable[GroupRound]) -> list[int]:
+        """The ranks whose listeners this rank asks: those after it in each group, up to one that has arrived.
 
-    def _watched(self, each: GroupRound) -> list[int]:
-        """The members of a group that this rank watches: the next one that has arrived, and the missing ones."""
-        if not each.missing:
-            return []
-        place, missing = each.ranks.index(self.rank), {*each.missing}
-        following = (*each.ranks[place + 1 :], *each.ranks[:place])
-        return [*[rank for rank in following if rank not in missing][:1], *each.missing]
-
-    def _to_ask(self, rounds: Iterable[GroupRound]) -> list[int]:
-        """The ranks whose listeners this rank asks: none unless it is among the first members that have arrived."""
+        So each missing member is watched by one that waits for it, and each member that waits by another.
+        """
         ranks: list[int] = []
         for each in rounds:
-            before = {*each.ranks[: each.ranks.index(self.rank)]} - {*each.missing}
-            ranks += self._watched(each) if len(before) < timing.LIMITS.asking else ()
+            if each.missing:
+                after, missing = following(each.ranks, self.rank), {*each.missing}
+                end = next((i for i, rank in enumerate(after) if rank not in missing), len(after))
+                ranks += after[: end + 1]
         return [*dict.fromkeys(ranks)][: timing.LIMITS.statuses]
 
-    def _read_statuses(self, rounds: Iterable[GroupRound]) -> None:
-        """Read the statuses of the ranks that this one watches."""
-        watched = dict.fromkeys(rank for each in rounds for rank in self._watched(each))
-        ranks = [*watched][: timing.LIMITS.statuses]
+    def _read_statuses(self, rounds: Sequence[GroupRound]) -> None:
+        """Read the statuses of the ranks that this one watches, and of other missing ones."""
+        missing = (rank for each in rounds for rank in each.missing)
+        ranks = [*dict.fromkeys((*self._watched(rounds), *missing))][: timing.LIMITS.statuses]
         self.statuses.read(self.client.run, ranks)
         found = {rank: self.statuses.record(rank).status for rank in ranks}
         self._waits |= {rank: str(status) for rank, status in found.items() if status is not None and status.pending}
 
-    def _lost(self, each: GroupRound) -> dict[int, str]:
-        """The watched members that are lost, each with the reason."""
-        return self.statuses.lost(self._watched(each))
-
     def _describe_missing(self, each: GroupRound, when: str = "") -> str:
         """Message about the missing ranks and the last status of each."""
-        lost = self._lost(each)
+        lost = self.statuses.lost(each.ranks)
         named = [*dict.fromkeys((*lost, *each.missing))][: timing.LIMITS.named]
         lines = [f"\n  {self._describe(rank)}" for rank in named]
         arrived = [f", and rank {rank} was lost after it had arrived" for rank in lost if rank not in each.missing]

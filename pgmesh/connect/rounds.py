@@ -1,33 +1,31 @@
 """Rounds: decisions of some ranks in the store, the same for all of them.
 
 ``connect``, ``shrink``, ``stand_by`` and ``pgmesh check`` decide in rounds. What they decide, and when, is said by a
-``Judge``. The code is straight-line, in the caller's thread, over a ``Client``: the store, a clock and a pause. So the
-same code runs on the world's store and under a model checker that tries every interleaving, crash and timeout.
+``Judge``. The code is straight-line, in the caller's thread, over a ``CallClient``: the store, a clock and a pause. So
+the same code runs on the world's store and under a model checker that tries every interleaving, crash and timeout.
 
 A round may need several attempts. They are numbered from 0, and each has these store keys:
 
     <round>/<number>/arrivals   a record of each rank that arrived
     <round>/<number>/decision   the decision. The first rank to write it decides, and it never changes
 
-In one batch, a rank reads the decision of an attempt and arrives at it. If the attempt was already decided, the judge
-says whether the rank takes that decision or goes on to the next attempt. Otherwise the rank reads the decision again
-and again. From time to time the judge looks at the arrivals and at the statuses of the others, and may decide. At the
-deadline it has to.
+A rank reads the decision of an attempt and arrives at it. If the attempt was already decided, the judge says whether
+the rank takes that decision or goes on to the next attempt. Otherwise the rank reads the decision again and again. From
+time to time the judge looks at the arrivals and at the statuses of the others, and may decide. At the deadline it has
+to.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from pgmesh.errors import WorldError
 from pgmesh.liveness import timing
-from pgmesh.liveness.operations import CompareSet, Operation, Read, Run
-from pgmesh.liveness.statuses import PendingConnect
+from pgmesh.liveness.client import CallClient
+from pgmesh.liveness.operations import CompareSet, Operation, Read
 
 
 class Packable(Protocol):
@@ -39,22 +37,6 @@ class Packable(Protocol):
 
 D = TypeVar("D", bound=Packable)
 """The type of the decisions."""
-
-
-class Client(Protocol):
-    """The store and the clock of one call."""
-
-    def run(self, *operations: Operation) -> list[Any]:
-        """Perform operations on the store in this order, and return its answers."""
-
-    def now(self) -> float:
-        """Seconds since the start of the call."""
-
-    def sleep(self, seconds: float) -> None:
-        """Wait."""
-
-    def set_pending(self, pending: tuple[PendingConnect, ...]) -> None:
-        """Publish the groups that this rank waits for."""
 
 
 def pauses(pace: float = 1.0) -> Iterator[float]:
@@ -71,13 +53,6 @@ def pauses(pace: float = 1.0) -> Iterator[float]:
     while True:
         yield pause
         pause = min(pause * 1.5, longest)
-
-
-def run_each(run: Run, batches: Iterable[Sequence[Operation]]) -> list[list[Any]]:
-    """Perform several lists of operations at once; return the answers to each list."""
-    batches = list(batches)
-    answers = iter(run(*itertools.chain(*batches)))
-    return [[next(answers) for _ in batch] for batch in batches]
 
 
 @dataclass(eq=False)
@@ -131,11 +106,10 @@ class Judge(Generic[R, D]):
 
         arrival        G M   before each attempt: the operations of this rank
         learn          G M   with each decision that it reads
-        skips          G M   if the attempt was decided before this rank arrived
-        arrived        G     otherwise, with the answers to ``arrival``
+        takes          G M   if the attempt was decided before this rank arrived
+        arrived        G     otherwise, once it has arrived at all
         judge          G M   from time to time, and after the deadline
-        period         G M   then: the seconds until it looks again
-        waits_for      G M   once, at ``Rounds.warning``
+        period           M   then: the seconds until it looks again
         decided        G     with each decision that this rank takes
         tries_again      M   when all rounds are decided
         stopped        G M   after an error of this rank: its decision
@@ -143,22 +117,18 @@ class Judge(Generic[R, D]):
     Args:
         client: the store and the clock.
         deadline: seconds from the start of the call.
-        warn: called with text for the log.
         pace: factor of all pauses, to spare the store in a large world.
-        shortest_pause: seconds between two reads of the store, at least.
     """
 
-    client: Client
+    client: CallClient
     deadline: float
-    warn: Callable[[str], None]
     pace: float = 1.0
-    shortest_pause = 0.0
 
     def arrival(self, each: R) -> Sequence[Operation]:
         """The operations with which this rank arrives at the current attempt."""
         raise NotImplementedError
 
-    def arrived(self, answers: Mapping[R, Sequence[Any]]) -> Iterator[tuple[R, D]]:
+    def arrived(self, answers: Sequence[tuple[R, Sequence[Any]]]) -> Iterator[tuple[R, D]]:
         """Take the answers to ``arrival`` in rounds that were not decided before, and yield decisions."""
         return iter(())
 
@@ -166,8 +136,8 @@ class Judge(Generic[R, D]):
         """Decode the decision of the current attempt, and delete what is not needed after it."""
         raise NotImplementedError
 
-    def skips(self, each: R, decision: D, *, sent_before: bool) -> bool:
-        """True if this rank goes on to the next attempt after one that was decided before it arrived.
+    def takes(self, each: R, decision: D, *, sent_before: bool) -> D | None:
+        """What this rank takes from an attempt that was decided before it arrived; None to go on to the next one.
 
         Args:
             sent_before: this rank may have arrived in an earlier call.
@@ -189,11 +159,7 @@ class Judge(Generic[R, D]):
 
     def period(self) -> float:
         """Seconds until it looks again."""
-        return timing.TIMING.inspection
-
-    def waits_for(self, rounds: Sequence[R]) -> str:
-        """Text for the log about what this rank waits for; "" for none."""
-        return ""
+        return timing.TIMING.inspection * self.pace
 
     def stopped(self, each: R, error: BaseException) -> D:
         """The decision after an error of this rank."""
@@ -209,12 +175,10 @@ class Rounds(Generic[R, D]):
     Args:
         rounds: the rounds.
         judge: what they decide, the store and the clock.
-        warning: the time in the call at which the log says what this rank waits for; inf once it has.
     """
 
     def __init__(self, rounds: Sequence[R], judge: Judge[R, D]) -> None:
         self.rounds, self.judge, self.client = rounds, judge, judge.client
-        self.warning = min(judge.deadline / 3, timing.TIMING.warn_in_connect)
         self._next_look = 0.0
 
     def run(self) -> None:
@@ -244,27 +208,17 @@ class Rounds(Generic[R, D]):
     def cancel(self, error: BaseException) -> None:
         """Decide all undecided rounds because of an error on this rank. Decisions that it reads here start nothing."""
         for each in undecided(self.rounds):
-            mine = self.judge.stopped(each, error)
-            # If this rank has not arrived, the others may have given up this attempt, and wait at a later one.
-            while not self._publish_decision(each, mine) and not each.has_sent and self._next_has_begun(each):
-                each.go_on()
-
-    def _next_has_begun(self, each: R) -> bool:
-        """True if a rank has arrived at the attempt after the current one, or decided it."""
-        keys = f"{each.key}/{each.number + 1}/arrivals", f"{each.key}/{each.number + 1}/decision"
-        return any(self.client.run(*map(Read, keys)))
+            self._publish_decision(each, self.judge.stopped(each, error))
 
     def publish_and_act(self, each: R, decision: D) -> None:
         """Publish a decision, and act on the one that holds: another rank may have published one before."""
         self._publish_decision(each, decision)
         self.judge.decided(each)
 
-    def _publish_decision(self, each: R, decision: D) -> bool:
-        """Publish a decision, and give the round the one that holds. True if it is this one."""
-        mine = decision.pack()
-        (text,) = self.client.run(CompareSet(each.decision_key, mine))
+    def _publish_decision(self, each: R, decision: D) -> None:
+        """Publish a decision, and give the round the one that holds."""
+        (text,) = self.client.run(CompareSet(each.decision_key, decision.pack()))
         each.decision = self.judge.learn(each, text)
-        return bool(text == mine.encode())
 
     def _act_on(self, each: R, decision: D) -> None:
         each.decision = decision
@@ -272,24 +226,19 @@ class Rounds(Generic[R, D]):
 
     def _arrive(self, arriving: Sequence[R]) -> None:
         """Arrive at the first attempt of each round whose decision this rank does not skip."""
-        arrived: dict[R, Sequence[Any]] = {}
-        while arriving:
-            sent_before = [each.has_sent for each in arriving]
-            for each in arriving:
-                each.has_sent = True
-            answers = run_each(
-                self.client.run, ([Read(each.decision_key), *self.judge.arrival(each)] for each in arriving)
-            )
-            for each, sent, (earlier, *more) in zip(arriving, sent_before, answers):
+        arrived: list[tuple[R, Sequence[Any]]] = []
+        for each in arriving:
+            while each.decision is None:
+                sent_before, each.has_sent = each.has_sent, True
+                earlier, *answers = self.client.run(Read(each.decision_key), *self.judge.arrival(each))
                 if earlier is None:
-                    arrived[each] = more
-                    continue
-                decision = self.judge.learn(each, earlier)
-                if self.judge.skips(each, decision, sent_before=sent):
+                    arrived.append((each, answers))
+                    break
+                decision = self.judge.takes(each, self.judge.learn(each, earlier), sent_before=sent_before)
+                if decision is None:
                     each.go_on()
                 else:
                     self._act_on(each, decision)
-            arriving = [each for each in undecided(arriving) if each not in arrived]
         for each, decision in self.judge.arrived(arrived):
             self.publish_and_act(each, decision)
 
@@ -300,27 +249,18 @@ class Rounds(Generic[R, D]):
             self._look()
             if not undecided(self.rounds):
                 return
-            pause = max(pause, self.judge.shortest_pause)
             self.client.sleep(min(pause, max(0.0, self.judge.deadline - self.client.now())))
 
     def _look(self) -> None:
         """Read the decisions, and let the judge decide if it is time."""
-        self._read_decisions()
-        open_rounds, now = undecided(self.rounds), self.client.now()
+        open_rounds = undecided(self.rounds)
+        for each, text in zip(open_rounds, self.client.run(*(Read(each.decision_key) for each in open_rounds))):
+            if text is not None:
+                self._act_on(each, self.judge.learn(each, text))
+        open_rounds, now = undecided(open_rounds), self.client.now()
         late = now >= self.judge.deadline
         if not open_rounds or (not late and now < self._next_look):
             return
         for each, decision in self.judge.judge(open_rounds, late=late):
             self.publish_and_act(each, decision)
         self._next_look = self.client.now() + self.judge.period()
-        open_rounds = undecided(self.rounds)
-        if open_rounds and now >= self.warning and (text := self.judge.waits_for(open_rounds)):
-            self.warning = math.inf
-            self.judge.warn(text)
-
-    def _read_decisions(self) -> None:
-        open_rounds = undecided(self.rounds)
-        texts = self.client.run(*(Read(each.decision_key) for each in open_rounds))
-        for each, text in zip(open_rounds, texts):
-            if text is not None:
-                self._act_on(each, self.judge.learn(each, text))

@@ -15,21 +15,21 @@ from typing import Any
 from pgmesh import torch_private
 from pgmesh.elastic import sockets
 from pgmesh.elastic.state import ElasticState, Generation, generation_of
+from pgmesh.errors import PgmeshError
 from pgmesh.groups.backends import backends_of
 from pgmesh.groups.group import Group
 from pgmesh.groups.mesh_groups import MeshGroups
 from pgmesh.groups.world import World
+from pgmesh.liveness.client import CallClient
 from pgmesh.liveness.liveness import liveness_of
-from pgmesh.liveness.operations import Add, CompareSet, Read, Run
-
-ABORTS_KEY = "pgmesh/aborts"
-"""Store key with the number of aborts of meshes in this world."""
-
-_PUBLISH_SECONDS = 0.5
-"""The longest wait of ``abort`` for the store. The liveness thread publishes the abort later if there is no answer."""
+from pgmesh.liveness.operations import CompareSet, Read, Run
 
 _EXIT_SECONDS = 2.0
 """The longest wait at the end of the world for threads that end meshes."""
+
+
+class AbortReason(str):
+    """Why a mesh was aborted, to follow its name."""
 
 
 class Aborts:
@@ -41,19 +41,14 @@ class Aborts:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._seen: tuple[bytes | None, list[str]] = None, []  # the number of aborts, and the keys of the meshes then
         liveness_of(world).looks.append(self._look)
 
     def _look(self, run: Run) -> bool:
         """End the meshes of this process that another rank has aborted."""
         meshes = self._world.open_meshes()
-        keys = [aborted_key(generation_of(mesh)) for mesh in meshes]
-        (count,) = run(Read(ABORTS_KEY))
-        if count is not None and (count, keys) != self._seen:
-            for mesh, text in zip(meshes, run(*map(Read, keys)) if keys else []):
-                if text is not None:
-                    self.in_thread(end_aborted, mesh, text.decode(errors="replace"))
-            self._seen = count, keys  # only now: if the store fails, the next heartbeat looks again
+        for mesh, text in zip(meshes, run(*(Read(aborted_key(generation_of(mesh))) for mesh in meshes))):
+            if text is not None:
+                self.in_thread(end_aborted, mesh, text.decode(errors="replace"))
         return True
 
     def in_thread(self, end: Callable[..., object], *arguments: Any) -> None:
@@ -85,8 +80,7 @@ def publish_abort(run: Run, generation: Generation, text: str) -> str:
     Returns:
         The text of the rank that was first.
     """
-    (first,) = run(CompareSet(aborted_key(generation), text.encode(errors="replace").decode()))
-    run(Add(ABORTS_KEY))
+    (first,) = run(CompareSet(aborted_key(generation), text))
     return str(first.decode(errors="replace"))
 
 
@@ -99,12 +93,11 @@ def abort(mesh: MeshGroups, why: str, where: str = "") -> None:
     """
     if mesh.ended is not None:
         return
-    mine = f"{mesh.label} was aborted by rank {mesh.rank}{f' at {where}' if where else ''}: {why}"
-    first = None
+    text = f"{mesh.label} was aborted by rank {mesh.rank}{f' at {where}' if where else ''}: {why}"
     if not mesh.is_fake():
-        generation = generation_of(mesh)
-        first = liveness_of(mesh.world).insist(lambda run: publish_abort(run, generation, mine), _PUBLISH_SECONDS)
-    end_aborted(mesh, first or mine)
+        with contextlib.suppress(PgmeshError):  # of the store
+            text = publish_abort(CallClient(mesh.world, 0.0).run, generation_of(mesh), text)
+    end_aborted(mesh, text)
 
 
 def end_aborted(mesh: MeshGroups, text: str) -> None:
@@ -113,10 +106,8 @@ def end_aborted(mesh: MeshGroups, text: str) -> None:
     Args:
         text: the error message of the mesh.
     """
-    state, reason = mesh.state_of(ElasticState), text.removeprefix(f"{mesh.label} ")
-    state.abort_reasons.add(reason)
-    mesh.end(reason, abort=end_backends)
-    for internal in tuple(state.dependents):
+    mesh.end(AbortReason(text.removeprefix(f"{mesh.label} ")), abort=end_backends)
+    for internal in tuple(mesh.state_of(ElasticState).dependents):
         abort(internal, text)
 
 
@@ -132,7 +123,7 @@ def end_backends(groups: Sequence[Group]) -> None:
 
 def is_aborted(mesh: MeshGroups) -> bool:
     """True if a mesh has ended by an abort, so that it can be replaced."""
-    return mesh.ended in mesh.state_of(ElasticState).abort_reasons
+    return isinstance(mesh.ended, AbortReason)
 
 
 def abort_with(mesh: MeshGroups, internal: MeshGroups) -> None:

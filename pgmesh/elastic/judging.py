@@ -13,21 +13,16 @@ taken for lost and come back.
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from pgmesh.connect.rounds import Judge, Round
-from pgmesh.elastic.records import Arrival, Outcome
+from pgmesh.connect.rounds import Judge
+from pgmesh.elastic.records import Arrival, MeshRound, Outcome
 from pgmesh.elastic.state import Generation
 from pgmesh.liveness.client import CallClient
-from pgmesh.liveness.operations import Append, Delete
+from pgmesh.liveness.operations import Append, Delete, Read
+from pgmesh.liveness.processes import process_id
 from pgmesh.liveness.records import error_text
-
-log = logging.getLogger("pgmesh")
-
-MeshRound = Round[Outcome]
 
 
 @dataclass
@@ -41,7 +36,6 @@ class SurvivorJudge(Judge[MeshRound, Outcome]):
         client: the store and the clock.
         process: a word that no other process of this rank has.
         lost_after: seconds without a heartbeat after which a rank is lost; None for the default.
-        warn: called with text for the log.
         came_late: the mesh was replaced before this call.
     """
 
@@ -49,9 +43,8 @@ class SurvivorJudge(Judge[MeshRound, Outcome]):
     generation: Generation
     rank: int
     client: CallClient
-    process: str
+    process: str = field(default_factory=process_id)
     lost_after: float | None = None
-    warn: Callable[[str], None] = field(default=functools.partial(log.warning, "%s"))
     came_late: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -76,6 +69,11 @@ class SurvivorJudge(Judge[MeshRound, Outcome]):
             late: the deadline has passed, so a decision is due.
         """
         raise NotImplementedError
+
+    def arrivals(self, each: MeshRound) -> dict[int, Arrival]:
+        """By rank, the arrival of its last process."""
+        (text,) = self.client.run(Read(each.arrivals_key))
+        return {line.rank: line for line in map(Arrival.unpack, (text or b"").splitlines()) if line is not None}
 
     def find_lost(self, ranks: Sequence[int], *, all_ended: bool = False) -> dict[int, str]:
         """The ranks that are lost, each with the reason: by their statuses, or by the listeners of the others.
@@ -102,13 +100,10 @@ class SurvivorJudge(Judge[MeshRound, Outcome]):
         self.client.run(Delete((each.arrivals_key,)))  # which are not needed any more
         return Outcome.unpack(each.decision_key, text)
 
-    def skips(self, each: MeshRound, outcome: Outcome, *, sent_before: bool) -> bool:
+    def takes(self, each: MeshRound, outcome: Outcome, *, sent_before: bool) -> Outcome | None:
         self.came_late = not outcome.failed
-        if self.came_late or (outcome.error == "mismatch" and self.call):
-            return False  # of a mismatch, this rank may be the one whose arguments differ
-        if outcome.error not in ("stopped", "over"):
-            self.warn(f"an earlier attempt failed before rank {self.rank} arrived: {outcome.failed}")
-        return True
+        # Of a mismatch, this rank may be the one whose arguments differ.
+        return outcome if self.came_late or (outcome.error == "mismatch" and self.call) else None
 
     def tries_again(self, each: MeshRound) -> bool:
         outcome = each.decision

@@ -6,10 +6,11 @@ The layout of the mesh that replaces another one follows from its layout and the
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from pgmesh._util.formatting import as_range, name_ranks
-from pgmesh.errors import MismatchError, MissingRanksError
+from pgmesh.connect.rounds import Round
+from pgmesh.errors import MissingRanksError
 from pgmesh.layout import Layout
 from pgmesh.liveness import timing
 from pgmesh.liveness.records import foreign_value, pack, unpack
@@ -37,8 +38,7 @@ class Request:
         return f"shrink({', '.join(words)})"
 
 
-@dataclass(frozen=True)
-class Arrival:
+class Arrival(NamedTuple):
     """One rank at an attempt.
 
     Args:
@@ -51,7 +51,7 @@ class Arrival:
     call: str
 
     def pack(self) -> str:
-        return pack(rank=self.rank, process=self.process, call=self.call)
+        return pack(**self._asdict())
 
     @classmethod
     def unpack(cls, line: bytes) -> Arrival | None:
@@ -107,11 +107,6 @@ class Outcome:
             tuple(record["processes"]),
         )
 
-    def check(self) -> None:
-        """Raise the error of a failed attempt."""
-        if self.failed:
-            raise (MismatchError if self.error == "mismatch" else MissingRanksError)(self.failed)
-
     def successor(self, layout: Layout) -> Layout:
         """The layout with spares in the places of lost ranks, and without the indices of the other lost ranks.
 
@@ -150,3 +145,7 @@ class Outcome:
                 f"{who} Each of the {size} indices of axis {self.axis!r} has lost a rank, so nothing is left. {came}"
             )
         return layout.at({self.axis: [index for index in range(size) if index not in dropped]})
+
+
+MeshRound = Round[Outcome]
+"""One rank's part in the decision on a mesh's survivors."""

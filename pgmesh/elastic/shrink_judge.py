@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pgmesh._util.formatting import name_ranks
-from pgmesh.elastic.judging import MeshRound, SurvivorJudge
-from pgmesh.elastic.records import Arrival, Outcome, Request
+from pgmesh.elastic.judging import SurvivorJudge
+from pgmesh.elastic.records import Arrival, MeshRound, Outcome, Request
 from pgmesh.errors import MissingRanksError
 from pgmesh.layout import Layout
 from pgmesh.liveness import timing
-from pgmesh.liveness.operations import Read
 
 
 @dataclass(frozen=True)
@@ -89,12 +88,11 @@ class ShrinkJudge(SurvivorJudge):
     """
 
     request: Request = field(kw_only=True)
-    _found: Findings | None = field(default=None, init=False)  # what the last look found
     _follows: bool = field(default=False, init=False)  # this rank leaves the looks to others, to spare the store
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.call = str(self.request)
+        self.call, self.lost_after = str(self.request), self.request.lost_after
         self._start = self.statuses.now()
 
     def goes_on_after(self, outcome: Outcome) -> bool:
@@ -106,29 +104,22 @@ class ShrinkJudge(SurvivorJudge):
         return outcome.error == "over" or (outcome.error == "stopped" and self.client.now() < self.deadline)
 
     def period(self) -> float:
-        return self.deadline if self._follows else timing.TIMING.inspection * self.pace
-
-    def waits_for(self, rounds: Sequence[MeshRound]) -> str:
-        return "" if self._found is None else f"{self.label}: {self._describe(self._found, 'so far')}"
+        return self.deadline if self._follows else super().period()
 
     def look(self, each: MeshRound, *, late: bool) -> Outcome | None:
-        self._found = None
-        (text,) = self.client.run(Read(each.arrivals_key))
-        arrivals = {line.rank: line for line in map(Arrival.unpack, (text or b"").splitlines()) if line is not None}
+        arrivals = self.arrivals(each)
         calls = {rank: arrival.call for rank, arrival in arrivals.items() if arrival.call}
         if len({*calls.values()}) > 1:
             lines = "".join(f"\n  {call} on rank {rank}" for rank, call in sorted(calls.items()))
             return self.failure(f"the ranks passed different arguments:{lines}", "mismatch")
-        if self.rank not in arrivals:  # another rank knows the decision, and has deleted them
-            return self.failure("the arrivals were deleted", "stopped") if late else None
         self._follows = not late and self.rank in [*calls][timing.LIMITS.statuses :]
         if self._follows:
             return None
-        found = self._found = self._find(arrivals, late=late)
+        found = self._find(arrivals, late=late)
         enough = len(found.ready) >= len(found.lost) or not found.coming
         if not found.waiting and (enough or late):
             return self.success(found)
-        return self.failure(self._describe(found, f"in {self.deadline:g} s"), "missing") if late else None
+        return self.failure(self._describe(found), "missing") if late else None
 
     def _find(self, arrivals: Mapping[int, Arrival], *, late: bool) -> Findings:
         """Find out which absent ranks are lost, and which spares were lost after they had arrived."""
@@ -144,19 +135,16 @@ class ShrinkJudge(SurvivorJudge):
         lost = self.find_lost(ranks, all_ended=all_ended)
         seconds = self.statuses.now() - self._start
         if seconds >= self.statuses.limit(self.lost_after):
-            without = [rank for rank in ranks if self.statuses.record(rank).text is None]
+            without = [rank for rank in ranks if self.statuses.record(rank).status is None]
             lost |= {rank: f"rank {rank} has published no status in {int(seconds)} s" for rank in without}
         return lost
 
-    def _describe(self, found: Findings, when: str) -> str:
+    def _describe(self, found: Findings) -> str:
         """The ranks that are waited for, and the reason for each lost one."""
-        if found.waiting:
-            what = f"{name_ranks(found.waiting)} did not call {self.request}"
-        else:
-            what = f"no spare came of {name_ranks(found.coming)}"
-        missing = [self.statuses.describe(rank, self.lost_after) for rank in (found.waiting or found.coming)[:8]]
+        waiting = found.waiting
+        missing = [self.statuses.describe(rank, self.lost_after) for rank in waiting[: timing.LIMITS.named]]
         lines = [*missing, *(f"lost: {why}" for why in found.lost.values())]
-        return "\n  ".join([f"{what} {when}.", *lines])
+        return "\n  ".join([f"{name_ranks(waiting)} did not call {self.request} in {self.deadline:g} s.", *lines])
 
     def success(self, found: Findings) -> Outcome:
         """The decision on the new mesh, or on a failure if too many ranks are lost."""

@@ -14,16 +14,12 @@ import os
 import socket
 import stat
 import threading
-import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from pgmesh import torch_private
 from pgmesh.groups.connecting import GroupStore
 
 _Address = tuple[str, int]
-
-_OPENING_SECONDS = 0.005
-"""The time in which Gloo completes a connection that it is opening, usually."""
 
 _lock = threading.Lock()  # no thread finds the duplicates of another one
 
@@ -31,7 +27,7 @@ _lock = threading.Lock()  # no thread finds the duplicates of another one
 def shut_down(stores: Iterable[GroupStore]) -> None:
     """Shut down all connections of some groups, so that collectives on both ends raise, and refuse new ones.
 
-    Gloo may be opening a connection. So all are shut down a second time, a few milliseconds later.
+    They are those that listeners of this process have accepted, or that lead to listeners of members.
     """
     own: set[_Address] = set()
     members: set[_Address] = set()
@@ -39,20 +35,13 @@ def shut_down(stores: Iterable[GroupStore]) -> None:
         own.update(filter(None, map(torch_private.gloo_endpoint, store.own.values())))
         members.update(filter(None, map(torch_private.gloo_endpoint, store.addresses())))
     with _lock, contextlib.suppress(FileNotFoundError):
-        _shut_down(own, members)
-        time.sleep(_OPENING_SECONDS)
-        _shut_down(own, members)
-
-
-def _shut_down(own: Collection[_Address], members: Collection[_Address]) -> None:
-    """Shut down connections that listeners of this process have accepted, or that lead to listeners of members."""
-    for number in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError), _duplicate(number) as each:  # closed meanwhile, or no connection
-            is_own = each.getsockname()[:2] in own
-            if is_own and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                os.dup2(_idle_listener().fileno(), number)
-            elif is_own or each.getpeername()[:2] in members:
-                each.shutdown(socket.SHUT_RDWR)
+        for number in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError), _duplicate(number) as each:  # closed meanwhile, or no connection
+                is_own = each.getsockname()[:2] in own
+                if is_own and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    os.dup2(_idle_listener().fileno(), number)
+                elif is_own or each.getpeername()[:2] in members:
+                    each.shutdown(socket.SHUT_RDWR)
 
 
 def _duplicate(number: int) -> socket.socket:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pgmesh.elastic.judging import MeshRound, SurvivorJudge
-from pgmesh.elastic.records import Outcome
+from pgmesh.elastic.judging import SurvivorJudge
+from pgmesh.elastic.records import MeshRound, Outcome
 from pgmesh.liveness import timing
 
 
@@ -17,12 +17,12 @@ from pgmesh.liveness import timing
 class StandByJudge(SurvivorJudge):
     """Decides for a rank that stands by. There may be many of them, waiting for days."""
 
-    @property
-    def shortest_pause(self) -> float:  # type: ignore[override]
-        return timing.TIMING.inspection * self.pace
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.pace *= 4  # of the reads of the decision
 
     def period(self) -> float:
-        return timing.TIMING.missed_heartbeats * timing.TIMING.heartbeat * self.pace
+        return timing.TIMING.missed_heartbeats * timing.TIMING.heartbeat * self.client.liveness.pace
 
     def missed(self, outcome: Outcome) -> bool:
         survives = self.rank in self.generation.layout and self.rank not in outcome.lost
@@ -38,15 +38,13 @@ class StandByJudge(SurvivorJudge):
         if late:
             waited = f"rank {self.rank} stood by for {self.deadline:g} s, and no mesh was agreed on"
             return self.failure(waited, "stopped")
-        others = [rank for rank in self.generation.layout.ranks() if rank != self.rank]
-        lost: dict[int, str] = {}
-        for first in range(0, len(others), timing.LIMITS.statuses):
-            ranks = others[first : first + timing.LIMITS.statuses]
-            lost |= self.find_lost(ranks)
-            for status in filter(None, [self.statuses.record(rank).status for rank in ranks]):
-                if self.generation.standing_by in status.activity:
-                    lost.setdefault(status.rank, f"rank {status.rank} stands by too")
-            if any(rank not in lost for rank in ranks):
+        arrivals, lost = self.arrivals(each), dict[int, str]()
+        for rank in self.generation.layout.ranks():
+            if rank in arrivals and not arrivals[rank].call:
+                lost[rank] = f"rank {rank} stands by too"
+            else:
+                lost |= self.find_lost([rank])
+            if rank not in lost:
                 return None
-        reasons = "".join(f"\n  {why}" for why in lost.values())
+        reasons = "".join(f"\n  {why}" for rank, why in lost.items() if rank != self.rank)
         return self.failure(f"no other rank of it is left, so none can call shrink.{reasons}", "over")

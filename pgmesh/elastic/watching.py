@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 
+from pgmesh.connect.group_rounds import following
 from pgmesh.elastic.aborts import Aborts, abort
 from pgmesh.elastic.state import ElasticState
 from pgmesh.groups.mesh_groups import MeshGroups
@@ -17,7 +18,7 @@ from pgmesh.liveness.operations import Run
 
 
 def abort_when_lost(mesh: MeshGroups, lost_after: float | None) -> None:
-    """Abort a mesh as soon as the next of its ranks that has a status is lost or leaves. Each rank watches one other.
+    """Abort a mesh as soon as the next of its ranks that has a status is lost or leaves.
 
     It returns once this rank's first heartbeat is in the store, so that the rank can be missed from then on.
 
@@ -36,10 +37,8 @@ def abort_when_lost(mesh: MeshGroups, lost_after: float | None) -> None:
 
 def _watch_next_rank(mesh: MeshGroups) -> None:
     """Look at the next rank of a mesh at each heartbeat, until the mesh has ended."""
-    world, ranks = mesh.world, mesh.layout.ranks()
+    world, others = mesh.world, following(mesh.layout.ranks(), mesh.rank)[: timing.LIMITS.statuses]
     statuses = liveness_of(world).statuses
-    place = ranks.index(mesh.rank)
-    others = [*ranks[place + 1 :], *ranks[:place]][: timing.LIMITS.statuses]
     reference = weakref.ref(mesh)
 
     def next_rank_lives(run: Run) -> bool:

@@ -70,7 +70,7 @@ class Stages:
             ranks=range(self.size),
             group=f"{self.subject}, {activity}",
             mesh=self.subject,
-            fingerprints=[Fingerprint(self.rank, fields, self.subject, self.hint)],
+            fingerprint=Fingerprint(self.rank, fields, self.subject, self.hint),
         )
         self._liveness.set_activity(stage.group)
         try:

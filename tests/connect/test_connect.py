@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import re
-from collections import Counter
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from pgmesh import LifetimeError, MismatchError, ProcessGroupMesh, WorldError
+from pgmesh import LifetimeError, ProcessGroupMesh, WorldError
 from pgmesh.connect import first_collective
-from pgmesh.connect.connecting import Connections
-from pgmesh.groups.naming import Members
 from pgmesh.groups.world import current_world
-from pgmesh.liveness.operations import Read
-from tests.support.board import Fault, at_all_reduce, faults, key_of, writes
+from tests.support.board import at_all_reduce
 from tests.support.fake_world import fake_rank
 from tests.support.faults import (
     LONG_TIMEOUT,
@@ -26,11 +22,10 @@ from tests.support.faults import (
     last_status,
     set_flag,
     wait_for_flag,
-    wait_for_flags,
     wait_until,
 )
 from tests.support.logs import logged_lines
-from tests.support.worlds import check_sums, groups_of, on_ranks, world
+from tests.support.worlds import check_sums, groups_of, on_ranks
 
 # ---- it connects ----
 
@@ -42,11 +37,8 @@ def test_connect_succeeds_with_axes_in_any_order():
     turn = mesh.rank % len(families)
     connected = mesh.connect(*families[turn:], *families[:turn])
     check_sums(groups_of(mesh))
-    text = str(connected)
-    *lines, operations = text.splitlines()
-    assert len(lines) == 4
-    assert all(re.fullmatch(r"group [dpt, ]+ +met +[\d.]+ s, warm +[\d.]+ s", line) for line in lines)
-    assert re.fullmatch(r"\d+ store operations", operations)
+    assert {*connected.warm} == {*families}
+    assert connected.operations >= 16
 
 
 @on_ranks(2)
@@ -57,34 +49,12 @@ def test_close_by_another_thread_ends_the_wait():
         if mesh.rank == 0:
             with ThreadPoolExecutor(1) as threads:
                 waits = threads.submit(wait, mesh, timeout=LONG_TIMEOUT)
-                wait_until(lambda: (status := last_status(0)) and (status.pending or status.activity), "it waits")
+                assert futures.wait([waits], timeout=0.2).not_done
                 mesh.close()
                 with pytest.raises(LifetimeError, match="actor' was closed at"):
                     waits.result(timeout=5.0)
         mesh.close()
     dist.barrier()
-
-
-@on_ranks(2)
-def test_group_adopted_while_waiting_is_left_out():
-    mesh = ProcessGroupMesh(2, name="actor")
-    lock = mesh._mesh_groups.state_of(Connections).of(Members((0, 1))).lock
-    with ThreadPoolExecutor(1) as threads:
-        with lock:
-            connects = threads.submit(mesh.connect, timeout=LONG_TIMEOUT)
-            mesh.adopt(0, dist.group.WORLD)
-        assert connects.result(timeout=LONG_TIMEOUT.total_seconds()).met == {}
-
-
-@on_ranks(2)
-def test_second_thread_waits_for_the_first():
-    """Both connect the same group. One of them finds it connected."""
-    mesh = ProcessGroupMesh(2, name="actor")
-    with ThreadPoolExecutor(2) as threads:
-        calls = [threads.submit(mesh.connect, timeout=LONG_TIMEOUT) for _ in range(2)]
-        done = [call.result(timeout=LONG_TIMEOUT.total_seconds()) for call in calls]
-    assert sorted(len(each.warm) for each in done) == [0, 1]
-    check_sums(groups_of(mesh))
 
 
 @on_ranks(4)
@@ -95,56 +65,14 @@ def test_failed_call_leaves_rounds_of_other_threads():
         with ThreadPoolExecutor(1) as threads:
             other = threads.submit(mesh.connect, "dp")
             wait_until(lambda: (status := last_status(0)) and status.pending, "it waits")
-            with pytest.raises(WorldError, match="another thread of this process still connects the same group"):
-                mesh.connect("tp", "dp", timeout=0.3)
+            with pytest.raises(WorldError, match="another thread of this process connects the same group"):
+                mesh.connect("tp", "dp")
             dist.barrier()
             other.result()
     else:
         dist.barrier()
         mesh.connect("dp")
     check_sums({"dp": (mesh.group("dp"), mesh.ranks("dp"))})
-
-
-def count_operations(tmp_path):
-    """Store operations of this rank by kind, until all groups are decided. The last rank arrives after all others."""
-    mesh, last = ProcessGroupMesh(dp=-1, tp=2), dist.get_world_size() - 1
-    families = ["dp", "tp", ("dp", "tp")]
-    rest = {each: mesh.group(*each) if isinstance(each, tuple) else mesh.group(each) for each in families}
-
-    def wait_with_all():
-        set_flag(tmp_path, f"came {mesh.rank}")  # this rank has arrived at all its attempts
-        wait_for_flag(tmp_path, f"came {last}")
-
-    def reads_again(operation):
-        """True for the first operation after the arrivals: a decision that this rank has read before."""
-        return isinstance(operation, Read) and operation.key.endswith("/decision")
-
-    if mesh.rank == last:
-        wait_for_flags(tmp_path, "came", range(last))
-        wait = Fault(writes("/decision"), after=wait_with_all, skip=len(families) - 1)
-    else:
-        wait = Fault(reads_again, before=wait_with_all, skip=len(families), times=1)
-    with faults(wait) as board:
-        connected = mesh.connect(*families)
-    assert set(connected.met) == {*families} == {*rest}
-    check_sums(groups_of(mesh))
-    ends = "/broken", *(f"pgmesh/status/{rank}" for rank in range(last + 1))  # of the first collectives
-    until_decided = [each for each in board.requested if not key_of(each).endswith(ends)]
-    counts = Counter(type(each).__name__ for each in until_decided)
-    assert connected.operations >= counts["Append"]
-    return counts
-
-
-@pytest.mark.parametrize("ranks", [4, 8])
-def test_each_group_costs_four_or_five_store_operations(ranks, tmp_path):
-    groups, groups_of_all_ranks, decided = 3, 2 + ranks // 2 + 1, 0
-    for counts in world(ranks).run(count_operations, tmp_path):
-        mine = counts["CompareSet"]  # the groups at which this rank arrived last
-        undecided = groups - mine  # their decisions are read once more
-        reads = groups + mine + undecided
-        assert counts == Counter({"Append": groups, "Add": groups, "CompareSet": mine, "Read": reads})
-        decided += mine
-    assert decided == groups_of_all_ranks
 
 
 def connect_and_release(times):
@@ -165,22 +93,6 @@ def test_connect_and_release_keeps_number_of_keys():
     before = connect_and_release(2)
     dist.barrier()
     assert connect_and_release(20) - before < 20
-
-
-@on_ranks(2)
-def test_groups_released_unequally_often_are_a_mismatch():
-    mesh = ProcessGroupMesh(2, name="actor")
-    mesh.connect()
-    if mesh.rank == 0:
-        mesh.release()
-    mesh.release()
-    with pytest.raises(MismatchError, match="a different number of times"):
-        mesh.connect(timeout=LONG_TIMEOUT)
-    dist.barrier()
-    if mesh.rank == 1:
-        mesh.release()
-    mesh.connect()
-    check_sums(groups_of(mesh))
 
 
 @on_ranks(4)

@@ -14,11 +14,9 @@ from tests.connect.model.programs import (
     Program,
     at_once,
     one_after_another,
-    random_faults,
-    random_programs,
 )
 from tests.connect.model.space import ConnectSpace
-from tests.support.faults import RANDOM_PROGRAMS, SEED, STATES
+from tests.support.faults import STATES
 from tests.support.model.space import MANY, NO_FAULTS, Faults, Mutant, Seen, check
 
 AB, AC, BC, ABC = PAIRS_AND_TRIPLE
@@ -118,15 +116,6 @@ def test_interrupted_rank_retries():
 def test_stopped_rank_retries_after_it_continues():
     """It may count as lost. Then both ranks get this outcome, and a retry works."""
     explore((at_once(AB, after="retry"), at_once(AB, after="retry")), Faults(silences=1, long_times=2))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("number", range(RANDOM_PROGRAMS))
-def test_random_programs_and_faults_keep_laws(number):
-    chance = random.Random(f"{SEED} {number}")
-    explore(*random_faults(chance), 20_000)
-    for faults in (NO_FAULTS, Faults(crashes=1, deadlines=1, long_times=1, warns=True)):
-        walk(random_programs(chance, 4 + number % 2), faults, 30, chance)
 
 
 # -- the checker ------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from pgmesh.connect.group_rounds import GroupRound
 from pgmesh.groups.naming import Fingerprint
 from pgmesh.liveness.operations import Operation
 from pgmesh.liveness.statuses import PendingConnect, RankStatus, status_key
-from tests.support.memory_client import MADE, MemoryClient, arrival, round_of, rounds_of
+from tests.support.memory_client import MADE, MemoryClient, arrival, judge_of, round_of, rounds_of
 
 # -- attempts ---------------------------------------------------------------------------------------------------------
 
@@ -28,13 +28,12 @@ def test_interrupt_is_published_with_its_reason():
     assert "was cancelled because rank 0 stopped connecting at train.py:0: KeyboardInterrupt" in text
 
 
-def test_error_reaches_the_attempt_that_others_are_at():
-    """The others have given up attempt 0, of which this rank knows nothing, and wait at attempt 1."""
+def test_error_does_not_reach_a_later_attempt():
+    """The others have given up attempt 0, of which this rank knows nothing, and wait at attempt 1 until D."""
     failed = Decision("missing", "rank 0 did not arrive").pack().encode()
     client = MemoryClient(values={"group/0/decision": failed, "group/1/arrivals": arrival(1)})
     rounds_of(client, round_of()).cancel(OSError("no descriptor is left"))
-    assert client.values["group/0/decision"] == failed
-    assert "no descriptor is left" in Decision.unpack("", client.values["group/1/decision"]).text
+    assert client.values == {"group/0/decision": failed, "group/1/arrivals": arrival(1)}
 
 
 def test_error_of_all_members_takes_one_attempt():
@@ -46,19 +45,15 @@ def test_error_of_all_members_takes_one_attempt():
     assert [each.number for each in rounds] == [0, 0, 0]
 
 
-def test_made_attempt_deletes_keys_of_earlier_ones():
-    """All members have arrived at the later one."""
+def test_made_attempt_deletes_keys_of_the_one_before():
     failed = Decision("missing", "rank 0 did not arrive").pack().encode()
-    values = {f"group/{number}/{kind}": b"1" for number in (0, 1) for kind in ("count", "broken")}
-    values |= {"group/0/decision": failed, "group/0/arrivals": arrival(1), "group/1/decision": MADE.pack().encode()}
-    values |= {"group/2/arrivals": arrival(1), "group/2/count": b"1"}
+    values = {"group/0/count": b"1", "group/0/broken": b"1", "group/0/decision": failed, "group/0/arrivals": arrival(1)}
+    values |= {"group/1/arrivals": arrival(1), "group/1/count": b"1"}
     client, each = MemoryClient(values=values), round_of()
-    each.number, each.decision = 1, MADE  # it took part there
-    each.go_on()
     rounds_of(client, each).run()
     assert each.is_made()
     assert {key for key in client.values if key.startswith("group/")} == {
-        f"group/2/{kind}" for kind in ("arrivals", "count", "decision")
+        f"group/1/{kind}" for kind in ("arrivals", "count", "decision")
     }
 
 
@@ -167,3 +162,45 @@ def test_rank_waiting_in_another_mesh_is_no_mismatch():
     assert each.decision is not None
     assert each.decision.kind == "missing"
     assert "rank 1: connecting group dp of mesh 'b' (ranks 1) at train.py:9, waiting for rank 0" in each.decision.text
+
+
+# -- times -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault("a living member never comes to `connect`")
+def test_missing_member_is_warned_about_and_then_raised():
+    """After a third of a short deadline, or 2 s of a long one."""
+    for deadline, warned in ((3.0, 1.0), (30.0, 2.0)):
+        seen: list[tuple[float, str]] = []
+        client, each = MemoryClient(values={status_key(1): RankStatus(1, exited="").pack().encode()}), round_of()
+        beats = iter(range(10_000))
+        client.between = lambda client=client, beats=beats: client.values.update(
+            {status_key(1): RankStatus(1, next(beats)).pack().encode()}
+        )
+        warn = lambda text, client=client, seen=seen: seen.append((client.clock, text))  # noqa: E731
+        rounds_of(client, each, deadline=deadline, warn=warn).run()
+        ((at, text),) = seen
+        assert warned <= at < warned + 0.3
+        assert "\n  rank 1: " in text
+        assert each.decision is not None
+        assert f"rank 1 did not arrive in {deadline:g} s." in each.decision.text
+        assert deadline <= client.clock < deadline + 0.3
+
+
+@pytest.mark.fault("shape, axes, rank order, options differ between ranks")
+def test_other_options_are_a_mismatch_at_the_first_look():
+    each = round_of(ranks=(0, 1, 2))
+    client = MemoryClient(values={"group/0/arrivals": arrival(1, group='1 {"shape": [2], "timeout": 7.0}')})
+    rounds_of(client, each).run()
+    assert client.clock < 0.1
+    assert each.decision is not None
+    assert "timeout: 30.0 on rank 0, 7.0 on rank 1" in each.decision.text
+    assert isinstance(each.decision.error(), MismatchError)
+
+
+def test_member_asks_those_up_to_the_next_arrived_one():
+    """Of six members, 0, 3 and 4 have arrived."""
+    each = round_of(ranks=range(6))
+    each.missing = (1, 2, 5)
+    asked = {rank: judge_of(MemoryClient(rank), rank)._watched([each]) for rank in (0, 3, 4)}
+    assert asked == {0: [1, 2, 3], 3: [4], 4: [5, 0]}

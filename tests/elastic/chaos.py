@@ -14,7 +14,6 @@ are busy, and heartbeats are those that users have.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import os
 import random
@@ -65,7 +64,6 @@ def live(folder: Path) -> list[str]:
         The meshes that this rank was in or saw, by generation.
     """
     beat_fast()
-    faulthandler.register(signal.SIGUSR1, (folder / f"stack {dist.get_rank()}").open("w"))
     mesh = ProcessGroupMesh(dp=3, tp=2, ranks=range(MEMBERS), name="train")
     mesh.abort_when_lost()
     if mesh.rank in mesh:
@@ -194,7 +192,7 @@ class Driver(threading.Thread):
             reports = "\n".join(
                 f"{path.name}: {path.read_text()}" for path in sorted(self.folder.glob("report *[0-9]"))
             )
-            self.trouble = f"{error}\n{self.done}, {self.gone_at}\n{reports}\n{self.stacks()}"
+            self.trouble = f"{error}\n{self.done}, {self.gone_at}\n{reports}"
         finally:
             set_flag(self.folder, "over")
             for rank in self.stopped - self.dead:
@@ -320,12 +318,6 @@ class Driver(threading.Thread):
             _, rank, generation = path.name.split()
             found[int(rank)] = max(found.get(int(rank), 0), int(generation))
         return found
-
-    def stacks(self) -> str:
-        for rank in self.living():
-            os.kill(self.pids[rank], signal.SIGUSR1)
-        time.sleep(1.0)
-        return "\n".join(f"rank {rank}:\n{(self.folder / f'stack {rank}').read_text()}" for rank in self.living())
 
     def last_mesh(self) -> tuple[int, set[int]]:
         """The generation and the ranks of the last mesh in which a step was taken."""

@@ -63,7 +63,7 @@ def abort_each(folder: Path, collective: str) -> list[tuple[int, float, Attempt]
             time.sleep(BEAT)  # until they are in it, or have finished it since they did not need this rank
             (folder / "now").write_text(f"{time.monotonic()}")
             (folder / "now").rename(folder / f"{name} aborted")
-            mesh.abort("the test")
+            assert attempt(lambda mesh=mesh: mesh.abort("the test")).took < 0.5 + SLACK
             continue
         set_flag(folder, f"{name} {mesh.rank}")
         failed = attempt(lambda group=group: COLLECTIVES[collective](group))
@@ -151,46 +151,6 @@ def send_or_wait(folder: Path) -> tuple[Attempt, str]:
     after = mesh.shrink("dp", timeout=LONG_TIMEOUT)
     check_sums(groups_of(after))
     return failed, repr(after)
-
-
-def abort_while_sending(folder: Path) -> float | None:
-    """Rank 0 aborts the mesh while it sends to a stopped rank, in a collective that another thread would wait for."""
-    beat_fast()
-    mesh = ProcessGroupMesh(dp=2, name="train")
-    mesh.configure("dp", timeout=4 * TIMEOUT)
-    mesh.connect("dp", timeout=LONG_TIMEOUT)
-    group, values = mesh.group("dp"), torch.zeros(SIZE)
-    if mesh.rank == 1:
-        work = dist.broadcast(values, 0, group=group, async_op=True)
-        time.sleep(0.3)  # until rank 0 knows that it receives
-        set_flag(folder, "ready")
-        work.wait()
-        return None
-    wait_for_flag(folder, "stopped")
-    work = dist.broadcast(values, 0, group=group, async_op=True)
-    del group
-    time.sleep(0.3)  # until the buffers of the connection are full
-    start = time.monotonic()
-    mesh.abort("the other rank is stopped")
-    took = time.monotonic() - start
-    assert not work.is_completed(), "this test is for a collective that is not over"
-    set_flag(folder, "aborted")
-    return took
-
-
-def test_abort_returns_while_a_broadcast_is_blocked(tmp_path: Path):
-    def stop(own: World) -> None:
-        wait_for_flag(tmp_path, "ready")
-        own.kill(1, signal.SIGSTOP)
-        set_flag(tmp_path, "stopped")
-        wait_for_flag(tmp_path, "aborted")
-        own.kill(1, signal.SIGKILL)
-
-    with StoreProcess() as store, fresh_world(2, store) as own, meanwhile(lambda: stop(own)):
-        outcomes = own.outcomes(abort_while_sending, tmp_path, deadline=3 * TIMEOUT)
-    (took,) = results(outcomes, 1)
-    print(took)
-    assert took < 1.0 + SLACK
 
 
 def test_send_to_killed_rank_fails_within_timeout(tmp_path: Path):

@@ -23,12 +23,11 @@ from tests.elastic.model.programs import (
     SPARE_ONLY,
     Programs,
     members,
-    random_programs,
     with_new,
     with_spare,
 )
 from tests.elastic.model.space import ShrinkSpace
-from tests.support.faults import RANDOM_PROGRAMS, SEED, STATES
+from tests.support.faults import STATES
 from tests.support.model.space import MANY, NO_FAULTS, Faults, Mutant, check
 
 
@@ -112,14 +111,6 @@ def test_new_process_replaces_a_stopped_one():
 
 def test_rank_that_missed_a_mesh_stands_by():
     explore(CAME_BACK, SECOND_DIES, layout=Layout(dp=3), before=BEFORE)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("number", range(RANDOM_PROGRAMS))
-def test_random_programs_agree_in_every_order(number: int):
-    programs, faults, more = random_programs(random.Random(f"{SEED} {number}"))
-    explore(programs, faults, 20_000, **more)
-    walk(programs, faults, 30, **more)
 
 
 # -- the checker ------------------------------------------------------------------------------------------------------

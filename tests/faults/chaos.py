@@ -1,4 +1,4 @@
-"""Every fault at every moment to every victim: `python -m pytest -n 3 tests/faults/chaos.py`.
+"""Every fault of a rank or the store at every moment of `connect`: `python -m pytest -n 3 tests/faults/chaos.py`.
 
 Real processes, and what docs/faults.md promises has to hold each time. PGMESH_SEED decides the victims and the order of
 arrival. With PGMESH_STARVED=N, while N processes keep the cores busy, `-k starved` runs the cases in which nothing but
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import os
 import random
 import signal
@@ -42,12 +41,9 @@ from tests.support.faults import (
     set_flag,
     wait_for_flag,
     wait_for_flags,
-    wait_until,
     wait_until_waiting,
 )
 from tests.support.releases import check_cycles
-from tests.support.resource_counts import count_resources, growth
-from tests.support.torch_tables import is_connecting
 from tests.support.worlds import check_sums, fresh_world, groups_of
 
 D = 4 * H  # seconds: the deadline of the calls that faults fall into
@@ -60,10 +56,9 @@ HARMLESS = ("nothing", "slow", "SIGSTOP, short", "GIL held, short")
 FAULTS = (*DEADLY, "SIGSTOP", "SIGSTOP, short", "exception", "GIL held", "GIL held, short", "slow")
 STORE_FAULTS = ("SIGKILL", "SIGSTOP, short")
 SHORT, LONGER = 0.4 * H, 2.5 * H
-KEPT = {"threads": 2, "descriptors": 2 + N}  # those of a group whose first collective does not end
 
 KINDS = [("nothing", PHASES[0], "none")]
-KINDS += [(fault, phase, victim) for victim in ("member", "outsider") for fault in FAULTS for phase in PHASES]
+KINDS += [(fault, phase, "member") for fault in FAULTS for phase in PHASES]
 KINDS += [(fault, phase, "store") for fault in STORE_FAULTS for phase in PHASES]
 
 
@@ -72,8 +67,8 @@ class Case:
     """One fault, at one moment, to one victim.
 
     Args:
-        victim: "member", "outsider", "store" or "none".
-        rank: the victim. If it is no member, a member takes its part.
+        victim: "member", "store" or "none".
+        rank: the rank at whose moment the fault comes.
         others_wait: the fault waits until the others wait.
     """
 
@@ -84,23 +79,13 @@ class Case:
     others_wait: bool
 
     @property
-    def members(self) -> list[int]:
-        outside = self.rank if self.victim == "outsider" else None
-        return [rank for rank in range(N) if rank != outside]
-
-    @property
-    def trigger(self) -> int:
-        """The member at whose moment the fault comes."""
-        return self.rank if self.victim != "outsider" else self.members[self.rank % len(self.members)]
-
-    @property
     def dies(self) -> bool:
         return self.fault in DEADLY and self.victim != "store"
 
     @property
     def harmless(self) -> bool:
         """True if every member that lives gets its group."""
-        return self.fault in HARMLESS or self.victim == "outsider" or self.phase == "after it"
+        return self.fault in HARMLESS or self.phase == "after it"
 
     @property
     def alive(self) -> list[int]:
@@ -115,16 +100,9 @@ class Chaos(Exception):
     """An exception in the middle of things."""
 
 
-def strike(case: Case, folder: Path) -> None:
-    """The moment has come, on the rank that triggers the fault."""
-    set_flag(folder, "now")
-    if case.victim != "outsider":
-        suffer(case, folder)
-    wait_for_flag(folder, "struck")
-
-
 def suffer(case: Case, folder: Path) -> None:
-    """What the victim does to itself; what is done to it, and to the store, comes from outside."""
+    """The moment has come: what the victim does to itself. What is done to it, and to the store, comes from outside."""
+    set_flag(folder, "now")
     if case.victim == "store" or case.fault.startswith("SIG"):
         wait_for_flag(folder, "struck")
         return
@@ -145,7 +123,7 @@ def at_its_phase(case: Case, folder: Path) -> Iterator[None]:
 
     def strike_in(phase: str) -> None:
         if case.phase == phase and next(once, False):
-            strike(case, folder)
+            suffer(case, folder)
 
     def counts(operation: Operation) -> bool:
         return isinstance(operation, Add) and operation.key.endswith("/count")
@@ -158,12 +136,11 @@ def at_its_phase(case: Case, folder: Path) -> Iterator[None]:
 
 @dataclass
 class Seen:
-    """What one rank has seen: the call that the fault falls into, its older groups, a retry, and what stays."""
+    """What one rank has seen: the call that the fault falls into, its older groups, and a retry."""
 
     failed: Attempt
     sums: str
     retry: Attempt
-    stays: dict[str, int]
 
 
 def live_through(case: Case, folder: Path) -> Seen:
@@ -173,53 +150,31 @@ def live_through(case: Case, folder: Path) -> Seen:
     bystander = ProcessGroupMesh(-1, ranks=case.alive, name="bystander")
     if me in case.alive:
         connect_and_check(bystander)
-        connect_and_check(bystander, (0,))
-        with ProcessGroupMesh(-1, ranks=case.alive, name="first") as first:  # what is made once in a process
-            connect_and_check(first)
-        wait_until(lambda: not is_connecting(bystander.group()), "all connections of the bystander")
-    gc.collect()
-    before = count_resources()
-    mesh = ProcessGroupMesh(-1, ranks=case.members, name="actor")
+    mesh = ProcessGroupMesh(N, name="actor")
 
     def call() -> None:
-        if me not in case.members:
-            wait_for_flag(folder, "now")
-            suffer(case, folder)
-            return
-        if me != case.trigger or case.fault == "nothing":
+        if me != case.rank or case.fault == "nothing":
             mesh.connect(timeout=timedelta(seconds=D))
             return
         if case.others_wait and case.phase in UNDECIDED:
-            wait_until_waiting(*(rank for rank in case.members if rank != me))
+            wait_until_waiting(*(rank for rank in range(N) if rank != me))
         if case.phase == "before arriving":
-            strike(case, folder)
+            suffer(case, folder)
         with at_its_phase(case, folder):
             mesh.connect(timeout=timedelta(seconds=D))
         if case.phase == "after it":
-            strike(case, folder)
+            suffer(case, folder)
 
     dist.barrier(beating.group())  # a rank that is D late, where no core is free, is not the fault that is tried
     failed = attempt(call)
     set_flag(folder, f"done {me}")
     sums = attempt(lambda: check_sums(groups_of(bystander))).text
-    if case.harmless and not case.dies and me in case.members and not sums:
-        sums = attempt(lambda: check_sums({"actor": (mesh.group(), case.members)})).text
+    if case.harmless and not case.dies and not sums:
+        sums = attempt(lambda: check_sums(groups_of(mesh))).text
     wait_for_flag(folder, "over")
     again = ProcessGroupMesh(-1, ranks=case.alive, name="again")
     retry = attempt(lambda: connect_and_check(again))
-    again.close()
-    mesh.close()
-    return Seen(failed, sums, retry, what_stays(before))
-
-
-def what_stays(before: dict[str, int]) -> dict[str, int]:
-    """What this process holds more than before, also after some seconds."""
-
-    def collect_and_count() -> dict[str, int]:
-        gc.collect()
-        return count_resources()
-
-    return growth([before], collect_and_count, 5.0)
+    return Seen(failed, sums, retry)
 
 
 # ---- outside ----
@@ -273,8 +228,8 @@ def limit_of(case: Case) -> float:
 
 
 def name_of(kind: tuple[str, str, str]) -> str:
-    fault, _, victim = kind
-    return ", ".join(kind) + (", starved" if fault in HARMLESS and victim != "outsider" else "")
+    fault = kind[0]
+    return ", ".join(kind) + (", starved" if fault in HARMLESS else "")
 
 
 @pytest.mark.fault("one member would time out as another succeeds")
@@ -291,11 +246,12 @@ def test_fault_at_its_moment_breaks_no_promise(kind: tuple[str, str, str], tmp_p
             seen[outcome.rank] = outcome.result
         else:
             assert outcome.exitcode == -getattr(signal, case.fault)
-    peers = {rank: each.failed for rank, each in seen.items() if rank in case.members and rank != case.rank}
-    check_peers(case, peers)
-    texts = "".join(failed.text for failed in peers.values())
+    check_peers(case, {rank: each.failed for rank, each in seen.items() if rank != case.rank})
+    is_gone = case.victim == "store" and case.fault == "SIGKILL"
     for rank, each in seen.items():
-        check_rest(case, rank, each, texts)
+        assert not each.sums, f"an older group on rank {rank}"
+        assert each.retry.kind == ("WorldError" if is_gone else ""), f"the retry on rank {rank}: {each.retry}"
+        assert each.retry.took < (1.0 + SLACK if is_gone else LONG_TIMEOUT.total_seconds())
 
 
 def check_peers(case: Case, peers: dict[int, Attempt]) -> None:
@@ -314,17 +270,6 @@ def check_peers(case: Case, peers: dict[int, Attempt]) -> None:
     elif case.phase in UNDECIDED and case.victim == "member":
         assert len(kinds) == 1, "not one outcome for all"
         assert all(f"rank {case.rank}" in failed.text for failed in peers.values() if failed.kind)
-
-
-def check_rest(case: Case, rank: int, seen: Seen, texts: str) -> None:
-    """Assert that older groups and a retry work, and that nothing stays."""
-    assert not seen.sums, f"an older group on rank {rank}"
-    is_gone = case.victim == "store" and case.fault == "SIGKILL"
-    assert seen.retry.kind == ("WorldError" if is_gone else ""), f"the retry on rank {rank}: {seen.retry}"
-    assert seen.retry.took < (1.0 + SLACK if is_gone else LONG_TIMEOUT.total_seconds())
-    kept = KEPT if "first collective" in texts or case.victim == "store" else {}
-    stays = {what: more for what, more in seen.stays.items() if more > kept.get(what, 0)}
-    assert not stays, f"rank {rank} holds more than before"
 
 
 def test_releasing_500_times_leaves_nothing_behind():

@@ -18,20 +18,14 @@ from tests.support.faults import (
     H,
     attempt,
     beat_fast,
-    connect_and_beat,
-    connect_and_check,
     read_result,
     set_flag,
     wait_for_flag,
     wait_for_flags,
-    wait_until,
     write_result,
 )
 from tests.support.hosts import ADDRESSES, ip, ranks_on, set_link
 from tests.support.worlds import check_sums, groups_of
-
-CUT, REPEATED = 7.5, 13.0
-"""Seconds from the cut until the link is restored, and until TCP repeats its packets after that."""
 
 
 def set_interface(hosts: tuple[str, str], state: str) -> None:
@@ -46,68 +40,6 @@ def set_packets(hosts: tuple[str, str], state: str) -> None:
             ip("-n", host, "neigh", "replace", address, "lladdr", "02:00:00:00:00:99", "dev", host, "nud", "permanent")
         else:
             ip("-n", host, "neigh", "del", address, "dev", host)
-
-
-def connect_while_cut(folder: Path) -> None:
-    """One of four ranks, two on each host. While the link is cut, those on the host of the store connect all of them.
-
-    The others connect the next mesh, and wait for the store until the link is restored.
-    """
-    beat_fast()
-    launch.join("gloo", timeout=60.0)
-    connect_and_beat(everyone := ProcessGroupMesh(4, name="beating"))
-    me = everyone.rank
-    here = me // 2 * 2, me // 2 * 2 + 1
-    connect_and_check(host := ProcessGroupMesh(2, ranks=here, name=f"host {me // 2}"))
-    set_flag(folder, f"ready {me}")
-    wait_for_flag(folder, "cut")
-    sums = attempt(lambda: check_sums(groups_of(host)))
-    actor = ProcessGroupMesh(4, name="actor")
-    failed = attempt(lambda: actor.connect(timeout=LONG_TIMEOUT) if me < 2 else None)
-    new = attempt(lambda: connect_and_check(ProcessGroupMesh(2, ranks=here, name="new")) if me < 2 else None)
-    set_flag(folder, f"done {me}")
-    if me < 2:
-        wait_for_flag(folder, "restored")
-    again = ProcessGroupMesh(4, name="again")
-    wait_until(lambda: not attempt(lambda: again.connect(timeout=LONG_TIMEOUT)).kind, "a connected mesh")
-    connected = time.monotonic()
-    check_sums(groups_of(again))
-    write_result(folder, f"result {me}", failed, sums, new, connected)
-    wait_for_flag(folder, "over")
-
-
-@pytest.mark.fault("one host of two is cut off (L)")
-@pytest.mark.long
-@pytest.mark.parametrize("set_state", [set_interface, set_packets])
-def test_each_side_of_a_cut_goes_on(
-    hosts: tuple[str, str], set_state: Callable[[tuple[str, str], str], None], tmp_path: Path
-) -> None:
-    with ranks_on(hosts, 2, connect_while_cut, tmp_path):
-        wait_for_flags(tmp_path, "ready", range(4))
-        time.sleep(0.4)  # each host has acknowledged all packets: otherwise the other one would repeat some
-        set_state(hosts, "down")
-        cut = time.monotonic()
-        set_flag(tmp_path, "cut")
-        wait_for_flags(tmp_path, "done", range(4))
-        time.sleep(max(0.0, cut + CUT - time.monotonic()))
-        set_state(hosts, "up")
-        set_flag(tmp_path, "restored")
-        for rank in range(4):
-            *attempts, connected = read_result(tmp_path, f"result {rank}")
-            failed, sums, new = (Attempt(*each) for each in attempts)
-            took = failed.end - cut
-            print(rank, f"{took:.2f} s", failed)
-            for each in (sums, new):
-                assert not each.kind, each
-            assert connected - cut < REPEATED + 1.0 + SLACK
-            if rank < 2:
-                assert failed.kind == "MissingRanksError"
-                assert "ranks 2, 3 did not arrive" in failed.text
-                assert "no heartbeat" in failed.text
-                assert took < H + BEAT + SLACK
-
-
-# ---- a mesh on both hosts: the side of the store goes on, and takes in a rank of the other side later ----
 
 
 NEAR, FAR = (0, 1, 2), (3, 4, 5)  # the ranks on the host of the store, and those on the other one
@@ -129,6 +61,8 @@ def train(folder: Path) -> None:
         mesh = mesh.shrink("dp", timeout=LONG_TIMEOUT)
         check_sums(groups_of(mesh))
         write_result(folder, f"cut {mesh.rank}", time.monotonic(), repr(mesh), str(mesh.shrunk))
+        everyone = ProcessGroupMesh(6, name="everyone")
+        write_result(folder, f"connect {mesh.rank}", *attempt(lambda: everyone.connect(timeout=LONG_TIMEOUT)))
         step_until_fault(mesh)
         mesh = mesh.shrink(spares=FAR, timeout=WAIT_TIMEOUT)
     else:
@@ -154,12 +88,14 @@ def step_until_fault(mesh: ProcessGroupMesh) -> None:
 
 @pytest.mark.fault("one host of two is cut off (L)")
 @pytest.mark.long
-@pytest.mark.parametrize("end", [0, 1], ids=["near end", "far end"])
-def test_mesh_shrinks_during_a_cut(hosts: tuple[str, str], tmp_path: Path, end: int) -> None:
+@pytest.mark.parametrize("set_state", [set_interface, set_packets])
+def test_mesh_shrinks_during_a_cut(
+    hosts: tuple[str, str], tmp_path: Path, set_state: Callable[[tuple[str, str], str], None]
+) -> None:
     with ranks_on(hosts, 3, train, tmp_path) as ranks:
         wait_for_flags(tmp_path, "ready", (*NEAR, *FAR))
         cut = time.monotonic()
-        set_link(hosts[end], "down")
+        set_state(hosts, "down")
         for rank in NEAR:
             stepped, mesh, shrunk = read_result(tmp_path, f"cut {rank}")
             print(f"rank {rank}, {stepped - cut:.2f} s: {shrunk}")
@@ -167,7 +103,12 @@ def test_mesh_shrinks_during_a_cut(hosts: tuple[str, str], tmp_path: Path, end: 
             for lost in FAR:
                 assert f"lost: rank {lost} has sent no heartbeat for" in shrunk
             assert stepped - cut < H + 3.0 + SLACK
-        set_link(hosts[end], "up")
+            failed = Attempt(*read_result(tmp_path, f"connect {rank}"))
+            assert failed.kind == "MissingRanksError"
+            assert "ranks 3, 4, 5 did not arrive" in failed.text
+            assert "no heartbeat" in failed.text
+            assert failed.took < H + BEAT + SLACK
+        set_state(hosts, "up")
         for rank in FAR:  # its call waits for the store until the link is restored
             failed = Attempt(*read_result(tmp_path, f"cut {rank}"))
             print(f"rank {rank}, {failed.end - cut:.2f} s: {failed}")

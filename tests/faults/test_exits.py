@@ -1,16 +1,14 @@
-"""How processes end: after a use of groups, after an abort or a shrink, in a fork, and with a collective pending.
+"""How processes end: after a use of groups, in a fork, and with a collective pending. elastic/test_exit.py has aborts.
 
 PGMESH_EXITS=200 runs each way to end with a pending collective 200 times, for PGMESH_EXITS_SECONDS in all.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import statistics
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -122,36 +120,6 @@ def in_a_fork() -> None:
     print("the parent goes on")
 
 
-def after(how: str, delay: float, leaves: bool) -> None:
-    """Abort or shrink the mesh; "blocked" and "thread": while ranks 2 and 3 are in a collective, in a thread or not."""
-    mesh = ProcessGroupMesh(dp=2, tp=2, name="train")
-    mesh.connect(timeout=60)
-    dist.barrier()
-    end_mesh(mesh, how)
-    time.sleep(delay)
-    if leaves:
-        dist.destroy_process_group()
-    sys.exit(STATUS)
-
-
-def end_mesh(mesh: ProcessGroupMesh, how: str) -> None:
-    def block() -> None:
-        with contextlib.suppress(RuntimeError):
-            dist.all_reduce(torch.ones(1), group=mesh.group("dp"))
-
-    if mesh.rank >= 2 and how == "blocked":
-        block()
-        return
-    if mesh.rank >= 2 and how == "thread":
-        threading.Thread(target=block, daemon=True).start()
-    if how in ("blocked", "thread"):
-        time.sleep(0.2)  # until they are in it; an earlier abort ends it as well
-    if how == "shrink":
-        mesh.shrink("dp", timeout=30)
-    else:
-        mesh.abort("the test")
-
-
 # ---- their ends ----
 
 SILENT = [
@@ -167,7 +135,7 @@ SILENT = [
 def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Ended]]:
     """How the ranks of several worlds ended, by the function that they called."""
     pairs = {fn.__name__: (fn, 2) for fn in [*SILENT, in_an_error, in_a_fork]}
-    return run_to_exit(tmp_path_factory.mktemp("ends"), {**pairs, "shrink": (after, 4, "shrink", 0.09, True)})
+    return run_to_exit(tmp_path_factory.mktemp("ends"), pairs)
 
 
 @pytest.mark.fault("interpreter exit without close")
@@ -198,22 +166,6 @@ def test_forked_child_refuses_groups_and_exits(ends: dict[str, list[Ended]]):
         assert [line.partition(":")[0] for line in lines[2:4]] == ["LifetimeError"] * 2  # of a copy, and of a new mesh
         assert out.count("mesh 'actor' was created before this process was forked") >= 3  # of the report too
         assert lines[-3:] == [f"(0, {rank})", f"the child's status: {STATUS}", "the parent goes on"]
-
-
-@pytest.mark.fault("the program ends 0 to 300 ms after an abort, a shrink, or a failed collective")
-def test_exit_status_is_kept_after_shrink(ends: dict[str, list[Ended]]):
-    """90 ms later the groups are just being freed."""
-    assert [each.status for each in ends["shrink"]] == [STATUS] * 4, ends["shrink"]
-
-
-@pytest.mark.fault("the program ends 0 to 300 ms after an abort, a shrink, or a failed collective")
-@pytest.mark.long
-@pytest.mark.parametrize("how", ["abort", "shrink", "blocked", "thread"])
-def test_exit_status_is_kept_at_every_delay(how: str, tmp_path: Path):
-    delays = [(0.0, False), (0.09, False), (0.3, True)]
-    worlds = {f"{delay} s": (after, 4, how, delay, leaves) for delay, leaves in delays}
-    for delay, ranks in run_to_exit(tmp_path, worlds).items():
-        assert [each.status for each in ranks] == [STATUS] * 4, (delay, ranks)
 
 
 def check_exits(cases: Sequence[Case], folder: Path, seconds: float) -> int:

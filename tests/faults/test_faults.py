@@ -16,6 +16,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +31,26 @@ from tests.support.faults import (
     SLACK,
     WAIT_TIMEOUT,
     Attempt,
+    H,
     attempt,
+    beat_fast,
     beat_fast_with_bystander,
     connect_and_check,
+    kill_self,
     meanwhile,
     read_result,
     results,
     set_flag,
     wait_for_flag,
     wait_for_flags,
+    wait_until,
     wait_until_waiting,
     write_result,
 )
-from tests.support.programs import send_signal
+from tests.support.programs import send_signal, wait_until_gone
 from tests.support.rank_processes import RankProcesses, join_world
 from tests.support.resource_counts import CAN_COUNT, count_resources, growth
-from tests.support.torch_tables import record_operations, table_sizes
+from tests.support.torch_tables import address_is_published, record_operations, table_sizes
 from tests.support.worlds import STARVED, check_sums, fresh_world, groups_of, on_ranks
 
 # ---- bad input ----
@@ -98,6 +103,7 @@ def lose_store(fn: Callable[[Path], Any], folder: Path, number: int) -> tuple[li
     def go() -> None:
         wait_for_flags(folder, "ready", range(4))
         send_signal(pid, number)
+        write_result(folder, "gone at", time.monotonic())
         set_flag(folder, "gone")
         if number == signal.SIGSTOP:
             time.sleep(STOP)
@@ -120,14 +126,25 @@ def summed(group: dist.ProcessGroup) -> None:
     dist.all_reduce(torch.ones(1), group=group)
 
 
+def connect_in_thread(mesh: ProcessGroupMesh) -> Callable[[], Attempt]:
+    """Connect along tp. The ranks 0 and 2 wait for the others, which connect when the result is asked for."""
+    if mesh.index("tp"):
+        return lambda: attempt(lambda: mesh.connect("tp", timeout=LONG_TIMEOUT))
+    connects = ThreadPoolExecutor(1).submit(attempt, lambda: mesh.connect("tp", timeout=LONG_TIMEOUT))
+    wait_until_waiting(mesh.rank)
+    return connects.result
+
+
 def use_without_a_store(folder: Path) -> tuple[dict[str, Attempt], str]:
     """No rank has connected anything when the store dies: each call that may ask it, one after another."""
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     used, destroyed = mesh.group("tp"), mesh.group(tag="destroyed")
     check_sums({"tp": (used, mesh.ranks("tp")), "destroyed": (destroyed, mesh.ranks())})
+    first = ProcessGroupMesh(dp=2, tp=2, name="first")
     if mesh.index("dp") == 0:
         waiting: Any = dist.all_reduce(torch.ones(1), group=mesh.group("dp"), async_op=True)
     dist.barrier()
+    connecting = connect_in_thread(first)
     set_flag(folder, f"ready {mesh.rank}")
     wait_for_flag(folder, "gone")
     calls: dict[str, Callable[[], Any]] = {
@@ -141,42 +158,51 @@ def use_without_a_store(folder: Path) -> tuple[dict[str, Attempt], str]:
         "release": lambda: mesh.release("tp"),
         "close": mesh.close,
     }
-    seen = {name: attempt(call) for name, call in calls.items()}
+    seen = {"wait in connect": connecting()} | {name: attempt(call) for name, call in calls.items()}
     return seen, ProcessGroupMesh(dp=2, tp=2, name="reported").report().trouble
 
 
 @pytest.mark.fault("the store dies")
 def test_calls_end_without_a_store(tmp_path: Path):
     seen, where = lose_store(use_without_a_store, tmp_path, signal.SIGKILL)
+    gone = read_result(tmp_path, "gone at")[0]
     for calls, trouble in seen:
         print({name: (each.kind, round(each.took, 2)) for name, each in calls.items()})
         for name, each in calls.items():
-            assert each.kind == ("WorldError" if name in ("wait", "first use", "connect") else ""), f"{name}: {each}"
+            fails = name in ("wait", "wait in connect", "first use", "connect")
+            assert each.kind == ("WorldError" if fails else ""), f"{name}: {each}"
             assert not each.kind or each.text.startswith(f"{where} failed: "), each.text
-            assert each.took < 1.0 + SLACK
+            assert each.end - max(each.start, gone) < 1.0 + SLACK
         assert where in trouble
 
 
-def use_while_the_store_stops(folder: Path) -> tuple[Attempt, Attempt, Attempt, float]:
+def use_while_the_store_stops(folder: Path) -> tuple[Attempt, Attempt, Attempt, Attempt, float]:
+    beat_fast_with_bystander()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     check_sums(groups_of(mesh))
     dist.barrier()
+    connecting = connect_in_thread(ProcessGroupMesh(dp=2, tp=2, name="first"))
     set_flag(folder, f"ready {mesh.rank}")
     wait_for_flag(folder, "gone")
     sums = attempt(lambda: check_sums(groups_of(mesh)))
     made = attempt(lambda: mesh.group("tp", timeout=50))
     used = attempt(lambda: check_sums({"tp": (mesh.group("tp", timeout=50), mesh.ranks("tp"))}))
-    return sums, made, used, read_result(folder, "continued")[0]
+    return sums, made, used, connecting(), read_result(folder, "continued")[0]
 
 
 @pytest.mark.fault("the store is stopped, or its host does not answer")
 def test_calls_wait_for_a_stopped_store(tmp_path: Path):
-    for sums, made, used, continued in lose_store(use_while_the_store_stops, tmp_path, signal.SIGSTOP)[0]:
-        print(sums, made, used)
-        assert not sums.kind + made.kind + used.kind
+    """It stops for longer than H. No rank is taken for lost."""
+    assert STARVED or STOP > H
+    seen, _ = lose_store(use_while_the_store_stops, tmp_path, signal.SIGSTOP)
+    for rank, (sums, made, used, connected, continued) in enumerate(seen):
+        print(sums, made, used, connected)
+        assert not sums.kind + made.kind + used.kind + connected.kind
         assert sums.took < STOP / 3 + SLACK
-        assert made.took < STOP / 3 + SLACK
+        if rank in (1, 3):  # on the others, connect waits with the client of the store
+            assert made.took < STOP / 3 + SLACK
         assert continued <= used.end < continued + 1.0 + SLACK
+        assert continued <= connected.end < continued + 2.0 + SLACK
 
 
 def try_without_a_store(pid: int, times: int) -> dict[str, int]:
@@ -203,6 +229,40 @@ def test_retries_without_a_store_leave_nothing_behind():
 
 
 # ---- a process ends ----
+
+
+SHORT = 10.0 if STARVED else 0.6  # seconds; the timeout of a group that loses a member
+
+
+def die_in_a_first_collective(folder: Path) -> Attempt:
+    """Rank 2 dies when its address is in the store. Rank 0 enters the collective at that time, and rank 1 later."""
+    beat_fast()
+    mesh = ProcessGroupMesh(3, name="actor")
+    mesh.configure(0, timeout=SHORT)
+    group = mesh.group()
+    (folder / f"pid {mesh.rank}").write_text(str(os.getpid()))
+    dist.barrier()
+    if mesh.rank == 2:
+        dist.all_reduce(torch.ones(1), group=group, async_op=True)
+        wait_until(lambda: address_is_published(group), "the address of rank 2")
+        set_flag(folder, "address")
+        kill_self()
+    wait_for_flag(folder, "address")
+    if mesh.rank == 1:
+        assert wait_until_gone([int((folder / "pid 2").read_text())])
+    failed = attempt(lambda: dist.all_reduce(torch.ones(1), group=group))
+    connect_and_check(ProcessGroupMesh(2, ranks=range(2), name="survivors"))
+    return failed
+
+
+@pytest.mark.fault("a member dies in the first collective")
+def test_plain_first_collective_raises_if_a_member_died(tmp_path: Path):
+    with fresh_world(3) as own:
+        seen = results(own.outcomes(die_in_a_first_collective, tmp_path), 2)
+    for failed in seen:
+        print(failed, failed.took)
+        assert failed.kind in ("RuntimeError", "MissingRanksError")
+        assert failed.took < 5 * SHORT + SLACK  # Gloo waits five timeouts for a neighbour to connect
 
 
 def end_or_connect(rank: int, port: int, folder: Path, _: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -40,6 +42,23 @@ def test_pending_first_collective_blocks_no_other_group():
         work.wait()
         assert one.item() == 2
     check_sums(groups_of(mesh))
+
+
+@on_ranks(4)
+def test_close_after_own_part_loses_no_message():
+    """What was sent still arrives on members that are slower. In each round another rank is slow."""
+    chance, rank = random.Random(5), dist.get_rank()
+    for number in range(16):
+        delay = chance.choice([0.0, 0.001, 0.004, 0.01])
+        mesh = ProcessGroupMesh(4, name="actor")
+        value = torch.full((100_000,), float(rank))
+        if number % 2:
+            dist.barrier(group=mesh.group())
+        if rank == number // 2 % 4:
+            time.sleep(delay)  # the chance that the test takes
+        dist.broadcast(value, 1, group=mesh.group())
+        assert (value == 1).all()
+        mesh.close()
 
 
 # ---- what a group leaves behind ----

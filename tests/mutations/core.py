@@ -210,7 +210,7 @@ def unchecked_sum(poll):
     "the first decision holds for all members",
     page="groups.md",
     target="connect.rounds:Rounds.publish_and_act",
-    tests="tests/connect/test_model.py -k keep_laws",
+    tests="tests/connect/test_model.py -k retry_after_deadlines",
 )
 def own_decision(decide):
     def decide_alone(self, each, decision):

@@ -34,7 +34,6 @@ SLACK = 30.0 if STARVED else 1.0  # seconds that a busy machine may add to any b
 LONG_TIMEOUT = timedelta(seconds=60 if STARVED else 12)  # a deadline that no rank should reach
 SEED = os.environ.get("PGMESH_SEED", "0")  # of the chaos runs
 CHAOS = "PGMESH_SEED" in os.environ
-RANDOM_PROGRAMS = 12 if CHAOS else 3  # of each model checker
 STATES = 4_000 if CHAOS else 1_000  # a model checker explores a few times as many
 WAIT_TIMEOUT = 120.0 if STARVED else 30.0  # seconds, for any wait of a test
 

@@ -58,7 +58,7 @@ def fingerprint(rank: int = 0, **fields: object) -> Fingerprint:
 
 
 def round_of(rank: int = 0, key: str = "group", ranks: tuple[int, ...] = (0, 1), **fields: object) -> GroupRound:
-    return GroupRound(key, ranks, "group tp", "mesh 'actor'", [fingerprint(rank, **fields)])
+    return GroupRound(key, ranks, "group tp", "mesh 'actor'", fingerprint(rank, **fields))
 
 
 def judge_of(client: Any, rank: int = 0, deadline: float = 1.0, **more: Any) -> ConnectJudge:
@@ -78,4 +78,4 @@ def arrival(rank: int, *, process: str = "", mesh: str = "", group: str | None =
         group: its fingerprint of the group; that of ``round_of`` if None.
     """
     mine = fingerprint(rank).encoded.decode() if group is None else group
-    return Arrival(rank, process or f"process {rank}", mesh, (mine,)).pack().encode() + b"\n"
+    return Arrival(rank, process or f"process {rank}", mesh, mine).pack().encode() + b"\n"

@@ -16,6 +16,4 @@ The laws:
     a mismatch is found                  also by a rank that arrives after the decision
     a retry works                        for all remaining ranks, whichever of them failed before
     nothing else is raised
-
-The long tests of ``tests/connect/test_model.py`` try random programs, which PGMESH_SEED decides.
 """

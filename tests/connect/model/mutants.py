@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pgmesh.connect.decisions import Arrivals, Decision
+from pgmesh.connect.decisions import Arrival, Decision
 from pgmesh.connect.group_rounds import ConnectJudge, GroupRound
 from pgmesh.liveness.operations import Operation, Read
 from tests.connect.model.programs import PAIRS_AND_TRIPLE, at_once, one_after_another
@@ -36,12 +36,12 @@ Decisions = Iterator[tuple[GroupRound, Decision]]
 
 
 class MadeByTheFirst(ConnectJudge):
-    def decision_from_arrivals(self, each: GroupRound, arrivals: Arrivals) -> Decision | None:
+    def decision_from_arrivals(self, each: GroupRound, arrivals: Sequence[Arrival]) -> Decision | None:
         return super().decision_from_arrivals(each, arrivals) or Decision("made")
 
 
 class Uncompared(ConnectJudge):
-    def decision_from_arrivals(self, each: GroupRound, arrivals: Arrivals) -> Decision | None:
+    def decision_from_arrivals(self, each: GroupRound, arrivals: Sequence[Arrival]) -> Decision | None:
         decision = super().decision_from_arrivals(each, arrivals)
         if decision is None or decision.kind != "mismatch":
             return decision
@@ -114,6 +114,6 @@ MUTANTS = [
     Mutant("each rank counts as lost", NO_FAILURE, PAIR, NO_FAULTS, Code(statuses=AllLost)),
     Mutant("no rank counts as lost", LOSS_FOUND, PAIR, CRASH, Code(statuses=NoneLost)),
     Mutant("a late rank leaves out an attempt", RETRY, RETRIES, DEADLINE, Code(round=LeavesOutAttempts)),
-    Mutant("the keys of a made attempt are deleted", NO_WAIT, PAIR, NO_FAULTS, Code(round=DeletesOwnAttempt)),
+    Mutant("the keys of a made attempt are deleted", NO_WAIT, RETRIES, DEADLINE, Code(round=DeletesOwnAttempt)),
 ]
 """One for each law."""

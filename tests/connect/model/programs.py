@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 from typing import Any
-
-from tests.support.model.space import Faults
 
 Group = tuple[int, ...]
 Call = tuple[Group, ...]
@@ -44,47 +41,3 @@ def at_once(*groups: Group, **more: Any) -> Program:
 
 
 PAIRS_AND_TRIPLE: tuple[Group, ...] = ((0, 1), (0, 2), (1, 2), (0, 1, 2))
-
-
-def random_programs(chance: random.Random, ranks: int, retries_at_once: bool = False) -> tuple[Program, ...]:
-    """Random programs: groups that all members connect, in orders that may differ.
-
-    Args:
-        retries_at_once: after a failure, all groups of a rank are connected in one call.
-    """
-    many = chance.randint(2, ranks + 1)
-    groups = {tuple(sorted(chance.sample(range(ranks), chance.randint(2, min(3, ranks))))) for _ in range(many)}
-    common = sorted(groups, key=lambda _: chance.random())
-    programs = []
-    for rank in range(ranks):
-        mine = [group for group in common if rank in group]
-        otherwise: tuple[Call, ...] = (tuple(mine),) if mine and retries_at_once else ()
-        if chance.random() < 0.4:
-            chance.shuffle(mine)
-        calls: list[Call] = []
-        while mine:
-            many = chance.choice((1, 1, 2))
-            calls.append(tuple(mine[:many]))
-            mine = mine[many:]
-        programs.append(Program(tuple(calls), otherwise=otherwise))
-    return tuple(programs)
-
-
-def random_faults(chance: random.Random) -> tuple[tuple[Program, ...], Faults]:
-    """Programs of two or three ranks, and faults."""
-    ranks = chance.choice((2, 2, 3))
-    everybody = tuple(range(ranks))
-    retries = (at_once(everybody, after="retry"),) * ranks
-    kind = chance.randrange(6)
-    if kind == 0:  # one dies, and the others go on without it
-        lost = chance.randrange(ranks)
-        left = tuple(rank for rank in everybody if rank != lost)
-        otherwise = ((left,),) if len(left) > 1 else ()
-        programs = [at_once(everybody, otherwise=otherwise if rank != lost else ()) for rank in everybody]
-        return tuple(programs), Faults(crashes=1, long_times=chance.randint(0, 1), mortal=frozenset([lost]))
-    if kind == 1:
-        return retries, Faults(deadlines=chance.randint(1, 2), interrupts=chance.randint(0, 1))
-    if kind == 2:  # circles, and then one call
-        return random_programs(chance, ranks, retries_at_once=True), Faults(deadlines=1)
-    faults = (Faults(crashes=1), Faults(interrupts=1), Faults(silences=1, long_times=2, warns=True))[kind - 3]
-    return random_programs(chance, ranks), faults

@@ -94,7 +94,7 @@ class Connect(Call):
     def _attempt(self, group: Group, number: int) -> GroupRound:
         name = spell(group)
         fingerprint = Fingerprint(self.rank, {"means": self.program.variant}, name, "Fix it.")
-        return self.code.round(name, group, name, "mesh 'm'", [fingerprint], number=number)
+        return self.code.round(name, group, name, "mesh 'm'", fingerprint, number=number)
 
     def finish(self) -> Memory:
         self.judge = self.code.judge(
@@ -144,7 +144,7 @@ class Connect(Call):
         for attempt in self.attempts:
             unused = [
                 "ranks",
-                "fingerprints",
+                "fingerprint",
                 "group",
                 "mesh",
                 *(["missing", "count_seen"] if attempt.decision else []),
@@ -156,7 +156,6 @@ class Connect(Call):
             self.memory,
             frozenset(self.arrived),
             self.published,
-            self.rounds.warning,
             repr((fields, attempts)),
             tuple((rank, beat, at // LONG) for rank, beat, at in heartbeats),
         )

@@ -17,6 +17,4 @@ The laws:
     no mesh with a rank taken for lost   a process is in a mesh only if the decision counted that process
     one successor                        two meshes never replace the same one
     nothing else is raised
-
-The long tests of ``tests/elastic/test_model.py`` try random programs, which PGMESH_SEED decides.
 """

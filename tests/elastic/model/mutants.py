@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pgmesh.elastic.judging import MeshRound, SurvivorJudge
-from pgmesh.elastic.records import Arrival, Outcome
+from pgmesh.elastic.judging import SurvivorJudge
+from pgmesh.elastic.records import Arrival, MeshRound, Outcome
 from pgmesh.elastic.shrink_judge import Findings, ShrinkJudge
 from pgmesh.elastic.shrinking import decide
 from pgmesh.elastic.stand_by_judge import StandByJudge
@@ -90,7 +90,7 @@ class OneCall(MutantBoard):
             return answer
         arrivals = [*filter(None, map(Arrival.unpack, answer.splitlines()))]
         call = max((each.call for each in arrivals), key=len)
-        return "".join(f"{replace(each, call=call).pack()}\n" for each in arrivals).encode()
+        return "".join(f"{each._replace(call=call).pack()}\n" for each in arrivals).encode()
 
 
 DIFFERENT = (Program(0, (DROP,)), Program(1, (SPARE,)))

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Union
 from unittest import mock
 
 from pgmesh.elastic import shrinking
-from pgmesh.elastic.judging import MeshRound, SurvivorJudge
-from pgmesh.elastic.records import Outcome, Request
+from pgmesh.elastic.judging import SurvivorJudge
+from pgmesh.elastic.records import MeshRound, Outcome, Request
 from pgmesh.elastic.shrink_judge import ShrinkJudge
 from pgmesh.elastic.stand_by_judge import StandByJudge
 from pgmesh.elastic.state import ElasticState, Generation
@@ -167,11 +167,11 @@ class Shrink(Call):
         memory = replace(self.memory, count=self.memory.count + 1, called_shrink=called_shrink)
         if self.program.replaces is not None and not self.memory.count:
             self.ask(Start())
-        own = {"process": f"process {self.process}", "warn": lambda text: None}
+        own = {"process": f"process {self.process}"}
         judge_of = functools.partial(self._seen(self.code.spare), **own)
         if call is not None:
             judge_of = functools.partial(self._seen(self.code.member), **own, request=call)
-        make = lambda name, layout: SimpleNamespace(layout=layout, state_of=_state_of(ElasticState()))  # noqa: E731
+        make = lambda name, layout, world: SimpleNamespace(layout=layout, state_of=_state_of(ElasticState()))  # noqa: E731
         try:
             with mock.patch.multiple(shrinking, MeshGroups=make, decide=self.code.decide):
                 mesh = shrinking.agree(self._mesh(called_shrink), self, judge_of)  # type: ignore[arg-type]
@@ -206,6 +206,7 @@ class Shrink(Call):
             rank=self.program.rank,
             key="pgmesh/m.0",
             label="mesh 'm'",
+            world=None,
             ended=None,
             state_of=_state_of(state),
             end=lambda reason, abort: None,

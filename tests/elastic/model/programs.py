@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 from pgmesh.elastic.records import Outcome, Request
@@ -56,28 +55,3 @@ CAME_BACK = (
 BEFORE = Outcome(lost={2: "lost"}, axis="dp")
 
 SECOND_DIES = Faults(crashes=1, mortal=frozenset([1]))
-
-
-def random_programs(chance: random.Random) -> tuple[Programs, Faults, dict[str, Any]]:
-    """Programs of two or three processes, with faults and the other arguments of their space."""
-    faults = Faults(
-        crashes=chance.choice((0, 1, 1, 2)),
-        deadlines=chance.choice((0, 0, 1, 2)),
-        interrupts=chance.choice((0, 0, 1)),
-        silences=chance.choice((0, 0, 1)),
-        listeners=chance.random() < 0.7,
-    )
-    slow = bool(faults.silences) or not faults.listeners
-    faults = Faults(**{**vars(faults), "long_times": chance.randint(1, 2) if slow else 0})
-    more: dict[str, Any] = {"retries": chance.random() < 0.6}
-    kind = chance.randrange(5)
-    if kind == 0:
-        return members(chance.choice((2, 3, 3)), comes_back=True, **more), faults, {}
-    if kind == 1:
-        return with_spare(chance.choice((SPARE, SPARE_ONLY)), **more), faults, {"layout": PAIR}
-    if kind == 2:
-        return with_new(**more), faults, {"layout": PAIR}
-    if kind == 3:
-        programs = tuple(Program(each.rank, (*each.calls, DROP), **more) for each in members(3, SPARE))
-        return programs, faults, {"layout": Layout(dp=3)}
-    return CAME_BACK, faults, {"layout": Layout(dp=3), "before": BEFORE}

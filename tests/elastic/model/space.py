@@ -8,7 +8,7 @@ from typing import Any
 
 from pgmesh.elastic.records import Arrival, Outcome
 from pgmesh.layout import Layout
-from pgmesh.liveness.operations import Add, Append, CompareSet, Delete, Read, Replace, Set
+from pgmesh.liveness.operations import Append, CompareSet, Delete, Read, Replace, Set
 from pgmesh.liveness.records import pack, unpack
 from pgmesh.liveness.statuses import RankStatus, status_key
 from tests.elastic.model.processes import Code, Ended, Memory, Program, Shrink, Standing, Start, plain
@@ -119,8 +119,6 @@ class ShrinkSpace(Space):
             return None, self.stores.content(values, content.beats)
         if isinstance(step, Ended):
             return fact and self.faults.listeners, content
-        if isinstance(step, Add):  # of an abort, which only heartbeats read
-            return 1, content
         answer, new = self.stores.perform(step, content)
         if isinstance(step, Read) and "/status/" in step.key:
             answer = content.beats, answer
@@ -182,9 +180,12 @@ class ShrinkSpace(Space):
         return any(self.programs[j].rank in node.layout for j in dead)
 
     def _all_lost(self, state: State, node: Standing) -> bool:
-        """True if all other members of the mesh of a process are dead, or were silent."""
-        members = [self._member(state, node.mesh, rank) for rank in node.layout if rank != node.rank]
-        return all(state.nodes[j].dead or j in state.silent for j in members)
+        """True if all other members of the mesh of a process are dead, were silent, or stand by too."""
+        others = {rank: self._member(state, node.mesh, rank) for rank in node.layout if rank != node.rank}
+        arrivals = last_lines(state.content.values.get(f"{node.attempt}/arrivals", b""))
+        return all(
+            state.nodes[j].dead or j in state.silent or self._is_new(arrivals, rank) for rank, j in others.items()
+        )
 
     def _member(self, state: State, mesh: str, rank: int) -> int:
         for node in state.nodes:
