@@ -23,7 +23,7 @@ def unpack(text: bytes | str, /, **kinds: Any) -> dict[str, Any] | None:
         kinds: the type of each required field.
 
     >>> unpack(pack(rank=3), rank=int), unpack(pack(rank="3"), rank=int), unpack("import os")
-    ({'rank': 3, 'v': 5}, None, None)
+    ({'rank': 3}, None, None)
     """
     if len(text) > timing.LIMITS.record_chars:
         return None
@@ -32,7 +32,7 @@ def unpack(text: bytes | str, /, **kinds: Any) -> dict[str, Any] | None:
         json.dumps(record, ensure_ascii=False).encode()  # json.loads takes a lone surrogate, which cannot be encoded
     except (ValueError, RecursionError):
         return None
-    if not isinstance(record, dict) or record.get("v") != VERSION:
+    if not isinstance(record, dict) or record.pop("v", None) != VERSION:
         return None
     return record if all(type(record.get(name)) is kind for name, kind in kinds.items()) else None
 
