@@ -37,15 +37,10 @@ def unpack(text: bytes | str, /, **kinds: Any) -> dict[str, Any] | None:
     return record if all(type(record.get(name)) is kind for name, kind in kinds.items()) else None
 
 
-def quoted(text: bytes | str) -> str:
-    """The start of a value, for a message."""
-    return repr(text[:80]) + ("..." if len(text) > 80 else "")
-
-
-def foreign_value(key: str, text: bytes | str) -> str:
+def foreign_value(key: str, text: bytes) -> str:
     """Message about a value under a key of pgmesh that pgmesh did not write."""
-    where = f"the store's key {key}" if key else "the store"
-    return f"{where} holds {quoted(text)}, which pgmesh did not write"
+    more = "..." if len(text) > 80 else ""
+    return f"the store's key {key} holds {text[:80]!r}{more}, which pgmesh did not write"
 
 
 def error_text(error: BaseException) -> str:
