@@ -26,7 +26,7 @@ from pgmesh.connect.group_rounds import ConnectJudge, GroupRound
 from pgmesh.connect.rounds import Rounds
 from pgmesh.groups.naming import Fingerprint
 from pgmesh.liveness.operations import Operation, Set, perform
-from pgmesh.liveness.statuses import PendingConnect, RankStatus, Statuses, status_key
+from pgmesh.liveness.statuses import RankStatus, Statuses, status_key
 from pgmesh.liveness.timing import LIMITS, TIMING
 
 ROUND_TRIP = 200e-6
@@ -99,7 +99,7 @@ class Rank:
         self.rank, self.start, self.time = rank, start, start
         self.waiting: deque[Operation] = deque()  # operations without an answer
         self.answers: list[Any] = []
-        self.pending: tuple[PendingConnect, ...] = ()
+        self.pending: dict[str, str] = {}
         self.done = False
         rounds = [group_round(layout, rank, axes) for axes in FAMILIES]
         who = f"process {rank + 1000} on host{rank // 8}"
@@ -142,7 +142,7 @@ class Rank:
         self.time += seconds
         self._wait()
 
-    def set_pending(self, pending: tuple[PendingConnect, ...]) -> None:
+    def set_pending(self, pending: dict[str, str]) -> None:
         if pending and pending != self.pending:
             self.run(Set(status_key(self.rank), RankStatus(self.rank, pending=pending).pack()))
         self.pending = pending

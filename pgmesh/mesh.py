@@ -452,12 +452,16 @@ class ProcessGroupMesh(RankMethods):
     def report(self, *, thread: threading.Thread | None = None) -> Report:
         """A printable table: where each rank of the mesh is, since when, and who has ended, is silent or is behind.
 
-        Any thread may call it at any time, also from a debugger while another thread hangs. It waits for little more
-        than a second. A rank is in the table from its first ``connect``, ``report`` or ``abort_when_lost`` on. ``pgmesh
-        report`` prints the same table from any shell.
+        Any thread may call it at any time, also from a debugger while another thread hangs. It waits two seconds
+        at most for late ranks. A rank is in the table from its first ``connect``, ``report`` or ``abort_when_lost`` on.
+        ``pgmesh report`` prints the same table from any shell.
 
         Args:
             thread: the thread of this process whose place the ranks see from now on. Default: the main thread.
+
+        Raises:
+            LifetimeError: the mesh is closed.
+            WorldError: the store has failed.
 
         >>> print(mesh.report())                               # doctest: +ELLIPSIS
         mesh 'example'...

@@ -23,7 +23,7 @@ from pgmesh.groups.naming import Fingerprint
 from pgmesh.interop.colossalai import ColossalMesh
 from pgmesh.launch.detect import detect_launcher, with_address
 from pgmesh.launch.slurm import parse_hosts
-from pgmesh.liveness.statuses import PendingConnect, Place, RankStatus, status_key
+from pgmesh.liveness.statuses import Place, RankStatus, status_key
 from pgmesh.parallel import DataParallel, compose
 from tests.support import golden_files, launcher_environments
 from tests.support.fake_world import fake_rank
@@ -67,7 +67,7 @@ def fill_one_rank(**sizes: int) -> None:
 
 
 AT = Place("train.py:31", "step", "torch.distributed.all_reduce", "group dp of mesh 'actor'", 12)
-WAITING = PendingConnect("other/0", "group dp", "mesh 'actor'", "0, 1", "train.py:12", (0,))
+WAITING = {"other/0": "connecting group dp of mesh 'actor' (ranks 0, 1) at train.py:12, waiting for rank 0"}
 
 DESCRIBED: dict[str, Callable[[ProcessGroupMesh], object]] = {
     "ProcessGroupMesh(dp=2) in a world of one rank": lambda mesh: fill_one_rank(dp=2),
@@ -77,7 +77,7 @@ DESCRIBED: dict[str, Callable[[ProcessGroupMesh], object]] = {
     "a name that is taken": take_the_name,
     "options that differ": lambda mesh: compare_options(0, 3),
     "a rank that never comes": lambda mesh: connect_without_rank_1(RankStatus(1, 3, place=AT)),
-    "a rank that waits elsewhere": lambda mesh: connect_without_rank_1(RankStatus(1, 3, pending=(WAITING,))),
+    "a rank that waits elsewhere": lambda mesh: connect_without_rank_1(RankStatus(1, 3, pending=WAITING)),
     "two methods on one axis": lambda mesh: compose(mesh, DataParallel(mesh, "dp"), DataParallel(mesh, "dp")),
 }
 """Calls that a line cannot hold."""

@@ -29,7 +29,7 @@ from pgmesh.liveness.client import CallClient
 from pgmesh.liveness.operations import Add, Append, CompareSet, Delete, Operation, Read
 from pgmesh.liveness.processes import process_label, without_token
 from pgmesh.liveness.records import error_text
-from pgmesh.liveness.statuses import PendingConnect, Statuses
+from pgmesh.liveness.statuses import Statuses
 
 
 @dataclass(eq=False)
@@ -248,8 +248,7 @@ class ConnectJudge(Judge[GroupRound, Decision]):
             return
         missing = {rank for each in rounds for rank in each.missing[: timing.LIMITS.statuses]}
         statuses = [status for rank in missing if (status := self.statuses.record(rank).status)]
-        waits = {wait.name for status in statuses for wait in status.pending}
-        names = sorted(name for name in waits if name.startswith(f"{self.mesh_key}/"))
+        names = sorted({name for status in statuses for name in status.pending if name.startswith(f"{self.mesh_key}/")})
         self._read_arrivals_at(names)
         if names and (mismatch := self._mesh_mismatch()):
             self.client.run(*(CompareSet(f"{name}/decision", mismatch.pack()) for name in names))
@@ -263,18 +262,12 @@ class ConnectJudge(Judge[GroupRound, Decision]):
         for each in undecided(rounds):
             yield each, Decision("missing", self._describe_missing(each, f" in {self.deadline:g} s"))
 
-    def pending(self, rounds: Iterable[GroupRound]) -> tuple[PendingConnect, ...]:
-        return tuple(
-            PendingConnect(
-                each.name,
-                each.group,
-                each.mesh,
-                format_ranks(tuple(each.ranks)),
-                self.call_site,
-                each.missing[: timing.LIMITS.statuses],
-            )
+    def pending(self, rounds: Iterable[GroupRound]) -> dict[str, str]:
+        """What this rank waits for, by the prefix of the store keys of its attempt."""
+        return {
+            each.name: f"connecting {each.label} at {self.call_site}, waiting for {name_ranks(each.missing)}"
             for each in undecided(rounds)
-        )
+        }
 
     # -- lost members ---------------------------------------------------------------------------------------------
 

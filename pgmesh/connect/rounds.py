@@ -203,7 +203,7 @@ class Rounds(Generic[R, D]):
                 self.cancel(error)
             raise
         finally:
-            self.client.set_pending(())
+            self.client.set_pending({})
 
     def cancel(self, error: BaseException) -> None:
         """Decide all undecided rounds because of an error on this rank. Decisions that it reads here start nothing."""

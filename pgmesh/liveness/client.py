@@ -10,7 +10,6 @@ from pgmesh.groups.world import World
 from pgmesh.liveness import operations
 from pgmesh.liveness.liveness import liveness_of
 from pgmesh.liveness.operations import Operation
-from pgmesh.liveness.statuses import PendingConnect
 
 
 class CallClient:
@@ -51,6 +50,6 @@ class CallClient:
         self.on_sleep()
         time.sleep(seconds)
 
-    def set_pending(self, pending: tuple[PendingConnect, ...]) -> None:
-        """Publish the groups that this rank waits for."""
+    def set_pending(self, pending: dict[str, str]) -> None:
+        """Publish what this rank waits for."""
         self.liveness.set_pending(pending)

@@ -6,32 +6,28 @@ A listener is open as long as its process. Each status has its host and port, so
 from __future__ import annotations
 
 import contextlib
-import math
+import os
 import socket
-import time
 
-from pgmesh.liveness import timing
 from pgmesh.liveness.statuses import RankStatus
+from pgmesh.liveness.timing import heartbeat_period
 
 _MISSED_PERIODS = 1.5
 """A heartbeat is missing after this many periods."""
 
+_LOOPBACK = ("127.0.0.1", "::1")
+"""The address of a rank on the store's host, if it reaches the store there. On other hosts it means another process."""
 
-class Listeners:
-    """This process's listener, and the answers of those of others.
 
-    Args:
-        period: seconds between two heartbeats of any rank.
-    """
+class Listener:
+    """This process's listener. It asks those of others, whose answers depend on the hosts of both."""
 
-    def __init__(self, period: float) -> None:
-        self._period = period
-        self._own: socket.socket | None = None  # this process's listener
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
         self.endpoint: tuple[str, int] | tuple[()] = ()  # its host and port; () without one
-        self._asked: dict[object, tuple[float, bool]] = {}  # by listener: when it was last asked, and if it refused
 
     def open(self, store: str) -> None:
-        """Open this process's listener where the host of the store can reach it, if that is possible.
+        """Listen where the host of the store can reach this process, if that is possible.
 
         Args:
             store: host and port of the store. Other text for a store that has none: there is no listener then.
@@ -41,26 +37,27 @@ class Listeners:
             family, kind, _, _, there = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:
                 probe.connect(there)  # sends no packet
-                self._own = socket.create_server((probe.getsockname()[0], 0), family=family, backlog=128)
-            self._own.setblocking(False)
-            self.endpoint = self._own.getsockname()[:2]
+                self._socket = socket.create_server((probe.getsockname()[0], 0), family=family, backlog=1024)
+            self._socket.setblocking(False)
+            self.endpoint = self._socket.getsockname()[:2]
+            if hasattr(os, "register_at_fork"):  # a child would keep the port open after its parent has ended
+                os.register_at_fork(after_in_child=self._socket.close)
 
     def drain(self) -> None:
         """Accept and close the connections that other ranks have opened, so that there is room for more."""
         with contextlib.suppress(OSError):
-            while self._own is not None:
-                self._own.accept()[0].close()
+            while self._socket is not None:
+                self._socket.accept()[0].close()
 
     def close(self) -> None:
-        """Close the listener, or the copy of it in a forked child, which would keep the port open."""
-        if self._own is not None:
-            self._own.close()
+        """Refuse connections from now on."""
+        if self._socket is not None:
+            self._socket.close()
 
     def has_ended(self, status: RankStatus, seconds: float, wait: float) -> bool:
         """True if the process that published a status has ended: its listener refuses a connection.
 
-        A firewall on another host may refuse too, so for other hosts a heartbeat must be missing as well. A listener is
-        asked a few times in a second at most: it has room for 128 connections until the next heartbeat.
+        A firewall on another host may refuse too, so for other hosts a heartbeat must be missing as well.
 
         Args:
             seconds: the time without a new heartbeat.
@@ -68,28 +65,12 @@ class Listeners:
         """
         if not status.endpoint or not self.endpoint:
             return False
-        host, own_host = status.endpoint[0], self.endpoint[0]
-        # A rank that reaches the store over its loopback is on the store's host. Elsewhere that address means another.
-        if _is_loopback(host) != _is_loopback(own_host):
+        host = status.endpoint[0]
+        has_missed_one = seconds >= _MISSED_PERIODS * heartbeat_period(status.world_size)
+        if host != self.endpoint[0] and (host in _LOOPBACK or not has_missed_one):
             return False
-        if host != own_host and seconds < _MISSED_PERIODS * self._period:
-            return False
-        asked_at, refused = self._asked.get(status.endpoint, (-math.inf, False))
-        if time.monotonic() >= asked_at + timing.TIMING.ask_again:
-            refused = _refuses(status.endpoint, wait)
-            self._asked[status.endpoint] = time.monotonic(), refused
-        return refused
-
-
-def _is_loopback(host: str) -> bool:
-    """True for an address that every host has for itself."""
-    return host.startswith("127.") or host == "::1"
-
-
-def _refuses(endpoint: tuple[str, int], wait: float) -> bool:
-    """True if the endpoint refuses a connection. No answer in so many seconds is no proof."""
-    try:
-        socket.create_connection(endpoint, wait).close()
-    except OSError as error:
-        return isinstance(error, ConnectionRefusedError)
-    return False
+        try:
+            socket.create_connection(status.endpoint, wait).close()
+        except OSError as error:
+            return isinstance(error, ConnectionRefusedError)
+        return False

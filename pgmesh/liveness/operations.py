@@ -34,14 +34,6 @@ class CompareSet(NamedTuple):
     value: str
 
 
-class Replace(NamedTuple):
-    """Replace the value of a key if it is the expected one. The answer is the value after it."""
-
-    key: str
-    expected: bytes
-    value: bytes
-
-
 class Set(NamedTuple):
     """Set a key, whatever its value is. The store sends no answer."""
 
@@ -55,7 +47,7 @@ class Delete(NamedTuple):
     keys: tuple[str, ...]
 
 
-Operation = Union[Append, Add, Read, CompareSet, Replace, Set, Delete]
+Operation = Union[Append, Add, Read, CompareSet, Set, Delete]
 
 Run = Callable[..., list[Any]]
 """Performs the operations that it is called with on the world's store, and returns their answers."""
@@ -67,8 +59,6 @@ def perform(store: Any, operation: Operation) -> Any:
         return stores.read(store, operation.key)
     if isinstance(operation, CompareSet):
         return store.compare_set(operation.key, "", operation.value)
-    if isinstance(operation, Replace):
-        return store.compare_set(operation.key, operation.expected, operation.value)
     if isinstance(operation, Add):
         return store.add(operation.key, 1)
     if isinstance(operation, Append):

@@ -1,4 +1,4 @@
-"""Where a thread of this process is, as its program would say it."""
+"""What a rank does, as its program would say it: where its thread is, and the operations entered in each group."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from types import FrameType
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from pgmesh.liveness.counters import label_of
+from pgmesh import torch_private
+from pgmesh.groups.group import find_group
+from pgmesh.liveness import timing
+from pgmesh.liveness.records import unpack
 from pgmesh.liveness.statuses import NOWHERE, Place
 
 _CALLED = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, os.path.dirname(__file__)))
@@ -52,21 +57,18 @@ def _place_of(thread: int | None) -> Place:
     inner = [frame for frame in stack[:at][::-1] if frame.f_code.co_filename.startswith(_CALLED)]
     meant = [frame for frame in inner if frame.f_code.co_name not in _WRAPPERS] or inner
     code = stack[at].f_code
-    file = code.co_filename.rpartition(os.sep)[2].encode(errors="backslashreplace").decode()
+    line = f"{os.path.basename(code.co_filename)}:{stack[at].f_lineno}"
     called = _name_of(meant[0]) if meant else ""
-    group = next(filter(None, map(_group_in, inner)), "")
-    return Place(f"{file}:{stack[at].f_lineno}", code.co_name, called, group)
+    return Place(line, code.co_name, called, next(filter(None, map(_group_in, inner)), ""))
 
 
 def _distance(frame: FrameType) -> int:
     """0 for the program's own code, 1 for that of an installed package, 2 for torch, pgmesh and Python's library."""
-    file = frame.f_code.co_filename
-    if file.startswith(_CALLED):
+    file, is_main = frame.f_code.co_filename, frame.f_globals.get("__name__") == "__main__"
+    if file.startswith(_CALLED) or (file.startswith("<") and not is_main):  # "<string>" is ``python -c``
         return 2
     if "site-packages" in file or "dist-packages" in file:
         return 1
-    if file.startswith("<"):  # such as "<string>" of ``python -c``
-        return 0 if frame.f_globals.get("__name__") == "__main__" else 2
     return 2 if file.startswith(_LIBRARY) else 0
 
 
@@ -87,4 +89,52 @@ def _group_in(frame: FrameType) -> str:
     found = [values.get(name) for values in (variables, attributes) for name in _GROUP_NAMES]
     if "group" in variables:
         found.append(dist.group.WORLD)  # which None stands for
-    return next((label_of(each.group_name) for each in found if isinstance(each, dist.ProcessGroup)), "")
+    return next((_label_of(each.group_name) for each in found if isinstance(each, dist.ProcessGroup)), "")
+
+
+def _label_of(name: str) -> str:
+    """A group in messages, from its name in torch."""
+    group, default = find_group(name), dist.group.WORLD
+    is_default = default is not None and default.group_name == name
+    return group.label if group else "the default group" if is_default else f"torch's group {name}"
+
+
+# -- operations -------------------------------------------------------------------------------------------------------
+
+
+class GroupCounter(NamedTuple):
+    """How many operations a rank has entered in a group.
+
+    Args:
+        name: the group's name in torch, the same on all members.
+        label: the group in messages.
+        ranks: its first members; none if pgmesh does not know them.
+        operations: their number.
+    """
+
+    name: str
+    label: str
+    ranks: Sequence[int]
+    operations: int
+
+
+def counters_key(rank: int) -> str:
+    """The store key of the counters of a rank. Only reports read it, as it may be long."""
+    return f"pgmesh/counters/{rank}"
+
+
+def own_counters() -> list[GroupCounter]:
+    """The counters of this process; those of its newest groups, if it has many."""
+    found = []
+    for name, operations in [*torch_private.operations_entered().items()][-timing.LIMITS.counters :]:
+        group = find_group(name)
+        ranks = group.ranks[: timing.LIMITS.statuses] if group else ()
+        ours = group.store.own_operations if group and group.store else 0
+        found.append(GroupCounter(name, _label_of(name), ranks, operations - ours))
+    return found
+
+
+def unpack_counters(text: bytes | None) -> list[GroupCounter]:
+    """Decode ``pack(counters=...)``; none for another value."""
+    record = unpack(text or b"", counters=list) or {"counters": []}
+    return [GroupCounter(*each) for each in record["counters"]]

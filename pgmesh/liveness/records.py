@@ -23,7 +23,7 @@ def unpack(text: bytes | str, /, **kinds: Any) -> dict[str, Any] | None:
         kinds: the type of each required field.
 
     >>> unpack(pack(rank=3), rank=int), unpack(pack(rank="3"), rank=int), unpack("import os")
-    ({'rank': 3, 'v': 5}, None, None)
+    ({'rank': 3}, None, None)
     """
     if len(text) > timing.LIMITS.record_chars:
         return None
@@ -32,20 +32,15 @@ def unpack(text: bytes | str, /, **kinds: Any) -> dict[str, Any] | None:
         json.dumps(record, ensure_ascii=False).encode()  # json.loads takes a lone surrogate, which cannot be encoded
     except (ValueError, RecursionError):
         return None
-    if not isinstance(record, dict) or record.get("v") != VERSION:
+    if not isinstance(record, dict) or record.pop("v", None) != VERSION:
         return None
     return record if all(type(record.get(name)) is kind for name, kind in kinds.items()) else None
 
 
-def quoted(text: bytes | str) -> str:
-    """The start of a value, for a message."""
-    return repr(text[:80]) + ("..." if len(text) > 80 else "")
-
-
-def foreign_value(key: str, text: bytes | str) -> str:
+def foreign_value(key: str, text: bytes) -> str:
     """Message about a value under a key of pgmesh that pgmesh did not write."""
-    where = f"the store's key {key}" if key else "the store"
-    return f"{where} holds {quoted(text)}, which pgmesh did not write"
+    more = "..." if len(text) > 80 else ""
+    return f"the store's key {key} holds {text[:80]!r}{more}, which pgmesh did not write"
 
 
 def error_text(error: BaseException) -> str:

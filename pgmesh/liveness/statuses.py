@@ -8,11 +8,10 @@ A status is a record in the store under ``pgmesh/status/<rank>``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pgmesh._util.formatting import name_ranks
 from pgmesh.liveness import timing
 from pgmesh.liveness.operations import Read, Run
 from pgmesh.liveness.records import pack, unpack
@@ -20,40 +19,14 @@ from pgmesh.liveness.records import pack, unpack
 STATUS_KEYS = "pgmesh/status/"
 
 NO_STATUS = (
-    "no status: it has called none of connect, report, abort_when_lost, shrink and stand_by, or cannot reach the store"
+    "no status: it has called none of connect, report, abort_when_lost, shrink and stand_by, and joined without "
+    "PGMESH_REPORT=1, or it cannot reach the store"
 )
 
 
 def status_key(rank: int) -> str:
     """The store key of a rank's status."""
     return f"{STATUS_KEYS}{rank}"
-
-
-class PendingConnect(NamedTuple):
-    """One group that a rank waits for in ``connect``.
-
-    Args:
-        name: prefix of the attempt's store keys.
-        group: the group, such as "group dp".
-        mesh: its mesh, such as "mesh 'actor'".
-        ranks: its members, such as "0, 2".
-        call_site: the line of code, such as "train.py:12".
-        missing: the members that had not arrived when the rank last read the arrivals.
-    """
-
-    name: str
-    group: str
-    mesh: str
-    ranks: str
-    call_site: str
-    missing: tuple[int, ...]
-
-    @property
-    def label(self) -> str:
-        return f"{self.group} of {self.mesh} (ranks {self.ranks})"
-
-    def __str__(self) -> str:
-        return f"connecting {self.label} at {self.call_site}, waiting for {name_ranks(self.missing)}"
 
 
 class Place(NamedTuple):
@@ -90,8 +63,7 @@ class RankStatus:
         heartbeat: a counter that grows while the process lives.
         world_size: the number of ranks of its world.
         host, pid: the process.
-        activity: description of the activity that other ranks may wait for; "" for none.
-        pending: the groups that the rank connects and that are undecided.
+        pending: what the rank waits for in ``connect``: by the prefix of an attempt's store keys, text.
         place: where its thread is.
         exited: reason for the end of the heartbeats, if the rank has left.
         endpoint: host and port of a listener that is open while the process lives; () without one.
@@ -103,8 +75,7 @@ class RankStatus:
     world_size: int = 0
     host: str = ""
     pid: int = 0
-    activity: str = ""
-    pending: tuple[PendingConnect, ...] = ()
+    pending: Mapping[str, str] = field(default_factory=dict)
     place: Place = NOWHERE
     exited: str = ""
     endpoint: tuple[str, int] | tuple[()] = ()
@@ -116,24 +87,24 @@ class RankStatus:
     @classmethod
     def unpack(cls, rank: int, text: bytes | None) -> RankStatus | None:
         """Decode the status of a rank; None for no status, and for a value that pgmesh did not write."""
-        record = unpack(text or b"", rank=int, heartbeat=int, pending=list, place=list, endpoint=list)
+        record = unpack(text or b"", rank=int, heartbeat=int, pending=dict, place=list, endpoint=list)
         if record is None or record["rank"] != rank:
             return None
-        del record["v"]
         with contextlib.suppress(TypeError):  # it has other fields
-            record["pending"] = tuple(
-                PendingConnect._make([*each, tuple(missing)]) for *each, missing in record["pending"]
-            )
-            record["place"], record["endpoint"] = Place(*record["place"]), tuple(record["endpoint"])
-            return cls(**record)
+            nested = {"place": Place(*record["place"]), "endpoint": tuple(record["endpoint"])}
+            return cls(**{**record, **nested})
         return None
 
+    @property
+    def waits(self) -> str:
+        """What it waits for in ``connect``; "" for nothing."""
+        return "; ".join(self.pending.values())
+
     def __str__(self) -> str:
-        waits = "; ".join(filter(None, [*map(str, self.pending), self.activity]))
-        return self.exited or waits or f"{self.place}, for {self.place.seconds} s"
+        return self.exited or self.waits or f"{self.place}, for {self.place.seconds} s"
 
 
-# -- what this process knows of one rank ------------------------------------------------------------------------------
+# -- what this process knows of the other ranks ------------------------------------------------------------------------
 
 
 READ_SECONDS = 0.02
@@ -147,16 +118,15 @@ class Record(NamedTuple):
         its status       its listener       its last heartbeat          so the rank
         none             any                any                         may not have begun
         has ``exited``   any                any                         is lost: it left the world
-        other            is known to        any                         is lost: its process has ended
-                         refuse
+        other            has refused        any                         is lost: its process has ended
         other            other              read ``lost_after`` ago     is lost: it is silent
         other            other              read later                  lives
 
     Args:
-        status: the last one; None if the last read found none.
+        status: the last one; None before one was found.
         heard: the last heartbeat, and when it was first read; None before the first one.
         silence: seconds from the first read of the last heartbeat to the start of the latest read.
-        ended: the listener that is known to refuse; None for none.
+        ended: the listener that has refused a connection; None for none.
     """
 
     status: RankStatus | None = None
@@ -168,16 +138,11 @@ class Record(NamedTuple):
         """The record after a read that found a status or nothing."""
         before = self.status
         if status is None:
-            return self._replace(status=None)
+            return self
         # A new process of the rank counts its heartbeats from the beginning, and may have the port of another one.
         if before is None or self.heard is None or (before.heartbeat, before.sent) != (status.heartbeat, status.sent):
             return Record(status, heard=(status.heartbeat, now))
         return self._replace(status=status, silence=began - self.heard[1])
-
-    @property
-    def text(self) -> str | None:
-        """The status as text; None for none."""
-        return None if self.status is None else str(self.status)
 
     def loss(self, lost_after: float) -> str:
         """How it is known that the rank is lost, to follow its name; "" if it is not. See the table."""
@@ -193,9 +158,7 @@ class Record(NamedTuple):
         return ""
 
 
-# -- what it knows of all ---------------------------------------------------------------------------------------------
-
-
+@dataclass(eq=False)
 class Statuses:
     """The last status of other ranks, each with the time when its heartbeat was first read.
 
@@ -206,16 +169,13 @@ class Statuses:
         now: the clock, in seconds: ``Liveness.answered_seconds``, or the one of a model.
         has_ended: True if the process with this status has ended. Its heartbeat has not changed for the first seconds,
             and an answer is awaited for the second ones.
+        records: what is known, by rank that was read.
     """
 
-    def __init__(
-        self,
-        lost_after: float,
-        now: Callable[[], float],
-        has_ended: Callable[[RankStatus, float, float], bool] = lambda status, seconds, wait: False,
-    ) -> None:
-        self.lost_after, self.now, self._has_ended = lost_after, now, has_ended
-        self.records: dict[int, Record] = {}  # by rank that was read
+    lost_after: float
+    now: Callable[[], float]
+    has_ended: Callable[[RankStatus, float, float], bool] = field(default=lambda status, seconds, wait: False)
+    records: dict[int, Record] = field(default_factory=dict, init=False)
 
     def read(self, run: Run, ranks: Iterable[int]) -> None:
         """Read the statuses of some ranks.
@@ -257,7 +217,7 @@ class Statuses:
             if record.status is None or record.loss(limit):
                 continue
             wait, asked = min(timing.TIMING.answer, limit - record.silence), self.now()
-            if self._has_ended(record.status, record.silence, wait):
+            if self.has_ended(record.status, record.silence, wait):
                 self.records[rank] = self.record(rank)._replace(ended=record.status.endpoint)
                 self.read(run, [rank])  # which may have published a reason since then
             elif not all_of_them or self.now() - asked >= wait:
@@ -281,10 +241,4 @@ class Statuses:
         if rank not in self.records:
             return f"rank {rank}: its status was not read"
         record = self.record(rank)
-        return f"rank {rank}{record.loss(self.limit(lost_after)) or f': {record.text or NO_STATUS}'}"
-
-    def next_inspection(self, period: float) -> float:
-        """Seconds until the next inspection: a period, or less if a silent rank becomes lost before."""
-        heard = [each.heard[1] for each in [*self.records.values()] if each.heard is not None]
-        losses = (at + self.lost_after - self.now() for at in heard)
-        return min([period, *(each for each in losses if each > 0)])
+        return f"rank {rank}{record.loss(self.limit(lost_after)) or f': {record.status or NO_STATUS}'}"

@@ -23,8 +23,6 @@ class Timing(NamedTuple):
             it grows in proportion, so that the store receives no more heartbeats per second.
         missed_heartbeats: the number of heartbeats that a rank misses before it counts as lost.
         answer: the timeout for one connection to the listener of another process.
-        ask_again: the time until a rank asks the listener of another one again.
-        report: the longest time in which ``report`` waits for statuses. A heartbeat falls into it.
     """
 
     first_pause: float = 0.002
@@ -35,8 +33,6 @@ class Timing(NamedTuple):
     heartbeat: float = 1.0
     missed_heartbeats: float = 5.0
     answer: float = 0.5
-    ask_again: float = 0.3
-    report: float = 1.25
 
 
 TIMING = Timing()

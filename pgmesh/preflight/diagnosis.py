@@ -10,19 +10,16 @@ import importlib
 import os
 import platform
 import socket
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from pgmesh._util.formatting import count_of, format_seconds
+from pgmesh._util.timeouts import call_with_timeout
 from pgmesh._util.torch_versions import TRIED_ON
 from pgmesh.errors import LaunchError
 from pgmesh.launch.detect import LAUNCHERS, detect_launcher
 from pgmesh.launch.launcher import LAST_PORT, PORTS, LauncherInfo
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -309,24 +306,3 @@ def _listen_error(family: int, address: tuple[Any, ...]) -> OSError | None:
 def _error_text(error: Exception) -> str:
     """Text of an error, without its number."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
-
-
-def call_with_timeout(function: Callable[[], T], seconds: float) -> T:
-    """The result of a function in another thread. Name resolution and torch's store have no timeout of their own.
-
-    Raises:
-        TimeoutError: it did not return in time.
-    """
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        return future.result(seconds)
-    except FutureTimeoutError:
-        raise TimeoutError(f"no answer in {format_seconds(seconds)}") from None

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh._util.formatting import format_ranks
+from pgmesh._util.timeouts import call_with_timeout
 from pgmesh.errors import LaunchError, MismatchError, MissingRanksError, PgmeshError
 from pgmesh.groups.default_world import device_of, world_options
 from pgmesh.launch import joining
@@ -28,7 +29,7 @@ from pgmesh.launch.launcher import LauncherInfo
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.preflight import results
-from pgmesh.preflight.diagnosis import call_with_timeout, explain_store, hosts_store
+from pgmesh.preflight.diagnosis import explain_store, hosts_store
 from pgmesh.preflight.microbenchmarks import LARGE_MESSAGE, SMALL_MESSAGE, Microbenchmarks, ring_links
 from pgmesh.preflight.results import CheckResults, RankMeasurements
 from pgmesh.preflight.stages import Stages

@@ -72,7 +72,6 @@ class Stages:
             mesh=self.subject,
             fingerprint=Fingerprint(self.rank, fields, self.subject, self.hint),
         )
-        self._liveness.set_activity(stage.group)
         try:
             yield
         except WorldError:  # the store is lost, so the ranks cannot agree
@@ -129,7 +128,6 @@ class Stages:
             self._run(Add(f"{self._prefix}/left"))
             if self.rank == 0:
                 self._wait(lambda: int(self.read("left") or 0) >= self.size, end)
-            self._liveness.set_activity("")
         return reported
 
     def _wait(self, condition: Callable[[], bool], end: float) -> bool:

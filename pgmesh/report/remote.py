@@ -4,50 +4,33 @@ from __future__ import annotations
 
 import re
 import socket
-import threading
 import time
-from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from pgmesh._util.formatting import count_of
+from pgmesh._util.timeouts import call_with_timeout
 from pgmesh.errors import WorldError
 from pgmesh.liveness import timing
-from pgmesh.liveness.listeners import Listeners
+from pgmesh.liveness.listeners import Listener
 from pgmesh.liveness.operations import Operation, Read, perform
 from pgmesh.liveness.statuses import STATUS_KEYS, RankStatus, Statuses
 from pgmesh.report.table import Report, make_report
-
-_WAIT_PERIODS = 1.6
-"""The wait for a late heartbeat: longer than the time after which the listener of another host is believed."""
-
-_LONGEST_WAIT = 5.0
-"""The longest such wait in seconds."""
 
 
 def report_at(host: str, port: int, seconds: float) -> Report:
     """Where each rank of the newest world on a store is.
 
-    A thread reads the store. The client of a store that is stopped does not return, and cannot be interrupted.
-
     Raises:
         WorldError: no store answers there within so many seconds, or no rank has a status in it.
     """
-    result: Future[Report] = Future()
-
-    def read() -> None:
-        try:
-            result.set_result(_read(host, port, seconds))
-        except Exception as error:
-            result.set_exception(error)
-
-    threading.Thread(target=read, daemon=True).start()
-    wait([result], seconds)
-    if not result.done():
-        raise WorldError(f"{host}:{port} is open, but no store of torch.distributed answered in {seconds:g} s.")
-    return result.result()
+    try:  # the client of a store that is stopped does not return, and cannot be interrupted
+        return call_with_timeout(lambda: _read(host, port, seconds), seconds)
+    except TimeoutError:
+        text = f"{host}:{port} is open, but no store of torch.distributed answered in {seconds:g} s."
+        raise WorldError(text) from None
 
 
 def _read(host: str, port: int, seconds: float) -> Report:
@@ -65,11 +48,11 @@ def _read(host: str, port: int, seconds: float) -> Report:
         return [perform(client, each) for each in operations]
 
     period = timing.heartbeat_period(size)
-    listeners = Listeners(period)
-    listeners.open(where)  # which shows on which host this process is
-    statuses = Statuses(timing.TIMING.missed_heartbeats * period, time.monotonic, listeners.has_ended)
-    report = make_report(title, statuses, run, range(size), period, min(_WAIT_PERIODS * period, _LONGEST_WAIT))
-    listeners.close()
+    listener = Listener()
+    listener.open(where)  # which shows on which host this process is
+    statuses = Statuses(timing.TIMING.missed_heartbeats * period, time.monotonic, listener.has_ended)
+    report = make_report(title, statuses, run, range(size), period)
+    listener.close()
     return report
 
 

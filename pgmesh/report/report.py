@@ -6,10 +6,8 @@ import threading
 from dataclasses import dataclass
 
 from pgmesh._util.formatting import count_of, format_ranks
-from pgmesh.errors import WorldError
 from pgmesh.groups.group import Group
 from pgmesh.groups.mesh_groups import MeshGroups
-from pgmesh.liveness import timing
 from pgmesh.liveness.client import CallClient
 from pgmesh.report.table import Report as Report, make_report
 
@@ -23,7 +21,6 @@ class Held:
         name: its name in torch.
         ranks: its members in group order.
         options: the options it was created with.
-        generation: how many times groups of its ranks were released before.
         call_site: the line of code that first asked for it.
     """
 
@@ -31,12 +28,10 @@ class Held:
     name: str
     ranks: tuple[int, ...]
     options: str
-    generation: int
     call_site: str
 
     def __str__(self) -> str:
-        again = f", after {count_of(self.generation, 'release')}" if self.generation else ""
-        return f"{self.label}: ranks {format_ranks(self.ranks)}; created at {self.call_site}{again}; {self.options}"
+        return f"{self.label}: ranks {format_ranks(self.ranks)}; created at {self.call_site}; {self.options}"
 
 
 def held(mesh: MeshGroups) -> tuple[Held, ...]:
@@ -46,7 +41,7 @@ def held(mesh: MeshGroups) -> tuple[Held, ...]:
 
 def _describe(group: Group) -> Held:
     options = repr(group.options.but({"timeout": group.new_timeout}))
-    return Held(group.label, group.name, group.ranks, options, group.releases, group.call_site)
+    return Held(group.label, group.name, group.ranks, options, group.call_site)
 
 
 def report(mesh: MeshGroups, thread: threading.Thread | None = None) -> Report:
@@ -54,18 +49,18 @@ def report(mesh: MeshGroups, thread: threading.Thread | None = None) -> Report:
 
     Args:
         thread: the thread of this process that other ranks see from now on; None for the one that they see now.
+
+    Raises:
+        LifetimeError: the mesh has ended.
+        WorldError: the store has failed.
     """
+    mesh.check()
     ranks = mesh.layout.ranks()
     title = f"{mesh.label}: {count_of(len(ranks), 'rank')}"
-    if mesh.ended is not None:
-        return Report(title, {}, trouble=f"not available: {mesh.label} {mesh.ended}")
     if mesh.is_fake():
-        return Report(title, {}, trouble="not available: the ranks of a fake world have no processes")
-    try:
-        client = CallClient(mesh.world, timing.TIMING.report)
-        if thread is not None:
-            client.liveness.places.thread = thread.ident
-        client.liveness.wait_for_heartbeat()
-        return make_report(title, client.liveness.statuses, client.run, ranks, client.liveness.period, client.seconds)
-    except WorldError as error:
-        return Report(title, {}, trouble=f"not available: {error}")
+        return Report(f"{title} of a fake world, which have no processes", {})
+    client = CallClient(mesh.world, 0.0)
+    liveness = client.liveness
+    if thread is not None:
+        liveness.places.thread = thread.ident
+    return make_report(title, liveness.statuses, client.run, ranks, liveness.period)

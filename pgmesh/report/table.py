@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from pgmesh._util.formatting import count_of, name_ranks
 from pgmesh.liveness import timing
-from pgmesh.liveness.counters import GroupCounter, counters_key, unpack_counters
 from pgmesh.liveness.operations import Read, Run
-from pgmesh.liveness.statuses import RankStatus, Record, Statuses
+from pgmesh.liveness.places import GroupCounter, counters_key, unpack_counters
+from pgmesh.liveness.statuses import NO_STATUS, RankStatus, Record, Statuses
 
 State = Literal["runs", "ended", "silent", "left", ""]
 
 _MISSED_PERIODS = 1.5
-"""A heartbeat is late after this many periods."""
+"""A heartbeat is old after this many periods."""
+
+_WAIT_PERIODS = 1.6
+"""The wait for ranks whose last heartbeat is old: longer than until the listener of another host is believed."""
+
+_LONGEST_WAIT = 2.0
+"""The longest such wait in seconds."""
 
 _WAITING_PERIODS = 2
 """A rank that has not moved for so many periods waits, and the others have had the time to report their operations."""
 
 _POINT_TO_POINT = (".send", ".recv", ".isend", ".irecv", "_isend_irecv")
-
-_NO_STATUS = (
-    "no status: it has called none of connect, report, abort_when_lost, shrink and stand_by, "
-    "and joined without PGMESH_REPORT=1"
-)
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Row:
     pid: int = 0
     state: State = ""
     seconds: int = 0
-    text: str = _NO_STATUS
+    text: str = NO_STATUS
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,11 @@ class Report:
         title: the mesh or the world.
         rows: by rank.
         behind: for each group in which members have entered more operations than others, a sentence about it.
-        trouble: the reason for missing rows; "" for none.
     """
 
     title: str
     rows: Mapping[int, Row]
     behind: tuple[str, ...] = ()
-    trouble: str = ""
 
     def __str__(self) -> str:
         cells = [("rank", "host", "PID", "state", "for", "where")]
@@ -71,51 +70,34 @@ class Report:
             cells.append((f"{row.rank}", *known, row.text))
         widths = [max(map(len, column)) for column in zip(*cells)][:-1]
         lines = ["  ".join([*map(str.ljust, line, widths), line[-1]]) for line in cells]
-        return "\n".join([self.title, *(lines if self.rows else ()), *self.behind, *filter(None, [self.trouble])])
+        return "\n".join([self.title, *lines, *self.behind])
 
 
-def make_report(
-    title: str, statuses: Statuses, run: Run, ranks: Iterable[int], period: float, seconds: float
-) -> Report:
-    """Read the statuses of ranks, and make a report of them.
+def make_report(title: str, statuses: Statuses, run: Run, ranks: Sequence[int], period: float) -> Report:
+    """Read the statuses of ranks, and make a report of them. It waits once if a heartbeat is old or missing.
 
     Args:
         statuses: what is known of the ranks.
         run: performs operations on the store.
         period: seconds between two heartbeats.
-        seconds: the longest wait for a late heartbeat, or for a status of a rank that has none.
     """
-    ranks, read, end = list(ranks), list[int](), time.monotonic() + seconds
-    while len(read) < len(ranks) and (not read or time.monotonic() < end):
-        some = ranks[len(read) : len(read) + timing.LIMITS.statuses]
-        statuses.read(run, some)
-        read += some
-    trouble = f"{name_ranks(ranks[len(read) :])} could not be read in {seconds:g} s" if len(read) < len(ranks) else ""
-    late, heard = read, {rank: statuses.record(rank).heard for rank in read}
-    while True:
-        statuses.find_ended(run, late, all_of_them=True)
-        lost = statuses.lost(late)
-        late = [rank for rank in late if rank not in lost and _is_late(statuses.record(rank), heard[rank], period)]
-        if not late or time.monotonic() > end:
-            break
-        time.sleep(timing.TIMING.longest_pause)
-        statuses.read(run, late[: timing.LIMITS.statuses])
-    rows = {rank: _row(rank, statuses.record(rank), statuses.lost_after, is_late=rank in late) for rank in read}
-    found = {rank: status for rank in read if (status := statuses.record(rank).status)}
-    texts = run(*(Read(counters_key(rank)) for rank in found))
-    counters = {rank: unpack_counters(text) for rank, text in zip(found, texts)}
-    return Report(title, rows, tuple(find_behind(found, counters, period)), trouble)
+    statuses.read(run, ranks)
+    first = {rank: statuses.record(rank).heard for rank in ranks}
+    old = [rank for rank in ranks if not _is_fresh(statuses.record(rank).status, period)]
+    if old:
+        time.sleep(min(_WAIT_PERIODS * period, _LONGEST_WAIT))
+        statuses.read(run, old)
+    late = [rank for rank in old if statuses.record(rank).heard == first[rank]]
+    statuses.find_ended(run, ranks, all_of_them=True)
+    found = {rank: record.status for rank in ranks if (record := statuses.record(rank)).status}
+    counters = dict(zip(found, map(unpack_counters, run(*map(Read, map(counters_key, found))))))
+    rows = {rank: _row(rank, statuses.record(rank), statuses.lost_after, is_late=rank in late) for rank in ranks}
+    return Report(title, rows, tuple(find_behind(found, counters, period)))
 
 
-def _is_late(record: Record, heard: object, period: float) -> bool:
-    """True for a rank without a status, and for one whose last heartbeat is old and has been the same since ``heard``.
-
-    The clocks of two hosts differ, so a heartbeat that seems old may be new.
-    """
-    if record.status is None:
-        return True
-    is_fresh = 0 <= time.time() - record.status.sent < _MISSED_PERIODS * period
-    return record.heard == heard and not is_fresh
+def _is_fresh(status: RankStatus | None, period: float) -> bool:
+    """True if the last heartbeat is new. The clocks of two hosts differ, so one that seems old may be new too."""
+    return status is not None and 0 <= time.time() - status.sent < _MISSED_PERIODS * period
 
 
 def _row(rank: int, record: Record, lost_after: float, *, is_late: bool) -> Row:
@@ -129,11 +111,7 @@ def _row(rank: int, record: Record, lost_after: float, *, is_late: bool) -> Row:
         state: State = "ended" if status.endpoint == record.ended else "silent"
         how = loss.strip().partition(";")[0] or f"its last heartbeat was {age} s ago by its clock"
         return Row(rank, status.host, status.pid, state, age, f"{how}; was {status.place}")
-    waits = "; ".join(filter(None, [*map(str, status.pending), status.activity]))
-    return Row(rank, status.host, status.pid, "runs", status.place.seconds, waits or f"{status.place}")
-
-
-# -- ranks that are behind --------------------------------------------------------------------------------------------
+    return Row(rank, status.host, status.pid, "runs", status.place.seconds, status.waits or f"{status.place}")
 
 
 def find_behind(
@@ -143,21 +121,15 @@ def find_behind(
 
     Sends and receives count too, so a group in which a member is in one of these is left out.
     """
+    entered = {rank: {each.name: each.operations for each in own} for rank, own in counters.items()}
     for group in {each.name: each for own in counters.values() for each in own}.values():
-        counts = {
-            rank: sum(each.operations for each in own if each.name == group.name)
-            for rank, own in counters.items()
-            if rank in group.ranks or any(each.name == group.name for each in own)
-        }
-        most, places = max(counts.values()), {rank: statuses[rank].place for rank in counts}
-        first = [rank for rank in counts if counts[rank] == most]
-        behind = [f"rank {rank} with {counts[rank]}" for rank in counts if counts[rank] < most]
+        members = [rank for rank, own in entered.items() if group.name in own or rank in group.ranks]
+        counts = {rank: entered[rank].get(group.name, 0) for rank in members}
+        most, places = max(counts.values()), {rank: statuses[rank].place for rank in members}
+        first = [rank for rank in members if counts[rank] == most]
+        behind = [f"rank {rank} with {counts[rank]}" for rank in members if counts[rank] < most]
         waits = any(places[rank].seconds >= _WAITING_PERIODS * period for rank in first)
-        uses_pairs = any(
-            each.group == group.label and each.called.endswith(_POINT_TO_POINT) for each in places.values()
-        )
-        if behind and waits and not uses_pairs:
-            yield (
-                f"{group.label}: {name_ranks(first)} entered {count_of(most, 'operation')}; behind: "
-                + ", ".join(behind[: timing.LIMITS.named])
-            )
+        in_pairs = any(at.group == group.label and at.called.endswith(_POINT_TO_POINT) for at in places.values())
+        if behind and waits and not in_pairs:
+            numbers = f"{name_ranks(first)} entered {count_of(most, 'operation')}"
+            yield f"{group.label}: {numbers}; behind: {', '.join(behind[: timing.LIMITS.named])}"

@@ -11,7 +11,7 @@ from pgmesh.connect.decisions import Decision
 from pgmesh.connect.group_rounds import GroupRound
 from pgmesh.groups.naming import Fingerprint
 from pgmesh.liveness.operations import Operation
-from pgmesh.liveness.statuses import PendingConnect, RankStatus, status_key
+from pgmesh.liveness.statuses import RankStatus, status_key
 from tests.support.memory_client import MADE, MemoryClient, arrival, judge_of, round_of, rounds_of
 
 # -- attempts ---------------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def test_member_that_dies_after_it_arrived_is_named(late: range):
     """A rank that has not begun is waited for. The one that died is named before the many that are late."""
     values = {
         "group/0/arrivals": arrival(1),
-        status_key(1): RankStatus(1, activity="waiting").pack().encode(),
+        status_key(1): RankStatus(1, pending={"m": "waiting"}).pack().encode(),
         status_key(late[-1]): RankStatus(late[-1], exited="its process has exited").pack().encode(),
     }
     if len(late) == 2:
@@ -137,10 +137,9 @@ MINE, OTHER = (Fingerprint(rank, {"shape": shape}, "mesh 'a'", "Fix it.") for ra
 
 def test_mismatch_of_mesh_fails_all_its_rounds():
     """Rank 1 waits in another group of the mesh, under another key. Its round gets the decision too."""
-    pending = PendingConnect("m/other/0", "group dp", "mesh 'a'", "1", "train.py:9", (0,))
     values = {
         "m/other/0/arrivals": arrival(1, mesh=OTHER.encoded.decode()),
-        status_key(1): RankStatus(1, 1, pending=(pending,)).pack().encode(),
+        status_key(1): RankStatus(1, 1, pending={"m/other/0": "waits"}).pack().encode(),
     }
     client, rounds = MemoryClient(values=values), [round_of(key="m/one"), round_of(key="m/two", ranks=(0, 2))]
     with pytest.raises(MismatchError, match=r"shape: \[2\] on rank 0, \[1, 2\] on rank 1"):
@@ -152,16 +151,15 @@ def test_mismatch_of_mesh_fails_all_its_rounds():
 
 
 def test_rank_waiting_in_another_mesh_is_no_mismatch():
-    pending = PendingConnect("n/other/0", "group dp", "mesh 'b'", "1", "train.py:9", (0,))
     values = {
         "n/other/0/arrivals": arrival(1, mesh=OTHER.encoded.decode()),
-        status_key(1): RankStatus(1, 1, pending=(pending,)).pack().encode(),
+        status_key(1): RankStatus(1, 1, pending={"n/other/0": "connecting mesh 'b'"}).pack().encode(),
     }
     each = round_of(key="m/one")
     rounds_of(MemoryClient(values=values), each, mesh=MINE, mesh_key="m").run()
     assert each.decision is not None
     assert each.decision.kind == "missing"
-    assert "rank 1: connecting group dp of mesh 'b' (ranks 1) at train.py:9, waiting for rank 0" in each.decision.text
+    assert "rank 1: connecting mesh 'b'" in each.decision.text
 
 
 # -- times -------------------------------------------------------------------------------------------------------------

@@ -1,9 +1,8 @@
-"""The liveness thread: its start, the status that it publishes, its tasks and looks, and its end."""
+"""The liveness thread: its start, the status that it publishes, its looks, and its end."""
 
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import threading
 import time
@@ -12,24 +11,22 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from pgmesh import LifetimeError, ProcessGroupMesh, WorldError
-from pgmesh.groups.world import World, current_world
+from pgmesh import LifetimeError, WorldError
+from pgmesh.groups.world import World
 from pgmesh.launch import StoreProcess
 from pgmesh.liveness import timing
 from pgmesh.liveness.client import CallClient
 from pgmesh.liveness.liveness import Liveness, liveness_of
-from pgmesh.liveness.operations import Add, Append, CompareSet, Operation, Read, Run, Set
-from pgmesh.liveness.statuses import PendingConnect, RankStatus, Statuses, status_key
+from pgmesh.liveness.operations import Add, Append, CompareSet, Read, Run
+from pgmesh.liveness.statuses import RankStatus, status_key
 from pgmesh.options import GroupOptions
-from tests.support.board import Fault, faults, raises
-from tests.support.faults import SLACK, beat_fast, stopped, wait_until
+from tests.liveness.test_listeners import is_refused
+from tests.support.faults import SLACK, meanwhile, stopped, wait_until
 from tests.support.logs import logged_lines
-from tests.support.worlds import fresh_world, on_ranks
 
-PENDING = PendingConnect("train.0/0", "group tp", "mesh 'train'", "0, 1", "train.py:9", (1,))
+PENDING, OTHER = {"train.0/tp/0": "connecting group tp"}, {"train.0/dp/0": "connecting group dp"}
 
 
 @pytest.fixture
@@ -67,7 +64,7 @@ def world(store: StoreProcess):
 
 
 @pytest.fixture
-def rare_heartbeats(monkeypatch: pytest.MonkeyPatch):
+def rare_heartbeats(fast_heartbeats: None, monkeypatch: pytest.MonkeyPatch):
     """What is published within a second is published at once."""
     monkeypatch.setattr(timing, "TIMING", timing.TIMING._replace(heartbeat=60.0))
 
@@ -86,18 +83,10 @@ def liveness_threads() -> list[threading.Thread]:
 # -- the start and the status ------------------------------------------------------------------------------------------
 
 
-def test_first_call_starts_one_thread(world: World):
+def test_one_thread_publishes_process_and_place(world: World):
     before = len(liveness_threads())
-    first = liveness_of(world)
-    assert liveness_of(world) is first
-    assert CallClient(world, 1.0).liveness is first
-    assert len(liveness_threads()) == before + 1
-
-
-def test_status_names_process_and_place(world: World):
-    liveness = liveness_of(world)
-    liveness.wait_for_heartbeat()
     status = last_status(world)
+    assert len(liveness_threads()) == before + 1
     assert (status.rank, status.world_size) == (0, 1)
     assert (status.host, status.pid) == (socket.gethostname(), os.getpid())
     assert status.place.line.startswith("test_liveness.py:")
@@ -106,85 +95,29 @@ def test_status_names_process_and_place(world: World):
     wait_until(lambda: last_status(world).heartbeat > status.heartbeat, "another heartbeat")
 
 
-def test_place_is_that_of_the_chosen_thread(world: World):
-    end = threading.Event()
-
-    def train() -> None:
-        end.wait(10.0)
-
-    thread = threading.Thread(target=train, daemon=True)
-    thread.start()
-    liveness_of(world).places.thread = thread.ident
-    wait_until(lambda: last_status(world).place.function == "train", "the place of the thread")
-    end.set()
-
-
 def test_pending_groups_of_threads_are_published_at_once(world: World, rare_heartbeats: None):
-    liveness, other = liveness_of(world), PENDING._replace(group="group dp")
-    liveness.wait_for_heartbeat()
-    assert last_status(world).pending == ()
-    liveness.set_pending((PENDING,))
-    thread = threading.Thread(target=liveness.set_pending, args=((other,),))
+    liveness = liveness_of(world)
+    assert last_status(world).pending == {}
+    liveness.set_pending(PENDING)
+    thread = threading.Thread(target=liveness.set_pending, args=(OTHER,))
     thread.start()
     thread.join()
-    wait_until(lambda: last_status(world).pending == (PENDING, other), "both groups", SLACK)
-    liveness.set_pending(())
-    wait_until(lambda: last_status(world).pending == (other,), "one group", SLACK)
+    wait_until(lambda: last_status(world).pending == {**PENDING, **OTHER}, "both groups", SLACK)
+    liveness.set_pending({})
+    wait_until(lambda: last_status(world).pending == OTHER, "one group", SLACK)
     heartbeat = last_status(world).heartbeat
-    liveness.set_pending(())
+    liveness.set_pending({})
     time.sleep(0.1)
     assert last_status(world).heartbeat == heartbeat  # nothing has changed
 
 
-def test_activity_is_published_at_once(world: World, rare_heartbeats: None):
-    liveness = liveness_of(world)
-    liveness.set_activity("standing by for mesh 'train'")
-    wait_until(lambda: f"{last_status(world)}" == "standing by for mesh 'train'", "the activity", SLACK)
-    liveness.set_activity("")
-    wait_until(lambda: last_status(world).activity == "", "no activity", SLACK)
-
-
 def test_store_without_connections_has_statuses_too():
     world = World(dist.HashStore(), 0, 1, GroupOptions(), "HashStore")
-    liveness_of(world).wait_for_heartbeat()
     assert last_status(world).endpoint == ()
     world.end("its process has exited")
 
 
-# -- tasks and looks ---------------------------------------------------------------------------------------------------
-
-
-def test_failed_task_is_repeated_until_it_succeeds(world: World):
-    liveness = liveness_of(world)
-    with faults(Fault(Set("told", "why"), before=raises(RuntimeError("not now")), times=2)):
-        assert liveness.insist(lambda run: f"{run(Set('told', 'why'))}", 10.0) == "[None]"
-    assert CallClient(world, 1.0).run(Read("told")) == [b"why"]
-
-
-def test_insist_returns_none_after_its_time(store: StoreProcess, world: World):
-    liveness = liveness_of(world)
-    liveness.wait_for_heartbeat()
-    with stopped([pid_of(store)]):
-        start = time.monotonic()
-        assert liveness.insist(lambda run: f"{run(Add('told'))}", 0.3) is None
-        assert 0.25 < time.monotonic() - start < 0.3 + SLACK
-    wait_until(lambda: CallClient(world, 1.0).run(Read("told")) == [b"1"], "the task")
-
-
-def test_task_is_performed_before_the_thread_ends(store: StoreProcess):
-    with ranks(store, 1) as (world,):
-        liveness = liveness_of(world)
-        liveness.wait_for_heartbeat()
-        with stopped([pid_of(store)]):
-            liveness.insist(lambda run: f"{run(Set('told', 'why'))}", 0.0)
-            end = threading.Thread(target=world.end, args=("its process has exited",))
-            end.start()
-            end.join(0.3)
-            assert end.is_alive()  # it waits until the store answers
-        end.join(10.0)
-        assert not end.is_alive()
-    client = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
-    assert client.get("told") == b"why"
+# -- looks -------------------------------------------------------------------------------------------------------------
 
 
 def test_look_is_called_until_it_returns_false(world: World):
@@ -234,39 +167,31 @@ def test_slow_looks_take_turns_between_heartbeats(world: World):
 # -- silence -----------------------------------------------------------------------------------------------------------
 
 
-def pid_of(store: StoreProcess) -> int:
-    assert store.process.pid is not None
-    return store.process.pid
-
-
-def watch(world: World, rank: int, seconds: float) -> tuple[Statuses, list[str]]:
-    """Read the status of another rank for some seconds; return how it was known to be lost, if it was."""
-    client, end, seen = CallClient(world, seconds), time.monotonic() + seconds, list[str]()
+def watch(world: World, rank: int, seconds: float) -> list[str]:
+    """Read the status of another rank until it is lost, or for some seconds; return how that is known."""
+    client, end = CallClient(world, seconds), time.monotonic() + seconds
     statuses = client.liveness.new_statuses()
     while time.monotonic() < end:
         statuses.read(client.run, [rank])
-        seen += statuses.lost([rank]).values()
+        if lost := statuses.lost([rank]):
+            return [*lost.values()]
         client.sleep(0.02)
-    return statuses, seen
+    assert statuses.record(rank).status is not None
+    return []
 
 
 @pytest.mark.parametrize("seconds", [0.3, 2.0])
 def test_paused_store_makes_no_rank_silent(store: StoreProcess, seconds: float):
+    def pause() -> None:
+        time.sleep(0.3)
+        with stopped([store.process.pid or 0]):
+            time.sleep(seconds)
+
     with ranks(store) as worlds:
         for world in worlds:
             liveness_of(world).wait_for_heartbeat()
-
-        def pause() -> None:
-            time.sleep(0.3)
-            with stopped([pid_of(store)]):
-                time.sleep(seconds)
-
-        thread = threading.Thread(target=pause)
-        thread.start()
-        statuses, lost = watch(worlds[0], 1, seconds + 1.5)
-        thread.join()
-        assert lost == []
-        assert statuses.record(1).status is not None
+        with meanwhile(pause):
+            assert watch(worlds[0], 1, seconds + 1.5) == []
 
 
 def test_silent_rank_is_lost_after_five_heartbeats(store: StoreProcess):
@@ -275,40 +200,11 @@ def test_silent_rank_is_lost_after_five_heartbeats(store: StoreProcess):
         blocked = threading.Event()
         liveness_of(worlds[1]).looks.append(lambda run: blocked.wait(5.0))
         start = time.monotonic()
-        client = CallClient(worlds[0], 5.0)
-        statuses = client.liveness.new_statuses()
-        while not statuses.lost([1]):
-            statuses.read(client.run, [1])
-            client.sleep(0.02)
+        (lost,) = watch(worlds[0], 1, 5.0)
         took = time.monotonic() - start
         blocked.set()
         assert 0.4 < took < 1.0 + SLACK
-        assert "rank 1 has sent no heartbeat for at least 0 s" in statuses.lost([1])[1]
-
-
-@pytest.mark.parametrize("seconds", [0.5, 3.0])
-def test_suspended_ranks_take_none_for_lost(seconds: float):
-    with fresh_world(3) as own:
-        pids = own.pids
-
-        def suspend() -> None:
-            time.sleep(0.5)
-            with stopped(pids):
-                time.sleep(seconds)
-
-        thread = threading.Thread(target=suspend)
-        thread.start()
-        lost = own.run(watch_others, seconds + 2.0)
-        thread.join()
-    assert lost == [[], [], []]
-
-
-def watch_others(seconds: float) -> list[str]:
-    beat_fast()
-    world = current_world()
-    liveness_of(world).wait_for_heartbeat()
-    dist.barrier()
-    return watch(world, (world.rank + 1) % world.size, seconds)[1]
+        assert "rank 1 has sent no heartbeat for at least 0 s" in lost
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------
@@ -317,80 +213,33 @@ def watch_others(seconds: float) -> list[str]:
 @pytest.mark.parametrize("reason", ["its process has exited", "torch.distributed was destroyed"])
 def test_end_of_world_publishes_reason(store: StoreProcess, reason: str):
     with ranks(store) as worlds:
-        liveness = liveness_of(worlds[1])
-        liveness.wait_for_heartbeat()
-        endpoint = last_status(worlds[1]).endpoint
+        endpoint: Any = last_status(worlds[1]).endpoint
         before = len(liveness_threads())
         worlds[1].end(reason)
         assert len(liveness_threads()) == before - 1
-        statuses, _ = watch(worlds[0], 1, 0.1)
-        assert statuses.lost([1]) == {1: f"rank 1 has left the world: {reason}"}
-        assert is_refused(endpoint)  # type: ignore[arg-type]
-        assert liveness.insist(lambda run: "done", 5.0) is None
-        with pytest.raises(LifetimeError, match=f"no heartbeat: {reason}"):
-            Liveness(worlds[1])
+        assert watch(worlds[0], 1, 1.0) == [f"rank 1 has left the world: {reason}"]
+        assert is_refused(endpoint)
+        with pytest.raises(LifetimeError, match=f"no store: {reason}"):
+            Liveness(worlds[1]).wait_for_heartbeat()
 
 
 def test_dead_store_ends_thread_with_world_error(store: StoreProcess, world: World):
     liveness = liveness_of(world)
-    liveness.wait_for_heartbeat()
-    last_status(world)
+    endpoint: Any = last_status(world).endpoint
     store.close()
     wait_until(lambda: liveness.failure, "the end of the thread")
     with pytest.raises(WorldError, match=f"the store at 127.0.0.1:{store.port} failed"):
         liveness.wait_for_heartbeat()
     with pytest.raises(WorldError, match=f"the store at 127.0.0.1:{store.port} failed"):
         CallClient(world, 1.0).run(CompareSet("a", "b"))
-    assert liveness.insist(lambda run: f"{run(Add('a'))}", 5.0) is None
-    assert last_words(world) == ""
-
-
-def last_words(world: World) -> str:
-    """End a world whose store is dead. Its listener stays open until then: it says that the process lives."""
-    liveness = liveness_of(world)
-    host, port = liveness._listeners.endpoint
-    socket.create_connection((host, port), 5.0).close()
+    socket.create_connection(endpoint, 5.0).close()  # it says that the process lives
     world.end("its process has exited")
-    return "" if liveness._exited else "not ended"
-
-
-def is_refused(endpoint: tuple[str, int]) -> bool:
-    try:
-        socket.create_connection(endpoint, 5.0).close()
-    except ConnectionRefusedError:
-        return True
-    return False
-
-
-def test_forked_child_closes_the_listener(store: StoreProcess):
-    with ranks(store) as worlds:
-        liveness_of(worlds[1]).wait_for_heartbeat()
-        endpoint: Any = last_status(worlds[1]).endpoint
-        child = os.fork()
-        if child == 0:
-            time.sleep(30.0)
-            os._exit(0)
-        try:
-            worlds[1].end("its process has exited")
-            wait_until(lambda: is_refused(endpoint), "the end of the listener in the child")
-        finally:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-
-
-@on_ranks(2, fresh=True)
-def test_group_alone_starts_no_liveness():
-    mesh = ProcessGroupMesh(dp=2)
-    dist.all_reduce(torch.ones(1), group=mesh.group("dp"))
-    assert liveness_threads() == []
-    mesh.report()
-    assert len(liveness_threads()) == 1
+    assert is_refused(endpoint)
 
 
 def test_operations_of_a_call_are_counted(world: World):
     client = CallClient(world, 30.0)
-    asked: list[Operation] = [Add("a"), Add("a"), Read("a")]
-    assert client.run(*asked) == [1, 2, b"2"]
+    assert client.run(Add("a"), Add("a"), Read("a")) == [1, 2, b"2"]
     assert client.operations == 3
     assert client.deadline - client.start == 30.0
     slept: list[float] = []

@@ -1,4 +1,4 @@
-"""Where a thread is: the line of its program, what that has called, the group, and since when."""
+"""Where a thread is: the line of its program, what that has called, the group, and since when; and operations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +19,33 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from pgmesh import ProcessGroupMesh
-from pgmesh.liveness.places import PlaceFinder
+from pgmesh.liveness.places import GroupCounter, PlaceFinder, own_counters, unpack_counters
+from pgmesh.liveness.records import pack
 from pgmesh.liveness.statuses import NOWHERE, Place
-from tests.support.faults import set_flag, wait_for_flag, wait_until
+from tests.support.faults import meanwhile, set_flag, wait_for_flag, wait_until
 from tests.support.worlds import on_ranks
 
 
-def finder_of(thread: threading.Thread) -> PlaceFinder:
-    finder = PlaceFinder()
-    finder.thread = thread.ident
-    return finder
-
-
-def place_in(function: Callable[[threading.Event], object], is_there: Callable[[Place], bool]) -> Place:
-    """The place of a thread in a function, which gets an event to wait for."""
+@contextmanager
+def thread_in(function: Callable[[threading.Event], object]) -> Iterator[PlaceFinder]:
+    """The finder of a thread in a function, which gets an event to wait for. It is set at the end of the block."""
     end = threading.Event()
     thread = threading.Thread(target=function, args=(end,), daemon=True)
     thread.start()
-    finder = finder_of(thread)
+    finder = PlaceFinder()
+    finder.thread = thread.ident
     try:
-        return wait_until(lambda: place if is_there(place := finder.find(0)) else None, "the place")
+        yield finder
     finally:
         end.set()
         thread.join(10.0)
+
+
+def place_in(function: Callable[[threading.Event], object], is_there: Callable[[Place], bool]) -> Place:
+    """The place of a thread in a function."""
+    with thread_in(function) as finder:
+        place: Place = wait_until(lambda: place if is_there(place := finder.find(0)) else None, "the place")
+        return place
 
 
 def wait_here(end: threading.Event) -> None:
@@ -75,70 +80,66 @@ def test_place_names_function_of_torch_below_program():
     assert re.fullmatch(r"torch\.utils\.data\.dataloader\.(_BaseDataLoaderIter\.)?__next__", place.called)
 
 
+def run_in(file: str, module: str) -> Callable[[threading.Event], object]:
+    """A function of a file that waits for an event."""
+    names: dict[str, Any] = {"__name__": module}
+    exec(compile("def run(end):\n  end.wait(10)", file, "exec"), names)
+    run: Callable[[threading.Event], object] = names["run"]
+    return run
+
+
+INSTALLED = "/lib/site-packages/lightning/loop.py", "lightning.loop"
+
+
 @pytest.mark.parametrize(
     ("file", "module", "expected"),
     [
         ("<string>", "__main__", "<string>:2 in run"),
         ("<frozen importlib>", "importlib", "test_places.py"),
-        ("/lib/site-packages/lightning/loop.py", "lightning.loop", "test_places.py"),
+        (*INSTALLED, "test_places.py"),
         ("/work/train.py", "train", "train.py:2 in run"),
     ],
 )
 def test_code_counts_as_program_by_its_file(file: str, module: str, expected: str):
-    names: dict[str, Any] = {"__name__": module}
-    exec(compile("def run(end):\n  end.wait(10)", file, "exec"), names)
-    place = place_in(lambda end: names["run"](end), lambda place: bool(place.line))
+    run = run_in(file, module)
+    place = place_in(lambda end: run(end), lambda place: bool(place.line))
     assert f"{place}".startswith(f"at {expected}")
 
 
 def test_installed_program_is_named_without_other_code():
-    names: dict[str, Any] = {"__name__": "lightning.loop"}
-    exec(compile("def run(end):\n  end.wait(10)", "/lib/site-packages/lightning/loop.py", "exec"), names)
-    place = place_in(names["run"], lambda place: bool(place.line))
+    place = place_in(run_in(*INSTALLED), lambda place: bool(place.line))
     assert f"{place}" == "at loop.py:2 in run"
 
 
 def test_ended_thread_has_no_place():
-    thread = threading.Thread(target=int)
-    thread.start()
-    thread.join()
-    assert finder_of(thread).find(()) == NOWHERE
+    with thread_in(lambda end: None) as finder:
+        wait_until(lambda: finder.find(0) == NOWHERE, "the end of the thread")
 
 
 def test_seconds_grow_while_nothing_changes(monkeypatch: pytest.MonkeyPatch):
-    end, now = threading.Event(), 100.0
-    thread = threading.Thread(target=wait_here, args=(end,), daemon=True)
-    thread.start()
-    finder = finder_of(thread)
-    wait_until(lambda: finder.find(0).function == "wait_here", "the wait")
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    finder.find(3)
-    seconds = []
-    for operations in (3, 3, 4, 4):
-        now += 2.0
-        seconds.append(finder.find(operations).seconds)
-    end.set()
-    assert seconds == [2, 4, 0, 2]
+    now, seconds = 100.0, list[int]()
+    with thread_in(wait_here) as finder:
+        wait_until(lambda: finder.find(0).function == "wait_here", "the wait")
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "monotonic", lambda: now)
+            for operations in (3, 3, 3, 4, 4):
+                seconds.append(finder.find(operations).seconds)
+                now += 2.0
+    assert seconds == [0, 2, 4, 0, 2]
 
 
 def test_finder_keeps_no_tensor_alive():
-    end, known = threading.Event(), list[weakref.ref[torch.Tensor]]()
+    known = list[weakref.ref[torch.Tensor]]()
 
-    def hold() -> None:
+    def hold(end: threading.Event) -> None:
         tensor = torch.ones(3)
         known.append(weakref.ref(tensor))
         end.wait(10.0)
 
-    thread = threading.Thread(target=hold, daemon=True)
-    thread.start()
-    finder = finder_of(thread)
-    wait_until(lambda: finder.find(0).function == "hold", "the wait")
-    gc.collect()
     gc.disable()
     try:
-        finder.find(0)
-        end.set()
-        thread.join()
+        with thread_in(hold) as finder:
+            wait_until(lambda: finder.find(0).function == "hold", "the wait")
         assert known[0]() is None
     finally:
         gc.enable()
@@ -193,12 +194,41 @@ def test_place_names_group_of_collective(tmp_path: Path):
                 found.append(finder.find(0))
                 set_flag(tmp_path, f"seen {number}")
 
-            thread = threading.Thread(target=look, daemon=True)
-            thread.start()
-            call(group)
-            thread.join()
+            with meanwhile(look):
+                call(group)
             assert found[0].called.endswith(called), found
             assert found[0].group == "group dp of mesh 'train'"
         else:
             wait_for_flag(tmp_path, f"seen {number}")
             call(group)
+
+
+# -- operations --------------------------------------------------------------------------------------------------------
+
+
+def test_packed_counters_are_read_unchanged():
+    counters = [GroupCounter("train.0/dp", "group dp of mesh 'train'", [0, 1], 17)]
+    assert unpack_counters(pack(counters=counters).encode()) == counters
+
+
+@pytest.mark.parametrize("text", [None, b"", b"nonsense", b'{"v": 5}'])
+def test_foreign_value_has_no_counters(text: bytes | None):
+    assert unpack_counters(text) == []
+
+
+@on_ranks(2)
+def test_operations_are_counted_in_each_group():
+    mesh = ProcessGroupMesh(dp=2, name="train")
+    before = {each.name: each for each in own_counters()}
+    assert mesh.group("dp").group_name not in before
+    first = counted(mesh)
+    for _ in range(3):
+        dist.all_reduce(torch.ones(1), group=mesh.group("dp"))
+    last = counted(mesh)
+    assert last.operations - first.operations in (3, 4)  # the connections may be started meanwhile
+    assert (last.label, [*last.ranks]) == ("group dp of mesh 'train'", [0, 1])
+
+
+def counted(mesh: ProcessGroupMesh) -> GroupCounter:
+    name = mesh.group("dp").group_name
+    return next(each for each in own_counters() if each.name == name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,23 +10,14 @@ from hypothesis import given, strategies as st
 
 from pgmesh.liveness import timing
 from pgmesh.liveness.records import VERSION, foreign_value, pack, unpack
-from pgmesh.liveness.statuses import PendingConnect, Place, RankStatus, Statuses, status_key
+from pgmesh.liveness.statuses import Place, RankStatus, Statuses, status_key
 from tests.support.memory_client import MemoryClient
 
-WAITS = PendingConnect("train.0/0", "group tp", "mesh 'actor'", "0, 1", "train.py:9", (0, 7))
+WAITS = "connecting group tp of mesh 'actor' (ranks 0, 1) at train.py:9, waiting for ranks 0, 7"
 PLACE = Place("train.py:31", "step", "torch.distributed.all_reduce", "group dp of mesh 'actor'", 12)
-FULL = RankStatus(
-    1,
-    heartbeat=3,
-    world_size=8,
-    host="host7",
-    pid=4711,
-    activity="standing by for mesh 'actor'",
-    pending=(WAITS,),
-    place=PLACE,
-    endpoint=("10.0.0.1", 4000),
-    sent=1000.5,
-)
+ENDPOINT = ("127.0.0.1", 4000)
+FULL = RankStatus(1, 3, 8, "host7", 4711, {"train.0/0": WAITS}, PLACE, endpoint=ENDPOINT, sent=1000.5)
+LEFT = "has left the world: its process has exited"
 
 
 def foreign_texts() -> list[bytes]:
@@ -38,7 +28,7 @@ def foreign_texts() -> list[bytes]:
         {**record, "rank": "1"},
         {**record, "more": 1},
         {**record, "place": ["train.py:31"] * 9},
-        {**record, "pending": [["too", "few"]]},
+        {**record, "pending": []},
         {**record, "host": "x" * timing.LIMITS.record_chars},
         {name: value for name, value in record.items() if name != "heartbeat"},
     ]
@@ -51,38 +41,33 @@ def test_unpack_returns_none_for_foreign_value(text: bytes):
 
 
 @given(st.text(max_size=12), st.integers(0, 9), st.text(max_size=12))
-def test_packed_status_is_read_unchanged(activity: str, rank: int, line: str):
-    status = RankStatus(rank, 7, activity=activity, pending=(WAITS._replace(call_site=line),), place=PLACE)
-    assert RankStatus.unpack(rank, status.pack().encode()) == status
-
-
-def test_status_with_all_fields_is_read_unchanged():
-    assert RankStatus.unpack(1, FULL.pack().encode()) == FULL
-    assert RankStatus.unpack(1, None) is None
+def test_packed_status_is_read_unchanged(host: str, rank: int, text: str):
+    for status in RankStatus(rank, host=host, pending={"a": text}), FULL:
+        assert RankStatus.unpack(status.rank, status.pack().encode()) == status
 
 
 def test_lone_surrogate_is_read_as_question_mark():
-    """A file name may have one, and so an error or the activity of a rank that names it."""
-    found = RankStatus.unpack(1, RankStatus(1, activity="reads caf\udce9.txt").pack().encode())
+    """A file name may have one, and so a place."""
+    found = RankStatus.unpack(1, RankStatus(1, place=Place("caf\udce9.py:3")).pack().encode())
     assert found is not None
-    assert found.activity == "reads caf?.txt"
+    assert found.place.line == "caf?.py:3"
 
 
 def test_unpack_evaluates_no_text():
     assert unpack("__import__('os').abort()") is None
-    assert unpack(pack(rank=1), rank=int) == {"rank": 1, "v": VERSION}
+    assert unpack(pack(rank=1), rank=int) == {"rank": 1}
     assert foreign_value("a/b", b"x" * 100) == f"the store's key a/b holds {b'x' * 80!r}..., which pgmesh did not write"
 
 
 @pytest.mark.parametrize(
     ("status", "text"),
     [
-        (FULL, f"{WAITS}; standing by for mesh 'actor'"),
+        (FULL, WAITS),
+        (RankStatus(1, exited=LEFT), LEFT),
         (
-            RankStatus(1, exited="has left the world: its process has exited"),
-            "has left the world: its process has exited",
+            RankStatus(1, place=PLACE),
+            "at train.py:31 in step: torch.distributed.all_reduce, group dp of mesh 'actor', for 12 s",
         ),
-        (RankStatus(1, place=PLACE), f"{PLACE}, for 12 s"),
         (RankStatus(1, place=Place("a.py:2", "load")), "at a.py:2 in load, for 0 s"),
         (RankStatus(1), "its thread has ended, for 0 s"),
     ],
@@ -91,26 +76,37 @@ def test_status_text_says_what_rank_does(status: RankStatus, text: str):
     assert str(status) == text
 
 
-def test_place_text_names_function_and_group():
-    assert f"{PLACE}" == "at train.py:31 in step: torch.distributed.all_reduce, group dp of mesh 'actor'"
-
-
 # -- which ranks are lost ----------------------------------------------------------------------------------------------
 
 
 class Reader:
-    """Statuses over a store in memory, with a clock that the test moves."""
+    """Statuses over a store in memory, with a clock that the test moves.
 
-    def __init__(self, has_ended: Callable[[RankStatus, float, float], bool] = lambda *_: False) -> None:
-        self.client, self.clock = MemoryClient(0), 0.0
-        self.statuses = Statuses(5.0, lambda: self.clock, has_ended)
+    Args:
+        has_ended: the answer of each listener.
+    """
+
+    def __init__(self, has_ended: bool = False) -> None:
+        self.client, self.clock, self.answer = MemoryClient(0), 0.0, has_ended
+        self.asked: list[tuple[int, float]] = []  # the ranks whose listeners were asked, and how long
+        self.statuses = Statuses(5.0, lambda: self.clock, self._has_ended)
+
+    def _has_ended(self, status: RankStatus, seconds: float, wait: float) -> bool:
+        self.asked.append((status.rank, wait))
+        return self.answer
+
+    def write(self, heartbeat: int, rank: int = 1, **more: Any) -> None:
+        status = RankStatus(rank, heartbeat, endpoint=ENDPOINT, place=PLACE, **more)
+        self.client.values[status_key(rank)] = status.pack().encode()
 
     def read(self, heartbeat: int, after: float = 0.0, **more: Any) -> None:
         """Read a status of rank 1, some seconds later."""
         self.clock += after
-        status = RankStatus(1, heartbeat, endpoint=("127.0.0.1", 4000), place=PLACE, **more)
-        self.client.values[status_key(1)] = status.pack().encode()
+        self.write(heartbeat, **more)
         self.statuses.read(self.client.run, [1])
+
+    def ask(self, *ranks: int, **more: Any) -> None:
+        self.statuses.find_ended(self.client.run, ranks, **more)
 
     @property
     def lost(self) -> dict[int, str]:
@@ -119,10 +115,9 @@ class Reader:
 
 def test_rank_without_status_is_not_lost():
     reader = Reader()
-    reader.statuses.read(reader.client.run, [1])
-    reader.clock = 100.0
-    reader.statuses.read(reader.client.run, [1])
-    assert reader.lost == {}
+    for reader.clock in (0.0, 100.0):
+        reader.statuses.read(reader.client.run, [1])
+        assert reader.lost == {}
     assert reader.statuses.describe(1).startswith("rank 1: no status: it has called none of connect, report")
     assert reader.statuses.describe(2) == "rank 2: its status was not read"
 
@@ -142,47 +137,65 @@ def test_rank_is_lost_after_seconds_without_heartbeat():
     assert reader.lost == {}
 
 
+def test_silence_of_whole_periods_is_one():
+    """Of two looks five periods apart, the first counts after its read, and the second before it."""
+    reader, times = Reader(), iter([0.0, 0.0003, 5.0, 5.0003])
+    reader.statuses.now = lambda: next(times)
+    reader.read(1)
+    assert not reader.lost
+    reader.read(1)
+    assert reader.lost[1].startswith("rank 1 has sent no heartbeat for at least 5 s")
+
+
+def test_new_process_with_same_heartbeat_is_not_silent():
+    reader = Reader()
+    reader.read(3, sent=100.0)
+    reader.read(3, 30.0, sent=129.0)
+    assert not reader.lost
+    reader.read(3, 6.0, sent=129.0)
+    assert [*reader.lost] == [1]
+
+
 def test_rank_that_left_is_lost_at_once():
     reader = Reader()
-    reader.read(1, exited="has left the world: its process has exited")
-    assert reader.lost == {1: "rank 1 has left the world: its process has exited"}
+    reader.read(1, exited=LEFT)
+    assert reader.lost == {1: f"rank 1 {LEFT}"}
 
 
 def test_refusing_listener_means_that_rank_has_ended():
-    reader = Reader(lambda *_: True)
+    reader = Reader(has_ended=True)
     reader.read(1)
-    reader.statuses.find_ended(reader.client.run, [2, 1])
+    reader.ask(2, 1)
+    reader.read(1)
     assert reader.lost == {1: "rank 1 has ended: its listener at 127.0.0.1:4000 refuses connections"}
-    reader.read(1, sent=7.0)  # a new process of the rank
+    reader.read(2)  # a new process may have the port of one that has ended
     assert reader.lost == {}
 
 
 def test_reason_published_before_the_end_is_read():
-    def has_ended(*_: object) -> bool:
-        text = RankStatus(1, 2, exited="has left the world: it was destroyed", endpoint=("127.0.0.1", 4000)).pack()
-        reader.client.values[status_key(1)] = text.encode()
-        return True
-
-    reader = Reader(has_ended)
+    reader = Reader(has_ended=True)
     reader.read(1)
-    reader.statuses.find_ended(reader.client.run, [1])
-    assert reader.lost == {1: "rank 1 has left the world: it was destroyed"}
+    reader.write(2, exited=LEFT)
+    reader.ask(1)
+    assert reader.lost == {1: f"rank 1 {LEFT}"}
 
 
 def test_find_ended_stops_at_first_running_rank():
-    asked: list[int] = []
-    statuses = Statuses(5.0, lambda: 0.0, lambda status, *_: bool(asked.append(status.rank)))
-    client = MemoryClient(0, {status_key(rank): RankStatus(rank).pack().encode() for rank in range(3)})
-    statuses.read(client.run, range(3))
-    statuses.find_ended(client.run, range(3))
-    assert asked == [0]
-    statuses.find_ended(client.run, range(3), all_of_them=True)
-    assert asked == [0, 0, 1, 2]
-
-
-def test_next_inspection_is_due_when_rank_becomes_lost():
     reader = Reader()
-    assert reader.statuses.next_inspection(0.2) == 0.2
-    reader.read(1)
-    reader.clock = 4.9
-    assert reader.statuses.next_inspection(0.2) == pytest.approx(0.1)
+    for rank in range(3):
+        reader.write(1, rank)
+    reader.statuses.read(reader.client.run, range(3))
+    reader.ask(0, 1, 2)
+    assert reader.asked == [(0, 0.5)]
+    reader.ask(0, 1, 2, all_of_them=True)
+    assert reader.asked[1:] == [(0, 0.5), (1, 0.5), (2, 0.5)]
+
+
+def test_almost_lost_rank_waits_shortly_for_its_listener():
+    """Each ask of a host that does not answer would otherwise postpone the loss by half a second."""
+    reader = Reader()
+    for after in (0.0, 4.75, 1.25):
+        reader.read(3, after)
+        reader.ask(1)
+    reader.ask(1, lost_after=6.25)  # the limit of a call
+    assert reader.asked == [(1, 0.5), (1, 0.25), (1, 0.25)]

@@ -247,7 +247,7 @@ def no_rank_is_lost(lost):
     "report() says where each rank is",
     page="why_does_it_hang.md",
     target="liveness.places:PlaceFinder.find",
-    tests="tests/liveness/test_liveness.py -k names_process_and_place",
+    tests="tests/liveness/test_liveness.py -k publishes_process_and_place",
 )
 def places_unknown(find):
     return lambda self, progress: type(find(self, progress))()

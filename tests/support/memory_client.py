@@ -10,7 +10,7 @@ from pgmesh.connect.group_rounds import ConnectJudge, GroupRound
 from pgmesh.connect.rounds import Rounds
 from pgmesh.groups.naming import Fingerprint
 from pgmesh.liveness.operations import Delete, Operation, Read, perform
-from pgmesh.liveness.statuses import PendingConnect, RankStatus, Statuses, status_key
+from pgmesh.liveness.statuses import RankStatus, Statuses, status_key
 from tests.support.board import MemoryStore, key_of
 
 MADE = Decision("made")
@@ -43,7 +43,7 @@ class MemoryClient:
         self.clock += max(seconds, 0.001)
         self.between()
 
-    def set_pending(self, pending: tuple[PendingConnect, ...]) -> None:
+    def set_pending(self, pending: dict[str, str]) -> None:
         self.values[status_key(self.rank)] = RankStatus(self.rank, 1, pending=pending).pack().encode()
 
     def _perform(self, operation: Operation) -> Any:

@@ -11,7 +11,7 @@ from pgmesh.connect.group_rounds import ConnectJudge, GroupRound
 from pgmesh.connect.rounds import Rounds
 from pgmesh.groups.naming import Fingerprint
 from pgmesh.liveness.operations import Append, CompareSet
-from pgmesh.liveness.statuses import PendingConnect, Statuses
+from pgmesh.liveness.statuses import Statuses
 from tests.connect.model.programs import Call as Groups, Group, Program
 from tests.support.board import Board
 from tests.support.model.processes import DEADLINE, LONG, MOST_CALLS, Call, Node, as_it_is
@@ -23,10 +23,10 @@ CONSTANTS = {"rank", "client", "call_site", "process", "deadline", "statuses", "
 class SetPending(NamedTuple):
     """Publish the groups that a rank waits for."""
 
-    pending: tuple[PendingConnect, ...]
+    pending: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        return "waits in " + "; ".join(f"{wait.name} for {[*wait.missing]}" for wait in self.pending)
+        return "waits in " + "; ".join(f"{name}: {text}" for name, text in self.pending)
 
 
 @dataclass(frozen=True)
@@ -174,9 +174,9 @@ class Connect(Call):
 
     # -- the client -----------------------------------------------------------------------------------------------
 
-    def set_pending(self, pending: tuple[PendingConnect, ...]) -> None:
+    def set_pending(self, pending: dict[str, str]) -> None:
         if pending or self.published:
-            self.ask(SetPending(pending))
+            self.ask(SetPending(tuple(pending.items())))
             self.published = True
 
     def wake(self, choice: str) -> None:

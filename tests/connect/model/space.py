@@ -100,7 +100,7 @@ class ConnectSpace(Space):
     def answer(self, i: int, node: Any, content: Content, fact: bool) -> tuple[Any, Content]:
         if not isinstance(node.step, SetPending):
             return super().answer(i, node, content, fact)
-        status = RankStatus(i, content.beats, pending=node.step.pending).pack().encode()
+        status = RankStatus(i, content.beats, pending=dict(node.step.pending)).pack().encode()
         if content.get(status_key(i)) == status:
             return None, content
         return None, self.stores.content({**content.values, status_key(i): status}, content.beats)

@@ -237,7 +237,7 @@ class Shrink(Call):
             self.time = max(self.time, beats * LONG + self.time % LONG)
         return answer
 
-    def set_pending(self, pending: tuple[object, ...]) -> None:
+    def set_pending(self, pending: dict[str, str]) -> None:
         assert not pending
 
     def wake(self, choice: str) -> None:

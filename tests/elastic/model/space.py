@@ -8,7 +8,7 @@ from typing import Any
 
 from pgmesh.elastic.records import Arrival, Outcome
 from pgmesh.layout import Layout
-from pgmesh.liveness.operations import Append, CompareSet, Delete, Read, Replace, Set
+from pgmesh.liveness.operations import Append, CompareSet, Delete, Read, Set
 from pgmesh.liveness.records import pack, unpack
 from pgmesh.liveness.statuses import RankStatus, status_key
 from tests.elastic.model.processes import Code, Ended, Memory, Program, Shrink, Standing, Start, plain
@@ -88,7 +88,7 @@ class ShrinkSpace(Space):
             return state.nodes[node.step.process].dead or not state.affords(CRASH)
         if isinstance(node.step, Sleep):
             return f"{node.attempt}/decision" in content.values
-        if isinstance(node.step, (Read, CompareSet, Replace, Append)):
+        if isinstance(node.step, (Read, CompareSet, Append)):
             name, _, key = node.step.key.rpartition("/")
             if key in ("decision", "arrivals"):
                 return f"{name}/decision" in content.values
