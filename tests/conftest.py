@@ -15,8 +15,6 @@ from hypothesis import settings
 
 TESTS = Path(__file__).parent
 
-collect_ignore = ["upstream/plugin.py"]  # for torch's own tests, which need expecttest
-
 LONGEST = (
     "connect/test_model",
     "elastic/test_model",
