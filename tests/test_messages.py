@@ -129,13 +129,14 @@ def suggested(name: str, call: str) -> list[tuple[str, ...]]:
     return [tuple(calls) for calls in found if calls]
 
 
-@pytest.mark.parametrize("calls", suggested("messages.txt", r"Layout\(.*?\)"))
-def test_suggested_layout_can_be_made(calls: tuple[str, ...]):
-    assert all(isinstance(eval(call), Layout) for call in calls)
-
-
-@pytest.mark.parametrize("calls", suggested("messages-of-axes.txt", r"\S.*?"))
-def test_suggested_call_about_axes_runs(calls: tuple[str, ...]):
+@pytest.mark.parametrize(
+    "calls",
+    [
+        *suggested("messages.txt", r"(?:Layout|mesh\.view|mesh\.device_mesh)\(.*?\)"),
+        *suggested("messages-of-axes.txt", r"\S.*?"),
+    ],
+)
+def test_suggested_call_runs(calls: tuple[str, ...]):
     with names() as known:
         for call in calls:
             exec(call, known)
