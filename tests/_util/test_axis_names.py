@@ -49,10 +49,6 @@ def test_mapping_of_sizes_equals_keywords(world, kind):
     assert plan(kind({"pp": 2, "tp": 4}), nodes="2x4", views={"moe": kind({"class": 8})})["moe: class"].size == 8
 
 
-def test_unpacked_mapping_equals_the_mapping():
-    assert Layout(**{"data-parallel": 2}) == Layout({"data-parallel": 2})
-
-
 def test_numbers_in_a_mapping_are_numbered_axes():
     layout = Layout({1: 2, 2: 3}, ranks=range(6))
     assert layout.axes == (1, 2)

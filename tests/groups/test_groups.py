@@ -5,7 +5,6 @@ After each test the oracle adds up a mask over every group that the test made.
 
 from __future__ import annotations
 
-import importlib
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -19,8 +18,6 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import Layout, LifetimeError, OptionsError, ProcessGroupMesh, ShapeError, torch_private
-from pgmesh.errors import UnsupportedTorchError
-from tests.support.fake_world import fake_rank
 from tests.support.torch_tables import record_operations, table_sizes
 from tests.support.worlds import DEADLINE, axis_combinations, check_sums, groups_of, on_ranks, world
 
@@ -387,18 +384,6 @@ def test_unknown_backend_is_refused_on_partial_meshes():
     check_sums(groups_of(mesh))
 
 
-@on_ranks(2, fresh=True)
-def test_second_import_is_refused_and_first_keeps_working():
-    mesh = ProcessGroupMesh(dp=2, name="actor")
-    group = mesh.group()
-    with pytest.raises(UnsupportedTorchError, match=r"^pgmesh\.torch_private is already loaded in this process"):
-        importlib.reload(torch_private)
-    check_sums(groups_of(mesh))
-    mesh.release()
-    with pytest.raises(LifetimeError, match="group dp of mesh 'actor' was released"):
-        dist.all_reduce(torch.ones(1), group=group)
-
-
 # ---- long names ----
 
 
@@ -432,11 +417,3 @@ def test_interrupted_new_group_leaves_no_group_behind():
         mesh.group("tp", backend="lantern")
     assert table_sizes()["pg_map"] == before
     check_sums(groups_of(mesh))
-
-
-def test_slice_of_one_rank_has_own_options():
-    with fake_rank(0, 8, dist.HashStore()):
-        mesh = ProcessGroupMesh(dp=8, cp=1)
-        mesh.at(dp=0, cp=0).configure(backend="gloo")
-        assert dist.get_backend(mesh.at(dp=0, cp=0).group()) == "gloo"
-        assert mesh.group("cp") is mesh.group_of([0]) is not mesh.at(dp=0, cp=0).group()
