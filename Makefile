@@ -69,7 +69,7 @@ test-torch: $(TORCH_VENV)/made  ## on another torch: make test-torch TORCH=2.15.
 	$(TORCH_RUN) -m tests.support.torch_version $(TORCH)
 	$(LOCAL) PGMESH_TORCH=$(TORCH) $(TORCH_RUN) -m pytest -q -p tests.support.torch_version -n 3 $(BY_FILE) -m 'not long' $(TESTS)
 
-browser: $(VENV)/dev         ## installs Chromium, for the tests that measure figures and pages; needs root, unless it is there
+browser: $(VENV)/dev         ## installs Chromium, for the tests that measure pages; needs root, unless it is there
 	$(RUN) -m tests.support.browser
 
 test-launchers: $(VENV)/dev  ## torchrun, srun, mpirun and mpiexec themselves, from Debian's packages; needs root

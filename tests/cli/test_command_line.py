@@ -18,7 +18,6 @@ from pgmesh import Layout, plan
 from pgmesh.__main__ import COMMANDS, main
 from pgmesh.drawing import styled_text
 from tests.support import golden_files as golden
-from tests.support.message_assertions import without_hostname_warnings
 from tests.support.terminal import COLOUR, run_in_terminal
 
 ROOT = Path(__file__).parents[2]
@@ -228,16 +227,6 @@ def test_module_prints_the_same_as_main(capsys):
     assert 'pgmesh = "pgmesh.__main__:main"' in (ROOT / "pyproject.toml").read_text()
 
 
-@pytest.mark.parametrize(("line", "status"), [(ANSWERS["plan"], 0), ("plan dp=3 --nodes 2x2", 2)])
-def test_installed_script_prints_the_same_as_main(capsys, line, status):
-    script = Path(sys.executable).with_name("pgmesh")
-    if not script.exists():
-        pytest.skip(f"there is no {script.name} beside {sys.executable}: install it")
-    ran, expected = run(str(script), *shlex.split(line)), output(capsys, line, status)
-    assert ran.returncode == status
-    assert (ran.stdout, ran.stderr) == (("", expected) if status else (expected, ""))
-
-
 def test_closed_pipe_is_no_error():
     words = [sys.executable, "-m", "pgmesh", "plan", "pp=16", "dp=512", "cp=8", "tp=16", "--svg", "-"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -296,18 +285,3 @@ def test_terminal_shows_a_colour_for_each_group():
 def test_figure_fits_the_width_of_the_terminal():
     text = run_in_terminal("show --rank 13 pp=2 dp=4 cp=2 tp=4 --nodes 16x4", rich=False, columns=60)
     assert max(len(line) for line in text.splitlines() if line.startswith(("┌", "│", "└"))) <= 60
-
-
-WITHOUT_NUMPY = """
-import sys
-sys.modules["numpy"] = None
-from pgmesh.__main__ import main
-sys.exit(main(["check", "dp=1", "--repeats", "1"]))
-"""
-
-
-@pytest.mark.long
-def test_check_without_numpy_does_not_warn():
-    done = run("-c", WITHOUT_NUMPY)
-    assert done.stdout
-    assert (without_hostname_warnings(done.stderr), done.returncode) == ("", 0)

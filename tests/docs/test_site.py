@@ -62,13 +62,6 @@ def test_the_reference_has_every_public_name(site: Path):
     assert [name for name in missing if name.rpartition(".")[2] not in INSIDE] == []
 
 
-def test_reference_keeps_sentences_whole_without_noise(site: Path):
-    page = (site / "docs" / "reference.html").read_text(encoding="utf-8")
-    noise = ("Alias for field number", "add_note", "with_traceback", "overridden by all subclasses")
-    assert [words for words in noise if words in page] == []
-    assert not re.search(r'class="field-(?:odd|even)">Type<', page)
-
-
 def test_reference_documents_fields_and_calls(site: Path):
     page = (site / "docs" / "reference.html").read_text(encoding="utf-8")
     for name in ("ProcessGroupMesh.layout", "RankView.rank", "launch.StoreProcess.port", "launch.StoreProcess.process"):
@@ -95,17 +88,3 @@ def test_porting_tables_are_not_cut_off(site: Path, tmp_path: Path, width: int):
     found = browser.overflows(pages, width, tmp_path, ".table-wrapper")
     assert len(found) == 7
     assert {name: more for name, more in found.items() if more > MARGIN} == {}
-
-
-def test_code_in_tables_breaks_between_words(site: Path):
-    page = (site / "docs" / "parallel.html").read_text(encoding="utf-8")
-    assert "ShardedDataParallel(<wbr>mesh," in page
-    assert "parallelize_<wbr>module" in page
-    assert "<wbr>" not in re.sub("<table.*?</table>", "", page, flags=re.DOTALL)
-
-
-def test_first_page_has_menu_and_copy_button(site: Path):
-    page = (site / "index.html").read_text(encoding="utf-8")
-    for name in ("README", "docs/frameworks", "docs/limits", "docs/elastic", "examples/tour"):
-        assert f'class="reference internal" href="{name}.html"' in page
-    assert "_static/copy.js" in page

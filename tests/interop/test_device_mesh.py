@@ -105,18 +105,6 @@ def test_parts_views_and_small_meshes_have_device_meshes():
     check_sums(groups_of(mesh))
 
 
-@on_ranks(4)
-def test_device_mesh_after_release_has_the_new_group():
-    mesh = ProcessGroupMesh(dp=2, tp=2)
-    before = mesh.device_mesh()
-    check_sums(groups_of(mesh))
-    dist.barrier()
-    mesh.release("tp")
-    assert mesh.device_mesh() is not before
-    assert mesh.device_mesh("tp").get_group() is mesh.group("tp")
-    check_sums(groups_of(mesh))
-
-
 # ---- what torch builds on it ----
 
 
@@ -404,13 +392,6 @@ def test_axis_of_one_rank_is_adopted_or_configured():
         assert mesh.group("pp") is theirs
         mesh.configure("pp", timeout=timedelta(seconds=40))  # one rank needs no other: it gets a group with that
         assert mesh.group("pp") is mesh.group("tp") is not theirs
-
-
-def test_axes_of_one_rank_share_an_adopted_group():
-    with fake_rank(0, 2):
-        mesh = from_device_mesh(ProcessGroupMesh(pp=1, dp=2, tp=1, name="actor").device_mesh(), name="again")
-        assert mesh.group("pp") is mesh.group("tp")
-        assert mesh.group("pp").size() == 1
 
 
 @on_ranks(4)

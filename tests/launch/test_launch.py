@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -248,15 +247,6 @@ def test_call_that_does_not_pickle_shows_a_fix():
     )
 
 
-def test_function_in_no_file_is_its_ranks_error(monkeypatch: pytest.MonkeyPatch):
-    program = ModuleType("__main__")
-    monkeypatch.setitem(sys.modules, "__main__", program)
-    monkeypatch.setattr(rank_and_sum, "__module__", "__main__")
-    monkeypatch.setattr(program, "rank_and_sum", rank_and_sum, raising=False)
-    with pytest.raises(LaunchError, match="rank 0 of 1 cannot unpickle the call: Can't get attribute 'rank_and_sum'"):
-        spawn(rank_and_sum, 1)
-
-
 @pytest.mark.parametrize(
     ("fn", "text"),
     [
@@ -294,14 +284,6 @@ def test_spawn_without_ranks_is_an_error(n):
 
 
 # ---- join ----
-
-
-def test_join_takes_the_device_of_its_local_rank(monkeypatch):
-    for name, value in zip(BY_HAND.marks, ("1", "2", "1", "127.0.0.1", "1"), strict=True):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(LaunchError, match="the local rank is 1, but this process sees 1 CUDA devices"):
-        join("nccl")
 
 
 @pytest.mark.fault("a process never starts, or not in time")

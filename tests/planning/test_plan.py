@@ -55,13 +55,6 @@ def test_plans_of_equal_content_are_equal():
     assert repr(plan(BASE, nodes="8x8")) == "<Plan of 64 ranks: pp=2 dp=4 cp=2 tp=4 on 8 hosts of 8>"
 
 
-def test_plan_of_mesh_equals_plan_of_its_layout():
-    class Mesh:
-        layout = BASE
-
-    assert plan(Mesh(), nodes="8x8") == plan(BASE, nodes="8x8")
-
-
 def test_plan_finds_groups_by_their_axes():
     numbered = plan(2, 4)
     assert numbered[0] == numbered["0"]

@@ -317,13 +317,6 @@ def test_store_port_of_rank_0_is_taken(host):
         ]
 
 
-def test_store_port_of_rank_0_is_not_permitted():
-    with mock.patch.object(diagnosis, "_port_error", return_value=PermissionError(13, "Permission denied")):
-        (finding,) = diagnosis.store_findings({}, found(address="127.0.0.1", port=80), 2.0)
-    assert brief([finding]) == [("bad", f"{HOSTS}, but cannot listen at port 80: Permission denied")]
-    assert finding.fix == "export MASTER_PORT=20000   # the same on every rank"
-
-
 def test_store_address_of_another_host_is_bad():
     with mock.patch.object(socket, "getaddrinfo", return_value=[(socket.AF_INET, 1, 6, "", ("192.0.2.7", 0))]):
         (finding,) = diagnosis.store_findings({}, found(address="n9", port=free_port()), 2.0)

@@ -1,4 +1,4 @@
-"""A headless browser that renders figures and measures them, since only a browser knows text widths.
+"""A headless browser that measures pages, since only a browser knows text widths.
 
 python -m tests.support.browser      or     make browser: install Debian's Chromium if no browser is found
 """
@@ -17,7 +17,7 @@ from typing import Any
 from tests.support import debian
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-ABSENT = "no Chromium found, so figures are not measured; `make browser` as root installs it"
+ABSENT = "no Chromium found, so pages are not measured; `make browser` as root installs it"
 
 FLAGS = (
     "--headless",
@@ -32,39 +32,9 @@ FLAGS = (
     "--force-device-scale-factor=1",
 )
 
-MEASURE = """
-const answerOf = ({document: page}) => {
-  const box = node => node.getBoundingClientRect(), svg = page.querySelector("svg"), faults = [];
-  const inside = (a, b) =>
-    a.left >= b.left - 1 && a.right <= b.right + 1 && a.top >= b.top - 2 && a.bottom <= b.bottom + 2;
-  const apart = (a, b) =>
-    a.right <= b.left + 1 || b.right <= a.left + 1 || a.bottom <= b.top + 4 || b.bottom <= a.top + 4;
-  const all = kind => [...svg.querySelectorAll(kind)].map(node => [node.textContent, box(node)]);
-  const overlaps = some => some.forEach(([text, one], i) => some.slice(i + 1).forEach(([other, two]) => {
-    if (!apart(one, two)) faults.push(text + " on " + other);
-  }));
-  const texts = all("text").filter(([text]) => text), cells = all("rect.cell");
-  for (const [text, words] of texts) if (!inside(words, box(svg))) faults.push("cut: " + text);
-  overlaps(texts);
-  overlaps(cells);
-  const held = texts.filter(([, words]) => cells.some(([, cell]) => inside(words, cell)));
-  const scale = box(svg).width / svg.viewBox.baseVal.width;
-  const sizes = [...svg.querySelectorAll("text")].map(text => scale * text.getAttribute("font-size"));
-  return {faults: faults.slice(0, 9), held: held.length, cells: cells.length, smallest: Math.min(...sizes)};
-};
-"""
-"""Layout faults of a drawing. (The box of a letter is taller than the letter.)"""
-
 
 def find_browser() -> str | None:
     return next(filter(None, map(shutil.which, NAMES)), None)
-
-
-def measure_drawings(drawings: list[str], width: int, folder: Path) -> list[dict[str, Any]]:
-    """Layout faults of each drawing, in a window of this width."""
-    pages = [f"<!doctype html><meta charset=utf-8>{drawing}" for drawing in drawings]
-    answer: list[dict[str, Any]] = _evaluate(pages, MEASURE, width, folder)
-    return answer
 
 
 def overflows(pages: list[Path], width: int, folder: Path, parts: str = "article") -> dict[str, int]:
@@ -111,7 +81,7 @@ def main() -> int:
         try:
             debian.install({"chromium": "chromium"})
         except debian.Skip as reason:
-            print(f"figures will not be measured: {reason}")
+            print(f"pages will not be measured: {reason}")
     return 0
 
 
