@@ -156,10 +156,6 @@ def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 # ---- training with each method ----
 
 
-def data(mesh: ProcessGroupMesh) -> None:
-    train(compose(mesh, DataParallel(mesh, "dp")), model_of(), alone(model_of()))
-
-
 def sharded(mesh: ProcessGroupMesh) -> None:
     train(compose(mesh, ShardedDataParallel(mesh, "dp")), model_of(), alone(model_of()))
 
@@ -293,13 +289,6 @@ def pipeline_experts(mesh: ProcessGroupMesh) -> None:
     with_experts(mesh, moe, None, stages(mesh))
 
 
-def together(mesh: ProcessGroupMesh) -> None:
-    """Tensor, context and sharded data parallelism."""
-    tensor, context = TensorParallel(mesh, "tp", plan=VOCABULARY_PLAN), ContextParallel(mesh, "cp", attention="ulysses")
-    both = compose(mesh, ShardedDataParallel(mesh, "dp"), context, tensor)
-    train(both, model_of(), alone(model_of()), context=context, around=loss_parallel)
-
-
 def all_of_them(mesh: ProcessGroupMesh) -> None:
     """Tensor, context and sharded data parallelism in a pipeline."""
     tensor, context = TensorParallel(mesh, "tp", plan=VOCABULARY_PLAN), ContextParallel(mesh, "cp")
@@ -409,7 +398,6 @@ CUT = (*REDUCED, "all_gather_into_tensor", "scatter")
 CASES = {
     case.check.__name__: case
     for case in (
-        Case(data, {"dp": 8}, REDUCED),
         Case(sharded, {"dp": 8}, SHARDED),
         Case(hybrid, {"rep": 2, "dp": 4}, SHARDED),
         Case(tensor, {"dp": 2, "tp": 4}, CUT),
@@ -423,7 +411,6 @@ CASES = {
         Case(norm_without_weights, {"pp": 2, "dp": 4}, REDUCED),
         Case(pipeline, {"pp": 2, "dp": 4}, (*REDUCED, "send")),
         Case(pipeline_experts, {"pp": 2, "dp": 4}, (*REDUCED, "all_to_all_single", "send")),
-        Case(together, {"dp": 2, "cp": 2, "tp": 2}, (*SHARDED, *CUT, "all_to_all_single")),
         Case(all_of_them, {"pp": 2, "dp": 1, "cp": 2, "tp": 2}, (*SHARDED, *CUT, "send")),
         Case(norm_and_clip, {"dp": 8}, SHARDED),
         Case(broadcast, {"dp": 4, "tp": 2}, REDUCED),

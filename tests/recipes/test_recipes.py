@@ -32,6 +32,8 @@ from pgmesh import (
     recipes,
 )
 from pgmesh._util.suggestions import divisors
+from pgmesh.groups.group import find_group
+from pgmesh.groups.world import current_world
 from pgmesh.recipes import Arrangement
 from tests.support import golden_files, recipe_oracle as oracle
 from tests.support.fake_world import fake_rank
@@ -175,21 +177,6 @@ def test_optimizer_instances_tile_data_in_every_order(sizes: tuple[int, ...]):
             with pytest.raises(ShapeError, match=r"order='(tp-cp-ep-dp-pp|.*-pp)'.*   #"):
                 plan(whole, **call)
     assert 0 < accepted < 120
-
-
-def test_default_order_fits_any_number_of_instances():
-    chance = random.Random(3)
-    for _ in range(40):
-        sizes = {axis: chance.choice([1, 2, 3]) for axis in ("tp", "cp", "ep", "pp", "etp")}
-        whole = math.lcm(sizes["tp"] * sizes["cp"], sizes["etp"] * sizes["ep"]) * sizes["pp"] * chance.choice([1, 2, 4])
-        dp = whole // (sizes["tp"] * sizes["pp"])
-        edp = whole // (sizes["etp"] * sizes["ep"] * sizes["pp"])
-        count = chance.choice([n for n in divisors(edp) if dp % n == 0])
-        expected = oracle.megatron(whole, **sizes, order=AXES, instances=count)
-        assert oracle.tiles(
-            expected["data+context in instance"], expected["between instances"], expected["data+context"]
-        )
-        check(plan(whole, **sizes, optimizer_instances=count), expected)
 
 
 def test_million_ranks_are_planned():
@@ -339,56 +326,10 @@ def test_semantics_11_any_group_exists_on_gloo_too():
 # ---- what groups are made with ----
 
 
-def test_semantics_12_nccl_settings_take_either_name():
-    with fake_rank(5, 8):
-        arrangement = recipes.megatron(8, tp=2, cp=2, hierarchical_cp=[2], name="nccl")
-        arrangement.configure_nccl(
-            {
-                "dp_cp": {"is_high_priority_stream": True, "max_ctas": 8, "min_ctas": 4, "cga_cluster_size": 2},
-                "pipeline": {"net_name": "IB"},
-                "hcp": {"max_ctas": 1},
-            }
-        )
-        options = {made.label: made.options for made in _made(arrangement, "data+context", "pipeline", "tensor")}
-        nccl = {words.split(" of ")[0]: (each.high_priority, each.nccl) for words, each in options.items()}
-        assert nccl == {
-            "group dp, cp": (True, {"max_ctas": 8, "min_ctas": 4, "cga_cluster_size": 2}),
-            "group pp": (None, {"net_name": "IB"}),
-            "group tp": (None, None),
-        }
-        (level, *_) = _made(arrangement, "context level 1")[-1:]
-        assert level.options.nccl == {"max_ctas": 1}
-
-
-def _made(arrangement: Arrangement, *names: str) -> list[Any]:
-    for name in names:
-        arrangement[name].group()
-    return arrangement.dense._mesh_groups.made()
-
-
-YAML = """
-dp_cp:
-  is_high_priority_stream: true
-  max_ctas: 8
-ep_dp: {min_ctas: 4}
-"""
-
-
-def test_semantics_12_settings_may_be_yaml_text():
-    pytest.importorskip("yaml")
-    from pgmesh.recipes import nccl
-
-    assert nccl.parse_settings(YAML, ("dp_cp", "ep_dp")) == {
-        "dp_cp": {"high_priority": True, "nccl": {"max_ctas": 8}},
-        "ep_dp": {"high_priority": None, "nccl": {"min_ctas": 4}},
-    }
-    plan(8, tp=2).configure_nccl(YAML)
-
-
 def test_semantics_12_yaml_text_needs_pyyaml(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(ModuleNotFoundError, match="yaml"):
-        plan(8).configure_nccl(YAML)
+        plan(8).configure_nccl("dp_cp: {max_ctas: 8}")
 
 
 def test_settings_outside_the_group_do_nothing():
@@ -431,9 +372,9 @@ def test_a_recipe_that_raises_creates_nothing():
                 eval(call, {"recipes": named})
             assert held.tb is not None
             assert table_sizes() == before, call
-        cache = named.megatron(8, tp=2).dense._mesh_groups
-        assert cache.world.open_meshes() == [cache]
-        assert cache.number == 0  # the first mesh of this name, as on a rank that was not refused
+        named.megatron(8, tp=2).dense.group()
+        (mesh,) = current_world().open_meshes()
+        assert mesh.number == 0  # the first mesh of this name, as on a rank that was not refused
 
 
 def test_invalid_settings_of_nccl_set_nothing():
@@ -443,8 +384,8 @@ def test_invalid_settings_of_nccl_set_nothing():
             with pytest.raises(OptionsError):
                 arrangement.configure_nccl({"dp": {"max_ctas": 8}, "tp": wrong})
         arrangement.configure_nccl({"dp_cp": {"max_ctas": 4}, "tp": {"max_ctas": 2}})  # dp has the ranks of dp_cp
-        options = {made.label: made.options for made in _made(arrangement, "data", "tensor")}
-        assert [each.nccl for each in options.values()] == [{"max_ctas": 4}, {"max_ctas": 2}]
+        made = [find_group(arrangement[name].group().group_name) for name in ("data", "tensor")]
+        assert [each.options.nccl for each in made] == [{"max_ctas": 4}, {"max_ctas": 2}]
 
 
 # ---- groups of one rank: the same ranks, and each with its own options ----
@@ -452,19 +393,6 @@ def test_invalid_settings_of_nccl_set_nothing():
 
 def backends(arrangement: Arrangement) -> dict[str, str]:
     return {name: dist.get_backend(arrangement[name].group()) for name in arrangement}
-
-
-def test_backend_of_axis_of_size_1_stays_there():
-    with fake_rank(5, 8, dist.HashStore()):
-        arrangement = recipes.fairscale(8, tp=2, pp_backend="gloo", name="ones")
-        assert backends(arrangement) == {"tensor": "fake", "context": "fake", "pipeline": "gloo", "data": "fake"}
-        total = torch.full((1,), 7.0)
-        dist.all_reduce(total, group=arrangement["pipeline"].group())
-        assert total.item() == 7
-        assert arrangement["pipeline"].group() is arrangement.dense.group("pp") is arrangement.dense["pp"].group()
-        assert arrangement["pipeline"].device_mesh().get_group() is arrangement["pipeline"].group()
-        assert dist.get_backend(arrangement.dense.group_of([5])) == "fake"
-        assert dist.get_backend(arrangement["pipeline"].group(backend="fake")) == "fake"
 
 
 def test_fairscale_gives_each_axis_its_backend_and_timeout():
@@ -480,16 +408,6 @@ def test_fairscale_gives_each_axis_its_backend_and_timeout():
             on_gloo = [name for name in axes if expected[name] == "gloo"]
             assert all(timeout_of(arrangement[name].group()) == timedelta(minutes=3) for name in on_gloo)
             arrangement.dense.close()
-
-
-def test_megatron_with_one_stage_takes_a_pipeline_backend():
-    with fake_rank(5, 8, dist.HashStore()):
-        arrangement = recipes.megatron(8, tp=2, name="one stage")
-        arrangement["pipeline"].configure(backend="gloo")
-        found = backends(arrangement)
-        of_the_pipeline = {"pipeline", "embedding", "position embedding"}  # all of axis pp, as with two stages
-        assert {name for name, backend in found.items() if backend == "gloo"} == of_the_pipeline
-        assert {name for name in arrangement if arrangement[name].size() == 1} > of_the_pipeline
 
 
 def test_options_of_axis_of_size_1_come_first():
@@ -735,23 +653,9 @@ def test_translated_call_without_world_or_lambda_names_runs():
         assert made["tensor"].ranks() == (0, 1)
 
 
-@pytest.mark.parametrize("arguments", [{"world": True}, {"world": 8.0}, {"world": 8, "rank_offset": "a"}])
-def test_world_of_no_whole_number_raises_shape_error(arguments):
-    with pytest.raises(ShapeError, match=r"^recipes\.megatron\(.*\): the world is a number of ranks, such as 8, not "):
-        recipes.megatron(of=Layout, **arguments)
-
-
 def test_megatron_accepts_numpy_world_and_single_level():
     arrangement = plan(np.int64(8), cp=4, hierarchical_cp=4)
     assert arrangement.partition("context level 1") == plan(8, cp=4).partition("context")
-
-
-def test_call_suggested_for_a_lambda_runs():
-    embedding = lambda ranks: ranks[:1]  # noqa: E731
-    with pytest.raises(ShapeError) as caught:
-        recipes.megatron(8, tp=3, embedding=embedding, of=Layout)
-    suggested = str(caught.value).partition("\n\n  ")[2]
-    assert eval(suggested).partition("embedding")[0] == (0,)
 
 
 def test_a_plan_and_another_rank_make_no_groups():
@@ -808,20 +712,6 @@ def test_every_group_of_megatron_sums_right():
     real = {tuple(name for name in each if name.startswith("real")) for each in names}
     assert len(real) == 3  # those with word embeddings, with position embeddings too, and with none
     assert all(f"real {name}" in names[0] for name in ("tensor", "expert-data", "context level 2"))
-
-
-@on_ranks(8)
-def test_groups_connect_once():
-    arrangement = recipes.megatron(8, tp=2, cp=2, ep=2, embedding=middle_too, name="connecting")
-    arrangement["data+context"].configure(timeout=timedelta(seconds=20))
-    mine = [arrangement[name] for name in arrangement if arrangement.rank in arrangement[name]]
-    first = arrangement.dense.connect(("dp", "cp"), timeout=30)
-    rest = [part.connect(part.axes, timeout=30) for part in mine]
-    check_sums({name: (arrangement[name].group(), arrangement[name].ranks()) for name in arrangement})
-    arrangement.dense.close()
-    assert len(first.warm) == 1
-    assert not {*first.warm} & {axes for each in rest for axes in each.warm}
-    assert any(each.warm for each in rest)
 
 
 @on_ranks(4)

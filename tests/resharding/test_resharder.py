@@ -6,9 +6,7 @@ import contextlib
 import os
 import pickle
 import signal
-import threading
 import time
-import weakref
 import zlib
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -210,19 +208,6 @@ def test_module_and_optimizer_are_moved_renamed_and_cast():
     assert {name for name in expected if name.startswith("state")} == {*received}
     assert all(torch.equal(received[name], expected[name]) for name in received)
     assert size == sum(sent for _, sent in trained) == (5 * 7 + 7 + 7 * 2) * 2  # in bfloat16, the narrower one
-
-
-@on_ranks(4)
-def test_a_narrow_source_is_sent_narrow():
-    """The target is wide."""
-    rank = dist.get_rank()
-    source = {"x": torch.arange(6).to(torch.bfloat16)} if rank == 0 else None
-    target = {"x": torch.zeros(6)} if rank == 1 else None
-    if rank > 1:
-        return
-    moved = Resharder(Layout(1), Layout(1, ranks=[1]), source=source, target=target)()
-    assert moved.received == 12 * rank
-    assert target is None or target["x"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 def in_one_memory(mesh: ProcessGroupMesh, names: list[str], step: int) -> list[dict[str, DTensor]]:
@@ -500,9 +485,9 @@ def absent_then_late() -> list[Any]:
     source = {"x": torch.full((1000,), 1.0)} if rank < 2 else None
     target = {"x": torch.zeros(1000)} if rank >= 2 else None
     trainer = ProcessGroupMesh(2, ranks=range(2), name="trainer")
-    sync = Resharder(trainer, Layout(2, ranks=[2, 3]), source=source, target=target, timeout=4)
+    sync = Resharder(trainer, Layout(2, ranks=[2, 3]), source=source, target=target, timeout=3)
     if rank == 0:
-        time.sleep(5.5)
+        time.sleep(4.5)
         late = ("", "", 0.0)
     else:
         late = outcome(sync)
@@ -510,7 +495,7 @@ def absent_then_late() -> list[Any]:
     again = outcome(sync)  # rank 0 joins the others, which wait in their second call
     assert target is None or target["x"].tolist() == [1.0] * 1000
     if rank == 0:
-        time.sleep(2.3)  # the others connect again meanwhile
+        time.sleep(2.0)  # the others connect again meanwhile
     return [late, again, outcome(sync), sync.torn]
 
 
@@ -523,10 +508,10 @@ def test_absent_rank_is_named_and_joins_next_call():
         if rank:
             assert late[0] == "MissingRanksError"
             assert late[1].startswith(
-                "the transfer from ranks 0, 1 of mesh 'trainer' to ranks 2, 3: rank 0 did not arrive in 4 s.\n"
+                "the transfer from ranks 0, 1 of mesh 'trainer' to ranks 2, 3: rank 0 did not arrive in 3 s.\n"
                 "  rank 0: at test_resharder.py:"
             )
-            assert late[2] < 4 + 2
+            assert late[2] < 3 + 2
 
 
 @on_ranks(3, fresh=True)
@@ -581,38 +566,6 @@ def test_broken_connections_are_an_error_at_the_timeout():
     assert 1 <= seconds < 5
 
 
-@on_ranks(1)
-def test_works_that_just_ended_are_not_given_up():
-    """Works end after the last look at them, and before the look at the other ranks, which have gone on and left."""
-    one = link.Link(Layout(1), Layout(1), timeout=20)
-    assert one.agree(0)
-    ends = threading.Event()
-    works = one._connection.track([mock.Mock(wait=ends.wait)], one.device)
-
-    def has_ended(connection: link.Connection) -> bool:
-        ends.set()
-        works.join()
-        return True
-
-    with mock.patch.object(link.Connection, "has_ended", property(has_ended)):
-        one.wait(works)
-    assert not works.is_alive()
-
-
-def test_batch_that_fails_keeps_no_started_works():
-    """Works that it had started would write into the target for as long as they live."""
-    started = []
-
-    def batch() -> None:
-        work = threading.Event()
-        started.append(weakref.ref(work))
-        raise RuntimeError("connection reset by peer")
-
-    with pytest.raises(link._Broken) as caught, link._raising_broken():
-        batch()
-    assert started[0]() is None, caught  # while the error is kept
-
-
 class Generator(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -654,15 +607,15 @@ def test_rank_that_dies_is_named_and_target_torn():
 def test_rank_that_stops_is_named_and_retry_works():
     """Rank 0 sleeps before its third bucket, for longer than the others wait. Then all call again."""
     rank = dist.get_rank()
-    sync, target = in_six_buckets(timeout=5)
-    with before_step("sends", 3, lambda: time.sleep(9 if rank == 0 else 0)):
+    sync, target = in_six_buckets(timeout=3)
+    with before_step("sends", 3, lambda: time.sleep(5 if rank == 0 else 0)):
         first, torn = outcome(sync), sync.torn
     assert (torn, outcome(sync)[:2]) == (rank >= 2, ("", "")), first
     assert has_arrived(target)
     if rank:
         assert first[0] == "MissingRanksError"
         assert "rank 0 did not arrive" in first[1]
-        assert first[2] < 5 + 4
+        assert first[2] < 3 + 4
 
 
 @pytest.mark.parametrize(("who", "step", "bucket"), [(1, "sends", 3), (2, "receives", 6)])
