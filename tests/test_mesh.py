@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import math
 import pickle
 import random
 import subprocess
@@ -26,7 +25,6 @@ from pgmesh import GroupOptions, ProcessGroupMesh, torch_private
 from pgmesh._util.torch_versions import TRIED_ON
 from pgmesh.elastic import shrinking
 from pgmesh.groups.default_world import default_device, device_of
-from pgmesh.groups.group import find_group
 from tests.support.fake_world import fake_rank
 
 SHAPES = {
@@ -131,27 +129,6 @@ def test_group_may_be_configured_after_another_variant(mesh):
     mesh.configure("dp", timeout=5)
     assert mesh.group("dp", timeout=5) is mesh.group("dp")
     assert mesh.group("dp", timeout=9) is variant
-
-
-def test_destroyed_group_is_dropped_under_both_names(mesh):
-    group = mesh.group("dp", tag="own")
-    mesh.adopt("dp", group)
-    dist.destroy_process_group(group)
-    assert mesh.group("dp", tag="own") is not group
-    with pytest.raises(pgmesh.LifetimeError, match="was adopted at"):
-        mesh.group("dp")
-
-
-def test_adopted_group_of_another_mesh_keeps_its_label():
-    with fake_rank(0, 2):
-        owner, other = ProcessGroupMesh(dp=2, name="owner"), ProcessGroupMesh(dp=2, name="other")
-        group = owner.group("dp")
-        other.adopt("dp", group)
-        for _ in range(2):
-            found = find_group(group.group_name)
-            assert found is not None
-            assert found.label == "group dp of mesh 'owner'"
-            other.release("dp")
 
 
 def test_rank_outside_knows_layout_and_creates_nothing():
@@ -296,15 +273,6 @@ def test_unpickling_in_a_smaller_world_is_refused():
         pytest.raises(pgmesh.RankError, match="was unpickled with rank 7, but the world's ranks are 0 to 3"),
     ):
         pickle.loads(sent)
-
-
-def test_mesh_works_in_world_of_a_million():
-    with fake_rank(5, 1_048_576):
-        mesh = ProcessGroupMesh(dp=-1, pp=4, cp=2, tp=8)
-        assert mesh.shape == (16384, 4, 2, 8)
-        assert order_of(mesh.group("cp", "tp")) == tuple(range(16))
-        assert math.prod(mesh.shape) == mesh.size()
-        assert mesh.along("tp").ranks() == tuple(range(8))
 
 
 NEWER = """

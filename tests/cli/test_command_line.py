@@ -178,10 +178,6 @@ def test_version_option_prints_the_version(capsys):
     assert capsys.readouterr().out == f"pgmesh {pgmesh.__version__}\n"
 
 
-def test_view_option_accepts_one_size(capsys):
-    assert output(capsys, "plan dp=2 tp=4 --view ep=8").startswith("8 ranks: dp=2 tp=4\n")
-
-
 @pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS)], ids=" ".join)
 def test_help_fits_80_columns_and_its_examples_run(capsys, words, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
@@ -266,11 +262,6 @@ def test_terminal_of_open_mpi_does_not_count(monkeypatch):
         assert styled_text.is_terminal(terminal)
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
         assert not styled_text.is_terminal(terminal)
-
-
-def test_dumb_terminal_gets_no_colours():
-    pytest.importorskip("rich")
-    assert "\x1b" not in run_in_terminal("show --rank 5 pp=2 dp=2 tp=2", rich=True, env={"TERM": "dumb"})
 
 
 def test_terminal_shows_a_colour_for_each_group():

@@ -131,23 +131,6 @@ def test_negative_index_is_refused_and_negative_axis_counts(shape: tuple[int, ..
 
 
 @on_ranks(4)
-def test_members_create_groups_of_any_indices():
-    """Groups outside any partition, asked for in another order on each rank, and by their members alone."""
-    mesh = ColossalMesh(4)
-    wanted = [[0, 3], [0, 1, 2], [1, 3], [0, 2, 3]]
-    wanted = wanted[mesh.rank :] + wanted[: mesh.rank]
-    before = table_sizes()["pg_map"]
-    groups = {str(ranks): (mesh.get_group_along_axis(0, ranks), ranks) for ranks in wanted if mesh.rank in ranks}
-    assert table_sizes()["pg_map"] - before == len(groups)
-    for ranks in wanted:
-        if mesh.rank not in ranks:
-            assert mesh.get_group_along_axis(0, ranks) is None
-            assert mesh.get_group(ranks) == dist.GroupMember.NON_GROUP_MEMBER
-    assert table_sizes()["pg_map"] - before == len(groups)
-    check_sums(groups)
-
-
-@on_ranks(4)
 def test_given_mesh_keeps_its_order():
     """Over a mesh whose ranks are permuted, axes are the mesh's, and so is the order inside a group."""
     mesh = ProcessGroupMesh(dp=2, tp=2, ranks=[3, 1, 2, 0])
@@ -221,8 +204,3 @@ def test_the_two_columns_are_the_same(theirs: str, ours: str):
 
 
 # ---- errors ----
-
-
-def test_repr_has_the_mesh():
-    with fake_rank(5, 8):
-        assert repr(ColossalMesh(2, 4, name="actor")) == "ColossalMesh(mesh=ProcessGroupMesh(2, 4, name='actor'))"

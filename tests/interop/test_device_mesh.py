@@ -262,20 +262,6 @@ def test_mesh_computes_after_close_and_release():
 # ---- from torch's ----
 
 
-@on_ranks(4)
-def test_from_device_mesh_returns_the_same_groups():
-    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
-    again = from_device_mesh(mesh.device_mesh(), name="again")
-    assert (again.shape, again.axes, again.ranks()) == (mesh.shape, mesh.axes, mesh.ranks())
-    for axis in mesh.axes:
-        assert again.group(axis) is mesh.group(axis)
-    assert again.group() is not mesh.group()
-    check_sums(groups_of(again))
-    dist.barrier()
-    again.close()
-    check_sums(groups_of(mesh))
-
-
 def test_from_device_mesh_keeps_numbered_axes():
     with fake_rank(5, 8):
         mesh = ProcessGroupMesh(2, 2, 2, name="actor")
@@ -379,19 +365,6 @@ def test_group_is_adopted_or_refused_with_reason():
     check_sums(groups_of(mesh))
     for group in (again, theirs["dp"]):
         dist.destroy_process_group(group)
-
-
-def test_axis_of_one_rank_is_adopted_or_configured():
-    with fake_rank(0, 2):
-        theirs = ProcessGroupMesh(pp=1, dp=2, name="theirs").group("pp")
-        mesh = ProcessGroupMesh(pp=1, dp=2, tp=1, name="actor")
-        mesh.configure("tp", timeout=timedelta(seconds=40))
-        with pytest.raises(OptionsError, match="group tp of mesh 'actor' was configured with"):
-            mesh.adopt("tp", theirs)
-        mesh.adopt("pp", theirs)
-        assert mesh.group("pp") is theirs
-        mesh.configure("pp", timeout=timedelta(seconds=40))  # one rank needs no other: it gets a group with that
-        assert mesh.group("pp") is mesh.group("tp") is not theirs
 
 
 @on_ranks(4)

@@ -159,18 +159,6 @@ def test_slurm_tasks_join_at_their_jobs_address(tmp_path):
     ]
 
 
-def test_mpi_ranks_join_at_given_host_and_port(tmp_path):
-    port = free_port(range(20_000 + (os.getpid() + 4_500) % 9_000, 30_000))
-    environs = [
-        HYDRA_ON_TWO | {"PMI_SIZE": "2", "PMI_RANK": str(rank), "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}
-        for rank in range(2)
-    ]
-    assert join_all(tmp_path, f"launch.join('gloo', host='127.0.0.1', port={port})", environs) == [
-        "pgmesh INFO joins as rank 0 of 2, local rank 0 of 1: MPICH, because PMI_RANK is set; "
-        f"rank 0 is at 127.0.0.1:{port}"
-    ]
-
-
 def test_ranks_of_torchrun_join_at_another_port(tmp_path):
     """Rank 0 hosts the store, though torchrun's agent hosts another one."""
     port = free_port(range(20_000 + (os.getpid() + 5_000) % 9_000, 30_000))

@@ -113,14 +113,6 @@ def test_fix_for_a_view_is_quoted():
     assert shlex.split(finding.fix) == ["--view", "moe's: edp=8 ep=8"]
 
 
-@pytest.mark.parametrize(("arguments", "ranks"), [({}, 2), ({"nodes": "2x4"}, 8)])
-def test_plan_suggested_without_axes_runs(arguments, ranks):
-    with pytest.raises(ShapeError) as caught:
-        plan(**arguments)
-    suggested = str(caught.value).partition("such as ")[2].removesuffix(".")
-    assert len(eval(suggested).layout) == ranks
-
-
 def test_fixes_reduce_the_hops():
     for layout in (TURNED, Layout(tp=8, dp=8), Layout(cp=2, tp=4, dp=8), Layout(ep=8, pp=4, tp=2)):
         worse = plan(layout, nodes="8x8")

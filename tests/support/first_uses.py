@@ -175,19 +175,28 @@ def empty() -> torch.Tensor:
     return torch.full((2,), -1.0)
 
 
-@program()
-def send_and_recv(me: Member) -> Any:
+def around(me: Member, send: Callable[..., Any], receive: Callable[..., Any], message: Any, received: Any) -> Any:
     """A message goes around: only the first member sends before it receives."""
-    received = empty()
     if me.place == 0:
         with me.timed("send"):
-            dist.send(me.tensor(), group=me.group, group_dst=me.right)
+            send(message, group=me.group, group_dst=me.right)
     with me.timed("recv"):
-        dist.recv(received, group=me.group, group_src=me.left)
+        receive(received, group=me.group, group_src=me.left)
     if me.place > 0:
         with me.timed("send"):
-            dist.send(me.tensor(), group=me.group, group_dst=me.right)
-    return received.tolist()
+            send(message, group=me.group, group_dst=me.right)
+    return received
+
+
+@program()
+def send_and_recv(me: Member) -> Any:
+    return around(me, dist.send, dist.recv, me.tensor(), empty()).tolist()
+
+
+@program()
+def object_lists(me: Member) -> Any:
+    message = [{"rank": dist.get_rank()}, "object"]
+    return around(me, dist.send_object_list, dist.recv_object_list, message, [None, None])
 
 
 @program()
@@ -223,29 +232,6 @@ def batched_ring(me: Member) -> Any:
         for work in works:
             work.wait()
     return left.tolist(), right.tolist()
-
-
-@program()
-def object_lists(me: Member) -> Any:
-    received: list[Any] = [None, None]
-    mine = [{"rank": dist.get_rank()}, "object"]
-    if me.place == 0:
-        with me.timed("send_object_list"):
-            dist.send_object_list(mine, group=me.group, group_dst=me.right)
-    with me.timed("recv_object_list"):
-        dist.recv_object_list(received, group=me.group, group_src=me.left)
-    if me.place > 0:
-        with me.timed("send_object_list"):
-            dist.send_object_list(mine, group=me.group, group_dst=me.right)
-    return received
-
-
-@program()
-def broadcast_of_objects(me: Member) -> Any:
-    objects = [dist.get_rank()]
-    with me.timed("broadcast_object_list"):
-        dist.broadcast_object_list(objects, group=me.group, group_src=me.size - 1)
-    return objects
 
 
 @program()
@@ -421,40 +407,6 @@ def isend_while_others_are_in_another_group(me: Member) -> Any:
         else:
             dist.recv(received, group=me.group, group_src=0)
     return received.tolist(), asked.tolist()
-
-
-@program(groups=2)
-def asynchronous_collective_while_others_wait(me: Member) -> Any:
-    """The others enter the collective after a message that the first one sends once it has entered it."""
-    mine = me.tensor()
-    if me.place == 0:
-        with me.timed("all_reduce"):
-            work = dist.all_reduce(mine, group=me.group, async_op=True)
-        for place in me.others:
-            dist.send(me.tensor(), group=me.groups[1], group_dst=place)
-    else:
-        dist.recv(empty(), group=me.groups[1], group_src=0)
-        work = dist.all_reduce(mine, group=me.group, async_op=True)
-    with me.timed("wait"):
-        work.wait()
-    return mine.tolist()
-
-
-@program(groups=3)
-def collectives_with_a_root(me: Member) -> Any:
-    """They use only some of the pairs."""
-    is_root = me.place == me.size - 1
-    gathered = [empty() for _ in range(me.size)] if is_root else None
-    scattered, parts = empty(), [me.tensor(place) for place in range(me.size)] if is_root else None
-    reduced = me.tensor(1)
-    with me.timed("gather"):
-        dist.gather(me.tensor(), gathered, group=me.groups[0], group_dst=me.size - 1)
-    with me.timed("scatter"):
-        dist.scatter(scattered, parts, group=me.groups[1], group_src=me.size - 1)
-    with me.timed("reduce"):
-        dist.reduce(reduced, group=me.groups[2], group_dst=me.size - 1)
-    everything = [each.tolist() for each in gathered or ()]
-    return everything, scattered.tolist(), reduced.tolist() if is_root else None
 
 
 @program(timeout=SHORT)
