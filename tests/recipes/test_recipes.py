@@ -149,6 +149,8 @@ def test_every_group_follows_from_the_stated_equation():
         offset = chance.choice([0, 0, 5])
         keywords: dict[str, Any] = {**sizes, "order": "-".join(order), "rank_offset": offset}
         levels = chance.choice([[n, sizes["cp"] // n] for n in divisors(sizes["cp"])])
+        stages = [(0, -1), (0,), (-1, 0), middle_too, last_first, *([by_rank] if sizes["pp"] > 1 else [])]
+        picked = {name: chance.choice(stages) for name in ("embedding", "position_embedding")}
         if not pipelines_agree(sizes, order, whole):
             refused += 1
             with pytest.raises(ShapeError, match=r"order='.*'.*   # pp last, which is slowest") as error:
@@ -156,8 +158,8 @@ def test_every_group_follows_from_the_stated_equation():
             plan(whole, **{**keywords, "order": str(error.value).split("order='")[-1].split("'")[0]})
             continue
         accepted += 1
-        arrangement = plan(whole, **keywords, hierarchical_cp=levels)
-        check(arrangement, oracle.megatron(whole, **sizes, order=order, offset=offset, hierarchical=levels))
+        arrangement = plan(whole, **keywords, **picked, hierarchical_cp=levels)
+        check(arrangement, oracle.megatron(whole, **sizes, **picked, order=order, offset=offset, hierarchical=levels))
     assert refused > 40
 
 
@@ -255,15 +257,6 @@ def middle_too(ranks: list[int]) -> list[int]:
 def by_rank(ranks: list[int]) -> list[int]:
     """Other stages in other pipelines."""
     return ranks[1:] if ranks[0] % 2 else [ranks[0], ranks[-1]]
-
-
-def test_semantics_8_function_picks_ranks_of_each_pipeline():
-    arrangement = plan(8, tp=2, pp=4, embedding=middle_too, position_embedding=by_rank)
-    assert blocks(arrangement, "embedding") == [(0, 4, 6), (1, 5, 7)]
-    assert blocks(arrangement, "position embedding") == [(0, 6), (3, 5, 7)]
-    assert arrangement.seen_by(5)["position embedding"].index() == 1
-    assert plan(2, tp=2, embedding=middle_too).partition("embedding") == ((0,), (1,))  # named thrice, there once
-    assert [rank in arrangement.seen_by(rank)["position embedding"] for rank in (1, 2, 3)] == [False, False, True]
 
 
 def last_first(ranks: list[int]) -> list[int]:
