@@ -388,15 +388,3 @@ def test_first_block_of_huge_partition_allocates_little():
     for axis, second in {"dp": 256, "cp": 16, "tp": 1}.items():
         assert next(iter(layout.partition(axis)))[1] == second
         assert memory(lambda axis=axis: next(iter(layout.partition(axis))))[1] < 2 << 20
-
-
-def test_partition_is_indexed_by_whole_numbers():
-    partition = Layout(pp=2, tp=2).partition("tp")
-    for wrong in (True, "a", 1.0, None):
-        with pytest.raises(RankError) as caught:
-            _ = partition[wrong]
-        assert str(caught.value) == f"a block is found by its number, 0 to 1, not {wrong!r}."
-    with pytest.raises(RankError, match=r"^there are 2 blocks; there is no number 2\.$"):
-        _ = partition[2]
-    with pytest.raises(RankError, match=r"^slice\(True, None, None\) is no slice of 2 blocks: True is no number\.$"):
-        _ = partition[True:]

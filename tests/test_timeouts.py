@@ -41,17 +41,7 @@ def test_options_store_a_timedelta(timeout):
     assert hash(options) == hash(GroupOptions(timeout=timedelta(minutes=10)))
     assert options.given == {"timeout": 600.0}
     assert repr(options) == "GroupOptions(timeout=datetime.timedelta(seconds=600))"
-
-
-@pytest.mark.parametrize("timeout", [1e10, timedelta.max, timedelta(days=36501)])
-def test_timeout_that_overflows_in_torch_is_refused(timeout):
-    with pytest.raises(OptionsError) as caught:
-        GroupOptions(timeout=timeout)
-    assert str(caught.value) == (
-        f"timeout is at most 36,500 days, because torch counts it in 64-bit nanoseconds; it is {timeout!r}.\n\n"
-        "  timeout=timedelta(days=36500)"
-    )
-    assert GroupOptions(timeout=timedelta(days=36500)).timeout == timedelta(days=36500)
+    assert GroupOptions(timeout=timedelta(days=36500)).timeout == timedelta(days=36500)  # the most
 
 
 @on_ranks(2)

@@ -9,11 +9,10 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given, settings, strategies as st
 
 import pgmesh
-from pgmesh import GroupOptions, Layout, OptionsError, PgmeshError, ProcessGroupMesh, ShapeError, plan
+from pgmesh import GroupOptions, Layout, OptionsError, PgmeshError, ProcessGroupMesh, plan
 from pgmesh._util.keywords import RESERVED
 from pgmesh.interop import from_device_mesh
 from pgmesh.planning.rank_report import rank_report_of
@@ -157,8 +156,3 @@ def test_reserved_keywords_are_refused_as_axes(world, word):
         assert "=-1" not in str(caught.value)
         assert isinstance(caught.value, ValueError)
         assert Layout({word: 8}).axes == (word,)
-
-
-def test_axis_given_by_two_numbers_raises_shape_error():
-    with pytest.raises(ShapeError, match=r"^Layout: an axis is given twice: \{.*1.*: 2, tensor\(1\): 3\}\.$"):
-        Layout({1: 2, torch.tensor(1): 3})

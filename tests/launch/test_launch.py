@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh.errors import LaunchError
-from pgmesh.launch import StoreProcess, join, spawn
+from pgmesh.launch import join, spawn
 from pgmesh.launch.detect import BY_HAND
 from pgmesh.launch.processes import GUARD, PRELOAD, process_context
 from pgmesh.launch.spawning import PICKLING, Outcome, unwrap_results
@@ -269,18 +269,6 @@ def test_error_of_a_rank_has_its_text(fn, text):
 def test_spawn_starts_with_any_omp_num_threads(monkeypatch, threads):
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
     assert spawn(torch.get_num_threads, np.int64(1)) == [1]
-
-
-@pytest.mark.parametrize("port", [65536, -1, True, "29500"])
-def test_store_at_no_port_is_an_error(port):
-    with pytest.raises(LaunchError, match=re.escape(f"from 0 to 65535, such as port=29500, not {port!r}.")):
-        StoreProcess(port)
-
-
-@pytest.mark.parametrize("n", [0, -3, True])
-def test_spawn_without_ranks_is_an_error(n):
-    with pytest.raises(LaunchError, match=f"1 rank or more, not {n}"):
-        spawn(rank_and_sum, n)
 
 
 # ---- join ----

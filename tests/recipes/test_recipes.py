@@ -614,29 +614,6 @@ def test_calls_suggested_for_wrong_sizes_run(name):
     assert len(calls) == len(messages) - len(without) > 10
 
 
-@pytest.mark.parametrize(
-    ("given", "right"),
-    [
-        ({"tensor_model_parallel_size": 2}, "recipes.megatron(8, tp=2)"),
-        (
-            {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 2], "of": Layout},
-            "recipes.megatron(8, cp=4, hierarchical_cp=[2, 2], of=Layout)",
-        ),
-        (
-            {"pipeline_model_parallel_size": 2, "order": "tp-dp-pp", "distributed_timeout_minutes": 10},
-            "recipes.megatron(8, pp=2, order='tp-dp-pp')",
-        ),
-    ],
-)
-def test_megatrons_own_call_is_translated(given, right):
-    with pytest.raises(ShapeError, match="has no argument") as caught:
-        recipes.megatron(8, **given)
-    assert str(caught.value).endswith(f"\n\n  {right}")
-    assert {*given} - {"order", "of"} <= {*re.findall(r"\w+", str(caught.value))}
-    with fake_rank(0, 8):
-        assert eval(right).call.removesuffix(")") in right
-
-
 def test_translated_call_without_world_or_lambda_names_runs():
     with pytest.raises(ShapeError) as caught:
         recipes.megatron(tensor_model_parallel_size=2, get_embedding_ranks=lambda ranks: ranks[:1])
