@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor import Shard
 
 import pgmesh
 from pgmesh import (
@@ -107,7 +107,7 @@ def names() -> Iterator[dict[str, Any]]:
             "colossal": ColossalMesh(2, 2, 2, name="colossal"),
             **{each.__name__: each for each in (ColossalMesh, GroupOptions, Layout, ProcessGroupMesh, plan, timedelta)},
             **{each.__name__: each for each in (detect_launcher, with_address, parse_hosts)},
-            **{each.__name__: each for each in (Partial, ReshardPlan, Shard)},
+            **{each.__name__: each for each in (ReshardPlan, Shard)},
             **vars(launcher_environments),
             "launch": launch,
             "recipes": recipes,
@@ -150,7 +150,7 @@ def suggested(name: str, call: str) -> list[tuple[str, ...]]:
     [
         *suggested("messages.txt", r"(?:Layout|mesh\.view|mesh\.device_mesh)\(.*?\)"),
         *suggested("messages-of-axes.txt", r"\S.*?"),
-        *suggested("messages-of-recipes.txt", r"recipes\.\S.*?"),
+        *suggested("messages-of-recipes.txt", r"recipes\.\w+\(8\b(?!.*rank_offset).*?\)"),
     ],
 )
 def test_suggested_call_runs(calls: tuple[str, ...]):
