@@ -227,35 +227,6 @@ def test_copies_are_equal(layout, copied):
     assert [twin.describe(rank) for rank in twin] == [layout.describe(rank) for rank in layout]
 
 
-@pytest.mark.parametrize(
-    ("layout", "call"),
-    [
-        (Layout(dp=-1, tp=2, ranks=range(8)), "Layout(dp=4, tp=2)"),
-        (Layout(dp=2, ranks=[4, 6]), "Layout(dp=2, ranks=range(4, 8, 2))"),
-        (Layout(2, 2, ranks=[3, 1, 0, 2]), "Layout(2, 2, ranks=(3, 1, 0, 2))"),
-        (Layout(pp=2, dp=2).at(pp=1), "Layout(dp=2, ranks=range(2, 4))"),
-        (Layout(pp=2, dp=2, tp=2).at(dp=1), "Layout(pp=2, tp=2, ranks=(2, 3, 6, 7))"),
-        (
-            Layout(a=99, b=99).at(b=[1, 5]),
-            "Layout(a=99, b=2, ranks=[a + b for a in range(1, 9802, 99) for b in range(0, 8, 4)])",
-        ),
-        (
-            Layout(a=2, b=100, ranks=[*range(50), *range(100, 250)]),
-            "Layout(a=2, b=100, ranks=(*range(50), *range(100, 250)))",
-        ),
-        (Layout(2, 2, 2).at({0: 1}), "Layout({1: 2, 2: 2}, ranks=range(4, 8))"),
-        (Layout({"timeout": 2, "dp": 2}), "Layout({'timeout': 2, 'dp': 2})"),
-        (
-            Layout({"data-parallel": 2, "class": 2}).at({"class": 0}),
-            "Layout({'data-parallel': 2}, ranks=range(0, 4, 2))",
-        ),
-    ],
-)
-def test_repr_is_a_call(layout, call):
-    assert repr(layout) == call
-    assert eval(repr(layout)) == layout
-
-
 # ---- partitions ----
 
 
