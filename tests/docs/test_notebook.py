@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def test_stored_outputs_are_those_of_a_run(rounds: list[list[Any]]):
     assert "site-packages" not in text  # no path of a machine
 
 
-def test_each_cell_shows_the_same_again(rounds: list[list[Any]]):
-    first, second = ("\n".join(map(texts, cells)) for cells in rounds)
-    assert second == first
+def test_a_second_run_shows_the_same_numbers(rounds: list[list[Any]]):
+    numbers = [re.findall(r"(?:losses of|sum to|ranks: ).*", "\n".join(map(texts, cells))) for cells in rounds]
+    assert numbers[0] == numbers[1] != []
     assert not [out for cell in rounds[1] for out in cell.outputs if out.get("name") == "stderr"]
