@@ -335,16 +335,6 @@ def test_store_address_that_is_no_name_is_bad(address):
     assert finding.text.startswith(f"the name {address} cannot be resolved: ")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("given", ["--standalone", "--master-addr 127.0.0.1 --master-port {port}"])
-def test_doctor_under_torchrun_reaches_the_store(given):
-    words = ["torch.distributed.run", *given.format(port=free_port()).split(), "--nproc-per-node", "1"]
-    line = [sys.executable, "-m", *words, "-m", "pgmesh", "doctor"]
-    ran = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    flat = re.sub(r"\n {6}", " ", ran.stdout)
-    assert re.search(r"^ok    store: a process listens at \S+:\d+$", flat, re.MULTILINE), ran.stdout + ran.stderr
-
-
 def test_connection_to_the_store_has_a_timeout():
     start = time.monotonic()
     with mock.patch.object(socket, "create_connection", side_effect=lambda *_, **__: time.sleep(5)):

@@ -230,13 +230,6 @@ def test_semantics_5_equal_ranks_share_a_group():
         assert arrangement["data"].group(tag="all-gather") is arrangement["expert"].group(tag="all-gather")
 
 
-def test_order_in_capitals_is_the_same_order():
-    sizes = {"tp": 2, "pp": 2, "ep": 2}
-    assert str(plan(16, **sizes, order="TP-CP-EP-DP-PP")).splitlines()[1:] == str(plan(16, **sizes)).splitlines()[1:]
-    with pytest.raises(ShapeError, match=r"order='tp-cp-ep-dp-pp'.*   #"):
-        plan(16, **sizes, order="TP-CP-EP-PP-DP")
-
-
 def test_semantics_8_embeddings_are_on_both_end_stages():
     arrangement = plan(16, tp=2, pp=4).seen_by(5)
     assert arrangement.partition("embedding")[:2] == ((0, 12), (1, 13))
@@ -511,11 +504,6 @@ def test_olmo_hands_out_device_meshes_of_its_axes():
         assert olmo["tensor"].device_mesh().get_group() is olmo["tensor"].group()
         experts = recipes.olmo_experts(16, ep=4, name="experts")
         assert experts["model"].device_mesh().mesh_dim_names == ("dp",)
-
-
-def test_oslo_in_part_of_the_order_says_it():
-    text = str(recipes.oslo(8, data=2, pipeline=2, tensor=2, order="data-pipeline-tensor", of=Layout))
-    assert "the last axis varies fastest: dp, pp, tp, ep, sp" in text
 
 
 def test_oslo_in_code_order_has_its_lists():
