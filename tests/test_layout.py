@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 from collections.abc import Callable
 from fractions import Fraction
@@ -202,29 +201,6 @@ def test_labels_and_descriptions_name_every_axis(layout, label, whole, tp):
 )
 def test_layouts_with_other_axes_or_ranks_differ(other):
     assert Layout(dp=2, tp=2) != other
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(pp=2, dp=2, tp=2),
-        Layout(2, 2, ranks=[3, 1, 0, 2]),
-        Layout(pp=4, tp=2).at(pp=[0, 1, 3]),
-        Layout(2, 2).at({0: 1, 1: 0}),
-    ],
-    ids=repr,
-)
-@pytest.mark.parametrize(
-    "copied",
-    [copy.copy, copy.deepcopy, *(lambda x, p=p: pickle.loads(pickle.dumps(x, p)) for p in range(2, 6))],
-    ids=["copy", "deepcopy", *(f"pickle {p}" for p in range(2, 6))],
-)
-def test_copies_are_equal(layout, copied):
-    twin = copied(layout)
-    assert twin == layout
-    assert hash(twin) == hash(layout)
-    assert str(twin) == str(layout)
-    assert [twin.describe(rank) for rank in twin] == [layout.describe(rank) for rank in layout]
 
 
 # ---- partitions ----

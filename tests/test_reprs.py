@@ -46,8 +46,11 @@ def test_repr_is_a_call_that_copies_have(mesh, call):
     made = eval(call, {"Layout": Layout, "mesh": mesh})
     again = eval(repr(made), {"Layout": Layout, "ProcessGroupMesh": lambda **_: mesh})
     assert getattr(again, "layout", again) == getattr(made, "layout", made)
-    for there in (copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
-        assert repr(there) == repr(made)
+    for there in (copy.copy(made), copy.deepcopy(made), *(pickle.loads(pickle.dumps(made, n)) for n in range(2, 6))):
+        assert (repr(there), str(there)) == (repr(made), str(made))
+        layout, copied = (getattr(each, "layout", each) for each in (made, there))
+        assert (copied, hash(copied)) == (layout, hash(layout))
+        assert [copied.describe(rank) for rank in copied] == [layout.describe(rank) for rank in layout]
     assert repr(mesh) == ROOT
 
 

@@ -181,13 +181,6 @@ def test_optimizer_instances_tile_data_in_every_order(sizes: tuple[int, ...]):
     assert 0 < accepted < 120
 
 
-def test_million_ranks_are_planned():
-    arrangement = plan(2**20, tp=8, cp=2, ep=8, pp=16, optimizer_instances=4, hierarchical_cp=[2]).seen_by(2**20 - 1)
-    assert arrangement["tensor"].ranks() == tuple(range(2**20 - 8, 2**20))
-    assert len(arrangement["between instances"].ranks()) == 4
-    assert arrangement["data"].size() == 2**20 // (8 * 2 * 16)
-
-
 # ---- semantics that are easy to get wrong, by their numbers ----
 
 
@@ -330,14 +323,6 @@ def test_settings_outside_the_group_do_nothing():
         small = recipes.megatron(4, pp=4, name="small")
         assert not any(small.rank in small[name] for name in small)
         small.configure_nccl({"tp": {"max_ctas": 8}})
-
-
-def test_two_settings_of_one_group_are_an_error():
-    with fake_rank(0, 8):
-        arrangement = recipes.megatron(8, tp=2, name="twice")
-        arrangement.configure_nccl({"dp": {"max_ctas": 8}})
-        with pytest.raises(OptionsError, match=r"are the same ranks here .* so one group"):
-            arrangement.configure_nccl({"dp_cp": {"max_ctas": 4}})
 
 
 # ---- an error in a recipe creates nothing ----

@@ -347,28 +347,16 @@ def test_tensors_outside_their_mesh_are_refused():
 
 
 @on_ranks(1)
-def test_renaming_two_tensors_to_one_name_is_refused():
-    source, target = {"a": torch.ones(2), "b": torch.zeros(2)}, {"b": torch.zeros(2)}
-    text = refused(MismatchError, source, target, rename={"a": "b"})
+def test_two_tensors_with_one_name_are_refused():
+    text = refused(MismatchError, {"a": torch.ones(2), "b": torch.zeros(2)}, {"b": torch.zeros(2)}, rename={"a": "b"})
     assert "state['a'] and state['b'] would both be named b" in text
     assert "Resharder(..., rename={'b': None})" in text
-
-
-@on_ranks(1)
-def test_two_keys_with_one_dotted_name_are_refused():
     x, y = torch.ones(2), torch.zeros(2)
     both = {"a.b": x, "a": {"b": y}}, {"a": {"b": y}, "a.b": x}, {1: x, "1": y}
     texts = [refused(MismatchError, {}, state) for state in both]
     keys = [("['a.b']", "['a']['b']", "a.b"), ("['a']['b']", "['a.b']", "a.b"), ("[1]", "['1']", "1")]
     for text, (one, other, name) in zip(texts, keys, strict=True):
         assert f"state{one} and state{other} would both be named {name}" in text
-
-
-@on_ranks(1)
-def test_tensors_may_be_permuted_in_their_own_memory():
-    state = {"e0": torch.zeros(3), "e1": torch.ones(3)}
-    Resharder(Layout(1), Layout(1), source=state, target=state, rename={"e0": "e1", "e1": "e0"})()
-    assert [tensor.tolist() for tensor in state.values()] == [[1.0] * 3, [0.0] * 3]
 
 
 @on_ranks(1)
@@ -552,15 +540,6 @@ def test_calling_while_others_create_is_a_mismatch():
         assert "Create a new Resharder" in text
     create()()
     assert rank < 2 or sides["target"]["x"].tolist() == [5.0] * 2
-
-
-@on_ranks(1)
-def test_broken_connections_are_an_error_at_the_timeout():
-    with mock.patch.object(link.Link, "maximum", side_effect=link._Broken("connection reset by peer")):
-        kind, text, seconds = outcome(lambda: Resharder(Layout(1), Layout(1), source={}, target={}, timeout=1))
-    assert kind == "WorldError"
-    assert "did not begin in 1 s: their connection broke again and again, at last with: connection reset" in text
-    assert 1 <= seconds < 5
 
 
 class Generator(nn.Module):
