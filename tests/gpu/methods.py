@@ -43,6 +43,7 @@ from tests.support.parallel_models import (
     loss_of,
     named_weights,
     optimizer_of,
+    train_parallel,
     weights_of,
 )
 from tests.support.parallel_training import whole_loss
@@ -69,15 +70,7 @@ def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def alone(model: nn.Module) -> TrainingRun:
     """The training of one process, on the same device."""
-    optimizer, trained = optimizer_of(model.parameters()), TrainingRun([], [], {})
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        codes, target = batch_of(step)
-        loss_of(model(codes), target).backward()
-        trained.gradients.append(gradients_of(model))
-        optimizer.step()
-    trained.weights = weights_of(model)
-    return trained
+    return train_parallel(model, lambda rows: rows, batch=batch_of)
 
 
 @contextmanager

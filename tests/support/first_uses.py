@@ -199,16 +199,26 @@ def object_lists(me: Member) -> Any:
     return around(me, dist.send_object_list, dist.recv_object_list, message, [None, None])
 
 
-@program()
-def irecv_first_on_all_sides(me: Member) -> Any:
+def post_for_all(me: Member) -> tuple[list[torch.Tensor], list[Any]]:
+    """Post a receive from each other member, and then a message to each: what is received, and the works."""
     received = [empty() for _ in me.others]
     with me.timed("irecv"):
         works = [dist.irecv(each, group=me.group, group_src=place) for each, place in zip(received, me.others)]
     with me.timed("isend"):
         works += [dist.isend(me.tensor(place), group=me.group, group_dst=place) for place in me.others]
+    return received, works
+
+
+def wait_for_all(works: Sequence[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+@program()
+def irecv_first_on_all_sides(me: Member) -> Any:
+    received, works = post_for_all(me)
     with me.timed("wait"):
-        for work in works:
-            work.wait()
+        wait_for_all(works)
     return [each.tolist() for each in received]
 
 
@@ -229,8 +239,7 @@ def batched_ring(me: Member) -> Any:
             ]
         )
     with me.timed("wait"):
-        for work in works:
-            work.wait()
+        wait_for_all(works)
     return left.tolist(), right.tolist()
 
 
@@ -246,15 +255,13 @@ def tags_in_reversed_order(me: Member) -> Any:
                 for tag in tags
             ]
         with me.timed("wait"):
-            for work in works:
-                work.wait()
+            wait_for_all(works)
         return None
     received = {tag: torch.zeros(size) for tag in tags}
     with me.timed("irecv"):
         works = [dist.irecv(received[tag], group=me.group, group_src=0, tag=tag) for tag in reversed(tags)]
     with me.timed("wait"):
-        for work in works:
-            work.wait()
+        wait_for_all(works)
     return [tensor.unique().tolist() for tensor in received.values()]
 
 
@@ -292,8 +299,7 @@ def irecv_from_any_source_first(me: Member) -> Any:
         dist.barrier(group=me.groups[1])
     with me.timed("wait"):
         if me.place == 0:
-            for work in works:
-                work.wait()
+            wait_for_all(works)
         else:
             dist.send(me.tensor(), group=me.group, group_dst=0)
     return sorted(each.tolist() for each in received)
@@ -402,8 +408,7 @@ def isend_while_others_are_in_another_group(me: Member) -> Any:
         dist.all_reduce(asked, group=me.groups[1])
     with me.timed("wait"):
         if me.place == 0:
-            for work in works:
-                work.wait()
+            wait_for_all(works)
         else:
             dist.recv(received, group=me.group, group_src=0)
     return received.tolist(), asked.tolist()
@@ -412,18 +417,11 @@ def isend_while_others_are_in_another_group(me: Member) -> Any:
 @program(timeout=SHORT)
 def isend_and_irecv_while_others_sleep(me: Member) -> Any:
     """The others do not touch the group for longer than its timeout."""
-    received = [empty() for _ in me.others]
-    if me.place == 0:
-        with me.timed("irecv"):
-            works = [dist.irecv(each, group=me.group, group_src=place) for each, place in zip(received, me.others)]
-        with me.timed("isend"):
-            works += [dist.isend(me.tensor(place), group=me.group, group_dst=place) for place in me.others]
+    received, works = post_for_all(me) if me.place == 0 else ([empty()], [])
     time.sleep(1.2 * SHORT)
     with me.timed("wait"):
-        if me.place == 0:
-            for work in works:
-                work.wait()
-        else:
+        wait_for_all(works)
+        if me.place > 0:
             dist.recv(received[0], group=me.group, group_src=0)
             dist.send(me.tensor(), group=me.group, group_dst=0)
     return [each.tolist() for each in received]
