@@ -31,7 +31,7 @@ QUIET := $(LOCAL) TORCH_CPP_LOG_LEVEL=ERROR
 # for a quarter of the time; for those that train, two do.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test types tests test-long test-gpu test-torch browser test-launchers chaos bench bench-quick docs package release-check format clean
+.PHONY: demo test types tests test-long test-gpu test-torch test-launchers chaos bench bench-quick docs package release-check format clean
 
 demo: $(VENV)/demo           ## a small GPT, trained by eight processes of this machine and checked against one
 	$(QUIET) $(RUN) examples/train_gpt.py
@@ -68,9 +68,6 @@ test-gpu: $(if $(filter $(RUN),$(GPU_PYTHON)),$(VENV)/dev)  ## NCCL, and ranks t
 test-torch: $(TORCH_VENV)/made  ## on another torch: make test-torch TORCH=2.15.0; 5.6 GB
 	$(TORCH_RUN) -m tests.support.torch_version $(TORCH)
 	$(LOCAL) PGMESH_TORCH=$(TORCH) $(TORCH_RUN) -m pytest -q -p tests.support.torch_version -n 3 $(BY_FILE) -m 'not long' $(TESTS)
-
-browser: $(VENV)/dev         ## installs Chromium, for the tests that measure pages; needs root, unless it is there
-	$(RUN) -m tests.support.browser
 
 test-launchers: $(VENV)/dev  ## torchrun, srun, mpirun and mpiexec themselves, from Debian's packages; needs root
 	$(RUN) -m tests.launchers

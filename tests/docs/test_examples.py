@@ -16,7 +16,10 @@ pytestmark = pytest.mark.long
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = sorted(EXAMPLES.glob("[0-9]*.py"))
-LARGER = [EXAMPLES / f"{name}.py" for name in ("mixture_of_experts", "survive", "torchtitan_meshes", "two_engines", "weight_sync")]
+LARGER = [
+    EXAMPLES / f"{name}.py"
+    for name in ("mixture_of_experts", "survive", "torchtitan_meshes", "two_engines", "weight_sync")
+]
 NEEDS = {"11_accelerate": "accelerate", "torchtitan_meshes": "torchtitan"}
 
 RUN = """
