@@ -217,10 +217,11 @@ UNDER_GUARD = "if __name__ == '__main__':\n    def work(): ...\n    said_by(laun
             f"rank 0 of 1 died without an error message (exit code 1) while it started\n\n{GUARD}\n"
             f"no store at port 0: its process ended while it started.\n\n{GUARD}\n",
         ),
-        (
+        pytest.param(
             UNDER_GUARD,
             "rank 0 of 1 cannot unpickle the call: Can't get attribute 'work' on <module '__mp_main__'>\n\n"
             f"{PICKLING}\n",
+            marks=pytest.mark.long,
         ),
     ],
 )

@@ -333,14 +333,7 @@ def test_check_refuses_invalid_arguments_before_joining(capsys, line, problem):
     assert problem in err
 
 
-def check_with(line: str, target: str, replacement: Any) -> Answer:
-    """``run_check`` with a function of this rank replaced."""
-    with mock.patch(target, replacement):
-        return run_check(line)
-
-
-ALL_REDUCE, CHECK_SUM, WAIT = dist.all_reduce, Microbenchmarks.check_sum, Microbenchmarks._wait
-METHODS = "pgmesh.preflight.microbenchmarks.Microbenchmarks"
+ALL_REDUCE = dist.all_reduce
 
 
 def wrong_sum_on_rank_2(tensor: torch.Tensor, *args: Any, **more: Any) -> Any:
@@ -349,10 +342,13 @@ def wrong_sum_on_rank_2(tensor: torch.Tensor, *args: Any, **more: Any) -> Any:
     return ALL_REDUCE(tensor, *args, **more)
 
 
+def with_wrong_sums(line: str) -> Answer:
+    with mock.patch.object(dist, "all_reduce", wrong_sum_on_rank_2):
+        return run_check(line)
+
+
 def test_check_finds_a_wrong_sum():
-    text = output_of_rank_0(
-        world(4).run(check_with, f"dp=2 tp=2 {QUICK}", "torch.distributed.all_reduce", wrong_sum_on_rank_2), 1
-    )
+    text = output_of_rank_0(world(4).run(with_wrong_sums, f"dp=2 tp=2 {QUICK}"), 1)
     assert text == (
         "pgmesh check failed: MismatchError: group dp (ranks 0, 2): a sum of 4,096 bytes is wrong in 1 of "
         "1,024 values; the first is value 7, 1 in place of 0.\n"
