@@ -129,7 +129,7 @@ ProcessGroupMesh.group = mutated
         "groups/mesh_groups.py",
         """
 original = find_mesh_groups
-find_mesh_groups = lambda name, layout, rank: original(f"{name} again", layout, rank)
+find_mesh_groups = lambda name, *more: original(f"{name} again", *more)
 """,
         "tests/groups/test_lifetime.py -k copied_mesh",
     ),
