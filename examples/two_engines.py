@@ -1,6 +1,6 @@
 """A trainer and two engines, each with a default world of its own, and one world over all six ranks.
 
-    python examples/two_engines.py
+python examples/two_engines.py
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ Names of the package, each with its own help, such as ``help(pgmesh.ProcessGroup
 - ``Layout``: the same places, without processes and without torch
 - ``plan``: groups and hosts of a shape before anything runs
 - ``meshes``: the open meshes of this process
-- ``GroupOptions``: timeout, backend, device and options of groups
+- ``GroupOptions``: timeout, backend and options of groups
 - ``from_device_mesh``: a mesh over the groups of a DeviceMesh
 - what calls return: ``Connected``, ``Report``, ``Held``, ``Shrunk``, ``Locality``, ``Partition``,
   ``RankView``, ``Plan``, ``CombinationPlan``, ``Finding``, ``HostLevel``
@@ -34,7 +34,7 @@ Errors, each a ``PgmeshError``, also in the module ``errors``: ``ShapeError``, `
 ``OptionsError``, ``MembershipError``, ``WorldError``, ``NameTakenError``, ``LifetimeError``, ``MismatchError``,
 ``MissingRanksError``, ``MethodError``, ``UnsupportedTorchError``, ``LaunchError``.
 
-Command line: ``pgmesh plan``, ``show``, ``check`` and ``doctor``.
+Command line: ``pgmesh plan``, ``show``, ``check``, ``report`` and ``doctor``.
 """
 
 from __future__ import annotations

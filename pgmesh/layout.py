@@ -75,13 +75,11 @@ from pgmesh._util.formatting import (
     format_ranks,
     format_value,
     other_arguments,
-    shorten,
 )
 from pgmesh._util.suggestions import closest_name, did_you_mean, example_ranks
 from pgmesh._util.validation import (
     Sizes,
     fill_sizes,
-    is_boolean,
     parse_ranks,
     parse_sizes,
     whole_number,
@@ -416,7 +414,7 @@ class Layout:
             if isinstance(keep, slice):
                 kept = strided.take_slice(old, keep, f"axis {axis}")
             elif isinstance(keep, Iterable) and getattr(keep, "ndim", 1) > 0:  # a 0-d tensor is one index
-                kept = tuple(dict.fromkeys(old[self._checked_index(i, one)] for one in self._checked_indices(i, keep)))
+                kept = tuple(dict.fromkeys(old[self._checked_index(i, one)] for one in keep))
             else:
                 index = self._checked_index(i, keep)
                 offset += old[index]
@@ -455,7 +453,7 @@ class Layout:
             sizes: the new sizes by name. At most one size is -1: it is inferred.
 
         Raises:
-            ShapeError: the sizes do not hold the ranks, or the ranks of a slice are not evenly spaced for them.
+            ShapeError: the sizes do not hold the ranks.
             OptionsError: a keyword is an option of groups, not an axis.
 
         >>> layout.view(pp=2, edp=1, ep=4).block_of(5, "ep")
@@ -470,20 +468,7 @@ class Layout:
         offsets = strided.reshape(self._offsets, new_sizes)
         if offsets is not None and strided.is_non_overlapping(offsets):
             return self._replace(axes=tuple(box), offsets=offsets, all_axes=all_axes)
-        if offsets is None and not self._has_ranks_for(new_sizes):
-            call = format_call("ProcessGroupMesh", box, ranks=Text(shorten(self._ranks_written(), "mesh.ranks()")))
-            raise ShapeError(
-                f"{format_call(who, box)} would split {self._brief()} where its ranks ({self._listed()}) are not "
-                f"evenly spaced.\n\n"
-                f"  {call}   # a new mesh takes any ranks"
-            )
         return Layout.of(box, strided.as_offsets(self.ranks()))._replace(all_axes=all_axes, is_slice=self._is_slice)
-
-    def _has_ranks_for(self, sizes: Sequence[int]) -> bool:
-        """Check that the ranks from a rank table are evenly spaced for these sizes, though their positions are not."""
-        if self._table is None:
-            return False
-        return strided.reshape([strided.rebase(strided.as_offsets(self.ranks()))], sizes) is not None
 
     # -- text ---------------------------------------------------------------------------------------------------
 
@@ -590,18 +575,6 @@ class Layout:
         if not -size <= number < size:
             raise RankError(f"axis {axis} has {_index_range(size)}; there is no {number}.")
         return number % size
-
-    def _checked_indices(self, i: int, keep: Iterable[Any]) -> Iterable[Any]:
-        """Indices to keep of an axis; RankError if they are a boolean mask."""
-        kept = tuple(keep)
-        if len(kept) != len(self._offsets[i]) or not all(map(is_boolean, kept)):
-            return kept
-        axis, indices = self._axes[i], [index for index, keeps in enumerate(kept) if keeps]
-        if not indices:
-            raise RankError(f"axis {axis} is given a mask that keeps nothing; it takes indices.")
-        raise RankError(
-            f"axis {axis} is given a mask; it takes indices.\n\n  {format_call('mesh.at', {axis: indices})}"
-        )
 
     # -- positions and ranks ------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from operator import length_hint
-from types import NoneType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pgmesh import torch_private
@@ -23,7 +23,6 @@ from pgmesh.groups.device_meshes import parse_dimensions
 from pgmesh.groups.mesh_groups import MeshGroups, find_mesh_groups
 from pgmesh.groups.naming import Members
 from pgmesh.groups.world import open_meshes_by_name
-from pgmesh.launch.joining import World
 from pgmesh.layout import Axis, Keep, Layout, RankMethods, taken
 from pgmesh.options import Timeout, to_timedelta
 
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
 
     from pgmesh.connect.connecting import Connected
     from pgmesh.elastic.shrinking import Shrunk
+    from pgmesh.launch.joining import World
     from pgmesh.report.report import Held, Report
     from pgmesh.topology.host_mapping import Placement
     from pgmesh.topology.locality import Locality
@@ -97,9 +97,7 @@ class ProcessGroupMesh(RankMethods):
         **sizes: int,
     ) -> None:
         who = "ProcessGroupMesh"
-        if not isinstance(world, (World, NoneType)):
-            raise ShapeError(f"{who}: world= is a world that launch.open_world has returned, not {world!r}.")
-        size = world_rank_and_size()[1] if world is None else world.size
+        size = world_rank_and_size()[1] if world is None else _size_of(who, world)
         if name is not None:
             _check_name(who, name)
         given = None if ranks is None else parse_ranks(who, ranks)
@@ -385,13 +383,6 @@ class ProcessGroupMesh(RankMethods):
         """
         self._check_member()
         seconds = to_timedelta(timeout).total_seconds()
-        for each in axes:
-            if isinstance(each, (list, set)):
-                raise AxisError(
-                    f"connect takes axes and tuples of axes, not the {type(each).__name__} {each!r}.\n\n"
-                    f"  mesh.connect({tuple(each)})   # one group along all of them\n"
-                    f"  mesh.connect(*{tuple(each)})  # a group along each"
-                )
         if axes and ranks is not None:
             raise AxisError(f"connect takes axes ({', '.join(map(str, axes))}) or ranks, not both.")
         from pgmesh.connect.connecting import connect
@@ -892,6 +883,14 @@ def _root_mesh(mesh_groups: MeshGroups) -> ProcessGroupMesh:
     mesh = object.__new__(ProcessGroupMesh)
     mesh._set(mesh_groups.layout, mesh_groups)
     return mesh
+
+
+def _size_of(who: str, world: object) -> int:
+    from pgmesh.launch.joining import World  # only for a world beside the default one
+
+    if not isinstance(world, World):
+        raise ShapeError(f"{who}: world is no axis; it is what launch.open_world returns, not {world!r}.")
+    return world.size
 
 
 def _check_in_world(who: str, ranks: Iterable[int], world: int) -> None:

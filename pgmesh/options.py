@@ -18,23 +18,6 @@ Timeout = Union[timedelta, float]
 MAX_TIMEOUT = timedelta(days=36500)
 """Maximum timeout. torch adds timeouts to a clock in 64-bit nanoseconds, which overflow after 292 years."""
 
-NCCL_SETTINGS = (
-    "blocking",
-    "cga_cluster_size",
-    "collnet_enable",
-    "cta_policy",
-    "max_ctas",
-    "min_ctas",
-    "net_name",
-    "nvls_ctas",
-    "split_share",
-    "traffic_class",
-)
-"""The fields of ``ncclConfig_t`` that torch can set. The NCCL that torch was built with may lack some.
-
-Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/types.html#ncclconfig-t"""
-
-
 _KINDS: dict[str, tuple[type, str]] = {
     "backend": (str, "a name, such as 'nccl' or 'gloo'"),
     "high_priority": (bool, "True or False"),
@@ -52,11 +35,12 @@ class GroupOptions:
         backend: any that torch.distributed knows, such as "nccl", "gloo" or "cpu:gloo,cuda:nccl".
         timeout: maximum wait of a collective: a timedelta or a number of seconds, at most 36,500 days.
         high_priority: run on a high-priority stream. NCCL only.
-        nccl: settings of the communicator, such as ``{"max_ctas": 8}``. NCCL only.
+        nccl: settings of the communicator, such as ``{"max_ctas": 8}``: fields of ``ncclConfig_t``. NCCL only.
+            Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/types.html#ncclconfig-t
         description: text for profiles and flight records, by default the axes. It does not distinguish groups.
 
     Raises:
-        OptionsError: a value has the wrong type, or NCCL has no such setting.
+        OptionsError: a value has the wrong type.
 
     >>> GroupOptions(timeout=600, nccl={"max_ctas": 8})
     GroupOptions(timeout=datetime.timedelta(seconds=600), nccl={'max_ctas': 8})
@@ -84,13 +68,6 @@ class GroupOptions:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, kind) or (name == "backend" and not value)):
                 raise OptionsError(f"{name} is {right}, not {value!r}.")
-        unknown = sorted(map(str, set(self.nccl or ()) - set(NCCL_SETTINGS)))
-        if unknown:
-            raise OptionsError(f"NCCL has no setting {', '.join(unknown)}; it has {', '.join(NCCL_SETTINGS)}.")
-        for name, value in (self.nccl or {}).items():
-            if not isinstance(value, str if name == "net_name" else int):
-                right = "a name, such as 'IB'" if name == "net_name" else "a whole number, such as 8"
-                raise OptionsError(f"NCCL's {name} is {right}, not {value!r}.")
         if self.backend is not None:
             object.__setattr__(self, "backend", self.backend.lower())
         if self.timeout is not None:

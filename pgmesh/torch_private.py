@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import socket
 import sys
 import time
@@ -32,19 +31,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as _c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from pgmesh._util.torch_versions import TRIED_ON, is_newer
-from pgmesh.errors import LifetimeError, OptionsError, UnsupportedTorchError, WorldError
+from pgmesh.errors import LifetimeError, OptionsError, WorldError
 from pgmesh.options import GroupOptions
 
-log = logging.getLogger("pgmesh")
 c10d: Any = _c10d  # its tables are read and written here as torch itself does, whatever its stubs declare
-
-if loaded := getattr(c10d, "_changed_by_pgmesh", None):
-    raise UnsupportedTorchError(
-        f"pgmesh.torch_private is already loaded in this process, from {loaded}, and torch's tables refer to it. "
-        f"It cannot be reloaded or used together with a second copy, here {__file__}. Start a new process with one "
-        f"copy."
-    )
 
 
 # -- the private names --------------------------------------------------------------------------------------------
@@ -72,15 +62,6 @@ if loaded := getattr(c10d, "_changed_by_pgmesh", None):
 # DistributedDataParallel._set_params_and_buffers_to_ignore_for_model: excludes parameters
 # Tensor._post_accumulate_grad_hooks: some pipeline schedules would skip these hooks
 # PipelineStage._send_meta, ._recv_meta and others (torch 2.12): the shapes of a stage are exchanged once
-
-if is_newer(torch.__version__):
-    log.warning(
-        "torch %s is newer than torch %s, the newest that pgmesh was tested on. All private names that pgmesh uses "
-        "exist in it.",
-        torch.__version__,
-        TRIED_ON[-1],
-    )
-
 
 # -- the names of pgmesh's groups, and the hooks ------------------------------------------------------------------
 
@@ -164,7 +145,6 @@ def _set_thread_id(mesh: DeviceMesh, value: Any) -> None:
 # torch treats DeviceMeshes of the same shape as equal even if their groups differ. DTensor would then use cached data
 # of one mesh with the groups of another. torch does compare this field, made for tests that run ranks as threads.
 DeviceMesh._thread_id = property(_groups_of, _set_thread_id)  # type: ignore[assignment]
-c10d._changed_by_pgmesh = __file__
 c10d._pg_names = _Names(c10d._pg_names)
 c10d._rank_not_in_group = _check_group
 
@@ -246,11 +226,6 @@ def unregister(group: Any) -> None:
 def unregister_tag(group: Any) -> None:
     """Remove the tag of a group from torch's tables: torch's own destroy leaves it there."""
     c10d._world.tags_to_pg.pop(c10d._world.pg_to_tag.get(group), None)
-
-
-def forget_group(group: Any) -> None:
-    """Make torch treat this process as no member of a group, as after torch's own destroy."""
-    c10d._world.pg_map.pop(group, None)
 
 
 # -- a group's devices and timeout --------------------------------------------------------------------------------
@@ -342,19 +317,18 @@ def start_pairs(gloo: Iterable[Any]) -> None:
         backend.recv_anysource([_nothing], _RESERVED_TAG)
 
 
-def drain(gloo: Iterable[Any], seconds: float) -> bool:
+def drain(gloo: Iterable[Any], deadline: float) -> bool:
     """Wait until Gloo backends are done with what was begun before.
 
     Each backend's thread works in order, so the wait for one more operation is enough: one without data, which needs no
     other member.
 
     Args:
-        seconds: timeout.
+        deadline: on the monotonic clock.
 
     Returns:
-        False after the timeout.
+        False after the deadline.
     """
-    deadline = time.monotonic() + seconds
     for backend in gloo:
         work = backend.allreduce([_empty], dist.AllreduceOptions())
         while not work.is_completed():  # ``wait`` would raise its error, whose frames would keep the work
@@ -380,41 +354,33 @@ def _set_up(settings: Any, name: str, options: GroupOptions, ranks: Sequence[int
     settings.group_name = name
 
 
-NCCL_CLASSES = {
-    "nccl": "ProcessGroupNCCL",
-    "nccl-legacy": "ProcessGroupNCCL",
-    "nccl2": "ProcessGroupNCCL2",
-    "nccl-lazy": "ProcessGroupNCCLLazy",
-}
-"""The class of each NCCL backend. From torch 2.15 on, torch itself builds ``ProcessGroupNCCL2`` for "nccl". That class
-connects to the other members in its constructor, so that creating a group would wait for them, in one order on all
-ranks. ``ProcessGroupNCCL`` connects at its first collective. Source: https://github.com/pytorch/pytorch/pull/192895"""
-
-
 def register_backend(name: str) -> None:
     """Let torch load a backend that another package or a later torch defines, if it has not done so."""
     getattr(c10d.Backend, "_ensure_backend_registered", lambda name: None)(name)
 
 
-def nccl_backend(store: Any, rank: int, name: str, options: GroupOptions, ranks: Sequence[int], *, backend: str) -> Any:
+def nccl_backend(store: Any, rank: int, name: str, options: GroupOptions, ranks: Sequence[int]) -> Any:
     """An NCCL backend with a communicator of its own.
+
+    From torch 2.15 on, torch itself builds ``ProcessGroupNCCL2`` for "nccl", which connects to the other members in its
+    constructor: creating a group would wait for them. ``ProcessGroupNCCL`` connects at its first collective.
+    Source: https://github.com/pytorch/pytorch/pull/192895
 
     Args:
         ranks: the members' ranks in the world.
-        backend: a key of ``NCCL_CLASSES``.
 
     Raises:
         OptionsError: this torch's NCCL lacks a setting.
     """
-    device = [] if NCCL_CLASSES[backend] == "ProcessGroupNCCL" else [torch.device("cuda", torch.cuda.current_device())]
     settings: Any = dist.ProcessGroupNCCL.Options()
     settings.is_high_priority_stream = bool(options.high_priority)
     _set_up(settings, name, options, ranks)
     for field, value in (options.nccl or {}).items():
         if not hasattr(settings.config, field):
-            raise OptionsError(f"this torch's NCCL has no setting {field}.")
+            known = ", ".join(each for each in dir(settings.config) if not each.startswith("_"))
+            raise OptionsError(f"this torch's NCCL has no setting {field}; it has {known}.")
         setattr(settings.config, field, value)
-    return getattr(dist, NCCL_CLASSES[backend])(store, rank, len(ranks), settings, *device)
+    return dist.ProcessGroupNCCL(store, rank, len(ranks), settings)
 
 
 def fake_backend(store: Any, rank: int, name: str, options: GroupOptions, ranks: Sequence[int]) -> Any:

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from pgmesh import GroupOptions, LaunchError, MissingRanksError, OptionsError, ProcessGroupMesh, launch, recipes
+from pgmesh import GroupOptions, LaunchError, OptionsError, ProcessGroupMesh, launch, recipes
 from pgmesh.parallel import PipelineParallel
-from tests.support.board import losing_all_reduces
 from tests.support.fake_world import fake_rank
 from tests.support.torch_tables import timeout_of
-from tests.support.worlds import check_sums, groups_of, on_ranks
+from tests.support.worlds import check_sums, on_ranks
 
 WRONG = ("tp", True, 0, -1, 0.0, math.nan, math.inf, 1e300, 1e-9, timedelta(), timedelta(seconds=-1), [30])
 WRONG += (np.bool_(True), np.float64("inf"), "30")
@@ -42,21 +41,6 @@ def test_options_store_a_timedelta(timeout):
     assert options.given == {"timeout": 600.0}
     assert repr(options) == "GroupOptions(timeout=datetime.timedelta(seconds=600))"
     assert GroupOptions(timeout=timedelta(days=36500)).timeout == timedelta(days=36500)  # the most
-
-
-@on_ranks(2)
-def test_timeout_set_last_holds_after_a_failed_connect():
-    with ProcessGroupMesh(dp=2) as mesh:
-        mesh.group("dp")
-        mesh.set_timeout("dp", timeout=120)
-        for set_timeout in (mesh.set_timeout, mesh.configure, lambda *axes, timeout: mesh.set_timeout(timeout=timeout)):
-            for seconds in (300, 600):
-                mesh.release("dp")
-                with losing_all_reduces(), pytest.raises(MissingRanksError, match="lost by design"):
-                    mesh.connect("dp")
-                set_timeout("dp", timeout=seconds)
-                assert timeout_of(mesh.group("dp")) == timedelta(seconds=seconds)
-        check_sums(groups_of(mesh))
 
 
 def test_seconds_and_timedelta_give_the_same_group(mesh):

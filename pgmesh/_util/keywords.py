@@ -35,6 +35,7 @@ RESERVED = {
     **dict.fromkeys(("world_size", "store", "init_method", "rank", "local_rank"), "belongs to the world"),
     **dict.fromkeys(("group", "process_group"), "is made by the mesh, or given to mesh.adopt"),
     "ranks": "is left out: a view keeps the ranks of its mesh",
+    "world": "is an argument of ProcessGroupMesh: a view is in the world of its mesh",
     "name": "is an argument of ProcessGroupMesh: a view has the name of its mesh",
     "layout": "is made from the sizes",
 }

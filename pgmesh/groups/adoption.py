@@ -44,14 +44,3 @@ def check_is_same(group: Group, process_group: Any, members: Members) -> None:
             f"{group.label} was already {how} at {group.call_site}, and may be in use.\n\n"
             f"  mesh.{format_verb('release', members.axes)}   # release it first, then adopt"
         )
-
-
-def check_exists(group: Group, members: Members) -> None:
-    """Raise LifetimeError if torch has destroyed an adopted group."""
-    if not group.is_known():
-        release = format_verb("release", members.axes)
-        raise LifetimeError(
-            f"{group.label} was adopted at {group.call_site}, and torch has destroyed it since.\n\n"
-            f"  mesh.{release if members.layout else f'release(ranks={list(members.ranks)})'}   "
-            "# then adopt another, or let the mesh create one"
-        )

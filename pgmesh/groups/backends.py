@@ -22,7 +22,7 @@ from pgmesh.options import GroupOptions
 
 c10d: Any = _c10d
 
-GLOO = "gloo"
+GLOO, NCCL = "gloo", "nccl"
 
 
 class Backends(NamedTuple):
@@ -68,7 +68,7 @@ def backends_of(name: str | None) -> Backends:
     table = c10d.BackendConfig(c10d.Backend(name)).get_device_backend_map()
     by_device = {device: str(backend) for device, backend in table.items()}
     names = frozenset(by_device.values())
-    nccl = next((each for each in names if each in torch_private.NCCL_CLASSES), "")
+    nccl = NCCL if NCCL in names else ""
     return Backends(
         tuple((torch.device(device), _type_of(backend), backend) for device, backend in by_device.items()),
         ",".join(f"{device}:{backend}" for device, backend in by_device.items()),
@@ -115,9 +115,6 @@ def new_gloo(store: dist.Store, rank: int, name: str, options: GroupOptions, ran
 CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     GLOO: new_gloo,
     "fake": torch_private.fake_backend,
-    **{
-        backend: functools.partial(torch_private.nccl_backend, backend=backend)
-        for backend in torch_private.NCCL_CLASSES
-    },
+    NCCL: torch_private.nccl_backend,
 }
 """The backends that the members of a group can create by themselves."""

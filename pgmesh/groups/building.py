@@ -80,7 +80,7 @@ def make_by_members(group: Group, key: str, world: World, description: str) -> N
             world.connector.add(store, functools.partial(torch_private.start_pairs, checking or gloo))
     except BaseException:  # such as an interrupt
         torch_private.unregister(made)
-        group.unmake()
+        group.take_process_group()
         raise
 
 

@@ -88,13 +88,14 @@ class GroupStore(dist.Store):
         self.own_operations = 0  # that pgmesh has entered: the start of the pairs
         self.warned = False  # the others can read that it waits
         self.complete_at: float | None = None  # when all members were known
-        self.look: Callable[[], float] = lambda: 0.0  # for members; returns the seconds until the next look
+        self.look: Callable[[GroupStore], object] = lambda store: None  # for members
+        self.made_at = self.next_look = time.monotonic()
         self.own: dict[str, bytes] = {}  # this rank's address, by key
         self._started: set[str] = set()  # the addresses that a backend has taken, to start a pair
         self._client, self._place = client, ranks.index(own)
         self._local: Any = dist.HashStore()
         self._error: PgmeshError | None = None
-        self._completing = threading.Lock()  # guards the two fields that say whether it has ended or is complete
+        self._completing = threading.RLock()  # guards the two fields that say whether it has ended or is complete
 
     # -- called by the backend, in any thread -----------------------------------------------------------------------
 
@@ -110,12 +111,17 @@ class GroupStore(dist.Store):
         return bool(self._local.check(keys))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self.waiting_since = since = self.waiting_since or time.monotonic()
-        while not self._local.check(keys) and (left := since + self.limit.total_seconds() - time.monotonic()) > 0:
-            with contextlib.suppress(RuntimeError):  # the time is over
-                # At least a millisecond: a timeout of 0 is none.
-                self._local.wait(keys, timedelta(seconds=max(min(self.look(), left), 0.001)))
-        self.waiting_since = None
+        since = time.monotonic()
+        self.waiting_since = self.waiting_since or since
+        try:
+            while not self._local.check(keys) and (left := since + self.limit.total_seconds() - time.monotonic()) > 0:
+                self.look(self)
+                pause = min(self.next_look - time.monotonic(), left)
+                with contextlib.suppress(RuntimeError):  # the time is over
+                    # At least a millisecond: a timeout of 0 is none.
+                    self._local.wait(keys, timedelta(seconds=max(pause, 0.001)))
+        finally:  # a signal handler may raise
+            self.waiting_since = None
         found = self._error is None and self._local.check(keys)
         if self.warned:
             self.note("" if found else "waited, until it gave up,")
@@ -221,6 +227,21 @@ class GroupStore(dist.Store):
             self._local.set(key, address)
 
     @property
+    def age(self) -> float:
+        """Seconds since this process has made the group."""
+        return time.monotonic() - self.made_at
+
+    @property
+    def next_step(self) -> float:
+        """The time when the thread looks for members, or starts the pairs."""
+        return max(self.made_at + PAIRS_AFTER, self.next_look if self.complete_at is None else 0.0)
+
+    def pause(self, pace: float) -> None:
+        """Look again after a part of the group's age, in seconds at most times the pace."""
+        young = min(max(0.002, self.age / 8), _LONGEST_YOUNG_PAUSE)
+        self.next_look = time.monotonic() + (young if self.age < 1.0 else min(self.age / 10, pace))
+
+    @property
     def has_started_pairs(self) -> bool:
         """True if this rank has started the pairs with all members."""
         return self._started.issuperset(self._others)
@@ -242,35 +263,6 @@ class GroupStore(dist.Store):
                 client.delete_key(key)
 
 
-class _Connection:
-    """What the thread does for one group.
-
-    Args:
-        start_pairs: connects all pairs, and waits for none.
-    """
-
-    def __init__(self, store: GroupStore, start_pairs: Callable[[], object]) -> None:
-        self.store, self.start_pairs = store, start_pairs
-        self.made_at = time.monotonic()
-        self.next_look = self.made_at
-
-    @property
-    def age(self) -> float:
-        """Seconds since this process has made the group."""
-        return time.monotonic() - self.made_at
-
-    def pause(self, pace: float) -> None:
-        """Look again after a part of the group's age, in seconds at most times the pace."""
-        young = min(max(0.002, self.age / 8), _LONGEST_YOUNG_PAUSE)
-        pause = young if self.age < 1.0 else min(self.age / 10, pace)
-        self.next_look = time.monotonic() + pause
-
-    @property
-    def next_step(self) -> float:
-        """The time when the thread looks for members, or starts the pairs."""
-        return max(self.made_at + PAIRS_AFTER, self.next_look if self.store.complete_at is None else 0.0)
-
-
 class Connector:
     """The connections of this process's Gloo groups in one world, until their pairs are started.
 
@@ -285,34 +277,36 @@ class Connector:
         self, rank: int, client: Callable[[], Any], error: Callable[[Exception], PgmeshError], pace: float
     ) -> None:
         self._rank, self._client, self._error, self._pace = rank, client, error, pace
-        self._open: dict[GroupStore, _Connection] = {}
+        self._open: dict[GroupStore, Callable[[], object]] = {}  # each with what starts its pairs
         self._changed = threading.Condition()  # guards ``_open`` and the next two
         self._runs = False  # the thread
         self._looking = threading.RLock()  # held during a look, so that no member's keys go meanwhile
         self._wakes_at = 0.0
 
     def add(self, store: GroupStore, start_pairs: Callable[[], object]) -> None:
-        """Find the other members of a group that this process has made, and then connect its pairs."""
-        with self._changed:
-            self._open[store] = _Connection(store, start_pairs)
-            store.look = functools.partial(self._look, self._open[store])
-            if not self._runs:
-                self._runs = True
-                _thread.start_new_thread(self._run, ())  # a Thread waits until it has started, for long on a busy core
-            elif self._open[store].next_step < self._wakes_at:
-                self._changed.notify()
+        """Find the other members of a group that this process has made, and then connect its pairs.
 
-    def _look(self, connection: _Connection) -> float:
-        """Look for members in a thread of a backend that waits for them; return the seconds until its next look."""
-        self._find_members([*self._open.values()])
-        return connection.next_look - time.monotonic()
+        Args:
+            start_pairs: connects all pairs, and waits for none.
+        """
+        with self._changed:
+            if not self._runs:
+                _thread.start_new_thread(self._run, ())  # a Thread waits until it has started, for long on a busy core
+                self._runs = True
+            elif store.next_step < self._wakes_at:
+                self._changed.notify()
+            self._open[store], store.look = start_pairs, self._look
+
+    def _look(self, store: GroupStore) -> None:
+        """Look for members in a thread of a backend, which waits for them."""
+        self._find_members([*self._open])
 
     def remove(self, store: GroupStore) -> bool:
         """Forget a group that ends. True if no member is missing, and its pairs were not started."""
         with self._looking:
             return self._forget(store) is not None and store.complete_at is not None
 
-    def _forget(self, store: GroupStore) -> _Connection | None:
+    def _forget(self, store: GroupStore) -> Callable[[], object] | None:
         with self._changed:
             self._changed.notify()
             return self._open.pop(store, None)
@@ -327,28 +321,28 @@ class Connector:
     # -- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while connections := self._next():
-            self._find_members(connections)
-            self._start_pairs(connections)
+        while self._turn():  # nothing refers to a group while the thread ends
+            pass
 
-    def _next(self) -> list[_Connection]:
-        """Wait until there is something to do for a connection; return all of them, or none at the end."""
+    def _turn(self) -> bool:
+        """Wait until there is something to do, and do it. False at the end."""
         with self._changed:
-            while self._open:
-                connections, now = [*self._open.values()], time.monotonic()
-                self._wakes_at = min(each.next_step for each in connections)
-                if self._wakes_at <= now:
-                    return connections
-                self._changed.wait(self._wakes_at - now)
-            self._runs = False
-            self._changed.notify_all()
-            return []
+            while self._open and (pause := min(each.next_step for each in self._open) - time.monotonic()) > 0:
+                self._wakes_at = time.monotonic() + pause
+                self._changed.wait(pause)
+            if not self._open:
+                self._runs = False
+                self._changed.notify_all()
+                return False
+            stores = [*self._open]
+        self._find_members(stores)
+        self._start_pairs(stores)
+        return True
 
-    def _find_members(self, connections: Sequence[_Connection]) -> None:
+    def _find_members(self, stores: Sequence[GroupStore]) -> None:
         """Look for members if it is time for a group."""
         with self._looking:
-            still_open = [each for each in connections if each.store in self._open]
-            incomplete = [each for each in still_open if each.store.complete_at is None]
+            incomplete = [each for each in stores if each in self._open and each.complete_at is None]
             due = [each for each in incomplete if time.monotonic() >= each.next_look]
             if not due:
                 return
@@ -357,48 +351,47 @@ class Connector:
                 for each in due:
                     each.pause(self._pace)
                     self._warn_if_late(each)
-            except (RuntimeError, OSError) as error:
+            except Exception as error:  # of a store in Python, any
                 self._give_up(error)
 
-    def _with_all_members(self, incomplete: Sequence[_Connection], due: Sequence[_Connection]) -> Sequence[_Connection]:
+    def _with_all_members(self, incomplete: Sequence[GroupStore], due: Sequence[GroupStore]) -> Sequence[GroupStore]:
         """The groups that all members have made; of those that are not due, only if it is all of them.
 
         Mostly, groups are made together, here and on other ranks. Then one operation is enough.
         """
         client = self._client()
-        if client.check([key for each in incomplete for key in each.store.others_keys]):
+        if client.check([key for each in incomplete for key in each.others_keys]):
             return incomplete
-        return [each for each in due if len(incomplete) > 1 and client.check(each.store.others_keys)]
+        return [each for each in due if len(incomplete) > 1 and client.check(each.others_keys)]
 
-    def _complete(self, connections: Sequence[_Connection]) -> None:
+    def _complete(self, found: Sequence[GroupStore]) -> None:
         """Give each group the addresses of its members."""
-        if not connections:
+        if not found:
             return
-        values = iter(read_all(self._client(), [key for each in connections for key in each.store.others_keys]))
-        for each in connections:
+        values = iter(read_all(self._client(), [key for each in found for key in each.others_keys]))
+        for each in found:
             try:
-                each.store.complete([next(values) for _ in each.store.others_keys])
+                each.complete([next(values) for _ in each.others_keys])
             except MismatchError as error:
                 log.warning("rank %s: %s", self._rank, error)
-            if each.store.has_ended or len(each.store.ranks) > MOST_PAIRED:
-                self._forget(each.store)
+            if each.has_ended or len(each.ranks) > MOST_PAIRED:
+                self._forget(each)
 
-    def _start_pairs(self, connections: Iterable[_Connection]) -> None:
-        """Start the pairs of groups whose members have been known for long enough, unless one has left."""
-        still_open = [each for each in connections if each.store in self._open]
-        complete = [each for each in still_open if each.store.complete_at is not None]
-        due = [each for each in complete if time.monotonic() >= each.next_step]
-        for each in due:
-            with contextlib.suppress(RuntimeError, OSError):  # it has ended meanwhile, or the store has failed
-                if not each.store.has_started_pairs and not self._client().check([each.store.left_key]):
+    def _start_pairs(self, stores: Sequence[GroupStore]) -> None:
+        """Start the pairs of groups whose members are known, unless one has left."""
+        for each in stores:
+            if each.complete_at is None or time.monotonic() < each.next_step or (start := self._open.get(each)) is None:
+                continue
+            with contextlib.suppress(Exception):  # it has ended meanwhile, or the store has failed
+                if not each.has_started_pairs and not self._client().check([each.left_key]):
                     # After a member has left, Gloo would log that a listener refuses.
-                    each.start_pairs()
-                    each.store.own_operations = 1
-            self._forget(each.store)
+                    start()
+                    each.own_operations = 1
+            self._forget(each)
 
-    def _warn_if_late(self, each: _Connection) -> None:
+    def _warn_if_late(self, store: GroupStore) -> None:
         """Say in the log and in the store where this rank has been waiting for long."""
-        since, store = each.store.waiting_since, each.store
+        since = store.waiting_since
         if since is None or store.warned or store.has_ended:
             return
         seconds = time.monotonic() - since

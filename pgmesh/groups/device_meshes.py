@@ -109,7 +109,7 @@ class DeviceMeshes:
         self._made.clear()
 
     def clear(self) -> None:
-        """Drop all that were made. An abort does so without the lock."""
+        """Drop all that were made."""
         self._made.clear()
 
 

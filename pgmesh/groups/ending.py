@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,22 +18,25 @@ Abort = Callable[[Sequence[Group]], object]
 """Ends the backends of groups at once."""
 
 DRAIN_SECONDS = 5.0
-"""The longest wait for the backends of a group that has ended."""
+"""The longest wait for the backends of groups that have ended."""
 
 
 def destroy(world: World, groups: Iterable[Group], *, by_torch: bool = False, seconds: float = DRAIN_SECONDS) -> None:
     """End the process groups of groups that have ended.
 
+    They end in the order of their names, as torch does it: ending a communicator may wait for the other members.
+
     Args:
-        seconds: the longest wait for their operations.
+        seconds: the longest wait for the operations of all.
         by_torch: torch's own destroy ends them, and removes them from its tables.
     """
     clear_frames()
-    for group in groups:
+    deadline = time.monotonic() + seconds
+    for group in sorted(groups, key=lambda each: each.name):
         is_known, gloo, process_group = group.is_known(), group.gloo, group.take_process_group()
-        if process_group is None or group.created_by == "adopted":
+        if group.created_by == "adopted":
             continue
-        leave(world, group, gloo, process_group, seconds)
+        leave(world, group, gloo, process_group, deadline)
         if is_known and not by_torch:
             with contextlib.suppress(Exception):  # of a third-party backend: the groups after this one have to end too
                 if group.created_by == "new_group":
@@ -48,7 +52,7 @@ def abort(world: World, groups: Iterable[Group], end_backends: Abort) -> None:
 
     They are kept for ever: their destructors would wait.
     """
-    ours = [group for group in groups if group.has_process_group and group.created_by != "adopted"]
+    ours = sorted((group for group in groups if group.created_by != "adopted"), key=lambda each: each.name)
     end_backends(ours)
     for group in ours:
         process_group = group.take_process_group()
@@ -59,7 +63,7 @@ def abort(world: World, groups: Iterable[Group], end_backends: Abort) -> None:
             world.connector.remove(group.store)
 
 
-def leave(world: World, group: Group, gloo: Sequence[Any], process_group: Any, seconds: float) -> None:
+def leave(world: World, group: Group, gloo: Sequence[Any], process_group: Any, deadline: float) -> None:
     """End the search for the members of a group that has ended.
 
     Afterwards its backends have done what was begun, and no thread of them is inside Python: one that comes back there
@@ -75,7 +79,7 @@ def leave(world: World, group: Group, gloo: Sequence[Any], process_group: Any, s
     complete = store.complete_at is not None
     # When the world ends, its keys end with it. But the members of an incomplete group look whether this one has left.
     if not world.ended or (world.has_server and not complete):
-        with contextlib.suppress(RuntimeError, OSError):  # the store has failed
+        with contextlib.suppress(Exception):  # the store has failed
             store.leave()
-    if not torch_private.drain(gloo, seconds) or world.exits:
+    if not torch_private.drain(gloo, deadline) or world.exits:
         torch_private.keep_for_ever(process_group)

@@ -11,12 +11,11 @@
 
 from __future__ import annotations
 
-import enum
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from pgmesh import torch_private
 from pgmesh.errors import LifetimeError
@@ -27,15 +26,7 @@ from pgmesh.options import GroupOptions
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-S = TypeVar("S")
-
 _NO_OPTIONS = GroupOptions()
-
-
-class State(enum.Enum):
-    """The state of a group on this rank."""
-
-    NEW, MADE, ENDED = range(3)
 
 
 @dataclass(eq=False)
@@ -73,12 +64,11 @@ class Group:
     new_timeout: timedelta | None = None
     device_meshes: weakref.WeakValueDictionary[int, DeviceMesh] = field(default_factory=weakref.WeakValueDictionary)
     register: Callable[[], object] = field(default=lambda: None, init=False)  # with torch
-    state: State = field(default=State.NEW, init=False)
+    is_made: bool = field(default=False, init=False)  # it has a process group
     reason: str = field(default="", init=False)  # why it has ended
     name: str = field(default="", init=False)  # of the process group, in torch
     gloo: list[Any] = field(default_factory=list, init=False)  # its Gloo backends that find members by ``store``
     _process_group: Any = field(default=None, init=False)
-    _states: dict[Any, Any] = field(default_factory=dict, init=False)
 
     @property
     def label(self) -> str:
@@ -89,16 +79,6 @@ class Group:
     def unusable(self) -> str:
         """The message that it has no process group, with the reason."""
         return f"{self.label} {self.reason or 'has no process group.'}"
-
-    @property
-    def is_made(self) -> bool:
-        """True while it has a process group."""
-        return self.state is State.MADE
-
-    @property
-    def has_process_group(self) -> bool:
-        """True until its process group is destroyed: also shortly after it has ended."""
-        return self._process_group is not None
 
     @property
     def process_group(self) -> Any:
@@ -119,15 +99,6 @@ class Group:
         """True unless torch has destroyed the process group. torch may do that with an adopted one at any time."""
         return self._process_group is not None and torch_private.is_known(self._process_group)
 
-    @property
-    def timeout(self) -> float:
-        """Timeout of its collectives in seconds. For an adopted group, it is that of the world, as a guess."""
-        return (self.new_timeout or self.options.timeout or timedelta()).total_seconds()
-
-    def state_of(self, kind: Callable[[], S]) -> S:
-        """What a layer keeps about this group: ``kind()``, made at its first use."""
-        return self._states.setdefault(kind, kind())  # type: ignore[no-any-return]
-
     # -- from one state to another ----------------------------------------------------------------------------------
 
     def make(
@@ -140,26 +111,22 @@ class Group:
             _by_name[self.name] = self
         else:  # of another mesh, perhaps, which keeps its name
             _by_name.setdefault(self.name, self)
-        self.state = State.MADE
+        self.is_made = True
 
     def adopt(self, process_group: Any, call_site: str, options: GroupOptions) -> None:
         """Enter the state "made", with a process group of the user."""
         self.created_by, self.options, self.fingerprint = "adopted", options, None
         self.make(process_group, call_site)
 
-    def unmake(self) -> None:
-        """Enter the state "new" again: its process group could not be used."""
-        self.state = State.NEW
-        self.take_process_group()
-
-    def end(self, reason: str, state: State = State.ENDED) -> None:
-        """Enter the state "ended", or "new" again. Waits for members raise an error with the reason."""
-        self.state, self.reason = state, reason
+    def end(self, reason: str) -> None:
+        """Leave the state "made". Waits for members raise an error with the reason."""
+        self.is_made, self.reason = False, reason
         if self.store is not None:
             self.store.end(LifetimeError(self.unusable))
 
     def take_process_group(self) -> Any:
-        """Drop the process group, and return it; None if that was done before."""
+        """Leave the state "made", drop the process group, and return it; None if that was done before."""
+        self.is_made = False
         process_group, self._process_group, self.gloo, self.register = self._process_group, None, [], lambda: None
         if _by_name.get(self.name) is self:
             del _by_name[self.name]

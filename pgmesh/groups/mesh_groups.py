@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,7 +26,7 @@ from pgmesh.groups import adoption, building, ending, naming
 from pgmesh.groups.backends import backends_of
 from pgmesh.groups.configuring import ConfiguredOptions, check_supported
 from pgmesh.groups.device_meshes import DeviceMeshes, Dimensions
-from pgmesh.groups.group import Group, State
+from pgmesh.groups.group import Group
 from pgmesh.groups.naming import Fingerprint, Members
 from pgmesh.groups.world import World, current_world, world_named
 from pgmesh.options import GroupOptions
@@ -59,7 +60,7 @@ class MeshGroups:
         self.ended: str | None = None  # why it has ended, for messages, which begin with its label
         self.lock = threading.RLock()
         self._groups: dict[GroupKey, Group] = {}
-        self._generations = naming.Generations()
+        self._ends: Counter[Any] = Counter()  # releases by ranks, and ends through torch by key: no name is used twice
         self._meshes: weakref.WeakSet[Any] = weakref.WeakSet()  # meshes that hold references to groups
         self._states: dict[Any, Any] = {}
         if outside is None:
@@ -161,8 +162,6 @@ class MeshGroups:
                 self._make(group, members, options, differing)
             if self.world.name and not group.is_known():  # torch's default world was destroyed
                 group.register()
-            if group.created_by == "adopted":
-                adoption.check_exists(group, members)
             return group
 
     def made(self) -> list[Group]:
@@ -178,7 +177,9 @@ class MeshGroups:
         variant = naming.variant_of(options.backend, members.tag, differing)
         key = members.ranks, variant
         if key not in self._groups:
-            path, releases = self._generations.path(*key), self._generations.releases(members.ranks)
+            # A look-up hashes all ranks, which may be many.
+            releases, destroyed = (self._ends[members.ranks], self._ends[key]) if self._ends else (0, 0)
+            path = f"{naming.encode_ranks(members.ranks)}/{variant}.{releases}.{destroyed}"
             self._groups[key] = Group(members.label, self.label, members.ranks, path, releases)
         return self._groups[key]
 
@@ -202,9 +203,6 @@ class MeshGroups:
             if not self.made():
                 self.world.stop_keeping(self)  # a mesh without groups does not block its successor
             raise
-        if group.new_timeout is not None:
-            building.set_timeout(group, group.new_timeout)
-        self.check()  # another thread may have ended the mesh, which did not wait for this one
 
     # -- options ------------------------------------------------------------------------------------------------
 
@@ -217,10 +215,7 @@ class MeshGroups:
             return
         with self.lock:
             members = self.members(layout, axes, tag)
-            self.configured.configure(members, options, self._created(members), call_site())
-            for group in self._groups.values():
-                if group.ranks == members.ranks and not group.is_made and "timeout" in options:
-                    group.new_timeout = None  # of a ``set_timeout`` before it was replaced
+            self.configured.configure(members, options, self._created(members))
             if len(members.ranks) == 1:
                 self._clear_references()  # the next call gives another group
 
@@ -236,9 +231,7 @@ class MeshGroups:
         with self.lock:
             found = [group for group in self._groups.values() if chosen(group.ranks)]
             for group in found:
-                if not group.is_made:  # it was replaced, and gets the timeout when it is made again
-                    group.new_timeout = timeout
-                elif group.is_known():  # torch may have destroyed an adopted group
+                if group.is_made and group.is_known():  # torch may have destroyed an adopted group
                     building.set_timeout(group, timeout)
         return len(found)
 
@@ -271,7 +264,6 @@ class MeshGroups:
         adoption.check_process_group(process_group, members, label)
         with self.lock:
             self.check()
-            self.configured.check_adopted(members, label)
             options, differing = self.configured.of_call(members, {})
             group = self._group(members, options, differing)
             if not group.is_made:
@@ -295,7 +287,7 @@ class MeshGroups:
         with self.lock:
             # First the table: if an interrupt ends the rest, the next call still creates new groups.
             released = [self._groups.pop(key) for key in [*self._groups] if key[0] == ranks]
-            self._generations.release(ranks)
+            self._ends[ranks] += 1
             self._destroy(released, reason)
 
     def replace(self, group: Group, number: int, reason: str) -> None:
@@ -306,8 +298,8 @@ class MeshGroups:
         """
         with self.lock:
             if group.is_made:
-                group.attempt = number
-                self._destroy([group], reason, State.NEW)
+                group.attempt, group.new_timeout = number, None
+                self._destroy([group], reason, seconds=0.1)  # its operations are not waited for
 
     def end(self, reason: str, *, abort: ending.Abort | None = None) -> None:
         """Destroy all groups. The mesh creates no more. The first reason counts.
@@ -338,7 +330,6 @@ class MeshGroups:
         for group in self.made():
             process_group = group.process_group
             torch_private.destroyed[process_group] = f"{group.label} {self.ended}"
-            torch_private.forget_group(process_group)
         self._groups.clear()
 
     def forget(self, process_group: Any) -> None:
@@ -353,27 +344,29 @@ class MeshGroups:
             if not group.is_made or group.created_by == "adopted":  # of an adopted one, the next call raises an error
                 return
             if group.created_by == "pgmesh":  # torch names the groups of new_group
-                self._generations.destroy(group.path)
+                self._ends[key] += 1
             del self._groups[key]
             torch_private.unregister_tag(group.process_group)
             group.end("was destroyed; ask its mesh for it anew.")
             ending.destroy(self.world, [group], by_torch=True)
 
     def _destroy(
-        self, groups: Sequence[Group], reason: str, state: State = State.ENDED, *, abort: ending.Abort | None = None
+        self,
+        groups: Sequence[Group],
+        reason: str,
+        *,
+        seconds: float = ending.DRAIN_SECONDS,
+        abort: ending.Abort | None = None,
     ) -> None:
-        """Destroy the process groups of some groups, under the lock.
-
-        Args:
-            state: the state of the groups afterwards.
-        """
+        """Destroy the process groups of some groups, under the lock."""
         self._clear_references()
+        made = [group for group in groups if group.is_made]
         for group in groups:
-            group.end(reason, state)
-        if abort is None:  # the operations of a group that could not be used are not waited for
-            ending.destroy(self.world, groups, seconds=0.1 if state is State.NEW else ending.DRAIN_SECONDS)
+            group.end(reason)
+        if abort is None:
+            ending.destroy(self.world, made, seconds=seconds)
         else:
-            ending.abort(self.world, groups, abort)
+            ending.abort(self.world, made, abort)
 
     def _clear_references(self) -> None:
         """Clear the references to groups of meshes and DeviceMeshes."""

@@ -58,45 +58,6 @@ class Members(NamedTuple):
         return () if self.layout is None else tuple(self.layout.partition(*self.axes))
 
 
-class Generations:
-    """Counts releases and destroys. The counts are part of the name, so no name is used twice.
-
-    ``release`` ends all groups of some ranks, and torch's ``destroy_process_group`` one of them.
-    """
-
-    def __init__(self) -> None:
-        self._released: dict[tuple[int, ...], int] = {}
-        self._destroyed: dict[str, int] = {}  # by path without its last number
-
-    def release(self, ranks: tuple[int, ...]) -> None:
-        """Count a release of all groups of these ranks."""
-        self._released[ranks] = self._released.get(ranks, 0) + 1
-
-    def destroy(self, path: str) -> None:
-        """Count the end of one group."""
-        stem, _, destroyed = path.rpartition(".")
-        self._destroyed[stem] = int(destroyed) + 1
-
-    def releases(self, ranks: tuple[int, ...]) -> int:
-        """Number of releases of the groups of these ranks."""
-        # A lookup hashes the whole tuple of ranks, which may be long: none in an empty table.
-        return self._released.get(ranks, 0) if self._released else 0
-
-    def path(self, ranks: tuple[int, ...], variant: str) -> str:
-        """The part of a group's name after the name of its mesh.
-
-        Args:
-            variant: encodes what tells groups of the same ranks apart.
-
-        >>> generations = Generations()
-        >>> generations.release((0, 1))
-        >>> generations.path((0, 1), variant_of("gloo", "", {}))
-        '0-1/a8836e12eced8819.1.0'
-        """
-        stem = f"{encode_ranks(ranks)}/{variant}.{self.releases(ranks)}"
-        return f"{stem}.{self._destroyed.get(stem, 0)}"
-
-
 def asked_options(options: GroupOptions, default: GroupOptions) -> dict[str, Any]:
     """The options that differ from the default, as JSON data."""
     if options is default or options == default:

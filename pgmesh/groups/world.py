@@ -197,7 +197,7 @@ class World:
             self.ended, self.exits = reason, exits
             meshes = [*self.meshes]
         for act in reversed(self.on_end):
-            with contextlib.suppress(RuntimeError, OSError):  # the store has failed
+            with contextlib.suppress(Exception):  # the store has failed
                 act()
         for mesh in meshes:
             mesh.end(f"ended when {reason}.")
@@ -223,7 +223,7 @@ class World:
 
 _worlds: weakref.WeakKeyDictionary[Any, World] = weakref.WeakKeyDictionary()  # by torch's default group
 _beside: dict[str, World] = {}  # by name
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 def open_world(name: str, store: Any, rank: int, size: int, options: GroupOptions) -> World:
@@ -329,7 +329,7 @@ def _forget(process_group: Any) -> None:
 def _in_child() -> None:
     """Invalidate all groups in a forked child, whose destructors would wait for threads that do not exist there."""
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     for process_group in torch_private.all_groups():
         torch_private.keep_for_ever(process_group)
     for world in all_worlds():

@@ -22,6 +22,7 @@ _MODULE_OF = {
     "ExpertParallel": "expert",
     **dict.fromkeys(["Router", "Routes", "balance_loss", "mix", "with_loss"], "mixture"),
     **dict.fromkeys(["seed_of", "seeded_rng"], "seeds"),
+    "verify": "verifying",
     "local": "gradients",
 }
 
@@ -49,3 +50,4 @@ if TYPE_CHECKING:
     from pgmesh.parallel.sharded import ShardedDataParallel as ShardedDataParallel
     from pgmesh.parallel.tensor import TensorParallel as TensorParallel
     from pgmesh.parallel.tensor_plans import attention_plan as attention_plan, mlp_plan as mlp_plan
+    from pgmesh.parallel.verifying import verify as verify

@@ -7,7 +7,6 @@ the same error on every rank.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,18 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from pgmesh._util.formatting import name_ranks
+from pgmesh._util.samples import digest, sample
 from pgmesh.errors import MethodError, ShapeError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Level, Method
 from pgmesh.parallel.divisibility import format_sizes
 from pgmesh.parallel.nests import tensors_in
-
-SAMPLES = 64
-"""Number of values of a tensor that are compared at most, evenly spaced from the first to the last."""
 
 
 def exchange_group(mesh: ProcessGroupMesh, ranks: Sequence[int]) -> ProcessGroup:
@@ -47,24 +43,6 @@ def gather_numbers(mesh: ProcessGroupMesh, ranks: Sequence[int], numbers: Iterab
     if len(ranks) > 1:
         dist.all_gather(gathered, own, group=exchange_group(mesh, ranks))
     return {rank: each.tolist() for rank, each in zip(ranks, gathered)}
-
-
-def digest(value: object) -> int:
-    """Positive integer of 62 bits that differs for values with different texts."""
-    return 1 + (int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "little") >> 2)
-
-
-def sample(tensor: Tensor) -> list[Any]:
-    """Evenly spaced values of a tensor; [] without values of its own: of a meta tensor, or of a shard."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local() if all(each.is_replicate() for each in tensor.placements) else tensor.to("meta")
-    if tensor.is_meta:
-        return []
-    flat = tensor.detach().reshape(-1)
-    count = min(flat.numel(), SAMPLES)
-    places = torch.arange(count, device=flat.device) * (flat.numel() - 1) // max(1, count - 1)
-    values: list[Any] = flat[places].tolist()
-    return values
 
 
 def ranks_by_value(values: Mapping[int, Any]) -> dict[Any, list[int]]:

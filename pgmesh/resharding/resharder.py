@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from pgmesh._util.formatting import name_ranks
 from pgmesh._util.marks import SHARD_MARK
+from pgmesh._util.samples import digest, sample
 from pgmesh.errors import LifetimeError, MethodError, MismatchError, PgmeshError, ShapeError
 from pgmesh.layout import Layout
 from pgmesh.mesh import CONNECT_TIMEOUT, ProcessGroupMesh
@@ -77,8 +78,8 @@ class Resharder:
     create and call several Resharders of the same meshes in the same order.
 
     The sides have the same names and shapes, and any placements, also on slices of the meshes. A tensor that is not a
-    DTensor is whole on each rank that has its name. State dicts may have dicts, lists and modules inside; their values
-    that are not tensors are not moved.
+    DTensor is whole on each rank that has its name: samples of these replicas in the source are compared. State dicts
+    may have dicts, lists and modules inside; their values that are not tensors are not moved.
 
     Args:
         source_mesh: a mesh or Layout of the ranks that send.
@@ -92,14 +93,18 @@ class Resharder:
         staging_bytes: limit of the staging memory in bytes. A larger tensor exceeds it. Clones are not counted: of
             tensors of the source that share memory with another name of the target, or with a target on several device
             meshes.
+        float8: True to round values to 8-bit floats where the target has them. There is no scale: 449 becomes NaN in
+            ``torch.float8_e4m3fn``.
         timeout: timeout of each call, a timedelta or a number of seconds.
 
     Raises:
         MembershipError: this rank is in neither mesh.
         MethodError: a tensor is a shard of an expert as a plain tensor. Or the state dict of the target has a copy of a
             tensor, as from ``get_extra_state``: what is written there would be lost.
-        MismatchError: names, shapes or arguments differ between ranks. The message has each of them. Or
-            ``rename`` gives two tensors one name.
+        MismatchError: names, shapes or arguments differ between ranks, or the values of a tensor that is whole on
+            several ranks of the source. The message has each of them. Or ``rename`` gives two tensors one name.
+        MismatchError: the dtype of the target cannot have the values of the source: it is an integer or bool for a
+            float, a narrower integer for an integer, or an 8-bit float without ``float8=True``.
         MissingRanksError: a rank did not come. The message has its status.
         ShapeError: a tensor is ``Partial``, or its local shard has another shape than its placements say.
         WorldError: the world is a fake one.
@@ -114,6 +119,7 @@ class Resharder:
         target: State = None,
         rename: Rename = None,
         staging_bytes: int = STAGING_BYTES,
+        float8: bool = False,
         timeout: Timeout = CONNECT_TIMEOUT,
     ) -> None:
         self._source, self._target, self._rename = source, target, rename
@@ -125,7 +131,7 @@ class Resharder:
         shards = self._shards(tensors)
         self._planned = signatures(tensors)
         entries = [entry for side, named in tensors.items() for entry in describe(side, named)]
-        entries.append(Entry("argument", "staging_bytes", staging_bytes))
+        entries += [Entry("argument", "staging_bytes", staging_bytes), Entry("argument", "float8", float8)]
         with link.handling_failures():
             self._jobs = plan_jobs(link, exchange(link, entries))
             sizes = [shards.staged_bytes(job) for job in self._jobs]
@@ -264,7 +270,7 @@ def reshard(
         WorldError: the world is a fake one.
     """
     held = {} if tensor is None else {"tensor": tensor}
-    entries = describe("source", held)
+    entries = [*describe("source", held), Entry("argument", "float8", True)]  # dtype= asks for it
     if source is None and isinstance(tensor, DTensor):
         source, _ = entries[0].on(())  # the layout of its device mesh
     if source is None:
@@ -386,6 +392,7 @@ class Entry(NamedTuple):
         dtype: the dtype, such as "torch.float32"; None for that of the source.
         mesh: sizes and ranks of its device mesh; None for a plain tensor, which each rank that names it holds whole.
         placements: the placement on each axis; None if the tensor is replicated along it.
+        values: digest of samples of a tensor of the source that is whole; 0 for all others.
     """
 
     side: str
@@ -394,6 +401,7 @@ class Entry(NamedTuple):
     dtype: str | None = None
     mesh: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     placements: tuple[Sharded | None, ...] = ()
+    values: int = 0
 
     def described(self) -> str:
         """The dtype and the placements in messages."""
@@ -423,7 +431,8 @@ def describe(side: str, tensors: Tensors) -> list[Entry]:
 
 def _entry(side: str, name: str, tensor: torch.Tensor, shard: torch.Tensor) -> Entry:
     """The entry of one tensor, whose local shard is ``shard``."""
-    entry = Entry(side, name, tuple(tensor.shape), str(tensor.dtype))
+    values = sample(tensor) if side == "source" else []
+    entry = Entry(side, name, tuple(tensor.shape), str(tensor.dtype), values=digest(values) if values else 0)
     if axes := getattr(tensor, SHARD_MARK, ""):  # FSDP may have made a DTensor of the shard
         raise MethodError(
             f"{name} is sharded along {axes} as a plain tensor: it would be moved as if this shard were the whole "
@@ -463,7 +472,8 @@ def exchange(link: Link, entries: Sequence[Entry]) -> Tables:
         more = [f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
         raise MismatchError(
             "\n  ".join(["the tensors of source and target do not match:", *lines[:MOST_LINES], *more]) + "\n\n"
-            "Nothing was moved. rename= maps names of the source to names of the target, or to None to leave them out."
+            "Nothing was moved. rename= maps names of the source to names of the target, or to None to leave them out. "
+            "Shards have to be DTensors."
         )
     return tables
 
@@ -505,6 +515,34 @@ def _differences(tables: Tables) -> Iterator[str]:
             yield f"{name}: in the target ({shapes}), not in the source"
         elif len(ranks_of) > 1:
             yield f"{name}: {shapes}"
+        elif sides == ["source", "target"]:
+            yield from _lost_values(name, tables)
+
+
+def _lost_values(name: str, tables: Tables) -> Iterator[str]:
+    """A line if replicas in the source have other values, and for each dtype of the target that cannot have them."""
+    replicas = {entry: ranks for entry, ranks in tables["source"][name].items() if entry.values}
+    if len({entry.values for entry in replicas}) > 1:
+        others = " than on ".join(name_ranks(sorted(ranks)) for ranks in [*replicas.values()][:2])
+        yield f"{name}: whole on each rank of the source that has it, but with other values on {others}"
+    held = dtype_of(next(iter(tables["source"][name])).dtype)
+    float8 = all(entry.shape for entry in tables["argument"]["float8"])
+    for wanted in {dtype_of(entry.dtype): None for entry in tables["target"][name] if entry.dtype}:
+        if not can_cast(held, wanted, float8):
+            hint = " without float8=True" if can_cast(held, wanted, float8=True) else ""
+            yield f"{name}: values of {held} in the source do not fit into {wanted} in the target{hint}"
+
+
+def can_cast(held: torch.dtype, wanted: torch.dtype, float8: bool) -> bool:
+    """Return True if values of a dtype are cast to another one: at most floats are rounded."""
+    if held == wanted:
+        return True
+    if wanted.is_floating_point or wanted.is_complex:
+        return wanted.is_complex >= held.is_complex and (float8 or wanted.itemsize > 1)
+    if held == torch.bool or wanted == torch.bool or held.is_floating_point or held.is_complex:
+        return held == torch.bool
+    old, new = torch.iinfo(held), torch.iinfo(wanted)
+    return new.min <= old.min and old.max <= new.max
 
 
 def _ranks_by_shape(descriptions: Iterable[Mapping[Entry, Sequence[int]]]) -> dict[Any, list[int]]:

@@ -170,7 +170,7 @@ def test_incomplete_places_are_named():
         launch.open_world("sync", rank=4, size=4, host="127.0.0.1", port=1)
     with pytest.raises(pgmesh.LaunchError, match=r"port is None: they go together"):
         launch.open_world("sync", rank=0, size=4, host="127.0.0.1")
-    with pytest.raises(ShapeError, match=r"world= is a world that launch\.open_world has returned, not 8"):
+    with pytest.raises(ShapeError, match=r"world is no axis; it is what launch\.open_world returns, not 8"):
         ProcessGroupMesh(world=8)
 
 

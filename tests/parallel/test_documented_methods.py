@@ -15,11 +15,11 @@ import pytest
 from torch import nn
 
 from pgmesh import MethodError, ProcessGroupMesh
-from pgmesh.parallel import Level, Method, PipelineParallel, ShardedDataParallel, TensorParallel, compose
+from pgmesh.parallel import Level, Method, PipelineParallel, ShardedDataParallel, TensorParallel, compose, verify
 from pgmesh.parallel.local_experts import LocalExperts
-from tests.support.parallel_models import assert_same_run
+from tests.support.parallel_models import STEPS, TOLERANCE
 from tests.support.pipelines import needs_pipelines
-from tests.support.small_model import FIRST_STAGE, SmallModel, loss_of, train, train_alone
+from tests.support.small_model import FIRST_STAGE, SmallModel, batch, loss_of
 from tests.support.tensor_plans import TWO_LAYERS
 from tests.support.worlds import check_sums, groups_of, on_ranks
 
@@ -72,7 +72,8 @@ def test_documented_average_composes_with_one_method():
     for kind, frozen in (("tensor", ()), ("two stages", ()), ("pipeline", FIRST_STAGE)):
         with ProcessGroupMesh(dp=2, x=2, name=f"{kind}, {len(frozen)} frozen") as mesh:
             together = compose(mesh, averages(mesh, "dp"), *partners(mesh, kind))
-            assert_same_run(train(together.apply(SmallModel(frozen)), together.share), train_alone(frozen))
+            build = functools.partial(SmallModel, frozen)
+            assert verify(together, build, map(batch, range(STEPS)), loss=loss_of) <= TOLERANCE
             check_sums(groups_of(mesh))
 
 
@@ -86,7 +87,7 @@ def test_documented_tensor_parallelism_composes_with_other_methods():
     for kind in ("sharding", "two stages"):
         with ProcessGroupMesh(x=2, tp=2, name=f"split, {kind}") as mesh:
             together = compose(mesh, *partners(mesh, kind), split(mesh, "tp"))
-            assert_same_run(train(together.apply(SmallModel()), together.share), train_alone())
+            assert verify(together, SmallModel, map(batch, range(STEPS)), loss=loss_of) <= TOLERANCE
             check_sums(groups_of(mesh))
 
 

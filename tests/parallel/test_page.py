@@ -69,18 +69,39 @@ def test_each_schedule_has_a_row():
             assert (row[2] == "no") == schedule.split_backward
 
 
+def run_ranks(folder: Path, text: str, *words: str) -> str:
+    """The output of a program, started by ``words``."""
+    (folder / "train.py").write_text(text, "utf-8")
+    command = [sys.executable, *words, str(folder / "train.py")]
+    settings = {"env": clean_env(), "cwd": ROOT}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **settings)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+
+
 @pytest.mark.long
 def test_first_program_prints_losses_of_one_process(tmp_path: Path):
     found = r"^# Parallel methods\n.*?^```python\n(.*?)^```\n\n```console\n\$ torchrun .*? train.py\n(.*?)^```"
     ((program, shown),) = re.findall(found, PAGE, re.MULTILINE | re.DOTALL)
-    printed = []
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    for words, text in ((torchrun, program), ([], program.replace("dp=2, tp=2", "dp=1, tp=1"))):
-        (tmp_path / "train.py").write_text(text, "utf-8")
-        command = [sys.executable, *words, str(tmp_path / "train.py")]
-        settings = {"env": clean_env(), "cwd": ROOT}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **settings)
-        assert done.returncode == 0, done.stderr
-        printed.append(re.findall(r"^\d\.\d\d$", done.stdout, re.MULTILINE))
+    alone = program.replace("dp=2, tp=2", "dp=1, tp=1")
+    outputs = run_ranks(tmp_path, program, *TORCHRUN), run_ranks(tmp_path, alone)
+    printed = [re.findall(r"^\d\.\d\d$", each, re.MULTILINE) for each in outputs]
     assert printed[0] == printed[1] == shown.split()
     assert len(printed[0]) == 3
+
+
+@pytest.mark.long
+def test_verify_prints_the_table_of_the_page(tmp_path: Path):
+    """But for the numbers, and the order of the parameters."""
+    program, call = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[:2]
+    (shown,) = re.findall(r"^```console\n(Composition.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    compose = "".join(re.findall(r"^    ((?:tensor|together) = .*\n)", program, re.MULTILINE))
+    setup = f"mesh = ProcessGroupMesh(dp=2, tp=2)\n{compose}{call}"
+    printed = run_ranks(tmp_path, program.replace("train(ProcessGroupMesh(dp=2, tp=2))", setup), *TORCHRUN)
+    title, header, *table = shown.splitlines()
+    assert printed.splitlines()[:2] == [title, header]
+    assert {line.split()[0] for line in printed.splitlines()[2:]} == {line.split()[0] for line in table}
+    assert max(float(each) for each in re.findall(r"\d\.\de[-+]\d\d", printed.partition("\n")[2])) < 1e-13

@@ -12,10 +12,24 @@ import torch.distributed as dist
 
 from pgmesh import recipes, torch_private
 from pgmesh.groups.backends import backends_of
-from pgmesh.options import NCCL_SETTINGS, GroupOptions
+from pgmesh.options import GroupOptions
 from tests.support.fake_world import fake_rank
 
 UNSET = -(2**31)  # NCCL's mark of a setting that is left to NCCL
+
+NCCL_SETTINGS = (
+    "blocking",
+    "cga_cluster_size",
+    "collnet_enable",
+    "cta_policy",
+    "max_ctas",
+    "min_ctas",
+    "net_name",
+    "nvls_ctas",
+    "split_share",
+    "traffic_class",
+)
+"""Fields of ``ncclConfig_t`` that torch can set."""
 
 
 class Options:

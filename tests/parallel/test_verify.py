@@ -1,0 +1,573 @@
+"""``verify``: programs that train wrong in silence fail, their right twins pass, and what the error says of each.
+
+A program is a function of ``wrong`` that every rank runs. The compositions of ``test_combinations.py`` pass too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.nn.functional import cross_entropy, dropout, mse_loss, normalize, scaled_dot_product_attention, silu
+
+from pgmesh import MethodError, OptionsError, ProcessGroupMesh
+from pgmesh.parallel import (
+    Composition,
+    ContextParallel,
+    DataParallel,
+    ExpertParallel,
+    Method,
+    ShardedDataParallel,
+    TensorParallel,
+    attention_plan,
+    compose,
+    local,
+    mlp_plan,
+    verify,
+)
+from tests.parallel.random_compositions import MAX_NORM, Drawn, Losses, backward, methods_of, model_of
+from tests.parallel.test_combinations import COMPOSITIONS
+from tests.support.expert_models import expert_model
+from tests.support.parallel_models import TinyGPT, batch, loss_of, optimizer_of
+from tests.support.pipelines import gpt_stages
+from tests.support.tensor_plans import BLOCK_PLAN, SEQUENCE_PLAN
+from tests.support.worlds import on_ranks, world
+
+torch.set_num_threads(1)  # ranks import this too, and share the cores
+
+WIDTH, HEADS, LENGTH, CLASSES = 8, 4, 8, 5
+
+
+def numbers(seed: int, *shape: int) -> torch.Tensor:
+    """Random numbers, the same on every rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def pairs(*shape: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The inputs and targets of two steps."""
+    return [(numbers(step, *shape), numbers(step + 10, *shape)) for step in range(2)]
+
+
+CODES = [batch(step) for step in range(2)]
+
+
+# ---- tensor parallelism ----
+
+
+class GatedMLP(nn.Module):
+    """The rows of ``gate_up`` are two halves, or pairs."""
+
+    def __init__(self, halves: bool) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.halves = halves
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        fused = self.gate_up(x)
+        gate, up = fused.chunk(2, -1) if self.halves else fused.unflatten(-1, (-1, 2)).unbind(-1)
+        return self.down(silu(gate) * up)
+
+
+def fused_layer_cut_in_halves(wrong: bool) -> float:
+    mesh = ProcessGroupMesh(dp=2, tp=2, name=f"wrong: {wrong}")
+    tensor = TensorParallel(mesh, "tp", plan=mlp_plan("0", into=["gate_up"], out="down"))
+    together = compose(mesh, ShardedDataParallel(mesh, "dp"), tensor)
+    return verify(together, lambda: nn.Sequential(GatedMLP(wrong)), pairs(8, WIDTH), loss=mse_loss)
+
+
+class Alibi(nn.Module):
+    """Attention with a slope for each head, by the heads of this rank or by those of all."""
+
+    def __init__(self, mesh: ProcessGroupMesh, local_heads: bool) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mesh, self.local_heads = mesh, local_heads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 3, WIDTH // HEADS)).transpose(1, 2).unbind(3)
+        here = q.size(1)
+        first, heads = (0, here) if self.local_heads else (self.mesh.index("tp") * here, here * self.mesh.size("tp"))
+        slopes = 2.0 ** (-8 * torch.arange(first + 1, first + here + 1) / heads)
+        distance = torch.arange(x.size(1)) - torch.arange(x.size(1))[:, None]
+        bias = (slopes[:, None, None] * distance).masked_fill(distance > 0, -math.inf)
+        return self.out(scaled_dot_product_attention(q, k, v, bias.to(q)).transpose(1, 2).flatten(2))
+
+
+def slopes_of_local_heads(wrong: bool) -> float:
+    mesh = ProcessGroupMesh(dp=2, tp=2, name=f"wrong: {wrong}")
+    tensor = TensorParallel(mesh, "tp", plan=attention_plan("0", ["qkv"], "out"))
+    together = compose(mesh, ShardedDataParallel(mesh, "dp"), tensor)
+
+    def build(mesh: ProcessGroupMesh) -> nn.Module:
+        return nn.Sequential(Alibi(mesh, wrong))
+
+    return verify(together, build, pairs(4, LENGTH, WIDTH), loss=mse_loss)
+
+
+# ---- losses, batches and averages ----
+
+
+def contrastive_loss_over_local_negatives(wrong: bool) -> float:
+    mesh = ProcessGroupMesh(dp=4, name=f"wrong: {wrong}")
+
+    def step(together: Composition, model: nn.Module, given: Any) -> torch.Tensor:
+        one, other = (normalize(model(each), dim=-1) for each in together.share(given))
+        size = 1 if wrong else together.mesh.size("dp")
+        if not wrong:
+            one, other = (gathered(each, together.mesh) for each in (one, other))
+        loss = cross_entropy(one @ other.T, torch.arange(len(one)))
+        (loss * size).backward()  # each rank has the gradient of its own rows, of which the mean is taken
+        return loss
+
+    return verify(compose(mesh, DataParallel(mesh, "dp")), lambda: nn.Linear(WIDTH, WIDTH), pairs(8, WIDTH), step=step)
+
+
+def gathered(rows: torch.Tensor, mesh: ProcessGroupMesh) -> torch.Tensor:
+    """The rows of all ranks, of which this rank's own have a gradient."""
+    parts = [torch.empty_like(rows) for _ in range(mesh.size("dp"))]
+    dist.all_gather(parts, rows.detach(), group=mesh.group("dp"))
+    parts[mesh.index("dp")] = rows
+    return torch.cat(parts)
+
+
+def class_weights_normalised_locally(wrong: bool) -> float:
+    mesh = ProcessGroupMesh(dp=4, name=f"wrong: {wrong}")
+    weights = torch.arange(1.0, CLASSES + 1, dtype=torch.float64)
+    batches = [(numbers(step, 8, WIDTH), torch.arange(8) ** 2 % CLASSES) for step in range(2)]
+
+    def step(together: Composition, model: nn.Module, given: Any) -> torch.Tensor:
+        x, labels = together.share(given)
+        if wrong:
+            loss = cross_entropy(model(x), labels, weights)
+        else:
+            loss = together.mean(cross_entropy(model(x), labels, weights, reduction="sum"), weights[labels].sum())
+        loss.backward()
+        return loss
+
+    together = compose(mesh, ShardedDataParallel(mesh, "dp"))
+    return verify(together, lambda: nn.Linear(WIDTH, CLASSES), batches, step=step)
+
+
+def whole_sequences_with_context(wrong: bool) -> float:
+    mesh = ProcessGroupMesh(dp=2, cp=2, name=f"wrong: {wrong}")
+
+    def step(together: Composition, model: nn.Module, given: Any) -> torch.Tensor:
+        if wrong:  # as DistributedSampler(num_replicas=together.num_replicas, rank=together.rank) has it
+            x, y = (each[together.rank :: together.num_replicas] for each in given)
+        else:
+            x, y = together.share(given)
+        loss = mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    together = compose(mesh, ShardedDataParallel(mesh, "dp"), ContextParallel(mesh, "cp"))
+    return verify(together, Attention, pairs(4, LENGTH, WIDTH), step=step)
+
+
+class Attention(nn.Module):
+    """Causal attention of one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.attention = nn.Linear(WIDTH, 3 * WIDTH), scaled_dot_product_attention
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 3, WIDTH // HEADS)).transpose(1, 2).unbind(3)
+        return self.attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def rows_along_an_axis_without_a_method(wrong: bool) -> float:
+    mesh = ProcessGroupMesh(dp=4, name=f"wrong: {wrong}")
+    together = compose(mesh, unowned=["dp"]) if wrong else compose(mesh, DataParallel(mesh, "dp"))
+
+    def step(composition: Composition, model: nn.Module, given: Any) -> torch.Tensor:
+        size, index = composition.mesh.size("dp"), composition.mesh.index("dp")
+        x, y = (each.chunk(size)[index] for each in given)
+        loss = mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    return verify(together, lambda: nn.Linear(WIDTH, WIDTH), pairs(8, WIDTH), step=step)
+
+
+Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Hooked(Method):
+    """Averages gradients, and changes them by a function of this rank's gradient and the average."""
+
+    differs = "rows"
+
+    def __init__(self, mesh: ProcessGroupMesh, *axes: str, change: Change) -> None:
+        super().__init__(mesh, *axes)
+        self.change = change
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        for weight in self.weights(module):
+            weight.register_post_accumulate_grad_hook(self._average)
+        return module
+
+    def _average(self, weight: nn.Parameter) -> None:
+        gradient = local(weight.grad)
+        mean = gradient.clone()
+        dist.all_reduce(mean, group=self.mesh.group(*self.average_axes))
+        mean /= self.mesh.size(*self.average_axes)
+        gradient.copy_(self.change(gradient, mean))
+
+
+def hooked(wrong: bool, change: Change) -> float:
+    mesh = ProcessGroupMesh(dp=4, name=f"wrong: {wrong}")
+    together = compose(mesh, Hooked(mesh, "dp", change=change))
+    return verify(together, lambda: nn.Linear(WIDTH, WIDTH), pairs(8, WIDTH), loss=mse_loss)
+
+
+def forgotten_average(wrong: bool) -> float:
+    return hooked(wrong, lambda own, mean: own if wrong else mean)
+
+
+def sum_in_place_of_average(wrong: bool) -> float:
+    return hooked(wrong, lambda _, mean: mean * (4 if wrong else 1))
+
+
+def gradients_of_zero(wrong: bool) -> float:
+    return hooked(wrong, lambda _, mean: mean * (not wrong))
+
+
+def gradient_of_one_rank(wrong: bool) -> float:
+    return hooked(wrong, lambda _, mean: mean.sin() if wrong and dist.get_rank() == 3 else mean)
+
+
+# ---- optimizers ----
+
+
+def decay_by_old_names(wrong: bool) -> float:
+    mesh = ProcessGroupMesh(dp=4, name=f"wrong: {wrong}")
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        named = [*model.named_parameters()]
+        decayed = [each for name, each in named if (name.startswith("0.") if wrong else each.ndim == 2)]
+        others = [each for _, each in named if all(each is not one for one in decayed)]
+        return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
+
+    together = compose(mesh, DataParallel(mesh, "dp"))
+    build = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))  # noqa: E731
+    return verify(together, build, pairs(8, WIDTH), loss=mse_loss, optimizer=optimizer)
+
+
+class Lars(torch.optim.Optimizer):
+    """SGD whose step of each parameter has a part of the parameter's norm."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    weight -= 0.01 * weight.norm() / (weight.grad.norm() + 1e-8) * weight.grad
+
+
+def lars_on_shards_of_experts(wrong: bool) -> float:
+    mesh = ProcessGroupMesh(ep=2, etp=2, name=f"wrong: {wrong}")
+    if wrong:
+        experts = ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"])
+    else:
+        experts = ExpertParallel(mesh.view(ep=4), "ep")
+    together = compose(mesh, DataParallel(mesh, "ep", "etp"), experts)
+    return verify(together, expert_model, CODES, loss=loss_of, optimizer=lambda model: Lars(model.parameters()))
+
+
+REASONS = {
+    fused_layer_cut_in_halves: "A part of the program computes with what a rank has where one process has all",
+    slopes_of_local_heads: "A part of the program computes with what a rank has where one process has all",
+    contrastive_loss_over_local_negatives: "A part of the program computes with what a rank has",
+    class_weights_normalised_locally: "A part of the program computes with what a rank has",
+    whole_sequences_with_context: "A part of the program computes with what a rank has",
+    rows_along_an_axis_without_a_method: "The mesh has axes without a method: nothing is averaged along them.",
+    forgotten_average: "On ranks 0, 1, 2, 3 gradients of the same weights differ: no method averages them.",
+    sum_in_place_of_average: "Each gradient that differs is 4 times that on one rank, and dp has size 4.",
+    gradients_of_zero: "These gradients are zero on the mesh.",
+    gradient_of_one_rank: "Only rank 3 differs.",
+    decay_by_old_names: "Gradients are equal, and updates are not",
+    lars_on_shards_of_experts: "Gradients are equal, and updates are not",
+}
+"""Programs, and a part of the likely reason that the error of each has."""
+
+
+@pytest.mark.parametrize("program", [*REASONS], ids=lambda program: program.__name__)
+@on_ranks(4)
+def test_verify_fails_wrong_program_and_passes_its_twin(program: Callable[[bool], float]):
+    with pytest.raises(MethodError) as caught:
+        program(wrong=True)
+    assert REASONS[program] in str(caught.value), caught.value
+    assert program(wrong=False) < 1e-12
+
+
+# ---- right programs ----
+
+
+COMPARED = {
+    name: drawn
+    for name, drawn in COMPOSITIONS.items()
+    if not (drawn.half or drawn.ragged or drawn.compiled or "late" in drawn.sizes)
+}
+"""Compositions in 64-bit floats whose replicas are not averaged later. Those that are compiled take long."""
+
+QUICK = (
+    "hybrid",
+    "tensor, sequence",
+    "experts with tensor, sharded",
+    "norm, 1f1b, experts",
+    "masked, ring, sharded",
+)
+
+LONG = [name for name in COMPARED if name not in QUICK][::2]
+
+
+def verify_drawn(drawn: Drawn) -> float:
+    """Verify a composition, with its own step. Its batches are numbers, from which the step makes the tensors."""
+    with ProcessGroupMesh(**drawn.sizes, ranks=list(drawn.ranks), name="drawn") as mesh:
+        loss = Losses(drawn)
+        together = loss.together = compose(mesh, *methods_of(mesh, drawn, loss))
+
+        def step(composition: Composition, model: nn.Module, number: int) -> float | None:
+            found = backward(drawn, composition, model, loss, number, 0)
+            if drawn.clip:
+                composition.clip_grad_norm_(MAX_NORM, norm_type=drawn.norm_type)
+            return found
+
+        def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+            return optimizer_of(model.parameters())
+
+        return verify(together, lambda: model_of(drawn), range(2), step=step, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
+def test_verify_passes_composition(name: str):
+    drawn = COMPARED[name]
+    assert max(world(len(drawn.ranks)).run(verify_drawn, drawn)) < 1e-9
+
+
+# ---- what else the error says ----
+
+
+def error_of(together: Composition, build: Callable[..., nn.Module], batches: Any, **given: Any) -> str:
+    with pytest.raises(MethodError) as caught:
+        verify(together, build, batches, **given)
+    return str(caught.value)
+
+
+def layer() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+@on_ranks(4)
+def test_verify_says_if_only_norms_or_experts_differ():
+    mesh = ProcessGroupMesh(dp=4, name="experts")
+    together = compose(mesh, DataParallel(mesh, "dp"), ExpertParallel(mesh, "dp"))
+
+    def step(composition: Composition, model: nn.Module, given: Any) -> None:
+        codes, target = composition.share(given)
+        loss_of(model(codes), target).backward()
+        for name, weight in model.named_parameters():
+            if "experts" in name and len(composition.mesh) > 1:
+                weight.grad *= 2
+
+    text = error_of(together, expert_model, CODES, step=step)
+    assert "Only experts differ" in text
+    assert "Each gradient that differs is 2 times that on one rank." in text
+    mesh = ProcessGroupMesh(tp=4, name="norms")
+    plan = {name: style for name, style in SEQUENCE_PLAN.items() if "norm" not in name}
+    plan = {**plan, "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())}
+    text = error_of(compose(mesh, TensorParallel(mesh, "tp", plan=plan)), TinyGPT, CODES, loss=loss_of)
+    assert "Only norms differ: one that computes with shards of sequences needs SequenceParallel()" in text
+
+
+@on_ranks(2)
+def test_verify_says_if_batches_differ_between_ranks():
+    mesh = ProcessGroupMesh(dp=2)
+    batches = [(numbers(mesh.rank, 4, WIDTH), numbers(9, 4, WIDTH))]
+    text = error_of(compose(mesh, DataParallel(mesh, "dp")), layer, batches, loss=mse_loss)
+    assert "The losses on one rank differ between ranks too: batches has to be the same on all of them." in text
+
+
+class Noisy(nn.Module):
+    def __init__(self, module: bool) -> None:
+        super().__init__()
+        self.layer, self.drop = layer(), nn.Dropout(0.5) if module else dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.layer(x))
+
+
+@on_ranks(2)
+def test_verify_switches_dropout_off_or_names_it():
+    mesh = ProcessGroupMesh(dp=2)
+    together = compose(mesh, DataParallel(mesh, "dp"))
+    assert verify(together, lambda: Noisy(True), pairs(4, WIDTH), loss=mse_loss) < 1e-12
+    text = error_of(together, lambda: Noisy(False), pairs(4, WIDTH), loss=mse_loss)
+    assert text.endswith("the model draws random numbers, as in dropout.")
+
+
+class LowRank(nn.Module):
+    """An adapter whose second layer starts at zero, as LoRA's does: at first the first one has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+        nn.init.zeros_(self.b.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x))
+
+
+@on_ranks(2)
+def test_verify_sees_gradients_behind_zeros_in_the_first_step():
+    mesh = ProcessGroupMesh(dp=2)
+
+    def step(composition: Composition, model: nn.Module, given: Any) -> None:
+        x, y = composition.share(given)
+        mse_loss(model(x), y).backward()
+        if len(composition.mesh) > 1:
+            model.get_parameter("module.a.weight").grad.mul_(3)
+
+    text = error_of(compose(mesh, DataParallel(mesh, "dp")), LowRank, pairs(4, WIDTH)[:1], step=step)
+    assert "in step 1 the gradient of a.weight differs by 2.0e+00" in text
+
+
+@on_ranks(2)
+def test_mixed_precision_needs_a_tolerance():
+    mesh = ProcessGroupMesh(dp=2)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float64)
+    together = compose(mesh, ShardedDataParallel(mesh, "dp", mp_policy=policy))
+    assert 1e-4 < verify(together, TinyGPT, CODES, loss=loss_of, tolerance=0.1) < 0.1
+    error_of(together, TinyGPT, CODES, loss=loss_of)
+
+
+@on_ranks(4)
+def test_verify_steps_a_pipeline_by_its_own_loss():
+    mesh = ProcessGroupMesh(pp=2, dp=2)
+    together = compose(mesh, gpt_stages(mesh), ShardedDataParallel(mesh, "dp"))
+    assert verify(together, TinyGPT, CODES) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(4)
+def test_tolerance_follows_from_the_dtype(dtype: torch.dtype):
+    mesh = ProcessGroupMesh(dp=2, tp=2)
+    tensor = TensorParallel(mesh, "tp", plan=BLOCK_PLAN)
+    together = compose(mesh, ShardedDataParallel(mesh, "dp"), tensor)
+    tolerance = math.sqrt(torch.finfo(dtype).eps)
+    assert 0 < verify(together, TinyGPT, CODES, loss=loss_of, dtype=dtype) <= tolerance
+    assert torch.get_default_dtype() == torch.float32
+    error_of(together, TinyGPT, CODES, loss=loss_of, dtype=dtype, tolerance=1e-9)
+
+
+@on_ranks(2)
+def test_verify_says_if_only_later_steps_are_wrong():
+    mesh, before = ProcessGroupMesh(dp=2), list[torch.Tensor]()
+
+    def step(composition: Composition, model: nn.Module, given: Any) -> None:
+        x, y = composition.share(given)
+        mse_loss(model(x), y).backward()
+        for weight in model.parameters() if len(composition.mesh) > 1 else ():
+            weight.grad += sum(each for each in before if each.shape == weight.shape)
+            before.append(weight.grad.clone())
+
+    text = error_of(compose(mesh, DataParallel(mesh, "dp")), layer, pairs(4, WIDTH), step=step)
+    assert "in step 2 the gradient" in text
+    assert "Earlier steps were right: something of theirs is used again" in text
+
+
+@pytest.mark.parametrize("broken", ["mesh", "both"])
+@on_ranks(2)
+def test_verify_takes_nan_and_infinity_for_a_difference(broken: str):
+    mesh = ProcessGroupMesh(dp=2)
+
+    def step(composition: Composition, model: nn.Module, given: Any) -> None:
+        x, y = composition.share(given)
+        mse_loss(model(x), y).backward()
+        if broken == "both" or len(composition.mesh) > 1:
+            next(model.parameters()).grad[0, 0] = math.nan
+
+    text = error_of(compose(mesh, DataParallel(mesh, "dp")), layer, pairs(4, WIDTH), step=step)
+    assert "in step 1 the gradient of weight differs by inf" in text
+
+
+# ---- what cannot be verified ----
+
+
+@on_ranks(2)
+def test_composition_forgets_the_verified_model():
+    mesh = ProcessGroupMesh(dp=2)
+    together = compose(mesh, ShardedDataParallel(mesh, "dp"))
+    verify(together, layer, pairs(4, WIDTH), loss=mse_loss)
+    model = together.apply(layer())
+    model(together.share(numbers(0, 4, WIDTH))).sum().backward()
+    assert together.clip_grad_norm_(1.0) > 0
+
+
+class Drops(Method):
+    """Leaves out a parameter."""
+
+    differs = "weights"
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        module.bias = None
+        return module
+
+
+@on_ranks(2)
+def test_verify_names_a_parameter_that_no_rank_has():
+    mesh = ProcessGroupMesh(tp=2)
+    text = error_of(compose(mesh, Drops(mesh, "tp")), layer, pairs(4, WIDTH), loss=mse_loss)
+    assert text == "no rank has bias of the whole model."
+
+
+@on_ranks(2)
+def test_builds_with_other_weights_are_named_on_every_rank():
+    mesh = ProcessGroupMesh(dp=2)
+    together = compose(mesh, DataParallel(mesh, "dp"))
+    draws = torch.Generator().manual_seed(0)
+
+    def build() -> nn.Module:
+        model = layer()
+        nn.init.normal_(model.weight, generator=draws)
+        return model
+
+    start = "weight is no part of a weight of the whole model: build has to return equal weights in each call"
+    assert error_of(together, build, pairs(4, WIDTH), loss=mse_loss).startswith(start)
+
+
+def test_verify_refuses_what_it_cannot_compare(mesh: ProcessGroupMesh):
+    together = compose(mesh, unowned=mesh.axes)
+    with pytest.raises(OptionsError, match="verify needs a loss, or a step"):
+        verify(together, layer, pairs(4, WIDTH))
+    with pytest.raises(OptionsError, match="verify needs the batch of at least one step"):
+        verify(together, layer, [], loss=mse_loss)
+    text = error_of(together, layer, pairs(4, WIDTH), step=lambda _, model, batch: mse_loss(model(batch[0]), batch[1]))
+    assert text == "a step has left no gradients on one rank: it has to train the model that it is given."
+    with torch.device("meta"):
+        model = layer()
+    assert "on the meta device" in error_of(together, lambda: model, pairs(4, WIDTH), loss=mse_loss)
+
+    def build() -> nn.Module:
+        raise torch.OutOfMemoryError("tried to allocate 80.00 GiB")
+
+    start = "the whole model does not fit on one rank: verify fewer layers. (tried to allocate 80.00 GiB)"
+    assert error_of(together, build, pairs(4, WIDTH), loss=mse_loss) == start
+
+    class Later(Method):
+        differs, averages_later = "rows", True
+
+    later = compose(mesh, Later(mesh, "dp"), unowned=["pp", "tp"])
+    assert error_of(later, layer, [], loss=mse_loss).startswith("Later along dp averages weights later")
