@@ -14,8 +14,6 @@ TORCH_VENV = .venv-torch-$(TORCH)
 TORCH_RUN = $(TORCH_VENV)/bin/python
 # What decides the moments and victims of `make chaos`.
 SEED ?= $(shell date +%s)
-# The checkout of pytorch of `make test-upstream`, near the version of torch in .ci/constraints.txt; test/ is enough.
-PYTORCH ?=
 # What pytest runs in test-gpu and test-torch, such as tests/groups/test_groups.py, or "-k sharded"; all of it unless given.
 TESTS ?=
 # Build and run-time packages alike come from these versions; a looser range would fetch another torch.
@@ -33,7 +31,7 @@ QUIET := $(LOCAL) TORCH_CPP_LOG_LEVEL=ERROR
 # for a quarter of the time; for those that train, two do.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test types tests test-long test-gpu test-torch test-upstream browser test-launchers chaos bench bench-quick docs package release-check format clean
+.PHONY: demo test types tests test-long test-gpu test-torch test-launchers chaos bench bench-quick docs package release-check format clean
 
 demo: $(VENV)/demo           ## a small GPT, trained by eight processes of this machine and checked against one
 	$(QUIET) $(RUN) examples/train_gpt.py
@@ -70,13 +68,6 @@ test-gpu: $(if $(filter $(RUN),$(GPU_PYTHON)),$(VENV)/dev)  ## NCCL, and ranks t
 test-torch: $(TORCH_VENV)/made  ## on another torch: make test-torch TORCH=2.15.0; 5.6 GB
 	$(TORCH_RUN) -m tests.support.torch_version $(TORCH)
 	$(LOCAL) PGMESH_TORCH=$(TORCH) $(TORCH_RUN) -m pytest -q -p tests.support.torch_version -n 3 $(BY_FILE) -m 'not long' $(TESTS)
-
-test-upstream: $(if $(PYTORCH),$(VENV)/upstream)  ## torch's own tests, over its groups and over ours: make test-upstream PYTORCH=../pytorch; 20 minutes
-	@[ -n "$(PYTORCH)" ] || { echo "test-upstream: give a checkout of pytorch near torch $$(sed -n 's/^torch==//p' .ci/constraints.txt): make test-upstream PYTORCH=../pytorch"; exit 2; }
-	$(QUIET) $(RUN) -m tests.upstream "$(PYTORCH)" $(ARGS)
-
-browser: $(VENV)/dev         ## installs Chromium, for the tests that measure figures and pages; needs root, unless it is there
-	$(RUN) -m tests.support.browser
 
 test-launchers: $(VENV)/dev  ## torchrun, srun, mpirun and mpiexec themselves, from Debian's packages; needs root
 	$(RUN) -m tests.launchers
@@ -130,10 +121,6 @@ $(VENV)/docs: $(VENV)/dev
 $(PACKAGING)/made: .ci/constraints.txt
 	$(PYTHON) -m venv $(PACKAGING)
 	$(PACKAGING)/bin/python -m pip install --quiet build twine
-	@touch $@
-
-$(VENV)/upstream: $(VENV)/dev
-	$(RUN) -m pip install --quiet expecttest
 	@touch $@
 
 # torch is installed with its own dependencies; pgmesh and the tools without any, or pip would replace this torch.

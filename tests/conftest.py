@@ -15,8 +15,6 @@ from hypothesis import settings
 
 TESTS = Path(__file__).parent
 
-collect_ignore = ["upstream/plugin.py"]  # for torch's own tests, which need expecttest
-
 LONGEST = (
     "connect/test_model",
     "elastic/test_model",
@@ -66,7 +64,6 @@ def hosts() -> Iterator[tuple[str, str]]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the default of torch 2.13; torch 2.9 records nothing
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a rank that C++ aborts prints its stack
     fixed = config.getoption("hypothesis_seed") is None
     settings.register_profile("pgmesh", derandomize=fixed, deadline=None, database=None, print_blob=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -9,6 +10,7 @@ from benchmarks.sides import FAMILIES, FLOOR, NEEDS, SIDES, Bare, compared_sizes
 from tests.support.worlds import on_ranks
 
 
+@pytest.mark.long
 @on_ranks(8)
 def test_each_side_makes_uses_and_closes_groups():
     for name, side in {**SIDES, FLOOR: Bare}.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 from collections.abc import Callable
 from fractions import Fraction
@@ -74,26 +73,23 @@ def test_mutated_rank_tensor_is_looked_up_again(number, ranks):
 
 @pytest.mark.parametrize("truth", TRUTHS, ids=lambda truth: type(truth).__module__)
 @pytest.mark.parametrize("ranks", [range(8), (3, 1, 4, 5, 0, 2, 6, 7)], ids=["straight", "permuted"])
-def test_bool_is_no_rank(truth, ranks):
+def test_bool_is_no_number(truth, ranks):
     layout = Layout(pp=2, dp=2, tp=2, ranks=ranks)
     assert 1 in layout  # which True equals
     assert truth not in layout
-    with pytest.raises(RankError, match="is not in mesh"):
-        layout.coord_of(truth)
-    with pytest.raises(ShapeError, match="ranks are whole numbers"):
-        Layout(dp=2, ranks=[0, truth])
-
-
-@pytest.mark.parametrize("truth", TRUTHS, ids=lambda truth: type(truth).__module__)
-def test_bool_is_no_index_and_no_size(box, truth):
-    for ask in (lambda: box.rank_of((truth, 0, 0)), lambda: box.at(pp=truth), lambda: box.at(pp=[0, truth, 1])):
-        with pytest.raises(RankError, match="an index of axis pp is a whole number, not"):
+    for ask in (
+        lambda: layout.coord_of(truth),
+        lambda: layout.rank_of((truth, 0, 0)),
+        lambda: layout.at(pp=truth),
+        lambda: layout.at(pp=[0, truth, 1]),
+        lambda: layout.at(pp=slice(truth, None)),
+        lambda: layout.neighbor_of(0, "pp", truth),
+    ):
+        with pytest.raises(RankError, match=r"is not in mesh|is a whole number, not|is no number"):
             ask()
-    with pytest.raises(RankError, match="a step along axis pp is a whole number, not"):
-        box.neighbor_of(0, "pp", truth)
-    for make in (lambda: Layout(dp=truth), lambda: Layout(truth), lambda: box.view(dp=truth, n=-1)):
-        with pytest.raises(ShapeError, match="is a whole number, not"):
-            make()
+    for sizes in ({"dp": truth}, {"dp": 2, "ranks": [0, truth]}):
+        with pytest.raises(ShapeError, match="whole number"):
+            Layout(**sizes)
 
 
 # ---- axes ----
@@ -187,58 +183,6 @@ def test_labels_and_descriptions_name_every_axis(layout, label, whole, tp):
 )
 def test_layouts_with_other_axes_or_ranks_differ(other):
     assert Layout(dp=2, tp=2) != other
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(pp=2, dp=2, tp=2),
-        Layout(2, 2, ranks=[3, 1, 0, 2]),
-        Layout(pp=4, tp=2).at(pp=[0, 1, 3]),
-        Layout(2, 2).at({0: 1, 1: 0}),
-    ],
-    ids=repr,
-)
-@pytest.mark.parametrize(
-    "copied",
-    [copy.copy, copy.deepcopy, *(lambda x, p=p: pickle.loads(pickle.dumps(x, p)) for p in range(2, 6))],
-    ids=["copy", "deepcopy", *(f"pickle {p}" for p in range(2, 6))],
-)
-def test_copies_are_equal(layout, copied):
-    twin = copied(layout)
-    assert twin == layout
-    assert hash(twin) == hash(layout)
-    assert str(twin) == str(layout)
-    assert [twin.describe(rank) for rank in twin] == [layout.describe(rank) for rank in layout]
-
-
-@pytest.mark.parametrize(
-    ("layout", "call"),
-    [
-        (Layout(dp=-1, tp=2, ranks=range(8)), "Layout(dp=4, tp=2)"),
-        (Layout(dp=2, ranks=[4, 6]), "Layout(dp=2, ranks=range(4, 8, 2))"),
-        (Layout(2, 2, ranks=[3, 1, 0, 2]), "Layout(2, 2, ranks=(3, 1, 0, 2))"),
-        (Layout(pp=2, dp=2).at(pp=1), "Layout(dp=2, ranks=range(2, 4))"),
-        (Layout(pp=2, dp=2, tp=2).at(dp=1), "Layout(pp=2, tp=2, ranks=(2, 3, 6, 7))"),
-        (
-            Layout(a=99, b=99).at(b=[1, 5]),
-            "Layout(a=99, b=2, ranks=[a + b for a in range(1, 9802, 99) for b in range(0, 8, 4)])",
-        ),
-        (
-            Layout(a=2, b=100, ranks=[*range(50), *range(100, 250)]),
-            "Layout(a=2, b=100, ranks=(*range(50), *range(100, 250)))",
-        ),
-        (Layout(2, 2, 2).at({0: 1}), "Layout({1: 2, 2: 2}, ranks=range(4, 8))"),
-        (Layout({"timeout": 2, "dp": 2}), "Layout({'timeout': 2, 'dp': 2})"),
-        (
-            Layout({"data-parallel": 2, "class": 2}).at({"class": 0}),
-            "Layout({'data-parallel': 2}, ranks=range(0, 4, 2))",
-        ),
-    ],
-)
-def test_repr_is_a_call(layout, call):
-    assert repr(layout) == call
-    assert eval(repr(layout)) == layout
 
 
 # ---- partitions ----
@@ -371,21 +315,3 @@ def test_first_block_of_huge_partition_allocates_little():
     for axis, second in {"dp": 256, "cp": 16, "tp": 1}.items():
         assert next(iter(layout.partition(axis)))[1] == second
         assert memory(lambda axis=axis: next(iter(layout.partition(axis))))[1] < 2 << 20
-
-
-def test_partition_is_indexed_by_whole_numbers():
-    partition = Layout(pp=2, tp=2).partition("tp")
-    for wrong in (True, "a", 1.0, None):
-        with pytest.raises(RankError) as caught:
-            _ = partition[wrong]
-        assert str(caught.value) == f"a block is found by its number, 0 to 1, not {wrong!r}."
-    with pytest.raises(RankError, match=r"^there are 2 blocks; there is no number 2\.$"):
-        _ = partition[2]
-    with pytest.raises(RankError, match=r"^slice\(True, None, None\) is no slice of 2 blocks: True is no number\.$"):
-        _ = partition[True:]
-
-
-def test_bool_is_no_end_of_a_slice():
-    says = r"^slice\(True, None, None\) is no slice of axis pp: True is no number\.$"
-    with pytest.raises(RankError, match=says):
-        Layout(pp=2, tp=2).at(pp=slice(True, None))

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 import pgmesh
 from pgmesh import ProcessGroupMesh
 from tests.support.fake_world import fake_rank
-from tests.support.torch_tables import root_of
 
 
 @pytest.fixture(autouse=True)
@@ -67,17 +66,6 @@ def test_later_options_for_equal_ranks_count(mesh):
     assert "timeout=datetime.timedelta(seconds=120), high_priority=False" in held.options
 
 
-def test_closed_mesh_is_named_in_errors(mesh):
-    group = mesh.group("tp")
-    mesh.close()
-    with pytest.raises(pgmesh.LifetimeError) as info:
-        mesh.group("tp")
-    assert str(info.value).startswith("ProcessGroupMesh(pp=2, dp=2, tp=2) was closed at test_mesh_messages.py:")
-    assert str(info.value).endswith(". Its layout can still be used, but it has no groups.")
-    with pytest.raises(pgmesh.LifetimeError, match=r"^group tp of ProcessGroupMesh\(pp=2, dp=2, tp=2\) was closed at"):
-        dist.barrier(group=group)
-
-
 def test_taken_name_suggests_existing_mesh():
     mesh = ProcessGroupMesh(dp=8, name="actor")
     mesh.group()
@@ -91,13 +79,6 @@ def test_taken_name_suggests_existing_mesh():
     with pytest.raises(pgmesh.LifetimeError):
         mesh.group()
     assert ProcessGroupMesh(tp=8, name="actor").group().size() == 8
-
-
-def test_name_of_a_mesh_without_groups_is_free():
-    first, second = ProcessGroupMesh(dp=8, name="actor"), ProcessGroupMesh(tp=8, name="actor")
-    second.group()
-    with pytest.raises(pgmesh.NameTakenError, match="a mesh named 'actor' already exists, created at"):
-        first.group()
 
 
 @pytest.mark.parametrize(("used", "key"), [(0, "ProcessGroupMesh(dp=8)"), (1, "ProcessGroupMesh(dp=8) (2)")])
@@ -116,25 +97,6 @@ def test_equal_unnamed_meshes_suggest_names(used, key):
     assert second.group("dp").size() == 8
     with pytest.raises(pgmesh.LifetimeError):
         first.group("dp")
-
-
-def test_mesh_named_like_another_repr_is_listed():
-    plain = ProcessGroupMesh(8)
-    named = ProcessGroupMesh(dp=8, name="ProcessGroupMesh(8)")
-    assert {key: mesh.axes for key, mesh in pgmesh.meshes().items()} == {
-        "ProcessGroupMesh(8)": plain.axes,
-        "ProcessGroupMesh(8) (2)": named.axes,
-    }
-
-
-def test_repr_of_view_ignores_earlier_slices():
-    for early in (False, True):
-        mesh = ProcessGroupMesh(dp=8, tp=1, name=f"actor{early}")
-        if early:
-            mesh.at(tp=0)
-        view = mesh.view(dp=8)
-        assert repr(view).endswith(".view(dp=8)")
-        assert root_of(view.device_mesh()).mesh_dim_names == ("dp",)
 
 
 def test_notebook_cell_finds_and_closes_its_mesh():
@@ -247,11 +209,3 @@ def test_torch_given_a_mesh_shows_its_group(mesh, use):
 
 
 # ---- calls of DeviceMesh ----
-
-
-@pytest.mark.parametrize("wrong", ["fsdp=()", "'dp', dp='tp'"])
-def test_device_mesh_without_axes_suggests_all_axes(mesh, wrong):
-    with pytest.raises(pgmesh.AxisError) as info:
-        eval(f"mesh.device_mesh({wrong})", {"mesh": mesh})
-    (call,) = suggested(info.value)
-    assert eval(call, {"mesh": mesh}).get_group() is mesh.group()

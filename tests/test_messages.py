@@ -15,9 +15,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard
 
 import pgmesh
-from pgmesh import GroupOptions, Layout, MismatchError, PgmeshError, ProcessGroupMesh, ShapeError, errors, plan, recipes
+from pgmesh import (
+    GroupOptions,
+    Layout,
+    MismatchError,
+    PgmeshError,
+    ProcessGroupMesh,
+    ShapeError,
+    errors,
+    launch,
+    plan,
+    recipes,
+)
 from pgmesh._util.validation import fill_sizes
 from pgmesh.groups.naming import Fingerprint
 from pgmesh.interop.colossalai import ColossalMesh
@@ -25,6 +37,7 @@ from pgmesh.launch.detect import detect_launcher, with_address
 from pgmesh.launch.slurm import parse_hosts
 from pgmesh.liveness.statuses import Place, RankStatus, status_key
 from pgmesh.parallel import DataParallel, compose
+from pgmesh.resharding import ReshardPlan
 from tests.support import golden_files, launcher_environments
 from tests.support.fake_world import fake_rank
 from tests.support.memory_client import MemoryClient, round_of, rounds_of
@@ -94,8 +107,11 @@ def names() -> Iterator[dict[str, Any]]:
             "colossal": ColossalMesh(2, 2, 2, name="colossal"),
             **{each.__name__: each for each in (ColossalMesh, GroupOptions, Layout, ProcessGroupMesh, plan, timedelta)},
             **{each.__name__: each for each in (detect_launcher, with_address, parse_hosts)},
+            **{each.__name__: each for each in (ReshardPlan, Shard)},
             **vars(launcher_environments),
+            "launch": launch,
             "recipes": recipes,
+            "torch": torch,
         }
         for each in pgmesh.meshes().values():
             each.close()
@@ -129,13 +145,15 @@ def suggested(name: str, call: str) -> list[tuple[str, ...]]:
     return [tuple(calls) for calls in found if calls]
 
 
-@pytest.mark.parametrize("calls", suggested("messages.txt", r"Layout\(.*?\)"))
-def test_suggested_layout_can_be_made(calls: tuple[str, ...]):
-    assert all(isinstance(eval(call), Layout) for call in calls)
-
-
-@pytest.mark.parametrize("calls", suggested("messages-of-axes.txt", r"\S.*?"))
-def test_suggested_call_about_axes_runs(calls: tuple[str, ...]):
+@pytest.mark.parametrize(
+    "calls",
+    [
+        *suggested("messages.txt", r"(?:Layout|mesh\.view|mesh\.device_mesh)\(.*?\)"),
+        *suggested("messages-of-axes.txt", r"\S.*?"),
+        *suggested("messages-of-recipes.txt", r"recipes\.\w+\(8\b(?!.*rank_offset).*?\)"),
+    ],
+)
+def test_suggested_call_runs(calls: tuple[str, ...]):
     with names() as known:
         for call in calls:
             exec(call, known)

@@ -151,12 +151,6 @@ def test_layout_and_options_load_neither_torch_nor_numpy():
     assert not loaded("import pgmesh; pgmesh.Layout(dp=2), pgmesh.GroupOptions()") & {"torch", "numpy"}
 
 
-def test_hosts_are_found_without_the_tables_of_idna():
-    """They take 3 ms, longer than all that the first group needs besides."""
-    group = "from pgmesh import ProcessGroupMesh, launch; launch.join('gloo'); ProcessGroupMesh(1).group()"
-    assert not loaded(f"import torch; {group}") & {"encodings.idna", "stringprep"}
-
-
 def test_import_of_mesh_loads_no_upper_layer():
     modules = loaded("import torch; from pgmesh import ProcessGroupMesh")
     assert not modules.intersection({f"pgmesh.{name}" for name in ON_DEMAND})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -76,19 +75,6 @@ def test_wheel_holds_only_the_package(wheel: Path):
     assert "License-File: LICENSE" in metadata
     assert "# pgmesh" in metadata  # the README, which the index shows
     assert wheel.stat().st_size < 500_000
-
-
-def test_source_archive_builds_the_same_wheel(built: Path, wheel: Path, tmp_path: Path):
-    (source,) = built.glob("*.tar.gz")
-    with tarfile.open(source) as archive:
-        archive.extractall(tmp_path, filter="data")
-    (folder,) = tmp_path.iterdir()
-    run(
-        sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path / "again", folder, cwd=tmp_path
-    )
-    (again,) = (tmp_path / "again").glob("*.whl")
-    with zipfile.ZipFile(wheel) as first, zipfile.ZipFile(again) as second:
-        assert sorted(first.namelist()) == sorted(second.namelist())
 
 
 def test_wheel_runs_in_a_separate_environment(wheel: Path, tmp_path: Path):

@@ -7,7 +7,6 @@ import pickle
 from itertools import combinations
 
 import pytest
-from hypothesis import given, strategies as st
 
 from pgmesh import Layout, ProcessGroupMesh
 from pgmesh.layout import RankView
@@ -61,9 +60,3 @@ def test_rank_view_is_compared_by_value():
     assert eval(repr(outside), {"Layout": Layout, "RankView": RankView}) == outside
     assert seen != BOX.seen_by(4)
     assert hash(seen) == hash(BOX.seen_by(5))
-
-
-@given(st.integers(0, 63))
-def test_rank_view_accepts_numbered_axes(rank):
-    seen = Layout(4, 4, 4).seen_by(rank)
-    assert (seen.index(0), seen.index(-1), seen.label()) == (rank // 16, rank % 4, "-".join(map(str, seen.coord)))

@@ -1,16 +1,18 @@
-"""The repr of a slice or a view: which mesh it is of, as a call that gives it."""
+"""The repr of a layout, and of a slice or a view: which mesh it is of, as a call that gives it."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+import re
 from contextlib import suppress
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 import pgmesh
-from pgmesh import ProcessGroupMesh
+from pgmesh import Layout, ProcessGroupMesh
+from tests.support import golden_files
 from tests.support.fake_world import fake_rank
 
 ROOT = "ProcessGroupMesh(pp=2, dp=2, tp=2, name='example')"
@@ -30,33 +32,25 @@ def again(mesh: ProcessGroupMesh, root: ProcessGroupMesh) -> ProcessGroupMesh:
     return eval(f"root{text.removeprefix(repr(root))}", {"root": root})
 
 
-@pytest.mark.parametrize(
-    ("take", "says"),
-    [
-        (lambda mesh: mesh.at(pp=1), ".at(pp=1)"),
-        (lambda mesh: mesh.at(pp=-1), ".at(pp=1)"),
-        (lambda mesh: mesh.at({"pp": 1}, tp=0), ".at(pp=1, tp=0)"),
-        (lambda mesh: mesh.at(pp=1, dp=0, tp=1), ".at(pp=1, dp=0, tp=1)"),
-        (lambda mesh: mesh.at(tp=slice(1, None)), ".at(tp=slice(1, 2))"),
-        (lambda mesh: mesh.at(tp=[1]), ".at(tp=slice(1, 2))"),
-        (lambda mesh: mesh.at(tp=(i for i in (1, 0))), ".at(tp=slice(1, None, -1))"),
-        (lambda mesh: mesh.along("dp", "tp"), ".along('dp', 'tp')"),
-        (lambda mesh: mesh["tp", "dp"], ".along('dp', 'tp')"),
-        (lambda mesh: mesh.view(pp=2, ep=-1), ".view(pp=2, ep=4)"),
-        (lambda mesh: mesh.view(2, 4), ".view(2, 4)"),
-        (lambda mesh: mesh.view(2, 4).at({0: 1}), ".view(2, 4).at({0: 1})"),
-        (lambda mesh: mesh.view(2, 4).at({0: 1}).along(1), ".view(2, 4).at({0: 1})"),
-        (lambda mesh: mesh.at(pp=1).view(ep=4).at(ep=[1, 2]), ".at(pp=1).view(ep=4).at(ep=slice(1, 3))"),
-        (lambda mesh: mesh.along("dp", "tp").view(dp=4).at(dp=0), ".along('dp', 'tp').view(dp=4).at(dp=0)"),
-        (lambda mesh: mesh.along("dp", "tp").along("tp"), ".along('dp', 'tp').along('tp')"),
-    ],
-)
-def test_repr_of_slice_or_view_is_a_call(mesh, take, says):
-    part = take(mesh)
-    assert repr(part) == f"{ROOT}{says}"
-    assert again(part, mesh).layout == part.layout
-    for there in (copy.copy(part), copy.deepcopy(part), pickle.loads(pickle.dumps(part))):
-        assert repr(there) == repr(part)
+CALLS = re.findall(r"^== (.*)$", golden_files.read("reprs.txt"), re.MULTILINE)
+"""To add a call, add it to the file and run this with ``GOLDEN=write``."""
+
+
+def test_reprs_equal_the_reviewed_ones(mesh):
+    found = {call: eval(call, {"Layout": Layout, "mesh": mesh}) for call in CALLS}
+    golden_files.check("reprs.txt", "\n".join(f"== {call}\n{made!r}\n" for call, made in found.items()))
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_repr_is_a_call_that_copies_have(mesh, call):
+    made = eval(call, {"Layout": Layout, "mesh": mesh})
+    again = eval(repr(made), {"Layout": Layout, "ProcessGroupMesh": lambda **_: mesh})
+    assert getattr(again, "layout", again) == getattr(made, "layout", made)
+    for there in (copy.copy(made), copy.deepcopy(made), *(pickle.loads(pickle.dumps(made, n)) for n in range(2, 6))):
+        assert (repr(there), str(there)) == (repr(made), str(made))
+        layout, copied = (getattr(each, "layout", each) for each in (made, there))
+        assert (copied, hash(copied)) == (layout, hash(layout))
+        assert [copied.describe(rank) for rank in copied] == [layout.describe(rank) for rank in layout]
     assert repr(mesh) == ROOT
 
 

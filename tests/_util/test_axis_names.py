@@ -9,11 +9,10 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given, settings, strategies as st
 
 import pgmesh
-from pgmesh import GroupOptions, Layout, OptionsError, PgmeshError, ProcessGroupMesh, ShapeError, plan
+from pgmesh import GroupOptions, Layout, OptionsError, PgmeshError, ProcessGroupMesh, plan
 from pgmesh._util.keywords import RESERVED
 from pgmesh.interop import from_device_mesh
 from pgmesh.planning.rank_report import rank_report_of
@@ -47,10 +46,6 @@ def test_mapping_of_sizes_equals_keywords(world, kind):
     assert mesh.view(kind({"pp": 2, "ep": -1})).group("ep") is mesh.group("dp", "tp")
     assert plan(sizes, nodes="2x4") == plan(Layout(pp=2, dp=2, tp=2), nodes="2x4")
     assert plan(kind({"pp": 2, "tp": 4}), nodes="2x4", views={"moe": kind({"class": 8})})["moe: class"].size == 8
-
-
-def test_unpacked_mapping_equals_the_mapping():
-    assert Layout(**{"data-parallel": 2}) == Layout({"data-parallel": 2})
 
 
 def test_numbers_in_a_mapping_are_numbered_axes():
@@ -161,8 +156,3 @@ def test_reserved_keywords_are_refused_as_axes(world, word):
         assert "=-1" not in str(caught.value)
         assert isinstance(caught.value, ValueError)
         assert Layout({word: 8}).axes == (word,)
-
-
-def test_axis_given_by_two_numbers_raises_shape_error():
-    with pytest.raises(ShapeError, match=r"^Layout: an axis is given twice: \{.*1.*: 2, tensor\(1\): 3\}\.$"):
-        Layout({1: 2, torch.tensor(1): 3})

@@ -161,15 +161,6 @@ def test_suggested_plans_keep_ranks_and_views(sizes, nodes, form, views):
         check(error, {"Layout": Layout, "plan": plan}, is_right, 1)
 
 
-def test_suggested_plan_fits_its_views():
-    with pytest.raises(ShapeError) as info:
-        plan(Layout(dp=6), nodes="2x4", views={"moe": {"ep": 3, "edp": 2}})
-    (call, _), *others = suggested(info.value)
-    assert call == "plan(Layout(dp=6), nodes='4,2', views={'moe': {'ep': 3, 'edp': 2}})"
-    assert not others
-    assert eval(call).layout == Layout(dp=6)
-
-
 def test_ranks_too_long_to_print_are_named():
     ranks = Random(0).sample(range(999), 999)
     with pytest.raises(ShapeError) as info:

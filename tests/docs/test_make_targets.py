@@ -1,10 +1,9 @@
-"""Targets of the Makefile that need a GPU or a checkout, and the workflow that runs `make test`."""
+"""The target of the Makefile that needs a GPU, and the workflow that runs `make test`."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +15,6 @@ from tests.support.programs import run_programs
 
 ROOT = Path(__file__).parents[2]
 RUNNER = "import sys; from tests.gpu.__main__ import main; sys.exit(main([]))"
-
-needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
-
 
 # ---- test-gpu ----
 
@@ -57,16 +53,3 @@ def test_workflow_runs_each_supported_python():
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert job["strategy"]["matrix"]["python"] == re.findall(r"Python :: (3\.\d+)", project)
     assert [step["run"] for step in job["steps"] if "run" in step] == ["make test PYTHON=python"]
-
-
-# ---- test-upstream ----
-
-
-@needs_make
-def test_upstream_without_a_checkout_asks_for_one():
-    command = ["make", "--no-print-directory", "test-upstream"]
-    environ = {name: value for name, value in os.environ.items() if name != "PYTORCH" and not name.startswith("MAKE")}
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
-    assert done.returncode == 2
-    says = r"test-upstream: give a checkout of pytorch near torch [\d.]+: make test-upstream PYTORCH=../pytorch\n"
-    assert re.fullmatch(says, done.stdout)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import re
 from pathlib import Path
@@ -49,21 +48,7 @@ def test_stored_outputs_are_those_of_a_run(rounds: list[list[Any]]):
     assert "site-packages" not in text  # no path of a machine
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_each_cell_shows_what_it_promises(rounds: list[list[Any]], number: int):
-    cells = rounds[number]
-    pictures = [cell for cell in cells if any("<svg" in str(out.get("data", "")) for out in cell.outputs)]
-    assert len(pictures) == 2  # the layout and the plan
-    shown = "\n".join(map(texts, cells))
-    assert "I am pp0-dp0-cp1-tp1 and my groups are" in shown
-    assert "dp-cp  8 ranks: (" in shown
-    for block, total in (("(0, 1)", 3.0), ("(2, 3)", 12.0)):
-        assert shown.count(f"{block} sum to {total}") == 2
-    (alone,), (four,) = (re.findall(rf"losses of {who}: *(\[.*\])", shown) for who in ("one process", "four processes"))
-    assert alone == four
-    assert ast.literal_eval(alone) == sorted(ast.literal_eval(alone), reverse=True)
-    assert "in the other mesh: (4, 8)" in shown
-    assert "Can't get attribute 'typed'" in shown
-    assert "at module level of a file" in shown
-    assert "%%writefile job.py" in shown
-    assert not [out for cell in cells for out in cell.outputs if out.get("name") == "stderr"]
+def test_a_second_run_shows_the_same_numbers(rounds: list[list[Any]]):
+    numbers = [re.findall(r"(?:losses of|sum to|ranks: ).*", "\n".join(map(texts, cells))) for cells in rounds]
+    assert numbers[0] == numbers[1] != []
+    assert not [out for cell in rounds[1] for out in cell.outputs if out.get("name") == "stderr"]

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import pgmesh
 from pgmesh import Layout, MismatchError, MissingRanksError, ProcessGroupMesh
-from pgmesh.groups.default_world import store_address
+from pgmesh.groups.world import current_world
 from tests.support.programs import clean_env, run_programs, run_ranks
 from tests.support.torch_tables import table_sizes
 from tests.support.worlds import World, check_sums, fresh_world, groups_of, on_ranks, world
@@ -253,8 +253,8 @@ def test_a_job_that_hangs(waiting_ranks: dict[str, list[int]]):
     mesh = ProcessGroupMesh(4, name="hangs")
     mesh.connect()
     if mesh.rank == 3:
-        time.sleep(STILL_WAITS)
-        command = [sys.executable, "-m", "pgmesh", "report", store_address()]
+        time.sleep(1.0)  # until the others have been in the all-reduce for a while
+        command = [sys.executable, "-m", "pgmesh", "report", current_world().address]
         shown = subprocess.run(command, cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=60).stdout
         place = r"at test_readme.py:\d+ in test_a_job_that_hangs: torch.distributed.all_reduce, group 0 of mesh 'hangs'"
         waiting = re.findall(rf"^([012]) +\S+ +(\d+) +runs +(\d+) s +{place}$", shown, re.MULTILINE)

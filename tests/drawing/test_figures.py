@@ -1,4 +1,4 @@
-"""Figures: their content against the layout, their positions, and how a browser renders them."""
+"""Figures: their content against the layout, and their positions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from pgmesh import AxisError, Layout, ProcessGroupMesh, plan
 from pgmesh.drawing import figures, palette, styled_text, svg, text
 from pgmesh.topology.hosts import HostLevel, parse_topology
-from tests.support import browser, golden_files as golden
+from tests.support import golden_files as golden
 from tests.support.fake_world import fake_rank
 from tests.support.layout_strategies import layouts
 
@@ -276,33 +276,6 @@ def test_text_equals_golden_file(name):
 def test_no_line_is_wider_than_the_terminal(name, width):
     for coloured in (False, True):
         assert max(len(styled_text.plain([line])) for line in TEXTS[name](width=width, coloured=coloured)) <= width
-
-
-# ---- in a browser ----
-
-
-READABLE = 10.0
-"""The smallest font, in a browser's pixels."""
-
-
-def test_browser_measures_overlap_only_in_broken_drawings(tmp_path):
-    if browser.find_browser() is None:
-        pytest.skip(browser.ABSENT)
-    drawings = [draw_it() for draw_it in DRAWINGS.values()]
-    eight = drawings[0]
-    long_ranks = re.sub('(<text class="rank".*?>)(.*?)<', r"\g<1>\2\2\2\2\2\2\2\2<", eight)
-    near_cells = re.sub('(<rect class="cell" )x="[0-9]+"', r'\1x="40"', eight)
-    small = eight.replace("<svg ", '<svg style="max-width: 200px; height: auto" ')
-    measured = browser.measure_drawings([*drawings, long_ranks, near_cells, small], 4000, tmp_path)
-    for name, drawing in zip(DRAWINGS, measured):
-        assert drawing["faults"] == [], name
-        assert drawing["held"] >= drawing["cells"] > 0, name
-        assert drawing["smallest"] > READABLE, name
-    long_ranks, near_cells, small = measured[len(drawings) :]
-    assert long_ranks["faults"]
-    assert long_ranks["held"] < long_ranks["cells"]
-    assert near_cells["faults"]
-    assert small["smallest"] < READABLE
 
 
 def test_svg_without_layouts_raises_type_error():

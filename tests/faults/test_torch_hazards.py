@@ -1,4 +1,4 @@
-"""Hazards of torch's own groups that pgmesh avoids. tests/torch_facts.py shows them with torch alone."""
+"""Hazards of torch's own groups that pgmesh avoids."""
 
 from __future__ import annotations
 

@@ -102,12 +102,6 @@ def all_reduce(group: dist.ProcessGroup, me: int, n: int) -> tuple[Any, Any]:
     return mine, [sum(range(n))]
 
 
-def all_reduce_max(group: dist.ProcessGroup, me: int, n: int) -> tuple[Any, Any]:
-    mine = number(me)
-    dist.all_reduce(mine, dist.ReduceOp.MAX, group=group)
-    return mine, [n - 1]
-
-
 def broadcast(group: dist.ProcessGroup, me: int, n: int) -> tuple[Any, Any]:
     mine = number(me)
     dist.broadcast(mine, group=group, group_src=n - 1)
@@ -163,7 +157,6 @@ COLLECTIVES = {
     fn.__name__: fn
     for fn in (
         all_reduce,
-        all_reduce_max,
         broadcast,
         all_gather,
         all_gather_into_tensor,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from pgmesh.parallel import (
     seeded_rng,
 )
 from tests.gpu.device import DEVICE, placed
-from tests.support.expert_models import ExpertBlock as Mixture, cut_like, expert_layer
+from tests.support.expert_models import ExpertBlock as Mixture, expert_layer
 from tests.support.parallel_models import (
     CONTEXT,
     FIRST,
@@ -43,13 +43,13 @@ from tests.support.parallel_models import (
     loss_of,
     named_weights,
     optimizer_of,
+    train_parallel,
     weights_of,
 )
-from tests.support.parallel_training import in_microbatches, whole_loss
+from tests.support.parallel_training import whole_loss
 from tests.support.tensor_plans import SEQUENCE_PLAN, VOCABULARY_PLAN
 
 TOLERANCE = 1e-10  # 64-bit floats; the order of sums differs, and on a GPU it differs in each run
-Rows = Callable[[torch.Tensor], Iterable[torch.Tensor]]
 
 
 class Model(TinyGPT):
@@ -68,24 +68,9 @@ def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return codes.to(DEVICE), target.to(DEVICE)
 
 
-def alone(model: nn.Module, parts: Rows = lambda rows: [rows]) -> TrainingRun:
-    """The training of one process, on the same device.
-
-    Args:
-        parts: the rows whose mean gradients are averaged: experts' loads are balanced within each.
-    """
-    optimizer, trained = optimizer_of(model.parameters()), TrainingRun([], [], {})
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        pieces = list(zip(*(parts(each) for each in batch_of(step)), strict=True))
-        for codes, target in pieces:
-            loss_of(model(codes), target).backward()
-        for weight in model.parameters():
-            weight.grad /= len(pieces)  # gradients instead of losses: the load-balance loss is not scaled
-        trained.gradients.append(gradients_of(model))
-        optimizer.step()
-    trained.weights = weights_of(model)
-    return trained
+def alone(model: nn.Module) -> TrainingRun:
+    """The training of one process, on the same device."""
+    return train_parallel(model, lambda rows: rows, batch=batch_of)
 
 
 @contextmanager
@@ -108,7 +93,6 @@ def train(
     *,
     context: ContextParallel | None = None,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
-    cut: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda whole: whole,
     syncs: bool = False,
 ) -> None:
     """Three steps, as ``parallel_training.train_and_check``; and check that all tensors stay on the device.
@@ -136,12 +120,12 @@ def train(
                 loss.backward()
         gradients = gradients_of(model)
         placed("gradients", map(local, gradients.values()))
-        assert_same(f"gradients of step {step}", gradients, cut(expected.gradients[step]), TOLERANCE)
+        assert_same(f"gradients of step {step}", gradients, expected.gradients[step], TOLERANCE)
         with no_host_sync(step == 0):
             optimizer.step()
     placed("weights", (local(weight) for _, weight in named_weights(model)))
     placed("what the optimizer keeps", moments(optimizer))
-    assert_same("weights", weights_of(model), cut(expected.weights), TOLERANCE)
+    assert_same("weights", weights_of(model), expected.weights, TOLERANCE)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -154,10 +138,6 @@ def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 # ---- training with each method ----
-
-
-def data(mesh: ProcessGroupMesh) -> None:
-    train(compose(mesh, DataParallel(mesh, "dp")), model_of(), alone(model_of()))
 
 
 def sharded(mesh: ProcessGroupMesh) -> None:
@@ -194,26 +174,10 @@ def ring(mesh: ProcessGroupMesh) -> None:
     context(mesh, "ring")
 
 
-def with_experts(mesh: ProcessGroupMesh, moe: ProcessGroupMesh, tensor: str | None, *others: Any) -> None:
-    cut = {"tensor": tensor, "columns": ["up"], "rows": ["down"]} if tensor else {}
-    parts: Rows = (lambda rows: in_microbatches(rows, mesh.size("dp"))) if others else (lambda rows: [rows])
-    model = model_of(Mixture)
-    train(
-        compose(mesh, *others, DataParallel(mesh, "dp"), ExpertParallel(moe, "ep", **cut)),
-        model,
-        alone(model_of(Mixture), parts),
-        cut=lambda whole: {**whole, **cut_like(dict(model.named_parameters()), whole, moe, tensor)},
-        syncs=True,
-    )
-
-
 def experts(mesh: ProcessGroupMesh) -> None:
-    with_experts(mesh, mesh.view(edp=mesh.size() // min(4, mesh.size()), ep=-1), None)
-
-
-def experts_cut(mesh: ProcessGroupMesh) -> None:
-    n = min(2, mesh.size())
-    with_experts(mesh, mesh.view(edp=-1, ep=n, etp=n), "etp")
+    moe, model = mesh.view(edp=mesh.size() // min(4, mesh.size()), ep=-1), model_of(Mixture)
+    both = compose(mesh, DataParallel(mesh, "dp"), ExpertParallel(moe, "ep"))
+    train(both, model, alone(model_of(Mixture)), syncs=True)
 
 
 def with_data(mesh: ProcessGroupMesh, experts: ExpertParallel) -> Composition:
@@ -286,18 +250,6 @@ def stages(mesh: ProcessGroupMesh, loss: Callable[..., torch.Tensor] = loss_of) 
 
 def pipeline(mesh: ProcessGroupMesh) -> None:
     train(compose(mesh, stages(mesh), DataParallel(mesh, "dp")), model_of(), alone(model_of()))
-
-
-def pipeline_experts(mesh: ProcessGroupMesh) -> None:
-    moe = mesh.view(pp=mesh.size("pp"), edp=-1, ep=min(2, mesh.size("dp")))
-    with_experts(mesh, moe, None, stages(mesh))
-
-
-def together(mesh: ProcessGroupMesh) -> None:
-    """Tensor, context and sharded data parallelism."""
-    tensor, context = TensorParallel(mesh, "tp", plan=VOCABULARY_PLAN), ContextParallel(mesh, "cp", attention="ulysses")
-    both = compose(mesh, ShardedDataParallel(mesh, "dp"), context, tensor)
-    train(both, model_of(), alone(model_of()), context=context, around=loss_parallel)
 
 
 def all_of_them(mesh: ProcessGroupMesh) -> None:
@@ -409,7 +361,6 @@ CUT = (*REDUCED, "all_gather_into_tensor", "scatter")
 CASES = {
     case.check.__name__: case
     for case in (
-        Case(data, {"dp": 8}, REDUCED),
         Case(sharded, {"dp": 8}, SHARDED),
         Case(hybrid, {"rep": 2, "dp": 4}, SHARDED),
         Case(tensor, {"dp": 2, "tp": 4}, CUT),
@@ -417,13 +368,10 @@ CASES = {
         Case(ulysses, {"dp": 2, "cp": 4}, (*REDUCED, "all_to_all_single")),
         Case(ring, {"dp": 2, "cp": 4}, (*REDUCED, "send")),
         Case(experts, {"dp": 8}, (*REDUCED, "all_to_all_single")),
-        Case(experts_cut, {"dp": 8}, (*REDUCED, "all_to_all_single")),
         Case(one_host_sync, {"dp": 8}, (*REDUCED, "all_to_all_single")),
         Case(grouped_experts, {"dp": 8}, (*REDUCED, "all_to_all_single")),
         Case(norm_without_weights, {"pp": 2, "dp": 4}, REDUCED),
         Case(pipeline, {"pp": 2, "dp": 4}, (*REDUCED, "send")),
-        Case(pipeline_experts, {"pp": 2, "dp": 4}, (*REDUCED, "all_to_all_single", "send")),
-        Case(together, {"dp": 2, "cp": 2, "tp": 2}, (*SHARDED, *CUT, "all_to_all_single")),
         Case(all_of_them, {"pp": 2, "dp": 1, "cp": 2, "tp": 2}, (*SHARDED, *CUT, "send")),
         Case(norm_and_clip, {"dp": 8}, SHARDED),
         Case(broadcast, {"dp": 4, "tp": 2}, REDUCED),

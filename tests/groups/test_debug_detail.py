@@ -90,19 +90,6 @@ def test_detail_names_rank_and_operation_as_torch(kind: str):
 
 
 @on_ranks(4)
-def test_detail_names_mistakes_in_slices():
-    """Each slice has two ranks, and one of them makes mistakes."""
-    with detail():
-        mesh = ProcessGroupMesh(dp=2, tp=2, ranks=PERMUTED, name="actor")
-        group = mesh.at(dp=mesh.coord[0]).group("tp")
-        for mistake in MISTAKES.values():
-            call = mistake if mesh.rank in (1, 2) else right
-            with pytest.raises(RuntimeError, match="Detected mismatch between collectives"):
-                call(group)
-        check_sums(groups_of(mesh))
-
-
-@on_ranks(4)
 def test_detail_checks_groups_made_while_it_is_set():
     """As with torch's groups. The level is read when a group is made."""
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")

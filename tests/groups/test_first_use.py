@@ -57,7 +57,7 @@ def use_groups_of_torch(rank: int, port: int, folder: Path, number: int) -> None
     read_result(folder, f"{1 - rank}")
 
 
-def test_new_group_after_join_of_replicas_connects_at_once(tmp_path: Path):
+def test_new_group_of_replicas_connects_at_once(tmp_path: Path):
     """``join`` lets the default group connect at its first use, and only that one."""
     with RankProcesses(use_groups_of_torch, tmp_path) as processes:
         for rank in range(2):

@@ -6,10 +6,8 @@ import contextlib
 import copy
 import io
 import pickle
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -145,27 +143,6 @@ def test_groups_are_new_after_an_interrupted_release():
     summed(mesh)
 
 
-@on_ranks(2)
-def test_adopt_fails_on_a_mesh_closed_meanwhile():
-    """Another thread is in ``adopt``, and waits for the lock of the mesh while this one closes it."""
-    before, other = ours(), dist.new_group([0, 1])
-    mesh, entered, ranks_of = ProcessGroupMesh(dp=2, name="actor"), threading.Event(), dist.get_process_group_ranks
-
-    def ranks_in_order(group: Any) -> list[int]:
-        entered.set()
-        return ranks_of(group)
-
-    with ThreadPoolExecutor(1) as thread, mock.patch.object(dist, "get_process_group_ranks", ranks_in_order):
-        with mesh._mesh_groups.lock:
-            adopting = thread.submit(mesh.adopt, "dp", other)
-            assert entered.wait(30.0)
-            mesh.close()
-        with pytest.raises(LifetimeError, match="mesh 'actor' was closed at"):
-            adopting.result(30.0)
-    assert ours() == before
-    dist.destroy_process_group(other)
-
-
 @on_ranks(4)
 def test_group_destroyed_by_torch_is_created_again():
     """torch's own destroy, many times: nothing of a group stays."""
@@ -239,16 +216,6 @@ def test_close_leaves_nothing_in_torch_or_store():
 
 
 # ---- names, configuration ----
-
-
-@on_ranks(4)
-def test_equal_unnamed_meshes_work_one_after_another():
-    """Each is gone when the next is created, closed or not."""
-    for _ in range(3):
-        with ProcessGroupMesh(dp=2, tp=2) as mesh:
-            summed(mesh)
-        ProcessGroupMesh(dp=2, tp=2)  # never used
-    summed(ProcessGroupMesh(dp=2, tp=2))
 
 
 @on_ranks(4)

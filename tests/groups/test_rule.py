@@ -91,16 +91,5 @@ def test_groups_replace_no_further_name_of_torch(ranks: Ranks):
     assert all(found == PATCHES for found in stages(ranks, "from pgmesh"))
 
 
-def test_probes_find_violations(ranks: Ranks):
-    for rank in ranks:
-        found, new_group = rank["violations"], "torch.distributed.distributed_c10d.new_group"
-        assert found["threads of pgmesh"] == ["run"]
-        assert found["ports"] == {"descriptors": 1, "ports": 1}
-        assert found["signal handlers"]
-        assert found["opened"] == ["/proc/self/stat", "/proc/self/task"]
-        assert found["changed"] == [new_group]
-        assert found["from pgmesh"] == sorted([*PATCHES, new_group])
-
-
 def test_connect_starts_thread(ranks: Ranks):
     assert all(rank["after connect"]["threads of pgmesh"] for rank in ranks)

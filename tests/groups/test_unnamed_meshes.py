@@ -27,30 +27,12 @@ def shapes() -> list[ProcessGroupMesh]:
 
 @on_ranks(4)
 def test_unnamed_meshes_are_made_in_any_order():
-    groups = {}
-    for number, mesh in enumerate(shapes()):
-        groups |= {f"{number}: {name}": value for name, value in groups_of(mesh).items()}
-    check_sums(groups)
-
-
-@on_ranks(4)
-def test_unnamed_meshes_are_used_in_any_order():
+    """And used in any order."""
     meshes = shapes()
     turn = dist.get_rank()
     for mesh in [*meshes[turn:], *meshes[:turn]]:
         mesh.group(*mesh.axes)
     check_sums({f"{number}": (mesh.group(), mesh.ranks()) for number, mesh in enumerate(meshes)})
-
-
-@on_ranks(2)
-def test_second_unnamed_mesh_of_one_layout_is_refused():
-    first = ProcessGroupMesh(dp=2)
-    check_sums(groups_of(first))
-    second = ProcessGroupMesh(dp=2)
-    with pytest.raises(NameTakenError, match="name="):
-        second.group("dp")
-    first.close()
-    check_sums(groups_of(second))
 
 
 @pytest.mark.parametrize("name", [None, "actor"])

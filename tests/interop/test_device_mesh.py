@@ -105,18 +105,6 @@ def test_parts_views_and_small_meshes_have_device_meshes():
     check_sums(groups_of(mesh))
 
 
-@on_ranks(4)
-def test_device_mesh_after_release_has_the_new_group():
-    mesh = ProcessGroupMesh(dp=2, tp=2)
-    before = mesh.device_mesh()
-    check_sums(groups_of(mesh))
-    dist.barrier()
-    mesh.release("tp")
-    assert mesh.device_mesh() is not before
-    assert mesh.device_mesh("tp").get_group() is mesh.group("tp")
-    check_sums(groups_of(mesh))
-
-
 # ---- what torch builds on it ----
 
 
@@ -274,20 +262,6 @@ def test_mesh_computes_after_close_and_release():
 # ---- from torch's ----
 
 
-@on_ranks(4)
-def test_from_device_mesh_returns_the_same_groups():
-    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
-    again = from_device_mesh(mesh.device_mesh(), name="again")
-    assert (again.shape, again.axes, again.ranks()) == (mesh.shape, mesh.axes, mesh.ranks())
-    for axis in mesh.axes:
-        assert again.group(axis) is mesh.group(axis)
-    assert again.group() is not mesh.group()
-    check_sums(groups_of(again))
-    dist.barrier()
-    again.close()
-    check_sums(groups_of(mesh))
-
-
 def test_from_device_mesh_keeps_numbered_axes():
     with fake_rank(5, 8):
         mesh = ProcessGroupMesh(2, 2, 2, name="actor")
@@ -391,26 +365,6 @@ def test_group_is_adopted_or_refused_with_reason():
     check_sums(groups_of(mesh))
     for group in (again, theirs["dp"]):
         dist.destroy_process_group(group)
-
-
-def test_axis_of_one_rank_is_adopted_or_configured():
-    with fake_rank(0, 2):
-        theirs = ProcessGroupMesh(pp=1, dp=2, name="theirs").group("pp")
-        mesh = ProcessGroupMesh(pp=1, dp=2, tp=1, name="actor")
-        mesh.configure("tp", timeout=timedelta(seconds=40))
-        with pytest.raises(OptionsError, match="group tp of mesh 'actor' was configured with"):
-            mesh.adopt("tp", theirs)
-        mesh.adopt("pp", theirs)
-        assert mesh.group("pp") is theirs
-        mesh.configure("pp", timeout=timedelta(seconds=40))  # one rank needs no other: it gets a group with that
-        assert mesh.group("pp") is mesh.group("tp") is not theirs
-
-
-def test_axes_of_one_rank_share_an_adopted_group():
-    with fake_rank(0, 2):
-        mesh = from_device_mesh(ProcessGroupMesh(pp=1, dp=2, tp=1, name="actor").device_mesh(), name="again")
-        assert mesh.group("pp") is mesh.group("tp")
-        assert mesh.group("pp").size() == 1
 
 
 @on_ranks(4)

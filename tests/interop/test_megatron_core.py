@@ -251,17 +251,6 @@ def test_published_refuses_unknown_groups(state: Any, monkeypatch: pytest.Monkey
     assert vars(state) == before
 
 
-def test_version_is_known_without_an_installation(state: Any, monkeypatch: pytest.MonkeyPatch):
-    """A checkout of Megatron-LM on the path."""
-    gone = importlib.metadata.PackageNotFoundError("megatron-core")
-    monkeypatch.setattr(importlib.metadata, "version", mock.Mock(side_effect=gone))
-    monkeypatch.setattr(state, MAINS[0], None, raising=False)
-    with fake_rank(5, 8), pytest.raises(UnsupportedTorchError) as caught, megatron.published(recipes.megatron(8)):
-        pytest.fail("the block was run")
-    assert str(caught.value).startswith("parallel_state of megatron-core 0.16.1 has groups that pgmesh")
-    assert MAINS[0] in str(caught.value)
-
-
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_virtual_stages_of_one_stage_are_refused(state: Any, chunks: int):
     before = dict(vars(state))

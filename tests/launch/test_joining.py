@@ -12,10 +12,18 @@ import torch.distributed as dist
 from pgmesh.errors import LaunchError
 from pgmesh.launch import StoreProcess, detect, from_openmpi, from_slurm, from_torch, join
 from pgmesh.launch.detect import detect_launcher, detect_one, with_address
-from pgmesh.launch.launcher import PORTS, LauncherInfo
+from pgmesh.launch.launcher import PORTS
 from tests.support.fake_world import fake_rank
-from tests.support.launcher_environments import BATCH, BY_HAND, HYDRA_ON_TWO, ONE_HOST, OPEN_MPI, SRUN, TORCHRUN
-from tests.support.message_assertions import assert_raises
+from tests.support.launcher_environments import (
+    BATCH,
+    BY_HAND,
+    HYDRA_ON_TWO,
+    ONE_HOST,
+    OPEN_MPI,
+    SMALL_STEP,
+    SRUN,
+    TORCHRUN,
+)
 from tests.support.programs import clean_env, run_programs
 
 # ---- host and port of rank 0 ----
@@ -60,47 +68,31 @@ def test_launcher_that_did_not_start_the_process(monkeypatch, call, program, env
 # ---- devices ----
 
 
-def take(monkeypatch, seen, backend="cpu:gloo,cuda:nccl", **place):
-    from pgmesh.launch import joining
-
-    taken = []
+@pytest.mark.parametrize(
+    ("environ", "seen", "device", "says"),
+    [
+        (ONE_HOST, 4, 3, "torch has no backend"),
+        (OPEN_MPI, 4, 3, "torch has no backend"),
+        (ONE_HOST, 1, 0, "torch has no backend"),  # the one device that Slurm makes visible to this task
+        (OPEN_MPI, 1, None, "the local rank is 3, but this process sees 1 CUDA devices"),
+        (ONE_HOST, 0, None, "this process sees no CUDA device."),
+        (SMALL_STEP, 0, None, "this process sees no CUDA device."),
+        ({"PMIX_RANK": "3", "PMI_SIZE": "4"}, 4, None, "export LOCAL_RANK=3   # or the number of this rank's device"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["NCCL", "cpu:gloo,cuda:nccl"])
+def test_join_selects_device_of_local_rank(monkeypatch, environ, seen, device, says, backend):
+    """The device is selected before ``join`` finds that there is no NCCL."""
+    selected = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
-    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    joining._set_device(LauncherInfo(**{"launcher": "Slurm", "why": "", "rank": 5, "size": 8} | place), backend)
-    return taken
-
-
-def test_rank_selects_the_device_of_its_local_rank(monkeypatch):
-    assert take(monkeypatch, 4, local_rank=3) == [3]
-    assert take(monkeypatch, 4, local_rank=3, launcher="MPICH") == [3]
-    assert take(monkeypatch, 4, "NCCL", local_rank=3) == [3]
-    assert take(monkeypatch, 1, local_rank=3) == [0]  # the one device that Slurm makes visible to this task
-
-
-@pytest.mark.parametrize("local_rank", [0, None])
-def test_nccl_without_a_device_suggests_gloo(monkeypatch, local_rank):
-    text = """
-        this process sees no CUDA device.
-
-          launch.join("gloo")   # ranks without a device
-        """
-    assert_raises(LaunchError, lambda: take(monkeypatch, 0, local_rank=local_rank), text)
-
-
-def test_unknown_local_rank_selects_no_device(monkeypatch):
-    assert_raises(
-        LaunchError,
-        lambda: take(monkeypatch, 4, launcher="PMIx", read=(("PMIX_RANK", "5"), ("PMI_SIZE", "8"))),
-        """
-        PMIx sets no local rank, so it is unknown which of 4 CUDA devices it uses.
-
-          PMIX_RANK = 5
-          PMI_SIZE  = 8
-
-          launch.join("gloo")   # ranks without a device
-          export LOCAL_RANK=1   # or the number of this rank's device
-        """,
-    )
+    monkeypatch.setattr(torch.cuda, "set_device", selected.append)
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError) as caught:
+        join(backend)
+    assert selected == ([] if device is None else [device])
+    assert says in str(caught.value)
 
 
 # ---- joining ----
@@ -163,18 +155,6 @@ def test_slurm_tasks_join_at_their_jobs_address(tmp_path):
     environs = [step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
     assert join_all(tmp_path, "launch.join('gloo')", environs) == [
         "pgmesh INFO joins as rank 0 of 2, local rank 0 of 2: Slurm, because SLURM_STEP_ID is set; "
-        f"rank 0 is at 127.0.0.1:{port}"
-    ]
-
-
-def test_mpi_ranks_join_at_given_host_and_port(tmp_path):
-    port = free_port(range(20_000 + (os.getpid() + 4_500) % 9_000, 30_000))
-    environs = [
-        HYDRA_ON_TWO | {"PMI_SIZE": "2", "PMI_RANK": str(rank), "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}
-        for rank in range(2)
-    ]
-    assert join_all(tmp_path, f"launch.join('gloo', host='127.0.0.1', port={port})", environs) == [
-        "pgmesh INFO joins as rank 0 of 2, local rank 0 of 1: MPICH, because PMI_RANK is set; "
         f"rank 0 is at 127.0.0.1:{port}"
     ]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib
 import os
 import re
 import shlex
@@ -19,15 +18,16 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.mutations import MUTATIONS, Mutation
+from tests.mutations import Mutation, core, features
 
 ROOT = Path(__file__).parents[2]
+MUTATIONS = {**core.MUTATIONS, **features.MUTATIONS}
 NOT_COPIED = (".git", ".venv*", "__pycache__", "build", "dist", "*.egg-info", ".mypy_cache", ".ruff_cache")
 SECONDS = 150
 """Timeout of one run of pytest."""
 
 FAILED = re.compile(r"^FAILED (.+?)(?: - .*)?$", re.MULTILINE)
-WRONG_CALL = re.compile(r"^TypeError: \w+\.<locals>\.", re.MULTILINE)
+WRONG_CALL = re.compile(r"^TypeError: (?:<lambda>|mutated)\(\)", re.MULTILINE)
 """The error of a mutation that takes other arguments than it gets."""
 
 
@@ -63,7 +63,8 @@ class Run:
         if self.status == 0:
             return f"no test failed: {mutation.tests}"
         output = re.sub(r"^(E\b)? +", "", self.output, flags=re.MULTILINE)
-        last_frame = re.escape(mutation.path) + r'(?:", line |:)(\d+).*\n.*\n(?:[~^]+\n)?(?:Name|Type|Attribute)Error'
+        place = re.escape(f"pgmesh/{mutation.path}") + r'(?:", line |:)(\d+)'
+        last_frame = place + r".*\n.*\n(?:[~^]+\n)?(?:Name|Type|Attribute)Error"
         if WRONG_CALL.search(output) or any(int(line) >= first_line for line in re.findall(last_frame, output)):
             return "the mutation itself raised an error, so that the failed test shows nothing"
         return "" if self.failed_test else f"pytest ended with status {self.status} before a test failed"
@@ -110,7 +111,7 @@ def try_mutation(root: Path, mutation: Mutation, unchanged: Run) -> tuple[Run, s
     """
     if unchanged.status != 0:
         return unchanged, "the tests fail without the mutation"
-    file = root / mutation.path
+    file = root / "pgmesh" / mutation.path
     source = file.read_text(encoding="utf-8")
     file.write_text(f"{source}\n\n{mutation.addition}\n", encoding="utf-8")
     try:
@@ -121,8 +122,6 @@ def try_mutation(root: Path, mutation: Mutation, unchanged: Run) -> tuple[Run, s
 
 
 def main() -> int:
-    for module in ("core", "features"):
-        importlib.import_module(f"tests.mutations.{module}")  # registers its mutations
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description="Break each promise, and test it.")
     parser.add_argument("--only", nargs="+", choices=MUTATIONS, default=[*MUTATIONS], metavar="NAME")
     parser.add_argument("--list", action="store_true", help="print the promises and run nothing")

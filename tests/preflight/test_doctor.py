@@ -317,13 +317,6 @@ def test_store_port_of_rank_0_is_taken(host):
         ]
 
 
-def test_store_port_of_rank_0_is_not_permitted():
-    with mock.patch.object(diagnosis, "_port_error", return_value=PermissionError(13, "Permission denied")):
-        (finding,) = diagnosis.store_findings({}, found(address="127.0.0.1", port=80), 2.0)
-    assert brief([finding]) == [("bad", f"{HOSTS}, but cannot listen at port 80: Permission denied")]
-    assert finding.fix == "export MASTER_PORT=20000   # the same on every rank"
-
-
 def test_store_address_of_another_host_is_bad():
     with mock.patch.object(socket, "getaddrinfo", return_value=[(socket.AF_INET, 1, 6, "", ("192.0.2.7", 0))]):
         (finding,) = diagnosis.store_findings({}, found(address="n9", port=free_port()), 2.0)
@@ -340,16 +333,6 @@ def test_store_address_of_another_host_is_bad():
 def test_store_address_that_is_no_name_is_bad(address):
     (finding,) = diagnosis.store_findings({}, found(rank=1, address=address, port=29500), 2.0)
     assert finding.text.startswith(f"the name {address} cannot be resolved: ")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("given", ["--standalone", "--master-addr 127.0.0.1 --master-port {port}"])
-def test_doctor_under_torchrun_reaches_the_store(given):
-    words = ["torch.distributed.run", *given.format(port=free_port()).split(), "--nproc-per-node", "1"]
-    line = [sys.executable, "-m", *words, "-m", "pgmesh", "doctor"]
-    ran = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    flat = re.sub(r"\n {6}", " ", ran.stdout)
-    assert re.search(r"^ok    store: a process listens at \S+:\d+$", flat, re.MULTILINE), ran.stdout + ran.stderr
 
 
 def test_connection_to_the_store_has_a_timeout():

@@ -32,6 +32,8 @@ from pgmesh import (
     recipes,
 )
 from pgmesh._util.suggestions import divisors
+from pgmesh.groups.group import find_group
+from pgmesh.groups.world import current_world
 from pgmesh.recipes import Arrangement
 from tests.support import golden_files, recipe_oracle as oracle
 from tests.support.fake_world import fake_rank
@@ -147,6 +149,8 @@ def test_every_group_follows_from_the_stated_equation():
         offset = chance.choice([0, 0, 5])
         keywords: dict[str, Any] = {**sizes, "order": "-".join(order), "rank_offset": offset}
         levels = chance.choice([[n, sizes["cp"] // n] for n in divisors(sizes["cp"])])
+        stages = [(0, -1), (0,), (-1, 0), middle_too, last_first, *([by_rank] if sizes["pp"] > 1 else [])]
+        picked = {name: chance.choice(stages) for name in ("embedding", "position_embedding")}
         if not pipelines_agree(sizes, order, whole):
             refused += 1
             with pytest.raises(ShapeError, match=r"order='.*'.*   # pp last, which is slowest") as error:
@@ -154,8 +158,8 @@ def test_every_group_follows_from_the_stated_equation():
             plan(whole, **{**keywords, "order": str(error.value).split("order='")[-1].split("'")[0]})
             continue
         accepted += 1
-        arrangement = plan(whole, **keywords, hierarchical_cp=levels)
-        check(arrangement, oracle.megatron(whole, **sizes, order=order, offset=offset, hierarchical=levels))
+        arrangement = plan(whole, **keywords, **picked, hierarchical_cp=levels)
+        check(arrangement, oracle.megatron(whole, **sizes, **picked, order=order, offset=offset, hierarchical=levels))
     assert refused > 40
 
 
@@ -175,28 +179,6 @@ def test_optimizer_instances_tile_data_in_every_order(sizes: tuple[int, ...]):
             with pytest.raises(ShapeError, match=r"order='(tp-cp-ep-dp-pp|.*-pp)'.*   #"):
                 plan(whole, **call)
     assert 0 < accepted < 120
-
-
-def test_default_order_fits_any_number_of_instances():
-    chance = random.Random(3)
-    for _ in range(40):
-        sizes = {axis: chance.choice([1, 2, 3]) for axis in ("tp", "cp", "ep", "pp", "etp")}
-        whole = math.lcm(sizes["tp"] * sizes["cp"], sizes["etp"] * sizes["ep"]) * sizes["pp"] * chance.choice([1, 2, 4])
-        dp = whole // (sizes["tp"] * sizes["pp"])
-        edp = whole // (sizes["etp"] * sizes["ep"] * sizes["pp"])
-        count = chance.choice([n for n in divisors(edp) if dp % n == 0])
-        expected = oracle.megatron(whole, **sizes, order=AXES, instances=count)
-        assert oracle.tiles(
-            expected["data+context in instance"], expected["between instances"], expected["data+context"]
-        )
-        check(plan(whole, **sizes, optimizer_instances=count), expected)
-
-
-def test_million_ranks_are_planned():
-    arrangement = plan(2**20, tp=8, cp=2, ep=8, pp=16, optimizer_instances=4, hierarchical_cp=[2]).seen_by(2**20 - 1)
-    assert arrangement["tensor"].ranks() == tuple(range(2**20 - 8, 2**20))
-    assert len(arrangement["between instances"].ranks()) == 4
-    assert arrangement["data"].size() == 2**20 // (8 * 2 * 16)
 
 
 # ---- semantics that are easy to get wrong, by their numbers ----
@@ -241,13 +223,6 @@ def test_semantics_5_equal_ranks_share_a_group():
         assert arrangement["data"].group(tag="all-gather") is arrangement["expert"].group(tag="all-gather")
 
 
-def test_order_in_capitals_is_the_same_order():
-    sizes = {"tp": 2, "pp": 2, "ep": 2}
-    assert str(plan(16, **sizes, order="TP-CP-EP-DP-PP")).splitlines()[1:] == str(plan(16, **sizes)).splitlines()[1:]
-    with pytest.raises(ShapeError, match=r"order='tp-cp-ep-dp-pp'.*   #"):
-        plan(16, **sizes, order="TP-CP-EP-PP-DP")
-
-
 def test_semantics_8_embeddings_are_on_both_end_stages():
     arrangement = plan(16, tp=2, pp=4).seen_by(5)
     assert arrangement.partition("embedding")[:2] == ((0, 12), (1, 13))
@@ -268,15 +243,6 @@ def middle_too(ranks: list[int]) -> list[int]:
 def by_rank(ranks: list[int]) -> list[int]:
     """Other stages in other pipelines."""
     return ranks[1:] if ranks[0] % 2 else [ranks[0], ranks[-1]]
-
-
-def test_semantics_8_function_picks_ranks_of_each_pipeline():
-    arrangement = plan(8, tp=2, pp=4, embedding=middle_too, position_embedding=by_rank)
-    assert blocks(arrangement, "embedding") == [(0, 4, 6), (1, 5, 7)]
-    assert blocks(arrangement, "position embedding") == [(0, 6), (3, 5, 7)]
-    assert arrangement.seen_by(5)["position embedding"].index() == 1
-    assert plan(2, tp=2, embedding=middle_too).partition("embedding") == ((0,), (1,))  # named thrice, there once
-    assert [rank in arrangement.seen_by(rank)["position embedding"] for rank in (1, 2, 3)] == [False, False, True]
 
 
 def last_first(ranks: list[int]) -> list[int]:
@@ -339,56 +305,10 @@ def test_semantics_11_any_group_exists_on_gloo_too():
 # ---- what groups are made with ----
 
 
-def test_semantics_12_nccl_settings_take_either_name():
-    with fake_rank(5, 8):
-        arrangement = recipes.megatron(8, tp=2, cp=2, hierarchical_cp=[2], name="nccl")
-        arrangement.configure_nccl(
-            {
-                "dp_cp": {"is_high_priority_stream": True, "max_ctas": 8, "min_ctas": 4, "cga_cluster_size": 2},
-                "pipeline": {"net_name": "IB"},
-                "hcp": {"max_ctas": 1},
-            }
-        )
-        options = {made.label: made.options for made in _made(arrangement, "data+context", "pipeline", "tensor")}
-        nccl = {words.split(" of ")[0]: (each.high_priority, each.nccl) for words, each in options.items()}
-        assert nccl == {
-            "group dp, cp": (True, {"max_ctas": 8, "min_ctas": 4, "cga_cluster_size": 2}),
-            "group pp": (None, {"net_name": "IB"}),
-            "group tp": (None, None),
-        }
-        (level, *_) = _made(arrangement, "context level 1")[-1:]
-        assert level.options.nccl == {"max_ctas": 1}
-
-
-def _made(arrangement: Arrangement, *names: str) -> list[Any]:
-    for name in names:
-        arrangement[name].group()
-    return arrangement.dense._mesh_groups.made()
-
-
-YAML = """
-dp_cp:
-  is_high_priority_stream: true
-  max_ctas: 8
-ep_dp: {min_ctas: 4}
-"""
-
-
-def test_semantics_12_settings_may_be_yaml_text():
-    pytest.importorskip("yaml")
-    from pgmesh.recipes import nccl
-
-    assert nccl.parse_settings(YAML, ("dp_cp", "ep_dp")) == {
-        "dp_cp": {"high_priority": True, "nccl": {"max_ctas": 8}},
-        "ep_dp": {"high_priority": None, "nccl": {"min_ctas": 4}},
-    }
-    plan(8, tp=2).configure_nccl(YAML)
-
-
 def test_semantics_12_yaml_text_needs_pyyaml(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(ModuleNotFoundError, match="yaml"):
-        plan(8).configure_nccl(YAML)
+        plan(8).configure_nccl("dp_cp: {max_ctas: 8}")
 
 
 def test_settings_outside_the_group_do_nothing():
@@ -423,9 +343,9 @@ def test_a_recipe_that_raises_creates_nothing():
                 eval(call, {"recipes": named})
             assert held.tb is not None
             assert table_sizes() == before, call
-        cache = named.megatron(8, tp=2).dense._mesh_groups
-        assert cache.world.open_meshes() == [cache]
-        assert cache.number == 0  # the first mesh of this name, as on a rank that was not refused
+        named.megatron(8, tp=2).dense.group()
+        (mesh,) = current_world().open_meshes()
+        assert mesh.number == 0  # the first mesh of this name, as on a rank that was not refused
 
 
 def test_invalid_settings_of_nccl_set_nothing():
@@ -434,8 +354,8 @@ def test_invalid_settings_of_nccl_set_nothing():
         with pytest.raises(OptionsError):
             arrangement.configure_nccl({"dp": {"max_ctas": 8}, "tp": 8})
         arrangement.configure_nccl({"dp_cp": {"max_ctas": 4}, "tp": {"max_ctas": 2}})  # dp has the ranks of dp_cp
-        options = {made.label: made.options for made in _made(arrangement, "data", "tensor")}
-        assert [each.nccl for each in options.values()] == [{"max_ctas": 4}, {"max_ctas": 2}]
+        made = [find_group(arrangement[name].group().group_name) for name in ("data", "tensor")]
+        assert [each.options.nccl for each in made] == [{"max_ctas": 4}, {"max_ctas": 2}]
 
 
 # ---- groups of one rank: the same ranks, and each with its own options ----
@@ -443,19 +363,6 @@ def test_invalid_settings_of_nccl_set_nothing():
 
 def backends(arrangement: Arrangement) -> dict[str, str]:
     return {name: dist.get_backend(arrangement[name].group()) for name in arrangement}
-
-
-def test_backend_of_axis_of_size_1_stays_there():
-    with fake_rank(5, 8, dist.HashStore()):
-        arrangement = recipes.fairscale(8, tp=2, pp_backend="gloo", name="ones")
-        assert backends(arrangement) == {"tensor": "fake", "context": "fake", "pipeline": "gloo", "data": "fake"}
-        total = torch.full((1,), 7.0)
-        dist.all_reduce(total, group=arrangement["pipeline"].group())
-        assert total.item() == 7
-        assert arrangement["pipeline"].group() is arrangement.dense.group("pp") is arrangement.dense["pp"].group()
-        assert arrangement["pipeline"].device_mesh().get_group() is arrangement["pipeline"].group()
-        assert dist.get_backend(arrangement.dense.group_of([5])) == "fake"
-        assert dist.get_backend(arrangement["pipeline"].group(backend="fake")) == "fake"
 
 
 def test_fairscale_gives_each_axis_its_backend_and_timeout():
@@ -471,16 +378,6 @@ def test_fairscale_gives_each_axis_its_backend_and_timeout():
             on_gloo = [name for name in axes if expected[name] == "gloo"]
             assert all(timeout_of(arrangement[name].group()) == timedelta(minutes=3) for name in on_gloo)
             arrangement.dense.close()
-
-
-def test_megatron_with_one_stage_takes_a_pipeline_backend():
-    with fake_rank(5, 8, dist.HashStore()):
-        arrangement = recipes.megatron(8, tp=2, name="one stage")
-        arrangement["pipeline"].configure(backend="gloo")
-        found = backends(arrangement)
-        of_the_pipeline = {"pipeline", "embedding", "position embedding"}  # all of axis pp, as with two stages
-        assert {name for name, backend in found.items() if backend == "gloo"} == of_the_pipeline
-        assert {name for name in arrangement if arrangement[name].size() == 1} > of_the_pipeline
 
 
 def test_options_of_axis_of_size_1_come_first():
@@ -593,11 +490,6 @@ def test_olmo_hands_out_device_meshes_of_its_axes():
         assert experts["model"].device_mesh().mesh_dim_names == ("dp",)
 
 
-def test_oslo_in_part_of_the_order_says_it():
-    text = str(recipes.oslo(8, data=2, pipeline=2, tensor=2, order="data-pipeline-tensor", of=Layout))
-    assert "the last axis varies fastest: dp, pp, tp, ep, sp" in text
-
-
 def test_oslo_in_code_order_has_its_lists():
     """Where sequence is alone, or 1: in that code its runs of neighbours overlap those of tensor and of experts."""
     tried = 0
@@ -694,29 +586,6 @@ def test_calls_suggested_for_wrong_sizes_run(name):
     assert len(calls) == len(messages) - len(without) > 10
 
 
-@pytest.mark.parametrize(
-    ("given", "right"),
-    [
-        ({"tensor_model_parallel_size": 2}, "recipes.megatron(8, tp=2)"),
-        (
-            {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 2], "of": Layout},
-            "recipes.megatron(8, cp=4, hierarchical_cp=[2, 2], of=Layout)",
-        ),
-        (
-            {"pipeline_model_parallel_size": 2, "order": "tp-dp-pp", "distributed_timeout_minutes": 10},
-            "recipes.megatron(8, pp=2, order='tp-dp-pp')",
-        ),
-    ],
-)
-def test_megatrons_own_call_is_translated(given, right):
-    with pytest.raises(ShapeError, match="has no argument") as caught:
-        recipes.megatron(8, **given)
-    assert str(caught.value).endswith(f"\n\n  {right}")
-    assert {*given} - {"order", "of"} <= {*re.findall(r"\w+", str(caught.value))}
-    with fake_rank(0, 8):
-        assert eval(right).call.removesuffix(")") in right
-
-
 def test_translated_call_without_world_or_lambda_names_runs():
     with pytest.raises(ShapeError) as caught:
         recipes.megatron(tensor_model_parallel_size=2, get_embedding_ranks=lambda ranks: ranks[:1])
@@ -726,23 +595,9 @@ def test_translated_call_without_world_or_lambda_names_runs():
         assert made["tensor"].ranks() == (0, 1)
 
 
-@pytest.mark.parametrize("arguments", [{"world": True}, {"world": 8.0}, {"world": 8, "rank_offset": "a"}])
-def test_world_of_no_whole_number_raises_shape_error(arguments):
-    with pytest.raises(ShapeError, match=r"^recipes\.megatron\(.*\): the world is a number of ranks, such as 8, not "):
-        recipes.megatron(of=Layout, **arguments)
-
-
 def test_megatron_accepts_numpy_world_and_single_level():
     arrangement = plan(np.int64(8), cp=4, hierarchical_cp=4)
     assert arrangement.partition("context level 1") == plan(8, cp=4).partition("context")
-
-
-def test_call_suggested_for_a_lambda_runs():
-    embedding = lambda ranks: ranks[:1]  # noqa: E731
-    with pytest.raises(ShapeError) as caught:
-        recipes.megatron(8, tp=3, embedding=embedding, of=Layout)
-    suggested = str(caught.value).partition("\n\n  ")[2]
-    assert eval(suggested).partition("embedding")[0] == (0,)
 
 
 def test_a_plan_and_another_rank_make_no_groups():
@@ -799,20 +654,6 @@ def test_every_group_of_megatron_sums_right():
     real = {tuple(name for name in each if name.startswith("real")) for each in names}
     assert len(real) == 3  # those with word embeddings, with position embeddings too, and with none
     assert all(f"real {name}" in names[0] for name in ("tensor", "expert-data", "context level 2"))
-
-
-@on_ranks(8)
-def test_groups_connect_once():
-    arrangement = recipes.megatron(8, tp=2, cp=2, ep=2, embedding=middle_too, name="connecting")
-    arrangement["data+context"].configure(timeout=timedelta(seconds=20))
-    mine = [arrangement[name] for name in arrangement if arrangement.rank in arrangement[name]]
-    first = arrangement.dense.connect(("dp", "cp"), timeout=30)
-    rest = [part.connect(part.axes, timeout=30) for part in mine]
-    check_sums({name: (arrangement[name].group(), arrangement[name].ranks()) for name in arrangement})
-    arrangement.dense.close()
-    assert len(first.warm) == 1
-    assert not {*first.warm} & {axes for each in rest for axes in each.warm}
-    assert any(each.warm for each in rest)
 
 
 @on_ranks(4)

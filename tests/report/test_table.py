@@ -131,6 +131,6 @@ def test_moving_ranks_are_not_compared():
 
 
 @pytest.mark.parametrize("call", ["recv", "isend", "batch_isend_irecv"])
-def test_group_in_point_to_point_call_is_left_out(call: str):
+def test_group_of_point_to_point_call_is_omitted(call: str):
     assert behind({0: 17, 1: 16}, {1: PLACE._replace(called=f"torch.distributed.{call}")}) == []
     assert behind({0: 17, 1: 16}, {1: PLACE._replace(called=f"torch.distributed.{call}", group="another")}) != []

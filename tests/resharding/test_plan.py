@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import re
 import time
 from collections import Counter
 
@@ -16,7 +15,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.torch_version import TorchVersion
 
-from pgmesh import AxisError, Layout, RankError, ShapeError
+from pgmesh import Layout, ShapeError
 from pgmesh.resharding import RankPlan, ReshardPlan, Transfer
 from pgmesh.resharding.plan import balance
 from pgmesh.resharding.sharding import Sharding, length
@@ -119,34 +118,14 @@ def timed(plan: ReshardPlan, rank: int) -> RankPlan:
     return mine
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        (((4,), Layout(2), [Partial()], Layout(2), [0]), ShapeError, "redistribute(placements="),
-        (((4,), Layout(2), [1], Layout(2), [0]), ShapeError, "shards dimension 1, but the shape (4,)"),
-        (((), Layout(2), [Shard(0)], Layout(2), None), ShapeError, "shards dimension 0, but the shape ()"),
-        (((4,), Layout(2), [0], Layout(dp=2, tp=2), [0]), ShapeError, "1 placements for the 2 axes dp, tp"),
-        (((4,), Layout(2), [0], Layout(dp=2, tp=2), {"pp": 0}), AxisError, "no axis 'pp'"),
-        (((4,), Layout(2), ["tp"], Layout(2), None), ShapeError, "not 'tp'"),
-        (((4,), Layout(2), [True], Layout(2), None), ShapeError, "a placement is Shard(0)"),
-        (((4,), Layout(2), [(0, 2)], Layout(2), None), ShapeError, "such as 0, not (0, 2)"),
-        (((4,), [0, 1], [0], Layout(2), None), ShapeError, "a ProcessGroupMesh or a Layout, not [0, 1]"),
-        (((-1,), Layout(2), [0], Layout(2), None), ShapeError, "0 or more"),
-    ],
-)
-def test_wrong_arguments(arguments, error, text):
-    with pytest.raises(error, match=re.escape(text)):
-        ReshardPlan(*arguments)
+def test_partial_placement_is_refused():
+    with pytest.raises(ShapeError, match=r"redistribute\(placements="):
+        ReshardPlan((4,), Layout(2), [Partial()], Layout(2), [0])
 
 
 def test_numpy_integer_is_a_placement():
     plans = [ReshardPlan((4,), Layout(2), [dim], Layout(2), None) for dim in (0, np.int64(0))]
     assert str(plans[0]) == str(plans[1])
-
-
-def test_a_rank_without_a_host_is_an_error():
-    with pytest.raises(RankError, match="no host for rank 1"):
-        ReshardPlan((4,), Layout(2), None, Layout(2, ranks=[2, 3]), None, hosts=[[0], [2, 3]]).of(2)
 
 
 def test_a_plan_of_many_ranks_prints_the_first():

@@ -6,9 +6,7 @@ import contextlib
 import os
 import pickle
 import signal
-import threading
 import time
-import weakref
 import zlib
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -27,6 +25,7 @@ from pgmesh import Layout, MismatchError, PgmeshError, ProcessGroupMesh
 from pgmesh.errors import MethodError
 from pgmesh.parallel.local_experts import LocalExperts
 from pgmesh.resharding import Resharder, link, transfer
+from tests.support.faults import wait_until
 from tests.support.resource_counts import count_with_keys
 from tests.support.transfer_oracle import shard_of
 from tests.support.worlds import fresh_world, on_ranks, world
@@ -212,19 +211,6 @@ def test_module_and_optimizer_are_moved_renamed_and_cast():
     assert size == sum(sent for _, sent in trained) == (5 * 7 + 7 + 7 * 2) * 2  # in bfloat16, the narrower one
 
 
-@on_ranks(4)
-def test_a_narrow_source_is_sent_narrow():
-    """The target is wide."""
-    rank = dist.get_rank()
-    source = {"x": torch.arange(6).to(torch.bfloat16)} if rank == 0 else None
-    target = {"x": torch.zeros(6)} if rank == 1 else None
-    if rank > 1:
-        return
-    moved = Resharder(Layout(1), Layout(1, ranks=[1]), source=source, target=target)()
-    assert moved.received == 12 * rank
-    assert target is None or target["x"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-
-
 def in_one_memory(mesh: ProcessGroupMesh, names: list[str], step: int) -> list[dict[str, DTensor]]:
     """Tensors that are sharded by rows in the source and by columns in the target, in the same memory."""
     sides: list[dict[str, DTensor]] = [{}, {}]
@@ -286,7 +272,6 @@ MORE_RESHARDERS = 16
 
 @on_ranks(4)
 def test_descriptions_are_not_stored():
-    """The store thread writes and deletes keys of earlier work meanwhile. So the keys are few, not exactly as many."""
     state = {f"layer {i}": torch.zeros(8) for i in range(100)}
     side = {"source" if dist.get_rank() < 2 else "target": state}
     Resharder(Layout(2), Layout(2, ranks=[2, 3]), **side)
@@ -295,10 +280,7 @@ def test_descriptions_are_not_stored():
     dist.barrier()
     for _ in range(MORE_RESHARDERS):
         Resharder(Layout(2), Layout(2, ranks=[2, 3]), **side)
-    deadline = time.monotonic() + 20
-    while count_with_keys()["keys"] >= before + MORE_RESHARDERS / 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert time.monotonic() < deadline
+    wait_until(lambda: count_with_keys()["keys"] < before + MORE_RESHARDERS / 2, "few keys are left")
 
 
 # ---- what does not match ----
@@ -365,28 +347,16 @@ def test_tensors_outside_their_mesh_are_refused():
 
 
 @on_ranks(1)
-def test_renaming_two_tensors_to_one_name_is_refused():
-    source, target = {"a": torch.ones(2), "b": torch.zeros(2)}, {"b": torch.zeros(2)}
-    text = refused(MismatchError, source, target, rename={"a": "b"})
+def test_two_tensors_with_one_name_are_refused():
+    text = refused(MismatchError, {"a": torch.ones(2), "b": torch.zeros(2)}, {"b": torch.zeros(2)}, rename={"a": "b"})
     assert "state['a'] and state['b'] would both be named b" in text
     assert "Resharder(..., rename={'b': None})" in text
-
-
-@on_ranks(1)
-def test_two_keys_with_one_dotted_name_are_refused():
     x, y = torch.ones(2), torch.zeros(2)
     both = {"a.b": x, "a": {"b": y}}, {"a": {"b": y}, "a.b": x}, {1: x, "1": y}
     texts = [refused(MismatchError, {}, state) for state in both]
     keys = [("['a.b']", "['a']['b']", "a.b"), ("['a']['b']", "['a.b']", "a.b"), ("[1]", "['1']", "1")]
     for text, (one, other, name) in zip(texts, keys, strict=True):
         assert f"state{one} and state{other} would both be named {name}" in text
-
-
-@on_ranks(1)
-def test_tensors_may_be_permuted_in_their_own_memory():
-    state = {"e0": torch.zeros(3), "e1": torch.ones(3)}
-    Resharder(Layout(1), Layout(1), source=state, target=state, rename={"e0": "e1", "e1": "e0"})()
-    assert [tensor.tolist() for tensor in state.values()] == [[1.0] * 3, [0.0] * 3]
 
 
 @on_ranks(1)
@@ -500,9 +470,9 @@ def absent_then_late() -> list[Any]:
     source = {"x": torch.full((1000,), 1.0)} if rank < 2 else None
     target = {"x": torch.zeros(1000)} if rank >= 2 else None
     trainer = ProcessGroupMesh(2, ranks=range(2), name="trainer")
-    sync = Resharder(trainer, Layout(2, ranks=[2, 3]), source=source, target=target, timeout=4)
+    sync = Resharder(trainer, Layout(2, ranks=[2, 3]), source=source, target=target, timeout=3)
     if rank == 0:
-        time.sleep(5.5)
+        time.sleep(4.5)
         late = ("", "", 0.0)
     else:
         late = outcome(sync)
@@ -510,7 +480,7 @@ def absent_then_late() -> list[Any]:
     again = outcome(sync)  # rank 0 joins the others, which wait in their second call
     assert target is None or target["x"].tolist() == [1.0] * 1000
     if rank == 0:
-        time.sleep(2.3)  # the others connect again meanwhile
+        time.sleep(2.0)  # the others connect again meanwhile
     return [late, again, outcome(sync), sync.torn]
 
 
@@ -523,10 +493,10 @@ def test_absent_rank_is_named_and_joins_next_call():
         if rank:
             assert late[0] == "MissingRanksError"
             assert late[1].startswith(
-                "the transfer from ranks 0, 1 of mesh 'trainer' to ranks 2, 3: rank 0 did not arrive in 4 s.\n"
+                "the transfer from ranks 0, 1 of mesh 'trainer' to ranks 2, 3: rank 0 did not arrive in 3 s.\n"
                 "  rank 0: at test_resharder.py:"
             )
-            assert late[2] < 4 + 2
+            assert late[2] < 3 + 2
 
 
 @on_ranks(3, fresh=True)
@@ -572,47 +542,6 @@ def test_calling_while_others_create_is_a_mismatch():
     assert rank < 2 or sides["target"]["x"].tolist() == [5.0] * 2
 
 
-@on_ranks(1)
-def test_broken_connections_are_an_error_at_the_timeout():
-    with mock.patch.object(link.Link, "maximum", side_effect=link._Broken("connection reset by peer")):
-        kind, text, seconds = outcome(lambda: Resharder(Layout(1), Layout(1), source={}, target={}, timeout=1))
-    assert kind == "WorldError"
-    assert "did not begin in 1 s: their connection broke again and again, at last with: connection reset" in text
-    assert 1 <= seconds < 5
-
-
-@on_ranks(1)
-def test_works_that_just_ended_are_not_given_up():
-    """Works end after the last look at them, and before the look at the other ranks, which have gone on and left."""
-    one = link.Link(Layout(1), Layout(1), timeout=20)
-    assert one.agree(0)
-    ends = threading.Event()
-    works = one._connection.track([mock.Mock(wait=ends.wait)], one.device)
-
-    def has_ended(connection: link.Connection) -> bool:
-        ends.set()
-        works.join()
-        return True
-
-    with mock.patch.object(link.Connection, "has_ended", property(has_ended)):
-        one.wait(works)
-    assert not works.is_alive()
-
-
-def test_batch_that_fails_keeps_no_started_works():
-    """Works that it had started would write into the target for as long as they live."""
-    started = []
-
-    def batch() -> None:
-        work = threading.Event()
-        started.append(weakref.ref(work))
-        raise RuntimeError("connection reset by peer")
-
-    with pytest.raises(link._Broken) as caught, link._raising_broken():
-        batch()
-    assert started[0]() is None, caught  # while the error is kept
-
-
 class Generator(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -654,15 +583,15 @@ def test_rank_that_dies_is_named_and_target_torn():
 def test_rank_that_stops_is_named_and_retry_works():
     """Rank 0 sleeps before its third bucket, for longer than the others wait. Then all call again."""
     rank = dist.get_rank()
-    sync, target = in_six_buckets(timeout=5)
-    with before_step("sends", 3, lambda: time.sleep(9 if rank == 0 else 0)):
+    sync, target = in_six_buckets(timeout=3)
+    with before_step("sends", 3, lambda: time.sleep(5 if rank == 0 else 0)):
         first, torn = outcome(sync), sync.torn
     assert (torn, outcome(sync)[:2]) == (rank >= 2, ("", "")), first
     assert has_arrived(target)
     if rank:
         assert first[0] == "MissingRanksError"
         assert "rank 0 did not arrive" in first[1]
-        assert first[2] < 5 + 4
+        assert first[2] < 3 + 4
 
 
 @pytest.mark.parametrize(("who", "step", "bucket"), [(1, "sends", 3), (2, "receives", 6)])

@@ -149,5 +149,5 @@ def enlarged(case: Case, rng: random.Random) -> Case:
 
 def test_every_value_arrives_and_staging_is_bounded(monkeypatch):
     monkeypatch.setattr(transfer, "SMALL", 48)  # larger ones are sent from the memory of the shard
-    for seed in (11, 12, 9, 27, 56, 92, *range(100, 154)):  # the first six show most mistakes
+    for seed in (11, 12, 9, 27, 56, 92, *range(100, 124)):  # the first six show most mistakes
         run_transfer(seed)

@@ -175,31 +175,50 @@ def empty() -> torch.Tensor:
     return torch.full((2,), -1.0)
 
 
-@program()
-def send_and_recv(me: Member) -> Any:
+def around(me: Member, send: Callable[..., Any], receive: Callable[..., Any], message: Any, received: Any) -> Any:
     """A message goes around: only the first member sends before it receives."""
-    received = empty()
     if me.place == 0:
         with me.timed("send"):
-            dist.send(me.tensor(), group=me.group, group_dst=me.right)
+            send(message, group=me.group, group_dst=me.right)
     with me.timed("recv"):
-        dist.recv(received, group=me.group, group_src=me.left)
+        receive(received, group=me.group, group_src=me.left)
     if me.place > 0:
         with me.timed("send"):
-            dist.send(me.tensor(), group=me.group, group_dst=me.right)
-    return received.tolist()
+            send(message, group=me.group, group_dst=me.right)
+    return received
 
 
 @program()
-def irecv_first_on_all_sides(me: Member) -> Any:
+def send_and_recv(me: Member) -> Any:
+    return around(me, dist.send, dist.recv, me.tensor(), empty()).tolist()
+
+
+@program()
+def object_lists(me: Member) -> Any:
+    message = [{"rank": dist.get_rank()}, "object"]
+    return around(me, dist.send_object_list, dist.recv_object_list, message, [None, None])
+
+
+def post_for_all(me: Member) -> tuple[list[torch.Tensor], list[Any]]:
+    """Post a receive from each other member, and then a message to each: what is received, and the works."""
     received = [empty() for _ in me.others]
     with me.timed("irecv"):
         works = [dist.irecv(each, group=me.group, group_src=place) for each, place in zip(received, me.others)]
     with me.timed("isend"):
         works += [dist.isend(me.tensor(place), group=me.group, group_dst=place) for place in me.others]
+    return received, works
+
+
+def wait_for_all(works: Sequence[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+@program()
+def irecv_first_on_all_sides(me: Member) -> Any:
+    received, works = post_for_all(me)
     with me.timed("wait"):
-        for work in works:
-            work.wait()
+        wait_for_all(works)
     return [each.tolist() for each in received]
 
 
@@ -220,32 +239,8 @@ def batched_ring(me: Member) -> Any:
             ]
         )
     with me.timed("wait"):
-        for work in works:
-            work.wait()
+        wait_for_all(works)
     return left.tolist(), right.tolist()
-
-
-@program()
-def object_lists(me: Member) -> Any:
-    received: list[Any] = [None, None]
-    mine = [{"rank": dist.get_rank()}, "object"]
-    if me.place == 0:
-        with me.timed("send_object_list"):
-            dist.send_object_list(mine, group=me.group, group_dst=me.right)
-    with me.timed("recv_object_list"):
-        dist.recv_object_list(received, group=me.group, group_src=me.left)
-    if me.place > 0:
-        with me.timed("send_object_list"):
-            dist.send_object_list(mine, group=me.group, group_dst=me.right)
-    return received
-
-
-@program()
-def broadcast_of_objects(me: Member) -> Any:
-    objects = [dist.get_rank()]
-    with me.timed("broadcast_object_list"):
-        dist.broadcast_object_list(objects, group=me.group, group_src=me.size - 1)
-    return objects
 
 
 @program()
@@ -260,15 +255,13 @@ def tags_in_reversed_order(me: Member) -> Any:
                 for tag in tags
             ]
         with me.timed("wait"):
-            for work in works:
-                work.wait()
+            wait_for_all(works)
         return None
     received = {tag: torch.zeros(size) for tag in tags}
     with me.timed("irecv"):
         works = [dist.irecv(received[tag], group=me.group, group_src=0, tag=tag) for tag in reversed(tags)]
     with me.timed("wait"):
-        for work in works:
-            work.wait()
+        wait_for_all(works)
     return [tensor.unique().tolist() for tensor in received.values()]
 
 
@@ -306,8 +299,7 @@ def irecv_from_any_source_first(me: Member) -> Any:
         dist.barrier(group=me.groups[1])
     with me.timed("wait"):
         if me.place == 0:
-            for work in works:
-                work.wait()
+            wait_for_all(works)
         else:
             dist.send(me.tensor(), group=me.group, group_dst=0)
     return sorted(each.tolist() for each in received)
@@ -416,62 +408,20 @@ def isend_while_others_are_in_another_group(me: Member) -> Any:
         dist.all_reduce(asked, group=me.groups[1])
     with me.timed("wait"):
         if me.place == 0:
-            for work in works:
-                work.wait()
+            wait_for_all(works)
         else:
             dist.recv(received, group=me.group, group_src=0)
     return received.tolist(), asked.tolist()
 
 
-@program(groups=2)
-def asynchronous_collective_while_others_wait(me: Member) -> Any:
-    """The others enter the collective after a message that the first one sends once it has entered it."""
-    mine = me.tensor()
-    if me.place == 0:
-        with me.timed("all_reduce"):
-            work = dist.all_reduce(mine, group=me.group, async_op=True)
-        for place in me.others:
-            dist.send(me.tensor(), group=me.groups[1], group_dst=place)
-    else:
-        dist.recv(empty(), group=me.groups[1], group_src=0)
-        work = dist.all_reduce(mine, group=me.group, async_op=True)
-    with me.timed("wait"):
-        work.wait()
-    return mine.tolist()
-
-
-@program(groups=3)
-def collectives_with_a_root(me: Member) -> Any:
-    """They use only some of the pairs."""
-    is_root = me.place == me.size - 1
-    gathered = [empty() for _ in range(me.size)] if is_root else None
-    scattered, parts = empty(), [me.tensor(place) for place in range(me.size)] if is_root else None
-    reduced = me.tensor(1)
-    with me.timed("gather"):
-        dist.gather(me.tensor(), gathered, group=me.groups[0], group_dst=me.size - 1)
-    with me.timed("scatter"):
-        dist.scatter(scattered, parts, group=me.groups[1], group_src=me.size - 1)
-    with me.timed("reduce"):
-        dist.reduce(reduced, group=me.groups[2], group_dst=me.size - 1)
-    everything = [each.tolist() for each in gathered or ()]
-    return everything, scattered.tolist(), reduced.tolist() if is_root else None
-
-
 @program(timeout=SHORT)
 def isend_and_irecv_while_others_sleep(me: Member) -> Any:
     """The others do not touch the group for longer than its timeout."""
-    received = [empty() for _ in me.others]
-    if me.place == 0:
-        with me.timed("irecv"):
-            works = [dist.irecv(each, group=me.group, group_src=place) for each, place in zip(received, me.others)]
-        with me.timed("isend"):
-            works += [dist.isend(me.tensor(place), group=me.group, group_dst=place) for place in me.others]
+    received, works = post_for_all(me) if me.place == 0 else ([empty()], [])
     time.sleep(1.2 * SHORT)
     with me.timed("wait"):
-        if me.place == 0:
-            for work in works:
-                work.wait()
-        else:
+        wait_for_all(works)
+        if me.place > 0:
             dist.recv(received[0], group=me.group, group_src=0)
             dist.send(me.tensor(), group=me.group, group_dst=0)
     return [each.tolist() for each in received]

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -24,7 +23,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.device_mesh
 import torch.distributed.tensor
-from torch.distributed import distributed_c10d
 
 SIZE = 2  # ranks
 DEADLINE = 60.0  # seconds
@@ -214,7 +212,6 @@ def run_rank(rank: int, size: int, port: int) -> Found:
     use_other_verbs(mesh, size)
     wait_until(lambda: not threads_of_pgmesh(), "the end of the thread")
     found["after other verbs"] = trace_of_process()
-    found["violations"] = violations()
     dist.barrier()
     mesh.connect(timeout=DEADLINE)
     found["after connect"] = trace_of_process()
@@ -248,37 +245,6 @@ def use_other_verbs(mesh: Any, size: int) -> None:
     mesh.held()
     mesh.group(0, tag="again")
     dist.barrier()
-
-
-def violations() -> Found:
-    """What the probes see of violations that are made here: each of them can fail."""
-    found: Found = {}
-    end, module = threading.Event(), {"__name__": "pgmesh.violation"}
-    exec("def run(end): end.wait()", module)
-    thread = threading.Thread(target=module["run"], args=(end,))
-    thread.start()
-    wait_until(threads_of_pgmesh, "the thread")
-    found["threads of pgmesh"] = threads_of_pgmesh()
-    end.set()
-    thread.join()
-    before = counts()
-    with socket.create_server(("127.0.0.1", 0)):
-        found["ports"] = difference(before, counts())
-    del found["ports"]["threads"]  # a thread that was joined may still end
-    handlers = signal_handlers()
-    previous = signal.signal(signal.SIGUSR2, lambda *_: None)
-    found["signal handlers"] = signal_handlers() != handlers
-    signal.signal(signal.SIGUSR2, previous)
-    Path("/proc/self/stat").read_text()
-    os.listdir("/proc/self/task")
-    found["opened"] = opened[-2:]
-    names, replaced = names_of_torch(), distributed_c10d.new_group
-    from pgmesh.mesh import ProcessGroupMesh
-
-    distributed_c10d.new_group = ProcessGroupMesh.group
-    found["changed"], found["from pgmesh"] = changed_names(names), names_from_pgmesh()
-    distributed_c10d.new_group = replaced
-    return found
 
 
 def main(port: int, size: int) -> None:

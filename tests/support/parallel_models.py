@@ -131,26 +131,15 @@ def train_alone(model: nn.Module, *, steps: int = STEPS, rows: int = ROWS, clip:
     Args:
         clip: the norm that gradients are clipped to before they are recorded.
     """
-    optimizer = optimizer_of(model.parameters())
-    trained = TrainingRun()
-    for step in range(steps):
-        codes, target = batch(step, rows)
-        optimizer.zero_grad()
-        loss = loss_of(model(codes), target)
-        loss.backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        trained.losses.append(loss.item())
-        trained.gradients.append(gradients_of(model))
-        optimizer.step()
-    trained.weights = weights_of(model)
-    return trained
+    clips = None if clip is None else lambda: nn.utils.clip_grad_norm_(model.parameters(), clip)
+    return train_parallel(model, lambda whole: whole, steps=steps, clip=clips, batch=lambda step: batch(step, rows))
 
 
 def train_parallel(
     model: nn.Module,
     share: Callable[[torch.Tensor], torch.Tensor],
     *,
+    steps: int = STEPS,
     clip: Callable[[], object] | None = None,
     batch: Callable[[int], tuple[torch.Tensor, torch.Tensor]] = batch,
     loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = loss_of,
@@ -164,7 +153,7 @@ def train_parallel(
     """
     optimizer = optimizer_of(model.parameters())
     trained = TrainingRun()
-    for step in range(STEPS):
+    for step in range(steps):
         codes, target = (share(each) for each in batch(step))
         optimizer.zero_grad()
         if hasattr(model, "step"):

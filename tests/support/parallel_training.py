@@ -35,8 +35,3 @@ def train_and_compare(
 def whole_loss(logits, target):
     """Loss of logits that are sharded along the vocabulary, as a plain tensor for a pipeline."""
     return cross_entropy(logits.flatten(0, 1), target.flatten()).to_local()
-
-
-def in_microbatches(rows, shares):
-    """The rows of each of two microbatches, of all ``shares`` ranks along dp together."""
-    return [torch.cat(part) for part in zip(*(each.chunk(2) for each in rows.chunk(shares)))]

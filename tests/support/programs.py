@@ -45,7 +45,7 @@ def run_programs(
     processes = process_context()
     files = [(folder / f"{i}.out", folder / f"{i}.err") for i in range(len(environs))]
     running = [
-        processes.Process(target=_run, args=(program, words, {**environ}, *map(str, said)))
+        processes.Process(target=run_program, args=(program, words, {**environ}, *map(str, said)))
         for environ, said in zip(environs, files)
     ]
     try:
@@ -70,13 +70,17 @@ def run_ranks(folder: Path, program: str, size: int) -> str:
     return "".join(out for out, _ in run_programs(folder, program, environs=environs))
 
 
-def _run(program: str, words: Sequence[str], environ: dict[str, str], out: str, err: str) -> None:
+def run_program(
+    program: str, words: Sequence[str], environ: dict[str, str], out: str, err: str, name: str = "script.py"
+) -> None:
+    """Run a program in this process, as a file of this name, with its outputs in files."""
     os.environ.clear()
     os.environ.update(environ)
+    dist.set_debug_level_from_env()  # torch was imported without it
     for number, path in ((1, out), (2, err)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
-    sys.argv = ["script.py", *words]
-    exec(compile(program, "script.py", "exec"), {"__name__": "__main__"})
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    sys.argv = [name, *words]
+    exec(compile(program, name, "exec"), {"__name__": "__main__"})
 
 
 def state_of(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""Oracle of the recipes: the groups that each system's documentation specifies, computed by loops over every rank.
+"""Oracle of the recipes: the groups that each system's documentation specifies, searched in a table of all ranks.
 
 Megatron's equation, for an order whose first axis is the fastest: rank = i0 + i1 * s0 + i2 * s0 * s1 + ...
 """
@@ -8,33 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+from tests.support.layout_oracle import LayoutOracle
+
 Block = tuple[int, ...]
 Stages = Sequence[int] | Callable[[list[int]], Sequence[int]]
-
-
-def coords(fastest_first: Sequence[str], sizes: Mapping[str, int]) -> list[dict[str, int]]:
-    """The index of each rank on each axis."""
-    places = []
-    for rank in range(10**6):
-        rest, place = rank, {}
-        for axis in fastest_first:
-            place[axis] = rest % sizes[axis]
-            rest //= sizes[axis]
-        if rest:
-            return places
-        places.append(place)
-    raise AssertionError("too many ranks for loops")
 
 
 def groups(
     fastest_first: Sequence[str], sizes: Mapping[str, int], along: Sequence[str], offset: int = 0
 ) -> list[Block]:
     """Groups of the ranks that differ only along some axes, sorted by their other coords, slowest axis first."""
-    others = [axis for axis in reversed(fastest_first) if axis not in along]
-    found: dict[tuple[int, ...], list[int]] = {}
-    for rank, place in enumerate(coords(fastest_first, sizes)):
-        found.setdefault(tuple(place[axis] for axis in others), []).append(offset + rank)
-    return [tuple(found[place]) for place in sorted(found)]
+    axes = [*reversed(fastest_first)]
+    shape = [sizes[axis] for axis in axes]
+    return [*LayoutOracle(axes, shape, range(offset, offset + math.prod(shape))).partition(*along)]
 
 
 def chunks(block: Block, size: int) -> list[Block]:

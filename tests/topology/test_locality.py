@@ -98,6 +98,21 @@ def test_locality_of_many_permuted_ranks_is_exact():
 # ---- topologies ----
 
 
+@pytest.mark.parametrize(
+    ("nodes", "domains", "levels"),
+    [
+        ("8x8", None, ["8 hosts of 8"]),
+        (" 2X8 , 4", None, ["3 hosts of 8, 8 and 4"]),
+        ([8, 8, 4], None, ["3 hosts of 8, 8 and 4"]),
+        ("3x4,4", None, ["4 hosts of 4"]),
+        (None, "8x18x4", ["144 hosts of 4", "8 domains of 72"]),
+        (None, [2, 4, 18, 4], ["144 hosts of 4", "8 domains of 72", "2 level-3 units of 288"]),
+    ],
+)
+def test_parse_topology_reads_hosts_and_domains(nodes, domains, levels):
+    assert [*map(str, parse_topology(nodes, domains))] == levels
+
+
 @given(st.data())
 def test_ranks_of_is_the_inverse_of_unit_of(data):
     level = data.draw(levels(data.draw(st.integers(1, 200))))
@@ -105,23 +120,3 @@ def test_ranks_of_is_the_inverse_of_unit_of(data):
         unit for unit in range(level.count) for _ in level.ranks_of(unit)
     ]
     assert parse_topology(level.spell())[0].capacity == level.capacity
-
-
-@pytest.mark.parametrize(
-    ("nodes", "spelled"),
-    [("8x8", "8x8"), ("8,8,4", "2x8,4"), ([8, 8, 4], "2x8,4"), (" 2X8 , 4", "2x8,4"), ("8", "1x8"), ("3x4,4", "4x4")],
-)
-def test_parse_topology_reads_hosts(nodes, spelled):
-    assert parse_topology(nodes)[0].spell() == spelled
-
-
-@pytest.mark.parametrize(
-    ("domains", "levels"),
-    [
-        ("8x18x4", ["144 hosts of 4", "8 domains of 72"]),
-        ([8, 18, 4], ["144 hosts of 4", "8 domains of 72"]),
-        ("2x4x18x4", ["144 hosts of 4", "8 domains of 72", "2 level-3 units of 288"]),
-    ],
-)
-def test_parse_topology_reads_domains_innermost_first(domains, levels):
-    assert [*map(str, parse_topology(None, domains))] == levels
