@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from pgmesh import AxisError, LifetimeError, OptionsError, ProcessGroupMesh, RankError, ShapeError, from_device_mesh
+from pgmesh import AxisError, LifetimeError, ProcessGroupMesh, RankError, ShapeError, from_device_mesh
 from tests.support.device_mesh_training import (
     TOLERANCES,
     assert_same,
@@ -334,9 +333,6 @@ def test_group_is_adopted_or_refused_with_reason():
     theirs = {axis: whole.get_group(axis) for axis in ("dp", "tp")}
     again = dist.new_group(dist.get_process_group_ranks(theirs["tp"]), use_local_synchronization=True)
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
-    mesh.configure("dp", timeout=timedelta(seconds=40))
-    with pytest.raises(OptionsError, match=r"group dp of mesh 'actor' was configured with .*seconds=40.* at test_"):
-        mesh.adopt("dp", theirs["dp"])
     own = mesh.group("tp")
     with pytest.raises(LifetimeError, match=r"(?s)tp of mesh 'actor' was already created at .*mesh\.release\('tp'\)"):
         mesh.adopt("tp", theirs["tp"])
@@ -353,9 +349,6 @@ def test_group_is_adopted_or_refused_with_reason():
     dist.barrier()
     dist.destroy_process_group(theirs["tp"])
     mesh.set_timeout(timeout=30)  # of the others
-    for ask in (mesh.group, mesh.device_mesh):
-        with pytest.raises(LifetimeError, match=r"(?s)was adopted at .*torch has destroyed it.*mesh\.release\('tp'\)"):
-            ask("tp")
     mesh.release("tp")
     mesh.adopt("tp", again)
     check_sums(groups_of(mesh))
