@@ -139,6 +139,17 @@ class ProcessGroupMesh(RankMethods):
         return self._mesh_groups.name
 
     @property
+    def world(self) -> World:
+        """The world of the mesh's ranks: torch's default one, or one of ``launch.open_world``.
+
+        >>> mesh.world.name, mesh.world.size
+        ('', 8)
+        """
+        from pgmesh.launch.joining import World  # only for a world beside the default one
+
+        return World(own=False, core=self._mesh_groups.world)
+
+    @property
     def is_closed(self) -> bool:
         """True once the mesh was closed or its world ended: it creates no more groups.
 

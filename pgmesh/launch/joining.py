@@ -32,12 +32,17 @@ class World:
     def __init__(self, own: bool, core: worlds.World | None = None) -> None:
         self.rank, self.size = (core.rank, core.size) if core else (dist.get_rank(), dist.get_world_size())
         self.name = core.name if core else ""
-        self.core = core  # None for torch's default world
+        self._core = core
         self._world: Any = dist.group.WORLD if own else None
+
+    @property
+    def core(self) -> worlds.World:
+        """What pgmesh keeps about this process in the world."""
+        return self._core or worlds.current_world()
 
     def close(self) -> None:
         """Leave this world, and end its groups."""
-        if self.core is not None:
+        if self.name:
             self.core.close()
         elif dist.is_initialized() and dist.group.WORLD is self._world:
             dist.destroy_process_group()

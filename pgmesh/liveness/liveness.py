@@ -146,7 +146,7 @@ class Liveness:
     def _publish(self, run: Run) -> None:
         """Publish the status. The store answers the read once it has it."""
         self._listener.drain()
-        counters, key = own_counters(), status_key(self.world.rank)
+        counters, key = own_counters(self.world.name), status_key(self.world.rank)
         pending = [each for waits in tuple(self._pending.values()) for each in waits.items()]
         self._status = dataclasses.replace(
             self._status,

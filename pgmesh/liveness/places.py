@@ -89,7 +89,8 @@ def _group_in(frame: FrameType) -> str:
     found = [values.get(name) for values in (variables, attributes) for name in _GROUP_NAMES]
     if "group" in variables:
         found.append(dist.group.WORLD)  # which None stands for
-    return next((_label_of(each.group_name) for each in found if isinstance(each, dist.ProcessGroup)), "")
+    groups = (each for each in found if isinstance(each, dist.ProcessGroup) and torch_private.is_known(each))
+    return next((_label_of(each.group_name) for each in groups), "")  # one that is being made has no name
 
 
 def _label_of(name: str) -> str:
@@ -123,10 +124,16 @@ def counters_key(rank: int) -> str:
     return f"pgmesh/counters/{rank}"
 
 
-def own_counters() -> list[GroupCounter]:
-    """The counters of this process; those of its newest groups, if it has many."""
-    found = []
-    for name, operations in [*torch_private.operations_entered().items()][-timing.LIMITS.counters :]:
+def own_counters(world: str = "") -> list[GroupCounter]:
+    """The counters of this process in a world; those of its newest groups, if it has many.
+
+    Args:
+        world: name of a world beside torch's default one.
+    """
+    found, start = [], f"{torch_private.BESIDE}{world}/" if world else ""
+    entered = torch_private.operations_entered().items()
+    here = [each for each in entered if each[0].startswith(start or torch_private.BESIDE) == bool(world)]
+    for name, operations in here[-timing.LIMITS.counters :]:
         group = find_group(name)
         ranks = group.ranks[: timing.LIMITS.statuses] if group else ()
         ours = group.store.own_operations if group and group.store else 0

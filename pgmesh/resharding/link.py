@@ -21,11 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pgmesh import launch
 from pgmesh._util.formatting import format_seconds, name_ranks
 from pgmesh.errors import LifetimeError, MembershipError, MismatchError, PgmeshError, WorldError
+from pgmesh.groups import world as worlds
 from pgmesh.groups.backends import backends_of
-from pgmesh.groups.default_world import device_of, world_options, world_rank_and_size
-from pgmesh.groups.world import World, current_world
+from pgmesh.groups.default_world import device_of
+from pgmesh.groups.world import current_world
 from pgmesh.layout import Layout
 from pgmesh.liveness.liveness import liveness_of
 from pgmesh.mesh import ProcessGroupMesh, abort_with
@@ -71,23 +73,28 @@ class Link:
     def __init__(self, source: ProcessGroupMesh | Layout, target: ProcessGroupMesh | Layout, timeout: Timeout) -> None:
         self.sides = {"source": layout_of(source).ranks(), "target": layout_of(target).ranks()}
         self.ranks = tuple(sorted({*self.sides["source"], *self.sides["target"]}))
-        self.rank = world_rank_and_size()[0]
+        self._user_meshes = [each for each in (source, target) if isinstance(each, ProcessGroupMesh)]
+        world = self._user_meshes[0].world.core if self._user_meshes else current_world()
+        if any(each.world.core is not world for each in self._user_meshes):
+            raise MembershipError(f"{source!r} and {target!r} are in different worlds, so their ranks never meet.")
+        self.rank = world.rank
         self.label = f"the transfer from {_describe(source)} to {_describe(target)}"
         if self.rank not in self.ranks:
             raise MembershipError(
                 f"rank {self.rank} is in neither the source nor the target, so it has nothing to send or receive.\n\n"
                 f"  if mesh.rank in source or mesh.rank in target: ...   # other ranks do not call"
             )
-        if backends_of(world_options().backend).fake:
+        backends = backends_of(world.options.backend)
+        if backends.fake:
             raise WorldError(
                 "a fake world has no other ranks to exchange tensors with. A plan needs none:\n\n"
                 "  print(ReshardPlan(shape, source, source_placements, target, target_placements).of(rank))"
             )
-        self.device = device_of(dist.group.WORLD)
+        self.device = torch.device("cuda" if backends.nccl else "cpu") if world.name else device_of(dist.group.WORLD)
         """The device of the collectives."""
         self.seconds = to_timedelta(timeout).total_seconds()
-        self._user_meshes = [each for each in (source, target) if isinstance(each, ProcessGroupMesh)]
-        self._connection = current_world().state_of(Connections).find([*self.sides.values()], self.ranks)
+        self._world = world
+        self._connection = world.state_of(Connections).find([*self.sides.values()], self.ranks)
         self.begin()
 
     # -- calls ----------------------------------------------------------------------------------------------------
@@ -139,7 +146,7 @@ class Link:
         except _Broken as error:
             self._connection.end()
             is_late = time.monotonic() >= self.deadline  # otherwise a lost rank may not have been noticed yet
-            grace = RECONNECT_SECONDS if is_late else liveness_of(current_world()).lost_after + 1.0
+            grace = RECONNECT_SECONDS if is_late else liveness_of(self._world).lost_after + 1.0
             self.deadline = max(self.deadline, time.monotonic() + grace)
             self._connect()
             raise WorldError(f"the transfer failed, and all ranks are there again. ({error})") from None
@@ -256,13 +263,14 @@ class Link:
 class Connections:
     """The connections of this process in a world, by name."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: worlds.World) -> None:
+        self._world = launch.World(own=False, core=world) if world.name else None
         self._by_name: dict[str, Connection] = {}
 
     def find(self, sides: Sequence[tuple[int, ...]], ranks: Sequence[int]) -> Connection:
         """The connection of the ranks of two layouts."""
         name = f"resharding {hashlib.sha256(repr(sides).encode()).hexdigest()[:16]}"
-        return self._by_name.setdefault(name, Connection(name, ranks))
+        return self._by_name.setdefault(name, Connection(name, ranks, self._world))
 
 
 class Connection:
@@ -278,10 +286,11 @@ class Connection:
     Args:
         name: start of the names of the internal meshes.
         ranks: their ranks.
+        world: their world. Default: torch's default one.
     """
 
-    def __init__(self, name: str, ranks: Sequence[int]) -> None:
-        self.name, self._ranks = name, ranks
+    def __init__(self, name: str, ranks: Sequence[int], world: launch.World | None = None) -> None:
+        self.name, self._ranks, self._world = name, ranks, world
         self._number = 0
         self._mesh: ProcessGroupMesh | None = None
         self._is_connected = self._is_broken = False
@@ -300,7 +309,8 @@ class Connection:
         if self._mesh is not None and self._mesh.is_closed:
             self._go_on()
         if self._mesh is None:
-            self._mesh = ProcessGroupMesh(len(self._ranks), ranks=self._ranks, name=f"{self.name} {self._number}")
+            name = f"{self.name} {self._number}"
+            self._mesh = ProcessGroupMesh(len(self._ranks), ranks=self._ranks, name=name, world=self._world)
         return self._mesh
 
     def connect(self, seconds: float) -> None:

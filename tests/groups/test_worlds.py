@@ -15,8 +15,18 @@ import torch
 import torch.distributed as dist
 
 import pgmesh
-from pgmesh import LifetimeError, NameTakenError, OptionsError, ProcessGroupMesh, ShapeError, WorldError, launch
+from pgmesh import (
+    LifetimeError,
+    MembershipError,
+    NameTakenError,
+    OptionsError,
+    ProcessGroupMesh,
+    ShapeError,
+    WorldError,
+    launch,
+)
 from pgmesh.launch import World
+from pgmesh.resharding import Resharder
 from tests.support.faults import LONG_TIMEOUT, WAIT_TIMEOUT, attempt, beat_fast
 from tests.support.programs import free_port
 from tests.support.rank_processes import RankProcesses
@@ -230,3 +240,17 @@ def test_world_outlives(tmp_path: Path, body: Callable[..., None], statuses: lis
             ranks.start(rank, own_port)
         ranks.join(WAIT_TIMEOUT)
         assert [process.exitcode for process in ranks.newest.values()] == statuses
+
+
+@on_ranks(SIZE)
+def test_resharder_moves_tensors_within_a_world():
+    with reversed_world("sync") as world:
+        source = ProcessGroupMesh(2, ranks=[0, 1], world=world, name="trainer")
+        target = ProcessGroupMesh(2, ranks=[2, 3], world=world, name="engine")
+        state, whole = {"weight": torch.zeros(8)}, {"weight": torch.arange(8.0)}
+        sides = {"source": whole} if world.rank < 2 else {"target": state}
+        Resharder(source, target, **sides)()
+        assert world.rank < 2 or torch.equal(state["weight"], whole["weight"])
+        with pytest.raises(MembershipError, match="are in different worlds, so their ranks never meet"):
+            Resharder(ProcessGroupMesh(SIZE, name="here"), target, **sides)
+        dist.barrier()
