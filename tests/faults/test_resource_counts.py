@@ -114,7 +114,9 @@ FAULTS: list[Callable[[ProcessGroupMesh], None]] = [
 
 @on_ranks(4, "fast")
 def test_close_frees_groups_without_the_garbage_collector():
-    beat_fast_with_bystander()
+    bystander = beat_fast_with_bystander()
+    wait_until(lambda: not is_connecting(bystander.group()), "all connections of the bystander")
+    dist.barrier()  # the other ranks have started their part of them
     seen: list[dict[str, int]] = []
     gc.collect()
     gc.disable()

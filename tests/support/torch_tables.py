@@ -108,4 +108,4 @@ def is_connecting(group: dist.ProcessGroup) -> bool:
     record = find_group(group.group_name)
     assert record is not None
     assert record.store is not None
-    return not record.store.own_operations
+    return not (record.store.own_operations or record.store.has_started_pairs)
