@@ -237,8 +237,8 @@ class GroupStore(dist.Store):
         return max(self.made_at + PAIRS_AFTER, self.next_look if self.complete_at is None else 0.0)
 
     def pause(self, pace: float) -> None:
-        """Look again after a part of the group's age, in seconds at most times the pace."""
-        young = min(max(0.002, self.age / 8), _LONGEST_YOUNG_PAUSE)
+        """Look again after a part of the group's age, in seconds at most times the pace; later if it is large."""
+        young = min(max(0.002, self.age / 8), _LONGEST_YOUNG_PAUSE) * max(1.0, len(self.ranks) / MOST_PAIRED)
         self.next_look = time.monotonic() + (young if self.age < 1.0 else min(self.age / 10, pace))
 
     @property

@@ -390,4 +390,5 @@ def find_mesh_groups(name: str | None, layout: Layout, world: str, rank: int) ->
         )
     with here.lock:  # another thread may unpickle it too
         found = [mesh for mesh in here.open_meshes() if (mesh.name, mesh.layout) == (name, layout)]
-        return found[0] if found else MeshGroups(name, layout, here)
+        found.sort(key=lambda mesh: mesh in here.with_groups)  # another rank may refer to fewer meshes without groups
+        return found[-1] if found else MeshGroups(name, layout, here)
