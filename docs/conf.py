@@ -96,6 +96,7 @@ SECURITY
 :caption: Why
 
 docs/groups
+docs/under_the_hood
 docs/speed
 docs/contributing
 ```

@@ -253,7 +253,7 @@ def test_a_job_that_hangs(waiting_ranks: dict[str, list[int]]):
     mesh = ProcessGroupMesh(4, name="hangs")
     mesh.connect()
     if mesh.rank == 3:
-        time.sleep(1.0)  # until the others have been in the all-reduce for a while
+        time.sleep(2.5)  # until the others have said for two heartbeats that they are in the all-reduce
         command = [sys.executable, "-m", "pgmesh", "report", current_world().address]
         shown = subprocess.run(command, cwd=ROOT, env=clean_env(), capture_output=True, text=True, timeout=60).stdout
         place = r"at test_readme.py:\d+ in test_a_job_that_hangs: torch.distributed.all_reduce, group 0 of mesh 'hangs'"
