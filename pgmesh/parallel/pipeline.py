@@ -218,6 +218,21 @@ class PipelineParallel(Method):
 
     # -- checks of a module ---------------------------------------------------------------------------------------
 
+    def check(self, module: nn.Module) -> None:
+        """Check that the loss has no weights: no stage has them, so nothing would average their gradients.
+
+        Raises:
+            MethodError: it has.
+        """
+        for loss in (self.loss, getattr(self.loss, "func", None), getattr(self.loss, "__self__", None)):
+            weights = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+            if trained := [name for name, weight in weights if weight.requires_grad]:
+                raise MethodError(
+                    f"no stage has {trained[0]} of the loss, {type(loss).__name__}: put the loss into the model, as "
+                    "the end of its forward, and pass the labels as a keyword of step.\n\n"
+                    f"  PipelineParallel(..., last={[*self.last, 'loss']}, loss=lambda output, target: output)"
+                )
+
     def _check_names(self, module: nn.Module) -> None:
         """Raise a MethodError if the module has no submodule of a name."""
         known = [name for name, _ in module.named_modules(remove_duplicate=False)]

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -19,6 +20,8 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from pgmesh.errors import MethodError
 from pgmesh.parallel.base import Method, single_axis
 from pgmesh.parallel.divisibility import divide_along_axes
+from pgmesh.parallel.exchange import wait_for
+from pgmesh.parallel.nests import map_tensors, tensors_in
 from pgmesh.parallel.partial_gradients import GradientComparison
 from pgmesh.parallel.sequence_plans import Split, check_experts, check_is_split, check_linear_layers, split_of
 from pgmesh.parallel.stage_cutting import tied_names
@@ -125,6 +128,7 @@ class TensorParallel(Method):
         except (NotImplementedError, KeyError) as error:  # KeyError: of a layer without the weights of the style
             kind = f"{type(style).__name__} for {name!r}, which is {type(layer).__name__}"
             raise MethodError(f"the plan has {kind}: {error}") from error
+        layer.register_forward_hook(_wait_for_output)
         for key, old in before.items():
             new = layer.get_parameter(key)
             if new is not old:
@@ -174,3 +178,10 @@ def _match_placements(gradient: Tensor, like: tuple[Any, ...]) -> Tensor:
     if isinstance(gradient, DTensor) and gradient.placements != like:
         return gradient.redistribute(placements=like)
     return gradient
+
+
+def _wait_for_output(layer: nn.Module, _: Any, output: Any) -> Any:
+    """Forward hook: wait for the collective of the output, which a compiled module may take next."""
+    if torch.compiler.is_compiling() or not any(hasattr(each, "trigger_wait") for each in tensors_in(output)):
+        return None
+    return map_tensors(wait_for, output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import pytest
@@ -37,13 +38,14 @@ from tests.support.parallel_models import (
     TinyGPT,
     assert_same,
     batch,
+    full_tensor,
     gradients_of,
     loss_of,
     train_alone,
 )
 from tests.support.parallel_training import train_and_compare
 from tests.support.pipelines import gpt_stages
-from tests.support.tensor_plans import EMBEDDED_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
+from tests.support.tensor_plans import EMBEDDED_PLAN, GATHERED_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
 from tests.support.worlds import check_sums, groups_of, on_ranks
 
 pytestmark = pytest.mark.long
@@ -292,3 +294,51 @@ def test_experts_between_sharded_sequences_raise_until_gathered():
             found, right = gradients_of(model), gradients_of(expected)
             assert_same("gradients", found, {name: right[name] for name in found})
         check_sums(groups_of(mesh))
+
+
+# ---- compiled modules behind sharded ones ----
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@on_ranks(4)
+def test_compiled_blocks_behind_sharded_embedding_train(sharded: bool):
+    with ProcessGroupMesh(dp=2, tp=2) as mesh:
+        torch.compiler.reset()
+        model, tensor = TinyGPT(layers=2), TensorParallel(mesh, "tp", plan=GATHERED_PLAN)
+        for block in model.blocks:
+            block.compile(fullgraph=True, backend="aot_eager")
+        data = [ShardedDataParallel(mesh, "dp")] if sharded else []
+        together = compose(mesh, tensor, *data, unowned=[] if sharded else ["dp"])
+        train_and_compare(together, together.apply(model), train_alone(TinyGPT(layers=2)))
+        check_sums(groups_of(mesh))
+
+
+class Squash(nn.Module):
+    """A module that torch compiles."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x) * x
+
+
+@pytest.mark.parametrize(
+    "style",
+    [
+        RowwiseParallel(input_layouts=Replicate()),
+        ColwiseParallel(output_layouts=Replicate()),
+        RowwiseParallel(input_layouts=Replicate(), use_local_output=False),
+    ],
+)
+@on_ranks(2)
+def test_output_of_sharded_layer_passes_gradients_of_compiled_module(style: ParallelStyle):
+    with ProcessGroupMesh(tp=2) as mesh:
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), Squash())
+        alone, x = copy.deepcopy(model), torch.ones(2, 4)
+        model[1].compile(fullgraph=True, backend="aot_eager")
+        model = compose(mesh, TensorParallel(mesh, "tp", plan={"0": style})).apply(model)
+        y = model(x)
+        (y if style.use_local_output else y.full_tensor()).sum().backward()
+        alone(x).sum().backward()
+        found = {name: full_tensor(each) for name, each in gradients_of(model).items()}
+        assert_same("gradients", found, gradients_of(alone), 1e-6)
