@@ -1,8 +1,8 @@
 """Tensor parallelism by torch's parallelize_module. A plan gives each module one of torch's styles.
 
 torch replaces the parameters of these modules by DTensors. ``TensorParallel`` also keeps what torch loses then (tied
-weights, frozen ones, Python attributes), and refuses plans of which torch would compute wrong results without an error:
-``sequence_plans.py`` before training, and ``partial_gradients.py`` in the first steps.
+weights, frozen ones, Python attributes), and refuses some plans of which torch would compute wrong results without an
+error: ``partial_gradients.py``, in the first steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from pgmesh.parallel.divisibility import divide_along_axes
 from pgmesh.parallel.exchange import wait_for
 from pgmesh.parallel.nests import map_tensors, tensors_in
 from pgmesh.parallel.partial_gradients import GradientComparison
-from pgmesh.parallel.sequence_plans import Split, check_experts, check_is_split, check_linear_layers, split_of
 from pgmesh.parallel.stage_cutting import tied_names
 from pgmesh.parallel.tensor_plans import check_styles, entries_of
 
@@ -42,7 +41,8 @@ class TensorParallel(Method):
     have torch's placements.
 
     With ``Shard(1)`` in their layouts, styles shard activations by positions (sequence parallelism). Then the plan has
-    to say so of each linear layer. The entry ``PrepareModuleInput()`` is for a module that gets whole sequences.
+    to say so of each linear layer that gets shards, sequences have to be divisible by the ranks, and layers of experts
+    need whole sequences. Nothing checks it: run ``verify``.
 
     A module with trainable parameters that computes with a shard of the activations needs an entry: of the positions,
     or of the heads, as a norm of queries does. Otherwise each rank gets a part of its gradient. The second training
@@ -60,8 +60,7 @@ class TensorParallel(Method):
 
     Raises:
         AxisError: more than one axis.
-        OptionsError: there is no plan, or it has something else than styles, or styles take sharded sequences, but none
-            shards them.
+        OptionsError: there is no plan, or it has something else than styles.
         ShapeError: the heads are not divisible by the ranks.
 
     Source: https://docs.pytorch.org/docs/2.13/distributed.tensor.parallel.html
@@ -87,29 +86,17 @@ class TensorParallel(Method):
         single_axis(self)
         self.plan = dict(plan)
         check_styles(self.owns[0], self.plan)
-        check_is_split(self.plan)
         for count in [heads] if isinstance(heads, int) else heads:
             divide_along_axes(count, f"{count} heads", "heads", mesh, self.owns)
-
-    def check(self, module: nn.Module) -> None:
-        """Check the whole module: layers of experts get whole sequences.
-
-        Raises:
-            MethodError: the plan shards sequences, and does not say so of a layer of experts.
-        """
-        check_experts(self, module, self.plan)
 
     def apply(self, module: nn.Module) -> nn.Module:
         """Shard the layers of the module in place, and return it.
 
         Raises:
             MethodError: the module lacks a layer of the plan, or torch cannot use the style for it.
-            MethodError: sequences are sharded, and the plan does not say of a linear layer whether it gets shards or
-                whole ones.
             ShapeError: a layer is not divisible by the ranks.
         """
         entries = entries_of(module, self.plan)
-        check_linear_layers(entries)
         tied, device_mesh = tied_names(module), self.mesh.device_mesh(*self.owns)
         for layer, entry in entries.items():
             self._apply_style(entry.name, layer, entry.style, device_mesh)
@@ -121,8 +108,6 @@ class TensorParallel(Method):
     def _apply_style(self, name: str, layer: nn.Module, style: ParallelStyle, device_mesh: DeviceMesh) -> None:
         """Let torch shard a layer, and give the parameters that it replaces the properties of the old ones."""
         before = dict(layer.named_parameters())
-        if split := split_of(style):
-            layer.register_forward_pre_hook(partial(self._check_length, split), with_kwargs=True)
         try:
             parallelize_module(layer, device_mesh, style)
         except (NotImplementedError, KeyError) as error:  # KeyError: of a layer without the weights of the style
@@ -146,14 +131,6 @@ class TensorParallel(Method):
             match = partial(_match_placements, like=placements)
             new.requires_grad_(True).register_hook(match)  # type: ignore[no-untyped-call]
         new.requires_grad_(old.requires_grad)
-
-    def _check_length(self, split: Split, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Forward hook: check that positions are divisible. torch assumes that all shards have the same size."""
-        inputs: dict[int | str, Any] = dict(enumerate((*args, *keywords.values())))
-        inputs.update(keywords)
-        if isinstance(x := inputs.get(split.argument), Tensor):
-            count = x.size(split.dim % (x.dim() + isinstance(layer, nn.Embedding)))  # token ids have no features
-            divide_along_axes(count, f"a sequence of {count} positions", "positions", self.mesh, self.owns)
 
     def _retie(self, module: nn.Module, tied: list[list[str]]) -> None:
         """Tie parameters again: parallelize_module gives each module a separate parameter.
