@@ -1,8 +1,7 @@
 """Tensor parallelism by torch's parallelize_module. A plan gives each module one of torch's styles.
 
-torch replaces the parameters of these modules by DTensors. ``TensorParallel`` also keeps what torch loses then (tied
-weights, frozen ones, Python attributes), and refuses some plans of which torch would compute wrong results without an
-error: ``partial_gradients.py``, in the first steps.
+torch replaces the parameters of these modules by DTensors. ``TensorParallel`` also keeps what torch loses then: tied
+weights, frozen ones, Python attributes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from pgmesh.parallel.base import Method, single_axis
 from pgmesh.parallel.divisibility import divide_along_axes
 from pgmesh.parallel.exchange import wait_for
 from pgmesh.parallel.nests import map_tensors, tensors_in
-from pgmesh.parallel.partial_gradients import GradientComparison
 from pgmesh.parallel.stage_cutting import tied_names
 from pgmesh.parallel.tensor_plans import check_styles, entries_of
 
@@ -45,8 +43,8 @@ class TensorParallel(Method):
     need whole sequences. Nothing checks it: run ``verify``.
 
     A module with trainable parameters that computes with a shard of the activations needs an entry: of the positions,
-    or of the heads, as a norm of queries does. Otherwise each rank gets a part of its gradient. The second training
-    step raises then: it compares the gradients of the first, which have to be the same on all ranks.
+    or of the heads, as a norm of queries does. Otherwise each rank gets a part of its gradient, and nothing adds the
+    parts up. Nothing checks it either: run ``verify``.
 
     Parameters that are sharded are distributed from the first rank along the axis. All others have to be equal already.
     Untested on GPUs.
@@ -101,8 +99,6 @@ class TensorParallel(Method):
         for layer, entry in entries.items():
             self._apply_style(entry.name, layer, entry.style, device_mesh)
         self._retie(module, tied)
-        if self.mesh.size(*self.owns) > 1:
-            GradientComparison(self, module)
         return module
 
     def _apply_style(self, name: str, layer: nn.Module, style: ParallelStyle, device_mesh: DeviceMesh) -> None:
