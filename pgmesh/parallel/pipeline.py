@@ -22,7 +22,7 @@ from pgmesh.parallel.base import Level, Method, single_axis
 from pgmesh.parallel.divisibility import format_sizes
 from pgmesh.parallel.running import Loss, Pipeline
 from pgmesh.parallel.stage_cutting import copy_stage, partition_layers, tied_names
-from pgmesh.parallel.stage_loops import check_loops, skip_absent
+from pgmesh.parallel.stage_loops import skip_absent
 from pgmesh.parallel.stages import Stages
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -168,8 +168,6 @@ class PipelineParallel(Method):
             ShapeError: there are fewer layers than stages.
         """
         self._check_names(module)
-        if self.stages > 1:
-            check_loops(module, self.layers)
         self._check_parameters(module)
         self._check_repeated(module)
         modules = module.get_submodule(self.layers).named_modules(remove_duplicate=False)
