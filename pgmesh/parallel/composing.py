@@ -90,7 +90,6 @@ def compose(
     for one, other in itertools.combinations(methods, 2):
         check_pair(mesh, one, other)
     check_all_owned(mesh, methods, unowned, equal_parts)
-    check_unused(methods)
     return Composition(mesh, tuple(sorted(methods, key=lambda method: method.level)), equal_parts)
 
 
@@ -143,10 +142,8 @@ class Composition:
         self._averaging = next((each for each in methods if each.averages_gradients), None)
         """The method that averages gradients."""
         self._pipelines = [each for each in methods if each.level is Level.PIPELINE]
-        for method in methods:
-            method.settle(blocks_of(token_readers(methods)))
+        self._settle()
         self._ranks = RankSets.of(mesh, methods)
-        COMPOSITIONS.add(self)
 
     # -- the module -------------------------------------------------------------------------------------------------
 
@@ -166,6 +163,9 @@ class Composition:
             MethodError: ranks start with different weights, or a method failed. The message has the method and its
                 axes; ``__cause__`` is the method's error. Groups that the call created are released. All ranks raise.
         """
+        self._settle()
+        if not self._pieces:
+            COMPOSITIONS.discard(self)  # until it has applied a module: after an error, its methods are free
         groups_before = {group.ranks for group in self.mesh.held()}
         self._check_averages(module)
         for method in self.methods:
@@ -186,8 +186,16 @@ class Composition:
             raise
         raise_on_all(failure, groups_before, self.mesh, self._ranks.all)
         self._pieces[applied] = count_pieces(self.methods, applied)
+        COMPOSITIONS.add(self)
         self._watch_first_step(module, applied, was_on_meta)
         return applied
+
+    def _settle(self) -> None:
+        """Let each method derive the axes along which it averages, for this composition alone."""
+        check_unused(self.methods)
+        for method in self.methods:
+            method.settle(blocks_of(token_readers(self.methods)))
+        COMPOSITIONS.add(self)
 
     def _check_averages(self, module: nn.Module) -> None:
         """If ranks read different tokens, trainable weights need a method that averages them."""
