@@ -84,8 +84,7 @@ def raise_on_all(
 ) -> None:
     """Release new groups and raise an error on all ranks, if one of them has one: the first. Each of them calls it.
 
-    A rank that failed releases its groups first, so that no rank waits for it in a collective of a method for longer
-    than the timeout. Where this ends the group of the comparison too, other ranks are not told the error.
+    A rank that failed releases its groups before the comparison, but for those of all ranks, which it needs.
 
     Args:
         failure: the error of this rank.
@@ -96,15 +95,12 @@ def raise_on_all(
     Raises:
         MethodError: a rank failed.
     """
-    everyone = tuple(ranks)
-    can_tell = everyone in before or [group.ranks for group in mesh.held()].count(everyone) == 1
     if failure is not None:
-        release_new_groups(before | {everyone} if can_tell else before, mesh)
-    if failure is None or can_tell:
-        try:
-            failure = first_failure(failure, mesh, ranks)
-        except (RuntimeError, TimeoutError) as error:
-            failure = failure or MethodError(f"another rank failed in apply, and ended its groups: {error}")
+        release_new_groups(before | {tuple(ranks)}, mesh)
+    try:
+        failure = first_failure(failure, mesh, ranks)
+    except (RuntimeError, TimeoutError) as error:
+        failure = failure or MethodError(f"another rank failed in apply: {error}")
     if failure is not None:
         release_new_groups(before, mesh)
         raise failure

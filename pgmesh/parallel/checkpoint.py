@@ -27,7 +27,7 @@ from pgmesh import torch_private
 from pgmesh._util.marks import SHARD_MARK
 from pgmesh.errors import MethodError
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.composing import methods_of
+from pgmesh.parallel.composing import COMPOSITIONS
 from pgmesh.parallel.pieces import PieceComparison
 from pgmesh.parallel.running import Pipeline
 
@@ -111,11 +111,13 @@ def _as_tuple(optimizer: Optimizers) -> tuple[Optimizer, ...]:
 def _check_replicas(mesh: ProcessGroupMesh, module: nn.Module) -> None:
     """Check that ranks that hold the same piece of a weight have the same values: the file has those of one rank."""
     if found := PieceComparison(mesh, [*mesh], module).different_replicas():
-        later = [each for each in methods_of(module) if each.averages_later]
+        (one, name), (other, _) = found.items()
+        methods = {method for each in COMPOSITIONS if module in each.pieces for method in each.methods}
+        later = [each for each in methods if each.averages_later]
         steps = next((each.steps_to_average for each in later if each.steps_to_average is not None), "...")
         raise MethodError(
-            f"{found.name} has other values on rank {found.ranks[1]} than on rank {found.ranks[0]}, so a checkpoint "
-            f"would have one part of a replica and one of another{': ' if later else '.'}"
+            f"{name} has other values on rank {other} than on rank {one}, so a checkpoint would have one part of a "
+            f"replica and one of another{': ' if later else '.'}"
             f"{'; '.join(f'{each} averages them later.' for each in later)}\n\n"
             f"  checkpoint.save(...)   # after {steps} more steps of the optimizer, when replicas are equal"
         )

@@ -97,11 +97,6 @@ COMPOSITIONS: weakref.WeakSet[Composition] = weakref.WeakSet()
 """Those that are in use."""
 
 
-def methods_of(module: nn.Module) -> list[Method]:
-    """The methods that were applied to a module that ``apply`` returned."""
-    return [method for each in COMPOSITIONS if module in each._pieces for method in each.methods]
-
-
 def check_unused(methods: Iterable[Method]) -> None:
     """Check that no method is in a composition of other methods, from which it has derived where it averages.
 
@@ -135,8 +130,8 @@ class Composition:
 
     def __init__(self, mesh: ProcessGroupMesh, methods: tuple[Method, ...], equal_parts: bool = True) -> None:
         self.mesh, self.methods, self.equal_parts = mesh, methods, equal_parts
-        self._pieces: weakref.WeakKeyDictionary[nn.Module, Pieces] = weakref.WeakKeyDictionary()
-        """For each applied module, what ``count_pieces`` returns."""
+        self.pieces: weakref.WeakKeyDictionary[nn.Module, Pieces] = weakref.WeakKeyDictionary()
+        """For each module that ``apply`` returned, what ``count_pieces`` did."""
         self._initialized: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """The modules that ``initialize`` was called for."""
         self._averaging = next((each for each in methods if each.averages_gradients), None)
@@ -164,7 +159,7 @@ class Composition:
                 axes; ``__cause__`` is the method's error. Groups that the call created are released. All ranks raise.
         """
         self._settle()
-        if not self._pieces:
+        if not self.pieces:
             COMPOSITIONS.discard(self)  # until it has applied a module: after an error, its methods are free
         groups_before = {group.ranks for group in self.mesh.held()}
         self._check_averages(module)
@@ -185,7 +180,7 @@ class Composition:
             release_new_groups(groups_before, self.mesh)
             raise
         raise_on_all(failure, groups_before, self.mesh, self._ranks.all)
-        self._pieces[applied] = count_pieces(self.methods, applied)
+        self.pieces[applied] = count_pieces(self.methods, applied)
         COMPOSITIONS.add(self)
         self._watch_first_step(module, applied, was_on_meta)
         return applied
@@ -243,16 +238,16 @@ class Composition:
         """Compare the weights that were on the meta device in ``apply``: replicas are equal, and no others are."""
         pieces = PieceComparison(self.mesh, self._ranks.all, module)
         if found := pieces.different_replicas():
-            one, other = found.ranks
+            (one, name), (other, _) = found.items()
             raise MethodError(
-                f"ranks start with different weights, of which the first is {found.name}: rank {other} has other "
-                f"values than rank {one}.\n\n{INITIALIZE}"
+                f"ranks start with different weights, of which the first is {name}: rank {other} has other values than "
+                f"rank {one}.\n\n{INITIALIZE}"
             )
         if found := pieces.equal_pieces():
-            one, other = found.ranks
+            (one, name), (other, other_name) = found.items()
             raise MethodError(
-                f"{found.name} on rank {one} and {found.other_name} on rank {other} are different weights, and start "
-                f"with the same values: ranks drew them with one seed.\n\n{INITIALIZE}   # also if this is on purpose"
+                f"{name} on rank {one} and {other_name} on rank {other} are different weights, and start with the same "
+                f"values: ranks drew them with one seed.\n\n{INITIALIZE}   # also if this is on purpose"
             )
 
     def _watch_first_step(self, module: nn.Module, applied: nn.Module, was_on_meta: bool) -> None:
@@ -320,12 +315,12 @@ class Composition:
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that all parameters of an optimizer are of modules that methods were applied to."""
-        modules = [module for composition in COMPOSITIONS for module in composition._pieces]
+        modules = [module for composition in COMPOSITIONS for module in composition.pieces]
         for module in modules:
             reshard(module)
         trained = {weight for module in modules for weight in module.parameters()}
         unknown = [weight for weight in parameters_of(optimizer) if weight.requires_grad and weight not in trained]
-        if self._pieces and unknown:
+        if self.pieces and unknown:
             raise MethodError(
                 f"the optimizer has {count_of(len(unknown), 'parameter')} of no module that apply returned, one of "
                 f"shape {tuple(unknown[0].shape)}: no method averages their gradients. They are of a module "
@@ -509,10 +504,10 @@ class Composition:
 
     def _applied_module(self, module: nn.Module | None) -> nn.Module:
         """The module that ``apply`` returned, with its parameters sharded."""
-        known = [*self._pieces] if module is None else [each for each in self._pieces if each is module]
+        known = [*self.pieces] if module is None else [each for each in self.pieces if each is module]
         if len(known) != 1:
             raise MethodError(
-                f"apply of this composition returned {count_of(len(self._pieces), 'module')}, and none or several of "
+                f"apply of this composition returned {count_of(len(self.pieces), 'module')}, and none or several of "
                 "these are meant here.\n\n"
                 "  together.clip_grad_norm_(1.0, module=model)   # model = together.apply(...)"
             )
@@ -524,7 +519,7 @@ class Composition:
         weights: dict[Tensor, int] = {}
         for name, owner, key, weight in owned_tensors(applied):
             if (weight.requires_grad or weight.grad is not None) and weight not in weights:
-                number = self._pieces[applied].get(owner, {}).get(key)
+                number = self.pieces[applied].get(owner, {}).get(key)
                 if number is None:
                     raise MethodError(
                         f"{name} was added to the module after apply, so it is in no method: add it before apply."

@@ -19,7 +19,6 @@ from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Method
 from pgmesh.parallel.exchange import broadcast_from_first
-from pgmesh.parallel.first_step import can_be_checked
 from pgmesh.parallel.local_experts import expert_tensors, named_tensors
 from pgmesh.parallel.plain_shards import Owned, owned_tensors
 from pgmesh.parallel.stage_cutting import is_stage
@@ -112,7 +111,7 @@ class DataParallel(Method):
 
     def _check_kept(self, kept: Iterable[tuple[Owned, bool]], module: nn.Module, _: Any) -> None:
         """Forward pre-hook: check that what is trained is what was trained in apply, which torch's DDP averages."""
-        if not can_be_checked(module):
+        if not (module.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
             return
         for (name, owner, key, tensor), was_trained in kept:
             weight = vars(owner)["_parameters"].get(key)

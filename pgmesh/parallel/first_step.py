@@ -124,8 +124,3 @@ def _before_first_step(optimizer: Optimizer, *_: Any) -> None:
         if not {*module.parameters()}.isdisjoint(parameters_of(optimizer)):
             check(optimizer)
             del _pending[module]
-
-
-def can_be_checked(module: nn.Module) -> bool:
-    """Return True if a forward pass now is one of training, and not compiled: a graph has no checks."""
-    return module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()

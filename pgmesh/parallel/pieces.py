@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -69,14 +68,6 @@ def describe_values(values: Sequence[float]) -> int:
     return digest(values) if len({*values}) > 1 else -digest(values)
 
 
-class Found(NamedTuple):
-    """The same samples, or different ones, on two ranks."""
-
-    name: str
-    ranks: tuple[int, int]
-    other_name: str
-
-
 class PieceComparison:
     """The pieces of all ranks, by digests of their names and samples. Every one of the ranks creates it.
 
@@ -92,43 +83,36 @@ class PieceComparison:
         self._names = {digest(name): name for name in pieces}
         own = [(digest(name), describe_values(sample(piece))) for name, piece in pieces.items()]
         most = max(number for (number,) in gather_numbers(mesh, ranks, [len(own)]).values())
-        padded = itertools.chain(*own, [0, 0] * (most - len(own)))
-        gathered = gather_numbers(mesh, ranks, padded)
-        self._pieces = {rank: dict(zip(each[::2], each[1::2])) for rank, each in gathered.items()}
-        """For each rank, the samples of each piece."""
+        gathered = gather_numbers(mesh, ranks, itertools.chain(*own, [0, 0] * (most - len(own))))
+        pairs = [(rank, pair) for rank, each in gathered.items() for pair in zip(each[::2], each[1::2])]
+        self._held = [(rank, piece, values) for rank, (piece, values) in pairs if piece]
+        """The pieces of each rank, and their values."""
 
-    def different_replicas(self) -> Found | None:
-        """A piece with other values on another rank, the same on every rank."""
+    def different_replicas(self) -> dict[int, str]:
+        """The name of a piece by each of two ranks that have other values of it; the same on every rank."""
         first: dict[int, tuple[int, int]] = {}
-        for rank, piece, values in self._all():
+        for rank, piece, values in self._held:
             holder, held = first.setdefault(piece, (rank, values))
             if held != values:
                 return self._found({holder: piece, rank: piece})
-        return None
+        return {}
 
-    def equal_pieces(self) -> Found | None:
-        """Two pieces with the same values on two ranks, the same on every rank.
+    def equal_pieces(self) -> dict[int, str]:
+        """The names of two pieces with the same values, by their ranks; the same on every rank.
 
         Values that a rank has in several pieces are left out: they are no random ones, or equal on purpose.
         """
         first: dict[int, tuple[int, int]] = {}
-        counts = [Counter(each.values()) for each in self._pieces.values()]
-        repeated = {values for each in counts for values, number in each.items() if number > 1}
-        for rank, piece, values in self._all():
+        counts = Counter((rank, values) for rank, _, values in self._held)
+        repeated = {values for (_, values), number in counts.items() if number > 1}
+        for rank, piece, values in self._held:
             holder, held = first.setdefault(values, (rank, piece))
             if held != piece and values > 0 and values not in repeated:
                 return self._found({holder: held, rank: piece})
-        return None
+        return {}
 
-    def _all(self) -> Iterator[tuple[int, int, int]]:
-        """All ranks, their pieces and the values of these. Padding is left out."""
-        for rank, each in self._pieces.items():
-            yield from ((rank, piece, values) for piece, values in each.items() if piece)
-
-    def _found(self, pieces: Mapping[int, int]) -> Found:
+    def _found(self, pieces: Mapping[int, int]) -> dict[int, str]:
         """The names of a piece of each of two ranks, which the others get from these."""
         names = [self._names.get(pieces.get(self._mesh.rank, 0), "")] * len(self._ranks)
         dist.all_gather_object(names, names[0], group=exchange_group(self._mesh, self._ranks))
-        by_rank = dict(zip(self._ranks, names))
-        one, other = pieces
-        return Found(by_rank[one], (one, other), by_rank[other])
+        return {rank: name for rank, name in zip(self._ranks, names) if rank in pieces}

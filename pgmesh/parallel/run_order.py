@@ -7,6 +7,7 @@ drops, an expert without tokens), a module computes with the weights of another 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
@@ -42,15 +43,9 @@ class RunOrder:
         self._since_last: list[str] = []
         """What this rank did since the last comparison."""
 
-    def watch_gradients(self, module: nn.Module, names: Collection[str]) -> None:
-        """Compare which of these weights get gradients: torch reduces those of a module as one tensor."""
-        for name, weight in module.named_parameters():
-            if weight.requires_grad and name in names:
-                note = partial(self._note, name)
-                weight.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
-
-    def _note(self, name: str, _: Any) -> None:
-        self._since_last.append(f"the gradient of {name}")
+    def note(self, event: str, *_: Any) -> None:
+        """Remember what this rank does, for the next comparison."""
+        self._since_last.append(event)
 
     def enter(self, collective: str) -> None:
         """Compare what the ranks do, before a collective.
@@ -58,7 +53,7 @@ class RunOrder:
         Raises:
             MethodError: other ranks enter others; the same on every rank.
         """
-        self._since_last.append(collective)
+        self.note(collective)
         self._entered += 1
         if self._entered <= FIRST * self._modules or self._entered % (EVERY * self._modules) == 0:
             done, self._since_last = self._since_last, []
@@ -68,9 +63,7 @@ class RunOrder:
     def _error(self, done: list[str]) -> MethodError:
         gathered = [done] * len(self._ranks)
         dist.all_gather_object(gathered, done, group=exchange_group(self._mesh, self._ranks))
-        longest = max(map(len, gathered))
-        padded = [[*each, *["nothing"] * (longest - len(each))] for each in gathered]
-        first = next(each for each in zip(*padded) if len({*each}) > 1)
+        first = next(each for each in itertools.zip_longest(*gathered, fillvalue="nothing") if len({*each}) > 1)
         holders = ranks_by_value(dict(zip(self._ranks, first)))
         found = "; ".join(f"{what} on {name_ranks(ranks)}" for what, ranks in [*holders.items()][:4])
         return MethodError(
@@ -101,7 +94,10 @@ def watch_order(gathers: RunOrder, reductions: RunOrder, module: nn.Module, igno
 
     def before_first_pass(module: nn.Module, _: Any) -> None:
         if torch.is_grad_enabled():  # now the weights have values, if they were on the meta device
-            reductions.watch_gradients(module, names)
             hook.remove()
+            for name, weight in module.named_parameters():
+                if weight.requires_grad and name in names:  # torch reduces those with gradients as one tensor
+                    note = partial(reductions.note, f"the gradient of {name}")
+                    weight.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
     hook = module.register_forward_pre_hook(before_first_pass, prepend=True)

@@ -131,7 +131,7 @@ class ShardedDataParallel(Method):
             gathers = RunOrder(self.mesh, self.mesh.ranks(*self.shards), len(sharded))
         watch_order(gathers, reductions, module, ignored)
         if not is_stage(module):  # a pipeline shards weights again after each step
-            module.register_forward_pre_hook(partial(_before_pass, sharded), prepend=True)
+            module.register_forward_pre_hook(partial(_reshard, sharded), prepend=True)
             module.register_forward_hook(partial(_after_pass, sharded))
         return module
 
@@ -161,7 +161,7 @@ def reshard(module: nn.Module) -> None:
             each.reshard()
 
 
-def _before_pass(sharded: Iterable[FSDPModule], *_: object) -> None:
+def _reshard(sharded: Iterable[FSDPModule], *_: object) -> None:
     """Forward pre-hook: shard what the last pass left whole, since an optimizer may have changed the shards."""
     for each in sharded:
         each.reshard()
@@ -170,8 +170,7 @@ def _before_pass(sharded: Iterable[FSDPModule], *_: object) -> None:
 def _after_pass(sharded: Iterable[FSDPModule], module: nn.Module, *_: object) -> None:
     """Forward hook: shard what torch leaves whole for a backward pass, if this looks like a pass without one."""
     if not (torch.is_grad_enabled() and module.training):
-        for each in sharded:
-            each.reshard()
+        _reshard(sharded)
 
 
 def default_layers(module: nn.Module) -> Iterator[nn.Module]:
