@@ -21,6 +21,7 @@ import socket
 import sys
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from inspect import signature
@@ -61,6 +62,8 @@ c10d: Any = _c10d  # its tables are read and written here as torch itself does, 
 # DeviceMesh._pg_registry, _mesh_layout (newer torch): DeviceMeshes that torch combines
 # DistributedDataParallel._set_params_and_buffers_to_ignore_for_model: excludes parameters
 # Tensor._post_accumulate_grad_hooks: some pipeline schedules would skip these hooks
+# Optimizer._optimizer_step_pre_hooks, ._optimizer_step_post_hooks: none runs in a step that a checkpoint takes
+# fsdp._fully_shard._fsdp_collectives: DefaultAllGather and DefaultReduceScatter, which are told of what they do
 # PipelineStage._send_meta, ._recv_meta and others (torch 2.12): the shapes of a stage are exchanged once
 
 # -- the names of pgmesh's groups, and the hooks ------------------------------------------------------------------
@@ -507,6 +510,45 @@ def exclude_from_ddp(module: torch.nn.Module, names: Sequence[str]) -> None:
 def has_gradient_hooks(weight: torch.Tensor) -> bool:
     """True if hooks are registered for the gradient of a weight."""
     return bool(weight._post_accumulate_grad_hooks)
+
+
+@contextlib.contextmanager
+def without_step_hooks(optimizers: Iterable[Any]) -> Iterator[None]:
+    """Let no hook of these optimizers run: a checkpoint takes a step of zeros with some."""
+    tables = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    kept = [(each, table, getattr(each, table)) for each in optimizers for table in tables]
+    for each, table, _ in kept:
+        setattr(each, table, OrderedDict())
+    try:
+        yield
+    finally:
+        for each, table, hooks in kept:
+            setattr(each, table, hooks)
+
+
+# -- fully_shard --------------------------------------------------------------------------------------------------
+
+
+def noting_collectives(gathers: Callable[[], None], reduces: Callable[[], None]) -> tuple[Any, Any]:
+    """torch's all-gather and reduce-scatter for ``set_custom_all_gather`` and ``set_custom_reduce_scatter``.
+
+    Args:
+        gathers: called before each all-gather.
+        reduces: called before each reduce-scatter or all-reduce, at least once.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives  # only sharded models load it
+
+    class Gather(collectives.DefaultAllGather):
+        def allocate(self, *size: Any, **kind: Any) -> torch.Tensor:
+            gathers()
+            return super().allocate(*size, **kind)
+
+    class Reduce(collectives.DefaultReduceScatter):
+        def allocate(self, *size: Any, **kind: Any) -> torch.Tensor:
+            reduces()
+            return super().allocate(*size, **kind)
+
+    return Gather(), Reduce()
 
 
 # -- pipeline stages ----------------------------------------------------------------------------------------------

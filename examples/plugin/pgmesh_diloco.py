@@ -24,6 +24,7 @@ class DiLoCo(Method):
 
     The mean over ranks of how far their parameters moved is the gradient of the outer step. All ranks continue from its
     result. With ``outer=partial(SGD, lr=1.0)`` that is the mean of the parameters: local SGD. Buffers stay as they are.
+    Save checkpoints right after an outer step; they do not have the momentum of the outer optimizer.
     Ranks must take the same number of steps: a GradScaler, which skips steps on some ranks, does not work with it.
 
     Args:
@@ -53,12 +54,16 @@ class DiLoCo(Method):
         self.agreed: list[torch.Tensor] = []  # this rank's part of each parameter, as of the last outer step
 
     def apply(self, module: nn.Module) -> nn.Module:
-        """Keep the initial parameters, which are the same on all ranks, and return the module."""
+        """Keep the parameters, and return the module."""
         for weight in self.weights(module):  # without frozen parameters and experts
-            part = local(weight).detach()  # this rank's shard, if another method shards the weight
             self.parameters.append(weight)  # apply is called once for each pipeline stage of the rank
-            self.agreed.append(part.clone())
+            self.agreed.append(local(weight).detach().clone())  # this rank's shard, if another method shards the weight
         return module
+
+    @property
+    def steps_to_average(self) -> int:
+        """Number of optimizer steps until the next outer step."""
+        return self.every - self.steps % self.every
 
     def attach(self, optimizer: Optimizer) -> None:
         """Count the steps of the optimizer.
@@ -71,7 +76,14 @@ class DiLoCo(Method):
             raise MethodError("DiLoCo takes one optimizer for all parameters, and attach() was already called.")
         self.is_attached = True
         self.outer_optimizer = self.outer(self.agreed) if self.agreed else None  # a frozen stage has none
+        optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
+
+    @torch.no_grad()
+    def _before_step(self, *optimizer_and_arguments: Any) -> None:
+        if self.steps % self.every == 0:  # the same on all ranks: initial ones, those of an outer step or a checkpoint
+            for weight, agreed in zip(self.parameters, self.agreed):
+                agreed.copy_(local(weight))
 
     @torch.no_grad()
     def _after_step(self, *optimizer_and_arguments: Any) -> None:

@@ -16,13 +16,19 @@ DTensor knows its own. A plain tensor has more than one piece in three cases:
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Sequence
 from functools import partial
 
+import torch.distributed as dist
 from torch import nn
 
+from pgmesh._util.samples import digest
+from pgmesh.errors import MethodError
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Level, Method
+from pgmesh.parallel.comparing import exchange_group, gather_numbers
 from pgmesh.parallel.local_experts import expert_tensors
 from pgmesh.parallel.plain_shards import count_shards, owned_tensors
 
@@ -44,19 +50,26 @@ def apply_methods(running: list[Method], methods: Sequence[Method], module: nn.M
     return applied
 
 
-def count_pieces(methods: Sequence[Method], applied: nn.Module) -> dict[str, int]:
-    """The number of different pieces of each parameter and buffer, beyond those of DTensors, by name.
+Pieces = weakref.WeakKeyDictionary[nn.Module, dict[str, int]]
+"""For each submodule, the number of different pieces of each of its own parameters and buffers."""
+
+
+def count_pieces(methods: Sequence[Method], applied: nn.Module) -> Pieces:
+    """The number of different pieces of each parameter and buffer, beyond those of DTensors.
+
+    They are found by submodule, since wrappers of modules change the names of parameters.
 
     Args:
         methods: the methods.
         applied: the module that ``apply_methods`` returned.
     """
-    experts, pieces = expert_tensors(applied), dict[str, int]()
+    experts, pieces = expert_tensors(applied), Pieces()
     for name, owner, key, _ in owned_tensors(applied):
-        pieces[name] = count_shards(owner, key)
+        count = count_shards(owner, key)
         for method in methods:
             if method.level is Level.PIPELINE or (method.differs == "experts" and name in experts):
-                pieces[name] *= method.mesh.size(*method.owns)
+                count *= method.mesh.size(*method.owns)
+        pieces.setdefault(owner, {})[key] = count
     return pieces
 
 
@@ -64,3 +77,44 @@ def release_new_groups(before: set[tuple[int, ...]], mesh: ProcessGroupMesh) -> 
     """Release the groups of a mesh whose ranks are not in ``before``."""
     for ranks in {group.ranks for group in mesh.held()} - before:
         mesh.release(ranks=ranks)
+
+
+def raise_on_all(
+    failure: MethodError | None, before: set[tuple[int, ...]], mesh: ProcessGroupMesh, ranks: Sequence[int]
+) -> None:
+    """Release new groups and raise an error on all ranks, if one of them has one: the first. Each of them calls it.
+
+    A rank that failed releases its groups before the comparison, but for those of all ranks, which it needs.
+
+    Args:
+        failure: the error of this rank.
+        before: the ranks of the groups that existed before.
+        mesh: the mesh.
+        ranks: the ranks that have to agree.
+
+    Raises:
+        MethodError: a rank failed.
+    """
+    if failure is not None:
+        release_new_groups(before | {tuple(ranks)}, mesh)
+    try:
+        failure = first_failure(failure, mesh, ranks)
+    except (RuntimeError, TimeoutError) as error:
+        failure = failure or MethodError(f"another rank failed in apply: {error}")
+    if failure is not None:
+        release_new_groups(before, mesh)
+        raise failure
+
+
+def first_failure(failure: MethodError | None, mesh: ProcessGroupMesh, ranks: Sequence[int]) -> MethodError | None:
+    """The error of the rank that failed first, on each rank: its own if it has the same."""
+    text = str(failure or "")
+    found = gather_numbers(mesh, ranks, [time.time_ns() if failure else 0, digest(text)])
+    failed = {when: rank for rank, (when, _) in found.items() if when}
+    if not failed or len({each for _, each in found.values()}) == 1:
+        return failure
+    texts = [text] * len(ranks)
+    dist.all_gather_object(texts, text, group=exchange_group(mesh, ranks))
+    first = failed[min(failed)]
+    told = texts[[*ranks].index(first)]
+    return failure if text == told else MethodError(f"on rank {first}, {told}")

@@ -93,6 +93,9 @@ class Method:
     """True if the method averages weights at some optimizer steps, and not gradients in each. Until then ranks along
     its axes have different weights, as replicas that train on their own."""
 
+    steps_to_average: int | None = None
+    """With ``averages_later``, the number of optimizer steps until it does, for an error; None if it is not known."""
+
     mesh: ProcessGroupMesh
     """The mesh, or a view or slice of it."""
     options: Mapping[str, Any] | None

@@ -7,7 +7,7 @@ in the whole model, so that a checkpoint of pipeline stages can be loaded into o
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.optim import Optimizer
 
+from pgmesh import torch_private
 from pgmesh._util.marks import SHARD_MARK
 from pgmesh.errors import MethodError
 from pgmesh.mesh import ProcessGroupMesh
+from pgmesh.parallel.composing import COMPOSITIONS
+from pgmesh.parallel.pieces import PieceComparison
 from pgmesh.parallel.running import Pipeline
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -34,10 +38,12 @@ NAME_IN_STAGE = re.compile(r"(state\.|param_groups\.|)parts\.\d+\.(.*)")
 """A name in a pipeline: ``parts.1.head.weight``, and ``state.parts.1.head.weight.exp_avg`` in an optimizer."""
 
 
-def save(
-    folder: str | Path, mesh: ProcessGroupMesh, module: nn.Module, optimizer: torch.optim.Optimizer | None = None
-) -> None:
-    """Save a model and the state of its optimizer, under the names of the whole model.
+Optimizers = Optimizer | Iterable[Optimizer] | None
+"""One optimizer or several, each of other parameters, or none."""
+
+
+def save(folder: str | Path, mesh: ProcessGroupMesh, module: nn.Module, optimizer: Optimizers = None) -> None:
+    """Save a model and the state of its optimizers, under the names of the whole model.
 
     Every rank of the mesh calls it. A tied parameter has one optimizer state, under the parameter's first name.
 
@@ -45,21 +51,22 @@ def save(
         folder: a folder on storage that all ranks share.
         mesh: the mesh of the model.
         module: the module that ``apply`` returned.
-        optimizer: the optimizer of this rank's parameters.
+        optimizer: the optimizer of this rank's parameters, or several optimizers of some each.
 
     Raises:
+        MethodError: replicas have different weights, between two steps of a method that averages them later.
         MethodError: a parameter is sharded as a plain tensor, by ``ExpertParallel(tensor=)`` or by a method of another
             package. torch would save only one of the shards.
 
     Source: https://docs.pytorch.org/docs/2.13/distributed.checkpoint.html
     """
-    state = _with_keys(_state_dicts(module, optimizer), module)
+    optimizers = _as_tuple(optimizer)
+    _check_replicas(mesh, module)
+    state = _with_keys(_state_dicts(module, optimizers), module)
     checkpoint.save(state, checkpoint_id=folder, process_group=mesh.group())
 
 
-def load(
-    folder: str | Path, mesh: ProcessGroupMesh, module: nn.Module, optimizer: torch.optim.Optimizer | None = None
-) -> None:
+def load(folder: str | Path, mesh: ProcessGroupMesh, module: nn.Module, optimizer: Optimizers = None) -> None:
     """Load a checkpoint of ``save`` into a model on any mesh, also one of another shape or with other methods.
 
     Every rank of the mesh calls it.
@@ -68,15 +75,16 @@ def load(
         folder: the folder of the checkpoint.
         mesh: the mesh of the model.
         module: the module that ``apply`` returned.
-        optimizer: the optimizer of this rank's parameters. Their gradients are dropped.
+        optimizer: as in ``save``. Gradients of their parameters are dropped.
 
     Raises:
         MethodError: there is no checkpoint in the folder; it lacks a parameter of the model, or has it in another
             shape; or a parameter is sharded as a plain tensor.
     """
-    if optimizer is not None:
-        optimizer.zero_grad()  # with gradients, torch would load no state into a new optimizer
-    dicts = _state_dicts(module, optimizer)
+    optimizers = _as_tuple(optimizer)
+    for each in optimizers:
+        each.zero_grad()  # with gradients, torch would load no state into a new optimizer
+    dicts = _state_dicts(module, optimizers)
     state = _with_keys(dicts, module)
     try:
         checkpoint.load(state, checkpoint_id=folder, process_group=mesh.group())
@@ -91,12 +99,32 @@ def load(
             else:
                 values[name] = loaded
     set_model_state_dict(module, dicts["model"])
-    if optimizer is not None:
-        set_optimizer_state_dict(module, optimizer, dicts["optimizer"], options=FLAT)
+    if optimizers:
+        with torch_private.without_step_hooks(optimizers):
+            set_optimizer_state_dict(module, optimizers, dicts["optimizer"], options=FLAT)
 
 
-def _state_dicts(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Any]]:
-    """This rank's state dicts: of the model, and of the optimizer if there is one."""
+def _as_tuple(optimizer: Optimizers) -> tuple[Optimizer, ...]:
+    return () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+
+
+def _check_replicas(mesh: ProcessGroupMesh, module: nn.Module) -> None:
+    """Check that ranks that hold the same piece of a weight have the same values: the file has those of one rank."""
+    if found := PieceComparison(mesh, [*mesh], module).different_replicas():
+        (one, name), (other, _) = found.items()
+        methods = {method for each in COMPOSITIONS if module in each.pieces for method in each.methods}
+        later = [each for each in methods if each.averages_later]
+        steps = next((each.steps_to_average for each in later if each.steps_to_average is not None), "...")
+        raise MethodError(
+            f"{name} has other values on rank {other} than on rank {one}, so a checkpoint would have one part of a "
+            f"replica and one of another{': ' if later else '.'}"
+            f"{'; '.join(f'{each} averages them later.' for each in later)}\n\n"
+            f"  checkpoint.save(...)   # after {steps} more steps of the optimizer, when replicas are equal"
+        )
+
+
+def _state_dicts(module: nn.Module, optimizers: tuple[Optimizer, ...]) -> dict[str, dict[str, Any]]:
+    """This rank's state dicts: of the model, and of the optimizers if there are any."""
     dicts: dict[str, dict[str, Any]] = {"model": get_model_state_dict(module)}
     for name, tensor in dicts["model"].items():
         if axes := getattr(tensor, SHARD_MARK, ""):
@@ -104,8 +132,9 @@ def _state_dicts(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
                 f"{name} is sharded along {axes} as a plain tensor: a checkpoint would have only one of the shards. "
                 "Save whole experts (ExpertParallel without tensor=), and DTensors of a method of your own."
             )
-    if optimizer is not None:
-        dicts["optimizer"] = get_optimizer_state_dict(module, optimizer, options=FLAT)
+    if optimizers:
+        with torch_private.without_step_hooks(optimizers):  # torch may take a step of zeros, which nothing may count
+            dicts["optimizer"] = get_optimizer_state_dict(module, optimizers, options=FLAT)
     return dicts
 
 

@@ -45,6 +45,14 @@ def gather_numbers(mesh: ProcessGroupMesh, ranks: Sequence[int], numbers: Iterab
     return {rank: each.tolist() for rank, each in zip(ranks, gathered)}
 
 
+def are_equal(mesh: ProcessGroupMesh, ranks: Sequence[int], number: int) -> bool:
+    """Return True if some ranks of a mesh, each of which calls it, have the same number."""
+    least_and_most = torch.tensor([-number, number], dtype=torch.int64, device="cpu")
+    if len(ranks) > 1:
+        dist.all_reduce(least_and_most, dist.ReduceOp.MAX, group=exchange_group(mesh, ranks))
+    return not least_and_most.sum()
+
+
 def ranks_by_value(values: Mapping[int, Any]) -> dict[Any, list[int]]:
     """The ranks that have each value, from the value of each rank."""
     ranks: dict[Any, list[int]] = {}
@@ -74,15 +82,12 @@ SAME_VALUES = """\
   torch.manual_seed(0)   # on all ranks, before the module is built
   together.broadcast(module)   # before apply: the values of the first rank; together = compose(...)"""
 
-SAME_VALUES_FROM_META = "  torch.manual_seed(0)   # on all ranks, before weights from the meta device get their values"
-
 
 def compare_weights(
     mesh: ProcessGroupMesh,
     ranks: Sequence[int],
     tensors: Mapping[str, Tensor],
     values: bool = True,
-    same_values: str = SAME_VALUES,
 ) -> None:
     """Compare names, shapes, dtypes, ``requires_grad`` and samples of the values of parameters and buffers.
 
@@ -93,7 +98,6 @@ def compare_weights(
         ranks: the ranks that compare, with this one, in mesh order.
         tensors: the parameters and buffers by name.
         values: False to compare all but the values.
-        same_values: the calls that give all ranks the same values, for the message.
 
     Raises:
         MethodError: some differ.
@@ -107,16 +111,11 @@ def compare_weights(
         return
     gathered = [described] * len(ranks)
     dist.all_gather_object(gathered, described, group=exchange_group(mesh, ranks))
-    raise_first_difference(dict(zip(ranks, gathered)), same_values)
+    raise_first_difference(dict(zip(ranks, gathered)))
 
 
-def raise_first_difference(per_rank: Mapping[int, Mapping[str, Description]], same_values: str) -> None:
-    """Raise the error of the first tensor that differs.
-
-    Args:
-        per_rank: for each rank, the descriptions by name.
-        same_values: the calls of the message if only values differ.
-    """
+def raise_first_difference(per_rank: Mapping[int, Mapping[str, Description]]) -> None:
+    """Raise the error of the first tensor that differs. The descriptions of each rank are by name."""
     for name in dict.fromkeys(itertools.chain(*per_rank.values())):
         described = {rank: each.get(name, MISSING) for rank, each in per_rank.items()}
         first_value = next(each.value for each in described.values() if each is not MISSING)
@@ -130,7 +129,7 @@ def raise_first_difference(per_rank: Mapping[int, Mapping[str, Description]], sa
             is_same_kind = len({each.kind for each in described.values()}) == 1
             raise MethodError(
                 f"ranks start with different weights, of which the first is {name}: {'; '.join(found[:4])}.\n\n"
-                f"{same_values if is_same_kind else SAME_MODULE}"
+                f"{SAME_VALUES if is_same_kind else SAME_MODULE}"
             )
 
 
@@ -145,6 +144,8 @@ class Batch(NamedTuple):
     tokens: int
     values: int
     """Digest of samples of whole numbers; 0 for others, which ranks may have computed with other rounding."""
+    copies: int = 0
+    """Digest of samples of a sequence of any numbers; 0 if these are all the same."""
 
 
 def compared_fields(method: Method) -> tuple[str, ...]:
@@ -175,6 +176,8 @@ def compare_inputs(
     for method in methods:
         if equal_parts or not reads_parts(method):
             compare_blocks(method, per_rank)
+        if method.differs == "positions":
+            refuse_copies(method, per_rank)
 
 
 def reads_parts(method: Method) -> bool:
@@ -195,6 +198,19 @@ def compare_blocks(method: Method, per_rank: Mapping[int, Batch]) -> None:
         holders = ranks_by_value({rank: getattr(per_rank[rank], field) for rank in block})
         if len(holders) > 1:
             raise unequal_error(method, axes, field, holders)
+
+
+def refuse_copies(method: Method, per_rank: Mapping[int, Batch]) -> None:
+    """Refuse a batch that is the same on all ranks along the axes of a method that splits sequences, in every block."""
+    blocks = [block for block in method.mesh.partition(*method.owns) if len(block) > 1 and block[0] in per_rank]
+    samples = [{per_rank[rank].copies for rank in block} for block in blocks]
+    if samples and all(len(each) == 1 and 0 not in each for each in samples):
+        raise ShapeError(
+            f"all ranks along {format_sizes(method.mesh, method.owns)} have the same inputs, but "
+            f"{type(method).__name__} needs another part of each sequence on each: attention would run over copies.\n\n"
+            "  together.share(batch)   # cuts rows and positions of a batch that all ranks have\n"
+            "  together.cut(batch)   # cuts positions of the rows that a sampler has given this rank"
+        )
 
 
 def unequal_error(method: Method, axes: Sequence[Axis], field: str, holders: Mapping[Any, Sequence[int]]) -> ShapeError:
@@ -230,5 +246,6 @@ def describe_batch(inputs: object) -> Batch:
         return Batch(0, 0, 0, 0)
     is_whole = not (first.is_floating_point() or first.is_complex())
     tokens = first.numel() if is_whole or first.ndim == 1 else first.shape[:-1].numel()
-    values = digest(sample(first)) if is_whole else 0
-    return Batch(first.size(0), first.size(1) if first.ndim > 1 else 0, tokens, values)
+    values, positions = sample(first), first.size(1) if first.ndim > 1 else 0
+    copies = digest(values) if positions and len({*values}) > 1 else 0
+    return Batch(first.size(0), positions, tokens, digest(values) if is_whole else 0, copies)

@@ -8,23 +8,22 @@ derives from what differs along the axes of all methods what a program would hav
 - over which ranks the loss and the norm are taken, and which rows a rank reads: ``rank_sets.py``;
 - how often a norm counts a weight that ranks hold in pieces: ``applying.py``.
 
-``apply`` takes five steps:
+``apply`` takes four steps:
 
-1. Each method derives the axes along which it averages.
-2. If ranks read different tokens, trainable weights need a method that averages them.
-3. The initial weights of ranks are compared, or broadcast, as DDP does.
-4. The methods are applied: a pipeline splits the module into stages, and the others are applied to each stage in the
+1. If ranks read different tokens, trainable weights need a method that averages them.
+2. The initial weights of ranks are compared, or broadcast, as DDP does.
+3. The methods are applied: a pipeline splits the module into stages, and the others are applied to each stage in the
    order tensor, token, shard, data.
-5. Hooks are registered that compare the inputs of ranks in the first training step: ``first_step.py``.
+4. Hooks are registered that compare the inputs of ranks in the first training step: ``first_step.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
-import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,20 +34,25 @@ from pgmesh._util.formatting import count_of
 from pgmesh.errors import MethodError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.applying import apply_methods, count_pieces, release_new_groups
+from pgmesh.parallel.applying import Pieces, apply_methods, count_pieces, raise_on_all, release_new_groups
 from pgmesh.parallel.base import Level, Method, blocks_of
-from pgmesh.parallel.comparing import SAME_VALUES_FROM_META, compare_inputs, compare_weights
+from pgmesh.parallel.comparing import compare_inputs, compare_weights
 from pgmesh.parallel.data import broadcasts_start
 from pgmesh.parallel.divisibility import format_sizes
 from pgmesh.parallel.exchange import broadcast_from_first
-from pgmesh.parallel.first_step import FirstStep
-from pgmesh.parallel.gradients import local, local_shard, mean_over_ranks, norm_of_pieces, scale_gradients
+from pgmesh.parallel.first_step import FirstStep, check_first_optimizer, parameters_of
+from pgmesh.parallel.gradients import local_shard, mean_over_ranks, norm_of_pieces, scale_gradients
+from pgmesh.parallel.initializing import initialize_layers
 from pgmesh.parallel.local_experts import expert_tensors, named_tensors, names_of_experts
 from pgmesh.parallel.mixture import Accumulation
 from pgmesh.parallel.owners import check_all_owned, check_method, check_pair, unaveraged_error
-from pgmesh.parallel.rank_sets import RankSets, ranks_along, token_readers
+from pgmesh.parallel.pieces import PieceComparison
+from pgmesh.parallel.plain_shards import owned_tensors
+from pgmesh.parallel.rank_sets import RankSets, token_readers
 from pgmesh.parallel.sharded import reshard
 from pgmesh.parallel.sharing import part_of_batch
+
+INITIALIZE = "  together.initialize(model, lambda layer: layer.reset_parameters(), seed=0)   # after to_empty"
 
 
 def compose(
@@ -71,7 +75,7 @@ def compose(
         AxisError: methods on different views or slices own the same ranks. Experts may lie on those of other methods.
         AxisError: two methods average gradients or replace attention, or one works across the shards or pipeline stages
             of another.
-        MethodError: an argument is not a method, or is on another mesh.
+        MethodError: an argument is not a method, is on another mesh, or is in another composition that is in use.
 
     >>> from pgmesh.parallel import Method, compose
     >>> class Rows(Method):
@@ -89,6 +93,29 @@ def compose(
     return Composition(mesh, tuple(sorted(methods, key=lambda method: method.level)), equal_parts)
 
 
+COMPOSITIONS: weakref.WeakSet[Composition] = weakref.WeakSet()
+"""Those that are in use."""
+
+
+def check_unused(methods: Iterable[Method]) -> None:
+    """Check that no method is in a composition of other methods, from which it has derived where it averages.
+
+    Raises:
+        MethodError: one is.
+    """
+    given = {*methods}
+    if any(not given.isdisjoint(each.methods) for each in COMPOSITIONS):
+        gc.collect()  # those that are in use no longer
+    for composition in COMPOSITIONS:
+        if {*composition.methods} != given and (shared := given.intersection(composition.methods)):
+            method = shared.pop()
+            raise MethodError(
+                f"{method} is in another composition, of {'; '.join(map(str, composition.methods))}, and would be in "
+                f"one of {'; '.join(map(str, methods))}. It keeps what it has derived from the other methods.\n\n"
+                f"  {type(method).__name__}(mesh, ...)   # a new one; but one composition may apply several modules"
+            )
+
+
 class Composition:
     """Parallel methods on one mesh, in the order in which they are applied. ``compose`` returns it.
 
@@ -103,8 +130,10 @@ class Composition:
 
     def __init__(self, mesh: ProcessGroupMesh, methods: tuple[Method, ...], equal_parts: bool = True) -> None:
         self.mesh, self.methods, self.equal_parts = mesh, methods, equal_parts
-        self._pieces: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
-        """For each applied module, what ``count_pieces`` returns: the number of different pieces of each parameter."""
+        self.pieces: weakref.WeakKeyDictionary[nn.Module, Pieces] = weakref.WeakKeyDictionary()
+        """For each module that ``apply`` returned, what ``count_pieces`` did."""
+        self._initialized: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """The modules that ``initialize`` was called for."""
         self._averaging = next((each for each in methods if each.averages_gradients), None)
         """The method that averages gradients."""
         self._pipelines = [each for each in methods if each.level is Level.PIPELINE]
@@ -127,34 +156,41 @@ class Composition:
             AxisError: ranks read different tokens, but no method averages gradients.
             MethodError: ``check`` of a method raised it.
             MethodError: ranks start with different weights, or a method failed. The message has the method and its
-                axes; ``__cause__`` is the method's error. Groups that the call created are released.
+                axes; ``__cause__`` is the method's error. Groups that the call created are released. All ranks raise.
         """
-        self._settle()  # the methods may have been composed otherwise since
+        self._settle()
+        if not self.pieces:
+            COMPOSITIONS.discard(self)  # until it has applied a module: after an error, its methods are free
         groups_before = {group.ranks for group in self.mesh.held()}
         self._check_averages(module)
         for method in self.methods:
             method.check(module)
         self._start_equal(module)
         was_on_meta = any(each.is_meta for each in module.parameters())
-        running = list[Method]()
+        running, failure, applied = list[Method](), None, module
         try:
             applied = apply_methods(running, self.methods, module)
-        except BaseException as error:
-            release_new_groups(groups_before, self.mesh)
-            if not isinstance(error, Exception):
-                raise
-            raise MethodError(
+        except Exception as error:
+            failure = MethodError(
                 f"{running[-1]} failed in apply: {type(error).__name__}: {error}\n\n"
                 "New groups along its axes were released. The module may be partly changed: build it again."
-            ) from error
-        self._pieces[applied] = count_pieces(self.methods, applied)
+            )
+            failure.__cause__ = error
+        except BaseException:
+            release_new_groups(groups_before, self.mesh)
+            raise
+        raise_on_all(failure, groups_before, self.mesh, self._ranks.all)
+        self.pieces[applied] = count_pieces(self.methods, applied)
+        COMPOSITIONS.add(self)
         self._watch_first_step(module, applied, was_on_meta)
         return applied
 
     def _settle(self) -> None:
-        """Let each method derive the axes along which it averages."""
+        """Let each method derive the axes along which it averages, for this composition alone."""
+        check_unused(self.methods)
         for method in self.methods:
             method.settle(blocks_of(token_readers(self.methods)))
+        COMPOSITIONS.add(self)
 
     def _check_averages(self, module: nn.Module) -> None:
         """If ranks read different tokens, trainable weights need a method that averages them."""
@@ -172,28 +208,62 @@ class Composition:
         if broadcasts:
             self._broadcast(each for each in tensors.values() if not (each.is_meta or isinstance(each, DTensor)))
 
-    def _compare_whole_weights(self, module: nn.Module) -> None:
-        """Compare the weights that were on the meta device in ``apply``: whole ones, and replicated shards."""
-        ranks = ranks_along(self.mesh, [each for each in self.methods if each.level is not Level.PIPELINE])
-        stages = math.prod(each.mesh.size(*each.owns) for each in self._pipelines)
-        whole = {name: each for name, each in module.named_parameters() if self._pieces_of(module, name) == stages}
-        compare_weights(self.mesh, ranks, whole, same_values=SAME_VALUES_FROM_META)
-        if self._averaging and (replicates := getattr(self._averaging, "replicates", ())):  # hybrid sharding
-            experts = expert_tensors(module)
-            shards = {name: local(each) for name, each in module.named_parameters() if name not in experts}
-            replicas = self._averaging.mesh.ranks(*replicates)
-            compare_weights(self.mesh, replicas, shards, same_values=SAME_VALUES_FROM_META)
+    def initialize(self, module: nn.Module, init: Callable[[nn.Module], object], *, seed: int = 0) -> None:
+        """Give weights that were on the meta device in ``apply`` the values that one process would give them.
+
+        ``init`` is called for each submodule with parameters or buffers of its own, with these whole, and gives them
+        their values. It draws from random numbers that follow from the seed and the name of the submodule alone. Each
+        rank keeps its part, so values are the same on a mesh of any shape.
+
+        Args:
+            module: the module that ``apply`` returned, after ``module.to_empty(device=...)``.
+            init: function of one submodule, which may change nothing else.
+            seed: the same on every rank.
+
+        Raises:
+            MethodError: a parameter is still on the meta device, or a shard that is a plain tensor.
+
+        >>> from pgmesh.parallel import compose
+        >>> together = compose(mesh, unowned=mesh.axes)
+        >>> model = together.apply(torch.nn.Linear(2, 2, device="meta")).to_empty(device="cpu")
+        >>> together.initialize(model, lambda layer: layer.reset_parameters(), seed=0)
+        """
+        reshard(module)
+        initialize_layers(module, init, seed)
+        if tied := vars(module).get("tied") if self._pipelines else None:
+            tied.copy_first()
+        self._initialized.add(module)
+
+    def _compare_pieces(self, module: nn.Module) -> None:
+        """Compare the weights that were on the meta device in ``apply``: replicas are equal, and no others are."""
+        pieces = PieceComparison(self.mesh, self._ranks.all, module)
+        if found := pieces.different_replicas():
+            (one, name), (other, _) = found.items()
+            raise MethodError(
+                f"ranks start with different weights, of which the first is {name}: rank {other} has other values than "
+                f"rank {one}.\n\n{INITIALIZE}"
+            )
+        if found := pieces.equal_pieces():
+            (one, name), (other, other_name) = found.items()
+            raise MethodError(
+                f"{name} on rank {one} and {other_name} on rank {other} are different weights, and start with the same "
+                f"values: ranks drew them with one seed.\n\n{INITIALIZE}   # also if this is on purpose"
+            )
 
     def _watch_first_step(self, module: nn.Module, applied: nn.Module, was_on_meta: bool) -> None:
         """Let the first training step compare the inputs of ranks, and weights that were on the meta device."""
 
         def check(inputs: Any) -> None:
             self.check_inputs(inputs)
-            if was_on_meta:
-                self._compare_whole_weights(applied)
+            if len(self._ranks.tokens) > 1:
+                self._trained_weights(applied)
+            if was_on_meta and applied not in self._initialized:
+                self._compare_pieces(applied)
 
         if len(self._ranks.all) > 1:
             FirstStep(module, applied, check)
+        if len(self._ranks.tokens) > 1:
+            check_first_optimizer(applied, self._check_optimizer)
 
     def broadcast(self, module: nn.Module) -> None:
         """Give all ranks the parameters and buffers of the first one, before ``apply``: an equal start.
@@ -231,29 +301,34 @@ class Composition:
 
         Raises:
             MethodError: the optimizer has parameters of no such module: of another one, from before ``apply``, or those
-                that ``fully_shard`` leaves whole after a forward pass without gradients.
+                that ``fully_shard`` leaves whole after a forward pass without a backward pass.
 
         >>> from pgmesh.parallel import compose
         >>> together = compose(mesh, unowned=mesh.axes)
         >>> model = together.apply(torch.nn.Linear(2, 2))
         >>> optimizer = together.attach(torch.optim.SGD(model.parameters(), lr=0.1))
         """
-        for module in self._pieces:
-            reshard(module)
-        trained = {weight for module in self._pieces for weight in module.parameters()}
-        given = {weight for group in optimizer.param_groups for weight in group["params"]}
-        if trained and (unknown := given - trained):
-            raise MethodError(
-                f"the optimizer has {count_of(len(unknown), 'parameter')} of no module that apply returned, one of "
-                f"shape {tuple(next(iter(unknown)).shape)}: no method averages their gradients. They are of a module "
-                "that apply was not called for, from before apply, which may replace parameters, or from after a "
-                "forward pass without gradients, which leaves parameters of fully_shard whole.\n\n"
-                "  other = together.apply(other)   # each module that it trains, before the optimizer is made\n"
-                "  optimizer.param_groups[0]['params'] = [*model.parameters()]   # of this model alone, in one group"
-            )
+        self._check_optimizer(optimizer)
         for method in self.methods:
             method.attach(optimizer)
         return optimizer
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that all parameters of an optimizer are of modules that methods were applied to."""
+        modules = [module for composition in COMPOSITIONS for module in composition.pieces]
+        for module in modules:
+            reshard(module)
+        trained = {weight for module in modules for weight in module.parameters()}
+        unknown = [weight for weight in parameters_of(optimizer) if weight.requires_grad and weight not in trained]
+        if self.pieces and unknown:
+            raise MethodError(
+                f"the optimizer has {count_of(len(unknown), 'parameter')} of no module that apply returned, one of "
+                f"shape {tuple(unknown[0].shape)}: no method averages their gradients. They are of a module "
+                "that apply was not called for, such as a loss, from before apply, which may replace parameters, or "
+                "from after a forward pass without a backward pass, which leaves parameters of fully_shard whole.\n\n"
+                "  other = together.apply(other)   # each module that it trains, before the optimizer is made\n"
+                "  optimizer.param_groups[0]['params'] = [*model.parameters()]   # of this model alone, in one group"
+            )
 
     @contextlib.contextmanager
     def accumulate(self, module: nn.Module, *, last: bool, passes: int | None = None) -> Iterator[None]:
@@ -311,8 +386,29 @@ class Composition:
         {'x': tensor([0, 1, 2])}
         """
         axes = " x ".join(format_sizes(each.mesh, each.owns) for each in self.methods if each.differs == "rows")
-        cutting: list[Any] = [each for each in self.methods if each.differs == "positions" and hasattr(each, "cut")]
-        return part_of_batch(batch, self.rank, self.num_replicas, axes, cutting)
+        return part_of_batch(batch, self.rank, self.num_replicas, axes, self._cutting)
+
+    def cut(self, batch: Any) -> Any:
+        """This rank's positions of rows that a sampler has given this rank; all without context parallelism.
+
+        Args:
+            batch: as in ``share``, but with this rank's rows alone: the same on all ranks along axes of positions.
+
+        Raises:
+            ShapeError: as in ``share``.
+            MethodError: as in ``share``.
+
+        >>> from pgmesh.parallel import ContextParallel, DataParallel, compose
+        >>> context = ContextParallel(mesh, "tp")
+        >>> compose(mesh, DataParallel(mesh, "dp"), context, unowned=["pp"]).cut(torch.arange(8).view(1, 8))
+        tensor([[2, 3, 4, 5]])
+        """
+        return part_of_batch(batch, 0, 1, "", self._cutting)
+
+    @property
+    def _cutting(self) -> list[Any]:
+        """The methods that cut sequences."""
+        return [each for each in self.methods if each.differs == "positions" and hasattr(each, "cut")]
 
     def check_inputs(self, batch: Any) -> None:
         """Compare the rows, positions and tokens of this rank's part of a batch with those of other ranks.
@@ -384,10 +480,10 @@ class Composition:
         tied: Any = vars(applied).get("tied") if self._pipelines else None  # the first stage counts them
         copies = {id(weight) for weight in tied.last_copies()} if tied else set()
         pieces = []
-        for name, weight in applied.named_parameters():
+        for weight, number in self._trained_weights(applied).items():
             if weight.grad is not None and id(weight) not in copies:
                 shard, shards = local_shard(weight.grad)
-                pieces.append((shard, shards * self._pieces_of(applied, name)))
+                pieces.append((shard, shards * number))
         return norm_of_pieces(pieces, norm_type, self.mesh.group_of(self._ranks.replica))
 
     def clip_grad_norm_(self, max_norm: float, *, module: nn.Module | None = None, norm_type: float = 2.0) -> Tensor:
@@ -408,23 +504,28 @@ class Composition:
 
     def _applied_module(self, module: nn.Module | None) -> nn.Module:
         """The module that ``apply`` returned, with its parameters sharded."""
-        known = [*self._pieces] if module is None else [each for each in self._pieces if each is module]
+        known = [*self.pieces] if module is None else [each for each in self.pieces if each is module]
         if len(known) != 1:
             raise MethodError(
-                f"apply of this composition returned {count_of(len(self._pieces), 'module')}, and none or several of "
+                f"apply of this composition returned {count_of(len(self.pieces), 'module')}, and none or several of "
                 "these are meant here.\n\n"
                 "  together.clip_grad_norm_(1.0, module=model)   # model = together.apply(...)"
             )
         reshard(known[0])
         return known[0]
 
-    def _pieces_of(self, module: nn.Module, name: str) -> int:
-        """The number of different pieces of a parameter of an applied module."""
-        if name not in self._pieces[module]:
-            raise MethodError(
-                f"{name} was added to the module after apply, so it is in no method: add it before apply."
-            )
-        return self._pieces[module][name]
+    def _trained_weights(self, applied: nn.Module) -> dict[Tensor, int]:
+        """The trainable parameters of an applied module, each with the number of its different pieces."""
+        weights: dict[Tensor, int] = {}
+        for name, owner, key, weight in owned_tensors(applied):
+            if (weight.requires_grad or weight.grad is not None) and weight not in weights:
+                number = self.pieces[applied].get(owner, {}).get(key)
+                if number is None:
+                    raise MethodError(
+                        f"{name} was added to the module after apply, so it is in no method: add it before apply."
+                    )
+                weights[weight] = number
+        return weights
 
     def __repr__(self) -> str:
         return f"Composition({'; '.join(map(str, self.methods))})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,9 +22,6 @@ if TYPE_CHECKING:
     from pgmesh.layout import Axis
     from pgmesh.mesh import ProcessGroupMesh
 
-ATTENTION_FUNCTIONS = ("scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention")
-"""Names of torch's functions for attention."""
-
 
 class ContextParallel(Method):
     """Shards sequences along the axes. Attention covers the whole sequence, by a ring or by Ulysses.
@@ -35,8 +31,8 @@ class ContextParallel(Method):
     layers of a transformer treat positions independently and stay as they are. Shard the inputs with ``cut``;
     ``positions`` has the positions of this rank.
 
-    Methods of modules that call torch's attention by a name raise. Attention in a function outside of modules, or
-    written out as a softmax of scores, is not seen: it would cover the positions of one rank only.
+    Attention that a module calls by a name, as torch's MultiheadAttention does, or that is written out as a softmax of
+    scores, is not seen: it would cover the positions of one rank only. Run ``verify``.
 
     Each rank's loss is the mean over its positions, so gradients are averaged along these axes too: ``compose`` widens
     the method that averages gradients. Untested on GPUs.
@@ -77,15 +73,15 @@ class ContextParallel(Method):
         self._ranks, self._axis_sizes = mesh.size(*self.owns), format_sizes(mesh, self.owns)
 
     def check(self, module: nn.Module) -> None:
-        """Check the whole module: it has attention, all of which ``apply`` can replace.
+        """Check the whole module: it has attention that ``apply`` can replace.
 
         Raises:
             MethodError: no submodule has torch's scaled_dot_product_attention in an attribute.
-            MethodError: a submodule calls attention by a name, as torch's MultiheadAttention does.
         """
-        if self.cuts and (problem := _find_problem(module)):
+        if self.cuts and not find_function(module, scaled_dot_product_attention):
             raise MethodError(
-                f"{problem}\n\n"
+                f"no submodule of {type(module).__name__} has torch's scaled_dot_product_attention in an attribute, so "
+                "there is no attention to replace.\n\n"
                 "  self.attention = scaled_dot_product_attention       # in __init__ of the attention module\n"
                 "  out = self.attention(q, k, v, is_causal=True)       # in its forward"
             )
@@ -180,30 +176,3 @@ class ContextParallel(Method):
                 f"are {length} positions.\n\n"
                 "  together.share(batch)   # cuts sequences; shift labels before. together = compose(...)"
             )
-
-
-def _find_problem(module: nn.Module) -> str | None:
-    """Why the attention of a module cannot be replaced; None if it can."""
-    replaceable = [kept.layer for kept in find_function(module, scaled_dot_product_attention)]
-    for name, layer in module.named_modules():
-        if layer not in replaceable and (function := _called_attention(layer)):
-            kind = f"{name or 'the module'}, which is {type(layer).__name__},"
-            return f"{kind} calls {function} by its name. It would cover the positions of one rank only."
-    missing = f"no submodule of {type(module).__name__} has torch's scaled_dot_product_attention in an attribute"
-    return None if replaceable else f"{missing}, so there is no attention to replace."
-
-
-def _called_attention(layer: nn.Module) -> str | None:
-    """The function for attention that a module calls by a name, also of an import; None if there is none.
-
-    Searched are the methods of its class, and functions in its attributes. ``__init__`` is left out: it may keep
-    attention in an attribute.
-    """
-    own = [getattr(each, "func", each) for each in vars(layer).values()]
-    methods = [each for kind in type(layer).__mro__ for name, each in vars(kind).items() if name != "__init__"]
-    for function in filter(inspect.isfunction, (*own, *methods)):
-        names = function.__code__.co_names
-        called = {*names, *(getattr(function.__globals__.get(name), "__name__", "") for name in names)}
-        if found := [name for name in ATTENTION_FUNCTIONS if name in called]:
-            return found[0]
-    return None

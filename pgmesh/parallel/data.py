@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -18,8 +19,9 @@ from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Method
 from pgmesh.parallel.exchange import broadcast_from_first
-from pgmesh.parallel.first_step import can_be_checked
 from pgmesh.parallel.local_experts import expert_tensors, named_tensors
+from pgmesh.parallel.plain_shards import Owned, owned_tensors
+from pgmesh.parallel.stage_cutting import is_stage
 from pgmesh.torch_private import exclude_from_ddp
 
 
@@ -69,11 +71,11 @@ class DataParallel(Method):
         self._check_module(module)
         if experts := expert_tensors(module):
             exclude_from_ddp(module, [*experts])
-        named = [(name, each) for name, each in module.named_parameters() if name not in experts]
-        if frozen := {name: each for name, each in named if not each.requires_grad}:
-            module.register_forward_pre_hook(partial(self._check_frozen, frozen))
+        weights = [each for each in owned_tensors(module) if isinstance(each.tensor, nn.Parameter)]
+        kept = [(each, each.tensor.requires_grad) for each in weights if each.name not in experts]
+        module.register_forward_pre_hook(partial(self._check_kept, kept))
         group = self.mesh.group(*self.average_axes)
-        if len(frozen) == len(named):
+        if not any(was_trained for _, was_trained in kept):
             if broadcasts_start(self):
                 tensors = named_tensors(module)
                 broadcast_from_first((each for name, each in tensors.items() if name not in experts), group)
@@ -82,6 +84,8 @@ class DataParallel(Method):
         # The group must outlive DDP's reducer. A reducer that frees a Gloo group joins the group's threads while it
         # holds the GIL. A thread that needs the GIL then deadlocks with it.
         vars(wrapped)["pgmesh_group"] = group
+        if not (is_stage(module) or self.keywords.get("static_graph")):
+            OnePass(wrapped)
         return wrapped
 
     def _check_module(self, module: nn.Module) -> None:
@@ -105,18 +109,27 @@ class DataParallel(Method):
                     f"  {self._as_sharded(axes)}"
                 )
 
-    def _check_frozen(self, frozen: Mapping[str, nn.Parameter], module: nn.Module, _: Any) -> None:
-        """Forward pre-hook: check that parameters are as frozen as in ``apply``, since DDP averages those of then."""
-        if not can_be_checked(module):
+    def _check_kept(self, kept: Iterable[tuple[Owned, bool]], module: nn.Module, _: Any) -> None:
+        """Forward pre-hook: check that what is trained is what was trained in apply, which torch's DDP averages."""
+        if not (module.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
             return
-        for name, weight in frozen.items():
-            if weight.requires_grad:
+        for (name, owner, key, tensor), was_trained in kept:
+            weight = vars(owner)["_parameters"].get(key)
+            if weight is None or not weight.requires_grad or (weight is tensor and was_trained):
+                continue
+            if weight is not tensor:
                 raise MethodError(
-                    f"{name} was frozen in apply, and is trained now: ranks would not average its gradients, since "
-                    "torch's DDP averages those that were trained then. fully_shard averages it.\n\n"
-                    "  model.requires_grad_(True)   # before together.apply(model)\n"
+                    f"{name} was replaced after apply: ranks would not average its gradients, since torch's DDP "
+                    "averages those of the parameters of then.\n\n"
+                    "  model.load_state_dict(state)   # without assign=True, which replaces parameters\n"
                     f"  {self._as_sharded(self.owns)}"
                 )
+            raise MethodError(
+                f"{name} was frozen in apply, and is trained now: ranks would not average its gradients, since "
+                "torch's DDP averages those that were trained then. fully_shard averages it.\n\n"
+                "  model.requires_grad_(True)   # before together.apply(model)\n"
+                f"  {self._as_sharded(self.owns)}"
+            )
 
     def _as_sharded(self, axes: Iterable[Axis]) -> str:
         """The call of the method that does the same by fully_shard."""
@@ -136,6 +149,34 @@ class DataParallel(Method):
         if isinstance(module, DistributedDataParallel) and not last:
             return module.no_sync()
         return contextlib.nullcontext()
+
+
+class OnePass:
+    """Refuses a second backward pass of a forward pass: torch's DDP averages the gradients of the first one alone.
+
+    Args:
+        wrapped: the module. In ``no_sync`` it averages nothing, and may have any number of backward passes.
+    """
+
+    def __init__(self, wrapped: DistributedDataParallel) -> None:
+        self._averages, self._averaged = False, set[str]()
+        wrapped.register_forward_pre_hook(self._before_forward)
+        for name, weight in wrapped.module.named_parameters():
+            if weight.requires_grad:
+                weight.register_post_accumulate_grad_hook(partial(self._after_gradient, name))
+
+    def _before_forward(self, wrapped: nn.Module, _: Any) -> None:
+        if torch.is_grad_enabled():
+            self._averages, self._averaged = bool(wrapped.require_backward_grad_sync), set()
+
+    def _after_gradient(self, name: str, _: Tensor) -> None:
+        if self._averages and name in self._averaged:
+            raise MethodError(
+                f"{name} gets a gradient in a second backward pass of one forward pass, or after two forward passes: "
+                "torch's DDP averages the first one alone. fully_shard averages both.\n\n"
+                "  (loss + other_loss).backward()   # one backward pass"
+            )
+        self._averaged.add(name)
 
 
 def broadcasts_start(data: Method | None) -> bool:

@@ -139,6 +139,23 @@ class _AllReduce(torch.autograd.Function):
         return _AllReduce.apply(gradients[0], *ctx.backward_arguments), None, None  # type: ignore[no-untyped-call]
 
 
+def wait_for(tensor: Tensor) -> Tensor:
+    """The tensor, once the collective that computes it is done. Until then torch.compile would drop its gradient."""
+    waited: Tensor = _Wait.apply(tensor) if hasattr(tensor, "trigger_wait") else tensor  # type: ignore[no-untyped-call]
+    return waited
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Tensor:
+        waited: Tensor = tensor.trigger_wait()
+        return waited
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
 def to_lists(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Integers of several vectors of one device, as lists. It is one copy to the host, which waits for a GPU once."""
     numbers = iter(torch.cat([*tensors]).tolist())

@@ -10,12 +10,15 @@ wrong: DDP would average nothing. So hooks on the gradients raise until the wrap
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from pgmesh.errors import MethodError
@@ -94,6 +97,30 @@ class FirstStep:
         return self
 
 
-def can_be_checked(module: nn.Module) -> bool:
-    """Return True if a forward pass now is one of training, and not compiled: a graph has no checks."""
-    return module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of an optimizer."""
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
+_pending: weakref.WeakKeyDictionary[nn.Module, Callable[[Optimizer], None]] = weakref.WeakKeyDictionary()
+"""The check of the first optimizer that trains each module."""
+
+
+def check_first_optimizer(applied: nn.Module, check: Callable[[Optimizer], None]) -> None:
+    """Call ``check`` with the first optimizer that has parameters of a module, before its step.
+
+    Args:
+        applied: the module that ``apply`` returned.
+        check: takes the optimizer.
+    """
+    if not _pending:
+        register_optimizer_step_pre_hook(_before_first_step)
+    _pending[applied] = check
+
+
+def _before_first_step(optimizer: Optimizer, *_: Any) -> None:
+    """torch's hook of all optimizers."""
+    for module, check in [*_pending.items()]:
+        if not {*module.parameters()}.isdisjoint(parameters_of(optimizer)):
+            check(optimizer)
+            del _pending[module]

@@ -22,7 +22,7 @@ from pgmesh.parallel.base import Level, Method, single_axis
 from pgmesh.parallel.divisibility import format_sizes
 from pgmesh.parallel.running import Loss, Pipeline
 from pgmesh.parallel.stage_cutting import copy_stage, partition_layers, tied_names
-from pgmesh.parallel.stage_loops import check_loops, skip_absent
+from pgmesh.parallel.stage_loops import skip_absent
 from pgmesh.parallel.stages import Stages
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -168,8 +168,6 @@ class PipelineParallel(Method):
             ShapeError: there are fewer layers than stages.
         """
         self._check_names(module)
-        if self.stages > 1:
-            check_loops(module, self.layers)
         self._check_parameters(module)
         self._check_repeated(module)
         modules = module.get_submodule(self.layers).named_modules(remove_duplicate=False)
@@ -217,6 +215,21 @@ class PipelineParallel(Method):
         return in_layers[1] if in_layers else ""
 
     # -- checks of a module ---------------------------------------------------------------------------------------
+
+    def check(self, module: nn.Module) -> None:
+        """Check that the loss has no weights: no stage has them, so nothing would average their gradients.
+
+        Raises:
+            MethodError: it has.
+        """
+        for loss in (self.loss, getattr(self.loss, "func", None), getattr(self.loss, "__self__", None)):
+            weights = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+            if trained := [name for name, weight in weights if weight.requires_grad]:
+                raise MethodError(
+                    f"no stage has {trained[0]} of the loss, {type(loss).__name__}: put the loss into the model, as "
+                    "the end of its forward, and pass the labels as a keyword of step.\n\n"
+                    f"  PipelineParallel(..., last={[*self.last, 'loss']}, loss=lambda output, target: output)"
+                )
 
     def _check_names(self, module: nn.Module) -> None:
         """Raise a MethodError if the module has no submodule of a name."""

@@ -22,7 +22,7 @@ from pgmesh import torch_private
 from pgmesh._util.formatting import count_of
 from pgmesh.errors import MethodError, OptionsError, ShapeError
 from pgmesh.parallel.divisibility import format_sizes, nearest_multiples
-from pgmesh.parallel.nests import tensors_in
+from pgmesh.parallel.nests import map_tensors, tensors_in
 from pgmesh.parallel.sharded import reshard
 from pgmesh.parallel.stage_shapes import Stage, Tensors, device_of_stage
 from pgmesh.parallel.stages import Stages
@@ -90,6 +90,8 @@ class Pipeline(nn.Module):
         self._check_supported()
         self.tied = TiedWeights(stages, self.parts, tied)
         vars(self)["loss"] = loss  # a module, such as CrossEntropyLoss, is no submodule
+        self._targets: Any = None
+        """The target of the batch that is no tensor."""
         self.before_step: Callable[[Any], None] | None = None
         """Called at the start of each training step, with the inputs, the target and the keywords. The composition
         compares them with those of other ranks."""
@@ -117,14 +119,15 @@ class Pipeline(nn.Module):
                 f"  {self.stages.call_with('interleaved')}   # with data parallelism"
             )
 
-    def step(self, *inputs: Tensor, target: Tensor, **keywords: Any) -> list[Tensor]:
+    def step(self, *inputs: Tensor, target: Any, **keywords: Any) -> list[Tensor]:
         """Run forward and backward through all stages. Gradients of the batch's mean loss are added to ``grad``.
 
         Under ``torch.no_grad()`` only the forward pass runs, for the losses of validation data.
 
         Args:
             inputs: this rank's rows. Pass them on every rank; only the first stage uses the values.
-            target: second argument of the loss. Pass it on every rank; only the last stage uses the values.
+            target: second argument of the loss: a tensor, or a tuple, list, mapping or dataclass of tensors. Pass it on
+                every rank; only the last stage uses the values.
             keywords: keyword arguments of every stage, such as masks and position ids. Pass them on every rank. Torch
                 splits tensors by rows into microbatches, as the inputs, also those in tuples, lists and dicts. Other
                 values, with the tensors in them, are the same in each.
@@ -136,7 +139,8 @@ class Pipeline(nn.Module):
             OptionsError: the method has no loss.
             ShapeError: the rows of this rank cannot be split into equal microbatches.
             MethodError: a stage other than the last returns something other than plain tensors, or microbatches of
-                different shapes; or the schedule is "zero-bubble-v" and gradients are disabled.
+                different shapes; the target has a value of a type in which tensors are not found; or the schedule
+                is "zero-bubble-v" and gradients are disabled.
         """
         if self.loss is None:
             raise OptionsError(
@@ -169,7 +173,7 @@ class Pipeline(nn.Module):
         self,
         inputs: Tensors,
         keywords: Mapping[str, Any],
-        target: Tensor | None = None,
+        target: Any = None,
         losses: list[Tensor] | None = None,
     ) -> Any:
         """Run a batch forward through all stages and, with gradients, backward. Losses are added to ``losses``."""
@@ -177,6 +181,10 @@ class Pipeline(nn.Module):
         if is_training and self.before_step is not None:
             self.before_step((inputs, target, keywords))
         schedule = self._schedule_for(inputs, {**keywords, "target": target}, is_training)
+        self._targets = None if isinstance(target, Tensor) else target
+        if self._targets is not None:  # torch splits a tensor alone: numbers of rows, for which _loss_of takes the rows
+            map_tensors(Tensor.detach, target)  # on each rank, so that an error is on all
+            target = torch.arange(next(tensors_in((inputs, target))).size(0), device="cpu")
         run = schedule.step if is_training else schedule.eval
         of_first = inputs if 0 in self.stages.own else ()
         of_last = {"target": target, "losses": losses} if self.stages.last in self.stages.own else {}
@@ -224,6 +232,9 @@ class Pipeline(nn.Module):
     def _loss_of(self, output: Any, target: Tensor) -> Tensor:
         """The loss of a microbatch. torch detaches it in place, which fails for a view, such as that of a DTensor."""
         assert self.loss is not None
+        if self._targets is not None:
+            first, last = int(target[0]), int(target[-1])
+            return self.loss(output, map_tensors(lambda each: each[first : last + 1], self._targets)).clone()
         return self.loss(output, target).clone()
 
     def _check_rows(self, tensors: Sequence[tuple[str, Tensor]]) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -17,6 +19,8 @@ from pgmesh.parallel.base import Level, Method, format_axes
 from pgmesh.parallel.blocks import Blocks
 from pgmesh.parallel.data import check_keywords
 from pgmesh.parallel.local_experts import expert_tensors
+from pgmesh.parallel.run_order import RunOrder, watch_order
+from pgmesh.parallel.stage_cutting import is_stage
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -111,13 +115,24 @@ class ShardedDataParallel(Method):
 
     def apply(self, module: nn.Module) -> nn.Module:
         """Shard the module in place, its layers first, and return it."""
-        device_mesh, experts = self.device_mesh(), expert_tensors(module).values()
-        keywords = {**self.keywords, "ignored_params": {*self.keywords.get("ignored_params", ()), *experts}}
-        uses = _count_uses(module)
+        ignored = {*self.keywords.get("ignored_params", ()), *expert_tensors(module).values()}
+        device_mesh, keywords, uses = (
+            self.device_mesh(),
+            {**self.keywords, "ignored_params": ignored},
+            _count_uses(module),
+        )
         for layer in dict.fromkeys(self.layers(module)):  # one may be in several lists
             if _count_uses(layer).items() <= uses.items():
                 fully_shard(layer, mesh=device_mesh, **keywords)
         fully_shard(module, mesh=device_mesh, **keywords)
+        sharded = [each for each in module.modules() if isinstance(each, FSDPModule)]
+        reductions = gathers = RunOrder(self.mesh, self.mesh.ranks(*self.average_axes), len(sharded))
+        if self.replicates and self.shards:  # replicas may evaluate on their own
+            gathers = RunOrder(self.mesh, self.mesh.ranks(*self.shards), len(sharded))
+        watch_order(gathers, reductions, module, ignored)
+        if not is_stage(module):  # a pipeline shards weights again after each step
+            module.register_forward_pre_hook(partial(_reshard, sharded), prepend=True)
+            module.register_forward_hook(partial(_after_pass, sharded))
         return module
 
     @contextlib.contextmanager
@@ -144,6 +159,18 @@ def reshard(module: nn.Module) -> None:
     for each in module.modules():
         if isinstance(each, FSDPModule):
             each.reshard()
+
+
+def _reshard(sharded: Iterable[FSDPModule], *_: object) -> None:
+    """Forward pre-hook: shard what the last pass left whole, since an optimizer may have changed the shards."""
+    for each in sharded:
+        each.reshard()
+
+
+def _after_pass(sharded: Iterable[FSDPModule], module: nn.Module, *_: object) -> None:
+    """Forward hook: shard what torch leaves whole for a backward pass, if this looks like a pass without one."""
+    if not (torch.is_grad_enabled() and module.training):
+        _reshard(sharded)
 
 
 def default_layers(module: nn.Module) -> Iterator[nn.Module]:

@@ -1,8 +1,7 @@
 """Tensor parallelism by torch's parallelize_module. A plan gives each module one of torch's styles.
 
-torch replaces the parameters of these modules by DTensors. ``TensorParallel`` also keeps what torch loses then (tied
-weights, frozen ones, Python attributes), and refuses plans of which torch would compute wrong results without an error:
-``sequence_plans.py`` before training, and ``partial_gradients.py`` in the first steps.
+torch replaces the parameters of these modules by DTensors. ``TensorParallel`` also keeps what torch loses then: tied
+weights, frozen ones, Python attributes.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from pgmesh.errors import MethodError
 from pgmesh.parallel.base import Method, single_axis
 from pgmesh.parallel.divisibility import divide_along_axes
-from pgmesh.parallel.partial_gradients import GradientComparison
-from pgmesh.parallel.sequence_plans import Split, check_experts, check_is_split, check_linear_layers, split_of
+from pgmesh.parallel.exchange import wait_for
+from pgmesh.parallel.nests import map_tensors, tensors_in
 from pgmesh.parallel.stage_cutting import tied_names
 from pgmesh.parallel.tensor_plans import check_styles, entries_of
 
@@ -39,11 +39,12 @@ class TensorParallel(Method):
     have torch's placements.
 
     With ``Shard(1)`` in their layouts, styles shard activations by positions (sequence parallelism). Then the plan has
-    to say so of each linear layer. The entry ``PrepareModuleInput()`` is for a module that gets whole sequences.
+    to say so of each linear layer that gets shards, sequences have to be divisible by the ranks, and layers of experts
+    need whole sequences. Nothing checks it: run ``verify``.
 
     A module with trainable parameters that computes with a shard of the activations needs an entry: of the positions,
-    or of the heads, as a norm of queries does. Otherwise each rank gets a part of its gradient. The second training
-    step raises then: it compares the gradients of the first, which have to be the same on all ranks.
+    or of the heads, as a norm of queries does. Otherwise each rank gets a part of its gradient, and nothing adds the
+    parts up. Nothing checks it either: run ``verify``.
 
     Parameters that are sharded are distributed from the first rank along the axis. All others have to be equal already.
     Untested on GPUs.
@@ -57,8 +58,7 @@ class TensorParallel(Method):
 
     Raises:
         AxisError: more than one axis.
-        OptionsError: there is no plan, or it has something else than styles, or styles take sharded sequences, but none
-            shards them.
+        OptionsError: there is no plan, or it has something else than styles.
         ShapeError: the heads are not divisible by the ranks.
 
     Source: https://docs.pytorch.org/docs/2.13/distributed.tensor.parallel.html
@@ -84,47 +84,32 @@ class TensorParallel(Method):
         single_axis(self)
         self.plan = dict(plan)
         check_styles(self.owns[0], self.plan)
-        check_is_split(self.plan)
         for count in [heads] if isinstance(heads, int) else heads:
             divide_along_axes(count, f"{count} heads", "heads", mesh, self.owns)
-
-    def check(self, module: nn.Module) -> None:
-        """Check the whole module: layers of experts get whole sequences.
-
-        Raises:
-            MethodError: the plan shards sequences, and does not say so of a layer of experts.
-        """
-        check_experts(self, module, self.plan)
 
     def apply(self, module: nn.Module) -> nn.Module:
         """Shard the layers of the module in place, and return it.
 
         Raises:
             MethodError: the module lacks a layer of the plan, or torch cannot use the style for it.
-            MethodError: sequences are sharded, and the plan does not say of a linear layer whether it gets shards or
-                whole ones.
             ShapeError: a layer is not divisible by the ranks.
         """
         entries = entries_of(module, self.plan)
-        check_linear_layers(entries)
         tied, device_mesh = tied_names(module), self.mesh.device_mesh(*self.owns)
         for layer, entry in entries.items():
             self._apply_style(entry.name, layer, entry.style, device_mesh)
         self._retie(module, tied)
-        if self.mesh.size(*self.owns) > 1:
-            GradientComparison(self, module)
         return module
 
     def _apply_style(self, name: str, layer: nn.Module, style: ParallelStyle, device_mesh: DeviceMesh) -> None:
         """Let torch shard a layer, and give the parameters that it replaces the properties of the old ones."""
         before = dict(layer.named_parameters())
-        if split := split_of(style):
-            layer.register_forward_pre_hook(partial(self._check_length, split), with_kwargs=True)
         try:
             parallelize_module(layer, device_mesh, style)
         except (NotImplementedError, KeyError) as error:  # KeyError: of a layer without the weights of the style
             kind = f"{type(style).__name__} for {name!r}, which is {type(layer).__name__}"
             raise MethodError(f"the plan has {kind}: {error}") from error
+        layer.register_forward_hook(_wait_for_output)
         for key, old in before.items():
             new = layer.get_parameter(key)
             if new is not old:
@@ -142,14 +127,6 @@ class TensorParallel(Method):
             match = partial(_match_placements, like=placements)
             new.requires_grad_(True).register_hook(match)  # type: ignore[no-untyped-call]
         new.requires_grad_(old.requires_grad)
-
-    def _check_length(self, split: Split, layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Forward hook: check that positions are divisible. torch assumes that all shards have the same size."""
-        inputs: dict[int | str, Any] = dict(enumerate((*args, *keywords.values())))
-        inputs.update(keywords)
-        if isinstance(x := inputs.get(split.argument), Tensor):
-            count = x.size(split.dim % (x.dim() + isinstance(layer, nn.Embedding)))  # token ids have no features
-            divide_along_axes(count, f"a sequence of {count} positions", "positions", self.mesh, self.owns)
 
     def _retie(self, module: nn.Module, tied: list[list[str]]) -> None:
         """Tie parameters again: parallelize_module gives each module a separate parameter.
@@ -174,3 +151,10 @@ def _match_placements(gradient: Tensor, like: tuple[Any, ...]) -> Tensor:
     if isinstance(gradient, DTensor) and gradient.placements != like:
         return gradient.redistribute(placements=like)
     return gradient
+
+
+def _wait_for_output(layer: nn.Module, _: Any, output: Any) -> Any:
+    """Forward hook: wait for the collective of the output, which a compiled module may take next."""
+    if torch.compiler.is_compiling() or not any(hasattr(each, "trigger_wait") for each in tensors_in(output)):
+        return None
+    return map_tensors(wait_for, output)

@@ -1,7 +1,4 @@
-"""Plans of tensor parallelism, which map module names to torch's styles: two ready ones, and the entries of a plan.
-
-What a plan says of sequences is in ``sequence_plans.py``.
-"""
+"""Plans of tensor parallelism, which map module names to torch's styles: two ready ones, and the entries of a plan."""
 
 from __future__ import annotations
 
@@ -71,8 +68,6 @@ class Entry:
 
     name: str
     """Name of the module."""
-    pattern: str
-    """Key of the plan."""
     style: ParallelStyle
 
 
@@ -89,7 +84,7 @@ def entries_of(module: nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[nn.
             known = sorted({re.sub(r"\.\d+\b", ".*", name) for name, _ in module.named_modules() if name})
             hint = did_you_mean(closest_name(pattern, known)) or f" It has {format_axes(known) or 'no modules'}."
             raise MethodError(f"the plan names {pattern!r}, which {type(module).__name__} does not have.{hint}")
-        entries |= {module.get_submodule(name): Entry(name, pattern, style) for name in names}
+        entries |= {module.get_submodule(name): Entry(name, style) for name in names}
     return entries
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pgmesh.errors import MethodError
-from pgmesh.parallel.exchange import on_served_device
+from pgmesh.parallel.exchange import broadcast_from_first, on_served_device
 from pgmesh.parallel.gradients import local
 from pgmesh.parallel.stages import Stages
 
@@ -50,6 +50,15 @@ class TiedWeights:
                         dist.all_reduce(summed, group=group)
                 for gradient in gradients:
                     gradient.copy_(total)
+
+    def copy_first(self) -> None:
+        """Give the copy in the last stage of each weight the values of that in the first. Ranks of both call it."""
+        for first, last in self.names:
+            copies = [local(weight).detach() for weight in self._copies(first, last).values()]
+            for copy in copies[1:]:
+                copy.copy_(copies[0])
+            if copies and (group := self.stages.end_group):
+                broadcast_from_first(copies, group)
 
     def _gradients(self, first: str, last: str) -> Iterator[torch.Tensor]:
         """The gradients of this rank's copies of a weight, unless it is frozen."""

@@ -387,6 +387,7 @@ def test_method_on_view_owns_axis_with_all_ranks(mesh: ProcessGroupMesh):
     rest = [Pipeline(mesh, "pp")]
     together = compose(mesh, Data(mesh.view(pp=2, all=4), "all"), *rest)
     assert (together.num_replicas, together.rank) == (4, 1)
+    del together
     compose(mesh, Data(mesh.at(pp=1), "dp"), Tensor(mesh, "tp"), *rest)
     both = "dp=2 x tp=2, so their 4"
     for half, bare in {
@@ -552,3 +553,44 @@ def test_invalid_entry_points_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert str(caught.value).startswith("2 installed packages provide a parallel method 'ring'; available: ")
     assert "ring (one:Ring), ring (two:Ring)" in str(caught.value)
     assert str(caught.value).endswith("\n\n  from one import Ring\n  from two import Ring")
+
+
+class RaisesOnOneRank(Method):
+    """Raises before a collective along its axes that the others enter, or after it."""
+
+    differs = "weights"
+    before = True
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        group = self.mesh.group(*self.owns)
+        if self.before and self.mesh.rank == 1:
+            raise ShapeError("3 heads cannot be shared out.")
+        dist.all_reduce(torch.ones(()), group=group)
+        if self.mesh.rank == 1:
+            raise ShapeError("3 heads cannot be shared out.")
+        return module
+
+
+@pytest.mark.fault("a plugin raises half-way")
+@pytest.mark.parametrize("before", [True, False])
+@on_ranks(4)
+def test_apply_that_fails_on_one_rank_raises_on_all(before: bool):
+    with ProcessGroupMesh(dp=2, tp=2) as mesh:
+        kept = mesh.group()
+        short = {"timeout": timedelta(seconds=3)}
+        method, other = RaisesOnOneRank(mesh, "tp", options=short), Sums(mesh, "dp", options=short)
+        method.before = before
+        text = "RaisesOnOneRank along tp failed in apply: ShapeError: 3 heads cannot be shared out."
+        with pytest.raises(MethodError) as caught:
+            compose(mesh, method, other).apply(nn.Identity())
+        assert str(caught.value).partition("\n")[0] == (text if mesh.rank == 1 else f"on rank 1, {text}")
+        dist.barrier(group=kept)
+        assert {held.ranks for held in mesh.held()} == {(0, 1, 2, 3)}
+
+
+@on_ranks(2)
+def test_apply_that_fails_before_collective_of_all_ranks_raises_on_all():
+    with ProcessGroupMesh(tp=2) as mesh:
+        method = RaisesOnOneRank(mesh, "tp", options={"timeout": timedelta(seconds=3)})
+        with pytest.raises(MethodError, match=r"RaisesOnOneRank along tp failed in apply|another rank failed in apply"):
+            compose(mesh, method).apply(nn.Identity())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from pgmesh.parallel import (
     TensorParallel,
     checkpoint,
     compose,
+    local,
 )
 from pgmesh.resharding.resharder import describe
 from tests.support.message_assertions import assert_raises
@@ -264,3 +266,102 @@ def test_load_of_no_checkpoint_names_the_path(tmp_path: Path):
             message = f"^{re.escape(str(path))} has no checkpoint that this model can load: "
             with pytest.raises(MethodError, match=message):
                 checkpoint.load(path, mesh, model)
+
+
+# ---- replicas, and optimizers that count ----
+
+
+class AverageLater(Method):
+    """Averages the weights of ranks after every second optimizer step."""
+
+    differs = "rows"
+    averages_later = True
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        self.kept, self.steps = [*self.weights(module)], 0
+        return module
+
+    @property
+    def steps_to_average(self) -> int:
+        return 2 - self.steps % 2
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.register_step_post_hook(self.after_step)
+
+    @torch.no_grad()
+    def after_step(self, *_: object) -> None:
+        self.steps += 1
+        for weight in self.kept if self.steps % 2 == 0 else ():
+            part = local(weight)
+            dist.all_reduce(part, group=self.mesh.group(*self.owns))
+            part /= self.mesh.size(*self.owns)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@on_ranks(4)
+def test_save_between_averages_names_next_safe_step(sharded: bool):
+    with ProcessGroupMesh(late=2, dp=2) as mesh:
+        later, data = AverageLater(mesh, "late"), (ShardedDataParallel if sharded else DataParallel)(mesh, "dp")
+        together = compose(mesh, later, data)
+        model = together.apply(TinyGPT(layers=1))
+        optimizer = together.attach(optimizer_of(model.parameters()))
+        folder = shared_folder()
+        for step in range(4):
+            loss_of(model(together.share(batch(step)[0])), together.share(batch(step)[1])).backward()
+            optimizer.step()
+            if step % 2:
+                checkpoint.save(folder / str(step), mesh, model, optimizer)
+                continue
+            with pytest.raises(MethodError, match=r"AverageLater along late averages them later") as caught:
+                checkpoint.save(folder / str(step), mesh, model, optimizer)
+            assert str(caught.value).endswith("   # after 1 more steps of the optimizer, when replicas are equal")
+        assert later.steps == 4
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+@on_ranks(2)
+def test_checkpoints_run_no_hooks_of_optimizers(optimizer: type[torch.optim.Optimizer]):
+    with ProcessGroupMesh(dp=2) as mesh:
+        together, steps, folder = compose(mesh, ShardedDataParallel(mesh, "dp")), list[int](), shared_folder()
+        model = together.apply(TinyGPT(layers=1))
+        used = optimizer(model.parameters(), lr=0.1)
+        used.register_step_pre_hook(lambda *_: steps.append(0))
+        used.register_step_post_hook(lambda *_: steps.append(1))
+        torch.optim.lr_scheduler.ConstantLR(used)  # it wraps the method step
+        checkpoint.save(folder, mesh, model, used)
+        checkpoint.load(folder, mesh, model, used)
+        assert not steps
+        used.step()
+        assert steps == [0, 1]
+
+
+@on_ranks(2)
+def test_several_optimizers_are_saved_and_loaded():
+    """Such as one for matrices, and another for the rest."""
+    with ProcessGroupMesh(dp=2) as mesh:
+        folder, states = shared_folder(), []
+        for resumed in (False, True):
+            together = compose(mesh, ShardedDataParallel(mesh, "dp"))
+            model = together.apply(TinyGPT(layers=1))
+            matrices = [each for each in model.parameters() if each.ndim == 2]
+            rest = [each for each in model.parameters() if each.ndim != 2]
+            optimizers = [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(rest, lr=0.1)]
+            if resumed:
+                checkpoint.load(folder, mesh, model, optimizers)
+            for step in (2, 3) if resumed else range(4):
+                codes, target = map(together.share, batch(step))
+                loss_of(model(codes), target).backward()
+                for each in optimizers:
+                    each.step()
+                    each.zero_grad()
+                if step == 1:
+                    checkpoint.save(folder, mesh, model, optimizers)
+            states.append({name: full_tensor(each) for name, each in model.named_parameters()})
+        assert_same("weights", states[1], states[0], 0.0)
+
+
+def shared_folder() -> Path:
+    """A new folder, the same on every rank."""
+    paths = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(paths)
+    return Path(paths[0])

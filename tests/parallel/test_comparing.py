@@ -417,7 +417,7 @@ def test_inputs_are_compared_over_gloo_on_any_device():
             model(torch.ones(2, 4, device="meta"))
             with pytest.raises(ShapeError, match="2 on rank 0; 3 on rank 1"):
                 together.check_inputs(torch.ones(2 + mesh.rank, 4, device="meta"))
-        assert [dist.get_backend(each) for each in used] == ["gloo"] * 3
+        assert [dist.get_backend(each) for each in used] == ["gloo"] * 4
         assert group not in used
         check_sums(groups_of(mesh))
 
@@ -477,4 +477,43 @@ def test_different_inputs_along_tensor_parallel_axis_raise():
             "  together.share(batch)   # of a batch that all ranks have; together = compose(...)"
         )
         model(torch.arange(16).view(2, 8) + together.rank)
+        check_sums(groups_of(mesh))
+
+
+class Sequences(nn.Module):
+    """Attention of tokens, or of vectors, to themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.attention = nn.Embedding(24, 8), scaled_dot_product_attention
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if x.is_floating_point() else self.tokens(x)
+        x = x.unflatten(-1, (2, -1)).transpose(1, 2)
+        return self.attention(x, x, x, is_causal=True).transpose(1, 2).flatten(2) + 0 * self.tokens.weight.sum()
+
+
+@pytest.mark.parametrize("attention", ["ring", "ulysses"])
+@on_ranks(4)
+def test_whole_sequences_on_each_rank_raise_until_cut(attention: str):
+    """A sampler gives all ranks along cp the same rows."""
+    with ProcessGroupMesh(dp=2, cp=2) as mesh:
+        context = ContextParallel(mesh, "cp", attention=attention)
+        together = compose(mesh, DataParallel(mesh, "dp"), context)
+        codes, _ = batch(0)
+        for whole in (codes, Sequences().tokens(codes).detach()):
+            model, rows = together.apply(Sequences()), whole[together.rank :: together.num_replicas]
+            with pytest.raises(ShapeError) as caught:
+                model(rows)
+            assert str(caught.value) == (
+                "all ranks along cp=2 have the same inputs, but ContextParallel needs another part of each sequence on "
+                "each: attention would run over copies.\n\n"
+                "  together.share(batch)   # cuts rows and positions of a batch that all ranks have\n"
+                "  together.cut(batch)   # cuts positions of the rows that a sampler has given this rank"
+            )
+            expected = context.cut(Sequences()(rows))
+            torch.testing.assert_close(model(together.cut({"x": rows})["x"]), expected)
+        model = together.apply(Sequences())
+        model(torch.zeros(2, 4, dtype=torch.int64))  # padding alone
         check_sums(groups_of(mesh))

@@ -10,13 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.experimental import context_parallel
-from torch.nn import functional
-from torch.nn.attention.flex_attention import flex_attention
-from torch.nn.functional import scaled_dot_product_attention, scaled_dot_product_attention as attention_of_torch
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from pgmesh import MethodError, ProcessGroupMesh
-from pgmesh.parallel import ContextParallel, DataParallel, Method, compose, ring
+from pgmesh import ProcessGroupMesh
+from pgmesh.parallel import ContextParallel, DataParallel, compose, ring
 from tests.support import parallel_models
 from tests.support.fake_world import fake_rank
 from tests.support.parallel_models import (
@@ -27,7 +25,6 @@ from tests.support.parallel_models import (
     loss_of,
     train_alone,
 )
-from tests.support.pipelines import gpt_stages
 from tests.support.worlds import check_sums, on_ranks
 
 pytestmark = pytest.mark.long
@@ -225,65 +222,6 @@ def test_attention_is_replaced_where_it_is_kept(mesh):
     assert [block.attend for block in model.blocks] == [method.attention] * 2
 
 
-class Fixed(nn.Module):
-    """Attention that cannot be replaced, called in a method other than ``forward``."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.attend(x)
-
-    def attend(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.scaled_dot_product_attention(x, x, x, is_causal=True)
-
-
-class Renamed(nn.Module):
-    """Attention by another name."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return attention_of_torch(x, x, x)
-
-
-class Stored(nn.Module):
-    """Attention in a function of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attend = lambda x: functional.scaled_dot_product_attention(x, x, x)
-
-
-class Flexible(nn.Module):
-    """Attention by another function of torch."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return flex_attention(x, x, x)
-
-
-def model_with(layer: nn.Module) -> nn.Module:
-    """A model of which the last layer has this one, and the first attention that can be replaced."""
-    model = TinyGPT(layers=2)
-    model.blocks[1] = nn.Sequential(layer)
-    return model
-
-
-FIXED = [
-    (Fixed(), "0", "scaled_dot_product_attention"),
-    (Renamed(), "0", "scaled_dot_product_attention"),
-    (Stored(), "0", "scaled_dot_product_attention"),
-    (Flexible(), "0", "flex_attention"),
-    (nn.TransformerEncoderLayer(16, 2), "0.self_attn", "multi_head_attention_forward"),
-]
-
-
-@pytest.mark.parametrize(("layer", "name", "function"), FIXED)
-@pytest.mark.parametrize("stages", [1, 2])
-def test_attention_called_by_name_raises(layer, name, function, stages):
-    with fake_rank(0, 2 * stages), ProcessGroupMesh(pp=stages, dp=1, cp=2) as mesh:
-        methods: list[Method] = [ContextParallel(mesh, "cp"), DataParallel(mesh, "dp")]
-        if stages > 1:
-            methods.append(gpt_stages(mesh))
-        with pytest.raises(MethodError, match=rf"^blocks\.1\.{name}, which is \w+, calls {function} by its name\."):
-            compose(mesh, *methods).apply(model_with(layer))
-
-
 class Given(Block):
     """Attention with an argument given."""
 
@@ -310,5 +248,5 @@ def test_partial_of_attention_is_replaced():
 
 
 def test_attention_of_program_may_be_called_by_name(mesh):
-    layer = Fixed()
+    layer = nn.TransformerEncoderLayer(16, 2)
     assert ContextParallel(mesh, "cp", attention=None).apply(layer) is layer

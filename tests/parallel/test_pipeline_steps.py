@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from pgmesh import MethodError, OptionsError, ProcessGroupMesh
+from pgmesh import MethodError, OptionsError, ProcessGroupMesh, ShapeError
 from pgmesh.parallel import DataParallel, PipelineParallel, ShardedDataParallel, compose
 from pgmesh.parallel.running import MAX_SCHEDULES
 from pgmesh.parallel.schedules import SCHEDULES
@@ -195,3 +195,46 @@ def test_impossible_schedule_raises_at_construction(schedule):
                         accepted = True
                     what = f"{schedule} with {count} stages on each of {size} ranks, {microbatches} microbatches"
                     assert accepted == torch_accepts(mesh, schedule, count, microbatches), what
+
+
+# ---- targets of several tensors ----
+
+
+def of_several(output: torch.Tensor, target: Any) -> torch.Tensor:
+    wanted, weights = target.values() if isinstance(target, dict) else target
+    return ((output - wanted).square() * weights[:, None, None]).mean()
+
+
+def named(pair: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return dict(zip(("wanted", "weights"), pair))
+
+
+@pytest.mark.parametrize("kind", [tuple, list, named])
+@on_ranks(2)
+def test_target_may_be_several_tensors(kind: Any):
+    with ProcessGroupMesh(pp=2) as mesh:
+        stages = PipelineParallel(mesh, "pp", layers="layers", loss=of_several, microbatches=2)
+        model, alone = compose(mesh, stages).apply(Net()), Net()
+        for rows in (4, 8):
+            x, target = rows_of(rows, 3), (rows_of(rows, 3) + 1, torch.arange(rows, dtype=torch.float64))
+            losses = model.step(x, target=kind(target))
+            loss = of_several(alone(x), target)
+            loss.backward()
+            if losses:
+                torch.testing.assert_close(torch.stack(losses).mean(), loss)
+            with torch.no_grad():
+                if losses := model.step(x, target=kind(target)):
+                    torch.testing.assert_close(torch.stack(losses).mean(), loss)
+        assert_same("gradients", gradients_of(model), gradients_of(alone))
+        check_sums(groups_of(mesh))
+
+
+@on_ranks(2)
+def test_target_of_unknown_type_raises_on_all_ranks():
+    with ProcessGroupMesh(pp=2) as mesh:
+        stages = PipelineParallel(mesh, "pp", layers="layers", loss=of_several, microbatches=2)
+        model, x = compose(mesh, stages).apply(Net()), rows_of(4, 3)
+        with pytest.raises(MethodError, match="does not know the type object"):
+            model.step(x, target=(x, object()))
+        with pytest.raises(ShapeError, match="4 rows of inputs, 3 rows of target cannot be split"):
+            model.step(x, target=[x[:3]])

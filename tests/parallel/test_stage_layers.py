@@ -140,74 +140,10 @@ def test_loop_over_stage_layers_equals_one_process(number: int):
         assert_same("gradients", gradients_of(model), gradients_of(alone))
 
 
-class Numbered(Looping):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for i, layer in enumerate(self.layers):
-            x = layer(x) * i
-        return x
-
-
-class Zipped(Looping):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for scale, layer in zip(range(LAYERS), self.layers.children()):
-            x = layer(x) * scale
-        return x
-
-
-class Listed(Looping):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first, *_ = list(self.layers[:LAYERS])
-        return first(x)
-
-
-class NumberedNames(Looping):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return sum(i * self.layers[name](x) for i, name in enumerate(self.layers.keys()))
-
-
-class Whole(nn.Module):
-    """A model whose layers are in a module of it."""
-
-    def __init__(self, body: Looping) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        pairs = [*zip([1, 2], enumerate([3, 4]))]  # not of layers
-        return self.body(x) * len(pairs)
-
-
 @pytest.fixture
 def mesh() -> Iterator[ProcessGroupMesh]:
     with fake_rank(1, 2), ProcessGroupMesh(pp=2) as mesh:
         yield mesh
-
-
-@pytest.mark.parametrize("kind", [nn.ModuleList, nn.Sequential, nn.ModuleDict])
-@pytest.mark.parametrize("model", [Numbered, Zipped, Listed, NumberedNames])
-@pytest.mark.parametrize("inside", [False, True])
-def test_layers_numbered_on_a_stage_raise(mesh, kind, model, inside):
-    def cut(model: type[Looping]) -> Any:
-        module: Any = model(kind, with_names)
-        name = "body.layers" if inside else "layers"
-        stages = PipelineParallel(mesh, "pp", layers=name, loss=None, microbatches=2)
-        (stage,) = stages.cut(Whole(module) if inside else module)
-        return stage.body if inside else stage
-
-    with pytest.raises(MethodError, match=r"has only some layers of .*layers, so enumerate, zip") as caught:
-        cut(model)
-    call, stage = str(caught.value).splitlines()[-1].strip().partition("   #")[0], cut(Looping)
-    found: dict[str, Any] = {"self": stage, "names": []}
-    exec(f"{call} names.append(name)", found)
-    assert found["names"] == [name for name, layer in stage.layers.named_children()]
-    assert [int(name[-1]) for name in found["names"]] == [3, 4]
-
-
-def test_layers_numbered_in_one_stage_are_right(mesh):
-    alone = mesh.view(pp=1, all=2)
-    module = Numbered(nn.ModuleList, with_names)
-    (stage,) = PipelineParallel(alone, "pp", layers="layers", loss=None, microbatches=2).cut(module)
-    assert stage(torch.ones(1, WIDTH, dtype=torch.float64)).shape == (1, WIDTH)
 
 
 @pytest.mark.parametrize("number", range(len(RIGHT)))

@@ -1,0 +1,71 @@
+"""Initial values of weights from the meta device: those of one process, on a mesh of any shape.
+
+Each layer gets its values as a whole, from random numbers of its own that follow from a seed and its name in the whole
+model. Then each rank keeps its part. So ranks agree on what they share, and differ in what they do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from pgmesh._util.samples import digest
+from pgmesh.errors import MethodError
+from pgmesh.parallel.gradients import local
+from pgmesh.parallel.pieces import sharded_as_plain_tensors, whole_name
+
+
+@torch.no_grad()
+def initialize_layers(module: nn.Module, init: Callable[[nn.Module], object], seed: int) -> None:
+    """Call ``init`` for each submodule that has parameters or buffers of its own, and keep this rank's part.
+
+    Args:
+        module: the module that ``apply`` returned, with its parameters sharded.
+        init: gives the parameters and buffers of one module their values.
+        seed: the seed, the same on every rank.
+
+    Raises:
+        MethodError: a parameter is on the meta device, or a shard that is a plain tensor.
+    """
+    unknown = sharded_as_plain_tensors(module)
+    for name, weight in module.named_parameters():
+        if weight.is_meta:
+            raise MethodError(f'{name} has no memory yet.\n\n  model.to_empty(device="cpu")   # or "cuda"')
+        if name in unknown:
+            raise MethodError(f"{name} is a shard, and a plain tensor: of which part of the weight is not known.")
+    for name, layer in module.named_modules():
+        own = dict(layer.named_parameters(recurse=False))
+        if own or any(True for _ in layer.buffers(recurse=False)):
+            _initialize_layer(layer, own, init, digest((seed, whole_name(module, name))))
+
+
+def _initialize_layer(
+    layer: nn.Module, own: dict[str, nn.Parameter], init: Callable[[nn.Module], object], seed: int
+) -> None:
+    whole = object.__new__(type(layer))  # that of a sharded module would call its __init__
+    vars(whole).update(vars(layer))
+    vars(whole)["_parameters"] = dict(vars(layer)["_parameters"])
+    for key, weight in own.items():
+        values = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        whole.register_parameter(key, nn.Parameter(values, requires_grad=weight.requires_grad))
+    with torch.random.fork_rng([each.device for each in own.values() if each.is_cuda][:1], device_type="cuda"):
+        torch.manual_seed(seed)
+        init(whole)
+    for key, weight in own.items():
+        local(weight).copy_(local_part(whole.get_parameter(key), weight))
+
+
+def local_part(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, by the placements of a tensor, which cut one dimension after the other."""
+    if not isinstance(like, DTensor):
+        return whole
+    mesh, placements = like.device_mesh, dict[int, Any](enumerate(like.placements))
+    for i in sorted(placements, key=lambda i: type(placements[i]) is not Shard):  # FSDP cuts what is cut already
+        if not placements[i].is_replicate():
+            parts, index = whole.chunk(mesh.size(i), placements[i].dim), mesh.get_local_rank(i)
+            whole = parts[index] if index < len(parts) else whole.narrow(placements[i].dim, 0, 0)
+    return whole

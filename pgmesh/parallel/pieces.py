@@ -1,0 +1,118 @@
+"""The pieces of a model's weights that ranks hold, compared by samples of their values.
+
+A piece is a whole weight, or a shard that is a DTensor. Ranks that hold the same piece are replicas, and have to have
+the same values. Ranks that hold different pieces have equal random values if they drew them with one seed. Shards that
+are plain tensors are left out: nothing says which part of a weight they are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from pgmesh._util.samples import digest, sample
+from pgmesh.mesh import ProcessGroupMesh
+from pgmesh.parallel.comparing import exchange_group, gather_numbers
+from pgmesh.parallel.gradients import local
+from pgmesh.parallel.plain_shards import count_shards, owned_tensors
+
+
+def whole_name(module: nn.Module, name: str) -> str:
+    """The name of a parameter or submodule in the whole model: without stages of a pipeline, and wrappers such as DDP.
+
+    Args:
+        module: the module that ``apply`` returned.
+        name: the name in it.
+    """
+    words, first_names = name.split("."), dict[str, str]()
+    if "before_step" in vars(module):  # a Pipeline; its import would load torch's pipelines
+        words, first_names = words[2:], vars(module)["canonical_names"]
+    plain = ".".join(word for word in words if word not in ("module", "_orig_mod"))
+    return first_names.get(plain, plain)
+
+
+def sharded_as_plain_tensors(module: nn.Module) -> set[str]:
+    """The names of the parameters and buffers that are shards, and no DTensors."""
+    cut = tuple(f"{name}." for name, each in module.named_modules() if getattr(each, "sharded_along", ""))
+    return {
+        name for name, owner, key, _ in owned_tensors(module) if count_shards(owner, key) > 1 or name.startswith(cut)
+    }
+
+
+def pieces_of(module: nn.Module) -> dict[str, Tensor]:
+    """This rank's pieces of the parameters of a module, by the name in the whole model and the index of the shard."""
+    unknown = sharded_as_plain_tensors(module)
+    pieces: dict[str, Tensor] = {}
+    for name, weight in module.named_parameters():
+        if name not in unknown:
+            pieces[f"{whole_name(module, name)} {shard_index(weight)}".rstrip()] = local(weight).detach()
+    return pieces
+
+
+def shard_index(weight: Tensor) -> str:
+    """The index of a DTensor's shard, such as "(shard 0, 3)"; "" if it is whole on each rank."""
+    if not isinstance(weight, DTensor):
+        return ""
+    cut = [i for i, each in enumerate(weight.placements) if not each.is_replicate()]
+    indices = ", ".join(str(weight.device_mesh.get_local_rank(i)) for i in cut)
+    return f"(shard {indices})" if indices else ""
+
+
+def describe_values(values: Sequence[float]) -> int:
+    """A digest of samples; a negative one if they are all the same, as zeros and ones are."""
+    return digest(values) if len({*values}) > 1 else -digest(values)
+
+
+class PieceComparison:
+    """The pieces of all ranks, by digests of their names and samples. Every one of the ranks creates it.
+
+    Args:
+        mesh: a mesh of the ranks.
+        ranks: the ranks.
+        module: the module that ``apply`` returned.
+    """
+
+    def __init__(self, mesh: ProcessGroupMesh, ranks: Sequence[int], module: nn.Module) -> None:
+        self._mesh, self._ranks = mesh, ranks
+        pieces = pieces_of(module)
+        self._names = {digest(name): name for name in pieces}
+        own = [(digest(name), describe_values(sample(piece))) for name, piece in pieces.items()]
+        most = max(number for (number,) in gather_numbers(mesh, ranks, [len(own)]).values())
+        gathered = gather_numbers(mesh, ranks, itertools.chain(*own, [0, 0] * (most - len(own))))
+        pairs = [(rank, pair) for rank, each in gathered.items() for pair in zip(each[::2], each[1::2])]
+        self._held = [(rank, piece, values) for rank, (piece, values) in pairs if piece]
+        """The pieces of each rank, and their values."""
+
+    def different_replicas(self) -> dict[int, str]:
+        """The name of a piece by each of two ranks that have other values of it; the same on every rank."""
+        first: dict[int, tuple[int, int]] = {}
+        for rank, piece, values in self._held:
+            holder, held = first.setdefault(piece, (rank, values))
+            if held != values:
+                return self._found({holder: piece, rank: piece})
+        return {}
+
+    def equal_pieces(self) -> dict[int, str]:
+        """The names of two pieces with the same values, by their ranks; the same on every rank.
+
+        Values that a rank has in several pieces are left out: they are no random ones, or equal on purpose.
+        """
+        first: dict[int, tuple[int, int]] = {}
+        counts = Counter((rank, values) for rank, _, values in self._held)
+        repeated = {values for (_, values), number in counts.items() if number > 1}
+        for rank, piece, values in self._held:
+            holder, held = first.setdefault(values, (rank, piece))
+            if held != piece and values > 0 and values not in repeated:
+                return self._found({holder: held, rank: piece})
+        return {}
+
+    def _found(self, pieces: Mapping[int, int]) -> dict[int, str]:
+        """The names of a piece of each of two ranks, which the others get from these."""
+        names = [self._names.get(pieces.get(self._mesh.rank, 0), "")] * len(self._ranks)
+        dist.all_gather_object(names, names[0], group=exchange_group(self._mesh, self._ranks))
+        return {rank: name for rank, name in zip(self._ranks, names) if rank in pieces}

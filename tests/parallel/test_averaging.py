@@ -1,0 +1,229 @@
+"""Weights and backward passes that no method would average: each is right or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pgmesh import MethodError, ProcessGroupMesh
+from pgmesh.parallel import ContextParallel, DataParallel, ExpertParallel, ShardedDataParallel, compose
+from tests.support.parallel_models import TinyGPT, assert_same, batch, gradients_of, loss_of
+from tests.support.pipelines import gpt_stages, needs_pipelines
+from tests.support.worlds import check_sums, groups_of, on_ranks
+
+torch.set_num_threads(1)  # also on ranks, which import this: others share their cores
+
+# ---- parameters that were replaced ----
+
+
+def replaced_by_loading(model: nn.Module) -> None:
+    model.load_state_dict({name: each.clone() for name, each in model.state_dict().items()}, assign=True)
+
+
+def replaced_by_hand(model: nn.Module) -> None:
+    owner = getattr(model, "module", model).blocks[0].up
+    owner.weight = nn.Parameter(owner.weight.detach().clone())
+
+
+REPLACEMENTS = {"assign": replaced_by_loading, "by hand": replaced_by_hand}
+
+
+@pytest.mark.parametrize("how", REPLACEMENTS)
+@on_ranks(2)
+def test_replaced_parameters_of_ddp_raise(how: str):
+    with ProcessGroupMesh(dp=2) as mesh:
+        together, codes = compose(mesh, DataParallel(mesh, "dp")), batch(0)[0]
+        for steps_before in (0, 3):
+            model = together.apply(TinyGPT(layers=1))
+            for _ in range(steps_before):
+                model(together.share(codes)).sum().backward()
+            REPLACEMENTS[how](model)
+            with pytest.raises(MethodError, match="was replaced after apply: ranks would not average its gradients"):
+                model(together.share(codes))
+
+
+@on_ranks(2)
+def test_parameters_assigned_to_sharded_model_are_averaged():
+    with ProcessGroupMesh(dp=2) as mesh:
+        together, (codes, target) = compose(mesh, ShardedDataParallel(mesh, "dp")), batch(0)
+        model, alone = together.apply(TinyGPT(layers=1)), TinyGPT(layers=1)
+        replaced_by_loading(model)
+        loss_of(model(together.share(codes)), together.share(target)).backward()
+        loss_of(alone(codes), target).backward()
+        assert_same("gradients", gradients_of(model), gradients_of(alone))
+
+
+# ---- several backward passes of a forward pass ----
+
+
+def two_of_one(model: nn.Module, x: torch.Tensor) -> None:
+    y = model(x)
+    y.square().mean().backward(retain_graph=True)
+    y.abs().mean().backward()
+
+
+def two_after_two(model: nn.Module, x: torch.Tensor) -> None:
+    losses = [model(x + i).square().mean() for i in range(2)]
+    for loss in losses:
+        loss.backward()
+
+
+def one_of_two(model: nn.Module, x: torch.Tensor) -> None:
+    sum(model(x + i).square().mean() for i in range(2)).backward()
+
+
+def one_after_another(model: nn.Module, x: torch.Tensor) -> None:
+    for i in range(2):
+        model(x + i).square().mean().backward()
+
+
+def with_penalty(model: nn.Module, x: torch.Tensor) -> None:
+    """The gradient with respect to the inputs is a part of the loss, as in WGAN-GP: of each row alone."""
+    x = x.clone().requires_grad_()
+    y = model(x)
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    (y.square().mean() + gradient.square().mean()).backward()
+
+
+RAISE = [two_of_one, two_after_two]
+TRAIN = [one_of_two, one_after_another, with_penalty]
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+@pytest.mark.parametrize("data", [DataParallel, ShardedDataParallel])
+@on_ranks(2)
+def test_several_backward_passes_are_right_or_raise(data: Any):
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with ProcessGroupMesh(dp=2) as mesh:
+        together = compose(mesh, data(mesh, "dp"))
+        for step in RAISE + TRAIN:
+            if data is ShardedDataParallel and step is with_penalty:  # torch raises
+                continue
+            model, alone = together.apply(small()), small()
+            if data is DataParallel and step in RAISE:
+                with pytest.raises(MethodError, match="in a second backward pass of one forward pass"):
+                    step(model, together.share(x))
+                continue
+            for _ in range(2):  # gradients are added up
+                step(model, together.share(x))
+                step(alone, x)
+            assert_same(step.__name__, gradients_of(model), gradients_of(alone))
+        check_sums(groups_of(mesh))
+
+
+@on_ranks(2)
+def test_backward_passes_of_accumulation_may_be_several():
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with ProcessGroupMesh(dp=2) as mesh:
+        together = compose(mesh, DataParallel(mesh, "dp"))
+        model, alone = together.apply(small()), small()
+        with together.accumulate(model, last=False):
+            two_of_one(model, together.share(x))
+        one_after_another(model, together.share(x))
+        two_of_one(alone, x)
+        one_after_another(alone, x)
+        assert_same("gradients", gradients_of(model), gradients_of(alone))
+
+
+# ---- weights beside the model ----
+
+
+class Loss(nn.Module):
+    """A loss with a temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return loss_of(output * self.temperature, target)
+
+
+@needs_pipelines
+@pytest.mark.parametrize(
+    "wrap", [lambda loss: loss, partial, lambda loss: loss.forward], ids=["module", "partial", "method"]
+)
+def test_pipeline_loss_with_weights_raises(mesh: ProcessGroupMesh, wrap: Callable[[Any], Any]):
+    stages = gpt_stages(mesh, loss=wrap(Loss()))
+    together = compose(mesh, stages, DataParallel(mesh, "dp"), unowned=["tp"])
+    with pytest.raises(MethodError, match="no stage has temperature of the loss, Loss"):
+        together.apply(TinyGPT(layers=2))
+
+
+@needs_pipelines
+@pytest.mark.parametrize("kind", ["data", "sharded", "pipeline"])
+@on_ranks(4)
+def test_optimizer_of_weights_beside_model_raises_in_first_step(kind: str):
+    with ProcessGroupMesh(other=2, dp=2) as mesh:
+        loss, (codes, target) = Loss(), batch(0)
+        function = lambda output, labels: loss(output, labels)  # noqa: E731
+        methods = {
+            "data": lambda: [DataParallel(mesh, "dp", "other")],
+            "sharded": lambda: [ShardedDataParallel(mesh, "dp", "other")],
+            "pipeline": lambda: [gpt_stages(mesh, "other", loss=function), DataParallel(mesh, "dp")],
+        }[kind]()
+        together = compose(mesh, *methods)
+        model = together.apply(TinyGPT(layers=2))
+        optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
+        codes, target = together.share(codes), together.share(target)
+
+        def backward(loss: Callable[..., torch.Tensor]) -> None:
+            model.step(codes, target=target) if kind == "pipeline" else loss(model(codes), target).backward()
+
+        backward(loss)
+        for _ in range(2):
+            with pytest.raises(MethodError, match="the optimizer has 1 parameter of no module that apply returned"):
+                optimizer.step()
+        if kind == "data":
+            loss = together.apply(loss)
+            optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
+            backward(loss)
+            optimizer.step()
+        check_sums(groups_of(mesh))
+
+
+@on_ranks(2)
+def test_optimizer_of_two_compositions_steps():
+    with ProcessGroupMesh(dp=2) as mesh:
+        models = [compose(mesh, DataParallel(mesh, "dp")).apply(small()) for _ in range(2)]
+        optimizer = torch.optim.SGD([weight for model in models for weight in model.parameters()], lr=0.1)
+        for model in models:
+            model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+
+
+# ---- one method in two compositions ----
+
+
+def test_method_in_two_compositions_raises(mesh: ProcessGroupMesh):
+    for kind in (DataParallel, ShardedDataParallel):
+        data, context = kind(mesh, "dp"), ContextParallel(mesh, "tp")
+        first = compose(mesh, data, unowned=["pp", "tp"])
+        with pytest.raises(MethodError) as caught:
+            compose(mesh, data, context, unowned=["pp"])
+        assert str(caught.value).startswith(f"{data} is in another composition, of {data}, and would be in one of ")
+        compose(mesh, data, unowned=["pp", "tp"])  # the same again
+        assert data.average_axes == ("dp",)
+        del first, caught
+        compose(mesh, data, context, unowned=["pp"])
+
+
+def test_experts_in_two_compositions_raise(mesh: ProcessGroupMesh):
+    experts = ExpertParallel(mesh, "tp")
+    first = compose(mesh, experts, DataParallel(mesh, "dp"), unowned=["pp"])
+    with pytest.raises(MethodError, match=r"along tp is in another composition, of .*DataParallel along dp, and would"):
+        compose(mesh, experts, DataParallel(mesh, "dp", "tp"), unowned=["pp"])
+    assert experts.average_axes == ("dp", "tp")
+    assert first.methods[0] is experts
+    with pytest.raises(MethodError, match=r"would be in one of ExpertParallel along tp\. "):
+        compose(mesh, experts, unowned=["pp", "dp"])
+    assert experts.average_axes == ("dp", "tp")

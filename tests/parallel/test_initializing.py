@@ -1,0 +1,99 @@
+"""Initial values of weights from the meta device, on meshes of several shapes, against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from pgmesh import MethodError, ProcessGroupMesh
+from pgmesh.parallel import ExpertParallel, Method, ShardedDataParallel, TensorParallel, compose, local
+from tests.support.expert_models import ExpertBlock
+from tests.support.parallel_models import TinyGPT, assert_same, batch, loss_of, weights_of
+from tests.support.pipelines import gpt_stages, needs_pipelines
+from tests.support.tensor_plans import BLOCK_PLAN, VOCABULARY_PLAN
+from tests.support.worlds import check_sums, groups_of, on_ranks
+
+pytestmark = pytest.mark.long
+
+torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
+
+KINDS: dict[str, Callable[[ProcessGroupMesh], list[Method]]] = {
+    "sharded": lambda mesh: [ShardedDataParallel(mesh, "dp", "other")],
+    "replicated": lambda mesh: [ShardedDataParallel(mesh, "dp", "other", replicate="other")],
+    "tensor": lambda mesh: [ShardedDataParallel(mesh, "dp"), TensorParallel(mesh, "other", plan=BLOCK_PLAN)],
+    "vocabulary": lambda mesh: [ShardedDataParallel(mesh, "dp"), TensorParallel(mesh, "other", plan=VOCABULARY_PLAN)],
+    "experts": lambda mesh: [ShardedDataParallel(mesh, "dp", "other"), ExpertParallel(mesh, "other")],
+    "pipeline": lambda mesh: [gpt_stages(mesh, "other"), ShardedDataParallel(mesh, "dp")],
+}
+
+
+def model_of(kind: str, tied: bool = False) -> TinyGPT:
+    with torch.device("meta"):
+        return TinyGPT(layers=2, block=ExpertBlock if kind == "experts" else None, tied=tied)
+
+
+def draw(layer: nn.Module) -> None:
+    """Random numbers for biases and norms too, which torch starts with constants."""
+    for weight in layer.parameters(recurse=False):
+        nn.init.normal_(weight)
+
+
+def alone(kind: str) -> nn.Module:
+    with ProcessGroupMesh(one=1, ranks=[torch.distributed.get_rank()]) as mesh:
+        together = compose(mesh)
+        model = together.apply(model_of(kind)).to_empty(device="cpu")
+        together.initialize(model, draw, seed=3)
+        return model
+
+
+@needs_pipelines
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(4)
+def test_initialized_weights_are_those_of_one_process(kind: str):
+    with ProcessGroupMesh(dp=2, other=2) as mesh:
+        together = compose(mesh, *KINDS[kind](mesh))
+        model = together.apply(model_of(kind)).to_empty(device="cpu")
+        torch.manual_seed(mesh.rank)
+        together.initialize(model, draw, seed=3)
+        assert_same(kind, weights_of(model), weights_of(alone(kind)), 0.0)
+        codes, target = map(together.share, batch(0))
+        if kind == "pipeline":
+            model.step(codes, target=target)
+        elif kind != "vocabulary":
+            loss_of(model(codes), target).backward()
+        check_sums(groups_of(mesh))
+
+
+@needs_pipelines
+@on_ranks(2)
+def test_initialized_copies_of_tied_weights_are_equal():
+    with ProcessGroupMesh(pp=2) as mesh:
+        together = compose(mesh, gpt_stages(mesh))
+        model = together.apply(model_of("pipeline", tied=True)).to_empty(device="cpu")
+        together.initialize(model, draw)
+        mine = next(each for name, each in weights_of(model).items() if name in ("tokens.weight", "head.weight"))
+        both = [torch.empty_like(mine) for _ in range(2)]
+        torch.distributed.all_gather(both, mine, group=mesh.group())
+        assert torch.equal(*both)
+
+
+@needs_pipelines
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(4)
+def test_one_seed_for_different_weights_raises(kind: str):
+    with ProcessGroupMesh(dp=2, other=2) as mesh:
+        together = compose(mesh, *KINDS[kind](mesh))
+        model = together.apply(model_of(kind)).to_empty(device="cpu")
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for weight in model.parameters():
+                local(weight).normal_()
+        codes, target = map(together.share, batch(0))
+        with pytest.raises(MethodError, match="are different weights, and start with the same values"):
+            model.step(codes, target=target) if kind == "pipeline" else model(codes)
+        together.initialize(model, draw, seed=3)
+        if kind != "vocabulary":
+            model.step(codes, target=target) if kind == "pipeline" else model(codes)
