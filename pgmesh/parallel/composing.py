@@ -247,7 +247,7 @@ class Composition:
             (one, name), (other, other_name) = found.items()
             raise MethodError(
                 f"{name} on rank {one} and {other_name} on rank {other} are different weights, and start with the same "
-                f"values: ranks drew them with one seed.\n\n{INITIALIZE}   # also if this is on purpose"
+                f"values: ranks drew them with one seed.\n\n{INITIALIZE}, also if this is on purpose"
             )
 
     def _watch_first_step(self, module: nn.Module, applied: nn.Module, was_on_meta: bool) -> None:
