@@ -1,7 +1,8 @@
 """Resharding: tensors from one mesh to another.
 
 ``sharding.py`` and ``plan.py`` are arithmetic, without torch. ``link.py`` connects the ranks, ``transfer.py`` sends and
-receives, ``resharder.py`` describes the tensors of both sides and is the whole.
+receives, ``placed.py`` has parts of tensors, ``resharder.py`` describes the tensors of both sides and is the whole.
+``vllm.py`` gives the parameters of vLLM the names of Hugging Face.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from pgmesh._util.lazy_names import lazy_names
 
 _MODULE_OF = {
     **dict.fromkeys(["RankPlan", "ReshardPlan", "Transfer"], "plan"),
+    "Placed": "placed",
+    "vllm_parts": "vllm",
     **dict.fromkeys(["Moved", "Resharder", "reshard"], "resharder"),
 }
 
@@ -19,5 +22,7 @@ __all__, __getattr__, __dir__ = lazy_names(__name__, _MODULE_OF)
 
 
 if TYPE_CHECKING:
+    from pgmesh.resharding.placed import Placed as Placed
     from pgmesh.resharding.plan import RankPlan as RankPlan, ReshardPlan as ReshardPlan, Transfer as Transfer
     from pgmesh.resharding.resharder import Moved as Moved, Resharder as Resharder, reshard as reshard
+    from pgmesh.resharding.vllm import vllm_parts as vllm_parts

@@ -75,10 +75,10 @@ class Link:
         self.ranks = tuple(sorted({*self.sides["source"], *self.sides["target"]}))
         self._user_meshes = [each for each in (source, target) if isinstance(each, ProcessGroupMesh)]
         world = self._user_meshes[0].world.core if self._user_meshes else current_world()
-        if any(each.world.core is not world for each in self._user_meshes):
-            raise MembershipError(f"{source!r} and {target!r} are in different worlds, so their ranks never meet.")
-        self.rank = world.rank
+        self._world, self.rank = world, world.rank
         self.label = f"the transfer from {_describe(source)} to {_describe(target)}"
+        for each in self._user_meshes:
+            self.check_world(each)
         if self.rank not in self.ranks:
             raise MembershipError(
                 f"rank {self.rank} is in neither the source nor the target, so it has nothing to send or receive.\n\n"
@@ -93,9 +93,13 @@ class Link:
         self.device = torch.device("cuda" if backends.nccl else "cpu") if world.name else device_of(dist.group.WORLD)
         """The device of the collectives."""
         self.seconds = to_timedelta(timeout).total_seconds()
-        self._world = world
         self._connection = world.state_of(Connections).find([*self.sides.values()], self.ranks)
         self.begin()
+
+    def check_world(self, mesh: ProcessGroupMesh | Layout) -> None:
+        """Raise MembershipError if a mesh is in another world than the ranks of the link."""
+        if isinstance(mesh, ProcessGroupMesh) and mesh.world.core is not self._world:
+            raise MembershipError(f"{mesh!r} and {self.label} are in different worlds, so their ranks never meet.")
 
     # -- calls ----------------------------------------------------------------------------------------------------
 

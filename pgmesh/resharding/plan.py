@@ -58,6 +58,7 @@ class RankPlan:
         copied: the region that it holds and wants; None if there is none.
         itemsize: bytes of an element.
         leaving: number of elements that it sends to other hosts.
+        floor: number of elements of the source that it wants and does not hold.
     """
 
     rank: int
@@ -68,6 +69,7 @@ class RankPlan:
     copied: Region | None
     itemsize: int
     leaving: int
+    floor: int
 
     @property
     def sent(self) -> int:
@@ -78,12 +80,6 @@ class RankPlan:
     def received(self) -> int:
         """Number of elements that it receives."""
         return sum(each.size for each in self.receives)
-
-    @property
-    def floor(self) -> int:
-        """Number of elements of its target part that it does not hold."""
-        wanted, copied = (0 if region is None else size_of(region) for region in (self.wanted, self.copied))
-        return wanted - copied
 
 
 class ReshardPlan:
@@ -154,16 +150,17 @@ class ReshardPlan:
             mine = self.source.part_of(rank)
             held = self.source.region_of_part(mine)
             sends += self._shares_of(mine).sent_by(rank)
-        wanted, copied, receives = None, None, list[Transfer]()
+        wanted, copied, receives, floor = None, None, list[Transfer](), 0
         if rank in self.target.layout:
             wanted = self.target.region_of(rank)
             for part, overlap in self.source.parts_in(wanted):
                 if part == mine:
                     copied = overlap
                 else:
+                    floor += size_of(overlap)
                     receives += self._shares_of(part).received_by(rank)
         leaving = sum(each.size for each in sends if self._host_of[each.peer] != self._host_of[rank])
-        return RankPlan(rank, held, wanted, tuple(sends), tuple(receives), copied, self.itemsize, leaving)
+        return RankPlan(rank, held, wanted, tuple(sends), tuple(receives), copied, self.itemsize, leaving, floor)
 
     def _shares_of(self, part: Part) -> Shares:
         """The shares of the replicas of a part of the source."""

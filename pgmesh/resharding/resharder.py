@@ -6,10 +6,11 @@ Before a byte moves, each rank describes its tensors as JSON. All ranks compare 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import secrets
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -22,19 +23,20 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from pgmesh._util.formatting import name_ranks
 from pgmesh._util.marks import SHARD_MARK
 from pgmesh._util.samples import digest, sample
-from pgmesh.errors import LifetimeError, MethodError, MismatchError, PgmeshError, ShapeError
+from pgmesh.errors import LifetimeError, MembershipError, MethodError, MismatchError, PgmeshError, ShapeError
 from pgmesh.layout import Layout
 from pgmesh.mesh import CONNECT_TIMEOUT, ProcessGroupMesh
 from pgmesh.options import Timeout
 from pgmesh.resharding.link import Link
+from pgmesh.resharding.placed import Placed, do_overlap, fault_of_boxes, find_shared_memory, text_of
 from pgmesh.resharding.plan import ReshardPlan, balance
-from pgmesh.resharding.sharding import Placements, Sharded, Sharding, by_axis, parse_placements, shape_of
+from pgmesh.resharding.sharding import Box, Placements, Region, Sharded, Sharding, by_axis, parse_placements, shape_of
 from pgmesh.resharding.transfer import Job, Shards, fill_buckets, move
 from pgmesh.topology.host_mapping import this_host
 
 State = Union[nn.Module, Mapping[str, Any], None]
 Rename = Union[Mapping[str, Union[str, None]], Callable[[str], Union[str, None]], None]
-Tensors = Mapping[str, torch.Tensor]
+Tensors = Mapping[str, Union[torch.Tensor, Placed]]
 
 STAGING_BYTES = 16 << 20
 """Default limit of the staging memory."""
@@ -77,9 +79,9 @@ class Resharder:
     other side out. Ranks in neither mesh do nothing. The first creation connects a group of all these ranks. Ranks
     create and call several Resharders of the same meshes in the same order.
 
-    The sides have the same names and shapes, and any placements, also on slices of the meshes. A tensor that is not a
-    DTensor is whole on each rank that has its name: samples of these replicas in the source are compared. State dicts
-    may have dicts, lists and modules inside; their values that are not tensors are not moved.
+    The sides have the same names and shapes, and any placements, also on slices of the meshes. A tensor that is neither
+    a DTensor nor ``Placed`` is whole on each rank that has its name: samples of these replicas in the source are
+    compared. State dicts may have dicts, lists and modules inside; their values that are not tensors are not moved.
 
     Args:
         source_mesh: a mesh or Layout of the ranks that send.
@@ -98,11 +100,12 @@ class Resharder:
         timeout: timeout of each call, a timedelta or a number of seconds.
 
     Raises:
-        MembershipError: this rank is in neither mesh.
+        MembershipError: this rank is in neither mesh, or not in that of a ``Placed``, or the worlds differ.
         MethodError: a tensor is a shard of an expert as a plain tensor. Or the state dict of the target has a copy of a
             tensor, as from ``get_extra_state``: what is written there would be lost.
         MismatchError: names, shapes or arguments differ between ranks, or the values of a tensor that is whole on
             several ranks of the source. The message has each of them. Or ``rename`` gives two tensors one name.
+        MismatchError: parts of a tensor overlap or leave some of it out, or parts in the target share memory.
         MismatchError: the dtype of the target cannot have the values of the source: it is an integer or bool for a
             float, a narrower integer for an integer, or an 8-bit float without ``float8=True``.
         MissingRanksError: a rank did not come. The message has its status.
@@ -130,7 +133,9 @@ class Resharder:
         tensors = self._tensors()
         shards = self._shards(tensors)
         self._planned = signatures(tensors)
-        entries = [entry for side, named in tensors.items() for entry in describe(side, named)]
+        entries = [entry for side, named in tensors.items() for entry in describe(link, side, named)]
+        parts = {name: each.tensor for name, each in tensors["target"].items() if isinstance(each, Placed)}
+        entries += [Entry("memory", names, ()) for names in find_shared_memory(parts)]
         entries += [Entry("argument", "staging_bytes", staging_bytes), Entry("argument", "float8", float8)]
         with link.handling_failures():
             self._jobs = plan_jobs(link, exchange(link, entries))
@@ -238,7 +243,7 @@ class Resharder:
 
 
 def reshard(
-    tensor: torch.Tensor | None,
+    tensor: torch.Tensor | Placed | None,
     target_mesh: ProcessGroupMesh,
     placements: Placements,
     *,
@@ -246,18 +251,18 @@ def reshard(
     dtype: torch.dtype | None = None,
     timeout: Timeout = CONNECT_TIMEOUT,
 ) -> DTensor | None:
-    """Move a DTensor to another mesh. Returns it there on the ranks of the target, None on the others.
+    """Move a DTensor or a ``Placed`` to another mesh. Returns it there on the ranks of the target, None on the others.
 
     Every rank of the source and of the target calls it. The target may have any ranks in common with the source.
 
     Args:
-        tensor: a DTensor on any device mesh, or a tensor that each rank of ``source`` holds whole. None on ranks that
-            do not hold it.
+        tensor: a DTensor on any device mesh, a ``Placed``, or a tensor that each rank of ``source`` holds whole. None
+            on ranks that do not hold it.
         target_mesh: the mesh of the result.
         placements: the placements of the result, one for each axis, or by axis: ``{"tp": 0}`` shards dimension 0 along
             axis tp.
-        source: the mesh, slice or Layout whose ranks hold the tensor. Not needed where ``tensor`` is a DTensor,
-            unless the ranks' DTensors are on several device meshes, such as slices: they would wait for each other.
+        source: the mesh, slice or Layout whose ranks hold the tensor. Not needed where ``tensor`` is a DTensor or
+            ``Placed``, unless those of the ranks are on several meshes, such as slices: they would wait for each other.
         dtype: dtype of the result. Default: that of the tensor.
         timeout: timeout of the call, a timedelta or a number of seconds.
 
@@ -270,9 +275,9 @@ def reshard(
         WorldError: the world is a fake one.
     """
     held = {} if tensor is None else {"tensor": tensor}
-    entries = [*describe("source", held), Entry("argument", "float8", True)]  # dtype= asks for it
-    if source is None and isinstance(tensor, DTensor):
-        source, _ = entries[0].on(())  # the layout of its device mesh
+    sharding = None if tensor is None else sharding_of(tensor)
+    if source is None and sharding is not None:
+        source = sharding.layout
     if source is None:
         raise ShapeError(
             "reshard needs the ranks that hold the tensor, except where it is a DTensor.\n\n"
@@ -280,17 +285,19 @@ def reshard(
         )
     link, layout = Link(source, target_mesh, timeout), target_mesh.layout
     placed = tuple(parse_placements(layout, placements))
+    entries = [*describe(link, "source", held), Entry("argument", "float8", True)]  # dtype= asks for it
     if link.rank in layout:
         mesh = layout.shape, layout.ranks()
         entries.append(Entry("target", "tensor", None, None if dtype is None else str(dtype), mesh, placed))
     with link.handling_failures():
         tables = exchange(link, entries)
-        (job,) = plan_jobs(link, tables)
+        jobs = plan_jobs(link, tables)
+        wanted = jobs[0].plan.wanted
         whole = next(iter(tables["source"]["tensor"])).on_meta()
-        device = link.device if tensor is None else tensor.device
-        result = whole.new_empty(shape_of(job.plan.wanted or ()), dtype=dtype, device=device)
-        target = {} if job.plan.wanted is None else {"tensor": result}
-        move(link, [[job]], Shards(locals_of(held), target, link.device))
+        device = link.device if tensor is None else locals_of(held)["tensor"].device
+        result = whole.new_empty(shape_of(wanted or ()), dtype=dtype, device=device)
+        target = {} if wanted is None else {"tensor": result}
+        move(link, [jobs], Shards(locals_of(held), target, link.device))
     return _dtensor(result, whole, target_mesh, placements) if target else None
 
 
@@ -308,7 +315,7 @@ def _dtensor(shard: torch.Tensor, whole: torch.Tensor, mesh: ProcessGroupMesh, p
 # -- tensors and their descriptions --------------------------------------------------------------------------------
 
 
-def tensors_of(state: State, rename: Rename = None) -> dict[str, torch.Tensor]:
+def tensors_of(state: State, rename: Rename = None) -> dict[str, torch.Tensor | Placed]:
     """The tensors of a module or a state dict by name. Those in nested dicts, lists and modules have dotted names.
 
     Args:
@@ -318,7 +325,7 @@ def tensors_of(state: State, rename: Rename = None) -> dict[str, torch.Tensor]:
     Raises:
         MismatchError: two tensors have one name.
     """
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, torch.Tensor | Placed] = {}
     places: dict[str, str] = {}
     for name, place, tensor in _named_tensors(state):
         new: str | None = name
@@ -335,13 +342,15 @@ def tensors_of(state: State, rename: Rename = None) -> dict[str, torch.Tensor]:
     return found
 
 
-def _named_tensors(value: Any, name: str = "", place: str = "state") -> Iterator[tuple[str, str, torch.Tensor]]:
+def _named_tensors(
+    value: Any, name: str = "", place: str = "state"
+) -> Iterator[tuple[str, str, torch.Tensor | Placed]]:
     """Each tensor of a nested state dict, after its name and the expression for it."""
     if isinstance(value, nn.Module):
         value = value.state_dict(keep_vars=True)  # without detaching each
     if isinstance(value, (list, tuple)):
         value = dict(enumerate(value))
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, (torch.Tensor, Placed)):
         yield name, place, value
     elif isinstance(value, Mapping):
         for key, inner in value.items():
@@ -367,14 +376,13 @@ def check_that_writes_last(target: State) -> None:
 def locals_of(tensors: Tensors) -> dict[str, torch.Tensor]:
     """The local shards of DTensors; other tensors themselves. The memory is shared."""
     with torch.no_grad():
-        return {
-            name: (each.to_local() if isinstance(each, DTensor) else each).detach() for name, each in tensors.items()
-        }
+        inner = {name: each.tensor if isinstance(each, Placed) else each for name, each in tensors.items()}
+        return {name: (each.to_local() if isinstance(each, DTensor) else each).detach() for name, each in inner.items()}
 
 
 def signatures(tensors: Mapping[str, Tensors]) -> dict[tuple[str, str], list[object]]:
     """By side and name, the properties of a tensor that must not change between calls."""
-    properties = ("shape", "dtype", "device_mesh", "placements", SHARD_MARK)  # plain tensors have the first two
+    properties = ("shape", "dtype", "device_mesh", "mesh", "placements", SHARD_MARK)  # plain ones have the first two
     return {
         (side, name): [getattr(each, word, None) for word in properties]
         for side, named in tensors.items()
@@ -386,13 +394,14 @@ class Entry(NamedTuple):
     """A tensor on one side, as the ranks that hold it describe it; or an argument, with its value as the shape.
 
     Args:
-        side: "source", "target" or "argument".
+        side: "source", "target", "argument", or "memory" for tensors of the target that share it.
         name: its name in the target.
         shape: the global shape; None for the shape of the source.
         dtype: the dtype, such as "torch.float32"; None for that of the source.
         mesh: sizes and ranks of its device mesh; None for a plain tensor, which each rank that names it holds whole.
         placements: the placement on each axis; None if the tensor is replicated along it.
-        values: digest of samples of a tensor of the source that is whole; 0 for all others.
+        values: digest of samples of a tensor of the source that is whole or a box; 0 for all others.
+        box: the region of the rank's part, if it is given in place of placements.
     """
 
     side: str
@@ -402,52 +411,70 @@ class Entry(NamedTuple):
     mesh: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     placements: tuple[Sharded | None, ...] = ()
     values: int = 0
+    box: Region | None = None
 
     def described(self) -> str:
         """The dtype and the placements in messages."""
         placements = ", ".join("Replicate()" if each is None else f"Shard({each[0]})" for each in self.placements)
-        return f"as [{placements}], {self.dtype or 'in the dtype of the source'},"
+        part = f"[{placements}]" if self.box is None else text_of(self.box)
+        return f"as {part}, {self.dtype or 'in the dtype of the source'},"
 
     def on_meta(self) -> torch.Tensor:
         """A tensor of this global shape and dtype on the meta device."""
         return torch.empty(self.shape, dtype=dtype_of(self.dtype), device="meta")
 
     def on(self, ranks: Sequence[int]) -> tuple[Layout, Placements]:
-        """The layout of the tensor and its placements there, if these ranks name it."""
+        """The layout of the tensor and its placements there, if these ranks name it; of a box, only these ranks."""
+        if self.box is not None:
+            return Layout(len(ranks), ranks=ranks), Box(self.box)
         sizes, ranks = self.mesh or ((len(ranks),), ranks)
         placements = tuple(each and Sharded(*each) for each in self.placements)  # JSON makes lists of them
         return Layout(dict(enumerate(sizes)), ranks=ranks), placements or None
 
 
-def describe(side: str, tensors: Tensors) -> list[Entry]:
+def describe(link: Link, side: str, tensors: Tensors) -> list[Entry]:
     """The entries of tensors.
 
     Raises:
+        MembershipError: this rank is not in the mesh of a ``Placed``, or the mesh is in another world.
         MethodError: one is a shard as a plain tensor, of an expert or of a method of another package.
         ShapeError: one is ``Partial``, or its local shard has another shape than its placements say.
     """
-    return [_entry(side, name, tensors[name], shard) for name, shard in locals_of(tensors).items()]
+    return [_entry(link, side, name, tensors[name], shard) for name, shard in locals_of(tensors).items()]
 
 
-def _entry(side: str, name: str, tensor: torch.Tensor, shard: torch.Tensor) -> Entry:
+def sharding_of(tensor: torch.Tensor | Placed) -> Sharding | None:
+    """The sharding of a DTensor or a ``Placed``; None for a plain tensor."""
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh.mesh
+        layout = Layout(dict(enumerate(mesh.shape)), ranks=mesh.flatten().tolist())
+        return Sharding(tensor.shape, layout, tensor.placements)
+    return tensor.sharding if isinstance(tensor, Placed) else None
+
+
+def _entry(link: Link, side: str, name: str, tensor: torch.Tensor | Placed, shard: torch.Tensor) -> Entry:
     """The entry of one tensor, whose local shard is ``shard``."""
-    values = sample(tensor) if side == "source" else []
-    entry = Entry(side, name, tuple(tensor.shape), str(tensor.dtype), values=digest(values) if values else 0)
     if axes := getattr(tensor, SHARD_MARK, ""):  # FSDP may have made a DTensor of the shard
         raise MethodError(
             f"{name} is sharded along {axes} as a plain tensor: it would be moved as if this shard were the whole "
             "tensor. Move whole experts (ExpertParallel without tensor=), or leave it out.\n\n"
             f"  Resharder(..., rename={{{name!r}: None}})   # on the source; leave it out of the target too"
         )
-    if not isinstance(tensor, DTensor):
+    sharding = sharding_of(tensor)
+    values = sample(shard) if side == "source" and (sharding is None or not sharding.sharded) else []
+    entry = Entry(side, name, tuple(tensor.shape), str(tensor.dtype), values=digest(values) if values else 0)
+    if sharding is None:
         return entry
-    mesh, rank = tensor.device_mesh.mesh, tensor.device_mesh.get_rank()
-    entry = entry._replace(mesh=(tuple(mesh.shape), tuple(mesh.flatten().tolist())))
-    sharding = Sharding(tensor.shape, entry.on(())[0], tensor.placements)
-    expected = shape_of(sharding.region_of(rank)) if rank in sharding.layout else [*shard.shape]
+    layout, box = sharding.layout, None
+    if isinstance(tensor, Placed):
+        link.check_world(tensor.mesh)
+        if link.rank not in layout:
+            raise MembershipError(f"rank {link.rank} passed a part of {name}, but is not in its mesh, {layout!r}.")
+        box = tensor.placements.region if isinstance(tensor.placements, Box) else None
+    expected = shape_of(sharding.region_of(link.rank)) if link.rank in layout else [*shard.shape]
     if [*shard.shape] != expected:
         raise ShapeError(f"the local shard of {name} is {tuple(shard.shape)}, not {tuple(expected)}.")
-    return entry._replace(placements=tuple(sharding.placements))
+    return entry._replace(mesh=(layout.shape, layout.ranks()), placements=tuple(sharding.placements), box=box)
 
 
 # -- the exchange of descriptions ----------------------------------------------------------------------------------
@@ -464,7 +491,7 @@ def exchange(link: Link, entries: Sequence[Entry]) -> Tables:
     """
     while not link.agree(0):  # the ranks that call a Resharder raise, and create a new one
         link.check_deadline("some create a Resharder, others call one that they created before")
-    tables: dict[str, dict[str, dict[Entry, list[int]]]] = {"source": {}, "target": {}, "argument": {}}
+    tables: dict[str, dict[str, dict[Entry, list[int]]]] = {"source": {}, "target": {}, "argument": {}, "memory": {}}
     for text, ranks in link.gather_texts(json.dumps(entries)).items():
         for entry in (Entry(*_frozen(fields)) for fields in json.loads(text)):
             tables[entry.side].setdefault(entry.name, {}).setdefault(entry, []).extend(ranks)
@@ -473,7 +500,7 @@ def exchange(link: Link, entries: Sequence[Entry]) -> Tables:
         raise MismatchError(
             "\n  ".join(["the tensors of source and target do not match:", *lines[:MOST_LINES], *more]) + "\n\n"
             "Nothing was moved. rename= maps names of the source to names of the target, or to None to leave them out. "
-            "Shards have to be DTensors."
+            "Shards have to be DTensors or Placed."
         )
     return tables
 
@@ -502,9 +529,11 @@ def _differences(tables: Tables) -> Iterator[str]:
                 if absent := {*mesh[1]}.difference(having):
                     there = name_ranks(sorted(absent))
                     yield f"{name}: in the {side} on {name_ranks(sorted(having))}, but not on {there}"
-                elif len({(entry.dtype, entry.placements) for entry in here}) > 1:
+                elif len({(entry.dtype, entry.placements, entry.box is None) for entry in here}) > 1:
                     texts = [f"{entry.described()} on {name_ranks(sorted(ranks))}" for entry, ranks in here.items()]
                     yield f"{name}: in the {side} {', '.join(texts)}"
+                elif fault := fault_of_boxes(next(iter(here)).shape, {entry.box: here[entry] for entry in here}):
+                    yield f"{name}: in the {side} {fault}"
     for name in dict.fromkeys(name for table in tables.values() for name in table):
         sides = [side for side, table in tables.items() if name in table]
         ranks_of = _ranks_by_shape(tables[side][name] for side in sides)
@@ -513,6 +542,8 @@ def _differences(tables: Tables) -> Iterator[str]:
             yield f"{name}: in the source ({shapes}), not in the target"
         elif sides == ["target"]:
             yield f"{name}: in the target ({shapes}), not in the source"
+        elif sides == ["memory"]:
+            yield f"{name}: these parts of the target share memory on {name_ranks(sorted(ranks_of[()]))}"
         elif len(ranks_of) > 1:
             yield f"{name}: {shapes}"
         elif sides == ["source", "target"]:
@@ -521,10 +552,15 @@ def _differences(tables: Tables) -> Iterator[str]:
 
 def _lost_values(name: str, tables: Tables) -> Iterator[str]:
     """A line if replicas in the source have other values, and for each dtype of the target that cannot have them."""
-    replicas = {entry: ranks for entry, ranks in tables["source"][name].items() if entry.values}
-    if len({entry.values for entry in replicas}) > 1:
-        others = " than on ".join(name_ranks(sorted(ranks)) for ranks in [*replicas.values()][:2])
-        yield f"{name}: whole on each rank of the source that has it, but with other values on {others}"
+    ranks_of = defaultdict[Any, dict[int, Sequence[int]]](dict)  # by box and values
+    for entry, ranks in tables["source"][name].items():
+        if entry.values:
+            ranks_of[entry.box].setdefault(entry.values, ranks)
+    for box, replicas in ranks_of.items():
+        if len(replicas) > 1:
+            others = " than on ".join(name_ranks(sorted(ranks)) for ranks in [*replicas.values()][:2])
+            part = "whole" if box is None else text_of(box)
+            yield f"{name}: {part} on each rank of the source that has it, but with other values on {others}"
     held = dtype_of(next(iter(tables["source"][name])).dtype)
     float8 = all(entry.shape for entry in tables["argument"]["float8"])
     for wanted in {dtype_of(entry.dtype): None for entry in tables["target"][name] if entry.dtype}:
@@ -567,8 +603,11 @@ def plan_jobs(link: Link, tables: Tables) -> list[Job]:
     plan_of: dict[Any, ReshardPlan] = {}  # by arguments: tensors with the same ones have one plan
     planned: list[tuple[str, torch.dtype, ReshardPlan]] = []
     for name, entries in sorted(tables["target"].items()):
-        held, holders = next(iter(tables["source"][name].items()))
-        for wanted, takers in entries.items():
+        first, *others = tables["source"][name].items()
+        more = [each for each in others if each[0].mesh == first[0].mesh] if first[0].box is not None else []
+        for (held, holders), (wanted, takers) in itertools.product([first, *more], entries.items()):
+            if held.box is not None and wanted.box is not None and not do_overlap(held.box, wanted.box):
+                continue
             dtype = min(dtype_of(held.dtype), dtype_of(wanted.dtype or held.dtype), key=lambda each: each.itemsize)
             arguments = held.shape, *held.on(holders), *wanted.on(takers)
             key = arguments, dtype.itemsize

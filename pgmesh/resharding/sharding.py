@@ -24,7 +24,28 @@ Region = tuple[Intervals, ...]
 Part = tuple[int, ...]
 """The index of a shard on each axis that shards the tensor, in the order of ``Sharding.sharded``."""
 
-Placements = Union[Sequence[Any], Mapping[Axis, Any], None]
+
+class Box(NamedTuple):
+    """In place of placements: all ranks of the layout hold this region, of one interval in each dimension."""
+
+    region: Region
+
+    @classmethod
+    def at(cls, offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> Box:
+        """The box of these sizes at these offsets in a tensor of a shape.
+
+        Raises:
+            ShapeError: it is not inside.
+        """
+        ends = [(int(start), int(start + size)) for start, size in zip(offsets, sizes)]
+        is_inside = all(start >= 0 and stop <= size for (start, stop), size in zip(ends, shape))
+        if not is_inside or not len(offsets) == len(sizes) == len(shape):
+            text = f"a part of shape {tuple(sizes)} at offsets {tuple(offsets)}"
+            raise ShapeError(f"{text} is not inside a tensor of shape {tuple(shape)}.")
+        return cls(tuple((each,) if each[0] < each[1] else () for each in ends))
+
+
+Placements = Union[Sequence[Any], Mapping[Axis, Any], Box, None]
 """DTensor placements, one for each axis; or by axis, a placement or the tensor dimension that the axis shards. None,
 or an axis that is not named: replicated."""
 
@@ -152,6 +173,8 @@ class Sharding:
         self.shape, self.layout = tuple(shape), layout
         self.placements = parse_placements(layout, placements)
         """The placement on each axis; None if the tensor is replicated along it."""
+        box = placements if isinstance(placements, Box) else Box.at([0] * len(self.shape), self.shape, self.shape)
+        self._box = box.region  # the axes divide it
         self._splits: list[list[tuple[int, Split]]] = [[] for _ in self.shape]  # by dimension: axis numbers and splits
         for number, (axis, placement) in enumerate(zip(layout.axes, self.placements)):
             if placement is None:
@@ -181,8 +204,7 @@ class Sharding:
     def region_of_part(self, part: Part) -> Region:
         """The region of a part."""
         index, region = dict(zip(self.sharded, part)), []
-        for size, splits in zip(self.shape, self._splits):
-            intervals: Intervals = ((0, size),) if size else ()
+        for intervals, splits in zip(self._box, self._splits):
             for axis, split in splits:
                 intervals = split.shard(intervals, index[axis])
             region.append(intervals)
@@ -191,8 +213,8 @@ class Sharding:
     def parts_in(self, region: Region) -> list[tuple[Part, Region]]:
         """The parts that overlap a region, each with the overlap, in ascending order."""
         choices = []
-        for size, splits, wanted in zip(self.shape, self._splits, region):
-            found: list[tuple[Part, Intervals]] = [((), ((0, size),))] if wanted else []
+        for box, splits, wanted in zip(self._box, self._splits, region):
+            found: list[tuple[Part, Intervals]] = [((), box)] if intersect(box, wanted) else []
             for _, split in splits:
                 found = [
                     ((*part, i), split.shard(whole, i))
@@ -225,7 +247,7 @@ def by_axis(layout: Layout, placements: Placements) -> list[Any]:
         ShapeError: their number is wrong.
     """
     if not isinstance(placements, Mapping):
-        found = [None] * len(layout.axes) if placements is None else [*placements]
+        found = [None] * len(layout.axes) if placements is None or isinstance(placements, Box) else [*placements]
         if len(found) != len(layout.axes):
             names = f"{len(layout.axes)} axes {', '.join(map(str, layout.axes))}"
             raise ShapeError(f"{len(found)} placements for the {names}: give one for each axis.")

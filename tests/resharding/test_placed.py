@@ -1,0 +1,334 @@
+"""Placed: parts of tensors as views of any strides, and the fused parameters of vLLM, against whole tensors."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard
+
+import pgmesh
+from pgmesh import Layout, MembershipError, MismatchError, ProcessGroupMesh, ShapeError, launch
+from pgmesh.resharding import Placed, Resharder, reshard, vllm_parts
+from pgmesh.resharding.placed import find_shared_memory
+from tests.support.transfer_oracle import random_layout, random_placements, shard_of
+from tests.support.worlds import on_ranks, world
+
+torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
+
+Slices = tuple[slice, ...]
+
+OUTSIDE = -100.0
+"""The values of the memory around a part."""
+
+
+def value(name: str, *shape: int) -> torch.Tensor:
+    """Random values, equal on all ranks."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(name.encode()) + sum(shape)))
+
+
+# ---- any part in any view ----
+
+
+def random_cuts(rng: random.Random, shape: tuple[int, ...], ranks: list[int]) -> dict[int, Slices]:
+    """A part of a tensor for each rank: boxes from random cuts, of which some are on several ranks."""
+    boxes: list[Slices] = [tuple(slice(0, size) for size in shape)]
+    for _ in range(rng.randint(0, len(ranks) - 1) if shape else 0):
+        box, dim = boxes.pop(rng.randrange(len(boxes))), rng.randrange(len(shape))
+        middle = rng.randint(box[dim].start, box[dim].stop)
+        ends = (slice(box[dim].start, middle), slice(middle, box[dim].stop))
+        boxes += [(*box[:dim], end, *box[dim + 1 :]) for end in ends]
+    return dict(zip(rng.sample(ranks, len(ranks)), [*boxes, *rng.choices(boxes, k=len(ranks))]))
+
+
+def random_view(rng: random.Random, shape: torch.Size, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor of ``OUTSIDE``, and a view of it of this shape: transposed, with steps and offsets."""
+    order = rng.sample(range(len(shape)), len(shape))
+    steps = [rng.choice([1, 1, 2, 3]) for _ in shape]
+    starts = [rng.choice([0, 0, 1]) for _ in shape]
+    sizes = [start + size * step + rng.choice([0, 2]) for start, size, step in zip(starts, shape, steps)]
+    base = torch.full([sizes[i] for i in order], OUTSIDE, dtype=dtype)
+    whole = base.permute([order.index(i) for i in range(len(shape))])
+    return base, whole[tuple(slice(s, s + size * step, step) for s, size, step in zip(starts, shape, steps))]
+
+
+class Side:
+    """A tensor of one side: which part each rank has, and this rank's view of a larger tensor."""
+
+    def __init__(self, rng: random.Random, shape: tuple[int, ...], size: int, dtype: torch.dtype, rank: int) -> None:
+        self.layout, self.shape = random_layout(rng, size), shape
+        self.placements = random_placements(rng, self.layout, len(shape)) if rng.random() < 0.4 else None
+        self.cuts = random_cuts(rng, shape, [*self.layout])
+        self.rank = rank
+        views = random.Random(rng.random())
+        if rank in self.layout:
+            self.base, self.view = random_view(views, self.part_of(torch.empty(shape)).shape, dtype)
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        if self.placements is not None:
+            return shard_of(whole, self.layout, self.placements, self.rank)
+        return whole[self.cuts[self.rank]]
+
+    def state(self, name: str) -> dict[str, Placed]:
+        if self.rank not in self.layout:
+            return {}
+        offsets = None if self.placements is not None else [each.start for each in self.cuts[self.rank]]
+        return {name: Placed(self.view, self.shape, self.layout, self.placements, offsets=offsets)}
+
+
+def random_parts(seeds: range) -> None:
+    """Move random parts twice, and compare each target, and the memory around it, bit by bit."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for seed in seeds:
+        rng, sides = random.Random(seed), []
+        for _ in range(3):
+            shape = tuple(rng.choice([0, 1, 2, 5, 8, 200]) for _ in range(rng.choice([0, 1, 2, 2, 3])))
+            dtypes = torch.float32, rng.choice([torch.float32, torch.bfloat16])
+            sides.append([Side(rng, shape, size, dtype, rank) for dtype in dtypes])
+        states: list[dict[str, Placed]] = [{}, {}]
+        for number, pair in enumerate(sides):
+            for state, side in zip(states, pair):
+                state.update(side.state(f"{number}"))
+        sync = Resharder(Layout(size), Layout(size), source=states[0], target=states[1], staging_bytes=20_000)
+        for step in range(2):
+            wholes = [value(f"{seed} {step}", *pair[0].shape) for pair in sides]
+            for whole, (source, _) in zip(wholes, sides):
+                if rank in source.layout:
+                    source.view.copy_(source.part_of(whole))
+            moved = sync()
+            assert moved.received == moved.floor
+            for whole, (_, target) in zip(wholes, sides):
+                if rank in target.layout:
+                    expected = target.part_of(whole).to(target.view.dtype)
+                    assert torch.equal(target.view, expected), (seed, target.shape)
+                    assert (target.base == OUTSIDE).sum() == target.base.numel() - expected.numel(), seed
+
+
+@pytest.mark.parametrize(("ranks", "seeds"), [(4, range(10)), (8, range(100, 106))])
+def test_any_parts_in_any_views_arrive(ranks, seeds):
+    world(ranks).run(random_parts, seeds)
+
+
+# ---- fused parameters ----
+
+HEADS, HEAD, HIDDEN, INNER, VOCABULARY, PADDED = 8, 4, 24, 16, 101, 128
+
+
+def llama(key_value_heads: int) -> dict[str, torch.Tensor]:
+    """A layer of a Llama by the names of Hugging Face, with the biases of Qwen2 and the norms of Qwen3."""
+    attention = {"q": HEADS * HEAD, "k": key_value_heads * HEAD, "v": key_value_heads * HEAD}
+    layer = "model.layers.0."
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
+        **{f"{layer}self_attn.{name}_proj.weight": (rows, HIDDEN) for name, rows in attention.items()},
+        **{f"{layer}self_attn.{name}_proj.bias": (rows,) for name, rows in attention.items()},
+        f"{layer}self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD),
+        f"{layer}self_attn.q_norm.weight": (HEAD,),
+        f"{layer}mlp.gate_proj.weight": (INNER, HIDDEN),
+        f"{layer}mlp.up_proj.weight": (INNER, HIDDEN),
+        f"{layer}mlp.down_proj.weight": (HIDDEN, INNER),
+        f"{layer}input_layernorm.weight": (HIDDEN,),
+        "model.norm.weight": (HIDDEN,),
+        "lm_head.weight": (VOCABULARY, HIDDEN),
+    }
+    return {name: value(name, *shape) for name, shape in shapes.items()}
+
+
+def loaded_by_vllm(weights: Mapping[str, torch.Tensor], key_value_heads: int, size: int, index: int) -> dict[str, Any]:
+    """What vLLM's weight loaders make of the whole weights on one rank; rows that pad the vocabulary are 0."""
+    loaded: dict[str, torch.Tensor] = {}
+    head = min(index * key_value_heads // size, key_value_heads - 1)
+    for name, whole in weights.items():
+        if "q_proj" in name:
+            parts = [whole.chunk(size)[index]]
+            for other in ("k_proj", "v_proj"):
+                heads = weights[name.replace("q_proj", other)].split(HEAD)
+                count = max(key_value_heads // size, 1)
+                first = index * count if key_value_heads >= size else head
+                parts += heads[first : first + count]
+            loaded[name.replace("q_proj", "qkv_proj")] = torch.cat(parts)
+        elif "gate_proj" in name:
+            both = [whole, weights[name.replace("gate_proj", "up_proj")]]
+            loaded[name.replace("gate_proj", "gate_up_proj")] = torch.cat([each.chunk(size)[index] for each in both])
+        elif "o_proj" in name or "down_proj" in name:
+            loaded[name] = whole.chunk(size, 1)[index]
+        elif "embed" in name or "head" in name:
+            padded = torch.cat([whole, torch.zeros(PADDED - VOCABULARY, HIDDEN)])
+            loaded[name] = padded.chunk(size)[index]
+        elif not any(part in name for part in ("k_proj", "v_proj", "up_proj")):
+            loaded[name] = whole
+    return loaded
+
+
+def llama_to_vllm(key_value_heads: int, ranks: list[int], replicas: int) -> None:
+    trainer = ProcessGroupMesh(fsdp=2, ranks=[0, 1], name="trainer")
+    engine = ProcessGroupMesh(dp=replicas, tp=len(ranks) // replicas, ranks=ranks, name="engine")
+    weights, source, target, state = llama(key_value_heads), None, None, {}
+    if trainer.rank in trainer:
+        shards = {name: shard_of(each, trainer.layout, [Shard(0)], trainer.rank) for name, each in weights.items()}
+        source = {name: Placed(each, weights[name].shape, trainer, {"fsdp": 0}) for name, each in shards.items()}
+    if engine.rank in engine:
+        expected = loaded_by_vllm(weights, key_value_heads, engine.size("tp"), engine.index("tp"))
+        state = {name: torch.zeros_like(each) for name, each in expected.items()}
+        target = vllm_parts(state, engine, heads=HEADS, key_value_heads=key_value_heads, vocabulary=VOCABULARY)
+    if source is not None or target is not None:
+        moved = Resharder(trainer, engine, source=source, target=target)()
+        assert moved.received == moved.floor
+    for name, tensor in state.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("key_value_heads", "ranks", "replicas"),
+    [(2, [3, 1, 2, 0], 1), (4, [2, 3], 1), (8, [1, 0, 2, 3], 2), (1, [0, 2, 1, 3], 1)],
+)
+def test_llama_arrives_in_fused_parameters_of_vllm(key_value_heads, ranks, replicas):
+    world(4).run(llama_to_vllm, key_value_heads, ranks, replicas)
+
+
+def test_heads_that_vllm_cannot_divide_are_refused():
+    with launch.fake_world(0, 4):
+        mesh = ProcessGroupMesh(tp=4)
+        for heads, key_value_heads in ((6, 2), (8, 3), (12, 6)):
+            with pytest.raises(ShapeError, match=f"cannot divide {heads} heads and {key_value_heads} heads"):
+                vllm_parts({}, mesh, heads=heads, key_value_heads=key_value_heads, vocabulary=10)
+
+
+@on_ranks(4)
+def test_experts_arrive_in_stacked_transposed_parameter():
+    """Each of two ranks trains two experts; the engine stacks all four, transposed, and shards gate and up."""
+    rank, wholes = dist.get_rank(), {f"{i}.{kind}": value(f"{i}{kind}", 8, 6) for i in range(4) for kind in "gu"}
+    engine = Layout(tp=2, ranks=[2, 3])
+    if rank < 2:
+        mine = {name: whole for name, whole in wholes.items() if int(name[0]) // 2 == rank}
+        Resharder(Layout(2), engine, source=mine)()
+        return
+    w13 = torch.zeros(4, 6, 2 * 4)
+    target = {
+        name: Placed(w13[int(name[0])].T.narrow(0, 4 * (name[-1] == "u"), 4), (8, 6), engine, {"tp": 0})
+        for name in wholes
+    }
+    Resharder(Layout(2), engine, target=target)()
+    for i in range(4):
+        expected = torch.cat([wholes[f"{i}.{kind}"].chunk(2)[rank - 2] for kind in "gu"]).T
+        assert torch.equal(w13[i], expected)
+
+
+# ---- other callers ----
+
+
+@on_ranks(4)
+def test_parts_move_within_a_world_beside_the_default():
+    store = pgmesh.torch_private.default_store()
+    with launch.open_world("sync", rank=3 - dist.get_rank(), size=4, store=store, backend="gloo") as other:
+        trainer = ProcessGroupMesh(tp=2, ranks=[0, 1], world=other, name="trainer")
+        engine = ProcessGroupMesh(tp=2, ranks=[2, 3], world=other, name="engine")
+        whole, target = value("w", 6, 4), torch.zeros(6, 2)
+        if other.rank < 2:
+            sides = {"source": {"w": Placed(whole[3 * other.rank :][:3], (6, 4), trainer, {"tp": 0})}}
+        else:
+            sides = {"target": {"w": Placed(target, (6, 4), engine, {"tp": 1})}}
+        Resharder(trainer, engine, **sides)()
+        assert other.rank < 2 or torch.equal(target, whole.chunk(2, 1)[other.rank - 2])
+        here = ProcessGroupMesh(tp=2, ranks=[2, 3], name="here")
+        with pytest.raises(MembershipError, match="are in different worlds, so their ranks never meet"):
+            Resharder(trainer, engine, target={"w": Placed(target, (6, 4), here, {"tp": 1})})
+        dist.barrier()
+
+
+@on_ranks(4)
+def test_reshard_takes_parts_at_offsets():
+    mesh, whole = ProcessGroupMesh(tp=4, name="mesh"), value("w", 10, 4)
+    start, stop = [(0, 3), (3, 9), (3, 9), (9, 10)][mesh.rank]
+    part = Placed(whole[start:stop].T.clone().T, (10, 4), mesh, offsets=(start, 0))
+    assert torch.equal(reshard(part, mesh, {"tp": 1}).full_tensor(), whole)
+
+
+# ---- what does not match ----
+
+
+def mismatch(target: dict[str, Placed] | None, *names: str, source: dict[str, Any] | None = None) -> str:
+    """The error of a Resharder from ranks 0 and 1, which have whole tensors of (8, 2), to ranks 2 and 3."""
+    if dist.get_rank() < 2:
+        sides: dict[str, Any] = {"source": source or {name: torch.ones(8, 2) for name in names}}
+    else:
+        sides = {"target": target}
+    with pytest.raises(MismatchError) as error:
+        Resharder(Layout(2), Layout(2, ranks=[2, 3]), **sides)
+    assert not target or not any(part.tensor.any() for part in target.values())
+    return str(error.value)
+
+
+@on_ranks(4)
+def test_parts_that_overlap_or_miss_are_refused():
+    first, engine, offset = dist.get_rank() == 2, Layout(2, ranks=[2, 3]), 0 if dist.get_rank() == 2 else 4
+
+    def part(rows: int, start: int, **options: Any) -> Placed:
+        return Placed(torch.zeros(rows, 2), (8, 2), engine, **options or {"offsets": (start, 0)})
+
+    text = mismatch({"w": part(5 if first else 4, offset)}, "w")
+    assert "w: in the target [0:5, 0:2] on rank 2 and [4:8, 0:2] on rank 3 overlap" in text
+    assert "w: in the target 2 elements are in no part" in mismatch({"w": part(3 if first else 4, offset)}, "w")
+    assert "w: in the target 16 elements are in no part" in mismatch({"w": part(0, 8)}, "w")
+    text = mismatch({"w": part(4, offset) if first else part(4, 0, placements=[0])}, "w")
+    assert "w: in the target as [0:4, 0:2], torch.float32, on rank 2, as [Shard(0)], torch.float32, on rank 3" in text
+    text = mismatch({"w": part(4, 0)} if first else {}, "w")
+    assert "w: in the target on rank 2, but not on rank 3" in text
+
+
+@on_ranks(4)
+def test_parts_of_source_are_checked_too():
+    rank = dist.get_rank()
+    whole = {"w": Placed(torch.zeros(8, 2), (8, 2), Layout(2, ranks=[2, 3]))} if rank > 1 else None
+
+    def source(rows: int, start: int, number: float) -> dict[str, Placed] | None:
+        if rank > 1:
+            return None
+        return {"w": Placed(torch.full((rows, 2), number), (8, 2), Layout(2), offsets=(start, 0))}
+
+    assert "w: in the source 4 elements are in no part" in mismatch(whole, source=source(3, 3 * rank, 1.0))
+    text = mismatch(whole, source=source(8, 0, float(rank)))
+    assert "w: [0:8, 0:2] on each rank of the source that has it, but with other values on rank 0 than on rank" in text
+
+
+@on_ranks(4)
+def test_parts_in_one_memory_are_refused():
+    """On rank 3 the keys begin in the last row of the queries."""
+    memory, engine = torch.zeros(8, 2), Layout(2, ranks=[2, 3])
+    starts = {"q": 0, "k": 4 if dist.get_rank() == 2 else 3}
+    target = {name: Placed(memory.narrow(0, start, 4), (8, 2), engine, {0: 0}) for name, start in starts.items()}
+    assert "k and q: these parts of the target share memory on rank 3" in mismatch(target, "q", "k")
+
+
+def test_memory_in_common_is_found_element_by_element():
+    x = torch.zeros(6, 8)
+    apart = {"even": x[:4, ::2], "odd": x[:4, 1::2], "left": x[4:, :3], "right": x.T[3:, 4:], "none": x[:0]}
+    assert find_shared_memory(apart) == []
+    assert find_shared_memory({**apart, "row": x[3]}) == ["even and row"]  # one of the group
+    assert find_shared_memory({"corner": x[4:, 2:4].T, "left": apart["left"]}) == ["corner and left"]
+    assert find_shared_memory({"spread": torch.zeros(1).expand(3)}) == ["spread and spread"]
+
+
+def test_parts_that_do_not_fit_are_refused():
+    part, layout = torch.zeros(3, 2), Layout(tp=2)
+    for offsets in ((6, 0), (-1, 0), (0,), (0, 0, 0)):
+        with pytest.raises(ShapeError, match=r"a part of shape \(3, 2\) at offsets .* is not inside"):
+            Placed(part, (8, 2), layout, offsets=offsets)
+    with pytest.raises(ShapeError, match="placements or offsets, not both"):
+        Placed(part, (8, 2), layout, {"tp": 0}, offsets=(0, 0))
+    with pytest.raises(ShapeError, match="shards dimension 2"):
+        Placed(part, (8, 2), layout, {"tp": 2})
+
+
+@on_ranks(1)
+def test_part_of_another_shape_or_rank_is_refused():
+    whole = {"w": torch.ones(8, 2)}
+    with pytest.raises(ShapeError, match=r"the local shard of w is \(3, 2\), not \(8, 2\)"):
+        Resharder(Layout(1), Layout(1), source=whole, target={"w": Placed(torch.zeros(3, 2), (8, 2), Layout(1))})
+    with pytest.raises(MembershipError, match="rank 0 passed a part of w, but is not in its mesh"):
+        target = {"w": Placed(torch.zeros(8, 2), (8, 2), Layout(1, ranks=[1]))}
+        Resharder(Layout(1), Layout(1), source=whole, target=target)
