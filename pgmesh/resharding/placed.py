@@ -62,6 +62,10 @@ class Placed:
         self.sharding = Sharding(self.shape, layout_of(mesh), self.placements)
         """The region of each rank; with offsets, of this rank alone."""
 
+    def to_local(self) -> torch.Tensor:
+        """The part, as ``DTensor.to_local``."""
+        return self.tensor
+
 
 def fault_of_boxes(shape: Sequence[int], ranks_of: Mapping[Region | None, Sequence[int]]) -> str:
     """What is wrong if the boxes of one tensor overlap, or do not cover the whole; else empty.

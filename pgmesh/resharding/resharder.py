@@ -10,7 +10,7 @@ import itertools
 import json
 import secrets
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -36,7 +36,8 @@ from pgmesh.topology.host_mapping import this_host
 
 State = Union[nn.Module, Mapping[str, Any], None]
 Rename = Union[Mapping[str, Union[str, None]], Callable[[str], Union[str, None]], None]
-Tensors = Mapping[str, Union[torch.Tensor, Placed]]
+AnyTensor = Union[torch.Tensor, Placed]
+Tensors = Mapping[str, AnyTensor]
 
 STAGING_BYTES = 16 << 20
 """Default limit of the staging memory."""
@@ -243,7 +244,7 @@ class Resharder:
 
 
 def reshard(
-    tensor: torch.Tensor | Placed | None,
+    tensor: AnyTensor | None,
     target_mesh: ProcessGroupMesh,
     placements: Placements,
     *,
@@ -315,7 +316,7 @@ def _dtensor(shard: torch.Tensor, whole: torch.Tensor, mesh: ProcessGroupMesh, p
 # -- tensors and their descriptions --------------------------------------------------------------------------------
 
 
-def tensors_of(state: State, rename: Rename = None) -> dict[str, torch.Tensor | Placed]:
+def tensors_of(state: State, rename: Rename = None) -> dict[str, AnyTensor]:
     """The tensors of a module or a state dict by name. Those in nested dicts, lists and modules have dotted names.
 
     Args:
@@ -325,7 +326,7 @@ def tensors_of(state: State, rename: Rename = None) -> dict[str, torch.Tensor | 
     Raises:
         MismatchError: two tensors have one name.
     """
-    found: dict[str, torch.Tensor | Placed] = {}
+    found: dict[str, AnyTensor] = {}
     places: dict[str, str] = {}
     for name, place, tensor in _named_tensors(state):
         new: str | None = name
@@ -342,9 +343,7 @@ def tensors_of(state: State, rename: Rename = None) -> dict[str, torch.Tensor | 
     return found
 
 
-def _named_tensors(
-    value: Any, name: str = "", place: str = "state"
-) -> Iterator[tuple[str, str, torch.Tensor | Placed]]:
+def _named_tensors(value: Any, name: str = "", place: str = "state") -> Iterator[tuple[str, str, AnyTensor]]:
     """Each tensor of a nested state dict, after its name and the expression for it."""
     if isinstance(value, nn.Module):
         value = value.state_dict(keep_vars=True)  # without detaching each
@@ -374,10 +373,12 @@ def check_that_writes_last(target: State) -> None:
 
 
 def locals_of(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """The local shards of DTensors; other tensors themselves. The memory is shared."""
+    """The local shards of DTensors, the parts of ``Placed``; other tensors themselves. The memory is shared."""
     with torch.no_grad():
-        inner = {name: each.tensor if isinstance(each, Placed) else each for name, each in tensors.items()}
-        return {name: (each.to_local() if isinstance(each, DTensor) else each).detach() for name, each in inner.items()}
+        return {
+            name: (each.to_local() if isinstance(each, (DTensor, Placed)) else each).detach()
+            for name, each in tensors.items()
+        }
 
 
 def signatures(tensors: Mapping[str, Tensors]) -> dict[tuple[str, str], list[object]]:
@@ -443,7 +444,7 @@ def describe(link: Link, side: str, tensors: Tensors) -> list[Entry]:
     return [_entry(link, side, name, tensors[name], shard) for name, shard in locals_of(tensors).items()]
 
 
-def sharding_of(tensor: torch.Tensor | Placed) -> Sharding | None:
+def sharding_of(tensor: AnyTensor) -> Sharding | None:
     """The sharding of a DTensor or a ``Placed``; None for a plain tensor."""
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh.mesh
@@ -452,7 +453,7 @@ def sharding_of(tensor: torch.Tensor | Placed) -> Sharding | None:
     return tensor.sharding if isinstance(tensor, Placed) else None
 
 
-def _entry(link: Link, side: str, name: str, tensor: torch.Tensor | Placed, shard: torch.Tensor) -> Entry:
+def _entry(link: Link, side: str, name: str, tensor: AnyTensor, shard: torch.Tensor) -> Entry:
     """The entry of one tensor, whose local shard is ``shard``."""
     if axes := getattr(tensor, SHARD_MARK, ""):  # FSDP may have made a DTensor of the shard
         raise MethodError(
@@ -552,14 +553,11 @@ def _differences(tables: Tables) -> Iterator[str]:
 
 def _lost_values(name: str, tables: Tables) -> Iterator[str]:
     """A line if replicas in the source have other values, and for each dtype of the target that cannot have them."""
-    ranks_of = defaultdict[Any, dict[int, Sequence[int]]](dict)  # by box and values
-    for entry, ranks in tables["source"][name].items():
-        if entry.values:
-            ranks_of[entry.box].setdefault(entry.values, ranks)
-    for box, replicas in ranks_of.items():
-        if len(replicas) > 1:
-            others = " than on ".join(name_ranks(sorted(ranks)) for ranks in [*replicas.values()][:2])
-            part = "whole" if box is None else text_of(box)
+    replicas = {(entry.box, entry.values): ranks for entry, ranks in tables["source"][name].items() if entry.values}
+    for box, count in Counter(box for box, _ in replicas).items():
+        if count > 1:
+            here = [name_ranks(sorted(ranks)) for (each, _), ranks in replicas.items() if each == box]
+            part, others = "whole" if box is None else text_of(box), " than on ".join(here[:2])
             yield f"{name}: {part} on each rank of the source that has it, but with other values on {others}"
     held = dtype_of(next(iter(tables["source"][name])).dtype)
     float8 = all(entry.shape for entry in tables["argument"]["float8"])

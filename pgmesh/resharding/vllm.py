@@ -56,21 +56,18 @@ def vllm_parts(
     """
     size, index = mesh.size(axis), mesh.index(axis)
     if heads % size or (key_value_heads % size and size % key_value_heads):
-        raise ShapeError(
-            f"vLLM cannot divide {heads} heads and {key_value_heads} heads of keys and values over {size} ranks."
-        )
+        raise ShapeError(f"vLLM cannot divide {heads} heads, or {key_value_heads} of keys and values, by {size} ranks.")
     units = {"qkv_proj": (heads, key_value_heads, key_value_heads), "gate_up_proj": (size, size)}
     parts: dict[str, Placed] = {}
     for name, tensor in state.items():
         before, module, kind = ["", *name.rsplit(".", 2)][-3:]
-        rest = tuple(tensor.shape[1:])
         if module in FUSED:
             names = [f"{before}.{part}.{kind}" for part in FUSED[module]]
             parts.update(zip(names, _fused_parts(tensor, units[module], mesh, axis)))
         elif module in VOCABULARY:
             first = min(index * len(tensor), vocabulary)
-            offsets = (first, *[0] * len(rest))
-            parts[name] = Placed(tensor[: vocabulary - first], (vocabulary, *rest), mesh, offsets=offsets)
+            rows = tensor[: vocabulary - first]
+            parts[name] = Placed(rows, (vocabulary, tensor.shape[1]), mesh, offsets=(first, 0))
         elif name.endswith(COLUMNS):
             parts[name] = Placed(tensor, (len(tensor), tensor.shape[1] * size), mesh, {axis: 1})
         else:

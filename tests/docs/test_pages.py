@@ -73,10 +73,14 @@ def test_limits_fit_on_one_screen():
 @pytest.mark.long
 def test_resharding_page_prints_what_it_shows(tmp_path: Path):
     page = (ROOT / "docs" / "resharding.md").read_text(encoding="utf-8")
-    ((program, shown),) = re.findall(
-        r"^```python\n(.*?)^```\n\n```console\n\$ torchrun .*?\n(.*?)^```", page, re.MULTILINE | re.DOTALL
+    examples = re.findall(
+        r"^```python\n(.*?)^```\n\n```console\n\$ torchrun --nproc-per-node (\d) .*?\n(.*?)^```",
+        page,
+        re.MULTILINE | re.DOTALL,
     )
-    assert run_ranks(tmp_path, program, 8) == shown
+    assert len(examples) == 2
+    for program, ranks, shown in examples:
+        assert run_ranks(tmp_path, program, int(ranks)) == shown
 
 
 def test_contributing_page_names_existing_tests():

@@ -194,7 +194,7 @@ def test_heads_that_vllm_cannot_divide_are_refused():
     with launch.fake_world(0, 4):
         mesh = ProcessGroupMesh(tp=4)
         for heads, key_value_heads in ((6, 2), (8, 3), (12, 6)):
-            with pytest.raises(ShapeError, match=f"cannot divide {heads} heads and {key_value_heads} heads"):
+            with pytest.raises(ShapeError, match=f"cannot divide {heads} heads, or {key_value_heads} of keys"):
                 vllm_parts({}, mesh, heads=heads, key_value_heads=key_value_heads, vocabulary=10)
 
 
@@ -224,7 +224,7 @@ def test_experts_arrive_in_stacked_transposed_parameter():
 @on_ranks(4)
 def test_parts_move_within_a_world_beside_the_default():
     store = pgmesh.torch_private.default_store()
-    with launch.open_world("sync", rank=3 - dist.get_rank(), size=4, store=store, backend="gloo") as other:
+    with launch.open_world("parts", rank=3 - dist.get_rank(), size=4, store=store, backend="gloo") as other:
         trainer = ProcessGroupMesh(tp=2, ranks=[0, 1], world=other, name="trainer")
         engine = ProcessGroupMesh(tp=2, ranks=[2, 3], world=other, name="engine")
         whole, target = value("w", 6, 4), torch.zeros(6, 2)
@@ -329,6 +329,6 @@ def test_part_of_another_shape_or_rank_is_refused():
     whole = {"w": torch.ones(8, 2)}
     with pytest.raises(ShapeError, match=r"the local shard of w is \(3, 2\), not \(8, 2\)"):
         Resharder(Layout(1), Layout(1), source=whole, target={"w": Placed(torch.zeros(3, 2), (8, 2), Layout(1))})
+    target = {"w": Placed(torch.zeros(8, 2), (8, 2), Layout(1, ranks=[1]))}
     with pytest.raises(MembershipError, match="rank 0 passed a part of w, but is not in its mesh"):
-        target = {"w": Placed(torch.zeros(8, 2), (8, 2), Layout(1, ranks=[1]))}
         Resharder(Layout(1), Layout(1), source=whole, target=target)
