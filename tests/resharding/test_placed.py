@@ -73,6 +73,13 @@ class Side:
             return shard_of(whole, self.layout, self.placements, self.rank)
         return whole[self.cuts[self.rank]]
 
+    def share_memory_with(self, other: Side) -> None:
+        """Put the views of both in one memory, where they overlap, if this rank is in both layouts."""
+        if self.rank in self.layout and self.rank in other.layout:
+            memory = torch.full((max(self.base.numel(), other.base.numel()) + 1,), OUTSIDE)
+            for side, start in ((self, 0), (other, 1)):
+                side.base = side.view = memory.as_strided(side.view.shape, side.view.stride(), start)
+
     def state(self, name: str) -> dict[str, Placed]:
         if self.rank not in self.layout:
             return {}
@@ -81,7 +88,7 @@ class Side:
 
 
 def random_parts(seeds: range) -> None:
-    """Move random parts twice, and compare each target, and the memory around it, bit by bit."""
+    """Move random parts twice, and compare each target, and the memory around it, bit by bit. Some move in place."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for seed in seeds:
         rng, sides = random.Random(seed), []
@@ -89,6 +96,8 @@ def random_parts(seeds: range) -> None:
             shape = tuple(rng.choice([0, 1, 2, 5, 8, 200]) for _ in range(rng.choice([0, 1, 2, 2, 3])))
             dtypes = torch.float32, rng.choice([torch.float32, torch.bfloat16])
             sides.append([Side(rng, shape, size, dtype, rank) for dtype in dtypes])
+            if rng.random() < 0.4 and dtypes[1] == torch.float32:
+                sides[-1][0].share_memory_with(sides[-1][1])
         states: list[dict[str, Placed]] = [{}, {}]
         for number, pair in enumerate(sides):
             for state, side in zip(states, pair):
