@@ -437,7 +437,7 @@ def describe(link: Link, side: str, tensors: Tensors) -> list[Entry]:
     """The entries of tensors.
 
     Raises:
-        MembershipError: this rank is not in the mesh of a ``Placed``, or the mesh is in another world.
+        MembershipError: this rank is not in the mesh of a ``Placed``, or its mesh or a DTensor is in another world.
         MethodError: one is a shard as a plain tensor, of an expert or of a method of another package.
         ShapeError: one is ``Partial``, or its local shard has another shape than its placements say.
     """
@@ -455,27 +455,37 @@ def sharding_of(tensor: AnyTensor) -> Sharding | None:
 
 def _entry(link: Link, side: str, name: str, tensor: AnyTensor, shard: torch.Tensor) -> Entry:
     """The entry of one tensor, whose local shard is ``shard``."""
+    sharding = sharding_of(tensor)
+    _check(link, name, tensor)
+    values = sample(shard) if side == "source" and (sharding is None or not sharding.sharded) else []
+    entry = Entry(side, name, tuple(tensor.shape), str(tensor.dtype), values=digest(values) if values else 0)
+    if sharding is None:
+        return entry
+    layout, box = sharding.layout, sharding.box and sharding.box.region
+    expected = shape_of(sharding.region_of(link.rank)) if link.rank in layout else [*shard.shape]
+    if [*shard.shape] != expected:
+        raise ShapeError(f"the local shard of {name} is {tuple(shard.shape)}, not {tuple(expected)}.")
+    return entry._replace(mesh=(layout.shape, layout.ranks()), placements=tuple(sharding.placements), box=box)
+
+
+def _check(link: Link, name: str, tensor: AnyTensor) -> None:
+    """Raise an error if a tensor is a shard without a sharding, or its sharding is in another world."""
     if axes := getattr(tensor, SHARD_MARK, ""):  # FSDP may have made a DTensor of the shard
         raise MethodError(
             f"{name} is sharded along {axes} as a plain tensor: it would be moved as if this shard were the whole "
             "tensor. Move whole experts (ExpertParallel without tensor=), or leave it out.\n\n"
             f"  Resharder(..., rename={{{name!r}: None}})   # on the source; leave it out of the target too"
         )
-    sharding = sharding_of(tensor)
-    values = sample(shard) if side == "source" and (sharding is None or not sharding.sharded) else []
-    entry = Entry(side, name, tuple(tensor.shape), str(tensor.dtype), values=digest(values) if values else 0)
-    if sharding is None:
-        return entry
-    layout, box = sharding.layout, None
+    if isinstance(tensor, DTensor) and (rank := tensor.device_mesh.get_rank()) != link.rank:
+        raise MembershipError(
+            f"{name} is a DTensor, on rank {rank} of torch's default world, but {link.label} is in a world where this "
+            f"is rank {link.rank}. Say where it is in that world, by a mesh there:\n\n"
+            "  Placed(tensor.to_local(), tensor.shape, mesh, tensor.placements)"
+        )
     if isinstance(tensor, Placed):
         link.check_world(tensor.mesh)
-        if link.rank not in layout:
-            raise MembershipError(f"rank {link.rank} passed a part of {name}, but is not in its mesh, {layout!r}.")
-        box = tensor.placements.region if isinstance(tensor.placements, Box) else None
-    expected = shape_of(sharding.region_of(link.rank)) if link.rank in layout else [*shard.shape]
-    if [*shard.shape] != expected:
-        raise ShapeError(f"the local shard of {name} is {tuple(shard.shape)}, not {tuple(expected)}.")
-    return entry._replace(mesh=(layout.shape, layout.ranks()), placements=tuple(sharding.placements), box=box)
+        if link.rank not in tensor.sharding.layout:
+            raise MembershipError(f"rank {link.rank} passed a part of {name}, but is not in its mesh, {tensor.mesh!r}.")
 
 
 # -- the exchange of descriptions ----------------------------------------------------------------------------------

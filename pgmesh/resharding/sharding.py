@@ -173,8 +173,10 @@ class Sharding:
         self.shape, self.layout = tuple(shape), layout
         self.placements = parse_placements(layout, placements)
         """The placement on each axis; None if the tensor is replicated along it."""
-        box = placements if isinstance(placements, Box) else Box.at([0] * len(self.shape), self.shape, self.shape)
-        self._box = box.region  # the axes divide it
+        self.box = placements if isinstance(placements, Box) else None
+        """The box that each rank holds, if it is given in place of placements."""
+        whole = tuple(((0, size),) if size else () for size in self.shape)
+        self._divided: Region = self.box.region if self.box else whole  # by the axes
         self._splits: list[list[tuple[int, Split]]] = [[] for _ in self.shape]  # by dimension: axis numbers and splits
         for number, (axis, placement) in enumerate(zip(layout.axes, self.placements)):
             if placement is None:
@@ -204,7 +206,7 @@ class Sharding:
     def region_of_part(self, part: Part) -> Region:
         """The region of a part."""
         index, region = dict(zip(self.sharded, part)), []
-        for intervals, splits in zip(self._box, self._splits):
+        for intervals, splits in zip(self._divided, self._splits):
             for axis, split in splits:
                 intervals = split.shard(intervals, index[axis])
             region.append(intervals)
@@ -213,8 +215,8 @@ class Sharding:
     def parts_in(self, region: Region) -> list[tuple[Part, Region]]:
         """The parts that overlap a region, each with the overlap, in ascending order."""
         choices = []
-        for box, splits, wanted in zip(self._box, self._splits, region):
-            found: list[tuple[Part, Intervals]] = [((), box)] if intersect(box, wanted) else []
+        for all_of_it, splits, wanted in zip(self._divided, self._splits, region):
+            found: list[tuple[Part, Intervals]] = [((), all_of_it)] if intersect(all_of_it, wanted) else []
             for _, split in splits:
                 found = [
                     ((*part, i), split.shard(whole, i))

@@ -231,6 +231,24 @@ def test_experts_arrive_in_stacked_transposed_parameter():
 
 
 @on_ranks(4)
+def test_dtensor_of_another_world_is_refused():
+    """The ranks of the other world are reversed, so the DTensor's ranks would be other ones there."""
+    store, default = pgmesh.torch_private.default_store(), ProcessGroupMesh(tp=4, name="default")
+    whole = value("w", 8, 4)
+    tensor = reshard(whole, default, {"tp": 0}, source=default)
+    with launch.open_world("dtensor", rank=3 - dist.get_rank(), size=4, store=store, backend="gloo") as other:
+        here, target = ProcessGroupMesh(tp=4, world=other, name="here"), torch.zeros(8, 4)
+        with pytest.raises(MembershipError, match=r"w is a DTensor, on rank .* where this is rank \d.*") as error:
+            Resharder(here, here, source={"w": tensor}, target={"w": target})
+        assert "Placed(tensor.to_local(), tensor.shape, mesh, tensor.placements)" in str(error.value)
+        mesh = Layout(tp=4, ranks=[3, 2, 1, 0])
+        source = {"w": Placed(tensor.to_local(), tensor.shape, mesh, tensor.placements)}
+        Resharder(here, here, source=source, target={"w": target})()
+        assert torch.equal(target, whole)
+        dist.barrier()
+
+
+@on_ranks(4)
 def test_parts_move_within_a_world_beside_the_default():
     store = pgmesh.torch_private.default_store()
     with launch.open_world("parts", rank=3 - dist.get_rank(), size=4, store=store, backend="gloo") as other:
