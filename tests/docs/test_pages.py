@@ -73,14 +73,9 @@ def test_limits_fit_on_one_screen():
 @pytest.mark.long
 def test_resharding_page_prints_what_it_shows(tmp_path: Path):
     page = (ROOT / "docs" / "resharding.md").read_text(encoding="utf-8")
-    examples = re.findall(
-        r"^```python\n(.*?)^```\n\n```console\n\$ torchrun --nproc-per-node (\d) .*?\n(.*?)^```",
-        page,
-        re.MULTILINE | re.DOTALL,
-    )
-    assert len(examples) == 2
-    for program, ranks, shown in examples:
-        assert run_ranks(tmp_path, program, int(ranks)) == shown
+    programs, shown = (re.findall(rf"^```{kind}\n(.*?)^```", page, re.M | re.S) for kind in ("python", "console"))
+    assert shown[0].startswith("$ torchrun --nproc-per-node 8 script.py\n")
+    assert run_ranks(tmp_path, "".join(programs), 8) == "".join(shown).partition("\n")[2]
 
 
 def test_contributing_page_names_existing_tests():
