@@ -24,7 +24,7 @@ from pgmesh.parallel import (
     compose,
     local,
 )
-from pgmesh.resharding.resharder import describe
+from pgmesh.resharding import Resharder
 from tests.support.message_assertions import assert_raises
 from tests.support.parallel_models import (
     STEPS,
@@ -187,7 +187,7 @@ def test_save_of_shards_as_plain_tensors_raises(tmp_path: Path, kind: type[DataP
         model[0].register_buffer("scale", torch.arange(4.0))
         model = compose(mesh, kind(mesh, "dp"), Halves(mesh, "tp")).apply(model)
         with pytest.raises(MethodError, match=r"0\.weight is sharded along tp=2 as a plain tensor: it would be moved"):
-            describe("source", model.state_dict(keep_vars=True))
+            Resharder(mesh, mesh, source=model.state_dict(keep_vars=True))
         for call in (checkpoint.save, checkpoint.load):
             assert_raises(
                 MethodError,
