@@ -159,8 +159,12 @@ def expand(starts: Sequence[int], axes: Iterable[Offsets]) -> Sequence[int]:
     ([0, 1, 4, 5, 100, 101, 104, 105], range(10, 14, 2))
     """
     for offsets in axes:
-        shifted = [shift(offsets, start) for start in starts]
-        starts = shifted[0] if len(shifted) == 1 else [*chain.from_iterable(shifted)]
+        if len(starts) == 1:
+            starts = shift(offsets, starts[0])
+        elif len(offsets) < 16:  # a range for each start would cost more
+            starts = [start + offset for start in starts for offset in offsets]
+        else:
+            starts = [*chain.from_iterable(shift(offsets, start) for start in starts)]
     return starts
 
 
