@@ -31,6 +31,7 @@ def end_soon(rank: int, port: int, folder: Path, kind: int) -> None:
     join_world(rank, port, RANKS, WAIT_TIMEOUT / 4)
     mesh = ProcessGroupMesh(dp=2, tp=2, name="train")
     mesh.configure(timeout=2)  # the other members of half a message notice nothing before
+    mesh.configure("tp", timeout=2)  # nor does a member that waits for rank 3 to connect
     mesh.connect("dp", timeout=LONG_TIMEOUT)
     group = mesh.group("tp")
     set_flag(folder, f"ready {rank}")
@@ -60,7 +61,7 @@ def end_soon(rank: int, port: int, folder: Path, kind: int) -> None:
     else:
         attempt(steps)
         if kind == 2:
-            mesh = mesh.shrink("dp", timeout=LONG_TIMEOUT)
+            mesh = mesh.shrink("dp", timeout=WAIT_TIMEOUT)
             if mesh.rank in mesh:
                 mesh.group("tp")
     time.sleep(chance.choice((0.0, chance.uniform(0.0, 0.3))))
