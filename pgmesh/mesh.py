@@ -145,7 +145,7 @@ class ProcessGroupMesh(RankMethods):
         >>> mesh.world.name, mesh.world.size
         ('', 8)
         """
-        from pgmesh.launch.joining import World  # only for a world beside the default one
+        from pgmesh.launch.joining import World  # here: groups need no launcher
 
         return World(own=False, core=self._mesh_groups.world)
 

@@ -206,6 +206,8 @@ def register(
     """
     group._set_group_name(name)
     group._set_group_desc(description)
+    if name.startswith(BESIDE):
+        beside.add(group)
     world, tag = c10d._world, f"user:{name}"
     c10d._register_process_group(name, group)
     world.pg_map[group] = (backend, store)

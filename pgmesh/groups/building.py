@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from pgmesh import torch_private
 from pgmesh._util.formatting import call_site
-from pgmesh.errors import OptionsError, PgmeshError
+from pgmesh.errors import OptionsError
 from pgmesh.groups.backends import CONSTRUCTORS, GLOO, backends_of, new_gloo
 from pgmesh.groups.connecting import GroupStore
 from pgmesh.groups.default_world import world_rank_and_size
@@ -71,26 +71,16 @@ def make_by_members(group: Group, key: str, world: World, description: str) -> N
             torch_private.register, made, name, description, group.options.backend, backends.config, prefixed, places
         )
         group.register()
-        if world.name:
-            torch_private.beside.add(made)
         group.make(made, call_site(), store, [*gloo, *checking])
         if store is not None:
-            _publish(store, world)  # only now: others would connect to a group that could not be made
+            with world.raising_errors():
+                store.publish()  # only now: others would connect to a group that could not be made
             # It would count as an operation, of which torch's checks compare the numbers.
             world.connector.add(store, functools.partial(torch_private.start_pairs, checking or gloo))
     except BaseException:  # such as an interrupt
         torch_private.unregister(made)
         group.take_process_group()
         raise
-
-
-def _publish(store: GroupStore, world: World) -> None:
-    try:
-        store.publish()
-    except PgmeshError:
-        raise
-    except (RuntimeError, OSError) as error:
-        raise world.error(error) from error
 
 
 def _is_debugged(names: frozenset[str]) -> bool:

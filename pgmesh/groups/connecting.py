@@ -1,14 +1,14 @@
-"""How the members of Gloo groups find each other, in one thread of the process that lives while members are missing.
+"""How the members of Gloo groups find each other.
 
 A lazy Gloo backend connects a pair of ranks when it first uses it, and needs the address of the other one then. Of each
 pair one side is *passive*: it waits inside the operation until the other side has started the pair too. So a rank that
 posts a receive first might wait for a rank that has no reason yet to use the group. Therefore:
 
 1. Making a group publishes this member's address, with its fingerprint: one ``set``, whose answer is not awaited.
-2. A backend that waits for addresses looks for them now and then; ``PAIRS_AFTER`` seconds after the group was made, so
-   does the thread. Once all members have made the group, the addresses of the others are taken, and the fingerprints
-   compared.
-3. Then the thread starts all pairs, and waits for none. Then the group is as one of ``new_group``.
+2. A backend that waits for addresses looks for them now and then. From ``PAIRS_AFTER`` seconds after the group was
+   made, so does a thread, which ends once no group is left. When all members have made the group, the addresses of the
+   others are taken, and the fingerprints compared.
+3. The thread starts all pairs, and waits for none. From then on the group is as one of ``new_group``.
 
 A backend waits in C++ between its looks, in the ``HashStore`` of its ``GroupStore``. To end such a wait, the addresses
 are set to zeros, which Gloo refuses.
@@ -199,7 +199,7 @@ class GroupStore(dist.Store):
         return "".join(f"\n  {note.decode()}" for note in found if note is not None)
 
     def complete(self, values: Sequence[bytes]) -> None:
-        """Take the values under ``keys``, unless a member has another fingerprint.
+        """Take the values under ``others_keys``, unless a member has another fingerprint.
 
         Raises:
             MismatchError: it has. The waits of this group end with it.

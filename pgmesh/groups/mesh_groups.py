@@ -195,9 +195,10 @@ class MeshGroups:
             self.world.keep(self)
             building.set_options(group, self.fingerprint, options, self.world.options, differing)
             description = options.description or f"{self.name or 'mesh'}[{members.describe(self.rank)}]"
-            if backends_of(options.backend).by_members or self.world.name:
+            if backends_of(options.backend).by_members:
                 building.make_by_members(group, self.key, self.world, description)
             else:
+                self._check_default("new_group")
                 building.make_collectively(group, members.blocks(), description)
         except BaseException:
             if not self.made():

@@ -13,13 +13,13 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from pgmesh import torch_private
-from pgmesh.errors import LifetimeError, NameTakenError, WorldError
+from pgmesh.errors import LifetimeError, NameTakenError, PgmeshError, WorldError
 from pgmesh.groups.connecting import Connector
 from pgmesh.groups.default_world import store_address, underlying, world_options, world_rank_and_size
 from pgmesh.options import GroupOptions
@@ -80,10 +80,18 @@ class World:
             raise LifetimeError(f"this process has no store: {self.ended}.")
         if not self.has_server:
             return self._store
-        try:
+        with self.raising_errors():
             if self._client is not None:
                 self._client.check([""])  # fails at once if the server has ended, where ``clone`` would try for minutes
             return self._store.clone()
+
+    @contextlib.contextmanager
+    def raising_errors(self) -> Iterator[None]:
+        """Raise what the store raises in the block as WorldError."""
+        try:
+            yield
+        except PgmeshError:
+            raise
         except (RuntimeError, OSError) as error:
             raise self.error(error) from error
 
@@ -240,13 +248,15 @@ def open_world(name: str, store: Any, rank: int, size: int, options: GroupOption
             raise NameTakenError(f"this process is in a world {name!r} already, as rank {_beside[name].rank}.")
         _beside[name] = world
     try:
-        first = world.store().compare_set(f"{torch_private.PREFIX}size", "", f"{size} on rank {rank}").decode()
-    except (RuntimeError, OSError) as error:
+        with world.raising_errors():
+            first = world.store().compare_set(f"{torch_private.PREFIX}size", "", f"{size} on rank {rank}").decode()
+        if int(first.partition(" ")[0]) != size:
+            raise WorldError(
+                f"the size of world {name!r} is {first} and {size} on rank {rank}; all ranks give the same."
+            )
+    except WorldError:
         world.close()
-        raise world.error(error) from error
-    if int(first.partition(" ")[0]) != size:
-        world.close()
-        raise WorldError(f"the size of world {name!r} is {first} and {size} on rank {rank}; all ranks give the same.")
+        raise
     return world
 
 

@@ -36,10 +36,8 @@ class CallClient:
         """
         self.operations += len(asked)
         store = self.world.store()
-        try:
+        with self.world.raising_errors():
             return [operations.perform(store, each) for each in asked]
-        except (RuntimeError, OSError) as error:
-            raise self.world.error(error) from error
 
     def now(self) -> float:
         """Seconds since the start of the call."""
