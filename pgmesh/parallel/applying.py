@@ -21,14 +21,13 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 
-import torch.distributed as dist
 from torch import nn
 
 from pgmesh._util.samples import digest
 from pgmesh.errors import MethodError
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Level, Method
-from pgmesh.parallel.comparing import exchange_group, gather_numbers
+from pgmesh.parallel.comparing import gather_numbers, gather_objects
 from pgmesh.parallel.local_experts import expert_tensors
 from pgmesh.parallel.plain_shards import count_shards, owned_tensors
 
@@ -113,8 +112,6 @@ def first_failure(failure: MethodError | None, mesh: ProcessGroupMesh, ranks: Se
     failed = {when: rank for rank, (when, _) in found.items() if when}
     if not failed or len({each for _, each in found.values()}) == 1:
         return failure
-    texts = [text] * len(ranks)
-    dist.all_gather_object(texts, text, group=exchange_group(mesh, ranks))
     first = failed[min(failed)]
-    told = texts[[*ranks].index(first)]
+    told = gather_objects(mesh, ranks, text)[first]
     return failure if text == told else MethodError(f"on rank {first}, {told}")

@@ -45,6 +45,14 @@ def gather_numbers(mesh: ProcessGroupMesh, ranks: Sequence[int], numbers: Iterab
     return {rank: each.tolist() for rank, each in zip(ranks, gathered)}
 
 
+def gather_objects(mesh: ProcessGroupMesh, ranks: Sequence[int], value: Any) -> dict[int, Any]:
+    """The values of some ranks, in mesh order, each of which calls it with its own."""
+    values = [value] * len(ranks)
+    if len(ranks) > 1:
+        dist.all_gather_object(values, value, group=exchange_group(mesh, ranks))
+    return dict(zip(ranks, values))
+
+
 def are_equal(mesh: ProcessGroupMesh, ranks: Sequence[int], number: int) -> bool:
     """Return True if some ranks of a mesh, each of which calls it, have the same number."""
     least_and_most = torch.tensor([-number, number], dtype=torch.int64, device="cpu")
@@ -109,9 +117,7 @@ def compare_weights(
     digests = gather_numbers(mesh, ranks, [digest(described)])
     if len(ranks_by_value({rank: each[0] for rank, each in digests.items()})) == 1:
         return
-    gathered = [described] * len(ranks)
-    dist.all_gather_object(gathered, described, group=exchange_group(mesh, ranks))
-    raise_first_difference(dict(zip(ranks, gathered)))
+    raise_first_difference(gather_objects(mesh, ranks, described))
 
 
 def raise_first_difference(per_rank: Mapping[int, Mapping[str, Description]]) -> None:

@@ -10,6 +10,7 @@ wrong: DDP would average nothing. So hooks on the gradients raise until the wrap
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -113,13 +114,17 @@ def check_first_optimizer(applied: nn.Module, check: Callable[[Optimizer], None]
         applied: the module that ``apply`` returned.
         check: takes the optimizer.
     """
-    if not _pending:
-        register_optimizer_step_pre_hook(_before_first_step)
+    _watch_optimizers()
     _pending[applied] = check
 
 
+@functools.cache
+def _watch_optimizers() -> None:
+    """Register torch's hook of all optimizers, once."""
+    register_optimizer_step_pre_hook(_before_first_step)
+
+
 def _before_first_step(optimizer: Optimizer, *_: Any) -> None:
-    """torch's hook of all optimizers."""
     for module, check in [*_pending.items()]:
         if not {*module.parameters()}.isdisjoint(parameters_of(optimizer)):
             check(optimizer)

@@ -7,16 +7,14 @@ model. Then each rank keeps its part. So ranks agree on what they share, and dif
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch import nn
 
 from pgmesh._util.samples import digest
 from pgmesh.errors import MethodError
 from pgmesh.parallel.gradients import local
-from pgmesh.parallel.pieces import sharded_as_plain_tensors, whole_name
+from pgmesh.parallel.pieces import part_of, sharded_as_plain_tensors, whole_name
 
 
 @torch.no_grad()
@@ -56,16 +54,4 @@ def _initialize_layer(
         torch.manual_seed(seed)
         init(whole)
     for key, weight in own.items():
-        local(weight).copy_(local_part(whole.get_parameter(key), weight))
-
-
-def local_part(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, by the placements of a tensor, which cut one dimension after the other."""
-    if not isinstance(like, DTensor):
-        return whole
-    mesh, placements = like.device_mesh, dict[int, Any](enumerate(like.placements))
-    for i in sorted(placements, key=lambda i: type(placements[i]) is not Shard):  # FSDP cuts what is cut already
-        if not placements[i].is_replicate():
-            parts, index = whole.chunk(mesh.size(i), placements[i].dim), mesh.get_local_rank(i)
-            whole = parts[index] if index < len(parts) else whole.narrow(placements[i].dim, 0, 0)
-    return whole
+        local(weight).copy_(part_of(whole.get_parameter(key), weight))

@@ -11,15 +11,21 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-import torch.distributed as dist
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pgmesh._util.samples import digest, sample
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.comparing import exchange_group, gather_numbers
+from pgmesh.parallel.comparing import gather_numbers, gather_objects
 from pgmesh.parallel.gradients import local
 from pgmesh.parallel.plain_shards import count_shards, owned_tensors
+from pgmesh.resharding.sharding import Sharding
+
+
+def without_wrappers(name: str) -> str:
+    """Name of a parameter without the prefixes of DDP and torch.compile."""
+    return ".".join(word for word in name.split(".") if word not in ("module", "_orig_mod"))
 
 
 def whole_name(module: nn.Module, name: str) -> str:
@@ -32,7 +38,7 @@ def whole_name(module: nn.Module, name: str) -> str:
     words, first_names = name.split("."), dict[str, str]()
     if "before_step" in vars(module):  # a Pipeline; its import would load torch's pipelines
         words, first_names = words[2:], vars(module)["canonical_names"]
-    plain = ".".join(word for word in words if word not in ("module", "_orig_mod"))
+    plain = without_wrappers(".".join(words))
     return first_names.get(plain, plain)
 
 
@@ -52,6 +58,15 @@ def pieces_of(module: nn.Module) -> dict[str, Tensor]:
         if name not in unknown:
             pieces[f"{whole_name(module, name)} {shard_index(weight)}".rstrip()] = local(weight).detach()
     return pieces
+
+
+def part_of(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, by the placements of a DTensor; all of it for a plain tensor."""
+    if isinstance(like, DTensor):
+        for dimension, intervals in enumerate(Sharding.of(like).region_of(like.device_mesh.get_rank())):
+            parts = [whole.narrow(dimension, start, stop - start) for start, stop in intervals or [(0, 0)]]
+            whole = torch.cat(parts, dimension)
+    return whole
 
 
 def shard_index(weight: Tensor) -> str:
@@ -113,6 +128,6 @@ class PieceComparison:
 
     def _found(self, pieces: Mapping[int, int]) -> dict[int, str]:
         """The names of a piece of each of two ranks, which the others get from these."""
-        names = [self._names.get(pieces.get(self._mesh.rank, 0), "")] * len(self._ranks)
-        dist.all_gather_object(names, names[0], group=exchange_group(self._mesh, self._ranks))
-        return {rank: name for rank, name in zip(self._ranks, names) if rank in pieces}
+        own = self._names.get(pieces.get(self._mesh.rank, 0), "")
+        names = gather_objects(self._mesh, self._ranks, own)
+        return {rank: name for rank, name in names.items() if rank in pieces}

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -22,7 +21,7 @@ from pgmesh._util.formatting import name_ranks
 from pgmesh._util.samples import digest
 from pgmesh.errors import MethodError
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.comparing import are_equal, exchange_group, ranks_by_value
+from pgmesh.parallel.comparing import are_equal, gather_objects, ranks_by_value
 
 FIRST, EVERY = 8, 128
 """For each module: the number of the first collectives, all compared, and that between later comparisons."""
@@ -61,8 +60,7 @@ class RunOrder:
                 raise self._error(done)
 
     def _error(self, done: list[str]) -> MethodError:
-        gathered = [done] * len(self._ranks)
-        dist.all_gather_object(gathered, done, group=exchange_group(self._mesh, self._ranks))
+        gathered = gather_objects(self._mesh, self._ranks, done).values()
         first = next(each for each in itertools.zip_longest(*gathered, fillvalue="nothing") if len({*each}) > 1)
         holders = ranks_by_value(dict(zip(self._ranks, first)))
         found = "; ".join(f"{what} on {name_ranks(ranks)}" for what, ranks in [*holders.items()][:4])

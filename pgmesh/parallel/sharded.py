@@ -116,15 +116,12 @@ class ShardedDataParallel(Method):
     def apply(self, module: nn.Module) -> nn.Module:
         """Shard the module in place, its layers first, and return it."""
         ignored = {*self.keywords.get("ignored_params", ()), *expert_tensors(module).values()}
-        device_mesh, keywords, uses = (
-            self.device_mesh(),
-            {**self.keywords, "ignored_params": ignored},
-            _count_uses(module),
-        )
+        keywords = {**self.keywords, "mesh": self.device_mesh(), "ignored_params": ignored}
+        uses = _count_uses(module)
         for layer in dict.fromkeys(self.layers(module)):  # one may be in several lists
             if _count_uses(layer).items() <= uses.items():
-                fully_shard(layer, mesh=device_mesh, **keywords)
-        fully_shard(module, mesh=device_mesh, **keywords)
+                fully_shard(layer, **keywords)
+        fully_shard(module, **keywords)
         sharded = [each for each in module.modules() if isinstance(each, FSDPModule)]
         reductions = gathers = RunOrder(self.mesh, self.mesh.ranks(*self.average_axes), len(sharded))
         if self.replicates and self.shards:  # replicas may evaluate on their own

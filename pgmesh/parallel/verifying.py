@@ -16,15 +16,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pgmesh._util.formatting import count_of
 from pgmesh.errors import MethodError, OptionsError
-from pgmesh.layout import Layout
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.comparing import exchange_group
+from pgmesh.parallel.comparing import gather_objects
 from pgmesh.parallel.composing import Composition
 from pgmesh.parallel.differences import (
     LATER,
@@ -39,11 +37,11 @@ from pgmesh.parallel.differences import (
 )
 from pgmesh.parallel.gradients import local
 from pgmesh.parallel.nests import map_tensors
+from pgmesh.parallel.pieces import part_of
 from pgmesh.parallel.pipeline import DROPOUTS, PipelineParallel
 from pgmesh.parallel.rank_sets import ranks_along
 from pgmesh.parallel.running import Pipeline
 from pgmesh.parallel.seeds import seeded_rng
-from pgmesh.resharding.sharding import Sharding
 
 WRAPPERS = re.compile(r"\b(module|_orig_mod|_checkpoint_wrapped_module)\.")
 """What DDP, torch.compile and torch's checkpoint_wrapper add to names of parameters."""
@@ -230,18 +228,6 @@ class Run:
 # ---- parts of tensors ----
 
 
-def part_of(whole: Tensor, weight: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, by the placements of a weight; all of it if the weight is a plain tensor."""
-    if isinstance(weight, DTensor):
-        ranks = weight.device_mesh.mesh
-        layout = Layout(*ranks.shape, ranks=ranks.flatten().tolist())
-        region = Sharding(whole.shape, layout, weight.placements).region_of(weight.device_mesh.get_rank())
-        for dimension, intervals in enumerate(region):
-            parts = [whole.narrow(dimension, start, stop - start) for start, stop in intervals or [(0, 0)]]
-            whole = torch.cat(parts, dimension)
-    return whole
-
-
 def find_piece(whole: Tensor | None, weight: Tensor) -> Piece | None:
     """The piece of a whole weight that a rank has as one weight: all of it, or a shard as a plain tensor.
 
@@ -291,10 +277,7 @@ class Comparison:
 
     def _gather(self, value: Any) -> dict[int, Any]:
         """The values of all ranks."""
-        values = [value] * len(self.ranks)
-        if len(self.ranks) > 1:
-            dist.all_gather_object(values, value, group=exchange_group(self.mesh.together.mesh, self.ranks))
-        return dict(zip(self.ranks, values))
+        return gather_objects(self.mesh.together.mesh, self.ranks, value)
 
     def run(self, batches: Iterable[Any]) -> float:
         """Run all steps, or those until the first difference, and print a table on the first rank.

@@ -447,9 +447,7 @@ def describe(link: Link, side: str, tensors: Tensors) -> list[Entry]:
 def sharding_of(tensor: AnyTensor) -> Sharding | None:
     """The sharding of a DTensor or a ``Placed``; None for a plain tensor."""
     if isinstance(tensor, DTensor):
-        mesh = tensor.device_mesh.mesh
-        layout = Layout(dict(enumerate(mesh.shape)), ranks=mesh.flatten().tolist())
-        return Sharding(tensor.shape, layout, tensor.placements)
+        return Sharding.of(tensor)
     return tensor.sharding if isinstance(tensor, Placed) else None
 
 

@@ -169,6 +169,14 @@ class Sharding:
     ((((6, 9),), ((0, 4),)), (((9, 10),), ((0, 4),)))
     """
 
+    @classmethod
+    def of(cls, tensor: Any) -> Sharding:
+        """The sharding of a DTensor."""
+        ranks = tensor.device_mesh.mesh
+        return cls(
+            tensor.shape, Layout(dict(enumerate(ranks.shape)), ranks=ranks.flatten().tolist()), tensor.placements
+        )
+
     def __init__(self, shape: Sequence[int], layout: Layout, placements: Placements) -> None:
         self.shape, self.layout = tuple(shape), layout
         self.placements = parse_placements(layout, placements)
