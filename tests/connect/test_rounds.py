@@ -186,7 +186,7 @@ def test_missing_member_is_warned_about_and_then_raised():
 
 
 @pytest.mark.fault("shape, axes, rank order, options differ between ranks")
-def test_other_options_are_a_mismatch_at_the_first_look():
+def test_other_options_mismatch_at_the_first_look():
     each = round_of(ranks=(0, 1, 2))
     client = MemoryClient(values={"group/0/arrivals": arrival(1, group='1 {"shape": [2], "timeout": 7.0}')})
     rounds_of(client, each).run()
@@ -196,7 +196,7 @@ def test_other_options_are_a_mismatch_at_the_first_look():
     assert isinstance(each.decision.error(), MismatchError)
 
 
-def test_member_asks_those_up_to_the_next_arrived_one():
+def test_member_asks_up_to_the_next_arrived():
     """Of six members, 0, 3 and 4 have arrived."""
     each = round_of(ranks=range(6))
     each.missing = (1, 2, 5)

@@ -271,7 +271,7 @@ def test_spare_that_never_published_a_status_is_lost():
     assert one.agree().replaced == {1: 3}
 
 
-def test_rank_that_arrived_after_many_leaves_the_looks_to_them():
+def test_rank_after_many_arrivals_leaves_looks():
     lines = arrivals(*map(arrival, [*range(1, 40), 0]))
     late = Rank(size=41, values={**status(40), ROUND: lines}, deadline=3.0)
     assert "rank 40 did not call shrink('dp') in 3 s." in late.agree().failed
@@ -288,7 +288,7 @@ def test_spare_gives_up_if_all_members_stand_by():
     )
 
 
-def test_rank_taken_for_lost_misses_that_mesh_when_it_stands_by():
+def test_lost_rank_misses_mesh_as_it_stands_by():
     taken = Outcome(lost={1: "rank 1 has sent no heartbeat"}, axis="dp").pack().encode()
     state, values = ElasticState(), {"pgmesh/m/shrink/0/decision": taken}
     mesh: Any = SimpleNamespace(state_of=lambda kind: state)

@@ -162,7 +162,7 @@ def test_pipeline_loss_with_weights_raises(mesh: ProcessGroupMesh, wrap: Callabl
 @needs_pipelines
 @pytest.mark.parametrize("kind", ["data", "sharded", "pipeline"])
 @on_ranks(4)
-def test_optimizer_of_weights_beside_model_raises_in_first_step(kind: str):
+def test_optimizer_of_other_weights_raises_in_first_step(kind: str):
     with ProcessGroupMesh(other=2, dp=2) as mesh:
         loss, (codes, target) = Loss(), batch(0)
         function = lambda output, labels: loss(output, labels)  # noqa: E731

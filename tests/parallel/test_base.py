@@ -574,7 +574,7 @@ class RaisesOnOneRank(Method):
 @pytest.mark.fault("a plugin raises half-way")
 @pytest.mark.parametrize("before", [True, False])
 @on_ranks(4)
-def test_apply_that_fails_on_one_rank_raises_on_all(before: bool):
+def test_apply_failing_on_one_rank_raises_everywhere(before: bool):
     with ProcessGroupMesh(dp=2, tp=2) as mesh:
         kept = mesh.group()
         short = {"timeout": timedelta(seconds=3)}
@@ -589,7 +589,7 @@ def test_apply_that_fails_on_one_rank_raises_on_all(before: bool):
 
 
 @on_ranks(2)
-def test_apply_that_fails_before_collective_of_all_ranks_raises_on_all():
+def test_apply_failing_before_a_collective_raises_everywhere():
     with ProcessGroupMesh(tp=2) as mesh:
         method = RaisesOnOneRank(mesh, "tp", options={"timeout": timedelta(seconds=3)})
         with pytest.raises(MethodError, match=r"RaisesOnOneRank along tp failed in apply|another rank failed in apply"):

@@ -180,15 +180,24 @@ def test_a_star_matches_children_alone(mesh):
     assert module[0].weight.placements == (Shard(0),)
 
 
-def test_a_module_around_others_may_gather_sequences(mesh):
-    gathered = PrepareModuleInputOutput(
+def gathered() -> PrepareModuleInputOutput:
+    """The style of a layer that gets and returns shards of sequences, and computes with whole ones."""
+    return PrepareModuleInputOutput(
         input_layouts=Shard(1),
         desired_input_layouts=Replicate(),
         use_local_input=True,
         output_layouts=Replicate(),
         desired_output_layouts=Shard(1),
     )
-    plan = {**EMBEDDED_PLAN, "blocks.1": gathered, "blocks.1.*p": ColwiseParallel(), "blocks.1.down": RowwiseParallel()}
+
+
+def test_a_module_around_others_may_gather_sequences(mesh):
+    plan = {
+        **EMBEDDED_PLAN,
+        "blocks.1": gathered(),
+        "blocks.1.*p": ColwiseParallel(),
+        "blocks.1.down": RowwiseParallel(),
+    }
     TensorParallel(mesh, "tp", plan=plan).apply(TinyGPT(layers=2))
 
 
@@ -223,14 +232,7 @@ def test_experts_between_sharded_sequences_train_once_gathered():
     codes, target = batch(0)
     expected = TinyGPT(layers=1, block=Mixed)
     loss_of(expected(codes), target).backward()
-    gathered = PrepareModuleInputOutput(
-        input_layouts=Shard(1),
-        desired_input_layouts=Replicate(),
-        use_local_input=True,
-        output_layouts=Replicate(),
-        desired_output_layouts=Shard(1),
-    )
-    plan = {**MIXED_PLAN, "blocks.*.layer": gathered}
+    plan = {**MIXED_PLAN, "blocks.*.layer": gathered()}
     with ProcessGroupMesh(dp=2, tp=2) as mesh:
         for experts in (ExpertParallel(mesh.view(ep=4), "ep"), ExpertParallel(mesh, "tp")):
             together = compose(mesh, ShardedDataParallel(mesh, "dp"), TensorParallel(mesh, "tp", plan=plan), experts)
@@ -274,7 +276,7 @@ class Squash(nn.Module):
     ],
 )
 @on_ranks(2)
-def test_output_of_sharded_layer_passes_gradients_of_compiled_module(style: ParallelStyle):
+def test_sharded_output_passes_gradients_of_compiled_module(style: ParallelStyle):
     with ProcessGroupMesh(tp=2) as mesh:
         torch.compiler.reset()
         torch.manual_seed(0)

@@ -431,7 +431,7 @@ class LowRank(nn.Module):
 
 
 @on_ranks(2)
-def test_verify_sees_gradients_behind_zeros_in_the_first_step():
+def test_verify_sees_gradients_behind_zeros():
     mesh = ProcessGroupMesh(dp=2)
 
     def step(composition: Composition, model: nn.Module, given: Any) -> None:
@@ -534,7 +534,7 @@ def test_verify_names_a_parameter_that_no_rank_has():
 
 
 @on_ranks(2)
-def test_builds_with_other_weights_are_named_on_every_rank():
+def test_differing_builds_are_named_on_every_rank():
     mesh = ProcessGroupMesh(dp=2)
     together = compose(mesh, DataParallel(mesh, "dp"))
     draws = torch.Generator().manual_seed(0)
