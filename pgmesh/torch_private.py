@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import socket
 import sys
 import time
@@ -194,15 +195,35 @@ def backend_name(group: Any) -> str:
     return str(c10d._world.pg_map[group][0])
 
 
+class _Places(Mapping[int, int]):
+    """The group rank of each member. Its table is made at its first use, since groups may have many members."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = ranks
+
+    @functools.cached_property
+    def _table(self) -> dict[int, int]:
+        return {rank: place for place, rank in enumerate(self._ranks)}
+
+    def __getitem__(self, rank: int) -> int:
+        return self._table[rank]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ranks)
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+
 def register(
-    group: Any, name: str, description: str, backend: str | None, config: str, store: Any, ranks: Mapping[int, int]
+    group: Any, name: str, description: str, backend: str | None, config: str, store: Any, ranks: Sequence[int]
 ) -> None:
     """Enter a group into torch's tables, as ``new_group`` does.
 
     Args:
         config: the backend of each device, such as ``cpu:gloo,cuda:nccl``.
         store: the group's part of the world's store.
-        ranks: the group rank of each global rank.
+        ranks: the members' ranks in the world, in group order.
     """
     group._set_group_name(name)
     group._set_group_desc(description)
@@ -212,7 +233,7 @@ def register(
     c10d._register_process_group(name, group)
     world.pg_map[group] = (backend, store)
     world.pg_names[group] = name
-    world.pg_group_ranks[group] = ranks
+    world.pg_group_ranks[group] = _Places(ranks)
     world.pg_backend_config[group] = config
     world.pg_to_tag[group] = tag
     world.tags_to_pg[tag] = [group]

@@ -161,8 +161,11 @@ def expand(starts: Sequence[int], axes: Iterable[Offsets]) -> Sequence[int]:
     for offsets in axes:
         if len(starts) == 1:
             starts = shift(offsets, starts[0])
-        elif len(offsets) < 16:  # a range for each start would cost more
-            starts = [start + offset for start in starts for offset in offsets]
+        elif len(offsets) < len(starts):  # the longer loop is that inside ``shift``, which for a range is none
+            spread = [0] * (len(starts) * len(offsets))
+            for place, offset in enumerate(offsets):
+                spread[place :: len(offsets)] = shift(starts, offset)
+            starts = spread
         else:
             starts = [*chain.from_iterable(shift(offsets, start) for start in starts)]
     return starts

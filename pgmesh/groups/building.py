@@ -66,10 +66,8 @@ def make_by_members(group: Group, key: str, world: World, description: str) -> N
         store = GroupStore(name, group.fingerprint, group.ranks, world.rank, timeout, world.store)
     made, gloo, checking = _build(group, name, prefixed, world, store)
     try:
-        places = {rank: i for i, rank in enumerate(group.ranks)}
-        group.register = functools.partial(
-            torch_private.register, made, name, description, group.options.backend, backends.config, prefixed, places
-        )
+        config = group.options.backend, backends.config, prefixed, group.ranks
+        group.register = functools.partial(torch_private.register, made, name, description, *config)
         group.register()
         group.make(made, call_site(), store, [*gloo, *checking])
         if store is not None:

@@ -176,12 +176,12 @@ class MeshGroups:
         """
         variant = naming.variant_of(options.backend, members.tag, differing)
         key = members.ranks, variant
-        if key not in self._groups:
-            # A look-up hashes all ranks, which may be many.
+        group = self._groups.get(key)
+        if group is None:  # a look-up hashes all ranks, which may be many
             releases, destroyed = (self._ends[members.ranks], self._ends[key]) if self._ends else (0, 0)
             path = f"{naming.encode_ranks(members.ranks)}/{variant}.{releases}.{destroyed}"
-            self._groups[key] = Group(members.label, self.label, members.ranks, path, releases)
-        return self._groups[key]
+            self._groups[key] = group = Group(members.label, self.label, members.ranks, path, releases)
+        return group
 
     def _make(self, group: Group, members: Members, options: GroupOptions, differing: Mapping[str, Any]) -> None:
         """Make a group. With Gloo and NCCL, this waits for no other member.
