@@ -237,12 +237,20 @@ _lock = threading.RLock()
 def open_world(name: str, store: Any, rank: int, size: int, options: GroupOptions) -> World:
     """Enter a world beside torch's default one, over a store of its own or the same one.
 
+    A rank that has closed a world of this name there enters the next one, with other keys.
+
     Raises:
         NameTakenError: this process is in a world of this name.
-        WorldError: the store lacks an operation, or another rank has entered the world with another size.
+        WorldError: the store fails or lacks an operation, or another rank has entered the world with another size.
     """
     _check_store(store)
-    world = World(dist.PrefixStore(name, store), rank, size, options, store_address(store), name)
+    store, closed, address = dist.PrefixStore(name, store), f"{torch_private.PREFIX}closed/{rank}", store_address(store)
+    try:
+        number = store.add(closed, 0)
+    except (RuntimeError, OSError) as error:
+        raise WorldError(f"the store at {address} failed: {error}") from error
+    world = World(dist.PrefixStore(str(number), store), rank, size, options, address, name)
+    world.on_end.append(lambda: world.exits or store.add(closed, 1))
     with _lock:
         if name in _beside:
             raise NameTakenError(f"this process is in a world {name!r} already, as rank {_beside[name].rank}.")

@@ -70,6 +70,15 @@ def test_meshes_of_two_worlds_have_their_own_ranks():
     check_sums(groups_of(ours))
 
 
+@on_ranks(SIZE)
+def test_closed_world_can_be_opened_again():
+    for _ in range(5):
+        with reversed_world("again") as world:
+            mesh = ProcessGroupMesh(dp=2, tp=2, world=world)
+            assert mesh.connect(timeout=LONG_TIMEOUT).operations
+            check_own_sums(mesh)
+
+
 # ---- torch's functions ----
 
 
