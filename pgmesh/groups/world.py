@@ -114,6 +114,15 @@ class World:
         """torch's own client, for torch's table of groups."""
         return self._store
 
+    def check_size(self) -> None:
+        """Raise WorldError if the first rank that called this has another size of the world."""
+        ours = f"{self.size} on rank {self.rank}"
+        with self.raising_errors():
+            first = self.store().compare_set(f"{torch_private.PREFIX}size", "", ours).decode()
+        if int(first.partition(" ")[0]) != self.size:
+            which = f"world {self.name!r}" if self.name else "the world"
+            raise WorldError(f"the size of {which} is {first} and {ours}; all ranks give the same.")
+
     # -- meshes, and what layers keep ---------------------------------------------------------------------------------
 
     def state_of(self, kind: Callable[[World], S]) -> S:
@@ -256,12 +265,7 @@ def open_world(name: str, store: Any, rank: int, size: int, options: GroupOption
             raise NameTakenError(f"this process is in a world {name!r} already, as rank {_beside[name].rank}.")
         _beside[name] = world
     try:
-        with world.raising_errors():
-            first = world.store().compare_set(f"{torch_private.PREFIX}size", "", f"{size} on rank {rank}").decode()
-        if int(first.partition(" ")[0]) != size:
-            raise WorldError(
-                f"the size of world {name!r} is {first} and {size} on rank {rank}; all ranks give the same."
-            )
+        world.check_size()
     except WorldError:
         world.close()
         raise

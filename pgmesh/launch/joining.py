@@ -98,6 +98,7 @@ def join(
         LaunchError: the launcher's variables are incomplete or contradict each other, or the host or the port of rank
             0 or of the store is unknown. Also if no device has the local rank's number, the timeout is not positive,
             there is no such replica, or joining fails.
+        WorldError: launches of replicas have different numbers of ranks.
 
     Example: a script that calls join() can be started in any of these ways.
 
@@ -263,6 +264,8 @@ def _initialize(detect: Callable[[], LauncherInfo], backend: str | None, timeout
             started = f"all {info.size} ranks have" if info.replica is None else "the store has"
             fix = f"Check that {started} started, with this host and port."
         raise LaunchError(f"{problem}\n\n{fix}") from error
+    if info.replica is not None:  # the launches may have different numbers of ranks
+        worlds.current_world().check_size()
     _publish_status()
     return World(own=True)
 

@@ -148,6 +148,29 @@ def test_torchruns_lose_a_replica_and_regain_it(tmp_path: Path):
             raise
 
 
+JOIN = """
+import sys
+from pgmesh import launch
+
+replica, port = map(int, sys.argv[1:])
+launch.join("gloo", timeout=60, replica=replica, replicas=2, host="127.0.0.1", port=port)
+"""
+
+
+def test_replicas_of_unequal_size_are_an_error(tmp_path: Path):
+    join_replica = write_script(tmp_path, JOIN)
+    with StoreProcess() as store:
+        ended = []
+        for replica, ranks in enumerate([1, 2]):
+            env = {**clean_env(), "RANK": "0", "WORLD_SIZE": f"{ranks}", "LOCAL_RANK": "0"}
+            command = [sys.executable, join_replica, str(replica), str(store.port)]
+            ended.append(subprocess.run(command, env=env, capture_output=True, text=True, timeout=WAIT_TIMEOUT))
+    assert ended[0].returncode == 0, ended[0].stderr
+    assert (
+        "WorldError: the size of the world is 2 on rank 0 and 4 on rank 2; all ranks give the same." in ended[1].stderr
+    )
+
+
 def test_ranks_of_replicas_are_counted_in_their_order():
     info = with_replica(detect_launcher(TORCHRUN), 2, 3, "n9", 29501)
     assert (info.rank, info.size, info.end_point()) == (2 * 8 + 5, 24, ("n9", 29501))
