@@ -47,7 +47,7 @@ types: $(VENV)/dev
 tests: $(VENV)/bytecode
 	$(LOCAL) $(RUN) -m pytest -q -n 3 $(BY_FILE) -m 'not long'
 
-test-long: $(VENV)/docs      ## the tests that train or take long, and every example
+test-long: $(VENV)/docs $(VENV)/examples  ## the tests that train or take long, and every example
 	$(LOCAL) $(RUN) -m pytest -q -n 2 $(BY_FILE) -m long
 
 docs: $(VENV)/docs           ## the site, in build/site: the pages, the reference from docstrings, and the notebook with its outputs
@@ -118,6 +118,11 @@ $(VENV)/docs: $(VENV)/dev
 	$(RUN) -m pip install --quiet --editable '.[docs]'
 	@touch $@
 
+$(VENV)/examples: $(VENV)/dev
+	$(RUN) -m pip install --quiet --editable '.[examples]' \
+		|| echo "ray or transformers cannot be installed here: their examples are skipped"
+	@touch $@
+
 $(PACKAGING)/made: .ci/constraints.txt
 	$(PYTHON) -m venv $(PACKAGING)
 	$(PACKAGING)/bin/python -m pip install --quiet build twine
@@ -128,7 +133,7 @@ $(PACKAGING)/made: .ci/constraints.txt
 $(TORCH_VENV)/made: .ci/constraints.txt .ci/neighbours.txt
 	$(PYTHON) -m venv $(TORCH_VENV)
 	env -u PIP_CONSTRAINT $(TORCH_RUN) -m pip install --quiet torch==$(TORCH)
-	grep -Ev '^(torch|megatron-core)==' .ci/constraints.txt >$(TORCH_VENV)/tools.txt
+	grep -Ev '^(torch|megatron-core|ray|transformers)==' .ci/constraints.txt >$(TORCH_VENV)/tools.txt
 	env -u PIP_CONSTRAINT $(TORCH_RUN) -m pip install --quiet --no-deps --requirement $(TORCH_VENV)/tools.txt --editable .
 	env -u PIP_CONSTRAINT $(TORCH_RUN) -m pip install --quiet --no-deps --requirement .ci/neighbours.txt \
 		$$(grep ^megatron-core== .ci/constraints.txt) \
