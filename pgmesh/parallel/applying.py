@@ -6,12 +6,10 @@ For ``[tensor, data, pipeline]``, lowest level first, ``apply_methods`` makes th
         data.around(stage, lower)              is data.apply(tensor.apply(stage))
 
 A gradient norm counts each piece of a parameter once, so ``count_pieces`` gives the number of different pieces. A
-DTensor knows its own. A plain tensor has more than one piece in three cases:
+DTensor knows its own. A plain tensor has more than one piece in two cases:
 
 - *Stages*: other stages of a pipeline hold other parameters under the same name.
 - *Experts*: other ranks hold other experts under the same name.
-- *Plain shards* of ``plain_shards.py``. Example: on ``pp=2, tp=2``, a method along tp replaces a weight of shape (4, 4)
-  by one of shape (2, 4), in one of two stages. Each rank holds one of 2 x 2 different pieces.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Level, Method
 from pgmesh.parallel.comparing import gather_numbers, gather_objects
 from pgmesh.parallel.local_experts import expert_tensors
-from pgmesh.parallel.plain_shards import count_shards, owned_tensors
+from pgmesh.parallel.owned_tensors import owned_tensors
 
 
 def apply_methods(running: list[Method], methods: Sequence[Method], module: nn.Module) -> nn.Module:
@@ -64,7 +62,7 @@ def count_pieces(methods: Sequence[Method], applied: nn.Module) -> Pieces:
     """
     experts, pieces = expert_tensors(applied), Pieces()
     for name, owner, key, _ in owned_tensors(applied):
-        count = count_shards(owner, key)
+        count = 1
         for method in methods:
             if method.level is Level.PIPELINE or (method.differs == "experts" and name in experts):
                 count *= method.mesh.size(*method.owns)

@@ -22,7 +22,7 @@ from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.blocks import Blocks, connected_ranks, spanning_axes
 from pgmesh.parallel.divisibility import divide_evenly, format_sizes
 from pgmesh.parallel.local_experts import expert_tensors
-from pgmesh.parallel.plain_shards import mark_new_shards, owned_tensors
+from pgmesh.parallel.owned_tensors import check_shapes, owned_tensors
 from pgmesh.planning.axis_heuristics import method_of
 
 Difference = Literal["rows", "positions", "weights", "experts"]
@@ -204,9 +204,7 @@ class Method:
         applied = self.apply(part)
         if not isinstance(applied, nn.Module):
             raise TypeError(f"apply returned {applied!r}, not the module to train")
-        if self.differs != "experts":  # LocalExperts marks its own
-            axes = format_sizes(self.mesh, self.average_axes)
-            mark_new_shards(shapes, applied, self.mesh.size(*self.average_axes), axes)
+        check_shapes(shapes, applied)
         return applied
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:

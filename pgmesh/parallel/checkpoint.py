@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from pgmesh import torch_private
-from pgmesh._util.marks import SHARD_MARK
 from pgmesh.errors import MethodError
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.composing import COMPOSITIONS
@@ -55,8 +54,6 @@ def save(folder: str | Path, mesh: ProcessGroupMesh, module: nn.Module, optimize
 
     Raises:
         MethodError: replicas have different weights, between two steps of a method that averages them later.
-        MethodError: a parameter is sharded as a plain tensor, by ``ExpertParallel(tensor=)`` or by a method of another
-            package. torch would save only one of the shards.
 
     Source: https://docs.pytorch.org/docs/2.13/distributed.checkpoint.html
     """
@@ -79,7 +76,7 @@ def load(folder: str | Path, mesh: ProcessGroupMesh, module: nn.Module, optimize
 
     Raises:
         MethodError: there is no checkpoint in the folder; it lacks a parameter of the model, or has it in another
-            shape; or a parameter is sharded as a plain tensor.
+            shape.
     """
     optimizers = _as_tuple(optimizer)
     for each in optimizers:
@@ -126,12 +123,6 @@ def _check_replicas(mesh: ProcessGroupMesh, module: nn.Module) -> None:
 def _state_dicts(module: nn.Module, optimizers: tuple[Optimizer, ...]) -> dict[str, dict[str, Any]]:
     """This rank's state dicts: of the model, and of the optimizers if there are any."""
     dicts: dict[str, dict[str, Any]] = {"model": get_model_state_dict(module)}
-    for name, tensor in dicts["model"].items():
-        if axes := getattr(tensor, SHARD_MARK, ""):
-            raise MethodError(
-                f"{name} is sharded along {axes} as a plain tensor: a checkpoint would have only one of the shards. "
-                "Save whole experts (ExpertParallel without tensor=), and DTensors of a method of your own."
-            )
     if optimizers:
         with torch_private.without_step_hooks(optimizers):  # torch may take a step of zeros, which nothing may count
             dicts["optimizer"] = get_optimizer_state_dict(module, optimizers, options=FLAT)

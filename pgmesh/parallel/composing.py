@@ -45,9 +45,9 @@ from pgmesh.parallel.gradients import local_shard, mean_over_ranks, norm_of_piec
 from pgmesh.parallel.initializing import initialize_layers
 from pgmesh.parallel.local_experts import expert_tensors, named_tensors, names_of_experts
 from pgmesh.parallel.mixture import Accumulation
+from pgmesh.parallel.owned_tensors import owned_tensors
 from pgmesh.parallel.owners import check_all_owned, check_method, check_pair, unaveraged_error
 from pgmesh.parallel.pieces import PieceComparison
-from pgmesh.parallel.plain_shards import owned_tensors
 from pgmesh.parallel.rank_sets import RankSets, token_readers
 from pgmesh.parallel.sharded import reshard
 from pgmesh.parallel.sharing import part_of_batch
@@ -221,7 +221,7 @@ class Composition:
             seed: the same on every rank.
 
         Raises:
-            MethodError: a parameter is still on the meta device, or a shard that is a plain tensor.
+            MethodError: a parameter is still on the meta device.
 
         >>> from pgmesh.parallel import compose
         >>> together = compose(mesh, unowned=mesh.axes)

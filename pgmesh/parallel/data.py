@@ -20,7 +20,7 @@ from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Method
 from pgmesh.parallel.exchange import broadcast_from_first
 from pgmesh.parallel.local_experts import expert_tensors, named_tensors
-from pgmesh.parallel.plain_shards import Owned, owned_tensors
+from pgmesh.parallel.owned_tensors import Owned, owned_tensors
 from pgmesh.parallel.stage_cutting import is_stage
 from pgmesh.torch_private import exclude_from_ddp
 

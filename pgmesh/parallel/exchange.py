@@ -99,44 +99,25 @@ def all_to_all_stacked(parts: Tensor, group: ProcessGroup) -> Tensor:
     return all_to_all_rows(parts, counts, counts, group)
 
 
-def all_gather_stacked(part: Tensor, group: ProcessGroup) -> Tensor:
-    """All-gather of equal parts, stacked along a new first dimension; gradients are reduce-scattered (sum)."""
-    return all_to_all_stacked(part.expand(group.size(), *part.shape), group)
-
-
 def all_reduce_forward(part: Tensor, group: ProcessGroup) -> Tensor:
     """All-reduce (sum); the backward pass is the identity.
 
     For partial results whose sum all ranks use in the same way. Megatron: ``reduce_from_tensor_model_parallel_region``.
     """
-    summed: Tensor = _AllReduce.apply(part, group, True)  # type: ignore[no-untyped-call]
+    summed: Tensor = _AllReduce.apply(part, group)  # type: ignore[no-untyped-call]
     return summed
 
 
-def all_reduce_backward(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """The identity; the backward pass is an all-reduce (sum).
-
-    For a replicated input of which each rank uses a part. Megatron: ``copy_to_tensor_model_parallel_region``.
-    """
-    same: Tensor = _AllReduce.apply(tensor, group, False)  # type: ignore[no-untyped-call]
-    return same
-
-
 class _AllReduce(torch.autograd.Function):
-    """All-reduce in one direction, and the identity in the other."""
-
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, is_forward: bool) -> Tensor:
-        ctx.backward_arguments = group, not is_forward
-        if not is_forward or group.size() == 1:
-            return tensor.view_as(tensor)
-        summed = tensor.clone(memory_format=torch.contiguous_format)
+    def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
+        summed = part.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(summed, group=group)
         return summed
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _AllReduce.apply(gradients[0], *ctx.backward_arguments), None, None  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
 
 
 def wait_for(tensor: Tensor) -> Tensor:

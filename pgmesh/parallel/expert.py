@@ -3,35 +3,31 @@
 torch has the collectives and ``grouped_mm``. This adds the rest of a layer: the dispatch of tokens to the ranks of
 their experts and the combine of the outputs, and the averages of the experts' gradients.
 
-The axes of an ``ExpertParallel(view, "ep", tensor="etp")``, on a view ``edp=2, ep=2, etp=2``, if all ranks but those
-along etp read different tokens:
+The axes of an ``ExpertParallel(view, "ep")``, on a view ``edp=2, ep=2``, if all ranks read different tokens:
 
 ==============  =======  ===============  ===========================================================================
 axes            here     Megatron-Core    ranks along them
 ==============  =======  ===============  ===========================================================================
-expert axes     ep       EP               hold other experts, and send one another tokens
-tensor axes     etp      expert-TP        hold other shards of the same experts
-owned axes      ep, etp                   both: along these the method makes ranks differ
+owned axes      ep       EP               hold other experts, and send one another tokens
 average axes    edp, ep                   send different tokens to the same experts or to copies of them: gradients
                                           are divided by their number
 replica axes    edp      expert-DP        hold copies of the same experts, over which gradients are all-reduced: the
                                           average axes that are not owned
 ==============  =======  ===============  ===========================================================================
 
-If ranks along etp read different tokens too, etp is an average axis as well, and ``_gathers_tokens`` is True.
 ``settle`` derives the average axes from the other methods.
 
 A forward pass of a layer, in which ``mix`` was replaced by ``ExpertParallel.mix``:
 
 1. ``mixture.permute`` copies each token for each of its experts, and sorts the copies by expert.
-2. ``_run_on_any_rank`` sends them along the expert axes, and ``_copy_to_shards`` along the tensor axes.
+2. ``_run_on_any_rank`` sends them along the owned axes.
 3. ``run_sorted`` runs this rank's experts.
-4. ``_sum_of_shards`` and a second all-to-all take the outputs back, and ``mixture.unpermute`` weighs them.
+4. A second all-to-all takes the outputs back, and ``mixture.unpermute`` weighs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,8 +38,7 @@ from pgmesh.parallel import exchange, mixture
 from pgmesh.parallel.attributes import find_function, replace_function
 from pgmesh.parallel.base import Method
 from pgmesh.parallel.blocks import Blocks, connected_ranks, spanning_axes
-from pgmesh.parallel.divisibility import divide_along_axes, format_sizes
-from pgmesh.parallel.expert_shards import ExpertShards
+from pgmesh.parallel.divisibility import divide_along_axes
 from pgmesh.parallel.local_experts import LocalExperts, prefixes_of_experts
 from pgmesh.parallel.stage_cutting import is_stage, tied_names
 
@@ -75,19 +70,14 @@ class ExpertParallel(Method):
     Args:
         mesh: a view of the mesh, such as ``mesh.view(pp=2, edp=2, ep=2)``, or the mesh.
         axes: axes over which experts are distributed.
-        tensor: an axis along which each expert is also sharded. If its ranks read different tokens, these are
-            all-gathered; otherwise they hold the same tokens, as in tensor parallelism.
-        columns: name patterns of an expert's linear layers whose outputs are sharded along ``tensor``.
-        rows: name patterns of those whose inputs are sharded. They may not have a bias.
         grouped: run the linear layers of all experts of a layer as torch's ``grouped_mm``, for tokens in bfloat16 and
             sizes that are multiples of 8. The ``forward`` of the first expert runs once, on the rows of all: it has to
             treat each row alone, and to call its linear layers. Hooks on experts do not run.
         options: options of its groups, as in ``mesh.configure``.
 
     >>> from pgmesh.parallel import ExpertParallel
-    >>> moe = mesh.view(edp=2, ep=2, etp=2)
-    >>> ExpertParallel(moe, "ep", tensor="etp", columns=["up"], rows=["down"])
-    ExpertParallel along ep, etp
+    >>> ExpertParallel(mesh.view(edp=2, ep=4), "ep")
+    ExpertParallel along ep
     """
 
     differs = "experts"
@@ -96,29 +86,17 @@ class ExpertParallel(Method):
         self,
         mesh: ProcessGroupMesh,
         *axes: Axis,
-        tensor: Axis | None = None,
-        columns: Iterable[str] = (),
-        rows: Iterable[str] = (),
         grouped: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(mesh, *axes, options=options)
-        self._expert_axes, self._tensor_axes = self.owns, () if tensor is None else mesh.along(tensor).axes
-        self.owns = mesh.along(*self._expert_axes, *self._tensor_axes).axes
-        self._shards = ExpertShards(mesh, self._tensor_axes, tuple(columns), tuple(rows))
         self._grouped = grouped
-        self.configure(self._tensor_axes)
 
     def settle(self, readers: Blocks) -> None:
         """Derive which ranks send tokens to the same experts, and which of them hold the same experts."""
-        senders = connected_ranks(self.mesh.rank, [*readers, (self.mesh.layout, self._expert_axes)])
+        senders = connected_ranks(self.mesh.rank, [*readers, (self.mesh.layout, self.owns)])
         self.average_axes = spanning_axes(self.mesh, senders, f"{self} gets tokens of")
         self.configure(self.average_axes, self._replica_axes)
-
-    @property
-    def _gathers_tokens(self) -> bool:
-        """True if ranks along ``tensor`` read different tokens."""
-        return bool(self._tensor_axes) and self._tensor_axes[0] in self.average_axes
 
     @property
     def _replica_axes(self) -> tuple[Axis, ...]:
@@ -133,8 +111,7 @@ class ExpertParallel(Method):
         Raises:
             MethodError: no submodule has ``mix`` in an attribute. Single stages of a pipeline may have none.
             MethodError: another method has distributed the experts.
-            MethodError: an expert has parameters in layers that ``columns`` and ``rows`` do not name.
-            ShapeError: the experts, or the features of their layers, are not divisible by the ranks.
+            ShapeError: the experts are not divisible by the ranks.
         """
         taken = any(isinstance(each, LocalExperts) for each in module.modules())
         if taken or not is_stage(module):
@@ -147,7 +124,7 @@ class ExpertParallel(Method):
             layer.experts = local[experts]
         replace_function(module, mixture.mix, self.mix)
         replace_function(module, mixture.balance_loss, self.balance_loss)
-        for axes in (self._expert_axes, self._replica_axes, self._tensor_axes, self.average_axes):
+        for axes in (self.owns, self._replica_axes, self.average_axes):
             if axes:
                 self._group(*axes)
         return module
@@ -180,13 +157,9 @@ class ExpertParallel(Method):
         """This rank's experts: of 8 experts on 4 ranks, rank 1 keeps "2" and "3"."""
         experts = [*whole.named_children()]
         count = f"{name}: {len(experts)} experts"
-        each = divide_along_axes(len(experts), count, "experts", self.mesh, self._expert_axes)
-        first = self.mesh.index(*self._expert_axes) * each
-        kept = dict(experts[first : first + each])
-        if self._tensor_axes:
-            for number, expert in kept.items():
-                self._shards.shard(f"{name}.{number}", expert)
-        return LocalExperts(kept, format_sizes(self.mesh, self._tensor_axes), self._grouped)
+        each = divide_along_axes(len(experts), count, "experts", self.mesh, self.owns)
+        first = self.mesh.index(*self.owns) * each
+        return LocalExperts(dict(experts[first : first + each]), self._grouped)
 
     # -- a forward pass -------------------------------------------------------------------------------------------
 
@@ -199,7 +172,7 @@ class ExpertParallel(Method):
         different ones, and may be 0, if the program weights its losses.
         """
         parameters = self._averaged_parameters(experts, tokens)
-        rows, counts, order = mixture.permute(tokens, chosen, self.mesh.size(*self._expert_axes) * len(experts))
+        rows, counts, order = mixture.permute(tokens, chosen, self.mesh.size(*self.owns) * len(experts))
         outputs = self._run_on_any_rank(rows, counts, experts, parameters)
         return mixture.unpermute(outputs, weights, order)
 
@@ -236,46 +209,14 @@ class ExpertParallel(Method):
             experts: this rank's experts.
             parameters: their parameters, by name.
         """
-        group = self._group(*self._expert_axes)
+        group = self._group(*self.owns)
         send = counts.view(group.size(), -1)  # (destination rank, its expert)
         receive = exchange.all_to_all_stacked(send, group)  # (source rank, expert of this rank)
-        runs = receive.unsqueeze(0)  # (rank along tensor, source rank, expert of this rank)
-        if self._gathers_tokens:
-            runs = exchange.all_gather_stacked(receive, self._group(*self._tensor_axes))
-        sent, received, gathered, by_expert = exchange.to_lists(  # here the host waits for the device
-            [send.sum(1), receive.sum(1), runs.sum((1, 2)), runs.sum((0, 1))]
-        )
+        # here the host waits for the device
+        sent, received, by_expert = exchange.to_lists([send.sum(1), receive.sum(1), receive.sum(0)])
         rows = exchange.all_to_all_rows(rows, sent, received, group)
-        rows = self._copy_to_shards(rows, gathered)
-        outputs = run_sorted(rows, runs.flatten(0, 1), by_expert, experts, parameters)
-        outputs = self._sum_of_shards(outputs, gathered)
+        outputs = run_sorted(rows, receive, by_expert, experts, parameters)
         return exchange.all_to_all_rows(outputs, received, sent, group)
-
-    def _copy_to_shards(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """The rows for this rank's shards of experts: its own, or those of all ranks along ``tensor``.
-
-        Args:
-            rows: the rows that this rank received.
-            counts: number of rows of each rank along ``tensor``, if these are gathered.
-        """
-        if not self._tensor_axes:
-            return rows
-        group = self._group(*self._tensor_axes)
-        if not self._gathers_tokens:
-            return exchange.all_reduce_backward(rows, group)
-        copies = rows.expand(group.size(), *rows.shape).flatten(0, 1)
-        return exchange.all_to_all_rows(copies, [rows.size(0)] * group.size(), counts, group)
-
-    def _sum_of_shards(self, outputs: Tensor, counts: list[int]) -> Tensor:
-        """The sum of the outputs of all shards, for the rows that this rank received. It undoes ``_copy_to_shards``."""
-        if not self._tensor_axes:
-            return outputs
-        group = self._group(*self._tensor_axes)
-        if not self._gathers_tokens:
-            return exchange.all_reduce_forward(outputs, group)
-        own = counts[group.rank()]
-        parts = exchange.all_to_all_rows(outputs, counts, [own] * group.size(), group)
-        return parts.view(group.size(), own, *parts.shape[1:]).sum(0)
 
     def balance_loss(self, probabilities: Tensor, chosen: Tensor) -> Tensor:
         """``pgmesh.parallel.balance_loss`` of all ranks' tokens, as the mean over ranks.

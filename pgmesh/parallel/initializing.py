@@ -14,7 +14,7 @@ from torch import nn
 from pgmesh._util.samples import digest
 from pgmesh.errors import MethodError
 from pgmesh.parallel.gradients import local
-from pgmesh.parallel.pieces import part_of, sharded_as_plain_tensors, whole_name
+from pgmesh.parallel.pieces import part_of, whole_name
 
 
 @torch.no_grad()
@@ -27,14 +27,11 @@ def initialize_layers(module: nn.Module, init: Callable[[nn.Module], object], se
         seed: the seed, the same on every rank.
 
     Raises:
-        MethodError: a parameter is on the meta device, or a shard that is a plain tensor.
+        MethodError: a parameter is on the meta device.
     """
-    unknown = sharded_as_plain_tensors(module)
     for name, weight in module.named_parameters():
         if weight.is_meta:
             raise MethodError(f'{name} has no memory yet.\n\n  model.to_empty(device="cpu")   # or "cuda"')
-        if name in unknown:
-            raise MethodError(f"{name} is a shard, and a plain tensor: of which part of the weight is not known.")
     for name, layer in module.named_modules():
         own = dict(layer.named_parameters(recurse=False))
         if own or any(True for _ in layer.buffers(recurse=False)):

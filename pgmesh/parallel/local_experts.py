@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from pgmesh.parallel.attributes import find_function
 from pgmesh.parallel.mixture import grouped_template, mix
-from pgmesh.parallel.plain_shards import mark_in_state_dicts
 
 
 class LocalExperts(nn.ModuleDict):
@@ -21,8 +20,6 @@ class LocalExperts(nn.ModuleDict):
 
     Args:
         experts: the experts by name.
-        sharded_along: axes along which ranks hold shards of each expert as plain tensors, with sizes; empty for whole
-            experts.
         grouped: run all experts as one, by the ``grouped_template``.
 
     Raises:
@@ -32,11 +29,8 @@ class LocalExperts(nn.ModuleDict):
     template: nn.Module | None
     """Runs all experts as one; None if each runs alone."""
 
-    def __init__(self, experts: Mapping[str, nn.Module], sharded_along: str = "", grouped: bool = False) -> None:
+    def __init__(self, experts: Mapping[str, nn.Module], grouped: bool = False) -> None:
         super().__init__(experts)
-        self.sharded_along = sharded_along
-        for expert in self.values() if sharded_along else ():
-            mark_in_state_dicts(expert, sharded_along)
         # not a submodule: it has no parameters of its own
         vars(self)["template"] = grouped_template(self) if grouped else None
 

@@ -1,8 +1,7 @@
 """The pieces of a model's weights that ranks hold, compared by samples of their values.
 
 A piece is a whole weight, or a shard that is a DTensor. Ranks that hold the same piece are replicas, and have to have
-the same values. Ranks that hold different pieces have equal random values if they drew them with one seed. Shards that
-are plain tensors are left out: nothing says which part of a weight they are.
+the same values. Ranks that hold different pieces have equal random values if they drew them with one seed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from pgmesh._util.samples import digest, sample
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.comparing import gather_numbers, gather_objects
 from pgmesh.parallel.gradients import local
-from pgmesh.parallel.plain_shards import count_shards, owned_tensors
 from pgmesh.resharding.sharding import Sharding
 
 
@@ -42,22 +40,12 @@ def whole_name(module: nn.Module, name: str) -> str:
     return first_names.get(plain, plain)
 
 
-def sharded_as_plain_tensors(module: nn.Module) -> set[str]:
-    """The names of the parameters and buffers that are shards, and no DTensors."""
-    cut = tuple(f"{name}." for name, each in module.named_modules() if getattr(each, "sharded_along", ""))
-    return {
-        name for name, owner, key, _ in owned_tensors(module) if count_shards(owner, key) > 1 or name.startswith(cut)
-    }
-
-
 def pieces_of(module: nn.Module) -> dict[str, Tensor]:
     """This rank's pieces of the parameters of a module, by the name in the whole model and the index of the shard."""
-    unknown = sharded_as_plain_tensors(module)
-    pieces: dict[str, Tensor] = {}
-    for name, weight in module.named_parameters():
-        if name not in unknown:
-            pieces[f"{whole_name(module, name)} {shard_index(weight)}".rstrip()] = local(weight).detach()
-    return pieces
+    return {
+        f"{whole_name(module, name)} {shard_index(weight)}".rstrip(): local(weight).detach()
+        for name, weight in module.named_parameters()
+    }
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:

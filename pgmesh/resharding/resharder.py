@@ -21,7 +21,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from pgmesh._util.formatting import name_ranks
-from pgmesh._util.marks import SHARD_MARK
 from pgmesh._util.samples import digest, sample
 from pgmesh.errors import LifetimeError, MembershipError, MethodError, MismatchError, PgmeshError, ShapeError
 from pgmesh.layout import Layout
@@ -102,8 +101,8 @@ class Resharder:
 
     Raises:
         MembershipError: this rank is in neither mesh, or not in that of a ``Placed``, or the worlds differ.
-        MethodError: a tensor is a shard of an expert as a plain tensor. Or the state dict of the target has a copy of a
-            tensor, as from ``get_extra_state``: what is written there would be lost.
+        MethodError: the state dict of the target has a copy of a tensor, as from ``get_extra_state``: what is written
+            there would be lost.
         MismatchError: names, shapes or arguments differ between ranks, or the values of a tensor that is whole on
             several ranks of the source. The message has each of them. Or ``rename`` gives two tensors one name.
         MismatchError: parts of a tensor overlap or leave some of it out, or parts in the target share memory.
@@ -269,7 +268,6 @@ def reshard(
 
     Raises:
         MembershipError: this rank is in neither mesh.
-        MethodError: the tensor is a shard of an expert as a plain tensor.
         MismatchError: the ranks' arguments differ.
         MissingRanksError: a rank did not come, or was lost.
         ShapeError: a placement is ``Partial`` or does not fit the tensor.
@@ -383,7 +381,7 @@ def locals_of(tensors: Tensors) -> dict[str, torch.Tensor]:
 
 def signatures(tensors: Mapping[str, Tensors]) -> dict[tuple[str, str], list[object]]:
     """By side and name, the properties of a tensor that must not change between calls."""
-    properties = ("shape", "dtype", "device_mesh", "mesh", "placements", SHARD_MARK)  # plain ones have the first two
+    properties = ("shape", "dtype", "device_mesh", "mesh", "placements")  # plain ones have the first two
     return {
         (side, name): [getattr(each, word, None) for word in properties]
         for side, named in tensors.items()
@@ -438,7 +436,6 @@ def describe(link: Link, side: str, tensors: Tensors) -> list[Entry]:
 
     Raises:
         MembershipError: this rank is not in the mesh of a ``Placed``, or its mesh or a DTensor is in another world.
-        MethodError: one is a shard as a plain tensor, of an expert or of a method of another package.
         ShapeError: one is ``Partial``, or its local shard has another shape than its placements say.
     """
     return [_entry(link, side, name, tensors[name], shard) for name, shard in locals_of(tensors).items()]
@@ -467,13 +464,7 @@ def _entry(link: Link, side: str, name: str, tensor: AnyTensor, shard: torch.Ten
 
 
 def _check(link: Link, name: str, tensor: AnyTensor) -> None:
-    """Raise an error if a tensor is a shard without a sharding, or its sharding is in another world."""
-    if axes := getattr(tensor, SHARD_MARK, ""):  # FSDP may have made a DTensor of the shard
-        raise MethodError(
-            f"{name} is sharded along {axes} as a plain tensor: it would be moved as if this shard were the whole "
-            "tensor. Move whole experts (ExpertParallel without tensor=), or leave it out.\n\n"
-            f"  Resharder(..., rename={{{name!r}: None}})   # on the source; leave it out of the target too"
-        )
+    """Raise an error if the sharding of a tensor is in another world."""
     if isinstance(tensor, DTensor) and (rank := tensor.device_mesh.get_rank()) != link.rank:
         raise MembershipError(
             f"{name} is a DTensor, on rank {rank} of torch's default world, but {link.label} is in a world where this "

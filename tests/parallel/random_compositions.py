@@ -48,7 +48,7 @@ from pgmesh.parallel import (
 )
 from pgmesh.parallel.schedules import SCHEDULES
 from tests.support import expert_models
-from tests.support.expert_models import ExpertBlock, ExpertBlockAgain, cut_like
+from tests.support.expert_models import ExpertBlock, ExpertBlockAgain
 from tests.support.parallel_models import (
     CONTEXT,
     STEPS,
@@ -104,8 +104,8 @@ class Drawn:
     viewed: bool = False
     tensor: str = ""
     context: str = ""
-    experts: tuple[int, int, int] | None = None
-    """Sizes of edp, ep and etp, if the model has experts."""
+    experts: tuple[int, int] | None = None
+    """Sizes of edp and ep, if the model has experts."""
     schedule: str = ""
     stages_per_rank: int = 1
     microbatches: int = 1
@@ -221,7 +221,7 @@ def draw_methods(numbers: Numbers, drawn: Drawn, has_experts: bool) -> Drawn:
         drawn = replace(drawn, tensor=numbers.choice(plans))
     if has_experts:
         places = drawn.size("dp") * drawn.size("cp") * drawn.size("tp")
-        ways = [w for w in itertools.product((1, 2, 4, 8), repeat=3) if math.prod(w) == places and w[2] <= 2]
+        ways = [w for w in itertools.product((1, 2, 4, 8), repeat=2) if math.prod(w) == places]
         drawn = replace(drawn, experts=numbers.choice(ways) if ways else None)
     return draw_schedule(numbers, drawn) if "pp" in drawn.sizes else drawn
 
@@ -365,16 +365,15 @@ def plan_of(drawn: Drawn) -> dict[str, ParallelStyle]:
     return plan
 
 
-def experts_method(mesh: ProcessGroupMesh, experts: tuple[int, int, int], drawn: Drawn) -> ExpertParallel:
+def experts_method(mesh: ProcessGroupMesh, experts: tuple[int, int], drawn: Drawn) -> ExpertParallel:
     """Experts on a view, or on the axis of the ranks that read different rows."""
-    if experts == (1, drawn.size("dp"), 1) and drawn.size("dp") > 1 and drawn.seed % 2 and not drawn.omission:
+    if experts == (1, drawn.size("dp")) and drawn.size("dp") > 1 and drawn.seed % 2 and not drawn.omission:
         return ExpertParallel(mesh, "dp")
     outer = {str(axis): mesh.size(axis) for axis in mesh.axes if axis not in ("dp", "cp", "tp")}
-    sizes = dict(zip(("edp", "ep", "etp"), experts))
+    sizes = dict(zip(("edp", "ep"), experts))
     if drawn.omission == "replica":  # the experts lie on replicas that average later
         sizes["ep"] *= outer.pop("late")
-    cut: dict[str, Any] = {"tensor": "etp", "columns": ["up"], "rows": ["down"]} if experts[2] > 1 else {}
-    return ExpertParallel(mesh.view(outer | sizes), "ep", **cut)
+    return ExpertParallel(mesh.view(outer | sizes), "ep")
 
 
 def methods_of(mesh: ProcessGroupMesh, drawn: Drawn, loss: Losses) -> Iterator[Method]:
@@ -595,9 +594,6 @@ class Comparison:
         self.tensors(f"gradients of step {step}", found, expected)
 
     def tensors(self, what: str, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-        experts = next((each for each in self.together.methods if isinstance(each, ExpertParallel)), None)
-        if experts is not None and set(found) <= set(expected):
-            expected = {**expected, **cut_like(found, expected, experts.mesh, "etp")}
         if self.drawn.half:
             self._roughly(what, found, expected)
         elif found:  # a frozen stage has no gradients

@@ -140,9 +140,8 @@ def hybrid(mesh: ProcessGroupMesh, options: dict[str, Any]) -> list[dist.Process
 
 
 def experts(mesh: ProcessGroupMesh, options: dict[str, Any]) -> list[dist.ProcessGroup]:
-    cut = {"tensor": "tp", "columns": ["up"], "rows": ["down"]}
-    compose(mesh, Data(mesh, "pp"), ExpertParallel(mesh, "dp", **cut, options=options))
-    return [mesh.group("pp"), mesh.group("dp"), mesh.group("tp"), mesh.group("pp", "dp")]
+    compose(mesh, Data(mesh, "pp"), ExpertParallel(mesh, "dp", options=options), unowned=["tp"])
+    return [mesh.group("pp"), mesh.group("dp"), mesh.group("pp", "dp")]
 
 
 def both_ends(mesh: ProcessGroupMesh, options: dict[str, Any]) -> list[dist.ProcessGroup]:
@@ -370,14 +369,12 @@ def test_compose_takes_methods_on_views_and_slices(mesh: ProcessGroupMesh):
 
 def test_experts_may_overlap_all_methods_except_pipelines(mesh: ProcessGroupMesh):
     dense = [Data(mesh, "dp"), Tensor(mesh, "tp"), Pipeline(mesh, "pp")]
-    for sizes, axes, senders, tensor in [
-        ({"pp": 2, "ep": 4}, ["ep"], ("ep",), None),  # over dp and tp
-        ({"pp": 2, "edp": 2, "ep": 2}, ["ep"], ("edp", "ep"), None),  # over tp
-        ({"pp": 2, "ep": 2, "etp": 2}, ["ep"], ("ep",), "etp"),  # experts cut where layers are
-        ({"pp": 2, "etp": 2, "ep": 2}, ["ep"], ("etp", "ep"), "etp"),  # of tokens that are gathered
+    for sizes, senders in [
+        ({"pp": 2, "ep": 4}, ("ep",)),  # over dp and tp
+        ({"pp": 2, "edp": 2, "ep": 2}, ("edp", "ep")),  # over tp
+        ({"pp": 2, "ep": 2, "same": 2}, ("ep",)),  # over dp
     ]:
-        cut = {"tensor": tensor, "columns": ["up"], "rows": ["down"]} if tensor else {}
-        experts = ExpertParallel(mesh.view(**sizes), *axes, **cut)
+        experts = ExpertParallel(mesh.view(**sizes), "ep")
         compose(mesh, *dense, experts)
         assert experts.average_axes == senders
 

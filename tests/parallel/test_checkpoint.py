@@ -24,8 +24,6 @@ from pgmesh.parallel import (
     compose,
     local,
 )
-from pgmesh.resharding import Resharder
-from tests.support.message_assertions import assert_raises
 from tests.support.parallel_models import (
     STEPS,
     TinyGPT,
@@ -160,43 +158,6 @@ def test_tied_weights_load_with_every_method(kind: str, tmp_path: Path):
     if kind == "both ends on a rank":
         others.append(kind)
     world(4).run(from_one_to, others, kind, tmp_path, False)
-
-
-# ---- shards of an own method ----
-
-
-class Halves(Method):
-    """Each rank keeps half of the rows of a matrix, and half of a buffer, as plain tensors."""
-
-    differs = "weights"
-
-    def apply(self, module: nn.Module) -> nn.Module:
-        index = self.mesh.index(*self.owns)
-        layer = module[0]
-        layer.weight = nn.Parameter(layer.weight.detach().chunk(2)[index].clone())
-        layer.scale = layer.scale.chunk(2)[index].clone()
-        return module
-
-
-@pytest.mark.parametrize("kind", [DataParallel, ShardedDataParallel])
-@on_ranks(4)
-def test_save_of_shards_as_plain_tensors_raises(tmp_path: Path, kind: type[DataParallel | ShardedDataParallel]):
-    with ProcessGroupMesh(dp=2, tp=2) as mesh:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.LayerNorm(4, bias=False))
-        model[0].register_buffer("scale", torch.arange(4.0))
-        model = compose(mesh, kind(mesh, "dp"), Halves(mesh, "tp")).apply(model)
-        with pytest.raises(MethodError, match=r"0\.weight is sharded along tp=2 as a plain tensor: it would be moved"):
-            Resharder(mesh, mesh, source=model.state_dict(keep_vars=True))
-        for call in (checkpoint.save, checkpoint.load):
-            assert_raises(
-                MethodError,
-                lambda call=call: call(tmp_path, mesh, model),
-                "0.weight is sharded along tp=2 as a plain tensor: a checkpoint would have only one of the shards. "
-                "Save whole experts (ExpertParallel without tensor=), and DTensors of a method of your own.",
-            )
-        dist.barrier()
-    assert not [*tmp_path.iterdir()]
 
 
 # ---- names ----

@@ -46,7 +46,7 @@ def twice(*ranks: int, schedule: str = "interleaved", **what: Any) -> Drawn:
 
 
 def experts(*sizes: int, **what: Any) -> dict[str, Any]:
-    """The sizes of edp, ep and etp."""
+    """The sizes of edp and ep."""
     return {"experts": sizes, **what}
 
 
@@ -77,11 +77,9 @@ COMPOSITIONS = {
     "ring, data; one part of the rows": on(dp=1, cp=4, data="data", context="ring"),
     "ulysses, data": on(dp=1, cp=8, data="data", context="ulysses"),
     "ulysses, sharded": on(dp=2, cp=2, data="sharded", context="ulysses"),
-    "experts, data": on(dp=8, data="data", **experts(2, 4, 1)),
-    "experts, sharded": on(dp=8, data="sharded", **experts(2, 4, 1)),
-    "experts with tensor, data": on(dp=8, data="data", **experts(2, 2, 2)),
-    "experts with tensor, sharded": on(dp=4, data="sharded", **experts(1, 2, 2)),
-    "experts with tensor on equal tokens": on(dp=4, tp=2, data="sharded", tensor="blocks", **experts(1, 4, 2)),
+    "experts, data": on(dp=8, data="data", **experts(2, 4)),
+    "experts, sharded": on(dp=8, data="sharded", **experts(2, 4)),
+    "experts, sharded, tensor": on(dp=4, tp=2, data="sharded", tensor="blocks", **experts(4, 2)),
     "1f1b, hybrid, tensor": stages(dp=2, tp=2, data="hybrid", tensor="blocks"),
     "1f1b, sharded, tensor; permuted": stages(
         *PERMUTED, dp=2, tp=2, data="sharded", tensor="blocks", tied=True, clip=True
@@ -90,21 +88,20 @@ COMPOSITIONS = {
     "ulysses, sharded, tensor; permuted": on(
         *PERMUTED, dp=2, cp=2, tp=2, data="sharded", context="ulysses", tensor="vocabulary"
     ),
-    "1f1b, experts, data": stages(dp=4, data="data", **experts(2, 2, 1)),
-    "1f1b, experts, sharded; permuted": stages(*PERMUTED, dp=4, data="sharded", **experts(2, 2, 1)),
-    "1f1b, experts with tensor, data; permuted": stages(*PERMUTED, dp=4, data="data", **experts(1, 2, 2)),
-    "zero-bubble, experts on equal tokens": stages(tp=2, schedule="zero-bubble", tensor="blocks", **experts(1, 2, 1)),
+    "1f1b, experts, data": stages(dp=4, data="data", **experts(2, 2)),
+    "1f1b, experts, sharded; permuted": stages(*PERMUTED, dp=4, data="sharded", **experts(2, 2)),
+    "zero-bubble, experts on equal tokens": stages(tp=2, schedule="zero-bubble", tensor="blocks", **experts(1, 2)),
     "1f1b, ring, sharded, tensor": stages(dp=2, cp=2, tp=2, data="sharded", context="ring", tensor="vocabulary"),
     "accumulation, data": on(dp=4, data="data", passes=2),
     "accumulation, sharded": on(dp=4, data="sharded", passes=2),
-    "accumulation, experts": on(dp=4, data="data", passes=2, **experts(2, 2, 1)),
+    "accumulation, experts": on(dp=4, data="data", passes=2, **experts(2, 2)),
     "accumulation, 1f1b, sharded; tied": stages(dp=2, data="sharded", tied=True, passes=2),
     "accumulation, 1f1b, data; tied": stages(dp=2, data="data", tied=True, passes=2),
     "checkpointing, sharded, tensor": on(dp=2, tp=2, data="sharded", tensor="vocabulary", checkpointing=True),
     "checkpointing, ring, data": on(dp=2, cp=4, data="data", context="ring", checkpointing=True),
-    "checkpointing, experts, data": on(dp=8, data="data", checkpointing=True, **experts(2, 4, 1)),
+    "checkpointing, experts, data": on(dp=8, data="data", checkpointing=True, **experts(2, 4)),
     "bfloat16, sharded": on(dp=4, data="sharded", half=True),
-    "bfloat16, experts": on(dp=4, data="sharded", half=True, **experts(2, 2, 1)),
+    "bfloat16, experts": on(dp=4, data="sharded", half=True, **experts(2, 2)),
     "frozen parameters, sharded": on(dp=4, data="sharded", layers=4, frozen="half"),
     "frozen stage, data": stages(dp=4, data="data", frozen="half"),
     "frozen stage, tensor": stages(tp=2, tensor="blocks", frozen="half"),
@@ -118,23 +115,22 @@ COMPOSITIONS = {
     "compiled, 1f1b, sharded; tied": stages(dp=2, data="sharded", tied=True, **COMPILED),
     "compiled, ring, data": on(dp=2, cp=2, data="data", context="ring", **COMPILED),
     "compiled, ulysses, data": on(dp=2, cp=2, data="data", context="ulysses", **COMPILED),
-    "compiled, experts, data": on(dp=4, data="data", **experts(2, 2, 1), **COMPILED),
-    "compiled, experts with tensor, data": on(dp=4, data="data", **experts(1, 2, 2), **COMPILED),
+    "compiled, experts, data": on(dp=4, data="data", **experts(2, 2), **COMPILED),
     "norm, 1f1b, data": stages(dp=2, data="data", clip=True),
-    "norm, 1f1b, experts": stages(dp=2, data="data", clip=True, **experts(1, 2, 1)),
+    "norm, 1f1b, experts": stages(dp=2, data="data", clip=True, **experts(1, 2)),
     "norm, 1f1b, sharded; tied": stages(dp=2, data="sharded", tied=True, clip=True),
     "norm, 1f1b, tensor; tied": stages(tp=2, tensor="blocks", tied=True, clip=True),
     "norm of each replica": on(late=2, dp=2, data="sharded", clip=True),
-    "norm of each replica's experts": on(late=2, dp=2, data="data", clip=True, **experts(1, 2, 1)),
+    "norm of each replica's experts": on(late=2, dp=2, data="data", clip=True, **experts(1, 2)),
     "masked, data": on(dp=4, data="data", masked=True),
     "masked, ring, sharded": on(dp=2, cp=2, data="sharded", context="ring", masked=True),
     "masked, sharded, tensor": on(dp=2, tp=2, data="sharded", tensor="vocabulary", masked=True),
     "masked, accumulation, data": on(dp=4, data="data", masked=True, passes=2),
-    "masked, experts, data": on(dp=4, data="data", masked=True, **experts(2, 2, 1)),
+    "masked, experts, data": on(dp=4, data="data", masked=True, **experts(2, 2)),
     "masked, accumulation, 1f1b, data": stages(dp=2, data="data", masked=True, passes=2),
     "masked, 1f1b, ring": stages(dp=1, cp=2, data="data", context="ring", masked=True),
     "unequal parts, ring, data": on(0, 2, 1, 3, dp=2, cp=2, data="data", context="ring", ragged=True, masked=True),
-    "unequal parts, experts, data": on(dp=4, data="data", ragged=True, masked=True, **experts(2, 2, 1)),
+    "unequal parts, experts, data": on(dp=4, data="data", ragged=True, masked=True, **experts(2, 2)),
 }
 
 

@@ -1,4 +1,4 @@
-"""What a composition keeps between calls: settled axes, counts of shards, and whether inputs were compared."""
+"""What a composition keeps between calls: settled axes, and whether inputs were compared."""
 
 from __future__ import annotations
 
@@ -24,47 +24,33 @@ from pgmesh.parallel.composing import INITIALIZE, Composition
 from tests.support.fake_world import fake_rank
 from tests.support.parallel_models import TinyGPT, assert_same, batch, gradients_of, loss_of
 from tests.support.pipelines import gpt_stages, needs_pipelines
-from tests.support.worlds import check_sums, groups_of, on_ranks
+from tests.support.worlds import on_ranks
 
 # ---- shards of methods of other packages ----
 
 
-class Half(nn.Module):
-    """Half of the outputs of a linear layer, as a layer of another package."""
-
-    def __init__(self, weight: torch.Tensor, index: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight.detach().chunk(2)[index].clone())
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows @ self.weight.T
-
-
-class Replaces(Method):
-    """Replaces each linear layer by a layer of another class, which has a shard of its weight."""
+class Weights(Method):
+    """Ranks may have different weights."""
 
     differs = "weights"
 
     def apply(self, module: nn.Module) -> nn.Module:
-        for name, layer in [*module.named_children()]:
-            if isinstance(layer, nn.Linear):
-                setattr(module, name, Half(layer.weight, self.mesh.index(*self.owns)))
         return module
 
 
-@on_ranks(4)
-def test_grad_norm_counts_shards_in_replaced_layers():
-    with ProcessGroupMesh(dp=2, tp=2) as mesh:
-        for data in (DataParallel, ShardedDataParallel):
-            torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.LayerNorm(3, bias=False))
-            together = compose(mesh, Replaces(mesh, "tp"), data(mesh, "dp"))
-            applied = together.apply(model)
-            for weight in applied.parameters():
-                weight.grad = torch.ones_like(weight)
-            for order in (1.0, 2.0, 3.0):
-                torch.testing.assert_close(together.grad_norm(norm_type=order).item(), (24 + 3) ** (1 / order))
-        check_sums(groups_of(mesh))
+class Halves(Weights):
+    """Each rank keeps half of the rows of each matrix, as a plain tensor."""
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        for layer in module.children():
+            layer.weight = nn.Parameter(layer.weight.detach().chunk(2)[self.mesh.index(*self.owns)].clone())
+        return module
+
+
+def test_shard_as_plain_tensor_raises(mesh: ProcessGroupMesh):
+    model = nn.Sequential(nn.Linear(4, 6, bias=False))
+    with pytest.raises(MethodError, match=r"replaced 0\.weight, .*by a plain tensor of shape \(3, 4\)"):
+        compose(mesh, Halves(mesh, "tp"), unowned=["pp", "dp"]).apply(model)
 
 
 # ---- numbers of few bits ----
@@ -90,7 +76,7 @@ def test_mean_counts_more_tokens_than_float16_can(mesh: ProcessGroupMesh):
 @on_ranks(2)
 def test_copy_of_model_compares_inputs_once():
     with ProcessGroupMesh(tp=2) as mesh:
-        together = compose(mesh, Replaces(mesh, "tp"))
+        together = compose(mesh, Weights(mesh, "tp"))
         applied, compared = together.apply(nn.Sequential(nn.Linear(2, 2, bias=False))), list[int]()
         check = Composition.check_inputs
         with pytest.MonkeyPatch.context() as patch:
@@ -136,19 +122,6 @@ def test_wrapped_modules_count_in_norms():
         loss_of(model(together.share(codes)), together.share(target)).backward()
         loss_of(plain(codes), target).backward()
         torch.testing.assert_close(together.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
-
-
-@on_ranks(2)
-def test_shards_that_were_on_meta_may_differ():
-    """No parameter is whole, so none can be compared after apply."""
-    mesh = ProcessGroupMesh(tp=2, name="actor")
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(2, 4, bias=False))
-    model = compose(mesh, Replaces(mesh, "tp")).apply(model)
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        model[0].weight.fill_(mesh.rank)
-    model(torch.ones(1, 2)).sum().backward()
 
 
 def replicas_on_meta(seed_by_rank: bool) -> str:
@@ -304,7 +277,7 @@ class OwnNames(nn.Linear):
 def test_module_may_have_the_names_of_a_pipeline():
     with ProcessGroupMesh(tp=2) as mesh:
         torch.manual_seed(0)
-        together, compared = compose(mesh, Replaces(mesh, "tp")), list[int]()
+        together, compared = compose(mesh, Weights(mesh, "tp")), list[int]()
         model = together.apply(OwnNames())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Composition, "check_inputs", lambda *args: compared.append(1))

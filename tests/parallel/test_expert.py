@@ -28,7 +28,6 @@ from tests.support.expert_models import (
     EXPERTS,
     TOP_K,
     Expert,
-    cut_like,
     expert_layer,
     expert_model,
 )
@@ -57,19 +56,14 @@ TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}  # float64: only the order of sums di
 
 
 @pytest.mark.parametrize(
-    ("sizes", "over", "tensor"),
-    [
-        ({"ep": 4}, ["ep"], None),
-        ({"edp": 2, "ep": 2}, ["edp", "ep"], None),
-        ({"ep": 2, "etp": 2}, ["ep", "etp"], "etp"),
-        ({"etp": 2, "ep": 2}, ["ep"], "etp"),
-    ],
+    ("sizes", "over"),
+    [({"ep": 4}, ["ep"]), ({"edp": 2, "ep": 2}, ["edp", "ep"]), ({"same": 2, "ep": 2}, ["ep"])],
     ids=str,
 )
 @on_ranks(4)
-def test_mix_over_ranks_equals_mix_on_one(sizes, over, tensor):
+def test_mix_over_ranks_equals_mix_on_one(sizes, over):
     """Outputs and gradients of one mixture, with these numbers of tokens on each rank."""
-    counts = [5, 0, 9, 2] if len(over) * 2 == 4 or sizes == {"ep": 4} else [7, 0]
+    counts = [7, 0] if "same" in sizes else [5, 0, 9, 2]
     torch.manual_seed(5)
     shape = (sum(counts), WIDTH)
     tokens, given = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
@@ -84,9 +78,8 @@ def test_mix_over_ranks_equals_mix_on_one(sizes, over, tensor):
     layer.zero_grad()
 
     with ProcessGroupMesh(**sizes) as mesh:
-        cut = {"tensor": tensor, "columns": ["up"], "rows": ["down"]} if tensor else {}
-        methods = [DataParallel(mesh, *over), ExpertParallel(mesh, "ep", **cut)]
-        compose(mesh, *methods, equal_parts=False).apply(layer)
+        methods = [DataParallel(mesh, *over), ExpertParallel(mesh, "ep")]
+        compose(mesh, *methods, equal_parts=False, unowned={*sizes} - {"edp", "ep"}).apply(layer)
         at = mesh.index(*over)
         mine = [each.split(counts)[at].clone().requires_grad_() for each in (tokens, weights)]
         out = layer.mix(*mine, chosen.split(counts)[at], layer.experts)
@@ -97,24 +90,18 @@ def test_mix_over_ranks_equals_mix_on_one(sizes, over, tensor):
         )
         scaled = {name: mesh.size(*over) * weight.grad for name, weight in layer.named_parameters()}
         assert len(scaled) == len(truth) // mesh.size("ep")
-        assert_same("experts", scaled, cut_like(scaled, truth, mesh, tensor))
+        assert_same("experts", scaled, truth)
 
 
 # ---- what a layer costs ----
 
 
-@pytest.mark.parametrize(
-    ("sizes", "over", "tensor"),
-    [({"edp": 2, "ep": 2}, ["edp", "ep"], None), ({"edp": 2, "ep": 1, "etp": 2}, ["edp", "ep", "etp"], "etp")],
-    ids=str,
-)
 @on_ranks(4)
-def test_expert_layer_syncs_once_and_reduces_once(sizes, over, tensor):
+def test_expert_layer_syncs_once_and_reduces_once():
     """Host syncs, and all-reduces of gradients, of one layer forward and backward."""
-    with ProcessGroupMesh(**sizes) as mesh:
+    with ProcessGroupMesh(edp=2, ep=2) as mesh:
         layer, tokens = expert_layer(EXPERTS), torch.randn(8, WIDTH, requires_grad=True)
-        cut = {"tensor": tensor, "columns": ["up"], "rows": ["down"]} if tensor else {}
-        compose(mesh, DataParallel(mesh, *over), ExpertParallel(mesh, "ep", **cut)).apply(layer)
+        compose(mesh, DataParallel(mesh, "edp", "ep"), ExpertParallel(mesh, "ep")).apply(layer)
         for weight in (each.up.bias for each in layer.experts.values()):
             weight.data = weight.data.double()  # two dtypes
         for each in layer.experts.values():
@@ -190,7 +177,7 @@ def test_experts_without_grouped_mm_run_in_turn(monkeypatch):
 
 @pytest.fixture
 def mesh() -> Iterator[ProcessGroupMesh]:
-    with fake_rank(5, 8), ProcessGroupMesh(edp=2, ep=2, etp=2, name="moe") as mesh:
+    with fake_rank(5, 8), ProcessGroupMesh(edp=2, ep=2, tp=2, name="moe") as mesh:
         yield mesh
 
 
@@ -200,29 +187,17 @@ def test_a_rank_keeps_its_experts_under_their_names(mesh):
     method = ExpertParallel(mesh, "ep")
     assert method.apply(layer) is layer
     assert layer.mix == method.mix
-    assert list(layer.experts) == ["0", "1", "2", "3"]  # rank 5 is edp1-ep0-etp1
+    assert list(layer.experts) == ["0", "1", "2", "3"]  # rank 5 is edp1-ep0-tp1
     assert layer.state_dict().keys() == {name for name in whole if int(name.split(".")[1]) < 4}
     assert all(weight.equal(whole[name]) for name, weight in layer.state_dict().items())
-
-
-def test_each_expert_is_cut_along_the_tensor_axis(mesh):
-    layer = expert_layer()
-    up, down = layer.experts[1].up.weight.clone(), layer.experts[1].down.weight.clone()
-    method = ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"])
-    assert (method.owns, method.average_axes) == (("ep", "etp"), ("ep",))
-    method.apply(layer)
-    mine = layer.experts["1"]
-    assert mine.up.weight.equal(up[WIDTH:])
-    assert mine.down.weight.equal(down[:, WIDTH:])
-    assert (mine.up.out_features, mine.up.bias.shape, mine.down.in_features) == (WIDTH, (WIDTH,), WIDTH)
 
 
 def test_experts_of_two_layers_are_sharded_once(mesh):
     model = nn.ModuleList([expert_layer(), expert_layer()])
     model[1].experts = model[0].experts
-    ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"]).apply(model)
+    ExpertParallel(mesh, "ep").apply(model)
     assert model[1].experts is model[0].experts
-    assert model[1].experts["1"].up.weight.shape == (WIDTH, WIDTH)
+    assert list(model[1].experts) == ["0", "1"]
 
 
 def test_mix_is_weighted_sum_over_chosen_experts():

@@ -80,28 +80,18 @@ def with_experts_in_two_places() -> torch.nn.Module:
     return outer
 
 
-def experts_with(parts: dict[str, torch.nn.Module | torch.nn.Parameter]) -> torch.nn.Module:
-    """A layer with experts, of which the first has these submodules and parameters."""
-    layer = expert_layer()
-    for name, part in parts.items():
-        owner, _, attribute = name.rpartition(".")
-        setattr(layer.experts[0].get_submodule(owner), attribute, part)
-    return layer
-
-
 BY_NAME = {
     **{each.__name__: each for each in (Rows, Positions, Weights, Method, compose, stages, gpt_inside, TinyGPT)},
     **{each.__name__: each for each in (ContextParallel, DataParallel, ExpertParallel, ShardedDataParallel)},
     **{each.__name__: each for each in (PipelineParallel, TensorParallel, expert_layer, with_shared_layer)},
     "with_experts_in_two_places": with_experts_in_two_places,
-    **{each.__name__: each for each in (ColwiseParallel, RowwiseParallel, Router, experts_with, mlp_plan)},
+    **{each.__name__: each for each in (ColwiseParallel, RowwiseParallel, Router, mlp_plan)},
     **{each.__name__: each for each in (PrepareModuleOutput, SequenceParallel, expert_model)},
     "checkpoint": checkpoint,
     "torch": torch,
     "BLOCK_PLAN": BLOCK_PLAN,
     "SEQUENCE_PLAN": SEQUENCE_PLAN,
     "VOCABULARY_PLAN": VOCABULARY_PLAN,
-    "cut": {"tensor": "etp", "columns": ["up"], "rows": ["down"]},
     "ring_attention": ring_attention,
     "ProcessGroupMesh": ProcessGroupMesh,
     "inside": {"layers": "gpt.blocks", "first": ["gpt.tokens", "gpt.places"], "last": ["gpt.norm", "gpt.head"]},

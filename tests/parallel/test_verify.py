@@ -6,7 +6,7 @@ A program is a function of ``wrong`` that every rank runs. The compositions of `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -262,30 +262,6 @@ def decay_by_old_names(wrong: bool) -> float:
     return verify(together, build, pairs(8, WIDTH), loss=mse_loss, optimizer=optimizer)
 
 
-class Lars(torch.optim.Optimizer):
-    """SGD whose step of each parameter has a part of the parameter's norm."""
-
-    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    weight -= 0.01 * weight.norm() / (weight.grad.norm() + 1e-8) * weight.grad
-
-
-def lars_on_shards_of_experts(wrong: bool) -> float:
-    mesh = ProcessGroupMesh(ep=2, etp=2, name=f"wrong: {wrong}")
-    if wrong:
-        experts = ExpertParallel(mesh, "ep", tensor="etp", columns=["up"], rows=["down"])
-    else:
-        experts = ExpertParallel(mesh.view(ep=4), "ep")
-    together = compose(mesh, DataParallel(mesh, "ep", "etp"), experts)
-    return verify(together, expert_model, CODES, loss=loss_of, optimizer=lambda model: Lars(model.parameters()))
-
-
 REASONS = {
     fused_layer_cut_in_halves: "A part of the program computes with what a rank has where one process has all",
     slopes_of_local_heads: "A part of the program computes with what a rank has where one process has all",
@@ -298,7 +274,6 @@ REASONS = {
     gradients_of_zero: "These gradients are zero on the mesh.",
     gradient_of_one_rank: "Only rank 3 differs.",
     decay_by_old_names: "Gradients are equal, and updates are not",
-    lars_on_shards_of_experts: "Gradients are equal, and updates are not",
 }
 """Programs, and a part of the likely reason that the error of each has."""
 
@@ -325,7 +300,7 @@ COMPARED = {
 QUICK = (
     "hybrid",
     "tensor, sequence",
-    "experts with tensor, sharded",
+    "experts, sharded",
     "norm, 1f1b, experts",
     "masked, ring, sharded",
 )

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import signal
 import time
 import zlib
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from typing import Any
 from unittest import mock
 
@@ -23,7 +21,6 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from pgmesh import Layout, MismatchError, PgmeshError, ProcessGroupMesh
 from pgmesh.errors import MethodError
-from pgmesh.parallel.local_experts import LocalExperts
 from pgmesh.resharding import Resharder, link, transfer
 from tests.support.faults import wait_until
 from tests.support.resource_counts import count_with_keys
@@ -357,26 +354,6 @@ def test_two_tensors_with_one_name_are_refused():
     keys = [("['a.b']", "['a']['b']", "a.b"), ("['a']['b']", "['a.b']", "a.b"), ("[1]", "['1']", "1")]
     for text, (one, other, name) in zip(texts, keys, strict=True):
         assert f"state{one} and state{other} would both be named {name}" in text
-
-
-@on_ranks(1)
-def test_shards_of_experts_as_plain_tensors_are_refused():
-    sharded, whole = (LocalExperts({"0": nn.Linear(2, 3)}, axes) for axes in ("etp=2", ""))
-    Resharder(Layout(1), Layout(1), source=whole, target=nn.ModuleDict({"0": nn.Linear(2, 3)}))()
-    copy = pickle.loads(pickle.dumps(deepcopy(nn.ModuleDict({"experts": sharded}))))
-    state = {"weight": copy.state_dict()["experts.0.weight"]}
-    zeros = {"weight": torch.zeros(3, 2)}
-    sides = (
-        (sharded, whole),
-        (whole, sharded),
-        (sharded["0"], whole["0"]),
-        (state, zeros),
-        (nn.ModuleDict({"0": nn.Linear(2, 3)}), copy.experts),
-        ({}, {"net": sharded["0"]}),
-    )
-    texts = [refused(MethodError, *side) for side in sides]
-    assert "\nnet.weight is sharded" in f"\n{texts[-1]}"
-    assert all("weight is sharded along etp=2 as a plain tensor" in text for text in texts)
 
 
 class Scale(nn.Module):

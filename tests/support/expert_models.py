@@ -59,17 +59,6 @@ def expert_model(layers: int = 2) -> TinyGPT:
     return TinyGPT(layers=layers, block=ExpertBlock)
 
 
-def cut_like(found, expected, mesh, tensor):
-    """The tensors of one process, each sharded along ``tensor`` if this rank's tensor is smaller."""
-    parts = {}
-    for name, part in found.items():
-        parts[name] = expected[name]
-        for dimension in range(part.ndim):
-            if part.size(dimension) < expected[name].size(dimension):
-                parts[name] = expected[name].chunk(mesh.size(tensor), dimension)[mesh.index(tensor)]
-    return parts
-
-
 def expert_layer(experts: int = 4, expert=Expert) -> nn.Module:
     """A layer with only experts."""
     layer = nn.Module()
