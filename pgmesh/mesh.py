@@ -870,7 +870,7 @@ class ProcessGroupMesh(RankMethods):
             )
 
 
-def abort_with(mesh: ProcessGroupMesh, internal: ProcessGroupMesh) -> None:
+def abort_with(mesh: ProcessGroupMesh, internal: MeshGroups) -> None:
     """Abort an internal mesh when the mesh that it serves is aborted.
 
     Raises:
@@ -878,7 +878,7 @@ def abort_with(mesh: ProcessGroupMesh, internal: ProcessGroupMesh) -> None:
     """
     from pgmesh.elastic import aborts
 
-    aborts.abort_with(mesh._mesh_groups, internal._mesh_groups)
+    aborts.abort_with(mesh._mesh_groups, internal)
 
 
 def meshes() -> dict[str, ProcessGroupMesh]:

@@ -1,64 +1,63 @@
-"""The connection of all ranks of source and target: collectives with a deadline, whose failures name ranks.
+"""The connection of all ranks of source and target: they meet at each call, and then communicate until a deadline.
 
-Its group belongs to an internal mesh, which stays connected between calls. If a collective fails on a rank, that rank
-aborts the internal mesh. So all ranks find it ended, and connect the next one. Connecting names missing ranks.
-
-``Link`` has the collectives and handles their failures. ``Connection`` is the internal mesh, which all Links of the
-same ranks share. ``Works`` waits for works of torch in a thread.
+the Link of a rank   what happens                                    so
+is new               ``connect`` meets the other ranks               all have the same ``Connection``, or raise
+is connected         ``meet`` at each call; a rank does not come     all raise, and may call again
+communicates         it fails on a rank, or takes too long           that rank aborts the ``Connection``
+has ended            its ``Connection`` was aborted                  each call raises; a new Link has the next one
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import hashlib
-import re
-import threading
+import logging
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from threading import Thread
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from pgmesh import launch
-from pgmesh._util.formatting import format_seconds, name_ranks
-from pgmesh.errors import LifetimeError, MembershipError, MismatchError, PgmeshError, WorldError
-from pgmesh.groups import world as worlds
+from pgmesh._util.formatting import call_site, format_seconds, name_ranks
+from pgmesh.connect.group_rounds import ConnectJudge, GroupRound
+from pgmesh.connect.rounds import Rounds
+from pgmesh.elastic.aborts import abort, aborted_key, join_aborts
+from pgmesh.elastic.state import generation_of
+from pgmesh.errors import LifetimeError, MembershipError, MismatchError, MissingRanksError, PgmeshError, WorldError
 from pgmesh.groups.backends import backends_of
 from pgmesh.groups.default_world import device_of
-from pgmesh.groups.world import current_world
+from pgmesh.groups.mesh_groups import MeshGroups
+from pgmesh.groups.naming import Fingerprint
+from pgmesh.groups.world import World, current_world
 from pgmesh.layout import Layout
-from pgmesh.liveness.liveness import liveness_of
+from pgmesh.liveness import timing
+from pgmesh.liveness.client import CallClient
+from pgmesh.liveness.operations import Read
+from pgmesh.liveness.records import error_text
 from pgmesh.mesh import ProcessGroupMesh, abort_with
 from pgmesh.options import Timeout, to_timedelta
 from pgmesh.resharding.plan import layout_of
 
-PeerVector = tuple[int, torch.Tensor]
-"""A rank, and the vector that is sent to it or received from it."""
+T = TypeVar("T")
 
-RECONNECT_SECONDS = 2.0
-"""Time in which the ranks connect again, to find out which are missing.
+log = logging.getLogger("pgmesh")
 
-They do it before the deadline of ``agree`` if some are late, and after a transfer that missed its deadline.
-"""
+POLL_SECONDS = 0.5
+"""The interval at which a rank that communicates looks whether another one has aborted the connection."""
 
 JOIN_SECONDS = 2.0
-"""The longest wait for works to end after the connections of their group were shut down.
+"""The longest wait for operations to end after their connections were shut down.
 
 Gloo does not end each of them. Without a connection, those that hang do not write into their tensors.
 """
 
-POLL_SECONDS = 0.5
-"""The interval at which a rank that waits looks whether the internal mesh has ended."""
-
 
 class Link:
     """The connection of all ranks of two layouts. Links of the same layouts share it.
-
-    - ``agree`` begins a call: it connects an internal mesh, unless one is connected, and waits for all ranks.
-    - A collective that fails or is late raises ``_Broken``. ``agree`` and ``handling_failures`` then end the internal
-      mesh, and connect the next one. If ranks are missing, that raises which ones.
 
     Args:
         source: the first mesh or layout. If a mesh is aborted, so is the connection.
@@ -72,14 +71,14 @@ class Link:
 
     def __init__(self, source: ProcessGroupMesh | Layout, target: ProcessGroupMesh | Layout, timeout: Timeout) -> None:
         self.sides = {"source": layout_of(source).ranks(), "target": layout_of(target).ranks()}
-        self.ranks = tuple(sorted({*self.sides["source"], *self.sides["target"]}))
         self._user_meshes = [each for each in (source, target) if isinstance(each, ProcessGroupMesh)]
         world = self._user_meshes[0].world.core if self._user_meshes else current_world()
         self._world, self.rank = world, world.rank
         self.label = f"the transfer from {_describe(source)} to {_describe(target)}"
         for each in self._user_meshes:
             self.check_world(each)
-        if self.rank not in self.ranks:
+        ranks = sorted({*self.sides["source"], *self.sides["target"]})
+        if self.rank not in ranks:
             raise MembershipError(
                 f"rank {self.rank} is in neither the source nor the target, so it has nothing to send or receive.\n\n"
                 f"  if mesh.rank in source or mesh.rank in target: ...   # other ranks do not call"
@@ -93,319 +92,252 @@ class Link:
         self.device = torch.device("cuda" if backends.nccl else "cpu") if world.name else device_of(dist.group.WORLD)
         """The device of the collectives."""
         self.seconds = to_timedelta(timeout).total_seconds()
-        self._connection = world.state_of(Connections).find([*self.sides.values()], self.ranks)
-        self.begin()
+        self._began = time.monotonic()
+        self._connection = self._connect(ranks)
 
     def check_world(self, mesh: ProcessGroupMesh | Layout) -> None:
         """Raise MembershipError if a mesh is in another world than the ranks of the link."""
         if isinstance(mesh, ProcessGroupMesh) and mesh.world.core is not self._world:
             raise MembershipError(f"{mesh!r} and {self.label} are in different worlds, so their ranks never meet.")
 
-    # -- calls ----------------------------------------------------------------------------------------------------
+    # -- meeting the other ranks ------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Begin a call: set its deadline."""
-        self.deadline = time.monotonic() + self.seconds
+    def _connect(self, ranks: Sequence[int]) -> Connection:
+        """The connection of these ranks. If it ended on any of them, the next one.
 
-    def check_deadline(self, reason: str) -> None:
-        """Raise WorldError with this reason if the deadline has passed."""
-        if time.monotonic() > self.deadline:
-            raise WorldError(f"{self.label} did not begin in {format_seconds(self.seconds)}: {self._named(reason)}")
+        Raises:
+            LifetimeError: a mesh of the user was aborted, so no other connection can help.
+            MissingRanksError: a rank did not come.
+        """
+        join_aborts(self._world)
+        while True:
+            connection = self._world.state_of(Connections).find([*self.sides.values()], ranks)
+            for mesh in self._user_meshes:
+                abort_with(mesh, connection.mesh)
+            try:
+                if not connection.first.is_made():
+                    self._meet(connection, connection.first, "")
+                return connection
+            except LifetimeError:  # another rank has aborted it
+                continue
+            except MismatchError:  # another process of this rank has made it
+                if self._left() <= 0:
+                    raise
+                abort(connection.mesh, "a new process is one of its ranks")
 
-    def agree(self, value: int) -> bool:
-        """Wait until all ranks call it. True if they have the same value.
-
-        A connection that broke since the last call is replaced. If a rank has not come ``RECONNECT_SECONDS`` before the
-        deadline, the others connect again, to find out which one it is. So all of them name the same rank.
+    def begin(self, call: str) -> None:
+        """Begin a call: set its deadline, and wait until all ranks make the same one.
 
         Args:
-            value: a number of at most 62 bits.
+            call: what the rank calls, for errors.
 
         Raises:
-            MissingRanksError: a rank did not call it. The message has its status.
-            WorldError: the connection broke again and again.
+            LifetimeError: the connection has ended. It needs a new Link on all ranks.
+            MismatchError: a rank makes another call. Nothing was moved.
+            MissingRanksError: a rank did not come. The message has its status.
         """
-        end = self.deadline - min(RECONNECT_SECONDS, self.seconds / 2)
+        self._began = time.monotonic()
+        if self._connection.mesh.ended:
+            raise LifetimeError(f"{self._ended()}. Create a new Resharder on all ranks.")
+        self._meet(self._connection, self._connection.calls, call)
+
+    def begin_creation(self) -> int:
+        """Begin the creation of a Resharder. Ranks that call one meanwhile raise, and have to create a new one too.
+
+        Returns:
+            The number of the Resharder on this connection, the same on all ranks.
+        """
         while True:
-            self._connect()
             try:
-                greatest, negated = self.maximum([value, -value], max(end, time.monotonic() + POLL_SECONDS))
-                return greatest == -negated  # the greatest is the smallest too
-            except _Broken as error:  # a member has aborted the mesh, has ended or is late: _connect names it
-                self._connection.end()
-                self.check_deadline(f"their connection broke again and again, at last with: {error}")
+                self._meet(self._connection, self._connection.calls, "the creation of a Resharder")
+                self._connection.created += 1
+                return self._connection.created
+            except MismatchError:
+                if self._left() <= 0:
+                    raise
 
-    @contextlib.contextmanager
-    def handling_failures(self) -> Iterator[None]:
-        """End the internal mesh if the block fails. If a collective failed, connect again, and raise who is missing.
+    def _meet(self, connection: Connection, meeting: GroupRound, call: str) -> None:
+        """Wait until all ranks have come to a meeting. All of them get the same result."""
+        if meeting.decision is not None:
+            meeting.go_on()
+        hint = (
+            "Nothing was moved. Create a new Resharder, and call the Resharders of the same meshes in the same order "
+            "on all ranks."
+        )
+        meeting.fingerprint = Fingerprint(self.rank, {"call": call}, self.label, hint)
+        client = CallClient(self._world, self.seconds)
+        client.start, client.on_sleep = self._began, lambda: self._check(connection)
+        statuses, warn = client.liveness.new_statuses(), functools.partial(log.warning, "%s")
+        pace = client.liveness.pace
+        self._check(connection)
+        judge = ConnectJudge(self.rank, client, call_site(), self.seconds, statuses, pace=pace, warn=warn)
+        Rounds([meeting], judge).run()
+        error = meeting.decision and meeting.decision.error()
+        if error:
+            raise error
+
+    def _check(self, connection: Connection) -> None:
+        """Raise LifetimeError if a connection was aborted."""
+        if connection.mesh.ended:
+            raise LifetimeError(f"{self.label} {connection.mesh.ended}")
+
+    def _left(self) -> float:
+        """Seconds until the deadline."""
+        return self._began + self.seconds - time.monotonic()
+
+    def _ended(self) -> str:
+        return f"{self.label} {str(self._connection.mesh.ended).rstrip('.')}"
+
+    # -- communicating ----------------------------------------------------------------------------------------------
+
+    def run(self, act: Callable[[], T]) -> T:
+        """The result of a function that communicates. It runs in a thread, so that Ctrl-C and the deadline end it.
 
         Raises:
-            MissingRanksError: ranks are missing. All ranks name the same ones.
-            WorldError: a collective failed, and no rank is missing.
+            LifetimeError: another rank has aborted the connection, or it took too long, or the backend failed.
+            MismatchError: as the function raises it, on all ranks. The connection is kept.
+            MissingRanksError: ranks were lost. The message has the status of each.
+            BaseException: what the function raises.
         """
+        future: Future[T] = Future()
+        thread = Thread(target=self._run_in_thread, args=(act, future, torch.is_inference_mode_enabled()), daemon=True)
         try:
-            yield
-        except MismatchError:  # all ranks raise it together, and the connection is kept
+            self._synchronize()
+            thread.start()
+            while not wait([future], max(min(self._left(), POLL_SECONDS), 0.0)).done:
+                self._check(self._connection)
+                if self._left() <= 0:
+                    raise RuntimeError(f"not done in {format_seconds(self.seconds)}")
+            return future.result()
+        except MismatchError:
             raise
-        except _Broken as error:
-            self._connection.end()
-            is_late = time.monotonic() >= self.deadline  # otherwise a lost rank may not have been noticed yet
-            grace = RECONNECT_SECONDS if is_late else liveness_of(self._world).lost_after + 1.0
-            self.deadline = max(self.deadline, time.monotonic() + grace)
-            self._connect()
-            raise WorldError(f"the transfer failed, and all ranks are there again. ({error})") from None
-        except BaseException:
-            self._connection.end()
+        except BaseException as error:
+            self._abort(error, thread)
+            if isinstance(error, (PgmeshError, RuntimeError)):
+                traceback.clear_frames(error.__traceback__)  # they keep operations alive, and so their group
+                raise self._explain(error) from None
             raise
 
-    def _connect(self) -> None:
-        """Connect the internal mesh unless it is connected, or raise which ranks are missing.
+    def _run_in_thread(self, act: Callable[[], T], future: Future[T], inference: bool) -> None:
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+            with torch.inference_mode(inference), torch.no_grad():
+                result = act()
+            self._synchronize()
+            future.set_result(result)
+        except BaseException as error:
+            future.set_exception(error)
 
-        Raises:
-            LifetimeError: a mesh of the user was aborted, so no other internal mesh can help.
-        """
+    def _synchronize(self) -> None:
+        """Wait until the device is done: this thread and the other one have streams of their own."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _abort(self, error: BaseException, thread: Thread) -> None:
+        """Abort the connection, and wait for the thread."""
+        reason = f"{error}" if type(error) is RuntimeError else error_text(error)
+        abort(self._connection.mesh, reason, call_site())
+        thread.join(JOIN_SECONDS)
+
+    def _explain(self, error: Exception) -> PgmeshError:
+        """The error after a failure of the connection: it names the ranks that are lost, or has the first reason."""
+        client = CallClient(self._world, 0.0)
+        statuses, run = client.liveness.statuses, client.run
+        others = [rank for rank in self._connection.mesh.layout.ranks() if rank != self.rank]
+        statuses.read(run, others)
+        first = {rank: statuses.record(rank).heard for rank in others}
         while True:
-            mesh = self._connection.open()
-            for each in self._user_meshes:
-                abort_with(each, mesh)
-            try:
-                return self._connection.connect(self._seconds_left())
-            except LifetimeError as error:  # another rank has aborted it, or the mesh of a user on some rank
-                self.check_deadline(str(error))
-            except PgmeshError as error:
-                if isinstance(error, MismatchError):  # a new process does not know the names of replaced groups
-                    self._connection.abort()
-                raise type(error)(self._named(str(error))) from error.__cause__
+            statuses.find_ended(run, others, all_of_them=True)
+            if lost := statuses.lost(others):
+                return MissingRanksError("\n  ".join([f"{self.label} failed:", *lost.values()]))
+            waits = any(statuses.record(rank).heard == first[rank] for rank in others)  # for heartbeats
+            if not waits or isinstance(error, LifetimeError) or client.now() > statuses.lost_after + 1.0:
+                break
+            time.sleep(timing.TIMING.inspection)
+            statuses.read(run, others)
+        where = [statuses.describe(rank) for rank in others[: timing.LIMITS.named]]
+        return LifetimeError("\n  ".join([f"{self._ended()}.", *where]))
 
-    def _seconds_left(self) -> float:
-        """Seconds until the deadline, in tenths: errors print them."""
-        return max(round(self.deadline - time.monotonic(), 1), 0.1)
-
-    def _named(self, text: str) -> str:
-        """An error of the internal mesh, with the names of the user's meshes and the timeout of the user's call."""
-        internal = rf"(group 0 of )?mesh '{self._connection.name} \d+'( \(ranks [^)]*\))?"
-        text = re.sub(internal, lambda _: self.label, text)
-        return re.sub("did not arrive in [0-9.]+ s", f"did not arrive in {format_seconds(self.seconds)}", text)
-
-    # -- collectives ----------------------------------------------------------------------------------------------
-
-    def maximum(self, values: Sequence[int], end: float | None = None) -> list[int]:
-        """The greatest of each value over all ranks.
-
-        Args:
-            end: the end of the wait. Default: the deadline of the call.
-        """
+    def maximum(self, values: Sequence[int]) -> list[int]:
+        """The greatest of each value over all ranks."""
         greatest = torch.tensor(values, dtype=torch.int64, device=self.device)
-        self._collective(dist.all_reduce, greatest, dist.ReduceOp.MAX, end=end)
+        dist.all_reduce(greatest, dist.ReduceOp.MAX, group=self._connection.group)
         return [int(each) for each in greatest.tolist()]
 
     def gather_texts(self, text: str) -> dict[str, list[int]]:
         """The texts of all ranks, each with the ranks that have it. Of these, the first one sends it, once."""
-        data = text.encode()
+        data, group = text.encode(), self._connection.group
         digest = hashlib.sha256(data).digest() + len(data).to_bytes(8, "big")
-        rows = self._bytes(digest).repeat(len(self.ranks), 1)
-        self._collective(dist.all_gather, [*rows], rows[0].clone())
+        ranks = self._connection.mesh.layout.ranks()
+        rows = self._bytes(digest).repeat(len(ranks), 1)
+        dist.all_gather([*rows], rows[0].clone(), group=group)
         ranks_of: dict[bytes, list[int]] = {}
-        for rank, row in zip(self.ranks, rows.tolist()):
+        for rank, row in zip(ranks, rows.tolist()):
             ranks_of.setdefault(bytes(row), []).append(rank)
         texts = {}
-        for other, ranks in ranks_of.items():
+        for other, having in ranks_of.items():
             size = int.from_bytes(other[-8:], "big")
             values = self._bytes(data if other == digest else bytes(size))
-            self._collective(dist.broadcast, values, ranks[0])
-            texts[bytes(values.tolist()).decode()] = ranks
+            dist.broadcast(values, having[0], group=group)
+            texts[bytes(values.tolist()).decode()] = having
         return texts
 
-    def exchange(self, sends: Sequence[PeerVector], receives: Sequence[PeerVector]) -> Works:
-        """Start sends and receives of contiguous vectors."""
-        with _raising_broken():
-            group = self._connection.group()
-            batch = [
-                dist.P2POp(operation, values.view(torch.uint8), peer, group)
-                for operation, vectors in ((dist.irecv, receives), (dist.isend, sends))
-                for peer, values in vectors
-            ]
-            return self._connection.track(dist.batch_isend_irecv(batch) if batch else [], self.device)
+    def send(self, peer: int, values: torch.Tensor) -> Any:
+        """Start to send a contiguous vector; return torch's work."""
+        return dist.isend(values.view(torch.uint8), peer, group=self._connection.group)
 
-    def wait(self, works: Works, end: float | None = None) -> None:
-        """Wait until works have ended, or the deadline has passed. Ctrl-C is delivered meanwhile.
-
-        Args:
-            end: the end of the wait. Default: the deadline of the call.
-
-        Raises:
-            _Broken: the wait is over, or the backend failed.
-        """
-        end = self.deadline if end is None else end
-        while not works.ended.wait(min(max(end - time.monotonic(), 0.1), POLL_SECONDS)):
-            reason = self._reason_to_give_up(end)
-            if reason and not works.ended.is_set():  # they may have ended meanwhile
-                raise _Broken(reason)
-        with _raising_broken():
-            if works.error is not None:
-                raise works.error
-        self._connection.running.remove(works)
-
-    def _reason_to_give_up(self, end: float) -> str:
-        """The reason why works that have not ended are waited for no longer; empty if there is none."""
-        if self._connection.has_ended:  # the backend does not always notice
-            return "another rank has ended the connection"
-        return f"not done in {format_seconds(self.seconds)}" if time.monotonic() >= end else ""
-
-    def _collective(self, function: Callable[..., Any], *arguments: Any, end: float | None = None) -> None:
-        """Perform a collective of torch."""
-        with _raising_broken():
-            work = function(*arguments, group=self._connection.group(), async_op=True)
-            works = self._connection.track([work], self.device)
-        self.wait(works, end)
+    def receive(self, peer: int, values: torch.Tensor) -> Any:
+        """Start to receive a contiguous vector; return torch's work."""
+        return dist.irecv(values.view(torch.uint8), peer, group=self._connection.group)
 
     def _bytes(self, data: bytes) -> torch.Tensor:
         """A vector of bytes on the device of the collectives."""
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
 
 
-class Connections:
-    """The connections of this process in a world, by name."""
-
-    def __init__(self, world: worlds.World) -> None:
-        self._world = launch.World(own=False, core=world) if world.name else None
-        self._by_name: dict[str, Connection] = {}
-
-    def find(self, sides: Sequence[tuple[int, ...]], ranks: Sequence[int]) -> Connection:
-        """The connection of the ranks of two layouts."""
-        name = f"resharding {hashlib.sha256(repr(sides).encode()).hexdigest()[:16]}"
-        return self._by_name.setdefault(name, Connection(name, ranks, self._world))
-
-
 class Connection:
-    """The internal mesh of some ranks, which is replaced after a failure. The meshes are numbered from 0.
-
-        this rank            what happens                              so the others
-        is not connected     it waits in ``connect``                   wait there too, or raise that it is missing
-        is connected         all have the same mesh                    have it too: ``connect`` has one result for all
-        is broken            a collective failed, or was interrupted   find the mesh aborted, and are broken too
-        has the next number  the mesh is aborted, or it was on         come to the same number
-                             another rank
+    """The group of all ranks of two layouts, of an internal mesh, and their meetings.
 
     Args:
-        name: start of the names of the internal meshes.
-        ranks: their ranks.
-        world: their world. Default: torch's default one.
+        name: name of the internal mesh.
+        ranks: its ranks.
+        world: their world.
     """
 
-    def __init__(self, name: str, ranks: Sequence[int], world: launch.World | None = None) -> None:
-        self.name, self._ranks, self._world = name, ranks, world
-        self._number = 0
-        self._mesh: ProcessGroupMesh | None = None
-        self._is_connected = self._is_broken = False
-        self.running: list[Works] = []
-        """The works that have not been waited for."""
+    def __init__(self, name: str, ranks: Sequence[int], world: World) -> None:
+        self.mesh = MeshGroups(name, Layout(len(ranks), ranks=ranks), world)
+        self.first, self.calls = (
+            GroupRound(f"{self.mesh.key}/{kind}", ranks, "group", self.mesh.label) for kind in ("first", "calls")
+        )
+        """The first meeting, which is kept in the store, and those of later calls."""
+        self.created = 0
+        """The number of Resharders that were created on it."""
 
     @property
-    def has_ended(self) -> bool:
-        """True if the internal mesh has ended, here or on another rank."""
-        return self._mesh is None or self._mesh.is_closed
-
-    def open(self) -> ProcessGroupMesh:
-        """The internal mesh; the next one if it has ended."""
-        if self._is_broken:
-            self.abort()  # which was interrupted
-        if self._mesh is not None and self._mesh.is_closed:
-            self._go_on()
-        if self._mesh is None:
-            name = f"{self.name} {self._number}"
-            self._mesh = ProcessGroupMesh(len(self._ranks), ranks=self._ranks, name=name, world=self._world)
-        return self._mesh
-
-    def connect(self, seconds: float) -> None:
-        """Connect the internal mesh, unless it is connected."""
-        mesh = self.open()
-        mesh.connect(mesh.axes, timeout=seconds)
-        self._is_connected = True
-
-    def group(self) -> Any:
-        """The group of all ranks."""
-        if self._mesh is None:
-            raise _Broken("this rank is not connected")
-        return self._mesh.group()
-
-    def track(self, works: Sequence[Any], device: torch.device) -> Works:
-        """Begin to wait for works of torch."""
-        self.running.append(Works(works, device))
-        return self.running[-1]
-
-    def end(self) -> None:
-        """Abort the internal mesh after a failure, if it was connected."""
-        if self._is_connected:
-            self.abort()
-
-    def abort(self) -> None:
-        """Abort the internal mesh. The others notice at their next heartbeat.
-
-        If Ctrl-C interrupts it, the next call begins with it.
-        """
-        self._is_broken = True
-        if self._mesh is not None:
-            self._mesh.abort("a transfer failed")
-        end = time.monotonic() + JOIN_SECONDS
-        for works in self.running:
-            works.join(max(0.0, end - time.monotonic()))
-        self._go_on()
-
-    def _go_on(self) -> None:
-        """Go on to the next internal mesh."""
-        self._number, self._mesh, self.running = self._number + 1, None, []
-        self._is_connected = self._is_broken = False
+    def group(self) -> dist.ProcessGroup:
+        return self.mesh.group(self.mesh.layout, self.mesh.layout.axes, "", {})
 
 
-class Works(threading.Thread):
-    """The works of a collective, or of sends and receives.
+class Connections:
+    """The newest connection of this process in a world, by its layouts."""
 
-    A thread waits for them, so that the caller can wait with a deadline: works of Gloo's sends and receives end only
-    in ``Work.wait``. NCCL was never tried here.
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._newest: dict[str, tuple[int, Connection]] = {}
 
-    Args:
-        works: the works.
-        device: the device of the tensors.
-    """
-
-    def __init__(self, works: Sequence[Any], device: torch.device) -> None:
-        super().__init__(daemon=True)
-        self._works, self._device = works, device
-        self.error: Exception | None = None
-        """The error of the first that failed."""
-        self.ended = threading.Event()
-        """Set when all have ended, or one has failed."""
-        self.start()
-
-    def run(self) -> None:
-        for work in self._works:
-            try:
-                work.wait()
-                if self._device.type != "cpu":  # it was only enqueued on the stream of this thread
-                    torch.cuda.synchronize(self._device)
-            except Exception as error:  # the others are awaited too: after the last one no tensor is written
-                self.error = self.error or error.with_traceback(None)
-                self.ended.set()
-        self.ended.set()
-
-
-class _Broken(Exception):
-    """A collective failed or did not end in time: a member ended, ended the internal mesh or is late."""
-
-
-@contextlib.contextmanager
-def _raising_broken() -> Iterator[None]:
-    """Raise an error of the backend, or of a group that has ended, as ``_Broken``.
-
-    Clear the frames of the error, which keep works alive. While a work is alive its group is not destroyed, and a
-    receive that the batch had already started may still write into its tensor.
-    """
-    try:
-        yield
-    except (PgmeshError, RuntimeError) as error:
-        traceback.clear_frames(error.__traceback__)
-        raise _Broken(str(error)) from None
+    def find(self, sides: Sequence[tuple[int, ...]], ranks: Sequence[int]) -> Connection:
+        """The first connection of two layouts that no rank has aborted."""
+        name = f"resharding {hashlib.sha256(repr(sides).encode()).hexdigest()[:16]}"
+        number, connection = self._newest.get(name, (-1, None))
+        while connection is None or connection.mesh.ended:
+            number += 1
+            connection = Connection(f"{name} {number}", ranks, self._world)
+            (aborted,) = CallClient(self._world, 0.0).run(Read(aborted_key(generation_of(connection.mesh))))
+            if aborted is not None:
+                connection.mesh.end("was aborted before")
+        self._newest[name] = number, connection
+        return connection
 
 
 def _describe(side: ProcessGroupMesh | Layout) -> str:

@@ -8,12 +8,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import secrets
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, NamedTuple, Union
 
 import torch
@@ -30,7 +29,7 @@ from pgmesh.resharding.link import Link
 from pgmesh.resharding.placed import Placed, do_overlap, fault_of_boxes, find_shared_memory, text_of
 from pgmesh.resharding.plan import ReshardPlan, balance
 from pgmesh.resharding.sharding import Box, Placements, Region, Sharded, Sharding, by_axis, parse_placements, shape_of
-from pgmesh.resharding.transfer import Job, Shards, fill_buckets, move
+from pgmesh.resharding.transfer import Job, Shards, Staging, move, plan_messages
 from pgmesh.topology.host_mapping import this_host
 
 State = Union[nn.Module, Mapping[str, Any], None]
@@ -44,13 +43,11 @@ STAGING_BYTES = 16 << 20
 MOST_LINES = 20
 """Differences that an error lists."""
 
+REMEDY = "Create a new Resharder on all ranks, and call it: when it succeeds, the target is whole."
 
-class Damage(Enum):
-    """The state of the target of this rank."""
 
-    NONE = "it is whole"
-    TORN = "a call failed while it wrote: some tensors are new, others old"
-    SOURCE_LOST = "the source is in the memory of the target, and a transfer that failed has overwritten it"
+_refusals: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+"""By torn module, its hook that refuses to run it. A later Resharder of the module that succeeds removes it."""
 
 
 @dataclass(frozen=True)
@@ -126,79 +123,63 @@ class Resharder:
         timeout: Timeout = CONNECT_TIMEOUT,
     ) -> None:
         self._source, self._target, self._rename = source, target, rename
-        self._link = link = Link(source_mesh, target_mesh, timeout)
-        self._damage = Damage.NONE
-        self._hook: Any = None  # of a torn module, which refuses to run
+        self._torn = False
         check_that_writes_last(target)
+        self._link = link = Link(source_mesh, target_mesh, timeout)
         tensors = self._tensors()
-        shards = self._shards(tensors)
         self._planned = signatures(tensors)
         entries = [entry for side, named in tensors.items() for entry in describe(link, side, named)]
         parts = {name: each.tensor for name, each in tensors["target"].items() if isinstance(each, Placed)}
         entries += [Entry("memory", names, ()) for names in find_shared_memory(parts)]
         entries += [Entry("argument", "staging_bytes", staging_bytes), Entry("argument", "float8", float8)]
-        with link.handling_failures():
-            self._jobs = plan_jobs(link, exchange(link, entries))
-            sizes = [shards.staged_bytes(job) for job in self._jobs]
-            # of each job the size on the rank that stages most; and a number that all ranks of this Resharder have
-            *staged, self._number = link.maximum([*sizes, secrets.randbits(62)])
-        self._buckets = fill_buckets(self._jobs, staged, staging_bytes // 2)
+        self._number = link.begin_creation()
+        _, self._jobs = link.run(lambda: _plan(link, entries))
+        self._messages = plan_messages(self._jobs, staging_bytes)
+        self._staging = Staging(staging_bytes, link.device)
 
     def _tensors(self) -> dict[str, Tensors]:
         """The tensors of each side, by their names in the target."""
         return {"source": tensors_of(self._source, self._rename), "target": tensors_of(self._target)}
 
-    def _shards(self, tensors: Mapping[str, Tensors]) -> Shards:
-        """The local shards of the tensors of each side."""
-        return Shards(locals_of(tensors["source"]), locals_of(tensors["target"]), self._link.device)
-
     def __call__(self) -> Moved:
         """Move the current values into the target. All ranks of both meshes call it.
 
         Raises:
-            MissingRanksError: a rank did not come, or was lost. If the target was being written, it is torn.
+            LifetimeError: a rank failed, or it took too long, or an earlier call did. If the target was being written,
+                it is torn. Create a new Resharder on all ranks.
             MismatchError: the tensors of a rank are not those that were planned, or ranks call different Resharders.
-            WorldError: a connection broke, and every rank is there. Call again.
+            MissingRanksError: a rank did not come: call again. Or it was lost: then as after LifetimeError.
         """
-        began = time.monotonic()
-        self._link.begin()
+        began, self._staging.most = time.monotonic(), 0
         tensors = self._tensors()
-        shards = self._shards(tensors)
-        with self._link.handling_failures():
-            self._compare(tensors)
-        with self._recording_damage(shards), self._link.handling_failures():
-            staged = move(self._link, self._buckets, shards)
-            self._link.maximum([0])  # the target is whole if all ranks are done
+        is_planned = signatures(tensors) == self._planned
+        self._link.begin(f"Resharder {self._number}" + ("" if is_planned else ", with other tensors than planned"))
+        if not is_planned:
+            raise MismatchError("All ranks have other tensors than planned. Nothing was moved. Create a new Resharder.")
+        sides = (locals_of(tensors["source"]), locals_of(tensors["target"]))
+        shards = Shards(*sides, self._link.device, self._jobs)
+        with self._recording_damage(shards):
+            self._link.run(lambda: self._move(shards))
         plans = [job.plan for job in self._jobs]
         return Moved(
             sent=sum(plan.sent * plan.itemsize for plan in plans),
             received=sum(plan.received * plan.itemsize for plan in plans),
             floor=sum(plan.floor * plan.itemsize for plan in plans),
-            staged=staged,
+            staged=self._staging.most,
             seconds=time.monotonic() - began,
         )
 
-    def _compare(self, tensors: Mapping[str, Tensors]) -> None:
-        """Wait until all ranks call this Resharder, or raise MismatchError if one cannot or calls another."""
-        reason = ""
-        if self._damage is Damage.SOURCE_LOST:
-            reason = f"on this rank {self._damage.value}"
-        elif signatures(tensors) != self._planned:
-            reason = "this rank has other tensors than those that were planned"
-        if self._link.agree(-1 if reason else self._number) and not reason:
-            return
-        reason = reason or "other ranks have other tensors than those that were planned, or call in another order"
-        raise MismatchError(
-            f"{reason}. Nothing was moved. Create a new Resharder, and call the Resharders of the same meshes in the "
-            "same order on all ranks."
-        )
+    def _move(self, shards: Shards) -> None:
+        """Move all tensors. The target is whole if all ranks are done."""
+        move(self._link, self._jobs, self._messages, shards, self._staging)
+        self._link.maximum([0])
 
     # -- a torn target -------------------------------------------------------------------------------------------
 
     @property
     def torn(self) -> bool:
         """True if a call failed while it wrote: some tensors of the target are new, others old."""
-        return self._damage is not Damage.NONE
+        return self._torn
 
     @property
     def target(self) -> State:
@@ -207,17 +188,9 @@ class Resharder:
         Raises:
             LifetimeError: it is torn.
         """
-        self._refuse()
+        if self._torn:
+            _refuse()
         return self._target
-
-    def _refuse(self, *_: object) -> None:
-        if self.torn:
-            raise LifetimeError(f"the target is torn: some tensors are new and others old. {self._remedy()}")
-
-    def _remedy(self) -> str:
-        if self._damage is Damage.SOURCE_LOST:
-            return f"Also, {self._damage.value}. Load the source again, and create a new Resharder on all ranks."
-        return "Call the Resharder again on all ranks; when it succeeds, the target is whole."
 
     @contextlib.contextmanager
     def _recording_damage(self, shards: Shards) -> Iterator[None]:
@@ -225,21 +198,27 @@ class Resharder:
         try:
             yield
         except BaseException as error:
-            if shards.target:
-                self._set_damage(Damage.SOURCE_LOST if shards.in_place else Damage.TORN)
-            if self.torn and isinstance(error, PgmeshError):
-                raise type(error)(f"{error}\n\nThe target of this rank is torn. {self._remedy()}") from error
-            raise
-        self._set_damage(Damage.NONE)
+            if not shards.target:
+                raise
+            self._set_torn(True)
+            if not isinstance(error, PgmeshError):
+                raise
+            lost = "Its memory was that of the source, so load the source again. " if shards.overwrites_source else ""
+            raise type(error)(f"{error}\n\nThe target of this rank is torn. {lost}{REMEDY}") from error.__cause__
+        self._set_torn(False)
 
-    def _set_damage(self, damage: Damage) -> None:
+    def _set_torn(self, torn: bool) -> None:
         """Set the state of the target. While it is torn, a module refuses to run."""
-        self._damage = damage
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-        if self.torn and isinstance(self._target, nn.Module):
-            self._hook = self._target.register_forward_pre_hook(self._refuse)
+        self._torn = torn
+        if isinstance(self._target, nn.Module):
+            if refusal := _refusals.pop(self._target, None):
+                refusal.remove()
+            if torn:
+                _refusals[self._target] = self._target.register_forward_pre_hook(_refuse)
+
+
+def _refuse(*_: object) -> None:
+    raise LifetimeError(f"the target is torn: some tensors are new and others old. {REMEDY}")
 
 
 def reshard(
@@ -288,16 +267,22 @@ def reshard(
     if link.rank in layout:
         mesh = layout.shape, layout.ranks()
         entries.append(Entry("target", "tensor", None, None if dtype is None else str(dtype), mesh, placed))
-    with link.handling_failures():
-        tables = exchange(link, entries)
-        jobs = plan_jobs(link, tables)
-        wanted = jobs[0].plan.wanted
-        whole = next(iter(tables["source"]["tensor"])).on_meta()
-        device = link.device if tensor is None else locals_of(held)["tensor"].device
-        result = whole.new_empty(shape_of(wanted or ()), dtype=dtype, device=device)
-        target = {} if wanted is None else {"tensor": result}
-        move(link, [jobs], Shards(locals_of(held), target, link.device))
-    return _dtensor(result, whole, target_mesh, placements) if target else None
+    link.begin_creation()
+    tables, jobs = link.run(lambda: _plan(link, entries))
+    wanted = jobs[0].plan.wanted
+    whole = next(iter(tables["source"]["tensor"])).on_meta()
+    device = link.device if tensor is None else locals_of(held)["tensor"].device
+    result = whole.new_empty(shape_of(wanted or ()), dtype=dtype, device=device)
+    shards = Shards(locals_of(held), {} if wanted is None else {"tensor": result}, link.device, jobs)
+    messages, staging = plan_messages(jobs, STAGING_BYTES), Staging(STAGING_BYTES, link.device)
+    link.run(lambda: move(link, jobs, messages, shards, staging))
+    return None if wanted is None else _dtensor(result, whole, target_mesh, placements)
+
+
+def _plan(link: Link, entries: Sequence[Entry]) -> tuple[Tables, list[Job]]:
+    """The descriptions of all ranks, and the jobs of this rank."""
+    tables = exchange(link, entries)
+    return tables, plan_jobs(link, tables)
 
 
 def _dtensor(shard: torch.Tensor, whole: torch.Tensor, mesh: ProcessGroupMesh, placements: Placements) -> DTensor:
@@ -484,13 +469,11 @@ Tables = Mapping[str, Mapping[str, Mapping[Entry, Sequence[int]]]]
 
 
 def exchange(link: Link, entries: Sequence[Entry]) -> Tables:
-    """Connect the ranks, and exchange and compare their descriptions.
+    """Exchange and compare the descriptions of all ranks.
 
     Raises:
         MismatchError: names, shapes or arguments differ. Every rank raises the same.
     """
-    while not link.agree(0):  # the ranks that call a Resharder raise, and create a new one
-        link.check_deadline("some create a Resharder, others call one that they created before")
     tables: dict[str, dict[str, dict[Entry, list[int]]]] = {"source": {}, "target": {}, "argument": {}, "memory": {}}
     for text, ranks in link.gather_texts(json.dumps(entries)).items():
         for entry in (Entry(*_frozen(fields)) for fields in json.loads(text)):

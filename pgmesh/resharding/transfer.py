@@ -1,24 +1,20 @@
-"""The transfer of tensors by sends and receives, in buckets.
+"""The transfer of tensors by sends and receives, in messages of limited size.
 
-``fill_buckets`` divides the tensors into buckets, and ``move`` moves them: it makes an ``Exchange`` of each bucket,
-which takes its messages from ``Shards``.
+``plan_messages`` divides what a rank sends and receives into messages, and ``move`` moves them. All messages have one
+order, the same on all ranks. A rank starts its messages in this order, and waits for its oldest one if it has no room
+for the next. So the first of all messages that have not ended has always been started, on both its ranks.
 
 Elements that are consecutive in the memory of a shard are sent from there and received there. The rest is staged:
-packed into a buffer, or received in one and unpacked. While one bucket is exchanged, the next one is packed. So two
-buckets are staged at once, each of at most half the limit.
-
-A tensor is moved *in place* if its shards of source and target share memory on this rank. Nothing is written there
-before its bucket was exchanged: what it receives is staged, and so is what it copies to itself. A target on several
-device meshes has a job for each. If they are in several buckets, the source is cloned first.
+packed into a buffer, or received in one and unpacked. ``Staging`` is the memory of all buffers.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter, defaultdict
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,7 +23,16 @@ from pgmesh.resharding.plan import RankPlan, Transfer
 from pgmesh.resharding.sharding import Region, indices_at, positions, shape_of, size_of
 
 SMALL = 1 << 16
-"""Smaller transfers of a bucket between two ranks are one message. In bytes."""
+"""Smaller pieces for one rank go together in one message. In bytes."""
+
+MOST_OPERATIONS = 32
+"""Most messages that a rank has started and not waited for."""
+
+MESSAGES = 8
+"""Number of messages that fit into the staging memory."""
+
+ALIGNMENT = 16
+"""Buffers begin at multiples of the largest element, in bytes."""
 
 
 class Side(Enum):
@@ -54,200 +59,210 @@ class Job(NamedTuple):
         """The region of the shard of a side; only for a rank that has one."""
         return (self.plan.held if side is Side.SOURCE else self.plan.wanted) or ()
 
-    def parts(self, side: Side) -> Sequence[Transfer]:
-        """The transfers that begin or end on a side of this rank."""
-        return self.plan.sends if side is Side.SOURCE else self.plan.receives
-
-    def is_small(self, part: Transfer) -> bool:
-        """True if a transfer goes in one message with others."""
-        return part.size * self.plan.itemsize < SMALL
-
-
-def move(link: Link, buckets: Sequence[Sequence[Job]], shards: Shards) -> int:
-    """Move all buckets; return the most bytes that were staged at once.
-
-    Args:
-        link: the connection of the ranks, which all call it.
-        buckets: the buckets, with the same jobs in the same order on all ranks.
-        shards: the local shards. Those of the target are written in place.
-    """
-    shards.clone_those_in_several(buckets)
-    most, before = 0, None
-    for bucket in buckets:
-        exchange = Exchange(link, bucket, shards)
-        most = max(most, exchange.staged_bytes + (before.staged_bytes if before else 0))
-        if before:
-            before.finish()
-        before = exchange
-    if before:
-        before.finish()
-    return most
-
-
-def fill_buckets(jobs: Sequence[Job], staged: Sequence[int], limit: int) -> list[list[Job]]:
-    """Buckets of jobs of one dtype each. A job larger than the limit is a bucket by itself.
-
-    Args:
-        jobs: the jobs in the same order on all ranks.
-        staged: for each job, the bytes that the rank that stages most of it stages.
-        limit: most bytes of a bucket.
-    """
-    buckets: list[list[Job]] = []
-    total = 0
-    for job, size in zip(jobs, staged):
-        if not buckets or total + size > limit or buckets[-1][0].dtype != job.dtype:
-            buckets.append([])
-            total = 0
-        buckets[-1].append(job)
-        total += size
-    return buckets
-
-
-class Exchange:
-    """The exchange of one bucket. It begins at once, and ends in ``finish``.
-
-    Args:
-        link: the connection of the ranks, which all exchange the same bucket.
-        bucket: the jobs.
-        shards: the local shards.
-    """
-
-    def __init__(self, link: Link, bucket: Sequence[Job], shards: Shards) -> None:
-        self._link = link
-        sends, receives = (shards.messages(bucket, side) for side in Side)
-        packed = [piece for message in sends for piece in message.pieces]
-        for elements, place in packed:
-            place.copy_(elements)
-        self._works = link.exchange(
-            [(message.peer, message.values) for message in sends],
-            [(message.peer, message.values) for message in receives],
-        )
-        self._unwritten = [piece for message in receives for piece in message.pieces]
-        self._copy_held_elements(bucket, shards)
-        self.staged_bytes = sum(place.nbytes for _, place in (*packed, *self._unwritten))
-        """Bytes in buffers."""
-
-    def _copy_held_elements(self, bucket: Sequence[Job], shards: Shards) -> None:
-        """Copy what this rank holds already; within one memory only after the exchange, which still reads there."""
-        for job in bucket:
-            for elements, values in shards.held_elements(job):
-                if job.name in shards.in_place:
-                    self._unwritten.append(Piece(elements, values.to(job.dtype, copy=True)))
-                else:
-                    elements.copy_(values)
-
-    def finish(self) -> None:
-        """Wait until all has arrived, and write it into the target."""
-        self._link.wait(self._works)
-        for elements, values in self._unwritten:
-            elements.copy_(values)
-
-
-class Piece(NamedTuple):
-    """Some elements of a shard, and their place in a buffer. Both are views of one shape."""
-
-    elements: torch.Tensor
-    place: torch.Tensor
-
 
 class Message(NamedTuple):
     """Elements that one rank sends to another at once.
 
     Args:
+        order: its place in the order of all messages: the one of its first part.
+        side: SOURCE if this rank sends it.
         peer: the other rank.
-        values: the elements, in the memory of the shard or in a buffer.
-        pieces: the pieces of the buffer; none for the memory of the shard.
+        parts: parts of tensors, one after the other.
     """
 
+    order: tuple[int, ...]
+    side: Side
     peer: int
-    values: torch.Tensor
-    pieces: Sequence[Piece] = ()
+    parts: list[tuple[Job, Transfer]]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of all parts."""
+        return self.parts[0][0].dtype
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return sum(part.size * job.plan.itemsize for job, part in self.parts)
+
+
+def plan_messages(jobs: Sequence[Job], staging_bytes: int) -> list[Message]:
+    """The messages of this rank, in their order.
+
+    Args:
+        jobs: the jobs, of the same tensors in the same order on all ranks.
+        staging_bytes: limit of the staging memory.
+    """
+    most = max(staging_bytes // MESSAGES, ALIGNMENT)
+    messages: list[Message] = []
+    growing: dict[tuple[Side, int, torch.dtype], Message] = {}  # with small parts, and room for more
+    for place, (job, side, part) in _parts_of(jobs, most):
+        bytes_of_part, key = part.size * job.plan.itemsize, (side, part.peer, job.dtype)
+        is_small = bytes_of_part < SMALL
+        if is_small and key in growing and growing[key].size + bytes_of_part <= most:
+            growing[key].parts.append((job, part))
+            continue
+        rank = job.plan.rank
+        ends = (rank, part.peer) if side is Side.SOURCE else (part.peer, rank)
+        messages.append(Message((*place, *ends, part.start), side, part.peer, [(job, part)]))
+        if is_small:
+            growing[key] = messages[-1]
+    return sorted(messages, key=lambda message: message.order)
+
+
+def _parts_of(jobs: Sequence[Job], most: int) -> Iterator[tuple[tuple[int, int], tuple[Job, Side, Transfer]]]:
+    """The transfers of jobs in parts of at most so many bytes. Before each, the numbers of its job and of the part."""
+    for number, job in enumerate(jobs):
+        step = most // job.plan.itemsize
+        for side, transfers in zip(Side, (job.plan.sends, job.plan.receives)):
+            for each in transfers:
+                for i, start in enumerate(range(each.start, each.stop, step)):
+                    part = each._replace(start=start, stop=min(start + step, each.stop))
+                    yield (number, i), (job, side, part)
+
+
+class Staging:
+    """The memory of the buffers of a rank. It is allocated at the first use, and reused as a ring.
+
+    Args:
+        size: its size in bytes.
+        device: the device of the collectives.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._size, self._device = max(size, ALIGNMENT), device
+        self._memory: torch.Tensor | None = None
+        self._taken: deque[tuple[int, int]] = deque()  # the buffers in use, the oldest one first
+        self.most = 0
+        """The most bytes that were in use at once, since it was set to 0."""
+
+    def take(self, size: int) -> torch.Tensor | None:
+        """A buffer of so many bytes; None as long as there is no room. The oldest one is freed first."""
+        oldest, end = (self._taken[0][0], self._taken[-1][1]) if self._taken else (0, 0)
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        is_wrapped = bool(self._taken) and end <= oldest
+        if not is_wrapped and start + size > self._size:
+            start, is_wrapped = 0, True
+        if is_wrapped and start + size > oldest:
+            return None
+        if self._memory is None:
+            self._memory = torch.empty(self._size, dtype=torch.uint8, device=self._device)
+        self._taken.append((start, start + size))
+        self.most = max(self.most, sum(stop - start for start, stop in self._taken))
+        return self._memory[start : start + size]
+
+    def free_oldest(self) -> None:
+        """Free the buffer that was taken first."""
+        self._taken.popleft()
+
+
+class Started(NamedTuple):
+    """A message that is on its way.
+
+    Args:
+        work: its work in torch.
+        is_staged: it has a buffer.
+        unpacked: elements of the target that it brings in this buffer, each time with their place there.
+    """
+
+    work: Any
+    is_staged: bool
+    unpacked: Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+def move(link: Link, jobs: Sequence[Job], messages: Sequence[Message], shards: Shards, staging: Staging) -> None:
+    """Move the values of all jobs.
+
+    Args:
+        link: the connection of the ranks, which all call it.
+        jobs: the jobs.
+        messages: what ``plan_messages`` makes of them.
+        shards: the local shards. Those of the target are written in place.
+        staging: the memory of buffers.
+    """
+    started: deque[Started] = deque()
+
+    def finish_oldest() -> None:
+        oldest = started.popleft()
+        oldest.work.wait()
+        for elements, place in oldest.unpacked:
+            elements.copy_(place)
+        if oldest.is_staged:
+            staging.free_oldest()
+
+    for message in messages:
+        while len(started) == MOST_OPERATIONS:
+            finish_oldest()
+        values, views = shards.view(message), list[tuple[torch.Tensor, torch.Tensor]]()
+        if is_staged := values is None:
+            while (values := staging.take(message.size)) is None:
+                finish_oldest()
+            views += shards.staged_views(message, values.view(message.dtype))
+        if message.side is Side.TARGET:
+            started.append(Started(link.receive(message.peer, values), is_staged, views))
+        else:
+            for elements, place in views:
+                place.copy_(elements)
+            started.append(Started(link.send(message.peer, values), is_staged, []))
+    for elements, held in itertools.chain.from_iterable(map(shards.held_elements, jobs)):
+        elements.copy_(held)
+    while started:
+        finish_oldest()
 
 
 class Shards:
     """The local shards of a rank on both sides, by their names in the target.
 
-    A shard of the source that shares memory with one of the target under another name is cloned: else another bucket
-    may write there before it is read.
+    A shard of the source in memory that this transfer writes is cloned.
 
     Args:
         source: the local shards of the source.
         target: those of the target.
         device: the device on which they are sent.
+        jobs: the jobs. Where this rank wants what it holds, in the same place, nothing is written.
     """
 
     def __init__(
-        self, source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], device: torch.device
+        self,
+        source: Mapping[str, torch.Tensor],
+        target: Mapping[str, torch.Tensor],
+        device: torch.device,
+        jobs: Sequence[Job],
     ) -> None:
         self.source, self.target, self.device = {**source}, target, device
-        shared = find_overlaps(source, target)
-        self.in_place = {written for _, written in shared}
-        """Names of the tensors of the target in memory of the source."""
-        for name in {read for read, written in shared if read != written}:
-            self.source[name] = source[name].clone()
-
-    def clone_those_in_several(self, buckets: Sequence[Sequence[Job]]) -> None:
-        """Clone tensors that are moved in place in several buckets: the first one writes what the others read."""
-        buckets_of = Counter(name for bucket in buckets for name in {job.name for job in bucket})
-        for name in self.in_place & self.source.keys():
-            if buckets_of[name] > 1:
-                self.source[name] = self.source[name].clone()
+        moved = {job.name for job in jobs if job.plan.wanted is not None and job.plan.wanted != job.plan.held}
+        overwritten = {
+            read
+            for read, written in find_overlaps(source, target)
+            if read != written or written in moved or not _is_same_memory(source[read], target[written])
+        }
+        self.source.update({name: source[name].clone() for name in overwritten})
+        self.overwrites_source = bool(overwritten)
+        """True if the transfer writes into memory of the source."""
 
     def of(self, job: Job, side: Side) -> torch.Tensor:
         """The shard of a job on a side."""
         return (self.source if side is Side.SOURCE else self.target)[job.name]
 
-    def view(self, job: Job, part: Transfer, side: Side) -> torch.Tensor | None:
-        """The elements of a transfer in the memory of the shard; None if they have to be staged."""
-        shard = self.of(job, side)
-        is_read_later = side is Side.TARGET and job.name in self.in_place
-        if is_read_later or job.is_small(part) or (shard.dtype, shard.device) != (job.dtype, self.device):
-            return None
-        first, *more = itertools.islice(boxes(job.region(side), part.region), 2)
+    def view(self, message: Message) -> torch.Tensor | None:
+        """The elements of a message in the memory of a shard; None if they have to be staged."""
+        (job, part), *others = message.parts
+        shard = self.of(job, message.side)
+        if others or part.size == 1 or (shard.dtype, shard.device) != (job.dtype, self.device):
+            return None  # a single element may have any stride
+        first, *more = itertools.islice(boxes(job.region(message.side), part.region), 2)
         if more or not shard[first].is_contiguous():
             return None
         return shard[first].view(-1)[part.start : part.stop]
 
-    def staged_bytes(self, job: Job) -> int:
-        """Bytes of the buffers that this rank needs for a job."""
-        plan = job.plan
-        staged = sum(part.size for side in Side for part in job.parts(side) if self.view(job, part, side) is None)
-        if plan.copied is not None and job.name in self.in_place:
-            staged += size_of(plan.copied)
-        return plan.itemsize * staged
-
-    def messages(self, bucket: Sequence[Job], side: Side) -> list[Message]:
-        """The messages of a bucket from or to a side of this rank, in the order of the other rank, with empty buffers.
-
-        A transfer is one message, but all small ones of the bucket to the same rank, or from it, are one.
-        """
-        messages: list[Message] = []
-        small: defaultdict[int, list[tuple[Job, Transfer]]] = defaultdict(list)  # by the other rank
-        for job in bucket:
-            for part in job.parts(side):
-                if job.is_small(part):
-                    small[part.peer].append((job, part))
-                elif (values := self.view(job, part, side)) is not None:
-                    messages.append(Message(part.peer, values))
-                else:
-                    messages.append(self._staged_message([(job, part)], side))
-        return [*messages, *(self._staged_message(parts, side) for parts in small.values())]
-
-    def _staged_message(self, parts: list[tuple[Job, Transfer]], side: Side) -> Message:
-        """Transfers with one other rank, one after the other in a buffer."""
-        (job, first), sizes = parts[0], [part.size for _, part in parts]
-        values = torch.empty(sum(sizes), dtype=job.dtype, device=self.device)
-        buffers = zip(parts, torch.split(values, sizes))
-        pieces = [piece for part, buffer in buffers for piece in self._pieces(*part, side, buffer)]
-        return Message(first.peer, values, pieces)
-
-    def _pieces(self, job: Job, part: Transfer, side: Side, buffer: torch.Tensor) -> Iterator[Piece]:
-        """The pieces of a transfer, whose elements are consecutive in a buffer."""
-        shard, whole = self.of(job, side), job.region(side)
-        regions = [*blocks(part.region, part.start, part.stop)]
-        for region, block in zip(regions, torch.split(buffer, [size_of(each) for each in regions])):
-            for inside, place in zip(boxes(whole, region), boxes(region, region)):
-                yield Piece(shard[inside], block.view(shape_of(region))[place])
+    def staged_views(self, message: Message, buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The elements of a message in shards, each time with their place in a buffer."""
+        for (job, part), values in zip(message.parts, torch.split(buffer, [part.size for _, part in message.parts])):
+            shard, whole = self.of(job, message.side), job.region(message.side)
+            regions = [*blocks(part.region, part.start, part.stop)]
+            for region, block in zip(regions, torch.split(values, [size_of(each) for each in regions])):
+                for inside, place in zip(boxes(whole, region), boxes(region, region)):
+                    yield shard[inside], block.view(shape_of(region))[place]
 
     def held_elements(self, job: Job) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The elements of the target that this rank holds already, each time with those of the source."""
@@ -255,6 +270,12 @@ class Shards:
             boxes_of = {side: boxes(job.region(side), job.plan.copied) for side in Side}
             for old, new in zip(boxes_of[Side.SOURCE], boxes_of[Side.TARGET]):
                 yield self.target[job.name][new], self.source[job.name][old]
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if two tensors are the same elements in the same memory."""
+    memories = [(each.data_ptr(), each.shape, each.stride(), each.dtype) for each in (one, other)]
+    return memories[0] == memories[1]
 
 
 def find_overlaps(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
