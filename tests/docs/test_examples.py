@@ -18,15 +18,15 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = sorted(EXAMPLES.glob("[0-9]*.py"))
 LARGER = [
     EXAMPLES / f"{name}.py"
-    for name in ("mixture_of_experts", "survive", "torchtitan_meshes", "two_engines", "weight_sync")
+    for name in ("mixture_of_experts", "rl_weight_sync", "survive", "torchtitan_meshes", "two_engines", "weight_sync")
 ]
-NEEDS = {"11_accelerate": "accelerate", "torchtitan_meshes": "torchtitan"}
+NEEDS = {"11_accelerate": "accelerate", "rl_weight_sync": "transformers", "torchtitan_meshes": "torchtitan"}
 
 RUN = """
 import sys, types
 from pgmesh.launch.processes import PRELOAD
-path, *PRELOAD[1:] = sys.argv[1:]
-sys.argv[:] = [path]
+path, words, *PRELOAD[1:] = sys.argv[1:]
+sys.argv[:] = [path, *words.split()]
 sys.path.insert(0, path.rpartition("/")[0])
 main = sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
 main.__file__ = path
@@ -34,21 +34,34 @@ with open(path, encoding="utf-8") as file:
     program = compile(file.read(), path, "exec")
 exec(program, vars(main))
 """
-"""Runs a file as Python does, in a process that has torch loaded. Further arguments: modules that its ranks have."""
+"""Runs a file as Python does, in a process that has torch loaded. Arguments: it, its own, and modules for its ranks."""
 
 TRAINING = ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining"]
 """Each rank would need seconds to import these."""
+MODULES = {"transformers": ["transformers.models.llama.modeling_llama"]}
+"""Further ones of examples that need something."""
 
 
-@pytest.mark.parametrize("path", [*SMALL, *LARGER], ids=lambda path: path.stem)
-def test_an_example_passes(path, tmp_path):
+def run_example(folder: Path, path: Path, words: str = "") -> list[str]:
+    """Run an example with these arguments, and return the lines that it prints."""
     needed = NEEDS.get(path.stem)
     if needed is not None and importlib.util.find_spec(needed) is None:
         pytest.skip(f"{needed} is not installed")
     trains = path in LARGER or re.search("^from .*(fsdp|parallel)", path.read_text(), re.MULTILINE)
-    modules = TRAINING if trains else []
-    ((out, _),) = run_programs(tmp_path, RUN, str(path), *modules, environs=[clean_env()], deadline=180)
-    assert out.splitlines()[-1] == "PASS"
+    modules = [*(TRAINING if trains else []), *MODULES.get(needed, [])]
+    ((out, _),) = run_programs(folder, RUN, str(path), words, *modules, environs=[clean_env()], deadline=180)
+    return out.splitlines()
+
+
+@pytest.mark.parametrize("path", [*SMALL, *LARGER], ids=lambda path: path.stem)
+def test_an_example_passes(path, tmp_path):
+    assert run_example(tmp_path, path)[-1] == "PASS"
+
+
+@pytest.mark.parametrize("words", ["--tied", "--experts"])
+def test_weights_reach_the_engine_of_another_model(words, tmp_path):
+    lines = run_example(tmp_path, EXAMPLES / "rl_weight_sync.py", words)
+    assert [line.partition(":")[0] for line in lines[::3]] == ["step 10", "step 20", "PASS"]
 
 
 @pytest.mark.parametrize(("stem", "needed"), NEEDS.items())
@@ -62,7 +75,7 @@ def test_an_example_says_what_it_needs(stem, needed):
 
 def test_the_examples_are_numbered_and_small():
     assert [path.name[:2] for path in SMALL] == [f"{i:02}" for i in range(1, len(SMALL) + 1)]
-    others = {EXAMPLES / f"{name}.py" for name in ("elastic", "gpt", "train_gpt")}
+    others = {EXAMPLES / f"{name}.py" for name in ("elastic", "gpt", "train_gpt", "vllm_model")}
     assert {*EXAMPLES.glob("*.py")} == {*SMALL, *LARGER, *others}
     for path in SMALL:
         lines = path.read_text().splitlines()
