@@ -282,11 +282,14 @@ def single_axis(method: Method) -> Axis:
         AxisError: the method was given several axes.
     """
     if len(method.owns) > 1:
-        name, axis = type(method).__name__, 0 if isinstance(method.owns[-1], int) else method.owns[-1]
-        view = format_call("view", {axis: method.mesh.size(*method.owns)})
+        name, mesh, axis = type(method).__name__, method.mesh, method.owns[-1]
+        others = [each for each in mesh.axes if each not in method.owns]
+        axis = len(others) if isinstance(axis, int) else axis
+        sizes = {i if isinstance(each, int) else each: mesh.size(each) for i, each in enumerate(others)}
+        view = format_call("mesh.view", {**sizes, axis: mesh.size(*method.owns)})
         raise AxisError(
             f"{name} takes one axis, not {format_axes(method.owns)}: merge them in a view.\n\n"
-            f"  merged = mesh.along({', '.join(map(repr, method.owns))}).{view}   # then {name}(merged, {axis!r}, ...)"
+            f"  merged = {view}   # then {name}(merged, {axis!r}, ...), and all other methods and compose on it too"
         )
     return method.owns[0]
 

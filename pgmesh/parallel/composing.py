@@ -1,7 +1,7 @@
 """Composition of several parallel methods on one mesh.
 
-torch has each method, but nothing that knows all of them. ``compose`` checks that the methods are on the mesh, or on
-views and slices of it, that an axis has one owner, and that at most one method averages gradients. The ``Composition``
+torch has each method, but nothing that knows all of them. ``compose`` checks that the methods are on the mesh or its
+slices, and those of experts on a view of it, that an axis has one owner, and that at most one method averages gradients. The ``Composition``
 derives from what differs along the axes of all methods what a program would have to say by hand:
 
 - where gradients are averaged: each method derives it in ``settle``;
@@ -65,16 +65,15 @@ def compose(
 
     Args:
         mesh: the mesh.
-        methods: the methods, in any order, each on this mesh or on a view or slice of it.
+        methods: the methods, in any order, each on this mesh or a slice of it. Only experts may be on a view of it.
         unowned: axes of more than one rank that have no owner on purpose.
         equal_parts: ranks that read different rows need the same number of them, since their losses are averaged.
             False: parts may have different sizes, and the program computes its loss by ``mean(loss_sum, tokens)``.
 
     Raises:
         AxisError: an axis has two owners, or an axis of more than one rank has none.
-        AxisError: methods on different views or slices own the same ranks. Experts may lie on those of other methods.
-        AxisError: two methods average gradients or replace attention, or one works across the shards or pipeline stages
-            of another.
+        AxisError: a method other than of experts is along axes of another view.
+        AxisError: two methods average gradients or replace attention, or experts lie across stages of a pipeline.
         MethodError: an argument is not a method, is on another mesh, or is in another composition that is in use.
 
     >>> from pgmesh.parallel import Method, compose

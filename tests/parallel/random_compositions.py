@@ -330,17 +330,20 @@ def token_loss(output: torch.Tensor, target: torch.Tensor, reduction: str = "mea
     return cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=IGNORED, reduction=reduction)
 
 
+def with_two_axes_of_rows(mesh: ProcessGroupMesh) -> ProcessGroupMesh:
+    """A view with dpa=2 and dpb=2 in the place of dp=4."""
+    two = [("dpa", 2), ("dpb", 2)]
+    sizes = [each for axis in mesh.axes for each in (two if axis == "dp" else [(str(axis), mesh.size(axis))])]
+    return mesh.view(dict(sizes))
+
+
 def data_methods(mesh: ProcessGroupMesh, drawn: Drawn) -> Iterator[Method]:
     """The methods that split rows."""
     if "late" in drawn.sizes:
         yield AverageLater(mesh, "late")
     if not drawn.data or drawn.omission == "average":
         return
-    axes: tuple[str, ...] = ("dp",)
-    if drawn.viewed:
-        view = [("dpa", 2), ("dpb", 2)]
-        split = [each for axis in mesh.axes for each in (view if axis == "dp" else [(str(axis), mesh.size(axis))])]
-        mesh, axes = mesh.view(dict(split)), ("dpa", "dpb")
+    axes = ("dpa", "dpb") if drawn.viewed else ("dp",)
     if drawn.data == "data":
         yield DataParallel(mesh, *axes, gradient_as_bucket_view=drawn.seed % 2 == 0)
         return
@@ -367,9 +370,9 @@ def plan_of(drawn: Drawn) -> dict[str, ParallelStyle]:
 
 def experts_method(mesh: ProcessGroupMesh, experts: tuple[int, int], drawn: Drawn) -> ExpertParallel:
     """Experts on a view, or on the axis of the ranks that read different rows."""
-    if experts == (1, drawn.size("dp")) and drawn.size("dp") > 1 and drawn.seed % 2 and not drawn.omission:
+    if experts == (1, drawn.size("dp")) and "dp" in mesh.axes and drawn.seed % 2 and not drawn.omission:
         return ExpertParallel(mesh, "dp")
-    outer = {str(axis): mesh.size(axis) for axis in mesh.axes if axis not in ("dp", "cp", "tp")}
+    outer = {str(axis): mesh.size(axis) for axis in mesh.axes if axis not in ("dp", "dpa", "dpb", "cp", "tp")}
     sizes = dict(zip(("edp", "ep"), experts))
     if drawn.omission == "replica":  # the experts lie on replicas that average later
         sizes["ep"] *= outer.pop("late")
@@ -380,10 +383,7 @@ def methods_of(mesh: ProcessGroupMesh, drawn: Drawn, loss: Losses) -> Iterator[M
     """The methods of a composition on its mesh or slice."""
     yield from data_methods(mesh, drawn)
     if drawn.tensor:
-        where, axis = mesh, "tp"
-        if drawn.seed % 4 == 0:  # under another name on a view
-            where, axis = mesh.view({("shards" if a == "tp" else str(a)): mesh.size(a) for a in mesh.axes}), "shards"
-        yield TensorParallel(where, axis, plan=plan_of(drawn))
+        yield TensorParallel(mesh, "tp", plan=plan_of(drawn))
     if drawn.context:
         attention: Any = drawn.context.split()[-1]
         yield ContextParallel(mesh, "cp", attention=attention, balanced=drawn.context == "ring")
@@ -469,6 +469,8 @@ def train(drawn: Drawn) -> tuple[set[str], set[str], float]:
     with ProcessGroupMesh(**drawn.sizes, ranks=list(drawn.ranks), name=f"drawn{drawn.seed}") as whole:
         run = whole.index("run") if "run" in drawn.sizes else 0
         mesh = whole.at(run=run) if "run" in drawn.sizes and len(drawn.sizes) > 1 else whole
+        if drawn.viewed:
+            mesh = with_two_axes_of_rows(mesh)
         loss = Losses(drawn)
         methods = [*methods_of(mesh, drawn, loss)]
         unowned = [axis for axis in ("idle", "run") if axis in mesh.axes]

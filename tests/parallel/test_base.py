@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from pgmesh import (
     ProcessGroupMesh,
     ShapeError,
 )
-from pgmesh.layout import Axis, Layout
+from pgmesh.layout import Axis
 from pgmesh.parallel import (
     Composition,
     ContextParallel,
@@ -40,7 +39,6 @@ from pgmesh.parallel import (
     find,
     mix,
 )
-from pgmesh.parallel.owners import shared_pair
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
 from tests.support.worlds import check_sums, groups_of, on_ranks
@@ -200,17 +198,6 @@ def test_a_composition_says_what_a_data_loader_needs(mesh: ProcessGroupMesh):
     assert none.share(rows).equal(rows)
 
 
-def test_rank_is_unique_with_rows_on_two_layouts():
-    found = list[tuple[int, int, int]]()
-    for rank in range(8):
-        with fake_rank(rank, 8), ProcessGroupMesh(pp=2, dp=2, tp=2) as mesh:
-            together = compose(
-                mesh, Later(mesh.view(replicas=2, rest=4), "replicas"), Data(mesh, "dp"), Tensor(mesh, "tp")
-            )
-            found.append((together.num_replicas, together.rank, mesh.index("tp")))
-    assert sorted(found) == sorted((4, part, tp) for part in range(4) for tp in range(2))
-
-
 class Batch(NamedTuple):
     codes: torch.Tensor
     weight: torch.Tensor
@@ -285,43 +272,32 @@ def test_average_axes_are_those_of_rows_and_positions(mesh: ProcessGroupMesh):
     assert average_axes(Data(mesh, "dp"), Context(mesh, "tp")) == ("dp", "tp")
     assert average_axes(Data(mesh, "dp"), Context(mesh, "tp"), Later(mesh, "pp")) == ("dp", "tp")
     assert average_axes(ShardedDataParallel(mesh, "tp"), Context(mesh, "pp", "dp")) == ("pp", "dp", "tp")
-    view = mesh.view(pp=2, both=4)
-    assert average_axes(Data(view, "both")) == ("both",)
-    assert average_axes(Data(mesh, "dp"), Context(mesh.view(pp=2, a=2, cp=2), "cp")) == ("dp", "tp")  # tp by its ranks
     one, two = mesh.at(pp=1), mesh.along("dp", "tp")
     assert average_axes(Data(one, "dp"), Context(two, "tp")) == ("dp", "tp")
-    assert average_axes(Data(mesh.view(pp=2, dp=2, cp=1, tp=2), "dp")) == (
-        "dp",
-        "cp",
-    )  # an axis of one rank is harmless
 
 
 @pytest.mark.parametrize("rank", range(8))
 def test_average_axes_on_permuted_ranks_have_token_ranks(rank: int):
     ranks = [3, 6, 1, 0, 7, 2, 5, 4]
     with fake_rank(rank, 8), ProcessGroupMesh(dp=2, cp=2, tp=2, ranks=ranks) as mesh:
-        data = Data(mesh.view(dp=2, both=4), "dp")
-        with pytest.raises(AxisError, match=r"^Data along dp averages gradients of the ranks .* in one block\."):
-            compose(mesh, data, Context(mesh, "cp"), unowned=["tp"])
         data = Data(mesh, "dp")
-        compose(mesh, data, Context(mesh.view(dp=2, context=2, t=2), "context"), Tensor(mesh, "tp"))
+        compose(mesh, data, Context(mesh, "cp"), Tensor(mesh, "tp"))
         assert data.average_axes == ("dp", "cp")
         assert {*mesh.ranks("dp", "cp")} == {*ranks[mesh.index("tp") :: 2]}
 
 
-@pytest.mark.parametrize("sharding", [Tensor, Pipeline])
-def test_methods_do_not_cross_shards_and_stages(sharding: type[Method]):
-    """Ranks 0, 4 and 8 are along one axis of a view, and rank 8 has the second stage. No pair has two owners."""
+def test_experts_do_not_lie_across_stages():
+    """Ranks 0, 4 and 8 are along one axis of a view, and rank 8 has the second stage. No pair is along both axes."""
     with fake_rank(0, 12), ProcessGroupMesh(pp=2, dp=6) as mesh:
-        crossing, stages = Data(mesh.view(rows=3, rest=4), "rows"), sharding(mesh, "pp")
+        crossing, stages = Experts(mesh.view(ep=3, rest=4), "ep"), Pipeline(mesh, "pp")
         for methods in ([crossing, stages], [stages, crossing]):
             assert_raises(
                 AxisError,
                 lambda methods=methods: compose(mesh, *methods, unowned=["dp"]),
-                f"ranks 4 and 8 are in one block of Data along rows, but hold different weights of {stages}.\n\n"
+                f"ranks 4 and 8 are in one block of Experts along ep, but hold different weights of {stages}.\n\n"
                 "  mesh.view(...)   # with axes that do not cross pp",
             )
-        compose(mesh, Data(mesh.view(pp=2, rows=3, rest=2), "rows"), stages, unowned=["dp"])
+        compose(mesh, Experts(mesh.view(pp=2, ep=3, rest=2), "ep"), stages, unowned=["dp"])
 
 
 class Model(nn.Module):
@@ -354,15 +330,13 @@ def test_trainable_weights_need_a_method_that_averages(mesh: ProcessGroupMesh):
 # ---- owners of axes ----
 
 
-def test_compose_takes_methods_on_views_and_slices(mesh: ProcessGroupMesh):
+def test_compose_takes_slices_and_a_view_of_experts(mesh: ProcessGroupMesh):
     moe = mesh.view(pp=2, edp=1, ep=4)
     both = compose(mesh, Data(mesh, "dp"), Experts(moe, "ep"), Tensor(mesh, "tp"), Pipeline(mesh, "pp"))
     assert (both.num_replicas, both.rank) == (2, 0)
     part = mesh.at(pp=1)
     compose(part, Data(mesh, "dp"), Tensor(part, "tp"))  # the ranks of the slice
     compose(mesh.view(a=8, b=1), Data(mesh.view(a=8, b=1), "a"))
-    dp, tp = Data(mesh, "dp"), Tensor(mesh, "tp")
-    compose(mesh, dp, tp, Context(mesh.view(stage=2, rest=4), "stage"), unowned=["pp"])  # over pp, which nobody owns
     compose(mesh, Data(part, "dp"), Tensor(mesh.along("tp"), "tp"), Pipeline(mesh, "pp"))
     compose(mesh, Data(mesh, "dp"), Later(mesh, "tp"), Context(mesh, "pp"))  # only one of them averages gradients
 
@@ -379,15 +353,11 @@ def test_experts_may_overlap_all_methods_except_pipelines(mesh: ProcessGroupMesh
         assert experts.average_axes == senders
 
 
-def test_method_on_view_owns_axis_with_all_ranks(mesh: ProcessGroupMesh):
+def test_methods_own_the_axes_of_their_slices(mesh: ProcessGroupMesh):
     rest = [Pipeline(mesh, "pp")]
-    together = compose(mesh, Data(mesh.view(pp=2, all=4), "all"), *rest)
-    assert (together.num_replicas, together.rank) == (4, 1)
-    del together
     compose(mesh, Data(mesh.at(pp=1), "dp"), Tensor(mesh, "tp"), *rest)
     both = "dp=2 x tp=2, so their 4"
     for half, bare in {
-        Data(mesh.view(2, 2, 2), 1): "tp=2, so its 2",
         Experts(mesh.view(pp=2, ep=4), "ep"): both,
         Data(mesh.at(pp=1), "dp"): "tp=2, so its 2",
     }.items():
@@ -395,21 +365,6 @@ def test_method_on_view_owns_axis_with_all_ranks(mesh: ProcessGroupMesh):
             compose(mesh, half, *rest)
     with pytest.raises(AxisError, match=r"^no method owns pp=2"):
         compose(mesh, Data(mesh.at(pp=1), "dp", "tp"))
-
-
-@pytest.mark.parametrize("ranks", [None, [5, 2, 7, 0, 3, 6, 1, 4, 8, 9, 11, 10]], ids=["in order", "permuted"])
-def test_ranks_meet_where_a_plain_list_says_so(ranks: list[int] | None):
-    whole = Layout(12) if ranks is None else Layout(12, ranks=ranks)
-    shapes = [(3, 4), (4, 3), (2, 6), (6, 2), (2, 3, 2), (3, 2, 2), (2, 2, 3), (12,)]
-    views = [whole.view(*shape) for shape in shapes]
-    slices = [view.at({0: i}) for view in views for i in (0, 1) if len(view.axes) > 1]
-    for one, other in itertools.product(views, views + slices):
-        for axis, its in itertools.product(one.axes, other.axes):
-            theirs = [{*block} for block in other.partition(its)]
-            pairs = [{*block} & its_block for block in one.partition(axis) for its_block in theirs]
-            both = shared_pair(one, axis, other, its)
-            assert (both is not None) == any(len(pair) > 1 for pair in pairs), (one, axis, other, its)
-            assert both is None or any({*both} <= pair for pair in pairs)
 
 
 # ---- a method that raises half-way ----

@@ -52,15 +52,13 @@ def test_several_axes_of_tensor_parallelism_are_merged(axes: tuple[str | int, ..
     sizes = {0: 2, 1: 2, 2: 2} if axes == (1, 2) else {"pp": 2, "dp": 2, "tp": 2}
     with fake_rank(5, 8), ProcessGroupMesh(sizes) as mesh:
         merged = run_printed(lambda: TensorParallel(mesh, *axes, plan={}), mesh=mesh)["merged"]
-        method = TensorParallel(merged, merged.axes[0], plan={"0": ColwiseParallel()})
-        assert method.mesh.ranks(*method.owns) == mesh.ranks(*axes)
-        compose(mesh, method, unowned=[axis for axis in mesh.axes if axis not in axes])
-        assert merged.axes == (0 if axes == (1, 2) else axes[-1],)
+        method = TensorParallel(merged, merged.axes[1], plan={"0": ColwiseParallel()})
+        assert merged.size(*method.owns) == 4
+        compose(merged, method, unowned=merged.axes[0])
 
 
-def test_two_averages_on_two_views_are_one_method(mesh: ProcessGroupMesh):
-    view = mesh.view(pp=2, edp=2, etp=2)
-    both = DataParallel(mesh, "dp"), ShardedDataParallel(view, "etp")
+def test_one_average_in_place_of_two_has_all_axes(mesh: ProcessGroupMesh):
+    both = DataParallel(mesh, "dp"), ShardedDataParallel(mesh.at(pp=1), "tp")
     call = printed_call(lambda: compose(mesh, *both, unowned="pp"))
     together = compose(mesh, eval(call, {**globals(), "mesh": mesh}), unowned="pp")
     assert (together.num_replicas, str(together)) == (4, "Composition(DataParallel along dp, tp)")
@@ -84,14 +82,18 @@ def test_replicas_along_axis_of_other_rows_or_weights(mesh: ProcessGroupMesh):
 
 
 @pytest.mark.parametrize("sizes", [{"data": 2, "cp": 2, "x": 2}, {0: 2, 1: 2, 2: 2}], ids=str)
-@pytest.mark.parametrize("where", ["mesh", "view", "slice"])
+@pytest.mark.parametrize("where", ["mesh", "slice"])
 def test_unaveraged_positions_print_data_parallel(sizes: dict[str | int, int], where: str):
     with fake_rank(3, 8), ProcessGroupMesh(sizes) as mesh:
-        axes = mesh.axes
-        whole_or_part = {"mesh": mesh, "view": mesh.view(a=2, b=2, c=2), "slice": mesh.at({axes[0]: 0})}[where]
-        context = ContextParallel(whole_or_part, "b" if where == "view" else axes[1])
-        data = eval(printed_call(lambda: compose(mesh, context, unowned=axes).apply(TinyGPT(layers=1))))
-        compose(mesh, context, data, unowned=axes).apply(TinyGPT(layers=1))
+        context = ContextParallel(mesh if where == "mesh" else mesh.at({mesh.axes[0]: 0}), mesh.axes[1])
+        with pytest.raises(AxisError) as caught:
+            compose(context.mesh, context, unowned=context.mesh.axes).apply(TinyGPT(layers=1))
+        *_, view, call = map(str.strip, str(caught.value).splitlines())
+        variables = {"mesh": context.mesh, "DataParallel": DataParallel}
+        exec(view, variables)
+        data = eval(call, variables)
+        positions = data.mesh.axes[1 if where == "slice" else 2]
+        compose(data.mesh, data, ContextParallel(data.mesh, positions), unowned=data.mesh.axes).apply(TinyGPT(layers=1))
         assert data.mesh.ranks(*data.average_axes) == context.mesh.ranks(*context.owns)
 
 
