@@ -1,8 +1,9 @@
 """Composition of several parallel methods on one mesh.
 
 torch has each method, but nothing that knows all of them. ``compose`` checks that the methods are on the mesh or its
-slices, and those of experts on a view of it, that an axis has one owner, and that at most one method averages gradients. The ``Composition``
-derives from what differs along the axes of all methods what a program would have to say by hand:
+slices, and those of experts on a view of it, that an axis has one owner, and that at most one method averages
+gradients. The ``Composition`` derives from what differs along the axes of all methods what a program would have to say
+by hand:
 
 - where gradients are averaged: each method derives it in ``settle``;
 - over which ranks the loss and the norm are taken, and which rows a rank reads: ``rank_sets.py``;
