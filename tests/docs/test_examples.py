@@ -18,9 +18,22 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = sorted(EXAMPLES.glob("[0-9]*.py"))
 LARGER = [
     EXAMPLES / f"{name}.py"
-    for name in ("mixture_of_experts", "rl_weight_sync", "survive", "torchtitan_meshes", "two_engines", "weight_sync")
+    for name in (
+        "mixture_of_experts",
+        "ray_actors",
+        "rl_weight_sync",
+        "survive",
+        "torchtitan_meshes",
+        "two_engines",
+        "weight_sync",
+    )
 ]
-NEEDS = {"11_accelerate": "accelerate", "rl_weight_sync": "transformers", "torchtitan_meshes": "torchtitan"}
+NEEDS = {
+    "11_accelerate": "accelerate",
+    "ray_actors": "ray",
+    "rl_weight_sync": "transformers",
+    "torchtitan_meshes": "torchtitan",
+}
 
 RUN = """
 import sys, types
