@@ -11,9 +11,8 @@ from pgmesh import OptionsError, ProcessGroupMesh, launch
 def main() -> bool:
     with ProcessGroupMesh(dp=2, tp=2, name="actor") as mesh:
         # The owner of an axis sets the options of its group, before the first use.
-        mesh.configure("dp", timeout=timedelta(minutes=2), description="gradients")
+        mesh.configure("dp", timeout=timedelta(minutes=2))
         gradients = mesh.group("dp")
-        assert gradients.group_desc == "gradients"
         try:
             mesh.configure("dp", timeout=timedelta(minutes=9))
         except OptionsError as error:

@@ -40,7 +40,6 @@ Command line: ``pgmesh plan``, ``show``, ``check``, ``report`` and ``doctor``.
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
 
 # Modules are imported on first access, so layouts, plans and figures never import torch.
@@ -82,12 +81,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    # pydoc expands each name that it gets, which takes 2,000 lines and loads torch: help(pgmesh) is the text above.
-    caller = sys._getframe().f_back
-    while caller is not None and caller.f_globals["__name__"] == "inspect":
-        caller = caller.f_back
-    if caller is not None and caller.f_globals["__name__"] == "pydoc":
-        return ["__doc__", "__file__", "__name__", "__path__", "__version__"]
     return sorted([*_HOME, *_MODULES, *(name for name in globals() if name.startswith("__"))])
 
 

@@ -34,9 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)  # torch warns so if numpy is missing
     words = tuple(sys.argv[1:] if argv is None else argv)
     parser = _parser(words)
-    if not words:
-        parser.print_help(sys.stderr)
-        return 2
     args = parser.parse_args(words)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for a terminal that cannot display frames

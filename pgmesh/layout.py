@@ -64,16 +64,14 @@ import itertools
 import math
 import numbers
 import operator
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, Union, overload
+from typing import Any, NamedTuple, TypeVar, Union
 
 from pgmesh._util import offsets as strided
 from pgmesh._util.formatting import (
-    Text,
     format_call,
     format_ranks,
-    format_value,
     other_arguments,
 )
 from pgmesh._util.suggestions import closest_name, did_you_mean, example_ranks
@@ -251,14 +249,10 @@ class Layout:
         >>> layout.at(tp=1).ranks_in_order()
         range(1, 9, 2)
         """
-        return self._as_range() or self.ranks()
-
-    def _as_range(self) -> range | None:
-        """All ranks as a range; None if the axes do not coalesce to one regular axis."""
         coalesced = strided.coalesce(self._offsets) or [range(1)]
         if self._table is None and len(coalesced) == 1 and isinstance(coalesced[0], range):
             return strided.shift(coalesced[0], self._offset)
-        return None
+        return self.ranks()
 
     def __contains__(self, rank: object) -> bool:
         return self._lookup(rank) is not None
@@ -283,10 +277,6 @@ class Layout:
         >>> layout.rank_of((1, 0, 1))
         5
         """
-        try:
-            coord = tuple(coord)
-        except TypeError:
-            raise RankError(f"a coord is a tuple of indices, one for each axis, not {coord!r}.") from None
         if len(coord) != len(self._axes):
             raise RankError(f"a coord of {self._brief()} has {len(self._axes)} indices, but {coord} has {len(coord)}.")
         return self._rank_at(self._position_of(coord))
@@ -302,7 +292,8 @@ class Layout:
         """
         coord = self._lookup(rank)
         if coord is None:
-            raise RankError(f"rank {rank!r} is not in {self._brief()}, whose ranks are {self._listed()}.")
+            ranks = format_ranks(self.ranks_in_order())
+            raise RankError(f"rank {rank!r} is not in {self._brief()}, whose ranks are {ranks}.")
         return coord
 
     def index_of(self, rank: int, *axes: Axis) -> int:
@@ -338,10 +329,7 @@ class Layout:
         i = self._number_of(axis)
         coord = list(self.coord_of(rank))
         size = len(self._offsets[i])
-        try:
-            coord[i] += whole_number(step)
-        except TypeError:
-            raise RankError(f"a step along axis {axis} is a whole number, not {step!r}.") from None
+        coord[i] += whole_number(step)
         if wrap:
             coord[i] %= size
         return self._rank_at(self._position_of(coord)) if 0 <= coord[i] < size else None
@@ -401,8 +389,6 @@ class Layout:
         >>> Layout(pp=4, tp=2).at(pp=[0, -1]).ranks()
         (0, 1, 6, 7)
         """
-        if fixed is not None and not isinstance(fixed, Mapping):
-            raise RankError(f"at takes indices by axis, such as at({{0: 1}}) or at(pp=1), not {fixed!r}.")
         offset, offsets, all_axes = self._offset, dict(enumerate(self._offsets)), dict(self._all_axes)
         given: set[int] = set()
         for axis, keep in [*(fixed or {}).items(), *indices.items()]:
@@ -412,7 +398,7 @@ class Layout:
             given.add(i)
             old = self._offsets[i]
             if isinstance(keep, slice):
-                kept = strided.take_slice(old, keep, f"axis {axis}")
+                kept = old[keep]
             elif isinstance(keep, Iterable) and getattr(keep, "ndim", 1) > 0:  # a 0-d tensor is one index
                 kept = tuple(dict.fromkeys(old[self._checked_index(i, one)] for one in keep))
             else:
@@ -497,9 +483,8 @@ class Layout:
         """
         if not self._axes:  # one rank: every axis is fixed
             return f"{self.view(1).spell(who, world_size=world_size, **more)}.at({{0: 0}})"
-        box = dict(zip(self._axes, self.shape))
-        is_default = self._as_range() == range(len(self) if world_size is None else world_size)
-        return format_call(who, box, ranks=None if is_default else Text(self._ranks_written()), **more)
+        ranks, default = self.ranks_in_order(), range(len(self) if world_size is None else world_size)
+        return format_call(who, dict(zip(self._axes, self.shape)), ranks=None if ranks == default else ranks, **more)
 
     def __str__(self) -> str:
         from pgmesh.drawing import text  # only to print
@@ -533,9 +518,7 @@ class Layout:
         found = sorted(map(self._number_of, axes))
         if len(set(found)) != len(found):
             twice = next(i for i in found if found.count(i) > 1)
-            words = dict.fromkeys(str(axis) for axis in axes if self._number_of(axis) == twice)
-            ways = f", as {' and as '.join(words)}" if len(words) > 1 else ""
-            raise AxisError(f"axis {self._axes[twice]} is named twice{ways}.")
+            raise AxisError(f"axis {self._axes[twice]} is named twice.")
         return tuple(found)
 
     def _number_of(self, axis: Axis) -> int:
@@ -545,13 +528,8 @@ class Layout:
             number = self._numbers.get(axis)
             if number is not None:
                 return number
-        elif isinstance(axis, (tuple, slice)) or not isinstance(axis, Hashable):
-            known = {*map(repr, self._axes)}
-            given = axis if isinstance(axis, (list, tuple, set)) and {*map(repr, axis)} <= known else self._axes[-2:]
-            words = ", ".join(map(repr, given))
-            raise AxisError(f"axes are separate arguments, such as {words}, and not one {kind.__name__} {axis!r}.")
         else:
-            raise AxisError(f"there is no axis {axis!r} in {self._brief()}.")
+            raise AxisError(f"there is no axis {axis!r} in {self._brief()}; each axis is an argument of its own.")
         # On named axes an integer is a position. On numbered axes it is the number of the axis, which does not shift
         # when other axes are fixed; negative integers count from the end.
         end = 0 if isinstance(next(iter(self._axes), 0), int) else len(self._axes)
@@ -568,10 +546,7 @@ class Layout:
     def _checked_index(self, i: int, index: Any) -> int:
         """An index of an axis, counted from the start; RankError if the axis does not have it."""
         size, axis = len(self._offsets[i]), self._axes[i]
-        try:
-            number: int = index if type(index) is int else whole_number(index)
-        except TypeError:
-            raise RankError(f"an index of axis {axis} is a whole number, not {index!r}.") from None
+        number: int = index if type(index) is int else whole_number(index)
         if not -size <= number < size:
             raise RankError(f"axis {axis} has {_index_range(size)}; there is no {number}.")
         return number % size
@@ -607,27 +582,6 @@ class Layout:
 
     # -- text for messages --------------------------------------------------------------------------------------
 
-    def _listed(self) -> str:
-        """The ranks for a message; only the first and the last of more than 8."""
-        if len(self) <= 8:
-            return format_ranks(self.ranks())
-        first, last = ([end] * len(self._axes) for end in (0, -1))
-        return f"{self.rank_of(first)}, ..., {self.rank_of(last)}"
-
-    def _ranks_written(self) -> str:
-        """The ranks as a Python expression. More than 64 ranks are written as loops over the coalesced axes.
-
-        >>> Layout(pp=99, tp=4).at(tp=[0, 1])._ranks_written()
-        '[a + b for a in range(0, 396, 4) for b in range(2)]'
-        """
-        coalesced = strided.coalesce(self._offsets)
-        if self._table is not None or len(coalesced) < 2 or len(self) <= 64:
-            return format_value(self.ranks_in_order())
-        first = strided.shift(coalesced[0], self._offset)
-        names = [chr(ord("a") + i) for i in range(len(coalesced))]
-        loops = [f"for {a} in {format_value(offsets)}" for a, offsets in zip(names, [first, *coalesced[1:]])]
-        return f"[{' + '.join(names)} {' '.join(loops)}]"
-
     def _brief(self) -> str:
         return format_call("mesh ", dict(zip(self._axes, self.shape)))
 
@@ -644,18 +598,8 @@ class Partition(Sequence[tuple[int, ...]]):
     def __len__(self) -> int:
         return math.prod(self._layout.shape[i] for i in self._other_axes)
 
-    @overload
-    def __getitem__(self, which: int) -> tuple[int, ...]: ...
-    @overload
-    def __getitem__(self, which: slice) -> tuple[tuple[int, ...], ...]: ...
-    def __getitem__(self, which: int | slice) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
-        if isinstance(which, slice):
-            return tuple(self[i] for i in strided.take_slice(range(len(self)), which, f"{len(self)} blocks"))
-        try:
-            which = whole_number(which)
-        except TypeError:
-            last = len(self) - 1
-            raise RankError(f"a block is found by its number, 0 to {last}, not {which!r}.") from None
+    def __getitem__(self, which: int) -> tuple[int, ...]:  # type: ignore[override]  # a slice would compute its blocks
+        which = whole_number(which)
         if not -len(self) <= which < len(self):
             raise RankError(f"there are {len(self)} blocks; there is no number {which}.")
         start = strided.nth([self._layout._offsets[i] for i in self._other_axes], which % len(self))
@@ -675,7 +619,7 @@ class Partition(Sequence[tuple[int, ...]]):
     def __repr__(self) -> str:
         if len(self) <= 64:
             return repr(tuple(self))
-        return f"({', '.join(map(repr, self[:4]))}, ..., {self[-1]!r})"
+        return f"({', '.join(map(repr, itertools.islice(self, 4)))}, ..., {self[-1]!r})"
 
 
 _Ranks = TypeVar("_Ranks", bound="RankMethods")
@@ -798,7 +742,11 @@ class RankMethods:
         raise NotImplementedError
 
     def _check_member(self) -> None:
-        raise NotImplementedError
+        if self.rank not in self.layout:
+            raise MembershipError(
+                f"rank {self.rank} is not in {self!r}, so it has no coord and no group there.\n\n"
+                f"  if mesh.rank in mesh: ...   # check first"
+            )
 
     def __getitem__(self: _Ranks, axes: Axis | tuple[Axis, ...]) -> _Ranks:
         return self.along(*axes) if isinstance(axes, tuple) else self.along(axes)
@@ -813,7 +761,7 @@ class RankMethods:
         return rank in self.layout
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class RankView(RankMethods):
     """A layout from one rank's point of view, as ``Layout.seen_by`` returns it. It has no groups and no processes.
 
@@ -840,18 +788,6 @@ class RankView(RankMethods):
         """The same ranks in the same order with other axes."""
         return RankView(self.layout.view(*shape, **sizes), self.rank)
 
-    def _check_member(self) -> None:
-        if self.rank not in self.layout:
-            raise MembershipError(
-                f"rank {self.rank} is not in {self.layout!r}, so it has no coord there.\n\n"
-                f"  if seen.rank in seen: ...   # check first"
-            )
-
-    def __repr__(self) -> str:
-        if self.rank in self.layout:
-            return f"{self.layout!r}.seen_by({self.rank})"
-        return f"RankView({self.layout!r}, {self.rank})"  # seen_by refuses a rank outside
-
     def __str__(self) -> str:
         from pgmesh.drawing import text  # only to print
 
@@ -860,21 +796,3 @@ class RankView(RankMethods):
 
 def _index_range(size: int) -> str:
     return f"{size} indices, 0 to {size - 1}" if size > 1 else "one index, 0"
-
-
-def taken(before: Layout, after: Layout) -> dict[Axis, int | range | tuple[int, ...]]:
-    """The arguments of ``before.at`` that make ``after``: the index of a fixed axis, the kept indices of the others.
-
-    >>> taken(layout, layout.at(pp=1, tp=[1]))
-    {'pp': 1, 'tp': range(1, 2)}
-    """
-    first = after.rank_of([0] * len(after.axes))
-    asked: dict[Axis, int | range | tuple[int, ...]] = {}
-    for i, axis in enumerate(before.axes):
-        if axis not in after.axes:
-            asked[axis] = before.coord_of(first)[i]
-            continue
-        kept = strided.as_offsets([before.coord_of(rank)[i] for rank in after.block_of(first, axis)])
-        if kept != range(before.shape[i]):
-            asked[axis] = kept
-    return asked

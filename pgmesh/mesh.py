@@ -14,16 +14,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pgmesh import torch_private
-from pgmesh._util import missing_attributes
-from pgmesh._util.formatting import Text, call_site, format_call, format_calls, format_ranks, other_arguments
+from pgmesh._util.formatting import Text, call_site, format_call, format_ranks, other_arguments
 from pgmesh._util.validation import Sizes, fill_sizes, parse_ranks, parse_sizes, whole_number
 from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, RankError, ShapeError
 from pgmesh.groups.default_world import world_rank_and_size
 from pgmesh.groups.device_meshes import parse_dimensions
 from pgmesh.groups.mesh_groups import MeshGroups, find_mesh_groups
 from pgmesh.groups.naming import Members
-from pgmesh.groups.world import open_meshes_by_name
-from pgmesh.layout import Axis, Keep, Layout, RankMethods, taken
+from pgmesh.groups.world import all_worlds
+from pgmesh.layout import Axis, Keep, Layout, RankMethods
 from pgmesh.options import Timeout, to_timedelta
 
 if TYPE_CHECKING:
@@ -39,9 +38,6 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT = timedelta(seconds=30)
 """Default timeout of ``connect``, ``locality`` and ``hosts``."""
-
-_Calls = tuple[tuple[str, Layout], ...]
-"""Each call from the root mesh to a slice or a view: its verb, and the layout before it."""
 
 MAX_NAME_BYTES = 1024
 """Maximum length of a mesh's name in UTF-8. Store keys begin with it, and TCPStore closes the connection at a key of
@@ -75,7 +71,7 @@ class ProcessGroupMesh(RankMethods):
     ((2, 2, 2), ('pp', 'dp', 'tp'), 5, (1, 0, 1))
     """
 
-    __slots__ = ("__weakref__", "_cached", "_calls", "_groups", "_mesh_groups", "_part_of", "_slices", "layout")
+    __slots__ = ("__weakref__", "_cached", "_groups", "_mesh_groups", "_part_of", "_path", "_slices", "layout")
 
     layout: Layout
     """The axes, sizes and ranks of the mesh, without its groups and this rank."""
@@ -84,7 +80,7 @@ class ProcessGroupMesh(RankMethods):
     _part_of: Layout  # the layout whose DeviceMesh is the root of this mesh's DeviceMeshes
     _groups: dict[tuple[Axis, ...], ProcessGroup]
     _slices: dict[Any, ProcessGroupMesh]
-    _calls: _Calls
+    _path: str  # the calls from the root mesh to this slice or view; "" for the root mesh
     _cached: dict[Any, Any]  # cached results: neither the mesh nor its rank changes
 
     def __init__(
@@ -97,7 +93,7 @@ class ProcessGroupMesh(RankMethods):
         **sizes: int,
     ) -> None:
         who = "ProcessGroupMesh"
-        size = world_rank_and_size()[1] if world is None else _size_of(who, world)
+        size = world_rank_and_size()[1] if world is None else world.size
         if name is not None:
             _check_name(who, name)
         given = None if ranks is None else parse_ranks(who, ranks)
@@ -111,10 +107,8 @@ class ProcessGroupMesh(RankMethods):
         layout = Layout.of(box, order)
         self._set(layout, MeshGroups(name, layout, None if world is None else world.core))
 
-    def _set(
-        self, layout: Layout, mesh_groups: MeshGroups, calls: _Calls = (), *, part_of: Layout | None = None
-    ) -> None:
-        self.layout, self._mesh_groups, self._calls, self._part_of = layout, mesh_groups, calls, part_of or layout
+    def _set(self, layout: Layout, mesh_groups: MeshGroups, path: str = "", *, part_of: Layout | None = None) -> None:
+        self.layout, self._mesh_groups, self._path, self._part_of = layout, mesh_groups, path, part_of or layout
         self._groups, self._slices, self._cached = {}, {}, {}
         mesh_groups.track(self)
 
@@ -122,13 +116,15 @@ class ProcessGroupMesh(RankMethods):
         """Clear the cached groups: some of them were destroyed."""
         self._groups.clear()
 
-    def _derive(self, verb: str, layout: Layout, *, part_of: Layout | None = None) -> ProcessGroupMesh:
+    def _derive(
+        self, verb: str, given: Mapping[Any, object], layout: Layout, part_of: Layout | None = None
+    ) -> ProcessGroupMesh:
         """The slice or view with this layout. Only the first call makes it, which may wait for the lock of the mesh."""
         found = self._slices.get((verb, layout))
         if found is not None:
             return found
         mesh = object.__new__(ProcessGroupMesh)
-        mesh._set(layout, self._mesh_groups, (*self._calls, (verb, self.layout)), part_of=part_of)
+        mesh._set(layout, self._mesh_groups, f"{self._path}{format_call(f'.{verb}', given)}", part_of=part_of)
         return self._slices.setdefault((verb, layout), mesh)
 
     # -- ranks, coords and indices ------------------------------------------------------------------------------
@@ -275,14 +271,13 @@ class ProcessGroupMesh(RankMethods):
         >>> dist.get_process_group_ranks(mesh.group_of([5, 0, 3]))
         [0, 3, 5]
         """
-        return self._mesh_groups.group_of(self._members(ranks), _tag(tag), options)
+        members = Members(self._members(ranks), _tag(tag))
+        group: ProcessGroup = self._mesh_groups.find(members, options).process_group
+        return group
 
     def _members(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Ranks of the mesh in mesh order, checked to include this rank."""
-        try:
-            members = tuple(sorted(map(whole_number, ranks), key=self.layout.coord_of))
-        except TypeError:
-            raise RankError(f"ranks are whole numbers, such as [0, 3], not {ranks!r}.") from None
+        members = tuple(sorted(map(whole_number, ranks), key=self.layout.coord_of))
         if len(set(members)) != len(members):
             raise RankError(f"each rank is given once, but {list(members)} has one twice.")
         if not members:
@@ -358,8 +353,6 @@ class ProcessGroupMesh(RankMethods):
             RankError: the group has other ranks than this rank's block.
         """
         self._check_member()
-        if hasattr(axis, "group_name"):
-            raise RankError(f"adopt takes an axis and then a group.\n\n  mesh.adopt({group!r}, group)")
         self._mesh_groups.adopt(self.layout, (axis,), group)
 
     def connect(
@@ -397,7 +390,6 @@ class ProcessGroupMesh(RankMethods):
         if axes and ranks is not None:
             raise AxisError(f"connect takes axes ({', '.join(map(str, axes))}) or ranks, not both.")
         from pgmesh.connect.connecting import connect
-        from pgmesh.elastic.aborts import join_aborts
 
         groups = self._mesh_groups
         groups.check()
@@ -408,7 +400,7 @@ class ProcessGroupMesh(RankMethods):
         for each in () if ranks is not None else axes or self.axes:
             along = each if isinstance(each, tuple) else (each,)
             wanted[along[0] if len(along) == 1 else along] = groups.members(self.layout, along, _tag(tag))
-        join_aborts(groups.world)
+        self._join_aborts()
         return connect(groups, wanted, seconds)
 
     def locality(self, *axes: Axis, timeout: Timeout = CONNECT_TIMEOUT) -> Locality:
@@ -477,11 +469,10 @@ class ProcessGroupMesh(RankMethods):
         >>> print(mesh.report())                               # doctest: +ELLIPSIS
         mesh 'example'...
         """
-        from pgmesh.elastic.aborts import join_aborts
         from pgmesh.report.report import report
 
         if self._mesh_groups.ended is None and not self._mesh_groups.is_fake():
-            join_aborts(self._mesh_groups.world)
+            self._join_aborts()
         return report(self._mesh_groups, thread)
 
     def held(self) -> tuple[Held, ...]:
@@ -529,11 +520,11 @@ class ProcessGroupMesh(RankMethods):
         Raises:
             LifetimeError: this is a view or a slice; its groups belong to the mesh that it was taken from.
         """
-        self._check_root("close()   # ends all groups of the mesh")
+        self._check_root()
         self._mesh_groups.end(f"was closed at {call_site()}.")
 
     def __enter__(self) -> ProcessGroupMesh:
-        self._check_root("close()   # its groups, as the end of the block would")
+        self._check_root()
         return self
 
     # -- going on without lost ranks ------------------------------------------------------------------------------
@@ -552,11 +543,11 @@ class ProcessGroupMesh(RankMethods):
         Raises:
             LifetimeError: this is a view or a slice.
         """
-        self._check_root(format_call("abort", {}, why))
-        from pgmesh.elastic.aborts import abort, join_aborts
+        self._check_root()
+        from pgmesh.elastic.aborts import abort
 
         if self._mesh_groups.ended is None:
-            join_aborts(self._mesh_groups.world)
+            self._join_aborts()
             abort(self._mesh_groups, why, call_site())
 
     def abort_when_lost(self, lost_after: Timeout | None = None) -> None:
@@ -573,13 +564,12 @@ class ProcessGroupMesh(RankMethods):
             LifetimeError: this is a view or a slice, or the mesh is closed.
             WorldError: the store does not respond.
         """
-        self._check_root(format_call("abort_when_lost", {}, lost_after=lost_after))
+        self._check_root()
         self._mesh_groups.check()
-        from pgmesh.elastic.aborts import join_aborts
         from pgmesh.elastic.watching import abort_when_lost
 
         limit = self._lost_after(lost_after)
-        join_aborts(self._mesh_groups.world)
+        self._join_aborts()
         abort_when_lost(self._mesh_groups, limit)
 
     def shrink(
@@ -621,31 +611,25 @@ class ProcessGroupMesh(RankMethods):
             RankError: the world does not have one of the spares.
             WorldError: the store does not respond.
         """
+        self._check_root()
+        groups = self._mesh_groups
         has_spares = spares is not None and length_hint(spares, 1) > 0  # an array has no truth value
-        if axis is not None:  # by its name, which a position is not
-            axis = self.axes[self.layout._numbers_of((axis,))[0]]
-        whole = self._mesh_groups.layout.axes
-        world = self._mesh_groups.world.size
         if axis is None and not has_spares:
             raise OptionsError(
                 "shrink has neither an axis nor spares, so no rank could be dropped or replaced.\n\n"
-                f"  mesh = mesh.shrink({whole[0]!r})   # drop the indices of an axis that lost a rank\n"
-                f"  mesh = mesh.shrink(spares=range({world}))   # or replace lost ranks"
+                f"  mesh = mesh.shrink({self.axes[0]!r})   # drop the indices of an axis that lost a rank\n"
+                f"  mesh = mesh.shrink(spares=range({groups.world.size}))   # or replace lost ranks"
             )
-        given = [] if axis is None else [axis if axis in whole else whole[0]]
-        replacing, limit = spares if has_spares else None, None if timeout == CONNECT_TIMEOUT else timeout
-        call = format_call("shrink", {}, *given, spares=replacing, timeout=limit, lost_after=lost_after)
-        self._check_root(call if axis in (None, *whole) else f"{call}   # or another of its axes")
+        if axis is not None:  # by its name, which a position is not
+            axis = self.axes[self.layout._numbers_of((axis,))[0]]
         places = parse_ranks("shrink", spares) if has_spares else ()
-        _check_in_world("shrink", places, world)
-        from pgmesh.elastic.aborts import join_aborts
+        _check_in_world("shrink", places, groups.world.size)
         from pgmesh.elastic.records import Request
         from pgmesh.elastic.shrinking import shrink
 
-        join_aborts(self._mesh_groups.world)
-
+        self._join_aborts()
         request = Request(axis, tuple(places), self._lost_after(lost_after))
-        return _root_mesh(shrink(self._mesh_groups, request, to_timedelta(timeout).total_seconds()))
+        return _root_mesh(shrink(groups, request, to_timedelta(timeout).total_seconds()))
 
     def stand_by(self, timeout: Timeout = CONNECT_TIMEOUT, *, lost_after: Timeout | None = None) -> ProcessGroupMesh:
         """Wait until the ranks of this mesh call ``shrink``, and return the mesh that replaces it.
@@ -668,12 +652,10 @@ class ProcessGroupMesh(RankMethods):
             MissingRanksError: no rank called ``shrink`` in time, or no other rank of the mesh is left.
             WorldError: the store does not respond.
         """
-        limit = None if timeout == CONNECT_TIMEOUT else timeout
-        self._check_root(format_call("stand_by", {}, timeout=limit, lost_after=lost_after))
-        from pgmesh.elastic.aborts import join_aborts
+        self._check_root()
         from pgmesh.elastic.shrinking import stand_by
 
-        join_aborts(self._mesh_groups.world)
+        self._join_aborts()
         seconds = to_timedelta(timeout).total_seconds()
         return _root_mesh(stand_by(self._mesh_groups, seconds, self._lost_after(lost_after)))
 
@@ -734,7 +716,7 @@ class ProcessGroupMesh(RankMethods):
         layout = self.layout.at(fixed, **indices)
         only_fixes = len(layout.axes) + len(fixed or ()) + len(indices) == len(self.axes)
         part_of = self._part_of if only_fixes and self.rank in layout else None
-        part = self._derive("at", layout, part_of=part_of)
+        part = self._derive("at", {**(fixed or {}), **indices}, layout, part_of)
         if key is not None:
             self._slices[key] = part
         return part
@@ -756,7 +738,8 @@ class ProcessGroupMesh(RankMethods):
             layout = self.layout.along(self.rank, *axes)
             if layout == self.layout:
                 return self
-            return self._slices.setdefault(axes, self._derive("along", layout, part_of=self._part_of))
+            fixed = {axis: i for axis, i in zip(self.axes, self.coord or ()) if axis not in layout.axes}
+            return self._slices.setdefault(axes, self._derive("at", fixed, layout, self._part_of))
 
     def view(self, /, *shape: int | Sizes, **sizes: int) -> ProcessGroupMesh:
         """The same ranks in the same order with other axes: split, merged or both. It shares the groups.
@@ -776,7 +759,8 @@ class ProcessGroupMesh(RankMethods):
         >>> fsdp.group("fsdp") is mesh.group("pp", "tp")
         True
         """
-        return self._derive("view", self.layout.view(*shape, **sizes))
+        layout = self.layout.view(*shape, **sizes)
+        return self._derive("view", dict(zip(layout.axes, layout.shape)), layout)
 
     # -- torch's DeviceMesh -------------------------------------------------------------------------------------
 
@@ -814,28 +798,14 @@ class ProcessGroupMesh(RankMethods):
         Args:
             device_mesh: torch's, with the ranks and the axes of this mesh.
 
-        Raises:
-            ShapeError: it has other ranks or axes, or the same in another order.
-
         >>> mesh.adopt_device_mesh(mesh.device_mesh())
         """
-        self._check_member()
-        ranks, names = tuple(device_mesh.mesh.flatten().tolist()), tuple(map(str, self.axes))
-        theirs = device_mesh.mesh_dim_names, tuple(device_mesh.shape), ranks
-        if theirs != (names, self.shape, self.layout.ranks()):
-            raise ShapeError(
-                f"{self!r} has ranks {format_ranks(self.layout.ranks())}. This DeviceMesh has dimensions "
-                f"{device_mesh.mesh_dim_names} of sizes {tuple(device_mesh.shape)}, and ranks {format_ranks(ranks)}."
-                "\n\n  from_device_mesh(device_mesh)   # a mesh with its groups"
-            )
         self._mesh_groups.adopt_device_mesh(self.layout, device_mesh)
 
     # -- text and pickling --------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        layouts = [*(layout for _, layout in self._calls), self.layout]
-        calls = map(_call_of, (verb for verb, _ in self._calls), layouts, layouts[1:])
-        return self._mesh_groups.call + "".join(calls)
+        return f"{self._mesh_groups.call}{self._path}"
 
     def __str__(self) -> str:
         from pgmesh.drawing import text  # only to print
@@ -850,24 +820,20 @@ class ProcessGroupMesh(RankMethods):
     def __reduce__(self) -> tuple[Any, ...]:
         groups = self._mesh_groups
         root = groups.name, groups.layout, groups.world.name, groups.rank
-        return _unpickle, (root, self.layout, self._calls, self._part_of)
+        return _unpickle, (root, self.layout, self._path, self._part_of)
 
-    def _check_root(self, call: str) -> None:
-        """Raise LifetimeError for a view or a slice.
-
-        Args:
-            call: what the caller may do with the whole mesh.
-        """
-        if self._calls:
-            way = f"Call the method of that mesh:\n\n  mesh.{call}"
-            raise LifetimeError(f"{self!r} is a view or a slice and shares the groups of its mesh. {way}")
-
-    def _check_member(self) -> None:
-        if self.rank not in self.layout:
-            raise MembershipError(
-                f"rank {self.rank} is not in {self!r}, so it has no coord and no group there.\n\n"
-                f"  if mesh.rank in mesh: ...   # check first"
+    def _check_root(self) -> None:
+        """Raise LifetimeError for a view or a slice."""
+        if self._path:
+            raise LifetimeError(
+                f"{self!r} is a view or a slice and shares the groups of its mesh. Call the method of that mesh."
             )
+
+    def _join_aborts(self) -> None:
+        """Take part in the aborts of the world's meshes."""
+        from pgmesh.elastic.aborts import join_aborts
+
+        join_aborts(self._mesh_groups.world)
 
 
 def abort_with(mesh: ProcessGroupMesh, internal: MeshGroups) -> None:
@@ -882,16 +848,17 @@ def abort_with(mesh: ProcessGroupMesh, internal: MeshGroups) -> None:
 
 
 def meshes() -> dict[str, ProcessGroupMesh]:
-    """The open meshes of this process by name, in the order in which they were made.
+    """The open meshes of this process that have groups, by name, in the order of their first groups.
 
-    The key of an unnamed mesh is its constructor call; a later mesh with the same key gets a number appended. A mesh
-    with groups stays open until it is closed, also after the last variable for it is gone.
+    The key of an unnamed mesh, and of one in a world beside the default one, is its constructor call. A mesh with
+    groups stays open until it is closed, also after the last variable for it is gone.
 
     >>> import pgmesh
-    >>> pgmesh.meshes()["example"].group("tp") is mesh.group("tp")
+    >>> group = mesh.group("tp")
+    >>> pgmesh.meshes()["example"].group("tp") is group
     True
     """
-    return {key: _root_mesh(mesh_groups) for key, mesh_groups in open_meshes_by_name().items()}
+    return {each.title: _root_mesh(each) for world in all_worlds() for each in [*world.with_groups] if not each.ended}
 
 
 def _root_mesh(mesh_groups: MeshGroups) -> ProcessGroupMesh:
@@ -899,14 +866,6 @@ def _root_mesh(mesh_groups: MeshGroups) -> ProcessGroupMesh:
     mesh = object.__new__(ProcessGroupMesh)
     mesh._set(mesh_groups.layout, mesh_groups)
     return mesh
-
-
-def _size_of(who: str, world: object) -> int:
-    from pgmesh.launch.joining import World  # only for a world beside the default one
-
-    if not isinstance(world, World):
-        raise ShapeError(f"{who}: world is no axis; it is what launch.open_world returns, not {world!r}.")
-    return world.size
 
 
 def _check_in_world(who: str, ranks: Iterable[int], world: int) -> None:
@@ -925,33 +884,11 @@ def _check_name(who: str, name: object) -> None:
         )
 
 
-def _call_for_torch(mesh: ProcessGroupMesh, verb: str, axes: Iterable[Axis]) -> str:
-    """The call of a verb on the root mesh, called ``mesh``, that does the same as on this mesh."""
-    along = f".along({', '.join(map(repr, mesh.axes))})"
-    calls = repr(mesh).removeprefix(mesh._mesh_groups.call).removesuffix(along)
-    return f"mesh{calls}.{verb}({', '.join(map(repr, axes))})"
-
-
 def _not_a_group(mesh: ProcessGroupMesh) -> str:
     """The message for a mesh in the place of a group."""
-    return f"torch takes a process group here, not {mesh!r}.\n\n  {_call_for_torch(mesh, 'group', mesh.axes)}"
+    return f"torch takes a process group here, not {mesh!r}.\n\n  {format_call('mesh.group', {}, *mesh.axes)}"
 
 
-def _not_a_device_mesh(mesh: ProcessGroupMesh) -> str:
-    """The message for a mesh in the place of a DeviceMesh."""
-    ways = [(_call_for_torch(mesh, "device_mesh", mesh.axes), "")]
-    if len(mesh.axes) > 1:
-        data = [axis for axis in mesh.axes if "dp" in str(axis) or "cp" in str(axis)]  # whose ranks have equal weights
-        one = _call_for_torch(mesh, "device_mesh", (data or mesh.axes)[:1])
-        whole = "a dimension for each axis" + ("; fully_shard takes one or two" if len(mesh.axes) > 2 else "")
-        ways = [(one, "along one axis: name the one that you mean"), (ways[0][0], whole)]
-        if 1 < len(data) < len(mesh.axes):
-            merged = _call_for_torch(mesh, "device_mesh", ()).replace("()", f"(fsdp={(*data,)})")
-            ways.insert(1, (merged, "along several"))
-    return f"torch takes a DeviceMesh here, not {mesh!r}.\n\n{format_calls(ways)}"
-
-
-missing_attributes.add_hints(ProcessGroupMesh, _not_a_device_mesh)
 torch_private.not_groups[ProcessGroupMesh] = _not_a_group
 
 
@@ -962,31 +899,8 @@ def _tag(tag: object) -> str:
     return tag or ""
 
 
-def _call_of(verb: str, before: Layout, after: Layout) -> str:
-    """The call that leads from one layout to the other, as text."""
-    if verb == "along":
-        return f".along({', '.join(map(repr, after.axes))})"
-    if verb == "view":
-        return format_call(".view", dict(zip(after.axes, after.shape)))
-    return format_call(".at", {axis: Text(_kept(keep)) for axis, keep in taken(before, after).items()})
-
-
-def _kept(keep: int | range | tuple[int, ...]) -> str:
-    """The index or the kept indices of an axis, as text."""
-    if isinstance(keep, tuple):
-        return f"[{format_ranks(keep, 32)}]"
-    if isinstance(keep, int):
-        return str(keep)
-    end = keep[-1] + (1 if keep.step > 0 else -1)
-    ends = f"{keep[0]}, {end if end >= 0 else None}"
-    return f"slice({ends})" if keep.step == 1 else f"slice({ends}, {keep.step})"
-
-
-def _unpickle(root: tuple[Any, ...], layout: Layout, calls: _Calls, part_of: Layout) -> ProcessGroupMesh:
+def _unpickle(root: tuple[Any, ...], layout: Layout, path: str, part_of: Layout) -> ProcessGroupMesh:
     """Rebuild a mesh. It uses the open MeshGroups with this identity, or a new one."""
     mesh = object.__new__(ProcessGroupMesh)
-    mesh_groups = find_mesh_groups(*root)
-    if mesh_groups.rank != root[-1]:  # on this rank, along() would give another slice
-        calls = tuple(("at" if verb == "along" else verb, before) for verb, before in calls)
-    mesh._set(layout, mesh_groups, calls, part_of=part_of)
+    mesh._set(layout, find_mesh_groups(*root), path, part_of=part_of)
     return mesh

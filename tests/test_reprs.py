@@ -16,7 +16,6 @@ from tests.support import golden_files
 from tests.support.fake_world import fake_rank
 
 ROOT = "ProcessGroupMesh(pp=2, dp=2, tp=2, name='example')"
-WIDE = "ProcessGroupMesh(n=100, t=2)"
 
 
 @pytest.fixture
@@ -54,27 +53,15 @@ def test_repr_is_a_call_that_copies_have(mesh, call):
     assert repr(mesh) == ROOT
 
 
-def test_repr_of_many_indices_is_short():
-    with fake_rank(5, 200):
-        mesh = ProcessGroupMesh(n=100, t=2)
-        assert repr(mesh.at(n=slice(3, 90, 2))) == f"{WIDE}.at(n=slice(3, 90, 2))"
-        assert repr(mesh.at(n=[0, 1, 3])) == f"{WIDE}.at(n=[0, 1, 3])"
-        odd = [i for i in range(100) if i % 5]
-        start, end = repr(mesh.at(n=odd)).split(", ..., ")
-        assert start == f"{WIDE}.at(n={odd[:31]}".rstrip("]")
-        assert end == "99])"
-
-
 def test_unpickled_along_prints_as_a_slice():
     with fake_rank(5, 8):
         mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="example")
-        sent = pickle.dumps([mesh.along("dp", "tp"), mesh.along("dp", "tp").along("tp").view(t=2)])
+        sent = pickle.dumps(mesh.along("dp", "tp").along("tp").view(t=2))
     with fake_rank(0, 8):
         mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="example")
-        part, deep = pickle.loads(sent)
-        assert (repr(part), repr(deep)) == (f"{ROOT}.at(pp=1)", f"{ROOT}.at(pp=1).at(dp=0).view(t=2)")
-        assert again(part, mesh).ranks() == part.ranks() == (4, 5, 6, 7)
-        assert again(deep, mesh).ranks() == deep.ranks() == (4, 5)
+        part = pickle.loads(sent)
+        assert repr(part) == f"{ROOT}.at(pp=1).at(dp=0).view(t=2)"
+        assert again(part, mesh).ranks() == part.ranks() == (4, 5)
 
 
 @settings(max_examples=40)

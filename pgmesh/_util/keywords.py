@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-OPTION_KEYWORDS = ("backend", "timeout", "high_priority", "nccl", "description")
+OPTION_KEYWORDS = ("backend", "timeout", "high_priority", "nccl")
 """The options of groups."""
 
 TORCH_OPTION_KEYWORDS = ("options", "pg_options", "backend_override")

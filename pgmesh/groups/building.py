@@ -50,16 +50,15 @@ def set_options(
         group.fingerprint = Fingerprint(mesh.rank, fields, subject, hint)
 
 
-def make_by_members(group: Group, key: str, world: World, description: str) -> None:
+def make_by_members(group: Group, key: str, world: World) -> None:
     """Make a group without the other ranks of the world.
 
     Args:
         key: the key of its mesh.
-        description: text for profiles and flight records.
     """
     name = world.name_in_torch(f"{key}/{group.path}") + ("" if group.attempt is None else f".{group.attempt}")
     backends = backends_of(group.options.backend)
-    prefixed = dist.PrefixStore(f"{name}/", world.root_store())  # torch returns it as the store of the group
+    prefixed = dist.PrefixStore(f"{name}/", world.root_store)  # torch returns it as the store of the group
     store = None
     if group.fingerprint is not None and (GLOO in backends.names or _is_debugged(backends.names)):
         timeout = group.options.timeout or timedelta()
@@ -67,7 +66,7 @@ def make_by_members(group: Group, key: str, world: World, description: str) -> N
     made, gloo, checking = _build(group, name, prefixed, world, store)
     try:
         config = group.options.backend, backends.config, prefixed, group.ranks
-        group.register = functools.partial(torch_private.register, made, name, description, *config)
+        group.register = functools.partial(torch_private.register, made, name, group.label, *config)
         group.register()
         group.make(made, call_site(), store, [*gloo, *checking])
         if store is not None:
@@ -120,12 +119,11 @@ def _build(
     return torch_private.new_group_object(prefixed, rank, len(ranks), backends.default_type, slots), gloo, checking
 
 
-def make_collectively(group: Group, blocks: Sequence[tuple[int, ...]], description: str) -> None:
+def make_collectively(group: Group, blocks: Sequence[tuple[int, ...]]) -> None:
     """Make a group, and the others of its partition, through ``new_group``. Every rank of the world has to call it.
 
     Args:
         blocks: all blocks of the partition.
-        description: text for profiles and flight records.
 
     Raises:
         OptionsError: the blocks are not a partition of the whole world, or torch would sort their ranks.
@@ -150,7 +148,7 @@ def make_collectively(group: Group, blocks: Sequence[tuple[int, ...]], descripti
                 list(block),
                 timeout=group.options.timeout,
                 backend=backend,
-                group_desc=description,
+                group_desc=group.label,
                 **torch_private.KEEPS_ORDER,
             )
             mine = made if rank in block else mine
@@ -167,6 +165,6 @@ def set_timeout(group: Group, timeout: timedelta) -> None:
     process_group: Any = group.process_group
     if not backends_of(torch_private.backend_name(process_group)).fake:  # a fake backend never waits
         process_group.set_timeout(timeout)
-        group.new_timeout = timeout
+        group.options = group.options.but({"timeout": timeout})
         if group.store is not None:
             group.store.limit = timeout

@@ -5,9 +5,10 @@ They are found by ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from pgmesh._util.formatting import format_call
 from pgmesh.errors import OptionsError
 from pgmesh.groups import naming
 from pgmesh.groups.backends import backends_of
@@ -18,7 +19,7 @@ from pgmesh.options import GroupOptions
 if TYPE_CHECKING:
     from pgmesh.layout import Axis
 
-OptionKey = tuple[tuple[int, ...], str, "frozenset[Any] | None"]
+OptionKey = tuple[tuple[int, ...], str, "tuple[Axis, ...] | None"]
 """Key of configured options: the ranks of a group, its tag and, for this rank alone along axes, those axes."""
 
 
@@ -64,12 +65,9 @@ class ConfiguredOptions:
 
     def _key(self, members: Members) -> OptionKey:
         """Key of the configured options of this rank's block."""
-        along_axes = len(members.ranks) == 1 and members.layout is not None
-        return members.ranks, members.tag, frozenset(self._axes(members)) if along_axes else None
-
-    def _axes(self, members: Members) -> tuple[Axis, ...]:
-        """The axes of this rank's block, in mesh order."""
-        return () if members.layout is None else members.layout.along(self._rank, *members.axes).axes
+        if len(members.ranks) > 1 or members.layout is None:
+            return members.ranks, members.tag, None
+        return members.ranks, members.tag, members.layout.along(self._rank, *members.axes).axes
 
     def configure(self, members: Members, options: Mapping[str, Any], created: Group | None) -> None:
         """Set options for the group of this rank's block along axes.
@@ -84,12 +82,11 @@ class ConfiguredOptions:
         before = self.table.get(key, GroupOptions())
         after = before.but(options)
         if created is not None and len(members.ranks) > 1 and after.keywords() != before.keywords():
-            words = [f"{name}={value!r}" for name, value in GroupOptions.of(options).given.items()]
-            words = [f"tag={members.tag!r}", *words] if members.tag else words
+            given = {"tag": members.tag or None, **GroupOptions.of(options).given}
             raise OptionsError(
                 f"{created.label} was created at {created.call_site}, so it is too late to configure it.\n\n"
-                f"  mesh.{format_verb('release', members.axes)}; "
-                f"mesh.{format_verb('configure', members.axes, *words)}   # on every member: the next group has them"
+                f"  {format_call('mesh.release', {}, *members.axes)}   # and then, on every member:\n"
+                f"  {format_call('mesh.configure', {}, *members.axes, **given)}"
             )
         self.table[key] = after
 
@@ -100,8 +97,3 @@ def check_supported(options: GroupOptions, label: str) -> None:
     for option, value in (("high_priority", options.high_priority), ("nccl", options.nccl)):
         if value and not backends.nccl and not backends.fake:
             raise OptionsError(f"{label}: backend {options.backend} cannot honour {option}={value!r}; only NCCL can.")
-
-
-def format_verb(verb: str, axes: Iterable[Axis], *more: str) -> str:
-    """A call of a mesh's method with axes, as text."""
-    return f"{verb}({', '.join([*map(repr, axes), *more])})"

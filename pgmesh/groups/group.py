@@ -14,7 +14,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from pgmesh import torch_private
@@ -39,14 +38,12 @@ class Group:
         ranks: its members in group order.
         path: identifies the group in its mesh. The name in torch is the mesh's key and this; and ``attempt``, if there
             is one.
-        releases: how many times groups of these ranks were released before.
         attempt: the number that ``MeshGroups.replace`` gave it; None if its process group was never replaced.
         options: its options.
         fingerprint: its fingerprint on this rank; None if it has no other members, or if pgmesh does not connect it.
         call_site: the line of code that asked for it.
         store: the store of its Gloo backend, if it has one.
         created_by: "new_group" for a group of torch's ``new_group``, "adopted" for a group of the user.
-        new_timeout: the timeout that ``set_timeout`` set, if it did.
         device_meshes: the DeviceMeshes that refer to its process group, by ``id``. DTensor keeps each of them for good.
     """
 
@@ -54,14 +51,12 @@ class Group:
     mesh_label: str
     ranks: tuple[int, ...]
     path: str = ""
-    releases: int = 0
     attempt: int | None = None
     options: GroupOptions = _NO_OPTIONS
     fingerprint: Fingerprint | None = None
     call_site: str = ""
     store: GroupStore | None = None
     created_by: Literal["pgmesh", "new_group", "adopted"] = "pgmesh"
-    new_timeout: timedelta | None = None
     device_meshes: weakref.WeakValueDictionary[int, DeviceMesh] = field(default_factory=weakref.WeakValueDictionary)
     register: Callable[[], object] = field(default=lambda: None, init=False)  # with torch
     is_made: bool = field(default=False, init=False)  # it has a process group

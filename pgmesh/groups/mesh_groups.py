@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from pgmesh import torch_private
-from pgmesh._util.formatting import Text, call_site
+from pgmesh._util.formatting import Text, call_site, format_call, format_ranks
 from pgmesh.errors import LifetimeError, OptionsError, RankError
-from pgmesh.groups import adoption, building, ending, naming
+from pgmesh.groups import building, ending, naming
 from pgmesh.groups.backends import backends_of
 from pgmesh.groups.configuring import ConfiguredOptions, check_supported
 from pgmesh.groups.device_meshes import DeviceMeshes, Dimensions
@@ -94,6 +94,11 @@ class MeshGroups:
         return self.layout.spell("ProcessGroupMesh", world_size=self.world.size, **named, **where)
 
     @property
+    def title(self) -> str:
+        """Its key among all meshes with groups of this process."""
+        return self.name if self.name and not self.world.name else self.call
+
+    @property
     def label(self) -> str:
         """Name of the mesh in messages."""
         return f"mesh {self.name!r}" if self.name else self.call
@@ -106,7 +111,7 @@ class MeshGroups:
             "shape": list(self.layout.shape),
             "ranks": naming.describe_ranks(self.layout.ranks_in_order()),
             "size of the world": self.world.size,
-            **self.world.given,
+            **self.world.options.given,
         }
         hint = "Close it on every rank and create the same mesh on all, or give different meshes different names."
         return Fingerprint(self.rank, fields, self.label, hint)
@@ -136,10 +141,6 @@ class MeshGroups:
     def group(self, layout: Layout, axes: tuple[Axis, ...], tag: str, asked: Mapping[str, Any]) -> dist.ProcessGroup:
         """The group of this rank's block along axes of a layout."""
         return self.find(self.members(layout, axes, tag), asked).process_group  # type: ignore[no-any-return]
-
-    def group_of(self, ranks: tuple[int, ...], tag: str, asked: Mapping[str, Any]) -> dist.ProcessGroup:
-        """The group of any ranks of the mesh."""
-        return self.find(Members(ranks, tag), asked).process_group  # type: ignore[no-any-return]
 
     def members(self, layout: Layout, axes: tuple[Axis, ...], tag: str = "") -> Members:
         """The ranks of this rank's block along axes of a layout."""
@@ -180,7 +181,7 @@ class MeshGroups:
         if group is None:  # a look-up hashes all ranks, which may be many
             releases, destroyed = (self._ends[members.ranks], self._ends[key]) if self._ends else (0, 0)
             path = f"{naming.encode_ranks(members.ranks)}/{variant}.{releases}.{destroyed}"
-            self._groups[key] = group = Group(members.label, self.label, members.ranks, path, releases)
+            self._groups[key] = group = Group(members.label, self.label, members.ranks, path)
         return group
 
     def _make(self, group: Group, members: Members, options: GroupOptions, differing: Mapping[str, Any]) -> None:
@@ -194,15 +195,14 @@ class MeshGroups:
                 check_supported(options, group.label)
             self.world.keep(self)
             building.set_options(group, self.fingerprint, options, self.world.options, differing)
-            description = options.description or f"{self.name or 'mesh'}[{members.describe(self.rank)}]"
             if backends_of(options.backend).by_members:
-                building.make_by_members(group, self.key, self.world, description)
+                building.make_by_members(group, self.key, self.world)
             else:
                 self._check_default("new_group")
-                building.make_collectively(group, members.blocks(), description)
+                building.make_collectively(group, members.blocks())
         except BaseException:
             if not self.made():
-                self.world.stop_keeping(self)  # a mesh without groups does not block its successor
+                self.world.with_groups.pop(self, None)  # a mesh without groups does not block its successor
             raise
 
     # -- options ------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ class MeshGroups:
             members = self.members(layout, axes, tag)
             self.configured.configure(members, options, self._created(members))
             if len(members.ranks) == 1:
-                self._clear_references()  # the next call gives another group
+                self.clear_references()  # the next call gives another group
 
     def _created(self, members: Members) -> Group | None:
         """The group of some members that has the configured options, if it was created."""
@@ -261,8 +261,12 @@ class MeshGroups:
         self.check()
         self._check_default("new_group")
         members = self.members(layout, axes)
-        label = f"{members.label} of {self.label}"
-        adoption.check_process_group(process_group, members, label)
+        ranks = tuple(dist.get_process_group_ranks(process_group)) if torch_private.is_known(process_group) else ()
+        if ranks != members.ranks:
+            raise RankError(
+                f"{members.label} of {self.label} has ranks {format_ranks(members.ranks)}; the group to adopt has "
+                f"{format_ranks(ranks) or 'none, as torch does not know it'}."
+            )
         with self.lock:
             self.check()
             options, differing = self.configured.of_call(members, {})
@@ -270,7 +274,11 @@ class MeshGroups:
             if not group.is_made:
                 self.world.keep(self)
                 group.adopt(process_group, call_site(), self.world.options)
-            adoption.check_is_same(group, process_group, members)
+            if not group.holds(process_group):
+                raise LifetimeError(
+                    f"{group.label} already exists since {group.call_site}, and may be in use.\n\n"
+                    f"  {format_call('mesh.release', {}, *axes)}   # release it first, then adopt"
+                )
 
     def _check_default(self, what: str) -> None:
         """Raise OptionsError in a world beside torch's default one."""
@@ -299,7 +307,7 @@ class MeshGroups:
         """
         with self.lock:
             if group.is_made:
-                group.attempt, group.new_timeout = number, None
+                group.attempt = number
                 self._destroy([group], reason, seconds=0.1)  # its operations are not waited for
 
     def end(self, reason: str, *, abort: ending.Abort | None = None) -> None:
@@ -316,18 +324,13 @@ class MeshGroups:
             groups = [*self._groups.values()]
             self._groups.clear()
             self._destroy(groups, reason, abort=abort)
-            self.world.stop_keeping(self)
-
-    def drop_references(self) -> None:
-        """Let the next call of ``group`` look the group up again."""
-        with self.lock:
-            self._clear_references()
+            self.world.with_groups.pop(self, None)
 
     def end_in_child(self) -> None:
         """Invalidate all groups in a forked child. They belong to the parent."""
         self.lock = threading.RLock()  # the parent's threads may hold the old one
         self.ended = self.ended or "was created before this process was forked."
-        self._clear_references()
+        self.clear_references()
         for group in self.made():
             process_group = group.process_group
             torch_private.destroyed[process_group] = f"{group.label} {self.ended}"
@@ -341,7 +344,7 @@ class MeshGroups:
 
     def _forget(self, key: GroupKey, group: Group) -> None:
         with self.lock:
-            self._clear_references()
+            self.clear_references()
             if not group.is_made or group.created_by == "adopted":  # of an adopted one, the next call raises an error
                 return
             if group.created_by == "pgmesh":  # torch names the groups of new_group
@@ -360,7 +363,7 @@ class MeshGroups:
         abort: ending.Abort | None = None,
     ) -> None:
         """Destroy the process groups of some groups, under the lock."""
-        self._clear_references()
+        self.clear_references()
         made = [group for group in groups if group.is_made]
         for group in groups:
             group.end(reason)
@@ -369,11 +372,12 @@ class MeshGroups:
         else:
             ending.abort(self.world, made, abort)
 
-    def _clear_references(self) -> None:
-        """Clear the references to groups of meshes and DeviceMeshes."""
-        self._device_meshes.clear()
-        for mesh in list(self._meshes):
-            mesh._clear_groups()
+    def clear_references(self) -> None:
+        """Clear the references to groups of meshes and DeviceMeshes: the next call looks the group up again."""
+        with self.lock:
+            self._device_meshes.clear()
+            for mesh in list(self._meshes):
+                mesh._clear_groups()
 
 
 def find_mesh_groups(name: str | None, layout: Layout, world: str, rank: int) -> MeshGroups:

@@ -42,16 +42,7 @@ class Members(NamedTuple):
             place = f"of ranks {format_ranks(self.ranks)}"
         else:
             place = ", ".join(map(str, self.axes or self.layout.axes)) or f"of rank {self.ranks[0]}"
-        return f"group {place}{self._tagged}"
-
-    def describe(self, rank: int) -> str:
-        """Their group in profiles: its axes, and where this rank is on the others."""
-        place = f"ranks {format_ranks(self.ranks)}" if self.layout is None else self.layout.describe(rank, *self.axes)
-        return f"{place}{self._tagged}"
-
-    @property
-    def _tagged(self) -> str:
-        return f", tag={self.tag}" if self.tag else ""
+        return f"group {place}{f', tag={self.tag}' if self.tag else ''}"
 
     def blocks(self) -> tuple[tuple[int, ...], ...]:
         """All blocks of the partition; none for any ranks."""

@@ -49,7 +49,6 @@ class World:
         self, store: Any, rank: int, size: int, options: GroupOptions, address: str = "", name: str = ""
     ) -> None:
         self.rank, self.size, self.options, self.address, self.name = rank, size, options, address, name
-        self.given = options.given  # for the fingerprints
         self.ended = ""  # why this process has left the world
         self.exits = False  # and it ends
         self.on_end: list[Callable[[], object]] = []
@@ -60,7 +59,8 @@ class World:
         """The meshes that hold groups, and so are kept alive."""
         self.lock = threading.RLock()  # guards the meshes and the fields below; never held while a mesh's lock is taken
         self.has_server = isinstance(underlying(store), dist.TCPStore)
-        self._store, self._client, self._waiting = store, None, None
+        self.root_store = store  # torch's own client, for torch's table of groups
+        self._client, self._waiting = None, None
         self._counts: Counter[str] = Counter()  # meshes made so far, by name
         self._states: dict[type, Any] = {}
         self.connector = Connector(rank, self.store, self.error, max(1.0, size / _FULL_RATE_RANKS))
@@ -79,11 +79,11 @@ class World:
         if self.ended:
             raise LifetimeError(f"this process has no store: {self.ended}.")
         if not self.has_server:
-            return self._store
+            return self.root_store
         with self.raising_errors():
             if self._client is not None:
                 self._client.check([""])  # fails at once if the server has ended, where ``clone`` would try for minutes
-            return self._store.clone()
+            return self.root_store.clone()
 
     @contextlib.contextmanager
     def raising_errors(self) -> Iterator[None]:
@@ -109,10 +109,6 @@ class World:
             if self._waiting is None:
                 self._waiting = self.new_client()
             return self._waiting
-
-    def root_store(self) -> Any:
-        """torch's own client, for torch's table of groups."""
-        return self._store
 
     def check_size(self) -> None:
         """Raise WorldError if the first rank that called this has another size of the world."""
@@ -171,27 +167,22 @@ class World:
         """The name of a group in torch's tables, which the groups of all worlds share."""
         return f"{torch_private.BESIDE}{self.name}/{name}" if self.name else name
 
-    def stop_keeping(self, mesh: Any) -> None:
-        """Keep a mesh alive no longer: it has no groups."""
-        with self.lock:
-            self.with_groups.pop(mesh, None)
-
     def _check_name(self, mesh: Any) -> None:
         """Raise NameTakenError if another mesh with groups has the name of this one."""
-        for other in self.with_groups:
+        for other in [*self.with_groups]:
             if other is mesh or other.ended is not None or other.prefix != mesh.prefix:
                 continue
+            existing = f"pgmesh.meshes()[{other.title!r}]"
             if mesh.name is not None:
                 raise NameTakenError(
                     f"a mesh named {mesh.name!r} already exists, created at {other.call_site}: {other.call}.\n\n"
-                    f"  mesh = pgmesh.meshes()[{mesh.name!r}]    # use that one\n"
-                    f"  pgmesh.meshes()[{mesh.name!r}].close()   # or close it first, or use another name"
+                    f"  mesh = {existing}    # use that one\n"
+                    f"  {existing}.close()   # or close it first, or use another name"
                 )
-            key = next(key for key, each in open_meshes_by_name().items() if each is other)
             raise NameTakenError(
                 f"two unnamed meshes differ only in the order of creation: {mesh.call}, created at {other.call_site} "
                 f"and at {mesh.call_site}. Ranks that use them in different orders would use different groups.\n\n"
-                f"  pgmesh.meshes()[{key!r}].close()   # close the other, if it is no longer used\n"
+                f"  {existing}.close()   # close the other, if it is no longer used\n"
                 f"  {mesh.layout.spell('ProcessGroupMesh', world_size=self.size, name='actor')}   # or name this one"
             )
 
@@ -219,7 +210,7 @@ class World:
         for mesh in meshes:
             mesh.end(f"ended when {reason}.")
         self.connector.stop()
-        self._store = self._client = self._waiting = (
+        self.root_store = self._client = self._waiting = (
             None  # a mesh that outlives the world would keep the connections open
         )
 
@@ -308,19 +299,6 @@ def _check_store(store: Any) -> None:
         )
 
 
-def open_meshes_by_name() -> dict[str, Any]:
-    """The open meshes of each world in the order of creation, those of the default world first.
-
-    The keys are names; for unnamed meshes the call. Later ones of the same key have a number.
-    """
-    found: dict[str, Any] = {}
-    for mesh in itertools.chain.from_iterable(world.open_meshes() for world in all_worlds()):
-        first = mesh.name or mesh.call
-        numbered = (f"{first} ({number})" for number in itertools.count(2))
-        found[next(key for key in itertools.chain([first], numbered) if key not in found)] = mesh
-    return found
-
-
 def all_worlds() -> list[World]:
     """All worlds of this process: torch's default one while its group is referred to, and the open ones beside it."""
     return [*_worlds.values(), *_beside.values()]
@@ -336,7 +314,7 @@ def _end_default(reason: str) -> None:
     for world in [*_worlds.values()]:
         world.end(reason)
     for mesh in itertools.chain.from_iterable(world.open_meshes() for world in _beside.values()):
-        mesh.drop_references()
+        mesh.clear_references()
 
 
 def _forget(process_group: Any) -> None:

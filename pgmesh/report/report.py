@@ -40,7 +40,7 @@ def held(mesh: MeshGroups) -> tuple[Held, ...]:
 
 
 def _describe(group: Group) -> Held:
-    options = repr(group.options.but({"timeout": group.new_timeout}))
+    options = repr(group.options)
     return Held(group.label, group.name, group.ranks, options, group.call_site)
 
 
