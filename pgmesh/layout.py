@@ -738,6 +738,16 @@ class RankMethods:
         """
         return self.layout.partition(*axes)
 
+    def __str__(self) -> str:
+        from pgmesh.drawing import text  # only to print
+
+        return text.draw(self.layout, mark=self.rank)
+
+    def _repr_html_(self) -> str:
+        from pgmesh.drawing import svg  # only notebooks need it
+
+        return svg.draw(self.layout, mark=self.rank)
+
     def along(self: _Ranks, *axes: Axis) -> _Ranks:
         raise NotImplementedError
 
@@ -787,11 +797,6 @@ class RankView(RankMethods):
     def view(self, /, *shape: int, **sizes: int) -> RankView:
         """The same ranks in the same order with other axes."""
         return RankView(self.layout.view(*shape, **sizes), self.rank)
-
-    def __str__(self) -> str:
-        from pgmesh.drawing import text  # only to print
-
-        return text.draw(self.layout, mark=self.rank)
 
 
 def _index_range(size: int) -> str:

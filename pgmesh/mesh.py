@@ -250,7 +250,7 @@ class ProcessGroupMesh(RankMethods):
                 pass
         self._check_member()
         if options:
-            return self._mesh_groups.group(self.layout, axes, _tag(options.pop("tag", None)), options)
+            return self._mesh_groups.group(self.layout, axes, options.pop("tag", None) or "", options)
         self._mesh_groups.check()  # without the lock, which another thread may hold for long
         with self._mesh_groups.lock:  # so that no release intervenes
             return self._groups.setdefault(axes, self._mesh_groups.group(self.layout, axes, "", {}))
@@ -271,7 +271,7 @@ class ProcessGroupMesh(RankMethods):
         >>> dist.get_process_group_ranks(mesh.group_of([5, 0, 3]))
         [0, 3, 5]
         """
-        members = Members(self._members(ranks), _tag(tag))
+        members = Members(self._members(ranks), tag or "")
         group: ProcessGroup = self._mesh_groups.find(members, options).process_group
         return group
 
@@ -302,7 +302,7 @@ class ProcessGroupMesh(RankMethods):
 
         >>> mesh.configure("pp", timeout=600)
         """
-        self._mesh_groups.configure(self.layout, axes, _tag(tag), options)
+        self._mesh_groups.configure(self.layout, axes, tag or "", options)
 
     def set_timeout(self, *axes: Axis, timeout: Timeout) -> None:
         """Change the timeout of existing groups on this rank, from the next collective on.
@@ -396,10 +396,10 @@ class ProcessGroupMesh(RankMethods):
         wanted: dict[Any, Members] = {}
         if ranks is not None:
             members = self._members(ranks)
-            wanted[members] = Members(members, _tag(tag))
+            wanted[members] = Members(members, tag or "")
         for each in () if ranks is not None else axes or self.axes:
             along = each if isinstance(each, tuple) else (each,)
-            wanted[along[0] if len(along) == 1 else along] = groups.members(self.layout, along, _tag(tag))
+            wanted[along[0] if len(along) == 1 else along] = groups.members(self.layout, along, tag or "")
         self._join_aborts()
         return connect(groups, wanted, seconds)
 
@@ -807,16 +807,6 @@ class ProcessGroupMesh(RankMethods):
     def __repr__(self) -> str:
         return f"{self._mesh_groups.call}{self._path}"
 
-    def __str__(self) -> str:
-        from pgmesh.drawing import text  # only to print
-
-        return text.draw(self.layout, mark=self.rank)
-
-    def _repr_html_(self) -> str:
-        from pgmesh.drawing import svg  # only notebooks need it
-
-        return svg.draw(self.layout, mark=self.rank)
-
     def __reduce__(self) -> tuple[Any, ...]:
         groups = self._mesh_groups
         root = groups.name, groups.layout, groups.world.name, groups.rank
@@ -890,13 +880,6 @@ def _not_a_group(mesh: ProcessGroupMesh) -> str:
 
 
 torch_private.not_groups[ProcessGroupMesh] = _not_a_group
-
-
-def _tag(tag: object) -> str:
-    """A tag as part of a group's identity: the empty string for None."""
-    if tag is not None and not isinstance(tag, str):
-        raise OptionsError(f"a tag is a string, such as tag='all-gather', not {tag!r}.")
-    return tag or ""
 
 
 def _unpickle(root: tuple[Any, ...], layout: Layout, path: str, part_of: Layout) -> ProcessGroupMesh:

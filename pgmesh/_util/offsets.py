@@ -30,8 +30,6 @@ from itertools import chain
 from typing import TypeVar, Union
 
 from pgmesh._util.formatting import as_range
-from pgmesh._util.validation import whole_number
-from pgmesh.errors import RankError
 
 Offsets = Union[range, tuple[int, ...]]
 """The offset of each index of an axis: a range if the axis has one stride, else a tuple. The first is always 0."""
@@ -95,22 +93,6 @@ def stride_and_lowest(offsets: Offsets) -> tuple[int, int]:
     if isinstance(offsets, range):
         return abs(offsets.step), min(offsets[0], offsets[-1])
     return math.gcd(*offsets), min(offsets)
-
-
-def take_slice(values: Offsets, part: slice, name: str) -> Offsets:
-    """A slice of the values, whose ends may be integers of numpy or torch.
-
-    Raises:
-        RankError: an end is not an integer. The message calls the values ``name``.
-
-    >>> take_slice(range(8), slice(2, None, 2), "axis tp")
-    range(2, 8, 2)
-    """
-    try:
-        ends = (None if end is None else whole_number(end) for end in (part.start, part.stop, part.step))
-        return values[slice(*ends)]
-    except (TypeError, ValueError) as error:
-        raise RankError(f"{part} is no slice of {name}: {error}.") from None
 
 
 # -- several axes ---------------------------------------------------------------------------------------------------
