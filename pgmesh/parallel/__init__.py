@@ -20,7 +20,7 @@ _MODULE_OF = {
     "Pipeline": "running",
     "ContextParallel": "context",
     "ExpertParallel": "expert",
-    **dict.fromkeys(["Router", "Routes", "balance_loss", "mix", "with_loss"], "mixture"),
+    **dict.fromkeys(["ExpertLinear", "Router", "Routes", "balance_loss", "mix", "with_loss"], "mixture"),
     **dict.fromkeys(["seed_of", "seeded_rng"], "seeds"),
     "verify": "verifying",
     "local": "gradients",
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pgmesh.parallel.finding import find as find
     from pgmesh.parallel.gradients import local as local
     from pgmesh.parallel.mixture import (
+        ExpertLinear as ExpertLinear,
         Router as Router,
         Routes as Routes,
         balance_loss as balance_loss,

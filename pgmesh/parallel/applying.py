@@ -9,7 +9,7 @@ A gradient norm counts each piece of a parameter once, so ``count_pieces`` gives
 DTensor knows its own. A plain tensor has more than one piece in two cases:
 
 - *Stages*: other stages of a pipeline hold other parameters under the same name.
-- *Experts*: other ranks hold other experts under the same name.
+- *Experts* of a list: other ranks hold others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pgmesh.errors import MethodError
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Level, Method
 from pgmesh.parallel.comparing import gather_numbers, gather_objects
-from pgmesh.parallel.local_experts import expert_tensors
+from pgmesh.parallel.local_experts import LocalExperts, expert_modules
 from pgmesh.parallel.owned_tensors import owned_tensors
 
 
@@ -60,11 +60,12 @@ def count_pieces(methods: Sequence[Method], applied: nn.Module) -> Pieces:
         methods: the methods.
         applied: the module that ``apply_methods`` returned.
     """
-    experts, pieces = expert_tensors(applied), Pieces()
-    for name, owner, key, _ in owned_tensors(applied):
+    experts, pieces = expert_modules(applied).values(), Pieces()
+    named = {weight for each in experts if isinstance(each, LocalExperts) for weight in each.parameters()}
+    for _, owner, key, tensor in owned_tensors(applied):
         count = 1
         for method in methods:
-            if method.level is Level.PIPELINE or (method.differs == "experts" and name in experts):
+            if method.level is Level.PIPELINE or (method.differs == "experts" and tensor in named):
                 count *= method.mesh.size(*method.owns)
         pieces.setdefault(owner, {})[key] = count
     return pieces

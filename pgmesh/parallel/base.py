@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import IntEnum
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from pgmesh.parallel.divisibility import divide_evenly, format_sizes
 from pgmesh.parallel.local_experts import expert_tensors
 from pgmesh.parallel.owned_tensors import check_shapes, owned_tensors
 from pgmesh.planning.axis_heuristics import method_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Difference = Literal["rows", "positions", "weights", "experts"]
 """What differs between ranks along a method's axes: rows of a batch (data), positions of a sequence (context), weights
@@ -292,6 +295,19 @@ def single_axis(method: Method) -> Axis:
             f"  merged = {view}   # then {name}(merged, {axis!r}, ...), and all other methods and compose on it too"
         )
     return method.owns[0]
+
+
+def merged_device_mesh(mesh: ProcessGroupMesh, *parts: tuple[Axis, ...]) -> DeviceMesh:
+    """torch's DeviceMesh with one dimension for each part, whose axes are merged.
+
+    An axis of one rank needs no merge. With tensor parallelism, torch before 2.13 cannot merge axes. A part without
+    axes is a dimension of one rank.
+    """
+    if () in parts:
+        mesh = mesh.view({**{str(axis): mesh.size(axis) for axis in mesh.axes}, "_one": 1})
+        parts = tuple(tuple(map(str, axes)) or ("_one",) for axes in parts)
+    kept = [tuple(axis for axis in axes if mesh.size(axis) > 1) or axes[:1] for axes in parts]
+    return mesh.device_mesh(**{"_".join(map(str, axes)): axes for axes in kept})
 
 
 def blocks_of(methods: Iterable[Method]) -> Blocks:

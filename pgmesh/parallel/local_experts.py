@@ -1,44 +1,39 @@
 """Experts of a layer that are on this rank, and the functions that find them.
 
-Other ranks hold the other experts, and ``ExpertParallel`` averages their gradients.
+Other ranks hold the other experts, and ``ExpertParallel`` or ``ShardedDataParallel`` averages their gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from pgmesh.parallel.attributes import find_function
-from pgmesh.parallel.mixture import grouped_template, mix
+from pgmesh.parallel.mixture import mix, run_in_turn
+
+METHOD = "pgmesh_expert_parallel"
+"""Attribute of a module of experts: the ``ExpertParallel`` that has distributed them. Methods know experts by it, so
+also after a copy, ``to_empty`` and ``load_state_dict(assign=True)``."""
 
 
 class LocalExperts(nn.ModuleDict):
-    """This rank's experts of a layer, under their names in the layer. Other ranks hold other experts.
+    """This rank's experts of a list of a layer, under their names in the layer. Other ranks hold other experts."""
 
-    Methods know experts by this module, so also after a copy, ``to_empty`` and ``load_state_dict(assign=True)``.
+    def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """The outputs of rows that are sorted by expert, of each of which the number is given."""
+        return run_in_turn(self, rows, counts)
 
-    Args:
-        experts: the experts by name.
-        grouped: run all experts as one, by the ``grouped_template``.
 
-    Raises:
-        MethodError: the experts cannot be grouped.
-    """
+def expert_modules(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules of experts that ``ExpertParallel`` has distributed, by name."""
+    return {name: each for name, each in module.named_modules() if METHOD in vars(each)}
 
-    template: nn.Module | None
-    """Runs all experts as one; None if each runs alone."""
 
-    def __init__(self, experts: Mapping[str, nn.Module], grouped: bool = False) -> None:
-        super().__init__(experts)
-        # not a submodule: it has no parameters of its own
-        vars(self)["template"] = grouped_template(self) if grouped else None
-
-    def train(self, mode: bool = True) -> LocalExperts:
-        """Set the mode of the experts, as torch's modules do."""
-        if self.template is not None:
-            self.template.train(mode)
-        return super().train(mode)
+def expert_method(experts: nn.Module) -> Any:
+    """The ``ExpertParallel`` that has distributed a module of experts."""
+    return vars(experts)[METHOD]
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -48,7 +43,7 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def expert_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers of experts in a module, by name: other ranks have those of other experts."""
-    prefixes = _prefixes(name for name, each in module.named_modules() if isinstance(each, LocalExperts))
+    prefixes = _prefixes(expert_modules(module))
     return {name: each for name, each in named_tensors(module).items() if name.startswith(prefixes)}
 
 

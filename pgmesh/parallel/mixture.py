@@ -6,31 +6,34 @@ It needs no mesh. ``ExpertParallel`` replaces ``mix`` and ``balance_loss`` by it
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from pgmesh.errors import MethodError, ShapeError
+from pgmesh.parallel.gradients import local
 
 grouped_mm: Any = getattr(nn.functional, "grouped_mm", None)
 """torch's grouped matrix multiplication; None on a torch without it."""
 
 
-def mix(tokens: Tensor, weights: Tensor, chosen: Tensor, experts: nn.ModuleList | nn.ModuleDict) -> Tensor:
+def mix(tokens: Tensor, weights: Tensor, chosen: Tensor, experts: nn.Module) -> Tensor:
     """Weighted sum of the outputs of each token's experts.
 
     ``ExpertParallel`` replaces this function in each module that has it as an attribute. Every expert runs, also with
     no tokens, so that it always has a gradient.
 
+    Experts are a ModuleList or ModuleDict of modules of any shapes, which run one after another. Or they are one module
+    in which the first dimension of each parameter is the expert, such as one of ``ExpertLinear`` layers: its
+    ``forward(rows, counts)`` gets the rows of all experts, sorted by expert, and their number for each expert.
+
     Args:
         tokens: (tokens, width).
         weights: weight of each expert of a token, (tokens, top_k).
         chosen: indices of the experts of a token, from 0, (tokens, top_k).
-        experts: modules from (rows, width) to (rows, width).
+        experts: one module, or modules from (rows, width) to (rows, width).
 
     Returns:
         (tokens, width).
@@ -42,8 +45,17 @@ def mix(tokens: Tensor, weights: Tensor, chosen: Tensor, experts: nn.ModuleList 
     >>> mix(tokens, weights, chosen, torch.nn.ModuleList([twice, thrice])).flatten().tolist()
     [2.5, 2.0]
     """
-    rows, counts, order = permute(tokens, chosen, len(experts))
-    return unpermute(run_experts(rows, counts.tolist(), experts), weights, order)
+    rows, counts, order = permute(tokens, chosen, count_experts(experts))
+    if isinstance(experts, (nn.ModuleList, nn.ModuleDict)):
+        return unpermute(run_in_turn(experts, rows, counts.tolist()), weights, order)
+    return unpermute(experts(rows, counts), weights, order)
+
+
+def count_experts(experts: nn.Module) -> int:
+    """Number of experts of a list, or of a module in which the first dimension of each parameter is the expert."""
+    if isinstance(experts, (nn.ModuleList, nn.ModuleDict)):
+        return len(experts)
+    return next(experts.parameters()).size(0)
 
 
 def permute(tokens: Tensor, chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,103 +85,72 @@ def count_choices(chosen: Tensor, experts: int) -> Tensor:
     return torch.zeros(experts, dtype=torch.int64, device=chosen.device).scatter_add_(0, flat, torch.ones_like(flat))
 
 
-def run_experts(
-    rows: Tensor,
-    counts: list[int],
-    experts: nn.ModuleList | nn.ModuleDict,
-    parameters: Mapping[str, Tensor] | None = None,
-) -> Tensor:
-    """Outputs of the experts, each applied to its rows.
+def run_in_turn(experts: nn.ModuleList | nn.ModuleDict, rows: Tensor, counts: Sequence[int]) -> Tensor:
+    """Outputs of a list of experts, each applied to its rows.
 
     Args:
+        experts: the experts.
         rows: the rows, sorted by expert.
         counts: number of rows of each expert.
-        experts: the experts.
-        parameters: tensors to use in the place of the experts' parameters, by their names in ``experts``.
     """
-    parts = zip(experts.named_children(), torch.split(rows, counts), strict=True)
-    if parameters is None:
-        return torch.cat([expert(part) for (_, expert), part in parts])
-    by_expert: dict[str, dict[str, Tensor]] = {name: {} for name, _ in experts.named_children()}
-    for name, tensor in parameters.items():
-        expert_name, _, inner = name.partition(".")
-        by_expert[expert_name][inner] = tensor
-    return torch.cat(
-        [functional_call(expert, by_expert[name], (part,), tie_weights=False) for (name, expert), part in parts]
-    )
+    parts = zip(experts.children(), torch.split(rows, [*counts]), strict=True)
+    return torch.cat([expert(part) for expert, part in parts])
 
 
-class GroupedLinear(nn.Module):
-    """The linear layers of one name of all experts, as one grouped matrix multiplication."""
+class ExpertLinear(nn.Module):
+    """A linear layer of all experts: the weight is (experts, outputs, inputs), and the bias (experts, outputs).
 
-    weights: Tensor
-    biases: Tensor
-    counts: Tensor
-    ends: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        # placeholders: ``run_experts_grouped`` passes the tensors of each call
-        for name in ("weights", "biases", "counts", "ends"):
-            self.register_buffer(name, torch.empty(0))
-
-    def forward(self, rows: Tensor) -> Tensor:
-        outputs: Tensor = grouped_mm(rows, self.weights.mT, offs=self.ends)
-        if not self.biases.numel():
-            return outputs
-        biases: Tensor = self.biases.repeat_interleave(self.counts, 0, output_size=rows.size(0))
-        return outputs + biases
-
-
-def grouped_template(experts: nn.ModuleDict) -> nn.Module:
-    """Copy of the first expert, whose linear layers are those of all experts.
-
-    Raises:
-        MethodError: the experts have different modules, or tensors outside of linear layers.
-    """
-    first = next(iter(experts.children()))
-    tensors = {id(each) for each in (*experts.parameters(), *experts.buffers())}
-    linear = {id(each) for layer in experts.modules() if type(layer) is nn.Linear for each in layer.parameters()}
-    if type(first) is nn.Linear or tensors != linear or len({repr(each) for each in experts.children()}) > 1:
-        raise MethodError(
-            "grouped=True needs experts of the same modules, with parameters in torch.nn.Linear layers alone.\n\n"
-            "  ExpertParallel(..., grouped=False)   # one expert after another"
-        )
-    memo: dict[int, Any] = {id(each): each for each in first.modules() if not any(True for _ in each.parameters())}
-    memo |= {id(each): GroupedLinear() for each in first.modules() if type(each) is nn.Linear}
-    return copy.deepcopy(first, memo)
-
-
-def run_experts_grouped(
-    rows: Tensor, counts: Tensor, template: nn.Module, experts: Iterable[str], parameters: Mapping[str, Tensor]
-) -> Tensor:
-    """Outputs of the experts of a ``grouped_template``. Each linear layer is one grouped matrix multiplication.
-
-    Only the template's ``forward`` is called, with the rows of all experts and with stacked weights.
+    It is one call of torch's ``grouped_mm`` for rows and weights in bfloat16, with sizes that are multiples of 8.
+    Otherwise the experts run one after another, and the host waits for the device. It starts as ``nn.Linear`` does.
 
     Args:
-        rows: the rows, sorted by expert.
-        counts: number of rows of each expert, as a tensor.
-        template: the ``grouped_template`` of the experts.
-        experts: the names of the experts.
-        parameters: their parameters, by their names in ``experts``.
+        experts: number of experts.
+        in_features: number of inputs of each.
+        out_features: number of outputs of each.
+        bias: True to add a bias.
+
+    >>> from pgmesh.parallel import ExpertLinear
+    >>> layer = ExpertLinear(2, 3, 4)
+    >>> rows, counts = torch.ones(5, 3), torch.tensor([2, 3])  # 2 rows for the first expert, 3 for the second
+    >>> layer(rows, counts).shape, layer.weight.shape
+    (torch.Size([5, 4]), torch.Size([2, 4, 3]))
     """
-    names, ends, tensors = [*experts], counts.cumsum(0).to(torch.int32), dict[str, Tensor]()
-    for layer, each in template.named_modules():
-        if isinstance(each, GroupedLinear):
-            tensors |= {f"{layer}.counts": counts, f"{layer}.ends": ends}
-            for one, several in (("weight", "weights"), ("bias", "biases")):
-                if f"{names[0]}.{layer}.{one}" in parameters:
-                    tensors[f"{layer}.{several}"] = torch.stack([parameters[f"{name}.{layer}.{one}"] for name in names])
-    outputs: Tensor = functional_call(template, tensors, (rows,), tie_weights=False)
-    return outputs
+
+    def __init__(self, experts: int, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(experts, out_features)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw new values, those of ``nn.Linear``."""
+        bound = self.weight.size(-1) ** -0.5
+        for each in self.parameters():
+            nn.init.uniform_(each, -bound, bound)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """The outputs of rows that are sorted by expert.
+
+        Args:
+            rows: (rows, inputs).
+            counts: number of rows of each expert.
+        """
+        weight = local(self.weight)  # ExpertParallel makes a DTensor of it
+        if can_group(rows, weight):
+            outputs: Tensor = grouped_mm(rows, weight.mT, offs=counts.cumsum(0).to(torch.int32))
+        else:
+            parts = torch.split(rows, counts.tolist())
+            outputs = torch.cat([part @ each.T for part, each in zip(parts, weight, strict=True)])
+        if self.bias is None:
+            return outputs
+        return outputs + local(self.bias).to(outputs).repeat_interleave(counts, 0, output_size=rows.size(0))
 
 
-def can_group(rows: Tensor, parameters: Iterable[Tensor]) -> bool:
+def can_group(rows: Tensor, weight: Tensor) -> bool:
     """Return True if torch's grouped_mm takes these: bfloat16, with sizes that are multiples of 16 bytes."""
-    if grouped_mm is None or rows.dtype is not torch.bfloat16:
+    if grouped_mm is None or not rows.dtype is weight.dtype is torch.bfloat16:
         return False
-    return all(each.dtype is torch.bfloat16 and all(size % 8 == 0 for size in each.shape) for each in parameters)
+    return all(size % 8 == 0 for size in weight.shape[1:])
 
 
 def balance_loss(probabilities: Tensor, chosen: Tensor) -> Tensor:

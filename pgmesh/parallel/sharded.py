@@ -9,16 +9,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Shard
 
 from pgmesh.errors import AxisError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.base import Level, Method, format_axes
+from pgmesh.parallel.base import Level, Method, format_axes, merged_device_mesh
 from pgmesh.parallel.blocks import Blocks
 from pgmesh.parallel.data import check_keywords
-from pgmesh.parallel.local_experts import expert_tensors
+from pgmesh.parallel.gradients import local
+from pgmesh.parallel.local_experts import expert_method, expert_modules, expert_tensors
 from pgmesh.parallel.run_order import RunOrder, watch_order
 from pgmesh.parallel.stage_cutting import is_stage
 
@@ -107,14 +109,14 @@ class ShardedDataParallel(Method):
     def device_mesh(self) -> DeviceMesh:
         """torch's DeviceMesh for fully_shard: (shard,), or (replicate, shard) with ``replicate=``."""
         self._check_replicates()
-        mesh, parts = self.mesh, [_nontrivial(self.mesh, axes) for axes in (self.replicates, self.shards) if axes]
-        if not self.shards:  # fully_shard needs an axis to shard along: one of size 1
-            mesh = mesh.view({**{str(axis): mesh.size(axis) for axis in mesh.axes}, "_one": 1})
-            parts = [*(tuple(map(str, axes)) for axes in parts), ("_one",)]
-        return mesh.device_mesh(**{"_".join(map(str, axes)): axes for axes in parts})
+        return _device_mesh(self.mesh, self.replicates, self.shards)
 
     def apply(self, module: nn.Module) -> nn.Module:
-        """Shard the module in place, its layers first, and return it."""
+        """Shard the module in place, its experts and layers first, and return it."""
+        uses = _count_uses(module)
+        for experts in expert_modules(module).values():
+            if _count_uses(experts).items() <= uses.items():
+                self._shard_experts(experts)
         ignored = {*self.keywords.get("ignored_params", ()), *expert_tensors(module).values()}
         keywords = {**self.keywords, "mesh": self.device_mesh(), "ignored_params": ignored}
         uses = _count_uses(module)
@@ -131,6 +133,26 @@ class ShardedDataParallel(Method):
             module.register_forward_pre_hook(partial(_reshard, sharded), prepend=True)
             module.register_forward_hook(partial(_after_pass, sharded))
         return module
+
+    def _shard_experts(self, experts: nn.Module) -> None:
+        """Shard the experts of a layer over the ranks that have the same ones.
+
+        The ranks along an axis replicate them if they replicate all other parameters too. fully_shard divides gradients
+        by the number of these ranks, and more ranks send tokens: those with other experts.
+        """
+        method = expert_method(experts)
+        replicas = {*self.mesh.ranks(*self.replicates)} if self.replicates else set[int]()
+        replicates = tuple(axis for axis in method.replica_axes if replicas.issuperset(method.mesh.ranks(axis)))
+        shards = tuple(axis for axis in method.replica_axes if axis not in replicates)
+        device_mesh = _device_mesh(method.mesh, replicates, shards)
+        place = partial(_even_shard, device_mesh.size(-1))
+        sharded = fully_shard(experts, **{"shard_placement_fn": place, **self.keywords, "mesh": device_mesh})
+        factor = device_mesh.size() / method.mesh.size(*method.average_axes)
+
+        def divide(reduced: Tensor) -> None:
+            reduced.mul_(factor)
+
+        sharded.set_all_reduce_hook(divide)
 
     @contextlib.contextmanager
     def accumulate(self, module: nn.Module, *, last: bool) -> Iterator[None]:
@@ -188,9 +210,12 @@ def _count_uses(module: nn.Module) -> Counter[nn.Parameter]:
     return Counter(weight for each in module.modules() for weight in each.parameters(recurse=False))
 
 
-def _nontrivial(mesh: ProcessGroupMesh, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-    """The axes of more than one rank; the first axis if there are none.
+def _device_mesh(mesh: ProcessGroupMesh, replicates: tuple[Axis, ...], shards: tuple[Axis, ...]) -> DeviceMesh:
+    """torch's DeviceMesh for fully_shard, which needs a dimension to shard along: of one rank without axes."""
+    return merged_device_mesh(mesh, *([replicates] if replicates else []), shards)
 
-    An axis of one rank needs no merge. With tensor parallelism, torch before 2.13 cannot merge axes.
-    """
-    return tuple(axis for axis in axes if mesh.size(axis) > 1) or axes[:1]
+
+def _even_shard(ranks: int, weight: nn.Parameter) -> Shard:
+    """The first dimension of which the ranks get equal parts: they may be more than the experts of a weight."""
+    even = (dimension for dimension, size in enumerate(local(weight).shape) if size % ranks == 0)
+    return Shard(next(even, 0))

@@ -106,6 +106,8 @@ class Drawn:
     context: str = ""
     experts: tuple[int, int] | None = None
     """Sizes of edp and ep, if the model has experts."""
+    stacked: bool = False
+    """The experts of a layer are one module."""
     schedule: str = ""
     stages_per_rank: int = 1
     microbatches: int = 1
@@ -222,7 +224,7 @@ def draw_methods(numbers: Numbers, drawn: Drawn, has_experts: bool) -> Drawn:
     if has_experts:
         places = drawn.size("dp") * drawn.size("cp") * drawn.size("tp")
         ways = [w for w in itertools.product((1, 2, 4, 8), repeat=2) if math.prod(w) == places]
-        drawn = replace(drawn, experts=numbers.choice(ways) if ways else None)
+        drawn = replace(drawn, experts=numbers.choice(ways) if ways else None, stacked=numbers.chance(50))
     return draw_schedule(numbers, drawn) if "pp" in drawn.sizes else drawn
 
 
@@ -265,7 +267,7 @@ def draw_schedule(numbers: Numbers, drawn: Drawn) -> Drawn:
 def model_of(drawn: Drawn, seed: int = 0) -> TinyGPT:
     if drawn.experts:
         kind = ExpertBlockAgain if drawn.checkpointing else ExpertBlock
-        model = TinyGPT(layers=drawn.layers, tied=drawn.tied, block=kind, seed=seed)
+        model = TinyGPT(layers=drawn.layers, tied=drawn.tied, block=lambda: kind(drawn.stacked), seed=seed)
     else:
         kind = BlockAgain if drawn.checkpointing else Block
         heads = 8 if drawn.size("tp") * drawn.size("cp") > 4 else 4

@@ -79,6 +79,10 @@ COMPOSITIONS = {
     "ulysses, sharded": on(dp=2, cp=2, data="sharded", context="ulysses"),
     "experts, data": on(dp=8, data="data", **experts(2, 4)),
     "experts, sharded": on(dp=8, data="sharded", **experts(2, 4)),
+    "stacked experts, data": on(dp=8, data="data", clip=True, **experts(2, 4, stacked=True)),
+    "stacked experts, sharded": on(dp=8, data="sharded", clip=True, **experts(4, 2, stacked=True)),
+    "stacked experts, more ranks than experts": on(dp=8, data="sharded", **experts(8, 1, stacked=True)),
+    "experts, hybrid": on(dp=4, cp=2, data="hybrid", context="ring", viewed=True, clip=True, **experts(4, 2)),
     "experts, sharded, tensor": on(dp=4, tp=2, data="sharded", tensor="blocks", **experts(4, 2)),
     "1f1b, hybrid, tensor": stages(dp=2, tp=2, data="hybrid", tensor="blocks"),
     "1f1b, sharded, tensor; permuted": stages(
@@ -89,19 +93,27 @@ COMPOSITIONS = {
         *PERMUTED, dp=2, cp=2, tp=2, data="sharded", context="ulysses", tensor="vocabulary"
     ),
     "1f1b, experts, data": stages(dp=4, data="data", **experts(2, 2)),
-    "1f1b, experts, sharded; permuted": stages(*PERMUTED, dp=4, data="sharded", **experts(2, 2)),
+    "1f1b, experts, sharded; permuted": stages(*PERMUTED, dp=4, data="sharded", clip=True, **experts(2, 2)),
+    "1f1b, stacked experts, sharded, tensor": stages(
+        dp=2, tp=2, data="sharded", tensor="blocks", clip=True, **experts(2, 2, stacked=True)
+    ),
     "zero-bubble, experts on equal tokens": stages(tp=2, schedule="zero-bubble", tensor="blocks", **experts(1, 2)),
     "1f1b, ring, sharded, tensor": stages(dp=2, cp=2, tp=2, data="sharded", context="ring", tensor="vocabulary"),
     "accumulation, data": on(dp=4, data="data", passes=2),
     "accumulation, sharded": on(dp=4, data="sharded", passes=2),
     "accumulation, experts": on(dp=4, data="data", passes=2, **experts(2, 2)),
+    "accumulation, experts, sharded": on(dp=4, data="sharded", passes=2, **experts(2, 2)),
     "accumulation, 1f1b, sharded; tied": stages(dp=2, data="sharded", tied=True, passes=2),
     "accumulation, 1f1b, data; tied": stages(dp=2, data="data", tied=True, passes=2),
     "checkpointing, sharded, tensor": on(dp=2, tp=2, data="sharded", tensor="vocabulary", checkpointing=True),
     "checkpointing, ring, data": on(dp=2, cp=4, data="data", context="ring", checkpointing=True),
     "checkpointing, experts, data": on(dp=8, data="data", checkpointing=True, **experts(2, 4)),
+    "checkpointing, stacked experts, sharded": on(
+        dp=4, data="sharded", checkpointing=True, **experts(2, 2, stacked=True)
+    ),
     "bfloat16, sharded": on(dp=4, data="sharded", half=True),
     "bfloat16, experts": on(dp=4, data="sharded", half=True, **experts(2, 2)),
+    "bfloat16, stacked experts": on(dp=4, data="sharded", half=True, **experts(1, 4, stacked=True)),
     "frozen parameters, sharded": on(dp=4, data="sharded", layers=4, frozen="half"),
     "frozen stage, data": stages(dp=4, data="data", frozen="half"),
     "frozen stage, tensor": stages(tp=2, tensor="blocks", frozen="half"),

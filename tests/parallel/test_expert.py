@@ -14,12 +14,15 @@ from pgmesh import ProcessGroupMesh
 from pgmesh.parallel import (
     ContextParallel,
     DataParallel,
+    ExpertLinear,
     ExpertParallel,
     Router,
+    ShardedDataParallel,
     TensorParallel,
     balance_loss,
     checkpoint,
     compose,
+    local,
     mix,
     mixture,
 )
@@ -28,6 +31,7 @@ from tests.support.expert_models import (
     EXPERTS,
     TOP_K,
     Expert,
+    StackedExperts,
     expert_layer,
     expert_model,
 )
@@ -60,8 +64,9 @@ TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}  # float64: only the order of sums di
     [({"ep": 4}, ["ep"]), ({"edp": 2, "ep": 2}, ["edp", "ep"]), ({"same": 2, "ep": 2}, ["ep"])],
     ids=str,
 )
+@pytest.mark.parametrize("stacked", [False, True])
 @on_ranks(4)
-def test_mix_over_ranks_equals_mix_on_one(sizes, over):
+def test_mix_over_ranks_equals_mix_on_one(sizes, over, stacked):
     """Outputs and gradients of one mixture, with these numbers of tokens on each rank."""
     counts = [7, 0] if "same" in sizes else [5, 0, 9, 2]
     torch.manual_seed(5)
@@ -69,8 +74,7 @@ def test_mix_over_ranks_equals_mix_on_one(sizes, over):
     tokens, given = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
     weights = torch.rand(sum(counts), TOP_K, dtype=torch.float64)
     chosen = torch.stack([torch.randperm(EXPERTS - 2)[:TOP_K] for _ in range(sum(counts))])  # two have none to serve
-    layer = nn.Module()
-    layer.mix, layer.experts = mix, nn.ModuleList(Expert() for _ in range(EXPERTS)).double()
+    layer = expert_layer(EXPERTS, stacked).double()
     whole = [each.clone().requires_grad_() for each in (tokens, weights)]
     right = mix(*whole, chosen, layer.experts)
     right.backward(given)
@@ -89,7 +93,7 @@ def test_mix_over_ranks_equals_mix_on_one(sizes, over):
             [out, *(each.grad for each in mine)], [each.split(counts)[at] for each in parts], **TOLERANCE
         )
         scaled = {name: mesh.size(*over) * weight.grad for name, weight in layer.named_parameters()}
-        assert len(scaled) == len(truth) // mesh.size("ep")
+        assert len(scaled) == len(truth) // (1 if stacked else mesh.size("ep"))
         assert_same("experts", scaled, truth)
 
 
@@ -135,26 +139,28 @@ def test_balancing_and_routing_never_wait_for_the_device():
     assert found == []
 
 
-def in_half_precision(grouped):
+def in_half_precision(grouped_mm):
     """Outputs and gradients of a layer in bfloat16, and how many matrix products were grouped."""
     torch.manual_seed(2)
     with ProcessGroupMesh(edp=2, ep=2) as mesh:
-        layer, tokens = expert_layer(EXPERTS).bfloat16(), torch.randn(9, WIDTH).bfloat16().requires_grad_()
+        layer = expert_layer(EXPERTS, stacked=True).bfloat16()
+        tokens = torch.randn(9, WIDTH).bfloat16().requires_grad_()
         weights = torch.rand(9, TOP_K).bfloat16()
         chosen = torch.stack([torch.randperm(EXPERTS - 2)[:TOP_K] for _ in range(9)])
-        compose(mesh, DataParallel(mesh, "edp", "ep"), ExpertParallel(mesh, "ep", grouped=grouped)).apply(layer)
-        products, grouped_mm = [], mixture.grouped_mm
+        compose(mesh, DataParallel(mesh, "edp", "ep"), ExpertParallel(mesh, "ep")).apply(layer)
+        products = []
+        count = grouped_mm and (lambda *args, **keywords: (products.append(1), grouped_mm(*args, **keywords))[1])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(mixture, "grouped_mm", lambda *args, **k: (products.append(1), grouped_mm(*args, **k))[1])
+            patch.setattr(mixture, "grouped_mm", count)
             out = layer.mix(tokens, weights, chosen, layer.experts)
         out.float().square().sum().backward()
-        return len(products), [out.detach(), tokens.grad, *(each.grad for each in layer.experts.parameters())]
+        return len(products), [out.detach(), tokens.grad, *(local(each.grad) for each in layer.experts.parameters())]
 
 
 @pytest.mark.skipif(mixture.grouped_mm is None, reason="this torch has no grouped_mm")
 @on_ranks(4)
 def test_bfloat16_experts_call_grouped_mm_once_per_layer():
-    (products, found), (no_products, right) = in_half_precision(grouped=True), in_half_precision(grouped=False)
+    (products, found), (no_products, right) = in_half_precision(mixture.grouped_mm), in_half_precision(None)
     assert (products, no_products) == (2, 0)
     for one, other in zip(found, right, strict=True):
         assert one.abs().max() > 0 or other.abs().max() == 0
@@ -162,14 +168,14 @@ def test_bfloat16_experts_call_grouped_mm_once_per_layer():
 
 
 def test_experts_without_grouped_mm_run_in_turn(monkeypatch):
-    rows, parameters = torch.zeros(4, WIDTH).bfloat16(), dict(expert_layer().bfloat16().named_parameters())
+    rows, weight = torch.zeros(4, 16).bfloat16(), torch.zeros(3, 8, 16).bfloat16()
     monkeypatch.setattr(mixture, "grouped_mm", lambda *args, **keywords: None)  # torch 2.9 has none
-    assert mixture.can_group(rows, parameters.values())
-    assert not mixture.can_group(rows.double(), parameters.values())
-    assert not mixture.can_group(rows, [*parameters.values(), torch.zeros(8, 12).bfloat16()])
-    assert not mixture.can_group(rows, [*parameters.values(), torch.zeros(8, 8)])
+    assert mixture.can_group(rows, weight)
+    assert not mixture.can_group(rows.double(), weight.double())
+    assert not mixture.can_group(rows, weight[:, :4])
+    assert not mixture.can_group(rows, weight.float())
     monkeypatch.setattr(mixture, "grouped_mm", None)  # as on an older torch
-    assert not mixture.can_group(rows, parameters.values())
+    assert not mixture.can_group(rows, weight)
 
 
 # ---- what needs no other rank ----
@@ -211,6 +217,26 @@ def test_mix_is_weighted_sum_over_chosen_experts():
     assert mix(tokens, weights, chosen, named).equal(mix(tokens, weights, chosen, experts))
 
 
+def test_stacked_experts_equal_a_list_of_them():
+    torch.manual_seed(1)
+    tokens, chosen = torch.randn(7, WIDTH), torch.stack([torch.randperm(5)[:3] for _ in range(7)])
+    stacked, experts = StackedExperts(6), nn.ModuleList(Expert() for _ in range(6))  # the last one has no tokens
+    for name, weight in stacked.named_parameters():
+        for number, expert in enumerate(experts):
+            expert.get_parameter(name).data = weight[number].detach().clone()
+    torch.testing.assert_close(
+        mix(tokens, torch.ones(7, 3), chosen, stacked), mix(tokens, torch.ones(7, 3), chosen, experts)
+    )
+
+
+def test_expert_linear_starts_as_linear_does():
+    one, several = nn.Linear(400, 30), ExpertLinear(3, 400, 30)
+    for weights, weight in zip(several.parameters(), one.parameters(), strict=True):
+        assert weights.shape == (3, *weight.shape)
+        assert 0.9 < weights.abs().max() * 400**0.5 <= 1
+        torch.testing.assert_close(weights.std(), torch.tensor((3 * 400) ** -0.5), rtol=0.2, atol=0)
+
+
 def test_router_chooses_the_most_probable_experts():
     torch.manual_seed(1)
     router, tokens = Router(WIDTH, EXPERTS, 3), torch.randn(50, WIDTH)
@@ -247,17 +273,19 @@ def test_balance_loss_of_unequal_parts_equals_one_process(counts: list[int]):
         torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("data", [DataParallel, ShardedDataParallel])
 @on_ranks(4)
-def test_checkpoint_of_experts_loads_on_another_mesh(tmp_path):
-    """Two steps on one expert view, a checkpoint, and the third step on another view."""
-    expected = train_alone(expert_model())
-    for name, view, steps in [("saving", {"edp": 2, "ep": 2}, [0, 1]), ("loading", {"ep": 4}, [2])]:
+def test_checkpoint_of_experts_loads_on_another_mesh(tmp_path, data, stacked):
+    """Two steps on one expert view, a checkpoint, and the third step on another view, or without one."""
+    expected = train_alone(expert_model(stacked=stacked))
+    for name, view, steps in [("saving", {"edp": 2, "ep": 2}, [0, 1]), ("", {"ep": 4}, [2]), ("dense", {}, [2])]:
         with ProcessGroupMesh(dp=4, name=name) as mesh:
-            experts = ExpertParallel(mesh.view(**view), "ep")
-            together = compose(mesh, DataParallel(mesh, "dp"), experts)
-            model = together.apply(expert_model())
+            experts = [ExpertParallel(mesh.view(**view), "ep")] if view else []
+            together = compose(mesh, data(mesh, "dp"), *experts)
+            model = together.apply(expert_model(stacked=stacked))
             optimizer = optimizer_of(model.parameters())
-            if name == "loading":
+            if name != "saving":
                 checkpoint.load(tmp_path, mesh, model, optimizer)
             for step in steps:
                 codes, target = (together.share(each) for each in batch(step))
@@ -270,6 +298,43 @@ def test_checkpoint_of_experts_loads_on_another_mesh(tmp_path):
             else:
                 assert_same("weights", weights_of(model), expected.weights)
             check_sums(groups_of(mesh))
+
+
+# ---- experts sharded over their replicas ----
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("edp", [1, 2, 4])
+@on_ranks(4)
+def test_sharded_experts_take_their_part_of_memory(edp, stacked):
+    """Weights, gradients and states of a fused Adam, of the experts on this rank."""
+    whole = sum(each.numel() for each in expert_model().blocks[0].experts.parameters())
+    expected = train_alone(expert_model(stacked=stacked), steps=1)
+    with ProcessGroupMesh(dp=4) as mesh:
+        moe = mesh.view(edp=edp, ep=-1)
+        together = compose(mesh, ShardedDataParallel(mesh, "dp"), ExpertParallel(moe, "ep"))
+        model = together.apply(expert_model(stacked=stacked))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)  # weights on two meshes in one group
+        codes, target = (together.share(each) for each in batch(0))
+        loss_of(model(codes), target).backward()
+        assert_same("gradients", gradients_of(model), expected.gradients[0], 1e-14)
+        optimizer.step()
+        held = 0
+        for weight in model.blocks[0].experts.parameters():
+            states = [each for each in optimizer.state[weight].values() if each.ndim]
+            held += sum(local(each).numel() for each in (weight, weight.grad, *states))
+            assert local(weight).untyped_storage().size() == local(weight).nbytes
+        assert held / (4 * whole / moe.size()) <= 1.05
+
+
+@on_ranks(4)
+def test_experts_are_sharded_across_replicated_nodes_only_if_asked():
+    """Four ranks, as two nodes of two: experts are copied between nodes, as all other weights."""
+    with ProcessGroupMesh(node=2, dp=2) as mesh:
+        for ways, sharded in (({}, (2,)), ({"replicate": "node"}, (2, 1))):
+            data = ShardedDataParallel(mesh, "node", "dp", **ways)
+            model = compose(mesh, data, ExpertParallel(mesh, "dp")).apply(expert_model())
+            assert {each.device_mesh.shape for each in model.blocks[0].experts.parameters()} == {sharded}
 
 
 def test_stage_without_experts_or_attention_is_accepted(mesh):

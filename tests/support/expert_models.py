@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from pgmesh.parallel import Router, mix, with_loss
+from pgmesh.parallel import ExpertLinear, Router, mix, with_loss
 from tests.support.parallel_models import (
     HEADS,
     WIDTH,
@@ -26,15 +26,31 @@ class Expert(nn.Module):
         return self.down(gelu(self.up(rows)))
 
 
+class StackedExperts(nn.Module):
+    """The experts of a layer as one module."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.up = ExpertLinear(experts, WIDTH, 2 * WIDTH)
+        self.down = ExpertLinear(experts, 2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        return self.down(gelu(self.up(rows, counts)), counts)
+
+
+def experts_of_layer(experts: int, stacked: bool = False) -> nn.Module:
+    return StackedExperts(experts) if stacked else nn.ModuleList(Expert() for _ in range(experts))
+
+
 class ExpertBlock(nn.Module):
     """Causal attention, then a mixture of experts with a balance loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, stacked: bool = False) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.attend = scaled_dot_product_attention
-        self.router, self.experts = Router(WIDTH, EXPERTS, TOP_K), nn.ModuleList(Expert() for _ in range(EXPERTS))
+        self.router, self.experts = Router(WIDTH, EXPERTS, TOP_K), experts_of_layer(EXPERTS, stacked)
         self.mix = mix
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -54,13 +70,13 @@ class ExpertBlockAgain(ExpertBlock):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-def expert_model(layers: int = 2) -> TinyGPT:
+def expert_model(layers: int = 2, stacked: bool = False) -> TinyGPT:
     """The tiny GPT with experts in each block."""
-    return TinyGPT(layers=layers, block=ExpertBlock)
+    return TinyGPT(layers=layers, block=lambda: ExpertBlock(stacked))
 
 
-def expert_layer(experts: int = 4, expert=Expert) -> nn.Module:
+def expert_layer(experts: int = 4, stacked: bool = False) -> nn.Module:
     """A layer with only experts."""
     layer = nn.Module()
-    layer.mix, layer.experts = mix, nn.ModuleList(expert() for _ in range(experts))
+    layer.mix, layer.experts = mix, experts_of_layer(experts, stacked)
     return layer
