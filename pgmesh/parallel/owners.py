@@ -73,14 +73,18 @@ def check_done_once(mesh: ProcessGroupMesh, one: Method, other: Method) -> None:
     """Check that only one of two methods averages gradients, and only one replaces attention."""
     averages = one.averages_gradients and other.averages_gradients
     if averages or (getattr(one, "cuts", False) and getattr(other, "cuts", False)):
-        axes = mesh.along(*one.owns, *other.owns).axes
-        arguments = [*map(repr, axes)]
-        if replicated := [axis for axis in getattr(one, "replicates", ()) if axis in axes]:
-            arguments.append(f"replicate={replicated!r}")
         raise AxisError(
             f"{one} and {other} both {'average gradients' if averages else 'replace attention'}. One method does it, "
-            f"for all axes.\n\n  {type(one).__name__}(mesh, {', '.join(arguments)})   # in place of both"
+            f"for all axes.\n\n  {call_along(one, mesh.along(*one.owns, *other.owns).axes)}   # in place of both"
         )
+
+
+def call_along(method: Method, axes: tuple[Axis, ...]) -> str:
+    """The call of a method like this one, along other axes."""
+    arguments = ["mesh", *map(repr, axes)]
+    if replicated := [axis for axis in getattr(method, "replicates", ()) if axis in axes]:
+        arguments.append(f"replicate={replicated!r}")
+    return f"{type(method).__name__}({', '.join(arguments)})"
 
 
 def check_inside(experts: Method, method: Method) -> None:
@@ -116,8 +120,9 @@ def check_all_owned(
     names = (unowned,) if isinstance(unowned, (str, int)) else tuple(unowned)
     allowed = mesh.along(*names).axes if names else ()
     required = [axis for axis in mesh.axes if mesh.size(axis) > 1 and axis not in allowed]
-    owned = [axis for method in methods if has_axes(mesh, method) for axis in method.owns]
+    owned = [axis for each in methods if each.differs != "experts" and has_axes(mesh, each) for axis in each.owns]
     if missing := [axis for axis in required if axis not in owned]:
+        check_experts_read(mesh, methods, missing, [*allowed, *missing])
         whose = "their" if missing[1:] else "its"
         more = {"unowned": [*allowed, *missing], "equal_parts": None if equal_parts else False}
         call = format_call("compose", {}, Text("mesh"), Text("*methods"), **more)
@@ -126,6 +131,31 @@ def check_all_owned(
             f"work without synchronization. Owned axes: {format_axes(owned) or 'none'}.\n\n"
             f"  {call}   # if this is intended"
         )
+
+
+def check_experts_read(
+    mesh: ProcessGroupMesh, methods: Sequence[Method], missing: list[Axis], unowned: list[Axis]
+) -> None:
+    """Check that experts are on no axis without another owner: its ranks would send the same tokens to them.
+
+    Args:
+        mesh: the mesh.
+        methods: all methods.
+        missing: the axes without an owner.
+        unowned: these, and those without an owner on purpose, for the message.
+    """
+    for experts in methods:
+        if experts.differs == "experts" and (axes := [axis for axis in missing if axis in experts.owns]):
+            rows = next((each for each in methods if each.averages_gradients), None)
+            call = f"DataParallel(mesh, {', '.join(map(repr, axes))})"
+            if rows is not None:
+                call = call_along(rows, mesh.along(*rows.owns, *axes).axes)
+            raise AxisError(
+                f"{experts} is on {format_sizes(mesh, axes)}, which no other method owns: its {mesh.size(*axes)} ranks "
+                "read the same tokens, and would send each to its experts as often.\n\n"
+                f"  {call}   # they read different rows\n"
+                f"  compose(..., unowned={unowned!r})   # they read the same rows on purpose"
+            )
 
 
 def unaveraged_error(mesh: ProcessGroupMesh, reader: Method, trainable: Sequence[str]) -> AxisError:

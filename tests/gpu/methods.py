@@ -25,7 +25,6 @@ from pgmesh.parallel import (
     TensorParallel,
     checkpoint,
     compose,
-    local,
     mixture,
     seed_of,
     seeded_rng,

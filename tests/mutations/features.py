@@ -45,6 +45,13 @@ all_reduce_gradients = lambda parameters, group, divisor: original(parameters, g
 """,
         "tests/parallel/test_expert.py",
     ),
+    "sharded_experts_not_divided": Mutation(
+        "fully_shard divides gradients of experts by the number of all ranks that send tokens",
+        "parallel.md",
+        "parallel/sharded.py",
+        "FSDPModule.set_all_reduce_hook = lambda self, hook: None",
+        "tests/parallel/test_expert.py -k sharded_experts",
+    ),
     "chunks_in_a_row": Mutation(
         "of a sequence in 2n chunks, rank i of a ring holds chunks i and 2n-1-i",
         "methods.md",

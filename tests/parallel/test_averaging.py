@@ -219,11 +219,11 @@ def test_method_in_two_compositions_raises(mesh: ProcessGroupMesh):
 
 def test_experts_in_two_compositions_raise(mesh: ProcessGroupMesh):
     experts = ExpertParallel(mesh, "tp")
-    first = compose(mesh, experts, DataParallel(mesh, "dp"), unowned=["pp"])
+    first = compose(mesh, experts, DataParallel(mesh, "dp"), unowned=["pp", "tp"])
     with pytest.raises(MethodError, match=r"along tp is in another composition, of .*DataParallel along dp, and would"):
         compose(mesh, experts, DataParallel(mesh, "dp", "tp"), unowned=["pp"])
     assert experts.average_axes == ("dp", "tp")
     assert first.methods[0] is experts
     with pytest.raises(MethodError, match=r"would be in one of ExpertParallel along tp\. "):
-        compose(mesh, experts, unowned=["pp", "dp"])
+        compose(mesh, experts, unowned=["pp", "dp", "tp"])
     assert experts.average_axes == ("dp", "tp")

@@ -15,8 +15,17 @@ import pytest
 from torch import nn
 
 from pgmesh import MethodError, ProcessGroupMesh
-from pgmesh.parallel import Level, Method, PipelineParallel, ShardedDataParallel, TensorParallel, compose, verify
-from pgmesh.parallel.local_experts import LocalExperts
+from pgmesh.parallel import (
+    ExpertParallel,
+    Level,
+    Method,
+    PipelineParallel,
+    ShardedDataParallel,
+    TensorParallel,
+    compose,
+    verify,
+)
+from tests.support.expert_models import expert_layer
 from tests.support.parallel_models import STEPS, TOLERANCE
 from tests.support.pipelines import needs_pipelines
 from tests.support.small_model import FIRST_STAGE, SmallModel, batch, loss_of
@@ -137,9 +146,8 @@ def test_zero_bubble_schedule_refuses_hooks_on_gradients(mesh: ProcessGroupMesh)
 
 
 def test_weights_leaves_out_frozen_parameters_and_experts(mesh: ProcessGroupMesh):
-    module = nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(3)])
-    module[0].requires_grad_(False)
-    module[1] = LocalExperts({"0": module[1]})
-    assert [*map(id, Shards(mesh, "dp").weights(module))] == [id(module[2].weight)]
+    frozen, trained, layer = nn.Linear(2, 2), nn.Linear(2, 2, bias=False), expert_layer()
+    module = ExpertParallel(mesh, "tp").apply(nn.ModuleList([frozen.requires_grad_(False), layer, trained]))
+    assert [*map(id, Shards(mesh, "dp").weights(module))] == [id(trained.weight)]
     later = [*map(id, Keeps(mesh, "dp").weights(module))]
-    assert later == [id(module[1]["0"].weight), id(module[2].weight)]  # replicas have experts of their own
+    assert later == [*map(id, layer.experts.parameters()), id(trained.weight)]  # replicas have experts of their own

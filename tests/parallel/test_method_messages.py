@@ -80,11 +80,19 @@ def with_experts_in_two_places() -> torch.nn.Module:
     return outer
 
 
+def with_router_inside() -> torch.nn.Module:
+    """A layer whose experts are one module, with a parameter that is of no expert."""
+    layer = expert_layer(stacked=True)
+    layer.experts.gate = torch.nn.Linear(16, 2)
+    return layer
+
+
 BY_NAME = {
     **{each.__name__: each for each in (Rows, Positions, Weights, Method, compose, stages, gpt_inside, TinyGPT)},
     **{each.__name__: each for each in (ContextParallel, DataParallel, ExpertParallel, ShardedDataParallel)},
     **{each.__name__: each for each in (PipelineParallel, TensorParallel, expert_layer, with_shared_layer)},
     "with_experts_in_two_places": with_experts_in_two_places,
+    "with_router_inside": with_router_inside,
     **{each.__name__: each for each in (ColwiseParallel, RowwiseParallel, Router, mlp_plan)},
     **{each.__name__: each for each in (PrepareModuleOutput, SequenceParallel, expert_model)},
     "checkpoint": checkpoint,

@@ -118,7 +118,7 @@ def changed_before(change: str) -> None:
 def changed_after(change: str) -> None:
     """Experts lie on the four ranks, which read the same tokens."""
     with ProcessGroupMesh(ep=4) as mesh:
-        together = compose(mesh, ExpertParallel(mesh, "ep"))
+        together = compose(mesh, ExpertParallel(mesh, "ep"), unowned=["ep"])
         model = CHANGES[change](together.apply(expert_model()))
         if change == "copy":
             with pytest.raises(MethodError, match="returned 1 module, and none"):
