@@ -33,20 +33,23 @@ from pgmesh.launch import spawn
 from pgmesh.parallel import (
     ContextParallel,
     DataParallel,
+    ExpertParallel,
     Method,
     PipelineParallel,
+    Router,
     ShardedDataParallel,
     TensorParallel,
     attention_plan,
     compose,
     local,
+    mix,
     mlp_plan,
 )
 
 RANKS, MICROBATCHES, STEPS_A_ROUND = 4, 4, 4
 ROUNDS_OF_A_WORLD = 3
 """More worlds with fewer rounds: in one world, a program differed from itself on another Gloo group by up to 10 %."""
-LAYERS, WIDTH, HEAD, VOCABULARY, CONTEXT, ROWS = 4, 128, 32, 256, 64, 16
+LAYERS, WIDTH, HEAD, VOCABULARY, CONTEXT, ROWS, EXPERTS = 4, 128, 32, 256, 64, 16, 8
 FIRST, LAST = ("tokens", "places"), ("norm", "head")
 PLAIN = "plain torch"
 CASES = {"dp4": {"dp": 4}, "fsdp4": {"dp": 4}, **{f"{a}2 x dp2": {a: 2, "dp": 2} for a in ("tp", "pp", "cp")}}
@@ -326,6 +329,37 @@ def measure(case: str, rounds: int, ours_first: bool) -> tuple[list[int], dict[s
         return exchanges, dict(took)
 
 
+class Experts(nn.Module):
+    """A layer of experts alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mix, self.router = mix, Router(WIDTH, EXPERTS, 2)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        routes = self.router(tokens)
+        return self.mix(tokens, routes.weights, routes.chosen, self.experts)
+
+
+def bytes_of_experts(edp: int, ep: int) -> float:
+    """Bytes of the weights, gradients and Adam's states of the experts on a rank, as a multiple of its equal part."""
+    with ProcessGroupMesh(dp=RANKS) as mesh:
+        together = compose(mesh, ShardedDataParallel(mesh, "dp"), ExpertParallel(mesh.view(edp=edp, ep=ep), "ep"))
+        model = Experts()
+        whole = sum(weight.nbytes for weight in model.experts.parameters())
+        model = together.apply(model)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        model(torch.randn(CONTEXT, WIDTH)).square().sum().backward()
+        optimizer.step()
+        held = 0
+        for weight in model.experts.parameters():
+            states = [each for each in optimizer.state[weight].values() if each.ndim]
+            held += sum(local(each).untyped_storage().nbytes() for each in (weight.detach(), weight.grad, *states))
+        return held / (4 * whole / RANKS)
+
+
 def figures(rounds: int, cases: Iterable[str] = CASES) -> list[Figure]:
     found = list[Figure]()
     for case in cases:
@@ -342,4 +376,8 @@ def figures(rounds: int, cases: Iterable[str] = CASES) -> list[Figure]:
             Figure(f"{case}: input checks in the first step", {OURS: first}, "", (Target(most=1),)),
             Figure(f"{case}: input checks from the third step on", {OURS: later}, "", (Target(most=0),)),
         ]
+    for edp, ep in ((1, 4), (2, 2), (4, 1)):
+        most = max(spawn(bytes_of_experts, RANKS, edp, ep, timeout=timedelta(seconds=240)))
+        what = f"edp{edp} x ep{ep}: bytes of experts on a rank, of 1/{RANKS} of all"
+        found.append(Figure(what, {OURS: most}, "x", (Target(most=1.05),)))
     return found

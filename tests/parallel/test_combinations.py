@@ -128,6 +128,7 @@ COMPOSITIONS = {
     "compiled, ring, data": on(dp=2, cp=2, data="data", context="ring", **COMPILED),
     "compiled, ulysses, data": on(dp=2, cp=2, data="data", context="ulysses", **COMPILED),
     "compiled, experts, data": on(dp=4, data="data", **experts(2, 2), **COMPILED),
+    "compiled, experts, sharded": on(dp=4, data="sharded", compiled=True, **experts(2, 2)),
     "norm, 1f1b, data": stages(dp=2, data="data", clip=True),
     "norm, 1f1b, experts": stages(dp=2, data="data", clip=True, **experts(1, 2)),
     "norm, 1f1b, sharded; tied": stages(dp=2, data="sharded", tied=True, clip=True),
