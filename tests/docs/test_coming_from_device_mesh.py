@@ -91,7 +91,8 @@ def test_both_columns_give_their_values(row: Row):
 @pytest.mark.long
 @pytest.mark.parametrize("program", [0, 1], ids=["before", "after"])
 def test_both_scripts_print_what_the_page_shows(tmp_path: Path, program: int):
-    script = re.findall(r"^```python\n(import.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[program]
+    (diff,) = re.findall(r"^```diff\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    script = "".join(f"{line[1:]}\n" for line in diff.splitlines() if not line.startswith("+-"[program]))
     (shown,) = re.findall(r"^```console\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     assert run_ranks(tmp_path, script, 8) == shown
 
