@@ -114,12 +114,13 @@ $(VENV)/bytecode: $(VENV)/dev
 	-$(RUN) -m pytest -qq --collect-only >/dev/null
 	@touch $@
 
+# pip would list what accelerate and torchtitan miss, which $(VENV)/dev leaves out on purpose.
 $(VENV)/docs: $(VENV)/dev
-	$(RUN) -m pip install --quiet --editable '.[docs]'
+	$(RUN) -m pip install --quiet --no-warn-conflicts --editable '.[docs]'
 	@touch $@
 
 $(VENV)/examples: $(VENV)/dev
-	$(RUN) -m pip install --quiet --editable '.[examples]' \
+	$(RUN) -m pip install --quiet --no-warn-conflicts --editable '.[examples]' \
 		|| echo "ray or transformers cannot be installed here: their examples are skipped"
 	@touch $@
 

@@ -24,6 +24,7 @@ nb_execution_in_temp = True
 nb_execution_timeout = 120
 
 default_role = "code"
+highlight_language = "none"  # of blocks that name no language: commands, their output, errors
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
 add_module_names = False

@@ -1,6 +1,8 @@
 """Process groups along any axes of an N-D mesh of ranks, created on first use by their members alone.
 
-A script for torchrun, srun or mpirun::
+A script for torchrun, srun or mpirun:
+
+.. code-block:: python
 
     import torch
     from pgmesh import ProcessGroupMesh, launch

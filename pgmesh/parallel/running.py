@@ -51,7 +51,9 @@ class BatchKind:
 class Pipeline(nn.Module):
     """This rank's stages of a module and the schedules that run them. ``PipelineParallel.apply`` returns it.
 
-    A step, with the composition's own call for clipping::
+    A step, with the composition's own call for clipping:
+
+    .. code-block:: python
 
         losses = model.step(inputs, target=targets)
         together.clip_grad_norm_(1.0)   # together = compose(mesh, PipelineParallel(mesh, "pp", ...), ...)
