@@ -86,7 +86,6 @@ def live_in(worlds: int, port: int) -> list[dict[str, int]]:
     return left
 
 
-@pytest.mark.fault("the world is destroyed with meshes open, five times in a row, each on a fresh store or prefix")
 @pytest.mark.skipif(not CAN_COUNT, reason="needs /proc")
 def test_ended_world_leaves_nothing_behind():
     with StoreProcess() as server, fresh_world(2) as own:

@@ -201,7 +201,6 @@ def four() -> World:
         return world(4, "small flight record")
 
 
-@pytest.mark.fault("release and make again, 500 times")
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_survived_fault_leaves_nothing_behind(four: World, fault: Callable[[ProcessGroupMesh], None]):
     assert four.run(again_and_again, fault) == [{}] * 4

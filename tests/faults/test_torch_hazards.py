@@ -64,7 +64,6 @@ def test_close_after_own_part_loses_no_message():
 # ---- what a group leaves behind ----
 
 
-@pytest.mark.fault("release and make again, 500 times")
 @pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")
 def test_releasing_40_times_leaves_nothing_behind():
     check_cycles(40, connects=False)
@@ -86,7 +85,6 @@ def ask_at_once(mesh: ProcessGroupMesh, tag: str) -> None:
     check_sums({tag: (asked[0], mesh.ranks("tp"))})
 
 
-@pytest.mark.fault("two threads ask for groups, or are in first collectives of different groups")
 @on_ranks(4)
 def test_threads_get_the_same_group():
     mesh = ProcessGroupMesh(dp=2, tp=2)

@@ -38,7 +38,6 @@ def compare(name: str) -> None:
             dist.destroy_process_group(group)
 
 
-@pytest.mark.fault("point-to-point calls or `monitored_barrier` as the first use of a Gloo group of up to 64 members")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_first_use_is_that_of_new_group(name: str):
     """Which side of a pair is passive depends on ports, so each program runs in 24 groups."""

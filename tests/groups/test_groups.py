@@ -145,7 +145,6 @@ def new_group_of_all(odd: Sequence[int]) -> Any:
     return [dist.new_group(block) for block in (odd, rest)][dist.get_rank() not in odd]
 
 
-@pytest.mark.fault("ranks ask for groups in different orders, in one thread or several, synchronously or not")
 @pytest.mark.parametrize("seed", range(3))
 @on_ranks(8)
 def test_ranks_create_groups_in_any_order(seed: int):
