@@ -88,7 +88,7 @@ def test_contributing_page_names_existing_tests():
 # ---- lost ranks ----
 
 ELASTIC = (ROOT / "docs" / "elastic.md").read_text(encoding="utf-8").partition("## The three calls")[0]
-SHORT_LOOP, WHOLE_LOOP = re.findall(r"^```python\n(.*?)^```", ELASTIC, re.MULTILINE | re.DOTALL)
+(SHORT_LOOP,) = re.findall(r"^```python\n(.*?)^```", ELASTIC, re.MULTILINE | re.DOTALL)
 
 
 def train_until_killed(mesh: ProcessGroupMesh) -> None:
@@ -110,10 +110,8 @@ def test_short_elastic_loop_survives_a_killed_rank():
     assert seen == ["ProcessGroupMesh(dp=2, ranks=range(2), name='train#1')"] * 2
 
 
-def test_elastic_page_shows_loop_of_the_example():
+def test_elastic_page_shows_calls_of_the_example():
     program = (ROOT / "examples" / "elastic.py").read_text(encoding="utf-8")
-    assert re.findall(r"^def (\w+)", WHOLE_LOOP, re.MULTILINE) == ["run", "train"]
-    assert WHOLE_LOOP in program
     calls = re.findall(r"`(\w[\w.]*\(.+?\))`", " ".join(without_code(ELASTIC).split()))
     assert len(calls) > 1
     assert [call for call in calls if call not in program] == []
