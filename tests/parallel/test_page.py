@@ -39,7 +39,6 @@ def test_table_has_each_method():
     for row in table.values():
         assert row[2].startswith(("thin over torch's", "our reference"))
         assert len(row) == 3
-    assert "*Tested with Gloo on one machine. NCCL, GPUs and several hosts are untested" in PAGE
     for name in methods - {"DataParallel", "ShardedDataParallel", "PipelineParallel"}:
         assert "Untested on GPUs." in inspect.getdoc(getattr(parallel, name))
 
