@@ -353,11 +353,12 @@ def bytes_of_experts(edp: int, ep: int) -> float:
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         model(torch.randn(CONTEXT, WIDTH)).square().sum().backward()
         optimizer.step()
-        held = 0
+        storages = dict[int, int]()  # several gradients lie in one
         for weight in model.experts.parameters():
             states = [each for each in optimizer.state[weight].values() if each.ndim]
-            held += sum(local(each).untyped_storage().nbytes() for each in (weight.detach(), weight.grad, *states))
-        return held / (4 * whole / RANKS)
+            found = [local(each).untyped_storage() for each in (weight.detach(), weight.grad, *states)]
+            storages |= {each.data_ptr(): each.nbytes() for each in found}
+        return sum(storages.values()) / (4 * whole / RANKS)
 
 
 def figures(rounds: int, cases: Iterable[str] = CASES) -> list[Figure]:

@@ -138,7 +138,7 @@ def hybrid(mesh: ProcessGroupMesh, options: dict[str, Any]) -> list[dist.Process
 
 
 def experts(mesh: ProcessGroupMesh, options: dict[str, Any]) -> list[dist.ProcessGroup]:
-    compose(mesh, Data(mesh, "pp"), ExpertParallel(mesh, "dp", options=options), unowned=["tp"])
+    compose(mesh, Data(mesh, "pp"), ExpertParallel(mesh, "dp", options=options), unowned=["dp", "tp"])
     return [mesh.group("pp"), mesh.group("dp"), mesh.group("pp", "dp")]
 
 
