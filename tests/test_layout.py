@@ -51,26 +51,6 @@ def test_foreign_value_is_not_in_a_layout(outsider, ranks):
     assert outsider not in Layout(2, 2, 2, ranks=ranks)
 
 
-@pytest.mark.parametrize("number", [torch.tensor, np.array], ids=["torch", "numpy"])
-@pytest.mark.parametrize("ranks", [range(8), (3, 1, 4, 5, 0, 2, 6, 7)], ids=["straight", "permuted"])
-def test_mutated_rank_tensor_is_looked_up_again(number, ranks):
-    asks: list[Callable[[Layout, object], object]] = [
-        lambda layout, rank: rank in layout,
-        Layout.coord_of,
-        Layout.label_of,
-        lambda layout, rank: layout.block_of(rank, "tp"),
-        lambda layout, rank: layout.neighbor_of(rank, "tp", wrap=True),
-        lambda layout, rank: layout.rank_of((1, 0, rank % 2)),
-    ]
-    for ask in asks:
-        layout, rank = Layout(pp=2, dp=2, tp=2, ranks=ranks), number(0)
-        for value in (3, 6, 1):
-            rank[...] = value
-            assert ask(layout, rank) == ask(Layout(pp=2, dp=2, tp=2, ranks=ranks), value)
-        rank[...] = 9
-        assert rank not in layout
-
-
 @pytest.mark.parametrize("truth", TRUTHS, ids=lambda truth: type(truth).__module__)
 @pytest.mark.parametrize("ranks", [range(8), (3, 1, 4, 5, 0, 2, 6, 7)], ids=["straight", "permuted"])
 def test_bool_is_no_number(truth, ranks):

@@ -118,28 +118,6 @@ def test_suggested_meshes_keep_ranks_and_name(size, call, ranks, name):
 
 
 @settings(max_examples=100)
-@given(call=calls(), ranks=st.none() | RANKS)
-def test_suggested_layouts_keep_ranks(call, ranks):
-    shape, sizes, mistakes = call
-    error = caught(lambda: Layout(*shape, ranks=ranks, **sizes))
-    if error is not None:
-        check(error, {"Layout": Layout}, lambda made, _: ranks is None or made.ranks() == tuple(ranks), mistakes)
-
-
-@settings(max_examples=60)
-@given(call=calls(), ranks=RANKS)
-def test_suggested_views_keep_ranks(call, ranks):
-    shape, sizes, mistakes = call
-    with fake_rank(ranks[0], 8):
-        mesh = ProcessGroupMesh(len(ranks), ranks=ranks)
-        error = caught(lambda: mesh.layout.view(*shape, **sizes))
-        if error is not None:
-            names = {"mesh": mesh, "timedelta": timedelta}
-            check(error, names, lambda made, _: made.layout.ranks() == tuple(ranks), mistakes)
-        mesh.close()
-
-
-@settings(max_examples=100)
 @given(
     sizes=st.lists(st.integers(1, 6), min_size=1, max_size=3),
     nodes=st.sampled_from(["2x4", "1x6", [4, 4], "3x4,2"]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from dataclasses import dataclass
 from xml.etree import ElementTree
@@ -185,47 +184,6 @@ def words(drawn: str, kind: str = "text") -> list[str]:
     return [node.text or "" for node in ElementTree.fromstring(drawn).iter(f"{{http://www.w3.org/2000/svg}}{kind}")]
 
 
-def test_sample_has_the_panels_at_the_ends():
-    layout = Layout(pp=8, dp=16, cp=4, tp=8)
-    titles = [panel.title for panel in figures.make_figure(layout, max_cells=text.MAX_CELLS).panels]
-    assert titles == ["pp0 dp0", "pp0 dp15", "pp7 dp0", "pp7 dp15"]
-    lines = styled_text.plain(text.lines(layout, host=hosts("512x8"))).splitlines()
-    assert [line.strip("┌─┐ ") for line in lines if line.startswith("┌")] == titles
-
-
-@settings(max_examples=60)
-@given(st.lists(st.lists(st.integers(0, 2), min_size=4, max_size=4), min_size=1, max_size=4))
-def test_lines_separate_cells_of_different_hosts(rows):
-    order = {host: iter(range(100 * host, 100 * host + 16)) for host in range(3)}
-    ranks = [next(order[host]) for row in rows for host in row]
-    layout = Layout(dp=len(rows), tp=4, ranks=ranks)
-    drawn = draw(layout, host=HostLevel("host", ((3, 100),)))
-    boxes, _ = areas(drawn)
-    (path,) = re.findall('<path class="hosts" d="(.*?)"', drawn)
-    panel = next(box for box in boxes if box.kind == "panel")
-    sides = [(int(x), int(y), way) for x, y, way in re.findall(r"M(\d+) (\d+)([hv])\d+", path)]
-    cells = [box for box in boxes if box.kind == "cell"]
-    inset = svg.GAP_OF_CELLS // 2
-    for number, cell in enumerate(cells):
-        row, column = divmod(number, 4)
-        x, y = cell.x - inset - panel.x, cell.y - inset - panel.y
-        above = row > 0 and rows[row - 1][column] == rows[row][column]
-        before = column > 0 and rows[row][column - 1] == rows[row][column]
-        assert ((x, y, "h") in sides, (x, y, "v") in sides) == (not above, not before)
-
-
-def test_colours_of_neighbours_differ_and_are_light():
-    for count in (1, 2, 5, 12, 128):
-        colours = [palette.colour(number) for number in range(count)]
-        assert len(set(colours)) == count or count > 30
-        for colour in colours:
-            red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-            light = sum(w * part**2.2 for w, part in ((0.2126, red), (0.7152, green), (0.0722, blue)))
-            assert (light + 0.05) / (0.0085 + 0.05) > 4.5  # the contrast that text on it needs
-        for one, other in itertools.pairwise(colours):
-            assert math.dist(bytes.fromhex(one[1:]), bytes.fromhex(other[1:])) > 25
-
-
 def test_markup_in_a_title_is_escaped():
     drawn = draw(EIGHT, title='<b> & "x"')
     assert '<b> & "x"' in words(drawn)
@@ -276,8 +234,3 @@ def test_text_equals_golden_file(name):
 def test_no_line_is_wider_than_the_terminal(name, width):
     for coloured in (False, True):
         assert max(len(styled_text.plain([line])) for line in TEXTS[name](width=width, coloured=coloured)) <= width
-
-
-def test_svg_without_layouts_raises_type_error():
-    with pytest.raises(TypeError, match="layout"):
-        svg.draw()

@@ -11,7 +11,6 @@ import inspect
 import itertools
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -122,35 +121,6 @@ def test_published_state_equals_that_of_megatron(state: Any, sizes: str):
             ours = megatron.process_groups(arrangement)
             assert ranks_of(vars(ours)) == ranks_of(vars(held))
             assert answers(state) == nothing != theirs
-
-
-def last_first(ranks: list[int]) -> list[int]:
-    return [ranks[-1], ranks[0]]
-
-
-def test_published_embedding_ranks_keep_their_order(state: Any):
-    """So which of them is asked whether it holds the first stage is Megatron's own; in its group torch sorts them."""
-    for rank in range(8):
-        with fake_rank(rank, 8), mock.patch.dict(vars(state)):
-            found = []
-            sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4}
-            state.initialize_model_parallel(
-                **sizes,
-                virtual_pipeline_model_parallel_size=2,
-                get_embedding_ranks=last_first,
-                create_gloo_process_groups=False,
-            )
-            theirs = state._EMBEDDING_GROUP and dist.get_process_group_ranks(state._EMBEDDING_GROUP)
-            in_group = partial(state.is_rank_in_embedding_group, ignore_virtual=False)
-            found.append((state._EMBEDDING_GLOBAL_RANKS, [in_group(vp_stage=chunk) for chunk in (0, 1)]))
-            state.destroy_model_parallel()
-            arrangement = recipes.megatron(8, tp=2, pp=4, embedding=last_first)
-            with megatron.published(arrangement, virtual_pipeline=2):
-                found.append((state._EMBEDDING_GLOBAL_RANKS, [in_group(vp_stage=chunk) for chunk in (0, 1)]))
-                ours = state._EMBEDDING_GROUP and dist.get_process_group_ranks(state._EMBEDDING_GROUP)
-            assert found[0] == found[1]
-            assert ours == found[1][0]
-            assert theirs == (ours and sorted(ours))
 
 
 def test_published_fills_the_optional_globals(state: Any):

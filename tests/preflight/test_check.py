@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -41,7 +40,6 @@ from tests.support.faults import last_status
 from tests.support.message_assertions import without_hostname_warnings
 from tests.support.programs import clean_env, free_port, run_programs
 from tests.support.resource_counts import growth
-from tests.support.terminal import run_in_terminal, visible_lines
 from tests.support.torch_tables import table_sizes
 from tests.support.worlds import fresh_world, on_ranks, world
 
@@ -115,33 +113,6 @@ def test_check_json_has_each_group_and_both_bandwidths():
 
 
 PIPED = "import sys; from pgmesh.__main__ import main; sys.exit(main())"
-
-
-def two_ranks(folder: Path) -> str:
-    """Terminal output of rank 0 of two ranks. Rank 1, whose output is piped, prints nothing."""
-    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}", "PYTHONPATH": str(ROOT)}
-    line = f"check dp=2 --combinations dp {QUICK.replace('20', '60')}"
-    second = os.environ | env | {"RANK": "1", "LOCAL_RANK": "1"}
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(run_programs, folder, PIPED, *shlex.split(line), environs=[second])
-        shown = run_in_terminal(line, rich=True, env=env | {"RANK": "0", "LOCAL_RANK": "0"})
-        ((out, err),) = other.result()
-        assert (out, without_hostname_warnings(err)) == ("", "")
-    return without_hostname_warnings(shown)
-
-
-@pytest.mark.long
-def test_check_in_a_terminal_shows_each_stage(tmp_path: Path):
-    pytest.importorskip("rich")
-    shown = two_ranks(tmp_path)
-    for stage in ("waiting for the other ranks", "waiting for 2 ranks", "connecting", "computing", "measuring dp"):
-        assert f"pgmesh check: {stage}" in shown, stage
-    assert "\x1b[32mok\x1b[0m" in shown
-    lines = visible_lines(shown)
-    assert max(map(len, lines)) <= 80
-    steps = [line for line in lines if line.startswith("pgmesh check: ")]
-    lines = lines[len(steps) :]
-    assert lines[:2] == ["2 ranks over gloo on cpu", "ok    2 ranks joined with the same arguments: dp=2"]
 
 
 def held() -> dict[str, int]:

@@ -9,13 +9,11 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -490,24 +488,6 @@ def test_olmo_hands_out_device_meshes_of_its_axes():
         assert experts["model"].device_mesh().mesh_dim_names == ("dp",)
 
 
-def test_oslo_in_code_order_has_its_lists():
-    """Where sequence is alone, or 1: in that code its runs of neighbours overlap those of tensor and of experts."""
-    tried = 0
-    for sizes in itertools.product((1, 2, 3), repeat=5):
-        five = dict(zip(("data", "pipeline", "expert", "sequence", "tensor"), sizes))
-        whole = math.prod(sizes)
-        if whole > 36 or (five["sequence"] > 1 and five["tensor"] * five["expert"] > 1):
-            continue
-        tried += 1
-        ours = recipes.oslo(whole, **five, order="data-pipeline-expert-sequence-tensor", of=Layout)
-        theirs = oracle.oslo_code(whole, **five)
-        assert {mode: blocks(ours, mode) for mode in theirs} == {mode: sorted(theirs[mode]) for mode in theirs}
-    assert tried > 80
-    three = {"data": 2, "pipeline": 2, "tensor": 2}
-    theirs = oracle.oslo_code(8, **three, expert=1, sequence=1)
-    assert blocks(recipes.oslo(8, **three, of=Layout), "data") != sorted(theirs["data"])
-
-
 # ---- what an arrangement is ----
 
 
@@ -543,49 +523,6 @@ def test_repr_is_the_call():
 # ---- suggested calls ----
 
 
-ANY = (None, -1, 2, 3)
-ORDERS = (None, "tp-pp-dp-ep-cp", "dp-ep-tp-cp-pp", "pp-tp")
-WRONG: dict[str, list[dict[str, Any]]] = {
-    "megatron": [
-        {"tp": (-1, 1, 2, 3), "pp": (1, 2, 3), "cp": (1, 2), "ep": (-1, 1, 2, 5), "etp": (None, 1, 3)},
-        {"pp": (1, 2), "cp": (1, 2), "order": ORDERS, "optimizer_instances": (0, 2, 3), "hybrid_cp": (True, False)},
-        {"cp": (1, 4), "ep": (1, 3), "hierarchical_cp": ([2], [2, 3], [3, -1]), "optimizer_instances": (1, 2)},
-    ],
-    "olmo": [dict.fromkeys(("dp", "dp_replicate", "dp_shard", "ep", "tp"), ANY) | {"pp": (None, 2), "cp": (None, 2)}],
-    "olmo_experts": [{"ep": range(2, 13)}],
-    "fairscale": [{"tp": (-1, 1, 3, 8), "pp": (-1, 1, 2, 3), "cp": (-1, 1, 2, 3)}],
-    "oslo": [
-        {"data": (-1, 1, 2, 3), "tensor": (-1, 1, 2, 3), "expert": (1, 3), "order": ("tensor-data", "data", "dp-tp")}
-    ],
-}
-"""Values of the arguments of each recipe, of which most do not fit."""
-TRIED = 500
-"""So many combinations of the values of each table, at most, are tried with each number of ranks."""
-
-
-def refused_calls(name: str) -> Iterator[str]:
-    """The errors of a recipe's calls with combinations of these values."""
-    for grid, size in itertools.product(WRONG[name], (6, 8)):
-        combinations = [*itertools.product(*grid.values())]
-        for values in random.Random(size).sample(combinations, min(TRIED, len(combinations))):
-            given = {word: value for word, value in zip(grid, values) if value is not None}
-            try:
-                getattr(recipes, name)(size, **given, of=Layout)
-            except ShapeError as error:
-                yield str(error)
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_calls_suggested_for_wrong_sizes_run(name):
-    messages = [*refused_calls(name)]
-    calls = [call for text in messages for call in re.findall(r"^  (\S.*?)(?:   #.*)?$", text, re.MULTILINE)]
-    for call in {*calls}:
-        assert isinstance(eval(call), Arrangement), call
-    without = [text for text in messages if "\n\n" not in text]
-    assert all("hybrid_cp=True" in text for text in without)
-    assert len(calls) == len(messages) - len(without) > 10
-
-
 def test_translated_call_without_world_or_lambda_names_runs():
     with pytest.raises(ShapeError) as caught:
         recipes.megatron(tensor_model_parallel_size=2, get_embedding_ranks=lambda ranks: ranks[:1])
@@ -593,11 +530,6 @@ def test_translated_call_without_world_or_lambda_names_runs():
     with fake_rank(0, 8):
         made = eval(translated, {"recipes": recipes, "torch": torch, "embedding": lambda ranks: ranks[:1]})
         assert made["tensor"].ranks() == (0, 1)
-
-
-def test_megatron_accepts_numpy_world_and_single_level():
-    arrangement = plan(np.int64(8), cp=4, hierarchical_cp=4)
-    assert arrangement.partition("context level 1") == plan(8, cp=4).partition("context")
 
 
 def test_a_plan_and_another_rank_make_no_groups():

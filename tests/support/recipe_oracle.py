@@ -139,28 +139,6 @@ def oslo(world: int, *, order: str = "pipeline-data-expert-sequence-tensor", **g
     return {"global": [tuple(range(world))], **{mode: groups(fastest_first, sizes, [mode]) for mode in modes}}
 
 
-def oslo_code(
-    world: int, *, data: int, pipeline: int, expert: int, sequence: int, tensor: int
-) -> dict[str, list[Block]]:
-    """The groups that OSLO's code creates, each mode independently of the others.
-
-    Data groups have a stride of one model copy, and pipeline groups a stride of one stage. Tensor and sequence
-    groups are contiguous. Expert groups have a stride of ``tensor``.
-    """
-    copy = world // data
-    stage = copy // pipeline
-    apart = [range(first, world, tensor) for first in range(tensor)]
-    return {
-        "data": [tuple(first + copy * i for i in range(data)) for first in range(copy)],
-        "pipeline": [
-            tuple(copy * i + first + stage * j for j in range(pipeline)) for i in range(data) for first in range(stage)
-        ],
-        "tensor": chunks(tuple(range(world)), tensor),
-        "sequence": chunks(tuple(range(world)), sequence),
-        "expert": [part for ranks in apart for part in chunks(tuple(ranks), expert)],
-    }
-
-
 def olmo(world: int, **given: int) -> dict[str, list[Block]]:
     """Groups that OLMo-core's functions return, over its axes in its order; only ``dp`` if no size is given."""
     given = given or {"dp": -1}

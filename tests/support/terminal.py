@@ -50,24 +50,3 @@ def run_in_terminal(line: str, rich: bool, columns: int = 80, env: Mapping[str, 
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 PIECES = re.compile(r"\x1b\[(\??[0-9;]*)([A-Za-z])|(\r)|(\n)|([^\x1b\r\n]+)")
-
-
-def visible_lines(text: str) -> list[str]:
-    """The lines visible at the end, without colours and without text that was overwritten or erased."""
-    lines, row, column = [""], 0, 0
-    for number, code, home, below, words in PIECES.findall(text):
-        if words:
-            before = lines[row].ljust(column)
-            lines[row] = before[:column] + words + before[column + len(words) :]
-            column += len(words)
-        elif home or below:
-            row, column = row + bool(below), 0
-            lines += [""] * (row + 1 - len(lines))
-        elif code == "A":
-            row = max(0, row - int(number or 1))
-        elif code == "K":
-            assert number == "2", number
-            lines[row] = ""
-        else:
-            assert code == "m" or number == "?25", (number, code)
-    return [line.rstrip() for line in lines]
