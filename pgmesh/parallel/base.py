@@ -22,6 +22,7 @@ from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.blocks import Blocks, connected_ranks, spanning_axes
 from pgmesh.parallel.divisibility import divide_evenly, format_sizes
 from pgmesh.parallel.local_experts import expert_tensors
+from pgmesh.parallel.names import mark_wrapper
 from pgmesh.parallel.owned_tensors import check_shapes, owned_tensors
 from pgmesh.planning.axis_heuristics import method_of
 
@@ -207,6 +208,8 @@ class Method:
         applied = self.apply(part)
         if not isinstance(applied, nn.Module):
             raise TypeError(f"apply returned {applied!r}, not the module to train")
+        if applied is not part:
+            mark_wrapper(applied, part)
         check_shapes(shapes, applied)
         return applied
 

@@ -6,7 +6,6 @@ in the whole model, so that a checkpoint of pipeline stages can be loaded into o
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,14 +26,11 @@ from pgmesh import torch_private
 from pgmesh.errors import MethodError
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.composing import COMPOSITIONS
+from pgmesh.parallel.names import plain_name, whole_name
 from pgmesh.parallel.pieces import PieceComparison
-from pgmesh.parallel.running import Pipeline
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 """Optimizer states by name of the parameter: a stage cannot number parameters as the whole model does."""
-
-NAME_IN_STAGE = re.compile(r"(state\.|param_groups\.|)parts\.\d+\.(.*)")
-"""A name in a pipeline: ``parts.1.head.weight``, and ``state.parts.1.head.weight.exp_avg`` in an optimizer."""
 
 
 Optimizers = Optimizer | Iterable[Optimizer] | None
@@ -139,12 +135,7 @@ def _key(kind: str, name: str, module: nn.Module) -> str:
 
     The optimizer state of a tied parameter has its first name.
     """
-    found = NAME_IN_STAGE.fullmatch(name)
-    if not isinstance(module, Pipeline) or not found:
-        return f"{kind}/{name}"
-    section, whole_name = found.groups()
-    if kind == "optimizer":
-        for other, first in module.canonical_names.items():
-            if whole_name.startswith(f"{other}."):
-                whole_name = first + whole_name.removeprefix(other)
-    return f"{kind}/{section}{whole_name}"
+    if kind == "model":
+        return f"model/{plain_name(module, name)}"
+    section, _, rest = name.partition(".")  # such as state.parts.1.head.weight.exp_avg
+    return f"{kind}/{section}.{whole_name(module, rest)}"

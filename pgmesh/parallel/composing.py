@@ -14,7 +14,7 @@ by hand:
 1. If ranks read different tokens, trainable weights need a method that averages them.
 2. The initial weights of ranks are compared, or broadcast, as DDP does.
 3. The methods are applied: a pipeline splits the module into stages, and the others are applied to each stage in the
-   order tensor, token, shard, data.
+   order tensor, token, ``before_sharding``, shard, data.
 4. Hooks are registered that compare the inputs of ranks in the first training step: ``first_step.py``.
 """
 
@@ -35,7 +35,14 @@ from pgmesh._util.formatting import count_of
 from pgmesh.errors import MethodError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.applying import Pieces, apply_methods, count_pieces, raise_on_all, release_new_groups
+from pgmesh.parallel.applying import (
+    Pieces,
+    Prepare,
+    apply_methods,
+    count_pieces,
+    raise_on_all,
+    release_new_groups,
+)
 from pgmesh.parallel.base import Level, Method, blocks_of
 from pgmesh.parallel.comparing import compare_inputs, compare_weights
 from pgmesh.parallel.data import broadcasts_start
@@ -46,6 +53,7 @@ from pgmesh.parallel.gradients import local_shard, mean_over_ranks, norm_of_piec
 from pgmesh.parallel.initializing import initialize_layers
 from pgmesh.parallel.local_experts import expert_tensors, named_tensors, names_of_experts
 from pgmesh.parallel.mixture import Accumulation
+from pgmesh.parallel.names import whole_name
 from pgmesh.parallel.owned_tensors import owned_tensors
 from pgmesh.parallel.owners import check_all_owned, check_method, check_pair, unaveraged_error
 from pgmesh.parallel.pieces import PieceComparison
@@ -142,7 +150,7 @@ class Composition:
 
     # -- the module -------------------------------------------------------------------------------------------------
 
-    def apply(self, module: nn.Module) -> nn.Module:
+    def apply(self, module: nn.Module, *, before_sharding: Prepare | None = None) -> nn.Module:
         """Apply all methods, lowest level first, and return the module to train.
 
         The initial weights of ranks are compared before, and their inputs in the first training step. With a
@@ -152,9 +160,17 @@ class Composition:
         On a pipeline call this composition's ``clip_grad_norm_``: torch's would clip each stage by its own norm.
         torch's GradScaler does not work there either: one stage would step and another skip. Use bfloat16.
 
+        Args:
+            module: the whole module, the same on every rank.
+            before_sharding: a function from a module to the same module or a wrapper of it, for torch's
+                ``checkpoint_wrapper``, ``block.compile()`` and changes of one's own. It gets this rank's module, in a
+                pipeline each of its stages, after the tensor, context and expert methods and before FSDP or DDP. The
+                names of its parameters, before torch's wrappers, and their shapes have to stay.
+
         Raises:
             AxisError: ranks read different tokens, but no method averages gradients.
             MethodError: ``check`` of a method raised it.
+            MethodError: ``before_sharding`` returned no module, or one with other parameters.
             MethodError: ranks start with different weights, or a method failed. The message has the method and its
                 axes; ``__cause__`` is the method's error. Groups that the call created are released. All ranks raise.
         """
@@ -167,9 +183,9 @@ class Composition:
             method.check(module)
         self._start_equal(module)
         was_on_meta = any(each.is_meta for each in module.parameters())
-        running, failure, applied = list[Method](), None, module
+        running, failure, applied = list[object](), None, module
         try:
-            applied = apply_methods(running, self.methods, module)
+            applied = apply_methods(running, self.methods, before_sharding, module)
         except Exception as error:
             failure = MethodError(
                 f"{running[-1]} failed in apply: {type(error).__name__}: {error}\n\n"
@@ -290,6 +306,23 @@ class Composition:
             broadcast_from_first(tensors, self.mesh.group_of(self._ranks.all))
 
     # -- the optimizer ----------------------------------------------------------------------------------------------
+
+    def named_parameters(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters with their names from before ``apply``, for an optimizer or to freeze some by name.
+
+        A tied parameter has its first name, also in another stage of a pipeline.
+
+        Args:
+            module: the module that ``apply`` returned.
+
+        >>> from pgmesh.parallel import DataParallel, compose
+        >>> together = compose(mesh, DataParallel(mesh, "dp"), unowned=["pp", "tp"])
+        >>> model = together.apply(torch.nn.Linear(2, 2))
+        >>> [name for name, _ in model.named_parameters()], [name for name, _ in together.named_parameters(model)]
+        (['module.weight', 'module.bias'], ['weight', 'bias'])
+        """
+        reshard(module)
+        return ((whole_name(module, name), weight) for name, weight in module.named_parameters())
 
     def attach(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Register all methods' hooks on an optimizer, lowest level first, and return it.
@@ -486,18 +519,34 @@ class Composition:
                 pieces.append((shard, shards * number))
         return norm_of_pieces(pieces, norm_type, self.mesh.group_of(self._ranks.replica))
 
-    def clip_grad_norm_(self, max_norm: float, *, module: nn.Module | None = None, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        *,
+        module: nn.Module | None = None,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``, as torch's function does on one process.
 
         Args:
             max_norm: the greatest norm.
             module: as in ``grad_norm``, as is ``norm_type``.
             norm_type: order of the norm.
+            error_if_nonfinite: raise, on all ranks, if the norm is infinite or NaN, and leave the gradients.
 
         Returns:
             The norm before, the same on every rank.
+
+        Raises:
+            MethodError: as in ``grad_norm``; or with ``error_if_nonfinite``, the norm is not finite.
         """
         norm = self.grad_norm(module=module, norm_type=norm_type)
+        if error_if_nonfinite and not norm.isfinite():
+            raise MethodError(
+                f"the norm of order {norm_type} of the gradients is {norm.item()}.\n\n"
+                "  optimizer.zero_grad()   # and go on with the next batch: all ranks raise this"
+            )
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         scale_gradients([w.grad for w in self._applied_module(module).parameters() if w.grad is not None], scale)
         return norm

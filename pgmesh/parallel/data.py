@@ -20,6 +20,7 @@ from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Method
 from pgmesh.parallel.exchange import broadcast_from_first
 from pgmesh.parallel.local_experts import expert_tensors, named_tensors
+from pgmesh.parallel.names import plain_name
 from pgmesh.parallel.owned_tensors import Owned, owned_tensors
 from pgmesh.parallel.stage_cutting import is_stage
 from pgmesh.torch_private import exclude_from_ddp
@@ -69,8 +70,8 @@ class DataParallel(Method):
             MethodError: a parameter is a DTensor, which DDP does not support, or the module contains DDP already.
         """
         self._check_module(module)
-        if experts := expert_tensors(module):
-            exclude_from_ddp(module, [*experts])
+        if experts := expert_tensors(module):  # DDP asks for either name if torch's checkpoint_wrapper is around all
+            exclude_from_ddp(module, [*experts, *(plain_name(module, name) for name in experts)])
         weights = [each for each in owned_tensors(module) if isinstance(each.tensor, nn.Parameter)]
         kept = [(each, each.tensor.requires_grad) for each in weights if each.name not in experts]
         module.register_forward_pre_hook(partial(self._check_kept, kept))

@@ -14,7 +14,8 @@ from torch import nn
 from pgmesh._util.samples import digest
 from pgmesh.errors import MethodError
 from pgmesh.parallel.gradients import local
-from pgmesh.parallel.pieces import part_of, whole_name
+from pgmesh.parallel.names import whole_name
+from pgmesh.parallel.pieces import part_of
 
 
 @torch.no_grad()

@@ -38,7 +38,8 @@ def expert_method(experts: nn.Module) -> Any:
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers of a module by name."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    parameters = nn.Module.named_parameters(module)  # torch's checkpoint_wrapper changes names in its own
+    return {**dict(parameters), **dict(module.named_buffers())}
 
 
 def expert_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -18,26 +18,8 @@ from pgmesh._util.samples import digest, sample
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.comparing import gather_numbers, gather_objects
 from pgmesh.parallel.gradients import local
+from pgmesh.parallel.names import whole_name
 from pgmesh.resharding.sharding import Sharding
-
-
-def without_wrappers(name: str) -> str:
-    """Name of a parameter without the prefixes of DDP and torch.compile."""
-    return ".".join(word for word in name.split(".") if word not in ("module", "_orig_mod"))
-
-
-def whole_name(module: nn.Module, name: str) -> str:
-    """The name of a parameter or submodule in the whole model: without stages of a pipeline, and wrappers such as DDP.
-
-    Args:
-        module: the module that ``apply`` returned.
-        name: the name in it.
-    """
-    words, first_names = name.split("."), dict[str, str]()
-    if "before_step" in vars(module):  # a Pipeline; its import would load torch's pipelines
-        words, first_names = words[2:], vars(module)["canonical_names"]
-    plain = without_wrappers(".".join(words))
-    return first_names.get(plain, plain)
 
 
 def pieces_of(module: nn.Module) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -20,8 +20,9 @@ from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Level, Method, single_axis
 from pgmesh.parallel.divisibility import format_sizes
+from pgmesh.parallel.names import plain_name
 from pgmesh.parallel.running import Loss, Pipeline
-from pgmesh.parallel.stage_cutting import copy_stage, partition_layers, tied_names
+from pgmesh.parallel.stage_cutting import copy_stage, ranges_of, split_evenly, tied_names
 from pgmesh.parallel.stage_loops import skip_absent
 from pgmesh.parallel.stages import Stages
 
@@ -31,7 +32,7 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 class PipelineParallel(Method):
     """Splits the layers of a module into stages on the ranks along its axis, and runs them on microbatches.
 
-    Layers are split evenly; if they are not divisible, the first stages have one more. On a stage, a plain loop
+    Without numbers, layers are split evenly: the first stages may have one more. On a stage, a plain loop
     ``for layer in self.layers`` has only its own layers; by index, those of other stages are None. Modules in
     ``first`` and ``last`` are None on all other stages; ``forward`` has to skip them. All other modules stay on every
     stage, and run there. They must have no parameters, dropout or statistics. A stage keeps the names of the whole
@@ -43,7 +44,8 @@ class PipelineParallel(Method):
     Args:
         mesh: the mesh.
         axis: the axis of the stages.
-        layers: name of the ModuleList, ModuleDict or Sequential to split: ``"blocks"``, ``"model.layers"``.
+        layers: name of the ModuleList, ModuleDict or Sequential to split: ``"blocks"``, ``"model.layers"``. Or the name
+            with the number of layers of each stage, in the order of the layers: ``{"blocks": [6, 8, 8, 6]}``.
         first: names of the modules before the layers.
         last: names of the modules after the layers.
         loss: function from the output of the last stage and the target to the mean loss of their rows. None for a
@@ -57,7 +59,8 @@ class PipelineParallel(Method):
 
     Raises:
         AxisError: more than one axis.
-        OptionsError: there is no such schedule, or it needs another number of stages or microbatches.
+        OptionsError: there is no such schedule, or it needs another number of stages or microbatches; or ``layers`` has
+            not one number for each stage.
 
     Source: https://docs.pytorch.org/docs/2.13/distributed.pipelining.html
 
@@ -77,7 +80,7 @@ class PipelineParallel(Method):
         self,
         mesh: ProcessGroupMesh,
         *axis: Axis,
-        layers: str,
+        layers: str | Mapping[str, Sequence[int]],
         first: Iterable[str] = (),
         last: Iterable[str] = (),
         loss: Loss | None,
@@ -88,12 +91,35 @@ class PipelineParallel(Method):
     ) -> None:
         super().__init__(mesh, *axis, options=options)
         self.axis = single_axis(self)
-        self.layers, self.first, self.last, self.loss = layers, tuple(first), tuple(last), loss
+        self.layers = layers if isinstance(layers, str) else next(iter(layers), "")
+        self.first, self.last, self.loss = tuple(first), tuple(last), loss
         self.microbatches, self.schedule, self.stages_per_rank = microbatches, schedule, stages_per_rank
         self._stages = Stages(mesh, self.axis, schedule, stages_per_rank, microbatches)
+        self._given_layers = layers
+        self._check_numbers()
         self._check_places()
         if options:
             mesh.at({self.axis: [0, -1]}).configure(self.axis, **options)  # for tied weights
+
+    @property
+    def _described_stages(self) -> str:
+        """The number of stages, for a message."""
+        sizes = format_sizes(self.mesh, self.owns)
+        return f"{count_of(self.stages, 'stage')} ({sizes}, {self.stages_per_rank} on each rank)"
+
+    def _check_numbers(self) -> None:
+        """Raise an OptionsError if ``layers`` has not one number for each stage."""
+        given = self._given_layers
+        if isinstance(given, str):
+            return
+        numbers = [*itertools.chain(*given.values())]
+        if len(given) != 1 or len(numbers) != self.stages or min(numbers) < 1:
+            even = split_evenly(max(sum(numbers), self.stages), self.stages)
+            raise OptionsError(
+                f"layers={given} has to have one name, and a number of layers, at least 1, for each of "
+                f"{self._described_stages}.\n\n"
+                f"  PipelineParallel(..., layers={{{self.layers or 'blocks'!r}: {even}}})   # one number for each stage"
+            )
 
     def _check_places(self) -> None:
         """Raise an OptionsError if a module, or a module in it, has two places among layers, first and last."""
@@ -107,7 +133,7 @@ class PipelineParallel(Method):
                     raise OptionsError(
                         f"{place}= has {outer!r} and {other}= has {inner!r}, but a module is on one stage. For a "
                         "weight on two stages, tie the weights of two modules before apply.\n\n"
-                        f"  PipelineParallel(..., layers={self.layers!r}, first={first}, last={last})"
+                        f"  PipelineParallel(..., layers={self._given_layers!r}, first={first}, last={last})"
                     )
 
     # -- stages -------------------------------------------------------------------------------------------------
@@ -152,7 +178,8 @@ class PipelineParallel(Method):
     def around(self, module: nn.Module, inner: Callable[[nn.Module], nn.Module]) -> Pipeline:
         """Split a module, and apply the methods of lower levels to each of this rank's stages."""
         tied = self.tied(module)
-        canonical_names = {name: first for first, *more in tied_names(module) for name in more}
+        names = [[plain_name(module, name) for name in same] for same in tied_names(module)]
+        canonical_names = {name: first for first, *more in names for name in more}
         parts = [inner(part) for part in self.cut(module)]
         return Pipeline(self._stages, parts, self.loss, tied, canonical_names)
 
@@ -165,21 +192,32 @@ class PipelineParallel(Method):
         Raises:
             MethodError: the module has no such submodule, or a parameter has no stage; or dropout or statistics, as
                 those of BatchNorm, would run on every stage.
-            ShapeError: there are fewer layers than stages.
+            ShapeError: there are fewer layers than stages, or the numbers in ``layers`` do not add up to them.
         """
         self._check_names(module)
         self._check_parameters(module)
         self._check_repeated(module)
         modules = module.get_submodule(self.layers).named_modules(remove_duplicate=False)
         layers = [f"{self.layers}.{name}" for name, _ in modules if name and "." not in name]
-        partition = partition_layers(len(layers), self.stages)
-        if not all(partition):
+        parts = ranges_of(self._split(len(layers)))
+        return [self._cut_stage(module, stage, layers, parts[stage]) for stage in self._stages.own]
+
+    def _split(self, layers: int) -> list[int]:
+        """Number of layers of each stage."""
+        even, given = split_evenly(layers, self.stages), self._given_layers
+        if not all(even):
             raise ShapeError(
-                f"{self.layers} has {count_of(len(layers), 'layer')}, too few for {self.stages} stages "
-                f"({format_sizes(self.mesh, self.owns)}, {self.stages_per_rank} on each rank).\n\n"
+                f"{self.layers} has {count_of(layers, 'layer')}, too few for {self._described_stages}.\n\n"
                 f"  at least {count_of(self.stages, 'layer')}, or fewer stages, would do"
             )
-        return [self._cut_stage(module, stage, layers, partition[stage]) for stage in self._stages.own]
+        numbers = even if isinstance(given, str) else [*given[self.layers]]
+        if sum(numbers) != layers:
+            raise ShapeError(
+                f"layers={given} adds up to {sum(numbers)}, and {self.layers} has {count_of(layers, 'layer')}, for "
+                f"{self._described_stages}.\n\n"
+                f"  PipelineParallel(..., layers={{{self.layers!r}: {even}}})"
+            )
+        return numbers
 
     def _cut_stage(self, module: nn.Module, stage: int, layers: list[str], present: range) -> nn.Module:
         """A stage of this rank, with the layers of these indices."""
@@ -196,7 +234,7 @@ class PipelineParallel(Method):
         """Names of each parameter tied between the first and the last stage: in the first, in the last."""
         pairs = []
         for names in tied_names(module) if self.stages > 1 else ():
-            places = {self._location(name): name for name in names}
+            places = {self._location(name): plain_name(module, name) for name in names}
             if len(places) > 1:
                 if set(places) != {"first", "last"}:
                     raise MethodError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -44,9 +45,9 @@ class ShardedDataParallel(Method):
             ModuleLists, ModuleDicts and Sequentials. All other parameters are gathered with the whole module, and so is
             a layer that shares a parameter with other modules.
         options: options of its groups, as in ``mesh.configure``.
-        keywords: arguments of torch's fully_shard, such as
-            ``mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)``, ``reshard_after_forward=False`` or
-            ``offload_policy=``.
+        keywords: arguments of torch's fully_shard, such as ``reshard_after_forward=False``, ``offload_policy=`` or
+            ``mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)``. Gradients are reduced in 32 bits, unless the
+            policy has a ``reduce_dtype`` of fewer: torch would reduce them in ``param_dtype``.
 
     Raises:
         OptionsError: fully_shard has no such argument.
@@ -76,7 +77,7 @@ class ShardedDataParallel(Method):
         check_keywords(self, fully_shard, keywords, given=("module", "mesh"))
         replicated = (replicate,) if isinstance(replicate, (str, int)) else tuple(replicate)
         self.replicates = mesh.along(*replicated).axes if replicated else ()
-        self.layers, self.keywords = layers or default_layers, keywords
+        self.layers, self.keywords = layers or default_layers, _reducing_in_32_bits(keywords)
         self.configure(self.replicates, self.shards)
 
     @property
@@ -203,6 +204,14 @@ def default_layers(module: nn.Module) -> Iterator[nn.Module]:
             yield from default_layers(child)
         elif next(child.parameters(), None) is not None:
             yield child
+
+
+def _reducing_in_32_bits(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords with a ``reduce_dtype`` of 32 bits, if the policy has none and computes in fewer."""
+    policy = keywords.get("mp_policy")
+    if policy is None or policy.reduce_dtype or not policy.param_dtype or policy.param_dtype.itemsize >= 4:
+        return {**keywords}
+    return {**keywords, "mp_policy": dataclasses.replace(policy, reduce_dtype=torch.float32)}
 
 
 def _count_uses(module: nn.Module) -> Counter[nn.Parameter]:

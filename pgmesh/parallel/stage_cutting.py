@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
 from torch import nn
+
+from pgmesh.parallel.names import plain_name
 
 REMOVED_MARK = "pgmesh_removed"
 """Attribute of a stage: the names of the modules of the whole module that it lacks."""
@@ -21,15 +23,23 @@ REMOVED_MARK = "pgmesh_removed"
 # ---- cutting ----
 
 
-def partition_layers(layers: int, stages: int) -> list[range]:
-    """Layer indices of each stage, split evenly; if they are not divisible, the first stages have one more.
+def split_evenly(layers: int, stages: int) -> list[int]:
+    """Number of layers of each stage; if they are not divisible, the first stages have one more.
 
-    >>> partition_layers(6, 4)
-    [range(0, 2), range(2, 4), range(4, 5), range(5, 6)]
+    >>> split_evenly(6, 4)
+    [2, 2, 1, 1]
     """
     each, more = divmod(layers, stages)
-    starts = [stage * each + min(stage, more) for stage in range(stages + 1)]
-    return [range(a, b) for a, b in itertools.pairwise(starts)]
+    return [each + (stage < more) for stage in range(stages)]
+
+
+def ranges_of(counts: Iterable[int]) -> list[range]:
+    """Layer indices of each stage, from their numbers.
+
+    >>> ranges_of([2, 1])
+    [range(0, 2), range(2, 3)]
+    """
+    return [range(a, b) for a, b in itertools.pairwise(itertools.accumulate(counts, initial=0))]
 
 
 def copy_stage(module: nn.Module, absent: Sequence[str], copied: Sequence[str] = ()) -> nn.Module:
@@ -97,8 +107,10 @@ def is_stage(module: nn.Module) -> bool:
 
 
 def match_modules(module: nn.Module, pattern: str) -> list[str]:
-    """Names of the modules that match a dotted pattern with * as wildcard."""
-    return [name for name, _ in module.named_modules(remove_duplicate=False) if matches(name, pattern)]
+    """Names of the modules whose name without wrappers matches a dotted pattern with * as wildcard."""
+    modules = module.named_modules(remove_duplicate=False)
+    wrapped_last = {plain_name(module, name): name for name, _ in modules}  # a wrapper comes before what it wraps
+    return [name for plain, name in wrapped_last.items() if matches(plain, pattern)]
 
 
 def on_other_stage(module: nn.Module, pattern: str) -> bool:

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from pgmesh._util.suggestions import closest_name, did_you_mean
 from pgmesh.errors import MethodError, OptionsError
 from pgmesh.parallel.base import format_axes, required_keywords
+from pgmesh.parallel.names import plain_name
 from pgmesh.parallel.stage_cutting import match_modules, on_other_stage
 
 if TYPE_CHECKING:
@@ -81,8 +82,10 @@ def entries_of(module: nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[nn.
     for pattern, style in plan.items():
         names = match_modules(module, pattern)
         if not names and not on_other_stage(module, pattern):
-            known = sorted({re.sub(r"\.\d+\b", ".*", name) for name, _ in module.named_modules() if name})
-            hint = did_you_mean(closest_name(pattern, known)) or f" It has {format_axes(known) or 'no modules'}."
+            plain = {plain_name(module, name) for name, _ in module.named_modules()} - {""}
+            known = sorted({re.sub(r"\.\d+\b", ".*", name) for name in plain})
+            hint = did_you_mean(closest_name(plain_name(module, pattern), known))
+            hint = hint or f" It has {format_axes(known) or 'no modules'}."
             raise MethodError(f"the plan names {pattern!r}, which {type(module).__name__} does not have.{hint}")
         entries |= {module.get_submodule(name): Entry(name, style) for name in names}
     return entries

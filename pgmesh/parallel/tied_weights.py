@@ -15,7 +15,7 @@ from torch import nn
 from pgmesh.errors import MethodError
 from pgmesh.parallel.exchange import broadcast_from_first, on_served_device
 from pgmesh.parallel.gradients import local
-from pgmesh.parallel.pieces import without_wrappers
+from pgmesh.parallel.names import plain_name
 from pgmesh.parallel.stages import Stages
 
 
@@ -107,9 +107,9 @@ class TiedWeights:
             return []
         part = self.parts[self.stages.own.index(stage)]
         for full_name, weight in part.named_parameters(remove_duplicate=False):
-            if without_wrappers(full_name) == without_wrappers(name):
+            if plain_name(part, full_name) == name:
                 return [weight]
         raise MethodError(
             f"{name}, which is tied to a parameter of another stage, is not found in stage {stage} after other "
-            "methods. A method has to keep the names of parameters; it may only prefix them by 'module.'."
+            "methods. A method has to keep the names of parameters, but for a wrapper that its apply returns."
         )

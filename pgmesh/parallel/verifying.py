@@ -11,7 +11,6 @@ import gc
 import inspect
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from pgmesh._util.formatting import count_of
 from pgmesh.errors import MethodError, OptionsError
 from pgmesh.mesh import ProcessGroupMesh
+from pgmesh.parallel.applying import Prepare
 from pgmesh.parallel.comparing import gather_objects
 from pgmesh.parallel.composing import Composition
 from pgmesh.parallel.differences import (
@@ -34,15 +34,12 @@ from pgmesh.parallel.differences import (
     table_of,
 )
 from pgmesh.parallel.gradients import local
+from pgmesh.parallel.names import plain_name
 from pgmesh.parallel.nests import map_tensors
 from pgmesh.parallel.pieces import part_of
 from pgmesh.parallel.pipeline import DROPOUTS, PipelineParallel
 from pgmesh.parallel.rank_sets import ranks_along
-from pgmesh.parallel.running import Pipeline
 from pgmesh.parallel.seeds import seeded_rng
-
-WRAPPERS = re.compile(r"\b(module|_orig_mod|_checkpoint_wrapped_module)\.")
-"""What DDP, torch.compile and torch's checkpoint_wrapper add to names of parameters."""
 
 Step = Callable[[Composition, nn.Module, Any], Any]
 
@@ -57,6 +54,7 @@ def verify(
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
     dtype: torch.dtype = torch.float64,
     tolerance: float | None = None,
+    before_sharding: Prepare | None = None,
 ) -> float:
     """Train a few steps on the mesh and on one rank, and raise if a loss, a gradient or an update differs.
 
@@ -78,6 +76,7 @@ def verify(
         dtype: dtype of the parameters, the buffers and floating-point inputs.
         tolerance: greatest allowed difference, relative to the greatest value of the gradient or the update. Default:
             the square root of the precision of ``dtype``, 1.5e-8 in float64. A method with ``mp_policy=`` needs 0.1.
+        before_sharding: that of ``apply``, for the run on the mesh.
 
     Returns:
         The greatest relative difference.
@@ -111,8 +110,8 @@ def verify(
     torch.set_default_dtype(dtype)
     try:
         with seeded_rng(0), ProcessGroupMesh(axes, ranks=[together.mesh.rank], name=name) as alone:
-            both = together, OneRank(together, alone)
-            runs = (Run(each, build_model(build, each.mesh), optimizer, step) for each in both)
+            both = (together, before_sharding), (OneRank(together, alone), None)
+            runs = (Run(each, build_model(build, each.mesh), optimizer, step, prepare) for each, prepare in both)
             return Comparison(runs, tolerance).run(batches)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
@@ -201,15 +200,22 @@ class Run:
         model: the whole model.
         optimizer: as in ``verify``.
         step: the step of the program.
+        prepare: ``before_sharding`` of ``apply``.
     """
 
-    def __init__(self, together: Composition, model: nn.Module, optimizer: Callable[..., Any], step: Step) -> None:
+    def __init__(
+        self,
+        together: Composition,
+        model: nn.Module,
+        optimizer: Callable[..., Any],
+        step: Step,
+        prepare: Prepare | None,
+    ) -> None:
         self.together, self.step = together, step
-        self.model = together.apply(model)
+        self.model = together.apply(model, before_sharding=prepare)
         self.optimizer: torch.optim.Optimizer = together.attach(optimizer(self.model))
-        start = r"^parts\.\d+\." if isinstance(self.model, Pipeline) else "^"
         named = self.model.named_parameters(remove_duplicate=False)
-        self.weights = {WRAPPERS.sub("", re.sub(start, "", name)): weight for name, weight in named}
+        self.weights = {plain_name(self.model, name): weight for name, weight in named}
         """The parameters by their names in the whole model; tied ones under each name."""
 
     def backward(self, batch: Any) -> Tensor | None:

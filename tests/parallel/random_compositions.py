@@ -21,16 +21,19 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel, loss_parallel
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from pgmesh import PgmeshError, ProcessGroupMesh
 from pgmesh.launch.spawning import Outcome, pack_call
@@ -118,6 +121,11 @@ class Drawn:
     compiled: bool = False
     fullgraph: bool = False
     """Blocks are compiled without a graph break."""
+    prepared: str = ""
+    """What ``before_sharding`` wraps by torch's checkpoint_wrapper: "blocks", "matmuls" (selective) or "whole"; blocks
+    are then compiled there too."""
+    uneven: bool = False
+    """The last stage has all layers but one of each other stage."""
     passes: int = 1
     rows: int = 1
     clip: bool = False
@@ -205,7 +213,10 @@ def draw_training(numbers: Numbers, drawn: Drawn) -> Drawn:
     chance = numbers.chance
     drawn = replace(drawn, tied=chance(25), clip=chance(50), masked=chance(25), rows=1 + chance(30))
     drawn = replace(drawn, passes=1 + chance(25), checkpointing=chance(15), compiled=chance(3))
-    return replace(drawn, largest=chance(15), evaluation=chance(15))
+    drawn = replace(drawn, largest=chance(15), evaluation=chance(15))
+    others = Numbers(drawn.seed)
+    prepared = others.choice(["blocks", "matmuls", "whole"]) if others.chance(20) and not drawn.checkpointing else ""
+    return replace(drawn, prepared=prepared, uneven=others.chance(20))
 
 
 def draw_methods(numbers: Numbers, drawn: Drawn, has_experts: bool) -> Drawn:
@@ -284,11 +295,31 @@ def model_of(drawn: Drawn, seed: int = 0) -> TinyGPT:
         for block in model.blocks:
             block.up, block.down = Adapted(block.up), Adapted(block.down)
         model.double()
-    if drawn.compiled:
-        torch.compiler.reset()
-        for block in model.blocks:
-            block.compile(fullgraph=drawn.fullgraph, backend="aot_eager")
+    if drawn.compiled and not drawn.prepared:
+        compile_blocks(drawn, model)
     return model
+
+
+def compile_blocks(drawn: Drawn, model: nn.Module) -> None:
+    torch.compiler.reset()
+    for block in model.blocks:
+        block.compile(fullgraph=drawn.fullgraph, backend="aot_eager")
+
+
+def save_matmuls(context: object, operator: Any, *args: Any, **keywords: Any) -> CheckpointPolicy:
+    """Policy of selective checkpointing: all else is computed again."""
+    return CheckpointPolicy.MUST_SAVE if operator is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def prepare(drawn: Drawn, module: nn.Module) -> nn.Module:
+    """Wrap and compile blocks, or wrap the whole module, as ``before_sharding``."""
+    selective = {"context_fn": partial(create_selective_checkpoint_contexts, save_matmuls)}
+    options = selective if drawn.prepared == "matmuls" else {}
+    if drawn.compiled:  # before: torch 2.13 cannot compile a checkpoint of DTensors
+        compile_blocks(drawn, module)
+    for name, block in module.blocks.named_children() if drawn.prepared != "whole" else ():
+        module.blocks.register_module(name, checkpoint_wrapper(block, **options))
+    return checkpoint_wrapper(module) if drawn.prepared == "whole" else module
 
 
 class AverageLater(Method):
@@ -393,7 +424,10 @@ def methods_of(mesh: ProcessGroupMesh, drawn: Drawn, loss: Losses) -> Iterator[M
         yield experts_method(mesh, drawn.experts, drawn)
     if drawn.schedule:
         counts = {"microbatches": drawn.microbatches, "stages_per_rank": drawn.stages_per_rank}
-        yield gpt_stages(mesh, loss=loss, schedule=drawn.schedule, **counts)
+        stages = mesh.size("pp") * drawn.stages_per_rank
+        numbers = [*[1] * (stages - 1), drawn.layers - stages + 1]
+        layers = {"blocks": numbers} if drawn.uneven else "blocks"
+        yield gpt_stages(mesh, loss=loss, schedule=drawn.schedule, layers=layers, **counts)
 
 
 def batch_of(drawn: Drawn, step: int, run: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -485,7 +519,8 @@ def train(drawn: Drawn) -> tuple[set[str], set[str], float]:
             together.broadcast(model)
         replicas, own = replicas_of(together, mesh, drawn)
         expected = train_alone(drawn, run, replicas)[own]
-        applied = together.apply(model)
+        own_part = partial(prepare, drawn) if drawn.prepared else None
+        applied = together.apply(model, before_sharding=own_part)
         return train_and_compare(drawn, together, applied, loss, expected, run)
 
 
@@ -529,6 +564,9 @@ def train_and_compare(
     if not drawn.half:
         compare.tensors("weights", weights_of(model), expected.weights)
     names = {name for name, _ in named_weights(model)}
+    found = [*together.named_parameters(model)]
+    assert {name for name, _ in found} <= {*expected.gradients[0], *expected.weights}
+    assert {weight for _, weight in found} == {*model.parameters()}
     return names, {*expected.weights}, compare.greatest
 
 

@@ -129,6 +129,22 @@ COMPOSITIONS = {
     "compiled, ulysses, data": on(dp=2, cp=2, data="data", context="ulysses", **COMPILED),
     "compiled, experts, data": on(dp=4, data="data", **experts(2, 2), **COMPILED),
     "compiled, experts, sharded": on(dp=4, data="sharded", compiled=True, **experts(2, 2)),
+    "prepared, data": on(dp=4, data="data", prepared="blocks"),
+    "prepared, sharded, tensor": on(dp=2, tp=2, data="sharded", tensor="vocabulary", prepared="matmuls", **COMPILED),
+    "prepared, sharded, tensor, sequence": on(dp=2, tp=2, data="sharded", tensor="sequence", prepared="blocks"),
+    "prepared, tensor; tied": on(tp=2, tensor="vocabulary", tied=True, prepared="whole"),
+    "prepared, interleaved, data; tied": twice(dp=2, data="data", tied=True, prepared="whole"),
+    "prepared, 1f1b, sharded, tensor; tied": stages(
+        dp=2, tp=2, data="sharded", tensor="blocks", tied=True, clip=True, prepared="matmuls"
+    ),
+    "prepared, ring, data": on(dp=2, cp=2, data="data", context="ring", prepared="blocks", **COMPILED),
+    "prepared, experts, data": on(dp=4, data="data", prepared="whole", clip=True, **experts(2, 2)),
+    "prepared, experts, sharded": on(dp=4, data="sharded", prepared="blocks", **experts(2, 2)),
+    "uneven, 1f1b, data; tied": stages(dp=2, data="data", layers=5, uneven=True, tied=True),
+    "uneven, interleaved, sharded": twice(dp=2, data="sharded", layers=7, uneven=True),
+    "uneven, zero-bubble-v, tensor; tied": twice(
+        tp=2, schedule="zero-bubble-v", tensor="blocks", tied=True, microbatches=4, layers=6, uneven=True
+    ),
     "norm, 1f1b, data": stages(dp=2, data="data", clip=True),
     "norm, 1f1b, experts": stages(dp=2, data="data", clip=True, **experts(1, 2)),
     "norm, 1f1b, sharded; tied": stages(dp=2, data="sharded", tied=True, clip=True),

@@ -195,7 +195,7 @@ def named_weights(model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
     """Parameters by their names in the model of one process, tied ones under each name."""
     for part in getattr(model, "parts", [model]):
         for name, weight in part.named_parameters(remove_duplicate=False):
-            yield name.removeprefix("module."), weight
+            yield name.removeprefix("module.").replace("_checkpoint_wrapped_module.", ""), weight
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
