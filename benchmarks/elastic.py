@@ -30,7 +30,7 @@ from pgmesh.liveness import timing
 RANKS, VICTIM, SIZES = 8, 3, {"dp": 4, "tp": 2}
 STEPS_BEFORE, COUNTED = 5, 20
 SECONDS = 60.0
-H = timing.TIMING.heartbeat * timing.TIMING.missed_heartbeats  # seconds of silence after which a rank is lost
+H = timing.HEARTBEAT * timing.MISSED_HEARTBEATS  # seconds of silence after which a rank is lost
 
 
 def figures(rounds: int) -> list[Figure]:
@@ -108,7 +108,7 @@ def _lose(sent: signal.Signals) -> dict[str, float]:
                 process.start()
             for mine, _ in pipes:
                 _receive(mine, "ready")
-            time.sleep(2 * timing.TIMING.heartbeat)  # each rank has heard of the next one
+            time.sleep(2 * timing.HEARTBEAT)  # each rank has heard of the next one
             start = time.monotonic()
             os.kill(ranks[VICTIM].pid, sent)
             dropped = VICTIM // SIZES["tp"]

@@ -27,7 +27,7 @@ from pgmesh.connect.rounds import Rounds
 from pgmesh.groups.naming import Fingerprint
 from pgmesh.liveness.operations import Operation, Set, perform
 from pgmesh.liveness.statuses import RankStatus, Statuses, status_key
-from pgmesh.liveness.timing import LIMITS, TIMING
+from pgmesh.liveness.timing import FULL_RATE_RANKS, HEARTBEAT
 
 ROUND_TRIP = 200e-6
 """Round-trip time to an idle store in seconds, as in a data centre."""
@@ -97,6 +97,7 @@ class Rank:
 
     def __init__(self, rank: int, layout: Layout, start: float, pace: float) -> None:
         self.rank, self.start, self.time = rank, start, start
+        self.seconds, self.pace = 3600.0, pace
         self.waiting: deque[Operation] = deque()  # operations without an answer
         self.answers: list[Any] = []
         self.pending: dict[str, str] = {}
@@ -105,7 +106,7 @@ class Rank:
         who = f"process {rank + 1000} on host{rank // 8}"
         statuses = Statuses(math.inf, self.now)
         mesh = Fingerprint(rank, {"axes": layout.axes, "shape": layout.shape, "ranks": "all"}, MESH, "")
-        judge = ConnectJudge(rank, self, "train.py:360", 3600.0, statuses, who, mesh, MESH, pace=pace)
+        judge = ConnectJudge(rank, self, "train.py:360", statuses, who, mesh, MESH)
         self.rounds = Rounds(rounds, judge)
         self._thread = threading.Thread(target=self._connect, daemon=True)
         self._resume, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
@@ -144,7 +145,7 @@ class Rank:
 
     def set_pending(self, pending: dict[str, str]) -> None:
         if pending and pending != self.pending:
-            self.run(Set(status_key(self.rank), RankStatus(self.rank, pending=pending).pack()))
+            self.run(Set(status_key(self.rank), RankStatus(pending=pending).pack()))
         self.pending = pending
 
 
@@ -166,8 +167,8 @@ def simulate(size: int, rate: float, spread: float, seed: int = 0) -> Load:
         spread: length of the interval in which the ranks start, in seconds; uniformly distributed.
     """
     layout, rng = Layout(**compared_sizes(size)), random.Random(seed)
-    pace = max(1.0, size / LIMITS.full_rate_ranks)
-    store = Store(rate - LIMITS.full_rate_ranks / TIMING.heartbeat)
+    pace = max(1.0, size / FULL_RATE_RANKS)
+    store = Store(rate - FULL_RATE_RANKS / HEARTBEAT)
     ranks = [Rank(rank, layout, rng.uniform(0, spread), pace) for rank in range(size)]
     events = [(rank.start, rank.rank) for rank in ranks]
     heapq.heapify(events)

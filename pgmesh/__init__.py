@@ -20,7 +20,7 @@ Names of the package, each with its own help, such as ``help(pgmesh.ProcessGroup
 - ``meshes``: the open meshes of this process
 - ``GroupOptions``: timeout, backend and options of groups
 - ``from_device_mesh``: a mesh over the groups of a DeviceMesh
-- what calls return: ``Connected``, ``Report``, ``Held``, ``Shrunk``, ``Locality``, ``Partition``,
+- what calls return: ``Report``, ``Held``, ``Shrunk``, ``Locality``, ``Partition``,
   ``RankView``, ``Plan``, ``CombinationPlan``, ``Finding``, ``HostLevel``
 
 Modules:
@@ -52,7 +52,6 @@ _NAMES = {
     "planning.data": "CombinationPlan Finding",
     "topology.hosts": "HostLevel",
     "topology.locality": "Locality",
-    "connect.connecting": "Connected",
     "report.report": "Report Held",
     "elastic.shrinking": "Shrunk",
     "options": "GroupOptions",
@@ -87,7 +86,6 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from pgmesh.connect.connecting import Connected as Connected
     from pgmesh.elastic.shrinking import Shrunk as Shrunk
     from pgmesh.errors import *  # noqa: F403
     from pgmesh.interop import from_device_mesh as from_device_mesh

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from pgmesh.connect.connecting import Connected
     from pgmesh.elastic.shrinking import Shrunk
     from pgmesh.launch.joining import World
     from pgmesh.report.report import Held, Report
@@ -361,7 +360,7 @@ class ProcessGroupMesh(RankMethods):
         tag: str | None = None,
         ranks: Iterable[int] | None = None,
         timeout: Timeout = CONNECT_TIMEOUT,
-    ) -> Connected:
+    ) -> None:
         """Connect and warm up groups with all their members, or raise by the deadline who is missing and why.
 
         Each member of each group calls it, in any order, and waits for the others. It compares the members'
@@ -382,8 +381,7 @@ class ProcessGroupMesh(RankMethods):
             MismatchError: ranks describe the mesh or a group differently. The message has each value with its ranks.
             WorldError: the store has failed.
 
-        >>> mesh.connect("tp", ("dp", "tp")).operations         # a fake world has no other ranks
-        0
+        >>> mesh.connect("tp", ("dp", "tp"))                    # a fake world has no other ranks
         """
         self._check_member()
         seconds = to_timedelta(timeout).total_seconds()
@@ -393,15 +391,13 @@ class ProcessGroupMesh(RankMethods):
 
         groups = self._mesh_groups
         groups.check()
-        wanted: dict[Any, Members] = {}
         if ranks is not None:
-            members = self._members(ranks)
-            wanted[members] = Members(members, tag or "")
-        for each in () if ranks is not None else axes or self.axes:
-            along = each if isinstance(each, tuple) else (each,)
-            wanted[along[0] if len(along) == 1 else along] = groups.members(self.layout, along, tag or "")
+            wanted = [Members(self._members(ranks), tag or "")]
+        else:
+            families = [each if isinstance(each, tuple) else (each,) for each in axes or self.axes]
+            wanted = [groups.members(self.layout, along, tag or "") for along in families]
         self._join_aborts()
-        return connect(groups, wanted, seconds)
+        connect(groups, wanted, seconds)
 
     def locality(self, *axes: Axis, timeout: Timeout = CONNECT_TIMEOUT) -> Locality:
         """The locality of the groups along these axes: each inside one host, each rank on another host, or mixed.
@@ -557,18 +553,21 @@ class ProcessGroupMesh(RankMethods):
         stopped or unreachable is noticed at the timeout of a collective.
 
         Args:
-            lost_after: time without a heartbeat, as a timedelta or a number of seconds. Default: 5 s. A process that
-                holds Python's lock for longer, for instance while it compiles, sends none either.
+            lost_after: time without a heartbeat, as a timedelta or a number of seconds. It holds for all meshes of this
+                rank in this world, and for ``connect``, ``shrink`` and ``stand_by``. Default: 5 s, and more in a world
+                of over 1,024 ranks. A process that holds Python's lock for longer, for instance while it compiles,
+                sends no heartbeat either.
 
         Raises:
             LifetimeError: this is a view or a slice, or the mesh is closed.
+            OptionsError: it is less than three heartbeats.
             WorldError: the store does not respond.
         """
         self._check_root()
         self._mesh_groups.check()
         from pgmesh.elastic.watching import abort_when_lost
 
-        limit = self._lost_after(lost_after)
+        limit = None if lost_after is None else to_timedelta(lost_after).total_seconds()
         self._join_aborts()
         abort_when_lost(self._mesh_groups, limit)
 
@@ -578,26 +577,23 @@ class ProcessGroupMesh(RankMethods):
         *,
         spares: Iterable[int] = (),
         timeout: Timeout = CONNECT_TIMEOUT,
-        lost_after: Timeout | None = None,
     ) -> ProcessGroupMesh:
         """Agree with the other ranks on those that are lost, and return a mesh of the same axes and name without them.
 
         Every rank of the mesh that is left calls it with the same arguments, usually after an error in a collective.
         It aborts the mesh, so that ranks that still wait for a lost one raise and can call it too. All get the same
         answer. A rank whose process has ended is lost at once; one that lives is waited for; one that sends no
-        heartbeat is lost after ``lost_after``. A lost rank is replaced by a spare, as far as there are any; for the
-        others, the indices of ``axis`` that lost a rank are dropped. A living rank that is dropped gets a mesh that it
-        is not in (``rank in mesh``), and can stand by. Groups are created anew: call ``configure`` again for their
-        options. The new mesh is named ``<name>#<n>``.
-        ``print(mesh.shrunk)`` says who was lost and how that is known.
+        heartbeat is lost after 5 s, or after those of ``abort_when_lost``. A lost rank is replaced by a spare, as far
+        as there are any; for the others, the indices of ``axis`` that lost a rank are dropped. A living rank that is
+        dropped gets a mesh that it is not in (``rank in mesh``), and can stand by. Groups are created anew: call
+        ``configure`` again for their options. The new mesh is named ``<name>#<n>``, and ``print(mesh.shrunk)`` says who
+        was lost and how that is known.
 
         Args:
             axis: the axis whose indices may be dropped; None to drop none.
             spares: ranks of the world that may replace lost ones, in this order. They stand by or call this too. A new
                 process with the number of a lost rank may be one. Without an axis, such processes are waited for.
             timeout: maximum wait for living ranks: a timedelta or a number of seconds.
-            lost_after: time without a heartbeat after which a rank counts as lost. Default: that of
-                ``abort_when_lost`` if it was given there; otherwise 5 s, and more in a world of over 1,024 ranks.
 
         Raises:
             AxisError: there is no such axis.
@@ -628,10 +624,10 @@ class ProcessGroupMesh(RankMethods):
         from pgmesh.elastic.shrinking import shrink
 
         self._join_aborts()
-        request = Request(axis, tuple(places), self._lost_after(lost_after))
+        request = Request(axis, tuple(places))
         return _root_mesh(shrink(groups, request, to_timedelta(timeout).total_seconds()))
 
-    def stand_by(self, timeout: Timeout = CONNECT_TIMEOUT, *, lost_after: Timeout | None = None) -> ProcessGroupMesh:
+    def stand_by(self, timeout: Timeout = CONNECT_TIMEOUT) -> ProcessGroupMesh:
         """Wait until the ranks of this mesh call ``shrink``, and return the mesh that replaces it.
 
         For a spare, for a rank that was dropped or taken for lost, and for a new process in the place of a lost rank.
@@ -643,8 +639,6 @@ class ProcessGroupMesh(RankMethods):
 
         Args:
             timeout: maximum wait: a timedelta or a number of seconds.
-            lost_after: as in ``shrink``. If ranks compile for longer than this, a rank that stands by takes them for
-                lost, and raises an error once it finds no other.
 
         Raises:
             LifetimeError: this is a view or a slice, or the mesh was closed.
@@ -657,24 +651,7 @@ class ProcessGroupMesh(RankMethods):
 
         self._join_aborts()
         seconds = to_timedelta(timeout).total_seconds()
-        return _root_mesh(stand_by(self._mesh_groups, seconds, self._lost_after(lost_after)))
-
-    def _lost_after(self, given: Timeout | None) -> float | None:
-        """Seconds without a heartbeat after which a rank is lost: those given, or else those of ``abort_when_lost``.
-
-        None for the default.
-        """
-        if given is None:
-            from pgmesh.elastic.state import ElasticState
-
-            return self._mesh_groups.state_of(ElasticState).lost_after
-        from pgmesh.liveness.timing import heartbeat_period
-
-        seconds = to_timedelta(given).total_seconds()
-        least = 3 * heartbeat_period(self._mesh_groups.world.size)
-        if seconds < least:
-            raise OptionsError(f"lost_after={seconds:g} s is less than three heartbeats, which take {least:g} s here.")
-        return seconds
+        return _root_mesh(stand_by(self._mesh_groups, seconds))
 
     @property
     def shrunk(self) -> Shrunk | None:

@@ -89,8 +89,8 @@ DESCRIBED: dict[str, Callable[[ProcessGroupMesh], object]] = {
     "a group that was released": use_a_released_group,
     "a name that is taken": take_the_name,
     "options that differ": lambda mesh: compare_options(0, 3),
-    "a rank that never comes": lambda mesh: connect_without_rank_1(RankStatus(1, 3, place=AT)),
-    "a rank that waits elsewhere": lambda mesh: connect_without_rank_1(RankStatus(1, 3, pending=WAITING)),
+    "a rank that never comes": lambda mesh: connect_without_rank_1(RankStatus(place=AT)),
+    "a rank that waits elsewhere": lambda mesh: connect_without_rank_1(RankStatus(pending=WAITING)),
     "two methods on one axis": lambda mesh: compose(mesh, DataParallel(mesh, "dp"), DataParallel(mesh, "dp")),
 }
 """Calls that a line cannot hold."""

@@ -10,14 +10,12 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Union
+from collections.abc import Collection, Iterable
 
 from pgmesh import torch_private
 from pgmesh._util.formatting import call_site
 from pgmesh.connect.decisions import Decision
-from pgmesh.connect.first_collective import FirstCollectives
+from pgmesh.connect.first_collective import FirstCollectives, Progress
 from pgmesh.connect.group_rounds import ConnectJudge, GroupRound, why_stopped
 from pgmesh.connect.rounds import Rounds
 from pgmesh.errors import PgmeshError, WorldError
@@ -27,33 +25,14 @@ from pgmesh.groups.naming import Members, encode_ranks
 from pgmesh.liveness.client import CallClient
 from pgmesh.liveness.operations import Read
 
-if TYPE_CHECKING:
-    from pgmesh.layout import Axis
-
 log = logging.getLogger("pgmesh")
 
-GroupAxes = Union["Axis", "tuple[Axis, ...]"]
-"""Axes as in the call: "tp", or ("dp", "tp")."""
 
-
-@dataclass(frozen=True)
-class Connected:
-    """Times and operations of one call of ``connect``.
-
-    Args:
-        warm: by axes, as in the call ("tp", or ("dp", "tp")): seconds until the group's first collective was done.
-        operations: store operations of this rank, without those of the backends.
-    """
-
-    warm: dict[GroupAxes, float] = field(default_factory=dict)
-    operations: int = 0
-
-
-def connect(mesh: MeshGroups, wanted: Mapping[GroupAxes, Members], seconds: float) -> Connected:
+def connect(mesh: MeshGroups, wanted: Collection[Members], seconds: float) -> None:
     """Connect this rank's groups.
 
     Args:
-        wanted: the members of each, by axes as in the call.
+        wanted: the members of each.
         seconds: the timeout of the whole call.
 
     Raises:
@@ -63,11 +42,12 @@ def connect(mesh: MeshGroups, wanted: Mapping[GroupAxes, Members], seconds: floa
         WorldError: the store has failed.
     """
     mesh.check()
-    if mesh.is_fake() or all(len(members.ranks) == 1 for members in wanted.values()):
-        for members in wanted.values():
+    several = [] if mesh.is_fake() else [members for members in wanted if len(members.ranks) > 1]
+    if several:
+        _Call(mesh, several, seconds).run()
+    else:
+        for members in wanted:
             mesh.find(members, {})
-        return Connected()
-    return _Call(mesh, wanted, seconds).run()
 
 
 class Connections:
@@ -97,19 +77,16 @@ class _Call:
     It *stops* with an error of its own or with an interrupt. A group that another thread releases meanwhile is ended.
     """
 
-    def __init__(self, mesh: MeshGroups, wanted: Mapping[GroupAxes, Members], seconds: float) -> None:
+    def __init__(self, mesh: MeshGroups, wanted: Collection[Members], seconds: float) -> None:
         self.mesh, self.call_site = mesh, call_site()
         self.client = CallClient(mesh.world, seconds)
         self.statuses = self.client.liveness.new_statuses()
         self.collectives = FirstCollectives(mesh, self.client, self.statuses)
-        self.client.on_sleep = self.collectives.poll
         connections = mesh.state_of(Connections)
         self.threads, self.thread = connections.threads, threading.get_ident()
-        several = {axes: members for axes, members in wanted.items() if len(members.ranks) > 1}
-        self.by_axes = {axes: connections.round_of(mesh, members) for axes, members in several.items()}
-        self.members = {self.by_axes[axes]: members for axes, members in several.items()}
+        self.members = {connections.round_of(mesh, members): members for members in wanted}
 
-    def run(self) -> Connected:
+    def run(self) -> None:
         """Connect the groups. If that ends with an error of this rank, tell the other members."""
         try:
             self._connect()
@@ -117,12 +94,8 @@ class _Call:
             self._cancel(error)
             raise
         finally:
-            self.client.on_sleep = lambda: None  # the reference cycle would keep the groups
             self._clean_up()
         self._raise_errors()
-        done = {axes: each for axes, round_ in self.by_axes.items() if (each := self.collectives.by_round.get(round_))}
-        warm = {axes: each.done - self.client.start for axes, each in done.items()}
-        return Connected(warm, self.client.operations)
 
     def _connect(self) -> None:
         """Arrive, wait for the other members, and run the first collectives."""
@@ -166,13 +139,12 @@ class _Call:
             self.mesh.rank,
             self.client,
             self.call_site,
-            self.client.seconds,
             self.statuses,
             mesh=self.mesh.fingerprint,
             mesh_key=self.mesh.key,
-            pace=self.client.liveness.pace,
             warn=functools.partial(log.warning, "%s"),
             ready=self.collectives.start,
+            poll=self.collectives.poll,
         )
         return Rounds([*rounds], judge)
 
@@ -190,10 +162,10 @@ class _Call:
     def _clean_up(self) -> None:
         """Note the connected groups, and replace those that have failed in their first collective."""
         for each, collective in self.collectives.by_round.items():
-            if collective.done:
+            if collective.state is Progress.DONE:
                 each.connected = collective.group.name
         for each, collective in self.collectives.by_round.items():
-            if each.is_made() and not collective.done:
+            if each.is_made() and collective.state is not Progress.DONE:
                 torch_private.keep_for_ever(collective.ones)  # its backend may free it after the end of Python
                 reason = "could not be connected; ask its mesh for it anew."
                 self.mesh.replace(collective.group, each.number, reason)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pgmesh.errors import MismatchError, MissingRanksError, PgmeshError
-from pgmesh.liveness import timing
-from pgmesh.liveness.records import foreign_value, pack, unpack
+from pgmesh.liveness.records import MOST_CHARS, foreign_value, pack, unpack
 
 
 class Arrival(NamedTuple):
@@ -65,7 +64,7 @@ class Decision:
     text: str = ""
 
     def pack(self) -> str:
-        return pack(kind=self.kind, text=self.text[: timing.LIMITS.record_chars // 32])
+        return pack(kind=self.kind, text=self.text[: MOST_CHARS // 32])
 
     @classmethod
     def unpack(cls, key: str, text: bytes) -> Decision:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,16 +12,18 @@ import torch.distributed as dist
 from pgmesh._util.formatting import name_ranks
 from pgmesh.connect.decisions import Decision
 from pgmesh.connect.group_rounds import GroupRound, following
-from pgmesh.connect.rounds import pauses
+from pgmesh.connect.rounds import INSPECTION, pauses
 from pgmesh.errors import LifetimeError, MismatchError, MissingRanksError, PgmeshError
 from pgmesh.groups.backends import connects_in_background
 from pgmesh.groups.default_world import device_of
 from pgmesh.groups.group import Group
 from pgmesh.groups.mesh_groups import MeshGroups
-from pgmesh.liveness import timing
 from pgmesh.liveness.client import CallClient
 from pgmesh.liveness.operations import CompareSet, Read
 from pgmesh.liveness.statuses import Statuses
+
+MOST_ASKED = 8
+"""The number of members whose listeners a member asks. They have little room."""
 
 
 class Progress(enum.Enum):
@@ -51,7 +52,6 @@ class FirstCollective:
         self.group, self.round, self._statuses = group, round, statuses
         self.state = Progress.WAITING
         self.error: PgmeshError | None = None  # if it failed
-        self.done = 0.0  # the time when it was done
         self.ones: Any = None
         self._work: Any = None
         self._raised: Exception | None = None  # torch's error
@@ -81,7 +81,7 @@ class FirstCollective:
         else:
             size = len(self.group.ranks)
             if total == size:
-                self.state, self.done = Progress.DONE, time.monotonic()
+                self.state = Progress.DONE
             else:
                 wrong = f"{self.group.label} has {size} members, but the sum of one from each is {total}."
                 self._set_error(MismatchError(wrong))
@@ -94,7 +94,6 @@ class FirstCollective:
         """
         error = None if broken is None else Decision.unpack(self.round.broken_key, broken).error()
         if error is not None:
-            self.done = 0.0
             self._set_error(error)
 
     def inspect(self) -> None:
@@ -179,20 +178,20 @@ class FirstCollectives:
             collective.start()
         # The last member may have arrived at the deadline. This leaves time to detect ranks that were lost since.
         late = f"did not finish in time: the deadline was {self._client.seconds:g} s"
-        deadline = max(self._client.deadline, time.monotonic() + self._statuses.lost_after + 1.0)
-        inspection = time.monotonic() + timing.TIMING.inspection
+        deadline = max(self._client.seconds, self._client.now() + self._statuses.lost_after + 1.0)
+        inspection = self._client.now() + INSPECTION
         for pause in pauses():
             running = self.poll()
             if not running:
                 break
-            now = time.monotonic()
+            now = self._client.now()
             if now >= inspection:
-                inspection = now + timing.TIMING.inspection * self._client.liveness.pace
+                inspection = now + INSPECTION * self._client.pace
                 self._inspect(running)
             if now >= deadline:
                 for collective in running:
                     collective.fail(collective.why_raised or late)
-            time.sleep(pause)
+            self._client.sleep(pause)
         self._learn(self.of_made)
         self._publish_failures()
 
@@ -204,11 +203,10 @@ class FirstCollectives:
 
     def _inspect(self, running: Sequence[FirstCollective]) -> None:
         """Read whether another member failed, and the statuses of the members after this one."""
-        after = {
-            rank for each in running for rank in following(each.group.ranks, self._mesh.rank)[: timing.LIMITS.asking]
-        }
-        self._statuses.read(self._client.run, after)
-        self._statuses.find_ended(self._client.run, after, all_of_them=True)
+        self._statuses.find_lost(
+            self._client.run,
+            {rank for each in running for rank in following(each.group.ranks, self._mesh.rank)[:MOST_ASKED]},
+        )
         running = self.poll()  # again, since a member whose collective is done may have left
         self._learn(running)
         for collective in filter(FirstCollective.is_running, running):

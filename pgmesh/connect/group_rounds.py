@@ -27,9 +27,12 @@ from pgmesh.groups.naming import Fingerprint
 from pgmesh.liveness import timing
 from pgmesh.liveness.client import CallClient
 from pgmesh.liveness.operations import Add, Append, CompareSet, Delete, Operation, Read
-from pgmesh.liveness.processes import process_label, without_token
+from pgmesh.liveness.processes import own_process, without_token
 from pgmesh.liveness.records import error_text
 from pgmesh.liveness.statuses import Statuses
+
+WARN_SECONDS = 2.0
+"""The longest wait until a rank logs what it waits for. After a third of a shorter deadline it does so earlier."""
 
 
 @dataclass(eq=False)
@@ -96,36 +99,34 @@ class ConnectJudge(Judge[GroupRound, Decision]):
         rank: this rank.
         client: the store and the clock.
         call_site: the line of code that called.
-        deadline: seconds from the start of the call.
         statuses: the statuses of the other ranks, which this call reads.
         process: description of this process. It reveals two processes that have the same rank.
         mesh: fingerprint of the mesh; None if the rounds belong to no mesh.
         mesh_key: prefix of the keys of all rounds of the mesh.
         skip_decided: arrive at the next attempt if the current one was decided before this rank arrived.
-        pace: factor of all pauses, and of the time between two looks.
         warn: called with text for the log.
         ready: called with each group that is made.
+        poll: called before each pause.
     """
 
     rank: int
     client: CallClient
     call_site: str
-    deadline: float
     statuses: Statuses
-    process: str = field(default_factory=process_label)
+    process: str = field(default_factory=own_process)
     mesh: Fingerprint | None = None
     mesh_key: str = ""
     skip_decided: bool = True
-    pace: float = 1.0
     warn: Callable[[str], None] = field(default=lambda text: None)
-    ready: Callable[[GroupRound], None] = field(default=lambda each: None)
+    ready: Callable[[GroupRound], object] = field(default=lambda each: None)
+    poll: Callable[[], object] = field(default=lambda: None)
     _meshes: dict[bytes, None] = field(default_factory=dict, init=False)  # the encoded fingerprints of the mesh so far
     _waits: dict[int, str] = field(default_factory=dict, init=False)  # by rank, what it has last waited for
     _mismatch: Decision | None = field(default=None, init=False)  # of the mesh
     _warns_at: float = field(init=False)  # when the log says what this rank waits for; inf once it has
 
     def __post_init__(self) -> None:
-        self._warns_at = min(self.deadline / 3, timing.TIMING.warn_in_connect)
+        self._warns_at = min(self.client.seconds / 3, WARN_SECONDS)
 
     # -- arriving -------------------------------------------------------------------------------------------------
 
@@ -219,7 +220,7 @@ class ConnectJudge(Judge[GroupRound, Decision]):
         self.client.set_pending(self.pending(rounds))
         self._read_statuses(undecided(rounds))
         yield from self._compare_elsewhere(undecided(rounds))
-        self.statuses.find_ended(self.client.run, self._watched(undecided(rounds)), all_of_them=True)
+        self.statuses.find_lost(self.client.run, self._watched(undecided(rounds)))
         with_lost = [each for each in undecided(rounds) if self.statuses.lost(each.ranks)]
         yield from self.read_arrivals(with_lost)  # a rank that died between its arrival and the count has arrived
         for each in undecided(with_lost):
@@ -246,7 +247,7 @@ class ConnectJudge(Judge[GroupRound, Decision]):
         """
         if self.mesh is None:
             return
-        missing = {rank for each in rounds for rank in each.missing[: timing.LIMITS.statuses]}
+        missing = {rank for each in rounds for rank in each.missing[: timing.MOST_STATUSES]}
         statuses = [status for rank in missing if (status := self.statuses.record(rank).status)]
         names = sorted({name for status in statuses for name in status.pending if name.startswith(f"{self.mesh_key}/")})
         self._read_arrivals_at(names)
@@ -260,7 +261,7 @@ class ConnectJudge(Judge[GroupRound, Decision]):
         yield from self.read_arrivals(rounds)
         self._read_statuses(undecided(rounds))
         for each in undecided(rounds):
-            yield each, Decision("missing", self._describe_missing(each, f" in {self.deadline:g} s"))
+            yield each, Decision("missing", self._describe_missing(each, f" in {self.client.seconds:g} s"))
 
     def pending(self, rounds: Iterable[GroupRound]) -> dict[str, str]:
         """What this rank waits for, by the prefix of the store keys of its attempt."""
@@ -282,12 +283,11 @@ class ConnectJudge(Judge[GroupRound, Decision]):
                 after, missing = following(each.ranks, self.rank), {*each.missing}
                 end = next((i for i, rank in enumerate(after) if rank not in missing), len(after))
                 ranks += after[: end + 1]
-        return [*dict.fromkeys(ranks)][: timing.LIMITS.statuses]
+        return [*dict.fromkeys(ranks)][: timing.MOST_STATUSES]
 
     def _read_statuses(self, rounds: Sequence[GroupRound]) -> None:
-        """Read the statuses of the ranks that this one watches, and of other missing ones."""
-        missing = (rank for each in rounds for rank in each.missing)
-        ranks = [*dict.fromkeys((*self._watched(rounds), *missing))][: timing.LIMITS.statuses]
+        """Read the statuses of missing ranks."""
+        ranks = [*dict.fromkeys(rank for each in rounds for rank in each.missing)][: timing.MOST_STATUSES]
         self.statuses.read(self.client.run, ranks)
         found = {rank: self.statuses.record(rank).status for rank in ranks}
         self._waits |= {rank: str(status) for rank, status in found.items() if status is not None and status.pending}
@@ -295,7 +295,7 @@ class ConnectJudge(Judge[GroupRound, Decision]):
     def _describe_missing(self, each: GroupRound, when: str = "") -> str:
         """Message about the missing ranks and the last status of each."""
         lost = self.statuses.lost(each.ranks)
-        named = [*dict.fromkeys((*lost, *each.missing))][: timing.LIMITS.named]
+        named = [*dict.fromkeys((*lost, *each.missing))][: timing.MOST_NAMED]
         lines = [f"\n  {self._describe(rank)}" for rank in named]
         arrived = [f", and rank {rank} was lost after it had arrived" for rank in lost if rank not in each.missing]
         missing = f"{each.label}: {name_ranks(each.missing)} did not arrive{when}{''.join(arrived)}."

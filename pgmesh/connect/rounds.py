@@ -23,9 +23,21 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from pgmesh.errors import WorldError
-from pgmesh.liveness import timing
 from pgmesh.liveness.client import CallClient
 from pgmesh.liveness.operations import CompareSet, Operation, Read
+
+_FIRST_PAUSE = 0.002
+"""Seconds between the first two reads of the store. Each pause is 1.5 times the one before."""
+
+LONGEST_PAUSE = 0.05
+"""The upper limit of these pauses."""
+
+_FIRST_INSPECTION = 0.025
+"""The wait until a rank first reads the arrivals and statuses of the missing ranks. A mismatch is found after it, and
+the others read that within one ``LONGEST_PAUSE``, so within 0.1 s."""
+
+INSPECTION = 0.2
+"""The interval between two such inspections."""
 
 
 class Packable(Protocol):
@@ -48,8 +60,7 @@ def pauses(pace: float = 1.0) -> Iterator[float]:
     >>> [round(pause, 4) for pause, _ in zip(pauses(), range(10))]
     [0.002, 0.003, 0.0045, 0.0068, 0.0101, 0.0152, 0.0228, 0.0342, 0.05, 0.05]
     """
-    longest = timing.TIMING.longest_pause * pace
-    pause = min(timing.TIMING.first_pause, longest)
+    longest, pause = LONGEST_PAUSE * pace, _FIRST_PAUSE
     while True:
         yield pause
         pause = min(pause * 1.5, longest)
@@ -111,18 +122,14 @@ class Judge(Generic[R, D]):
         judge          G M   from time to time, and after the deadline
         period           M   then: the seconds until it looks again
         decided        G     with each decision that this rank takes
-        tries_again      M   when all rounds are decided
+        poll           G M   before each pause
         stopped        G M   after an error of this rank: its decision
 
     Args:
-        client: the store and the clock.
-        deadline: seconds from the start of the call.
-        pace: factor of all pauses, to spare the store in a large world.
+        client: the store and the clock, with the deadline.
     """
 
     client: CallClient
-    deadline: float
-    pace: float = 1.0
 
     def arrival(self, each: R) -> Sequence[Operation]:
         """The operations with which this rank arrives at the current attempt."""
@@ -144,10 +151,6 @@ class Judge(Generic[R, D]):
         """
         raise NotImplementedError
 
-    def tries_again(self, each: R) -> bool:
-        """True if this rank goes on to the next attempt after the decision of one that it took part in."""
-        return False
-
     def judge(self, rounds: Sequence[R], *, late: bool) -> Iterator[tuple[R, D]]:
         """Look at arrivals and statuses, and yield decisions. After each, the round has the one that holds.
 
@@ -159,7 +162,7 @@ class Judge(Generic[R, D]):
 
     def period(self) -> float:
         """Seconds until it looks again."""
-        return timing.TIMING.inspection * self.pace
+        return INSPECTION * self.client.pace
 
     def stopped(self, each: R, error: BaseException) -> D:
         """The decision after an error of this rank."""
@@ -167,6 +170,9 @@ class Judge(Generic[R, D]):
 
     def decided(self, each: R) -> None:
         """Act on the decision that this rank takes."""
+
+    def poll(self) -> object:
+        """Raise an error that ends the call."""
 
 
 class Rounds(Generic[R, D]):
@@ -188,14 +194,9 @@ class Rounds(Generic[R, D]):
             WorldError: the store has failed.
             BaseException: what the judge raises, or an interrupt. The other ranks then get ``Judge.stopped``.
         """
-        arriving = self.rounds
         try:
-            while arriving:
-                self._arrive(arriving)
-                self._wait()
-                arriving = [each for each in self.rounds if self.judge.tries_again(each)]
-                for each in arriving:
-                    each.go_on()
+            self._arrive()
+            self._wait()
         except WorldError:
             raise
         except BaseException as error:  # the others need not wait for this rank
@@ -224,10 +225,10 @@ class Rounds(Generic[R, D]):
         each.decision = decision
         self.judge.decided(each)
 
-    def _arrive(self, arriving: Sequence[R]) -> None:
+    def _arrive(self) -> None:
         """Arrive at the first attempt of each round whose decision this rank does not skip."""
         arrived: list[tuple[R, Sequence[Any]]] = []
-        for each in arriving:
+        for each in self.rounds:
             while each.decision is None:
                 sent_before, each.has_sent = each.has_sent, True
                 earlier, *answers = self.client.run(Read(each.decision_key), *self.judge.arrival(each))
@@ -244,12 +245,13 @@ class Rounds(Generic[R, D]):
 
     def _wait(self) -> None:
         """Wait until all rounds are decided."""
-        self._next_look = self.client.now() + timing.TIMING.first_inspection * self.judge.pace
-        for pause in pauses(self.judge.pace):
+        self._next_look = self.client.now() + _FIRST_INSPECTION * self.client.pace
+        for pause in pauses(self.client.pace):
             self._look()
             if not undecided(self.rounds):
                 return
-            self.client.sleep(min(pause, max(0.0, self.judge.deadline - self.client.now())))
+            self.judge.poll()
+            self.client.sleep(min(pause, max(0.0, self.client.seconds - self.client.now())))
 
     def _look(self) -> None:
         """Read the decisions, and let the judge decide if it is time."""
@@ -258,7 +260,7 @@ class Rounds(Generic[R, D]):
             if text is not None:
                 self._act_on(each, self.judge.learn(each, text))
         open_rounds, now = undecided(open_rounds), self.client.now()
-        late = now >= self.judge.deadline
+        late = now >= self.client.seconds
         if not open_rounds or (not late and now < self._next_look):
             return
         for each, decision in self.judge.judge(open_rounds, late=late):

@@ -15,7 +15,8 @@ from typing import Any
 from pgmesh import torch_private
 from pgmesh.elastic import sockets
 from pgmesh.elastic.state import ElasticState, Generation, generation_of
-from pgmesh.errors import PgmeshError
+from pgmesh.elastic.watching import watched_rank
+from pgmesh.errors import LifetimeError, PgmeshError
 from pgmesh.groups.backends import backends_of
 from pgmesh.groups.group import Group
 from pgmesh.groups.mesh_groups import MeshGroups
@@ -41,17 +42,21 @@ class Aborts:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        liveness_of(world).looks.append(self._look)
+        liveness_of(world).look = self._look
 
-    def _look(self, run: Run) -> bool:
-        """End the meshes of this process that another rank has aborted."""
+    def _look(self, run: Run) -> None:
+        """End the meshes of this process that another rank has aborted, and abort those that have lost a rank."""
         meshes = self._world.open_meshes()
         for mesh, text in zip(meshes, run(*(Read(aborted_key(generation_of(mesh))) for mesh in meshes))):
             if text is not None:
-                self.in_thread(end_aborted, mesh, text.decode(errors="replace"))
-        return True
+                self._in_thread(end_aborted, mesh, text.decode(errors="replace"))
+        watched = {mesh: rank for mesh in meshes if (rank := watched_rank(mesh, run)) is not None}
+        lost = liveness_of(self._world).statuses.find_lost(run, {*watched.values()})
+        for mesh, rank in watched.items():
+            if rank in lost:
+                self._in_thread(abort, mesh, lost[rank])
 
-    def in_thread(self, end: Callable[..., object], *arguments: Any) -> None:
+    def _in_thread(self, end: Callable[..., object], *arguments: Any) -> None:
         """End a mesh in a thread of its own: the liveness thread has to go on with its heartbeats."""
         thread = threading.Thread(target=end, args=arguments, name="pgmesh-abort", daemon=True)
         self._world.on_end.append(lambda: thread.join(_EXIT_SECONDS))
@@ -124,6 +129,12 @@ def end_backends(groups: Sequence[Group]) -> None:
 def is_aborted(mesh: MeshGroups) -> bool:
     """True if a mesh has ended by an abort, so that it can be replaced."""
     return isinstance(mesh.ended, AbortReason)
+
+
+def check_replaceable(mesh: MeshGroups) -> None:
+    """Raise LifetimeError if the mesh was closed. One that was aborted can be replaced."""
+    if mesh.ended is not None and not is_aborted(mesh):
+        raise LifetimeError(f"{mesh.label} {mesh.ended} It cannot be replaced.")
 
 
 def abort_with(mesh: MeshGroups, internal: MeshGroups) -> None:

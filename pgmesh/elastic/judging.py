@@ -7,8 +7,7 @@ the error if the arguments differed. If it has succeeded, the mesh was replaced 
 Members that call ``shrink`` decide who is lost (``shrink_judge.py``). Ranks that stand by arrive too, and leave that to
 them (``stand_by_judge.py``).
 
-Arrivals are deleted once a rank knows the decision. That stays in the store as long as the world, for ranks that were
-taken for lost and come back.
+The decision stays in the store as long as the world, for ranks that were taken for lost and come back.
 """
 
 from __future__ import annotations
@@ -17,11 +16,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pgmesh.connect.rounds import Judge
+from pgmesh.elastic.aborts import check_replaceable
 from pgmesh.elastic.records import Arrival, MeshRound, Outcome
 from pgmesh.elastic.state import Generation
+from pgmesh.groups.mesh_groups import MeshGroups
 from pgmesh.liveness.client import CallClient
-from pgmesh.liveness.operations import Append, Delete, Read
-from pgmesh.liveness.processes import process_id
+from pgmesh.liveness.operations import Append, Read
+from pgmesh.liveness.processes import own_process
 from pgmesh.liveness.records import error_text
 
 
@@ -30,26 +31,21 @@ class SurvivorJudge(Judge[MeshRound, Outcome]):
     """One rank's part in the decision on a mesh's survivors. Subclasses decide for a member and for a spare.
 
     Args:
-        label: the mesh in messages.
-        generation: the mesh.
-        rank: this rank.
+        mesh: the mesh of this rank.
+        generation: its generation, or a later one.
         client: the store and the clock.
-        process: a word that no other process of this rank has.
-        lost_after: seconds without a heartbeat after which a rank is lost; None for the default.
+        process: the name of this process.
         came_late: the mesh was replaced before this call.
     """
 
-    label: str
+    mesh: MeshGroups
     generation: Generation
-    rank: int
     client: CallClient
-    process: str = field(default_factory=process_id)
-    lost_after: float | None = None
+    process: str = field(default_factory=own_process)
     came_late: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.deadline, self.pace = self.client.seconds, self.client.liveness.pace
-        self.statuses = self.client.liveness.statuses
+        self.rank, self.statuses = self.mesh.rank, self.client.liveness.statuses
 
     call = ""
     """The call of ``shrink`` with its arguments, as text; "" for a rank that stands by."""
@@ -75,20 +71,9 @@ class SurvivorJudge(Judge[MeshRound, Outcome]):
         (text,) = self.client.run(Read(each.arrivals_key))
         return {line.rank: line for line in map(Arrival.unpack, (text or b"").splitlines()) if line is not None}
 
-    def find_lost(self, ranks: Sequence[int], *, all_ended: bool = False) -> dict[int, str]:
-        """The ranks that are lost, each with the reason: by their statuses, or by the listeners of the others.
-
-        Args:
-            all_ended: ask all listeners, for a message; otherwise stop at the first process that still runs.
-        """
-        statuses, run = self.statuses, self.client.run
-        statuses.read(run, ranks)
-        statuses.find_ended(run, ranks, self.lost_after, all_of_them=all_ended)
-        return statuses.lost(ranks, self.lost_after)
-
     def failure(self, problem: str, error: str) -> Outcome:
         """The decision that the attempt failed."""
-        return Outcome(failed=f"{self.label}: {problem}", error=error)
+        return Outcome(failed=f"{self.mesh.label}: {problem}", error=error)
 
     # -- the round ------------------------------------------------------------------------------------------------
 
@@ -97,7 +82,6 @@ class SurvivorJudge(Judge[MeshRound, Outcome]):
         return (Append(each.arrivals_key, f"{arrival.pack()}\n"),)
 
     def learn(self, each: MeshRound, text: bytes) -> Outcome:
-        self.client.run(Delete((each.arrivals_key,)))  # which are not needed any more
         return Outcome.unpack(each.decision_key, text)
 
     def takes(self, each: MeshRound, outcome: Outcome, *, sent_before: bool) -> Outcome | None:
@@ -105,9 +89,8 @@ class SurvivorJudge(Judge[MeshRound, Outcome]):
         # Of a mismatch, this rank may be the one whose arguments differ.
         return outcome if self.came_late or (outcome.error == "mismatch" and self.call) else None
 
-    def tries_again(self, each: MeshRound) -> bool:
-        outcome = each.decision
-        return outcome is not None and bool(outcome.failed) and self.goes_on_after(outcome)
+    def poll(self) -> None:
+        check_replaceable(self.mesh)
 
     def stopped(self, each: MeshRound, error: BaseException) -> Outcome:
         return Outcome(failed=f"rank {self.rank} stopped: {error_text(error)}", error="stopped")

@@ -12,8 +12,7 @@ from pgmesh._util.formatting import as_range, name_ranks
 from pgmesh.connect.rounds import Round
 from pgmesh.errors import MissingRanksError
 from pgmesh.layout import Layout
-from pgmesh.liveness import timing
-from pgmesh.liveness.records import foreign_value, pack, unpack
+from pgmesh.liveness.records import MOST_CHARS, foreign_value, pack, unpack
 
 
 @dataclass(frozen=True)
@@ -23,18 +22,15 @@ class Request:
     Args:
         axis: the axis whose indices are dropped where a rank was lost; None to drop none.
         spares: ranks that may replace lost ones, in this order.
-        lost_after: seconds without a heartbeat after which a rank counts as lost; None for the default.
     """
 
     axis: Any
     spares: tuple[int, ...]
-    lost_after: float | None = None
 
     def __str__(self) -> str:
         words = [] if self.axis is None else [repr(self.axis)]
         spares = (as_range(self.spares) if len(self.spares) > 8 else None) or [*self.spares]
         words += [f"spares={spares}"] if self.spares else []
-        words += [] if self.lost_after is None else [f"lost_after={self.lost_after:g}"]
         return f"shrink({', '.join(words)})"
 
 
@@ -83,7 +79,7 @@ class Outcome:
     processes: tuple[str, ...] = ()
 
     def pack(self) -> str:
-        chars = timing.LIMITS.record_chars // 32  # for the texts; a character may take six in JSON
+        chars = MOST_CHARS // 32  # for the texts; a character may take six in JSON
         return pack(
             failed=self.failed[:chars],
             error=self.error,

@@ -92,7 +92,7 @@ class ShrinkJudge(SurvivorJudge):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.call, self.lost_after = str(self.request), self.request.lost_after
+        self.call = str(self.request)
         self._start = self.statuses.now()
 
     def goes_on_after(self, outcome: Outcome) -> bool:
@@ -101,10 +101,10 @@ class ShrinkJudge(SurvivorJudge):
         "over" says that no member is left, and comes from a rank that took this one for lost. So this member tries
         again, and says in the next attempt what it waited for.
         """
-        return outcome.error == "over" or (outcome.error == "stopped" and self.client.now() < self.deadline)
+        return outcome.error == "over" or (outcome.error == "stopped" and self.client.now() < self.client.seconds)
 
     def period(self) -> float:
-        return self.deadline if self._follows else super().period()
+        return self.client.seconds if self._follows else super().period()
 
     def look(self, each: MeshRound, *, late: bool) -> Outcome | None:
         arrivals = self.arrivals(each)
@@ -112,29 +112,29 @@ class ShrinkJudge(SurvivorJudge):
         if len({*calls.values()}) > 1:
             lines = "".join(f"\n  {call} on rank {rank}" for rank, call in sorted(calls.items()))
             return self.failure(f"the ranks passed different arguments:{lines}", "mismatch")
-        self._follows = not late and self.rank in [*calls][timing.LIMITS.statuses :]
+        self._follows = not late and self.rank in [*calls][timing.MOST_STATUSES :]
         if self._follows:
             return None
-        found = self._find(arrivals, late=late)
+        found = self._find(arrivals)
         enough = len(found.ready) >= len(found.lost) or not found.coming
         if not found.waiting and (enough or late):
             return self.success(found)
         return self.failure(self._describe(found), "missing") if late else None
 
-    def _find(self, arrivals: Mapping[int, Arrival], *, late: bool) -> Findings:
+    def _find(self, arrivals: Mapping[int, Arrival]) -> Findings:
         """Find out which absent ranks are lost, and which spares were lost after they had arrived."""
         layout, spares = self.generation.layout, self.request.spares
         absent = [rank for rank in dict.fromkeys((*layout.ranks(), *spares)) if rank not in arrivals]
-        found = Findings(layout, self.request, arrivals, self._find_lost(absent, all_ended=late))
-        while not found.waiting and (ended := self._find_lost([*found.ready][: len(found.lost)], all_ended=True)):
+        found = Findings(layout, self.request, arrivals, self._find_lost(absent))
+        while not found.waiting and (ended := self._find_lost([*found.ready][: len(found.lost)])):
             found.dead_or_silent.update(ended)
         return found
 
-    def _find_lost(self, ranks: Sequence[int], *, all_ended: bool) -> dict[int, str]:
+    def _find_lost(self, ranks: Sequence[int]) -> dict[int, str]:
         """Those ranks that are lost. One without a status is, after the time of a silent one."""
-        lost = self.find_lost(ranks, all_ended=all_ended)
+        lost = self.statuses.find_lost(self.client.run, ranks)
         seconds = self.statuses.now() - self._start
-        if seconds >= self.statuses.limit(self.lost_after):
+        if seconds >= self.statuses.lost_after:
             without = [rank for rank in ranks if self.statuses.record(rank).status is None]
             lost |= {rank: f"rank {rank} has published no status in {int(seconds)} s" for rank in without}
         return lost
@@ -142,9 +142,9 @@ class ShrinkJudge(SurvivorJudge):
     def _describe(self, found: Findings) -> str:
         """The ranks that are waited for, and the reason for each lost one."""
         waiting = found.waiting
-        missing = [self.statuses.describe(rank, self.lost_after) for rank in waiting[: timing.LIMITS.named]]
+        missing = [self.statuses.describe(rank) for rank in waiting[: timing.MOST_NAMED]]
         lines = [*missing, *(f"lost: {why}" for why in found.lost.values())]
-        return "\n  ".join([f"{name_ranks(waiting)} did not call {self.request} in {self.deadline:g} s.", *lines])
+        return "\n  ".join([f"{name_ranks(waiting)} did not call {self.request} in {self.client.seconds:g} s.", *lines])
 
     def success(self, found: Findings) -> Outcome:
         """The decision on the new mesh, or on a failure if too many ranks are lost."""

@@ -15,16 +15,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from pgmesh._util.formatting import call_site
+from pgmesh._util.formatting import call_site, count_of
 from pgmesh.connect.rounds import Rounds
-from pgmesh.elastic.aborts import abort, end_aborted, is_aborted
+from pgmesh.elastic.aborts import abort, check_replaceable, end_aborted
 from pgmesh.elastic.judging import SurvivorJudge
 from pgmesh.elastic.records import MeshRound, Outcome, Request
 from pgmesh.elastic.shrink_judge import ShrinkJudge
 from pgmesh.elastic.stand_by_judge import StandByJudge
 from pgmesh.elastic.state import ElasticState, Generation, Shrunk as Shrunk, generation_of
 from pgmesh.elastic.watching import abort_when_lost
-from pgmesh.errors import LifetimeError, MembershipError, MismatchError, MissingRanksError
+from pgmesh.errors import MembershipError, MismatchError, MissingRanksError
 from pgmesh.groups.mesh_groups import MeshGroups
 from pgmesh.liveness.client import CallClient
 
@@ -40,18 +40,16 @@ def shrink(mesh: MeshGroups, request: Request, seconds: float) -> MeshGroups:
         NameTakenError: an earlier call has returned the mesh that replaces it, which has groups.
         WorldError: the store has failed.
     """
-    client = _client(mesh, seconds)  # first: the abort counts towards the timeout
+    check_replaceable(mesh)
+    client = CallClient(mesh.world, seconds)  # first: the abort counts towards the timeout
     if mesh.rank in mesh.layout:  # a spare may call before anything went wrong
         mesh.state_of(ElasticState).called_shrink = True
         abort(mesh, f"it called {request}", call_site())
     return agree(mesh, client, functools.partial(ShrinkJudge, request=request))
 
 
-def stand_by(mesh: MeshGroups, seconds: float, lost_after: float | None) -> MeshGroups:
+def stand_by(mesh: MeshGroups, seconds: float) -> MeshGroups:
     """Wait until the ranks of a mesh shrink it, and return the mesh that replaces it.
-
-    Args:
-        lost_after: seconds without a heartbeat after which a rank is lost; None for the default.
 
     Raises:
         LifetimeError: the mesh was closed.
@@ -60,21 +58,10 @@ def stand_by(mesh: MeshGroups, seconds: float, lost_after: float | None) -> Mesh
         NameTakenError: an earlier call has returned the mesh that replaces it, which has groups.
         WorldError: the store has failed.
     """
-    return agree(mesh, _client(mesh, seconds), functools.partial(StandByJudge, lost_after=lost_after))
-
-
-def _client(mesh: MeshGroups, seconds: float) -> CallClient:
-    """The store and the clock of one call. It ends when another thread closes the mesh."""
-    _check_replaceable(mesh)
+    check_replaceable(mesh)
     client = CallClient(mesh.world, seconds)
-    client.on_sleep = functools.partial(_check_replaceable, mesh)
-    return client
-
-
-def _check_replaceable(mesh: MeshGroups) -> None:
-    """Raise LifetimeError if the mesh was closed. One that was aborted can be replaced."""
-    if mesh.ended is not None and not is_aborted(mesh):
-        raise LifetimeError(f"{mesh.label} {mesh.ended} It cannot be replaced.")
+    client.pace *= 4  # there may be many such ranks, waiting for days
+    return agree(mesh, client, StandByJudge)
 
 
 def agree(mesh: MeshGroups, client: CallClient, judge_of: Callable[..., SurvivorJudge]) -> MeshGroups:
@@ -88,8 +75,8 @@ def agree(mesh: MeshGroups, client: CallClient, judge_of: Callable[..., Survivor
     """
     old = generation_of(mesh)
     while True:
-        judge = judge_of(mesh.label, old, mesh.rank, client)
-        outcome = decide(mesh, judge)
+        judge = judge_of(mesh, old, client)
+        outcome = decide(judge)
         _check_place(mesh, judge, outcome)
         new = Generation(old.first, outcome.successor(old.layout), old.number + 1)
         if not judge.missed(outcome):
@@ -97,23 +84,25 @@ def agree(mesh: MeshGroups, client: CallClient, judge_of: Callable[..., Survivor
         old = new
 
 
-def decide(mesh: MeshGroups, judge: SurvivorJudge) -> Outcome:
+def decide(judge: SurvivorJudge) -> Outcome:
     """Take part in the decision on a generation, and return it.
 
     Raises:
         MissingRanksError, MismatchError: the attempt failed.
     """
     key = judge.generation.key
-    each = mesh.state_of(ElasticState).rounds.setdefault(key, MeshRound(f"{key}/shrink"))
-    if each.decision is not None and each.decision.failed:
-        each.go_on()
-    each.decision = None  # of an earlier call, which this one reads again
-    Rounds([each], judge).run()
-    outcome = each.decision
-    assert outcome is not None
-    if outcome.failed:
-        raise (MismatchError if outcome.error == "mismatch" else MissingRanksError)(outcome.failed)
-    return outcome
+    each = judge.mesh.state_of(ElasticState).rounds.setdefault(key, MeshRound(f"{key}/shrink"))
+    while True:
+        if each.decision is not None and each.decision.failed:
+            each.go_on()
+        each.decision = None  # of an earlier call, which this one reads again
+        Rounds([each], judge).run()
+        outcome = each.decision
+        assert outcome is not None
+        if not outcome.failed:
+            return outcome
+        if not judge.goes_on_after(outcome):
+            raise (MismatchError if outcome.error == "mismatch" else MissingRanksError)(outcome.failed)
 
 
 def _check_place(mesh: MeshGroups, judge: SurvivorJudge, outcome: Outcome) -> None:
@@ -136,13 +125,12 @@ def _check_place(mesh: MeshGroups, judge: SurvivorJudge, outcome: Outcome) -> No
 
 def _replace(mesh: MeshGroups, judge: SurvivorJudge, outcome: Outcome, new: Generation) -> MeshGroups:
     """Create the mesh that was agreed on."""
-    _check_replaceable(mesh)  # by another thread meanwhile
+    check_replaceable(mesh)  # by another thread meanwhile
     end_aborted(mesh, f"{mesh.label} was replaced by shrink.")  # on a rank that stood by
     after, state = MeshGroups(new.name, new.layout, mesh.world), mesh.state_of(ElasticState)
-    ranks = judge.generation.layout.ranks(), new.layout.ranks()
+    summary = f"{mesh.label}: {count_of(judge.generation.layout.size(), 'rank')}, and now {new.layout.size()}"
     new_state = after.state_of(ElasticState)
-    new_state.generation = new
-    new_state.shrunk = Shrunk(mesh.label, *ranks, outcome.lost, outcome.replaced, judge.client.now())
+    new_state.generation, new_state.shrunk = new, Shrunk(summary, outcome.lost, outcome.replaced)
     if state.aborts_when_lost:
-        abort_when_lost(after, state.lost_after)
+        abort_when_lost(after)
     return after

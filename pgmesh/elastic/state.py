@@ -47,28 +47,21 @@ class Shrunk:
     """The change that ``shrink`` made.
 
     Args:
-        label: the mesh before it, in messages.
-        old_ranks: ranks of the mesh before it.
-        new_ranks: ranks of the mesh after it.
+        summary: the mesh before, and the numbers of ranks before and after it.
         lost: the ranks that were lost, each with how that is known.
         replaced_by: for each lost rank that a spare replaces, that spare.
-        seconds: time of the call of ``shrink`` or ``stand_by``.
 
-    >>> print(Shrunk("mesh 'train'", (0, 1, 2, 3), (0, 1), {3: "rank 3 has ended"}, {}, 0.2))
-    mesh 'train': 4 ranks, and now 2, in 0.20 s
+    >>> print(Shrunk("mesh 'train': 4 ranks, and now 2", {3: "rank 3 has ended"}, {}))
+    mesh 'train': 4 ranks, and now 2
       lost: rank 3 has ended
     """
 
-    label: str
-    old_ranks: tuple[int, ...]
-    new_ranks: tuple[int, ...]
+    summary: str
     lost: dict[int, str]
     replaced_by: dict[int, int]
-    seconds: float
 
     def __str__(self) -> str:
-        lines = [f"{self.label}: {len(self.old_ranks)} ranks, and now {len(self.new_ranks)}, in {self.seconds:.2f} s"]
-        lines += [f"  lost: {why}" for why in self.lost.values()] or ["  lost: none"]
+        lines = [self.summary, *([f"  lost: {why}" for why in self.lost.values()] or ["  lost: none"])]
         lines += [f"  rank {spare} came in the place of rank {rank}" for rank, spare in self.replaced_by.items()]
         return "\n".join(lines)
 
@@ -82,7 +75,6 @@ class ElasticState:
         shrunk: the change that made it, if it replaces another mesh.
         dependents: internal meshes, which are aborted with it.
         aborts_when_lost: ``abort_when_lost`` was called.
-        lost_after: seconds of silence after which a lost rank aborts it; None for the default.
         rounds: by key of a generation, this rank's part in the decision on its survivors. A retry goes on with it.
         called_shrink: this process has called ``shrink`` as a member of it.
     """
@@ -91,7 +83,6 @@ class ElasticState:
     shrunk: Shrunk | None = None
     dependents: set[MeshGroups] = field(default_factory=set)
     aborts_when_lost: bool = False
-    lost_after: float | None = None
     rounds: dict[str, MeshRound] = field(default_factory=dict)
     called_shrink: bool = False
 

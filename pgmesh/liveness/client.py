@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 from pgmesh.groups.world import World
-from pgmesh.liveness import operations
+from pgmesh.liveness import operations, timing
 from pgmesh.liveness.liveness import liveness_of
 from pgmesh.liveness.operations import Operation
 
@@ -23,10 +22,8 @@ class CallClient:
     def __init__(self, world: World, seconds: float) -> None:
         self.world, self.seconds = world, seconds
         self.liveness = liveness_of(world)
-        self.on_sleep: Callable[[], object] = lambda: None  # called before each pause
+        self.pace = timing.pace(world.size)  # the factor of pauses, to spare the store in a large world
         self.start = time.monotonic()
-        self.deadline = self.start + seconds
-        self.operations = 0
 
     def run(self, *asked: Operation) -> list[Any]:
         """Perform operations on the store in this order, and return its answers.
@@ -34,7 +31,6 @@ class CallClient:
         Raises:
             WorldError: the store has failed.
         """
-        self.operations += len(asked)
         store = self.world.store()
         with self.world.raising_errors():
             return [operations.perform(store, each) for each in asked]
@@ -45,7 +41,6 @@ class CallClient:
 
     def sleep(self, seconds: float) -> None:
         """Wait."""
-        self.on_sleep()
         time.sleep(seconds)
 
     def set_pending(self, pending: dict[str, str]) -> None:

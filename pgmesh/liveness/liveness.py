@@ -1,7 +1,7 @@
 """The liveness thread of this process: it says that the process lives and where it is, and looks at other ranks.
 
 The first verb that needs it starts it. It has a client of the store of its own, so a store that does not answer blocks
-this thread alone. Each ``period`` it publishes the status of this process, and calls ``looks``.
+this thread alone. Each ``period`` it publishes the status of this process, and calls ``look``.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Liveness:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.pace, self.period = timing.pace(world.size), timing.heartbeat_period(world.size)
-        self.lost_after = timing.TIMING.missed_heartbeats * self.period
-        self.looks: list[Callable[[Run], bool]] = []
-        """Called after each heartbeat with a function that performs operations, until they return False."""
+        self.period = timing.heartbeat_period(world.size)
+        self.lost_after = timing.MISSED_HEARTBEATS * self.period
+        self.look: Callable[[Run], object] = lambda run: None
+        """Called after each heartbeat with a function that performs operations. If it is long, this rank seems lost."""
         self.places = PlaceFinder()
         self.failure: PgmeshError | None = None  # that of the store, which has ended the thread
-        self._status = RankStatus(world.rank, world_size=world.size, host=HOST, pid=os.getpid())
+        self._status = RankStatus(world.size, HOST, os.getpid())
         self._listener = Listener()
         self._client: Any = None
         self._answered = 0.0, time.monotonic()  # ``answered_seconds`` at the store's last answer, and its time
@@ -110,7 +110,7 @@ class Liveness:
             while not self._exited:
                 due = time.monotonic() + self.period
                 self._attempt(self._publish)
-                self._look()
+                self._attempt(self.look)
                 self._wake.wait(max(0.0, due - time.monotonic()))
                 self._wake.clear()
             self._attempt(self._publish)
@@ -120,21 +120,20 @@ class Liveness:
             self._client = None
             self._has_beaten.set()
 
-    def _attempt(self, act: Callable[[Run], object]) -> object:
-        """The result of a function that performs operations; None if it raised an error. The first one is logged.
+    def _attempt(self, act: Callable[[Run], object]) -> None:
+        """Call a function that performs operations. If it raises an error, that is logged once.
 
         Raises:
             DistNetworkError: the connection to the store has failed.
         """
         try:
-            return act(self._perform)
+            act(self._perform)
         except dist.DistNetworkError:
             raise
         except Exception as error:
             if not self._has_warned:
                 self._has_warned = True
                 log.warning("rank %s: error in the liveness thread: %s", self.world.rank, error, exc_info=True)
-            return None
 
     def _perform(self, *asked: Operation) -> list[Any]:
         answers = []
@@ -150,8 +149,7 @@ class Liveness:
         pending = [each for waits in tuple(self._pending.values()) for each in waits.items()]
         self._status = dataclasses.replace(
             self._status,
-            heartbeat=self._status.heartbeat + 1,
-            pending=dict(pending[: timing.LIMITS.statuses]),
+            pending=dict(pending[: timing.MOST_STATUSES]),
             place=self.places.find(counters),
             exited=self._exited,
             endpoint=self._listener.endpoint,
@@ -159,16 +157,6 @@ class Liveness:
         )
         run(Set(counters_key(self.world.rank), pack(counters=counters)), Set(key, self._status.pack()), Read(key))
         self._has_beaten.set()
-
-    def _look(self) -> None:
-        """Call ``looks`` in turn. If they take long, the next heartbeat goes on: this rank must not seem lost."""
-        end = time.monotonic() + self.period
-        for look in tuple(self.looks):
-            self.looks.remove(look)
-            if self._attempt(look) is not False:
-                self.looks.append(look)  # the last one of the next heartbeat
-            if time.monotonic() > end:
-                break
 
 
 def liveness_of(world: World) -> Liveness:

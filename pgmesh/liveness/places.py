@@ -103,6 +103,10 @@ def _label_of(name: str) -> str:
 # -- operations -------------------------------------------------------------------------------------------------------
 
 
+MOST_COUNTERS = 64
+"""The number of groups whose operations a status counts."""
+
+
 class GroupCounter(NamedTuple):
     """How many operations a rank has entered in a group.
 
@@ -133,9 +137,9 @@ def own_counters(world: str = "") -> list[GroupCounter]:
     found, start = [], f"{torch_private.BESIDE}{world}/" if world else ""
     entered = torch_private.operations_entered().items()
     here = [each for each in entered if each[0].startswith(start or torch_private.BESIDE) == bool(world)]
-    for name, operations in here[-timing.LIMITS.counters :]:
+    for name, operations in here[-MOST_COUNTERS:]:
         group = find_group(name)
-        ranks = group.ranks[: timing.LIMITS.statuses] if group else ()
+        ranks = group.ranks[: timing.MOST_STATUSES] if group else ()
         ours = group.store.own_operations if group and group.store else 0
         found.append(GroupCounter(name, _label_of(name), ranks, operations - ours))
     return found

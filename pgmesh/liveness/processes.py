@@ -1,9 +1,4 @@
-"""The names of a process.
-
-process_id()      4711/3f2a90bc                     in records of ``shrink``, which name up to thousands
-process_label()   process 4711 on host7/3f2a90bc    in arrivals
-without_token     process 4711 on host7             in messages
-"""
+"""The name of a process in records, such as "process 4711 on host7/3f2a90bc". Messages leave the end out."""
 
 from __future__ import annotations
 
@@ -15,16 +10,11 @@ HOST = socket.gethostname()  # once: a host may get another name while the proce
 _TOKEN = secrets.token_hex(4)  # process numbers repeat, for example in containers
 
 
-def process_id() -> str:
-    """A short word that only this process has."""
-    return f"{os.getpid()}/{_TOKEN}"
-
-
-def process_label() -> str:
-    """Description of this process, the same while it lives. It reveals two processes that have the same rank."""
+def own_process() -> str:
+    """The name of this process, the same while it lives. No other process has it."""
     return f"process {os.getpid()} on {HOST}/{_TOKEN}"
 
 
-def without_token(label: str) -> str:
-    """The label of a process, for messages."""
-    return label.rpartition("/")[0]
+def without_token(process: str) -> str:
+    """The name of a process, for messages."""
+    return process.rpartition("/")[0]

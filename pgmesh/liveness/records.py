@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pgmesh.liveness import timing
-
 VERSION = 5
 """Version of the records in the store. A record of another version is reported as a foreign value."""
+
+MOST_CHARS = 1 << 18
+"""The longest record, in characters. A longer value was not written by pgmesh."""
 
 
 def pack(**record: Any) -> str:
@@ -25,7 +26,7 @@ def unpack(text: bytes | str, /, **kinds: Any) -> dict[str, Any] | None:
     >>> unpack(pack(rank=3), rank=int), unpack(pack(rank="3"), rank=int), unpack("import os")
     ({'rank': 3}, None, None)
     """
-    if len(text) > timing.LIMITS.record_chars:
+    if len(text) > MOST_CHARS:
         return None
     try:
         record = json.loads(text)

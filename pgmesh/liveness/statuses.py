@@ -8,11 +8,10 @@ A status is a record in the store under ``pgmesh/status/<rank>``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pgmesh.liveness import timing
 from pgmesh.liveness.operations import Read, Run
 from pgmesh.liveness.records import pack, unpack
 
@@ -60,18 +59,15 @@ class RankStatus:
     """The status that a rank last published.
 
     Args:
-        heartbeat: a counter that grows while the process lives.
         world_size: the number of ranks of its world.
         host, pid: the process.
         pending: what the rank waits for in ``connect``: by the prefix of an attempt's store keys, text.
         place: where its thread is.
         exited: reason for the end of the heartbeats, if the rank has left.
         endpoint: host and port of a listener that is open while the process lives; () without one.
-        sent: the time, in seconds since 1970 on the clock of the rank's host.
+        sent: the time, in seconds since 1970 on the clock of the rank's host. Each heartbeat has another one.
     """
 
-    rank: int
-    heartbeat: int = 0
     world_size: int = 0
     host: str = ""
     pid: int = 0
@@ -85,14 +81,13 @@ class RankStatus:
         return pack(**vars(self))
 
     @classmethod
-    def unpack(cls, rank: int, text: bytes | None) -> RankStatus | None:
-        """Decode the status of a rank; None for no status, and for a value that pgmesh did not write."""
-        record = unpack(text or b"", rank=int, heartbeat=int, pending=dict, place=list, endpoint=list)
-        if record is None or record["rank"] != rank:
-            return None
+    def unpack(cls, text: bytes | None) -> RankStatus | None:
+        """Decode a status; None for no status, and for a value that pgmesh did not write."""
+        record = unpack(text or b"", sent=float, pending=dict, place=list, endpoint=list)
         with contextlib.suppress(TypeError):  # it has other fields
-            nested = {"place": Place(*record["place"]), "endpoint": tuple(record["endpoint"])}
-            return cls(**{**record, **nested})
+            if record is not None:
+                nested = {"place": Place(*record["place"]), "endpoint": tuple(record["endpoint"])}
+                return cls(**{**record, **nested})
         return None
 
     @property
@@ -112,6 +107,10 @@ READ_SECONDS = 0.02
 short by up to this time, so it is added. Without it, a rank would be found lost one heartbeat too late."""
 
 
+_ANSWER_SECONDS = 0.5
+"""The timeout for one connection to the listener of another process."""
+
+
 class Record(NamedTuple):
     """The knowledge of one rank, and what follows from it:
 
@@ -124,25 +123,23 @@ class Record(NamedTuple):
 
     Args:
         status: the last one; None before one was found.
-        heard: the last heartbeat, and when it was first read; None before the first one.
-        silence: seconds from the first read of the last heartbeat to the start of the latest read.
+        since: when it was first read.
+        silence: seconds from then to the start of the latest read.
         ended: the listener that has refused a connection; None for none.
     """
 
     status: RankStatus | None = None
-    heard: tuple[int, float] | None = None
+    since: float = 0.0
     silence: float = 0.0
     ended: object = None
 
     def after(self, status: RankStatus | None, began: float, now: float) -> Record:
         """The record after a read that found a status or nothing."""
-        before = self.status
         if status is None:
             return self
-        # A new process of the rank counts its heartbeats from the beginning, and may have the port of another one.
-        if before is None or self.heard is None or (before.heartbeat, before.sent) != (status.heartbeat, status.sent):
-            return Record(status, heard=(status.heartbeat, now))
-        return self._replace(status=status, silence=began - self.heard[1])
+        if self.status is None or self.status.sent != status.sent:  # a new process may have the port of another one
+            return Record(status, since=now)
+        return self._replace(status=status, silence=began - self.since)
 
     def loss(self, lost_after: float) -> str:
         """How it is known that the rank is lost, to follow its name; "" if it is not. See the table."""
@@ -160,7 +157,7 @@ class Record(NamedTuple):
 
 @dataclass(eq=False)
 class Statuses:
-    """The last status of other ranks, each with the time when its heartbeat was first read.
+    """The last status of other ranks, each with the time when it was first read.
 
     The liveness thread and a caller of ``shrink`` may use one object at the same time.
 
@@ -187,58 +184,46 @@ class Statuses:
         texts = run(*(Read(status_key(rank)) for rank in ranks))
         now = self.now()
         for rank, text in zip(ranks, texts):
-            self.records[rank] = self.record(rank).after(RankStatus.unpack(rank, text), began, now)
+            self.records[rank] = self.record(rank).after(RankStatus.unpack(text), began, now)
 
     def record(self, rank: int) -> Record:
         """What is known of a rank; an empty record before it was read."""
         return self.records.get(rank, Record())
 
-    def find_ended(
-        self, run: Run, ranks: Iterable[int], lost_after: float | None = None, *, all_of_them: bool = False
-    ) -> None:
-        """Ask the listeners of some ranks in turn, up to the first process that still runs: the caller waits for it.
+    def find_lost(self, run: Run, ranks: Collection[int]) -> dict[int, str]:
+        """Read the statuses of some ranks, and ask their listeners; return those that are lost, as ``lost`` does.
 
             a rank                              then
             has no status, or is lost           is not asked
-            has a listener that refuses         has ended; the next rank is asked
-            has one that answers                still runs; the next rank is asked only with ``all_of_them``
-            has one that does not, in time      the others are not asked
+            has a listener that refuses         has ended
+            has one that answers                still runs
+            has one that does not, in time      the ranks after it are not asked
 
-        It waits for ``Timing.answer``, or less if the rank becomes lost before, since its silence then says enough.
+        It waits for half a second, or less if the rank becomes lost before, since its silence then says enough.
 
         Args:
             run: performs operations on the store.
-            lost_after: as in the class, for this call.
-            all_of_them: ask the others too.
         """
-        limit = self.limit(lost_after)
+        self.read(run, ranks)
         for rank in ranks:
             record = self.record(rank)
-            if record.status is None or record.loss(limit):
+            if record.status is None or record.loss(self.lost_after):
                 continue
-            wait, asked = min(timing.TIMING.answer, limit - record.silence), self.now()
+            wait, asked = min(_ANSWER_SECONDS, self.lost_after - record.silence), self.now()
             if self.has_ended(record.status, record.silence, wait):
                 self.records[rank] = self.record(rank)._replace(ended=record.status.endpoint)
                 self.read(run, [rank])  # which may have published a reason since then
-            elif not all_of_them or self.now() - asked >= wait:
-                return
+            elif self.now() - asked >= wait:
+                break
+        return self.lost(ranks)
 
-    def lost(self, ranks: Iterable[int], lost_after: float | None = None) -> dict[int, str]:
-        """The ranks that are lost, each with the message of ``describe``.
+    def lost(self, ranks: Iterable[int]) -> dict[int, str]:
+        """The ranks that are lost, each with the message of ``describe``."""
+        return {rank: f"rank {rank}{loss}" for rank in ranks if (loss := self.record(rank).loss(self.lost_after))}
 
-        Args:
-            lost_after: as in the class, for this call.
-        """
-        limit = self.limit(lost_after)
-        return {rank: f"rank {rank}{loss}" for rank in ranks if (loss := self.record(rank).loss(limit))}
-
-    def limit(self, lost_after: float | None) -> float:
-        """Seconds of silence after which a rank is lost: those given, or the default."""
-        return self.lost_after if lost_after is None else lost_after
-
-    def describe(self, rank: int, lost_after: float | None = None) -> str:
+    def describe(self, rank: int) -> str:
         """The last status of a rank for a message; how it is known to be lost, if it is."""
         if rank not in self.records:
             return f"rank {rank}: its status was not read"
         record = self.record(rank)
-        return f"rank {rank}{record.loss(self.limit(lost_after)) or f': {record.status or NO_STATUS}'}"
+        return f"rank {rank}{record.loss(self.lost_after) or f': {record.status or NO_STATUS}'}"

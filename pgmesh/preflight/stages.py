@@ -15,11 +15,10 @@ from typing import Any
 
 from pgmesh.connect.decisions import Decision
 from pgmesh.connect.group_rounds import ConnectJudge, GroupRound
-from pgmesh.connect.rounds import Rounds
+from pgmesh.connect.rounds import LONGEST_PAUSE, Rounds
 from pgmesh.errors import PgmeshError, WorldError
 from pgmesh.groups.naming import Fingerprint
 from pgmesh.groups.world import World, current_world
-from pgmesh.liveness import timing
 from pgmesh.liveness.client import CallClient
 from pgmesh.liveness.liveness import liveness_of
 from pgmesh.liveness.operations import Add, CompareSet, Operation, Read
@@ -93,10 +92,8 @@ class Stages:
             rank=self.rank,
             client=CallClient(self._world, self.seconds),
             call_site=stage.group,
-            deadline=self.seconds,
             statuses=self._liveness.new_statuses(),
             skip_decided=False,  # the decision of a stage holds for ranks that arrive later
-            pace=self._liveness.pace,
         )
         return Rounds([stage], judge)
 
@@ -133,7 +130,7 @@ class Stages:
     def _wait(self, condition: Callable[[], bool], end: float) -> bool:
         """Wait until a condition is met; False if it is not met in time."""
         while not (is_met := condition()) and time.monotonic() < end:
-            time.sleep(timing.TIMING.longest_pause)
+            time.sleep(LONGEST_PAUSE)
         return is_met
 
     def _run(self, operation: Operation) -> Any:

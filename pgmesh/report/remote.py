@@ -50,7 +50,7 @@ def _read(host: str, port: int, seconds: float) -> Report:
     period = timing.heartbeat_period(size)
     listener = Listener()
     listener.open(where)  # which shows on which host this process is
-    statuses = Statuses(timing.TIMING.missed_heartbeats * period, time.monotonic, listener.has_ended)
+    statuses = Statuses(timing.MISSED_HEARTBEATS * period, time.monotonic, listener.has_ended)
     report = make_report(title, statuses, run, range(size), period)
     listener.close()
     return report
@@ -77,8 +77,8 @@ def _find_worlds(store: dist.TCPStore, where: str) -> dict[str, list[RankStatus]
         )
     worlds: dict[str, list[RankStatus]] = {}
     for key in store.list_keys():
-        found = re.fullmatch(rf"(?:(.*)/)?{STATUS_KEYS}([0-9]+)", key)
-        status = RankStatus.unpack(int(found[2]), perform(store, Read(key))) if found else None
+        found = re.fullmatch(rf"(?:(.*)/)?{STATUS_KEYS}[0-9]+", key)
+        status = RankStatus.unpack(perform(store, Read(key))) if found else None
         if found and status:
             worlds.setdefault(found[1] or "", []).append(status)
     if not worlds:

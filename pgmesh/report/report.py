@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from pgmesh._util.formatting import count_of, format_ranks
-from pgmesh.groups.group import Group
+from pgmesh._util.formatting import count_of
 from pgmesh.groups.mesh_groups import MeshGroups
 from pgmesh.liveness.client import CallClient
 from pgmesh.report.table import Report as Report, make_report
@@ -18,30 +17,18 @@ class Held:
 
     Args:
         label: the group in messages, such as "group dp, tp of mesh 'actor'".
-        name: its name in torch.
         ranks: its members in group order.
-        options: the options it was created with.
         call_site: the line of code that first asked for it.
     """
 
     label: str
-    name: str
     ranks: tuple[int, ...]
-    options: str
     call_site: str
-
-    def __str__(self) -> str:
-        return f"{self.label}: ranks {format_ranks(self.ranks)}; created at {self.call_site}; {self.options}"
 
 
 def held(mesh: MeshGroups) -> tuple[Held, ...]:
     """The groups of this rank."""
-    return tuple(map(_describe, mesh.made()))
-
-
-def _describe(group: Group) -> Held:
-    options = repr(group.options)
-    return Held(group.label, group.name, group.ranks, options, group.call_site)
+    return tuple(Held(group.label, group.ranks, group.call_site) for group in mesh.made())
 
 
 def report(mesh: MeshGroups, thread: threading.Thread | None = None) -> Report:

@@ -82,13 +82,12 @@ def make_report(title: str, statuses: Statuses, run: Run, ranks: Sequence[int], 
         period: seconds between two heartbeats.
     """
     statuses.read(run, ranks)
-    first = {rank: statuses.record(rank).heard for rank in ranks}
+    first = {rank: statuses.record(rank).since for rank in ranks}
     old = [rank for rank in ranks if not _is_fresh(statuses.record(rank).status, period)]
     if old:
         time.sleep(min(_WAIT_PERIODS * period, _LONGEST_WAIT))
-        statuses.read(run, old)
-    late = [rank for rank in old if statuses.record(rank).heard == first[rank]]
-    statuses.find_ended(run, ranks, all_of_them=True)
+    statuses.find_lost(run, ranks)
+    late = [rank for rank in old if statuses.record(rank).since == first[rank]]
     found = {rank: record.status for rank in ranks if (record := statuses.record(rank)).status}
     counters = dict(zip(found, map(unpack_counters, run(*map(Read, map(counters_key, found))))))
     rows = {rank: _row(rank, statuses.record(rank), statuses.lost_after, is_late=rank in late) for rank in ranks}
@@ -132,4 +131,4 @@ def find_behind(
         in_pairs = any(at.group == group.label and at.called.endswith(_POINT_TO_POINT) for at in places.values())
         if behind and waits and not in_pairs:
             numbers = f"{name_ranks(first)} entered {count_of(most, 'operation')}"
-            yield f"{group.label}: {numbers}; behind: {', '.join(behind[: timing.LIMITS.named])}"
+            yield f"{group.label}: {numbers}; behind: {', '.join(behind[: timing.MOST_NAMED])}"

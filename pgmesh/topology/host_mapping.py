@@ -125,7 +125,7 @@ def _exchange(known: dict[int, HostInfo], world: World, wanted: range | tuple[in
         mine = this_host()
         client.run(Append(HOSTS_KEY, f"{pack(rank=me, host=mine.host, boot=mine.boot)}\n"), Add(f"{HOSTS_KEY}/count"))
         known[me] = mine
-    pause, seen, is_late = pauses(client.liveness.pace), 0, False
+    pause, seen, is_late = pauses(client.pace), 0, False
     while missing := [rank for rank in wanted if rank not in known]:
         if is_late:
             raise MissingRanksError(

@@ -14,7 +14,6 @@ from pgmesh import LifetimeError, ProcessGroupMesh, WorldError
 from pgmesh.connect import first_collective
 from pgmesh.groups.world import current_world
 from tests.support.board import at_all_reduce
-from tests.support.fake_world import fake_rank
 from tests.support.faults import (
     LONG_TIMEOUT,
     attempt,
@@ -35,10 +34,8 @@ def test_connect_succeeds_with_axes_in_any_order():
     mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="any")
     families = ["pp", "dp", "tp", ("dp", "tp")]
     turn = mesh.rank % len(families)
-    connected = mesh.connect(*families[turn:], *families[:turn])
+    mesh.connect(*families[turn:], *families[:turn])
     check_sums(groups_of(mesh))
-    assert {*connected.warm} == {*families}
-    assert connected.operations >= 16
 
 
 @on_ranks(2)
@@ -98,12 +95,10 @@ def test_connect_and_release_keeps_number_of_keys():
 @on_ranks(4)
 def test_tags_and_chosen_ranks_connect():
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
-    assert set(mesh.connect("dp", "tp", tag="second").warm) == {"dp", "tp"}
-    assert mesh.connect("dp", "tp", tag="second").warm == {}
+    mesh.connect("dp", "tp", tag="second")
     check_sums({"tp": (mesh.group("tp", tag="second"), mesh.ranks("tp"))})
     if mesh.rank != 1:
-        assert len(mesh.connect(ranks=[0, 2, 3]).warm) == 1
-        assert mesh.connect(ranks=[0, 2, 3]).warm == {}
+        mesh.connect(ranks=[0, 2, 3])
         check_sums({"three": (mesh.group_of([0, 2, 3]), [0, 2, 3])})
 
 
@@ -152,7 +147,7 @@ def test_connect_keeps_connected_groups_and_recreates_released_ones():
     mesh.connect()
     first = mesh.group("dp")
     if mesh.rank == 0:  # it waits for no other rank
-        assert mesh.connect("dp").warm == {}
+        mesh.connect("dp")
     assert mesh.group("dp") is first
     check_sums(groups_of(mesh))
     mesh.release("dp")
@@ -176,8 +171,3 @@ def test_retry_skips_groups_that_are_connected():
     assert len(lines) == (2 if mesh.rank == 3 else 0)
     assert all("failed before rank 3 arrived" in line.text for line in lines)
     assert all("rank 3 did not arrive in 0.5 s" in line.text for line in lines)
-
-
-def test_connect_in_fake_world_costs_no_operation():
-    with fake_rank(3, 64):
-        assert ProcessGroupMesh(dp=8, tp=8).connect().operations == 0

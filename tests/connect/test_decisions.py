@@ -10,8 +10,7 @@ from hypothesis import given, strategies as st
 
 from pgmesh.connect.decisions import ERRORS, Arrival, Decision
 from pgmesh.errors import MismatchError
-from pgmesh.liveness import timing
-from pgmesh.liveness.records import VERSION, unpack
+from pgmesh.liveness.records import MOST_CHARS, VERSION, unpack
 from tests.support.memory_client import MemoryClient, arrival, fingerprint, round_of, rounds_of
 
 words = st.text(st.characters(codec=None), max_size=12)  # with lone surrogates, which JSON can spell
@@ -44,7 +43,7 @@ EDGES = [
     b"[" * 100_000 + b"]" * 100_000,
     b'{"v": %d, "rank": 1, "process": "", "mesh": "", "group": "1 {\\"shape\\": ' % VERSION + b"[" * 900 + b']}"}',
     b"__import__('os').abort()",
-    json.dumps({**RECORDS[1], "text": "x" * timing.LIMITS.record_chars}).encode(),
+    json.dumps({**RECORDS[1], "text": "x" * MOST_CHARS}).encode(),
 ]
 foreign_value = st.binary(max_size=60) | nearly() | st.sampled_from(EDGES)
 

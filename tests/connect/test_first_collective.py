@@ -32,9 +32,8 @@ def no_answers(*operations: Operation) -> list[Any]:
 
 def client_of(run: Callable[..., list[Any]] = no_answers) -> Any:
     """A client with a deadline in a second."""
-    return SimpleNamespace(
-        run=run, deadline=time.monotonic() + 1.0, seconds=1.0, liveness=SimpleNamespace(pace=1.0), on_sleep=None
-    )
+    start = time.monotonic()
+    return SimpleNamespace(run=run, seconds=1.0, pace=1.0, now=lambda: time.monotonic() - start, sleep=time.sleep)
 
 
 def made_round() -> GroupRound:
@@ -103,7 +102,7 @@ def test_group_released_during_its_first_collective_is_named():
 
 def test_member_far_from_the_front_names_ended_one():
     """It reads the statuses of those after it, whose listeners it asks."""
-    status = RankStatus(37, 3, endpoint=("127.0.0.1", 4000)).pack().encode()
+    status = RankStatus(endpoint=("127.0.0.1", 4000)).pack().encode()
 
     def run(*operations: Operation) -> list[Any]:
         return [status if operation == Read(status_key(37)) else None for operation in operations]

@@ -77,8 +77,8 @@ def test_member_that_dies_after_it_arrived_is_named(late: range):
     """A rank that has not begun is waited for. The one that died is named before the many that are late."""
     values = {
         "group/0/arrivals": arrival(1),
-        status_key(1): RankStatus(1, pending={"m": "waiting"}).pack().encode(),
-        status_key(late[-1]): RankStatus(late[-1], exited="its process has exited").pack().encode(),
+        status_key(1): RankStatus(pending={"m": "waiting"}).pack().encode(),
+        status_key(late[-1]): RankStatus(exited="its process has exited").pack().encode(),
     }
     if len(late) == 2:
         del values[status_key(late[-1])]
@@ -139,7 +139,7 @@ def test_mismatch_of_mesh_fails_all_its_rounds():
     """Rank 1 waits in another group of the mesh, under another key. Its round gets the decision too."""
     values = {
         "m/other/0/arrivals": arrival(1, mesh=OTHER.encoded.decode()),
-        status_key(1): RankStatus(1, 1, pending={"m/other/0": "waits"}).pack().encode(),
+        status_key(1): RankStatus(pending={"m/other/0": "waits"}).pack().encode(),
     }
     client, rounds = MemoryClient(values=values), [round_of(key="m/one"), round_of(key="m/two", ranks=(0, 2))]
     with pytest.raises(MismatchError, match=r"shape: \[2\] on rank 0, \[1, 2\] on rank 1"):
@@ -153,7 +153,7 @@ def test_mismatch_of_mesh_fails_all_its_rounds():
 def test_rank_waiting_in_another_mesh_is_no_mismatch():
     values = {
         "n/other/0/arrivals": arrival(1, mesh=OTHER.encoded.decode()),
-        status_key(1): RankStatus(1, 1, pending={"n/other/0": "connecting mesh 'b'"}).pack().encode(),
+        status_key(1): RankStatus(pending={"n/other/0": "connecting mesh 'b'"}).pack().encode(),
     }
     each = round_of(key="m/one")
     rounds_of(MemoryClient(values=values), each, mesh=MINE, mesh_key="m").run()
@@ -170,10 +170,10 @@ def test_missing_member_is_warned_about_and_then_raised():
     """After a third of a short deadline, or 2 s of a long one."""
     for deadline, warned in ((3.0, 1.0), (30.0, 2.0)):
         seen: list[tuple[float, str]] = []
-        client, each = MemoryClient(values={status_key(1): RankStatus(1, exited="").pack().encode()}), round_of()
+        client, each = MemoryClient(values={status_key(1): RankStatus().pack().encode()}), round_of()
         beats = iter(range(10_000))
         client.between = lambda client=client, beats=beats: client.values.update(
-            {status_key(1): RankStatus(1, next(beats)).pack().encode()}
+            {status_key(1): RankStatus(sent=float(next(beats))).pack().encode()}
         )
         warn = lambda text, client=client, seen=seen: seen.append((client.clock, text))  # noqa: E731
         rounds_of(client, each, deadline=deadline, warn=warn).run()

@@ -304,7 +304,7 @@ class Driver(threading.Thread):
         """The time.monotonic() at which a rank sent its last heartbeat."""
         client = dist.TCPStore(self.store.host, self.store.port, is_master=False, wait_for_workers=False)
         (key,) = (each for each in client.list_keys() if each.endswith(f"/{status_key(rank)}"))
-        status = RankStatus.unpack(rank, perform(client, Read(key)))
+        status = RankStatus.unpack(perform(client, Read(key)))
         assert status is not None
         return time.monotonic() - (time.time() - status.sent)
 

@@ -316,7 +316,7 @@ def test_unpickled_mesh_outside_a_world_keeps_coords():
     assert (mesh.shape, mesh.axes, mesh.rank, mesh.coord) == ((2, 2), ("pp", "tp"), 3, (1, 1))
     assert (stage.ranks(), moe.shape, block.mesh.label()) == ((2, 3), (4,), "pp1-tp1")
     asks: list[Callable[[], Any]] = [part.group for part in (mesh, stage, moe, block.mesh)]
-    asks += [lambda: mesh.shrink("tp", lost_after=3), mesh.stand_by, lambda: mesh.abort_when_lost(lost_after=3)]
+    asks += [lambda: mesh.shrink("tp"), mesh.stand_by, lambda: mesh.abort_when_lost(lost_after=3)]
     for ask in asks:
         with pytest.raises(LifetimeError, match="mesh 'packed' was unpickled outside any world"):
             ask()

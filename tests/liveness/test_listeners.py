@@ -40,23 +40,23 @@ def is_refused(endpoint: tuple[str, int]) -> bool:
 def test_closed_listener_means_that_process_has_ended(listener: Listener):
     other = Listener()
     other.open("127.0.0.1:29500")
-    status = RankStatus(1, endpoint=other.endpoint)
+    status = RankStatus(endpoint=other.endpoint)
     assert not listener.has_ended(status, 100.0, 1.0)
     other.close()
     assert listener.has_ended(status, 0.0, 1.0)
-    assert not listener.has_ended(RankStatus(1), 0.0, 1.0)
+    assert not listener.has_ended(RankStatus(), 0.0, 1.0)
 
 
 def test_loopback_of_another_host_says_nothing(listener: Listener):
     listener.endpoint = ("192.0.2.1", 4000)
-    assert not listener.has_ended(RankStatus(1, endpoint=closed_endpoint()), 100.0, 1.0)
+    assert not listener.has_ended(RankStatus(endpoint=closed_endpoint()), 100.0, 1.0)
 
 
 @pytest.mark.parametrize(("seconds", "ended"), [(1.4, False), (1.6, True)])
 def test_other_host_must_miss_a_heartbeat_too(listener: Listener, seconds: float, ended: bool):
     """A firewall may refuse connections. Each address of 127/8 but the first is a host here."""
     endpoint = "127.0.0.2", closed_endpoint()[1]
-    assert listener.has_ended(RankStatus(1, endpoint=endpoint), seconds, 1.0) == ended
+    assert listener.has_ended(RankStatus(endpoint=endpoint), seconds, 1.0) == ended
 
 
 def test_forked_child_closes_the_listener(listener: Listener):
@@ -89,4 +89,4 @@ def test_store_without_address_gives_no_listener(store: str):
     assert listener.endpoint == ()
     listener.drain()
     listener.close()
-    assert not listener.has_ended(RankStatus(1, endpoint=closed_endpoint()), 100.0, 1.0)
+    assert not listener.has_ended(RankStatus(endpoint=closed_endpoint()), 100.0, 1.0)

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from pgmesh.launch import StoreProcess
 from pgmesh.liveness import timing
 from pgmesh.liveness.client import CallClient
 from pgmesh.liveness.liveness import Liveness, liveness_of
-from pgmesh.liveness.operations import Add, Append, CompareSet, Read, Run
+from pgmesh.liveness.operations import CompareSet, Read, Run
 from pgmesh.liveness.statuses import RankStatus, status_key
 from pgmesh.options import GroupOptions
 from tests.liveness.test_listeners import is_refused
@@ -38,7 +38,7 @@ def store():
 
 @pytest.fixture(autouse=True)
 def fast_heartbeats(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(timing, "TIMING", timing.TIMING._replace(heartbeat=0.1))
+    monkeypatch.setattr(timing, "HEARTBEAT", 0.1)
 
 
 @contextmanager
@@ -66,12 +66,12 @@ def world(store: StoreProcess):
 @pytest.fixture
 def rare_heartbeats(fast_heartbeats: None, monkeypatch: pytest.MonkeyPatch):
     """What is published within a second is published at once."""
-    monkeypatch.setattr(timing, "TIMING", timing.TIMING._replace(heartbeat=60.0))
+    monkeypatch.setattr(timing, "HEARTBEAT", 60.0)
 
 
 def last_status(world: World) -> RankStatus:
     liveness_of(world).wait_for_heartbeat()
-    status = RankStatus.unpack(world.rank, CallClient(world, 1.0).run(Read(status_key(world.rank)))[0])
+    status = RankStatus.unpack(CallClient(world, 1.0).run(Read(status_key(world.rank)))[0])
     assert status is not None
     return status
 
@@ -87,12 +87,11 @@ def test_one_thread_publishes_process_and_place(world: World):
     before = len(liveness_threads())
     status = last_status(world)
     assert len(liveness_threads()) == before + 1
-    assert (status.rank, status.world_size) == (0, 1)
-    assert (status.host, status.pid) == (socket.gethostname(), os.getpid())
+    assert (status.world_size, status.host, status.pid) == (1, socket.gethostname(), os.getpid())
     assert status.place.line.startswith("test_liveness.py:")
     assert abs(status.sent - time.time()) < SLACK
     socket.create_connection(status.endpoint, 5.0).close()  # type: ignore[arg-type]
-    wait_until(lambda: last_status(world).heartbeat > status.heartbeat, "another heartbeat")
+    wait_until(lambda: last_status(world).sent > status.sent, "another heartbeat")
 
 
 def test_pending_groups_of_threads_are_published_at_once(world: World, rare_heartbeats: None):
@@ -105,10 +104,10 @@ def test_pending_groups_of_threads_are_published_at_once(world: World, rare_hear
     wait_until(lambda: last_status(world).pending == {**PENDING, **OTHER}, "both groups", SLACK)
     liveness.set_pending({})
     wait_until(lambda: last_status(world).pending == OTHER, "one group", SLACK)
-    heartbeat = last_status(world).heartbeat
+    sent = last_status(world).sent
     liveness.set_pending({})
     time.sleep(0.1)
-    assert last_status(world).heartbeat == heartbeat  # nothing has changed
+    assert last_status(world).sent == sent  # nothing has changed
 
 
 def test_store_without_connections_has_statuses_too():
@@ -120,48 +119,17 @@ def test_store_without_connections_has_statuses_too():
 # -- looks -------------------------------------------------------------------------------------------------------------
 
 
-def test_look_is_called_until_it_returns_false(world: World):
-    answers = [True, True, False]
-    asked: list[Any] = []
-
-    def look(run: Run) -> bool:
-        asked.extend(run(Append("looked", "x"), Read("looked")))
-        return answers.pop(0)
-
-    liveness_of(world).looks.append(look)
-    wait_until(lambda: not answers, "three looks")
-    time.sleep(0.3)
-    assert asked[1::2] == [b"x", b"xx", b"xxx"]
-    assert liveness_of(world).looks == []
-
-
 def test_error_in_look_is_logged_once_with_rank(world: World):
     calls: list[int] = []
 
-    def look(_: Run) -> bool:
+    def look(_: Run) -> None:
         calls.append(1)
         raise ValueError("broken by design")
 
     with logged_lines() as lines:
-        liveness_of(world).looks.append(look)
+        liveness_of(world).look = look
         wait_until(lambda: len(calls) >= 3, "three looks")
-        heartbeat = last_status(world).heartbeat
-        wait_until(lambda: last_status(world).heartbeat > heartbeat, "another heartbeat")
     assert [line.text for line in lines] == ["rank 0: error in the liveness thread: broken by design"]
-
-
-def test_slow_looks_take_turns_between_heartbeats(world: World):
-    """Each may wait for a host that does not answer."""
-    order: list[int] = []
-    liveness = liveness_of(world)
-
-    def slow_look(number: int) -> Callable[[Run], bool]:
-        return lambda run: bool(order.append(number)) or not time.sleep(liveness.lost_after / 3)
-
-    liveness.looks.extend(map(slow_look, range(3)))
-    wait_until(lambda: len(order) >= 6, "six looks")
-    assert order[:6] == [0, 1, 2] * 2
-    assert last_status(world).heartbeat >= 5
 
 
 # -- silence -----------------------------------------------------------------------------------------------------------
@@ -198,7 +166,7 @@ def test_silent_rank_is_lost_after_five_heartbeats(store: StoreProcess):
     with ranks(store) as worlds:
         liveness_of(worlds[1]).wait_for_heartbeat()
         blocked = threading.Event()
-        liveness_of(worlds[1]).looks.append(lambda run: blocked.wait(5.0))
+        liveness_of(worlds[1]).look = lambda run: blocked.wait(5.0)
         start = time.monotonic()
         (lost,) = watch(worlds[0], 1, 5.0)
         took = time.monotonic() - start
@@ -235,15 +203,3 @@ def test_dead_store_ends_thread_with_world_error(store: StoreProcess, world: Wor
     socket.create_connection(endpoint, 5.0).close()  # it says that the process lives
     world.end("its process has exited")
     assert is_refused(endpoint)
-
-
-def test_operations_of_a_call_are_counted(world: World):
-    client = CallClient(world, 30.0)
-    assert client.run(Add("a"), Add("a"), Read("a")) == [1, 2, b"2"]
-    assert client.operations == 3
-    assert client.deadline - client.start == 30.0
-    slept: list[float] = []
-    client.on_sleep = lambda: slept.append(client.now())
-    client.sleep(0.05)
-    assert slept
-    assert client.now() >= 0.05

@@ -198,7 +198,7 @@ Rounds.publish_and_act = mutated
         "a rank without a new heartbeat for five seconds counts as lost",
         "groups.md",
         "liveness/statuses.py",
-        "Statuses.lost = lambda self, ranks, lost_after=None: {}",
+        "Statuses.lost = lambda self, ranks: {}",
         "tests/elastic/test_judging.py -k silent_rank",
     ),
     "places_unknown": Mutation(

@@ -371,8 +371,7 @@ def dying(line: str, who: int) -> Answer:
             os.kill(os.getpid(), signal.SIGKILL)
         real(self, *args)
 
-    fast = timing.TIMING._replace(heartbeat=0.2)
-    with mock.patch.object(Microbenchmarks, "check_sum", end), mock.patch.object(timing, "TIMING", fast):
+    with mock.patch.object(Microbenchmarks, "check_sum", end), mock.patch.object(timing, "HEARTBEAT", 0.2):
         return hurried(line)
 
 

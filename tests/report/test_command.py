@@ -18,7 +18,7 @@ def store():
 
 
 def put(store: dist.Store, prefix: str, rank: int, sent: float, **more: object) -> None:
-    status = RankStatus(rank, 3, 2, "host7", 4711 + rank, place=Place("train.py:31", "step"), sent=sent)
+    status = RankStatus(2, "host7", 4711 + rank, place=Place("train.py:31", "step"), sent=sent)
     store.set(f"{prefix}pgmesh/status/{rank}", RankStatus(**{**vars(status), **more}).pack())  # type: ignore[arg-type]
 
 

@@ -125,7 +125,7 @@ def check_table(table: str, job: Job) -> None:
 
 @pytest.mark.fault("a rank hangs anywhere (L)")
 def test_command_says_where_each_rank_is(job: Job, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(timing, "TIMING", timing.TIMING)  # until the end of the test
+    monkeypatch.setattr(timing, "HEARTBEAT", timing.HEARTBEAT)  # until the end of the test
     beat_fast()
 
     def table() -> str:

@@ -21,7 +21,7 @@ WAITS = "connecting group tp of mesh 'train' (ranks 0, 1) at train.py:9, waiting
 def status(rank: int, sent: float = 0.0, **more: Any) -> RankStatus:
     """A status that was sent some seconds ago."""
     given: dict[str, Any] = {"place": PLACE, "endpoint": ("127.0.0.1", 4000 + rank), **more}
-    return RankStatus(rank, 1, 8, f"host{rank}", 4000 + rank, sent=time.time() - sent, **given)
+    return RankStatus(8, f"host{rank}", 4000 + rank, sent=time.time() - sent, **given)
 
 
 def report_of(
@@ -29,14 +29,14 @@ def report_of(
     ended: tuple[int, ...] = (),
     between: Callable[[MemoryClient], object] = lambda client: None,
 ) -> Report:
-    client = MemoryClient(0, {status_key(each.rank): each.pack().encode() for each in statuses})
+    client = MemoryClient(0, {status_key(each.pid - 4000): each.pack().encode() for each in statuses})
 
     def run(*operations: Any) -> list[Any]:
         answers = client.run(*operations)
         between(client)
         return answers
 
-    known = Statuses(5 * PERIOD, time.monotonic, lambda status, *_: status.rank in ended)
+    known = Statuses(5 * PERIOD, time.monotonic, lambda status, *_: status.pid - 4000 in ended)
     return make_report("mesh 'train'", known, run, range(2), PERIOD)
 
 

@@ -31,7 +31,7 @@ class MemoryClient:
         self.rank, self.values, self.between = rank, {} if values is None else values, between
         self.written: set[str] = set()
         self.operations: list[Operation] = []
-        self.clock = 0.0
+        self.clock, self.seconds, self.pace = 0.0, 1.0, 1.0
 
     def run(self, *operations: Operation) -> list[Any]:
         return [self._perform(operation) for operation in operations]
@@ -44,7 +44,7 @@ class MemoryClient:
         self.between()
 
     def set_pending(self, pending: dict[str, str]) -> None:
-        self.values[status_key(self.rank)] = RankStatus(self.rank, 1, pending=pending).pack().encode()
+        self.values[status_key(self.rank)] = RankStatus(pending=pending).pack().encode()
 
     def _perform(self, operation: Operation) -> Any:
         self.operations.append(operation)
@@ -62,8 +62,9 @@ def round_of(rank: int = 0, key: str = "group", ranks: tuple[int, ...] = (0, 1),
 
 
 def judge_of(client: Any, rank: int = 0, deadline: float = 1.0, **more: Any) -> ConnectJudge:
+    client.seconds = deadline
     more = {"statuses": Statuses(5.0, client.now), "process": f"process {rank}", **more}
-    return ConnectJudge(rank, client, f"train.py:{rank}", deadline=deadline, **more)
+    return ConnectJudge(rank, client, f"train.py:{rank}", **more)
 
 
 def rounds_of(client: Any, *rounds: GroupRound, deadline: float = 1.0, **more: Any) -> Rounds[GroupRound, Decision]:

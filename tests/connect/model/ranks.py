@@ -16,7 +16,7 @@ from tests.connect.model.programs import Call as Groups, Group, Program
 from tests.support.board import Board
 from tests.support.model.processes import DEADLINE, LONG, MOST_CALLS, Call, Node, as_it_is
 
-CONSTANTS = {"rank", "client", "call_site", "process", "deadline", "statuses", "warn", "ready", "_waits"}
+CONSTANTS = {"rank", "client", "call_site", "process", "statuses", "warn", "ready", "poll", "_waits"}
 """Fields of a judge that are no part of its explicit state."""
 
 
@@ -102,7 +102,6 @@ class Connect(Call):
             self,
             call_site="train.py:1",
             process=f"process {self.rank}",
-            deadline=DEADLINE,
             statuses=self.code.statuses(LONG, self.now),
         )
         self.rounds = Rounds(self.attempts, self.judge)
@@ -151,7 +150,7 @@ class Connect(Call):
             ]
             attempts.append([(name, value) for name, value in vars(attempt).items() if name not in unused])
         records = sorted(self.judge.statuses.records.items())  # the statuses themselves are read again after a pause
-        heartbeats = [(rank, *each.heard) for rank, each in records if each.heard is not None]
+        heartbeats = [(rank, each.status.sent, each.since) for rank, each in records if each.status is not None]
         return (
             self.memory,
             frozenset(self.arrived),

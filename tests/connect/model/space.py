@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 from unittest import mock
 
+from pgmesh.connect import group_rounds
 from pgmesh.connect.decisions import Decision
-from pgmesh.liveness import timing
 from pgmesh.liveness.operations import CompareSet, Delete, Read
 from pgmesh.liveness.statuses import RankStatus, status_key
 from tests.connect.model.programs import Program
@@ -61,15 +61,14 @@ class ConnectSpace(Space):
             self.processes = [
                 Process(call, Rank, Memory(each.calls, each.otherwise)) for call, each in zip(calls, programs)
             ]
-        statuses = {status_key(rank): RankStatus(rank).pack().encode() for rank in range(len(programs))}
+        statuses = {status_key(rank): RankStatus().pack().encode() for rank in range(len(programs))}
         content = self.stores.content(statuses if faults.heard else {}, 0)
         self.start = State(tuple(each.start for each in self.processes), content, faults.left())
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         seconds = 0.0 if self.faults.warns else float("inf")
-        warns = timing.TIMING._replace(warn_in_connect=seconds)
-        with super().running(), mock.patch.object(timing, "TIMING", warns):
+        with super().running(), mock.patch.object(group_rounds, "WARN_SECONDS", seconds):
             yield
 
     # -- what can happen next -------------------------------------------------------------------------------------
@@ -100,7 +99,7 @@ class ConnectSpace(Space):
     def answer(self, i: int, node: Any, content: Content, fact: bool) -> tuple[Any, Content]:
         if not isinstance(node.step, SetPending):
             return super().answer(i, node, content, fact)
-        status = RankStatus(i, content.beats, pending=dict(node.step.pending)).pack().encode()
+        status = RankStatus(pending=dict(node.step.pending), sent=float(content.beats)).pack().encode()
         if content.get(status_key(i)) == status:
             return None, content
         return None, self.stores.content({**content.values, status_key(i): status}, content.beats)

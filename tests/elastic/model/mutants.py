@@ -10,6 +10,7 @@ from pgmesh.elastic.records import Arrival, MeshRound, Outcome
 from pgmesh.elastic.shrink_judge import Findings, ShrinkJudge
 from pgmesh.elastic.shrinking import decide
 from pgmesh.elastic.stand_by_judge import StandByJudge
+from pgmesh.elastic.state import ElasticState
 from pgmesh.liveness.operations import Operation, Read
 from tests.elastic.model.processes import Code, Program
 from tests.elastic.model.programs import DROP, PAIR, SECOND_DIES, SPARE, members, with_new, with_spare
@@ -58,9 +59,9 @@ class Blind(StandByJudge):
 
 
 class LeavesOutAttempts(ShrinkJudge):
-    def tries_again(self, each: MeshRound) -> bool:
-        again = super().tries_again(each)
-        each.number += again
+    def goes_on_after(self, outcome: Outcome) -> bool:
+        again = super().goes_on_after(outcome)
+        self.mesh.state_of(ElasticState).rounds[self.generation.key].number += again
         return again
 
 
@@ -69,15 +70,15 @@ class TakesMesh(StandByJudge):
         return self.came_late and super().missed(outcome)
 
 
-class ExpectsArrivals(ShrinkJudge):
+class ExpectsTwo(ShrinkJudge):
     def look(self, each: MeshRound, *, late: bool) -> Outcome | None:
         (text,) = self.client.run(Read(each.arrivals_key))
-        text.splitlines()
+        text.splitlines()[1]
         return super().look(each, late=late)
 
 
-def keeps_lost(mesh: Any, judge: SurvivorJudge) -> Outcome:
-    outcome = decide(mesh, judge)
+def keeps_lost(judge: SurvivorJudge) -> Outcome:
+    outcome = decide(judge)
     return outcome if judge.rank else replace(outcome, lost={})
 
 
@@ -110,6 +111,6 @@ MUTANTS = [
     Mutant("the others leave out an attempt", RETRY, RETRIES, INTERRUPT, Code(LeavesOutAttempts)),
     Mutant("it takes the other process's mesh", NOT_IN, with_new(), SECOND_DIES, Code(spare=TakesMesh), IN_PAIR),
     Mutant("one rank keeps the lost ranks", ONE_SUCCESSOR, THREE, CRASH, Code(decide=keeps_lost)),
-    Mutant("the arrivals are expected to be there", NO_ERROR, TWO, NO_FAULTS, Code(ExpectsArrivals)),
+    Mutant("another rank is expected to have arrived", NO_ERROR, TWO, NO_FAULTS, Code(ExpectsTwo)),
 ]
 """At least one for each law."""

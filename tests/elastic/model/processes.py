@@ -131,7 +131,6 @@ class Shrink(Call):
 
     def __init__(self, code: Code, process: int, program: Program, memory: Memory, answers: tuple[Any, ...]) -> None:
         self.code, self.process, self.program = code, process, program
-        self.seconds = DEADLINE
         self.time = 0.0  # a deadline comes without a silence of the others
         self.looked = b""  # the arrivals when they were last read
         self.learnt: dict[str, Outcome] = {}  # by decision key, the decisions that this call has taken
@@ -139,7 +138,7 @@ class Shrink(Call):
         self.judge: SurvivorJudge | None = None
         asks = lambda status, seconds, wait: self.ask(Ended(status.endpoint[1]))  # noqa: E731
         statuses = code.statuses(LONG, lambda: self.time + SINCE_BOOT, asks)
-        self.liveness = SimpleNamespace(statuses=statuses, pace=1.0)
+        self.liveness = SimpleNamespace(statuses=statuses)
         super().__init__(memory, answers, code.board)
 
     def _seen(self, judge: type[SurvivorJudge]) -> type[SurvivorJudge]:
@@ -218,7 +217,7 @@ class Shrink(Call):
         assert each is not None
         assert judge is not None
         records = sorted(judge.statuses.records.items())
-        heard = [(rank, *each.heard) for rank, each in records if each.heard is not None]
+        heard = [(rank, each.status.sent, each.since) for rank, each in records if each.status is not None]
         return (
             self.memory,
             self.known(),

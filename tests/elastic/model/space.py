@@ -70,7 +70,7 @@ class ShrinkSpace(Space):
             for i, program in enumerate(programs)
         ]
         first = {each.rank: i for i, each in reversed([*enumerate(programs)]) if each.replaces is None}
-        values = {status_key(rank): _status(rank, i) for rank, i in first.items()}
+        values = {status_key(rank): _status(i) for rank, i in first.items()}
         if before is not None:
             key = "pgmesh/m/shrink/0/decision"
             values |= {key: plain(before).encode(), f"{key}.counted": pack(processes=[]).encode()}
@@ -115,7 +115,7 @@ class ShrinkSpace(Space):
     def answer(self, i: int, node: Any, content: Content, fact: bool) -> tuple[Any, Content]:
         step, rank = node.step, self.rank_of(i)
         if isinstance(step, Start):
-            values = {**content.values, status_key(rank): _status(rank, i, content.beats)}
+            values = {**content.values, status_key(rank): _status(i, content.beats)}
             return None, self.stores.content(values, content.beats)
         if isinstance(step, Ended):
             return fact and self.faults.listeners, content
@@ -267,13 +267,13 @@ class ShrinkSpace(Space):
         return [i for i, program in enumerate(self.programs) if program.rank == rank]
 
 
-def _status(rank: int, process: int, beats: int = 0) -> bytes:
-    return RankStatus(rank, heartbeat=beats, endpoint=("listener", process)).pack().encode()
+def _status(process: int, beats: int = 0) -> bytes:
+    return RankStatus(endpoint=("listener", process), sent=float(beats)).pack().encode()
 
 
 @functools.lru_cache
 def _publisher(status: bytes) -> int:
-    record = RankStatus.unpack(rank_of(status), status)
+    record = RankStatus.unpack(status)
     assert record is not None
     return record.endpoint[1] if record.endpoint else -1
 

@@ -47,12 +47,12 @@ class Stubborn(_Decides):
 class AllLost(Statuses):
     """Each rank counts as lost."""
 
-    def lost(self, ranks: Iterable[int], lost_after: float | None = None) -> dict[int, str]:
+    def lost(self, ranks: Iterable[int]) -> dict[int, str]:
         return dict.fromkeys(ranks, "it counts as lost")
 
 
 class NoneLost(Statuses):
     """No rank counts as lost."""
 
-    def lost(self, ranks: Iterable[int], lost_after: float | None = None) -> dict[int, str]:
+    def lost(self, ranks: Iterable[int]) -> dict[int, str]:
         return {}

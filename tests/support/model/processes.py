@@ -74,6 +74,8 @@ class Call:
         board: the board of a mutant, around the one with the answers.
     """
 
+    seconds, pace = DEADLINE, 1.0
+
     def __init__(self, memory: Any, answers: Sequence[Any], board: Callable[[Board], Board]) -> None:
         self.memory = memory
         self.after: Any = None

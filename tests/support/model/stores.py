@@ -72,15 +72,15 @@ class Stores:
         """A long time passes, in which these ranks send new heartbeats."""
         values, beats = dict(content.values), content.beats + 1
         for rank in ranks:
-            status = RankStatus.unpack(rank, values.get(status_key(rank)))
+            status = RankStatus.unpack(values.get(status_key(rank)))
             if status is not None:
-                values[status_key(rank)] = replace(status, heartbeat=beats).pack().encode()
+                values[status_key(rank)] = replace(status, sent=float(beats)).pack().encode()
         return self.content(values, beats)
 
 
 @functools.lru_cache(maxsize=100_000)
 def rank_of(line: bytes) -> int:
-    """The rank in an arrival or a status."""
+    """The rank in an arrival."""
     record = unpack(line, rank=int)
     return record["rank"] if record else -1
 
