@@ -87,10 +87,10 @@ def _group_in(frame: FrameType) -> str:
     variables = frame.f_locals
     attributes = getattr(variables.get("self"), "__dict__", {})
     found = [values.get(name) for values in (variables, attributes) for name in _GROUP_NAMES]
-    if "group" in variables:
-        found.append(dist.group.WORLD)  # which None stands for
-    groups = (each for each in found if isinstance(each, dist.ProcessGroup) and torch_private.is_known(each))
-    return next((_label_of(each.group_name) for each in groups), "")  # one that is being made has no name
+    groups = [each for each in found if isinstance(each, dist.ProcessGroup)]
+    if not groups and "group" in variables and dist.group.WORLD is not None:  # which None stands for
+        groups = [dist.group.WORLD]
+    return next((_label_of(each.group_name) for each in groups if torch_private.is_known(each)), "")
 
 
 def _label_of(name: str) -> str:

@@ -29,15 +29,6 @@ from tests.support.worlds import check_sums, groups_of, on_ranks
 # ---- it connects ----
 
 
-@on_ranks(8)
-def test_connect_succeeds_with_axes_in_any_order():
-    mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="any")
-    families = ["pp", "dp", "tp", ("dp", "tp")]
-    turn = mesh.rank % len(families)
-    mesh.connect(*families[turn:], *families[:turn])
-    check_sums(groups_of(mesh))
-
-
 @on_ranks(2)
 def test_close_by_another_thread_ends_the_wait():
     """Rank 1 does not call. It creates the meshes too: later tests use their name."""

@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from pgmesh import LifetimeError, ProcessGroupMesh, WorldError
+from pgmesh import LifetimeError, ProcessGroupMesh
 from pgmesh.connect.decisions import Decision
-from pgmesh.connect.first_collective import FirstCollective, FirstCollectives
+from pgmesh.connect.first_collective import FirstCollectives
 from pgmesh.connect.group_rounds import GroupRound
 from pgmesh.groups.group import Group
 from pgmesh.liveness.operations import Operation, Read
@@ -57,33 +57,6 @@ def work_of_torch(error: Exception | None) -> Iterator[None]:
     work = SimpleNamespace(is_completed=lambda: error is not None, wait=mock.Mock(side_effect=error))
     with mock.patch.object(dist, "all_reduce", return_value=work):
         yield
-
-
-def test_failure_that_the_store_lost_is_published_again():
-    written: list[object] = []
-
-    def run(*operations: object) -> list[Any]:
-        written.append(operations)
-        if len(written) == 1:
-            raise WorldError("the store failed")
-        return []
-
-    with mesh_and_group() as (mesh, group):
-        collectives = FirstCollectives(mesh._mesh_groups, client_of(run), SILENT)
-        collectives.add({made_round(): group})
-        with pytest.raises(WorldError):
-            collectives.cancel("rank 0 stopped")
-        collectives.cancel("rank 0 stopped")
-    assert written[0] == written[1]
-
-
-def test_error_of_torch_without_text_is_named():
-    with mesh_and_group() as (_, group), work_of_torch(RuntimeError("")):
-        collective = FirstCollective(group, made_round(), SILENT)
-        collective.start()
-        collective.poll()
-        collective.fail(collective.why_raised)
-    assert "its first collective failed: RuntimeError." in str(collective.error)
 
 
 def test_group_released_during_its_first_collective_is_named():

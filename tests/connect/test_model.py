@@ -62,16 +62,6 @@ def test_ranks_connect_in_one_call_after_a_circle():
     explore(KNOT, Faults(warns=True))
 
 
-@pytest.mark.parametrize("ranks", [8, 16, 24])
-def test_ranks_of_a_long_circle_connect_later(ranks):
-    """Each rank connects to the next, and then to the one before: all wait for each other."""
-    programs = []
-    for rank in range(ranks):
-        pairs = tuple(tuple(sorted((rank, (rank + step) % ranks))) for step in (1, -1))
-        programs.append(one_after_another(*pairs, otherwise=(pairs,)))
-    walk(programs, NO_FAULTS, 1, random.Random(5))
-
-
 # -- something fails --------------------------------------------------------------------------------------------------
 
 

@@ -18,11 +18,9 @@ from tests.support.faults import (
     read_result,
     set_flag,
     wait_for_flag,
-    wait_for_flags,
     write_result,
 )
 from tests.support.rank_processes import RankProcesses, join_world
-from tests.support.worlds import check_sums
 
 RANKS, TWICE = 4, 2
 
@@ -56,34 +54,3 @@ def test_second_process_of_rank_is_named_everywhere(tmp_path: Path):
         assert both is not None, failed.text
         assert sorted(map(int, both.groups())) == sorted(pids)
         assert failed.end - started < 1.0 + SLACK
-
-
-def train(rank: int, port: int, folder: Path, number: int) -> None:
-    """The second process of a rank comes late."""
-    join_world(rank, port, RANKS)
-    mesh = ProcessGroupMesh(dp=2, tp=2, name="train")
-    connected = attempt(lambda: mesh.connect(mesh.axes, timeout=LONG_TIMEOUT))
-    write_result(folder, f"connected {rank} {number}", *connected)
-    wait_for_flag(folder, "go on")
-    if not number:
-        write_result(folder, f"sums {rank}", *attempt(lambda: check_sums({"all": (mesh.group(), range(RANKS))})))
-        write_result(folder, f"again {rank}", *attempt(lambda: mesh.connect(*mesh.axes, timeout=LONG_TIMEOUT)))
-    wait_for_flags(folder, "again", range(RANKS))
-
-
-def test_late_second_process_learns_the_first(tmp_path: Path):
-    """It raises an error at once. The others go on."""
-    with RankProcesses(train, tmp_path) as ranks:
-        for rank in range(RANKS):
-            ranks.start(rank, 0)
-        for rank in range(RANKS):
-            assert Attempt(*read_result(tmp_path, f"connected {rank} 0")).kind == ""
-        ranks.start(TWICE, 1)
-        second = Attempt(*read_result(tmp_path, f"connected {TWICE} 1"))
-        assert second.kind == "MismatchError"
-        assert re.search(r"both process \d+ on \S+ and process \d+ on \S+ connect as rank 2\.", second.text)
-        assert second.took < 1.0 + SLACK
-        set_flag(tmp_path, "go on")
-        for rank in range(RANKS):
-            for what in ("sums", "again"):
-                assert Attempt(*read_result(tmp_path, f"{what} {rank}")).kind == ""

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from pgmesh import LifetimeError, MismatchError, MissingRanksError, WorldError
+from pgmesh import MismatchError, MissingRanksError, WorldError
 from pgmesh.connect.decisions import Decision
-from pgmesh.connect.group_rounds import GroupRound
 from pgmesh.groups.naming import Fingerprint
 from pgmesh.liveness.operations import Operation
 from pgmesh.liveness.statuses import RankStatus, status_key
@@ -36,15 +35,6 @@ def test_error_does_not_reach_a_later_attempt():
     assert client.values == {"group/0/decision": failed, "group/1/arrivals": arrival(1)}
 
 
-def test_error_of_all_members_takes_one_attempt():
-    """None of them arrives."""
-    values = dict[str, bytes]()
-    rounds = [round_of() for _ in range(3)]
-    for rank, each in enumerate(rounds):
-        rounds_of(MemoryClient(rank, values), each).cancel(OSError("no descriptor is left"))
-    assert [each.number for each in rounds] == [0, 0, 0]
-
-
 def test_made_attempt_deletes_keys_of_the_one_before():
     failed = Decision("missing", "rank 0 did not arrive").pack().encode()
     values = {"group/0/count": b"1", "group/0/broken": b"1", "group/0/decision": failed, "group/0/arrivals": arrival(1)}
@@ -55,20 +45,6 @@ def test_made_attempt_deletes_keys_of_the_one_before():
     assert {key for key in client.values if key.startswith("group/")} == {
         f"group/1/{kind}" for kind in ("arrivals", "count", "decision")
     }
-
-
-def test_error_reaches_all_groups_beside_a_made_one():
-    """The group was made, and released by another thread before its first collective."""
-
-    def released(made: GroupRound) -> None:
-        raise LifetimeError("it was released")
-
-    client = MemoryClient(values={"group/0/decision": MADE.pack().encode()})
-    made, other = round_of(), round_of(key="other")
-    made.has_sent = True
-    rounds_of(client, made, other, ready=released).cancel(OSError("no descriptor is left"))
-    assert made.is_made()
-    assert "no descriptor is left" in Decision.unpack("", client.values["other/0/decision"]).text
 
 
 @pytest.mark.fault("a member dies before arriving (L)")
@@ -122,16 +98,6 @@ def test_second_process_of_rank_learns_the_first():
     assert "group/0/broken" not in client.values
 
 
-def test_second_process_reports_rank_once_attempt_failed():
-    values = {"group/0/arrivals": arrival(1, process="process 7 on h/a") + arrival(1, process="process 8 on h/b")}
-    client, each = MemoryClient(values=values), round_of()
-    rounds_of(client, each).run()
-    assert (
-        "both process 7 on h and process 8 on h connect as rank 1."
-        in Decision.unpack("", client.values["group/0/decision"]).text
-    )
-
-
 MINE, OTHER = (Fingerprint(rank, {"shape": shape}, "mesh 'a'", "Fix it.") for rank, shape in ((0, [2]), (1, [1, 2])))
 
 
@@ -148,18 +114,6 @@ def test_mismatch_of_mesh_fails_all_its_rounds():
     texts = {key: Decision.unpack("", client.values[f"m/{key}/0/decision"]) for key in ("one", "two", "other")}
     assert len({*texts.values()}) == 1
     assert texts["one"].kind == "mesh"
-
-
-def test_rank_waiting_in_another_mesh_is_no_mismatch():
-    values = {
-        "n/other/0/arrivals": arrival(1, mesh=OTHER.encoded.decode()),
-        status_key(1): RankStatus(pending={"n/other/0": "connecting mesh 'b'"}).pack().encode(),
-    }
-    each = round_of(key="m/one")
-    rounds_of(MemoryClient(values=values), each, mesh=MINE, mesh_key="m").run()
-    assert each.decision is not None
-    assert each.decision.kind == "missing"
-    assert "rank 1: connecting mesh 'b'" in each.decision.text
 
 
 # -- times -------------------------------------------------------------------------------------------------------------

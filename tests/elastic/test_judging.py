@@ -15,9 +15,7 @@ from pgmesh.elastic.shrink_judge import ShrinkJudge
 from pgmesh.elastic.shrinking import decide
 from pgmesh.elastic.stand_by_judge import StandByJudge
 from pgmesh.elastic.state import ElasticState, Generation
-from pgmesh.errors import WorldError
 from pgmesh.layout import Layout
-from pgmesh.liveness.operations import Read
 from pgmesh.liveness.records import pack
 from pgmesh.liveness.statuses import RankStatus, Statuses, status_key
 from tests.support.memory_client import MemoryClient
@@ -81,11 +79,6 @@ class Rank:
 
 
 # -- lost ranks -------------------------------------------------------------------------------------------------------
-
-
-def test_rank_that_left_is_lost_at_once():
-    one = Rank(values=status(1, exited="it closed its mesh"))
-    assert one.agree().lost == {1: "rank 1 it closed its mesh"}
 
 
 def test_silent_rank_is_lost_after_five_seconds():
@@ -160,17 +153,6 @@ def test_late_rank_joins_the_next_attempt():
     assert (one.round.number, one.judge.came_late) == (1, False)
 
 
-def test_store_error_publishes_no_decision():
-    def fail() -> None:
-        raise WorldError("the store is gone")
-
-    one = Rank()
-    one.client.between = fail
-    with pytest.raises(WorldError):
-        one.agree()
-    assert "pgmesh/m/shrink/0/decision" not in one.client.values
-
-
 # -- spares and new processes -----------------------------------------------------------------------------------------
 
 
@@ -190,12 +172,6 @@ def test_missing_spare_drops_axis_at_deadline():
     assert 3.0 <= one.client.clock < 3.1
 
 
-def test_spares_are_not_awaited_without_a_loss():
-    one = Rank(request=spares(4), values={**status(4), ROUND: arrivals(arrival(1, spares(4)))})
-    assert one.agree() == Outcome(axis="dp")
-    assert one.client.clock < 0.05
-
-
 def test_new_process_takes_only_one_place():
     lines = arrivals(arrival(1, None, "another"), arrival(4, None))
     one = Rank(request=spares(1, 4), size=3, values={**status(2), ROUND: lines}, ended={2})
@@ -210,12 +186,6 @@ def test_living_spare_comes_before_an_ended_new_process(listed: tuple[int, int])
     outcome = Rank(request=request, size=3, values=there, ended={2}).agree()
     assert outcome.replaced == {2: 4}
     assert "rank 2 has ended: its listener" in outcome.lost[2]
-
-
-def test_rank_with_unlisted_new_process_is_lost():
-    one = Rank(values={ROUND: arrivals(arrival(1, None))})
-    outcome = one.agree()
-    assert ([*outcome.lost], outcome.replaced) == ([1], {})
 
 
 def test_old_process_decides_despite_new_one():
@@ -263,23 +233,6 @@ def test_rank_without_status_is_lost_in_time():
     one = Rank()
     assert one.agree().lost == {1: f"rank 1 has published no status in {one.client.clock:.0f} s"}
     assert one.statuses.lost_after <= one.client.clock < one.statuses.lost_after + 0.5
-
-
-def test_spare_that_never_published_a_status_is_lost():
-    lines = arrivals(arrival(2, None), arrival(3, None))
-    ended = status(1, exited="it closed its mesh")
-    one = Rank(request=spares(2, 3), values={**ended, ROUND: lines})
-    one.judge._start -= 5.0  # so long ago, and rank 3 has published one since
-    one.client.values.update(status(3))
-    assert one.agree().replaced == {1: 3}
-
-
-def test_rank_after_many_arrivals_leaves_looks():
-    lines = arrivals(*map(arrival, [*range(1, 40), 0]))
-    late = Rank(size=41, values={**status(40), ROUND: lines}, deadline=3.0)
-    assert "rank 40 did not call shrink('dp') in 3 s." in late.agree().failed
-    reads = [each for each in late.client.operations if each == Read(status_key(40))]
-    assert len(reads) == 1
 
 
 def test_spare_gives_up_if_all_members_stand_by():

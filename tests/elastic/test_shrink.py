@@ -295,7 +295,7 @@ def test_ten_shrinks_keep_only_the_aborted_groups():
         counts.append(count_with_keys())
         dist.barrier()
         assert mesh.shrunk is not None
-    addresses, decision = 12, 2  # those of dp and tp, twice each, and of the whole mesh; and the abort
+    addresses, decision = 12, 3  # those of dp and tp, twice each, and of the whole mesh; the arrivals and the abort
     most = {"keys": addresses + decision, **{what: 3 * number for what, number in KEPT.items()}}
     for what, number in counts[2].items():
         assert counts[-1][what] - number <= most.get(what, 0) * 7, f"{what}: {[each[what] for each in counts]}"

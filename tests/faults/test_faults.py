@@ -11,7 +11,6 @@ may be late. Their text may not differ.
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import signal
 import time
@@ -49,7 +48,6 @@ from tests.support.faults import (
 )
 from tests.support.programs import send_signal, wait_until_gone
 from tests.support.rank_processes import RankProcesses, join_world
-from tests.support.resource_counts import CAN_COUNT, count_resources, growth
 from tests.support.torch_tables import address_is_published, record_operations, table_sizes
 from tests.support.worlds import STARVED, check_sums, fresh_world, groups_of, on_ranks
 
@@ -201,29 +199,6 @@ def test_calls_wait_for_a_stopped_store(tmp_path: Path):
             assert made.took < STOP / 3 + SLACK
         assert continued <= used.end < continued + 1.0 + SLACK
         assert continued <= connected.end < continued + 2.0 + SLACK
-
-
-def try_without_a_store(pid: int, times: int) -> dict[str, int]:
-    beat_fast_with_bystander()
-    dist.barrier()
-    if dist.get_rank() == 0:
-        send_signal(pid, signal.SIGKILL)
-    seen = []
-    for i in range(times):
-        mesh = ProcessGroupMesh(2, name=f"try {i}")
-        assert attempt(lambda mesh=mesh: mesh.connect(timeout=LONG_TIMEOUT)).kind == "WorldError"
-        mesh.close()
-        gc.collect()
-        seen.append(count_resources())
-    return growth(seen[1:-1])
-
-
-@pytest.mark.fault("the store dies")
-@pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")
-def test_retries_without_a_store_leave_nothing_behind():
-    with StoreProcess() as store, fresh_world(2, store) as own:
-        own.run(dist.get_rank)
-        assert results(own.outcomes(try_without_a_store, store.process.pid, 6)) == [{}] * 2
 
 
 # ---- a process ends ----

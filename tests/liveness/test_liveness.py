@@ -110,12 +110,6 @@ def test_pending_groups_of_threads_are_published_at_once(world: World, rare_hear
     assert last_status(world).sent == sent  # nothing has changed
 
 
-def test_store_without_connections_has_statuses_too():
-    world = World(dist.HashStore(), 0, 1, GroupOptions(), "HashStore")
-    assert last_status(world).endpoint == ()
-    world.end("its process has exited")
-
-
 # -- looks -------------------------------------------------------------------------------------------------------------
 
 

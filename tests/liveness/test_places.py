@@ -19,9 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from pgmesh import ProcessGroupMesh
-from pgmesh.liveness.places import GroupCounter, PlaceFinder, own_counters, unpack_counters
-from pgmesh.liveness.records import pack
+from pgmesh.liveness import places
+from pgmesh.liveness.places import GroupCounter, PlaceFinder, own_counters
 from pgmesh.liveness.statuses import NOWHERE, Place
+from tests.support.fake_world import fake_rank
 from tests.support.faults import meanwhile, set_flag, wait_for_flag, wait_until
 from tests.support.worlds import on_ranks
 
@@ -104,11 +105,6 @@ def test_code_counts_as_program_by_its_file(file: str, module: str, expected: st
     run = run_in(file, module)
     place = place_in(lambda end: run(end), lambda place: bool(place.line))
     assert f"{place}".startswith(f"at {expected}")
-
-
-def test_installed_program_is_named_without_other_code():
-    place = place_in(run_in(*INSTALLED), lambda place: bool(place.line))
-    assert f"{place}" == "at loop.py:2 in run"
 
 
 def test_ended_thread_has_no_place():
@@ -203,17 +199,17 @@ def test_place_names_group_of_collective(tmp_path: Path):
             call(group)
 
 
+def test_ended_group_is_not_called_the_default_one():
+    names: dict[str, Any] = {"__name__": "torch.distributed.distributed_c10d"}
+    exec("import sys\ndef all_reduce(group):\n  return sys._getframe()", names)
+    with fake_rank(0, 2):
+        mesh = ProcessGroupMesh(2, name="train")
+        group = mesh.group()
+        mesh.release()
+        assert [places._group_in(names["all_reduce"](each)) for each in (group, None)] == ["", "the default group"]
+
+
 # -- operations --------------------------------------------------------------------------------------------------------
-
-
-def test_packed_counters_are_read_unchanged():
-    counters = [GroupCounter("train.0/dp", "group dp of mesh 'train'", [0, 1], 17)]
-    assert unpack_counters(pack(counters=counters).encode()) == counters
-
-
-@pytest.mark.parametrize("text", [None, b"", b"nonsense", b'{"v": 5}'])
-def test_foreign_value_has_no_counters(text: bytes | None):
-    assert unpack_counters(text) == []
 
 
 @on_ranks(2)

@@ -142,6 +142,11 @@ def connect_and_beat(mesh: ProcessGroupMesh) -> None:
 def beat_fast_with_bystander(*but: int) -> ProcessGroupMesh:
     """Shorten the heartbeat interval; return a connected mesh of all ranks except ``but``, which must stay intact."""
     beat_fast()
+    return connected_bystander(*but)
+
+
+def connected_bystander(*but: int) -> ProcessGroupMesh:
+    """A connected mesh of all ranks except ``but``, which must stay intact. All ranks send heartbeats then."""
     everyone = range(dist.get_world_size())
     connect_and_beat(ProcessGroupMesh(len(everyone), name="beating"))
     bystander = ProcessGroupMesh(-1, ranks=[rank for rank in everyone if rank not in but], name="bystander")
