@@ -21,9 +21,8 @@ from unittest import mock
 
 from benchmarks.sides import FAMILIES, compared_sizes
 from pgmesh import Layout
-from pgmesh.connect import decisions
 from pgmesh.connect.group_rounds import ConnectJudge, GroupRound
-from pgmesh.connect.rounds import Rounds
+from pgmesh.connect.rounds import Arrival, Rounds
 from pgmesh.groups.naming import Fingerprint
 from pgmesh.liveness.operations import Operation, Set, perform
 from pgmesh.liveness.statuses import RankStatus, Statuses, status_key
@@ -172,8 +171,8 @@ def simulate(size: int, rate: float, spread: float, seed: int = 0) -> Load:
     ranks = [Rank(rank, layout, rng.uniform(0, spread), pace) for rank in range(size)]
     events = [(rank.start, rank.rank) for rank in ranks]
     heapq.heapify(events)
-    cached = functools.cache(decisions.Arrival.unpack)  # otherwise most of the time is spent on the same arrivals
-    with mock.patch.object(decisions.Arrival, "unpack", cached):
+    cached = functools.cache(Arrival.unpack)  # otherwise most of the time is spent on the same arrivals
+    with mock.patch.object(Arrival, "unpack", cached):
         while events:
             time, number = heapq.heappop(events)
             rank = ranks[number]

@@ -1,42 +1,11 @@
-"""The records of ``connect`` in the store: the arrival of a member, and the decision of its round."""
+"""The decisions of ``connect`` in the store."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from pgmesh.errors import MismatchError, MissingRanksError, PgmeshError
 from pgmesh.liveness.records import MOST_CHARS, foreign_value, pack, unpack
-
-
-class Arrival(NamedTuple):
-    """The record of a member that has arrived at an attempt.
-
-    Args:
-        rank: its rank in the world.
-        process: its process. It reveals two processes that have the same rank.
-        mesh: its fingerprint of the mesh, encoded; "" if the round belongs to no mesh.
-        group: its fingerprint of the group, encoded.
-    """
-
-    rank: int
-    process: str
-    mesh: str
-    group: str
-
-    def pack(self) -> str:
-        return pack(**self._asdict())
-
-    @classmethod
-    def unpack(cls, line: bytes) -> Arrival | None:
-        """Decode an arrival; None for another value."""
-        record = unpack(line, rank=int, process=str, mesh=str, group=str)
-        return None if record is None else cls(record["rank"], record["process"], record["mesh"], record["group"])
-
-    @classmethod
-    def unpack_all(cls, text: bytes | None) -> list[Arrival]:
-        """Decode what the store has under the key of the arrivals; None for nothing."""
-        return [*filter(None, map(cls.unpack, (text or b"").splitlines()))]
 
 
 @dataclass(frozen=True)

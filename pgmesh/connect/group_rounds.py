@@ -20,8 +20,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from pgmesh._util.formatting import format_ranks, name_ranks
-from pgmesh.connect.decisions import Arrival, Decision
-from pgmesh.connect.rounds import Judge, Round, undecided
+from pgmesh.connect.decisions import Decision
+from pgmesh.connect.rounds import Arrival, Judge, Round, undecided
 from pgmesh.errors import MismatchError
 from pgmesh.groups.naming import Fingerprint
 from pgmesh.liveness import timing
@@ -132,8 +132,8 @@ class ConnectJudge(Judge[GroupRound, Decision]):
 
     def arrival(self, each: GroupRound) -> tuple[Operation, Operation]:
         mesh, group = (mine.encoded.decode() if mine else "" for mine in (self.mesh, each.fingerprint))
-        arrival = Arrival(self.rank, self.process, mesh, group)
-        return Append(each.arrivals_key, f"{arrival.pack()}\n"), Add(f"{each.name}/count")
+        arrival = Arrival(self.rank, self.process, group, mesh)
+        return Append(each.arrivals_key, arrival.pack()), Add(f"{each.name}/count")
 
     def arrived(self, answers: Sequence[tuple[GroupRound, Sequence[Any]]]) -> Iterator[tuple[GroupRound, Decision]]:
         return self.read_arrivals([each for each, (_, count) in answers if count >= len(each.ranks)])
@@ -197,7 +197,7 @@ class ConnectJudge(Judge[GroupRound, Decision]):
         each.missing = tuple(rank for rank in each.ranks if rank not in members)
         if mismatch := self._mesh_mismatch():
             return mismatch
-        groups = [arrival.group.encode() for arrival in members.values()]
+        groups = [arrival.asks.encode() for arrival in members.values()]
         if each.fingerprint and (text := each.fingerprint.mismatch(groups, each.arrivals_key)):
             return Decision("mismatch", text)
         return None if each.missing else Decision("made")

@@ -20,11 +20,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from pgmesh.errors import WorldError
 from pgmesh.liveness.client import CallClient
 from pgmesh.liveness.operations import CompareSet, Operation, Read
+from pgmesh.liveness.records import pack, unpack
 
 _FIRST_PAUSE = 0.002
 """Seconds between the first two reads of the store. Each pause is 1.5 times the one before."""
@@ -38,6 +39,37 @@ the others read that within one ``LONGEST_PAUSE``, so within 0.1 s."""
 
 INSPECTION = 0.2
 """The interval between two such inspections."""
+
+
+class Arrival(NamedTuple):
+    """The record of a rank that has arrived at an attempt.
+
+    Args:
+        rank: its rank in the world.
+        process: its process. It reveals two processes that have the same rank.
+        asks: what it asks for: its fingerprint of the group, encoded, or its call of ``shrink``; "" if it stands by.
+        mesh: its fingerprint of the mesh, encoded; "" if the round belongs to no mesh.
+    """
+
+    rank: int
+    process: str
+    asks: str
+    mesh: str = ""
+
+    def pack(self) -> str:
+        """Encode it as a line."""
+        return f"{pack(**self._asdict())}\n"
+
+    @classmethod
+    def unpack(cls, line: bytes) -> Arrival | None:
+        """Decode an arrival; None for another value."""
+        record = unpack(line, rank=int, process=str, asks=str, mesh=str)
+        return None if record is None else cls(record["rank"], record["process"], record["asks"], record["mesh"])
+
+    @classmethod
+    def unpack_all(cls, text: bytes | None) -> list[Arrival]:
+        """Decode what the store has under the key of the arrivals; None for nothing."""
+        return [*filter(None, map(cls.unpack, (text or b"").splitlines()))]
 
 
 class Packable(Protocol):

@@ -74,21 +74,6 @@ def aborted_key(generation: Generation) -> str:
     return f"{generation.key}/aborted"
 
 
-def publish_abort(run: Run, generation: Generation, text: str) -> str:
-    """Publish that a mesh is aborted.
-
-    Args:
-        run: performs operations on the store.
-        generation: its generation.
-        text: the error message.
-
-    Returns:
-        The text of the rank that was first.
-    """
-    (first,) = run(CompareSet(aborted_key(generation), text))
-    return str(first.decode(errors="replace"))
-
-
 def abort(mesh: MeshGroups, why: str, where: str = "") -> None:
     """End all groups of a mesh without waiting for their collectives, and publish why. Other ranks do it too then.
 
@@ -101,7 +86,8 @@ def abort(mesh: MeshGroups, why: str, where: str = "") -> None:
     text = f"{mesh.label} was aborted by rank {mesh.rank}{f' at {where}' if where else ''}: {why}"
     if not mesh.is_fake():
         with contextlib.suppress(PgmeshError):  # of the store
-            text = publish_abort(CallClient(mesh.world, 0.0).run, generation_of(mesh), text)
+            (first,) = CallClient(mesh.world, 0.0).run(CompareSet(aborted_key(generation_of(mesh)), text))
+            text = first.decode(errors="replace")  # of the rank that was first
     end_aborted(mesh, text)
 
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from pgmesh.connect.rounds import Judge
+from pgmesh.connect.rounds import Arrival, Judge
 from pgmesh.elastic.aborts import check_replaceable
-from pgmesh.elastic.records import Arrival, MeshRound, Outcome
+from pgmesh.elastic.records import MeshRound, Outcome
 from pgmesh.elastic.state import Generation
 from pgmesh.groups.mesh_groups import MeshGroups
 from pgmesh.liveness.client import CallClient
@@ -69,7 +69,7 @@ class SurvivorJudge(Judge[MeshRound, Outcome]):
     def arrivals(self, each: MeshRound) -> dict[int, Arrival]:
         """By rank, the arrival of its last process."""
         (text,) = self.client.run(Read(each.arrivals_key))
-        return {line.rank: line for line in map(Arrival.unpack, (text or b"").splitlines()) if line is not None}
+        return {arrival.rank: arrival for arrival in Arrival.unpack_all(text)}
 
     def failure(self, problem: str, error: str) -> Outcome:
         """The decision that the attempt failed."""
@@ -78,8 +78,7 @@ class SurvivorJudge(Judge[MeshRound, Outcome]):
     # -- the round ------------------------------------------------------------------------------------------------
 
     def arrival(self, each: MeshRound) -> tuple[Append]:
-        arrival = Arrival(self.rank, self.process, self.call)
-        return (Append(each.arrivals_key, f"{arrival.pack()}\n"),)
+        return (Append(each.arrivals_key, Arrival(self.rank, self.process, self.call).pack()),)
 
     def learn(self, each: MeshRound, text: bytes) -> Outcome:
         return Outcome.unpack(each.decision_key, text)

@@ -1,4 +1,4 @@
-"""The records of a decision on lost ranks: the arguments of ``shrink``, a rank's arrival, and the decision.
+"""The records of a decision on lost ranks: the arguments of ``shrink``, and the decision.
 
 The layout of the mesh that replaces another one follows from its layout and the decision.
 """
@@ -6,7 +6,7 @@ The layout of the mesh that replaces another one follows from its layout and the
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from pgmesh._util.formatting import as_range, name_ranks
 from pgmesh.connect.rounds import Round
@@ -32,28 +32,6 @@ class Request:
         spares = (as_range(self.spares) if len(self.spares) > 8 else None) or [*self.spares]
         words += [f"spares={spares}"] if self.spares else []
         return f"shrink({', '.join(words)})"
-
-
-class Arrival(NamedTuple):
-    """One rank at an attempt.
-
-    Args:
-        process: a word that no other process of the rank has.
-        call: the call of ``shrink`` with its arguments, as text; "" for a rank that stands by.
-    """
-
-    rank: int
-    process: str
-    call: str
-
-    def pack(self) -> str:
-        return pack(**self._asdict())
-
-    @classmethod
-    def unpack(cls, line: bytes) -> Arrival | None:
-        """Decode an arrival; None for a foreign value."""
-        record = unpack(line, rank=int, process=str, call=str)
-        return None if record is None else cls(record["rank"], record["process"], record["call"])
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pgmesh._util.formatting import name_ranks
+from pgmesh.connect.rounds import Arrival
 from pgmesh.elastic.judging import SurvivorJudge
-from pgmesh.elastic.records import Arrival, MeshRound, Outcome, Request
+from pgmesh.elastic.records import MeshRound, Outcome, Request
 from pgmesh.errors import MissingRanksError
 from pgmesh.layout import Layout
 from pgmesh.liveness import timing
@@ -56,7 +57,7 @@ class Findings:
         ranks, there = self.layout.ranks(), self.arrivals
         lost = {rank: self.dead_or_silent[rank] for rank in ranks if rank in self.dead_or_silent}
         # A member that stands by is a new process in the place of the lost one.
-        new = [rank for rank in ranks if rank not in lost and rank in there and not there[rank].call]
+        new = [rank for rank in ranks if rank not in lost and rank in there and not there[rank].asks]
         return lost | {rank: f"rank {rank} stands by, as a new process does" for rank in new}
 
     @property
@@ -108,7 +109,7 @@ class ShrinkJudge(SurvivorJudge):
 
     def look(self, each: MeshRound, *, late: bool) -> Outcome | None:
         arrivals = self.arrivals(each)
-        calls = {rank: arrival.call for rank, arrival in arrivals.items() if arrival.call}
+        calls = {rank: arrival.asks for rank, arrival in arrivals.items() if arrival.asks}
         if len({*calls.values()}) > 1:
             lines = "".join(f"\n  {call} on rank {rank}" for rank, call in sorted(calls.items()))
             return self.failure(f"the ranks passed different arguments:{lines}", "mismatch")

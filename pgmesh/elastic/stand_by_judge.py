@@ -32,7 +32,7 @@ class StandByJudge(SurvivorJudge):
             return self.failure(waited, "stopped")
         arrivals, lost = self.arrivals(each), dict[int, str]()
         for rank in self.generation.layout.ranks():
-            if rank in arrivals and not arrivals[rank].call:
+            if rank in arrivals and not arrivals[rank].asks:
                 lost[rank] = f"rank {rank} stands by too"
             else:
                 lost |= self.statuses.find_lost(self.client.run, [rank])

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from pgmesh.connect.decisions import ERRORS, Arrival, Decision
+from pgmesh.connect.decisions import ERRORS, Decision
+from pgmesh.connect.rounds import Arrival
 from pgmesh.errors import MismatchError
 from pgmesh.liveness.records import MOST_CHARS, VERSION, unpack
 from tests.support.memory_client import MemoryClient, arrival, fingerprint, round_of, rounds_of
@@ -39,9 +40,9 @@ EDGES = [
     b"null",
     b"9" * 5000,
     b'{"v": 1, "v": %d, "kind": "made", "kind": "lost", "text": ""}' % VERSION,
-    b'{"v": %d, "rank": 1, "process": "", "mesh": "", "group": "\\ud800"}' % VERSION,
+    b'{"v": %d, "rank": 1, "process": "", "asks": "", "mesh": "\\ud800"}' % VERSION,
     b"[" * 100_000 + b"]" * 100_000,
-    b'{"v": %d, "rank": 1, "process": "", "mesh": "", "group": "1 {\\"shape\\": ' % VERSION + b"[" * 900 + b']}"}',
+    b'{"v": %d, "rank": 1, "process": "", "asks": "", "mesh": "1 {\\"shape\\": ' % VERSION + b"[" * 900 + b']}"}',
     b"__import__('os').abort()",
     json.dumps({**RECORDS[1], "text": "x" * MOST_CHARS}).encode(),
 ]

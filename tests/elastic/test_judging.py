@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from pgmesh.connect.rounds import Rounds
-from pgmesh.elastic.records import Arrival, MeshRound, Outcome, Request
+from pgmesh.connect.rounds import Arrival, Rounds
+from pgmesh.elastic.records import MeshRound, Outcome, Request
 from pgmesh.elastic.shrink_judge import ShrinkJudge
 from pgmesh.elastic.shrinking import decide
 from pgmesh.elastic.stand_by_judge import StandByJudge
 from pgmesh.elastic.state import ElasticState, Generation
 from pgmesh.layout import Layout
+from pgmesh.liveness.operations import Read
 from pgmesh.liveness.records import pack
 from pgmesh.liveness.statuses import RankStatus, Statuses, status_key
 from tests.support.memory_client import MemoryClient
@@ -31,7 +32,7 @@ def spares(*ranks: int, axis: str | None = "dp") -> Request:
 
 
 def arrivals(*lines: Arrival) -> bytes:
-    return b"".join(line.pack().encode() + b"\n" for line in lines)
+    return b"".join(line.pack().encode() for line in lines)
 
 
 def arrival(rank: int, request: Request | None = DP, process: str = "") -> Arrival:
@@ -251,3 +252,11 @@ def test_lost_rank_misses_mesh_as_it_stands_by():
         one = Rank(1, request, values=values, state=state)
         outcome = decide(one.judge)
     assert one.judge.missed(outcome)
+
+
+def test_rank_after_many_arrivals_leaves_looks():
+    lines = arrivals(*map(arrival, [*range(1, 40), 0]))
+    late = Rank(size=41, values={**status(40), ROUND: lines}, deadline=3.0)
+    assert "rank 40 did not call shrink('dp') in 3 s." in late.agree().failed
+    reads = [each for each in late.client.operations if each == Read(status_key(40))]
+    assert len(reads) == 1

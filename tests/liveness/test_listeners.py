@@ -80,3 +80,13 @@ def test_store_without_address_gives_no_listener(store: str):
     listener.drain()
     listener.close()
     assert not listener.has_ended(RankStatus(endpoint=closed_endpoint()), 100.0, 1.0)
+
+
+def test_drain_makes_room_for_more_connections(listener: Listener):
+    host, port = listener.endpoint
+    for _ in range(3):
+        clients = [socket.create_connection((host, port), 5.0) for _ in range(100)]
+        listener.drain()
+        for client in clients:
+            assert client.recv(1) == b""  # closed
+            client.close()

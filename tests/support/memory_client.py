@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pgmesh.connect.decisions import Arrival, Decision
+from pgmesh.connect.decisions import Decision
 from pgmesh.connect.group_rounds import ConnectJudge, GroupRound
-from pgmesh.connect.rounds import Rounds
+from pgmesh.connect.rounds import Arrival, Rounds
 from pgmesh.groups.naming import Fingerprint
 from pgmesh.liveness.operations import Delete, Operation, Read, perform
 from pgmesh.liveness.statuses import RankStatus, Statuses, status_key
@@ -79,4 +79,4 @@ def arrival(rank: int, *, process: str = "", mesh: str = "", group: str | None =
         group: its fingerprint of the group; that of ``round_of`` if None.
     """
     mine = fingerprint(rank).encoded.decode() if group is None else group
-    return Arrival(rank, process or f"process {rank}", mesh, mine).pack().encode() + b"\n"
+    return Arrival(rank, process or f"process {rank}", mine, mesh).pack().encode()

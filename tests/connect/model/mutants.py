@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pgmesh.connect.decisions import Arrival, Decision
+from pgmesh.connect.decisions import Decision
 from pgmesh.connect.group_rounds import ConnectJudge, GroupRound
+from pgmesh.connect.rounds import Arrival
 from pgmesh.liveness.operations import Operation, Read
 from tests.connect.model.programs import PAIRS_AND_TRIPLE, at_once, one_after_another
 from tests.connect.model.ranks import Code

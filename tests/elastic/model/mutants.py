@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from pgmesh.connect.rounds import Arrival
 from pgmesh.elastic.judging import SurvivorJudge
-from pgmesh.elastic.records import Arrival, MeshRound, Outcome
+from pgmesh.elastic.records import MeshRound, Outcome
 from pgmesh.elastic.shrink_judge import Findings, ShrinkJudge
 from pgmesh.elastic.shrinking import decide
 from pgmesh.elastic.stand_by_judge import StandByJudge
@@ -89,9 +90,9 @@ class OneCall(MutantBoard):
         answer = super().perform(store, operation)
         if not isinstance(operation, Read) or not operation.key.endswith("/arrivals") or not answer:
             return answer
-        arrivals = [*filter(None, map(Arrival.unpack, answer.splitlines()))]
-        call = max((each.call for each in arrivals), key=len)
-        return "".join(f"{each._replace(call=call).pack()}\n" for each in arrivals).encode()
+        arrivals = Arrival.unpack_all(answer)
+        call = max((each.asks for each in arrivals), key=len)
+        return "".join(each._replace(asks=call).pack() for each in arrivals).encode()
 
 
 DIFFERENT = (Program(0, (DROP,)), Program(1, (SPARE,)))

@@ -6,7 +6,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from pgmesh.elastic.records import Arrival, Outcome
+from pgmesh.connect.rounds import Arrival
+from pgmesh.elastic.records import Outcome
 from pgmesh.layout import Layout
 from pgmesh.liveness.operations import Append, CompareSet, Delete, Read, Set
 from pgmesh.liveness.records import pack, unpack
@@ -144,7 +145,7 @@ class ShrinkSpace(Space):
         arrivals = last_lines(state.content.values.get(key.replace("/decision", "/arrivals"), b""))
         text = f"{text}: {value.decode()}"
         if outcome.failed:
-            calls = {line.call for line in arrivals.values()} - {""}
+            calls = {line.asks for line in arrivals.values()} - {""}
             causes = {
                 "mismatch": len(calls) > 1,
                 "stopped": node.interrupted or node.late,
@@ -157,7 +158,7 @@ class ShrinkSpace(Space):
         looked = last_lines(node.looked)
         layout = Layout.of(dict(zip(self.layout.axes, (len(node.layout),))), node.layout)
         after = outcome.successor(layout)
-        if len({line.call for line in looked.values()} - {""}) > 1:
+        if len({line.asks for line in looked.values()} - {""}) > 1:
             raise Violation(ALL_ARRIVED, "the ranks passed different arguments", text)
         for rank in after.ranks():
             if rank not in arrivals:
@@ -171,7 +172,7 @@ class ShrinkSpace(Space):
             member = self._member(state, node.mesh, rank)
             if not state.nodes[member].dead and member not in state.silent:
                 raise Violation(TRUE_LOST, f"rank {rank} is called lost without a fault", text)
-            if rank in looked and looked[rank].call:
+            if rank in looked and looked[rank].asks:
                 raise Violation(TRUE_LOST, f"rank {rank} is called lost, and had arrived", text)
 
     def _too_many_lost(self, state: State, node: Standing) -> bool:
@@ -238,7 +239,7 @@ class ShrinkSpace(Space):
                 raise Violation(NO_WAIT, f"{where}, though no member is left")
             return
         arrivals = last_lines(values.get(f"{node.attempt}/arrivals", b""))
-        if len({line.call for line in arrivals.values() if line.call}) > 1:
+        if len({line.asks for line in arrivals.values() if line.asks}) > 1:
             raise Violation(NO_WAIT, f"{where}, though the arguments differ")
         spares = node.request.spares
         absent = [rank for rank in dict.fromkeys((*node.layout, *spares)) if rank not in arrivals]
@@ -258,7 +259,7 @@ class ShrinkSpace(Space):
                     raise Violation(RETRY, f"{where} for rank {rank}, which waits in {state.nodes[j].attempt}")
 
     def _is_new(self, arrivals: dict[int, Arrival], rank: int) -> bool:
-        return rank in arrivals and not arrivals[rank].call
+        return rank in arrivals and not arrivals[rank].asks
 
     def _lives(self, state: State, rank: int) -> bool:
         return any(lives(state.nodes[j]) for j in self._processes_of(rank))
