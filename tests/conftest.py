@@ -23,7 +23,7 @@ LONGEST = (
     "faults/test_exits",
     "launch/test_launch",
     "preflight/test_check",
-    "faults/test_resource_counts",
+    "faults/test_torch_hazards",
     "resharding/test_resharder",
     "elastic/test_pauses",
     "elastic/test_blocked_ranks",

@@ -107,18 +107,6 @@ def test_example_waits_for_a_late_rank(tmp_path: Path, start: Callable[..., surv
     assert sorted(lines(ranks, "(?!goes|step)")) == [6, 7]
 
 
-def test_replaced_late_rank_stands_by(tmp_path: Path, start: Callable[..., survive.Ranks]):
-    ranks = start(1, but=(4,))
-    time.sleep(H)
-    ranks.processes[1].kill()
-    ranks.wait_for("step 3:")  # of a mesh with both spares
-    ranks.start(4)
-    ranks.wait_for(TAKEN_FOR_LOST, 4)
-    ranks.processes[0].kill()
-    ranks.wait_for(GOES_ON, 4)
-    check_end(tmp_path, ranks, 0, 1)
-
-
 def run_failing(times: int, folder: Path, rank: int, port: int, fsdp: int, pipe: Any) -> None:
     """One rank of the example. Step 8 fails on rank 3, several times."""
     batch_of_example, left = elastic.batch_of, [times]
@@ -137,13 +125,6 @@ def test_step_that_fails_once_is_repeated(tmp_path: Path, start: Callable[..., s
     ranks = start(2, run=functools.partial(run_failing, 1))
     check_end(tmp_path, ranks)
     assert sorted(lines(ranks, GOES_ON)) == sorted([*range(6)] * 2)
-
-
-def test_step_that_fails_twice_ends_the_program(tmp_path: Path, start: Callable[..., survive.Ranks]):
-    ranks = start(2, run=functools.partial(run_failing, 2))
-    statuses = ranks.end()
-    assert statuses[3] == 1
-    assert set(statuses.values()) <= {0, 1}
 
 
 def test_example_runs_unchanged():

@@ -111,14 +111,13 @@ def test_2048_lost_ranks_fit_into_one_record():
 # -- arguments and foreign values -------------------------------------------------------------------------------------
 
 
-def test_foreign_arrivals_are_ignored():
-    foreign = [
-        b"import os",
-        pack(rank=1, process="p", call=["dp"]).encode(),
-        pack(rank="1", process="p", call="").encode(),
-    ]
-    one = Rank(values={**status(1), ROUND: b"\n".join([*foreign, b""])}, ended={1})
-    assert [*one.agree().lost] == [1]
+def test_different_arguments_fail_the_attempt():
+    one = Rank(values={ROUND: arrivals(arrival(1, Request("tp", ())))})
+    outcome = one.agree()
+    assert outcome.error == "mismatch"
+    assert outcome.failed == (
+        "mesh 'm': the ranks passed different arguments:\n  shrink('dp') on rank 0\n  shrink('tp') on rank 1"
+    )
 
 
 def foreign_decision(**more: Any) -> bytes:

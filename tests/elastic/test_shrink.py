@@ -199,33 +199,6 @@ def test_stopped_rank_is_replaced_and_refused_later(tmp_path: Path):
 # ---- arguments and ranks that differ ----
 
 
-def two_calls_fail(folder: Path) -> tuple[Attempt, Attempt, str]:
-    """The arguments differ. In the next call, rank 2 lives and does not call. Then all of them try again."""
-    mesh = connected(folder)
-    differs = attempt(lambda: mesh.shrink(mesh.axes[mesh.rank % 2], timeout=LONG_TIMEOUT))
-    lacks_one = attempt(lambda: None)
-    if mesh.rank == 2:
-        wait_for_flags(folder, "failed", (0, 1, 3))
-    else:
-        lacks_one = attempt(lambda: mesh.shrink("dp", timeout=SHORT))
-        set_flag(folder, f"failed {mesh.rank}")
-    return differs, lacks_one, checked(mesh.shrink("dp", timeout=LONG_TIMEOUT))
-
-
-def test_failed_shrink_may_be_repeated(tmp_path: Path):
-    for rank, (differs, lacks_one, mesh) in enumerate(run(tmp_path, 4, two_calls_fail, lambda own: None, [])):
-        assert mesh == "ProcessGroupMesh(dp=2, tp=2, name='train#1')"  # no rank was lost
-        assert differs.kind == "MismatchError"
-        assert "mesh 'train': the ranks passed different arguments:" in differs.text
-        assert "shrink('dp') on rank" in differs.text
-        assert "shrink('tp') on rank" in differs.text
-        if rank != 2:
-            assert lacks_one.kind == "MissingRanksError"
-            assert f"mesh 'train': rank 2 did not call shrink('dp') in {SHORT:g} s." in lacks_one.text
-            assert "lost:" not in lacks_one.text
-            assert lacks_one.took < SHORT + SLACK
-
-
 # ---- abort ----
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
@@ -13,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
-from tests.support.faults import CHAOS
+from tests.support.faults import CHAOS, beat_fast_with_bystander, wait_until
 from tests.support.releases import check_cycles
-from tests.support.resource_counts import CAN_COUNT
-from tests.support.torch_tables import count_new_groups
+from tests.support.resource_counts import CAN_COUNT, count_resources, growth
+from tests.support.torch_tables import count_new_groups, is_connecting
 from tests.support.worlds import check_sums, groups_of, on_ranks
 
 # ---- one group waits, the others go on ----
@@ -68,6 +69,31 @@ def test_close_after_own_part_loses_no_message():
 @pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")
 def test_releasing_often_leaves_nothing_behind():
     check_cycles(500 if CHAOS else 40, connects=CHAOS)
+
+
+@pytest.mark.skipif(not CAN_COUNT, reason="counts in /proc")
+@on_ranks(4, "fast")
+def test_close_frees_groups_without_the_garbage_collector():
+    bystander = beat_fast_with_bystander()
+    wait_until(lambda: not is_connecting(bystander.group()), "all connections of the bystander")
+    dist.barrier()  # the other ranks have started their part of them
+    seen: list[dict[str, int]] = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(6):
+            mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+            mesh.connect()
+            check_sums({"all": (mesh.group(), mesh.ranks())})
+            mesh.release("dp")
+            dist.barrier()
+            mesh.close()
+            del mesh
+            dist.barrier()
+            seen.append(count_resources())
+        assert growth(seen[1:-1]) == {}
+    finally:
+        gc.enable()
 
 
 # ---- threads ----
