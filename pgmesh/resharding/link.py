@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from pgmesh._util.formatting import call_site, format_seconds, name_ranks
 from pgmesh.connect.group_rounds import ConnectJudge, GroupRound
-from pgmesh.connect.rounds import Rounds
+from pgmesh.connect.rounds import INSPECTION, Rounds
 from pgmesh.elastic.aborts import abort, aborted_key, join_aborts
 from pgmesh.elastic.state import generation_of
 from pgmesh.errors import LifetimeError, MembershipError, MismatchError, MissingRanksError, PgmeshError, WorldError
@@ -166,11 +166,11 @@ class Link:
         )
         meeting.fingerprint = Fingerprint(self.rank, {"call": call}, self.label, hint)
         client = CallClient(self._world, self.seconds)
-        client.start, client.on_sleep = self._began, lambda: self._check(connection)
+        client.start = self._began
         statuses, warn = client.liveness.new_statuses(), functools.partial(log.warning, "%s")
-        pace = client.liveness.pace
-        self._check(connection)
-        judge = ConnectJudge(self.rank, client, call_site(), self.seconds, statuses, pace=pace, warn=warn)
+        check = functools.partial(self._check, connection)
+        check()
+        judge = ConnectJudge(self.rank, client, call_site(), statuses, warn=warn, poll=check)
         Rounds([meeting], judge).run()
         error = meeting.decision and meeting.decision.error()
         if error:
@@ -246,17 +246,15 @@ class Link:
         statuses, run = client.liveness.statuses, client.run
         others = [rank for rank in self._connection.mesh.layout.ranks() if rank != self.rank]
         statuses.read(run, others)
-        first = {rank: statuses.record(rank).heard for rank in others}
+        first = {rank: statuses.record(rank).since for rank in others}
         while True:
-            statuses.find_ended(run, others, all_of_them=True)
-            if lost := statuses.lost(others):
+            if lost := statuses.find_lost(run, others):
                 return MissingRanksError("\n  ".join([f"{self.label} failed:", *lost.values()]))
-            waits = any(statuses.record(rank).heard == first[rank] for rank in others)  # for heartbeats
+            waits = any(statuses.record(rank).since == first[rank] for rank in others)  # for heartbeats
             if not waits or isinstance(error, LifetimeError) or client.now() > statuses.lost_after + 1.0:
                 break
-            time.sleep(timing.TIMING.inspection)
-            statuses.read(run, others)
-        where = [statuses.describe(rank) for rank in others[: timing.LIMITS.named]]
+            time.sleep(INSPECTION)
+        where = [statuses.describe(rank) for rank in others[: timing.MOST_NAMED]]
         return LifetimeError("\n  ".join([f"{self._ended()}.", *where]))
 
     def maximum(self, values: Sequence[int]) -> list[int]:
