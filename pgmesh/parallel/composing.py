@@ -496,7 +496,7 @@ class Composition:
         Under a method that averages later, it is the norm of this rank's replica.
 
         Args:
-            module: the module that ``apply`` returned; needed if it was called for several.
+            module: the module that ``apply`` returned; needed if it was called for several that are trained.
             norm_type: order of the norm, such as 2.0, 1.0 or ``math.inf``.
 
         Raises:
@@ -553,7 +553,9 @@ class Composition:
 
     def _applied_module(self, module: nn.Module | None) -> nn.Module:
         """The module that ``apply`` returned, with its parameters sharded."""
-        known = [*self.pieces] if module is None else [each for each in self.pieces if each is module]
+        known = [each for each in self.pieces if module in (None, each)]
+        if len(known) > 1:
+            known = [each for each in known if any(weight.requires_grad for weight in each.parameters())]
         if len(known) != 1:
             raise MethodError(
                 f"apply of this composition returned {count_of(len(self.pieces), 'module')}, and none or several of "

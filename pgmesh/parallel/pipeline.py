@@ -112,13 +112,12 @@ class PipelineParallel(Method):
         given = self._given_layers
         if isinstance(given, str):
             return
-        numbers = [*itertools.chain(*given.values())]
+        numbers = [*(each if isinstance(each := given.get(self.layers), Iterable) else ())]
         if len(given) != 1 or len(numbers) != self.stages or min(numbers) < 1:
-            even = split_evenly(max(sum(numbers), self.stages), self.stages)
             raise OptionsError(
                 f"layers={given} has to have one name, and a number of layers, at least 1, for each of "
                 f"{self._described_stages}.\n\n"
-                f"  PipelineParallel(..., layers={{{self.layers or 'blocks'!r}: {even}}})   # one number for each stage"
+                f"  PipelineParallel(..., layers={self.layers or 'blocks'!r})   # evenly, or {self.stages} numbers"
             )
 
     def _check_places(self) -> None:

@@ -567,6 +567,8 @@ def train_and_compare(
     found = [*together.named_parameters(model)]
     assert {name for name, _ in found} <= {*expected.gradients[0], *expected.weights}
     assert {weight for _, weight in found} == {*model.parameters()}
+    own = dict(named_weights(model))
+    assert drawn.tied or all(own[name] is weight for name, weight in found)
     return names, {*expected.weights}, compare.greatest
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from pgmesh import MethodError, ProcessGroupMesh
 from pgmesh.parallel import (
@@ -107,7 +108,7 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, share, step: int
 def save_on(kind: str, folder: Path, head_first: bool) -> None:
     with ProcessGroupMesh(**SHAPES[kind], name=f"{kind}, saving {head_first}") as mesh:
         together = compose(mesh, *methods_of(mesh, kind))
-        model = together.apply(tied(head_first=head_first))
+        model = together.apply(tied(head_first=head_first), before_sharding=checkpoint_wrapper)  # other names
         optimizer = optimizer_of(model.parameters())
         for step in range(STEPS - 1):
             step_of(model, optimizer, together.share, step)

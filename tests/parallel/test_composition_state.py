@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -18,12 +19,22 @@ from pgmesh.parallel import (
     DataParallel,
     Method,
     ShardedDataParallel,
+    TensorParallel,
     compose,
 )
 from pgmesh.parallel.composing import INITIALIZE, Composition
 from tests.support.fake_world import fake_rank
-from tests.support.parallel_models import TinyGPT, assert_same, batch, gradients_of, loss_of
+from tests.support.parallel_models import (
+    TinyGPT,
+    assert_same,
+    batch,
+    gradients_of,
+    loss_of,
+    optimizer_of,
+    weights_of,
+)
 from tests.support.pipelines import gpt_stages, needs_pipelines
+from tests.support.tensor_plans import BLOCK_PLAN
 from tests.support.worlds import on_ranks
 
 # ---- shards of methods of other packages ----
@@ -68,6 +79,55 @@ def test_mean_counts_more_tokens_than_float16_can(mesh: ProcessGroupMesh):
     loss = torch.tensor(60_000.0, dtype=torch.float16, requires_grad=True)
     mean = compose(mesh, unowned=mesh.axes).mean(loss, tokens=70_000)
     assert mean.item() == pytest.approx(60_000 / 70_000, rel=1e-3)
+
+
+@on_ranks(2)
+def test_clipping_raises_on_all_ranks_if_norm_is_nan():
+    """One rank has it; the gradients stay."""
+    with ProcessGroupMesh(tp=2) as mesh:
+        together = compose(mesh, Replaces(mesh, "tp"))
+        model = together.apply(nn.Sequential(nn.Linear(2, 2, bias=False)))
+        model[0].weight.grad = torch.full_like(model[0].weight, math.nan if mesh.rank else 9.0)
+        with pytest.raises(MethodError, match=r"the norm of order 2\.0 of the gradients is nan"):
+            together.clip_grad_norm_(1.0, error_if_nonfinite=True)
+        assert mesh.rank or (model[0].weight.grad == 9.0).all()
+        assert together.clip_grad_norm_(1.0).isnan()
+
+
+# ---- a second model, as the mean of the weights of the first ----
+
+
+@pytest.mark.parametrize("kind", ["data", "sharded x tensor", "pipeline x sharded"])
+@on_ranks(4)
+def test_second_model_is_mean_of_weights(kind: str):
+    """As the page has it."""
+    sizes = {"data": {"dp": 4}, "sharded x tensor": {"dp": 2, "tp": 2}, "pipeline x sharded": {"pp": 2, "dp": 2}}
+    with ProcessGroupMesh(**sizes[kind]) as mesh:
+        data = (DataParallel if kind == "data" else ShardedDataParallel)(mesh, "dp")
+        more = {"tp": lambda: TensorParallel(mesh, "tp", plan=BLOCK_PLAN), "pp": lambda: gpt_stages(mesh)}
+        together = compose(mesh, data, *(more[axis]() for axis in mesh.axes if axis != "dp"))
+        model, average = together.apply(TinyGPT()), together.apply(TinyGPT(seed=1).requires_grad_(False))
+        alone = TinyGPT()
+        expected = {name: weight.detach().clone() for name, weight in alone.named_parameters()}
+        optimizers = [optimizer_of(each.parameters()) for each in (model, alone)]
+        for step in range(2):
+            codes, target = batch(step)
+            loss_of(alone(codes), target).backward()
+            if kind.startswith("pipeline"):
+                model.step(together.share(codes), target=together.share(target))
+            else:
+                loss_of(model(together.share(codes)), together.share(target)).backward()
+            nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+            together.clip_grad_norm_(0.1)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                for mean, weight in zip(average.parameters(), model.parameters()):
+                    mean.lerp_(weight, 0.1 if step else 1.0)
+                for name, weight in alone.named_parameters():
+                    expected[name].lerp_(weight, 0.1 if step else 1.0)
+        assert_same("means", weights_of(average), expected)
 
 
 # ---- inputs are compared once ----

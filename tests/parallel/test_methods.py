@@ -195,6 +195,19 @@ def test_mixed_precision_is_passed_through():
     assert 1e-6 < furthest < 1e-2
 
 
+@on_ranks(4)
+def test_gradients_in_bfloat16_are_reduced_in_32_bits():
+    """The mean is no number of bfloat16: it is exact unless the policy asks for bfloat16."""
+    with ProcessGroupMesh(dp=4) as mesh:
+        for asked in (None, torch.bfloat16):
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=asked)
+            together = compose(mesh, ShardedDataParallel(mesh, "dp", mp_policy=policy))
+            model = together.apply(nn.Linear(4, 4, bias=False))
+            model(torch.full((1, 4), 4.0 if mesh.rank else 2**-6)).sum().backward()
+            is_exact = full_tensor(model.weight.grad) == (3 * 4 + 2**-6) / 4
+            assert is_exact.all() if asked is None else not is_exact.any()
+
+
 @on_ranks(2)
 def test_resharding_and_offloading_are_passed_through():
     """Both keywords are passed to fully_shard: layers are resharded after forward or not, with equal gradients."""

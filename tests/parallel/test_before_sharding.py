@@ -1,0 +1,184 @@
+"""A program's own function between the methods that change layers and those that shard, and names in what it wraps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from pgmesh import MethodError, ProcessGroupMesh
+from pgmesh.parallel import DataParallel, Method, ShardedDataParallel, TensorParallel, compose
+from tests.support.parallel_models import TinyGPT, assert_same, batch, gradients_of, loss_of, weights_of
+from tests.support.pipelines import gpt_stages, needs_pipelines
+from tests.support.tensor_plans import BLOCK_PLAN
+from tests.support.worlds import on_ranks
+
+torch.set_num_threads(1)  # also on ranks, which import this: others share their cores
+
+
+def wrap_blocks(module: nn.Module) -> nn.Module:
+    for name, block in [*module.blocks.named_children()]:
+        module.blocks.register_module(name, checkpoint_wrapper(block))
+    return module
+
+
+# ---- when it is called ----
+
+
+@needs_pipelines
+@on_ranks(4)
+def test_before_sharding_gets_each_stage_after_tensor_methods():
+    with ProcessGroupMesh(pp=2, dp=1, tp=2) as mesh:
+        stages = gpt_stages(mesh, schedule="interleaved", stages_per_rank=2)
+        seen = list[nn.Module]()
+
+        def prepare(stage: nn.Module) -> nn.Module:
+            seen.append(stage)
+            assert not any(isinstance(each, (FSDPModule, DistributedDataParallel)) for each in stage.modules())
+            assert any(isinstance(each, DTensor) for each in stage.parameters())
+            return wrap_blocks(stage)
+
+        tensor = TensorParallel(mesh, "tp", plan=BLOCK_PLAN)
+        together = compose(mesh, stages, ShardedDataParallel(mesh, "dp"), tensor)
+        model = together.apply(TinyGPT(), before_sharding=prepare)
+        assert seen == [*model.parts]
+        assert all(isinstance(each, FSDPModule) for each in seen)
+        blocks = [f"blocks.{stages.stage(index)}." for index in range(2)]
+        names = {name for name, _ in together.named_parameters(model) if name.startswith("blocks")}
+        own = {name for name, _ in TinyGPT().named_parameters() if name.startswith(tuple(blocks))}
+        assert names == own
+
+
+@on_ranks(2)
+def test_initialize_gives_wrapped_layers_their_own_values():
+    def build(before_sharding: Callable[[nn.Module], nn.Module] | None) -> dict[str, torch.Tensor]:
+        with ProcessGroupMesh(dp=2, name=getattr(before_sharding, "__name__", "plain")) as mesh:
+            together = compose(mesh, ShardedDataParallel(mesh, "dp"))
+            with torch.device("meta"):
+                model = TinyGPT(layers=2)
+            model = together.apply(model, before_sharding=before_sharding).to_empty(device="cpu")
+            together.initialize(model, lambda layer: layer.reset_parameters(), seed=1)
+            return {name: each.full_tensor() for name, each in together.named_parameters(model)}
+
+    assert_same("values", build(checkpoint_wrapper), build(None), 0.0)
+    assert_same("values", build(wrap_blocks), build(None), 0.0)
+
+
+# ---- names ----
+
+
+class Wrapper(nn.Module):
+    """A wrapper of another package, with a name of its own for what is in it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict({"model": inner})
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.inner["model"](*inputs)
+
+
+class Wraps(Method):
+    differs = "weights"
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        return Wrapper(module)
+
+
+class Module(nn.Module):
+    """A model with an attribute ``module``, as DDP has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("prepare", [None, checkpoint_wrapper])
+def test_named_parameters_has_names_from_before_apply(mesh: ProcessGroupMesh, prepare: Any):
+    together = compose(mesh, DataParallel(mesh, "dp"), Wraps(mesh, "tp"), unowned="pp")
+    model = Module()
+    expected = {weight: name for name, weight in model.named_parameters()}
+    applied = together.apply(model, before_sharding=prepare)
+    assert {weight: name for name, weight in together.named_parameters(applied)} == expected
+    assert not {name for name, _ in applied.named_parameters()} & {*expected.values()}
+
+
+@on_ranks(2)
+def test_plan_finds_layers_in_wrappers_by_their_own_names():
+    with ProcessGroupMesh(tp=2) as mesh:
+        together = compose(mesh, TensorParallel(mesh, "tp", plan=BLOCK_PLAN))
+        model, alone = together.apply(wrap_blocks(TinyGPT(layers=2))), TinyGPT(layers=2)
+        codes, target = batch(0)
+        for each in (model, alone):
+            loss_of(each(codes), target).backward()
+        assert sum(isinstance(each, DTensor) for each in model.parameters()) == 16
+        assert_same("gradients", gradients_of(model), gradients_of(alone))
+
+
+def test_plan_of_wrapped_name_names_the_own_name(mesh: ProcessGroupMesh):
+    plan = {f"blocks.*._checkpoint_wrapped_module.{name}": BLOCK_PLAN[f"blocks.*.{name}"] for name in ("up", "down")}
+    for model in (TinyGPT(), wrap_blocks(TinyGPT())):
+        together = compose(mesh, TensorParallel(mesh, "tp", plan=plan), unowned=["pp", "dp"])
+        with pytest.raises(MethodError, match=r"Did you mean 'blocks\.\*\.up'\?"):
+            together.apply(model)
+
+
+# ---- bad input ----
+
+
+def without_heads(module: nn.Module) -> nn.Module:
+    del module.head
+    module.norm = nn.Identity()
+    return module
+
+
+def with_adapters(module: nn.Module) -> nn.Module:
+    module.blocks[0].up.adapter = nn.Linear(2, 2)
+    return module
+
+
+def with_wider_head(module: nn.Module) -> nn.Module:
+    module.head = nn.Linear(16, 48, bias=False)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("prepare", "text"),
+    [
+        (without_heads, "removed, added or reshaped 3 of 53 parameters, such as 'norm.weight': [16] before, not there"),
+        (with_adapters, "2 of 53 parameters, such as 'blocks.0.up.adapter.weight': not there before, [2, 2] after"),
+        (with_wider_head, "1 of 53 parameters, such as 'head.weight': [24, 16] before, [48, 16] after"),
+        (nn.Module.eval, None),
+        (lambda module: None, "it returned None, not the module"),
+        (lambda module: [module], "it returned [TinyGPT("),
+    ],
+)
+def test_before_sharding_that_changes_parameters_raises(mesh: ProcessGroupMesh, prepare: Any, text: str | None):
+    together = compose(mesh, ShardedDataParallel(mesh, "dp"), unowned=["pp", "tp"])
+    if text is None:
+        together.apply(TinyGPT(), before_sharding=prepare)
+        return
+    with pytest.raises(MethodError) as caught:
+        together.apply(TinyGPT(), before_sharding=prepare)
+    message = str(caught.value)
+    assert message.startswith(f"before_sharding={prepare.__name__} failed in apply: MethodError: it ")
+    assert text in message
+
+
+def test_changes_of_parameters_before_apply_are_trained(mesh: ProcessGroupMesh):
+    """The call that the error prints."""
+    together = compose(mesh, ShardedDataParallel(mesh, "dp"), unowned=["pp", "tp"])
+    with pytest.raises(MethodError) as caught:
+        together.apply(TinyGPT(), before_sharding=with_adapters)
+    (line,) = [each for each in str(caught.value).splitlines() if each.startswith("  model = ")]
+    variables = {"together": together, "change": with_adapters, "model": TinyGPT()}
+    exec(line.strip().replace("change(model)", "change(model)"), variables)
+    assert "blocks.0.up.adapter.bias" in dict(together.named_parameters(variables["model"]))
+    assert len(weights_of(variables["model"])) == 55
