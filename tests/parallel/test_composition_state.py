@@ -85,7 +85,7 @@ def test_mean_counts_more_tokens_than_float16_can(mesh: ProcessGroupMesh):
 def test_clipping_raises_on_all_ranks_if_norm_is_nan():
     """One rank has it; the gradients stay."""
     with ProcessGroupMesh(tp=2) as mesh:
-        together = compose(mesh, Replaces(mesh, "tp"))
+        together = compose(mesh, Weights(mesh, "tp"))
         model = together.apply(nn.Sequential(nn.Linear(2, 2, bias=False)))
         model[0].weight.grad = torch.full_like(model[0].weight, math.nan if mesh.rank else 9.0)
         with pytest.raises(MethodError, match=r"the norm of order 2\.0 of the gradients is nan"):
