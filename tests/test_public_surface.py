@@ -24,7 +24,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "pgmesh.recipes": (),
     "pgmesh.resharding": (),
     "pgmesh.parallel": (),
-    "pgmesh.parallel.checkpoint": ("load", "save"),
+    "pgmesh.parallel.checkpoint": ("async_save", "load", "save"),
     "pgmesh.svg": ("draw",),
 }
 """The modules that the documentation imports from, and their documented names. Without names: those of ``__all__``."""

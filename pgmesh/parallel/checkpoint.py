@@ -7,6 +7,7 @@ in the whole model, so that a checkpoint of pipeline stages can be loaded into o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ from pgmesh.parallel.pieces import PieceComparison
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 """Optimizer states by name of the parameter: a stage cannot number parameters as the whole model does."""
 
-
 Optimizers = Optimizer | Iterable[Optimizer] | None
 """One optimizer or several, each of other parameters, or none."""
 
@@ -53,10 +53,41 @@ def save(folder: str | Path, mesh: ProcessGroupMesh, module: nn.Module, optimize
 
     Source: https://docs.pytorch.org/docs/2.13/distributed.checkpoint.html
     """
-    optimizers = _as_tuple(optimizer)
+    checkpoint.save(_state_to_save(mesh, module, optimizer), checkpoint_id=folder, process_group=mesh.group())
+
+
+def async_save(
+    folder: str | Path, mesh: ProcessGroupMesh, module: nn.Module, optimizer: Optimizers = None
+) -> Future[Any]:
+    """Copy what ``save`` would write, and let a thread write it while training goes on.
+
+    Every rank of the mesh calls it. The thread communicates in a group of its own, of tag "checkpoint", which has the
+    backend of the CPU. Wait for the future before the next call, and before the process ends.
+
+    Args:
+        folder: as in ``save``.
+        mesh: as in ``save``.
+        module: as in ``save``.
+        optimizer: as in ``save``.
+
+    Returns:
+        A future: ``result()`` waits until all ranks have written, and raises the error of one that could not.
+
+    Raises:
+        MethodError: as in ``save``.
+
+    Source: https://docs.pytorch.org/docs/2.13/distributed.checkpoint.html
+    """
+    group, state = mesh.group(backend="gloo", tag="checkpoint"), _state_to_save(mesh, module, optimizer)
+    saving = checkpoint.async_save(state, checkpoint_id=folder, process_group=group)
+    assert isinstance(saving, Future)  # torch returns something else for a stager of the caller's own
+    return saving
+
+
+def _state_to_save(mesh: ProcessGroupMesh, module: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
+    """The values of this rank by their keys in a checkpoint."""
     _check_replicas(mesh, module)
-    state = _with_keys(_state_dicts(module, optimizers), module)
-    checkpoint.save(state, checkpoint_id=folder, process_group=mesh.group())
+    return _with_keys(_state_dicts(module, _as_tuple(optimizer)), module)
 
 
 def load(folder: str | Path, mesh: ProcessGroupMesh, module: nn.Module, optimizer: Optimizers = None) -> None:

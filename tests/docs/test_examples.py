@@ -32,6 +32,7 @@ NEEDS = {
     "11_accelerate": "accelerate",
     "ray_actors": "ray",
     "rl_weight_sync": "transformers",
+    "train_llama": "transformers",
     "torchtitan_meshes": "torchtitan",
 }
 
@@ -77,6 +78,15 @@ def test_weights_reach_the_engine_of_another_model(words, tmp_path):
     assert [line.partition(":")[0] for line in lines[::3]] == ["step 10", "step 20", "PASS"]
 
 
+@pytest.mark.parametrize("words", ["", "--compile aot_eager", "--experts 4"])
+def test_llama_resumes_on_another_shape(words, tmp_path):
+    lines = run_example(tmp_path, EXAMPLES / "train_llama.py", words)
+    steps = [line.partition(":")[0] for line in lines if line.startswith("step ")]
+    assert steps == [f"step {i}" for i in (1, 2, 3, 4, 5, 6, 4, 5, 6)]
+    assert any(line.endswith("one rank, 1 step: greatest relative differences, 1.0e-05 allowed") for line in lines)
+    assert lines[-1] == "PASS"
+
+
 @pytest.mark.parametrize(("stem", "needed"), NEEDS.items())
 def test_an_example_says_what_it_needs(stem, needed):
     hide = f"import runpy, sys; sys.modules[{needed!r}] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
@@ -88,7 +98,7 @@ def test_an_example_says_what_it_needs(stem, needed):
 
 def test_the_examples_are_numbered_and_small():
     assert [path.name[:2] for path in SMALL] == [f"{i:02}" for i in range(1, len(SMALL) + 1)]
-    others = {EXAMPLES / f"{name}.py" for name in ("elastic", "gpt", "train_gpt", "vllm_model")}
+    others = {EXAMPLES / f"{name}.py" for name in ("elastic", "gpt", "train_gpt", "train_llama", "vllm_model")}
     assert {*EXAMPLES.glob("*.py")} == {*SMALL, *LARGER, *others}
     for path in SMALL:
         lines = path.read_text().splitlines()
