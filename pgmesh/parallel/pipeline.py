@@ -50,7 +50,8 @@ class PipelineParallel(Method):
         last: names of the modules after the layers.
         loss: function from the output of the last stage and the target to the mean loss of their rows. None for a
             pipeline that runs only forward passes.
-        microbatches: number of equal microbatches of a batch.
+        microbatches: number of equal microbatches of a batch. If torch's schedule cannot run so many, as "1f1b" with
+            fewer than stages, it raises in the first step.
         schedule: "gpipe", "1f1b", "interleaved", "zero-bubble" or "zero-bubble-v". The two with
             "zero-bubble" do not support data parallelism.
         stages_per_rank: number of stages on each rank.
@@ -59,8 +60,8 @@ class PipelineParallel(Method):
 
     Raises:
         AxisError: more than one axis.
-        OptionsError: there is no such schedule, or it needs another number of stages or microbatches; or ``layers`` has
-            not one number for each stage.
+        OptionsError: there is no such schedule, or it needs another number of stages; or ``layers`` has not one number
+            for each stage.
 
     Source: https://docs.pytorch.org/docs/2.13/distributed.pipelining.html
 

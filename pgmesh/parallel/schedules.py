@@ -26,17 +26,13 @@ class ScheduleInfo:
     split_backward: bool = False
     """Gradients of weights are computed in a separate pass. On torch 2.13 fully_shard then computes wrong ones; DDP is
     untested."""
-    microbatch_for_each_stage: bool = False
-    """There have to be as many microbatches as stages."""
-    in_rounds: bool = False
-    """Microbatches run in equal rounds, with at least as many in each as there are ranks."""
 
 
 SCHEDULES = {
     "gpipe": ScheduleInfo(ScheduleGPipe, stages_per_rank=1),
-    "1f1b": ScheduleInfo(Schedule1F1B, stages_per_rank=1, microbatch_for_each_stage=True),
-    "interleaved": ScheduleInfo(ScheduleInterleaved1F1B, in_rounds=True),
-    "zero-bubble": ScheduleInfo(ScheduleInterleavedZeroBubble, split_backward=True, in_rounds=True),
+    "1f1b": ScheduleInfo(Schedule1F1B, stages_per_rank=1),
+    "interleaved": ScheduleInfo(ScheduleInterleaved1F1B),
+    "zero-bubble": ScheduleInfo(ScheduleInterleavedZeroBubble, split_backward=True),
     "zero-bubble-v": ScheduleInfo(ScheduleZBVZeroBubble, stages_per_rank=2, v_shape=True, split_backward=True),
 }
 """Orders of forward and backward passes, by the name that ``schedule=`` takes."""

@@ -11,7 +11,6 @@ from pgmesh._util.formatting import count_of
 from pgmesh.errors import OptionsError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.divisibility import format_sizes
 from pgmesh.parallel.schedules import SCHEDULES, ScheduleInfo
 
 
@@ -20,7 +19,7 @@ class Stages:
     """The stages of a pipeline in this rank's block along an axis, numbered in the order of the layers.
 
     Raises:
-        OptionsError: there is no such schedule, or it needs another number of stages or microbatches.
+        OptionsError: there is no such schedule, or it needs another number of stages.
     """
 
     mesh: ProcessGroupMesh
@@ -42,30 +41,15 @@ class Stages:
                 f"  PipelineParallel(..., schedule={self.schedule!r}, stages_per_rank={needed})"
                 "   # 'interleaved' runs any number"
             )
-        if self.microbatches != (possible := self.possible_microbatches(self.schedule)):
-            raise OptionsError(
-                f"schedule {self.schedule!r} cannot run microbatches={self.microbatches} along "
-                f"{format_sizes(self.mesh, [self.axis])}.\n\n"
-                f"  PipelineParallel(..., microbatches={possible})"
-            )
 
     @property
     def info(self) -> ScheduleInfo:
         """torch's schedule and its restrictions."""
         return SCHEDULES[self.schedule]
 
-    def possible_microbatches(self, schedule: str) -> int:
-        """A number of microbatches that a schedule can run: this number if possible, otherwise one near it."""
-        info = SCHEDULES[schedule]
-        rounds = max(1, self.microbatches // self.mesh.size(self.axis)) if info.in_rounds else 1
-        fewest = self.count if info.microbatch_for_each_stage else 1
-        return max(fewest, self.microbatches - self.microbatches % rounds)
-
     def call_with(self, schedule: str) -> str:
         """The call of PipelineParallel with another schedule, for an error."""
-        possible = self.possible_microbatches(schedule)
-        more = "" if possible == self.microbatches else f", microbatches={possible}"
-        return f"PipelineParallel(..., schedule={schedule!r}, stages_per_rank={self.per_rank}{more})"
+        return f"PipelineParallel(..., schedule={schedule!r}, stages_per_rank={self.per_rank})"
 
     # -- places -------------------------------------------------------------------------------------------------------
 

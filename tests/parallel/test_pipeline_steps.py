@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import re
 from typing import Any
 
 import pytest
@@ -11,11 +9,9 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from pgmesh import MethodError, OptionsError, ProcessGroupMesh, ShapeError
+from pgmesh import MethodError, ProcessGroupMesh, ShapeError
 from pgmesh.parallel import DataParallel, PipelineParallel, ShardedDataParallel, compose
 from pgmesh.parallel.running import MAX_SCHEDULES
-from pgmesh.parallel.schedules import SCHEDULES
-from pgmesh.parallel.stage_shapes import Stage
 from tests.support.fake_world import fake_rank
 from tests.support.parallel_models import assert_same, full_tensor, gradients_of
 from tests.support.pipelines import needs_pipelines
@@ -140,61 +136,6 @@ def test_pipeline_without_a_loss_goes_forward():
     with fake_rank(0, 1), ProcessGroupMesh(pp=1) as mesh:
         batch = rows_of(4, 2)
         torch.testing.assert_close(pipeline_on(mesh, loss=None).apply(Net())(batch), Net()(batch).detach())
-
-
-def test_suggested_schedule_runs_the_microbatches_it_names():
-    with fake_rank(0, 2), ProcessGroupMesh(pp=2) as mesh:
-
-        def build(**changes: Any) -> PipelineParallel:
-            return pipeline_on(
-                mesh, **{"schedule": "zero-bubble-v", "stages_per_rank": 2, "microbatches": 5, **changes}
-            )
-
-        module = nn.Module()
-        module.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH).double() for _ in range(4))
-        with pytest.raises(MethodError, match="always runs forward and backward") as caught:
-            build().apply(module)(rows_of(5, 2))
-        call = str(caught.value).splitlines()[-1].strip().replace("PipelineParallel(..., ", "build(")
-        assert eval(call, {"build": build}).microbatches == 4
-
-
-def torch_accepts(mesh: ProcessGroupMesh, schedule: str, count: int, microbatches: int) -> bool:
-    info, size = SCHEDULES[schedule], mesh.size("pp")
-    stages = [Stage(nn.Identity(), i * size, size * count, [], mesh.group("pp")) for i in range(count)]
-    if info.stages_per_rank == 1 and count > 1:
-        return False
-    try:
-        info.torch_class(stages[0] if info.stages_per_rank == 1 else stages, microbatches, mse_loss)
-    except ValueError:
-        return False
-    return True
-
-
-def test_suggested_number_of_microbatches_is_accepted():
-    for size in (1, 2, 4):
-        with fake_rank(0, size), ProcessGroupMesh(pp=size) as mesh:
-            for schedule, microbatches in itertools.product(("1f1b", "interleaved"), range(13)):
-                try:
-                    pipeline_on(mesh, schedule=schedule, microbatches=microbatches)
-                except OptionsError as error:
-                    (possible,) = re.findall(r"\(\.\.\., microbatches=(\d+)\)$", str(error))
-                    pipeline_on(mesh, schedule=schedule, microbatches=int(possible))
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_impossible_schedule_raises_at_construction(schedule):
-    for size in (1, 2, 4):
-        with fake_rank(0, size), ProcessGroupMesh(pp=size) as mesh:
-            for count in (1, 2, 3):
-                for microbatches in range(1, 13):
-                    try:
-                        pipeline_on(mesh, schedule=schedule, stages_per_rank=count, microbatches=microbatches)
-                    except OptionsError:
-                        accepted = False
-                    else:
-                        accepted = True
-                    what = f"{schedule} with {count} stages on each of {size} ranks, {microbatches} microbatches"
-                    assert accepted == torch_accepts(mesh, schedule, count, microbatches), what
 
 
 # ---- targets of several tensors ----
