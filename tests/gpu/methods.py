@@ -48,7 +48,6 @@ from tests.support.parallel_models import (
     train_parallel,
     weights_of,
 )
-from tests.support.parallel_training import whole_loss
 from tests.support.tensor_plans import SEQUENCE_PLAN, VOCABULARY_PLAN
 
 TOLERANCE = 1e-10  # 64-bit floats; the order of sums differs, and on a GPU it differs in each run
@@ -97,7 +96,7 @@ def train(
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
     syncs: bool = False,
 ) -> None:
-    """Three steps, as ``parallel_training.train_and_check``; and check that all tensors stay on the device.
+    """Three steps, compared with one process; all tensors stay on the device.
 
     From the second step on, the host does not wait for the GPU. The first step connects groups.
 
@@ -253,6 +252,11 @@ def stages(mesh: ProcessGroupMesh, loss: Callable[..., torch.Tensor] = loss_of) 
 
 def pipeline(mesh: ProcessGroupMesh) -> None:
     train(compose(mesh, stages(mesh), DataParallel(mesh, "dp")), model_of(), alone(model_of()))
+
+
+def whole_loss(logits: DTensor, target: torch.Tensor) -> torch.Tensor:
+    """Loss of logits that are sharded along the vocabulary, as a plain tensor for a pipeline."""
+    return loss_of(logits, target).to_local()
 
 
 def all_of_them(mesh: ProcessGroupMesh) -> None:

@@ -52,6 +52,7 @@ from pgmesh.parallel import (
 from pgmesh.parallel.schedules import SCHEDULES
 from tests.support import expert_models
 from tests.support.expert_models import ExpertBlock, ExpertBlockAgain
+from tests.support.own_methods import AverageLater
 from tests.support.parallel_models import (
     CONTEXT,
     STEPS,
@@ -320,28 +321,6 @@ def prepare(drawn: Drawn, module: nn.Module) -> nn.Module:
     for name, block in module.blocks.named_children() if drawn.prepared != "whole" else ():
         module.blocks.register_module(name, checkpoint_wrapper(block, **options))
     return checkpoint_wrapper(module) if drawn.prepared == "whole" else module
-
-
-class AverageLater(Method):
-    """Averages the weights of ranks after every second optimizer step."""
-
-    differs = "rows"
-    averages_later = True
-
-    def apply(self, module: nn.Module) -> nn.Module:
-        self.kept = [*getattr(self, "kept", ()), *self.weights(module)]
-        return module
-
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        self.steps = 0
-        optimizer.register_step_post_hook(self._after_step)
-
-    @torch.no_grad()
-    def _after_step(self, *_: object) -> None:
-        self.steps += 1
-        for weight in self.kept if self.steps % EVERY == 0 else ():
-            dist.all_reduce(local(weight), group=self.mesh.group(*self.owns))
-            local(weight).div_(self.mesh.size(*self.owns))
 
 
 class Losses:

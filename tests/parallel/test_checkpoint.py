@@ -23,8 +23,8 @@ from pgmesh.parallel import (
     TensorParallel,
     checkpoint,
     compose,
-    local,
 )
+from tests.support.own_methods import AverageLater
 from tests.support.parallel_models import (
     STEPS,
     TinyGPT,
@@ -231,32 +231,6 @@ def test_load_of_no_checkpoint_names_the_path(tmp_path: Path):
 
 
 # ---- replicas, and optimizers that count ----
-
-
-class AverageLater(Method):
-    """Averages the weights of ranks after every second optimizer step."""
-
-    differs = "rows"
-    averages_later = True
-
-    def apply(self, module: nn.Module) -> nn.Module:
-        self.kept, self.steps = [*self.weights(module)], 0
-        return module
-
-    @property
-    def steps_to_average(self) -> int:
-        return 2 - self.steps % 2
-
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.register_step_post_hook(self.after_step)
-
-    @torch.no_grad()
-    def after_step(self, *_: object) -> None:
-        self.steps += 1
-        for weight in self.kept if self.steps % 2 == 0 else ():
-            part = local(weight)
-            dist.all_reduce(part, group=self.mesh.group(*self.owns))
-            part /= self.mesh.size(*self.owns)
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -13,8 +13,8 @@ from torch.nn.functional import gelu
 
 from pgmesh import AxisError, MethodError, ProcessGroupMesh
 from pgmesh.parallel import DataParallel, ExpertParallel, Method, ShardedDataParallel, compose
-from tests.parallel.random_compositions import AverageLater
 from tests.support.expert_models import expert_model
+from tests.support.own_methods import AverageLater
 from tests.support.parallel_models import (
     WIDTH,
     TinyGPT,

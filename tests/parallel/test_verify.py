@@ -21,7 +21,6 @@ from torch.nn.functional import cross_entropy, mse_loss, normalize, scaled_dot_p
 from pgmesh import MethodError, OptionsError, ProcessGroupMesh, ShapeError
 from pgmesh.parallel import (
     Composition,
-    ContextParallel,
     DataParallel,
     ExpertParallel,
     Method,
@@ -164,48 +163,6 @@ def class_weights_normalised_locally(wrong: bool) -> float:
     return verify(together, lambda: nn.Linear(WIDTH, CLASSES), batches, step=step)
 
 
-def whole_sequences_with_context(wrong: bool) -> float:
-    mesh = ProcessGroupMesh(dp=2, cp=2, name=f"wrong: {wrong}")
-
-    def step(together: Composition, model: nn.Module, given: Any) -> torch.Tensor:
-        if wrong:  # as DistributedSampler(num_replicas=together.num_replicas, rank=together.rank) has it
-            x, y = (each[together.rank :: together.num_replicas] for each in given)
-        else:
-            x, y = together.share(given)
-        loss = mse_loss(model(x), y)
-        loss.backward()
-        return loss
-
-    together = compose(mesh, ShardedDataParallel(mesh, "dp"), ContextParallel(mesh, "cp"))
-    return verify(together, Attention, pairs(4, LENGTH, WIDTH), step=step)
-
-
-class Attention(nn.Module):
-    """Causal attention of one layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.attention = nn.Linear(WIDTH, 3 * WIDTH), scaled_dot_product_attention
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (-1, 3, WIDTH // HEADS)).transpose(1, 2).unbind(3)
-        return self.attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-
-
-def rows_along_an_axis_without_a_method(wrong: bool) -> float:
-    mesh = ProcessGroupMesh(dp=4, name=f"wrong: {wrong}")
-    together = compose(mesh, unowned=["dp"]) if wrong else compose(mesh, DataParallel(mesh, "dp"))
-
-    def step(composition: Composition, model: nn.Module, given: Any) -> torch.Tensor:
-        size, index = composition.mesh.size("dp"), composition.mesh.index("dp")
-        x, y = (each.chunk(size)[index] for each in given)
-        loss = mse_loss(model(x), y)
-        loss.backward()
-        return loss
-
-    return verify(together, lambda: nn.Linear(WIDTH, WIDTH), pairs(8, WIDTH), step=step)
-
-
 Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -297,8 +254,6 @@ REASONS = {
     slopes_of_local_heads: "A part of the program computes with what a rank has where one process has all",
     contrastive_loss_over_local_negatives: "A part of the program computes with what a rank has",
     class_weights_normalised_locally: "A part of the program computes with what a rank has",
-    whole_sequences_with_context: "attention would run over copies",
-    rows_along_an_axis_without_a_method: "Or no method averages it.",
     forgotten_average: "Or no method averages it.",
     sum_in_place_of_average: "Each gradient that differs is 4 times that on one rank, and dp has size 4.",
     gradients_of_zero: "These gradients are zero on the mesh.",

@@ -1,14 +1,9 @@
-"""A small model whose layers have the names of the documentation's plans, and its training in one process."""
+"""A small model whose layers have the names of the documentation's plans."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
 from torch import nn
-
-from tests.support.parallel_models import TrainingRun, train_parallel
 
 torch.set_num_threads(1)  # ranks import this too, and share the cores
 
@@ -46,13 +41,3 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square().mean()
-
-
-def train(model: nn.Module, share: Callable[[torch.Tensor], torch.Tensor]) -> TrainingRun:
-    return train_parallel(model, share, batch=batch, loss_of=loss_of)
-
-
-@functools.cache
-def train_alone(frozen: tuple[str, ...] = ()) -> TrainingRun:
-    """Train in one process."""
-    return train(SmallModel(frozen), lambda rows: rows)
