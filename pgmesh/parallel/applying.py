@@ -22,11 +22,10 @@ from functools import partial
 from torch import nn
 
 from pgmesh._util.formatting import count_of
-from pgmesh._util.samples import digest
 from pgmesh.errors import MethodError
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Level, Method
-from pgmesh.parallel.comparing import gather_numbers, gather_objects
+from pgmesh.parallel.comparing import gather_objects
 from pgmesh.parallel.local_experts import LocalExperts, expert_modules
 from pgmesh.parallel.names import plain_name
 from pgmesh.parallel.owned_tensors import owned_tensors
@@ -150,11 +149,9 @@ def raise_on_all(
 
 def first_failure(failure: MethodError | None, mesh: ProcessGroupMesh, ranks: Sequence[int]) -> MethodError | None:
     """The error of the rank that failed first, on each rank: its own if it has the same."""
-    text = str(failure or "")
-    found = gather_numbers(mesh, ranks, [time.time_ns() if failure else 0, digest(text)])
-    failed = {when: rank for rank, (when, _) in found.items() if when}
-    if not failed or len({each for _, each in found.values()}) == 1:
-        return failure
-    first = failed[min(failed)]
-    told = gather_objects(mesh, ranks, text)[first]
-    return failure if text == told else MethodError(f"on rank {first}, {told}")
+    found = gather_objects(mesh, ranks, (time.time_ns(), str(failure)) if failure else None)
+    failed = [(*told, rank) for rank, told in found.items() if told]
+    if not failed:
+        return None
+    _, text, first = min(failed)
+    return failure if str(failure) == text else MethodError(f"on rank {first}, {text}")

@@ -20,7 +20,6 @@ from pgmesh.errors import AxisError, MethodError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.blocks import Blocks, connected_ranks, spanning_axes
-from pgmesh.parallel.divisibility import divide_evenly, format_sizes
 from pgmesh.parallel.local_experts import expert_tensors
 from pgmesh.parallel.names import mark_wrapper
 from pgmesh.parallel.owned_tensors import check_shapes, owned_tensors
@@ -83,8 +82,8 @@ class Method:
     ...     def apply(self, module):
     ...         return module
     >>> average = Average(mesh, "dp")
-    >>> average.owns, average.batch_parts, average.batch_part
-    (('dp',), 2, 0)
+    >>> average.owns, average.level
+    (('dp',), <Level.DATA: 3>)
     """
 
     differs: ClassVar[Difference]
@@ -252,27 +251,6 @@ class Method:
             self._groups[axes] = self.mesh.group(*axes)
         return self._groups[axes]
 
-    @property
-    def batch_parts(self) -> int:
-        """Number of parts of a batch along the owned axes; 1 if all ranks read the same rows."""
-        return self.mesh.size(*self.owns) if self.differs == "rows" else 1
-
-    @property
-    def batch_part(self) -> int:
-        """Index of this rank's part of a batch; 0 if all ranks read the same rows."""
-        return self.mesh.index(*self.owns) if self.differs == "rows" else 0
-
-    def share(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of a batch; all rows if the method does not split the batch.
-
-        Args:
-            rows: the batch, the same on every rank; rows are its first dimension.
-
-        Raises:
-            ShapeError: the rows cannot be split evenly.
-        """
-        return split_rows(rows, self.batch_parts, self.batch_part, format_sizes(self.mesh, self.owns))
-
     def __deepcopy__(self, memo: object) -> Method:
         """The method itself: a copy of a module, whose layers call the method, uses the same groups."""
         return self
@@ -333,9 +311,3 @@ def required_keywords(function: Callable[..., Any]) -> list[str]:
     parameters = inspect.signature(function).parameters.values()
     required = [each for each in parameters if each.kind is each.KEYWORD_ONLY and each.default is each.empty]
     return [f"{each.name}=..." for each in required]
-
-
-def split_rows(rows: torch.Tensor, size: int, index: int, axes: str) -> torch.Tensor:
-    """Part ``index`` of ``size`` equal parts of the rows. ``axes`` is for the message of the error."""
-    each = divide_evenly(rows.shape[0], f"a batch of {rows.shape[0]} rows", "rows", size, axes)
-    return rows.narrow(0, index * each, each)

@@ -1,7 +1,7 @@
 """Comparisons of ranks: of the initial weights when methods are applied, and of the inputs of the first training step.
 
 ``Composition.apply`` calls ``compare_weights``, and its hook in the first training step ``compare_inputs``. In both,
-each rank describes what it has by a few integers, ``gather_numbers`` gives every rank those of all, and a difference is
+each rank describes what it has by a few integers, ``gather_objects`` gives every rank those of all, and a difference is
 the same error on every rank.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -32,23 +31,13 @@ def exchange_group(mesh: ProcessGroupMesh, ranks: Sequence[int]) -> ProcessGroup
 
     So ranks do not wait for kernels on a GPU, and ranks without weights use the same group. Untested on GPUs.
     """
-    options = {} if dist.get_backend() == "fake" else {"backend": "gloo"}
-    return mesh.group_of(ranks, **options)
-
-
-def gather_numbers(mesh: ProcessGroupMesh, ranks: Sequence[int], numbers: Iterable[int]) -> dict[int, list[int]]:
-    """All-gather of integers over some ranks, in mesh order, each of which calls it with equally many."""
-    own = torch.tensor([*numbers], dtype=torch.int64, device="cpu")
-    gathered = [own.clone() for _ in ranks]
-    if len(ranks) > 1:
-        dist.all_gather(gathered, own, group=exchange_group(mesh, ranks))
-    return {rank: each.tolist() for rank, each in zip(ranks, gathered)}
+    return mesh.group_of(ranks, **({} if dist.get_backend() == "fake" else {"backend": "gloo"}))
 
 
 def gather_objects(mesh: ProcessGroupMesh, ranks: Sequence[int], value: Any) -> dict[int, Any]:
     """The values of some ranks, in mesh order, each of which calls it with its own."""
     values = [value] * len(ranks)
-    if len(ranks) > 1:
+    if len(ranks) > 1 and dist.get_backend() != "fake":
         dist.all_gather_object(values, value, group=exchange_group(mesh, ranks))
     return dict(zip(ranks, values))
 
@@ -72,17 +61,10 @@ def ranks_by_value(values: Mapping[int, Any]) -> dict[Any, list[int]]:
 # ---- weights ----
 
 
-@dataclass(frozen=True)
-class Description:
-    """The compared properties of a parameter or buffer."""
+Description = tuple[str, int]
+"""Shape, dtype and ``requires_grad`` of a parameter or buffer; and a digest of samples of its values, or 0."""
 
-    kind: str
-    """Shape, dtype and ``requires_grad``."""
-    value: int
-    """Digest of samples of its values; 0 if values are not compared."""
-
-
-MISSING = Description("is missing", 0)
+MISSING = "is missing", 0
 
 SAME_MODULE = "  model = Model(...)   # with the same names, shapes, dtypes and requires_grad on all ranks"
 
@@ -113,26 +95,23 @@ def compare_weights(
     described: dict[str, Description] = {}
     for name, each in tensors.items():
         kind = f"{tuple(each.shape)} {each.dtype} {each.requires_grad}"
-        described[name] = Description(kind, digest(sample(each)) if values else 0)
-    digests = gather_numbers(mesh, ranks, [digest(described)])
-    if len(ranks_by_value({rank: each[0] for rank, each in digests.items()})) == 1:
-        return
-    raise_first_difference(gather_objects(mesh, ranks, described))
+        described[name] = kind, digest(sample(each)) if values else 0
+    if not are_equal(mesh, ranks, digest(described)):
+        raise_first_difference(gather_objects(mesh, ranks, described))
 
 
 def raise_first_difference(per_rank: Mapping[int, Mapping[str, Description]]) -> None:
     """Raise the error of the first tensor that differs. The descriptions of each rank are by name."""
     for name in dict.fromkeys(itertools.chain(*per_rank.values())):
         described = {rank: each.get(name, MISSING) for rank, each in per_rank.items()}
-        first_value = next(each.value for each in described.values() if each is not MISSING)
-        texts: dict[int, str] = {}
-        for rank, each in described.items():
-            is_first = each is MISSING or each.value == first_value
-            texts[rank] = each.kind if is_first else f"{each.kind}, other values"
-        holders = ranks_by_value(texts)
-        if len(holders) > 1:
-            found = [f"{text} on {name_ranks(ranks)}" for text, ranks in holders.items()]
-            is_same_kind = len({each.kind for each in described.values()}) == 1
+        if len({*described.values()}) > 1:
+            first = next(value for each, value in described.values() if (each, value) != MISSING)
+            texts = {
+                rank: kind if (kind, value) == MISSING or value == first else f"{kind}, other values"
+                for rank, (kind, value) in described.items()
+            }
+            found = [f"{text} on {name_ranks(ranks)}" for text, ranks in ranks_by_value(texts).items()]
+            is_same_kind = len({kind for kind, _ in described.values()}) == 1
             raise MethodError(
                 f"ranks start with different weights, of which the first is {name}: {'; '.join(found[:4])}.\n\n"
                 f"{SAME_VALUES if is_same_kind else SAME_MODULE}"
@@ -143,11 +122,10 @@ def raise_first_difference(per_rank: Mapping[int, Mapping[str, Description]]) ->
 
 
 class Batch(NamedTuple):
-    """The compared properties of a batch: rows, the first dimension; positions, the second; tokens; and values."""
+    """The compared properties of a batch: rows, the first dimension; positions, the second; and values."""
 
     rows: int
     positions: int
-    tokens: int
     values: int
     """Digest of samples of whole numbers; 0 for others, which ranks may have computed with other rounding."""
     copies: int = 0
@@ -156,8 +134,6 @@ class Batch(NamedTuple):
 
 def compared_fields(method: Method) -> tuple[str, ...]:
     """The fields of ``Batch`` that have to be equal on all ranks along the axes of a method."""
-    if method.differs == "experts":
-        return ("tokens",)
     if method.differs == "rows" or method.level is Level.PIPELINE:
         return ("rows",)
     return ("rows", "positions", "values") if method.differs == "weights" else ("rows", "positions")
@@ -178,7 +154,7 @@ def compare_inputs(
     Raises:
         ShapeError: some differ; the same on every rank.
     """
-    per_rank = {rank: Batch(*each) for rank, each in gather_numbers(mesh, ranks, describe_batch(inputs)).items()}
+    per_rank = gather_objects(mesh, ranks, describe_batch(inputs))
     for method in methods:
         if equal_parts or not reads_parts(method):
             compare_blocks(method, per_rank)
@@ -246,12 +222,11 @@ def unequal_error(method: Method, axes: Sequence[Axis], field: str, holders: Map
 
 
 def describe_batch(inputs: object) -> Batch:
-    """Describe the first tensor in a nest. A token is a whole number, or a vector of other numbers."""
+    """Describe the first tensor in a nest."""
     first = next((each for each in tensors_in(inputs) if each.ndim and not each.is_nested), None)
     if first is None:
-        return Batch(0, 0, 0, 0)
+        return Batch(0, 0, 0)
     is_whole = not (first.is_floating_point() or first.is_complex())
-    tokens = first.numel() if is_whole or first.ndim == 1 else first.shape[:-1].numel()
     values, positions = sample(first), first.size(1) if first.ndim > 1 else 0
     copies = digest(values) if positions and len({*values}) > 1 else 0
-    return Batch(first.size(0), positions, tokens, digest(values) if is_whole else 0, copies)
+    return Batch(first.size(0), positions, digest(values) if is_whole else 0, copies)

@@ -444,7 +444,7 @@ class Composition:
         return [each for each in self.methods if each.differs == "positions" and hasattr(each, "cut")]
 
     def check_inputs(self, batch: Any) -> None:
-        """Compare the rows, positions and tokens of this rank's part of a batch with those of other ranks.
+        """Compare the rows and positions of this rank's part of a batch with those of other ranks.
 
         ``apply`` lets the first training step do it, unless the whole module is compiled. Every rank of the composition
         calls it.

@@ -44,9 +44,8 @@ class DataParallel(Method):
     Source: https://docs.pytorch.org/docs/2.13/generated/torch.nn.parallel.DistributedDataParallel.html
 
     >>> from pgmesh.parallel import DataParallel
-    >>> data = DataParallel(mesh, "dp")
-    >>> data, data.batch_parts, data.batch_part
-    (DataParallel along dp, 2, 0)
+    >>> DataParallel(mesh, "dp", bucket_cap_mb=50)
+    DataParallel along dp
     """
 
     differs = "rows"

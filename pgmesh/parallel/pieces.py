@@ -6,7 +6,6 @@ the same values. Ranks that hold different pieces have equal random values if th
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from pgmesh._util.samples import digest, sample
 from pgmesh.mesh import ProcessGroupMesh
-from pgmesh.parallel.comparing import gather_numbers, gather_objects
+from pgmesh.parallel.comparing import gather_objects
 from pgmesh.parallel.gradients import local
 from pgmesh.parallel.names import whole_name
 from pgmesh.resharding.sharding import Sharding
@@ -67,10 +66,8 @@ class PieceComparison:
         pieces = pieces_of(module)
         self._names = {digest(name): name for name in pieces}
         own = [(digest(name), describe_values(sample(piece))) for name, piece in pieces.items()]
-        most = max(number for (number,) in gather_numbers(mesh, ranks, [len(own)]).values())
-        gathered = gather_numbers(mesh, ranks, itertools.chain(*own, [0, 0] * (most - len(own))))
-        pairs = [(rank, pair) for rank, each in gathered.items() for pair in zip(each[::2], each[1::2])]
-        self._held = [(rank, piece, values) for rank, (piece, values) in pairs if piece]
+        gathered = gather_objects(mesh, ranks, own)
+        self._held = [(rank, piece, values) for rank, pairs in gathered.items() for piece, values in pairs]
         """The pieces of each rank, and their values."""
 
     def different_replicas(self) -> dict[int, str]:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from pgmesh.errors import ShapeError
-from pgmesh.parallel.base import split_rows
+from pgmesh.parallel.divisibility import divide_evenly
 from pgmesh.parallel.nests import map_tensors, tensors_in
 
 
@@ -33,7 +33,8 @@ def part_of_batch(batch: Any, rank: int, num_replicas: int, axes: str, cutting: 
 
     def part_of(tensor: Tensor) -> Tensor:
         if tensor.ndim:
-            tensor = split_rows(tensor, num_replicas, rank, axes)
+            each = divide_evenly(len(tensor), f"a batch of {len(tensor)} rows", "rows", num_replicas, axes)
+            tensor = tensor.narrow(0, rank * each, each)
         if tensor.ndim > 1:
             for method in cutting:
                 tensor = method.cut(tensor)

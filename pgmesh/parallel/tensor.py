@@ -96,8 +96,8 @@ class TensorParallel(Method):
         """
         entries = entries_of(module, self.plan)
         tied, device_mesh = tied_names(module), self.mesh.device_mesh(*self.owns)
-        for layer, entry in entries.items():
-            self._apply_style(entry.name, layer, entry.style, device_mesh)
+        for layer, (name, style) in entries.items():
+            self._apply_style(name, layer, style, device_mesh)
         self._retie(module, tied)
         return module
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -63,22 +62,13 @@ def mlp_plan(
     return attention_plan(where, into, out, sequence=sequence)
 
 
-@dataclass(frozen=True)
-class Entry:
-    """The entry of a plan that counts for a module."""
-
-    name: str
-    """Name of the module."""
-    style: ParallelStyle
-
-
-def entries_of(module: nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[nn.Module, Entry]:
-    """The entry of each submodule that the plan names, without modules of other pipeline stages.
+def entries_of(module: nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[nn.Module, tuple[str, ParallelStyle]]:
+    """The name and the style of each submodule that the plan names, without modules of other pipeline stages.
 
     Raises:
         MethodError: the module has no submodule of such a name.
     """
-    entries: dict[nn.Module, Entry] = {}  # a module under two names has one
+    entries: dict[nn.Module, tuple[str, ParallelStyle]] = {}  # a module under two names has one
     for pattern, style in plan.items():
         names = match_modules(module, pattern)
         if not names and not on_other_stage(module, pattern):
@@ -87,7 +77,7 @@ def entries_of(module: nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[nn.
             hint = did_you_mean(closest_name(plain_name(module, pattern), known))
             hint = hint or f" It has {format_axes(known) or 'no modules'}."
             raise MethodError(f"the plan names {pattern!r}, which {type(module).__name__} does not have.{hint}")
-        entries |= {module.get_submodule(name): Entry(name, style) for name in names}
+        entries |= {module.get_submodule(name): (name, style) for name in names}
     return entries
 
 

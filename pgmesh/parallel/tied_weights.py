@@ -28,13 +28,13 @@ class TiedWeights:
         names: names of each tied parameter: in the first stage, and in the last.
 
     Raises:
-        MethodError: other methods gave a parameter another name, or sharded its copies differently.
+        MethodError: other methods gave a parameter another name.
     """
 
     def __init__(self, stages: Stages, parts: nn.ModuleList, names: Sequence[tuple[str, str]]) -> None:
         self.stages, self.parts, self.names = stages, parts, names
         for first, last in names:
-            self._check_same_shards(first, last)
+            self._copies(first, last)  # raises if one is not found
 
     def last_copies(self) -> list[nn.Parameter]:
         """The copies in the last stage, if this rank has it."""
@@ -68,29 +68,6 @@ class TiedWeights:
                 if weight.grad is None:  # the other copy may have a gradient
                     weight.grad = torch.zeros_like(weight)
                 yield weight.grad
-
-    def _check_same_shards(self, first: str, last: str) -> None:
-        """Check that other methods shard both copies of a weight in the same way. Ranks of both stages call it.
-
-        Otherwise different parts of the gradients would be summed: of a weight of 8 x 8 on two ranks, rows 0 to 3 on
-        the first stage, ``(4, 8) [Shard(dim=0)]``, and columns 0 to 3 on the last, ``(8, 4) [Shard(dim=1)]``.
-        """
-        shards = {
-            name: f"{[*local(weight).shape]} {[*getattr(weight, 'placements', ())]}"
-            for name, weight in self._copies(first, last).items()
-        }
-        if shards and (group := self.stages.end_group):
-            gathered = [shards, shards]
-            dist.all_gather_object(gathered, shards, group=group)
-            shards = gathered[0] | gathered[1]
-        if len({*shards.values()}) > 1:
-            raise MethodError(
-                "the first and the last stage share one tied parameter, of which each rank has another part: "
-                f"{first} is {shards[first]}, and {last} is {shards[last]}. Shard both along the same dimension.\n\n"
-                f"  plan={{**plan, {first.rpartition('.')[0]!r}: RowwiseParallel(input_layouts=Replicate()), "
-                f"{last.rpartition('.')[0]!r}: ColwiseParallel(output_layouts=Replicate())}}"
-                "   # an embedding and a Linear"
-            )
 
     def _copies(self, first: str, last: str) -> dict[str, nn.Parameter]:
         """This rank's copies of a weight, by name: none to two."""

@@ -104,16 +104,7 @@ def test_level_follows_from_what_differs(mesh: ProcessGroupMesh):
 def test_method_takes_numbered_axes_views_and_slices(mesh: ProcessGroupMesh):
     assert Data(mesh, -1).owns == ("tp",)
     assert Data(mesh.view(4, 2), 1, 0).owns == (0, 1)
-    assert Data(mesh.at(pp=1), "dp").batch_parts == 2
-
-
-def test_batch_parts_count_blocks_of_rows_alone(mesh: ProcessGroupMesh):
-    split, whole = (Data(mesh, "dp"), Data(mesh, "pp", "tp")), (Tensor(mesh, "tp"), Context(mesh, "dp"))
-    assert [(each.batch_parts, each.batch_part) for each in split] == [(2, 0), (4, 3)]
-    assert [(each.batch_parts, each.batch_part) for each in whole] == [(1, 0), (1, 0)]
-    rows = torch.arange(12).view(6, 2)
-    assert Data(mesh, "tp").share(rows).equal(rows[3:])
-    assert Tensor(mesh, "tp").share(rows).equal(rows)
+    assert Data(mesh.at(pp=1), "dp").owns == ("dp",)
 
 
 def test_options_are_what_the_group_is_made_with(mesh: ProcessGroupMesh):
@@ -249,7 +240,7 @@ def test_share_cuts_the_tensors_of_a_dataclass(mesh: ProcessGroupMesh):
 
 def check_rows(together: Composition, batch: object) -> None:
     """Compare the rows of a batch, while rank 7 has three."""
-    with mock.patch.object(comparing, "gather_numbers", lambda mesh, ranks, own: {5: [*own], 7: [3, 0, 3, 0]}):
+    with mock.patch.object(comparing, "gather_objects", lambda mesh, ranks, own: {5: own, 7: comparing.Batch(3, 0, 0)}):
         together.check_inputs(batch)
 
 

@@ -25,11 +25,11 @@ from pgmesh.parallel import (
     TensorParallel,
     comparing,
     compose,
-    mix,
 )
-from tests.support.expert_models import ExpertBlock, expert_layer
+from tests.support.expert_models import ExpertBlock
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
+from tests.support.own_methods import Rows
 from tests.support.parallel_models import (
     TinyGPT,
     assert_same,
@@ -209,25 +209,15 @@ def test_broadcast_of_strided_tensors_is_whole():
 # ---- the error ----
 
 
-class Rows(Method):
-    """Ranks read different rows, and nothing is averaged."""
-
-    differs = "rows"
-
-    def apply(self, module: nn.Module) -> nn.Module:
-        return module
-
-
-def test_long_lists_of_numbers_are_shortened(monkeypatch: pytest.MonkeyPatch):
+def test_long_lists_of_numbers_are_shortened():
+    rows = [1, 1, 1, 1, 2, 3, 4, 5]
+    batches = {rank: comparing.Batch(number, 0, 0) for rank, number in enumerate(rows)}
+    found = "1 on ranks 0, 1, 2, 3; 2 on rank 4; 3 on rank 5; 4 on rank 6; ..."
     with fake_rank(0, 8), ProcessGroupMesh(dp=8) as mesh:
         together = compose(mesh, Rows(mesh, "dp"))
-        monkeypatch.setattr(comparing, "gather_numbers", lambda *_: {i: [n, 0, 0, 0] for i, n in enumerate(rows)})
-        rows = [1, 1, 1, 1, 2, 3, 4, 5]
-        found = "1 on ranks 0, 1, 2, 3; 2 on rank 4; 3 on rank 5; 4 on rank 6; ..."
-        message = needs("Rows", "rows", "dp=8", found, SHARE, UNEQUAL)
-        assert_raises(ShapeError, lambda: together.check_inputs(()), message)
-        rows = [1] * 8
-        together.check_inputs(())
+        with mock.patch.object(comparing, "gather_objects", return_value=batches):
+            message = needs("Rows", "rows", "dp=8", found, SHARE, UNEQUAL)
+            assert_raises(ShapeError, lambda: together.check_inputs(()), message)
 
 
 def test_jagged_inputs_are_not_counted():
@@ -268,127 +258,26 @@ def test_unequal_rows_raise_in_the_first_step(kind: type[DataParallel | ShardedD
         check_sums(groups_of(mesh))
 
 
-@long
-@on_ranks(4)
-def test_different_rows_along_tp_raise_before_all_reduce():
-    with ProcessGroupMesh(dp=2, tp=2) as mesh:
-        first, second = mesh.ranks("tp")
-        together = compose(mesh, TensorParallel(mesh, "tp", plan=BLOCK_PLAN), unowned=["dp"])
-        model = together.apply(TinyGPT(layers=1))
-        codes, _ = batch(0)
-        message = needs("TensorParallel", "rows", "tp=2", f"1 on rank {first}; 2 on rank {second}", SHARE)
-        assert_raises(ShapeError, lambda: model(codes[: 1 + mesh.index("tp")]), message)
-        message = needs("TensorParallel", "positions", "tp=2", f"6 on rank {first}; 7 on rank {second}", SHARE)
-        assert_raises(ShapeError, lambda: model(x=codes[:, : 6 + mesh.index("tp")]), message)
-        torch.testing.assert_close(model(codes), TinyGPT(layers=1)(codes), rtol=0, atol=1e-12)
-        check_sums(groups_of(mesh))
+UNEQUAL_BATCHES = [
+    ("tp, fsdp", [(4, 8), (4, 8), (2, 8), (4, 8)], "TensorParallel", "rows", "other=2", "4 on rank 0; 2 on rank 2"),
+    ("tp, fsdp", [*2 * [(4, 8)], (4, 7), (4, 7)], "TensorParallel", "positions", "other=2", "8 on rank 0; 7 on rank 2"),
+    ("cp, dp", [(1, 4), (1, 4), (1, 6), (1, 6)], "ContextParallel", "positions", "other=2", "4 on rank 0; 6 on rank 2"),
+    ("cp, dp", [(1, 4), (1, 4), (3, 4), (3, 4)], "ContextParallel", "rows", "other=2", "1 on rank 0; 3 on rank 2"),
+    ("pp, dp", [(4, 8), (4, 8), (2, 8), (2, 8)], "PipelineParallel", "rows", "other=2", "4 on rank 0; 2 on rank 2"),
+    ("pp, dp", [(4, 8), (4, 8), (4, 8), (2, 8)], "DataParallel", "rows", "dp=2", "4 on rank 2; 2 on rank 3"),
+    ("ep, dp", [(2, 0), (2, 0), (2, 0), (3, 0)], "ExpertParallel", "rows", "ep=4", "2 on ranks 0, 1, 2; 3 on rank 3"),
+]
+"""Methods, rows and positions of the ranks; and the method, the unit, the axes and the numbers of the error."""
 
 
-# ---- sequences ----
-
-
-class Attention(nn.Module):
-    """Attention of rows of positions to themselves, with two heads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.scale = scaled_dot_product_attention, nn.Parameter(torch.ones((), dtype=torch.float64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = (x * self.scale).unflatten(-1, (2, -1)).transpose(1, 2)
-        return self.attention(x, x, x, is_causal=True).transpose(1, 2).flatten(2)
-
-
-@long
-@pytest.mark.parametrize(("kind", "balanced"), [("ring", True), ("ring", False), ("ulysses", False)])
-@on_ranks(4)
-def test_unequal_positions_along_cp_raise_before_attention(kind: str, balanced: bool):
-    with ProcessGroupMesh(dp=2, cp=2) as mesh:
-        method = ContextParallel(mesh, "cp", attention=kind, balanced=balanced)
-        together = compose(mesh, DataParallel(mesh, "dp"), method)
-        model = together.apply(Attention())
-        for unit, *shapes in [
-            ("positions", (1, 4, 8), (1, 6, 8)),
-            ("positions", (1, 4, 8), (1, 5, 8)),  # an odd one is no balanced part: an error of its own, were it even
-            ("rows", (1, 4, 8), (3, 4, 8)),
-        ]:
-            mine = torch.ones(shapes[mesh.index("cp")], dtype=torch.float64)
-            one, two = ((shape[1] if unit == "positions" else shape[0]) for shape in shapes)
-            first, second = "rank 0", "rank 1"  # the first block that differs: the same error on all ranks
-            message = needs("ContextParallel", unit, "cp=2", f"{one} on {first}; {two} on {second}", SHARE)
-            assert_raises(ShapeError, lambda mine=mine: model(mine), message)
-        torch.manual_seed(0)
-        whole = torch.randn(2, 8, 8, dtype=torch.float64)
-        expected = together.share(Attention()(whole))
-        torch.testing.assert_close(model(together.share(whole)), expected, rtol=0, atol=1e-12)
-        check_sums(groups_of(mesh))
-
-
-# ---- pipelines ----
-
-
-@long
-@on_ranks(4)
-def test_different_rows_along_pp_raise_on_all_ranks():
-    with ProcessGroupMesh(pp=2, dp=2) as mesh:
-        codes, target = batch(0)
-        together = compose(mesh, gpt_stages(mesh), DataParallel(mesh, "dp"))
-        model = together.apply(TinyGPT(layers=2))
-
-        def learn(rows: int) -> None:
-            model.step(codes[:rows], target=target[:rows])
-
-        for rank in range(4):
-            along = ("DataParallel", "dp=2", [rank - rank % 2, rank - rank % 2 + 1], UNEQUAL)
-            who, axes, block, *more = along
-            counts = "; ".join(f"{2 if each == rank else 4} on rank {each}" for each in block)
-            message = needs(who, "rows", axes, counts, SHARE, *more)
-            assert_raises(ShapeError, lambda rank=rank: learn(2 if mesh.rank == rank else 4), message)
-        stage = 4 - 2 * mesh.index("pp")
-        message = needs("PipelineParallel", "rows", "pp=2", "4 on rank 0; 2 on rank 2", SHARE)
-        assert_raises(ShapeError, lambda: learn(stage), message)
-        with pytest.raises(ShapeError, match=r"^DataParallel .* rows .* dp=2, .* are 4 on rank 2; 2 on rank 3\."):
-            model.step(codes[: 2 if mesh.rank == 3 else 4], target=target[:4])  # other rows than targets
-        with torch.no_grad():
-            model.step(codes[:4], target=target[:4])
-        with pytest.raises(ShapeError, match=r"^DataParallel"):
-            learn(4 - 2 * (mesh.rank == 3))  # a step without gradients is not the first
-        learn(4)
-        learn(4 + 4 * mesh.index("dp"))  # only the first step is compared
-        with pytest.raises(ShapeError, match=r"^DataParallel"):
-            together.check_inputs(codes[: 4 + 4 * mesh.index("dp")])
-        check_sums(groups_of(mesh))
-
-
-# ---- tokens ----
-
-
-class Mixture(nn.Module):
-    """Experts, all tokens to the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.mix, self.experts = mix, expert_layer().experts
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        chosen = torch.zeros(len(tokens), 1, dtype=torch.int64)
-        return self.mix(tokens, torch.ones(chosen.shape), chosen, self.experts)
-
-
-@long
-@on_ranks(4)
-def test_unequal_tokens_along_ep_raise_before_sending():
-    with ProcessGroupMesh(edp=2, ep=2) as mesh:
-        together = compose(mesh, ExpertParallel(mesh, "ep"), DataParallel(mesh, "edp", "ep"))
-        layer = together.apply(Mixture()).double()
-        tokens = torch.ones(2 + (mesh.rank == 3), 16, dtype=torch.float64)
-        found = "2 on ranks 0, 1, 2; 3 on rank 3"
-        message = needs("ExpertParallel", "tokens", "edp=2 x ep=2", found, SHARE, UNEQUAL)
-        assert_raises(ShapeError, lambda: layer(tokens), message)
-        with torch.no_grad():
-            assert layer(tokens).shape == tokens.shape  # nothing is averaged
-        check_sums(groups_of(mesh))
+@pytest.mark.parametrize(("kind", "sizes", "who", "unit", "axes", "there_are"), UNEQUAL_BATCHES)
+def test_unequal_batches_along_each_axis_raise(kind: str, sizes: Any, who: str, unit: str, axes: str, there_are: str):
+    batches = {rank: comparing.Batch(*size, 0) for rank, size in enumerate(sizes)}
+    calls = [SHARE, UNEQUAL] if who in ("DataParallel", "ExpertParallel") else [SHARE]
+    with fake_rank(0, 4), ProcessGroupMesh(other=2, dp=2) as mesh:
+        together = compose(mesh, *methods_of(kind, mesh))
+        with mock.patch.object(comparing, "gather_objects", return_value=batches):
+            assert_raises(ShapeError, lambda: together.check_inputs(()), needs(who, unit, axes, there_are, *calls))
 
 
 # ---- who raises, and over which group ----
@@ -399,13 +288,8 @@ def test_inputs_are_compared_over_gloo_on_any_device():
     """A stand-in for a GPU: weights and inputs on the device meta, and a group of another backend by its name."""
     with ProcessGroupMesh(dp=2) as mesh:
         mesh.configure("dp", backend="cpu:gloo")
-        group, gather, used = mesh.group("dp"), dist.all_gather, list[Any]()
-
-        def all_gather(*arguments: Any, group: Any, **keywords: Any) -> Any:
-            used.append(group)
-            return gather(*arguments, group=group, **keywords)
-
-        with mock.patch("torch.distributed.all_gather", all_gather):
+        group = mesh.group("dp")
+        with mock.patch("torch.distributed.all_gather_object", side_effect=dist.all_gather_object) as gather:
             torch.manual_seed(0)
             together = compose(mesh, Rows(mesh, "dp"))
             model = together.apply(nn.Linear(4, 1))
@@ -413,7 +297,8 @@ def test_inputs_are_compared_over_gloo_on_any_device():
             model(torch.ones(2, 4, device="meta"))
             with pytest.raises(ShapeError, match="2 on rank 0; 3 on rank 1"):
                 together.check_inputs(torch.ones(2 + mesh.rank, 4, device="meta"))
-        assert [dist.get_backend(each) for each in used] == ["gloo"] * 4
+        used = [call.kwargs["group"] for call in gather.call_args_list]
+        assert [dist.get_backend(each) for each in used] == ["gloo"] * 3
         assert group not in used
         check_sums(groups_of(mesh))
 
@@ -423,9 +308,9 @@ def test_compositions_on_slices_exchange_apart():
         mesh, model = ProcessGroupMesh(pp=2, dp=2), nn.Linear(4, 1)
         for part, axis in ((mesh.at(pp=0), "dp"), (mesh.at(dp=0), "pp")):
             model = compose(part, Rows(part, axis)).apply(model)
-        with mock.patch("torch.distributed.all_gather", side_effect=dist.all_gather) as gather:
+        with mock.patch.object(comparing, "gather_objects", side_effect=comparing.gather_objects) as gather:
             model(torch.ones(2, 4))
-        ranks = sorted(dist.get_process_group_ranks(call.kwargs["group"]) for call in gather.call_args_list)
+        ranks = sorted(call.args[1] for call in gather.call_args_list)
         assert ranks == [[0, 1], [0, 2]]
 
 

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.nn.functional import cross_entropy
 
-from pgmesh import AxisError, MethodError, ProcessGroupMesh
+from pgmesh import MethodError, ProcessGroupMesh
 from pgmesh.parallel import (
-    ContextParallel,
     DataParallel,
-    Method,
     ShardedDataParallel,
     TensorParallel,
     compose,
 )
 from pgmesh.parallel.composing import INITIALIZE, Composition
-from tests.support.fake_world import fake_rank
+from tests.support.own_methods import Weights
 from tests.support.parallel_models import (
     TinyGPT,
     assert_same,
@@ -33,20 +29,11 @@ from tests.support.parallel_models import (
     optimizer_of,
     weights_of,
 )
-from tests.support.pipelines import gpt_stages, needs_pipelines
+from tests.support.pipelines import gpt_stages
 from tests.support.tensor_plans import BLOCK_PLAN
 from tests.support.worlds import on_ranks
 
 # ---- shards of methods of other packages ----
-
-
-class Weights(Method):
-    """Ranks may have different weights."""
-
-    differs = "weights"
-
-    def apply(self, module: nn.Module) -> nn.Module:
-        return module
 
 
 class Halves(Weights):
@@ -210,16 +197,6 @@ def test_replicated_shards_from_meta_are_compared():
     assert replicas_on_meta(seed_by_rank=True) == f"{found} rank 0.\n\n{INITIALIZE}"
 
 
-def test_the_proposed_view_has_a_new_axis():
-    with fake_rank(0, 4), ProcessGroupMesh(data=2, cp=2) as mesh:
-        together = compose(mesh, ContextParallel(mesh, "cp"), unowned="data")
-        with pytest.raises(AxisError, match=r"mesh\.view\(data_=1, data=2, cp=2\), 'data_'\)"):
-            together.apply(nn.Linear(2, 2))
-    named = r"mesh\.view\(data=1, axis0=2, axis1=2\), 'data'\)"
-    with fake_rank(0, 4), ProcessGroupMesh(2, 2) as mesh, pytest.raises(AxisError, match=named):
-        compose(mesh, ContextParallel(mesh, 0), unowned=1).apply(nn.Linear(2, 2))
-
-
 # ---- calls that would be silently wrong ----
 
 
@@ -289,32 +266,6 @@ def test_mean_of_unequal_parts_losses_needs_no_tokens():
         together = compose(mesh, DataParallel(mesh, "dp"), equal_parts=False)
         loss = together.mean(torch.tensor([6.0, 2.0][mesh.rank]), tokens=[3, 1][mesh.rank])
         assert (loss.item(), together.mean([loss, 2 * loss]).item()) == (2.0, 3.0)
-
-
-@needs_pipelines
-@on_ranks(4)
-def test_pipeline_loss_of_unequal_parts_counts_tokens():
-    """Ranks along dp have 2 and 6 of 8 rows."""
-    with ProcessGroupMesh(pp=2, dp=2) as mesh:
-
-        def train(loss: Any) -> nn.Module:
-            stages = gpt_stages(mesh, loss=loss, microbatches=microbatches)
-            together = compose(mesh, stages, DataParallel(mesh, "dp"), equal_parts=False)
-            variables["together"], model = together, together.apply(TinyGPT(layers=2))
-            model.step(codes[own], target=target[own])
-            return model
-
-        microbatches, (codes, target) = 2, batch(0)
-        own, variables = slice(0, 2) if mesh.index("dp") == 0 else slice(2, 8), dict[str, Any]()
-
-        def loss(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            loss_sum = cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="sum")
-            mean: torch.Tensor = variables["together"].mean(loss_sum, tokens=target[own].numel() / microbatches)
-            return mean
-
-        model, alone = train(loss), TinyGPT(layers=2)
-        loss_of(alone(codes), target).backward()
-        assert_same("gradients", gradients_of(model), gradients_of(alone))
 
 
 # ---- names of a module's own ----

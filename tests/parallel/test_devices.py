@@ -13,8 +13,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pgmesh import ProcessGroupMesh, torch_private
-from pgmesh.parallel import Composition, Method, PipelineParallel, compose, seed_of, seeded_rng
+from pgmesh.parallel import Composition, PipelineParallel, compose, seed_of, seeded_rng
 from pgmesh.parallel.stage_shapes import device_of_stage
+from tests.support.own_methods import Weights
 from tests.support.pipelines import needs_pipelines
 from tests.support.programs import run_programs
 
@@ -50,18 +51,9 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-class Sharded(Method):
-    """Ranks have different weights."""
-
-    differs = "weights"
-
-    def apply(self, module: nn.Module) -> nn.Module:
-        return module
-
-
 def composed(mesh: ProcessGroupMesh, *names: str) -> tuple[Composition, nn.Module]:
     """A composition over all ranks, and the module that it was applied to, with parameters of these names."""
-    together, module = compose(mesh, Sharded(mesh, *mesh.axes)), nn.Module()
+    together, module = compose(mesh, Weights(mesh, *mesh.axes)), nn.Module()
     for name in names:
         module.register_parameter(name, nn.Parameter(torch.empty(0)))
     return together, together.apply(module)
@@ -118,7 +110,7 @@ def test_broadcast_keeps_weights_on_their_devices(mesh, backend, sent, device):
         module = nn.Module()
         module.register_parameter("weight", parameter(device))
         module.register_buffer("mean", torch.empty(2, device="cpu"))
-        compose(mesh, Sharded(mesh, "dp"), unowned=["pp", "tp"]).broadcast(module)
+        compose(mesh, Weights(mesh, "dp"), unowned=["pp", "tp"]).broadcast(module)
         assert (module.weight.device.type, module.mean.device.type) == (device, "cpu")
     served = [(each if backend == "gloo" else "cuda") for each in (device, "cpu")]
     assert sent == served

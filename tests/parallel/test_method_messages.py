@@ -32,23 +32,12 @@ from tests.support import golden_files
 from tests.support.expert_models import expert_layer, expert_model
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import facts
+from tests.support.own_methods import Positions, Rows, Weights
 from tests.support.parallel_models import TinyGPT
 from tests.support.pipelines import gpt_stages
 from tests.support.tensor_plans import BLOCK_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
 
 NAME = "method-messages.txt"
-
-
-class Rows(Method):
-    differs = "rows"
-
-
-class Positions(Method):
-    differs = "positions"
-
-
-class Weights(Method):
-    differs = "weights"
 
 
 def stages(mesh: ProcessGroupMesh, **changes: Any) -> PipelineParallel:

@@ -27,13 +27,14 @@ from tests.support.parallel_models import (
     ROWS,
     TinyGPT,
     assert_same,
+    assert_same_run,
     batch,
     full_tensor,
     gradients_of,
     loss_of,
     train_alone,
+    train_parallel,
 )
-from tests.support.parallel_training import train_and_compare
 from tests.support.pipelines import gpt_stages
 from tests.support.tensor_plans import BLOCK_PLAN
 from tests.support.worlds import check_sums, groups_of, on_ranks
@@ -61,7 +62,7 @@ def test_gradients_accumulate_and_are_averaged_once(kind: type[DataParallel] | t
     mesh = ProcessGroupMesh(dp=8)
     data = kind(mesh, "dp")
     module = data.apply(TinyGPT())
-    codes, target = (data.share(each) for each in batch(0, 2 * ROWS))
+    codes, target = map(compose(mesh, data).share, batch(0, 2 * ROWS))
     for i in range(2):
         with data.accumulate(module, last=i == 1):
             (loss_of(module(codes[i : i + 1]), target[i : i + 1]) / 2).backward()
@@ -161,14 +162,14 @@ def test_sharding_along_one_two_or_replicated_axes():
     with ProcessGroupMesh(a=2, b=2, c=2, name="replicated between sharded axes") as mesh:
         together = compose(mesh, ShardedDataParallel(mesh, "a", "b", "c", replicate="b"))
         module = together.apply(TinyGPT())
-        train_and_compare(together, module, train_alone(TinyGPT()))
+        assert_same_run(train_parallel(module, together.share), train_alone(TinyGPT()))
         assert held(module) == whole / 4
         assert module.blocks[0].up.weight.device_mesh.get_group("a_c") is mesh.group("a", "c")
         dist.barrier()
     with ProcessGroupMesh(dp=2, mid=1, cp=2, tp=2, name="combined") as mesh:
         together = compose(mesh, ShardedDataParallel(mesh, "dp", "cp"), split(mesh))
         module = together.apply(TinyGPT())
-        train_and_compare(together, module, train_alone(TinyGPT()))
+        assert_same_run(train_parallel(module, together.share), train_alone(TinyGPT()))
         weight = module.blocks[0].up.weight
         assert weight.device_mesh.mesh_dim_names == ("dp_cp", "tp")
         assert weight.to_local().numel() == weight.numel() / 8
@@ -187,7 +188,7 @@ def test_mixed_precision_is_passed_through():
     assert sum(isinstance(each, FSDPModule) for each in module.modules()) == 2
     seen: list[torch.dtype] = []
     module.blocks[0].register_forward_hook(lambda block, given, x: seen.append(x.dtype))
-    codes, target = (method.share(each) for each in batch(0))
+    codes, target = map(compose(mesh, method).share, batch(0))
     loss_of(module(codes), target).backward()
     assert seen == [torch.bfloat16]
     right = train_alone(TinyGPT(), steps=1).gradients[0]
@@ -217,7 +218,8 @@ def test_resharding_and_offloading_are_passed_through():
             policy = CPUOffloadPolicy(pin_memory=False)
             method = ShardedDataParallel(mesh, "dp", reshard_after_forward=not keep, offload_policy=policy)
             module = method.apply(TinyGPT())
-            loss = loss_of(module(method.share(codes)), method.share(target))
+            together = compose(mesh, method)
+            loss = loss_of(module(together.share(codes)), together.share(target))
             cut = {isinstance(weight, DTensor) for weight in module.blocks.parameters()}
             assert cut == {not keep}
             assert all(each._get_fsdp_state()._fsdp_param_group.offload_policy is policy for each in module.blocks)
@@ -300,7 +302,7 @@ def test_stages_share_weights_and_leave_the_module_unchanged():
         assert not any(isinstance(each, nn.Module) and each is None for each in whole.children())
 
 
-# ---- norms, one start ----
+# ---- norms ----
 
 
 @on_ranks(4)
@@ -314,19 +316,3 @@ def test_norm_with_nan_on_some_ranks_is_nan():
             weight.grad = torch.full_like(weight, math.nan if mesh.index("pp") == stage else 1.0)
         found.append(composition.clip_grad_norm_(1.0, norm_type=order).item())
     assert all(map(math.isnan, found)), found
-
-
-@on_ranks(8)
-def test_initial_weights_are_those_of_the_first_rank():
-    mesh = ProcessGroupMesh(pp=2, dp=2, tp=2)
-    torch.manual_seed(mesh.rank)
-    layer = nn.BatchNorm1d(4)
-    nn.init.normal_(layer.weight)
-    layer.running_mean.fill_(mesh.rank)
-    mine = layer.weight.detach().clone()
-    compose(mesh, DataParallel(mesh, "dp", "tp"), unowned=["pp"]).broadcast(layer)
-    assert layer.running_mean.tolist() == [mesh.ranks("dp", "tp")[0]] * 4
-    torch.manual_seed(mesh.ranks("dp", "tp")[0])
-    assert layer.weight.equal(torch.randn(4))
-    assert layer.weight.equal(mine) == (mesh.index("dp", "tp") == 0)
-    check_sums(groups_of(mesh))

@@ -1,29 +1,25 @@
 """Programs whose meaning changes on a stage, which has only some layers: each trains right or raises.
 
-Code between layers, layers by number, a module in two places, tied weights in different shards, experts twice.
+Code between layers, layers by number, a module in two places, experts twice.
 """
 
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint_sequential
 
-from pgmesh import MethodError, OptionsError, ProcessGroupMesh
-from pgmesh.parallel import PipelineParallel, TensorParallel, compose
+from pgmesh import OptionsError, ProcessGroupMesh
+from pgmesh.parallel import PipelineParallel, compose
 from tests.support.fake_world import fake_rank
-from tests.support.parallel_models import FIRST, LAST, TinyGPT, assert_same, batch, gradients_of, loss_of
-from tests.support.pipelines import gpt_stages, needs_pipelines
-from tests.support.tensor_plans import BLOCK_PLAN
+from tests.support.parallel_models import FIRST, LAST, assert_same, gradients_of
+from tests.support.pipelines import needs_pipelines
 from tests.support.worlds import on_ranks
 
 pytestmark = [pytest.mark.long, needs_pipelines]
@@ -201,29 +197,3 @@ def test_module_in_two_places_raises(mesh, places):
     call = str(caught.value).splitlines()[-1].strip().replace("PipelineParallel(..., ", "build(")
     method = eval(call, {"build": build})
     assert ([*method.first], [*method.last]) == ([*FIRST], [*LAST])
-
-
-# ---- tied weights ----
-
-
-STYLES = {"RowwiseParallel": RowwiseParallel, "ColwiseParallel": ColwiseParallel, "Replicate": Replicate}
-
-
-@on_ranks(4)
-def test_tied_ends_in_different_shards_raise():
-    with ProcessGroupMesh(pp=2, tp=2) as mesh:
-        stages = gpt_stages(mesh, schedule="gpipe")
-        columns = {"tokens": ColwiseParallel(), "head": ColwiseParallel(output_layouts=Replicate())}
-        model, alone = (TinyGPT(tied=True, vocabulary=16) for _ in range(2))  # as wide as it is high
-        for plan, one in ((columns, "[16, 8] [Shard(dim=1)]"), ({"head": columns["head"]}, "[16, 16] []")):
-            tensor = TensorParallel(mesh, "tp", plan={**BLOCK_PLAN, **plan})
-            text = f"tokens.weight is {one}, and head.weight is [8, 16] [Shard(dim=0)]."
-            with pytest.raises(MethodError, match=re.escape(text)) as caught:
-                compose(mesh, stages, tensor).apply(TinyGPT(tied=True, vocabulary=16))
-        call = str(caught.value.__cause__).splitlines()[-1].strip().partition("   #")[0]
-        rows = eval(f"dict({call})", STYLES, {"plan": {**BLOCK_PLAN, **columns}})["plan"]
-        model = compose(mesh, stages, TensorParallel(mesh, "tp", plan=rows)).apply(model)
-        codes, target = batch(0, vocabulary=16)
-        model.step(codes, target=target)
-        loss_of(alone(codes), target).backward()
-        assert_same("gradients", gradients_of(model), gradients_of(alone))

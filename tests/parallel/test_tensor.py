@@ -17,7 +17,6 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     loss_parallel,
 )
-from torch.nn.functional import linear
 
 from pgmesh import MethodError, ProcessGroupMesh
 from pgmesh.parallel import (
@@ -34,33 +33,21 @@ from tests.support.parallel_models import (
     WIDTH,
     TinyGPT,
     assert_same,
+    assert_same_run,
     batch,
     full_tensor,
     gradients_of,
     loss_of,
     train_alone,
+    train_parallel,
 )
-from tests.support.parallel_training import train_and_compare
 from tests.support.pipelines import gpt_stages
-from tests.support.tensor_plans import EMBEDDED_PLAN, GATHERED_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
+from tests.support.tensor_plans import GATHERED_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
 from tests.support.worlds import check_sums, groups_of, on_ranks
 
 pytestmark = pytest.mark.long
 
 # ---- frozen parameters ----
-
-
-class AdaptedLinear(nn.Linear):
-    """A frozen linear layer, with the two matrices of its adapter as parameters of its own, as in loralib."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__(base.in_features, base.out_features)
-        self.load_state_dict(base.state_dict())
-        self.requires_grad_(False)
-        self.a, self.b = nn.Parameter(torch.randn(4, base.in_features)), nn.Parameter(torch.randn(base.out_features, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + linear(linear(x, self.a), self.b)
 
 
 def frozen_norms() -> TinyGPT:
@@ -70,28 +57,6 @@ def frozen_norms() -> TinyGPT:
     return model
 
 
-def adapted() -> TinyGPT:
-    """Only the adapters are trained."""
-    model = TinyGPT(layers=2).requires_grad_(False)
-    for block in model.blocks:
-        block.up, block.down = AdaptedLinear(block.up), AdaptedLinear(block.down)
-    return model.double()
-
-
-@on_ranks(4)
-def test_frozen_linear_layer_may_have_own_adapter():
-    with ProcessGroupMesh(tp=4) as mesh:
-        for plan in (VOCABULARY_PLAN, SEQUENCE_PLAN):
-            together = compose(mesh, TensorParallel(mesh, "tp", plan=plan))
-            model, alone = together.apply(adapted()), adapted()
-            train_and_compare(together, model, train_alone(alone), around=loss_parallel)
-            trained = [
-                {name for name, weight in each.named_parameters() if weight.requires_grad} for each in (model, alone)
-            ]
-            assert trained[0] == trained[1]
-        check_sums(groups_of(mesh))
-
-
 @on_ranks(2)
 def test_parameters_unfrozen_after_apply_are_trained():
     """Norms are frozen when the method is applied, and trained afterwards."""
@@ -99,7 +64,8 @@ def test_parameters_unfrozen_after_apply_are_trained():
         method = TensorParallel(mesh, "tp", plan=SEQUENCE_PLAN)
         together = compose(mesh, method)
         model = together.apply(frozen_norms()).requires_grad_(True)
-        train_and_compare(together, model, train_alone(TinyGPT(layers=2)), around=loss_parallel)
+        with loss_parallel():
+            assert_same_run(train_parallel(model, together.share), train_alone(TinyGPT(layers=2)))
         assert model.norm.weight.grad.placements == model.norm.weight.placements
 
 
@@ -191,16 +157,6 @@ def gathered() -> PrepareModuleInputOutput:
     )
 
 
-def test_a_module_around_others_may_gather_sequences(mesh):
-    plan = {
-        **EMBEDDED_PLAN,
-        "blocks.1": gathered(),
-        "blocks.1.*p": ColwiseParallel(),
-        "blocks.1.down": RowwiseParallel(),
-    }
-    TensorParallel(mesh, "tp", plan=plan).apply(TinyGPT(layers=2))
-
-
 class Mixed(nn.Module):
     """A layer of experts, which serve the positions in turn, after a norm."""
 
@@ -256,7 +212,8 @@ def test_compiled_blocks_behind_sharded_embedding_train(sharded: bool):
             block.compile(fullgraph=True, backend="aot_eager")
         data = [ShardedDataParallel(mesh, "dp")] if sharded else []
         together = compose(mesh, tensor, *data, unowned=[] if sharded else ["dp"])
-        train_and_compare(together, together.apply(model), train_alone(TinyGPT(layers=2)))
+        model = together.apply(model)
+        assert_same_run(train_parallel(model, together.share), train_alone(TinyGPT(layers=2)))
         check_sums(groups_of(mesh))
 
 
