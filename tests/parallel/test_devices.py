@@ -40,14 +40,14 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
-    for name in ("all_reduce", "broadcast"):
-        monkeypatch.setattr(dist, name, lambda tensor, *args, **keywords: found.append(tensor.device.type))
 
-    def all_gather(_: list[torch.Tensor], tensor: torch.Tensor, **keywords: object) -> None:
+    def note(tensor: torch.Tensor) -> None:
         if tensor.is_floating_point():  # integers are compared over Gloo, whatever the device
             found.append(tensor.device.type)
 
-    monkeypatch.setattr(dist, "all_gather", all_gather)
+    for name in ("all_reduce", "broadcast"):
+        monkeypatch.setattr(dist, name, lambda tensor, *args, **keywords: note(tensor))
+    monkeypatch.setattr(dist, "all_gather", lambda _, tensor, **keywords: note(tensor))
     return found
 
 
