@@ -81,9 +81,9 @@ def compose(
 
     Raises:
         AxisError: an axis has two owners, or an axis of more than one rank has none.
-        AxisError: a method other than of experts is along axes of another view.
         AxisError: two methods average gradients or replace attention, or experts lie across stages of a pipeline.
-        MethodError: an argument is not a method, is on another mesh, or is in another composition that is in use.
+        MethodError: an argument is not a method, is on another mesh or view, or is in another composition that is in
+            use.
 
     >>> from pgmesh.parallel import Method, compose
     >>> class Rows(Method):

@@ -16,23 +16,17 @@ def check_method(mesh: ProcessGroupMesh, method: Method) -> None:
     """Check that an argument of ``compose`` is a method along axes of the mesh, or of experts on a view of it.
 
     Raises:
-        AxisError: it is along axes of another view.
-        MethodError: it is no method, or on another mesh.
+        MethodError: it is not.
     """
     if not isinstance(method, Method):
         call = f"DataParallel(mesh, {repr(mesh.axes[0]) if mesh.axes else '...'})"
         raise MethodError(f"compose takes methods with their axes, such as {call}, not {method!r}.")
     ranks = method.mesh.ranks(*method.owns)
-    if not method.mesh.shares_groups(mesh) or not {*ranks} <= {*mesh}:
+    is_inside = has_axes(mesh, method) or (method.differs == "experts" and {*ranks} <= {*mesh})
+    if not (is_inside and method.mesh.shares_groups(mesh)):
         raise MethodError(
             f"{method} is on {name_ranks(ranks)} of {method.mesh!r}, and the composition is on {mesh!r}. All methods "
-            "of a composition are on one mesh object, its views and its slices.\n\n"
-            f"  {type(method).__name__}(mesh, ...)   # the mesh or slice of compose(mesh, ...)"
-        )
-    if method.differs != "experts" and not has_axes(mesh, method):
-        raise AxisError(
-            f"{method} is on {method.mesh!r}: its axes are none of the composition's, {format_sizes(mesh, mesh.axes)}. "
-            "Only experts may be on another view of the ranks.\n\n"
+            "are along axes of one mesh object or its slices. Only experts may be on another view of its ranks.\n\n"
             f"  {type(method).__name__}(mesh, ...)   # the mesh of compose(mesh, ...), which may be a view itself"
         )
 
