@@ -21,15 +21,13 @@ from pgmesh.parallel import (
     Method,
     PipelineParallel,
     ShardedDataParallel,
-    TensorParallel,
     compose,
     verify,
 )
 from tests.support.expert_models import expert_layer
 from tests.support.parallel_models import STEPS, TOLERANCE
 from tests.support.pipelines import needs_pipelines
-from tests.support.small_model import FIRST_STAGE, SmallModel, batch, loss_of
-from tests.support.tensor_plans import TWO_LAYERS
+from tests.support.small_model import FIRST_STAGE, SmallModel, batch, loss_of, partner
 from tests.support.worlds import check_sums, groups_of, on_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -60,17 +58,6 @@ def of_program(name: str) -> type[Method]:
     return getattr(module, name)
 
 
-def partners(mesh: ProcessGroupMesh, kind: str, axis: str = "x") -> list[Method]:
-    """Another method along an axis, to compose with."""
-    pipeline = functools.partial(PipelineParallel, mesh, axis, layers="blocks", first="012", loss=loss_of)
-    return {
-        "sharding": lambda: [ShardedDataParallel(mesh, axis)],
-        "tensor": lambda: [TensorParallel(mesh, axis, plan=TWO_LAYERS)],
-        "pipeline": lambda: [pipeline(microbatches=4)],
-        "two stages": lambda: [pipeline(microbatches=4, schedule="interleaved", stages_per_rank=2)],
-    }[kind]()
-
-
 # ---- averages of gradients ----
 
 
@@ -80,7 +67,7 @@ def test_documented_average_composes_with_one_method():
     averages = of_markdown()
     for kind, frozen in (("tensor", ()), ("two stages", ()), ("pipeline", FIRST_STAGE)):
         with ProcessGroupMesh(dp=2, x=2, name=f"{kind}, {len(frozen)} frozen") as mesh:
-            together = compose(mesh, averages(mesh, "dp"), *partners(mesh, kind))
+            together = compose(mesh, averages(mesh, "dp"), partner(mesh, kind, "x"))
             build = functools.partial(SmallModel, frozen)
             assert verify(together, build, map(batch, range(STEPS)), loss=loss_of) <= TOLERANCE
             check_sums(groups_of(mesh))
@@ -95,7 +82,7 @@ def test_documented_tensor_parallelism_composes_with_other_methods():
     split = of_program("Split")
     for kind in ("sharding", "two stages"):
         with ProcessGroupMesh(x=2, tp=2, name=f"split, {kind}") as mesh:
-            together = compose(mesh, *partners(mesh, kind), split(mesh, "tp"))
+            together = compose(mesh, partner(mesh, kind, "x"), split(mesh, "tp"))
             assert verify(together, SmallModel, map(batch, range(STEPS)), loss=loss_of) <= TOLERANCE
             check_sums(groups_of(mesh))
 

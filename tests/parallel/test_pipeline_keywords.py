@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pgmesh import ProcessGroupMesh, ShapeError
-from pgmesh.parallel import DataParallel, PipelineParallel, ShardedDataParallel, compose
+from pgmesh.parallel import Composition, DataParallel, PipelineParallel, ShardedDataParallel, compose, verify
 from tests.support.parallel_models import assert_same, gradients_of
 from tests.support.pipelines import needs_pipelines
 from tests.support.worlds import check_sums, groups_of, on_ranks
@@ -80,36 +80,23 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 )
 @on_ranks(4)
 def test_every_stage_gets_its_microbatch_of_the_keywords(schedule: str, count: int, kind: Any):
+    def step(together: Composition, model: Any, given: Any) -> Any:
+        x, target, keywords = given
+        mine = together.share({name: each for name, each in keywords.items() if name != "scale"})
+        x, target, more = together.share(x), together.share(target), {**mine, "scale": keywords["scale"]}
+        losses = model.step(x, target=target, **more)
+        outputs = model(x, **more)
+        if losses:
+            torch.testing.assert_close(torch.stack(losses).mean(), loss_of(outputs, target), rtol=0, atol=1e-12)
+        return losses
+
+    stages = {"layers": "blocks", "first": ["into"], "loss": loss_of, "schedule": schedule, "stages_per_rank": count}
     with ProcessGroupMesh(pp=2, dp=2) as mesh:
-        pipeline = PipelineParallel(
-            mesh,
-            "pp",
-            layers="blocks",
-            first=["into"],
-            loss=loss_of,
-            microbatches=2,
-            schedule=schedule,
-            stages_per_rank=count,
-        )
+        pipeline = PipelineParallel(mesh, "pp", microbatches=2, **stages)
         methods = [pipeline] if kind is None else [pipeline, kind(mesh, "dp")]
         together = compose(mesh, *methods, unowned=["dp"] if kind is None else [])
-        model, right = together.apply(Masked()), Masked()
-        for step, (rows, length) in enumerate([(8, 5), (8, 5), (16, 3)]):  # the shapes of keywords change too
-            x, target, keywords = batch(step, rows, length)
-            mine = {n: together.share(each) if isinstance(each, torch.Tensor) else each for n, each in keywords.items()}
-            outputs = model(together.share(x), **mine)
-            with torch.no_grad():
-                losses = model.step(together.share(x), target=together.share(target), **mine)
-                expected = together.share(right(x, **keywords))
-                loss = loss_of(expected, together.share(target))
-            if pipeline.is_last(count - 1):
-                torch.testing.assert_close(outputs, expected, rtol=0, atol=1e-12)
-                torch.testing.assert_close(torch.stack(losses).mean(), loss, rtol=0, atol=1e-12)
-            model.zero_grad()
-            right.zero_grad()
-            model.step(together.share(x), target=together.share(target), **mine)
-            loss_of(right(x, **keywords), target).backward()
-            assert_same(f"step {step}", gradients_of(model), gradients_of(right))
+        sizes = [(8, 5), (8, 5), (16, 3)]  # the shapes of keywords change too
+        assert verify(together, Masked, [batch(i, *size) for i, size in enumerate(sizes)], step=step) < 1e-12
         check_sums(groups_of(mesh))
 
 

@@ -10,18 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch.optim import SGD
 
 from pgmesh import ProcessGroupMesh
-from pgmesh.parallel import Method, PipelineParallel, ShardedDataParallel, TensorParallel, compose, find
+from pgmesh.parallel import Method, compose, find
 from tests.support.installed_package import pip_install
 from tests.support.parallel_models import full_tensor, named_weights, optimizer_of
-from tests.support.small_model import FIRST_STAGE, SmallModel, batch, loss_of
-from tests.support.tensor_plans import TWO_LAYERS
+from tests.support.small_model import FIRST_STAGE, SmallModel, batch, loss_of, partner
 from tests.support.worlds import check_sums, groups_of, world
 
 pytestmark = pytest.mark.long
@@ -95,17 +93,8 @@ def plain_loop(outer: str, frozen: tuple[str, ...] = ()) -> tuple[list[list[floa
 
 def partners(mesh: ProcessGroupMesh, kind: str) -> list[Method]:
     """The other methods, by the axes of the mesh."""
-    pipeline = partial(PipelineParallel, mesh, "pp", layers="blocks", first="012", loss=loss_of, microbatches=2)
-    more: dict[str, Any] = {"schedule": "interleaved", "stages_per_rank": 2} if "two stages" in kind else {}
-    return [
-        {
-            "pp": lambda: pipeline(**more),
-            "tp": lambda: TensorParallel(mesh, "tp", plan=TWO_LAYERS),
-            "fsdp": lambda: ShardedDataParallel(mesh, "fsdp"),
-        }[axis]()
-        for axis in mesh.axes
-        if axis != "dp"
-    ]
+    kinds = {"pp": "two stages" if "two stages" in kind else "pipeline", "tp": "tensor", "fsdp": "sharding"}
+    return [partner(mesh, kinds[axis], axis) for axis in mesh.axes if axis != "dp"]
 
 
 def trained(site: Path, sizes: dict[str, int], kind: str, outer: str, frozen: tuple[str, ...]) -> float:

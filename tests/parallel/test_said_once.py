@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import gelu
 
 from pgmesh import AxisError, MethodError, ProcessGroupMesh
-from pgmesh.parallel import DataParallel, ExpertParallel, Method, ShardedDataParallel, compose
+from pgmesh.parallel import Composition, DataParallel, ExpertParallel, Method, ShardedDataParallel, compose, verify
 from tests.support.expert_models import expert_model
 from tests.support.own_methods import AverageLater
 from tests.support.parallel_models import (
@@ -68,20 +68,15 @@ def position_model() -> TinyGPT:
 def test_an_own_method_that_cuts_sequences_widens_averages(
     data: type[DataParallel] | type[ShardedDataParallel],
 ):
+    def step(together: Composition, model: nn.Module, given: Any) -> torch.Tensor:
+        share = together.share([*given, torch.arange(8).expand(8, -1)])
+        loss = loss_of(model(share[0], share[2]), share[1])
+        loss.backward()
+        return loss
+
     with ProcessGroupMesh(dp=2, cp=2) as mesh:
         together = compose(mesh, Halves(mesh, "cp"), data(mesh, "dp"))
-        model, alone = together.apply(position_model()), position_model()
-        for step in range(3):
-            codes, target = batch(step)
-            share = together.share({"x": codes, "target": target, "positions": torch.arange(8).expand(8, -1)})
-            model.zero_grad()
-            alone.zero_grad()
-            loss = loss_of(model(share["x"], share["positions"]), share["target"])
-            expected = loss_of(alone(codes), target)
-            loss.backward()
-            expected.backward()
-            assert_same("gradients", gradients_of(model), gradients_of(alone))
-            torch.testing.assert_close(together.mean(loss), expected, rtol=0, atol=1e-12)
+        assert verify(together, position_model, map(batch, range(3)), step=step) < 1e-12
 
 
 @on_ranks(4)

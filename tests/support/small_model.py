@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from pgmesh import ProcessGroupMesh
+from pgmesh.parallel import Method, PipelineParallel, ShardedDataParallel, TensorParallel
 
 torch.set_num_threads(1)  # ranks import this too, and share the cores
 
@@ -41,3 +45,14 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square().mean()
+
+
+def partner(mesh: ProcessGroupMesh, kind: str, axis: str) -> Method:
+    """A method along an axis, to compose with: "sharding", "tensor", "pipeline" or "two stages"."""
+    stages = {"layers": "blocks", "first": "012", "loss": loss_of, "microbatches": 4}
+    return {
+        "sharding": lambda: ShardedDataParallel(mesh, axis),
+        "tensor": lambda: TensorParallel(mesh, axis, plan={"0": ColwiseParallel(), "2": RowwiseParallel()}),
+        "pipeline": lambda: PipelineParallel(mesh, axis, **stages),
+        "two stages": lambda: PipelineParallel(mesh, axis, **stages, schedule="interleaved", stages_per_rank=2),
+    }[kind]()

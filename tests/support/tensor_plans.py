@@ -45,6 +45,3 @@ EMBEDDED_PLAN = {
     "places": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(0)),
 }
 """Sequences are sharded in the embeddings."""
-
-TWO_LAYERS = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-"""A plan for two linear layers with an activation function between them."""
