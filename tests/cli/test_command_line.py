@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import shlex
 import subprocess
@@ -16,7 +15,6 @@ import pytest
 import pgmesh
 from pgmesh import Layout, plan
 from pgmesh.__main__ import COMMANDS, main
-from pgmesh.drawing import styled_text
 from tests.support import golden_files as golden
 from tests.support.terminal import COLOUR, run_in_terminal
 
@@ -184,12 +182,6 @@ def test_neither_torch_nor_rich_is_loaded_when_piped(line):
     assert not loaded & {"torch", "rich", "numpy", "cachetools"}
 
 
-def test_module_prints_the_same_as_main(capsys):
-    assert run("-m", "pgmesh", *shlex.split(ANSWERS["plan"])).stdout == output(capsys, ANSWERS["plan"])
-    assert run("-m", "pgmesh", "plan", "dp=0").returncode == 2
-    assert 'pgmesh = "pgmesh.__main__:main"' in (ROOT / "pyproject.toml").read_text()
-
-
 def test_closed_pipe_is_no_error():
     words = [sys.executable, "-m", "pgmesh", "plan", "pp=16", "dp=512", "cp=8", "tp=16", "--svg", "-"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -222,15 +214,6 @@ def test_terminal_shows_the_same_with_rich(capsys, name):
     assert [line for line in lines if not line.startswith("one colour")] == plain.splitlines()
 
 
-def test_terminal_of_open_mpi_does_not_count(monkeypatch):
-    ours, theirs = pty.openpty()
-    with os.fdopen(ours), os.fdopen(theirs, "w") as terminal:
-        monkeypatch.delenv("OMPI_COMM_WORLD_RANK", raising=False)
-        assert styled_text.is_terminal(terminal)
-        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-        assert not styled_text.is_terminal(terminal)
-
-
 def test_terminal_shows_a_colour_for_each_group():
     pytest.importorskip("rich")
     coloured = run_in_terminal("show --rank 5 pp=2 dp=2 tp=2", rich=True)
@@ -238,8 +221,3 @@ def test_terminal_shows_a_colour_for_each_group():
     of = {int(rank): colour for colour, rank in behind}
     assert sorted(of) == list(range(8))
     assert of[0] == of[1] != of[2] == of[3] != of[4] == of[5] != of[6] == of[7]
-
-
-def test_figure_fits_the_width_of_the_terminal():
-    text = run_in_terminal("show --rank 13 pp=2 dp=4 cp=2 tp=4 --nodes 16x4", rich=False, columns=60)
-    assert max(len(line) for line in text.splitlines() if line.startswith(("┌", "│", "└"))) <= 60

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 
 import pytest
 
-import pgmesh
 from pgmesh import Layout, RankError, ShapeError, plan
 from pgmesh.planning import axis_heuristics
 from tests.support import golden_files as golden
@@ -100,11 +98,6 @@ def test_findings_and_fixes_equal_golden_file():
     )
 
 
-def test_fix_for_a_view_is_quoted():
-    (finding,) = plan(BASE, nodes="8x8", views={"moe's": {"ep": 8, "edp": -1}}).findings
-    assert shlex.split(finding.fix) == ["--view", "moe's: edp=8 ep=8"]
-
-
 def test_fixes_reduce_the_hops():
     for layout in (TURNED, Layout(tp=8, dp=8), Layout(cp=2, tp=4, dp=8), Layout(ep=8, pp=4, tp=2)):
         worse = plan(layout, nodes="8x8")
@@ -137,10 +130,6 @@ def test_method_of_axis_is_known_by_its_name(axis, method):
 # ---- errors ----
 
 
-def test_combinations_as_one_word_name_one_axis():
-    assert plan(dp=2, tp=4, combinations="dp") == plan(dp=2, tp=4, combinations=["dp"]) == plan(dp=2, tp=4)
-
-
 def test_plan_suggested_for_a_view_keeps_the_others():
     with pytest.raises(ShapeError, match="holds 3 ranks, but the mesh has 8") as caught:
         plan(dp=8, views={"moe": {"ep": 3}, "x": {"a": 8}})
@@ -161,8 +150,3 @@ def test_slices_and_meshes_may_leave_hosts_empty():
         layout = Layout(dp=6)
 
     assert len(plan(Mesh(), nodes="2x4").layout) == 6
-
-
-def test_plan_distinguishes_groups_of_equal_strides():
-    plan = pgmesh.plan(a=2, b=2, c=2, d=2, e=2, combinations=[("a", "b", "e"), ("b", "d", "e")])
-    assert "One group under two names" not in str(plan)
