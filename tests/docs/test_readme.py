@@ -167,5 +167,5 @@ def test_first_page_shows_the_same_script_and_output():
     shown = README.partition(start)[2].partition(end)[0]
     assert PROGRAM in shown
     assert SHOWN in shown
-    status = page.index("**NCCL and several hosts are untested**")
+    status = page.index("**NCCL and several hosts are untested.**")
     assert status < page.index("![") < page.index("## Seven lines") < page.index("## Where to go")
