@@ -6,7 +6,6 @@ this thread alone. Each ``period`` it publishes the status of this process, and 
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import threading
@@ -44,7 +43,6 @@ class Liveness:
         """Called after each heartbeat with a function that performs operations. If it is long, this rank seems lost."""
         self.places = PlaceFinder()
         self.failure: PgmeshError | None = None  # that of the store, which has ended the thread
-        self._status = RankStatus(world.size, HOST, os.getpid())
         self._listener = Listener()
         self._client: Any = None
         self._answered = 0.0, time.monotonic()  # ``answered_seconds`` at the store's last answer, and its time
@@ -147,15 +145,17 @@ class Liveness:
         self._listener.drain()
         counters, key = own_counters(self.world.name), status_key(self.world.rank)
         pending = [each for waits in tuple(self._pending.values()) for each in waits.items()]
-        self._status = dataclasses.replace(
-            self._status,
+        status = RankStatus(
+            self.world.size,
+            HOST,
+            os.getpid(),
             pending=dict(pending[: timing.MOST_STATUSES]),
             place=self.places.find(counters),
             exited=self._exited,
             endpoint=self._listener.endpoint,
             sent=time.time(),
         )
-        run(Set(counters_key(self.world.rank), pack(counters=counters)), Set(key, self._status.pack()), Read(key))
+        run(Set(counters_key(self.world.rank), pack(counters=counters)), Set(key, status.pack()), Read(key))
         self._has_beaten.set()
 
 

@@ -76,14 +76,9 @@ class Violation(Exception):
 class Seen:
     """Counts of the results."""
 
-    programs: int = 0
     states: int = 0
     cut_short: int = 0
     broken: list[Broken] = field(default_factory=list)
-
-    def add(self, other: Seen) -> None:
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
 
 
 class Move(NamedTuple):
@@ -121,7 +116,7 @@ class Space:
 
     def __init__(self, programs: Sequence[Any], faults: Faults, stores: Stores) -> None:
         self.programs, self.faults, self.stores = programs, faults, stores
-        self.out = Seen(programs=1)
+        self.out = Seen()
         self._before: dict[State, State | None] = {}
         self._finished: set[State] = set()
         self._moves: dict[object, list[Move]] = {}
