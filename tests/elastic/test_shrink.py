@@ -121,32 +121,6 @@ def test_shrink_after_kill_takes_one_second(tmp_path: Path):
         assert end - killed[0] < 1.0 + SLACK
 
 
-def too_few_are_left(folder: Path) -> tuple[Attempt, str]:
-    """A rank of each index of dp is killed. Without spares there is no mesh; with them there is."""
-    mesh = connected(folder)
-    if mesh.rank not in mesh:
-        return attempt(lambda: None), checked(mesh.stand_by(timeout=LONG_TIMEOUT))
-    steps_until_one_fails(mesh)
-    wait_for_flags(folder, "dead", (0, 3))
-    failed = attempt(lambda: mesh.shrink("dp", timeout=LONG_TIMEOUT))
-    return failed, checked(mesh.shrink("dp", spares=[4, 5], timeout=LONG_TIMEOUT))
-
-
-def test_retry_with_spares_succeeds_after_failed_shrink(tmp_path: Path):
-    def kill(own: World) -> None:
-        for rank in (0, 3):
-            own.kill(rank, signal.SIGKILL)
-            set_flag(tmp_path, f"dead {rank}")
-
-    seen = run(tmp_path, 6, too_few_are_left, kill, [0, 3])
-    for failed, mesh in seen:
-        assert mesh == "ProcessGroupMesh(dp=2, tp=2, ranks=(4, 1, 2, 5), name='train#1')"
-        if failed.kind:
-            assert failed.kind == "MissingRanksError"
-            assert "lost: ranks 0, 3. Each of the 2 indices of axis 'dp' has lost a rank" in failed.text
-    assert [bool(failed.kind) for failed, _ in seen] == [True, True, False, False]
-
-
 # ---- a rank is stopped ----
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import threading
 import time
 import weakref
@@ -16,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
 from pgmesh import ProcessGroupMesh
 from pgmesh.liveness import places
@@ -57,28 +55,6 @@ def test_place_is_innermost_line_of_program():
     place = place_in(wait_here, lambda place: place.function == "wait_here")
     line = wait_here.__code__.co_firstlineno + 1
     assert place == Place(f"test_places.py:{line}", "wait_here")
-
-
-class Items(torch.utils.data.Dataset[int]):
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-def load_from_blocked_sampler(end: threading.Event) -> None:
-    class Sampler:
-        def __iter__(self) -> Any:
-            return iter(end.wait, True)  # waits in Python's library, below functions of torch
-
-    next(iter(DataLoader(Items(), sampler=Sampler())), None)  # type: ignore[arg-type]
-
-
-def test_place_names_function_of_torch_below_program():
-    place = place_in(load_from_blocked_sampler, lambda place: "__next__" in place.called)
-    assert place.function == "load_from_blocked_sampler"
-    assert re.fullmatch(r"torch\.utils\.data\.dataloader\.(_BaseDataLoaderIter\.)?__next__", place.called)
 
 
 def run_in(file: str, module: str) -> Callable[[threading.Event], object]:
@@ -155,14 +131,6 @@ def receive(group: dist.ProcessGroup) -> None:
         dist.recv(torch.ones(1), 1, group=group)
 
 
-def gather_objects(group: dist.ProcessGroup) -> None:
-    dist.all_gather_object([None, None], "object", group=group)
-
-
-def wait_in_barrier(group: dist.ProcessGroup) -> None:
-    dist.barrier(group)
-
-
 def wrap_model(group: dist.ProcessGroup) -> None:
     DistributedDataParallel(torch.nn.Linear(1, 1), process_group=group)
 
@@ -170,8 +138,6 @@ def wrap_model(group: dist.ProcessGroup) -> None:
 CALLS = {
     all_reduce: "torch.distributed.all_reduce",
     receive: "torch.distributed.recv",
-    gather_objects: "torch.distributed.all_gather_object",
-    wait_in_barrier: "torch.distributed.barrier",
     wrap_model: ".__init__",
 }
 
