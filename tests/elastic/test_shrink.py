@@ -256,8 +256,8 @@ def test_wrong_arguments_raise_before_the_abort():
         mesh = ProcessGroupMesh(pp=2, dp=2, tp=2, name="train")
         for act, kind, text in [
             (mesh.shrink, "OptionsError", "mesh = mesh.shrink('pp')"),
-            (lambda: mesh.view(ep=8).shrink("ep"), "LifetimeError", "mesh.shrink('pp')   # or another of its axes"),
-            (lambda: mesh.at(pp=1).abort(), "LifetimeError", "\n\n  mesh.abort('the program aborted it')"),
+            (lambda: mesh.view(ep=8).shrink("ep"), "LifetimeError", "is a view or a slice"),
+            (lambda: mesh.at(pp=1).abort(), "LifetimeError", "is a view or a slice"),
             (lambda: mesh.shrink("dp", timeout=0), "OptionsError", "0"),
             (lambda: mesh.abort_when_lost(1), "OptionsError", "three heartbeats, which take 3 s here"),
             (lambda: mesh.shrink(spares=[1, 1]), "ShapeError", "repeats 1"),
