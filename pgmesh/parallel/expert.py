@@ -32,7 +32,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
@@ -48,8 +48,6 @@ from pgmesh.parallel.local_experts import METHOD, LocalExperts, expert_modules, 
 from pgmesh.parallel.stage_cutting import is_stage, tied_names
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from pgmesh.layout import Axis
 
 
@@ -157,7 +155,7 @@ class ExpertParallel(Method):
 
     def _shard_parameters(self, name: str, experts: nn.Module, kept: range, count: int) -> None:
         """Replace the parameters of a module of experts by DTensors, sharded along their first dimension."""
-        device_mesh = merged_device_mesh(self.mesh, self.owns)
+        device_mesh, shards = merged_device_mesh(self.mesh, self.owns), dict[Tensor, nn.Parameter]()
         for inner, layer in experts.named_modules():
             for key, whole in layer.named_parameters(recurse=False):
                 if whole.ndim == 0 or whole.size(0) != count:
@@ -166,9 +164,11 @@ class ExpertParallel(Method):
                         "the first dimension of each parameter of a module of experts is the expert.\n\n"
                         "  self.experts = nn.ModuleList(...)   # of experts with parameters of any shapes"
                     )
-                part = whole.detach()[kept.start : kept.stop].clone()
-                shard = DTensor.from_local(part, device_mesh, [Shard(0)], run_check=False)
-                layer.register_parameter(key, nn.Parameter(shard, requires_grad=whole.requires_grad))
+                if whole not in shards:  # it may be tied
+                    part = whole.detach()[kept.start : kept.stop].clone()
+                    shard = DTensor.from_local(part, device_mesh, [Shard(0)], run_check=False)
+                    shards[whole] = nn.Parameter(shard, requires_grad=whole.requires_grad)
+                layer.register_parameter(key, shards[whole])
 
     # -- a forward pass -------------------------------------------------------------------------------------------
 

@@ -52,10 +52,20 @@ def mix(tokens: Tensor, weights: Tensor, chosen: Tensor, experts: nn.Module) -> 
 
 
 def count_experts(experts: nn.Module) -> int:
-    """Number of experts of a list, or of a module in which the first dimension of each parameter is the expert."""
+    """Number of experts of a list, or of a module in which the first dimension of each parameter is the expert.
+
+    Raises:
+        MethodError: it is no such list, and has no parameters.
+    """
     if isinstance(experts, (nn.ModuleList, nn.ModuleDict)):
         return len(experts)
-    return next(experts.parameters()).size(0)
+    first = next((each for each in experts.parameters() if each.ndim), None)
+    if first is None:
+        raise MethodError(
+            f"{type(experts).__name__} is no ModuleList of experts, and has no parameters, whose first dimension would "
+            "be the expert.\n\n  self.experts = nn.ModuleList(...)"
+        )
+    return first.size(0)
 
 
 def permute(tokens: Tensor, chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:

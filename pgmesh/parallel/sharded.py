@@ -36,6 +36,9 @@ class ShardedDataParallel(Method):
     and sharded along the others. This saves less memory, but all-gathers do not cross the replicated axes. Replicated
     along all axes, it is data parallelism for DTensors, which DDP does not support.
 
+    The experts of each layer are sharded over the ranks that have the same ones: the replica axes of
+    ``ExpertParallel``. An axis replicates them if its ranks replicate all other parameters.
+
     Args:
         mesh: the mesh.
         axes: axes along which ranks read different rows.
@@ -138,8 +141,8 @@ class ShardedDataParallel(Method):
     def _shard_experts(self, experts: nn.Module) -> None:
         """Shard the experts of a layer over the ranks that have the same ones.
 
-        The ranks along an axis replicate them if they replicate all other parameters too. fully_shard divides gradients
-        by the number of these ranks, and more ranks send tokens: those with other experts.
+        fully_shard divides gradients by the number of these ranks. More ranks send tokens: those with other experts.
+        ``set_gradient_divide_factor`` is not for Gloo, and in a mesh of one rank divides 64-bit gradients twice.
         """
         method = expert_method(experts)
         replicas = {*self.mesh.ranks(*self.replicates)} if self.replicates else set[int]()

@@ -40,11 +40,13 @@ from tests.support.host_syncs import host_syncs
 from tests.support.parallel_models import (
     WIDTH,
     assert_same,
+    assert_same_run,
     batch,
     gradients_of,
     loss_of,
     optimizer_of,
     train_alone,
+    train_parallel,
     weights_of,
 )
 from tests.support.worlds import check_sums, groups_of, on_ranks
@@ -277,9 +279,9 @@ def test_balance_loss_of_unequal_parts_equals_one_process(counts: list[int]):
 @pytest.mark.parametrize("data", [DataParallel, ShardedDataParallel])
 @on_ranks(4)
 def test_checkpoint_of_experts_loads_on_another_mesh(tmp_path, data, stacked):
-    """Two steps on one expert view, a checkpoint, and the third step on another view, or without one."""
-    expected = train_alone(expert_model(stacked=stacked))
-    for name, view, steps in [("saving", {"edp": 2, "ep": 2}, [0, 1]), ("loading", {"ep": 4}, [2]), ("dense", {}, [2])]:
+    """Two steps on one expert view, a checkpoint, and the third step on another view; and the weights without one."""
+    expected, saved = train_alone(expert_model(stacked=stacked)), train_alone(expert_model(stacked=stacked), steps=2)
+    for name, view, steps in [("saving", {"edp": 2, "ep": 2}, [0, 1]), ("loading", {"ep": 4}, [2]), ("dense", {}, [])]:
         with ProcessGroupMesh(dp=4, name=name) as mesh:
             experts = [ExpertParallel(mesh.view(**view), "ep")] if view else []
             together = compose(mesh, data(mesh, "dp"), *experts)
@@ -296,7 +298,7 @@ def test_checkpoint_of_experts_loads_on_another_mesh(tmp_path, data, stacked):
             if name == "saving":
                 checkpoint.save(tmp_path, mesh, model, optimizer)
             else:
-                assert_same("weights", weights_of(model), expected.weights)
+                assert_same("weights", weights_of(model), (expected if view else saved).weights)
             check_sums(groups_of(mesh))
 
 
@@ -335,6 +337,24 @@ def test_experts_are_sharded_across_replicated_nodes_only_if_asked():
             data = ShardedDataParallel(mesh, "node", "dp", **ways)
             model = compose(mesh, data, ExpertParallel(mesh, "dp")).apply(expert_model())
             assert {each.device_mesh.shape for each in model.blocks[0].experts.parameters()} == {sharded}
+
+
+def with_shared_expert(stacked):
+    """Two layers with one parameter of experts."""
+    model = expert_model(stacked=stacked)
+    one, other = ((each.experts if stacked else each.experts[5]).up for each in model.blocks)
+    other.weight = one.weight
+    return model
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@on_ranks(4)
+def test_experts_of_two_layers_share_a_parameter(stacked):
+    with ProcessGroupMesh(dp=4) as mesh:
+        experts = ExpertParallel(mesh.view(edp=2, ep=2), "ep")
+        together = compose(mesh, ShardedDataParallel(mesh, "dp"), experts)
+        found = train_parallel(together.apply(with_shared_expert(stacked)), together.share)
+        assert_same_run(found, train_alone(with_shared_expert(stacked)))
 
 
 def test_stage_without_experts_or_attention_is_accepted(mesh):

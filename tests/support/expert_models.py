@@ -75,8 +75,8 @@ def expert_model(layers: int = 2, stacked: bool = False) -> TinyGPT:
     return TinyGPT(layers=layers, block=lambda: ExpertBlock(stacked))
 
 
-def expert_layer(experts: int = 4, stacked: bool = False) -> nn.Module:
-    """A layer with only experts."""
+def expert_layer(experts: int | nn.Module = 4, stacked: bool = False) -> nn.Module:
+    """A layer with only experts: a number of them, or a module."""
     layer = nn.Module()
-    layer.mix, layer.experts = mix, experts_of_layer(experts, stacked)
+    layer.mix, layer.experts = mix, experts if isinstance(experts, nn.Module) else experts_of_layer(experts, stacked)
     return layer
