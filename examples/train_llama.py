@@ -61,7 +61,12 @@ from pgmesh.parallel import (
 )
 
 PASSES, TOP_K, BALANCE, MASKED = 2, 2, 0.01, -100
-SAVED = [torch.ops.aten.mm.default, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
+SAVED = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
+"""What selective checkpointing keeps."""
 
 # ---- the model ----
 

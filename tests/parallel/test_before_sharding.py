@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pgmesh import MethodError, ProcessGroupMesh
-from pgmesh.parallel import DataParallel, Method, ShardedDataParallel, TensorParallel, compose
+from pgmesh.parallel import DataParallel, Method, ShardedDataParallel, TensorParallel, compose, verify
 from tests.support.parallel_models import TinyGPT, assert_same, batch, gradients_of, loss_of, weights_of
 from tests.support.pipelines import gpt_stages, needs_pipelines
 from tests.support.tensor_plans import BLOCK_PLAN
@@ -69,6 +70,21 @@ def test_initialize_gives_wrapped_layers_their_own_values():
 
     assert_same("values", build(checkpoint_wrapper), build(None), 0.0)
     assert_same("values", build(wrap_blocks), build(None), 0.0)
+
+
+def halve(module: nn.Module) -> nn.Module:
+    module.norm.register_forward_hook(lambda layer, given, output: output / 2)
+    return module
+
+
+@on_ranks(2)
+def test_verify_finds_what_before_sharding_changes():
+    with ProcessGroupMesh(dp=2) as mesh:
+        build, batches = partial(TinyGPT, layers=1), [batch(0)]
+        together = compose(mesh, ShardedDataParallel(mesh, "dp"))
+        assert verify(together, build, batches, loss=loss_of, before_sharding=wrap_blocks) < 1e-12
+        with pytest.raises(MethodError, match="trains otherwise than one rank"):
+            verify(together, build, batches, loss=loss_of, before_sharding=halve)
 
 
 # ---- names ----
@@ -179,6 +195,6 @@ def test_changes_of_parameters_before_apply_are_trained(mesh: ProcessGroupMesh):
         together.apply(TinyGPT(), before_sharding=with_adapters)
     (line,) = [each for each in str(caught.value).splitlines() if each.startswith("  model = ")]
     variables = {"together": together, "change": with_adapters, "model": TinyGPT()}
-    exec(line.strip().replace("change(model)", "change(model)"), variables)
+    exec(line.strip(), variables)
     assert "blocks.0.up.adapter.bias" in dict(together.named_parameters(variables["model"]))
     assert len(weights_of(variables["model"])) == 55
