@@ -240,11 +240,11 @@ def check(args: argparse.Namespace) -> bool:
     torch.set_num_threads(1)
     with ProcessGroupMesh(dp=-1, tp=args.tp, name="verify") as mesh:
         together = composition(mesh, args, torch.float64)
-        tolerance = 1e-5  # Llama's norms compute in 32 bits
-        step = {"step": forward_and_backward, "before_sharding": partial(prepare, args), "tolerance": tolerance}
-        verify(together, partial(build, args), [passes_of(0)], **step)
+        program = {"step": forward_and_backward, "before_sharding": partial(prepare, args)}
+        verify(together, partial(build, args), [passes_of(0)], **program)
     whole = train(args)
-    again = argparse.Namespace(**{**vars(args), "tp": 1, "resume": f"{args.folder}/{args.every}"})
+    other = {"tp": 1, "resume": f"{args.folder}/{args.every}", "folder": f"{args.folder}/again"}
+    again = argparse.Namespace(**{**vars(args), **other})
     difference = max(abs(one - other) for one, other in zip(whole[args.every :], train(again), strict=True))
     say(f"Resumed on dp=4, tp=1, the losses differ by {difference:.0e} at most.")
     return difference < 1e-6
