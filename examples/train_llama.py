@@ -77,7 +77,7 @@ def build(args: argparse.Namespace) -> LlamaForCausalLM:
         vocab_size=math.ceil(len(ALPHABET) / 8) * 8,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=8,
         num_key_value_heads=4,
         use_cache=False,
@@ -260,9 +260,9 @@ if __name__ == "__main__":
     parser.add_argument("--tp", type=int, default=2, help="ranks that share each layer")
     parser.add_argument("--experts", type=int, default=0, help="experts of each layer; 0 for none")
     parser.add_argument("--ep", type=int, default=2, help="ranks over which experts are distributed")
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rate", type=float, default=1e-2)
-    parser.add_argument("--every", type=int, default=3, help="steps between checkpoints")
+    parser.add_argument("--every", type=int, default=2, help="steps between checkpoints")
     parser.add_argument("--folder", default="run")
     parser.add_argument("--resume", help="a checkpoint, such as run/50")
     parser.add_argument("--dtype", default="bfloat16", help="of the computation; reductions have 32 bits")

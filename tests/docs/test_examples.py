@@ -82,7 +82,7 @@ def test_weights_reach_the_engine_of_another_model(words, tmp_path):
 def test_llama_resumes_on_another_shape(words, tmp_path):
     lines = run_example(tmp_path, EXAMPLES / "train_llama.py", words)
     steps = [line.partition(":")[0] for line in lines if line.startswith("step ")]
-    assert steps == [f"step {i}" for i in (1, 2, 3, 4, 5, 6, 4, 5, 6)]
+    assert steps == [f"step {i}" for i in (1, 2, 3, 4, 3, 4)]
     assert any(line.endswith("one rank, 1 step: greatest relative differences, 1.5e-08 allowed") for line in lines)
     assert lines[-1] == "PASS"
 
