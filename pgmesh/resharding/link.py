@@ -137,7 +137,7 @@ class Link:
             MissingRanksError: a rank did not come. The message has its status.
         """
         self._began = time.monotonic()
-        if self._connection.mesh.ended:
+        if self._connection.has_ended():
             raise LifetimeError(f"{self._ended()}. Create a new Resharder on all ranks.")
         self._meet(self._connection, self._connection.calls, call)
 
@@ -156,7 +156,7 @@ class Link:
                 if self._left() <= 0:
                     raise
 
-    def _meet(self, connection: Connection, meeting: GroupRound, call: str) -> None:
+    def _meet(self, connection: Connection, meeting: Meeting, call: str) -> None:
         """Wait until all ranks have come to a meeting. All of them get the same result."""
         if meeting.decision is not None:
             meeting.go_on()
@@ -176,8 +176,11 @@ class Link:
         if error:
             raise error
 
+    def check(self) -> None:
+        """Raise LifetimeError if the connection was aborted, here or on another rank."""
+        self._check(self._connection)
+
     def _check(self, connection: Connection) -> None:
-        """Raise LifetimeError if a connection was aborted."""
         if connection.mesh.ended:
             raise LifetimeError(f"{self.label} {connection.mesh.ended}")
 
@@ -205,7 +208,7 @@ class Link:
             self._synchronize()
             thread.start()
             while not wait([future], max(min(self._left(), POLL_SECONDS), 0.0)).done:
-                self._check(self._connection)
+                self.check()
                 if self._left() <= 0:
                     raise RuntimeError(f"not done in {format_seconds(self.seconds)}")
             return future.result()
@@ -236,8 +239,8 @@ class Link:
 
     def _abort(self, error: BaseException, thread: Thread) -> None:
         """Abort the connection, and wait for the thread."""
-        reason = f"{error}" if type(error) is RuntimeError else error_text(error)
-        abort(self._connection.mesh, reason, call_site())
+        self._connection.failure = f"{error}" if type(error) is RuntimeError else error_text(error)
+        self._connection.has_ended()
         thread.join(JOIN_SECONDS)
 
     def _explain(self, error: Exception) -> PgmeshError:
@@ -283,15 +286,23 @@ class Link:
 
     def send(self, peer: int, values: torch.Tensor) -> Any:
         """Start to send a contiguous vector; return torch's work."""
-        return dist.isend(values.view(torch.uint8), peer, group=self._connection.group)
+        return self._connection.group.send([values.view(torch.uint8)], self._connection.mesh.layout.index_of(peer), 0)
 
     def receive(self, peer: int, values: torch.Tensor) -> Any:
         """Start to receive a contiguous vector; return torch's work."""
-        return dist.irecv(values.view(torch.uint8), peer, group=self._connection.group)
+        return self._connection.group.recv([values.view(torch.uint8)], self._connection.mesh.layout.index_of(peer), 0)
 
     def _bytes(self, data: bytes) -> torch.Tensor:
         """A vector of bytes on the device of the collectives."""
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+
+
+class Meeting(GroupRound):
+    """The arrivals of all ranks at a call."""
+
+    @property
+    def label(self) -> str:
+        return self.fingerprint.subject if self.fingerprint else self.mesh
 
 
 class Connection:
@@ -306,15 +317,23 @@ class Connection:
     def __init__(self, name: str, ranks: Sequence[int], world: World) -> None:
         self.mesh = MeshGroups(name, Layout(len(ranks), ranks=ranks), world)
         self.first, self.calls = (
-            GroupRound(f"{self.mesh.key}/{kind}", ranks, "group", self.mesh.label) for kind in ("first", "calls")
+            Meeting(f"{self.mesh.key}/{kind}", ranks, "group", self.mesh.label) for kind in ("first", "calls")
         )
         """The first meeting, which is kept in the store, and those of later calls."""
         self.created = 0
         """The number of Resharders that were created on it."""
+        self.failure = ""
+        """Why this rank aborts it."""
 
     @property
     def group(self) -> dist.ProcessGroup:
         return self.mesh.group(self.mesh.layout, self.mesh.layout.axes, "", {})
+
+    def has_ended(self) -> bool:
+        """True if it was aborted, here or on another rank. If Ctrl-C has interrupted that, do it now."""
+        if self.failure:
+            abort(self.mesh, self.failure, call_site())
+        return self.mesh.ended is not None
 
 
 class Connections:
@@ -328,7 +347,7 @@ class Connections:
         """The first connection of two layouts that no rank has aborted."""
         name = f"resharding {hashlib.sha256(repr(sides).encode()).hexdigest()[:16]}"
         number, connection = self._newest.get(name, (-1, None))
-        while connection is None or connection.mesh.ended:
+        while connection is None or connection.has_ended():
             number += 1
             connection = Connection(f"{name} {number}", ranks, self._world)
             (aborted,) = CallClient(self._world, 0.0).run(Read(aborted_key(generation_of(connection.mesh))))

@@ -13,7 +13,9 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -22,13 +24,13 @@ from pgmesh.resharding.link import Link
 from pgmesh.resharding.plan import RankPlan, Transfer
 from pgmesh.resharding.sharding import Region, indices_at, positions, shape_of, size_of
 
-SMALL = 1 << 16
-"""Smaller pieces for one rank go together in one message. In bytes."""
+SMALL = 1 << 18
+"""Smaller parts for one rank go together in one message: a message costs more than the copies. In bytes."""
 
 MOST_OPERATIONS = 32
 """Most messages that a rank has started and not waited for."""
 
-MESSAGES = 8
+MESSAGES = 4
 """Number of messages that fit into the staging memory."""
 
 ALIGNMENT = 16
@@ -60,30 +62,71 @@ class Job(NamedTuple):
         return (self.plan.held if side is Side.SOURCE else self.plan.wanted) or ()
 
 
-class Message(NamedTuple):
+class View(NamedTuple):
+    """A box of elements of a shard, and their place in a buffer.
+
+    Args:
+        name: name of the tensor.
+        box: the box in the shard.
+        start, stop: a region of the tensor in the buffer.
+        shape: shape of this region.
+        place: the box in this region.
+    """
+
+    name: str
+    box: tuple[slice, ...]
+    start: int
+    stop: int
+    shape: list[int]
+    place: tuple[slice, ...]
+
+
+@dataclass(eq=False)
+class Message:
     """Elements that one rank sends to another at once.
 
     Args:
         order: its place in the order of all messages: the one of its first part.
         side: SOURCE if this rank sends it.
         peer: the other rank.
+        dtype: the dtype of its parts.
         parts: parts of tensors, one after the other.
+        size: its bytes.
     """
 
     order: tuple[int, ...]
     side: Side
     peer: int
-    parts: list[tuple[Job, Transfer]]
+    dtype: torch.dtype
+    parts: list[tuple[Job, Transfer]] = field(default_factory=list)
+    size: int = 0
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of all parts."""
-        return self.parts[0][0].dtype
+    def add(self, job: Job, part: Transfer) -> None:
+        """Add a part of a tensor at the end."""
+        self.parts.append((job, part))
+        self.size += part.size * job.plan.itemsize
 
-    @property
-    def size(self) -> int:
-        """Its bytes."""
-        return sum(part.size * job.plan.itemsize for job, part in self.parts)
+    @cached_property
+    def only_box(self) -> tuple[slice, ...] | None:
+        """The box of its region in the shard, if it is a part of one tensor, in one box."""
+        (job, part), *others = self.parts
+        if others or part.size == 1:  # a single element may have any stride
+            return None
+        first, *more = itertools.islice(boxes(job.region(self.side), part.region), 2)
+        return None if more else first
+
+    @cached_property
+    def views(self) -> list[View]:
+        """All boxes of its elements."""
+        return [*self._views()]
+
+    def _views(self) -> Iterator[View]:
+        stop = 0
+        for job, part in self.parts:
+            for region in blocks(part.region, part.start, part.stop):
+                start, stop = stop, stop + size_of(region)
+                for box, place in zip(boxes(job.region(self.side), region), boxes(region, region)):
+                    yield View(job.name, box, start, stop, shape_of(region), place)
 
 
 def plan_messages(jobs: Sequence[Job], staging_bytes: int) -> list[Message]:
@@ -96,18 +139,17 @@ def plan_messages(jobs: Sequence[Job], staging_bytes: int) -> list[Message]:
     most = max(staging_bytes // MESSAGES, ALIGNMENT)
     messages: list[Message] = []
     growing: dict[tuple[Side, int, torch.dtype], Message] = {}  # with small parts, and room for more
-    for place, (job, side, part) in _parts_of(jobs, most):
-        bytes_of_part, key = part.size * job.plan.itemsize, (side, part.peer, job.dtype)
-        is_small = bytes_of_part < SMALL
-        if is_small and key in growing and growing[key].size + bytes_of_part <= most:
-            growing[key].parts.append((job, part))
-            continue
-        rank = job.plan.rank
-        ends = (rank, part.peer) if side is Side.SOURCE else (part.peer, rank)
-        messages.append(Message((*place, *ends, part.start), side, part.peer, [(job, part)]))
-        if is_small:
-            growing[key] = messages[-1]
-    return sorted(messages, key=lambda message: message.order)
+    for numbers, (job, side, part) in _parts_of(jobs, most):
+        size, key = part.size * job.plan.itemsize, (side, part.peer, job.dtype)
+        message = growing.get(key)
+        if message is None or size >= SMALL or message.size + size > most:
+            ends = (job.plan.rank, part.peer) if side is Side.SOURCE else (part.peer, job.plan.rank)
+            message = Message((*numbers, *ends, part.start), *key)
+            messages.append(message)
+            if size < SMALL:
+                growing[key] = message
+        message.add(job, part)
+    return sorted(messages, key=lambda each: each.order)
 
 
 def _parts_of(jobs: Sequence[Job], most: int) -> Iterator[tuple[tuple[int, int], tuple[Job, Side, Transfer]]]:
@@ -185,6 +227,7 @@ def move(link: Link, jobs: Sequence[Job], messages: Sequence[Message], shards: S
     def finish_oldest() -> None:
         oldest = started.popleft()
         oldest.work.wait()
+        link.check()  # after a failure, a thread that comes late does not write
         for elements, place in oldest.unpacked:
             elements.copy_(place)
         if oldest.is_staged:
@@ -193,11 +236,11 @@ def move(link: Link, jobs: Sequence[Job], messages: Sequence[Message], shards: S
     for message in messages:
         while len(started) == MOST_OPERATIONS:
             finish_oldest()
-        values, views = shards.view(message), list[tuple[torch.Tensor, torch.Tensor]]()
+        values, views = shards.direct(message), list[tuple[torch.Tensor, torch.Tensor]]()
         if is_staged := values is None:
             while (values := staging.take(message.size)) is None:
                 finish_oldest()
-            views += shards.staged_views(message, values.view(message.dtype))
+            views = shards.staged(message, values.view(message.dtype))
         if message.side is Side.TARGET:
             started.append(Started(link.receive(message.peer, values), is_staged, views))
         else:
@@ -240,29 +283,25 @@ class Shards:
         self.overwrites_source = bool(overwritten)
         """True if the transfer writes into memory of the source."""
 
-    def of(self, job: Job, side: Side) -> torch.Tensor:
-        """The shard of a job on a side."""
-        return (self.source if side is Side.SOURCE else self.target)[job.name]
-
-    def view(self, message: Message) -> torch.Tensor | None:
+    def direct(self, message: Message) -> torch.Tensor | None:
         """The elements of a message in the memory of a shard; None if they have to be staged."""
-        (job, part), *others = message.parts
-        shard = self.of(job, message.side)
-        if others or part.size == 1 or (shard.dtype, shard.device) != (job.dtype, self.device):
-            return None  # a single element may have any stride
-        first, *more = itertools.islice(boxes(job.region(message.side), part.region), 2)
-        if more or not shard[first].is_contiguous():
+        if message.only_box is None:
             return None
-        return shard[first].view(-1)[part.start : part.stop]
+        job, part = message.parts[0]
+        elements = self._of(message.side)[job.name][message.only_box]
+        is_direct = elements.dtype == message.dtype and elements.device == self.device and elements.is_contiguous()
+        return elements.view(-1)[part.start : part.stop] if is_direct else None
 
-    def staged_views(self, message: Message, buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def staged(self, message: Message, buffer: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The elements of a message in shards, each time with their place in a buffer."""
-        for (job, part), values in zip(message.parts, torch.split(buffer, [part.size for _, part in message.parts])):
-            shard, whole = self.of(job, message.side), job.region(message.side)
-            regions = [*blocks(part.region, part.start, part.stop)]
-            for region, block in zip(regions, torch.split(values, [size_of(each) for each in regions])):
-                for inside, place in zip(boxes(whole, region), boxes(region, region)):
-                    yield shard[inside], block.view(shape_of(region))[place]
+        shards = self._of(message.side)
+        return [
+            (shards[each.name][each.box], buffer[each.start : each.stop].view(each.shape)[each.place])
+            for each in message.views
+        ]
+
+    def _of(self, side: Side) -> Mapping[str, torch.Tensor]:
+        return self.source if side is Side.SOURCE else self.target
 
     def held_elements(self, job: Job) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The elements of the target that this rank holds already, each time with those of the source."""

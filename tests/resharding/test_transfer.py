@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from tests.support.transfer_oracle import Case, random_case, shard_of
 
 RANKS = 8
 LIMIT = 1600
-"""Of the staging memory, in bytes. Half of it is the limit of a bucket."""
+"""Of the staging memory, in bytes."""
 
 
 class Mail:
@@ -48,24 +49,23 @@ class ThreadLink:
     def __init__(self, rank: int, mail: Mail) -> None:
         self.rank, self.mail = rank, mail
 
-    def exchange(self, sends: Sequence[Any], receives: Sequence[Any]) -> Any:
-        arrived = []
-        for peer, values in sends:
-            arrived.append(threading.Event())
-            sent = values, arrived[-1]
-            self.mail.notify(lambda peer=peer, sent=sent: self.mail.sent[self.rank, peer].append(sent))
-        return receives, arrived
+    def check(self) -> None:
+        pass
 
-    def wait(self, works: Any) -> None:
-        receives, arrived = works
-        for peer, values in receives:
-            queue = self.mail.sent[peer, self.rank]
-            self.mail.wait_for(lambda queue=queue: queue)
-            sent, done = queue.popleft()
-            assert sent.dtype == values.dtype
-            values.copy_(sent)  # raises if another number of elements was sent
-            self.mail.notify(done.set)
-        self.mail.wait_for(lambda: all(each.is_set() for each in arrived))
+    def send(self, peer: int, values: torch.Tensor) -> Any:
+        arrived = threading.Event()
+        self.mail.notify(lambda: self.mail.sent[self.rank, peer].append((values, arrived)))
+        return SimpleNamespace(wait=lambda: self.mail.wait_for(arrived.is_set))
+
+    def receive(self, peer: int, values: torch.Tensor) -> Any:
+        return SimpleNamespace(wait=lambda: self._take(peer, values))
+
+    def _take(self, peer: int, values: torch.Tensor) -> None:
+        queue = self.mail.sent[peer, self.rank]
+        self.mail.wait_for(lambda: queue)
+        sent, arrived = queue.popleft()
+        values.view(torch.uint8).copy_(sent.view(torch.uint8))  # raises if another number of bytes was sent
+        self.mail.notify(arrived.set)
 
 
 def in_one_storage(held: torch.Tensor, wanted: torch.Tensor, rng: random.Random) -> list[torch.Tensor]:
@@ -115,14 +115,14 @@ def run_transfer(seed: int) -> None:
                 for side in (source, target):
                     side.update({f"{i} tied": side[each] for each in (f"{i}",) if each in side})
         jobs.append(sorted(mine + tied, key=lambda job: str(job.dtype)))
-        shards.append(transfer.Shards(source, target, torch.device("cpu")))
-    staged = [max(sizes) for sizes in zip(*(map(shards[rank].staged_bytes, jobs[rank]) for rank in range(RANKS)))]
-    mail, errors, most = Mail(), list[BaseException](), dict[int, int]()
+        shards.append(transfer.Shards(source, target, torch.device("cpu"), jobs[-1]))
+    mail, errors = Mail(), list[BaseException]()
+    buffers = [transfer.Staging(LIMIT, torch.device("cpu")) for _ in range(RANKS)]
 
     def move(rank: int) -> None:
         try:
-            buckets = transfer.fill_buckets(jobs[rank], staged, LIMIT // 2)
-            most[rank] = transfer.move(ThreadLink(rank, mail), buckets, shards[rank])
+            messages = transfer.plan_messages(jobs[rank], LIMIT)
+            transfer.move(ThreadLink(rank, mail), jobs[rank], messages, shards[rank], buffers[rank])
         except BaseException as error:
             errors.append(error)
             mail.notify(mail.fail)
@@ -135,7 +135,7 @@ def run_transfer(seed: int) -> None:
     if errors:
         raise errors[0]
     assert not any(mail.sent.values())
-    assert max(most.values()) <= sum(sorted([LIMIT // 2, LIMIT // 2, *staged])[-2:])  # two buckets at once
+    assert max(each.most for each in buffers) <= LIMIT
     for i, (case, whole) in enumerate(zip(cases, wholes)):
         for rank in case.target:
             expected = shard_of(whole, case.target, case.target_placements, rank).to(dtypes[i][1])
