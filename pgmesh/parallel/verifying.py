@@ -83,7 +83,7 @@ def verify(
 
     Raises:
         MethodError: the runs differ. The message has the worst parameter, and a likely reason if the pattern is known.
-        MethodError: the whole model does not fit on one rank, or ``build`` or ``batches`` differ between calls.
+        MethodError: the whole model does not fit on one rank, or ``build`` returns other weights in each call.
         MethodError: a step on one rank leaves no gradients: it has no backward pass, or of another model.
         OptionsError: there is neither a loss nor a step, or there is no batch.
 
