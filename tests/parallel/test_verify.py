@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn.functional import cross_entropy, mse_loss, normalize, scaled_dot_product_attention, silu
 
 from pgmesh import MethodError, OptionsError, ProcessGroupMesh, ShapeError
@@ -117,6 +117,15 @@ def slopes_of_local_heads(wrong: bool) -> float:
         return nn.Sequential(Alibi(mesh, wrong))
 
     return verify(together, build, pairs(4, LENGTH, WIDTH), loss=mse_loss)
+
+
+def tied_ends_cut_in_different_ways(wrong: bool) -> float:
+    mesh = ProcessGroupMesh(pp=2, tp=2, name=f"wrong: {wrong}")
+    columns = ColwiseParallel(output_layouts=Replicate())
+    ends = {"tokens": columns if wrong else RowwiseParallel(input_layouts=Replicate()), "head": columns}
+    together = compose(mesh, gpt_stages(mesh), TensorParallel(mesh, "tp", plan={**BLOCK_PLAN, **ends}))
+    square = [batch(step, vocabulary=16) for step in range(2)]  # as many words as features: shards of one size
+    return verify(together, lambda: TinyGPT(layers=2, tied=True, vocabulary=16), square)
 
 
 # ---- losses, batches and averages ----
@@ -252,6 +261,7 @@ def lars_on_shards(wrong: bool) -> float:
 REASONS = {
     fused_layer_cut_in_halves: "A part of the program computes with what a rank has where one process has all",
     slopes_of_local_heads: "A part of the program computes with what a rank has where one process has all",
+    tied_ends_cut_in_different_ways: "A part of the program computes with what a rank has",
     contrastive_loss_over_local_negatives: "A part of the program computes with what a rank has",
     class_weights_normalised_locally: "A part of the program computes with what a rank has",
     forgotten_average: "Or no method averages it.",
