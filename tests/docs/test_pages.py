@@ -56,8 +56,8 @@ def words(page: Path) -> int:
     return len(page.read_text(encoding="utf-8").split())
 
 
-def test_pages_have_at_most_20000_words():
-    assert sum(map(words, [*PAGES, ROOT / "SECURITY.md"])) <= 20_000
+def test_pages_have_at_most_17000_words():
+    assert sum(map(words, [*PAGES, ROOT / "SECURITY.md"])) <= 17_000
     names = ("parallel", "faults", "see", "contributing", "speed", "launchers")
     assert [name for name in names if words(ROOT / "docs" / f"{name}.md") > 1_800] == []
 

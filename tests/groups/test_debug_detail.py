@@ -116,7 +116,6 @@ def test_start_of_pairs_counts_as_no_operation():
     check_sums(groups_of(mesh))
 
 
-@pytest.mark.fault("the same before the other member has made the group")
 @on_ranks(2)
 def test_detail_names_member_that_is_missing():
     with detail():
