@@ -32,8 +32,8 @@ def closed_endpoint() -> tuple[str, int]:
 def is_refused(endpoint: tuple[str, int]) -> bool:
     try:
         socket.create_connection(endpoint, 5.0).close()
-    except ConnectionRefusedError:
-        return True
+    except ConnectionError as error:  # it may be reset while the listener closes
+        return isinstance(error, ConnectionRefusedError)
     return False
 
 
