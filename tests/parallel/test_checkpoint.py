@@ -112,7 +112,12 @@ def save_on(kind: str, folder: Path, head_first: bool) -> None:
         optimizer = optimizer_of(model.parameters())
         for step in range(STEPS - 1):
             step_of(model, optimizer, together.share, step)
-        checkpoint.save(folder, mesh, model, optimizer)
+        if head_first:
+            checkpoint.save(folder, mesh, model, optimizer)
+        else:
+            saving = checkpoint.async_save(folder, mesh, model, optimizer)
+            step_of(model, optimizer, together.share, STEPS - 1)  # changes all that is saved
+            saving.result()
         dist.barrier()
 
 
