@@ -74,7 +74,7 @@ class Resharder:
 
     Every rank of both meshes creates it, and calls it at the same time. A rank that is in one mesh alone leaves the
     other side out. Ranks in neither mesh do nothing. The first creation connects a group of all these ranks. Ranks
-    create and call several Resharders of the same meshes in the same order.
+    create and call several Resharders of the same meshes in the same order. After a failure, create all of them anew.
 
     The sides have the same names and shapes, and any placements, also on slices of the meshes. A tensor that is neither
     a DTensor nor ``Placed`` is whole on each rank that has its name: samples of these replicas in the source are
@@ -89,9 +89,8 @@ class Resharder:
             the module's own ``state_dict`` drops.
         rename: maps a name of the source to that of the target, or to None to leave it out; a dict or a function. Only
             ranks of the source use it. Keys that are no names on this rank are ignored, since stages can share a dict.
-        staging_bytes: limit of the staging memory in bytes. A larger tensor exceeds it. Clones are not counted: of
-            tensors of the source that share memory with another name of the target, or with a target on several device
-            meshes.
+        staging_bytes: limit of the staging memory in bytes. The peak of a process in a call is source, target and this.
+            Memory that both share counts twice: that part of the source is cloned.
         float8: True to round values to 8-bit floats where the target has them. There is no scale: 449 becomes NaN in
             ``torch.float8_e4m3fn``.
         timeout: timeout of each call, a timedelta or a number of seconds.

@@ -10,7 +10,7 @@ MUTATIONS = {
         "a transfer that failed leaves a torn target: resharder.torn is True, and resharder.target raises",
         "resharding.md",
         "resharding/resharder.py",
-        "Resharder._set_damage = lambda self, damage: None",
+        "Resharder._set_torn = lambda self, torn: None",
         "tests/resharding/test_resharder.py -k torn_target",
     ),
     "transfer_outlives_abort": Mutation(
