@@ -93,7 +93,7 @@ class Link:
         """The device of the collectives."""
         self.seconds = to_timedelta(timeout).total_seconds()
         self._began = time.monotonic()
-        self._connection = self._connect(ranks)
+        self._connect(ranks)
 
     def check_world(self, mesh: ProcessGroupMesh | Layout) -> None:
         """Raise MembershipError if a mesh is in another world than the ranks of the link."""
@@ -102,8 +102,8 @@ class Link:
 
     # -- meeting the other ranks ------------------------------------------------------------------------------------
 
-    def _connect(self, ranks: Sequence[int]) -> Connection:
-        """The connection of these ranks. If it ended on any of them, the next one.
+    def _connect(self, ranks: Sequence[int]) -> None:
+        """Find the connection of these ranks, and meet them once. If it ended on any of them, take the next one.
 
         Raises:
             LifetimeError: a mesh of the user was aborted, so no other connection can help.
@@ -111,13 +111,13 @@ class Link:
         """
         join_aborts(self._world)
         while True:
-            connection = self._world.state_of(Connections).find([*self.sides.values()], ranks)
+            connection = self._connection = self._world.state_of(Connections).find([*self.sides.values()], ranks)
             for mesh in self._user_meshes:
                 abort_with(mesh, connection.mesh)
             try:
                 if not connection.first.is_made():
-                    self._meet(connection, connection.first, "")
-                return connection
+                    self._meet(connection.first, "")
+                return
             except LifetimeError:  # another rank has aborted it
                 continue
             except MismatchError:  # another process of this rank has made it
@@ -125,11 +125,11 @@ class Link:
                     raise
                 abort(connection.mesh, "a new process is one of its ranks")
 
-    def begin(self, call: str) -> None:
+    def begin(self, call: str = "") -> None:
         """Begin a call: set its deadline, and wait until all ranks make the same one.
 
         Args:
-            call: what the rank calls, for errors.
+            call: what the rank calls. Default: the creation of a Resharder, whose number is then ``created``.
 
         Raises:
             LifetimeError: the connection has ended. It needs a new Link on all ranks.
@@ -139,24 +139,15 @@ class Link:
         self._began = time.monotonic()
         if self._connection.has_ended():
             raise LifetimeError(f"{self._ended()}. Create a new Resharder on all ranks.")
-        self._meet(self._connection, self._connection.calls, call)
+        self._meet(self._connection.calls, call or "the creation of a Resharder")
+        self._connection.created += not call
 
-    def begin_creation(self) -> int:
-        """Begin the creation of a Resharder. Ranks that call one meanwhile raise, and have to create a new one too.
+    @property
+    def created(self) -> int:
+        """The number of Resharders that were created on this connection, the same on all ranks."""
+        return self._connection.created
 
-        Returns:
-            The number of the Resharder on this connection, the same on all ranks.
-        """
-        while True:
-            try:
-                self._meet(self._connection, self._connection.calls, "the creation of a Resharder")
-                self._connection.created += 1
-                return self._connection.created
-            except MismatchError:
-                if self._left() <= 0:
-                    raise
-
-    def _meet(self, connection: Connection, meeting: Meeting, call: str) -> None:
+    def _meet(self, meeting: Meeting, call: str) -> None:
         """Wait until all ranks have come to a meeting. All of them get the same result."""
         if meeting.decision is not None:
             meeting.go_on()
@@ -168,21 +159,16 @@ class Link:
         client = CallClient(self._world, self.seconds)
         client.start = self._began
         statuses, warn = client.liveness.new_statuses(), functools.partial(log.warning, "%s")
-        check = functools.partial(self._check, connection)
-        check()
-        judge = ConnectJudge(self.rank, client, call_site(), statuses, warn=warn, poll=check)
-        Rounds([meeting], judge).run()
+        self.check()
+        Rounds([meeting], ConnectJudge(self.rank, client, call_site(), statuses, warn=warn, poll=self.check)).run()
         error = meeting.decision and meeting.decision.error()
         if error:
             raise error
 
     def check(self) -> None:
         """Raise LifetimeError if the connection was aborted, here or on another rank."""
-        self._check(self._connection)
-
-    def _check(self, connection: Connection) -> None:
-        if connection.mesh.ended:
-            raise LifetimeError(f"{self.label} {connection.mesh.ended}")
+        if self._connection.mesh.ended:
+            raise LifetimeError(self._ended())
 
     def _left(self) -> float:
         """Seconds until the deadline."""
@@ -260,11 +246,9 @@ class Link:
         where = [statuses.describe(rank) for rank in others[: timing.MOST_NAMED]]
         return LifetimeError("\n  ".join([f"{self._ended()}.", *where]))
 
-    def maximum(self, values: Sequence[int]) -> list[int]:
-        """The greatest of each value over all ranks."""
-        greatest = torch.tensor(values, dtype=torch.int64, device=self.device)
-        dist.all_reduce(greatest, dist.ReduceOp.MAX, group=self._connection.group)
-        return [int(each) for each in greatest.tolist()]
+    def barrier(self) -> None:
+        """Wait until all ranks have come to this."""
+        dist.barrier(self._connection.group)
 
     def gather_texts(self, text: str) -> dict[str, list[int]]:
         """The texts of all ranks, each with the ranks that have it. Of these, the first one sends it, once."""
@@ -321,7 +305,6 @@ class Connection:
         )
         """The first meeting, which is kept in the store, and those of later calls."""
         self.created = 0
-        """The number of Resharders that were created on it."""
         self.failure = ""
         """Why this rank aborts it."""
 

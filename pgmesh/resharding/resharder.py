@@ -131,7 +131,8 @@ class Resharder:
         parts = {name: each.tensor for name, each in tensors["target"].items() if isinstance(each, Placed)}
         entries += [Entry("memory", names, ()) for names in find_shared_memory(parts)]
         entries += [Entry("argument", "staging_bytes", staging_bytes), Entry("argument", "float8", float8)]
-        self._number = link.begin_creation()
+        link.begin()
+        self._number = link.created
         _, self._jobs = link.run(lambda: _plan(link, entries))
         self._messages = plan_messages(self._jobs, staging_bytes)
         self._staging = Staging(staging_bytes, link.device)
@@ -171,7 +172,7 @@ class Resharder:
     def _move(self, shards: Shards) -> None:
         """Move all tensors. The target is whole if all ranks are done."""
         move(self._link, self._jobs, self._messages, shards, self._staging)
-        self._link.maximum([0])
+        self._link.barrier()
 
     # -- a torn target -------------------------------------------------------------------------------------------
 
@@ -266,7 +267,7 @@ def reshard(
     if link.rank in layout:
         mesh = layout.shape, layout.ranks()
         entries.append(Entry("target", "tensor", None, None if dtype is None else str(dtype), mesh, placed))
-    link.begin_creation()
+    link.begin()
     tables, jobs = link.run(lambda: _plan(link, entries))
     wanted = jobs[0].plan.wanted
     whole = next(iter(tables["source"]["tensor"])).on_meta()

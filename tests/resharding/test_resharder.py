@@ -502,7 +502,7 @@ def test_equal_models_in_another_order_are_a_mismatch():
 
 @on_ranks(4)
 def test_calling_while_others_create_is_a_mismatch():
-    """Rank 0 calls its Resharder while the others create theirs again. It is told to, and then all have one."""
+    """Rank 0 calls its Resharder while the others create theirs again. All are told, and then all create one."""
     rank = dist.get_rank()
     sides = {"source": {"x": torch.full((2,), 5.0)}} if rank < 2 else {"target": {"x": torch.zeros(2)}}
 
@@ -510,10 +510,10 @@ def test_calling_while_others_create_is_a_mismatch():
         return Resharder(Layout(2), Layout(2, ranks=[2, 3]), **sides)
 
     sync = create()
-    if rank == 0:
-        kind, text, _ = outcome(sync)
-        assert kind == "MismatchError"
-        assert "Create a new Resharder" in text
+    kind, text, _ = outcome(sync if rank == 0 else create)
+    assert kind == "MismatchError"
+    assert "the creation of a Resharder on rank" in text
+    assert "Create a new Resharder" in text
     create()()
     assert rank < 2 or sides["target"]["x"].tolist() == [5.0] * 2
 
