@@ -87,6 +87,8 @@ class Trainer(Job):
                 self.train_one_step()
             except (RuntimeError, PgmeshError):  # a rank is lost
                 self.mesh = self.mesh.shrink(spares=range(4), timeout=SECONDS)  # waits for a new process
+                if not self.mesh.shrunk.lost:
+                    raise  # an error of the program
                 self.agree()
         return repr(self.mesh)
 
