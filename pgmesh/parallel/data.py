@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from pgmesh.errors import MethodError, OptionsError
+from pgmesh.errors import MethodError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Method
@@ -38,9 +37,6 @@ class DataParallel(Method):
         options: options of the group, as in ``mesh.configure``.
         keywords: arguments of torch's DistributedDataParallel, such as ``bucket_cap_mb=50``.
 
-    Raises:
-        OptionsError: DistributedDataParallel has no such argument.
-
     Source: https://docs.pytorch.org/docs/2.13/generated/torch.nn.parallel.DistributedDataParallel.html
 
     >>> from pgmesh.parallel import DataParallel
@@ -54,7 +50,6 @@ class DataParallel(Method):
         self, mesh: ProcessGroupMesh, *axes: Axis, options: Mapping[str, Any] | None = None, **keywords: Any
     ) -> None:
         super().__init__(mesh, *axes, options=options)
-        check_keywords(self, DistributedDataParallel, keywords, given=("module", "process_group", "device_mesh"))
         self.keywords = keywords
 
     def apply(self, module: nn.Module) -> nn.Module:
@@ -182,23 +177,3 @@ class OnePass:
 def broadcasts_start(data: Method | None) -> bool:
     """Return True if a method is one whose ``apply`` gives all ranks the values of the first one."""
     return isinstance(data, DataParallel) and bool(data.keywords.get("init_sync", True))
-
-
-def check_keywords(
-    method: Method, function: Callable[..., Any], keywords: Mapping[str, Any], given: Iterable[str]
-) -> None:
-    """Check keywords that a method passes to a function of torch when it is applied.
-
-    Args:
-        method: the method.
-        function: the function or class of torch.
-        keywords: the keywords.
-        given: the parameters that the method passes itself.
-
-    Raises:
-        OptionsError: the function has no such parameter.
-    """
-    try:
-        inspect.signature(function).bind(**dict.fromkeys(given), **keywords)
-    except TypeError as error:
-        raise OptionsError(f"{type(method).__name__}: torch's {function.__name__} {error}.") from error

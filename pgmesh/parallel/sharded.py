@@ -19,7 +19,6 @@ from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Level, Method, format_axes, merged_device_mesh
 from pgmesh.parallel.blocks import Blocks
-from pgmesh.parallel.data import check_keywords
 from pgmesh.parallel.gradients import local
 from pgmesh.parallel.local_experts import expert_method, expert_modules, expert_tensors
 from pgmesh.parallel.run_order import RunOrder, watch_order
@@ -52,9 +51,6 @@ class ShardedDataParallel(Method):
             ``mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)``. Gradients are reduced in 32 bits, unless the
             policy has a ``reduce_dtype`` of fewer: torch would reduce them in ``param_dtype``.
 
-    Raises:
-        OptionsError: fully_shard has no such argument.
-
     Source: https://docs.pytorch.org/docs/2.13/distributed.fsdp.fully_shard.html
 
     >>> from pgmesh.parallel import ShardedDataParallel
@@ -77,7 +73,6 @@ class ShardedDataParallel(Method):
         **keywords: Any,
     ) -> None:
         super().__init__(mesh, *axes, options=options)
-        check_keywords(self, fully_shard, keywords, given=("module", "mesh"))
         replicated = (replicate,) if isinstance(replicate, (str, int)) else tuple(replicate)
         self.replicates = mesh.along(*replicated).axes if replicated else ()
         self.layers, self.keywords = layers or default_layers, _reducing_in_32_bits(keywords)

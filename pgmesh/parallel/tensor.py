@@ -16,13 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from pgmesh.errors import MethodError
+from pgmesh.errors import MethodError, OptionsError
 from pgmesh.parallel.base import Method, single_axis
 from pgmesh.parallel.divisibility import divide_along_axes
 from pgmesh.parallel.exchange import wait_for
 from pgmesh.parallel.nests import map_tensors, tensors_in
 from pgmesh.parallel.stage_cutting import tied_names
-from pgmesh.parallel.tensor_plans import check_styles, entries_of
+from pgmesh.parallel.tensor_plans import entries_of
 
 if TYPE_CHECKING:
     from pgmesh.layout import Axis
@@ -58,7 +58,7 @@ class TensorParallel(Method):
 
     Raises:
         AxisError: more than one axis.
-        OptionsError: there is no plan, or it has something else than styles.
+        OptionsError: the plan is empty.
         ShapeError: the heads are not divisible by the ranks.
 
     Source: https://docs.pytorch.org/docs/2.13/distributed.tensor.parallel.html
@@ -83,7 +83,11 @@ class TensorParallel(Method):
         super().__init__(mesh, *axis, options=options)
         single_axis(self)
         self.plan = dict(plan)
-        check_styles(self.owns[0], self.plan)
+        if not plan:
+            raise OptionsError(
+                "TensorParallel: plan= is empty. It maps names of modules to styles of torch.\n\n"
+                f"  TensorParallel(mesh, {self.owns[0]!r}, plan={{'blocks.*.up': ColwiseParallel()}})"
+            )
         for count in [heads] if isinstance(heads, int) else heads:
             divide_along_axes(count, f"{count} heads", "heads", mesh, self.owns)
 
@@ -91,7 +95,7 @@ class TensorParallel(Method):
         """Shard the layers of the module in place, and return it.
 
         Raises:
-            MethodError: the module lacks a layer of the plan, or torch cannot use the style for it.
+            MethodError: the module lacks a layer of the plan, or torch cannot use the style, or what is none, for it.
             ShapeError: a layer is not divisible by the ranks.
         """
         entries = entries_of(module, self.plan)
@@ -106,9 +110,10 @@ class TensorParallel(Method):
         before = dict(layer.named_parameters())
         try:
             parallelize_module(layer, device_mesh, style)
-        except (NotImplementedError, KeyError) as error:  # KeyError: of a layer without the weights of the style
-            kind = f"{type(style).__name__} for {name!r}, which is {type(layer).__name__}"
-            raise MethodError(f"the plan has {kind}: {error}") from error
+        except (NotImplementedError, KeyError, TypeError) as error:  # KeyError: a layer lacks the weights of the style
+            raise MethodError(
+                f"the plan has {style!r} for {name!r}, which is {type(layer).__name__}: {error}"
+            ) from error
         layer.register_forward_hook(_wait_for_output)
         for key, old in before.items():
             new = layer.get_parameter(key)

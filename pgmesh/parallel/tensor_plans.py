@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from pgmesh._util.suggestions import closest_name, did_you_mean
-from pgmesh.errors import MethodError, OptionsError
-from pgmesh.parallel.base import format_axes, required_keywords
+from pgmesh.errors import MethodError
+from pgmesh.parallel.base import format_axes
 from pgmesh.parallel.names import plain_name
 from pgmesh.parallel.stage_cutting import match_modules, on_other_stage
 
 if TYPE_CHECKING:
-    from pgmesh.layout import Axis
+    pass
 
 
 def attention_plan(
@@ -79,22 +78,3 @@ def entries_of(module: nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[nn.
             raise MethodError(f"the plan names {pattern!r}, which {type(module).__name__} does not have.{hint}")
         entries |= {module.get_submodule(name): (name, style) for name in names}
     return entries
-
-
-def check_styles(axis: Axis, plan: Mapping[str, ParallelStyle]) -> None:
-    """Check that a plan has styles of torch.
-
-    Raises:
-        OptionsError: it is empty, or has something else.
-    """
-    wrong: dict[str, Any] = {name: style for name, style in plan.items() if not isinstance(style, ParallelStyle)}
-    if wrong or not plan:
-        name, style = next(iter(wrong.items()), ("blocks.*.up", ColwiseParallel))
-        is_style = isinstance(style, type) and issubclass(style, ParallelStyle) and not inspect.isabstract(style)
-        kind = style if is_style else ColwiseParallel
-        arguments = ", ".join(required_keywords(kind))
-        raise OptionsError(
-            "TensorParallel: plan= maps module names to ParallelStyles of torch, and "
-            f"{f'has {wrong}' if wrong else 'is empty'}.\n\n"
-            f"  TensorParallel(mesh, {axis!r}, plan={{**plan, {name!r}: {kind.__name__}({arguments})}})"
-        )
