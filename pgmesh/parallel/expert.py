@@ -122,7 +122,7 @@ class ExpertParallel(Method):
         """Check the whole module: it has layers of experts, which no other method has distributed.
 
         Raises:
-            MethodError: it has none, or another method has; or parameters of experts are also elsewhere in the module.
+            MethodError: it has none, or another method has; or a parameter of an expert is also elsewhere.
         """
         if expert_modules(module) or not find_function(module, mixture.mix):
             raise MethodError(
@@ -133,12 +133,13 @@ class ExpertParallel(Method):
             )
         prefixes = prefixes_of_experts(module)
         for names in tied_names(module):
-            outside = [name for name in names if not name.startswith(prefixes)]
-            if outside and len(outside) < len(names):
-                inside = next(name for name in names if name not in outside)
+            inside = [name for name in names if name.startswith(prefixes)]
+            others = [name for name in names if name not in inside] or inside[1:]
+            owners = {module.get_submodule(name.rpartition(".")[0]) for name in inside}
+            if inside and (others != inside[1:] or len(owners) > 1):  # layers may share all their experts
                 raise MethodError(
-                    f"{inside} is also {outside[0]}. Each rank has other experts, so only the attributes `experts` of "
-                    "layers may have their parameters."
+                    f"{inside[0]} is also {others[0]}. Each rank has other experts, so only the attributes `experts` of "
+                    "layers may have their parameters, and experts share none."
                 )
 
     def _distribute(self, name: str, experts: nn.Module) -> nn.Module:
@@ -155,7 +156,7 @@ class ExpertParallel(Method):
 
     def _shard_parameters(self, name: str, experts: nn.Module, kept: range, count: int) -> None:
         """Replace the parameters of a module of experts by DTensors, sharded along their first dimension."""
-        device_mesh, shards = merged_device_mesh(self.mesh, self.owns), dict[Tensor, nn.Parameter]()
+        device_mesh = merged_device_mesh(self.mesh, self.owns)
         for inner, layer in experts.named_modules():
             for key, whole in layer.named_parameters(recurse=False):
                 if whole.ndim == 0 or whole.size(0) != count:
@@ -164,11 +165,9 @@ class ExpertParallel(Method):
                         "the first dimension of each parameter of a module of experts is the expert.\n\n"
                         "  self.experts = nn.ModuleList(...)   # of experts with parameters of any shapes"
                     )
-                if whole not in shards:  # it may be tied
-                    part = whole.detach()[kept.start : kept.stop].clone()
-                    shard = DTensor.from_local(part, device_mesh, [Shard(0)], run_check=False)
-                    shards[whole] = nn.Parameter(shard, requires_grad=whole.requires_grad)
-                layer.register_parameter(key, shards[whole])
+                part = whole.detach()[kept.start : kept.stop].clone()
+                shard = DTensor.from_local(part, device_mesh, [Shard(0)], run_check=False)
+                layer.register_parameter(key, nn.Parameter(shard, requires_grad=whole.requires_grad))
 
     # -- a forward pass -------------------------------------------------------------------------------------------
 

@@ -112,10 +112,8 @@ class ShardedDataParallel(Method):
 
     def apply(self, module: nn.Module) -> nn.Module:
         """Shard the module in place, its experts and layers first, and return it."""
-        uses = _count_uses(module)
         for experts in expert_modules(module).values():
-            if _count_uses(experts).items() <= uses.items():
-                self._shard_experts(experts)
+            self._shard_experts(experts)
         ignored = {*self.keywords.get("ignored_params", ()), *expert_tensors(module).values()}
         keywords = {**self.keywords, "mesh": self.device_mesh(), "ignored_params": ignored}
         uses = _count_uses(module)

@@ -40,13 +40,11 @@ from tests.support.host_syncs import host_syncs
 from tests.support.parallel_models import (
     WIDTH,
     assert_same,
-    assert_same_run,
     batch,
     gradients_of,
     loss_of,
     optimizer_of,
     train_alone,
-    train_parallel,
     weights_of,
 )
 from tests.support.worlds import check_sums, groups_of, on_ranks
@@ -337,24 +335,6 @@ def test_experts_are_sharded_across_replicated_nodes_only_if_asked():
             data = ShardedDataParallel(mesh, "node", "dp", **ways)
             model = compose(mesh, data, ExpertParallel(mesh, "dp")).apply(expert_model())
             assert {each.device_mesh.shape for each in model.blocks[0].experts.parameters()} == {sharded}
-
-
-def with_shared_expert(stacked):
-    """Two layers with one parameter of experts."""
-    model = expert_model(stacked=stacked)
-    one, other = ((each.experts if stacked else each.experts[5]).up for each in model.blocks)
-    other.weight = one.weight
-    return model
-
-
-@pytest.mark.parametrize("stacked", [False, True])
-@on_ranks(4)
-def test_experts_of_two_layers_share_a_parameter(stacked):
-    with ProcessGroupMesh(dp=4) as mesh:
-        experts = ExpertParallel(mesh.view(edp=2, ep=2), "ep")
-        together = compose(mesh, ShardedDataParallel(mesh, "dp"), experts)
-        found = train_parallel(together.apply(with_shared_expert(stacked)), together.share)
-        assert_same_run(found, train_alone(with_shared_expert(stacked)))
 
 
 def test_stage_without_experts_or_attention_is_accepted(mesh):

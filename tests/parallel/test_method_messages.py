@@ -69,6 +69,14 @@ def with_experts_in_two_places() -> torch.nn.Module:
     return outer
 
 
+def with_tied_experts(stacked: bool) -> torch.nn.Module:
+    """Two layers that share one parameter of their experts."""
+    layers = torch.nn.ModuleList(expert_layer(stacked=stacked) for _ in range(2))
+    one, other = ((each.experts if stacked else each.experts[3]).up for each in layers)
+    other.weight = one.weight
+    return layers
+
+
 def with_router_inside() -> torch.nn.Module:
     """A layer whose experts are one module, with a parameter that is of no expert."""
     layer = expert_layer(stacked=True)
@@ -82,6 +90,7 @@ BY_NAME = {
     **{each.__name__: each for each in (PipelineParallel, TensorParallel, expert_layer, with_shared_layer)},
     "with_experts_in_two_places": with_experts_in_two_places,
     "with_router_inside": with_router_inside,
+    "with_tied_experts": with_tied_experts,
     **{each.__name__: each for each in (ColwiseParallel, RowwiseParallel, Router, mlp_plan)},
     **{each.__name__: each for each in (PrepareModuleOutput, SequenceParallel, expert_model)},
     "checkpoint": checkpoint,
