@@ -138,8 +138,8 @@ class ExpertParallel(Method):
             owners = {module.get_submodule(name.rpartition(".")[0]) for name in inside}
             if inside and (others != inside[1:] or len(owners) > 1):  # layers may share all their experts
                 raise MethodError(
-                    f"{inside[0]} is also {others[0]}. Each rank has other experts, so only the attributes `experts` of "
-                    "layers may have their parameters, and experts share none."
+                    f"{inside[0]} is also {others[0]}. Each rank has other experts, so only the attributes `experts` "
+                    "of layers may have their parameters, and experts share none."
                 )
 
     def _distribute(self, name: str, experts: nn.Module) -> nn.Module:
