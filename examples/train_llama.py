@@ -8,6 +8,7 @@
 Tensor parallelism shards sequences too. FSDP2 computes in bfloat16 and reduces in 32 bits. Products and attention are
 kept for the backward pass, all else is computed again, and blocks may be compiled. Labels are masked, gradients are
 accumulated over passes and clipped, and the learning rate follows a cosine. Checkpoints are written while it trains.
+Untested on GPUs.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ from pgmesh.parallel import (
 )
 
 PASSES, TOP_K, BALANCE, MASKED = 2, 2, 0.01, -100
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SAVED = [
     torch.ops.aten.mm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -85,7 +87,7 @@ def build(args: argparse.Namespace) -> LlamaForCausalLM:
     model = LlamaForCausalLM(config)
     for layer in model.model.layers if args.experts else ():
         layer.mlp = Experts(config, args.experts)
-    return model
+    return model.to(DEVICE)
 
 
 class Experts(nn.Module):
@@ -169,7 +171,8 @@ def passes_of(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     for number in range(PASSES):
         inputs, labels = batch_of(step * PASSES + number)
         prompts = torch.randint(CONTEXT // 2, (len(labels), 1), generator=torch.Generator().manual_seed(step))
-        passes.append((inputs, labels.masked_fill(torch.arange(CONTEXT) < prompts, MASKED)))
+        labels = labels.masked_fill(torch.arange(CONTEXT) < prompts, MASKED)
+        passes.append((inputs.to(DEVICE), labels.to(DEVICE)))
     return passes
 
 
@@ -182,6 +185,7 @@ def forward_and_backward(together: Composition, model: nn.Module, passes: Any) -
         is_last = len(losses) == len(own) - 1
         with together.accumulate(model, last=is_last, passes=len(own)), loss_parallel():
             logits = model(inputs).logits.flatten(0, 1)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # bfloat16 cannot sum losses
             loss_sum = cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=MASKED)
             loss = together.mean(loss_sum, tokens)
             loss.backward()
@@ -214,7 +218,7 @@ def train(args: argparse.Namespace) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         rate = sum(labels.numel() for _, labels in passes_of(step)) / (time.perf_counter() - start)
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        memory = memory_used() / 2**30
         say(f"step {step + 1}: loss {losses[-1]:.4f}, {rate:,.0f} tokens/s, {memory:.2f} GiB")
         if (step + 1) % args.every == 0:
             if saving is not None:
@@ -224,6 +228,13 @@ def train(args: argparse.Namespace) -> list[float]:
         saving.result()
     mesh.close()
     return losses
+
+
+def memory_used() -> int:
+    """The most bytes that this rank has had, on its GPU if it has one."""
+    if DEVICE == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def say(line: str) -> None:
@@ -251,7 +262,7 @@ def check(args: argparse.Namespace) -> bool:
 
 
 def main(args: argparse.Namespace) -> bool:
-    launch.join("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    launch.join("cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo")
     return check(args) if args.check else bool(train(args))
 
 
