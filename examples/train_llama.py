@@ -19,6 +19,7 @@ import math
 import resource
 import tempfile
 import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -283,6 +284,6 @@ if __name__ == "__main__":
     if args.check:
         with tempfile.TemporaryDirectory() as folder:
             args.folder, args.dtype = folder, "float32"
-            print("PASS" if all(launch.spawn(main, 4, args)) else "FAIL")
+            print("PASS" if all(launch.spawn(main, 4, args, timeout=timedelta(minutes=5))) else "FAIL")
     else:
         main(args)
