@@ -254,6 +254,8 @@ def check(args: argparse.Namespace) -> bool:
         together = composition(mesh, args, torch.float64)
         program = {"step": forward_and_backward, "before_sharding": partial(prepare, args)}
         verify(together, partial(build, args), [passes_of(0)], **program)
+    if not args.steps:
+        return True
     whole = train(args)
     other = {"tp": 1, "resume": f"{args.folder}/{args.every}", "folder": f"{args.folder}/again"}
     again = argparse.Namespace(**{**vars(args), **other})
@@ -272,7 +274,7 @@ if __name__ == "__main__":
     parser.add_argument("--tp", type=int, default=2, help="ranks that share each layer")
     parser.add_argument("--experts", type=int, default=0, help="experts of each layer; 0 for none")
     parser.add_argument("--ep", type=int, default=2, help="ranks over which experts are distributed")
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=4, help="0 only verifies, without torchrun")
     parser.add_argument("--rate", type=float, default=1e-2)
     parser.add_argument("--every", type=int, default=2, help="steps between checkpoints")
     parser.add_argument("--folder", default="run")
