@@ -119,8 +119,9 @@ def figures(repetitions: int) -> list[Figure]:
 
 
 def figures_of(model: str, repetitions: int) -> list[Figure]:
-    """Figures of one model."""
-    results = spawn(measure, RANKS, repetitions, shapes_of(MODELS[model]), timeout=timedelta(seconds=300))
+    """Figures of one model. A larger one is moved less often."""
+    shapes, times = shapes_of(MODELS[model]), -(-repetitions // MODELS[model])
+    results = spawn(measure, RANKS, times, shapes, timeout=timedelta(seconds=600))
     found = []
     for case, (trainer, _, peers) in CASES.items():
         times, moved, left_out = ([rank[case][i] for rank in results] for i in range(3))
