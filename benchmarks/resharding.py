@@ -177,7 +177,8 @@ def measure(
 
 def sides_of(case: str, source: Side, target: Side) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
     """What moves the model on each side, and the reasons of those that cannot."""
-    sync = Resharder(source.mesh, target.mesh, source=source.state, target=target.state, staging_bytes=BUCKET)
+    states = {"source": source.state, "target": target.state}  # which some ranks make later
+    sync = Resharder(source.mesh, target.mesh, **states, staging_bytes=BUCKET, timeout=300)
     sides: dict[str, Callable[[], Any]] = {OURS: sync, FLOOR: bare(source, target)}
     if case == SHARDED:
         both = ProcessGroupMesh(5, ranks=[0, *target.mesh.ranks()], name="broadcast")
