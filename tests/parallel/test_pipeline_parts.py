@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import threading
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -67,32 +68,48 @@ def pipeline(mesh: ProcessGroupMesh) -> PipelineParallel:
     return PipelineParallel(mesh, "pp", layers="layers", first=["tokens"], last=["head"], loss=loss_of, microbatches=2)
 
 
-class Wrapped(Method):
-    """Wraps the module by torch.compile, or by a module that renames parameters."""
+class Changed(Method):
+    """Changes the module."""
 
     differs = "rows"
 
-    def __init__(self, mesh: ProcessGroupMesh, axis: str, compiled: bool) -> None:
+    def __init__(self, mesh: ProcessGroupMesh, axis: str, change: Callable[[nn.Module], nn.Module]) -> None:
         super().__init__(mesh, axis)
-        self.compiled = compiled
-
-    def apply(self, module: nn.Module) -> nn.Module:
-        return torch.compile(module, backend="eager") if self.compiled else nn.Sequential(module)
+        self.apply = change
 
 
+def compile_whole(module: nn.Module) -> nn.Module:
+    return torch.compile(module, backend="eager")
+
+
+def rename_ends(module: nn.Module) -> nn.Module:
+    for name in ("tokens", "head"):
+        setattr(module, f"{name}_inside", nn.Sequential(getattr(module, name)))
+        delattr(module, name)
+    return module
+
+
+@needs_pipelines
+@pytest.mark.parametrize("change", [compile_whole, nn.Sequential])
 @on_ranks(2)
-def test_tied_weights_are_found_in_compiled_stage():
+def test_tied_weights_are_found_in_wrapped_stage(change: Callable[[nn.Module], nn.Module]):
     mesh = ProcessGroupMesh(pp=2, dp=1, name="actor")
     plain = Net(mesh)
     inputs, target = rows_of(3)
     loss_of(plain(inputs), target).backward()
-    model = compose(mesh, pipeline(mesh), Wrapped(mesh, "dp", compiled=True)).apply(Net(mesh))
+    model = compose(mesh, pipeline(mesh), Changed(mesh, "dp", change)).apply(Net(mesh))
     model.step(inputs, target=target)
     ends = [weight.grad for name, weight in model.named_parameters() if "tokens" in name or "head" in name]
     assert len(ends) == 1
     torch.testing.assert_close(ends[0], plain.tokens.weight.grad, rtol=0, atol=1e-12)
+
+
+@needs_pipelines
+@on_ranks(2)
+def test_renamed_tied_weights_are_an_error():
+    mesh = ProcessGroupMesh(pp=2, dp=1, name="actor")
     with pytest.raises(MethodError, match=r"(tokens|head)\.weight, which is tied .* is not found .* stage (0|1)"):
-        compose(mesh, pipeline(mesh), Wrapped(mesh, "dp", compiled=False)).apply(Net(mesh))
+        compose(mesh, pipeline(mesh), Changed(mesh, "dp", rename_ends)).apply(Net(mesh))
 
 
 @needs_pipelines
