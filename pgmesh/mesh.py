@@ -249,7 +249,7 @@ class ProcessGroupMesh(RankMethods):
                 pass
         self._check_member()
         if options:
-            return self._mesh_groups.group(self.layout, axes, options.pop("tag", None) or "", options)
+            return self._mesh_groups.group(self.layout, axes, _tag(options.pop("tag", None)), options)
         self._mesh_groups.check()  # without the lock, which another thread may hold for long
         with self._mesh_groups.lock:  # so that no release intervenes
             return self._groups.setdefault(axes, self._mesh_groups.group(self.layout, axes, "", {}))
@@ -270,7 +270,7 @@ class ProcessGroupMesh(RankMethods):
         >>> dist.get_process_group_ranks(mesh.group_of([5, 0, 3]))
         [0, 3, 5]
         """
-        members = Members(self._members(ranks), tag or "")
+        members = Members(self._members(ranks), _tag(tag))
         group: ProcessGroup = self._mesh_groups.find(members, options).process_group
         return group
 
@@ -301,7 +301,7 @@ class ProcessGroupMesh(RankMethods):
 
         >>> mesh.configure("pp", timeout=600)
         """
-        self._mesh_groups.configure(self.layout, axes, tag or "", options)
+        self._mesh_groups.configure(self.layout, axes, _tag(tag), options)
 
     def set_timeout(self, *axes: Axis, timeout: Timeout) -> None:
         """Change the timeout of existing groups on this rank, from the next collective on.
@@ -343,12 +343,12 @@ class ProcessGroupMesh(RankMethods):
 
         Args:
             axis: the axis.
-            group: a process group of torch. Its ranks are those of this rank's block, in mesh order.
+            group: a process group of torch. Its ranks are those of this rank's block, in mesh order. It keeps its
+                options.
 
         Raises:
             LifetimeError: the axis has another group already.
             MembershipError: the mesh does not contain this rank.
-            OptionsError: the axis was configured with options, which an adopted group cannot take.
             RankError: the group has other ranks than this rank's block.
         """
         self._check_member()
@@ -392,10 +392,10 @@ class ProcessGroupMesh(RankMethods):
         groups = self._mesh_groups
         groups.check()
         if ranks is not None:
-            wanted = [Members(self._members(ranks), tag or "")]
+            wanted = [Members(self._members(ranks), _tag(tag))]
         else:
             families = [each if isinstance(each, tuple) else (each,) for each in axes or self.axes]
-            wanted = [groups.members(self.layout, along, tag or "") for along in families]
+            wanted = [groups.members(self.layout, along, _tag(tag)) for along in families]
         self._join_aborts()
         connect(groups, wanted, seconds)
 
@@ -826,6 +826,13 @@ def meshes() -> dict[str, ProcessGroupMesh]:
     True
     """
     return {each.title: _root_mesh(each) for world in all_worlds() for each in [*world.with_groups] if not each.ended}
+
+
+def _tag(tag: object) -> str:
+    """A tag as part of a group's identity: the empty string for None."""
+    if tag is not None and not isinstance(tag, str):
+        raise OptionsError(f"a tag is a string, such as tag='all-gather', not {tag!r}.")
+    return tag or ""
 
 
 def _root_mesh(mesh_groups: MeshGroups) -> ProcessGroupMesh:

@@ -18,13 +18,12 @@ class Generation:
     """One of the meshes that replace each other. All ranks compute the same store keys for it, without the store.
 
     Args:
-        first: the name of the mesh that the program made; the key of its groups if it has none, or if it is a later
-            mesh of this name.
+        first: the key of the mesh that the program made, without the prefix.
         layout: the layout of this generation.
         number: how often the mesh was replaced before: 0 for the one that the program made.
 
-    >>> Generation("train", Layout(dp=2)).key, Generation("train", Layout(dp=1), 1).key
-    ('pgmesh/train', 'pgmesh/train#1')
+    >>> Generation("train.0", Layout(dp=2)).key, Generation("train.0", Layout(dp=1), 1).name
+    ('pgmesh/train.0', 'train#1')
     """
 
     first: str
@@ -33,13 +32,13 @@ class Generation:
 
     @property
     def name(self) -> str:
-        """The name of the mesh, if it replaces another one."""
-        return f"{self.first}#{self.number}" if self.number else self.first
+        """The name of the mesh, if it replaces another one: of the first mesh of a name, without its number."""
+        return f"{self.first.removesuffix('.0')}#{self.number}"
 
     @property
     def key(self) -> str:
         """Prefix of the store keys of its decision and its abort."""
-        return f"{torch_private.PREFIX}{self.name}"
+        return f"{torch_private.PREFIX}{self.first}" + (f"#{self.number}" if self.number else "")
 
 
 @dataclass(frozen=True)
@@ -89,5 +88,5 @@ class ElasticState:
 
 def generation_of(mesh: MeshGroups) -> Generation:
     """The generation of a mesh."""
-    first = mesh.key.removeprefix(torch_private.PREFIX).removesuffix(".0")
-    return mesh.state_of(ElasticState).generation or Generation(first, mesh.layout)
+    first = Generation(mesh.key.removeprefix(torch_private.PREFIX), mesh.layout)
+    return mesh.state_of(ElasticState).generation or first

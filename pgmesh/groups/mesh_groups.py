@@ -86,22 +86,27 @@ class MeshGroups:
         """Prefix of the names of its groups and of its store keys, the same on every rank, such as "pgmesh/train.0"."""
         return f"{self.prefix}.{self.number}"
 
+    @property
+    def shown(self) -> str:
+        """Its name as a program may give it; "" for an unnamed mesh, and for what replaces one."""
+        return "" if self.name is None or "/" in self.name else self.name
+
     @functools.cached_property
     def call(self) -> str:
         """The call that created the root mesh."""
-        named = {"name": self.name} if self.name else {}
+        named = {"name": self.shown} if self.shown else {}
         where = {"world": Text(self.world.name)} if self.world.name else {}
         return self.layout.spell("ProcessGroupMesh", world_size=self.world.size, **named, **where)
 
     @property
     def title(self) -> str:
         """Its key among all meshes with groups of this process."""
-        return self.name if self.name and not self.world.name else self.call
+        return self.shown if self.shown and not self.world.name else self.call
 
     @property
     def label(self) -> str:
         """Name of the mesh in messages."""
-        return f"mesh {self.name!r}" if self.name else self.call
+        return f"mesh {self.shown!r}" if self.shown else self.call
 
     @functools.cached_property
     def fingerprint(self) -> Fingerprint:
@@ -230,9 +235,9 @@ class MeshGroups:
         """Change the timeout of the existing groups whose ranks are chosen; return their number."""
         self.check()
         with self.lock:
-            found = [group for group in self._groups.values() if chosen(group.ranks)]
+            found = [group for group in self.made() if chosen(group.ranks)]
             for group in found:
-                if group.is_made and group.is_known():  # torch may have destroyed an adopted group
+                if group.is_known():  # torch may have destroyed an adopted group
                     building.set_timeout(group, timeout)
         return len(found)
 
@@ -345,7 +350,7 @@ class MeshGroups:
     def _forget(self, key: GroupKey, group: Group) -> None:
         with self.lock:
             self.clear_references()
-            if not group.is_made or group.created_by == "adopted":  # of an adopted one, the next call raises an error
+            if not group.is_made:
                 return
             if group.created_by == "pgmesh":  # torch names the groups of new_group
                 self._ends[key] += 1

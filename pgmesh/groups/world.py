@@ -210,6 +210,7 @@ class World:
         for mesh in meshes:
             mesh.end(f"ended when {reason}.")
         self.connector.stop()
+        self.on_end.clear()
         self.root_store = self._client = self._waiting = (
             None  # a mesh that outlives the world would keep the connections open
         )
@@ -237,20 +238,19 @@ _lock = threading.RLock()
 def open_world(name: str, store: Any, rank: int, size: int, options: GroupOptions) -> World:
     """Enter a world beside torch's default one, over a store of its own or the same one.
 
-    A rank that has closed a world of this name there enters the next one, with other keys.
-
     Raises:
-        NameTakenError: this process is in a world of this name.
+        NameTakenError: this process is in a world of this name, or has closed one on this store, whose keys stay.
         WorldError: the store fails or lacks an operation, or another rank has entered the world with another size.
     """
     _check_store(store)
-    store, closed, address = dist.PrefixStore(name, store), f"{torch_private.PREFIX}closed/{rank}", store_address(store)
-    try:
-        number = store.add(closed, 0)
-    except (RuntimeError, OSError) as error:
-        raise WorldError(f"the store at {address} failed: {error}") from error
-    world = World(dist.PrefixStore(str(number), store), rank, size, options, address, name)
-    world.on_end.append(lambda: world.exits or store.add(closed, 1))
+    world = World(dist.PrefixStore(name, store), rank, size, options, store_address(store), name)
+    closed = f"{torch_private.PREFIX}closed/{rank}"
+    with world.raising_errors():
+        if world.store().check([closed]):
+            raise NameTakenError(
+                f"rank {rank} has closed a world {name!r} on this store, whose keys stay there.\n\n"
+                f"  launch.open_world({name + '-1'!r}, ...)   # another name, on all ranks"
+            )
     with _lock:
         if name in _beside:
             raise NameTakenError(f"this process is in a world {name!r} already, as rank {_beside[name].rank}.")
@@ -260,6 +260,7 @@ def open_world(name: str, store: Any, rank: int, size: int, options: GroupOption
     except WorldError:
         world.close()
         raise
+    world.on_end.append(lambda: world.exits or world.store().set(closed, ""))
     return world
 
 

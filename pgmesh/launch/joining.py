@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from pgmesh import torch_private
 from pgmesh._util.validation import number_between
-from pgmesh.errors import LaunchError
+from pgmesh.errors import LaunchError, WorldError
 from pgmesh.groups import world as worlds
 from pgmesh.launch.detect import BY_HAND, OPEN_MPI, detect_launcher, detect_one, with_address, with_replica
 from pgmesh.launch.launcher import LauncherInfo
@@ -108,6 +108,12 @@ def join(
         mpirun -n 8 python script.py
     """
     if rank is not None or size is not None:
+        if replica is not None or replicas is not None:
+            raise LaunchError(
+                f"rank is {rank!r}, size is {size!r}, replica is {replica!r} and replicas is {replicas!r}: a launcher "
+                "gives the rank in a replica.\n\n"
+                "  launch.join(rank=0, size=4, host='n1', port=29500)   # rank 0 of all ranks, without a launcher"
+            )
         return _initialize(lambda: _by_hand(rank, size, host, port), backend, timeout)
     if dist.is_initialized() or (replica is None and replicas is None):
         return _initialize(lambda: with_address(detect_launcher(os.environ), host, port), backend, timeout)
@@ -151,13 +157,15 @@ def open_world(
 
     Raises:
         LaunchError: the arguments are incomplete, or the store does not answer.
-        NameTakenError: this process is in a world of this name.
+        NameTakenError: this process is in a world of this name, or has closed one on this store, whose keys stay.
         WorldError: another rank has entered the world with another size.
 
     >>> with open_world("sync", rank=0, size=1, store=dist.HashStore(), backend="gloo") as sync:
     ...     ProcessGroupMesh(1, world=sync).group().size()
     1
     """
+    if not (isinstance(name, str) and name and name.isprintable() and "/" not in name):
+        raise LaunchError(f"a world's name is a printable string without '/', such as 'sync', not {name!r}.")
     backend = backend or _default_backend()
     limit = torch_private.default_timeout(backend) if timeout is None else to_timedelta(timeout, LaunchError)
     info = _by_hand(rank, size, host, port, needs_store=store is None)
@@ -265,7 +273,11 @@ def _initialize(detect: Callable[[], LauncherInfo], backend: str | None, timeout
             fix = f"Check that {started} started, with this host and port."
         raise LaunchError(f"{problem}\n\n{fix}") from error
     if info.replica is not None:  # the launches may have different numbers of ranks
-        worlds.current_world().check_size()
+        try:
+            worlds.current_world().check_size()
+        except WorldError:
+            dist.destroy_process_group()
+            raise
     _publish_status()
     return World(own=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import signal
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 import pgmesh
 from pgmesh import (
+    LaunchError,
     LifetimeError,
     MembershipError,
     NameTakenError,
@@ -34,9 +36,13 @@ from tests.support.worlds import axis_combinations, check_sums, groups_of, on_ra
 SIZE = 4
 
 
-def reversed_world(name: str, size: int = SIZE) -> World:
-    """A world in which the ranks of the default one are in reversed order, over the same store."""
-    store = pgmesh.torch_private.default_store()
+_NUMBERS = itertools.count()
+"""The same on all ranks, which run the same tests: a store for each test."""
+
+
+def reversed_world(name: str, size: int = SIZE, *, store: dist.Store | None = None) -> World:
+    """A world in which the ranks of the default one are in reversed order, over a part of its store."""
+    store = store or dist.PrefixStore(f"test {next(_NUMBERS)}", pgmesh.torch_private.default_store())
     return launch.open_world(name, rank=SIZE - 1 - dist.get_rank(), size=size, store=store, backend="gloo")
 
 
@@ -70,12 +76,38 @@ def test_meshes_of_two_worlds_have_their_own_ranks():
 
 
 @on_ranks(SIZE)
-def test_closed_world_can_be_opened_again():
-    for _ in range(5):
-        with reversed_world("again") as world:
+def test_closed_world_needs_another_name():
+    store = dist.PrefixStore(f"closed {next(_NUMBERS)}", pgmesh.torch_private.default_store())
+    for name in ("sync", "sync-1"):
+        with reversed_world(name, store=store) as world:
             mesh = ProcessGroupMesh(dp=2, tp=2, world=world)
             mesh.connect(timeout=LONG_TIMEOUT)
             check_own_sums(mesh)
+        with pytest.raises(NameTakenError, match=f"has closed a world '{name}' on this store.*\n.*\n.*'{name}-1'"):
+            reversed_world(name, store=store)
+
+
+@on_ranks(SIZE)
+def test_open_world_succeeds_after_wrong_size():
+    store = dist.PrefixStore(f"size {next(_NUMBERS)}", pgmesh.torch_private.default_store())
+    first = reversed_world("sync", store=store) if dist.get_rank() == 0 else None
+    dist.barrier()
+    if first is None:
+        with pytest.raises(WorldError, match="the size of world 'sync' is 4 on rank 3 and 5 on rank"):
+            reversed_world("sync", SIZE + 1, store=store)
+    with first or reversed_world("sync", store=store) as world:
+        check_own_sums(ProcessGroupMesh(dp=2, tp=2, world=world))
+
+
+def test_open_world_checks_its_name():
+    with pytest.raises(LaunchError, match="a world's name is a printable string without '/', such as 'sync', not ''"):
+        launch.open_world("", rank=0, size=1, store=dist.HashStore())
+
+
+def test_closed_world_frees_its_port():
+    port = free_port()
+    for name in ("a", "b"):
+        launch.open_world(name, rank=0, size=1, host="127.0.0.1", port=port, backend="gloo").close()
 
 
 # ---- torch's functions ----
