@@ -47,7 +47,7 @@ from pgmesh.parallel.base import Level, Method, blocks_of
 from pgmesh.parallel.comparing import compare_inputs, compare_weights
 from pgmesh.parallel.data import broadcasts_start
 from pgmesh.parallel.divisibility import format_sizes
-from pgmesh.parallel.exchange import broadcast_from_first
+from pgmesh.parallel.exchange import broadcast_all
 from pgmesh.parallel.first_step import FirstStep, check_first_optimizer, parameters_of
 from pgmesh.parallel.gradients import local_shard, mean_over_ranks, norm_of_pieces, scale_gradients
 from pgmesh.parallel.initializing import initialize_layers
@@ -60,6 +60,7 @@ from pgmesh.parallel.pieces import PieceComparison
 from pgmesh.parallel.rank_sets import RankSets, token_readers
 from pgmesh.parallel.sharded import reshard
 from pgmesh.parallel.sharing import part_of_batch
+from pgmesh.parallel.stage_cutting import tied_names
 
 INITIALIZE = "  together.initialize(model, lambda layer: layer.reset_parameters(), seed=0)   # after to_empty"
 
@@ -141,6 +142,7 @@ class Composition:
         self.pieces: weakref.WeakKeyDictionary[nn.Module, Pieces] = weakref.WeakKeyDictionary()
         """For each module that ``apply`` returned, what ``count_pieces`` did."""
         self._initialized: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._ties: weakref.WeakKeyDictionary[nn.Module, list[list[str]]] = weakref.WeakKeyDictionary()
         """The modules that ``initialize`` was called for."""
         self._averaging = next((each for each in methods if each.averages_gradients), None)
         """The method that averages gradients."""
@@ -198,6 +200,8 @@ class Composition:
         raise_on_all(failure, groups_before, self.mesh, self._ranks.all)
         self.pieces[applied] = count_pieces(self.methods, applied)
         COMPOSITIONS.add(self)
+        if was_on_meta:
+            self._ties[applied] = tied_names(applied)
         self._watch_first_step(module, applied, was_on_meta)
         return applied
 
@@ -229,7 +233,8 @@ class Composition:
 
         ``init`` is called for each submodule with parameters or buffers of its own, with these whole, and gives them
         their values. It draws from random numbers that follow from the seed and the name of the submodule alone. Each
-        rank keeps its part, so values are the same on a mesh of any shape.
+        rank keeps its part, so values are the same on a mesh of any shape. A tied weight has those of the first
+        submodule that has it.
 
         Args:
             module: the module that ``apply`` returned, after ``module.to_empty(device=...)``.
@@ -237,7 +242,7 @@ class Composition:
             seed: the same on every rank.
 
         Raises:
-            MethodError: a parameter is still on the meta device.
+            MethodError: a parameter is still on the meta device, or ``to_empty`` has made two of a tied one.
 
         >>> from pgmesh.parallel import compose
         >>> together = compose(mesh, unowned=mesh.axes)
@@ -245,9 +250,17 @@ class Composition:
         >>> together.initialize(model, lambda layer: layer.reset_parameters(), seed=0)
         """
         reshard(module)
+        for one, *others in self._ties.get(module, []):
+            for other in others:
+                if module.get_parameter(one) is not module.get_parameter(other):
+                    path, _, key = other.rpartition(".")
+                    raise MethodError(
+                        f"{one} and {other} were one parameter, of which to_empty has made two.\n\n"
+                        f"  model.get_submodule({path!r}).{key} = model.get_parameter({one!r})   # before initialize"
+                    )
         initialize_layers(module, init, seed)
         if tied := vars(module).get("tied") if self._pipelines else None:
-            tied.copy_first()
+            tied.copy_first(vars(module)["canonical_names"])
         self._initialized.add(module)
 
     def _compare_pieces(self, module: nn.Module) -> None:
@@ -303,7 +316,7 @@ class Composition:
     def _broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give all ranks of the composition the values of the first one."""
         if len(self._ranks.all) > 1:
-            broadcast_from_first(tensors, self.mesh.group_of(self._ranks.all))
+            broadcast_all(tensors, self.mesh.group_of(self._ranks.all))
 
     # -- the optimizer ----------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from pgmesh.errors import MethodError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Method
-from pgmesh.parallel.exchange import broadcast_from_first
+from pgmesh.parallel.exchange import broadcast_all
 from pgmesh.parallel.local_experts import expert_tensors, named_tensors
 from pgmesh.parallel.names import plain_name
 from pgmesh.parallel.owned_tensors import Owned, owned_tensors
@@ -73,7 +73,7 @@ class DataParallel(Method):
         if not any(was_trained for _, was_trained in kept):
             if broadcasts_start(self):
                 tensors = named_tensors(module)
-                broadcast_from_first((each for name, each in tensors.items() if name not in experts), group)
+                broadcast_all((each for name, each in tensors.items() if name not in experts), group)
             return module
         wrapped = DistributedDataParallel(module, process_group=group, **self.keywords)
         # The group must outlive DDP's reducer. A reducer that frees a Gloo group joins the group's threads while it

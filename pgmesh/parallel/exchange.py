@@ -49,11 +49,11 @@ def on_served_device(tensor: Tensor, group: ProcessGroup) -> Iterator[Tensor]:
         tensor.copy_(moved)
 
 
-def broadcast_from_first(tensors: Iterable[Tensor], group: ProcessGroup) -> None:
-    """Broadcast the values of tensors from the first rank of a group. Every rank has as many, of the same shapes."""
+def broadcast_all(tensors: Iterable[Tensor], group: ProcessGroup, source: int = 0) -> None:
+    """Broadcast the values of tensors from a rank of a group. Every rank has as many, of the same shapes."""
     for tensor in tensors:
         with on_served_device(tensor.detach(), group) as served:
-            dist.broadcast(served, group=group, group_src=0)
+            dist.broadcast(served, group=group, group_src=source)
 
 
 def all_to_all_rows(

@@ -33,14 +33,20 @@ def initialize_layers(module: nn.Module, init: Callable[[nn.Module], object], se
     for name, weight in module.named_parameters():
         if weight.is_meta:
             raise MethodError(f'{name} has no memory yet.\n\n  model.to_empty(device="cpu")   # or "cuda"')
+    given = set[nn.Parameter]()  # values; a tied weight gets those of the first module
     for name, layer in module.named_modules():
         own = dict(layer.named_parameters(recurse=False))
         if own or any(True for _ in layer.buffers(recurse=False)):
-            _initialize_layer(layer, own, init, digest((seed, whole_name(module, name))))
+            _initialize_layer(layer, own, init, digest((seed, whole_name(module, name))), given)
+        given.update(own.values())
 
 
 def _initialize_layer(
-    layer: nn.Module, own: dict[str, nn.Parameter], init: Callable[[nn.Module], object], seed: int
+    layer: nn.Module,
+    own: dict[str, nn.Parameter],
+    init: Callable[[nn.Module], object],
+    seed: int,
+    given: set[nn.Parameter],
 ) -> None:
     whole = object.__new__(type(layer))  # that of a sharded module would call its __init__
     vars(whole).update(vars(layer))
@@ -52,4 +58,5 @@ def _initialize_layer(
         torch.manual_seed(seed)
         init(whole)
     for key, weight in own.items():
-        local(weight).copy_(part_of(whole.get_parameter(key), weight))
+        if weight not in given:
+            local(weight).copy_(part_of(whole.get_parameter(key), weight))

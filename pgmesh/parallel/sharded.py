@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 
-from pgmesh.errors import AxisError
+from pgmesh.errors import AxisError, MethodError
 from pgmesh.layout import Axis
 from pgmesh.mesh import ProcessGroupMesh
 from pgmesh.parallel.base import Level, Method, format_axes, merged_device_mesh
@@ -112,9 +112,15 @@ class ShardedDataParallel(Method):
 
     def apply(self, module: nn.Module) -> nn.Module:
         """Shard the module in place, its experts and layers first, and return it."""
+        given = {*self.keywords.get("ignored_params", ())}
+        if trained := [name for name, each in module.named_parameters() if each in given and each.requires_grad]:
+            raise MethodError(
+                f"{trained[0]} is one of ignored_params, so no method would average its gradient.\n\n"
+                f"  module.get_parameter({trained[0]!r}).requires_grad_(False)   # or leave it out of ignored_params"
+            )
         for experts in expert_modules(module).values():
             self._shard_experts(experts)
-        ignored = {*self.keywords.get("ignored_params", ()), *expert_tensors(module).values()}
+        ignored = {*given, *expert_tensors(module).values()}
         keywords = {**self.keywords, "mesh": self.device_mesh(), "ignored_params": ignored}
         uses = _count_uses(module)
         for layer in dict.fromkeys(self.layers(module)):  # one may be in several lists
@@ -147,6 +153,8 @@ class ShardedDataParallel(Method):
         factor = device_mesh.size() / method.mesh.size(*method.average_axes)
 
         def divide(reduced: Tensor) -> None:
+            if reduced.is_cuda:  # the hook has another stream than the tensor: its memory must not be reused meanwhile
+                reduced.record_stream(torch.cuda.current_stream())
             reduced.mul_(factor)
 
         sharded.set_all_reduce_hook(divide)

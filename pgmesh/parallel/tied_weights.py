@@ -6,14 +6,14 @@ summed. The copies start equal and get equal gradients, so an optimizer keeps th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from pgmesh.errors import MethodError
-from pgmesh.parallel.exchange import broadcast_from_first, on_served_device
+from pgmesh.parallel.exchange import broadcast_all, on_served_device
 from pgmesh.parallel.gradients import local
 from pgmesh.parallel.names import plain_name
 from pgmesh.parallel.stages import Stages
@@ -52,14 +52,19 @@ class TiedWeights:
                 for gradient in gradients:
                     gradient.copy_(total)
 
-    def copy_first(self) -> None:
-        """Give the copy in the last stage of each weight the values of that in the first. Ranks of both call it."""
+    def copy_first(self, canonical_names: Mapping[str, str]) -> None:
+        """Give both copies of each weight the values of that whose name is first in the model. Ranks of both call it.
+
+        Args:
+            canonical_names: the first name of each other name of a tied parameter.
+        """
         for first, last in self.names:
+            source = int(canonical_names.get(first) == last)  # 1 for the copy in the last stage
             copies = [local(weight).detach() for weight in self._copies(first, last).values()]
-            for copy in copies[1:]:
-                copy.copy_(copies[0])
-            if copies and (group := self.stages.end_group):
-                broadcast_from_first(copies, group)
+            if group := self.stages.end_group:
+                broadcast_all(copies, group, source)
+            elif copies:
+                copies[1 - source].copy_(copies[source])
 
     def _gradients(self, first: str, last: str) -> Iterator[torch.Tensor]:
         """The gradients of this rank's copies of a weight, unless it is frozen."""

@@ -128,8 +128,7 @@ class Resharder:
         tensors = self._tensors()
         self._planned = signatures(tensors)
         entries = [entry for side, named in tensors.items() for entry in describe(link, side, named)]
-        parts = {name: each.tensor for name, each in tensors["target"].items() if isinstance(each, Placed)}
-        entries += [Entry("memory", names, ()) for names in find_shared_memory(parts)]
+        entries += _describe_memory(tensors)
         entries += [Entry("argument", "staging_bytes", staging_bytes), Entry("argument", "float8", float8)]
         link.begin()
         self._number = link.created
@@ -374,11 +373,29 @@ def signatures(tensors: Mapping[str, Tensors]) -> dict[tuple[str, str], list[obj
     }
 
 
+def _describe_memory(tensors: Mapping[str, Tensors]) -> Iterator[Entry]:
+    """Which tensors of this rank are one under several names, and which of the target share memory otherwise."""
+    for side, named in tensors.items():
+        shards = {name: each for name, each in locals_of(named).items() if each.numel()}
+        names_of: dict[Any, list[str]] = {}
+        for name, each in shards.items():
+            is_part = isinstance(named[name], Placed)
+            memory = name if is_part else (each.data_ptr(), each.shape, each.stride())
+            names_of.setdefault(memory, []).append(name)
+        for names in names_of.values():
+            pairs = itertools.combinations(sorted(names), 2)
+            yield from (Entry(f"{side} ties", " and ".join(pair), pair) for pair in pairs)
+        if side == "target":
+            apart = {names[0]: shards[names[0]] for names in names_of.values()}
+            yield from (Entry("memory", names, ()) for names in find_shared_memory(apart))
+
+
 class Entry(NamedTuple):
     """A tensor on one side, as the ranks that hold it describe it; or an argument, with its value as the shape.
 
     Args:
-        side: "source", "target", "argument", or "memory" for tensors of the target that share it.
+        side: "source", "target" or "argument"; "source ties" or "target ties" for two names of one tensor, which are
+            its shape; "memory" for other tensors of the target that share memory.
         name: its name in the target.
         shape: the global shape; None for the shape of the source.
         dtype: the dtype, such as "torch.float32"; None for that of the source.
@@ -474,7 +491,8 @@ def exchange(link: Link, entries: Sequence[Entry]) -> Tables:
     Raises:
         MismatchError: names, shapes or arguments differ. Every rank raises the same.
     """
-    tables: dict[str, dict[str, dict[Entry, list[int]]]] = {"source": {}, "target": {}, "argument": {}, "memory": {}}
+    sides = ("source", "target", "argument", "source ties", "target ties", "memory")
+    tables: dict[str, dict[str, dict[Entry, list[int]]]] = {side: {} for side in sides}
     for text, ranks in link.gather_texts(json.dumps(entries)).items():
         for entry in (Entry(*_frozen(fields)) for fields in json.loads(text)):
             tables[entry.side].setdefault(entry.name, {}).setdefault(entry, []).extend(ranks)
@@ -527,10 +545,23 @@ def _differences(tables: Tables) -> Iterator[str]:
             yield f"{name}: in the target ({shapes}), not in the source"
         elif sides == ["memory"]:
             yield f"{name}: these parts of the target share memory on {name_ranks(sorted(ranks_of[()]))}"
+        elif "target ties" in sides:
+            yield from _lost_ties(name, tables)
+        elif sides == ["source ties"]:
+            continue
         elif len(ranks_of) > 1:
             yield f"{name}: {shapes}"
         elif sides == ["source", "target"]:
             yield from _lost_values(name, tables)
+
+
+def _lost_ties(name: str, tables: Tables) -> Iterator[str]:
+    """A line if two names of one tensor of the target are two tensors of the source, on ranks that have both."""
+    pair = next(iter(tables["target ties"][name])).shape
+    one, other = ({rank for ranks in tables["source"].get(each, {}).values() for rank in ranks} for each in pair)
+    tied = {rank for ranks in tables["source ties"].get(name, {}).values() for rank in ranks}
+    if apart := (one & other) - tied:
+        yield f"{name}: one tensor in the target, and two in the source on {name_ranks(sorted(apart))}"
 
 
 def _lost_values(name: str, tables: Tables) -> Iterator[str]:

@@ -79,7 +79,7 @@ def test_process_ends_with_its_own_status(tmp_path: Path, kind: int):
         with RankProcesses(end_soon, folder, "spawn") as ranks:
             for rank in range(RANKS):
                 ranks.start(rank, kind)
-            ranks.join(WAIT_TIMEOUT)
+            ranks.join(4 * WAIT_TIMEOUT)
             killed = {RANKS - 1: -signal.SIGKILL} if kind else {}
             assert {rank: process.exitcode for rank, process in ranks.newest.items()} == {
                 **dict.fromkeys(range(RANKS), STATUS),

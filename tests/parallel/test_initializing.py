@@ -41,10 +41,24 @@ def draw(layer: nn.Module) -> None:
         nn.init.normal_(weight)
 
 
-def alone(kind: str) -> nn.Module:
+def tied_model(head_first: bool) -> TinyGPT:
+    model = model_of("pipeline", tied=True)
+    if head_first:
+        tokens = model.tokens
+        del model.tokens
+        model.tokens = tokens
+    return model
+
+
+def alone(kind: str, module: nn.Module | None = None) -> nn.Module:
     with ProcessGroupMesh(one=1, ranks=[torch.distributed.get_rank()]) as mesh:
         together = compose(mesh)
-        model = together.apply(model_of(kind)).to_empty(device="cpu")
+        model = together.apply(module or model_of(kind)).to_empty(device="cpu")
+        if module is not None:
+            text = "were one parameter, of which to_empty has made two"
+            with pytest.raises(MethodError, match=text) as caught:
+                together.initialize(model, draw, seed=3)
+            exec(str(caught.value).splitlines()[-1].strip(), {"model": model})
         together.initialize(model, draw, seed=3)
         return model
 
@@ -68,16 +82,15 @@ def test_initialized_weights_are_those_of_one_process(kind: str):
 
 
 @needs_pipelines
+@pytest.mark.parametrize("head_first", [False, True])
 @on_ranks(2)
-def test_initialized_copies_of_tied_weights_are_equal():
+def test_initialized_copies_of_tied_weights_are_equal(head_first: bool):
     with ProcessGroupMesh(pp=2) as mesh:
         together = compose(mesh, gpt_stages(mesh))
-        model = together.apply(model_of("pipeline", tied=True)).to_empty(device="cpu")
-        together.initialize(model, draw)
+        model = together.apply(tied_model(head_first)).to_empty(device="cpu")
+        together.initialize(model, draw, seed=3)
         mine = next(each for name, each in weights_of(model).items() if name in ("tokens.weight", "head.weight"))
-        both = [torch.empty_like(mine) for _ in range(2)]
-        torch.distributed.all_gather(both, mine, group=mesh.group())
-        assert torch.equal(*both)
+        assert torch.equal(mine, weights_of(alone("tied", tied_model(head_first)))["tokens.weight"])
 
 
 @needs_pipelines
