@@ -44,7 +44,7 @@ from pgmesh.parallel.base import Method, merged_device_mesh
 from pgmesh.parallel.blocks import Blocks, connected_ranks, spanning_axes
 from pgmesh.parallel.divisibility import divide_along_axes
 from pgmesh.parallel.gradients import local
-from pgmesh.parallel.local_experts import METHOD, LocalExperts, expert_modules, prefixes_of_experts
+from pgmesh.parallel.local_experts import METHOD, LocalExperts, expert_modules, prefixes_of_experts, without_wrapper
 from pgmesh.parallel.stage_cutting import is_stage, tied_names
 
 if TYPE_CHECKING:
@@ -179,8 +179,9 @@ class ExpertParallel(Method):
         Every rank along the axes calls it, forward and backward. Numbers of tokens may differ between ranks that read
         different ones, and may be 0, if the program weights its losses.
         """
-        count = mixture.count_experts(experts)  # of all ranks, if they are DTensors
-        count *= self.mesh.size(*self.owns) if isinstance(experts, LocalExperts) else 1
+        inner = without_wrapper(experts)
+        count = mixture.count_experts(inner)  # of all ranks, if they are DTensors
+        count *= self.mesh.size(*self.owns) if isinstance(inner, LocalExperts) else 1
         rows, counts, order = mixture.permute(tokens, chosen, count)
         return mixture.unpermute(self._run_on_any_rank(rows, counts, experts), weights, order)
 
@@ -205,7 +206,7 @@ class ExpertParallel(Method):
         # here the host waits for the device
         sent, received, by_expert = exchange.to_lists([send.sum(1), receive.sum(1), receive.sum(0)])
         rows = exchange.all_to_all_rows(rows, sent, received, group)
-        numbers = by_expert if isinstance(experts, LocalExperts) else receive.sum(0)
+        numbers = by_expert if isinstance(without_wrapper(experts), LocalExperts) else receive.sum(0)
         outputs = run_sorted(rows, receive, lambda rows: self._run(experts, rows, numbers))
         return exchange.all_to_all_rows(outputs, received, sent, group)
 
@@ -214,7 +215,7 @@ class ExpertParallel(Method):
 
         The averages are the gradients of the mean loss over all ranks that send tokens.
         """
-        if isinstance(experts, FSDPModule):  # ShardedDataParallel averages them
+        if isinstance(without_wrapper(experts), FSDPModule):  # ShardedDataParallel averages them
             sharded: Tensor = experts(rows, counts)
             return sharded
         parameters = {name: local(each) for name, each in experts.named_parameters(remove_duplicate=False)}

@@ -31,6 +31,11 @@ def expert_modules(module: nn.Module) -> dict[str, nn.Module]:
     return {name: each for name, each in module.named_modules() if METHOD in vars(each)}
 
 
+def without_wrapper(experts: nn.Module) -> nn.Module:
+    """The module that ``ExpertParallel`` has distributed, in a wrapper such as torch's checkpoint_wrapper."""
+    return next(each for each in experts.modules() if METHOD in vars(each))
+
+
 def expert_method(experts: nn.Module) -> Any:
     """The ``ExpertParallel`` that has distributed a module of experts."""
     return vars(experts)[METHOD]

@@ -110,17 +110,24 @@ class ShardedDataParallel(Method):
         self._check_replicates()
         return _device_mesh(self.mesh, self.replicates, self.shards)
 
-    def apply(self, module: nn.Module) -> nn.Module:
-        """Shard the module in place, its experts and layers first, and return it."""
-        given = {*self.keywords.get("ignored_params", ())}
-        if trained := [name for name, each in module.named_parameters() if each in given and each.requires_grad]:
+    def check(self, module: nn.Module) -> None:
+        """Check the whole module.
+
+        Raises:
+            MethodError: one of ``ignored_params`` is trained.
+        """
+        ignored = {*self.keywords.get("ignored_params", ())}
+        if trained := [name for name, each in module.named_parameters() if each in ignored and each.requires_grad]:
             raise MethodError(
                 f"{trained[0]} is one of ignored_params, so no method would average its gradient.\n\n"
                 f"  module.get_parameter({trained[0]!r}).requires_grad_(False)   # or leave it out of ignored_params"
             )
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        """Shard the module in place, its experts and layers first, and return it."""
         for experts in expert_modules(module).values():
             self._shard_experts(experts)
-        ignored = {*given, *expert_tensors(module).values()}
+        ignored = {*self.keywords.get("ignored_params", ()), *expert_tensors(module).values()}
         keywords = {**self.keywords, "mesh": self.device_mesh(), "ignored_params": ignored}
         uses = _count_uses(module)
         for layer in dict.fromkeys(self.layers(module)):  # one may be in several lists

@@ -111,7 +111,7 @@ def find_shared_memory(tensors: Mapping[str, torch.Tensor]) -> list[str]:
         runs.append(torch.stack([starts, starts + length, torch.full_like(starts, owner)], 1))
     rows = torch.cat(runs)
     rows = rows[rows[:, 0].argsort()]
-    shared = (rows[1:, 0] < rows[:-1, 1]) & (rows[1:, 2] != rows[:-1, 2])
+    shared = rows[1:, 0] < rows[:-1, 1]
     pairs = zip(rows[:-1, 2][shared].tolist(), rows[1:, 2][shared].tolist())
     return sorted({" and ".join(sorted((names[one], names[other]))) for one, other in pairs})
 

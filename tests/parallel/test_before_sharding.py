@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pgmesh import MethodError, ProcessGroupMesh
-from pgmesh.parallel import DataParallel, Method, ShardedDataParallel, TensorParallel, compose, verify
+from pgmesh.parallel import DataParallel, ExpertParallel, Method, ShardedDataParallel, TensorParallel, compose, verify
+from tests.support.expert_models import ExpertBlock
 from tests.support.parallel_models import TinyGPT, assert_same, batch, gradients_of, loss_of, weights_of
 from tests.support.pipelines import gpt_stages, needs_pipelines
 from tests.support.tensor_plans import BLOCK_PLAN
@@ -70,6 +71,33 @@ def test_initialize_gives_wrapped_layers_their_own_values():
 
     assert_same("values", build(checkpoint_wrapper), build(None), 0.0)
     assert_same("values", build(wrap_blocks), build(None), 0.0)
+
+
+def wrap_experts(module: nn.Module) -> nn.Module:
+    for block in module.blocks:
+        block.experts = checkpoint_wrapper(block.experts)
+    return module
+
+
+@pytest.mark.parametrize("data", [DataParallel, ShardedDataParallel])
+@pytest.mark.parametrize("ep", [2, 4])
+@on_ranks(4)
+def test_verify_passes_with_checkpointed_experts(data: Callable[..., Method], ep: int):
+    with ProcessGroupMesh(dp=4) as mesh:
+        together = compose(mesh, data(mesh, "dp"), ExpertParallel(mesh.view(edp=4 // ep, ep=ep), "ep"))
+        build = partial(TinyGPT, layers=1, block=ExpertBlock)
+        assert verify(together, build, [batch(0)], loss=loss_of, before_sharding=wrap_experts) < 1e-12
+
+
+@on_ranks(2)
+def test_trained_ignored_params_are_an_error():
+    with ProcessGroupMesh(dp=2) as mesh:
+        model = TinyGPT(layers=1)
+        sharded = ShardedDataParallel(mesh, "dp", ignored_params={model.norm.weight})
+        with pytest.raises(MethodError, match=r"norm\.weight is one of ignored_params, so no method") as caught:
+            compose(mesh, sharded).apply(model)
+        exec(str(caught.value).splitlines()[-1].strip(), {"module": model})
+        compose(mesh, sharded).apply(model)
 
 
 def halve(module: nn.Module) -> nn.Module:

@@ -233,6 +233,28 @@ def test_rows_become_columns_in_the_same_memory():
 
 
 @on_ranks(4)
+def test_tied_target_of_two_tensors_is_an_error():
+    source, target = (ProcessGroupMesh(2, ranks=ranks, name=f"{ranks}") for ranks in ([0, 1], [2, 3]))
+    shared = torch.zeros(4)
+    held = {"embed": torch.arange(4.0), "head": -torch.arange(4.0)} if dist.get_rank() < 2 else None
+    wanted = None if held else {"embed": shared, "head": shared}
+    with pytest.raises(
+        MismatchError, match="embed and head: one tensor in the target, and two in the source on ranks 0, 1"
+    ):
+        Resharder(source, target, source=held, target=wanted)
+    if held:
+        held["head"] = held["embed"]
+    Resharder(source, target, source=held, target=wanted)()
+    assert held or torch.equal(shared, torch.arange(4.0))
+    if wanted:
+        wanted = {"embed": shared, "head": shared[:3]}
+    if held:
+        held["head"] = held["embed"][:3]
+    with pytest.raises(MismatchError, match="embed and head: these parts of the target share memory on ranks 2, 3"):
+        Resharder(source, target, source=held, target=wanted)
+
+
+@on_ranks(4)
 def test_one_memory_is_moved_to_several_device_meshes():
     """Each rank's target is on a device mesh of its own, so each is a transfer, and each begins where the shard is."""
     mesh = ProcessGroupMesh(dp=4, tp=1, name="mesh")
