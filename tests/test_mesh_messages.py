@@ -40,6 +40,13 @@ def test_configure_after_creation_suggests_calls(mesh):
     assert configure == "mesh.configure('dp', tag='own', backend='gloo', timeout=5.0)"
 
 
+@pytest.mark.parametrize("tag", [0, False, 1])
+def test_tag_is_a_string(mesh, tag):
+    for ask in (mesh.group, mesh.configure, mesh.connect, lambda tag: mesh.group_of([mesh.rank], tag=tag)):
+        with pytest.raises(pgmesh.OptionsError, match=f"a tag is a string, such as tag='all-gather', not {tag!r}"):
+            ask(tag=tag)
+
+
 def test_later_options_for_equal_ranks_count(mesh):
     mesh = mesh.view(dp=8, cp=1)
     mesh.configure("dp", timeout=60, high_priority=False)

@@ -248,6 +248,23 @@ def test_ten_shrinks_keep_only_the_aborted_groups():
         assert counts[-1][what] - number <= most.get(what, 0) * 7, f"{what}: {[each[what] for each in counts]}"
 
 
+@on_ranks(4)
+def test_abort_ends_no_mesh_of_a_similar_name():
+    """The second mesh of a name, one that is named as if it were, and one that is named as what replaces it."""
+    beat_fast()
+    ProcessGroupMesh(dp=4, name="train").close()
+    again, numbered, replacing = (ProcessGroupMesh(dp=4, name=name) for name in ("train", "train.1", "train#1"))
+    for mesh in (again, numbered, replacing):
+        mesh.abort_when_lost()
+        check_sums(groups_of(mesh))
+    dist.barrier()
+    numbered.abort("the test")
+    shrunk = numbered.shrink("dp", timeout=LONG_TIMEOUT)
+    for mesh in (again, replacing, shrunk):
+        check_sums(groups_of(mesh))
+    dist.barrier()
+
+
 # ---- mistakes ----
 
 

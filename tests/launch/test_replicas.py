@@ -148,11 +148,22 @@ def test_torchruns_lose_a_replica_and_regain_it(tmp_path: Path):
             raise
 
 
+def test_rank_and_replica_together_are_an_error():
+    with pytest.raises(LaunchError, match="rank is 0, size is 2, replica is 1 and replicas is 2: a launcher gives"):
+        join(rank=0, size=2, replica=1, replicas=2, host="127.0.0.1", port=29500)
+
+
 JOIN = """
 import sys
-from pgmesh import launch
+from pgmesh import WorldError, launch
 
 replica, port = map(int, sys.argv[1:])
+for _ in range(2 * replica):  # an error leaves no world behind
+    try:
+        launch.join("gloo", timeout=60, replica=replica, replicas=2, host="127.0.0.1", port=port)
+    except WorldError:
+        continue
+    sys.exit("joined")
 launch.join("gloo", timeout=60, replica=replica, replicas=2, host="127.0.0.1", port=port)
 """
 
