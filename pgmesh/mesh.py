@@ -775,6 +775,9 @@ class ProcessGroupMesh(RankMethods):
         Args:
             device_mesh: torch's, with the ranks and the axes of this mesh.
 
+        Raises:
+            ShapeError: it has other ranks or axes, or the same in another order.
+
         >>> mesh.adopt_device_mesh(mesh.device_mesh())
         """
         self._mesh_groups.adopt_device_mesh(self.layout, device_mesh)

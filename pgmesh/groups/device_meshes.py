@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pgmesh import torch_private
-from pgmesh._util.formatting import format_call, is_keyword_name
-from pgmesh.errors import AxisError
+from pgmesh._util.formatting import format_call, format_ranks, is_keyword_name
+from pgmesh.errors import AxisError, ShapeError
 from pgmesh.groups.default_world import default_device
 from pgmesh.groups.group import find_group
 from pgmesh.layout import Axis, Layout
@@ -104,7 +104,17 @@ class DeviceMeshes:
         return made[tuple(dimensions)]
 
     def adopt(self, layout: Layout, device_mesh: DeviceMesh) -> None:
-        """Use the DeviceMesh whose groups were adopted."""
+        """Use the DeviceMesh whose groups were adopted.
+
+        Raises:
+            ShapeError: it has other ranks or axes, or the same in another order.
+        """
+        names, ranks = device_mesh.mesh_dim_names, tuple(device_mesh.mesh.flatten().tolist())
+        if (names, ranks) != (tuple(map(str, layout.axes)), layout.ranks()):
+            raise ShapeError(
+                f"this DeviceMesh has dimensions {names} and ranks {format_ranks(ranks)}, and the mesh has axes "
+                f"{layout.axes} and ranks {format_ranks(layout.ranks())}."
+            )
         self._adopted[layout, tuple(dimensions_of(layout).items())] = device_mesh
         self._made.clear()
 

@@ -114,7 +114,9 @@ def join(
                 "gives the rank in a replica.\n\n"
                 "  launch.join(rank=0, size=4, host='n1', port=29500)   # rank 0 of all ranks, without a launcher"
             )
-        return _initialize(lambda: _by_hand(rank, size, host, port), backend, timeout)
+        return _initialize(
+            lambda: _by_hand(rank, size, host, port, "launch.join(", needs_address=size != 1), backend, timeout
+        )
     if dist.is_initialized() or (replica is None and replicas is None):
         return _initialize(lambda: with_address(detect_launcher(os.environ), host, port), backend, timeout)
     environ = {name: value for name, value in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
@@ -168,7 +170,7 @@ def open_world(
         raise LaunchError(f"a world's name is a printable string without '/', such as 'sync', not {name!r}.")
     backend = backend or _default_backend()
     limit = torch_private.default_timeout(backend) if timeout is None else to_timedelta(timeout, LaunchError)
-    info = _by_hand(rank, size, host, port, needs_store=store is None)
+    info = _by_hand(rank, size, host, port, f"launch.open_world({name!r}, ", needs_address=store is None)
     if store is None:
         is_host = info.rank == 0
         try:
@@ -180,7 +182,9 @@ def open_world(
     return World(own=True, core=core)
 
 
-def _by_hand(rank: Any, size: Any, host: str | None, port: int | None, *, needs_store: bool = True) -> LauncherInfo:
+def _by_hand(
+    rank: Any, size: Any, host: str | None, port: int | None, call: str, *, needs_address: bool
+) -> LauncherInfo:
     """This place in a world, without a launcher.
 
     Raises:
@@ -188,10 +192,10 @@ def _by_hand(rank: Any, size: Any, host: str | None, port: int | None, *, needs_
     """
     count = number_between(size, 1) or 0
     number = number_between(rank, 0, count - 1)
-    if number is None or (needs_store and count > 1 and (host is None or port is None)):
+    if number is None or (needs_address and (host is None or port is None)):
         raise LaunchError(
             f"rank is {rank!r}, size is {size!r}, host is {host!r} and port is {port!r}: they go together.\n\n"
-            "  launch.join(rank=0, size=4, host='n1', port=29500)   # rank 0 of 4, on host n1"
+            f"  {call}rank=0, size=4, host='n1', port=29500)   # rank 0 of 4, on host n1"
         )
     variables = {"RANK": f"{number}", "WORLD_SIZE": f"{count}", "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}
     return with_address(detect_one(BY_HAND, variables), host, port)

@@ -220,6 +220,8 @@ def test_incomplete_places_are_named():
         launch.open_world("sync", rank=4, size=4, host="127.0.0.1", port=1)
     with pytest.raises(pgmesh.LaunchError, match=r"port is None: they go together"):
         launch.open_world("sync", rank=0, size=4, host="127.0.0.1")
+    with pytest.raises(pgmesh.LaunchError, match=r"launch\.open_world\('b', rank=0, size=4, host='n1', port=29500\)"):
+        launch.open_world("b", rank=0, size=1)
 
 
 def outlive_default_world(rank: int, port: int, folder: Path, own_port: int) -> None:
