@@ -2,9 +2,10 @@
 
 Each program says only which axes a method owns. What differs along other axes, the composition derives.
 
-78 compositions train for three steps in 64-bit floats over Gloo. No loss, norm, gradient or weight differs from one
-process by more than 2e-14; with bfloat16, no gradient by more than 1% of its norm. ``fully_shard`` of experts along
-``edp`` is as exact, with half the memory and 1.2 to 1.5 times the CPU time.
+95 compositions train for three steps in 64-bit floats over Gloo. No loss, norm, gradient or weight differs from one
+process by more than 3e-14, the greatest being of weights after the third step of AdamW; with bfloat16, no gradient by
+more than 1% of its norm. ``fully_shard`` of experts along ``edp`` is as exact, with half the memory and 1.2 to 1.5
+times the CPU time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tests.support.worlds import world
 
 pytestmark = pytest.mark.long
 
-GREATEST = 2e-14
+GREATEST = 3e-14
 """The greatest difference of a loss, norm, gradient or weight, which the text above states."""
 
 GREATEST_IN_BFLOAT16 = 0.01

@@ -203,6 +203,7 @@ def test_gradients_in_bfloat16_are_reduced_in_32_bits():
         for asked in (None, torch.bfloat16):
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=asked)
             together = compose(mesh, ShardedDataParallel(mesh, "dp", mp_policy=policy))
+            torch.manual_seed(0)
             model = together.apply(nn.Linear(4, 4, bias=False))
             model(torch.full((1, 4), 4.0 if mesh.rank else 2**-6)).sum().backward()
             is_exact = full_tensor(model.weight.grad) == (3 * 4 + 2**-6) / 4
