@@ -310,9 +310,10 @@ def measure(case: str, rounds: int, ours_first: bool) -> tuple[list[int], dict[s
         programs = {side: builders[side]() for side in ((OURS, PLAIN) if ours_first else (PLAIN, OURS))}
         exchanges = list[int]()
         for _ in range(4):
-            with mock.patch("torch.distributed.all_gather", side_effect=dist.all_gather) as counter:
+            gather = dist.all_gather_object
+            with mock.patch("torch.distributed.all_gather_object", side_effect=gather) as counter:
                 programs[OURS][1]()
-            exchanges.append(counter.call_count)  # only the checks gather lists
+            exchanges.append(counter.call_count)  # only the checks gather objects
             programs[PLAIN][1]()
         ours, plain = ([local(weight) for weight in programs[side][0].parameters()] for side in (OURS, PLAIN))
         if not all(torch.allclose(one, other, rtol=1e-3, atol=1e-5) for one, other in zip(ours, plain, strict=True)):
