@@ -24,9 +24,10 @@ from pgmesh import Layout
 from pgmesh.connect.group_rounds import ConnectJudge, GroupRound
 from pgmesh.connect.rounds import Arrival, Rounds
 from pgmesh.groups.naming import Fingerprint
+from pgmesh.groups.world import FULL_RATE_RANKS, pace
 from pgmesh.liveness.operations import Operation, Set, perform
 from pgmesh.liveness.statuses import RankStatus, Statuses, status_key
-from pgmesh.liveness.timing import FULL_RATE_RANKS, HEARTBEAT
+from pgmesh.liveness.timing import HEARTBEAT
 
 ROUND_TRIP = 200e-6
 """Round-trip time to an idle store in seconds, as in a data centre."""
@@ -166,9 +167,8 @@ def simulate(size: int, rate: float, spread: float, seed: int = 0) -> Load:
         spread: length of the interval in which the ranks start, in seconds; uniformly distributed.
     """
     layout, rng = Layout(**compared_sizes(size)), random.Random(seed)
-    pace = max(1.0, size / FULL_RATE_RANKS)
     store = Store(rate - FULL_RATE_RANKS / HEARTBEAT)
-    ranks = [Rank(rank, layout, rng.uniform(0, spread), pace) for rank in range(size)]
+    ranks = [Rank(rank, layout, rng.uniform(0, spread), pace(size)) for rank in range(size)]
     events = [(rank.start, rank.rank) for rank in ranks]
     heapq.heapify(events)
     cached = functools.cache(Arrival.unpack)  # otherwise most of the time is spent on the same arrivals

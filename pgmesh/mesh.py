@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pgmesh import torch_private
 from pgmesh._util.formatting import Text, call_site, format_call, format_ranks, other_arguments
-from pgmesh._util.validation import Sizes, fill_sizes, parse_ranks, parse_sizes, whole_number
+from pgmesh._util.validation import Sizes, fill_sizes, is_name, parse_ranks, parse_sizes, whole_number
 from pgmesh.errors import AxisError, LifetimeError, MembershipError, OptionsError, RankError, ShapeError
 from pgmesh.groups.default_world import world_rank_and_size
 from pgmesh.groups.device_meshes import parse_dimensions
@@ -851,8 +851,8 @@ def _check_in_world(who: str, ranks: Iterable[int], world: int) -> None:
         raise RankError(f"{who}: the world's ranks are 0 to {world - 1}; there is no rank {format_ranks(foreign)}.")
 
 
-def _check_name(who: str, name: object) -> None:
-    if not (isinstance(name, str) and name and name.isprintable() and "/" not in name):
+def _check_name(who: str, name: str) -> None:
+    if not is_name(name):
         raise ShapeError(f"{who}: a name is a printable string without '/', such as name='actor', not {name!r}.")
     size = len(name.encode())
     if size > MAX_NAME_BYTES:

@@ -113,6 +113,11 @@ def _parse_mapping(who: str, given: Mapping[Any, Any]) -> dict[str | int, int]:
     return box
 
 
+def is_name(name: object) -> bool:
+    """True for the name of a mesh or a world: a printable string without "/", which separates the parts of keys."""
+    return isinstance(name, str) and name != "" and name.isprintable() and "/" not in name
+
+
 def _parse_axis(who: str, axis: Any) -> str | int:
     """An axis as a plain str or int; ShapeError if it is neither a printable name nor a number."""
     if isinstance(axis, str) and axis and axis.isprintable():

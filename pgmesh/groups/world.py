@@ -29,8 +29,13 @@ S = TypeVar("S")
 _OPERATIONS = ("set", "get", "check", "wait", "add", "append", "compare_set", "delete_key")
 """The operations that a store needs, under their names in torch."""
 
-_FULL_RATE_RANKS = 1024
-"""The largest world whose ranks look for missing members each second."""
+FULL_RATE_RANKS = 1024
+"""The largest world whose ranks use the store as often as those of a small one."""
+
+
+def pace(size: int) -> float:
+    """The factor of the pauses between operations on the store, by which a larger world asks no more of it."""
+    return max(1.0, size / FULL_RATE_RANKS)
 
 
 class World:
@@ -63,7 +68,7 @@ class World:
         self._client, self._waiting = None, None
         self._counts: Counter[str] = Counter()  # meshes made so far, by name
         self._states: dict[type, Any] = {}
-        self.connector = Connector(rank, self.store, self.error, max(1.0, size / _FULL_RATE_RANKS))
+        self.connector = Connector(rank, self.store, self.error, pace(size))
 
     # -- the store --------------------------------------------------------------------------------------------------
 
@@ -122,7 +127,7 @@ class World:
     # -- meshes, and what layers keep ---------------------------------------------------------------------------------
 
     def state_of(self, kind: Callable[[World], S]) -> S:
-        """What a layer keeps about this world: ``kind(world)``, made at its first use."""
+        """The state of a layer about this world: ``kind(world)``, made at its first use."""
         with self.lock:
             if kind not in self._states:
                 self._states[kind] = kind(self)  # type: ignore[index]

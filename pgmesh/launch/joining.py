@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import torch_private
-from pgmesh._util.validation import number_between
+from pgmesh._util.validation import is_name, number_between
 from pgmesh.errors import LaunchError, WorldError
 from pgmesh.groups import world as worlds
 from pgmesh.launch.detect import BY_HAND, OPEN_MPI, detect_launcher, detect_one, with_address, with_replica
@@ -37,7 +37,7 @@ class World:
 
     @property
     def core(self) -> worlds.World:
-        """What pgmesh keeps about this process in the world."""
+        """The state of pgmesh about this process in the world."""
         return self._core or worlds.current_world()
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ def open_world(
     ...     ProcessGroupMesh(1, world=sync).group().size()
     1
     """
-    if not (isinstance(name, str) and name and name.isprintable() and "/" not in name):
+    if not is_name(name):
         raise LaunchError(f"a world's name is a printable string without '/', such as 'sync', not {name!r}.")
     backend = backend or _default_backend()
     limit = torch_private.default_timeout(backend) if timeout is None else to_timedelta(timeout, LaunchError)

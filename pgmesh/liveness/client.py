@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from pgmesh.groups.world import World
-from pgmesh.liveness import operations, timing
+from pgmesh.groups.world import World, pace
+from pgmesh.liveness import operations
 from pgmesh.liveness.liveness import liveness_of
 from pgmesh.liveness.operations import Operation
 
@@ -22,7 +22,7 @@ class CallClient:
     def __init__(self, world: World, seconds: float) -> None:
         self.world, self.seconds = world, seconds
         self.liveness = liveness_of(world)
-        self.pace = timing.pace(world.size)  # the factor of pauses, to spare the store in a large world
+        self.pace = pace(world.size)  # the factor of pauses, to spare the store in a large world
         self.start = time.monotonic()
 
     def run(self, *asked: Operation) -> list[Any]:

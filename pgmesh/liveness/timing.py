@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from pgmesh.groups.world import pace
+
 HEARTBEAT = 1.0
 """Seconds between two heartbeats in a world of up to ``FULL_RATE_RANKS`` ranks. In a larger one the interval grows in
 proportion, so that the store receives no more heartbeats per second."""
-
-FULL_RATE_RANKS = 1024
 
 MISSED_HEARTBEATS = 5
 """The number of heartbeats that a rank misses before it counts as lost, unless ``abort_when_lost`` was given more."""
@@ -16,11 +16,6 @@ MOST_STATUSES = 32
 
 MOST_NAMED = 8
 """The number of ranks that a message describes."""
-
-
-def pace(world_size: int) -> float:
-    """The factor by which heartbeats, pauses and inspections are slower in a large world; 1 in others."""
-    return max(1.0, world_size / FULL_RATE_RANKS)
 
 
 def heartbeat_period(world_size: int) -> float:

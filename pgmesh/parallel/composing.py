@@ -50,7 +50,7 @@ from pgmesh.parallel.divisibility import format_sizes
 from pgmesh.parallel.exchange import broadcast_all
 from pgmesh.parallel.first_step import FirstStep, check_first_optimizer, parameters_of
 from pgmesh.parallel.gradients import local_shard, mean_over_ranks, norm_of_pieces, scale_gradients
-from pgmesh.parallel.initializing import initialize_layers
+from pgmesh.parallel.initializing import check_ties, initialize_layers
 from pgmesh.parallel.local_experts import expert_tensors, named_tensors, names_of_experts
 from pgmesh.parallel.mixture import Accumulation
 from pgmesh.parallel.names import whole_name
@@ -142,8 +142,9 @@ class Composition:
         self.pieces: weakref.WeakKeyDictionary[nn.Module, Pieces] = weakref.WeakKeyDictionary()
         """For each module that ``apply`` returned, what ``count_pieces`` did."""
         self._initialized: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._ties: weakref.WeakKeyDictionary[nn.Module, list[list[str]]] = weakref.WeakKeyDictionary()
         """The modules that ``initialize`` was called for."""
+        self._ties: weakref.WeakKeyDictionary[nn.Module, list[list[str]]] = weakref.WeakKeyDictionary()
+        """For each module that was on the meta device in ``apply``, the names of each tied parameter."""
         self._averaging = next((each for each in methods if each.averages_gradients), None)
         """The method that averages gradients."""
         self._pipelines = [each for each in methods if each.level is Level.PIPELINE]
@@ -250,14 +251,7 @@ class Composition:
         >>> together.initialize(model, lambda layer: layer.reset_parameters(), seed=0)
         """
         reshard(module)
-        for one, *others in self._ties.get(module, []):
-            for other in others:
-                if module.get_parameter(one) is not module.get_parameter(other):
-                    path, _, key = other.rpartition(".")
-                    raise MethodError(
-                        f"{one} and {other} were one parameter, of which to_empty has made two.\n\n"
-                        f"  model.get_submodule({path!r}).{key} = model.get_parameter({one!r})   # before initialize"
-                    )
+        check_ties(module, self._ties.get(module, []))
         initialize_layers(module, init, seed)
         if tied := vars(module).get("tied") if self._pipelines else None:
             tied.copy_first(vars(module)["canonical_names"])

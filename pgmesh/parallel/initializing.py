@@ -6,7 +6,7 @@ model. Then each rank keeps its part. So ranks agree on what they share, and dif
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -16,6 +16,26 @@ from pgmesh.errors import MethodError
 from pgmesh.parallel.gradients import local
 from pgmesh.parallel.names import whole_name
 from pgmesh.parallel.pieces import part_of
+
+
+def check_ties(module: nn.Module, ties: Iterable[Sequence[str]]) -> None:
+    """Check that tied parameters are still tied.
+
+    Args:
+        module: the module that ``apply`` returned, after ``to_empty``.
+        ties: the names of each tied parameter before.
+
+    Raises:
+        MethodError: one is two parameters now.
+    """
+    for one, *others in ties:
+        for other in others:
+            if module.get_parameter(one) is not module.get_parameter(other):
+                path, _, key = other.rpartition(".")
+                raise MethodError(
+                    f"{one} and {other} were one parameter, of which to_empty has made two.\n\n"
+                    f"  model.get_submodule({path!r}).{key} = model.get_parameter({one!r})   # before initialize"
+                )
 
 
 @torch.no_grad()

@@ -83,6 +83,11 @@ class ShardedDataParallel(Method):
         """The axes along which parameters are sharded."""
         return tuple(axis for axis in self.average_axes if axis not in self.replicates)
 
+    @property
+    def _ignored(self) -> set[Any]:
+        """The parameters that fully_shard is told to ignore."""
+        return {*self.keywords.get("ignored_params", ())}
+
     def settle(self, readers: Blocks) -> None:
         """Average gradients over all ranks that read different tokens, and shard parameters over them.
 
@@ -116,7 +121,7 @@ class ShardedDataParallel(Method):
         Raises:
             MethodError: one of ``ignored_params`` is trained.
         """
-        ignored = {*self.keywords.get("ignored_params", ())}
+        ignored = self._ignored
         if trained := [name for name, each in module.named_parameters() if each in ignored and each.requires_grad]:
             raise MethodError(
                 f"{trained[0]} is one of ignored_params, so no method would average its gradient.\n\n"
@@ -127,7 +132,7 @@ class ShardedDataParallel(Method):
         """Shard the module in place, its experts and layers first, and return it."""
         for experts in expert_modules(module).values():
             self._shard_experts(experts)
-        ignored = {*self.keywords.get("ignored_params", ()), *expert_tensors(module).values()}
+        ignored = {*self._ignored, *expert_tensors(module).values()}
         keywords = {**self.keywords, "mesh": self.device_mesh(), "ignored_params": ignored}
         uses = _count_uses(module)
         for layer in dict.fromkeys(self.layers(module)):  # one may be in several lists

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -15,9 +14,6 @@ from pgmesh.errors import MethodError
 from pgmesh.parallel.base import format_axes
 from pgmesh.parallel.names import plain_name
 from pgmesh.parallel.stage_cutting import match_modules, on_other_stage
-
-if TYPE_CHECKING:
-    pass
 
 
 def attention_plan(

@@ -68,7 +68,7 @@ class Placed:
 
 
 def fault_of_boxes(shape: Sequence[int], ranks_of: Mapping[Region | None, Sequence[int]]) -> str:
-    """What is wrong if the boxes of one tensor overlap, or do not cover the whole; else empty.
+    """A description of boxes of one tensor that overlap, or do not cover the whole; "" if they are right.
 
     Args:
         ranks_of: the ranks that hold each box; None without boxes.

@@ -29,7 +29,7 @@ from pgmesh.resharding.link import Link
 from pgmesh.resharding.placed import Placed, do_overlap, fault_of_boxes, find_shared_memory, text_of
 from pgmesh.resharding.plan import ReshardPlan, balance
 from pgmesh.resharding.sharding import Box, Placements, Region, Sharded, Sharding, by_axis, parse_placements, shape_of
-from pgmesh.resharding.transfer import Job, Shards, Staging, move, plan_messages
+from pgmesh.resharding.transfer import Job, Shards, Staging, memory_of, move, plan_messages
 from pgmesh.topology.host_mapping import this_host
 
 State = Union[nn.Module, Mapping[str, Any], None]
@@ -374,13 +374,12 @@ def signatures(tensors: Mapping[str, Tensors]) -> dict[tuple[str, str], list[obj
 
 
 def _describe_memory(tensors: Mapping[str, Tensors]) -> Iterator[Entry]:
-    """Which tensors of this rank are one under several names, and which of the target share memory otherwise."""
+    """The tensors of this rank with several names, and those of the target that share memory otherwise."""
     for side, named in tensors.items():
         shards = {name: each for name, each in locals_of(named).items() if each.numel()}
         names_of: dict[Any, list[str]] = {}
         for name, each in shards.items():
-            is_part = isinstance(named[name], Placed)
-            memory = name if is_part else (each.data_ptr(), each.shape, each.stride())
+            memory = name if isinstance(named[name], Placed) else memory_of(each)
             names_of.setdefault(memory, []).append(name)
         for names in names_of.values():
             pairs = itertools.combinations(sorted(names), 2)

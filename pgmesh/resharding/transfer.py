@@ -277,7 +277,7 @@ class Shards:
         overwritten = {
             read
             for read, written in find_overlaps(source, target)
-            if read != written or written in moved or not _is_same_memory(source[read], target[written])
+            if read != written or written in moved or memory_of(source[read]) != memory_of(target[written])
         }
         self.source.update({name: source[name].clone() for name in overwritten})
         self.overwrites_source = bool(overwritten)
@@ -311,10 +311,9 @@ class Shards:
                 yield self.target[job.name][new], self.source[job.name][old]
 
 
-def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if two tensors are the same elements in the same memory."""
-    memories = [(each.data_ptr(), each.shape, each.stride(), each.dtype) for each in (one, other)]
-    return memories[0] == memories[1]
+def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Address, shape, strides and dtype: equal for tensors that are the same elements in the same memory."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def find_overlaps(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
