@@ -142,7 +142,7 @@ class FirstCollectives:
 
     @property
     def of_made(self) -> list[FirstCollective]:
-        """Those of the groups whose members have all arrived."""
+        """The collectives of groups whose members have all arrived."""
         return [collective for each, collective in self.by_round.items() if each.is_made()]
 
     def add(self, groups: Mapping[GroupRound, Group]) -> None:

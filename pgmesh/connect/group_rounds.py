@@ -264,7 +264,7 @@ class ConnectJudge(Judge[GroupRound, Decision]):
             yield each, Decision("missing", self._describe_missing(each, f" in {self.client.seconds:g} s"))
 
     def pending(self, rounds: Iterable[GroupRound]) -> dict[str, str]:
-        """What this rank waits for, by the prefix of the store keys of its attempt."""
+        """Descriptions of the groups that this rank waits for, by the prefix of the store keys of its attempt."""
         return {
             each.name: f"connecting {each.label} at {self.call_site}, waiting for {name_ranks(each.missing)}"
             for each in undecided(rounds)

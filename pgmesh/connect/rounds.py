@@ -138,12 +138,12 @@ R = TypeVar("R", bound="Round[Any]")
 
 
 def undecided(rounds: Iterable[R]) -> list[R]:
-    """Those rounds that this rank knows no decision of."""
+    """The rounds that this rank knows no decision of."""
     return [each for each in rounds if each.decision is None]
 
 
 class Judge(Generic[R, D]):
-    """What the ranks of some rounds decide. Its calls are the only ones that know what a round is about.
+    """The decisions of the ranks of some rounds. Its calls are the only ones that know what a round is about.
 
     ``Rounds`` calls, in this order (G: overridden for groups in ``group_rounds.py``, M: for meshes in ``elastic/``):
 
@@ -176,7 +176,7 @@ class Judge(Generic[R, D]):
         raise NotImplementedError
 
     def takes(self, each: R, decision: D, *, sent_before: bool) -> D | None:
-        """What this rank takes from an attempt that was decided before it arrived; None to go on to the next one.
+        """The outcome for this rank of an attempt that was decided before it arrived; None to go on to the next one.
 
         Args:
             sent_before: this rank may have arrived in an earlier call.

@@ -1,4 +1,4 @@
-"""What the decisions of ``shrink`` and ``stand_by`` have in common: the round, and who is lost.
+"""The common part of the decisions of ``shrink`` and ``stand_by``: the round, and who is lost.
 
 The ranks of a mesh decide in a round, as described in ``connect/rounds.py``. A mesh is replaced once; until then its
 ranks may try several times. If an attempt has failed before a rank arrives, the rank goes on to the next one, or raises

@@ -132,7 +132,7 @@ class ShrinkJudge(SurvivorJudge):
         return found
 
     def _find_lost(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Those ranks that are lost. One without a status is, after the time of a silent one."""
+        """The ranks that are lost. One without a status is, after the time of a silent one."""
         lost = self.statuses.find_lost(self.client.run, ranks)
         seconds = self.statuses.now() - self._start
         if seconds >= self.statuses.lost_after:

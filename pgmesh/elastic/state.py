@@ -1,4 +1,4 @@
-"""What a mesh remembers of its aborts, and of the meshes that replace it.
+"""The record of a mesh: its aborts, and of the meshes that replace it.
 
 The mesh "train" of a program is replaced by "train#1", that one by "train#2", and so on. Each is a *generation*.
 """

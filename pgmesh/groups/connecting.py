@@ -1,4 +1,4 @@
-"""How the members of Gloo groups find each other.
+"""The search of Gloo groups for their members, and the connections.
 
 A lazy Gloo backend connects a pair of ranks when it first uses it, and needs the address of the other one then. Of each
 pair one side is *passive*: it waits inside the operation until the other side has started the pair too. So a rank that
@@ -194,7 +194,7 @@ class GroupStore(dist.Store):
                 self._client().delete_key(key)
 
     def notes(self, missing: Iterable[int]) -> str:
-        """Where these ranks wait themselves, as far as they have said so."""
+        """The notes of these ranks about where they wait, as far as there are any."""
         found = [stores.read(self._client(), f"{_NOTES}{rank}") for rank in missing]
         return "".join(f"\n  {note.decode()}" for note in found if note is not None)
 

@@ -126,7 +126,7 @@ class MeshGroups:
         return backends_of(self.world.options.backend).fake
 
     def state_of(self, kind: Callable[[], S]) -> S:
-        """What a layer keeps about this mesh: ``kind()``, made at its first use."""
+        """The state of a layer about this mesh: ``kind()``, made at its first use."""
         return self._states.setdefault(kind, kind())  # type: ignore[no-any-return]
 
     def check(self) -> None:

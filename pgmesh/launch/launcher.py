@@ -1,4 +1,4 @@
-"""What one launcher says about this process: its environment variables, and the rank that they give.
+"""The statements of one launcher about this process: its environment variables, and the rank that they give.
 
 ``Launcher`` is a row of the table of launchers. ``Variables`` reads numbers from the variables of a launcher that are
 set. ``LauncherInfo`` is the result. Needs no torch.

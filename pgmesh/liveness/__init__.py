@@ -1,1 +1,1 @@
-"""Whether the other ranks live, and what each does: heartbeats, statuses, and operations on the world's store."""
+"""Knowledge of the other ranks, whether they live and what each does: heartbeats and statuses in the world's store."""

@@ -1,4 +1,4 @@
-"""How a process shows that it lives, and what the listeners of other processes say of them.
+"""The listener by which a process shows that it lives, and questions to those of other processes.
 
 A listener is open as long as its process. Each status has its host and port, so other ranks can ask it.
 """

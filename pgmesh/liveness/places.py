@@ -1,4 +1,4 @@
-"""What a rank does, as its program would say it: where its thread is, and the operations entered in each group."""
+"""The activity of a rank as its program describes it: where its thread is, and the operations entered in each group."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ MOST_COUNTERS = 64
 
 
 class GroupCounter(NamedTuple):
-    """How many operations a rank has entered in a group.
+    """The number of operations that a rank has entered in a group.
 
     Args:
         name: the group's name in torch, the same on all members.

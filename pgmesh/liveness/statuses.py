@@ -29,7 +29,7 @@ def status_key(rank: int) -> str:
 
 
 class Place(NamedTuple):
-    """Where a rank's thread was at a heartbeat.
+    """The place of a rank's thread at a heartbeat.
 
     Args:
         line: file and line of the program's own code, such as "train.py:31".
@@ -92,7 +92,7 @@ class RankStatus:
 
     @property
     def waits(self) -> str:
-        """What it waits for in ``connect``; "" for nothing."""
+        """The groups that it waits for in ``connect``; "" for nothing."""
         return "; ".join(self.pending.values())
 
     def __str__(self) -> str:
@@ -142,7 +142,7 @@ class Record(NamedTuple):
         return self._replace(status=status, silence=began - self.since)
 
     def loss(self, lost_after: float) -> str:
-        """How it is known that the rank is lost, to follow its name; "" if it is not. See the table."""
+        """The evidence that the rank is lost, to follow its name; "" if it is not. See the table."""
         status, seconds = self.status, self.silence + READ_SECONDS
         if status is None:
             return ""
@@ -187,7 +187,7 @@ class Statuses:
             self.records[rank] = self.record(rank).after(RankStatus.unpack(text), began, now)
 
     def record(self, rank: int) -> Record:
-        """What is known of a rank; an empty record before it was read."""
+        """The record of a rank; an empty record before it was read."""
         return self.records.get(rank, Record())
 
     def find_lost(self, run: Run, ranks: Collection[int]) -> dict[int, str]:

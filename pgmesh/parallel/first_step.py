@@ -30,7 +30,7 @@ WRAPPER = "pgmesh_wrapper"
 
 @dataclass
 class Wrapper:
-    """What ``apply`` returned in the place of a module. It holds no module: a hook lives as long as its tensor."""
+    """The result of ``apply`` in the place of a module. It holds no module: a hook lives as long as its tensor."""
 
     inside: str
     """Type of the module that was given to ``apply``."""

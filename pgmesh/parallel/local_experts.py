@@ -60,12 +60,12 @@ def names_of_experts(module: nn.Module) -> set[str]:
 
 
 def prefixes_of_experts(module: nn.Module) -> tuple[str, ...]:
-    """What the names of tensors of experts begin with in a whole module, before ``ExpertParallel`` is applied."""
+    """The beginnings of the names of tensors of experts in a whole module, before ``ExpertParallel`` is applied."""
     layers = {layer for _, layer, *_ in find_function(module, mix)}
     named = module.named_modules(remove_duplicate=False)  # a layer may have several names
     return _prefixes(f"{name}.experts".lstrip(".") for name, each in named if each in layers)
 
 
 def _prefixes(modules: Iterable[str]) -> tuple[str, ...]:
-    """What the names of tensors of modules begin with; "" for the whole module."""
+    """The beginnings of the names of tensors of modules; "" for the whole module."""
     return tuple(f"{name}." if name else "" for name in modules)

@@ -37,7 +37,7 @@ Loss = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class BatchKind:
-    """What batches have in common that one schedule of torch can run."""
+    """The common properties of batches that one schedule of torch can run."""
 
     shapes: tuple[tuple[str, torch.Size, torch.dtype], ...]
     """The argument, shape and dtype of each tensor. Without a loss there is no target."""
@@ -102,7 +102,7 @@ class Pipeline(nn.Module):
         stages.mesh.group(stages.axis)  # exists after apply
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy takes over: all but the schedules, which run the stages of this pipeline."""
+        """The attributes that a copy takes over: all but the schedules, which run the stages of this pipeline."""
         return {**vars(self), "schedules": cachetools.LRUCache(MAX_SCHEDULES)}
 
     def _check_supported(self) -> None:

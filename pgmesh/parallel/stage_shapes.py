@@ -108,7 +108,7 @@ def device_of_stage(part: nn.Module, group: dist.ProcessGroup) -> torch.device:
 
 
 def _as_tuple(returned: Any) -> tuple[Any, ...]:
-    """What a stage returned, as the tuple that torch sends to the next stage."""
+    """The output of a stage, as the tuple that torch sends to the next stage."""
     return tuple(returned) if type(returned) in (tuple, list) else (returned,)
 
 

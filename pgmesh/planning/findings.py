@@ -76,7 +76,7 @@ def _leaving(plan: CombinationPlan, locality: Locality, layout: Layout, level: H
 
 
 def _description(plan: CombinationPlan, locality: Locality) -> str:
-    """How many units the groups span, as a sentence."""
+    """The number of units that the groups span, as a sentence."""
     level = locality.level
     if locality.intra:
         cut = plan.groups - locality.intra

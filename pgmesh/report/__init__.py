@@ -1,1 +1,1 @@
-"""Where each rank is: the table of ``mesh.report()`` and of ``pgmesh report``."""
+"""The place of each rank: the table of ``mesh.report()`` and of ``pgmesh report``."""

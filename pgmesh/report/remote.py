@@ -21,7 +21,7 @@ from pgmesh.report.table import Report, make_report
 
 
 def report_at(host: str, port: int, seconds: float) -> Report:
-    """Where each rank of the newest world on a store is.
+    """The place of each rank of the newest world on a store.
 
     Raises:
         WorldError: no store answers there within so many seconds, or no rank has a status in it.

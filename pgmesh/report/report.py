@@ -32,7 +32,7 @@ def held(mesh: MeshGroups) -> tuple[Held, ...]:
 
 
 def report(mesh: MeshGroups, thread: threading.Thread | None = None) -> Report:
-    """Where each rank of a mesh is.
+    """The place of each rank of a mesh.
 
     Args:
         thread: the thread of this process that other ranks see from now on; None for the one that they see now.

@@ -51,7 +51,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """Where each rank is. ``str`` gives a table.
+    """The place of each rank. ``str`` gives a table.
 
     Args:
         title: the mesh or the world.

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pgmesh import MethodError, ProcessGroupMesh
 from pgmesh.parallel import DataParallel, ExpertParallel, Method, ShardedDataParallel, TensorParallel, compose, verify
 from tests.support.expert_models import ExpertBlock
+from tests.support.message_assertions import last_call
 from tests.support.parallel_models import TinyGPT, assert_same, batch, gradients_of, loss_of, weights_of
 from tests.support.pipelines import gpt_stages, needs_pipelines
 from tests.support.tensor_plans import BLOCK_PLAN
@@ -96,7 +97,7 @@ def test_trained_ignored_params_are_an_error():
         sharded = ShardedDataParallel(mesh, "dp", ignored_params={model.norm.weight})
         with pytest.raises(MethodError, match=r"norm\.weight is one of ignored_params, so no method") as caught:
             compose(mesh, sharded).apply(model)
-        exec(str(caught.value).splitlines()[-1].strip(), {"module": model})
+        exec(last_call(caught.value), {"module": model})
         compose(mesh, sharded).apply(model)
 
 
@@ -155,7 +156,7 @@ def test_named_parameters_has_names_from_before_apply(mesh: ProcessGroupMesh, pr
 
 
 @on_ranks(2)
-def test_plan_finds_layers_in_wrappers_by_their_own_names():
+def test_plan_finds_wrapped_layers_by_their_own_names():
     with ProcessGroupMesh(tp=2) as mesh:
         together = compose(mesh, TensorParallel(mesh, "tp", plan=BLOCK_PLAN))
         model, alone = together.apply(wrap_blocks(TinyGPT(layers=2))), TinyGPT(layers=2)

@@ -69,7 +69,7 @@ def test_mean_counts_more_tokens_than_float16_can(mesh: ProcessGroupMesh):
 
 
 @on_ranks(2)
-def test_clipping_raises_on_all_ranks_if_norm_is_nan():
+def test_clipping_raises_everywhere_if_norm_is_nan():
     """One rank has it; the gradients stay."""
     with ProcessGroupMesh(tp=2) as mesh:
         together = compose(mesh, Weights(mesh, "tp"))

@@ -328,7 +328,7 @@ def test_sharded_experts_take_their_part_of_memory(edp, stacked):
 
 
 @on_ranks(4)
-def test_experts_are_sharded_across_replicated_nodes_only_if_asked():
+def test_experts_are_sharded_across_replicas_if_asked():
     """Four ranks, as two nodes of two: experts are copied between nodes, as all other weights."""
     with ProcessGroupMesh(node=2, dp=2) as mesh:
         for ways, sharded in (({}, (2,)), ({"replicate": "node"}, (2, 1))):

@@ -11,6 +11,7 @@ from torch import nn
 from pgmesh import MethodError, ProcessGroupMesh
 from pgmesh.parallel import ExpertParallel, Method, ShardedDataParallel, TensorParallel, compose, local
 from tests.support.expert_models import ExpertBlock
+from tests.support.message_assertions import last_call
 from tests.support.parallel_models import TinyGPT, assert_same, batch, loss_of, weights_of
 from tests.support.pipelines import gpt_stages, needs_pipelines
 from tests.support.tensor_plans import BLOCK_PLAN, VOCABULARY_PLAN
@@ -58,7 +59,7 @@ def alone(kind: str, module: nn.Module | None = None) -> nn.Module:
             text = "were one parameter, of which to_empty has made two"
             with pytest.raises(MethodError, match=text) as caught:
                 together.initialize(model, draw, seed=3)
-            exec(str(caught.value).splitlines()[-1].strip(), {"model": model})
+            exec(last_call(caught.value), {"model": model})
         together.initialize(model, draw, seed=3)
         return model
 

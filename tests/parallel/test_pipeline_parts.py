@@ -26,6 +26,7 @@ from pgmesh.parallel import (
 )
 from pgmesh.parallel.stage_cutting import copy_stage
 from tests.support.fake_world import fake_rank
+from tests.support.message_assertions import last_call
 from tests.support.pipelines import needs_pipelines
 from tests.support.worlds import on_ranks
 
@@ -256,7 +257,7 @@ def test_a_second_ddp_around_a_first_is_refused():
         with pytest.raises(MethodError, match=rf"(?s)DDP is in the module already.*  {re.escape(call)}") as raised:
             methods[1].apply(each)
         variables = {"module": each}
-        exec(str(raised.value).splitlines()[-1].strip(), variables)
+        exec(last_call(raised.value), variables)
         DataParallel(mesh, "a", "b").apply(variables["module"])
     with pytest.raises(MethodError, match=r"ShardedDataParallel\(mesh, 'a', 'b', replicate=\['b'\]\)"):
         methods[1].apply(ShardedDataParallel(mesh, "a").apply(nn.Linear(2, 2)))

@@ -24,6 +24,7 @@ from pgmesh.parallel import (
     with_loss,
 )
 from tests.support.fake_world import fake_rank
+from tests.support.message_assertions import last_call
 from tests.support.parallel_models import TinyGPT, assert_same, batch, gradients_of, loss_of
 from tests.support.pipelines import gpt_stages, needs_pipelines
 from tests.support.tensor_plans import BLOCK_PLAN
@@ -35,7 +36,7 @@ torch.set_num_threads(1)  # also on ranks, which import this: others share their
 def printed_call(call: Callable[[], object]) -> str:
     with pytest.raises(PgmeshError) as caught:
         call()
-    return str(caught.value).splitlines()[-1].strip()
+    return last_call(caught.value)
 
 
 def run_printed(call: Callable[[], object], **variables: Any) -> dict[str, Any]:
@@ -57,7 +58,7 @@ def test_several_axes_of_tensor_parallelism_are_merged(axes: tuple[str | int, ..
         compose(merged, method, unowned=merged.axes[0])
 
 
-def test_one_average_in_place_of_two_has_all_axes(mesh: ProcessGroupMesh):
+def test_one_average_for_two_has_all_axes(mesh: ProcessGroupMesh):
     both = DataParallel(mesh, "dp"), ShardedDataParallel(mesh.at(pp=1), "tp")
     call = printed_call(lambda: compose(mesh, *both, unowned="pp"))
     together = compose(mesh, eval(call, {**globals(), "mesh": mesh}), unowned="pp")

@@ -29,6 +29,11 @@ def facts(text: str) -> Counter[str]:
     return found
 
 
+def last_call(error: BaseException) -> str:
+    """The call in the last line of a message."""
+    return str(error).splitlines()[-1].strip()
+
+
 def assert_raises(error: type[PgmeshError], call: Callable[[], object], text: str) -> None:
     """Assert that a call raises exactly this type of error, whose message has the facts of this text and no others."""
     with pytest.raises(error) as caught:
