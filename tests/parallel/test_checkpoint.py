@@ -116,6 +116,7 @@ def save_on(kind: str, folder: Path, head_first: bool) -> None:
             checkpoint.save(folder, mesh, model, optimizer)
         else:
             saving = checkpoint.async_save(folder, mesh, model, optimizer)
+            assert any("tag=checkpoint" in group.label for group in mesh.held())  # which training does not use
             step_of(model, optimizer, together.share, STEPS - 1)  # changes all that is saved
             saving.result()
         dist.barrier()
