@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from operator import length_hint
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -37,10 +36,6 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT = timedelta(seconds=30)
 """Default timeout of ``connect``, ``locality`` and ``hosts``."""
-
-MAX_NAME_BYTES = 1024
-"""Maximum length of a mesh's name in UTF-8. Store keys begin with it, and TCPStore closes the connection at a key of
-8,192 bytes."""
 
 
 class ProcessGroupMesh(RankMethods):
@@ -93,8 +88,8 @@ class ProcessGroupMesh(RankMethods):
     ) -> None:
         who = "ProcessGroupMesh"
         size = world_rank_and_size()[1] if world is None else world.size
-        if name is not None:
-            _check_name(who, name)
+        if name is not None and not is_name(name):
+            raise ShapeError(f"{who}: a name is a printable string without '/', such as name='actor', not {name!r}.")
         given = None if ranks is None else parse_ranks(who, ranks)
         order = range(size) if given is None else given
         ends = (order[0], order[-1]) if isinstance(order, range) else order
@@ -609,8 +604,8 @@ class ProcessGroupMesh(RankMethods):
         """
         self._check_root()
         groups = self._mesh_groups
-        has_spares = spares is not None and length_hint(spares, 1) > 0  # an array has no truth value
-        if axis is None and not has_spares:
+        spares = tuple(spares)
+        if axis is None and not spares:
             raise OptionsError(
                 "shrink has neither an axis nor spares, so no rank could be dropped or replaced.\n\n"
                 f"  mesh = mesh.shrink({self.axes[0]!r})   # drop the indices of an axis that lost a rank\n"
@@ -618,7 +613,7 @@ class ProcessGroupMesh(RankMethods):
             )
         if axis is not None:  # by its name, which a position is not
             axis = self.axes[self.layout._numbers_of((axis,))[0]]
-        places = parse_ranks("shrink", spares) if has_spares else ()
+        places = parse_ranks("shrink", spares) if spares else ()
         _check_in_world("shrink", places, groups.world.size)
         from pgmesh.elastic.records import Request
         from pgmesh.elastic.shrinking import shrink
@@ -769,19 +764,6 @@ class ProcessGroupMesh(RankMethods):
         dimensions = parse_dimensions(self.layout, self.rank, axes, merged)
         return self._mesh_groups.device_mesh(self._part_of, self.layout, dimensions)
 
-    def adopt_device_mesh(self, device_mesh: DeviceMesh) -> None:
-        """Make ``device_mesh`` return slices of this DeviceMesh. Call ``adopt`` for its groups first.
-
-        Args:
-            device_mesh: torch's, with the ranks and the axes of this mesh.
-
-        Raises:
-            ShapeError: it has other ranks or axes, or the same in another order.
-
-        >>> mesh.adopt_device_mesh(mesh.device_mesh())
-        """
-        self._mesh_groups.adopt_device_mesh(self.layout, device_mesh)
-
     # -- text and pickling --------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
@@ -849,16 +831,6 @@ def _check_in_world(who: str, ranks: Iterable[int], world: int) -> None:
     """Raise RankError for ranks that a world of this size does not have."""
     if foreign := [rank for rank in ranks if rank >= world]:
         raise RankError(f"{who}: the world's ranks are 0 to {world - 1}; there is no rank {format_ranks(foreign)}.")
-
-
-def _check_name(who: str, name: str) -> None:
-    if not is_name(name):
-        raise ShapeError(f"{who}: a name is a printable string without '/', such as name='actor', not {name!r}.")
-    size = len(name.encode())
-    if size > MAX_NAME_BYTES:
-        raise ShapeError(
-            f"{who}: a name has at most {MAX_NAME_BYTES:,} bytes in UTF-8, and {name[:16]!r}... has {size:,}."
-        )
 
 
 def _not_a_group(mesh: ProcessGroupMesh) -> str:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pgmesh import torch_private
-from pgmesh._util.formatting import format_call, format_ranks, is_keyword_name
-from pgmesh.errors import AxisError, ShapeError
+from pgmesh._util.formatting import format_call, is_keyword_name
+from pgmesh.errors import AxisError
 from pgmesh.groups.default_world import default_device
 from pgmesh.groups.group import find_group
 from pgmesh.layout import Axis, Layout
@@ -71,7 +71,6 @@ class DeviceMeshes:
     def __init__(self, rank: int, root: Layout) -> None:
         self._rank, self._root = rank, root
         self._made: dict[DeviceMeshKey, DeviceMesh] = {}
-        self._adopted: dict[DeviceMeshKey, DeviceMesh] = {}
 
     def find(
         self,
@@ -94,29 +93,12 @@ class DeviceMeshes:
         made = self._made.get(key)
         if made is None:
             groups = {name: group(layout, axes) for name, axes in built.items()}
-            made = self._adopted.get(key)
-            if made is None or any(made.get_group(name) is not each for name, each in groups.items()):
-                made = _build(layout, self._rank, built, groups, self._root.ranks())
+            made = _build(layout, self._rank, built, groups, self._root.ranks())
             for process_group in groups.values():  # an adopted one may be that of another mesh, which destroys it
                 if (owner := find_group(process_group.group_name)) is not None:
                     owner.device_meshes[id(made)] = made
             self._made[key] = made
         return made[tuple(dimensions)]
-
-    def adopt(self, layout: Layout, device_mesh: DeviceMesh) -> None:
-        """Use the DeviceMesh whose groups were adopted.
-
-        Raises:
-            ShapeError: it has other ranks or axes, or the same in another order.
-        """
-        names, ranks = device_mesh.mesh_dim_names, tuple(device_mesh.mesh.flatten().tolist())
-        if (names, ranks) != (tuple(map(str, layout.axes)), layout.ranks()):
-            raise ShapeError(
-                f"this DeviceMesh has dimensions {names} and ranks {format_ranks(ranks)}, and the mesh has axes "
-                f"{layout.axes} and ranks {format_ranks(layout.ranks())}."
-            )
-        self._adopted[layout, tuple(dimensions_of(layout).items())] = device_mesh
-        self._made.clear()
 
     def clear(self) -> None:
         """Drop all that were made."""

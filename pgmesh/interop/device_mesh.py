@@ -41,6 +41,4 @@ def from_device_mesh(device_mesh: DeviceMesh, *, name: str | None = None) -> Pro
         except BaseException:
             mesh.close()
             raise
-        if names == tuple(map(str, mesh.axes)):  # otherwise torch cannot slice it by these axes
-            mesh.adopt_device_mesh(device_mesh)
     return mesh
