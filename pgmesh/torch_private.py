@@ -497,9 +497,13 @@ def strided_device_mesh(
     return None
 
 
-def drop_from_device_meshes(name: str, meshes: Iterable[DeviceMesh]) -> None:
+device_meshes: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDictionary()
+"""The DeviceMeshes of pgmesh's groups, by ``id``. DTensor keeps each of them for good."""
+
+
+def drop_from_device_meshes(name: str) -> None:
     """Let no DeviceMesh keep an ended group alive, and its threads. Only compiled code would find it there."""
-    for mesh in meshes:
+    for mesh in [*device_meshes.values()]:
         getattr(mesh, "_pg_registry", {}).pop(name, None)
 
 

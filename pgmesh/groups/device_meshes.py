@@ -14,7 +14,6 @@ from pgmesh import torch_private
 from pgmesh._util.formatting import format_call, is_keyword_name
 from pgmesh.errors import AxisError
 from pgmesh.groups.default_world import default_device
-from pgmesh.groups.group import find_group
 from pgmesh.layout import Axis, Layout
 
 Dimensions = Mapping[str, tuple[Axis, ...]]
@@ -94,9 +93,7 @@ class DeviceMeshes:
         if made is None:
             groups = {name: group(layout, axes) for name, axes in built.items()}
             made = _build(layout, self._rank, built, groups, self._root.ranks())
-            for process_group in groups.values():  # an adopted one may be that of another mesh, which destroys it
-                if (owner := find_group(process_group.group_name)) is not None:
-                    owner.device_meshes[id(made)] = made
+            torch_private.device_meshes[id(made)] = made
             self._made[key] = made
         return made[tuple(dimensions)]
 

@@ -14,16 +14,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pgmesh import torch_private
 from pgmesh.errors import LifetimeError
 from pgmesh.groups.connecting import GroupStore
 from pgmesh.groups.naming import Fingerprint
 from pgmesh.options import GroupOptions
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _NO_OPTIONS = GroupOptions()
 
@@ -44,7 +41,6 @@ class Group:
         call_site: the line of code that asked for it.
         store: the store of its Gloo backend, if it has one.
         created_by: "new_group" for a group of torch's ``new_group``, "adopted" for a group of the user.
-        device_meshes: the DeviceMeshes that refer to its process group, by ``id``. DTensor keeps each of them for good.
     """
 
     group_label: str
@@ -57,7 +53,6 @@ class Group:
     call_site: str = ""
     store: GroupStore | None = None
     created_by: Literal["pgmesh", "new_group", "adopted"] = "pgmesh"
-    device_meshes: weakref.WeakValueDictionary[int, DeviceMesh] = field(default_factory=weakref.WeakValueDictionary)
     register: Callable[[], object] = field(default=lambda: None, init=False)  # with torch
     is_made: bool = field(default=False, init=False)  # it has a process group
     reason: str = field(default="", init=False)  # why it has ended
@@ -126,7 +121,7 @@ class Group:
         if _by_name.get(self.name) is self:
             del _by_name[self.name]
         if self.created_by != "adopted":
-            torch_private.drop_from_device_meshes(self.name, self.device_meshes.values())
+            torch_private.drop_from_device_meshes(self.name)
         return process_group
 
 
