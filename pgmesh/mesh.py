@@ -65,13 +65,12 @@ class ProcessGroupMesh(RankMethods):
     ((2, 2, 2), ('pp', 'dp', 'tp'), 5, (1, 0, 1))
     """
 
-    __slots__ = ("__weakref__", "_cached", "_groups", "_mesh_groups", "_part_of", "_path", "_slices", "layout")
+    __slots__ = ("__weakref__", "_cached", "_groups", "_mesh_groups", "_path", "_slices", "layout")
 
     layout: Layout
     """The axes, sizes and ranks of the mesh, without its groups and this rank."""
 
     _mesh_groups: MeshGroups
-    _part_of: Layout  # the layout whose DeviceMesh is the root of this mesh's DeviceMeshes
     _groups: dict[tuple[Axis, ...], ProcessGroup]
     _slices: dict[Any, ProcessGroupMesh]
     _path: str  # the calls from the root mesh to this slice or view; "" for the root mesh
@@ -101,8 +100,8 @@ class ProcessGroupMesh(RankMethods):
         layout = Layout.of(box, order)
         self._set(layout, MeshGroups(name, layout, None if world is None else world.core))
 
-    def _set(self, layout: Layout, mesh_groups: MeshGroups, path: str = "", *, part_of: Layout | None = None) -> None:
-        self.layout, self._mesh_groups, self._path, self._part_of = layout, mesh_groups, path, part_of or layout
+    def _set(self, layout: Layout, mesh_groups: MeshGroups, path: str = "") -> None:
+        self.layout, self._mesh_groups, self._path = layout, mesh_groups, path
         self._groups, self._slices, self._cached = {}, {}, {}
         mesh_groups.track(self)
 
@@ -110,15 +109,13 @@ class ProcessGroupMesh(RankMethods):
         """Clear the cached groups: some of them were destroyed."""
         self._groups.clear()
 
-    def _derive(
-        self, verb: str, given: Mapping[Any, object], layout: Layout, part_of: Layout | None = None
-    ) -> ProcessGroupMesh:
+    def _derive(self, verb: str, given: Mapping[Any, object], layout: Layout) -> ProcessGroupMesh:
         """The slice or view with this layout. Only the first call makes it, which may wait for the lock of the mesh."""
         found = self._slices.get((verb, layout))
         if found is not None:
             return found
         mesh = object.__new__(ProcessGroupMesh)
-        mesh._set(layout, self._mesh_groups, f"{self._path}{format_call(f'.{verb}', given)}", part_of=part_of)
+        mesh._set(layout, self._mesh_groups, f"{self._path}{format_call(f'.{verb}', given)}")
         return self._slices.setdefault((verb, layout), mesh)
 
     # -- ranks, coords and indices ------------------------------------------------------------------------------
@@ -686,9 +683,7 @@ class ProcessGroupMesh(RankMethods):
         if key in self._slices:
             return self._slices[key]
         layout = self.layout.at(fixed, **indices)
-        only_fixes = len(layout.axes) + len(fixed or ()) + len(indices) == len(self.axes)
-        part_of = self._part_of if only_fixes and self.rank in layout else None
-        part = self._derive("at", {**(fixed or {}), **indices}, layout, part_of)
+        part = self._derive("at", {**(fixed or {}), **indices}, layout)
         if key is not None:
             self._slices[key] = part
         return part
@@ -711,7 +706,7 @@ class ProcessGroupMesh(RankMethods):
             if layout == self.layout:
                 return self
             fixed = {axis: i for axis, i in zip(self.axes, self.coord or ()) if axis not in layout.axes}
-            return self._slices.setdefault(axes, self._derive("at", fixed, layout, self._part_of))
+            return self._slices.setdefault(axes, self._derive("at", fixed, layout))
 
     def view(self, /, *shape: int | Sizes, **sizes: int) -> ProcessGroupMesh:
         """The same ranks in the same order with other axes: split, merged or both. It shares the groups.
@@ -762,7 +757,7 @@ class ProcessGroupMesh(RankMethods):
         """
         self._check_member()
         dimensions = parse_dimensions(self.layout, self.rank, axes, merged)
-        return self._mesh_groups.device_mesh(self._part_of, self.layout, dimensions)
+        return self._mesh_groups.device_mesh(self.layout, dimensions)
 
     # -- text and pickling --------------------------------------------------------------------------------------
 
@@ -772,7 +767,7 @@ class ProcessGroupMesh(RankMethods):
     def __reduce__(self) -> tuple[Any, ...]:
         groups = self._mesh_groups
         root = groups.name, groups.layout, groups.world.name, groups.rank
-        return _unpickle, (root, self.layout, self._path, self._part_of)
+        return _unpickle, (root, self.layout, self._path)
 
     def _check_root(self) -> None:
         """Raise LifetimeError for a view or a slice."""
@@ -841,8 +836,8 @@ def _not_a_group(mesh: ProcessGroupMesh) -> str:
 torch_private.not_groups[ProcessGroupMesh] = _not_a_group
 
 
-def _unpickle(root: tuple[Any, ...], layout: Layout, path: str, part_of: Layout) -> ProcessGroupMesh:
+def _unpickle(root: tuple[Any, ...], layout: Layout, path: str) -> ProcessGroupMesh:
     """Rebuild a mesh. It uses the open MeshGroups with this identity, or a new one."""
     mesh = object.__new__(ProcessGroupMesh)
-    mesh._set(layout, find_mesh_groups(*root), path, part_of=part_of)
+    mesh._set(layout, find_mesh_groups(*root), path)
     return mesh

@@ -73,7 +73,6 @@ class DeviceMeshes:
 
     def find(
         self,
-        whole: Layout,
         layout: Layout,
         dimensions: Dimensions,
         group: Callable[[Layout, tuple[Axis, ...]], dist.ProcessGroup],
@@ -81,13 +80,12 @@ class DeviceMeshes:
         """The DeviceMesh of groups along axes of a layout. It is made at its first use.
 
         Args:
-            whole: a layout with these axes. Its DeviceMesh is sliced if each dimension is one axis of that name.
             group: returns this rank's group along axes of a layout.
         """
         # If each dimension is one axis under its own name, in mesh order: a slice of the DeviceMesh of all axes.
-        single, built = dimensions_of(whole), dimensions
+        single, built = dimensions_of(layout), dimensions
         if [*dimensions.items()] == [item for item in single.items() if item in dimensions.items()]:
-            layout, built = whole, single
+            built = single
         key = layout, tuple(built.items())
         made = self._made.get(key)
         if made is None:

@@ -241,18 +241,12 @@ class MeshGroups:
 
     # -- torch's DeviceMesh, and adopted groups ------------------------------------------------------------------
 
-    def device_mesh(self, whole: Layout, layout: Layout, dimensions: Dimensions) -> DeviceMesh:
-        """A DeviceMesh of groups along axes of a layout.
-
-        Args:
-            whole: a layout with these axes, whose DeviceMesh may be sliced.
-        """
+    def device_mesh(self, layout: Layout, dimensions: Dimensions) -> DeviceMesh:
+        """A DeviceMesh of groups along axes of a layout."""
         self.check()
         self._check_default("DeviceMesh")
         with self.lock:
-            return self._device_meshes.find(
-                whole, layout, dimensions, lambda layout, axes: self.group(layout, axes, "", {})
-            )
+            return self._device_meshes.find(layout, dimensions, lambda layout, axes: self.group(layout, axes, "", {}))
 
     def adopt(self, layout: Layout, axes: tuple[Axis, ...], process_group: dist.ProcessGroup) -> None:
         """Use an existing group for these axes. pgmesh never destroys it."""
