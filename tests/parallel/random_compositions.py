@@ -313,9 +313,13 @@ def save_matmuls(context: object, operator: Any, *args: Any, **keywords: Any) ->
 
 
 def prepare(drawn: Drawn, module: nn.Module) -> nn.Module:
-    """Wrap and compile blocks, or wrap the whole module, as ``before_sharding``."""
+    """Wrap and compile blocks, or wrap the whole module, as ``before_sharding``.
+
+    torch raises an error in the backward pass of a selective checkpoint that is split, or around sharded experts.
+    """
     selective = {"context_fn": partial(create_selective_checkpoint_contexts, save_matmuls)}
-    options = selective if drawn.prepared == "matmuls" else {}
+    is_refused = "zero-bubble" in drawn.schedule or (drawn.experts and drawn.data in ("sharded", "hybrid"))
+    options = selective if drawn.prepared == "matmuls" and not is_refused else {}
     if drawn.compiled:  # before: torch 2.13 cannot compile a checkpoint of DTensors
         compile_blocks(drawn, module)
     for name, block in module.blocks.named_children() if drawn.prepared != "whole" else ():
