@@ -1,27 +1,22 @@
 """The plan of a transfer of one tensor between two layouts: what each rank sends, receives and copies. Pure arithmetic.
 
-A rank holds one part of the source and wants one part of the target, so two ranks exchange at most one range of one
-region. A rank receives no more than its *floor*: the size of its target part without what it holds already. If several
-ranks hold a source part, they share what is wanted of it.
+A rank holds one part of the source and wants one part of the target, so two ranks exchange at most one region. A rank
+receives no more than its *floor*: the size of its target part without what it holds already. The ranks that hold a
+source part, its *replicas*, serve those that want some of it in turn; ranks on other hosts only if none is on theirs.
 """
 
 from __future__ import annotations
 
-import bisect
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from pgmesh._util.formatting import count_of
 from pgmesh.drawing.styled_text import columns, plain
 from pgmesh.errors import RankError, ShapeError
 from pgmesh.layout import Layout
-from pgmesh.resharding.sharding import Part, Placements, Region, Sharding, overlaps, size_of
-
-MOST_ROUNDS = 50
-"""Most rounds of ``balance``."""
+from pgmesh.resharding.sharding import Part, Placements, Region, Sharding, size_of
 
 MOST_ROWS = 64
 """``str(plan)`` lists each rank of at most so many."""
@@ -105,10 +100,10 @@ class ReshardPlan:
     >>> print(ReshardPlan((8, 4), trainer, {"tp": 0}, generator, {"tp": 1}, itemsize=2, hosts=[range(4), range(4, 6)]))
     shape (8, 4), 2 bytes each, from Layout(fsdp=2, tp=2) to Layout(dp=2, tp=2, ranks=range(2, 6))
     rank  sends  to other hosts  receives  floor
-       0     24               8         0      0
-       1     24               8         0      0
-       2     24              24        16     16
-       3     24              24        16     16
+       0     16               0         0      0
+       1     16               0         0      0
+       2     32              32        16     16
+       3     32              32        16     16
        4      0               0        32     32
        5      0               0        32     32
      all     96              64        96     96
@@ -137,7 +132,8 @@ class ReshardPlan:
         for rank in self.ranks:
             if rank not in self._host_of:
                 raise RankError(f"hosts= has no host for rank {rank}. Give the ranks of each, as in [[0, 1], [2, 3]].")
-        self._shares: dict[Part, Shares] = {}
+        self._near: dict[Part, Mapping[int, Sequence[int]]] = {}
+        self._wanting: dict[Part, Mapping[Part, tuple[int, Region]]] = {}
 
     def of(self, rank: int) -> RankPlan:
         """The plan of one rank: the elements that it sends, receives and copies.
@@ -149,7 +145,7 @@ class ReshardPlan:
         if rank in self.source.layout:
             mine = self.source.part_of(rank)
             held = self.source.region_of_part(mine)
-            sends += self._shares_of(mine).sent_by(rank)
+            sends += self._sends(rank, mine)
         wanted, copied, receives, floor = None, None, list[Transfer](), 0
         if rank in self.target.layout:
             wanted = self.target.region_of(rank)
@@ -158,15 +154,41 @@ class ReshardPlan:
                     copied = overlap
                 else:
                     floor += size_of(overlap)
-                    receives += self._shares_of(part).received_by(rank)
+                    receives.append(Transfer(self._sender(part, rank), overlap, 0, size_of(overlap)))
         leaving = sum(each.size for each in sends if self._host_of[each.peer] != self._host_of[rank])
         return RankPlan(rank, held, wanted, tuple(sends), tuple(receives), copied, self.itemsize, leaving, floor)
 
-    def _shares_of(self, part: Part) -> Shares:
-        """The shares of the replicas of a part of the source."""
-        if part not in self._shares:
-            self._shares[part] = Shares(self, part)
-        return self._shares[part]
+    def _sends(self, rank: int, part: Part) -> Iterator[Transfer]:
+        """What a replica of a part of the source sends."""
+        for wanted, (_, overlap) in self._wanting_of(part).items():
+            for peer in self.target.ranks_of(wanted):
+                if self._sender(part, peer) == rank and not self._holds(peer, part):
+                    yield Transfer(peer, overlap, 0, size_of(overlap))
+
+    def _holds(self, rank: int, part: Part) -> bool:
+        return rank in self.source.layout and self.source.part_of(rank) == part
+
+    def _sender(self, part: Part, rank: int) -> int:
+        """The replica of a part of the source that serves a rank which wants some of it."""
+        near = self._near_of(part).get(self._host_of[rank]) or self.source.ranks_of(part)
+        number, _ = self._wanting_of(part)[self.target.part_of(rank)]
+        return near[(number * self.target.replicas + self.target.replica_of(rank)) % len(near)]
+
+    def _near_of(self, part: Part) -> Mapping[int, Sequence[int]]:
+        """By host, the replicas of a part of the source there."""
+        if part not in self._near:
+            near = defaultdict[int, list[int]](list)
+            for rank in self.source.ranks_of(part):
+                near[self._host_of[rank]].append(rank)
+            self._near[part] = near
+        return self._near[part]
+
+    def _wanting_of(self, part: Part) -> Mapping[Part, tuple[int, Region]]:
+        """The parts of the target that have some of a part of the source, each with its number and the overlap."""
+        if part not in self._wanting:
+            overlaps = self.target.parts_in(self.source.region_of_part(part))
+            self._wanting[part] = {each: (i, overlap) for i, (each, overlap) in enumerate(overlaps)}
+        return self._wanting[part]
 
     def __str__(self) -> str:
         ranks = sorted(self.ranks)[:MOST_ROWS]
@@ -184,201 +206,6 @@ class ReshardPlan:
 
     def _bytes_of(self, count: int) -> str:
         return f"{count * self.itemsize:,}"
-
-
-# -- the shares of replicas ----------------------------------------------------------------------------------------
-
-
-class Piece(NamedTuple):
-    """Elements ``start`` to ``stop`` of the line of a part, and the number of the replica that sends them."""
-
-    start: int
-    stop: int
-    replica: int
-
-
-class Cut:
-    """The pieces of a line so far, and what is left of the share of each replica.
-
-    Args:
-        counts: number of elements that each replica sends.
-    """
-
-    def __init__(self, counts: Sequence[int]) -> None:
-        self.pieces: list[Piece] = []
-        self._left = [*counts]
-
-    def give(self, replica: int, start: int, stop: int) -> int:
-        """Give these elements to a replica, as far as its share goes; return the first one that it does not get."""
-        size = min(self._left[replica], stop - start)
-        if size:
-            self.pieces.append(Piece(start, start + size, replica))
-            self._left[replica] -= size
-        return start + size
-
-
-class Slots(NamedTuple):
-    """The slots on the line of a source part that belong to one part of the target, one for each of its replicas."""
-
-    part: Part  # of the target
-    overlap: Region  # what it wants of the source part
-    size: int  # number of elements of one slot
-    start: int  # start of the first slot on the line; the others follow it
-
-
-class Shares:
-    """The shares of the replicas of one source part in what other ranks want of it.
-
-    Each replica of a part could send all of it. The elements that each rank wants of the part, one rank after the
-    other, are the *line*. The elements of one rank are its *slot*. The line is cut into *pieces*:
-
-    - A replica that wants some of the part has it: its slot is in no piece.
-    - Then each replica serves the slots of ranks on its own host, until its share is used up.
-    - What is left of the line is cut in the order of the replicas.
-
-    A million ranks can want a part. So there is no list of slots: their positions on the line are computed.
-
-    Args:
-        plan: the plan.
-        part: the part of its source.
-
-    Ranks 0 and 1 are replicas of 8 elements. Ranks 1 and 2 want one half each, so these are slots 0 to 4 and 4 to 8 of
-    the line. Rank 1 has its half, and each replica sends one half of the other:
-
-    >>> plan = ReshardPlan((8,), Layout(dp=2), None, Layout(tp=2, ranks=[1, 2]), {"tp": 0})
-    >>> for piece in Shares(plan, ()).pieces:
-    ...     print(piece)
-    Piece(start=4, stop=6, replica=0)
-    Piece(start=6, stop=8, replica=1)
-    """
-
-    def __init__(self, plan: ReshardPlan, part: Part) -> None:
-        self._plan, self._target = plan, plan.target
-        self.replicas = plan.source.ranks_of(part)
-        self._wanted: list[Slots] = []
-        self._end = 0  # of the line
-        for wanted, overlap in self._target.parts_in(plan.source.region_of_part(part)):
-            self._wanted.append(Slots(wanted, overlap, size_of(overlap), self._end))
-            self._end += self._wanted[-1].size * self._target.replicas
-        self._slots_of = {each.part: each for each in self._wanted}
-        self._own = self._slots(self.replicas)
-        self.total = self._end - sum(stop - start for start, stop in self._own.values())
-        """Number of elements that the replicas send."""
-        self.counts = split_evenly(self.total, [0] * len(self.replicas))
-        """Number of elements that each replica sends. ``balance`` changes it."""
-
-        self.weight = plan.itemsize
-        """Bytes that an element stands for. ``balance`` multiplies it by the number of tensors."""
-
-    def bytes_sent(self) -> dict[int, int]:
-        """Bytes that each replica sends."""
-        return {rank: count * self.weight for rank, count in zip(self.replicas, self.counts)}
-
-    def received_by(self, rank: int) -> Iterator[Transfer]:
-        """The transfers that a rank receives from the replicas."""
-        if slot := self._slot(rank):
-            region = self._slots_of[self._target.part_of(rank)].overlap
-            for _, i, start, stop in overlaps([slot], self.pieces):
-                yield Transfer(self.replicas[self.pieces[i].replica], region, start - slot[0], stop - slot[0])
-
-    def sent_by(self, rank: int) -> Iterator[Transfer]:
-        """The transfers that a replica sends."""
-        number = self._plan.source.replica_of(rank)
-        for start, stop, replica in self.pieces:
-            while replica == number and start < stop:  # a piece may have elements of several slots
-                slots = self._wanted[bisect.bisect(self._wanted, start, key=lambda each: each.start) - 1]
-                number_of_slot, first = divmod(start - slots.start, slots.size)
-                last = min(first + stop - start, slots.size)
-                yield Transfer(self._target.ranks_of(slots.part)[number_of_slot], slots.overlap, first, last)
-                start += last - first
-
-    @cached_property
-    def pieces(self) -> list[Piece]:
-        """All pieces, in the order of the line."""
-        cut = Cut(self.counts)
-        if len(self._plan._hosts) > 1:
-            self._serve_own_hosts(cut)
-        taken = sorted([*self._own.values(), *((piece.start, piece.stop) for piece in cut.pieces)])
-        starts, stops = zip(*taken) if taken else ((), ())
-        replica = 0
-        for start, stop in zip((0, *stops), (*starts, self._end)):  # the intervals between those that are taken
-            while (start := cut.give(replica, start, stop)) < stop:  # the share of this replica is used up
-                replica += 1
-        return sorted(cut.pieces)
-
-    def _serve_own_hosts(self, cut: Cut) -> None:
-        """Let the replicas serve the slots of ranks on their own hosts."""
-        hosts, host_of = self._plan._hosts, self._plan._host_of
-        replicas_on = defaultdict[int, list[int]](list)  # by host, the numbers of the replicas there
-        for number, rank in enumerate(self.replicas):
-            replicas_on[host_of[rank]].append(number)
-        for rank, (start, stop) in self._slots([rank for host in replicas_on for rank in hosts[host]]).items():
-            if rank not in self._own:
-                for number in replicas_on[host_of[rank]]:
-                    start = cut.give(number, start, stop)
-
-    def _slots(self, ranks: Sequence[int]) -> dict[int, tuple[int, int]]:
-        """The slots of these ranks, without those that want nothing of the part."""
-        if len(ranks) > len(self._wanted) * self._target.replicas:  # fewer ranks want the part: go through those
-            some = {*ranks}
-            ranks = [rank for each in self._wanted for rank in self._target.ranks_of(each.part) if rank in some]
-        return {rank: slot for rank in ranks if (slot := self._slot(rank))}
-
-    def _slot(self, rank: int) -> tuple[int, int] | None:
-        """The slot of a rank on the line; None if it wants nothing of the part."""
-        slots = self._slots_of.get(self._target.part_of(rank)) if rank in self._target.layout else None
-        if slots is None:
-            return None
-        start = slots.start + self._target.replica_of(rank) * slots.size
-        return start, start + slots.size
-
-
-def split_evenly(total: int, loads: Sequence[int]) -> list[int]:
-    """The parts of a total that, added to these loads, make the greatest sum least.
-
-    >>> split_evenly(10, [0, 7, 4])
-    [7, 0, 3]
-    """
-    order = sorted(range(len(loads)), key=lambda i: loads[i])
-    # The n least loaded ones get a part each, which brings them to the same level: the most n whose loads are below it.
-    for n in range(len(order), 0, -1):
-        level, extra = divmod(total + sum(loads[i] for i in order[:n]), n)
-        if level >= loads[order[n - 1]]:
-            break
-    parts = [0] * len(loads)
-    for place, i in enumerate(order[:n]):
-        parts[i] = level + (place < extra) - loads[i]  # the first ones get 1 more, if the total is not divisible by n
-    return parts
-
-
-def balance(plans: Mapping[ReshardPlan, int]) -> None:
-    """Set the shares of the replicas so that over several tensors the greatest sender sends least.
-
-    Each plan alone gives the replicas of a part equal shares. But a rank may hold replicas of some tensors, and the
-    only copy of others. So the shares of one part after the other are set by what its replicas send of all other parts,
-    in several rounds, until they stay.
-
-    Args:
-        plans: the number of tensors of each plan. The plans have computed nothing yet.
-    """
-    if all(plan.source.replicas == 1 for plan in plans):
-        return
-    load: Counter[int] = Counter()  # by rank: the bytes that it sends
-    shared: list[Shares] = []
-    for plan, count in plans.items():
-        for shares in map(plan._shares_of, plan.source.parts()):
-            shares.weight *= count
-            load.update(shares.bytes_sent())
-            if len(shares.replicas) > 1:
-                shared.append(shares)
-    for _ in range(MOST_ROUNDS):
-        before = load.copy()
-        for shares in shared:
-            load.subtract(shares.bytes_sent())
-            shares.counts = split_evenly(shares.total, [load[rank] // shares.weight for rank in shares.replicas])
-            load.update(shares.bytes_sent())
-        if load == before:
-            break
 
 
 def layout_of(mesh: Any) -> Layout:

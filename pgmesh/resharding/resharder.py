@@ -27,7 +27,7 @@ from pgmesh.mesh import CONNECT_TIMEOUT, ProcessGroupMesh
 from pgmesh.options import Timeout
 from pgmesh.resharding.link import Link
 from pgmesh.resharding.placed import Placed, do_overlap, fault_of_boxes, find_shared_memory, text_of
-from pgmesh.resharding.plan import ReshardPlan, balance
+from pgmesh.resharding.plan import ReshardPlan
 from pgmesh.resharding.sharding import Box, Placements, Region, Sharded, Sharding, by_axis, parse_placements, shape_of
 from pgmesh.resharding.transfer import Job, Shards, Staging, memory_of, move, plan_messages
 from pgmesh.topology.host_mapping import this_host
@@ -624,7 +624,6 @@ def plan_jobs(link: Link, tables: Tables) -> list[Job]:
             if key not in plan_of:
                 plan_of[key] = ReshardPlan(*arguments, itemsize=dtype.itemsize, hosts=hosts)
             planned.append((name, dtype, plan_of[key]))
-    balance(Counter(plan for _, _, plan in planned))
     mine = {plan: plan.of(link.rank) for plan in plan_of.values()}
     return sorted((Job(name, dtype, mine[plan]) for name, dtype, plan in planned), key=lambda job: str(job.dtype))
 
