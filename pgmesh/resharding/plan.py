@@ -2,11 +2,13 @@
 
 A rank holds one part of the source and wants one part of the target, so two ranks exchange at most one region. A rank
 receives no more than its *floor*: the size of its target part without what it holds already. The ranks that hold a
-source part, its *replicas*, serve those that want some of it in turn; ranks on other hosts only if none is on theirs.
+source part, its *replicas*, serve the *takers*, those that want some of it, in turn, and together if they are more;
+takers on other hosts only if none is on theirs.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,6 +79,20 @@ class RankPlan:
         return sum(each.size for each in self.receives)
 
 
+class Served(NamedTuple):
+    """Who serves the takers of one part of the source.
+
+    Args:
+        near: by host, the replicas there; none if all ranks are on one.
+        by_all: the replicas, and the number of takers.
+        holding: the slots of replicas that want some of the part themselves.
+    """
+
+    near: Mapping[int, Sequence[int]]
+    by_all: tuple[Sequence[int], int]
+    holding: Sequence[int]
+
+
 class ReshardPlan:
     """The transfer of a tensor from one layout to another. Each rank computes its own part of it, alone.
 
@@ -100,10 +116,10 @@ class ReshardPlan:
     >>> print(ReshardPlan((8, 4), trainer, {"tp": 0}, generator, {"tp": 1}, itemsize=2, hosts=[range(4), range(4, 6)]))
     shape (8, 4), 2 bytes each, from Layout(fsdp=2, tp=2) to Layout(dp=2, tp=2, ranks=range(2, 6))
     rank  sends  to other hosts  receives  floor
-       0     16               0         0      0
-       1     16               0         0      0
-       2     32              32        16     16
-       3     32              32        16     16
+       0     24              16         0      0
+       1     24              16         0      0
+       2     24              16        16     16
+       3     24              16        16     16
        4      0               0        32     32
        5      0               0        32     32
      all     96              64        96     96
@@ -132,7 +148,7 @@ class ReshardPlan:
         for rank in self.ranks:
             if rank not in self._host_of:
                 raise RankError(f"hosts= has no host for rank {rank}. Give the ranks of each, as in [[0, 1], [2, 3]].")
-        self._near: dict[Part, Mapping[int, Sequence[int]]] = {}
+        self._served: dict[Part, Served] = {}
         self._wanting: dict[Part, Mapping[Part, tuple[int, Region]]] = {}
 
     def of(self, rank: int) -> RankPlan:
@@ -154,34 +170,55 @@ class ReshardPlan:
                     copied = overlap
                 else:
                     floor += size_of(overlap)
-                    receives.append(Transfer(self._sender(part, rank), overlap, 0, size_of(overlap)))
+                    receives += self._to(part, rank)
         leaving = sum(each.size for each in sends if self._host_of[each.peer] != self._host_of[rank])
         return RankPlan(rank, held, wanted, tuple(sends), tuple(receives), copied, self.itemsize, leaving, floor)
 
     def _sends(self, rank: int, part: Part) -> Iterator[Transfer]:
         """What a replica of a part of the source sends."""
-        for wanted, (_, overlap) in self._wanting_of(part).items():
-            for peer in self.target.ranks_of(wanted):
-                if self._sender(part, peer) == rank and not self._holds(peer, part):
-                    yield Transfer(peer, overlap, 0, size_of(overlap))
+        near, own_host = self._served_of(part).near, self._host_of[rank]
+        for wanted in self._wanting_of(part):
+            for taker in self.target.ranks_of(wanted):
+                host = self._host_of[taker]
+                if (host == own_host or host not in near) and self._takes(taker, part):
+                    yield from (each._replace(peer=taker) for each in self._to(part, taker) if each.peer == rank)
 
-    def _holds(self, rank: int, part: Part) -> bool:
-        return rank in self.source.layout and self.source.part_of(rank) == part
+    def _slot(self, rank: int, part: Part) -> int | None:
+        """The place of a rank among all that want some of a part of the source; None if it does not."""
+        wanting = self._wanting_of(part)
+        if rank not in self.target.layout or (wanted := self.target.part_of(rank)) not in wanting:
+            return None
+        return self.target.replica_of(rank) * len(wanting) + wanting[wanted][0]
 
-    def _sender(self, part: Part, rank: int) -> int:
-        """The replica of a part of the source that serves a rank which wants some of it."""
-        near = self._near_of(part).get(self._host_of[rank]) or self.source.ranks_of(part)
-        number, _ = self._wanting_of(part)[self.target.part_of(rank)]
-        return near[(number * self.target.replicas + self.target.replica_of(rank)) % len(near)]
+    def _takes(self, rank: int, part: Part) -> bool:
+        """True if a rank wants some of a part of the source, and does not hold it."""
+        holds = rank in self.source.layout and self.source.part_of(rank) == part
+        return not holds and self._slot(rank, part) is not None
 
-    def _near_of(self, part: Part) -> Mapping[int, Sequence[int]]:
-        """By host, the replicas of a part of the source there."""
-        if part not in self._near:
-            near = defaultdict[int, list[int]](list)
-            for rank in self.source.ranks_of(part):
+    def _to(self, part: Part, rank: int) -> Iterator[Transfer]:
+        """What a taker gets of a part of the source, by the replicas that serve it."""
+        served, host = self._served_of(part), self._host_of[rank]
+        senders, takers = served.by_all
+        if host in served.near:
+            senders, takers = served.near[host], sum(self._takes(each, part) for each in self._hosts[host])
+        slot, (_, overlap) = self._slot(rank, part) or 0, self._wanting_of(part)[self.target.part_of(rank)]
+        turn = slot - bisect.bisect(served.holding, slot)
+        each_by, size = max(len(senders) // takers, 1), size_of(overlap)
+        for i in range(each_by):
+            start, stop = size * i // each_by, size * (i + 1) // each_by
+            if start < stop:
+                yield Transfer(senders[(turn * each_by + i) % len(senders)], overlap, start, stop)
+
+    def _served_of(self, part: Part) -> Served:
+        """Who serves the takers of a part of the source; the same in all."""
+        if part not in self._served:
+            replicas, near = self.source.ranks_of(part), defaultdict[int, list[int]](list)
+            holding = sorted(slot for rank in replicas if (slot := self._slot(rank, part)) is not None)
+            takers = len(self._wanting_of(part)) * self.target.replicas - len(holding)
+            for rank in replicas if len(self._hosts) > 1 else ():
                 near[self._host_of[rank]].append(rank)
-            self._near[part] = near
-        return self._near[part]
+            self._served[part] = Served(near, (replicas, takers), holding)
+        return self._served[part]
 
     def _wanting_of(self, part: Part) -> Mapping[Part, tuple[int, Region]]:
         """The parts of the target that have some of a part of the source, each with its number and the overlap."""

@@ -51,7 +51,7 @@ def test_placements_by_axis_are_those_by_position():
     assert Sharding((5, 8), layout, {"dp": Replicate()}).replicas == Sharding((5, 8), layout, None).replicas == 4
 
 
-def test_replicas_serve_in_turn_and_their_own_host():
+def test_replicas_serve_in_turn_or_together():
     trainer, rollout = Layout(dp=2, ranks=[0, 4]), Layout(dp=6, ranks=[1, 2, 3, 5, 6, 7])
     plan = ReshardPlan((100,), trainer, None, rollout, None, hosts=[range(4), range(4, 8)])
     assert [(plan.of(rank).sent, plan.of(rank).leaving) for rank in trainer] == [(300, 0), (300, 0)]
@@ -60,6 +60,8 @@ def test_replicas_serve_in_turn_and_their_own_host():
     assert uneven.of(2).receives == (Transfer(0, (((0, 100),),), 0, 100),)
     far = ReshardPlan((100,), trainer, None, Layout(4, ranks=[1, 2, 3, 5]), None)
     assert [far.of(rank).sent for rank in trainer] == [200, 200]
+    single = ReshardPlan((100,), trainer, None, Layout(1, ranks=[2]), None)
+    assert single.of(2).receives == (Transfer(0, (((0, 100),),), 0, 50), Transfer(4, (((0, 100),),), 50, 100))
 
 
 def test_one_rank_of_a_million_plans_in_seconds():
