@@ -74,8 +74,6 @@ from tests.support.pipelines import gpt_stages
 from tests.support.tensor_plans import BLOCK_PLAN, EMBEDDED_PLAN, GATHERED_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
 from tests.support.worlds import World, _checked, world
 
-torch.set_num_threads(1)  # ranks import this too, and share the cores
-
 DEADLINE, GRACE = 90.0, 10.0
 """Seconds for a composition, and for the other ranks after the first error."""
 

@@ -23,8 +23,6 @@ from tests.support.pipelines import gpt_stages, needs_pipelines
 from tests.support.tensor_plans import BLOCK_PLAN
 from tests.support.worlds import on_ranks
 
-torch.set_num_threads(1)  # also on ranks, which import this: others share their cores
-
 
 def wrap_blocks(module: nn.Module) -> nn.Module:
     for name, block in [*module.blocks.named_children()]:
@@ -59,21 +57,6 @@ def test_before_sharding_gets_each_stage_after_tensor_methods():
         assert names == own
 
 
-@on_ranks(2)
-def test_initialize_gives_wrapped_layers_their_own_values():
-    def build(before_sharding: Callable[[nn.Module], nn.Module] | None) -> dict[str, torch.Tensor]:
-        with ProcessGroupMesh(dp=2, name=getattr(before_sharding, "__name__", "plain")) as mesh:
-            together = compose(mesh, ShardedDataParallel(mesh, "dp"))
-            with torch.device("meta"):
-                model = TinyGPT(layers=2)
-            model = together.apply(model, before_sharding=before_sharding).to_empty(device="cpu")
-            together.initialize(model, lambda layer: layer.reset_parameters(), seed=1)
-            return {name: each.full_tensor() for name, each in together.named_parameters(model)}
-
-    assert_same("values", build(checkpoint_wrapper), build(None), 0.0)
-    assert_same("values", build(wrap_blocks), build(None), 0.0)
-
-
 def wrap_experts(module: nn.Module) -> nn.Module:
     for block in module.blocks:
         block.experts = checkpoint_wrapper(block.experts)
@@ -99,21 +82,6 @@ def test_trained_ignored_params_are_an_error():
             compose(mesh, sharded).apply(model)
         exec(last_call(caught.value), {"module": model})
         compose(mesh, sharded).apply(model)
-
-
-def halve(module: nn.Module) -> nn.Module:
-    module.norm.register_forward_hook(lambda layer, given, output: output / 2)
-    return module
-
-
-@on_ranks(2)
-def test_verify_finds_what_before_sharding_changes():
-    with ProcessGroupMesh(dp=2) as mesh:
-        build, batches = partial(TinyGPT, layers=1), [batch(0)]
-        together = compose(mesh, ShardedDataParallel(mesh, "dp"))
-        assert verify(together, build, batches, loss=loss_of, before_sharding=wrap_blocks) < 1e-12
-        with pytest.raises(MethodError, match="trains otherwise than one rank"):
-            verify(together, build, batches, loss=loss_of, before_sharding=halve)
 
 
 # ---- names ----

@@ -43,8 +43,6 @@ from tests.support.pipelines import gpt_stages, needs_pipelines
 from tests.support.tensor_plans import GATHERED_PLAN
 from tests.support.worlds import on_ranks, world
 
-torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
-
 
 def methods_of(mesh: ProcessGroupMesh, kind: str) -> list[Method]:
     pipeline = functools.partial(gpt_stages, mesh, microbatches=4)

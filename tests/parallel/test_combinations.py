@@ -2,7 +2,7 @@
 
 Each program says only which axes a method owns. What differs along other axes, the composition derives.
 
-95 compositions train for three steps in 64-bit floats over Gloo. No loss, norm, gradient or weight differs from one
+96 compositions train for three steps in 64-bit floats over Gloo. No loss, norm, gradient or weight differs from one
 process by more than 3e-14, the greatest being of weights after the third step of AdamW; with bfloat16, no gradient by
 more than 1% of its norm. ``fully_shard`` of experts along ``edp`` is as exact, with half the memory and 1.2 to 1.5
 times the CPU time.
@@ -125,6 +125,7 @@ COMPOSITIONS = {
     "compiled, data": on(dp=4, data="data", **COMPILED),
     "compiled, sharded": on(dp=4, data="sharded", **COMPILED),
     "compiled, sharded, tensor": on(dp=2, tp=2, data="sharded", tensor="vocabulary", **COMPILED),
+    "compiled, tensor, sequence": on(tp=2, tensor="sequence", **COMPILED),
     "compiled, 1f1b, sharded; tied": stages(dp=2, data="sharded", tied=True, **COMPILED),
     "compiled, ring, data": on(dp=2, cp=2, data="data", context="ring", **COMPILED),
     "compiled, ulysses, data": on(dp=2, cp=2, data="data", context="ulysses", **COMPILED),

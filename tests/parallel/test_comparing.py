@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.functional import scaled_dot_product_attention
 
 from pgmesh import MethodError, ProcessGroupMesh, ShapeError
@@ -34,18 +32,16 @@ from tests.support.parallel_models import (
     TinyGPT,
     assert_same,
     batch,
-    full_tensor,
     gradients_of,
     loss_of,
     weights_of,
 )
 from tests.support.pipelines import gpt_stages
-from tests.support.tensor_plans import BLOCK_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
+from tests.support.tensor_plans import BLOCK_PLAN
 from tests.support.worlds import check_sums, groups_of, on_ranks
 
 long = pytest.mark.long
 
-torch.set_num_threads(1)  # also on ranks, which import this: others share their cores
 
 SHARE = "together.share(batch)   # equal parts; together = compose(...)"
 UNEQUAL = "compose(..., equal_parts=False)   # with the loss of together.mean(loss_sum, tokens)"
@@ -206,25 +202,6 @@ def test_broadcast_of_strided_tensors_is_whole():
         assert whole.equal(torch.arange(8.0).view(2, 4))
 
 
-# ---- the error ----
-
-
-def test_long_lists_of_numbers_are_shortened():
-    rows = [1, 1, 1, 1, 2, 3, 4, 5]
-    batches = {rank: comparing.Batch(number, 0, 0) for rank, number in enumerate(rows)}
-    found = "1 on ranks 0, 1, 2, 3; 2 on rank 4; 3 on rank 5; 4 on rank 6; ..."
-    with fake_rank(0, 8), ProcessGroupMesh(dp=8) as mesh:
-        together = compose(mesh, Rows(mesh, "dp"))
-        with mock.patch.object(comparing, "gather_objects", return_value=batches):
-            message = needs("Rows", "rows", "dp=8", found, SHARE, UNEQUAL)
-            assert_raises(ShapeError, lambda: together.check_inputs(()), message)
-
-
-def test_jagged_inputs_are_not_counted():
-    jagged = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)], layout=torch.jagged)
-    assert comparing.describe_batch(jagged) == comparing.describe_batch(())
-
-
 # ---- rows ----
 
 
@@ -300,42 +277,6 @@ def test_inputs_are_compared_over_gloo_on_any_device():
         used = [call.kwargs["group"] for call in gather.call_args_list]
         assert [dist.get_backend(each) for each in used] == ["gloo"] * 3
         assert group not in used
-        check_sums(groups_of(mesh))
-
-
-def test_compositions_on_slices_exchange_apart():
-    with fake_rank(0, 4):
-        mesh, model = ProcessGroupMesh(pp=2, dp=2), nn.Linear(4, 1)
-        for part, axis in ((mesh.at(pp=0), "dp"), (mesh.at(dp=0), "pp")):
-            model = compose(part, Rows(part, axis)).apply(model)
-        with mock.patch.object(comparing, "gather_objects", side_effect=comparing.gather_objects) as gather:
-            model(torch.ones(2, 4))
-        ranks = sorted(call.args[1] for call in gather.call_args_list)
-        assert ranks == [[0, 1], [0, 2]]
-
-
-# ---- torch.compile ----
-
-
-@long
-@pytest.mark.parametrize("kind", ["blocks", "vocabulary", "sequence"])
-@on_ranks(2)
-def test_fullgraph_compiles_after_tensor_parallelism(kind: str):
-    with ProcessGroupMesh(tp=2) as mesh:
-        codes, target = batch(0)
-        expected, model = TinyGPT(layers=2), TinyGPT(layers=2)
-        loss_of(expected(codes), target).backward()
-        torch.compiler.reset()
-        plan = {"blocks": BLOCK_PLAN, "vocabulary": VOCABULARY_PLAN, "sequence": SEQUENCE_PLAN}[kind]
-        model = compose(mesh, TensorParallel(mesh, "tp", plan=plan)).apply(model)
-        run = torch.compile(model, fullgraph=True, backend="aot_eager")
-        context = contextlib.nullcontext if kind == "blocks" else loss_parallel
-        for _ in range(3):
-            model.zero_grad()
-            with context():
-                loss_of(run(codes), target).backward()
-        found = {name: full_tensor(each) for name, each in gradients_of(model).items()}
-        assert_same(kind, found, gradients_of(expected))
         check_sums(groups_of(mesh))
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -18,7 +16,7 @@ from pgmesh.parallel import (
     TensorParallel,
     compose,
 )
-from pgmesh.parallel.composing import INITIALIZE, Composition
+from pgmesh.parallel.composing import INITIALIZE
 from tests.support.own_methods import Weights
 from tests.support.parallel_models import (
     TinyGPT,
@@ -117,35 +115,7 @@ def test_second_model_is_mean_of_weights(kind: str):
         assert_same("means", weights_of(average), expected)
 
 
-# ---- inputs are compared once ----
-
-
-@on_ranks(2)
-def test_copy_of_model_compares_inputs_once():
-    with ProcessGroupMesh(tp=2) as mesh:
-        together = compose(mesh, Weights(mesh, "tp"))
-        applied, compared = together.apply(nn.Sequential(nn.Linear(2, 2, bias=False))), list[int]()
-        check = Composition.check_inputs
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Composition, "check_inputs", lambda *args: (compared.append(1), check(*args)))
-            applied(torch.ones(2, 2)).sum().backward()
-            duplicate = copy.deepcopy(applied)
-            for _ in range(3):
-                duplicate(torch.ones(2, 2)).sum().backward()
-        dist.barrier()
-        assert len(compared) == 1
-
-
 # ---- parameters that apply has not seen ----
-
-
-def test_parameter_added_after_apply_raises_in_grad_norm(mesh: ProcessGroupMesh):
-    together = compose(mesh, unowned=mesh.axes)
-    model = together.apply(nn.Linear(2, 2))
-    model.extra = nn.Parameter(torch.ones(2))
-    model.extra.grad = torch.ones(2)
-    with pytest.raises(MethodError, match="extra was added to the module after apply"):
-        together.grad_norm()
 
 
 @on_ranks(2)
@@ -222,37 +192,11 @@ def test_evaluation_pass_hides_no_sharded_parameters():
         assert_same("clipped gradients", gradients_of(model), gradients_of(plain))
 
 
-@on_ranks(2)
-def test_optimizer_of_another_module_needs_apply():
-    with ProcessGroupMesh(dp=2) as mesh:
-        torch.manual_seed(0)
-        together = compose(mesh, DataParallel(mesh, "dp"))
-        model, other = together.apply(nn.Linear(2, 2)), nn.Linear(2, 1)
-
-        def optimizer() -> torch.optim.Optimizer:
-            return torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
-
-        with pytest.raises(MethodError) as caught:
-            together.attach(optimizer())
-        assert str(caught.value).startswith("the optimizer has 2 parameters of no module that apply returned")
-        variables = {"together": together, "other": other}
-        exec(str(caught.value).splitlines()[-2].strip(), variables)
-        other = variables["other"]
-        together.attach(optimizer())
-        other(model(torch.full((1, 2), float(mesh.rank)))).sum().backward()
-        mean = other.module.weight.grad.clone()
-        dist.all_reduce(mean, group=mesh.group())
-        torch.testing.assert_close(other.module.weight.grad, mean / 2)
-
-
-def test_unequal_parts_need_the_number_of_tokens(mesh: ProcessGroupMesh):
+def test_mean_takes_tokens_or_losses_of_a_step(mesh: ProcessGroupMesh):
     together = compose(mesh, unowned=mesh.axes, equal_parts=False)
     with pytest.raises(MethodError, match=r"together\.mean\(loss_sum, tokens\)"):
         together.mean(torch.tensor(2.0))
     assert together.mean(torch.tensor(6.0), tokens=4) == 1.5
-
-
-def test_the_mean_takes_the_losses_of_a_step(mesh: ProcessGroupMesh):
     together = compose(mesh, unowned=mesh.axes)
     assert together.mean([torch.tensor(1.0), torch.tensor(2.0)]) == 1.5
     with pytest.raises(MethodError, match=r"if losses: print\(together\.mean\(losses\)\)"):
@@ -266,32 +210,3 @@ def test_mean_of_unequal_parts_losses_needs_no_tokens():
         together = compose(mesh, DataParallel(mesh, "dp"), equal_parts=False)
         loss = together.mean(torch.tensor([6.0, 2.0][mesh.rank]), tokens=[3, 1][mesh.rank])
         assert (loss.item(), together.mean([loss, 2 * loss]).item()) == (2.0, 3.0)
-
-
-# ---- names of a module's own ----
-
-
-class OwnNames(nn.Linear):
-    """A module with names that a pipeline has too."""
-
-    tied = True
-
-    def __init__(self) -> None:
-        super().__init__(2, 2, bias=False)
-        self.loss = self.tied = True
-
-    def before_step(self) -> None:
-        raise AssertionError("this is a method of the program")
-
-
-@on_ranks(2)
-def test_module_may_have_the_names_of_a_pipeline():
-    with ProcessGroupMesh(tp=2) as mesh:
-        torch.manual_seed(0)
-        together, compared = compose(mesh, Weights(mesh, "tp")), list[int]()
-        model = together.apply(OwnNames())
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Composition, "check_inputs", lambda *args: compared.append(1))
-            model(torch.ones(2, 2)).sum().backward()
-        together.grad_norm()
-        assert len(compared) == 1

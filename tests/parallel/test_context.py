@@ -130,15 +130,6 @@ def test_ring_computes_scores_in_blocks_of_queries(mesh, monkeypatch, causal, ro
     torch.testing.assert_close([found, *gradients[0]], [right, *gradients[1]], **TOLERANCE)
 
 
-def test_16_bits_are_summed_in_32(mesh):
-    q, k, v = (torch.randn(1, 2, 64, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
-    alone = mesh.view(pp=8, cp=1).group("cp")
-    half = ring.ring_attention(*(each.bfloat16() for each in (q, k, v)), alone, is_causal=True)
-    right = scaled_dot_product_attention(*(each.bfloat16().float() for each in (q, k, v)), is_causal=True)
-    assert half.dtype is torch.bfloat16
-    torch.testing.assert_close(half, right.bfloat16(), rtol=0, atol=0)
-
-
 def transposed(*, heads=(4, 2, 2), width=(8, 8, 6), dtype=torch.float64) -> list[torch.Tensor]:
     """Queries, keys and values that a linear layer made: positions come before heads in memory."""
     shapes = [(2, 8, count, size) for count, size in zip(heads, width, strict=True)]
@@ -214,12 +205,6 @@ def test_ring_refuses_a_second_derivative(mesh):
     (gradient,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match=r"Trying to backward through pgmesh\.ring_backward"):
         gradient.sum().backward()
-
-
-def test_attention_is_replaced_where_it_is_kept(mesh):
-    model, method = TinyGPT(layers=2), ContextParallel(mesh, "cp")
-    assert method.apply(model) is model
-    assert [block.attend for block in model.blocks] == [method.attention] * 2
 
 
 class Given(Block):

@@ -17,14 +17,13 @@ from torch import nn
 from pgmesh import MethodError, ProcessGroupMesh
 from pgmesh.parallel import (
     ExpertParallel,
-    Level,
     Method,
     PipelineParallel,
-    ShardedDataParallel,
     compose,
     verify,
 )
 from tests.support.expert_models import expert_layer
+from tests.support.own_methods import AverageLater, Rows
 from tests.support.parallel_models import STEPS, TOLERANCE
 from tests.support.pipelines import needs_pipelines
 from tests.support.small_model import FIRST_STAGE, SmallModel, batch, loss_of, partner
@@ -87,40 +86,13 @@ def test_documented_tensor_parallelism_composes_with_other_methods():
             check_sums(groups_of(mesh))
 
 
-# ---- in which order ----
-
-
-class Shards(Method):
-    """Replaces all parameters by copies."""
-
-    differs = "rows"
-    level = Level.SHARD
-
-    def apply(self, module: nn.Module) -> nn.Module:
-        for each in module.modules():
-            for name, weight in list(each.named_parameters(recurse=False)):
-                each.register_parameter(name, nn.Parameter(weight.detach().clone()))
-        return module
-
-
-class Keeps(Method):
-    """Keeps references to the parameters."""
-
-    differs = "rows"
-    averages_later = True
-
-    def apply(self, module: nn.Module) -> nn.Module:
-        self.kept = [*module.parameters()]
-        return module
-
-
-def test_sharding_is_applied_before_methods_that_keep_weights(mesh: ProcessGroupMesh):
-    for given in ((Keeps(mesh, "dp"), Shards(mesh, "tp")), (Shards(mesh, "tp"), Keeps(mesh, "dp"))):
-        module = compose(mesh, *given, unowned=["pp"]).apply(nn.Linear(2, 2))
-        (keeps,) = (method for method in given if isinstance(method, Keeps))
-        assert {*map(id, keeps.kept)} == {*map(id, module.parameters())}
-    order = compose(mesh, Keeps(mesh, "dp"), ShardedDataParallel(mesh, "tp"), unowned=["pp"])
-    assert repr(order) == "Composition(ShardedDataParallel along tp; Keeps along dp)"
+@pytest.mark.parametrize("later", [False, True])
+def test_weights_leaves_out_frozen_parameters_and_experts(mesh: ProcessGroupMesh, later: bool):
+    frozen, trained, layer = nn.Linear(2, 2), nn.Linear(2, 2, bias=False), expert_layer()
+    module = ExpertParallel(mesh, "tp").apply(nn.ModuleList([frozen.requires_grad_(False), layer, trained]))
+    kept = layer.experts.parameters() if later else ()  # replicas have experts of their own
+    found = (AverageLater if later else Rows)(mesh, "dp").weights(module)
+    assert [*map(id, found)] == [*map(id, [*kept, trained.weight])]
 
 
 @needs_pipelines
@@ -130,11 +102,3 @@ def test_zero_bubble_schedule_refuses_hooks_on_gradients(mesh: ProcessGroupMesh)
     together = compose(mesh, of_markdown()(mesh, "dp"), pipeline, unowned=["tp"])
     with pytest.raises(MethodError, match=r"schedule 'zero-bubble' .* and post-accumulate-grad hooks do not run\."):
         together.apply(SmallModel())
-
-
-def test_weights_leaves_out_frozen_parameters_and_experts(mesh: ProcessGroupMesh):
-    frozen, trained, layer = nn.Linear(2, 2), nn.Linear(2, 2, bias=False), expert_layer()
-    module = ExpertParallel(mesh, "tp").apply(nn.ModuleList([frozen.requires_grad_(False), layer, trained]))
-    assert [*map(id, Shards(mesh, "dp").weights(module))] == [id(trained.weight)]
-    later = [*map(id, Keeps(mesh, "dp").weights(module))]
-    assert later == [*map(id, layer.experts.parameters()), id(trained.weight)]  # replicas have experts of their own

@@ -18,8 +18,6 @@ from tests.support.worlds import check_sums, groups_of, on_ranks
 pytestmark = needs_pipelines
 
 
-torch.set_num_threads(1)  # ranks import this too, and share the cores
-
 WIDTH, LENGTH, LAYERS = 6, 5, 4
 
 

@@ -24,7 +24,6 @@ from pgmesh.parallel import (
     TensorParallel,
     compose,
 )
-from pgmesh.parallel.stage_cutting import copy_stage
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import last_call
 from tests.support.pipelines import needs_pipelines
@@ -170,22 +169,6 @@ def test_bound_methods_and_hooks_refer_to_the_stage():
         assert (part.passes, module.passes, recorder.calls) == (1, 0, 1)
 
 
-def test_stage_shares_a_dictionary_of_the_module():
-    module = Rebound()
-    module.table = {"forward": module.forward}
-    stage = copy_stage(module, ["layers.0"])
-    assert stage.table is module.table
-    assert module.table["forward"].__self__ is module
-
-
-def test_copied_modules_of_a_stage_stay_tied():
-    module = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "abc"})
-    module["b"].weight = module["c"].weight = module["a"].weight
-    stage = copy_stage(module, [], ["b", "c"])
-    assert stage["a"].weight is module["a"].weight
-    assert stage["b"].weight is stage["c"].weight is not module["a"].weight
-
-
 def test_stage_has_names_of_the_whole_module():
     """A wildcard may not hide a name that no stage has."""
     with fake_rank(0, 4), ProcessGroupMesh(pp=2, tp=2) as mesh:
@@ -259,8 +242,12 @@ def test_a_second_ddp_around_a_first_is_refused():
         variables = {"module": each}
         exec(last_call(raised.value), variables)
         DataParallel(mesh, "a", "b").apply(variables["module"])
-    with pytest.raises(MethodError, match=r"ShardedDataParallel\(mesh, 'a', 'b', replicate=\['b'\]\)"):
-        methods[1].apply(ShardedDataParallel(mesh, "a").apply(nn.Linear(2, 2)))
+    sharded = ShardedDataParallel(mesh, "a").apply(nn.Linear(2, 2))
+    with pytest.raises(MethodError, match=r"ShardedDataParallel\(mesh, 'a', 'b', replicate=\['b'\]\)") as raised:
+        methods[1].apply(sharded)
+    together = compose(mesh, eval(last_call(raised.value)))
+    together.apply(nn.Linear(2, 2))
+    assert (together.methods[0].owns, together.methods[0].replicates) == (("a", "b"), ("b",))
 
 
 def test_pipeline_on_torch_with_older_stages_raises():

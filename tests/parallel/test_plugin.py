@@ -24,7 +24,6 @@ from tests.support.worlds import check_sums, groups_of, world
 
 pytestmark = pytest.mark.long
 
-torch.set_num_threads(1)  # ranks import this too, and share the cores
 
 ROOT = Path(__file__).parents[2]
 STEPS, EVERY, REPLICAS = 7, 2, 2

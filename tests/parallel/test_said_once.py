@@ -30,8 +30,6 @@ from tests.support.worlds import on_ranks, world
 
 pytestmark = pytest.mark.long
 
-torch.set_num_threads(1)  # ranks import this too, and share the cores
-
 
 # ---- a method of the program ----
 

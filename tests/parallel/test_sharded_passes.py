@@ -15,8 +15,6 @@ from pgmesh.parallel import ShardedDataParallel, compose
 from tests.support.parallel_models import assert_same, gradients_of, weights_of
 from tests.support.worlds import check_sums, groups_of, on_ranks
 
-torch.set_num_threads(1)  # also on ranks, which import this: others share their cores
-
 
 class Net(nn.Module):
     """Layers, and weights of the root: two of the same shape, of which a pass uses one."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from functools import partial
 
@@ -12,7 +11,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    ParallelStyle,
     PrepareModuleInputOutput,
     RowwiseParallel,
     SequenceParallel,
@@ -34,17 +32,14 @@ from tests.support.fake_world import fake_rank
 from tests.support.parallel_models import (
     WIDTH,
     TinyGPT,
-    assert_same,
     assert_same_run,
     batch,
-    full_tensor,
-    gradients_of,
     loss_of,
     train_alone,
     train_parallel,
 )
 from tests.support.pipelines import gpt_stages
-from tests.support.tensor_plans import GATHERED_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
+from tests.support.tensor_plans import GATHERED_PLAN, SEQUENCE_PLAN
 from tests.support.worlds import check_sums, groups_of, on_ranks
 
 pytestmark = pytest.mark.long
@@ -93,19 +88,6 @@ def test_ready_plans_name_layers_into_and_out_of():
     }
 
 
-@pytest.mark.parametrize(("sequence", "between"), [(False, Replicate()), (True, Shard(1))])
-def test_ready_plans_shard_sequences_between_layers(sequence, between):
-    plan = mlp_plan("mlp", sequence=sequence)
-    assert plan["mlp.up_proj"].input_layouts == plan["mlp.down_proj"].output_layouts == (between,)
-
-
-def test_what_another_stage_has_is_left_to_it(mesh):
-    model = TinyGPT()
-    model.tokens = model.places = None
-    TensorParallel(mesh, "tp", plan=VOCABULARY_PLAN).apply(model)
-    assert isinstance(model.head.weight, DTensor)
-
-
 @pytest.mark.parametrize("pattern", ["tokens", "t*", "place?", "blocks.0.up", "blocks.*.up"])
 def test_plan_may_name_modules_of_another_stage(mesh, pattern):
     (part,) = gpt_stages(mesh, "dp").cut(TinyGPT())
@@ -141,11 +123,6 @@ def test_frozen_integers_are_sharded(mesh):
 
 
 # ---- sequences ----
-
-
-def test_a_star_matches_children_alone(mesh):
-    module = TensorParallel(mesh, "tp", plan={"*": ColwiseParallel()}).apply(nn.Sequential(nn.Linear(4, 8)))
-    assert module[0].weight.placements == (Shard(0),)
 
 
 def gathered() -> PrepareModuleInputOutput:
@@ -211,34 +188,3 @@ def test_compiled_blocks_behind_sharded_embedding_train(sharded: bool):
         model = together.apply(model)
         assert_same_run(train_parallel(model, together.share), train_alone(TinyGPT(layers=2)))
         check_sums(groups_of(mesh))
-
-
-class Squash(nn.Module):
-    """A module that torch compiles."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(x) * x
-
-
-@pytest.mark.parametrize(
-    "style",
-    [
-        RowwiseParallel(input_layouts=Replicate()),
-        ColwiseParallel(output_layouts=Replicate()),
-        RowwiseParallel(input_layouts=Replicate(), use_local_output=False),
-    ],
-)
-@on_ranks(2)
-def test_sharded_output_passes_gradients_of_compiled_module(style: ParallelStyle):
-    with ProcessGroupMesh(tp=2) as mesh:
-        torch.compiler.reset()
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), Squash())
-        alone, x = copy.deepcopy(model), torch.ones(2, 4)
-        model[1].compile(fullgraph=True, backend="aot_eager")
-        model = compose(mesh, TensorParallel(mesh, "tp", plan={"0": style})).apply(model)
-        y = model(x)
-        (y if style.use_local_output else y.full_tensor()).sum().backward()
-        alone(x).sum().backward()
-        found = {name: full_tensor(each) for name, each in gradients_of(model).items()}
-        assert_same("gradients", found, gradients_of(alone), 1e-6)

@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+torch.set_num_threads(1)  # also on ranks, which import this
+
 LAYERS, WIDTH, HEADS, VOCABULARY, CONTEXT, ROWS, STEPS = 4, 16, 4, 24, 8, 8, 3
 TOLERANCE = 1e-12
 """Largest allowed difference from a gradient or weight of one process, which are 0.01 to 1 in size."""
