@@ -16,12 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pgmesh import (
-    AxisError,
-    MethodError,
-    ProcessGroupMesh,
-    ShapeError,
-)
+from pgmesh import AxisError, MethodError, ProcessGroupMesh, ShapeError
 from pgmesh.layout import Axis
 from pgmesh.parallel import (
     ContextParallel,

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.random_compositions import Drawn, train
+from tests.parallel.random_compositions import Drawn, run_all, train
 from tests.support.worlds import world
 
 pytestmark = pytest.mark.long
@@ -172,3 +172,14 @@ def test_composition_trains_as_one_process(name: str):
     assert set().union(*(names for names, *_ in seen)) == seen[0][1], "no rank has some weights"
     greatest = max(difference for *_, difference in seen)
     assert greatest <= (GREATEST_IN_BFLOAT16 if drawn.half else GREATEST)
+
+
+def test_complete_drawn_compositions_train_and_others_are_refused():
+    """Twelve of those that ``make chaos`` draws at random."""
+    lines: list[str] = []
+    results = run_all([*range(12)], lines.append)
+    report = "\n".join(lines)
+    assert [each.kind for each in results] == ["refused" if each.drawn.omission else "trains" for each in results], (
+        report
+    )
+    assert sum(not each.drawn.omission for each in results) >= 9, report

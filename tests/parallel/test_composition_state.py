@@ -10,23 +10,10 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from pgmesh import MethodError, ProcessGroupMesh
-from pgmesh.parallel import (
-    DataParallel,
-    ShardedDataParallel,
-    TensorParallel,
-    compose,
-)
+from pgmesh.parallel import DataParallel, ShardedDataParallel, TensorParallel, compose
 from pgmesh.parallel.composing import INITIALIZE
 from tests.support.own_methods import Weights
-from tests.support.parallel_models import (
-    TinyGPT,
-    assert_same,
-    batch,
-    gradients_of,
-    loss_of,
-    optimizer_of,
-    weights_of,
-)
+from tests.support.parallel_models import TinyGPT, assert_same, batch, gradients_of, loss_of, optimizer_of, weights_of
 from tests.support.pipelines import gpt_stages
 from tests.support.tensor_plans import BLOCK_PLAN
 from tests.support.worlds import on_ranks

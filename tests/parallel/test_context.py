@@ -17,14 +17,7 @@ from pgmesh import ProcessGroupMesh
 from pgmesh.parallel import ContextParallel, DataParallel, compose, ring
 from tests.support import parallel_models
 from tests.support.fake_world import fake_rank
-from tests.support.parallel_models import (
-    Block,
-    TinyGPT,
-    assert_same,
-    batch,
-    loss_of,
-    train_alone,
-)
+from tests.support.parallel_models import TinyGPT, assert_same, batch, loss_of, train_alone
 from tests.support.worlds import check_sums, on_ranks
 
 pytestmark = pytest.mark.long
@@ -207,17 +200,10 @@ def test_ring_refuses_a_second_derivative(mesh):
         gradient.sum().backward()
 
 
-class Given(Block):
-    """Attention with an argument given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attend = functools.partial(scaled_dot_product_attention, scale=0.3)
-
-
 def given_and_plain() -> TinyGPT:
+    """Attention of the second block has an argument given."""
     model = TinyGPT(layers=2)
-    model.blocks[1] = Given().double()
+    model.blocks[1].attend = functools.partial(scaled_dot_product_attention, scale=0.3)
     return model
 
 

@@ -166,15 +166,11 @@ class Cuda:
         monkeypatch.setattr(torch.cuda, "default_generators", (self.generator,))
 
 
-def test_seeded_rng_never_initializes_cuda(mesh, monkeypatch):
+def test_seeded_rng_seeds_cuda_once_the_program_initializes(mesh, monkeypatch):
     cuda = Cuda(monkeypatch)
     with seeded_rng(seed_of(mesh, "tp", seed=7)):
         torch.rand(2)
     assert not cuda.initialized
-
-
-def test_seeded_rng_seeds_cuda_once_initialized(mesh, monkeypatch):
-    cuda = Cuda(monkeypatch)
     torch.cuda.init()
     before = cuda.generator.get_state()
     seed, drawn = seed_of(mesh, "tp", seed=7), []

@@ -15,13 +15,7 @@ import pytest
 from torch import nn
 
 from pgmesh import MethodError, ProcessGroupMesh
-from pgmesh.parallel import (
-    ExpertParallel,
-    Method,
-    PipelineParallel,
-    compose,
-    verify,
-)
+from pgmesh.parallel import ExpertParallel, Method, PipelineParallel, compose, verify
 from tests.support.expert_models import expert_layer
 from tests.support.own_methods import AverageLater, Rows
 from tests.support.parallel_models import STEPS, TOLERANCE

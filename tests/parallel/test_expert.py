@@ -23,14 +23,7 @@ from pgmesh.parallel import (
     mix,
     mixture,
 )
-from tests.support.expert_models import (
-    EXPERTS,
-    TOP_K,
-    Expert,
-    StackedExperts,
-    expert_layer,
-    expert_model,
-)
+from tests.support.expert_models import EXPERTS, TOP_K, Expert, StackedExperts, expert_layer, expert_model
 from tests.support.fake_world import fake_rank
 from tests.support.host_syncs import host_syncs
 from tests.support.parallel_models import (

@@ -10,14 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from pgmesh import ProcessGroupMesh
-from pgmesh.parallel import (
-    DataParallel,
-    ExpertParallel,
-    ShardedDataParallel,
-    TensorParallel,
-    compose,
-    mix,
-)
+from pgmesh.parallel import DataParallel, ExpertParallel, ShardedDataParallel, TensorParallel, compose, mix
 from tests.support.fake_world import fake_rank
 from tests.support.parallel_models import (
     ROWS,

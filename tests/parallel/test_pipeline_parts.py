@@ -13,59 +13,18 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel
-from torch.nn.functional import cross_entropy
 
 from pgmesh import MethodError, ProcessGroupMesh, torch_private
-from pgmesh.parallel import (
-    DataParallel,
-    Method,
-    PipelineParallel,
-    ShardedDataParallel,
-    TensorParallel,
-    compose,
-)
+from pgmesh.parallel import DataParallel, Method, PipelineParallel, ShardedDataParallel, TensorParallel, compose
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import last_call
-from tests.support.pipelines import needs_pipelines
+from tests.support.parallel_models import TinyGPT, batch, loss_of
+from tests.support.pipelines import gpt_stages, needs_pipelines
 from tests.support.worlds import on_ranks
 
-WIDTH, WORDS = 8, 11
-DOUBLE = torch.float64
 
-
-class Net(nn.Module):
-    """Layers between tied embeddings; the module also has a generator and a group as attributes."""
-
-    def __init__(self, mesh: ProcessGroupMesh, dtype: torch.dtype = DOUBLE) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.tokens = nn.Embedding(WORDS, WIDTH, dtype=dtype)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=dtype), nn.Tanh()) for _ in range(4))
-        self.head = nn.Linear(WIDTH, WORDS, bias=False, dtype=dtype)
-        self.head.weight = self.tokens.weight
-        self.generator, self._generator, self._group = torch.Generator(), torch.Generator(), mesh.group("pp")
-        for layer in self.layers:
-            layer.generator = self.generator
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x if self.tokens is None else self.tokens(x)
-        for layer in self.layers:
-            x = layer(x)
-        return x if self.head is None else self.head(x)
-
-
-def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return cross_entropy(output.flatten(0, -2).double(), target.flatten())
-
-
-def rows_of(length: int, rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    numbers = torch.Generator().manual_seed(length)
-    words = torch.randint(WORDS, (2, rows, length), generator=numbers)
-    return words[0], words[1]
-
-
-def pipeline(mesh: ProcessGroupMesh) -> PipelineParallel:
-    return PipelineParallel(mesh, "pp", layers="layers", first=["tokens"], last=["head"], loss=loss_of, microbatches=2)
+def tied_model() -> TinyGPT:
+    return TinyGPT(layers=2, tied=True)
 
 
 class Changed(Method):
@@ -93,37 +52,38 @@ def rename_ends(module: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("change", [compile_whole, nn.Sequential])
 @on_ranks(2)
 def test_tied_weights_are_found_in_wrapped_stage(change: Callable[[nn.Module], nn.Module]):
-    mesh = ProcessGroupMesh(pp=2, dp=1, name="actor")
-    plain = Net(mesh)
-    inputs, target = rows_of(3)
-    loss_of(plain(inputs), target).backward()
-    model = compose(mesh, pipeline(mesh), Changed(mesh, "dp", change)).apply(Net(mesh))
-    model.step(inputs, target=target)
-    ends = [weight.grad for name, weight in model.named_parameters() if "tokens" in name or "head" in name]
-    assert len(ends) == 1
-    torch.testing.assert_close(ends[0], plain.tokens.weight.grad, rtol=0, atol=1e-12)
+    with ProcessGroupMesh(pp=2, dp=1) as mesh:
+        plain, (codes, target) = tied_model(), batch(0)
+        loss_of(plain(codes), target).backward()
+        model = compose(mesh, gpt_stages(mesh), Changed(mesh, "dp", change)).apply(tied_model())
+        model.step(codes, target=target)
+        ends = [each.grad for name, each in model.named_parameters() if "tokens" in name or "head" in name]
+        assert len(ends) == 1
+        torch.testing.assert_close(ends[0], plain.tokens.weight.grad, rtol=0, atol=1e-12)
 
 
 @needs_pipelines
 @on_ranks(2)
 def test_renamed_tied_weights_are_an_error():
-    mesh = ProcessGroupMesh(pp=2, dp=1, name="actor")
-    with pytest.raises(MethodError, match=r"(tokens|head)\.weight, which is tied .* is not found .* stage (0|1)"):
-        compose(mesh, pipeline(mesh), Changed(mesh, "dp", rename_ends)).apply(Net(mesh))
+    with ProcessGroupMesh(pp=2, dp=1) as mesh:
+        together = compose(mesh, gpt_stages(mesh), Changed(mesh, "dp", rename_ends))
+        with pytest.raises(MethodError, match=r"(tokens|head)\.weight, which is tied .* is not found .* stage (0|1)"):
+            together.apply(tied_model())
 
 
 @needs_pipelines
 @on_ranks(2)
 def test_stages_share_other_attributes_of_the_module():
     """A copied stream would draw the same numbers again, and a group cannot be copied."""
-    mesh = ProcessGroupMesh(pp=2, name="actor")
-    module = Net(mesh)
-    part = pipeline(mesh).apply(module).parts[0]
-    assert part._group is module._group
-    assert part._generator is module._generator
-    generators = {id(each.generator) for each in part.modules() if hasattr(each, "generator")}
-    assert generators == {id(module.generator)}
-    assert copy.deepcopy(module.layers[0].generator) is not module.generator  # that is the user's own copy
+    with ProcessGroupMesh(pp=2) as mesh:
+        module = tied_model()
+        module.generator, module._group = torch.Generator(), mesh.group("pp")
+        for block in module.blocks:
+            block.generator = module.generator
+        part = gpt_stages(mesh).apply(module).parts[0]
+        assert part._group is module._group
+        assert {id(each.generator) for each in part.modules() if hasattr(each, "generator")} == {id(module.generator)}
+        assert copy.deepcopy(module.blocks[0].generator) is not module.generator  # that is the user's own copy
 
 
 class Rebound(nn.Module):
@@ -195,38 +155,32 @@ def test_layer_under_two_names_is_kept_under_each():
 @needs_pipelines
 @on_ranks(2)
 def test_copy_of_pipeline_that_ran_trains_alone():
-    mesh = ProcessGroupMesh(pp=2, name="copied")
-    (inputs, target), net = rows_of(4), Net(mesh)
-    del net._group  # torch copies no group
-    model = pipeline(mesh).apply(net)
-    model.step(inputs, target=target)
-    duplicate = copy.deepcopy(model)
-    for each in (model, duplicate):
-        each.zero_grad()
-        each.step(inputs, target=target)
-    for weight, same in zip(model.parameters(), duplicate.parameters(), strict=True):
-        assert weight is not same
-        torch.testing.assert_close(weight.grad, same.grad)
+    with ProcessGroupMesh(pp=2) as mesh:
+        model, (codes, target) = gpt_stages(mesh).apply(tied_model()), batch(0)
+        model.step(codes, target=target)
+        duplicate = copy.deepcopy(model)
+        for each in (model, duplicate):
+            each.zero_grad()
+            each.step(codes, target=target)
+        for weight, same in zip(model.parameters(), duplicate.parameters(), strict=True):
+            assert weight is not same
+            torch.testing.assert_close(weight.grad, same.grad)
 
 
 @needs_pipelines
 @on_ranks(2)
 def test_new_precision_makes_a_new_schedule():
-    mesh = ProcessGroupMesh(pp=2, name="actor")
-    model, plain = pipeline(mesh).apply(Net(mesh, torch.float32)), Net(mesh, torch.float32)
-    inputs, target = rows_of(3)
-    last = mesh.index("pp") == 1
-    for autocast in (False, True, False):
-        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            found = model.step(inputs, target=target)
-            right = [loss_of(plain(a), b) for a, b in zip(inputs.chunk(2), target.chunk(2))]
-        assert found == (right if last else [])
-    model.double()
-    plain.double()
-    with torch.no_grad():
-        found = model.step(inputs, target=target)
-        right = [loss_of(plain(a), b) for a, b in zip(inputs.chunk(2), target.chunk(2))]
-    torch.testing.assert_close(found, right if last else [])
+    with ProcessGroupMesh(pp=2) as mesh:
+        model, plain = gpt_stages(mesh).apply(tied_model().float()), tied_model().float()
+        codes, target = batch(0)
+        for kind in ("float", "autocast", "float", "double"):
+            if kind == "double":
+                model.double()
+                plain.double()
+            with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "autocast"):
+                found = model.step(codes, target=target)
+                right = [loss_of(plain(a), b) for a, b in zip(codes.chunk(2), target.chunk(2))]
+            torch.testing.assert_close(found, right if mesh.index("pp") else [])
 
 
 @on_ranks(4)

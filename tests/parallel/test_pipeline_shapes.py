@@ -256,24 +256,17 @@ class NoSingleRow(nn.Linear):
         return super().forward(x)
 
 
-class Rejecting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([NoSingleRow(4, 4), nn.Linear(4, 4)]).double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def rejecting() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Sequential(NoSingleRow(4, 4), nn.Linear(4, 4))).double()
 
 
 @on_ranks(2)
 def test_step_after_a_failed_step_adds_right_gradients():
     with ProcessGroupMesh(pp=1, dp=2) as mesh:
-        pipeline = PipelineParallel(mesh, "pp", layers="layers", loss=mse_loss, microbatches=2)
-        model, plain = compose(mesh, pipeline, ShardedDataParallel(mesh, "dp")).apply(Rejecting()), Rejecting()
-        first, second = model.parts[0].layers
+        pipeline = PipelineParallel(mesh, "pp", layers="0", loss=mse_loss, microbatches=2)
+        model, plain = compose(mesh, pipeline, ShardedDataParallel(mesh, "dp")).apply(rejecting()), rejecting()
+        first, second = model.parts[0][0]
         first.set_modules_to_forward_prefetch([second])
         rows = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         mine = rows.chunk(2)[mesh.rank]

@@ -15,14 +15,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from pgmesh import AxisError, MethodError, PgmeshError, ProcessGroupMesh
-from pgmesh.parallel import (
-    ContextParallel,
-    DataParallel,
-    ShardedDataParallel,
-    TensorParallel,
-    compose,
-    with_loss,
-)
+from pgmesh.parallel import ContextParallel, DataParallel, ShardedDataParallel, TensorParallel, compose, with_loss
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import last_call
 from tests.support.parallel_models import TinyGPT, assert_same, batch, gradients_of, loss_of

@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import gelu
 
 from pgmesh import AxisError, MethodError, ProcessGroupMesh
 from pgmesh.parallel import Composition, DataParallel, ExpertParallel, Method, ShardedDataParallel, compose, verify
 from tests.support.expert_models import expert_model
 from tests.support.own_methods import AverageLater
 from tests.support.parallel_models import (
-    WIDTH,
     TinyGPT,
     assert_same,
     assert_same_run,
@@ -46,19 +44,8 @@ class Halves(Method):
         return whole.chunk(self.mesh.size(*self.owns), 1)[self.mesh.index(*self.owns)]
 
 
-class PositionBlock(nn.Module):
-    """A layer without attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(gelu(self.up(x)))
-
-
 def position_model() -> TinyGPT:
-    return TinyGPT(layers=2, block=PositionBlock)
+    return TinyGPT(layers=0)
 
 
 @pytest.mark.parametrize("data", [DataParallel, ShardedDataParallel])

@@ -29,15 +29,7 @@ from pgmesh.parallel import (
 )
 from tests.support.expert_models import expert_layer
 from tests.support.fake_world import fake_rank
-from tests.support.parallel_models import (
-    WIDTH,
-    TinyGPT,
-    assert_same_run,
-    batch,
-    loss_of,
-    train_alone,
-    train_parallel,
-)
+from tests.support.parallel_models import WIDTH, TinyGPT, assert_same_run, batch, loss_of, train_alone, train_parallel
 from tests.support.pipelines import gpt_stages
 from tests.support.tensor_plans import GATHERED_PLAN, SEQUENCE_PLAN
 from tests.support.worlds import check_sums, groups_of, on_ranks

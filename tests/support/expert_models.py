@@ -8,11 +8,7 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from pgmesh.parallel import ExpertLinear, Router, mix, with_loss
-from tests.support.parallel_models import (
-    HEADS,
-    WIDTH,
-    TinyGPT,
-)
+from tests.support.parallel_models import HEADS, WIDTH, TinyGPT
 
 EXPERTS, TOP_K, BALANCE_WEIGHT = 8, 2, 0.1
 
