@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import doctest
 import io
@@ -17,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pgmesh import Layout, PgmeshError, ProcessGroupMesh, launch, recipes
+from pgmesh import Layout, PgmeshError, ProcessGroupMesh, recipes
 from pgmesh.parallel import PipelineParallel
 from tests.support import doc_tables, golden_files
 from tests.support.fake_world import fake_rank
@@ -142,13 +141,6 @@ def test_each_line_has_a_value_or_name(page: str):
     assert endings.keys() <= {*lines}
     expressions = {line + endings.get(line, "") for line in lines if not re.match(r"\w+ = ", line)}
     assert expressions <= VALUES[page].keys()
-
-
-@pytest.mark.parametrize("row", JOBS, ids=str)
-def test_each_line_for_jobs_names_a_function(row: Row):
-    call = ast.parse(row.now, mode="eval").body
-    assert isinstance(call, ast.Call)
-    assert callable(eval(ast.unparse(call.func), {"launch": launch}))
 
 
 # ---- scripts on the pages ----

@@ -110,7 +110,3 @@ def test_detail_prints_the_error_of_the_page(tmp_path: Path):
 def test_table_of_states_has_each_state():
     states = re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE)
     assert states == ["-" if state == "" else state for state in typing.get_args(State)]
-
-
-def test_page_has_at_most_500_words():
-    assert len(PAGE.split()) <= 500

@@ -231,17 +231,6 @@ def test_trainable_weights_need_a_method_that_averages(mesh: ProcessGroupMesh):
 # ---- owners of axes ----
 
 
-def test_compose_takes_slices_and_a_view_of_experts(mesh: ProcessGroupMesh):
-    moe = mesh.view(pp=2, edp=1, ep=4)
-    both = compose(mesh, Data(mesh, "dp"), Experts(moe, "ep"), Tensor(mesh, "tp"), Pipeline(mesh, "pp"))
-    assert (both.num_replicas, both.rank) == (2, 0)
-    part = mesh.at(pp=1)
-    compose(part, Data(mesh, "dp"), Tensor(part, "tp"))  # the ranks of the slice
-    compose(mesh.view(a=8, b=1), Data(mesh.view(a=8, b=1), "a"))
-    compose(mesh, Data(part, "dp"), Tensor(mesh.along("tp"), "tp"), Pipeline(mesh, "pp"))
-    compose(mesh, Data(mesh, "dp"), Later(mesh, "tp"), Context(mesh, "pp"))  # only one of them averages gradients
-
-
 def test_experts_may_overlap_all_methods_except_pipelines(mesh: ProcessGroupMesh):
     dense = [Data(mesh, "dp"), Tensor(mesh, "tp"), Pipeline(mesh, "pp")]
     for sizes, senders in [

@@ -64,11 +64,10 @@ def wrap_experts(module: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("data", [DataParallel, ShardedDataParallel])
-@pytest.mark.parametrize("ep", [2, 4])
 @on_ranks(4)
-def test_verify_passes_with_checkpointed_experts(data: Callable[..., Method], ep: int):
+def test_verify_passes_with_checkpointed_experts(data: Callable[..., Method]):
     with ProcessGroupMesh(dp=4) as mesh:
-        together = compose(mesh, data(mesh, "dp"), ExpertParallel(mesh.view(edp=4 // ep, ep=ep), "ep"))
+        together = compose(mesh, data(mesh, "dp"), ExpertParallel(mesh.view(edp=2, ep=2), "ep"))
         build = partial(TinyGPT, layers=1, block=ExpertBlock)
         assert verify(together, build, [batch(0)], loss=loss_of, before_sharding=wrap_experts) < 1e-12
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import re
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -150,9 +148,8 @@ def from_one_to(others: list[str], kind: str, folder: Path, head_first: bool) ->
 
 
 @needs_pipelines
-def test_tied_weights_load_with_or_without_pipeline(tmp_path: Path):
-    for kind, other in itertools.permutations(["data", "pipeline x data"]):
-        world(4).run(from_one_to, [other], kind, tmp_path, True)
+def test_tied_weights_of_a_pipeline_load_without_one(tmp_path: Path):
+    world(4).run(from_one_to, ["data"], "pipeline x data", tmp_path, True)
 
 
 @pytest.mark.long
@@ -239,47 +236,45 @@ def test_load_of_no_checkpoint_names_the_path(tmp_path: Path):
 
 @pytest.mark.parametrize("sharded", [False, True])
 @on_ranks(4)
-def test_save_between_averages_names_next_safe_step(sharded: bool):
+def test_save_between_averages_names_next_safe_step(sharded: bool, tmp_path: Path):
     with ProcessGroupMesh(late=2, dp=2) as mesh:
         later, data = AverageLater(mesh, "late"), (ShardedDataParallel if sharded else DataParallel)(mesh, "dp")
         together = compose(mesh, later, data)
         model = together.apply(TinyGPT(layers=1))
         optimizer = together.attach(optimizer_of(model.parameters()))
-        folder = shared_folder()
         for step in range(4):
             loss_of(model(together.share(batch(step)[0])), together.share(batch(step)[1])).backward()
             optimizer.step()
             if step % 2:
-                checkpoint.save(folder / str(step), mesh, model, optimizer)
+                checkpoint.save(tmp_path / str(step), mesh, model, optimizer)
                 continue
             with pytest.raises(MethodError, match=r"AverageLater along late averages them later") as caught:
-                checkpoint.save(folder / str(step), mesh, model, optimizer)
+                checkpoint.save(tmp_path / str(step), mesh, model, optimizer)
             assert str(caught.value).endswith("   # after 1 more steps of the optimizer, when replicas are equal")
         assert later.steps == 4
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 @on_ranks(2)
-def test_checkpoints_run_no_hooks_of_optimizers(optimizer: type[torch.optim.Optimizer]):
+def test_checkpoints_run_no_hooks_of_optimizers(tmp_path: Path):
     with ProcessGroupMesh(dp=2) as mesh:
-        together, steps, folder = compose(mesh, ShardedDataParallel(mesh, "dp")), list[int](), shared_folder()
-        model = together.apply(TinyGPT(layers=1))
-        used = optimizer(model.parameters(), lr=0.1)
-        used.register_step_pre_hook(lambda *_: steps.append(0))
-        used.register_step_post_hook(lambda *_: steps.append(1))
-        torch.optim.lr_scheduler.ConstantLR(used)  # it wraps the method step
-        checkpoint.save(folder, mesh, model, used)
-        checkpoint.load(folder, mesh, model, used)
-        assert not steps
-        used.step()
-        assert steps == [0, 1]
+        for optimizer in (torch.optim.SGD, torch.optim.AdamW):
+            model, steps = ShardedDataParallel(mesh, "dp").apply(nn.Linear(4, 4)), list[int]()
+            used = optimizer(model.parameters(), lr=0.1)
+            used.register_step_pre_hook(lambda *_, steps=steps: steps.append(0))
+            used.register_step_post_hook(lambda *_, steps=steps: steps.append(1))
+            torch.optim.lr_scheduler.ConstantLR(used)  # it wraps the method step
+            checkpoint.save(tmp_path / optimizer.__name__, mesh, model, used)
+            checkpoint.load(tmp_path / optimizer.__name__, mesh, model, used)
+            assert not steps
+            used.step()
+            assert steps == [0, 1]
 
 
 @on_ranks(2)
-def test_several_optimizers_are_saved_and_loaded():
+def test_several_optimizers_are_saved_and_loaded(tmp_path: Path):
     """Such as one for matrices, and another for the rest."""
     with ProcessGroupMesh(dp=2) as mesh:
-        folder, states = shared_folder(), []
+        states = []
         for resumed in (False, True):
             together = compose(mesh, ShardedDataParallel(mesh, "dp"))
             model = together.apply(TinyGPT(layers=1))
@@ -287,7 +282,7 @@ def test_several_optimizers_are_saved_and_loaded():
             rest = [each for each in model.parameters() if each.ndim != 2]
             optimizers = [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(rest, lr=0.1)]
             if resumed:
-                checkpoint.load(folder, mesh, model, optimizers)
+                checkpoint.load(tmp_path, mesh, model, optimizers)
             for step in (2, 3) if resumed else range(4):
                 codes, target = map(together.share, batch(step))
                 loss_of(model(codes), target).backward()
@@ -295,13 +290,6 @@ def test_several_optimizers_are_saved_and_loaded():
                     each.step()
                     each.zero_grad()
                 if step == 1:
-                    checkpoint.save(folder, mesh, model, optimizers)
+                    checkpoint.save(tmp_path, mesh, model, optimizers)
             states.append({name: full_tensor(each) for name, each in model.named_parameters()})
         assert_same("weights", states[1], states[0], 0.0)
-
-
-def shared_folder() -> Path:
-    """A new folder, the same on every rank."""
-    paths = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(paths)
-    return Path(paths[0])

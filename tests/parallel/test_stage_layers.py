@@ -106,28 +106,22 @@ RIGHT: list[tuple[type[nn.Module], Loop]] = [
 @pytest.mark.parametrize("number", range(len(RIGHT)))
 @on_ranks(2)
 def test_loop_over_stage_layers_equals_one_process(number: int):
-    """Two ranks with two stages each, against one process."""
+    """Two ranks with two stages each, against one process. Each stage compiles to one graph."""
     kind, loop = RIGHT[number]
     with ProcessGroupMesh(pp=2) as mesh:
-        pipeline = PipelineParallel(
-            mesh, "pp", layers="layers", loss=mse_loss, microbatches=2, schedule="interleaved", stages_per_rank=2
-        )
+        counts = {"microbatches": 2, "stages_per_rank": 2}
+        pipeline = PipelineParallel(mesh, "pp", layers="layers", loss=mse_loss, schedule="interleaved", **counts)
         rows, target = torch.randn(2, 4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         assert verify(compose(mesh, pipeline), lambda: Looping(kind, loop), [(rows, target)]) < 1e-12
+        torch.compiler.reset()
+        for stage in pipeline.cut(Looping(kind, loop)):
+            assert torch.compile(stage, backend="eager", fullgraph=True)(rows).equal(stage(rows))
 
 
 @pytest.fixture
 def mesh() -> Iterator[ProcessGroupMesh]:
     with fake_rank(1, 2), ProcessGroupMesh(pp=2) as mesh:
         yield mesh
-
-
-@pytest.mark.parametrize("number", range(len(RIGHT)))
-def test_stage_compiles_to_one_graph(mesh, number):
-    torch.compiler.reset()
-    (stage,) = PipelineParallel(mesh, "pp", layers="layers", loss=None, microbatches=2).cut(Looping(*RIGHT[number]))
-    rows = torch.ones(1, WIDTH, dtype=torch.float64)
-    assert torch.compile(stage, backend="eager", fullgraph=True)(rows).equal(stage(rows))
 
 
 def test_stage_counts_layers_of_whole_model(mesh):

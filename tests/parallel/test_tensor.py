@@ -106,14 +106,6 @@ def test_parameters_keep_their_attributes(mesh):
     assert all(weight.decay == 0.1 for weight in model.parameters())
 
 
-def test_frozen_integers_are_sharded(mesh):
-    layer = nn.Linear(4, 8, bias=False)
-    layer.weight = nn.Parameter(torch.ones(8, 4, dtype=torch.int8), requires_grad=False)
-    TensorParallel(mesh, "tp", plan={"": ColwiseParallel()}).apply(layer)
-    assert layer.weight.to_local().dtype == torch.int8
-    assert not layer.weight.requires_grad
-
-
 # ---- sequences ----
 
 
