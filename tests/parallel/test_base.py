@@ -261,13 +261,19 @@ def test_methods_own_the_axes_of_their_slices(mesh: ProcessGroupMesh):
 
 
 class Fails(Method):
-    """Creates its group, runs an all-reduce, and then fails, on every rank."""
+    """Raises on some ranks, before an all-reduce along its axes that the others enter, or after it."""
 
     differs = "rows"
+    before = False
+    failing = range(4)
 
     def apply(self, module: nn.Module) -> nn.Module:
-        dist.all_reduce(torch.ones(()), group=self.mesh.group(*self.average_axes))
-        raise ShapeError("3 heads cannot be shared out along dp=2.")
+        group = self.mesh.group(*self.owns)
+        if not self.before or self.mesh.rank not in self.failing:
+            dist.all_reduce(torch.ones(()), group=group)
+        if self.mesh.rank in self.failing:
+            raise ShapeError("3 heads cannot be shared out along dp=2.")
+        return module
 
 
 class Sums(Method):
@@ -382,22 +388,6 @@ def test_invalid_entry_points_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert str(caught.value).endswith("\n\n  from one import Ring\n  from two import Ring")
 
 
-class RaisesOnOneRank(Method):
-    """Raises before a collective along its axes that the others enter, or after it."""
-
-    differs = "weights"
-    before = True
-
-    def apply(self, module: nn.Module) -> nn.Module:
-        group = self.mesh.group(*self.owns)
-        if self.before and self.mesh.rank == 1:
-            raise ShapeError("3 heads cannot be shared out.")
-        dist.all_reduce(torch.ones(()), group=group)
-        if self.mesh.rank == 1:
-            raise ShapeError("3 heads cannot be shared out.")
-        return module
-
-
 @pytest.mark.fault("a plugin raises half-way")
 @pytest.mark.parametrize("before", [True, False])
 @on_ranks(4)
@@ -405,9 +395,9 @@ def test_apply_failing_on_one_rank_raises_everywhere(before: bool):
     with ProcessGroupMesh(dp=2, tp=2) as mesh:
         kept = mesh.group()
         short = {"timeout": timedelta(seconds=3)}
-        method, other = RaisesOnOneRank(mesh, "tp", options=short), Sums(mesh, "dp", options=short)
-        method.before = before
-        text = "RaisesOnOneRank along tp failed in apply: ShapeError: 3 heads cannot be shared out."
+        method, other = Fails(mesh, "tp", options=short), Sums(mesh, "dp", options=short)
+        method.before, method.failing = before, [1]
+        text = "Fails along tp failed in apply: ShapeError: 3 heads cannot be shared out along dp=2."
         with pytest.raises(MethodError) as caught:
             compose(mesh, method, other).apply(nn.Identity())
         assert str(caught.value).partition("\n")[0] == (text if mesh.rank == 1 else f"on rank 1, {text}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from pgmesh import MethodError, ProcessGroupMesh
-from pgmesh.parallel import DataParallel, ShardedDataParallel, compose
+from pgmesh.parallel import Composition, DataParallel, Method, ShardedDataParallel, compose, verify
 from pgmesh.parallel.composing import INITIALIZE
-from tests.support.own_methods import Weights
+from tests.support.own_methods import Positions, Weights
 from tests.support.parallel_models import TinyGPT, assert_same, batch, gradients_of, loss_of, optimizer_of, weights_of
 from tests.support.pipelines import gpt_stages
 from tests.support.worlds import on_ranks
@@ -195,3 +196,28 @@ def test_mean_of_unequal_parts_losses_needs_no_tokens():
         together = compose(mesh, DataParallel(mesh, "dp"), equal_parts=False)
         loss = together.mean(torch.tensor([6.0, 2.0][mesh.rank]), tokens=[3, 1][mesh.rank])
         assert (loss.item(), together.mean([loss, 2 * loss]).item()) == (2.0, 3.0)
+
+
+# ---- a method of the program ----
+
+
+class HalfSequences(Positions):
+    """Cuts sequences into consecutive parts. The model treats each position alone."""
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.chunk(self.mesh.size(*self.owns), 1)[self.mesh.index(*self.owns)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("data", [DataParallel, ShardedDataParallel])
+@on_ranks(4)
+def test_an_own_method_that_cuts_sequences_widens_averages(data: type[Method]):
+    def step(together: Composition, model: nn.Module, given: Any) -> torch.Tensor:
+        share = together.share([*given, torch.arange(8).expand(8, -1)])
+        loss = loss_of(model(share[0], share[2]), share[1])
+        loss.backward()
+        return loss
+
+    with ProcessGroupMesh(dp=2, cp=2) as mesh:
+        together = compose(mesh, HalfSequences(mesh, "cp"), data(mesh, "dp"))
+        assert verify(together, partial(TinyGPT, layers=0), map(batch, range(3)), step=step) < 1e-12

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from pgmesh import ProcessGroupMesh
+from pgmesh import AxisError, MethodError, ProcessGroupMesh
 from pgmesh.parallel import (
     DataParallel,
     ExpertLinear,
@@ -26,17 +28,20 @@ from pgmesh.parallel import (
 from tests.support.expert_models import EXPERTS, TOP_K, Expert, StackedExperts, expert_layer, expert_model
 from tests.support.fake_world import fake_rank
 from tests.support.host_syncs import host_syncs
+from tests.support.own_methods import AverageLater
 from tests.support.parallel_models import (
     WIDTH,
     assert_same,
+    assert_same_run,
     batch,
     gradients_of,
     loss_of,
     optimizer_of,
     train_alone,
+    train_parallel,
     weights_of,
 )
-from tests.support.worlds import check_sums, groups_of, on_ranks
+from tests.support.worlds import check_sums, groups_of, on_ranks, world
 
 pytestmark = pytest.mark.long
 
@@ -304,3 +309,61 @@ def test_experts_are_sharded_across_replicas_if_asked():
             data = ShardedDataParallel(mesh, "node", "dp", **ways)
             model = compose(mesh, data, ExpertParallel(mesh, "dp")).apply(expert_model())
             assert {each.device_mesh.shape for each in model.blocks[0].experts.parameters()} == {sharded}
+
+
+# ---- experts that are copied, emptied or replaced ----
+
+
+@on_ranks(4)
+def test_experts_across_replicas_that_average_later_raise():
+    with ProcessGroupMesh(late=2, dp=2) as mesh, pytest.raises(AxisError, match="hold different weights"):
+        compose(mesh, AverageLater(mesh, "late"), DataParallel(mesh, "dp"), ExpertParallel(mesh.view(ep=4), "ep"))
+
+
+def assign(model: nn.Module) -> nn.Module:
+    model.load_state_dict({name: each.clone() for name, each in model.state_dict().items()}, assign=True)
+    return model
+
+
+def empty(model: nn.Module) -> nn.Module:
+    state = {name: each.clone() for name, each in model.state_dict().items()}
+    model.to_empty(device="cpu").load_state_dict(state)
+    return model
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {"assign": assign, "copy": copy.deepcopy, "empty": empty}
+
+
+def changed_before(change: str) -> None:
+    """The experts of four ranks read four parts of the rows, and each is on two ranks."""
+    with ProcessGroupMesh(dp=4) as mesh:
+        together = compose(mesh, DataParallel(mesh, "dp"), ExpertParallel(mesh.view(edp=2, ep=2), "ep"))
+        model = together.apply(CHANGES[change](expert_model()))
+        compare_with_one_process(together, model)
+
+
+def changed_after(change: str) -> None:
+    """Experts lie on the four ranks, which read the same tokens."""
+    with ProcessGroupMesh(ep=4) as mesh:
+        together = compose(mesh, ExpertParallel(mesh, "ep"), unowned=["ep"])
+        model = CHANGES[change](together.apply(expert_model()))
+        if change == "copy":
+            with pytest.raises(MethodError, match="returned 1 module, and none"):
+                together.grad_norm(module=model)
+            codes, target = batch(0)
+            loss_of(model(codes), target).backward()
+            expected = train_alone(expert_model(), steps=1)
+            assert_same("gradients", gradients_of(model), expected.gradients[0])
+        else:
+            compare_with_one_process(together, model)
+
+
+def compare_with_one_process(together: Any, model: nn.Module) -> None:
+    found = train_parallel(model, together.share, clip=lambda: together.clip_grad_norm_(1.0))
+    assert_same_run(found, train_alone(expert_model(), clip=1.0))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("when", [changed_before, changed_after])
+def test_experts_stay_experts_after_each_change(change: str, when: Callable[[str], None]) -> None:
+    world(4).run(when, change)
