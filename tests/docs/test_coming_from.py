@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import doctest
+import importlib.util
 import io
 import json
 import re
@@ -16,16 +18,45 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pgmesh import Layout, PgmeshError, ProcessGroupMesh, recipes
+from pgmesh import Layout, PgmeshError, ProcessGroupMesh, launch, recipes
 from pgmesh.parallel import PipelineParallel
-from tests.support import doc_tables, golden_files
+from tests.support import golden_files
 from tests.support.fake_world import fake_rank
 from tests.support.worlds import world
 
 DOCS = Path(__file__).parents[2] / "docs" / "coming_from"
 FUNCTIONS = json.loads(golden_files.read("functions-of-pages.json"))
+
+NEWER = {
+    *("create_hybrid_dp_cp_groups", "get_hybrid_data_context_parallel_groups", "has_separate_all_gather_group"),
+    *("hybrid_context_parallel", "create_all_gather_group", "independent_all_gather"),
+}
+"""Functions and parameters of Megatron-Core that its documentation does not have yet."""
+
+
+def functions_of_megatron() -> dict[str, str]:
+    """Every function, and the parameters of a class, of the installed Megatron-Core's ``parallel_state``."""
+    spec = importlib.util.find_spec("megatron")
+    if spec is None:
+        pytest.skip("Megatron-Core is not installed")
+    source = Path(next(iter(spec.submodule_search_locations or ())), "core", "parallel_state.py")
+    found = {}
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = _parameters(node)
+        elif isinstance(node, ast.ClassDef):
+            methods = {each.name: _parameters(each) for each in node.body if isinstance(each, ast.FunctionDef)}
+            found |= {node.name: methods.pop("__init__"), **methods}
+    return {name: parameters for name, parameters in found.items() if name not in NEWER}
+
+
+def _parameters(function: ast.FunctionDef) -> str:
+    names = [each.arg for each in function.args.args]
+    return " ".join(name for name in names if name not in ("self", *NEWER))
+
+
 PAGES: dict[str, Callable[[], Mapping[str, str]]] = {
-    "megatron": doc_tables.megatron,
+    "megatron": functions_of_megatron,
     "olmo_core": lambda: FUNCTIONS["olmo_core"],
     "fairscale": lambda: FUNCTIONS["fairscale"],
     "oslo": lambda: FUNCTIONS["oslo"],
@@ -141,6 +172,13 @@ def test_each_line_has_a_value_or_name(page: str):
     assert endings.keys() <= {*lines}
     expressions = {line + endings.get(line, "") for line in lines if not re.match(r"\w+ = ", line)}
     assert expressions <= VALUES[page].keys()
+
+
+@pytest.mark.parametrize("row", JOBS, ids=str)
+def test_each_line_for_jobs_names_a_function(row: Row):
+    call = ast.parse(row.now, mode="eval").body
+    assert isinstance(call, ast.Call)
+    assert callable(eval(ast.unparse(call.func), {"launch": launch}))
 
 
 # ---- scripts on the pages ----

@@ -72,7 +72,7 @@ from tests.support.parallel_models import (
 )
 from tests.support.pipelines import gpt_stages
 from tests.support.tensor_plans import BLOCK_PLAN, EMBEDDED_PLAN, GATHERED_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
-from tests.support.worlds import World, _checked, world
+from tests.support.worlds import _checked, world
 
 DEADLINE, GRACE = 90.0, 10.0
 """Seconds for a composition, and for the other ranks after the first error."""
@@ -439,18 +439,12 @@ def train_alone(drawn: Drawn, run: int, replicas: list[list[int]]) -> list[Train
             found.gradients.append(gradients_of(model))
             optimizer.step()
         if len(models) > 1 and (step + 1) % EVERY == 0:
-            average_models(models)
+            with torch.no_grad():
+                for weights in zip(*(model.parameters() for model in models), strict=True):
+                    torch._foreach_copy_(weights, [torch.stack(weights).mean(0)] * len(weights))
     for model, found in zip(models, runs):
         found.weights = weights_of(model)
     return runs
-
-
-@torch.no_grad()
-def average_models(models: list[TinyGPT]) -> None:
-    for weights in zip(*(model.parameters() for model in models), strict=True):
-        mean = torch.stack(weights).mean(0)
-        for weight in weights:
-            weight.copy_(mean)
 
 
 def backward_alone(drawn: Drawn, model: TinyGPT, codes: torch.Tensor, target: torch.Tensor, parts: list[int]) -> float:
@@ -662,19 +656,16 @@ def run_one(seed: int) -> Result:
     call = pack_call(_checked, (train, drawn))
     outcomes = ranks.gather([call] * len(ranks.ranks), DEADLINE, grace=GRACE)
     if any(each.error for each in outcomes):
-        keep_or_close(ranks, outcomes)
+        if not all(isinstance(each.exception, PgmeshError) for each in outcomes):
+            ranks.close()
         kind, text = judge(outcomes)
+    elif missing := sorted(outcomes[0].result[1] - set[str]().union(*(each.result[0] for each in outcomes))):
+        kind, text = "WRONG", f"no rank has {missing[:3]}"
     else:
-        kind, text = judge_trained(outcomes)
+        kind, text = "trains", f"{max(each.result[2] for each in outcomes):.0e}"
     if kind == "trains" and drawn.omission in ("average", "owner", "rows", "replica"):
         kind, text = "WRONG", f"trains, but omits {drawn.omission}"
     return Result(drawn, kind, text, time.monotonic() - start)
-
-
-def keep_or_close(ranks: World, outcomes: list[Outcome]) -> None:
-    """End a world, unless all ranks raised an error of pgmesh."""
-    if not all(isinstance(each.exception, PgmeshError) for each in outcomes):
-        ranks.close()
 
 
 def judge(outcomes: list[Outcome]) -> tuple[str, str]:
@@ -689,14 +680,6 @@ def judge(outcomes: list[Outcome]) -> tuple[str, str]:
     if isinstance(first.exception, PgmeshError) or (name in CLEAR and CLEAR[name] in first.error):
         return "refused", first.error.removeprefix("raised ") + where
     return "WRONG", f"{first.error}{where}\n{first.details}"
-
-
-def judge_trained(outcomes: list[Outcome]) -> tuple[str, str]:
-    """Whether all weights of one process were compared on some rank."""
-    found = set[str]().union(*(each.result[0] for each in outcomes))
-    if missing := sorted(outcomes[0].result[1] - found):
-        return "WRONG", f"no rank has {missing[:3]}"
-    return "trains", f"{max(each.result[2] for each in outcomes):.0e}"
 
 
 def run_all(seeds: list[int], report: Callable[[str], object] = print) -> list[Result]:

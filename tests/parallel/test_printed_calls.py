@@ -49,14 +49,10 @@ def test_several_axes_of_tensor_parallelism_are_merged(axes: tuple[str | int, ..
         compose(merged, method, unowned=merged.axes[0])
 
 
-def test_one_average_for_two_has_all_axes(mesh: ProcessGroupMesh):
+def test_one_average_in_place_of_two_has_all_axes_and_replicas(mesh: ProcessGroupMesh):
     both = DataParallel(mesh, "dp"), ShardedDataParallel(mesh.at(pp=1), "tp")
-    call = printed_call(lambda: compose(mesh, *both, unowned="pp"))
-    together = compose(mesh, eval(call, {**globals(), "mesh": mesh}), unowned="pp")
+    together = compose(mesh, eval(printed_call(lambda: compose(mesh, *both, unowned="pp"))), unowned="pp")
     assert (together.num_replicas, str(together)) == (4, "Composition(DataParallel along dp, tp)")
-
-
-def test_one_average_in_place_of_two_keeps_replicas(mesh: ProcessGroupMesh):
     both = ShardedDataParallel(mesh, "dp", replicate="dp"), DataParallel(mesh, "tp")
     method = eval(printed_call(lambda: compose(mesh, *both, unowned="pp")))
     compose(mesh, method, unowned="pp")
@@ -260,19 +256,15 @@ class WithBalance(nn.Module):
         return with_loss(x * self.weight, 3 * self.weight.sum())
 
 
-@pytest.mark.parametrize("passes", [1, 4])
-def test_accumulation_adds_with_loss_once(mesh: ProcessGroupMesh, passes: int):
-    together = compose(mesh, unowned=mesh.axes)
-    model = together.apply(WithBalance())
-    for i in range(passes):
-        with together.accumulate(model, last=i == passes - 1, passes=passes):
-            (model(torch.full((1,), 2.0)).sum() / passes).backward()
-    assert model.weight.grad.item() == 2 + 3
-
-
 def test_accumulation_of_with_loss_needs_number_of_passes(mesh: ProcessGroupMesh):
     together = compose(mesh, unowned=mesh.axes)
-    model, last, passes = together.apply(WithBalance()), True, 4
+    for passes in (1, 4):
+        model = together.apply(WithBalance())
+        for i in range(passes):
+            with together.accumulate(model, last=i == passes - 1, passes=passes):
+                (model(torch.full((1,), 2.0)).sum() / passes).backward()
+        assert model.weight.grad.item() == 2 + 3
+    last = True
 
     def forward() -> None:
         with together.accumulate(model, last=last):
