@@ -580,34 +580,24 @@ def test_rank_that_dies_is_named_and_target_torn():
         assert "Create a new Resharder on all ranks" in again[1]
 
 
-@on_ranks(4)
-def test_rank_that_is_too_slow_tears_the_target():
-    """Rank 0 sleeps before its third message, for longer than the others wait. Then all create a new Resharder."""
-    rank = dist.get_rank()
-    sync, target = in_small_messages(timeout=3)
-    with before_step("send", 3, lambda: time.sleep(5 if rank == 0 else 0)):
-        first, torn = outcome(sync), sync.torn
-    assert first[0] == "LifetimeError"
-    assert "was aborted by rank" in first[1]
-    assert ": not done in 3 s." in first[1]
-    assert torn == (rank >= 2)
-    sync, target = in_small_messages(20, target)
-    assert outcome(sync)[:2] == ("", "")
-    assert has_arrived(target)
+SLOW, FAILS = ": not done in 3 s.", ": ValueError: out of memory, say"
 
 
-@pytest.mark.parametrize(("who", "step", "message"), [(1, "send", 3), (2, "receive", 6)])
+@pytest.mark.parametrize(
+    ("who", "step", "message", "reason"), [(0, "send", 3, SLOW), (1, "send", 3, FAILS), (2, "receive", 6, FAILS)]
+)
 @on_ranks(4)
-def test_a_torn_target_is_whole_after_the_retry(who, step, message):
-    """A rank fails in the middle. All targets are torn, and a new Resharder mends them."""
-    rank = dist.get_rank()
+def test_a_torn_target_is_whole_after_the_retry(who, step, message, reason):
+    """A rank fails in the middle, or sleeps for longer than the others wait. A new Resharder mends all targets."""
+    rank, do = dist.get_rank(), fail if reason == FAILS else lambda: time.sleep(5)
     module = Generator() if rank >= 2 else None
-    sync, _ = in_small_messages(6, module)
-    with before_step(step, message, fail if rank == who else lambda: None):
+    sync, _ = in_small_messages(6 if reason == FAILS else 3, module)
+    with before_step(step, message, do if rank == who else lambda: None):
         first = outcome(sync)
-    assert first[0] == ("ValueError" if rank == who else "LifetimeError")
-    assert rank == who or f"was aborted by rank {who} at test_resharder.py:" in first[1]
-    assert rank == who or ": ValueError: out of memory, say" in first[1]
+    assert first[0] == ("ValueError" if rank == who and reason == FAILS else "LifetimeError")
+    if rank != who:
+        assert f"was aborted by rank {who if reason == FAILS else ''}" in first[1]
+        assert reason in first[1]
     assert sync.torn == (rank >= 2)
     assert outcome(sync)[0] == "LifetimeError"
     assert module is None or outcome(lambda: module(torch.ones(1000)))[0] == "LifetimeError"
