@@ -35,7 +35,6 @@ from tests.support.worlds import check_sums, groups_of, on_ranks
 
 long = pytest.mark.long
 
-
 SHARE = "together.share(batch)   # equal parts; together = compose(...)"
 UNEQUAL = "compose(..., equal_parts=False)   # with the loss of together.mean(loss_sum, tokens)"
 

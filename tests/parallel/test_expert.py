@@ -45,7 +45,6 @@ from tests.support.worlds import check_sums, groups_of, on_ranks, world
 
 pytestmark = pytest.mark.long
 
-
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}  # float64: only the order of sums differs
 
 

@@ -20,7 +20,6 @@ from tests.support.worlds import check_sums, groups_of, on_ranks
 
 pytestmark = pytest.mark.long
 
-
 KINDS: dict[str, Callable[[ProcessGroupMesh], list[Method]]] = {
     "sharded": lambda mesh: [ShardedDataParallel(mesh, "dp", "other")],
     "replicated": lambda mesh: [ShardedDataParallel(mesh, "dp", "other", replicate="other")],

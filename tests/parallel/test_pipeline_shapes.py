@@ -33,7 +33,6 @@ from tests.support.worlds import check_sums, groups_of, on_ranks, world
 
 pytestmark = needs_pipelines
 
-
 WIDTH, PARTS = 6, 4
 SHAPES = [(8, 3), (16, 5), (8, 3), (16, 5), (16, 5)]  # two shapes in turn, and one again
 

@@ -21,7 +21,6 @@ from tests.support.worlds import check_sums, groups_of, on_ranks
 
 pytestmark = needs_pipelines
 
-
 WIDTH, LENGTH, LAYERS, PARTS = 4, 5, 4, 2
 
 

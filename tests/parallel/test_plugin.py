@@ -25,7 +25,6 @@ from tests.support.worlds import check_sums, groups_of, world
 
 pytestmark = pytest.mark.long
 
-
 ROOT = Path(__file__).parents[2]
 STEPS, EVERY, REPLICAS = 7, 2, 2
 TOLERANCE = 1e-12  # 64-bit floats: only the order of sums differs

@@ -115,26 +115,6 @@ def test_ranks_that_run_different_modules_raise(case: str, replicate: Any):
             run(lambda: model(x, **arguments).square().mean().backward(), times=2)
 
 
-class TwoOutputs(nn.Module):
-    """Both heads run on every rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.heads = nn.ModuleList(nn.Linear(4, 1, bias=False) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(head(x) for head in self.heads)
-
-
-@on_ranks(2)
-def test_losses_of_different_outputs_raise():
-    with ProcessGroupMesh(dp=2) as mesh:
-        model = compose(mesh, ShardedDataParallel(mesh, "dp")).apply(TwoOutputs())
-        with pytest.raises(MethodError, match=r"of heads\.0 on rank 0; .* of heads\.1 on rank 1\."):
-            model(torch.ones(2, 4))[mesh.rank].sum().backward()
-
-
 @on_ranks(2)
 def test_layers_dropped_by_rank_later_raise():
     with ProcessGroupMesh(dp=2) as mesh:
