@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from pgmesh import PgmeshError, ProcessGroupMesh
+from pgmesh import ProcessGroupMesh
 from tests.support.faults import kill_self, results
 from tests.support.programs import run_ranks
 from tests.support.worlds import fresh_world
@@ -88,19 +86,22 @@ def test_contributing_page_names_existing_tests():
 # ---- lost ranks ----
 
 ELASTIC = (ROOT / "docs" / "elastic.md").read_text(encoding="utf-8").partition("## The three calls")[0]
-(SHORT_LOOP,) = re.findall(r"^```python\n(.*?)^```", ELASTIC, re.MULTILINE | re.DOTALL)
-
-
-def train_until_killed(mesh: ProcessGroupMesh) -> None:
-    for step in range(4):
-        if mesh.rank == 2 and step == 2:
-            kill_self()
-        dist.all_reduce(torch.ones(1), group=mesh.group())
+((START, SHORT_LOOP),) = re.findall(r"^```python\n(.*?)^launch.join\(.*?\n(.*?)^```", ELASTIC, re.MULTILINE | re.DOTALL)
 
 
 def run_short_loop() -> str:
-    names: dict[str, Any] = {"ProcessGroupMesh": ProcessGroupMesh, "PgmeshError": PgmeshError}
-    exec(SHORT_LOOP, names | {"train": train_until_killed}, names)
+    names: dict[str, Any] = {}
+    exec(START, names)
+    train = names["train"]
+
+    def train_until_killed(mesh: ProcessGroupMesh) -> None:
+        train(mesh)
+        if mesh.rank == 2:
+            kill_self()
+        train(mesh)
+
+    names["train"] = train_until_killed
+    exec(SHORT_LOOP, names)
     return repr(names["mesh"])
 
 
