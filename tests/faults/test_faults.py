@@ -54,7 +54,7 @@ from tests.support.worlds import STARVED, check_sums, fresh_world, groups_of, on
 # ---- bad input ----
 
 
-@pytest.mark.fault("sizes that do not fit, two -1, duplicate, negative or foreign ranks, unknown axis, empty mesh")
+@pytest.mark.fault("sizes that do not fit, wrong ranks, unknown axis, empty mesh")
 @on_ranks(2, "fast")
 def test_local_errors_are_raised_without_store_operations():
     """The text of each error is in test_messages.py."""
@@ -277,7 +277,7 @@ def quickest(act: Callable[[], Any]) -> float:
     return min(each.took for each in seen)
 
 
-@pytest.mark.fault("a mesh used after close, a group asked for after the end of its world")
+@pytest.mark.fault("a mesh used after close, or the end of its world")
 @pytest.mark.fault("fork")
 @on_ranks(2)
 def test_ended_mesh_raises_within_a_millisecond():

@@ -75,7 +75,7 @@ def errors_of(group: Any) -> list[str]:
 
 
 @pytest.mark.fault(
-    "`TORCH_DISTRIBUTED_DEBUG=DETAIL`, and one rank in another operation, or with another shape or dtype"
+    "`TORCH_DISTRIBUTED_DEBUG=DETAIL`, and one rank in another operation, shape or dtype"
 )
 @pytest.mark.parametrize("kind", GROUPS)
 @on_ranks(4)
