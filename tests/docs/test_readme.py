@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import pgmesh
-from pgmesh import Layout, MismatchError, MissingRanksError, ProcessGroupMesh
+from pgmesh import Layout, MethodError, MismatchError, MissingRanksError, ProcessGroupMesh
 from pgmesh.groups.world import current_world
+from pgmesh.parallel import Composition, DataParallel, compose, verify
 from tests.support.programs import clean_env, run_programs, run_ranks
 from tests.support.torch_tables import table_sizes
 from tests.support.worlds import World, check_sums, fresh_world, groups_of, on_ranks, world
@@ -261,6 +262,21 @@ def test_a_job_that_hangs(waiting_ranks: dict[str, list[int]]):
         assert len({pid for _, pid, _ in waiting}) == 3, shown
         assert re.search(r"^group 0 of mesh 'hangs': .*; behind: rank 3 with \d+$", shown, re.MULTILINE), shown
     dist.all_reduce(torch.ones(1), group=mesh.group(0))
+
+
+@on_ranks(4)
+def test_a_training_step_that_is_wrong():
+    _, theirs, ours = ROWS["Is a training step right?"]
+    assert theirs == "No check"
+    assert "trains on the mesh and on one rank, and names the parameter whose gradient differs most" in ours
+
+    def step(together: Composition, model: torch.nn.Module, batch: torch.Tensor) -> None:
+        model(together.share(batch)).square().sum().backward()  # not together.mean: a quarter of the gradient
+
+    mesh = ProcessGroupMesh(dp=4, name="wrong step")
+    together = compose(mesh, DataParallel(mesh, "dp"))
+    with pytest.raises(MethodError, match=r"weight"):
+        verify(together, lambda: torch.nn.Linear(3, 1, bias=False), [torch.ones(8, 3)], step=step)
 
 
 @of_torch_2_13
