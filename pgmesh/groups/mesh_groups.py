@@ -71,7 +71,7 @@ class MeshGroups:
             self.ended = "was unpickled outside any world, or in a forked process."
             self.world.ended = "this process is in no world"
         self.rank = self.world.rank
-        self.configured = ConfiguredOptions(self.world.options)
+        self.configured = ConfiguredOptions(self.rank, self.world.options)
         self._device_meshes = DeviceMeshes(self.rank, layout)
 
     # -- identity ---------------------------------------------------------------------------------------------------
@@ -222,10 +222,12 @@ class MeshGroups:
         with self.lock:
             members = self.members(layout, axes, tag)
             self.configured.configure(members, options, self._created(members))
+            if len(members.ranks) == 1:
+                self.clear_references()  # the next call gives another group
 
     def _created(self, members: Members) -> Group | None:
         """The group of some members that has the configured options, if it was created."""
-        variant = naming.variant_of(self.configured.of(members).backend, members.tag, {})
+        variant = naming.variant_of(self.configured.of_ranks(members).backend, members.tag, {})
         group = self._groups.get((members.ranks, variant))
         return group if group is not None and group.is_made else None
 

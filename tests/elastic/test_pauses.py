@@ -77,9 +77,7 @@ def train(folder: Path) -> tuple[Attempt, Attempt]:
     return trained, connected
 
 
-@pytest.mark.fault(
-    "the store pauses for 20 s, or all ranks are suspended (L)"
-)
+@pytest.mark.fault("the store pauses for 20 s, or all ranks are suspended (L)")
 def test_pause_aborts_no_healthy_mesh(tmp_path: Path):
     """Longer than the silence after which a rank is lost: of the store, of all ranks, and of both."""
 

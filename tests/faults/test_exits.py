@@ -177,17 +177,13 @@ def check_exits(cases: Sequence[Case], folder: Path, seconds: float) -> int:
     return len(ended)
 
 
-@pytest.mark.fault(
-    "the program ends while an asynchronous first collective is pending"
-)
+@pytest.mark.fault("the program ends while an asynchronous first collective is pending")
 def test_exit_status_is_kept_with_pending_collective(tmp_path: Path):
     cases = chosen_cases()
     assert check_exits(cases, tmp_path, PENDING_SECONDS) == len(cases)
 
 
-@pytest.mark.fault(
-    "the program ends while an asynchronous first collective is pending"
-)
+@pytest.mark.fault("the program ends while an asynchronous first collective is pending")
 @pytest.mark.long
 def test_exit_status_is_kept_many_times(tmp_path: Path):
     assert check_exits(all_cases(EXITS), tmp_path, EXITS_SECONDS)

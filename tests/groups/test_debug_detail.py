@@ -74,9 +74,7 @@ def errors_of(group: Any) -> list[str]:
     return found
 
 
-@pytest.mark.fault(
-    "`TORCH_DISTRIBUTED_DEBUG=DETAIL`, and one rank in another operation, shape or dtype"
-)
+@pytest.mark.fault("`TORCH_DISTRIBUTED_DEBUG=DETAIL`, and one rank in another operation, shape or dtype")
 @pytest.mark.parametrize("kind", GROUPS)
 @on_ranks(4)
 def test_detail_names_rank_and_operation_as_torch(kind: str):
