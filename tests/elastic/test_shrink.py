@@ -221,7 +221,7 @@ def test_abort_wakes_all_ranks_with_its_reason(tmp_path: Path):
 # ---- ten times ----
 
 KEPT = {"descriptors": 4, "threads": 2}
-"""Of each group of an aborted mesh: those of its backend. See docs/limits.md."""
+"""Of each group of an aborted mesh: those of its backend. See docs/see.md."""
 
 
 @pytest.mark.skipif(not CAN_COUNT, reason="reads /proc")
