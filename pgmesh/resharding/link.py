@@ -91,6 +91,8 @@ class Link:
             )
         self.device = torch.device("cuda" if backends.nccl else "cpu") if world.name else device_of(dist.group.WORLD)
         """The device of the collectives."""
+        self._index_of = {rank: index for index, rank in enumerate(ranks)}
+        self._group: Any = None  # while it communicates: a look-up for each message takes longer than to start it
         self.seconds = to_timedelta(timeout).total_seconds()
         self._began = time.monotonic()
         self._connect(ranks)
@@ -191,6 +193,7 @@ class Link:
         future: Future[T] = Future()
         thread = Thread(target=self._run_in_thread, args=(act, future, torch.is_inference_mode_enabled()), daemon=True)
         try:
+            self._group = self._connection.group
             self._synchronize()
             thread.start()
             while not wait([future], max(min(self._left(), POLL_SECONDS), 0.0)).done:
@@ -206,6 +209,8 @@ class Link:
                 traceback.clear_frames(error.__traceback__)  # they keep operations alive, and so their group
                 raise self._explain(error) from None
             raise
+        finally:
+            self._group = None
 
     def _run_in_thread(self, act: Callable[[], T], future: Future[T], inference: bool) -> None:
         try:
@@ -248,13 +253,12 @@ class Link:
 
     def barrier(self) -> None:
         """Wait until all ranks have come to this."""
-        dist.barrier(self._connection.group)
+        dist.barrier(self._group)
 
     def gather_texts(self, text: str) -> dict[str, list[int]]:
         """The texts of all ranks, each with the ranks that have it. Of these, the first one sends it, once."""
-        data, group = text.encode(), self._connection.group
+        data, group, ranks = text.encode(), self._group, [*self._index_of]
         digest = hashlib.sha256(data).digest() + len(data).to_bytes(8, "big")
-        ranks = self._connection.mesh.layout.ranks()
         rows = self._bytes(digest).repeat(len(ranks), 1)
         dist.all_gather([*rows], rows[0].clone(), group=group)
         ranks_of: dict[bytes, list[int]] = {}
@@ -270,11 +274,11 @@ class Link:
 
     def send(self, peer: int, values: torch.Tensor) -> Any:
         """Start to send a contiguous vector; return torch's work."""
-        return self._connection.group.send([values.view(torch.uint8)], self._connection.mesh.layout.index_of(peer), 0)
+        return self._group.send([values.view(torch.uint8)], self._index_of[peer], 0)
 
     def receive(self, peer: int, values: torch.Tensor) -> Any:
         """Start to receive a contiguous vector; return torch's work."""
-        return self._connection.group.recv([values.view(torch.uint8)], self._connection.mesh.layout.index_of(peer), 0)
+        return self._group.recv([values.view(torch.uint8)], self._index_of[peer], 0)
 
     def _bytes(self, data: bytes) -> torch.Tensor:
         """A vector of bytes on the device of the collectives."""

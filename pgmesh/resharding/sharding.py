@@ -198,10 +198,6 @@ class Sharding:
         self.replicas = math.prod(layout.size(axis) for axis in self._others)
         self._ranks: dict[Part, tuple[int, ...]] = {}
 
-    def parts(self) -> Iterator[Part]:
-        """All parts, in ascending order."""
-        return itertools.product(*(range(self.layout.shape[axis]) for axis in self.sharded))
-
     def region_of(self, rank: int) -> Region:
         """The region that a rank of the layout holds."""
         return self.region_of_part(self.part_of(rank))

@@ -10,6 +10,7 @@ packed into a buffer, or received in one and unpacked. ``Staging`` is the memory
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -273,15 +274,16 @@ class Shards:
         jobs: Sequence[Job],
     ) -> None:
         self.source, self.target, self.device = {**source}, target, device
-        moved = {job.name for job in jobs if job.plan.wanted is not None and job.plan.wanted != job.plan.held}
-        overwritten = {
-            read
-            for read, written in find_overlaps(source, target)
-            if read != written or written in moved or memory_of(source[read]) != memory_of(target[written])
-        }
+        moved = {job.name for job in jobs if job.plan.wanted is not None and not self._stays(job)}
+        overwritten = find_overlaps(source, [tensor for name, tensor in target.items() if name in moved])
         self.source.update({name: source[name].clone() for name in overwritten})
         self.overwrites_source = bool(overwritten)
         """True if the transfer writes into memory of the source."""
+
+    def _stays(self, job: Job) -> bool:
+        """Return True if this rank wants what it holds, in the same place."""
+        is_same = job.plan.held == job.plan.wanted
+        return is_same and memory_of(self.source[job.name]) == memory_of(self.target[job.name])
 
     def direct(self, message: Message) -> torch.Tensor | None:
         """The elements of a message in the memory of a shard; None if they have to be staged."""
@@ -316,16 +318,15 @@ def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def find_overlaps(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
-    """The pairs of a tensor of the source and one of the target whose memory overlaps, by name."""
-    sides = enumerate((source, target))
-    extents = sorted((*_extent(tensor), side, name) for side, tensors in sides for name, tensor in tensors.items())
-    found: list[tuple[str, str]] = []
-    before: list[tuple[int, int, str]] = []  # those that reach to the start of the next one
-    for start, stop, side, name in extents:
-        before = [each for each in before if each[0] > start]
-        found += [(other, name) if side else (name, other) for _, other_side, other in before if side != other_side]
-        before.append((stop, side, name))
+def find_overlaps(tensors: Mapping[str, torch.Tensor], others: Sequence[torch.Tensor]) -> list[str]:
+    """The names of the tensors whose memory overlaps that of one of the others."""
+    extents = sorted(map(_extent, others))
+    ends = [*itertools.accumulate((stop for _, stop in extents), max, initial=0)]  # the last of the first ones
+    found = []
+    for name, tensor in tensors.items():
+        start, stop = _extent(tensor)
+        if start < min(stop, ends[bisect.bisect_left(extents, (stop,))]):
+            found.append(name)
     return found
 
 
