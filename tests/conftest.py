@@ -29,6 +29,7 @@ LONGEST = (
     "elastic/test_blocked_ranks",
     "interop/test_device_mesh",
     "elastic/test_shrink",
+    "parallel/test_verify",
     "parallel/test_pipeline_shapes",
     "faults/test_faults",
     "connect/test_processes_of_a_rank",
@@ -45,7 +46,9 @@ LONGEST = (
     "groups/test_groups",
     "resharding/test_reshard",
     "connect/test_connect",
-    "parallel/test_checkpoint",
+    "parallel/test_base",
+    "parallel/test_comparing",
+    "parallel/test_sharded_passes",
     "docs/test_readme",
 )
 """The slowest files. Files that wait alternate with files that compute; mypy runs next to the first two."""

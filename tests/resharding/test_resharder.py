@@ -584,7 +584,9 @@ SLOW, FAILS = ": not done in 3 s.", ": ValueError: out of memory, say"
 
 
 @pytest.mark.parametrize(
-    ("who", "step", "message", "reason"), [(0, "send", 3, SLOW), (1, "send", 3, FAILS), (2, "receive", 6, FAILS)]
+    ("who", "step", "message", "reason"),
+    [(0, "send", 3, SLOW), (1, "send", 3, FAILS), (2, "receive", 6, FAILS)],
+    ids=["slow", "send fails", "receive fails"],
 )
 @on_ranks(4)
 def test_a_torn_target_is_whole_after_the_retry(who, step, message, reason):
