@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 from pgmesh import Layout, ProcessGroupMesh, torch_private
-from pgmesh.groups.backends import backends_of
+from pgmesh.groups.backends import backends_of, new_gloo
 from pgmesh.groups.default_world import world_options
 
 FAMILIES = (("tp",), ("cp",), ("pp",), ("dp",), ("dp", "cp"), ("cp", "tp"))
@@ -180,7 +180,7 @@ class Bare:
             block = layout.block_of(me, *axes)
             key = f"{torch_private.PREFIX}bare {name}/{axes} of {block[0]}"
             store, place = dist.PrefixStore(key, torch_private.default_store()), block.index(me)
-            backend = torch_private.gloo_backend(store, place, key, options, block)
+            backend = new_gloo(store, place, key, options, block)
             slots = [(device, variant, backend) for device, variant, _ in backends.slots]
             group = torch_private.new_group_object(store, place, len(block), backends.default_type, slots)
             places = {rank: i for i, rank in enumerate(block)}

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import os
 import socket
 import sys
 import time
@@ -56,8 +55,7 @@ c10d: Any = _c10d  # its tables are read and written here as torch itself does, 
 # ProcessGroup._get_backend, ._device_types: the backends of a group, and their timeout
 # ProcessGroup._set_group_name, ._set_group_desc: torch names only groups of new_group
 # ProcessGroupGloo._get_sequence_number_for_group: how many operations this process has entered in a group
-# ProcessGroupGloo._Options._devices, ._threads, ._timeout, .create_device, .create_default_device: devices that connect
-#   at their first use
+# ProcessGroupGloo._Options._devices, ._threads, ._timeout, .create_device: a device that connects at its first use
 # ProcessGroupNCCL._group_start, ._group_end (newer torch): the abort of several communicators in one call
 # _C._distributed_c10d.FakeProcessGroup, ._create_internal: fake worlds
 # _C._distributed_c10d._ProcessGroupWrapper: the checks of TORCH_DISTRIBUTED_DEBUG=DETAIL
@@ -299,19 +297,24 @@ def new_group_object(
     return group
 
 
-def gloo_backend(store: Any, rank: int, name: str, options: GroupOptions, ranks: Sequence[int]) -> Any:
+def gloo_backend(
+    store: Any,
+    rank: int,
+    name: str,
+    options: GroupOptions,
+    ranks: Sequence[int],
+    *,
+    devices: Sequence[Mapping[str, str]],
+) -> Any:
     """A Gloo backend that connects when it is first used.
-
-    It has devices of its own, since a lazy device identifies pairs only by their ranks in the group.
 
     Args:
         ranks: the members' ranks in the world.
+        devices: an ``interface`` or a ``hostname`` for each device.
     """
     gloo: Any = dist.ProcessGroupGloo
-    interfaces = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
-    devices = [gloo.create_device(interface=each, lazy_init=True) for each in interfaces]
     settings = gloo._Options()
-    settings._devices = devices or [gloo.create_default_device(lazy_init=True)]
+    settings._devices = [gloo.create_device(**device, lazy_init=True) for device in devices]
     settings._threads = 1  # collectives of one group run one after another, as on NCCL's stream
     _set_up(settings, name, options, ranks)
     return gloo(store, rank, len(ranks), settings)

@@ -5,8 +5,11 @@ The private constructors of torch are called through ``torch_private.py``.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import os
+import socket
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +18,7 @@ from torch.distributed import distributed_c10d as _c10d
 
 from pgmesh import torch_private
 from pgmesh.errors import OptionsError
+from pgmesh.options import GroupOptions
 
 c10d: Any = _c10d
 
@@ -85,8 +89,31 @@ def connects_in_background(group: Any) -> bool:
     return backends_of(torch_private.backend_name(group)).names == {GLOO}
 
 
+@functools.cache
+def _own_address() -> str:
+    """The address that Gloo uses by default: the first of this host that can be bound. Looked up once."""
+    with contextlib.suppress(OSError):
+        for family, variant, _, _, address in socket.getaddrinfo(
+            socket.gethostname().encode(), None, type=socket.SOCK_STREAM
+        ):
+            with contextlib.suppress(OSError), socket.socket(family, variant) as trial:
+                trial.bind(address)
+                return str(address[0])
+    return "127.0.0.1"
+
+
+def new_gloo(store: dist.Store, rank: int, name: str, options: GroupOptions, ranks: Sequence[int]) -> Any:
+    """A Gloo backend that connects when it is first used."""
+    # Each group has separate devices, since a lazy device identifies pairs only by their ranks in the group.
+    if interfaces := os.environ.get("GLOO_SOCKET_IFNAME"):
+        devices = [{"interface": each} for each in interfaces.split(",") if each]
+    else:
+        devices = [{"hostname": _own_address()}]
+    return torch_private.gloo_backend(store, rank, name, options, ranks, devices=devices)
+
+
 CONSTRUCTORS: dict[str, Callable[..., Any]] = {
-    GLOO: torch_private.gloo_backend,
+    GLOO: new_gloo,
     "fake": torch_private.fake_backend,
     NCCL: torch_private.nccl_backend,
 }

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from pgmesh import torch_private
 from pgmesh._util.formatting import call_site
 from pgmesh.errors import OptionsError
-from pgmesh.groups.backends import CONSTRUCTORS, GLOO, backends_of
+from pgmesh.groups.backends import CONSTRUCTORS, GLOO, backends_of, new_gloo
 from pgmesh.groups.connecting import GroupStore
 from pgmesh.groups.default_world import world_rank_and_size
 from pgmesh.groups.group import Group
@@ -111,7 +111,7 @@ def _build(
             made = CONSTRUCTORS[backend](dist.PrefixStore(device.type, inner), *arguments)
             gloo += [made] if backend == GLOO else []
             if _is_debugged(frozenset([backend])):
-                helper = CONSTRUCTORS[GLOO](dist.PrefixStore(f"{device.type}/checks", store or alone), *arguments)
+                helper = new_gloo(dist.PrefixStore(f"{device.type}/checks", store or alone), *arguments)
                 checking.append(helper)
                 made = torch_private.checked(made, helper)
             built[backend] = made
