@@ -257,7 +257,7 @@ class Link:
 
     def gather_texts(self, text: str) -> dict[str, list[int]]:
         """The texts of all ranks, each with the ranks that have it. Of these, the first one sends it, once."""
-        data, group, ranks = text.encode(), self._group, [*self._index_of]
+        data, group, ranks = text.encode(), self._group, self._connection.mesh.layout.ranks()
         digest = hashlib.sha256(data).digest() + len(data).to_bytes(8, "big")
         rows = self._bytes(digest).repeat(len(ranks), 1)
         dist.all_gather([*rows], rows[0].clone(), group=group)

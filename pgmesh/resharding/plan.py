@@ -198,11 +198,13 @@ class ReshardPlan:
     def _to(self, part: Part, rank: int) -> Iterator[Transfer]:
         """What a taker gets of a part of the source, by the replicas that serve it."""
         served, host = self._served_of(part), self._host_of[rank]
-        senders, takers = served.by_all
+        _, overlap = self._wanting_of(part)[self.target.part_of(rank)]
         if host in served.near:
-            senders, takers = served.near[host], sum(self._takes(each, part) for each in self._hosts[host])
-        slot, (_, overlap) = self._slot(rank, part) or 0, self._wanting_of(part)[self.target.part_of(rank)]
-        turn = slot - bisect.bisect(served.holding, slot)
+            here = [each for each in self._hosts[host] if self._takes(each, part)]
+            senders, takers, turn = served.near[host], len(here), here.index(rank)
+        else:
+            (senders, takers), slot = served.by_all, self._slot(rank, part) or 0
+            turn = slot - bisect.bisect(served.holding, slot)
         each_by, size = max(len(senders) // takers, 1), size_of(overlap)
         for i in range(each_by):
             start, stop = size * i // each_by, size * (i + 1) // each_by

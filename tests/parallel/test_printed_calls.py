@@ -49,7 +49,7 @@ def test_several_axes_of_tensor_parallelism_are_merged(axes: tuple[str | int, ..
         compose(merged, method, unowned=merged.axes[0])
 
 
-def test_one_average_in_place_of_two_has_all_axes_and_replicas(mesh: ProcessGroupMesh):
+def test_one_average_has_all_axes_and_replicas(mesh: ProcessGroupMesh):
     both = DataParallel(mesh, "dp"), ShardedDataParallel(mesh.at(pp=1), "tp")
     together = compose(mesh, eval(printed_call(lambda: compose(mesh, *both, unowned="pp"))), unowned="pp")
     assert (together.num_replicas, str(together)) == (4, "Composition(DataParallel along dp, tp)")
