@@ -15,6 +15,7 @@ import pgmesh
 from pgmesh import Layout, MembershipError, MismatchError, ProcessGroupMesh, ShapeError, launch
 from pgmesh.resharding import Placed, Resharder, reshard, vllm_parts
 from pgmesh.resharding.placed import find_shared_memory
+from pgmesh.resharding.transfer import find_overlaps
 from tests.support.transfer_oracle import random_layout, random_placements, shard_of
 from tests.support.worlds import on_ranks, world
 
@@ -339,6 +340,25 @@ def test_memory_in_common_is_found_element_by_element():
     assert find_shared_memory({**apart, "row": x[3]}) == ["even and row"]  # one of the group
     assert find_shared_memory({"corner": x[4:, 2:4].T, "left": apart["left"]}) == ["corner and left"]
     assert find_shared_memory({"spread": torch.zeros(1).expand(3)}) == ["spread and spread"]
+
+
+def test_sources_that_a_target_overwrites_are_found():
+    """Against each pair: a source is found if a target begins before its end, and ends after its start."""
+    memory = torch.zeros(40)
+    for seed in range(300):
+        rng = random.Random(seed)
+
+        def ends(rng: random.Random = rng) -> tuple[int, int]:
+            start = rng.randint(0, 30)
+            return start, start + rng.choice([0, 1, 4, 10])
+
+        sources, targets = {f"{i}": ends() for i in range(4)}, [ends() for _ in range(rng.randint(0, 4))]
+        expected = [
+            name for name, (start, stop) in sources.items() if any(a < stop and b > start for a, b in targets if a < b)
+        ]
+        expected = [name for name in expected if sources[name][0] < sources[name][1]]
+        tensors = {name: memory[start:stop] for name, (start, stop) in sources.items()}
+        assert find_overlaps(tensors, [memory[start:stop] for start, stop in targets]) == expected, seed
 
 
 def test_parts_that_do_not_fit_are_refused():
