@@ -119,12 +119,12 @@ def figures(repetitions: int) -> list[Figure]:
 
 
 def figures_of(model: str, repetitions: int) -> list[Figure]:
-    """Figures of one model. A larger one is moved less often."""
-    shapes, times = shapes_of(MODELS[model]), -(-repetitions // MODELS[model])
-    results = spawn(measure, RANKS, times, shapes, timeout=timedelta(seconds=600))
+    """Figures of one model. A larger one is moved less often. Each case has its own processes, to free memory."""
+    shapes, often = shapes_of(MODELS[model]), -(-repetitions // MODELS[model])
     found = []
     for case, (trainer, _, peers) in CASES.items():
-        times, moved, left_out = ([rank[case][i] for rank in results] for i in range(3))
+        results = spawn(measure, RANKS, often, shapes, case, timeout=timedelta(seconds=600))
+        times, moved, left_out = zip(*results)
         seconds = {side: median(map(max, zip(*(rank[side] for rank in times)))) for side in times[0]}
         targets = tuple(Target(factor, peer) for peer, factor in peers.items() if peer in seconds)
         targets += (Target(most=1.3, against=FLOOR),)
@@ -141,38 +141,36 @@ def figures_of(model: str, repetitions: int) -> list[Figure]:
 
 
 def measure(
-    repetitions: int, shapes: Shapes
-) -> dict[str, tuple[dict[str, list[float]], tuple[int, ...], dict[str, str]]]:
-    """For each case the seconds of each repetition by side, the bytes of pgmesh, and the sides that cannot run."""
+    repetitions: int, shapes: Shapes, case: str
+) -> tuple[dict[str, list[float]], tuple[int, ...], dict[str, str]]:
+    """Of one case: seconds of each repetition by side, the bytes of pgmesh, and the sides that cannot run."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of torch's checkpoint
-    found = {}
-    for case, (trains, generates, _) in CASES.items():
-        tp = 2 if case == SHARDED else 4
-        trainer = ProcessGroupMesh(dp=-1, tp=2, ranks=trains, name=f"trainer, {case}")
-        rollout = ProcessGroupMesh(dp=-1, tp=tp, ranks=generates, name=f"rollout, {case}")
-        source = Side(trainer, shapes, fsdp=case == SHARDED)
-        target, truth = (Side(rollout, shapes, fsdp=False) for _ in range(2))
-        sides, left_out = sides_of(case, source, target)
-        times: dict[str, list[float]] = defaultdict(list)
-        for repetition in range(repetitions + 1):
-            for side, run in [*sides.items()][:: 1 if repetition % 2 else -1]:
-                for tensor in target.state.values():
-                    tensor.to_local().zero_()
-                dist.barrier()
-                start = time.perf_counter()
-                result = run()
-                took = time.perf_counter() - start
-                dist.barrier()
-                for name, tensor in target.state.items() if side != FLOOR else ():
-                    if not torch.equal(tensor.to_local(), truth.state[name].to_local()):
-                        raise ArithmeticError(f"{side}: {name} is wrong on rank {rollout.rank}")
-                if repetition:  # the first one connects and plans
-                    times[side].append(took)
-                if side == OURS:
-                    moved = result.sent, result.received, result.floor, result.staged
-        found[case] = dict(times), moved, left_out
-    return found
+    trains, generates, _ = CASES[case]
+    tp = 2 if case == SHARDED else 4
+    trainer = ProcessGroupMesh(dp=-1, tp=2, ranks=trains, name=f"trainer, {case}")
+    rollout = ProcessGroupMesh(dp=-1, tp=tp, ranks=generates, name=f"rollout, {case}")
+    source = Side(trainer, shapes, fsdp=case == SHARDED)
+    target, truth = (Side(rollout, shapes, fsdp=False) for _ in range(2))
+    sides, left_out = sides_of(case, source, target)
+    times: dict[str, list[float]] = defaultdict(list)
+    for repetition in range(repetitions + 1):
+        for side, run in [*sides.items()][:: 1 if repetition % 2 else -1]:
+            for tensor in target.state.values():
+                tensor.to_local().zero_()
+            dist.barrier()
+            start = time.perf_counter()
+            result = run()
+            took = time.perf_counter() - start
+            dist.barrier()
+            for name, tensor in target.state.items() if side != FLOOR else ():
+                if not torch.equal(tensor.to_local(), truth.state[name].to_local()):
+                    raise ArithmeticError(f"{side}: {name} is wrong on rank {rollout.rank}")
+            if repetition:  # the first one connects and plans
+                times[side].append(took)
+            if side == OURS:
+                moved = result.sent, result.received, result.floor, result.staged
+    return dict(times), moved, left_out
 
 
 def sides_of(case: str, source: Side, target: Side) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
