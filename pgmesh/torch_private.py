@@ -364,6 +364,21 @@ def drain(gloo: Iterable[Any], deadline: float) -> bool:
     return True
 
 
+def close_pairs(gloo: Iterable[Any]) -> None:
+    """Close the connections of Gloo backends whose store refuses addresses by now.
+
+    Their destructor waits until no connection has anything to read. If a collective has failed, one may have half a
+    message, which nothing reads any more. A receive whose time is over closes all.
+    """
+    for backend in gloo:
+        for _ in range(backend.size()):  # the store raises once for each pair that was never used
+            with contextlib.suppress(Exception):
+                work = backend.recv_anysource([_nothing], _RESERVED_TAG)
+                with contextlib.suppress(RuntimeError):
+                    work.wait(timedelta(milliseconds=1))
+                break
+
+
 def checked(backend: Any, helper: Any) -> Any:
     """A backend that compares each operation with those of the other members first, as torch wraps its own.
 

@@ -301,15 +301,15 @@ class Connector:
         """Look for members in a thread of a backend, which waits for them."""
         self._find_members([*self._open])
 
-    def remove(self, store: GroupStore) -> bool:
-        """Forget a group that ends. True if no member is missing, and its pairs were not started."""
+    def remove(self, store: GroupStore) -> None:
+        """Forget a group that ends."""
         with self._looking:
-            return self._forget(store) is not None and store.complete_at is not None
+            self._forget(store)
 
-    def _forget(self, store: GroupStore) -> Callable[[], object] | None:
+    def _forget(self, store: GroupStore) -> None:
         with self._changed:
             self._changed.notify()
-            return self._open.pop(store, None)
+            self._open.pop(store, None)
 
     def stop(self) -> None:
         """Forget all groups, and wait for the end of the thread."""

@@ -73,9 +73,7 @@ def leave(world: World, group: Group, gloo: Sequence[Any], process_group: Any, d
     store = group.store
     if store is None:
         return
-    if world.connector.remove(store):
-        with contextlib.suppress(RuntimeError):
-            torch_private.start_pairs(gloo)  # members may wait for this rank
+    world.connector.remove(store)
     complete = store.complete_at is not None
     # When the world ends, its keys end with it. But the members of an incomplete group look whether this one has left.
     if not world.ended or (world.has_server and not complete):
@@ -83,3 +81,5 @@ def leave(world: World, group: Group, gloo: Sequence[Any], process_group: Any, d
             store.leave()
     if not torch_private.drain(gloo, deadline) or world.exits:
         torch_private.keep_for_ever(process_group)
+    elif complete:
+        torch_private.close_pairs(gloo)
