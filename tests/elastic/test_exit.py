@@ -15,28 +15,26 @@ import torch
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
-from tests.support.faults import CHAOS, LONG_TIMEOUT, SEED, WAIT_TIMEOUT, attempt, set_flag, wait_for_flags
-from tests.support.rank_processes import RankProcesses, join_world
+from tests.support.exiting import run_to_exit
+from tests.support.faults import CHAOS, LONG_TIMEOUT, SEED, WAIT_TIMEOUT, attempt, beat_fast
 
 RANKS, STATUS = 4, 7
 HALF_A_MESSAGE = 3  # the last kind
-TIMES = 20 if CHAOS else 1  # of each kind
 
 
-def end_soon(rank: int, port: int, folder: Path, kind: int) -> None:
+def end_soon(kind: int, time_: int) -> None:
     """The ranks are in collectives. Rank 3 aborts the mesh, or is killed. Then each ends at a random moment.
 
     In the last kind the messages are so large that rank 3 dies in the middle of one. Gloo might never free the group.
     """
-    join_world(rank, port, RANKS, WAIT_TIMEOUT / 4)
+    beat_fast()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="train")
     mesh.configure(timeout=2)  # the other members of half a message notice nothing before
     mesh.configure("tp", timeout=2)  # nor does a member that waits for rank 3 to connect
     mesh.connect("dp", timeout=LONG_TIMEOUT)
     group = mesh.group("tp")
-    set_flag(folder, f"ready {rank}")
-    wait_for_flags(folder, "ready", range(RANKS))
-    chance = random.Random(f"{SEED} {folder} {rank}")
+    dist.barrier()
+    chance = random.Random(f"{SEED} {kind} {time_} {mesh.rank}")
 
     def steps() -> None:
         while True:
@@ -52,7 +50,7 @@ def end_soon(rank: int, port: int, folder: Path, kind: int) -> None:
             dist.all_reduce(torch.ones(1), group=mesh.group("dp"))
             dist.all_reduce(torch.ones(1), group=group)
 
-    if rank == RANKS - 1:
+    if mesh.rank == RANKS - 1:
         threading.Thread(target=lambda: attempt(steps), daemon=True).start()
         time.sleep(chance.uniform(0.0, 0.3))
         if kind:
@@ -71,17 +69,10 @@ def end_soon(rank: int, port: int, folder: Path, kind: int) -> None:
 
 
 @pytest.mark.fault("the program ends just after an abort, a shrink, or a failed collective")
-@pytest.mark.parametrize("kind", range(4), ids=["abort", "failed collective", "shrink", "half a message"])
-def test_process_ends_with_its_own_status(tmp_path: Path, kind: int):
-    for time_ in range(TIMES):
-        folder = tmp_path / f"{time_}"
-        folder.mkdir()
-        with RankProcesses(end_soon, folder, "spawn") as ranks:
-            for rank in range(RANKS):
-                ranks.start(rank, kind)
-            ranks.join(4 * WAIT_TIMEOUT)
-            killed = {RANKS - 1: -signal.SIGKILL} if kind else {}
-            assert {rank: process.exitcode for rank, process in ranks.newest.items()} == {
-                **dict.fromkeys(range(RANKS), STATUS),
-                **killed,
-            }
+@pytest.mark.parametrize("time_", range(20 if CHAOS else 1))
+def test_process_ends_with_its_own_status(tmp_path: Path, time_: int):
+    kinds = ["abort", "failed collective", "shrink", "half a message"]
+    worlds = {name: (end_soon, RANKS, kind, time_) for kind, name in enumerate(kinds)}
+    statuses = {name: [each.status for each in ended] for name, ended in run_to_exit(tmp_path, worlds).items()}
+    killed = [*[STATUS] * (RANKS - 1), -signal.SIGKILL]
+    assert statuses == {name: killed if kind else [STATUS] * RANKS for kind, name in enumerate(kinds)}

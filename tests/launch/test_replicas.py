@@ -20,7 +20,7 @@ from pgmesh.launch.detect import detect_launcher, with_replica
 from tests.support.faults import WAIT_TIMEOUT, set_flag, wait_for_flag, wait_until
 from tests.support.launcher_environments import TORCHRUN
 from tests.support.message_assertions import assert_raises
-from tests.support.programs import clean_env, write_script
+from tests.support.programs import clean_env, run_programs, write_script
 
 REPLICAS, RANKS = 3, 2  # of each replica
 
@@ -169,17 +169,12 @@ launch.join("gloo", timeout=60, replica=replica, replicas=2, host="127.0.0.1", p
 
 
 def test_replicas_of_unequal_size_are_an_error(tmp_path: Path):
-    join_replica = write_script(tmp_path, JOIN)
     with StoreProcess() as store:
-        ended = []
         for replica, ranks in enumerate([1, 2]):
-            env = {**clean_env(), "RANK": "0", "WORLD_SIZE": f"{ranks}", "LOCAL_RANK": "0"}
-            command = [sys.executable, join_replica, str(replica), str(store.port)]
-            ended.append(subprocess.run(command, env=env, capture_output=True, text=True, timeout=WAIT_TIMEOUT))
-    assert ended[0].returncode == 0, ended[0].stderr
-    assert (
-        "WorldError: the size of the world is 2 on rank 0 and 4 on rank 2; all ranks give the same." in ended[1].stderr
-    )
+            environ = clean_env(RANK="0", WORLD_SIZE=f"{ranks}", LOCAL_RANK="0")
+            words = f"{replica}", f"{store.port}"
+            ((_, err),) = run_programs(tmp_path, JOIN, *words, environs=[environ], statuses=[replica])
+    assert "WorldError: the size of the world is 2 on rank 0 and 4 on rank 2; all ranks give the same." in err
 
 
 def test_ranks_of_replicas_are_counted_in_their_order():

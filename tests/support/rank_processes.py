@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable
@@ -29,12 +28,11 @@ class RankProcesses:
     Args:
         fn: called in each process with its rank, the port of the store, the folder, and the number of the process.
         folder: for flags.
-        context: of multiprocessing. Only processes of "spawn" end as programs do, with the functions of ``atexit``.
     """
 
-    def __init__(self, fn: Callable[[int, int, Path, int], None], folder: Path, context: str = "") -> None:
+    def __init__(self, fn: Callable[[int, int, Path, int], None], folder: Path) -> None:
         self._fn, self._folder, self._store = fn, folder, StoreProcess()
-        self._context: Any = multiprocessing.get_context(context) if context else process_context()
+        self._context = process_context()
         self.newest: dict[int, Any] = {}
         """By rank, its last process."""
         self.all: list[Any] = []
