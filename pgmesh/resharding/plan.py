@@ -80,7 +80,7 @@ class RankPlan:
 
 
 class Served(NamedTuple):
-    """Who serves the takers of one part of the source.
+    """The replicas that serve the takers of one part of the source.
 
     Args:
         near: by host, the replicas there; none if all ranks are on one.
@@ -175,7 +175,7 @@ class ReshardPlan:
         return RankPlan(rank, held, wanted, tuple(sends), tuple(receives), copied, self.itemsize, leaving, floor)
 
     def _sends(self, rank: int, part: Part) -> Iterator[Transfer]:
-        """What a replica of a part of the source sends."""
+        """The transfers from one replica of a part of the source."""
         near, own_host = self._served_of(part).near, self._host_of[rank]
         for wanted in self._wanting_of(part):
             for taker in self.target.ranks_of(wanted):
@@ -196,7 +196,7 @@ class ReshardPlan:
         return not holds and self._slot(rank, part) is not None
 
     def _to(self, part: Part, rank: int) -> Iterator[Transfer]:
-        """What a taker gets of a part of the source, by the replicas that serve it."""
+        """The transfers of a part of the source to one taker, by the replicas that serve it."""
         served, host = self._served_of(part), self._host_of[rank]
         _, overlap = self._wanting_of(part)[self.target.part_of(rank)]
         if host in served.near:
@@ -212,7 +212,7 @@ class ReshardPlan:
                 yield Transfer(senders[(turn * each_by + i) % len(senders)], overlap, start, stop)
 
     def _served_of(self, part: Part) -> Served:
-        """Who serves the takers of a part of the source; the same in all."""
+        """The replicas that serve the takers of a part of the source, the same on all ranks."""
         if part not in self._served:
             replicas, near = self.source.ranks_of(part), defaultdict[int, list[int]](list)
             holding = sorted(slot for rank in replicas if (slot := self._slot(rank, part)) is not None)
