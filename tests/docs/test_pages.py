@@ -90,7 +90,7 @@ ELASTIC = (ROOT / "docs" / "elastic.md").read_text(encoding="utf-8").partition("
 
 def run_short_loop() -> str:
     names: dict[str, Any] = {}
-    exec(START.replace("range(100)", "range(2)"), names)
+    exec(START.replace("range(300)", "range(2)"), names)
     train = names["train"]
 
     def train_until_killed(mesh: ProcessGroupMesh) -> None:
