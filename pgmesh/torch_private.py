@@ -330,17 +330,18 @@ _nothing, _empty = torch.zeros(1, device="cpu"), torch.zeros(0, device="cpu")
 keep_for_ever(_nothing)
 keep_for_ever(_empty)
 
-_RESERVED_TAG = (1 << 31) - 7
-"""The tag of a receive that no rank sends to."""
+_RESERVED_TAG = 1 << 30
+"""The first of the tags of receives that no rank sends to."""
 
 
 def start_pairs(gloo: Iterable[Any]) -> None:
     """Start the connections of Gloo backends to all members, and wait for none.
 
-    A receive from any rank starts all pairs. It is dropped.
+    A receive from any rank starts all pairs of one device, which its tag decides. It is dropped.
     """
     for backend in gloo:
-        backend.recv_anysource([_nothing], _RESERVED_TAG)
+        for device in range(len(backend.options._devices)):
+            backend.recv_anysource([_nothing], _RESERVED_TAG + device)
 
 
 def drain(gloo: Iterable[Any], deadline: float) -> bool:
@@ -362,21 +363,6 @@ def drain(gloo: Iterable[Any], deadline: float) -> bool:
                 return False
             time.sleep(0.0005)
     return True
-
-
-def close_pairs(gloo: Iterable[Any]) -> None:
-    """Close the connections of Gloo backends whose store refuses addresses by now.
-
-    Their destructor waits until no connection has anything to read. If a collective has failed, one may have half a
-    message, which nothing reads any more. A receive whose time is over closes all.
-    """
-    for backend in gloo:
-        for _ in range(backend.size()):  # the store raises once for each pair that was never used
-            with contextlib.suppress(Exception):
-                work = backend.recv_anysource([_nothing], _RESERVED_TAG)
-                with contextlib.suppress(RuntimeError):
-                    work.wait(timedelta(milliseconds=1))
-                break
 
 
 def checked(backend: Any, helper: Any) -> Any:

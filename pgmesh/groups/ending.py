@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -32,10 +33,19 @@ def destroy(world: World, groups: Iterable[Group], *, by_torch: bool = False, se
     """
     clear_frames()
     deadline = time.monotonic() + seconds
-    for group in sorted(groups, key=lambda each: each.name):
-        is_known, gloo, process_group = group.is_known(), group.gloo, group.take_process_group()
-        if group.created_by == "adopted":
-            continue
+    ended = [_end(world, group, deadline, by_torch) for group in sorted(groups, key=lambda each: each.name)]
+    if world.exits:
+        return
+    # With half a message in a connection, Gloo's destructor never returns.
+    thread = threading.Thread(target=ended.clear, daemon=True)
+    thread.start()
+    thread.join(max(deadline - time.monotonic(), 0.0))
+
+
+def _end(world: World, group: Group, deadline: float, by_torch: bool) -> object:
+    """End one group. What is returned keeps its process group alive."""
+    is_known, gloo, process_group = group.is_known(), group.gloo, group.take_process_group()
+    if group.created_by != "adopted":
         leave(world, group, gloo, process_group, deadline)
         if is_known and not by_torch:
             with contextlib.suppress(Exception):  # of a third-party backend: the groups after this one have to end too
@@ -43,8 +53,10 @@ def destroy(world: World, groups: Iterable[Group], *, by_torch: bool = False, se
                     dist.destroy_process_group(process_group)
                 else:
                     process_group.shutdown()
+        if not by_torch:
             torch_private.unregister(process_group)  # torch does not, after an error of the backend
         torch_private.destroyed[process_group] = group.unusable
+    return process_group, gloo
 
 
 def abort(world: World, groups: Iterable[Group], end_backends: Abort) -> None:
@@ -81,5 +93,3 @@ def leave(world: World, group: Group, gloo: Sequence[Any], process_group: Any, d
             store.leave()
     if not torch_private.drain(gloo, deadline) or world.exits:
         torch_private.keep_for_ever(process_group)
-    elif complete:
-        torch_private.close_pairs(gloo)

@@ -94,7 +94,7 @@ def compare_weights(
     """
     described: dict[str, Description] = {}
     for name, each in tensors.items():
-        kind = f"{tuple(each.shape)} {each.dtype} {each.requires_grad}"
+        kind = f"{tuple(each.shape)} {each.dtype}{' requires_grad' * each.requires_grad}"
         described[name] = kind, digest(sample(each)) if values else 0
     if not are_equal(mesh, ranks, digest(described)):
         raise_first_difference(gather_objects(mesh, ranks, described))

@@ -91,6 +91,8 @@ class Link:
             )
         self.device = torch.device("cuda" if backends.nccl else "cpu") if world.name else device_of(dist.group.WORLD)
         """The device of the collectives."""
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self._index_of = {rank: index for index, rank in enumerate(ranks)}
         self._group: Any = None  # while it communicates: a look-up for each message takes longer than to start it
         self.seconds = to_timedelta(timeout).total_seconds()
@@ -232,7 +234,8 @@ class Link:
         """Abort the connection, and wait for the thread."""
         self._connection.failure = f"{error}" if type(error) is RuntimeError else error_text(error)
         self._connection.has_ended()
-        thread.join(JOIN_SECONDS)
+        if thread.ident:
+            thread.join(JOIN_SECONDS)
 
     def _explain(self, error: Exception) -> PgmeshError:
         """The error after a failure of the connection: it names the ranks that are lost, or has the first reason."""

@@ -21,7 +21,15 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from pgmesh._util.formatting import name_ranks
 from pgmesh._util.samples import digest, sample
-from pgmesh.errors import LifetimeError, MembershipError, MethodError, MismatchError, PgmeshError, ShapeError
+from pgmesh.errors import (
+    LifetimeError,
+    MembershipError,
+    MethodError,
+    MismatchError,
+    PgmeshError,
+    ShapeError,
+    WorldError,
+)
 from pgmesh.layout import Layout
 from pgmesh.mesh import CONNECT_TIMEOUT, ProcessGroupMesh
 from pgmesh.options import Timeout
@@ -152,11 +160,11 @@ class Resharder:
         began, self._staging.most = time.monotonic(), 0
         tensors = self._tensors()
         is_planned = signatures(tensors) == self._planned
+        sides = (locals_of(tensors["source"]), locals_of(tensors["target"]))
+        shards = Shards(*sides, self._link.device, self._jobs if is_planned else [])
         self._link.begin(f"Resharder {self._number}" + ("" if is_planned else ", with other tensors than planned"))
         if not is_planned:
             raise MismatchError("All ranks have other tensors than planned. Nothing was moved. Create a new Resharder.")
-        sides = (locals_of(tensors["source"]), locals_of(tensors["target"]))
-        shards = Shards(*sides, self._link.device, self._jobs)
         with self._recording_damage(shards):
             self._link.run(lambda: self._move(shards))
         plans = [job.plan for job in self._jobs]
@@ -249,8 +257,13 @@ def reshard(
         MismatchError: the ranks' arguments differ.
         MissingRanksError: a rank did not come, or was lost.
         ShapeError: a placement is ``Partial`` or does not fit the tensor.
-        WorldError: the world is a fake one.
+        WorldError: the world is a fake one, or beside torch's default one.
     """
+    if target_mesh.world.name:
+        raise WorldError(
+            f"reshard returns a DTensor, and world {target_mesh.world.name!r} has none.\n\n"
+            "  Resharder(source_mesh, target_mesh, source=..., target={'weight': Placed(...)})()"
+        )
     held = {} if tensor is None else {"tensor": tensor}
     sharding = None if tensor is None else sharding_of(tensor)
     if source is None and sharding is not None:

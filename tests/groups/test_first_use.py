@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from tests.support.faults import SLACK, WAIT_TIMEOUT, attempt, read_result, write_result
 from tests.support.first_uses import PROGRAMS, Block, blocks, mesh_groups, torch_groups, use
+from tests.support.programs import run_ranks
 from tests.support.rank_processes import RankProcesses, join_world
 from tests.support.worlds import STARVED, check_sums, world
 
@@ -63,3 +64,26 @@ def test_new_group_of_replicas_connects_at_once(tmp_path: Path):
             processes.start(rank, 0)
         assert [read_result(tmp_path, f"{rank}") for rank in range(2)] == [[""]] * 2
         processes.join(WAIT_TIMEOUT)
+
+
+TWO_DEVICES = """
+import os
+os.environ["GLOO_SOCKET_IFNAME"] = "lo,lo"
+import torch
+import torch.distributed as dist
+from pgmesh import ProcessGroupMesh, launch
+
+launch.join("gloo")
+mesh = ProcessGroupMesh(dp=2)
+for i in range(4):  # which side is passive depends on ports
+    group, got = mesh.group("dp", tag=f"{i}", timeout=20), torch.zeros(1)
+    work = dist.irecv(got, 1 - mesh.rank, group=group, tag=mesh.rank)
+    dist.send(torch.ones(1), 1 - mesh.rank, group=group, tag=1 - mesh.rank)
+    work.wait()
+    print(int(got))
+"""
+
+
+def test_pairs_of_every_device_are_started(tmp_path: Path):
+    """Gloo takes the device of a message by its tag, and each device has pairs of its own."""
+    assert run_ranks(tmp_path, TWO_DEVICES, 2).split() == ["1"] * 8

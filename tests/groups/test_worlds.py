@@ -27,7 +27,7 @@ from pgmesh import (
     launch,
 )
 from pgmesh.launch import World
-from pgmesh.resharding import Resharder
+from pgmesh.resharding import Resharder, reshard
 from tests.support.faults import LONG_TIMEOUT, WAIT_TIMEOUT, attempt, beat_fast
 from tests.support.programs import free_port
 from tests.support.rank_processes import RankProcesses
@@ -192,6 +192,8 @@ def test_what_needs_the_default_world_says_so():
             mesh.device_mesh()
         with pytest.raises(OptionsError, match="torch has new_group only in its default world"):
             mesh.adopt(0, dist.group.WORLD)
+        with pytest.raises(WorldError, match="reshard returns a DTensor, and world 'sync' has none"):
+            reshard(torch.ones(4), mesh, [0], source=mesh)
         dist.barrier()
 
 

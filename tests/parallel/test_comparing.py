@@ -65,9 +65,8 @@ def model_of(kind: str, seed: int = 0) -> TinyGPT:
 
 # ---- weights ----
 
-TOKENS = (
-    "tokens.weight: (24, 16) torch.float64 True on rank 0; (24, 16) torch.float64 True, other values on ranks 1, 2, 3."
-)
+_KIND = "(24, 16) torch.float64 requires_grad"
+TOKENS = f"tokens.weight: {_KIND} on rank 0; {_KIND}, other values on ranks 1, 2, 3."
 
 
 @pytest.mark.parametrize("kind", ["tp, fsdp", "fsdp", "pp, fsdp", "cp, fsdp", "ep, fsdp"])
@@ -135,14 +134,14 @@ def another(kind: str) -> nn.Sequential:
 
 
 DIFFERENCES = {
-    "shape": "1.weight: (4,) torch.float32 True on ranks 0, 1, 2; (5,) torch.float32 True, other values on rank 3.",
-    "name": "more: is missing on ranks 0, 1, 2; (2,) torch.float32 True on rank 3.",
-    "dtype": "0.bias: (4,) torch.float32 True on ranks 0, 1, 2; (4,) torch.float64 True on rank 3.",
-    "frozen": "0.bias: (4,) torch.float32 True on ranks 0, 1, 2; (4,) torch.float32 False on rank 3.",
-    "buffer": "1.running_var: (4,) torch.float32 False on ranks 0, 1, 2; (4,) torch.float32 False, other values on "
-    "rank 3.",
-    "one value": "0.weight: (4, 4) torch.float32 True on ranks 0, 1, 2; (4, 4) torch.float32 True, other values on "
-    "rank 3.",
+    "shape": "1.weight: (4,) torch.float32 requires_grad on ranks 0, 1, 2; (5,) torch.float32 "
+    "requires_grad, other values on rank 3.",
+    "name": "more: is missing on ranks 0, 1, 2; (2,) torch.float32 requires_grad on rank 3.",
+    "dtype": "0.bias: (4,) torch.float32 requires_grad on ranks 0, 1, 2; (4,) torch.float64 requires_grad on rank 3.",
+    "frozen": "0.bias: (4,) torch.float32 requires_grad on ranks 0, 1, 2; (4,) torch.float32 on rank 3.",
+    "buffer": "1.running_var: (4,) torch.float32 on ranks 0, 1, 2; (4,) torch.float32, other values on rank 3.",
+    "one value": "0.weight: (4, 4) torch.float32 requires_grad on ranks 0, 1, 2; (4, 4) torch.float32 "
+    "requires_grad, other values on rank 3.",
 }
 
 
@@ -166,7 +165,7 @@ def test_names_shapes_dtypes_and_frozen_parameters_are_compared():
         check_sums(groups_of(mesh))
     with ProcessGroupMesh(dp=4, ranks=[3, 1, 0, 2], name="permuted") as mesh:
         module = another("frozen") if mesh.rank == 3 else normed()
-        with pytest.raises(MethodError, match=r" the first is 0\.bias: \(4,\) torch\.float32 False on rank 3; "):
+        with pytest.raises(MethodError, match=r" the first is 0\.bias: \(4,\) torch\.float32 on rank 3; "):
             compose(mesh, ShardedDataParallel(mesh, "dp")).apply(module)
         check_sums(groups_of(mesh))
 

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from pgmesh import ProcessGroupMesh
+from pgmesh.errors import LifetimeError
 from pgmesh.launch import StoreProcess
 from pgmesh.resharding import Resharder
+from pgmesh.resharding.link import Link
 from tests.support.faults import LONG_TIMEOUT, SLACK, Attempt, attempt, beat_fast, results, set_flag, wait_for_flag
-from tests.support.worlds import fresh_world
+from tests.support.worlds import fresh_world, on_ranks
 
 
 def move_while_aborted(folder: Path, moment: str) -> tuple[Attempt | None, list[float]]:
@@ -57,3 +59,13 @@ def test_ranks_in_a_transfer_raise_after_an_abort(tmp_path: Path, moment: str):
         assert "mesh 'train' was aborted by rank 1 at test_abort.py:" in failed.text
         assert ": rank 1 has enough" in failed.text
         assert failed.took < 3.0 + SLACK
+
+
+@on_ranks(2)
+def test_transfer_of_an_aborted_mesh_raises():
+    mesh = ProcessGroupMesh(dp=2, name="aborted before it moves")
+    link = Link(mesh, mesh, LONG_TIMEOUT)
+    link.begin()
+    mesh.abort("enough")
+    with pytest.raises(LifetimeError, match="enough"):
+        link.run(link.barrier)
