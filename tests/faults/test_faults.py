@@ -46,6 +46,7 @@ from tests.support.faults import (
     wait_until_waiting,
     write_result,
 )
+from tests.support.footprint import threads_of_pgmesh
 from tests.support.programs import send_signal, wait_until_gone
 from tests.support.rank_processes import RankProcesses, join_world
 from tests.support.torch_tables import address_is_published, record_operations, table_sizes
@@ -176,6 +177,8 @@ def use_while_the_store_stops(folder: Path) -> tuple[Attempt, Attempt, Attempt, 
     beat_fast_with_bystander()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
     check_sums(groups_of(mesh))
+    connector = "pgmesh.groups.connecting._run"
+    wait_until(lambda: connector not in threads_of_pgmesh(), "the pairs are started")  # which asks the store
     dist.barrier()
     connecting = connect_in_thread(ProcessGroupMesh(dp=2, tp=2, name="first"))
     set_flag(folder, f"ready {mesh.rank}")

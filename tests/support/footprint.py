@@ -123,11 +123,11 @@ def listening_ports() -> list[int]:
 
 
 def threads_of_pgmesh() -> list[str]:
-    """Of each other thread that was begun by pgmesh: the name of the function that it began with."""
+    """Of each other thread that was begun by pgmesh: the function that it began with."""
     found = []
     for thread, frame in sys._current_frames().items():
-        frames = [each for each, _ in traceback.walk_stack(frame)]
-        ours = [each.f_code.co_name for each in frames if each.f_globals["__name__"].startswith("pgmesh.")]
+        names = [f"{each.f_globals['__name__']}.{each.f_code.co_name}" for each, _ in traceback.walk_stack(frame)]
+        ours = [name for name in names if name.startswith("pgmesh.")]
         if thread != threading.get_ident() and ours:
             found.append(ours[-1])
     return found
