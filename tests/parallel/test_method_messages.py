@@ -111,6 +111,7 @@ def message(call: str) -> str:
         views = {"split": mesh.view(dp=2, tp=4), "moe": mesh.view(edp=2, ep=2, etp=2)}
         with pytest.raises(PgmeshError) as caught:
             eval(call, {**BY_NAME, "mesh": mesh, **views})
+    print(caught.value)
     return f"{type(caught.value).__name__}: {caught.value}"
 
 

@@ -31,8 +31,8 @@ def test_report_shows_newest_of_several_worlds(store: dist.TCPStore, capsys: pyt
     put(store, "/worker/attempt_0/default_pg/0//", 0, 1e9)
     put(store, "/worker/attempt_1/default_pg/0//", 0, 1.1e9)
     put(store, "/worker/attempt_1/default_pg/0//", 1, 1.1e9, exited="has left the world: its process has exited")
-    status, out, _ = run(capsys, f"127.0.0.1:{store.port}")
-    assert status == 0
+    status, out, err = run(capsys, f"127.0.0.1:{store.port}")
+    assert status == 0, err
     title, _, first, second = out.splitlines()
     assert title == (
         f"the world at 127.0.0.1:{store.port}: 2 ranks (the newest of 2 worlds there, under "
