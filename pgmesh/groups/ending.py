@@ -34,9 +34,9 @@ def destroy(world: World, groups: Iterable[Group], *, by_torch: bool = False, se
     clear_frames()
     deadline = time.monotonic() + seconds
     ended = [_end(world, group, deadline, by_torch) for group in sorted(groups, key=lambda each: each.name)]
-    if world.exits:
+    if world.exits or not ended:
         return
-    # With half a message in a connection, Gloo's destructor never returns.
+    # If a connection has half a message, Gloo's destructor never returns.
     thread = threading.Thread(target=ended.clear, daemon=True)
     thread.start()
     thread.join(max(deadline - time.monotonic(), 0.0))

@@ -90,9 +90,9 @@ class Link:
                 "  print(ReshardPlan(shape, source, source_placements, target, target_placements).of(rank))"
             )
         self.device = torch.device("cuda" if backends.nccl else "cpu") if world.name else device_of(dist.group.WORLD)
-        """The device of the collectives."""
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
+        """The device of the collectives."""
         self._index_of = {rank: index for index, rank in enumerate(ranks)}
         self._group: Any = None  # while it communicates: a look-up for each message takes longer than to start it
         self.seconds = to_timedelta(timeout).total_seconds()
@@ -234,7 +234,7 @@ class Link:
         """Abort the connection, and wait for the thread."""
         self._connection.failure = f"{error}" if type(error) is RuntimeError else error_text(error)
         self._connection.has_ended()
-        if thread.ident:
+        if thread.ident:  # it was started
             thread.join(JOIN_SECONDS)
 
     def _explain(self, error: Exception) -> PgmeshError:

@@ -161,6 +161,7 @@ class Resharder:
         tensors = self._tensors()
         is_planned = signatures(tensors) == self._planned
         sides = (locals_of(tensors["source"]), locals_of(tensors["target"]))
+        # It clones, so it comes first: a rank that has no memory for that does not keep the others waiting.
         shards = Shards(*sides, self._link.device, self._jobs if is_planned else [])
         self._link.begin(f"Resharder {self._number}" + ("" if is_planned else ", with other tensors than planned"))
         if not is_planned:
