@@ -75,15 +75,19 @@ from pgmesh import ProcessGroupMesh, launch
 
 launch.join("gloo")
 mesh = ProcessGroupMesh(dp=2)
-for i in range(4):  # which side is passive depends on ports
-    group, got = mesh.group("dp", tag=f"{i}", timeout=20), torch.zeros(1)
-    work = dist.irecv(got, 1 - mesh.rank, group=group, tag=mesh.rank)
-    dist.send(torch.ones(1), 1 - mesh.rank, group=group, tag=1 - mesh.rank)
-    work.wait()
-    print(int(got))
+for i in range(12):  # which side is passive depends on ports
+    group, value, (first, second) = mesh.group("dp", tag=f"{i}", timeout=20), torch.zeros(1), (i % 2, 1 - i % 2)
+    if mesh.rank == 0:
+        work = dist.irecv(value, 1, group=group, tag=first)  # the other rank sends this after it has the next message
+        dist.send(torch.ones(1), 1, group=group, tag=second)
+        work.wait()
+    else:
+        dist.recv(value, 0, group=group, tag=second)
+        dist.send(torch.ones(1), 0, group=group, tag=first)
+    print(int(value))
 """
 
 
 def test_pairs_of_every_device_are_started(tmp_path: Path):
     """Gloo takes the device of a message by its tag, and each device has pairs of its own."""
-    assert run_ranks(tmp_path, TWO_DEVICES, 2).split() == ["1"] * 8
+    assert run_ranks(tmp_path, TWO_DEVICES, 2).split() == ["1"] * 24
