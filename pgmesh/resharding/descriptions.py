@@ -1,0 +1,259 @@
+"""The descriptions of tensors, which all ranks exchange as JSON and compare before a byte moves."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from pgmesh._util.formatting import name_ranks
+from pgmesh._util.samples import digest, sample
+from pgmesh.errors import MembershipError, MismatchError, ShapeError
+from pgmesh.layout import Layout
+from pgmesh.resharding.link import Link
+from pgmesh.resharding.placed import Placed, fault_of_boxes, find_shared_memory, text_of
+from pgmesh.resharding.sharding import Box, Placements, Region, Sharded, Sharding, shape_of
+from pgmesh.resharding.states import AnyTensor, Tensors, locals_of
+from pgmesh.resharding.transfer import memory_of
+
+MOST_LINES = 20
+"""Differences that an error lists."""
+
+
+class Entry(NamedTuple):
+    """A tensor on one side, as the ranks that hold it describe it; or an argument, with its value as the shape.
+
+    Args:
+        side: "source", "target" or "argument"; "source ties" or "target ties" for two names of one tensor, which are
+            its shape; "memory" for other tensors of the target that share memory.
+        name: its name in the target.
+        shape: the global shape; None for the shape of the source.
+        dtype: the dtype, such as "torch.float32"; None for that of the source.
+        mesh: sizes and ranks of its device mesh; None for a plain tensor, which each rank that names it holds whole.
+        placements: the placement on each axis; None if the tensor is replicated along it.
+        values: digest of samples of a tensor of the source that is whole or a box; 0 for all others.
+        box: the region of the rank's part, if it is given in place of placements.
+    """
+
+    side: str
+    name: str
+    shape: Any
+    dtype: str | None = None
+    mesh: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    placements: tuple[Sharded | None, ...] = ()
+    values: int = 0
+    box: Region | None = None
+
+    def described(self) -> str:
+        """The dtype and the placements in messages."""
+        placements = ", ".join("Replicate()" if each is None else f"Shard({each[0]})" for each in self.placements)
+        part = f"[{placements}]" if self.box is None else text_of(self.box)
+        return f"as {part}, {self.dtype or 'in the dtype of the source'},"
+
+    def on_meta(self) -> torch.Tensor:
+        """A tensor of this global shape and dtype on the meta device."""
+        return torch.empty(self.shape, dtype=dtype_of(self.dtype), device="meta")
+
+    def on(self, ranks: Sequence[int]) -> tuple[Layout, Placements]:
+        """The layout of the tensor and its placements there, if these ranks name it; of a box, only these ranks."""
+        if self.box is not None:
+            return Layout(len(ranks), ranks=ranks), Box(self.box)
+        sizes, ranks = self.mesh or ((len(ranks),), ranks)
+        placements = tuple(each and Sharded(*each) for each in self.placements)  # JSON makes lists of them
+        return Layout(dict(enumerate(sizes)), ranks=ranks), placements or None
+
+
+def describe(link: Link, side: str, tensors: Tensors) -> list[Entry]:
+    """The entries of tensors.
+
+    Raises:
+        MembershipError: this rank is not in the mesh of a ``Placed``, or its mesh or a DTensor is in another world.
+        ShapeError: one is ``Partial``, or its local shard has another shape than its placements say.
+    """
+    return [_entry(link, side, name, tensors[name], shard) for name, shard in locals_of(tensors).items()]
+
+
+def sharding_of(tensor: AnyTensor) -> Sharding | None:
+    """The sharding of a DTensor or a ``Placed``; None for a plain tensor."""
+    if isinstance(tensor, DTensor):
+        return Sharding.of(tensor)
+    return tensor.sharding if isinstance(tensor, Placed) else None
+
+
+def _entry(link: Link, side: str, name: str, tensor: AnyTensor, shard: torch.Tensor) -> Entry:
+    """The entry of one tensor, whose local shard is ``shard``."""
+    sharding = sharding_of(tensor)
+    _check(link, name, tensor)
+    values = sample(shard) if side == "source" and (sharding is None or not sharding.sharded) else []
+    entry = Entry(side, name, tuple(tensor.shape), str(tensor.dtype), values=digest(values) if values else 0)
+    if sharding is None:
+        return entry
+    layout, box = sharding.layout, sharding.box and sharding.box.region
+    expected = shape_of(sharding.region_of(link.rank)) if link.rank in layout else [*shard.shape]
+    if [*shard.shape] != expected:
+        raise ShapeError(f"the local shard of {name} is {tuple(shard.shape)}, not {tuple(expected)}.")
+    return entry._replace(mesh=(layout.shape, layout.ranks()), placements=tuple(sharding.placements), box=box)
+
+
+def _check(link: Link, name: str, tensor: AnyTensor) -> None:
+    """Raise an error if the sharding of a tensor is in another world."""
+    if isinstance(tensor, DTensor) and (rank := tensor.device_mesh.get_rank()) != link.rank:
+        raise MembershipError(
+            f"{name} is a DTensor, on rank {rank} of torch's default world, but {link.label} is in a world where this "
+            f"is rank {link.rank}. Say where it is in that world, by a mesh there:\n\n"
+            "  Placed(tensor.to_local(), tensor.shape, mesh, tensor.placements)"
+        )
+    if isinstance(tensor, Placed):
+        link.check_world(tensor.mesh)
+        if link.rank not in tensor.sharding.layout:
+            raise MembershipError(f"rank {link.rank} passed a part of {name}, but is not in its mesh, {tensor.mesh!r}.")
+
+
+def describe_memory(tensors: Mapping[str, Tensors]) -> Iterator[Entry]:
+    """The tensors of this rank with several names, and those of the target that share memory otherwise."""
+    for side, named in tensors.items():
+        shards = {name: each for name, each in locals_of(named).items() if each.numel()}
+        names_of: dict[Any, list[str]] = {}
+        for name, each in shards.items():
+            memory = name if isinstance(named[name], Placed) else memory_of(each)
+            names_of.setdefault(memory, []).append(name)
+        for names in names_of.values():
+            pairs = itertools.combinations(sorted(names), 2)
+            yield from (Entry(f"{side} ties", " and ".join(pair), pair) for pair in pairs)
+        if side == "target":
+            apart = {names[0]: shards[names[0]] for names in names_of.values()}
+            yield from (Entry("memory", names, ()) for names in find_shared_memory(apart))
+
+
+def dtype_of(name: str | None) -> torch.dtype:
+    """The dtype of a name such as "torch.float32"."""
+    dtype: torch.dtype = getattr(torch, str(name).removeprefix("torch."))
+    return dtype
+
+
+# -- the exchange of descriptions ----------------------------------------------------------------------------------
+
+Tables = Mapping[str, Mapping[str, Mapping[Entry, Sequence[int]]]]
+"""By side and name, each entry with the ranks that have it."""
+
+
+def exchange(link: Link, entries: Sequence[Entry]) -> Tables:
+    """Exchange and compare the descriptions of all ranks.
+
+    Raises:
+        MismatchError: names, shapes or arguments differ. Every rank raises the same.
+    """
+    sides = ("source", "target", "argument", "source ties", "target ties", "memory")
+    tables: dict[str, dict[str, dict[Entry, list[int]]]] = {side: {} for side in sides}
+    for text, ranks in link.gather_texts(json.dumps(entries)).items():
+        for entry in (Entry(*_frozen(fields)) for fields in json.loads(text)):
+            tables[entry.side].setdefault(entry.name, {}).setdefault(entry, []).extend(ranks)
+    if lines := [*_outside(tables, link.sides), *_differences(tables)]:
+        more = [f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
+        raise MismatchError(
+            "\n  ".join(["the tensors of source and target do not match:", *lines[:MOST_LINES], *more]) + "\n\n"
+            "Nothing was moved. rename= maps names of the source to names of the target, or to None to leave them out. "
+            "Shards have to be DTensors or Placed."
+        )
+    return tables
+
+
+def _frozen(value: Any) -> Any:
+    """A value of JSON with tuples in place of lists."""
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def _outside(tables: Tables, sides: Mapping[str, Sequence[int]]) -> Iterator[str]:
+    """A line for each side with tensors on ranks outside its mesh: they would be taken for what that mesh has."""
+    for side, ranks in sides.items():
+        having = {rank for entries in tables[side].values() for found in entries.values() for rank in found}
+        if outside := having.difference(ranks):
+            mesh = name_ranks(ranks)
+            yield f"{name_ranks(sorted(outside))} passed a {side} outside its mesh, {mesh}: pass None there"
+
+
+def _differences(tables: Tables) -> Iterator[str]:
+    """A line for each difference between the ranks' descriptions."""
+    for side, table in tables.items():
+        for name, entries in table.items():
+            for mesh in {entry.mesh: None for entry in entries if entry.mesh is not None}:
+                here = {entry: ranks for entry, ranks in entries.items() if entry.mesh == mesh}
+                having = {rank for ranks in here.values() for rank in ranks}
+                if absent := {*mesh[1]}.difference(having):
+                    there = name_ranks(sorted(absent))
+                    yield f"{name}: in the {side} on {name_ranks(sorted(having))}, but not on {there}"
+                elif len({(entry.dtype, entry.placements, entry.box is None) for entry in here}) > 1:
+                    texts = [f"{entry.described()} on {name_ranks(sorted(ranks))}" for entry, ranks in here.items()]
+                    yield f"{name}: in the {side} {', '.join(texts)}"
+                elif fault := fault_of_boxes(next(iter(here)).shape, {entry.box: here[entry] for entry in here}):
+                    yield f"{name}: in the {side} {fault}"
+    for name in dict.fromkeys(name for table in tables.values() for name in table):
+        sides = [side for side, table in tables.items() if name in table]
+        ranks_of = _ranks_by_shape(tables[side][name] for side in sides)
+        shapes = ", ".join(f"{shape} on {name_ranks(sorted(ranks))}" for shape, ranks in ranks_of.items())
+        if sides == ["source"]:
+            yield f"{name}: in the source ({shapes}), not in the target"
+        elif sides == ["target"]:
+            yield f"{name}: in the target ({shapes}), not in the source"
+        elif sides == ["memory"]:
+            yield f"{name}: these parts of the target share memory on {name_ranks(sorted(ranks_of[()]))}"
+        elif "target ties" in sides:
+            yield from _lost_ties(name, tables)
+        elif sides == ["source ties"]:
+            continue
+        elif len(ranks_of) > 1:
+            yield f"{name}: {shapes}"
+        elif sides == ["source", "target"]:
+            yield from _lost_values(name, tables)
+
+
+def _lost_ties(name: str, tables: Tables) -> Iterator[str]:
+    """A line if two names of one tensor of the target are two tensors of the source, on ranks that have both."""
+    pair = next(iter(tables["target ties"][name])).shape
+    one, other = ({rank for ranks in tables["source"].get(each, {}).values() for rank in ranks} for each in pair)
+    tied = {rank for ranks in tables["source ties"].get(name, {}).values() for rank in ranks}
+    if apart := (one & other) - tied:
+        yield f"{name}: one tensor in the target, and two in the source on {name_ranks(sorted(apart))}"
+
+
+def _lost_values(name: str, tables: Tables) -> Iterator[str]:
+    """A line if replicas in the source have other values, and for each dtype of the target that cannot have them."""
+    replicas = {(entry.box, entry.values): ranks for entry, ranks in tables["source"][name].items() if entry.values}
+    for box, count in Counter(box for box, _ in replicas).items():
+        if count > 1:
+            here = [name_ranks(sorted(ranks)) for (each, _), ranks in replicas.items() if each == box]
+            part, others = "whole" if box is None else text_of(box), " than on ".join(here[:2])
+            yield f"{name}: {part} on each rank of the source that has it, but with other values on {others}"
+    held = dtype_of(next(iter(tables["source"][name])).dtype)
+    float8 = all(entry.shape for entry in tables["argument"]["float8"])
+    for wanted in {dtype_of(entry.dtype): None for entry in tables["target"][name] if entry.dtype}:
+        if not can_cast(held, wanted, float8):
+            hint = " without float8=True" if can_cast(held, wanted, float8=True) else ""
+            yield f"{name}: values of {held} in the source do not fit into {wanted} in the target{hint}"
+
+
+def can_cast(held: torch.dtype, wanted: torch.dtype, float8: bool) -> bool:
+    """Return True if values of a dtype are cast to another one: at most floats are rounded."""
+    if held == wanted:
+        return True
+    if wanted.is_floating_point or wanted.is_complex:
+        return wanted.is_complex >= held.is_complex and (float8 or wanted.itemsize > 1)
+    if held == torch.bool or wanted == torch.bool or held.is_floating_point or held.is_complex:
+        return held == torch.bool
+    old, new = torch.iinfo(held), torch.iinfo(wanted)
+    return new.min <= old.min and old.max <= new.max
+
+
+def _ranks_by_shape(descriptions: Iterable[Mapping[Entry, Sequence[int]]]) -> dict[Any, list[int]]:
+    """The ranks that describe each shape of one tensor. Ranks that take over the shape of the source do not count."""
+    found: dict[Any, list[int]] = {}
+    for entries in descriptions:
+        for entry, ranks in entries.items():
+            if entry.shape is not None:
+                found.setdefault(entry.shape, []).extend(ranks)
+    return found
