@@ -38,8 +38,8 @@ from pgmesh.groups.naming import Fingerprint
 log = logging.getLogger("pgmesh")
 
 PAIRS_AFTER = 0.25
-"""Seconds after a group was made, from which on the thread looks for its members and connects its pairs. Until then it
-would slow the start of a job."""
+"""Seconds after a group was made, from which on the thread looks for its members and connects its pairs. If a backend
+finds the members, the pairs wait as long from then on. Until then they would slow the start of a job."""
 
 MOST_PAIRED = 64
 """The largest group whose pairs the thread connects. A larger one connects those that it uses, to save descriptors."""
@@ -90,6 +90,7 @@ class GroupStore(dist.Store):
         self.complete_at: float | None = None  # when all members were known
         self.look: Callable[[GroupStore], object] = lambda store: None  # for members
         self.made_at = self.next_look = time.monotonic()
+        self.pairs_at = self.made_at + PAIRS_AFTER  # when the thread looks for members, and starts the pairs
         self.own: dict[str, bytes] = {}  # this rank's address, by key
         self._started: set[str] = set()  # the addresses that a backend has taken, to start a pair
         self._client, self._place = client, ranks.index(own)
@@ -198,8 +199,11 @@ class GroupStore(dist.Store):
         found = [stores.read(self._client(), f"{_NOTES}{rank}") for rank in missing]
         return "".join(f"\n  {note.decode()}" for note in found if note is not None)
 
-    def complete(self, values: Sequence[bytes]) -> None:
+    def complete(self, values: Sequence[bytes], pairs_after: float = 0.0) -> None:
         """Take the values under ``others_keys``, unless a member has another fingerprint.
+
+        Args:
+            pairs_after: seconds from now in which the pairs are not started.
 
         Raises:
             MismatchError: it has. The waits of this group end with it.
@@ -212,6 +216,7 @@ class GroupStore(dist.Store):
         with self._completing:
             if self._error is None and self.complete_at is None:
                 self.complete_at = time.monotonic()
+                self.pairs_at = max(self.pairs_at, self.complete_at + pairs_after)
                 self._set_addresses([address for *_, address in parts])
 
     def end(self, error: PgmeshError) -> None:
@@ -234,7 +239,7 @@ class GroupStore(dist.Store):
     @property
     def next_step(self) -> float:
         """The time when the thread looks for members, or starts the pairs."""
-        return max(self.made_at + PAIRS_AFTER, self.next_look if self.complete_at is None else 0.0)
+        return max(self.pairs_at, self.next_look if self.complete_at is None else 0.0)
 
     def pause(self, pace: float) -> None:
         """Look again after a part of the group's age, in seconds at most times the pace; later if it is large."""
@@ -299,7 +304,7 @@ class Connector:
 
     def _look(self, store: GroupStore) -> None:
         """Look for members in a thread of a backend, which waits for them."""
-        self._find_members([*self._open])
+        self._find_members([*self._open], PAIRS_AFTER)
 
     def remove(self, store: GroupStore) -> None:
         """Forget a group that ends."""
@@ -339,7 +344,7 @@ class Connector:
         self._start_pairs(stores)
         return True
 
-    def _find_members(self, stores: Sequence[GroupStore]) -> None:
+    def _find_members(self, stores: Sequence[GroupStore], pairs_after: float = 0.0) -> None:
         """Look for members if it is time for a group."""
         with self._looking:
             incomplete = [each for each in stores if each in self._open and each.complete_at is None]
@@ -347,7 +352,7 @@ class Connector:
             if not due:
                 return
             try:
-                self._complete(self._with_all_members(incomplete, due))
+                self._complete(self._with_all_members(incomplete, due), pairs_after)
                 for each in due:
                     each.pause(self._pace)
                     self._warn_if_late(each)
@@ -364,14 +369,14 @@ class Connector:
             return incomplete
         return [each for each in due if len(incomplete) > 1 and client.check(each.others_keys)]
 
-    def _complete(self, found: Sequence[GroupStore]) -> None:
+    def _complete(self, found: Sequence[GroupStore], pairs_after: float) -> None:
         """Give each group the addresses of its members."""
         if not found:
             return
         values = iter(read_all(self._client(), [key for each in found for key in each.others_keys]))
         for each in found:
             try:
-                each.complete([next(values) for _ in each.others_keys])
+                each.complete([next(values) for _ in each.others_keys], pairs_after)
             except MismatchError as error:
                 log.warning("rank %s: %s", self._rank, error)
             if each.has_ended or len(each.ranks) > MOST_PAIRED:
