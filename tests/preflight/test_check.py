@@ -10,8 +10,6 @@ import re
 import shlex
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -69,18 +67,12 @@ def output_of_rank_0(answers: list[Answer], status: int) -> str:
 # ---- all is well ----
 
 
-def test_check_measures_each_combination_once():
-    text = output_of_rank_0(world(4).run(run_check, f"dp=2 tp=2 --combinations tp,dp dp tp,dp {QUICK}"), 0)
-    assert max(map(len, text.splitlines())) <= 80
-    assert "\nok    5 groups along 3 combinations of axes connected, in " in text
-    rows = re.findall(r"^(dp|tp|tp x dp) +([24]) +8 B +[0-9.]+ [mu]s ", text, re.MULTILINE)
-    assert rows == [("dp", "2"), ("tp", "2"), ("tp x dp", "4")]
-
-
 def test_check_output_has_the_form_in_the_docs():
-    text = (ROOT / "docs" / "preflight.md").read_text(encoding="utf-8")
-    (line, shown), *_ = re.findall(r"-m pgmesh check (.*?)\n(.*?)```", text, flags=re.DOTALL)
-    paragraphs = output_of_rank_0(world(4).run(run_check, f"{line} --repeats 1"), 0).split("\n\n")
+    page = (ROOT / "docs" / "preflight.md").read_text(encoding="utf-8")
+    (line, shown), *_ = re.findall(r"-m pgmesh check (.*?)\n(.*?)```", page, flags=re.DOTALL)
+    text = output_of_rank_0(world(4).run(run_check, f"{line} --repeats 1"), 0)
+    assert max(map(len, text.splitlines())) <= 80
+    paragraphs = text.split("\n\n")
     assert len(paragraphs) == len(shown.split("\n\n")) == 4
     (head, table, how, who), (head_, table_, how_, who_) = paragraphs, shown.split("\n\n")
     assert re.sub(r"\d+\.\d+ s", "N s", head) == re.sub(r"\d+\.\d+ s", "N s", head_)
@@ -93,28 +85,6 @@ def test_check_output_has_the_form_in_the_docs():
         assert re.match(r"(No rank is a straggler\. The slowest is rank|Ranks? \d)[^.]*\d", said), said
 
 
-def test_check_json_has_each_group_and_both_bandwidths():
-    data = json.loads(output_of_rank_0(world(4).run(run_check, f"2 2 --json {QUICK}"), 0))
-    assert (data["status"], data["axes"], data["shape"]) == ("ok", [0, 1], [2, 2])
-    assert (data["backend"], data["device"], data["bytes"]) == ("gloo", "cpu", [8, 4096])
-    assert data["hosts"] == [socket.gethostname()] * 4
-    assert data["planned"] is None
-    assert data["connect_seconds"] > 0
-    assert [each["axes"] for each in data["combinations"]] == ["0", "1"]
-    for each, groups in zip(data["combinations"], ([[0, 2], [1, 3]], [[0, 1], [2, 3]])):
-        assert [group["ranks"] for group in each["groups"]] == groups
-        for group in each["groups"]:
-            assert all(seconds > 0 for seconds in group["seconds"])
-            assert group["algbw"] == [size / seconds for size, seconds in zip([8, 4096], group["seconds"])]
-            assert group["busbw"] == group["algbw"]  # of two
-    assert sorted(link["ranks"] for link in data["links"]) == [[0, 1], [0, 2], [1, 3], [2, 3]]
-    assert [rank["rank"] for rank in data["ranks"]] == [0, 1, 2, 3]
-    assert all({*rank} == {"rank", "link_slowdown", "compute_slowdown", "is_straggler"} for rank in data["ranks"])
-
-
-PIPED = "import sys; from pgmesh.__main__ import main; sys.exit(main())"
-
-
 def held() -> dict[str, int]:
     threads = [thread for thread in threading.enumerate() if not thread.name.startswith("pgmesh-")]
     return {"groups": table_sizes()["pg_map"], "threads": len(threads)}
@@ -124,36 +94,42 @@ def held_more(before: dict[str, int]) -> dict[str, int]:
     return growth([before], held)
 
 
-def test_check_leaves_no_groups_threads_or_status():
-    before = world(4).run(held)
-    output_of_rank_0(world(4).run(run_check, f"dp=4 {QUICK}"), 0)
-    assert world(4).run_each(held_more, [(each,) for each in before]) == [{}] * 4
-    for others in world(4).run(said_by_others):
-        assert not any("pgmesh check" in said for said in others)
-
-
 def said_by_others() -> list[str]:
     mesh = ProcessGroupMesh(dp=4)
     mesh.connect()
     return [str(last_status(rank)) for rank in mesh.ranks()]
 
 
-def test_check_without_torch_says_what_doctor_says():
-    hide = "import sys; sys.modules['torch'] = None; "
-    command = [sys.executable, "-c", f"{hide}{PIPED}", "check", "dp=2"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
-    assert (ended.returncode, ended.stdout) == (1, "")
-    assert ended.stderr.startswith("pgmesh check: torch cannot be imported: ModuleNotFoundError: import of torch halt")
-    assert ended.stderr.endswith("\n\n  pip install torch   # pgmesh plan and show work without it\n")
+def test_check_json_has_each_group_and_leaves_none():
+    """Each combination is measured once, and neither groups nor threads nor statuses are left."""
+    before = world(4).run(held)
+    data = json.loads(output_of_rank_0(world(4).run(run_check, f"2 2 --json --combinations 1,0 0 1,0 {QUICK}"), 0))
+    assert world(4).run_each(held_more, [(each,) for each in before]) == [{}] * 4
+    assert not any("pgmesh check" in said for others in world(4).run(said_by_others) for said in others)
+    assert (data["status"], data["axes"], data["shape"]) == ("ok", [0, 1], [2, 2])
+    assert (data["backend"], data["device"], data["bytes"]) == ("gloo", "cpu", [8, 4096])
+    assert data["hosts"] == [socket.gethostname()] * 4
+    assert data["planned"] is None
+    assert data["connect_seconds"] > 0
+    found = {each["axes"]: each["groups"] for each in data["combinations"]}
+    ranks = {axes: [group["ranks"] for group in groups] for axes, groups in found.items()}
+    assert ranks == {"0": [[0, 2], [1, 3]], "1": [[0, 1], [2, 3]], "1 x 0": [[0, 1, 2, 3]]}
+    assert len(data["combinations"]) == 3
+    for group in (group for groups in found.values() for group in groups):
+        assert all(seconds > 0 for seconds in group["seconds"])
+        assert group["algbw"] == [size / seconds for size, seconds in zip([8, 4096], group["seconds"])]
+        n = len(group["ranks"])
+        assert group["busbw"] == [rate * 2 * (n - 1) / n for rate in group["algbw"]]
+    links = [link["ranks"] for link in data["links"] if link["axes"] in "01"]
+    assert sorted(links) == [[0, 1], [0, 2], [1, 3], [2, 3]]
+    assert [rank["rank"] for rank in data["ranks"]] == [0, 1, 2, 3]
+    assert all({*rank} == {"rank", "link_slowdown", "compute_slowdown", "is_straggler"} for rank in data["ranks"])
+
+
+PIPED = "import sys; from pgmesh.__main__ import main; sys.exit(main())"
 
 
 # ---- what fails, fails on every rank with one error ----
-
-
-def hurried(line: str) -> Answer:
-    """``run_check``, but after a failure rank 0 waits only half a second for the others."""
-    with mock.patch.object(check, "LEAVE_TIMEOUT", 0.5):
-        return run_check(line)
 
 
 def test_check_under_slurm_without_an_address_succeeds(tmp_path: Path):
@@ -202,41 +178,31 @@ def test_check_names_rank_0_that_never_starts(monkeypatch):
         )
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_check_reports_an_unresolvable_address_as_doctor_does(rank, monkeypatch):
+def test_check_reports_an_unresolvable_address_as_doctor_does(monkeypatch):
     unknown = socket.gaierror(-2, "Name or service not known")
     monkeypatch.setattr(socket, "getaddrinfo", mock.Mock(side_effect=unknown))
-    said = alone(monkeypatch, "dp=4 --timeout 0.5", RANK=rank, MASTER_ADDR="nowhere", MASTER_PORT=29500)
+    said = alone(monkeypatch, "dp=4 --timeout 0.5", MASTER_ADDR="nowhere", MASTER_PORT=29500)
     (finding,) = diagnosis.store_findings(os.environ, detect_launcher(os.environ), 1.0)
     assert finding.text == "the name nowhere cannot be resolved: Name or service not known"
     assert finding.fix == "set MASTER_ADDR to a name or an address of rank 0's host, the same on every rank"
-    assert said == (
-        f"pgmesh check failed: LaunchError: rank {rank} of 4 cannot join: {finding.text}\n\n  {finding.fix}\n"
-    )
+    assert said == f"pgmesh check failed: LaunchError: rank 1 of 4 cannot join: {finding.text}\n\n  {finding.fix}\n"
 
 
-def test_check_on_a_taken_port_fails_at_once(monkeypatch):
+@pytest.mark.parametrize(
+    ("rank", "seconds", "text"),
+    [
+        (0, 30, "this process, rank 0, hosts the store, but cannot listen at port {}: Address already in use\n\n"),
+        (1, 1, "127.0.0.1:{} does not answer like torch's store: "),
+    ],
+)
+def test_check_ends_soon_at_a_foreign_listener(monkeypatch, rank, seconds, text):
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
         port = server.getsockname()[1]
         start = time.monotonic()
-        said = alone(monkeypatch, "dp=4 --timeout 30", RANK=0, MASTER_PORT=port)
+        said = alone(monkeypatch, f"dp=4 --timeout {seconds}", RANK=rank, MASTER_PORT=port)
         assert time.monotonic() - start < 10
-        (finding,) = diagnosis.store_findings(os.environ, detect_launcher(os.environ), 1.0)
-    assert finding.text.endswith(f"cannot listen at port {port}: Address already in use")
-    assert said == f"pgmesh check failed: LaunchError: rank 0 of 4 cannot join: {finding.text}\n\n  {finding.fix}\n"
-
-
-def test_check_times_out_at_a_foreign_listener(monkeypatch):
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
-        port = server.getsockname()[1]
-        start = time.monotonic()
-        said = alone(monkeypatch, "dp=4 --timeout 1", RANK=1, MASTER_PORT=port)
-        assert time.monotonic() - start < 10
-    assert said.startswith(
-        f"pgmesh check failed: LaunchError: rank 1 of 4 cannot join: 127.0.0.1:{port} does not answer like "
-        "torch's store: "
-    )
-    assert said.endswith(f"\n\n  export MASTER_PORT={port + 1}   # or another free port, the same on every rank\n")
+    assert said.startswith(f"pgmesh check failed: LaunchError: rank {rank} of 4 cannot join: {text.format(port)}")
+    assert re.search(r"\n\n  export MASTER_PORT=\d+   # (or another free port, )?the same on every rank\n$", said), said
 
 
 def of_versions(line: str, versions: dict[str, str]) -> Answer:
@@ -244,64 +210,47 @@ def of_versions(line: str, versions: dict[str, str]) -> Answer:
         return run_check(line)
 
 
-def assert_mismatch(text: str, fields: dict[str, tuple[str, str]]) -> None:
-    """Assert that rank 3 and those of the other ranks that had arrived are named, each with its value."""
+def test_check_names_a_rank_with_other_arguments_and_versions():
+    """And those of the other ranks that had arrived, each with its value. The sizes of rank 3 do not even fit."""
+    versions = preflight.versions()
+    assert {*versions} == {"Python", "pgmesh", "torch"}
+    mine = {**versions, "sizes": "dp=2 tp=2"}
+    other = {**dict.fromkeys(versions, "1.0"), "sizes": "dp=2 tp=3"}
+    lines = [(each["sizes"], {name: each[name] for name in versions}) for each in (mine, mine, mine, other)]
+    text = output_of_rank_0(world(4).run_each(of_versions, lines), 1)
     some = "(?:rank [012]|ranks 0, 1|ranks 0, 2|ranks 1, 2|ranks 0, 1, 2)"
-    lines = [
-        f"  {name}: {re.escape(most)} on {some}, {re.escape(last)} on rank 3\n" for name, (most, last) in fields.items()
-    ]
+    values = [rf"  {n}: {re.escape(mine[n])} on {some}, {re.escape(other[n])} on rank 3\n" for n in sorted(mine)]
     assert re.fullmatch(
         "pgmesh check failed: MismatchError: pgmesh check is not the same on all ranks:\n"
-        f"{''.join(lines)}\nStart every rank with the same software and the same command line.\n",
+        f"{''.join(values)}\nStart every rank with the same software and the same command line.\n",
         text,
     ), text
 
 
-def test_check_names_ranks_of_other_versions():
-    mine = preflight.versions()
-    assert {*mine} == {"Python", "pgmesh", "torch"}
-    lines = [("dp=2 tp=2", mine)] * 3 + [("dp=2 tp=2", dict.fromkeys(mine, "1.0"))]
-    text = output_of_rank_0(world(4).run_each(of_versions, lines), 1)
-    assert_mismatch(text, {name: (version, "1.0") for name, version in sorted(mine.items())})
-
-
-def test_check_names_a_rank_with_other_sizes():
-    lines = [("dp=2 tp=2",), ("dp=2 tp=2",), ("dp=2 tp=2",), ("dp=4 tp=1",)]
-    text = output_of_rank_0(world(4).run_each(run_check, lines), 1)
-    assert_mismatch(text, {"sizes": ("dp=2 tp=2", "dp=4 tp=1")})
-    lines[3] = ("dp=2 tp=3",)  # which does not even fit
-    assert "dp=2 tp=3 on rank 3" in output_of_rank_0(world(4).run_each(run_check, lines), 1)
-
-
 def test_check_of_other_world_size_is_usage_error():
-    text = output_of_rank_0(world(4).run(run_check, "dp=2 tp=3"), 2)
-    assert text == "pgmesh check: dp=2 tp=3 holds 6 ranks, but the world has 4.\n\n  dp=-1 tp=2   # dp is then 2\n"
-    text = output_of_rank_0(world(4).run(run_check, "dp=-1 tp=3"), 2)
-    assert "dp=-1 tp=3 cannot be filled: the world has 4, and 4 is not divisible by 3.\n\n  dp=-1 tp=2   # dp" in text
-    text = output_of_rank_0(world(4).run(run_check, "dp=2 tp=4 --nodes 1x8"), 2)
-    assert text == "pgmesh check: dp=2 tp=4 holds 8 ranks, but the world has 4.\n\n  dp=-1 tp=4   # dp is then 1\n"
-    text = output_of_rank_0(world(4).run(run_check, "dp=2 tp=2 --combinations ddp"), 2)
-    assert text == "pgmesh check: there is no axis 'ddp' in mesh (dp=2, tp=2). Did you mean 'dp'?\n"
+    for line, problem in [
+        ("dp=2 tp=3", "dp=2 tp=3 holds 6 ranks, but the world has 4.\n\n  dp=-1 tp=2   # dp is then 2"),
+        ("dp=-1 tp=3", "dp=-1 tp=3 cannot be filled: the world has 4, and 4 is not divisible by 3.\n\n  dp=-1 tp=2"),
+        ("dp=2 tp=4 --nodes 1x8", "dp=2 tp=4 holds 8 ranks, but the world has 4.\n\n  dp=-1 tp=4   # dp is then 1"),
+        ("dp=2 tp=2 --combinations ddp", "there is no axis 'ddp' in mesh (dp=2, tp=2). Did you mean 'dp'?"),
+    ]:
+        text = output_of_rank_0(world(4).run(run_check, line), 2)
+        assert text.startswith(f"pgmesh check: {problem}"), text
 
 
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("dp=2 --bytes 5X", "argument --bytes: sizes are written 8,64K,16M, not '5X'"),
-        ("dp=2 --bytes 8,6", "argument --bytes: sizes are multiples of 4, not '8,6'"),
-        ("dp=2 --repeats 0", "argument --repeats: at least 1 batch is timed, not 0"),
-        ("dp=2 --timeout soon", "argument --timeout: invalid seconds value: 'soon'"),
-        ("dp:2", "pgmesh check: sizes are written pp=2, at least 1, or -1 to infer it, not 'dp:2'."),
+        ("--bytes 5X", "argument --bytes: sizes are written 8,64K,16M, not '5X'"),
+        ("--bytes 8,6", "argument --bytes: sizes are multiples of 4, not '8,6'"),
+        ("--repeats 0", "argument --repeats: at least 1 batch is timed, not 0"),
+        ("--timeout soon", "argument --timeout: invalid seconds value: 'soon'"),
     ],
 )
 def test_check_refuses_invalid_arguments_before_joining(capsys, line, problem):
-    try:
-        status = main(["check", *shlex.split(line)])
-    except SystemExit as ended:  # of argparse
-        status = ended.code
-    out, err = capsys.readouterr()
-    assert (status, out) == (2, "")
-    assert problem in err
+    with pytest.raises(SystemExit, match="2"):
+        main(["check", "dp=2", *shlex.split(line)])
+    assert problem in capsys.readouterr().err
 
 
 ALL_REDUCE = dist.all_reduce
@@ -371,13 +320,14 @@ def dying(line: str, who: int) -> Answer:
             os.kill(os.getpid(), signal.SIGKILL)
         real(self, *args)
 
-    with mock.patch.object(Microbenchmarks, "check_sum", end), mock.patch.object(timing, "HEARTBEAT", 0.2):
-        return hurried(line)
+    hurry = mock.patch.object(check, "LEAVE_TIMEOUT", 0.5)  # of rank 0 for the others, after a failure
+    with hurry, mock.patch.object(Microbenchmarks, "check_sum", end), mock.patch.object(timing, "HEARTBEAT", 0.2):
+        return run_check(line)
 
 
 def test_check_names_a_rank_that_dies():
     with fresh_world(4) as own:
-        outcomes = own.outcomes(dying, "dp=2 tp=2 --bytes 8,4K --repeats 1 --timeout 20", 3)
+        outcomes = own.outcomes(dying, f"dp=2 tp=2 {QUICK}", 3)
     assert not any(outcome.error for outcome in outcomes[:3]), outcomes
     text = output_of_rank_0([outcome.result for outcome in outcomes[:3]], 1)
     assert text.startswith("pgmesh check failed: MissingRanksError: pgmesh check")
@@ -420,7 +370,7 @@ def test_check_finds_a_rank_that_is_slowed():
     assert [group["ranks"] for group in groups] == [[0, 2], [2, 3]]
 
 
-@on_ranks(1, fresh=True)
+@on_ranks(1)
 def test_stage_raises_this_ranks_own_error_type():
     with pytest.raises(OptionsError, match="no such option"), Stages("a task", 10.0, "").stage("failing"):
         raise OptionsError("no such option")
