@@ -17,7 +17,6 @@ MOE = {"moe": {"pp": 2, "edp": -1, "ep": 8}}
 
 PLANS = {
     "64-ranks": lambda: plan(BASE, nodes="8x8", views=MOE, combinations=[("dp", "cp")]),
-    "64-ranks-the-wrong-way-round": lambda: plan(TURNED, nodes="8x8"),
     "uneven-hosts": lambda: plan(Layout(dp=5, tp=4), nodes="8,6,6"),
     "nvlink-domains": lambda: plan(Layout(pp=4, dp=9, tp=8), domains="4x18x4"),
     "a-million-ranks": lambda: plan(Layout(pp=16, dp=512, cp=8, tp=16), nodes="131072x8"),
@@ -28,7 +27,6 @@ PLANS = {
         Layout(pp=8, dp=1 << 11, tp=8), nodes="12500x8,7768x4", views={"experts by": {"edp": -1, "ep": 24 // 3 * 4}}
     ),
     "no-axis": lambda: plan(Layout(dp=2, tp=2).at(dp=1, tp=0), nodes="1x4"),
-    "numbered-axes": lambda: plan(Layout(2, 2, 2), nodes="2x4"),
 }
 
 
