@@ -6,14 +6,13 @@ import random
 import time
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.torch_version import TorchVersion
 
-from pgmesh import Layout, ShapeError
+from pgmesh import Layout
 from pgmesh.resharding import RankPlan, ReshardPlan, Transfer
 from pgmesh.resharding.sharding import Sharding, length
 from tests.support.transfer_oracle import check_plan, random_case, random_layout, random_placements
@@ -83,11 +82,6 @@ def timed(plan: ReshardPlan, rank: int) -> RankPlan:
     mine = plan.of(rank)
     assert time.process_time() - before < 5, "about a second on a free core; the limit is for machines under load"
     return mine
-
-
-def test_partial_placement_is_refused():
-    with pytest.raises(ShapeError, match=r"redistribute\(placements="):
-        ReshardPlan((4,), Layout(2), [Partial()], Layout(2), [0])
 
 
 def test_numpy_integer_is_a_placement():

