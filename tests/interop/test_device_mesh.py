@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,7 +35,7 @@ from tests.support.device_mesh_training import (
 from tests.support.fake_world import fake_rank
 from tests.support.pipelines import needs_pipelines
 from tests.support.torch_tables import root_of, table_sizes
-from tests.support.worlds import check_sums, groups_of, on_ranks, world
+from tests.support.worlds import check_sums, groups_of, on_ranks
 
 
 @contextmanager
@@ -114,44 +113,35 @@ def dtensor(mesh: ProcessGroupMesh) -> None:
         right, whole, [Replicate(), Shard(1)]
     )
     assert product.placements == (Shard(0), Shard(1))
-    torch.testing.assert_close(product.full_tensor(), left @ right, **TOLERANCES)
-    torch.testing.assert_close(
-        product.redistribute(whole, [Shard(1), Replicate()]).full_tensor(), left @ right, **TOLERANCES
-    )
+    turned = product.redistribute(whole, [Shard(1), Replicate()])
+    torch.testing.assert_close(turned.full_tensor(), left @ right, **TOLERANCES)
 
 
-def fsdp(mesh: ProcessGroupMesh, *axes: str) -> None:
+def hsdp(mesh: ProcessGroupMesh) -> None:
     model = make_net()
     for layer in (model.up, model.down, model):
-        fully_shard(layer, mesh=mesh.device_mesh(*axes))
-    assert_same(train(model, own_rows(mesh, *axes)), train(make_net(), batch()))
+        fully_shard(layer, mesh=mesh.device_mesh("dp", "tp"))
+    assert_same(train(model, own_rows(mesh, "dp", "tp")), train(make_net(), batch()))
 
 
-def tensor_parallel(mesh: ProcessGroupMesh) -> nn.Module:
-    return parallelize_module(make_net(), mesh.device_mesh("tp"), {"up": ColwiseParallel(), "down": RowwiseParallel()})
-
-
-def tp(mesh: ProcessGroupMesh) -> None:
-    assert_same(train(tensor_parallel(mesh), batch()), train(make_net(), batch()))
+def tensor_parallel(tp: DeviceMesh) -> nn.Module:
+    return parallelize_module(make_net(), tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
 def fsdp_and_tp(mesh: ProcessGroupMesh) -> None:
-    model = fully_shard(tensor_parallel(mesh), mesh=mesh.device_mesh("dp"))
-    assert_same(train(model, own_rows(mesh, "dp")), train(make_net(), batch()))
-
-
-def clipped(mesh: ProcessGroupMesh) -> None:
-    model = fully_shard(tensor_parallel(mesh), mesh=mesh.device_mesh("dp"))
+    """With clipped gradients."""
+    model = fully_shard(tensor_parallel(mesh.device_mesh("tp")), mesh=mesh.device_mesh("dp"))
     expected = train(make_net(), batch(), clip=0.01)
     assert expected["norm"] > 0.01
     assert_same(train(model, own_rows(mesh, "dp"), clip=0.01), expected)
 
 
-def ddp(mesh: ProcessGroupMesh, **over: Any) -> None:
-    model = DistributedDataParallel(make_net(), **over)
-    assert model.process_group is mesh.group("dp")
-    found = {name.removeprefix("module."): value for name, value in train(model, own_rows(mesh, "dp")).items()}
-    assert_same(found, train(make_net(), batch()))
+def ddp(mesh: ProcessGroupMesh) -> None:
+    for over in ({"process_group": mesh.group("dp")}, {"device_mesh": mesh.device_mesh("dp")}):
+        model = DistributedDataParallel(make_net(), **over)
+        assert model.process_group is mesh.group("dp")
+        found = {name.removeprefix("module."): value for name, value in train(model, own_rows(mesh, "dp")).items()}
+        assert_same(found, train(make_net(), batch()))
 
 
 def pipeline(mesh: ProcessGroupMesh) -> None:
@@ -161,43 +151,25 @@ def pipeline(mesh: ProcessGroupMesh) -> None:
     for parameter in whole.parameters():
         nn.init.normal_(parameter)
     index, expected = mesh.index("dp"), copy.deepcopy(whole)
-    loss = expected(x).square().mean()
-    loss.backward()
+    expected(x).square().mean().backward()
     stage = PipelineStage(whole[index], index, 2, torch.device("cpu"), group=mesh.group("dp"))
     schedule = ScheduleGPipe(stage, 2, loss_fn=lambda y, target: (y - target).square().mean())
-    losses: list[torch.Tensor] = []
     if index == 0:
         schedule.step(x)
     else:
-        schedule.step(target=torch.zeros(4, 8), losses=losses)
-        torch.testing.assert_close(torch.stack(losses).mean(), loss, **TOLERANCES)
+        schedule.step(target=torch.zeros(4, 8))
     for found, right in zip(whole[index].parameters(), expected[index].parameters()):
         torch.testing.assert_close(found.grad, right.grad, **TOLERANCES)
 
 
-USES: dict[str, Callable[[ProcessGroupMesh], None]] = {
-    "DTensor": dtensor,
-    "FSDP2": lambda mesh: fsdp(mesh, "dp"),
-    "HSDP": lambda mesh: fsdp(mesh, "dp", "tp"),
-    "tensor parallel": tp,
-    "FSDP2 and tensor parallel": fsdp_and_tp,
-    "clip_grad_norm_": clipped,
-    "DDP": lambda mesh: ddp(mesh, process_group=mesh.group("dp")),
-    "DDP by device mesh": lambda mesh: ddp(mesh, device_mesh=mesh.device_mesh("dp")),
-}
-
-
-def use(name: str) -> None:
+@pytest.mark.parametrize("use", [dtensor, hsdp, fsdp_and_tp, ddp, pytest.param(pipeline, marks=needs_pipelines)])
+@on_ranks(4)
+def test_torch_computes_over_a_mesh_like_one_process(use: Callable[[ProcessGroupMesh], None]):
     mesh = ProcessGroupMesh(dp=2, tp=2, ranks=[3, 1, 2, 0])
     device_mesh_of(mesh)
     with no_more_groups():
-        (pipeline if name == "a pipeline" else USES[name])(mesh)
+        use(mesh)
     check_sums(groups_of(mesh))
-
-
-@pytest.mark.parametrize("name", [*USES, pytest.param("a pipeline", marks=needs_pipelines)])
-def test_torch_computes_over_a_mesh_like_one_process(name: str):
-    world(4).run(use, name)
 
 
 @on_ranks(4)
@@ -207,7 +179,7 @@ def test_checkpoint_goes_through_groups_of_the_mesh(tmp_path: Path):
     device_mesh_of(mesh)
     everyone = mesh.group("dp", "tp")
     with no_more_groups():
-        saved = fully_shard(tensor_parallel(mesh), mesh=mesh.device_mesh("dp"))
+        saved = fully_shard(tensor_parallel(mesh.device_mesh("tp")), mesh=mesh.device_mesh("dp"))
         train(saved, own_rows(mesh, "dp"))
         checkpoint.save(get_model_state_dict(saved), checkpoint_id=tmp_path, process_group=everyone)
         loaded = fully_shard(make_net(), mesh=mesh.device_mesh("dp", "tp"))
@@ -239,7 +211,7 @@ def group_names(model: nn.Module) -> set[str]:
 @on_ranks(4)
 def test_two_equal_meshes_compute_over_own_groups():
     actor, critic = ProcessGroupMesh(dp=2, tp=2, name="actor"), ProcessGroupMesh(dp=2, tp=2, name="critic")
-    for mesh, model in [(mesh, tensor_parallel(mesh)) for mesh in (actor, critic)]:
+    for mesh, model in [(mesh, tensor_parallel(mesh.device_mesh("tp"))) for mesh in (actor, critic)]:
         assert group_names(model) == {mesh.group("tp").group_name}
     check_sums({**groups_of(actor), **groups_of(critic)})
 
@@ -248,11 +220,9 @@ def test_two_equal_meshes_compute_over_own_groups():
 def test_mesh_computes_after_close_and_release():
     for name in ("named", None, None):
         with ProcessGroupMesh(dp=2, tp=2, name=name) as mesh:
-            fsdp_and_tp(mesh)
             dtensor(mesh)
             dist.barrier()
             mesh.release("tp")
-            fsdp_and_tp(mesh)
             dtensor(mesh)
             check_sums(groups_of(mesh))
             dist.barrier()
@@ -272,25 +242,20 @@ def test_from_device_mesh_keeps_numbered_axes():
         assert plane.device_mesh(1).get_group() is mesh.group(2)
 
 
-@pytest.mark.parametrize("names", [("dp", "tp"), None], ids=["named", "numbered"])
 @on_ranks(4)
-def test_from_device_mesh_returns_the_groups_of_torch(names: tuple[str, str] | None):
+def test_from_device_mesh_returns_the_groups_of_torch():
     """torch's groups along the axes, ours along both; closing leaves torch's alone."""
-    theirs = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    theirs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     mesh = from_device_mesh(theirs)
-    assert mesh.axes == (names or (0, 1))
-    of_torch = {f"torch's {axis}": (theirs.get_group(i), mesh.ranks(axis)) for i, axis in enumerate(mesh.axes)}
-    assert [mesh.group(axis) for axis in mesh.axes] == [theirs.get_group(i) for i in range(2)]
+    of_torch = {f"torch's {axis}": (theirs.get_group(axis), mesh.ranks(axis)) for axis in ("dp", "tp")}
+    assert [mesh.group(axis) for axis in mesh.axes] == [theirs.get_group(axis) for axis in ("dp", "tp")]
     before = table_sizes()["pg_map"]
-    both, twin = mesh.group(), mesh.group(mesh.axes[0], tag="other")
+    both, twin = mesh.group(), mesh.group("dp", tag="other")
     assert table_sizes()["pg_map"] - before == 2
-    assert twin is not mesh.group(mesh.axes[0])
-    assert mesh.device_mesh(mesh.axes[1]).get_group() is theirs.get_group(1)
-    if names:
-        assert both.group_desc == f"group dp, tp of {mesh!r}"
-        assert mesh.device_mesh("tp").get_group() is theirs.get_group("tp")
-        assert mesh.view(a=2, b=2).group("b") is theirs.get_group("tp")
-    check_sums({**groups_of(mesh), "twin": (twin, mesh.ranks(mesh.axes[0]))})
+    assert twin is not mesh.group("dp")
+    assert both.group_desc == f"group dp, tp of {mesh!r}"
+    assert mesh.device_mesh("tp").get_group() is mesh.view(a=2, b=2).group("b") is theirs.get_group("tp")
+    check_sums({**groups_of(mesh), "twin": (twin, mesh.ranks("dp"))})
     dist.barrier()
     mesh.close()
     assert table_sizes()["pg_map"] == before
@@ -371,56 +336,33 @@ COMBINES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 def test_fully_shard_shards_along_all_merged_axes():
     """fully_shard over two dimensions replicates along the first; over one merged dimension it shards along both."""
     mesh = ProcessGroupMesh(dp_shard=2, cp=2, ranks=[3, 1, 2, 0])
-    for axes in (("dp_shard", "cp"), ("cp", "dp_shard")):
-        merged = mesh.device_mesh(fsdp=axes)
-        assert merged is mesh.device_mesh(fsdp=["dp_shard", "cp"])
-        assert merged.get_group() is mesh.group("dp_shard", "cp")
-        assert tuple(merged.mesh.tolist()) == mesh.ranks("dp_shard", "cp")
+    merged = mesh.device_mesh(fsdp=("dp_shard", "cp"))
+    assert merged is mesh.device_mesh(fsdp=["dp_shard", "cp"])
     with no_more_groups():
-        model = fully_shard(make_net(), mesh=mesh.device_mesh(fsdp=("dp_shard", "cp")))
+        model = fully_shard(make_net(), mesh=merged)
         for sharded, whole in zip(model.parameters(), make_net().parameters()):
-            assert isinstance(sharded, DTensor)
             assert (sharded.placements, sharded.to_local().numel()) == ((Shard(0),), whole.numel() // 4)
         assert_same(train(model, own_rows(mesh, "dp_shard", "cp")), train(make_net(), batch()))
     check_sums({"fsdp": (mesh.group("dp_shard", "cp"), mesh.ranks())})
 
 
-def train_tensor_parallel(mesh: ProcessGroupMesh, tp: DeviceMesh, fsdp: DeviceMesh) -> None:
-    model = parallelize_module(make_net(), tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    model = fully_shard(model, mesh=fsdp)
-    assert_same(train(model, own_rows(mesh, "dp", "cp")), train(make_net(), batch()))
-
-
-@on_ranks(8)
-def test_fsdp_over_axes_around_tensor_parallelism():
-    mesh = ProcessGroupMesh(dp=2, tp=2, cp=2, ranks=[7, 2, 5, 0, 1, 6, 3, 4])
-    both = mesh.device_mesh(fsdp=("dp", "cp"), tp="tp")
-    assert (both.mesh_dim_names, both.shape) == (("fsdp", "tp"), (4, 2))
-    with no_more_groups():
-        train_tensor_parallel(mesh, both["tp"], both["fsdp"])
-    if COMBINES:
-        train_tensor_parallel(mesh, mesh.device_mesh("tp"), mesh.device_mesh(fsdp=("dp", "cp")))
-        view = mesh.along("dp", "cp").view(fsdp=4)
-        assert view.device_mesh().get_group() is view.group("fsdp") is view.group() is mesh.group("dp", "cp")
-        train_tensor_parallel(mesh, mesh.device_mesh("tp"), view.device_mesh())
-    check_sums({"fsdp": (mesh.group("dp", "cp"), mesh.ranks("dp", "cp")), "tp": (mesh.group("tp"), mesh.ranks("tp"))})
-
-
-@pytest.mark.skipif(not COMBINES, reason="this torch combines only slices of one DeviceMesh")
 @on_ranks(4)
 def test_device_meshes_of_views_and_slices_combine():
-    """Each pair below is of two calls, of which the second is about other axes, a view or a slice."""
+    """Each pair below but the first is of two calls, of which the second is about other axes, a view or a slice."""
     mesh = ProcessGroupMesh(pp=1, dp=2, tp=2, cp=1, ranks=[3, 1, 2, 0])
-    merged = mesh.along("dp", "cp").view(fsdp=2)
-    view = mesh.along("dp", "tp").view(data=2, tensor=2)
-    for tp, fsdp in (
-        (mesh.device_mesh("tp"), mesh.device_mesh(fsdp=("dp", "cp"))),
-        (mesh.device_mesh("tp"), merged.device_mesh()),
-        (view.device_mesh("tensor"), view.device_mesh("data")),
-        (view.device_mesh("tensor"), mesh.device_mesh("dp")),
-        (mesh.device_mesh("tp"), view.device_mesh("data")),
-    ):
-        train_tensor_parallel(mesh, tp, fsdp)
+    both = mesh.device_mesh(fsdp=("dp", "cp"), tp="tp")
+    pairs = [(both["tp"], both["fsdp"])]
+    if COMBINES:
+        merged, view = mesh.along("dp", "cp").view(fsdp=2), mesh.along("dp", "tp").view(data=2, tensor=2)
+        assert merged.device_mesh().get_group() is merged.group("fsdp") is merged.group() is mesh.group("dp", "cp")
+        pairs += [
+            (mesh.device_mesh("tp"), merged.device_mesh()),
+            (view.device_mesh("tensor"), mesh.device_mesh("dp")),
+            (mesh.device_mesh("tp"), view.device_mesh("data")),
+        ]
+    for tp, fsdp in pairs:
+        model = fully_shard(tensor_parallel(tp), mesh=fsdp)
+        assert_same(train(model, own_rows(mesh, "dp", "cp")), train(make_net(), batch()))
 
 
 @pytest.mark.parametrize("ranks", [None, [5, 3, 1, 7, 0, 2, 4, 6, *range(15, 7, -1)]], ids=["in order", "permuted"])
