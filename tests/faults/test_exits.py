@@ -21,7 +21,7 @@ import torch.distributed as dist
 from pgmesh import ProcessGroupMesh
 from tests.support.exiting import Ended, run_to_exit
 from tests.support.faults import SLACK
-from tests.support.pending_exits import Case, all_cases, chosen_cases, run_cases
+from tests.support.pending_exits import Case, all_cases, chosen_cases, problems
 
 STATUS = 7
 SOON = 2.0 + SLACK  # seconds until a process has ended that misses members
@@ -168,22 +168,16 @@ def test_forked_child_refuses_groups_and_exits(ends: dict[str, list[Ended]]):
         assert lines[-3:] == [f"(0, {rank})", f"the child's status: {STATUS}", "the parent goes on"]
 
 
-def check_exits(cases: Sequence[Case], folder: Path, seconds: float) -> int:
-    """Assert that each process had its own exit status, and in time; return the number of worlds that ran."""
-    ended = run_cases(cases, folder, seconds)
-    problems = [problem for case, each in zip(cases, ended) if (problem := each.problem(case))]
-    assert not problems, f"{len(problems)} of {len(ended)}:\n" + "\n".join(problems)
-    assert statistics.median(each.seconds for case, each in zip(cases, ended) if case.misses_members) < SOON
-    return len(ended)
-
-
 @pytest.mark.fault("the program ends while an asynchronous first collective is pending")
-def test_exit_status_is_kept_with_pending_collective(tmp_path: Path):
-    cases = chosen_cases()
-    assert check_exits(cases, tmp_path, PENDING_SECONDS) == len(cases)
-
-
-@pytest.mark.fault("the program ends while an asynchronous first collective is pending")
-@pytest.mark.long
-def test_exit_status_is_kept_many_times(tmp_path: Path):
-    assert check_exits(all_cases(EXITS), tmp_path, EXITS_SECONDS)
+@pytest.mark.parametrize(
+    ("cases", "seconds"),
+    [
+        pytest.param(chosen_cases(), PENDING_SECONDS, id="half of them"),
+        pytest.param(all_cases(EXITS), EXITS_SECONDS, id="all", marks=pytest.mark.long),
+    ],
+)
+def test_exit_status_is_kept_with_pending_collective(tmp_path: Path, cases: Sequence[Case], seconds: float):
+    """Each process has its own exit status, and in time."""
+    wrong, took = problems(cases, tmp_path, seconds)
+    assert not wrong, "\n".join(wrong)
+    assert statistics.median(took) < SOON

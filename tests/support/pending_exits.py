@@ -1,19 +1,13 @@
-"""Processes that end while an asynchronous first collective is pending: many small worlds, a few at a time.
-
-``python -m tests.support.pending_exits PORT FOLDER SECONDS`` reads the cases from its standard input, and prints how
-they ended. It imports torch once, and forks all ranks before anything is started.
-"""
+"""Processes that end while an asynchronous first collective is pending: many small worlds, a few at a time."""
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import gc
 import itertools
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -28,12 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pgmesh import ProcessGroupMesh
 from pgmesh.groups.group import find_group
+from tests.support.exiting import run_to_exit
 from tests.support.faults import WAIT_TIMEOUT, read_result, wait_until, write_result
-from tests.support.programs import clean_env, is_running, wait_until_gone
+from tests.support.programs import is_running, wait_until_gone
 from tests.support.worlds import STARVED
 
 STATUS = 7
-DEADLINE = 240.0 if STARVED else 45.0  # seconds, for one world; a passive side of a pair waits for five timeouts
 AT_ONCE = 3  # worlds
 SHORT, LONG = (60.0, 120.0) if STARVED else (10.0, 30.0)
 """Timeouts of groups in seconds. An exit may last as long if all have made the group, not if members are missing."""
@@ -80,23 +74,6 @@ class Case(NamedTuple):
         return 1 if self.end == "exception" else STATUS
 
 
-class Ended(NamedTuple):
-    """The exit statuses of all ranks, the seconds until the first one had ended, and the outputs if one is wrong.
-
-    The seconds are -1 if the first rank ended after the others.
-    """
-
-    statuses: list[int]
-    seconds: float
-    outputs: list[str]
-
-    def problem(self, case: Case) -> str:
-        """What is wrong; "" if nothing is."""
-        right = [case.status] + [0] * (case.size - 1)
-        late = case.misses_members and not 0 <= self.seconds < LATE
-        return f"{case}: {self}" if self.statuses != right or late else ""
-
-
 def all_cases(times: int) -> list[Case]:
     """All ways to end, at all moments, and under all methods; each so often."""
     ways = [
@@ -108,24 +85,35 @@ def all_cases(times: int) -> list[Case]:
 
 
 def chosen_cases() -> list[Case]:
-    """Each way to end alone, at all moments, in the smallest world; under each method, with all members missing."""
-    return [
-        case
-        for case in all_cases(1)
-        if case.size == MOMENTS[case.moment][0] and (case.under == "alone" or case.moment == "no member")
-    ]
+    """Each way to end alone, in the smallest world, at half of the moments; and under one method, with all missing."""
+    chosen = []
+    for case in all_cases(1):
+        end, moment = ENDS.index(case.end), [*MOMENTS].index(case.moment)
+        under = UNDER.index(case.under)
+        turn = (end + moment) % 2 == 0 if under == 0 else moment == 0 and end % 2 == under - 1
+        if turn and case.size == MOMENTS[case.moment][0]:
+            chosen.append(case)
+    return chosen
 
 
-def run_cases(cases: Sequence[Case], folder: Path, seconds: float) -> list[Ended]:
-    """Run the world of each case, and begin none after some seconds; in the order of the cases."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    command = [sys.executable, "-m", "tests.support.pending_exits", f"{store.port}", f"{folder}", f"{seconds}"]
-    given = json.dumps(cases)
-    done = subprocess.run(
-        command, input=given, env=clean_env(OMP_NUM_THREADS="1"), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return [Ended(*each) for each in json.loads(done.stdout.splitlines()[-1])]
+def problems(cases: Sequence[Case], folder: Path, seconds: float) -> tuple[list[str], list[float]]:
+    """Run the world of each case, and begin none after some seconds.
+
+    Returns:
+        What was wrong in each world; and where members were missing, the seconds until the first rank had ended.
+    """
+    worlds = {f"{number}": (run_rank, case.size, case, f"{number}") for number, case in enumerate(cases)}
+    for name in worlds:
+        (folder / name).mkdir()
+    found, took = [], []
+    for name, ended in run_to_exit(folder, worlds, at_once=AT_ONCE, seconds=seconds, join=False).items():
+        case, gone = cases[int(name)], folder / name / "gone"
+        seconds = json.loads(gone.read_text())[0] if gone.exists() else -1.0  # it ended after the others
+        late = case.misses_members and not 0 <= seconds < LATE
+        if late or [each.status for each in ended] != [case.status] + [0] * (case.size - 1):
+            found.append(f"{case}: {seconds} s, {ended}")
+        took += [seconds] if case.misses_members else []
+    return found, took
 
 
 # ---- inside a rank ----
@@ -210,12 +198,10 @@ def stay(mesh: ProcessGroupMesh, case: Case, folder: Path) -> None:
     del work
 
 
-def run_rank(case: Case, rank: int, number: int, port: int, folder: Path) -> None:
+def run_rank(given: list[Any], folder: str) -> None:
     """One rank of a world. The worlds share a store, and each has a prefix of its own."""
-    for descriptor in (1, 2):
-        os.dup2(os.open(folder / f"{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
-    faulthandler.enable()
-    store = dist.PrefixStore(f"{number}", dist.TCPStore("127.0.0.1", port))
+    case, rank, path = Case(*given), int(os.environ["RANK"]), Path(folder)
+    store = dist.PrefixStore(folder, dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"])))
     limit = timedelta(seconds=WAIT_TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=case.size, timeout=limit)
     mesh = ProcessGroupMesh(dp=-1, name="actor")
@@ -228,71 +214,4 @@ def run_rank(case: Case, rank: int, number: int, port: int, folder: Path) -> Non
         if case.moment == "connected":
             wait_until_connected(mesh, case)
             dist.barrier()
-        (leave if rank == 0 else stay)(mesh, case, folder)
-
-
-# ---- the parent ----
-
-
-class Running(NamedTuple):
-    """A world that runs, and when it has to be done."""
-
-    number: int
-    pids: list[int]
-    folder: Path
-    until: float
-
-
-def start(case: Case, number: int, port: int, folder: Path) -> Running:
-    """Fork the ranks of a world."""
-    mine = folder / f"{number}"
-    mine.mkdir()
-    pids = []
-    for rank in range(case.size):
-        pid = os.fork()
-        if pid == 0:
-            run_rank(case, rank, number, port, mine)
-            sys.exit(0)
-        pids.append(pid)
-    return Running(number, pids, mine, time.monotonic() + DEADLINE)
-
-
-def result(world: Running, statuses: dict[int, int], case: Case) -> Ended:
-    """How a world has ended, whose processes are gone."""
-    gone = world.folder / "gone"
-    seconds = json.loads(gone.read_text())[0] if gone.exists() else -1.0
-    ended = Ended([statuses[pid] for pid in world.pids], seconds, [])
-    if not ended.problem(case):
-        return ended
-    return ended._replace(outputs=[(world.folder / f"{rank}").read_text() for rank in range(case.size)])
-
-
-def main(port: int, folder: Path, seconds: float) -> None:
-    cases = [Case(*each) for each in json.load(sys.stdin)]
-    gc.collect()
-    gc.freeze()  # what was imported is not looked through at each end
-    end = time.monotonic() + seconds
-    waiting, running = list(enumerate(cases)), dict[int, Running]()
-    statuses, ended = dict[int, int](), dict[int, Ended]()
-    while running or (waiting and time.monotonic() < end):
-        while waiting and len(running) < AT_ONCE and time.monotonic() < end:
-            number, case = waiting.pop(0)
-            running[number] = start(case, number, port, folder)
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid:
-            statuses[pid] = os.waitstatus_to_exitcode(status)
-        else:
-            time.sleep(0.005)
-        for world in [*running.values()]:
-            if all(pid in statuses for pid in world.pids):
-                ended[world.number] = result(running.pop(world.number), statuses, cases[world.number])
-            elif time.monotonic() > world.until:
-                running[world.number] = world._replace(until=time.monotonic() + 5.0)
-                for pid in world.pids:
-                    if pid not in statuses:
-                        os.kill(pid, signal.SIGABRT)  # which has it say where it stands
-    print(json.dumps([ended[number] for number in sorted(ended)]))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]))
+        (leave if rank == 0 else stay)(mesh, case, path)
