@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import pytest
@@ -90,23 +91,13 @@ def test_invalid_timeout_is_refused_with_one_text(mesh, call):
         assert str(caught.value) == refusal(timeout)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda timeout: launch.spawn(dist.get_rank, 1, timeout=timeout),
-        lambda timeout: launch.join("gloo", timeout=timeout),
-    ],
-    ids=["spawn", "join"],
-)
-def test_launchers_refuse_invalid_timeout_with_launch_error(call):
+def test_launchers_take_seconds_and_refuse_invalid_timeouts():
     for timeout in WRONG:
-        with pytest.raises(LaunchError) as caught:
-            call(timeout)
-        assert str(caught.value) == refusal(timeout)
-        assert not dist.is_initialized()
-
-
-def test_launchers_accept_seconds():
+        for call in (partial(launch.spawn, dist.get_rank, 1), partial(launch.join, "gloo")):
+            with pytest.raises(LaunchError) as caught:
+                call(timeout=timeout)
+            assert str(caught.value) == refusal(timeout)
+            assert not dist.is_initialized()
     assert launch.spawn(dist.get_rank, 1, timeout=60) == [0]
     launch.join("gloo", timeout=7)
     try:
