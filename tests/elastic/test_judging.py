@@ -12,7 +12,6 @@ import pytest
 from pgmesh.connect.rounds import Arrival, Rounds
 from pgmesh.elastic.records import MeshRound, Outcome, Request
 from pgmesh.elastic.shrink_judge import ShrinkJudge
-from pgmesh.elastic.shrinking import decide
 from pgmesh.elastic.stand_by_judge import StandByJudge
 from pgmesh.elastic.state import ElasticState, Generation
 from pgmesh.layout import Layout
@@ -60,8 +59,8 @@ class Rank:
         client: Any = self.client
         client.seconds = more.pop("deadline", 30.0)
         client.liveness = SimpleNamespace(statuses=self.statuses)
-        state = more.pop("state", ElasticState())
-        self.mesh: Any = SimpleNamespace(label="mesh 'm'", rank=rank, ended=None, state_of=lambda kind: state)
+        state_of = lambda kind: ElasticState()  # noqa: E731
+        self.mesh: Any = SimpleNamespace(label="mesh 'm'", rank=rank, ended=None, state_of=state_of)
         common = self.mesh, generation, client, f"process {rank}"
         if request is None:
             self.judge: ShrinkJudge | StandByJudge = StandByJudge(*common)
@@ -143,16 +142,6 @@ def test_foreign_decision_fails_the_attempt(text: bytes):
     assert re.search(r"key pgmesh/m/shrink/0/decision holds .* which pgmesh did not write", outcome.failed)
 
 
-# -- deadlines, Ctrl-C and errors of the store ------------------------------------------------------------------------
-
-
-def test_late_rank_joins_the_next_attempt():
-    failed = Outcome(failed="rank 0 did not call").pack().encode()
-    one = Rank(values={"pgmesh/m/shrink/0/decision": failed, "pgmesh/m/shrink/1/arrivals": arrivals(arrival(1))})
-    assert one.agree() == Outcome(axis="dp")
-    assert (one.round.number, one.judge.came_late) == (1, False)
-
-
 # -- spares and new processes -----------------------------------------------------------------------------------------
 
 
@@ -214,18 +203,6 @@ def test_spare_awaits_ranks_without_a_status():
     assert "rank 4 stood by for 20 s, and no mesh was agreed on" in spare.agree().failed
 
 
-def test_spare_that_gives_up_ends_the_attempt():
-    """The others may have counted it. They go on to the next attempt."""
-    there = {**status(0), ROUND: arrivals(arrival(5, None))}
-    spare = Rank(rank=4, request=None, values=there, deadline=2.0)
-    text = spare.agree().failed
-    assert text == "mesh 'm': rank 4 stood by for 2 s, and no mesh was agreed on"
-    assert (spare.decision().failed, spare.decision().error) == (text, "stopped")
-    other = Rank(rank=5, request=None, values=spare.client.values, deadline=2.0)
-    assert "rank 5 stood by for 2 s" in other.agree().failed
-    assert other.round.number == 1
-
-
 # -- attempts and records ---------------------------------------------------------------------------------------------
 
 
@@ -233,24 +210,6 @@ def test_rank_without_status_is_lost_in_time():
     one = Rank()
     assert one.agree().lost == {1: f"rank 1 has published no status in {one.client.clock:.0f} s"}
     assert one.statuses.lost_after <= one.client.clock < one.statuses.lost_after + 0.5
-
-
-def test_spare_gives_up_if_all_members_stand_by():
-    there = arrivals(arrival(1, None), arrival(2, None))
-    spare = Rank(2, None, size=3, values={**status(0, exited="has left the world"), ROUND: there})
-    assert spare.agree().failed == (
-        "mesh 'm': no other rank of it is left, so none can call shrink."
-        "\n  rank 0 has left the world\n  rank 1 stands by too"
-    )
-
-
-def test_lost_rank_misses_mesh_as_it_stands_by():
-    taken = Outcome(lost={1: "rank 1 has sent no heartbeat"}, axis="dp").pack().encode()
-    state, values = ElasticState(), {"pgmesh/m/shrink/0/decision": taken}
-    for request in (DP, None):
-        one = Rank(1, request, values=values, state=state)
-        outcome = decide(one.judge)
-    assert one.judge.missed(outcome)
 
 
 def test_rank_after_many_arrivals_leaves_looks():

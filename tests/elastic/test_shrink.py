@@ -170,9 +170,6 @@ def test_stopped_rank_is_replaced_and_refused_later(tmp_path: Path):
     assert "mesh = mesh.stand_by()" in refused
 
 
-# ---- arguments and ranks that differ ----
-
-
 # ---- abort ----
 
 
@@ -218,7 +215,7 @@ def test_abort_wakes_all_ranks_with_its_reason(tmp_path: Path):
             assert failed.end - when < 0.5 + SLACK
 
 
-# ---- ten times ----
+# ---- six times ----
 
 KEPT = {"descriptors": 4, "threads": 2}
 """Of each group of an aborted mesh: those of its backend. See docs/see.md."""
@@ -226,12 +223,12 @@ KEPT = {"descriptors": 4, "threads": 2}
 
 @pytest.mark.skipif(not CAN_COUNT, reason="reads /proc")
 @on_ranks(4)
-def test_ten_shrinks_keep_only_the_aborted_groups():
+def test_six_shrinks_keep_only_the_aborted_groups():
     """The mesh is replaced although no rank is lost."""
     beat_fast()
     mesh = ProcessGroupMesh(dp=2, tp=2, name="train")
     counts = []
-    for _ in range(10):
+    for _ in range(6):
         check_sums(groups_of(mesh))
         dist.barrier()  # shrink aborts the mesh, and another rank may still check its sums
         mesh = mesh.shrink("dp", timeout=LONG_TIMEOUT)
@@ -245,7 +242,7 @@ def test_ten_shrinks_keep_only_the_aborted_groups():
     addresses, decision = 12, 3  # those of dp and tp, twice each, and of the whole mesh; the arrivals and the abort
     most = {"keys": addresses + decision, **{what: 3 * number for what, number in KEPT.items()}}
     for what, number in counts[2].items():
-        assert counts[-1][what] - number <= most.get(what, 0) * 7, f"{what}: {[each[what] for each in counts]}"
+        assert counts[-1][what] - number <= most.get(what, 0) * 3, f"{what}: {[each[what] for each in counts]}"
 
 
 @on_ranks(4)
