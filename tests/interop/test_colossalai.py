@@ -21,7 +21,7 @@ from tests.support.torch_tables import table_sizes
 from tests.support.worlds import check_sums, groups_of, on_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming_from" / "colossalai.md"
-SHAPES = [(1,), (3,), (1, 2), (2, 3), (3, 1), (1, 3, 2), (2, 1, 3), (2, 2, 1), (2, 3, 2), (3, 2, 3)]
+SHAPES = [(1,), (3,), (2, 3), (2, 1, 3), (3, 2, 3)]
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 
@@ -191,6 +191,3 @@ def test_the_two_columns_are_the_same(theirs: str, ours: str):
         else:
             assert left == right
             assert type(left) is type(right)
-
-
-# ---- errors ----

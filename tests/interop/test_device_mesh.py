@@ -5,15 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as checkpoint
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -27,7 +24,6 @@ from tests.support.device_mesh_training import (
     assert_same,
     batch,
     device_mesh_of,
-    full_tensor,
     make_net,
     own_rows,
     train,
@@ -79,28 +75,6 @@ def test_device_mesh_on_meta_device_has_ranks():
     assert (whole.mesh.tolist(), whole["tp"].mesh.tolist()) == ([[0, 1], [2, 3]], list(mesh.ranks("tp")))
     assert (part.size(), strided.mesh.tolist()) == (4, list(mesh.ranks("dp")))
     assert part.get_group("flat") is strided.get_group() is mesh.group("dp")
-
-
-@on_ranks(4)
-def test_parts_views_and_small_meshes_have_device_meshes():
-    """A part that keeps some of an axis, a view, a mesh on some ranks and one of one rank have theirs too."""
-    mesh = ProcessGroupMesh(pp=4, tp=1)
-    ends, moe = mesh.at(pp=[0, -1]), mesh.view(edp=2, ep=2)
-    assert moe.device_mesh("ep").get_group() is moe.group("ep")
-    check_sums(groups_of(moe))
-    if mesh.rank in ends:
-        assert ends.device_mesh().mesh.tolist() == [[0], [3]]
-        assert ends.device_mesh("pp").get_group() is ends.group("pp")
-        check_sums(groups_of(ends))
-    offset = ProcessGroupMesh(dp=2, ranks=range(2, 4))
-    if offset.rank in offset:
-        assert offset.device_mesh().mesh.tolist() == [2, 3]
-        check_sums(groups_of(offset))
-    alone = ProcessGroupMesh(dp=1, tp=1, ranks=[3])
-    if alone.rank in alone:
-        assert alone.device_mesh("tp").get_group() is alone.group("tp")
-        check_sums(groups_of(alone))
-    check_sums(groups_of(mesh))
 
 
 # ---- what torch builds on it ----
@@ -169,25 +143,6 @@ def test_torch_computes_over_a_mesh_like_one_process(use: Callable[[ProcessGroup
     device_mesh_of(mesh)
     with no_more_groups():
         use(mesh)
-    check_sums(groups_of(mesh))
-
-
-@on_ranks(4)
-def test_checkpoint_goes_through_groups_of_the_mesh(tmp_path: Path):
-    """Saved by FSDP2 and tensor parallelism, loaded by FSDP2 over two axes: another way to cut the same numbers."""
-    mesh = ProcessGroupMesh(dp=2, tp=2)
-    device_mesh_of(mesh)
-    everyone = mesh.group("dp", "tp")
-    with no_more_groups():
-        saved = fully_shard(tensor_parallel(mesh.device_mesh("tp")), mesh=mesh.device_mesh("dp"))
-        train(saved, own_rows(mesh, "dp"))
-        checkpoint.save(get_model_state_dict(saved), checkpoint_id=tmp_path, process_group=everyone)
-        loaded = fully_shard(make_net(), mesh=mesh.device_mesh("dp", "tp"))
-        state = get_model_state_dict(loaded)
-        checkpoint.load(state, checkpoint_id=tmp_path, process_group=everyone)
-        set_model_state_dict(loaded, state)
-        found = {name: full_tensor(p).detach() for name, p in loaded.named_parameters()}
-        assert_same({"norm": torch.zeros(()), **found}, train(make_net(), batch()))
     check_sums(groups_of(mesh))
 
 

@@ -374,17 +374,6 @@ def test_groups_of_other_systems_are_along_their_axes(
     assert {name: blocks(arrangement, name) for name in arrangement} == lists
 
 
-def test_olmo_hands_out_device_meshes_of_its_axes():
-    with fake_rank(5, 16):
-        olmo = recipes.olmo(16, dp_replicate=2, cp=2, tp=2, name="olmo")
-        assert olmo["model"].device_mesh().mesh_dim_names == ("dp_replicate", "dp_cp")
-        assert olmo["model"].device_mesh().mesh.tolist() == [[1, 3, 5, 7], [9, 11, 13, 15]]
-        assert olmo["loader"].device_mesh().mesh.tolist() == [[1, 5], [9, 13]]
-        assert olmo["tensor"].device_mesh().get_group() is olmo["tensor"].group()
-        experts = recipes.olmo_experts(16, ep=4, name="experts")
-        assert experts["model"].device_mesh().mesh_dim_names == ("dp",)
-
-
 # ---- what an arrangement is ----
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,56 +13,10 @@ from torch.torch_version import TorchVersion
 from pgmesh import Layout, PgmeshError, ProcessGroupMesh, WorldError, launch
 from pgmesh.resharding import Resharder, reshard, resharder
 from pgmesh.topology.host_mapping import HostInfo
-from tests.support.transfer_oracle import random_layout, random_placements, shard_of
+from tests.support.transfer_oracle import shard_of
 from tests.support.worlds import on_ranks
 
 torch.set_num_threads(1)  # on ranks too, which import this: others share their cores
-
-DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8]
-
-
-def whole(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A tensor of random values, equal on all ranks."""
-    values = torch.rand(shape, generator=torch.Generator().manual_seed(len(shape) + sum(shape)))
-    return (values * 200).to(dtype)
-
-
-def placed(tensor: torch.Tensor, mesh: ProcessGroupMesh, placements: list[Any]) -> DTensor | None:
-    """This rank's DTensor, without communication; None outside the mesh."""
-    if mesh.rank not in mesh:
-        return None
-    shard = shard_of(tensor, mesh.layout, placements, mesh.rank).contiguous()
-    return DTensor.from_local(
-        shard, mesh.device_mesh(), placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
-
-
-@on_ranks(4)
-def test_any_tensor_between_any_meshes_stays_equal():
-    """Move random tensors between random meshes of the world, and compare each result bit by bit."""
-    for seed in range(16):
-        rng = random.Random(seed)
-        shape = tuple(rng.choice([0, 1, 2, 3, 5, 8, 9, 64]) for _ in range(rng.randint(0, 4)))
-        layouts = [random_layout(rng, 4) for _ in range(2)]
-        places = [random_placements(rng, layout, len(shape), strided=i == 0) for i, layout in enumerate(layouts)]
-        source, target = (
-            ProcessGroupMesh(dict(zip(layout.axes, layout.shape)), ranks=layout.ranks(), name=f"{side}{seed}")
-            for layout, side in zip(layouts, ("source", "target"))
-        )
-        dtype, result_dtype = rng.choice(DTYPES), rng.choice([None, None, torch.float32, torch.bfloat16])
-        tensor = whole(shape, dtype)
-        if source.rank not in source and source.rank not in target:
-            continue
-        result = reshard(placed(tensor, source, places[0]), target, places[1], source=source, dtype=result_dtype)
-        assert (result is None) == (target.rank not in target)
-        if result is not None:
-            expected = shard_of(tensor.to(result_dtype or dtype), target.layout, places[1], target.rank)
-            assert result.dtype == expected.dtype
-            assert tuple(result.shape) == shape
-            assert result.device_mesh == target.device_mesh()
-            assert torch.equal(result.to_local(), expected), seed
-        source.close()
-        target.close()
 
 
 @on_ranks(4)
@@ -95,13 +47,14 @@ def test_rank_outside_the_source_needs_only_its_ranks():
     """Disjoint meshes: ranks 0, 1 send a plain tensor, ranks 2, 3 receive it; rank 4 and later do not call."""
     target = ProcessGroupMesh(tp=2, ranks=[3, 2], name="target")
     source = Layout(2, ranks=[1, 0])
-    tensor = torch.arange(6.0).view(3, 2)
+    tensor = torch.arange(6).view(3, 2) > 2
     if dist.get_rank() in source:
         assert reshard(tensor, target, {"tp": 1}, source=source) is None
         return
     result = reshard(None, target, {"tp": 1}, source=source)
     assert result.to_local().equal(tensor[:, [target.index("tp")]])
-    assert result.placements == (Shard(1),)
+    assert (result.placements, result.shape, result.dtype) == ((Shard(1),), (3, 2), torch.bool)
+    assert result.device_mesh == target.device_mesh()
 
 
 @on_ranks(4)
