@@ -36,7 +36,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from pgmesh import PgmeshError, ProcessGroupMesh
-from pgmesh.launch.spawning import Outcome, pack_call
+from pgmesh.launch.spawning import Outcome
 from pgmesh.parallel import (
     Composition,
     ContextParallel,
@@ -72,7 +72,7 @@ from tests.support.parallel_models import (
 )
 from tests.support.pipelines import gpt_stages
 from tests.support.tensor_plans import BLOCK_PLAN, EMBEDDED_PLAN, GATHERED_PLAN, SEQUENCE_PLAN, VOCABULARY_PLAN
-from tests.support.worlds import _checked, world
+from tests.support.worlds import world
 
 DEADLINE, GRACE = 90.0, 10.0
 """Seconds for a composition, and for the other ranks after the first error."""
@@ -652,12 +652,10 @@ CLEAR = {
 def run_one(seed: int) -> Result:
     """Train the composition of a seed, in the world of its size."""
     drawn, start = draw(seed), time.monotonic()
-    ranks = world(math.prod(drawn.sizes.values()))
-    call = pack_call(_checked, (train, drawn))
-    outcomes = ranks.gather([call] * len(ranks.ranks), DEADLINE, grace=GRACE)
+    ranks = world(len(drawn.ranks))
+    outcomes = ranks._gather(train, [(drawn,)] * len(drawn.ranks), DEADLINE, GRACE)
     if any(each.error for each in outcomes):
-        if not all(isinstance(each.exception, PgmeshError) for each in outcomes):
-            ranks.close()
+        ranks.usable = all(isinstance(each.exception, PgmeshError) for each in outcomes)
         kind, text = judge(outcomes)
     elif missing := sorted(outcomes[0].result[1] - set[str]().union(*(each.result[0] for each in outcomes))):
         kind, text = "WRONG", f"no rank has {missing[:3]}"
