@@ -203,22 +203,6 @@ def test_a_model_may_call_its_layers_parts(tmp_path: Path):
 
 
 @on_ranks(2)
-def test_load_restores_optimizer_that_has_gradients(tmp_path: Path):
-    with ProcessGroupMesh(dp=2, name="present gradients") as mesh:
-        for gradients in (False, True):
-            model = ShardedDataParallel(mesh, "dp").apply(nn.Linear(4, 4))
-            optimizer = torch.optim.AdamW(model.parameters())
-            model(torch.ones(2, 4)).sum().backward()
-            if gradients:
-                checkpoint.load(tmp_path, mesh, model, optimizer)
-            else:
-                optimizer.step()
-                checkpoint.save(tmp_path, mesh, model, optimizer)
-            averages = [full_tensor(optimizer.state[weight]["exp_avg"]) for weight in model.parameters()]
-            assert all(each.allclose(torch.tensor(0.2)) for each in averages)  # 0.1 of gradients of 2
-
-
-@on_ranks(2)
 def test_load_of_no_checkpoint_names_the_path(tmp_path: Path):
     damaged, model = tmp_path / "damaged", nn.Linear(4, 4)
     damaged.mkdir(exist_ok=True)
@@ -231,7 +215,40 @@ def test_load_of_no_checkpoint_names_the_path(tmp_path: Path):
                 checkpoint.load(path, mesh, model)
 
 
-# ---- replicas, and optimizers that count ----
+@on_ranks(2)
+def test_several_optimizers_are_saved_without_steps(tmp_path: Path):
+    """One for matrices, and another for the rest. None runs its hooks, or takes a step with present gradients."""
+    with ProcessGroupMesh(dp=2) as mesh:
+        states = []
+        for resumed in (False, True):
+            together = compose(mesh, ShardedDataParallel(mesh, "dp"))
+            model, hooks = together.apply(TinyGPT(layers=1)), list[str]()
+            matrices = [each for each in model.parameters() if each.ndim == 2]
+            rest = [each for each in model.parameters() if each.ndim != 2]
+            optimizers = [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(rest, lr=0.1)]
+            for each in optimizers:
+                each.register_step_pre_hook(lambda *_, hooks=hooks: hooks.append("before"))
+                each.register_step_post_hook(lambda *_, hooks=hooks: hooks.append("after"))
+                torch.optim.lr_scheduler.ConstantLR(each, factor=1.0)  # it wraps the method step
+            if resumed:
+                loss_of(model(together.share(batch(0)[0])), together.share(batch(0)[1])).backward()
+                checkpoint.load(tmp_path, mesh, model, optimizers)
+                model.zero_grad()
+            steps = (2, 3) if resumed else range(4)
+            for step in steps:
+                codes, target = map(together.share, batch(step))
+                loss_of(model(codes), target).backward()
+                for each in optimizers:
+                    each.step()
+                if step == 1:
+                    checkpoint.save(tmp_path, mesh, model, optimizers)
+                model.zero_grad()
+            assert hooks == ["before", "after"] * 2 * len(steps)
+            states.append({name: full_tensor(each) for name, each in model.named_parameters()})
+        assert_same("weights", states[1], states[0], 0.0)
+
+
+# ---- replicas ----
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -252,44 +269,3 @@ def test_save_between_averages_names_next_safe_step(sharded: bool, tmp_path: Pat
                 checkpoint.save(tmp_path / str(step), mesh, model, optimizer)
             assert str(caught.value).endswith("   # after 1 more steps of the optimizer, when replicas are equal")
         assert later.steps == 4
-
-
-@on_ranks(2)
-def test_checkpoints_run_no_hooks_of_optimizers(tmp_path: Path):
-    with ProcessGroupMesh(dp=2) as mesh:
-        for optimizer in (torch.optim.SGD, torch.optim.AdamW):
-            model, steps = ShardedDataParallel(mesh, "dp").apply(nn.Linear(4, 4)), list[int]()
-            used = optimizer(model.parameters(), lr=0.1)
-            used.register_step_pre_hook(lambda *_, steps=steps: steps.append(0))
-            used.register_step_post_hook(lambda *_, steps=steps: steps.append(1))
-            torch.optim.lr_scheduler.ConstantLR(used)  # it wraps the method step
-            checkpoint.save(tmp_path / optimizer.__name__, mesh, model, used)
-            checkpoint.load(tmp_path / optimizer.__name__, mesh, model, used)
-            assert not steps
-            used.step()
-            assert steps == [0, 1]
-
-
-@on_ranks(2)
-def test_several_optimizers_are_saved_and_loaded(tmp_path: Path):
-    """Such as one for matrices, and another for the rest."""
-    with ProcessGroupMesh(dp=2) as mesh:
-        states = []
-        for resumed in (False, True):
-            together = compose(mesh, ShardedDataParallel(mesh, "dp"))
-            model = together.apply(TinyGPT(layers=1))
-            matrices = [each for each in model.parameters() if each.ndim == 2]
-            rest = [each for each in model.parameters() if each.ndim != 2]
-            optimizers = [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(rest, lr=0.1)]
-            if resumed:
-                checkpoint.load(tmp_path, mesh, model, optimizers)
-            for step in (2, 3) if resumed else range(4):
-                codes, target = map(together.share, batch(step))
-                loss_of(model(codes), target).backward()
-                for each in optimizers:
-                    each.step()
-                    each.zero_grad()
-                if step == 1:
-                    checkpoint.save(tmp_path, mesh, model, optimizers)
-            states.append({name: full_tensor(each) for name, each in model.named_parameters()})
-        assert_same("weights", states[1], states[0], 0.0)

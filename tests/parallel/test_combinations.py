@@ -2,7 +2,7 @@
 
 Each program says only which axes a method owns. What differs along other axes, the composition derives.
 
-96 compositions train for three steps in 64-bit floats over Gloo. No loss, norm, gradient or weight differs from one
+51 compositions train for three steps in 64-bit floats over Gloo. No loss, norm, gradient or weight differs from one
 process by more than 3e-14, the greatest being of weights after the third step of AdamW; with bfloat16, no gradient by
 more than 1% of its norm. ``fully_shard`` of experts along ``edp`` is as exact, with half the memory and 1.2 to 1.5
 times the CPU time.
@@ -54,38 +54,17 @@ def experts(*sizes: int, **what: Any) -> dict[str, Any]:
 COMPILED: dict[str, Any] = {"compiled": True, "fullgraph": True}
 
 COMPOSITIONS = {
-    "data": on(dp=4, data="data"),
-    "sharded": on(dp=4, data="sharded"),
-    "hybrid": on(dp=4, data="hybrid", viewed=True),
-    "tensor": on(tp=4, tensor="vocabulary"),
-    "tensor, blocks": on(tp=8, tensor="blocks"),
-    "tensor, gathered": on(tp=4, tensor="gathered"),
     "tensor, sequence": on(tp=4, tensor="sequence"),
     "tensor, embedded": on(tp=4, tensor="embedded"),
-    "tensor; tied": on(tp=4, tensor="vocabulary", tied=True),
-    "tensor, sharded; tied": on(dp=4, tp=2, data="sharded", tensor="vocabulary", layers=4, tied=True),
     "tensor, hybrid; tied": on(dp=4, tp=2, data="hybrid", viewed=True, tensor="vocabulary", layers=4, tied=True),
-    "1f1b, 11 layers on 8 stages; tied": on(pp=8, schedule="1f1b", microbatches=8, layers=11, tied=True),
-    "1f1b, one stage, data; tied": on(pp=1, dp=8, schedule="1f1b", data="data", tied=True),
-    "gpipe, data": stages(dp=4, schedule="gpipe", data="data"),
-    "1f1b, sharded; tied": stages(dp=2, data="sharded", tied=True),
-    "interleaved, data; tied": twice(dp=4, data="data", tied=True),
-    "interleaved, sharded": twice(dp=2, data="sharded"),
-    "zero-bubble, tensor": twice(tp=2, schedule="zero-bubble", tensor="blocks"),
+    "1f1b, 6 layers on 4 stages; tied": on(pp=4, schedule="1f1b", microbatches=4, layers=6, tied=True),
+    "1f1b, one stage, data; tied": on(pp=1, dp=2, schedule="1f1b", data="data", tied=True),
+    "gpipe, data": stages(dp=2, schedule="gpipe", data="data"),
     "zero-bubble, sharded logits": twice(tp=2, schedule="zero-bubble", tensor="vocabulary"),
-    "zero-bubble-v, tensor; tied": twice(tp=4, schedule="zero-bubble-v", tensor="blocks", tied=True, microbatches=4),
-    "ring, data": on(dp=2, cp=4, data="data", context="ring"),
     "ring, data; one part of the rows": on(dp=1, cp=4, data="data", context="ring"),
-    "ulysses, data": on(dp=1, cp=8, data="data", context="ulysses"),
-    "ulysses, sharded": on(dp=2, cp=2, data="sharded", context="ulysses"),
-    "experts, data": on(dp=8, data="data", **experts(2, 4)),
-    "experts, sharded": on(dp=8, data="sharded", **experts(2, 4)),
-    "stacked experts, data": on(dp=8, data="data", clip=True, **experts(2, 4, stacked=True)),
-    "stacked experts, sharded": on(dp=8, data="sharded", clip=True, **experts(4, 2, stacked=True)),
+    "stacked experts, data": on(dp=4, data="data", clip=True, **experts(2, 2, stacked=True)),
     "stacked experts, more ranks than experts": on(dp=8, data="sharded", **experts(8, 1, stacked=True)),
     "experts, hybrid": on(dp=4, cp=2, data="hybrid", context="ring", viewed=True, clip=True, **experts(4, 2)),
-    "experts, sharded, tensor": on(dp=4, tp=2, data="sharded", tensor="blocks", **experts(4, 2)),
-    "1f1b, hybrid, tensor": stages(dp=2, tp=2, data="hybrid", tensor="blocks"),
     "1f1b, sharded, tensor; permuted": stages(
         *PERMUTED, dp=2, tp=2, data="sharded", tensor="blocks", tied=True, clip=True
     ),
@@ -93,72 +72,46 @@ COMPOSITIONS = {
     "ulysses, sharded, tensor; permuted": on(
         *PERMUTED, dp=2, cp=2, tp=2, data="sharded", context="ulysses", tensor="vocabulary"
     ),
-    "1f1b, experts, data": stages(dp=4, data="data", **experts(2, 2)),
     "1f1b, experts, sharded; permuted": stages(*PERMUTED, dp=4, data="sharded", clip=True, **experts(2, 2)),
     "1f1b, stacked experts, sharded, tensor": stages(
         dp=2, tp=2, data="sharded", tensor="blocks", clip=True, **experts(2, 2, stacked=True)
     ),
     "zero-bubble, experts on equal tokens": stages(tp=2, schedule="zero-bubble", tensor="blocks", **experts(1, 2)),
-    "1f1b, ring, sharded, tensor": stages(dp=2, cp=2, tp=2, data="sharded", context="ring", tensor="vocabulary"),
-    "accumulation, data": on(dp=4, data="data", passes=2),
     "accumulation, sharded": on(dp=4, data="sharded", passes=2),
     "accumulation, experts": on(dp=4, data="data", passes=2, **experts(2, 2)),
     "accumulation, experts, sharded": on(dp=4, data="sharded", passes=2, **experts(2, 2)),
     "accumulation, 1f1b, sharded; tied": stages(dp=2, data="sharded", tied=True, passes=2),
-    "accumulation, 1f1b, data; tied": stages(dp=2, data="data", tied=True, passes=2),
-    "checkpointing, sharded, tensor": on(dp=2, tp=2, data="sharded", tensor="vocabulary", checkpointing=True),
-    "checkpointing, ring, data": on(dp=2, cp=4, data="data", context="ring", checkpointing=True),
-    "checkpointing, experts, data": on(dp=8, data="data", checkpointing=True, **experts(2, 4)),
+    "checkpointing, ring, data": on(dp=2, cp=2, data="data", context="ring", checkpointing=True),
+    "checkpointing, experts, data": on(dp=4, data="data", checkpointing=True, **experts(2, 2)),
     "checkpointing, stacked experts, sharded": on(
         dp=4, data="sharded", checkpointing=True, **experts(2, 2, stacked=True)
     ),
     "bfloat16, sharded": on(dp=4, data="sharded", half=True),
-    "bfloat16, experts": on(dp=4, data="sharded", half=True, **experts(2, 2)),
     "bfloat16, stacked experts": on(dp=4, data="sharded", half=True, **experts(1, 4, stacked=True)),
     "frozen parameters, sharded": on(dp=4, data="sharded", layers=4, frozen="half"),
-    "frozen stage, data": stages(dp=4, data="data", frozen="half"),
-    "frozen stage, tensor": stages(tp=2, tensor="blocks", frozen="half"),
-    "frozen norms, tensor": on(tp=4, tensor="vocabulary", frozen="norms"),
+    "frozen stage, data": stages(dp=2, data="data", frozen="half"),
     "frozen norms, tensor, sequence": on(tp=4, tensor="sequence", frozen="norms"),
-    "adapters, tensor": on(tp=4, tensor="vocabulary", frozen="adapters"),
     "adapters, tensor, sequence": on(tp=4, tensor="sequence", frozen="adapters"),
-    "compiled, data": on(dp=4, data="data", **COMPILED),
-    "compiled, sharded": on(dp=4, data="sharded", **COMPILED),
-    "compiled, sharded, tensor": on(dp=2, tp=2, data="sharded", tensor="vocabulary", **COMPILED),
     "compiled, tensor, sequence": on(tp=2, tensor="sequence", **COMPILED),
     "compiled, 1f1b, sharded; tied": stages(dp=2, data="sharded", tied=True, **COMPILED),
-    "compiled, ring, data": on(dp=2, cp=2, data="data", context="ring", **COMPILED),
     "compiled, ulysses, data": on(dp=2, cp=2, data="data", context="ulysses", **COMPILED),
     "compiled, experts, data": on(dp=4, data="data", **experts(2, 2), **COMPILED),
-    "compiled, experts, sharded": on(dp=4, data="sharded", compiled=True, **experts(2, 2)),
-    "prepared, data": on(dp=4, data="data", prepared="blocks"),
     "prepared, sharded, tensor": on(dp=2, tp=2, data="sharded", tensor="vocabulary", prepared="matmuls", **COMPILED),
-    "prepared, sharded, tensor, sequence": on(dp=2, tp=2, data="sharded", tensor="sequence", prepared="blocks"),
     "prepared, tensor; tied": on(tp=2, tensor="vocabulary", tied=True, prepared="whole"),
     "prepared, interleaved, data; tied": twice(dp=2, data="data", tied=True, prepared="whole"),
-    "prepared, 1f1b, sharded, tensor; tied": stages(
-        dp=2, tp=2, data="sharded", tensor="blocks", tied=True, clip=True, prepared="matmuls"
-    ),
     "prepared, ring, data": on(dp=2, cp=2, data="data", context="ring", prepared="blocks", **COMPILED),
     "prepared, experts, data": on(dp=4, data="data", prepared="whole", clip=True, **experts(2, 2)),
     "prepared, experts, sharded": on(dp=4, data="sharded", prepared="blocks", **experts(2, 2)),
-    "uneven, 1f1b, data; tied": stages(dp=2, data="data", layers=5, uneven=True, tied=True),
     "uneven, interleaved, sharded": twice(dp=2, data="sharded", layers=7, uneven=True),
     "uneven, zero-bubble-v, tensor; tied": twice(
         tp=2, schedule="zero-bubble-v", tensor="blocks", tied=True, microbatches=4, layers=6, uneven=True
     ),
-    "norm, 1f1b, data": stages(dp=2, data="data", clip=True),
     "norm, 1f1b, experts": stages(dp=2, data="data", clip=True, **experts(1, 2)),
     "norm, 1f1b, sharded; tied": stages(dp=2, data="sharded", tied=True, clip=True),
     "norm, 1f1b, tensor; tied": stages(tp=2, tensor="blocks", tied=True, clip=True),
-    "norm of each replica": on(late=2, dp=2, data="sharded", clip=True),
     "norm of each replica's experts": on(late=2, dp=2, data="data", clip=True, **experts(1, 2)),
-    "masked, data": on(dp=4, data="data", masked=True),
     "masked, ring, sharded": on(dp=2, cp=2, data="sharded", context="ring", masked=True),
-    "masked, sharded, tensor": on(dp=2, tp=2, data="sharded", tensor="vocabulary", masked=True),
     "masked, accumulation, data": on(dp=4, data="data", masked=True, passes=2),
-    "masked, experts, data": on(dp=4, data="data", masked=True, **experts(2, 2)),
-    "masked, accumulation, 1f1b, data": stages(dp=2, data="data", masked=True, passes=2),
     "masked, 1f1b, ring": stages(dp=1, cp=2, data="data", context="ring", masked=True),
     "unequal parts, ring, data": on(0, 2, 1, 3, dp=2, cp=2, data="data", context="ring", ragged=True, masked=True),
     "unequal parts, experts, data": on(dp=4, data="data", ragged=True, masked=True, **experts(2, 2)),

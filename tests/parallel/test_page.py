@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-import functools
-import importlib.util
 import inspect
 import itertools
 import re
+import runpy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from pgmesh.parallel import ExpertParallel, Level, Method, PipelineParallel, com
 from pgmesh.parallel.schedules import SCHEDULES
 from tests.support.expert_models import expert_layer
 from tests.support.own_methods import AverageLater, Rows
-from tests.support.parallel_models import STEPS, TOLERANCE
+from tests.support.parallel_models import TOLERANCE
 from tests.support.pipelines import needs_pipelines
 from tests.support.programs import clean_env
 from tests.support.small_model import FIRST_STAGE, SmallModel, batch, loss_of, partner
@@ -66,11 +66,8 @@ def test_each_name_of_method_is_documented():
     assert [name for name, text in names.items() if not text] == []
 
 
-def test_each_level_stands_in_its_place():
+def test_tables_have_each_level_and_schedule():
     assert [code(row[0]) for row in rows("level")] == [[f"Level.{level.name}"] for level in Level]
-
-
-def test_each_schedule_has_a_row():
     table = rows("`schedule=`")
     assert [word.strip('"') for row in table for word in code(row[0])] == [*SCHEDULES]
     for row in table:
@@ -133,40 +130,19 @@ def of_markdown() -> type[Method]:
     return scope["Average"]
 
 
-def of_program(name: str) -> type[Method]:
-    """Class of the example program."""
-    spec = importlib.util.spec_from_file_location("own_method", ROOT / "examples" / "10_own_method.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, name)
-
-
-# ---- averages of gradients ----
-
-
 @needs_pipelines
 @on_ranks(4)
-def test_documented_average_composes_with_one_method():
-    averages = of_markdown()
-    for kind, frozen in (("tensor", ()), ("two stages", ()), ("pipeline", FIRST_STAGE)):
-        with ProcessGroupMesh(dp=2, x=2, name=f"{kind}, {len(frozen)} frozen") as mesh:
-            together = compose(mesh, averages(mesh, "dp"), partner(mesh, kind, "x"))
-            build = functools.partial(SmallModel, frozen)
-            assert verify(together, build, map(batch, range(STEPS)), loss=loss_of) <= TOLERANCE
-            check_sums(groups_of(mesh))
-
-
-# ---- the example's own tensor parallelism ----
-
-
-@needs_pipelines
-@on_ranks(4)
-def test_documented_tensor_parallelism_composes_with_other_methods():
-    split = of_program("Split")
-    for kind in ("sharding", "two stages"):
-        with ProcessGroupMesh(x=2, tp=2, name=f"split, {kind}") as mesh:
-            together = compose(mesh, partner(mesh, kind, "x"), split(mesh, "tp"))
-            assert verify(together, SmallModel, map(batch, range(STEPS)), loss=loss_of) <= TOLERANCE
+def test_documented_methods_compose_with_others():
+    average, split = of_markdown(), runpy.run_path(str(ROOT / "examples" / "10_own_method.py"))["Split"]
+    for own, kind, frozen in (
+        (average, "tensor", ()),
+        (average, "pipeline", FIRST_STAGE),
+        (split, "sharding", ()),
+        (split, "two stages", ()),
+    ):
+        with ProcessGroupMesh(x=2, own=2, name=f"{own.__name__}, {kind}") as mesh:
+            together, build = compose(mesh, partner(mesh, kind, "x"), own(mesh, "own")), partial(SmallModel, frozen)
+            assert verify(together, build, map(batch, range(2)), loss=loss_of) <= TOLERANCE
             check_sums(groups_of(mesh))
 
 

@@ -1,10 +1,12 @@
-"""First steps of a pipeline with new shapes: buffers and gradients against one process."""
+"""Steps of a pipeline with changing shapes, targets and keywords: buffers and gradients against one process."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.functional import dropout, mse_loss
 from torch.utils.checkpoint import checkpoint
 
-from pgmesh import MethodError, ProcessGroupMesh
+from pgmesh import MethodError, ProcessGroupMesh, ShapeError
 from pgmesh.parallel import (
+    Composition,
     DataParallel,
     ExpertParallel,
     Method,
@@ -23,7 +26,9 @@ from pgmesh.parallel import (
     compose,
     seed_of,
     seeded_rng,
+    verify,
 )
+from pgmesh.parallel.running import MAX_SCHEDULES
 from tests.support.expert_models import expert_model
 from tests.support.fake_world import fake_rank
 from tests.support.message_assertions import assert_raises
@@ -115,8 +120,11 @@ def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
 # ---- batch normalisation and dropout ----
 
 
-def noisy(schedule: str, count: int, data: type[Method] | None, again: bool, frozen: bool) -> None:
-    """Alternate between two shapes in steps and forward passes, against microbatches in one process."""
+def noisy(schedule: str, count: int, data: Callable[..., Method] | None, again: bool, frozen: bool) -> None:
+    """Alternate between two shapes in steps and forward passes, against microbatches in one process.
+
+    Gradients of two steps are added.
+    """
     with ProcessGroupMesh(pp=2, dp=2 if data else 1) as mesh:
         methods = [data(mesh, "dp")] if data else []
         together = compose(mesh, pipeline_on(mesh, schedule, count), *methods)
@@ -125,7 +133,7 @@ def noisy(schedule: str, count: int, data: type[Method] | None, again: bool, fro
         for step, (rows, length) in enumerate(SHAPES):
             given, target = rows_of(step, rows, length)
             for weight in itertools.chain(model.parameters(), *(plain.parameters() for plain in plains)):
-                weight.grad = None
+                weight.grad = weight.grad if step % 2 else None
                 if step == 4:  # with a known shape, so that no stage is made anew
                     weight.requires_grad_()
             losses = model.step(together.share(given), target=together.share(target))
@@ -168,7 +176,7 @@ def test_batch_norm_is_right_with_alternating_shapes(schedule, count, again, fro
     world(2).run(noisy, schedule, count, None, again, frozen)
 
 
-@pytest.mark.parametrize("data", [DataParallel, ShardedDataParallel])
+@pytest.mark.parametrize("data", [functools.partial(DataParallel, gradient_as_bucket_view=True), ShardedDataParallel])
 def test_batch_norm_is_right_under_data_parallelism(data):
     world(4).run(noisy, "1f1b", 1, data, True, False)
 
@@ -189,19 +197,23 @@ class Wrapping(nn.Module):
         return x if self.last and self.layers[1] is None else self.wrap(x)
 
 
-def test_a_stage_that_returns_no_plain_tensors_raises():
+def test_a_stage_that_returns_other_outputs_raises():
     with fake_rank(0, 1), ProcessGroupMesh(pp=1, tp=1) as mesh:
 
         def model(module: nn.Module) -> nn.Module:
             names = {"layers": "layers", "schedule": "interleaved"}
             return PipelineParallel(mesh, "pp", **names, loss=loss, microbatches=2, stages_per_rank=2).apply(module)
 
-        def loss(out: DTensor, target: torch.Tensor) -> torch.Tensor:
-            return mse_loss(out.to_local(), target)
+        def loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return mse_loss(out.to_local() if isinstance(out, DTensor) else out, target)
 
         message = "microbatch 0 of stage 0 returned {}, but has to return plain tensors.{}"
         hint = "\n\n  return x.to_local()   # of a DTensor x, if the next stage takes this rank's shard"
         tensor = functools.partial(DTensor.from_local, device_mesh=mesh.device_mesh("tp"), placements=[Replicate()])
+        changed = model(Wrapping(lambda x: x[:, : widths.pop()]))
+        widths = [1, 2, 2]
+        text = "microbatch 1 of stage 0 returned torch.float32 [2, 1], but the first returned torch.float32 [2, 2]."
+        assert_raises(MethodError, lambda: changed.step(torch.ones(4, 2), target=torch.ones(4, 2)), text)
         for wrap, name in (
             (lambda x: {"x": x}, "dict"),
             (tensor, "DTensor"),
@@ -277,3 +289,175 @@ def test_step_after_a_failed_step_adds_right_gradients():
         (2 * mse_loss(plain(rows), rows)).backward()
         found = {name: full_tensor(each) for name, each in gradients_of(model).items()}
         assert_same("gradients", found, gradients_of(plain))
+
+
+# ---- schedules ----
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def drawn(rows: int, length: int) -> torch.Tensor:
+    numbers = torch.Generator().manual_seed(10 * rows + length)
+    return torch.randn(rows, length, WIDTH, dtype=torch.float64, generator=numbers)
+
+
+def of_net(mesh: ProcessGroupMesh, loss: Callable[..., torch.Tensor] | None) -> PipelineParallel:
+    return PipelineParallel(mesh, "pp", layers="layers", loss=loss, microbatches=2)
+
+
+@on_ranks(2)
+def test_a_pipeline_keeps_schedules_of_the_latest_shapes():
+    with ProcessGroupMesh(pp=2) as mesh:
+        model, plain = of_net(mesh, mse_loss).apply(Net()), Net()
+        lengths = [*range(1, MAX_SCHEDULES + 3), 1, MAX_SCHEDULES + 2]
+        for length in lengths:
+            rows = drawn(4, length)
+            model.zero_grad()
+            plain.zero_grad()
+            kept = [*model.schedules.values()]
+            model.step(rows, target=rows)
+            mse_loss(plain(rows), rows).backward()
+            assert_same(f"gradients of length {length}", gradients_of(model), gradients_of(plain))
+            assert len(model.schedules) <= MAX_SCHEDULES
+        assert [*model.schedules.values()] == kept  # the last length was known
+
+
+def test_pipeline_without_a_loss_goes_forward():
+    with fake_rank(0, 1), ProcessGroupMesh(pp=1) as mesh:
+        rows = drawn(4, 2)
+        torch.testing.assert_close(of_net(mesh, None).apply(Net())(rows), Net()(rows).detach())
+
+
+# ---- targets of several tensors ----
+
+
+def of_several(output: torch.Tensor, target: Any) -> torch.Tensor:
+    wanted, weights = target.values() if isinstance(target, dict) else target
+    return ((output - wanted).square() * weights[:, None, None]).mean()
+
+
+@on_ranks(2)
+def test_target_may_be_several_tensors():
+    with ProcessGroupMesh(pp=2) as mesh:
+        model, alone = compose(mesh, of_net(mesh, of_several)).apply(Net()), Net()
+        for kind, rows in itertools.product((tuple, list, lambda pair: dict(zip("ab", pair))), (4, 8)):
+            x, target = drawn(rows, 3), (drawn(rows, 3) + 1, torch.arange(rows, dtype=torch.float64))
+            losses = model.step(x, target=kind(target))
+            loss = of_several(alone(x), target)
+            loss.backward()
+            with torch.no_grad():
+                losses += model.step(x, target=kind(target))
+            if losses:
+                torch.testing.assert_close(torch.stack(losses).view(2, 2).mean(1), loss.expand(2))
+        assert_same("gradients", gradients_of(model), gradients_of(alone))
+        with pytest.raises(MethodError, match="does not know the type object"):
+            model.step(x, target=(x, object()))
+        with pytest.raises(ShapeError, match="8 rows of inputs, 3 rows of target cannot be split"):
+            model.step(x, target=[x[:3]])
+
+
+# ---- keywords ----
+
+
+@dataclass
+class Extra:
+    """Arguments in an object that torch does not split, until it is registered."""
+
+    mask: torch.Tensor
+    positions: torch.Tensor
+    scale: float
+
+
+class MaskedLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.places = nn.Linear(WIDTH, WIDTH), nn.Embedding(2 * 5, WIDTH)
+
+    def forward(self, x: torch.Tensor, *, mask: torch.Tensor, positions: torch.Tensor, scale: float) -> torch.Tensor:
+        return x + scale * mask.unsqueeze(-1) * torch.tanh(self.linear(x) + self.places(positions))
+
+
+class Masked(nn.Module):
+    """Each layer uses a mask, position ids and a number, which are keywords or in one object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.into, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(MaskedLayer() for _ in range(4))
+        self.double()
+
+    def forward(self, x: torch.Tensor, extra: Any = None, **keywords: Any) -> torch.Tensor:
+        keywords = keywords or (extra if isinstance(extra, dict) else vars(extra))
+        x = x if self.into is None else self.into(x)
+        for block in self.blocks:
+            x = block(x, **keywords)
+        return x
+
+
+def masked_batch(step: int, rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Inputs, targets and keywords: rows with masks and positions of their own."""
+    torch.manual_seed(step)
+    x, target = torch.randn(2, rows, length, WIDTH, dtype=torch.float64)
+    positions = torch.stack([torch.randperm(2 * 5)[:length] for _ in range(rows)])
+    mask = torch.rand(rows, length, dtype=torch.float64).round()
+    return x, target, {"mask": mask, "positions": positions, "scale": 0.5 + step}
+
+
+def of_masked(mesh: ProcessGroupMesh, **changes: Any) -> PipelineParallel:
+    return PipelineParallel(mesh, "pp", layers="blocks", first=["into"], loss=mse_loss, microbatches=2, **changes)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "count", "kind"), [("1f1b", 1, ShardedDataParallel), ("interleaved", 2, DataParallel)]
+)
+@on_ranks(4)
+def test_every_stage_gets_its_microbatch_of_the_keywords(schedule: str, count: int, kind: Callable[..., Method]):
+    def step(together: Composition, model: Any, given: Any) -> Any:
+        x, target, keywords = given
+        mine = together.share({name: each for name, each in keywords.items() if name != "scale"})
+        x, target, more = together.share(x), together.share(target), {**mine, "scale": keywords["scale"]}
+        losses = model.step(x, target=target, **more)
+        outputs = model(x, **more)
+        if losses:
+            torch.testing.assert_close(torch.stack(losses).mean(), mse_loss(outputs, target), rtol=0, atol=1e-12)
+        return losses
+
+    with ProcessGroupMesh(pp=2, dp=2) as mesh:
+        together = compose(mesh, of_masked(mesh, schedule=schedule, stages_per_rank=count), kind(mesh, "dp"))
+        sizes = [(8, 5), (8, 5), (16, 3)]  # the shapes of keywords change too
+        assert verify(together, Masked, [masked_batch(i, *size) for i, size in enumerate(sizes)], step=step) < 1e-12
+        check_sums(groups_of(mesh))
+
+
+@on_ranks(2)
+def test_keywords_are_split_in_dataclasses_or_raise():
+    with ProcessGroupMesh(pp=2) as mesh:
+        model, right = of_masked(mesh).apply(Masked()), Masked()
+        x, target, keywords = masked_batch(0, 8, 5)
+        mse_loss(right(x, **keywords), target).backward()
+        torch.export.register_dataclass(Extra)
+        for extra in (Extra(**keywords), keywords):
+            model.zero_grad()
+            model.step(x, target=target, extra=extra)
+            assert_same(type(extra).__name__, gradients_of(model), gradients_of(right))
+        row, nested = torch.ones(1, 5), (torch.ones(8), {"sin": torch.ones(16)})
+        for mask, rows in (
+            (row, "1 row of mask"),
+            (torch.tensor(1.0), "0 rows of mask"),
+            (nested, "8 rows of mask, 16 rows of mask"),  # torch splits the tensors inside tuples and dicts too
+        ):
+            with pytest.raises(ShapeError) as caught:
+                model.step(x, target=target, **{**keywords, "mask": mask})
+            found = f"8 rows of inputs, {rows}, 8 rows of positions, 8 rows of target"
+            message = f"{found} cannot be split into 2 equal microbatches along pp=2."
+            assert str(caught.value).splitlines()[0] == message
