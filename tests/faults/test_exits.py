@@ -6,6 +6,7 @@ PGMESH_EXITS=200 runs each way to end with a pending collective 200 times, for P
 from __future__ import annotations
 
 import copy
+import json
 import os
 import statistics
 import sys
@@ -13,15 +14,20 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from pgmesh import ProcessGroupMesh
+from pgmesh.groups.world import current_world
+from pgmesh.liveness import timing
+from pgmesh.liveness.liveness import liveness_of
 from tests.support.exiting import Ended, run_to_exit
-from tests.support.faults import SLACK
+from tests.support.faults import LONG_TIMEOUT, SLACK, Attempt, attempt, wait_until_waiting
 from tests.support.pending_exits import Case, all_cases, chosen_cases, problems
+from tests.support.worlds import STARVED
 
 STATUS = 7
 SOON = 2.0 + SLACK  # seconds until a process has ended that misses members
@@ -82,10 +88,38 @@ def with_torch_destroyed() -> None:
     dist.destroy_process_group()
 
 
-def with_torch_destroyed_while_one_waits() -> None:
+def while_another_connects() -> None:
+    """Rank 1 ends without closing its mesh while rank 0 waits for it."""
     mesh = pair()
-    if mesh.rank == 0:
-        _work = dist.all_reduce(torch.ones(1), group=mesh.group("tp"), async_op=True)
+    mesh.connect("tp")
+    if mesh.rank == 1:
+        wait_until_waiting(0)
+        print(time.monotonic())
+    else:
+        mesh.release("tp")  # a connected group is skipped
+        print(json.dumps(attempt(lambda: mesh.connect("tp", timeout=LONG_TIMEOUT))))
+
+
+def after_heartbeats(milliseconds: int) -> None:
+    dist.barrier()  # torch's own group is connected
+    timing.HEARTBEAT = 0.01
+    liveness_of(current_world())
+    time.sleep(milliseconds / 1000)
+
+
+def after_report(milliseconds: int) -> None:
+    dist.barrier()
+    ProcessGroupMesh(-1).report()
+    time.sleep(milliseconds / 1000)
+
+
+def in_an_error_after_heartbeats(milliseconds: int) -> None:
+    after_heartbeats(milliseconds)
+    raise ZeroDivisionError("by design")
+
+
+def with_torch_destroyed_after_heartbeats(milliseconds: int) -> None:
+    after_heartbeats(milliseconds)
     dist.destroy_process_group()
 
 
@@ -105,10 +139,9 @@ def in_a_fork() -> None:
     child = os.fork()
     if child == 0:
         for ask in asks:
-            try:
-                ask()
-            except Exception as error:
-                print(f"{type(error).__name__}: {error}")
+            if (failed := attempt(ask)).kind:
+                print(f"{failed.kind}: {failed.text}")
+        print("in seconds:", min(attempt(asks[0]).took for _ in range(20)))
         sys.exit(STATUS)
     end = time.monotonic() + 30
     while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < end:
@@ -127,15 +160,23 @@ SILENT = [
     with_a_failed_collective,
     with_a_pending_collective,
     with_torch_destroyed,
-    with_torch_destroyed_while_one_waits,
 ]
+WITH_LIVENESS = {
+    after_heartbeats: 0,
+    after_report: 0,
+    in_an_error_after_heartbeats: 1,
+    with_torch_destroyed_after_heartbeats: 0,
+}
+"""Ends at any moment of the liveness thread, and their exit statuses."""
+MILLISECONDS = (0, 20)
 
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Ended]]:
     """How the ranks of several worlds ended, by the function that they called."""
-    pairs = {fn.__name__: (fn, 2) for fn in [*SILENT, in_an_error, in_a_fork]}
-    return run_to_exit(tmp_path_factory.mktemp("ends"), pairs)
+    pairs: dict[str, Any] = {fn.__name__: (fn, 2) for fn in [*SILENT, in_an_error, in_a_fork, while_another_connects]}
+    pairs |= {f"{fn.__name__} {after}": (fn, 2, after) for fn in WITH_LIVENESS for after in MILLISECONDS}
+    return run_to_exit(tmp_path_factory.mktemp("ends"), pairs, at_once=7)
 
 
 @pytest.mark.fault("interpreter exit without close")
@@ -156,6 +197,23 @@ def test_process_that_raises_prints_only_its_error(ends: dict[str, list[Ended]])
         assert err.count("Traceback") == 1
 
 
+@pytest.mark.parametrize("fn", WITH_LIVENESS, ids=lambda fn: fn.__name__)
+def test_exit_status_beside_liveness_thread_is_the_programs(ends: dict[str, list[Ended]], fn: Callable[[int], None]):
+    for after in MILLISECONDS:
+        ended = ends[f"{fn.__name__} {after}"]
+        assert [each.status for each in ended] == [WITH_LIVENESS[fn]] * 2, ended
+
+
+@pytest.mark.fault("interpreter exit without close")
+def test_process_exit_after_connect_is_named_at_once(ends: dict[str, list[Ended]]):
+    waiting, left = ends["while_another_connects"]
+    assert [each.status for each in (waiting, left)] == [0, 0]
+    failed = Attempt(*json.loads(waiting.out))
+    assert failed.kind == "MissingRanksError"
+    assert "rank 1 has left the world: its process has exited" in failed.text
+    assert failed.end - float(left.out) < 1.0 + SLACK
+
+
 @pytest.mark.fault("fork")
 def test_forked_child_refuses_groups_and_exits(ends: dict[str, list[Ended]]):
     for rank, (status, out, err) in enumerate(ends["in_a_fork"]):
@@ -165,7 +223,8 @@ def test_forked_child_refuses_groups_and_exits(ends: dict[str, list[Ended]]):
         assert "group tp of mesh 'actor' was created before this process was forked" in lines[1]
         assert [line.partition(":")[0] for line in lines[2:4]] == ["LifetimeError"] * 2  # of a copy, and of a new mesh
         assert out.count("mesh 'actor' was created before this process was forked") >= 3  # of the report too
-        assert lines[-3:] == [f"(0, {rank})", f"the child's status: {STATUS}", "the parent goes on"]
+        assert float(lines[-3].partition(":")[2]) < (SLACK if STARVED else 0.001)
+        assert [lines[-4], *lines[-2:]] == [f"(0, {rank})", f"the child's status: {STATUS}", "the parent goes on"]
 
 
 @pytest.mark.fault("the program ends while an asynchronous first collective is pending")

@@ -10,7 +10,6 @@ may be late. Their text may not differ.
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
 import time
@@ -28,7 +27,6 @@ from pgmesh.launch import StoreProcess
 from tests.support.faults import (
     LONG_TIMEOUT,
     SLACK,
-    WAIT_TIMEOUT,
     Attempt,
     H,
     attempt,
@@ -48,7 +46,6 @@ from tests.support.faults import (
 )
 from tests.support.footprint import threads_of_pgmesh
 from tests.support.programs import send_signal, wait_until_gone
-from tests.support.rank_processes import RankProcesses, join_world
 from tests.support.torch_tables import address_is_published, record_operations, table_sizes
 from tests.support.worlds import STARVED, check_sums, fresh_world, groups_of, on_ranks
 
@@ -239,69 +236,3 @@ def test_plain_first_collective_raises_if_a_member_died(tmp_path: Path):
         print(failed, failed.took)
         assert failed.kind in ("RuntimeError", "MissingRanksError")
         assert failed.took < 5 * SHORT + SLACK  # Gloo waits five timeouts for a neighbour to connect
-
-
-def end_or_connect(rank: int, port: int, folder: Path, _: int) -> None:
-    """Rank 1 ends without closing its mesh while rank 0 waits for it."""
-    join_world(rank, port, 2)
-    mesh = ProcessGroupMesh(dp=1, tp=2, name="actor")
-    mesh.connect("tp")
-    if rank == 1:
-        wait_until_waiting(0)
-        write_result(folder, "ended", time.monotonic())
-        atexit._run_exitfuncs()  # which interpreters do, and processes of multiprocessing do not
-        return
-    mesh.release("tp")  # a connected group is skipped
-    write_result(folder, "failed", *attempt(lambda: mesh.connect("tp", timeout=LONG_TIMEOUT)))
-
-
-@pytest.mark.fault("interpreter exit without close")
-def test_process_exit_after_connect_is_named_at_once(tmp_path: Path):
-    """Its status and its standard error are in test_exits.py."""
-    with RankProcesses(end_or_connect, tmp_path) as ranks:
-        for rank in range(2):
-            ranks.start(rank, 0)
-        ranks.join(2 * WAIT_TIMEOUT)
-    assert [process.exitcode for process in ranks.all] == [0, 0]
-    failed = Attempt(*read_result(tmp_path, "failed"))
-    print(failed)
-    assert failed.kind == "MissingRanksError"
-    assert "rank 1 has left the world: its process has exited" in failed.text
-    assert failed.end - read_result(tmp_path, "ended")[0] < 1.0 + SLACK
-
-
-# ---- groups and meshes that have ended ----
-
-
-def quickest(act: Callable[[], Any]) -> float:
-    """The least time until an error of an ended group or mesh, in seconds."""
-    seen = [attempt(act) for _ in range(20)]
-    assert {each.kind for each in seen} == {"LifetimeError"}, seen[0]
-    return min(each.took for each in seen)
-
-
-@pytest.mark.fault("a mesh used after close, or the end of its world")
-@pytest.mark.fault("fork")
-@on_ranks(2)
-def test_ended_mesh_raises_within_a_millisecond():
-    mesh = ProcessGroupMesh(dp=1, tp=2, name="actor")
-    group = mesh.group("tp")
-    check_sums(groups_of(mesh))
-    receiver, sender = os.pipe()
-    child = os.fork()
-    if child == 0:
-        signal.alarm(int(WAIT_TIMEOUT))
-        try:
-            os.write(sender, repr(quickest(lambda: mesh.group("tp"))).encode())
-        finally:
-            os._exit(0)
-    os.close(sender)
-    with os.fdopen(receiver) as answer:
-        took = {"a fork": float(answer.read())}
-    os.waitpid(child, 0)
-    dist.barrier()
-    mesh.release("tp")
-    took["release"] = quickest(lambda: dist.all_reduce(torch.ones(1), group=group))
-    mesh.close()
-    took["close"] = quickest(lambda: mesh.group("tp"))
-    assert max(took.values()) < (SLACK if STARVED else 0.001), took

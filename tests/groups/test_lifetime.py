@@ -6,8 +6,7 @@ import contextlib
 import copy
 import io
 import pickle
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -16,28 +15,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pgmesh import (
-    LifetimeError,
-    OptionsError,
-    ProcessGroupMesh,
-)
+from pgmesh import LifetimeError, OptionsError, ProcessGroupMesh
 from pgmesh.groups import building, ending
 from pgmesh.groups.group import Group
 from pgmesh.groups.world import current_world
 from tests.support.collectives import COLLECTIVES
+from tests.support.faults import SLACK, attempt
 from tests.support.resource_counts import growth
 from tests.support.torch_tables import c10d, record_operations, table_sizes, timeout_of
-from tests.support.worlds import check_sums, groups_of, on_ranks, world
+from tests.support.worlds import STARVED, check_sums, groups_of, on_ranks, world
 
-SOON = 2.0  # seconds: at once, on a machine that is busy with something else; no timeout is as short
+AT_ONCE = SLACK if STARVED else 0.001  # seconds
 
 
-@contextlib.contextmanager
-def at_once() -> Iterator[None]:
-    start = time.monotonic()
-    yield
-    took = time.monotonic() - start
-    assert took < SOON, f"took {took:.3f} s"
+def check_lifetime_error(act: Callable[[], Any], text: str) -> None:
+    """Assert that a call raises such an error, and at once: the quickest of several, since other processes are busy."""
+    seen = [attempt(act) for _ in range(5)]
+    assert all(each.kind == "LifetimeError" and text in each.text for each in seen), seen
+    assert min(each.took for each in seen) < AT_ONCE, seen
 
 
 def summed(mesh: ProcessGroupMesh) -> None:
@@ -55,28 +50,24 @@ ENDS: dict[str, tuple[Callable[[ProcessGroupMesh], None], str]] = {
 
 
 @pytest.mark.fault("a mesh used after close, or the end of its world")
-@pytest.mark.parametrize("used", [True, False], ids=["used", "never used"])
 @pytest.mark.parametrize("end", ENDS)
 @on_ranks(4)
-def test_collectives_raise_on_an_ended_group(end: str, used: bool):
-    mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
-    old = mesh.group("tp")
-    if used:
-        summed(mesh)
+def test_collectives_raise_on_an_ended_group(end: str):
+    for used in (True, False):
+        mesh = ProcessGroupMesh(dp=2, tp=2, name="actor")
+        old = mesh.group("tp")
+        if used:
+            summed(mesh)
+            dist.barrier()
+        finish, text = ENDS[end]
+        finish(mesh)
+        for collective in COLLECTIVES.values():
+            check_lifetime_error(lambda collective=collective, old=old: collective(old), text)
+        if end != "close":
+            assert mesh.group("tp") is not old
+            summed(mesh)
+        mesh.close()
         dist.barrier()
-    finish, text = ENDS[end]
-    finish(mesh)
-    for name, collective in COLLECTIVES.items():
-        with at_once():
-            try:
-                collective(old)
-            except Exception as error:
-                assert text in str(error), f"{name} says {error!r}"  # noqa: PT017
-            else:
-                raise AssertionError(f"{name} worked")
-    if end != "close":
-        assert mesh.group("tp") is not old
-        summed(mesh)
 
 
 @on_ranks(4)
@@ -122,8 +113,7 @@ def test_closed_mesh_refuses_calls_that_need_groups():
         lambda: moe.group("ep"),
     ]
     for ask in asks:
-        with at_once(), pytest.raises(LifetimeError, match=r"mesh 'actor' was closed at test_lifetime\.py:"):
-            ask()
+        check_lifetime_error(ask, "mesh 'actor' was closed at test_lifetime.py:")
     assert mesh.ranks("tp") == moe.at(ep=stage.ranks()).ranks("ep") == stage.ranks()
     mesh.close()
     mesh.close()
@@ -175,26 +165,26 @@ def fail(*_: Any, **__: Any) -> None:
     raise ConnectionError("no such network")
 
 
-FAILURES: dict[str, Any] = {
-    "no backend": lambda: mock.patch.dict(building.CONSTRUCTORS, gloo=fail),
-    "no registration": lambda: mock.patch.object(c10d, "_register_process_group", fail),
-    "no store": lambda: mock.patch.object(dist, "PrefixStore", fail),
-    "no name": lambda: mock.patch.object(dist.ProcessGroup, "_set_group_name", fail),
-    "registered": lambda: mock.patch.object(Group, "make", fail),
-}
+FAILURES: list[Callable[[], Any]] = [
+    lambda: mock.patch.dict(building.CONSTRUCTORS, gloo=fail),
+    lambda: mock.patch.object(c10d, "_register_process_group", fail),
+    lambda: mock.patch.object(dist, "PrefixStore", fail),
+    lambda: mock.patch.object(dist.ProcessGroup, "_set_group_name", fail),
+    lambda: mock.patch.object(Group, "make", fail),
+]
 
 
 @pytest.mark.fault("making a group raises")
-@pytest.mark.parametrize("failure", FAILURES)
 @on_ranks(4)
-def test_failed_group_creation_leaves_nothing_behind(failure: str):
+def test_failed_group_creation_leaves_nothing_behind():
     mesh = ProcessGroupMesh(dp=2, tp=2)
     mesh.group("dp")
     before = table_sizes(), ours()
-    for _ in range(2):
-        with FAILURES[failure](), pytest.raises(ConnectionError, match="no such network"):
-            mesh.group("tp")
-        assert (table_sizes(), ours()) == before
+    for failure in FAILURES:
+        for _ in range(2):
+            with failure(), pytest.raises(ConnectionError, match="no such network"):
+                mesh.group("tp")
+            assert (table_sizes(), ours()) == before
     summed(mesh)
 
 

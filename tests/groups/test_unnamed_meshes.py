@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import random
+from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
@@ -11,28 +13,29 @@ from pgmesh import NameTakenError, ProcessGroupMesh
 from tests.support.worlds import check_sums, groups_of, on_ranks
 
 
-def shapes() -> list[ProcessGroupMesh]:
-    """Unnamed meshes with different axes, shapes or ranks. Each rank makes them in another order."""
-    calls = [
-        lambda: ProcessGroupMesh(dp=2, tp=2),
-        lambda: ProcessGroupMesh(dp=4),
-        lambda: ProcessGroupMesh(tp=2, dp=2),
-        lambda: ProcessGroupMesh(dp=2, tp=2, ranks=[3, 1, 2, 0]),
-        lambda: ProcessGroupMesh(2, 2),
-    ]
-    turn = dist.get_rank() % len(calls)
-    made = {number: calls[number]() for number in [*range(turn, len(calls)), *range(turn)]}
-    return [made[number] for number in range(len(calls))]
-
-
 @on_ranks(4)
 def test_unnamed_meshes_are_made_in_any_order():
-    """And used in any order."""
-    meshes = shapes()
-    turn = dist.get_rank()
-    for mesh in [*meshes[turn:], *meshes[:turn]]:
-        mesh.group(*mesh.axes)
-    check_sums({f"{number}": (mesh.group(), mesh.ranks()) for number, mesh in enumerate(meshes)})
+    """And used in another one. Each mesh has groups of its own, also those on the same ranks."""
+    calls: list[Callable[[], ProcessGroupMesh]] = [
+        lambda: ProcessGroupMesh(dp=2, tp=2, name="actor"),
+        lambda: ProcessGroupMesh(dp=2, tp=2, name="critic"),
+        lambda: ProcessGroupMesh(dp=2, tp=2),
+        lambda: ProcessGroupMesh(tp=2, dp=2),
+        lambda: ProcessGroupMesh(a=2, b=2),
+        lambda: ProcessGroupMesh(dp=2, tp=2, ranks=[3, 1, 2, 0]),
+        lambda: ProcessGroupMesh(4),
+    ]
+    mine = random.Random(dist.get_rank())
+    meshes = {number: calls[number]() for number in mine.sample(range(len(calls)), len(calls))}
+    groups = {
+        name: group
+        for number in mine.sample([*meshes], len(calls))
+        for name, group in groups_of(meshes[number]).items()
+    }
+    assert len({group for group, _ in groups.values()}) == 6 * 3 + 1
+    check_sums(groups)
+    meshes[0].close()
+    check_sums({name: group for name, group in groups.items() if "actor" not in name})
 
 
 @pytest.mark.parametrize("name", [None, "actor"])

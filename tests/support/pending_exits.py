@@ -110,7 +110,8 @@ def problems(cases: Sequence[Case], folder: Path, seconds: float) -> tuple[list[
         case, gone = cases[int(name)], folder / name / "gone"
         seconds = json.loads(gone.read_text())[0] if gone.exists() else -1.0  # it ended after the others
         late = case.misses_members and not 0 <= seconds < LATE
-        if late or [each.status for each in ended] != [case.status] + [0] * (case.size - 1):
+        noise = case.misses_members and case.end != "exception" and any(each.err.strip() for each in ended)
+        if late or noise or [each.status for each in ended] != [case.status] + [0] * (case.size - 1):
             found.append(f"{case}: {seconds} s, {ended}")
         took += [seconds] if case.misses_members else []
     return found, took
